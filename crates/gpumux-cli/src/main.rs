@@ -1,0 +1,3 @@
+//! `gpumux`: the command line.
+
+fn main() {}

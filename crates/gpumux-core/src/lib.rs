@@ -1,0 +1,19 @@
+//! What gpumux decides, apart from how it is done: tenants and their promises,
+//! domains, the snapshot of a device, the plan for it, and the policies between.
+//!
+//! Nothing here reads a clock, does I/O or keeps state of its own. Time comes in
+//! with the snapshot; what a policy must remember travels in its [`Memory`].
+#![forbid(unsafe_code)]
+
+mod plan;
+mod snapshot;
+mod tenant;
+mod units;
+
+pub mod policy;
+
+pub use plan::{DomainPlan, Plan, RunState};
+pub use policy::{Memory, Policy};
+pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
+pub use tenant::{Class, ParseClassError, SpecError, TenantSpec};
+pub use units::{DomainId, Micros, TenantId, Timeslice};

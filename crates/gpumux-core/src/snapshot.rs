@@ -1,0 +1,100 @@
+//! What is known about one device at one moment.
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DomainId, Micros, RunState, TenantId, TenantSpec, Timeslice};
+
+/// Whether a domain has work for the device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Demand {
+    /// Nothing is known: treated as work.
+    #[default]
+    Unknown,
+    /// Nothing is queued or running.
+    Idle,
+    /// Work is queued or running.
+    Busy,
+}
+
+impl Demand {
+    /// Whether the domain must be treated as having work.
+    pub const fn may_run(self) -> bool {
+        !matches!(self, Self::Idle)
+    }
+}
+
+/// One tenant with at least one domain on the device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TenantState {
+    /// Who.
+    pub id: TenantId,
+    /// Its promise.
+    pub spec: TenantSpec,
+}
+
+/// One domain on the device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DomainState {
+    /// Which.
+    pub id: DomainId,
+    /// Whose. Names a [`TenantState`] of the same snapshot.
+    pub tenant: TenantId,
+    /// Whether it has work.
+    pub demand: Demand,
+    /// Since when `demand` is what it is.
+    pub demand_since: Micros,
+    /// Device time it has received so far, as accounted (see the daemon's accounting).
+    pub received: Micros,
+    /// The slice it has now.
+    pub timeslice: Timeslice,
+    /// Whether it is enabled now.
+    pub run: RunState,
+    /// Whether its tenant has domains with work on other devices too (a gang).
+    pub gang: bool,
+}
+
+/// What the levers and the hardware cost, as measured on this device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Costs {
+    /// Context switch between two channel groups.
+    pub switch: Micros,
+    /// Freezing a group.
+    pub freeze: Micros,
+    /// Thawing a group.
+    pub thaw: Micros,
+    /// Setting a timeslice.
+    pub set_timeslice: Micros,
+}
+
+impl Default for Costs {
+    /// H100, driver 580.159: the middle of what was measured.
+    fn default() -> Self {
+        Self {
+            switch: Micros(188),
+            freeze: Micros(600),
+            thaw: Micros(220),
+            set_timeslice: Micros(200),
+        }
+    }
+}
+
+/// One device at one moment: all that a policy may know.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Snapshot {
+    /// The moment. Later snapshots of the same device never carry an earlier one.
+    pub now: Micros,
+    /// Tenants, by ascending id.
+    pub tenants: Vec<TenantState>,
+    /// Domains, by ascending id.
+    pub domains: Vec<DomainState>,
+    /// Measured costs.
+    pub costs: Costs,
+}
+
+impl Snapshot {
+    /// The tenant of this id.
+    pub fn tenant(&self, id: TenantId) -> Option<&TenantState> {
+        self.tenants.iter().find(|tenant| tenant.id == id)
+    }
+}

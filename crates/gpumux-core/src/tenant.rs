@@ -1,0 +1,145 @@
+//! What a tenant asks for and is promised.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+/// How a tenant takes its turn.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(rename_all = "lowercase")]
+pub enum Class {
+    /// Takes the device at once when it has work.
+    Latency,
+    /// A weighted share.
+    #[default]
+    Standard,
+    /// What is left.
+    Batch,
+}
+
+impl Class {
+    /// All classes, highest first.
+    pub const ALL: [Self; 3] = [Self::Latency, Self::Standard, Self::Batch];
+
+    /// The name used in the CLI, the API and configuration files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Latency => "latency",
+            Self::Standard => "standard",
+            Self::Batch => "batch",
+        }
+    }
+}
+
+impl fmt::Display for Class {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A class name that is none.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown class `{0}`: use latency, standard or batch")]
+pub struct ParseClassError(pub String);
+
+impl FromStr for Class {
+    type Err = ParseClassError;
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|class| class.name() == s)
+            .ok_or_else(|| ParseClassError(s.to_owned()))
+    }
+}
+
+/// A tenant's promise: what it gets whenever it wants it, and what bounds it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct TenantSpec {
+    /// How it takes its turn.
+    pub class: Class,
+    /// Share of each device's compute that it always gets when it wants it, 0 to 1.
+    pub guaranteed: f64,
+    /// Share of each device's compute that it never exceeds while others want it, 0 to 1.
+    pub limit: f64,
+    /// Weight among its equals when capacity is left over; positive.
+    pub weight: f64,
+    /// Latency objective of one request in µs, if the tenant has one.
+    pub latency_objective_us: Option<u64>,
+}
+
+impl Default for TenantSpec {
+    fn default() -> Self {
+        Self {
+            class: Class::default(),
+            guaranteed: 0.0,
+            limit: 1.0,
+            weight: 1.0,
+            latency_objective_us: None,
+        }
+    }
+}
+
+/// Why a spec was refused.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum SpecError {
+    /// Not a share.
+    #[error("{field} {value} is not a share: use a number from 0 to 1")]
+    NotAShare {
+        /// `guaranteed` or `limit`.
+        field: &'static str,
+        /// What was asked.
+        value: f64,
+    },
+    /// Weight not positive and finite.
+    #[error("weight {0} is not positive: use a number above 0, such as 1")]
+    BadWeight(f64),
+    /// Guaranteed more than the limit allows.
+    #[error("guaranteed {guaranteed} is more than limit {limit}: raise the limit or lower the guarantee")]
+    GuaranteeAboveLimit {
+        /// What was asked as guarantee.
+        guaranteed: f64,
+        /// What was asked as limit.
+        limit: f64,
+    },
+    /// The promises together exceed the device.
+    #[error(
+        "cannot promise {asked:.3} of {device}: {promised:.3} is promised to others and {free:.3} is free"
+    )]
+    OverCommitted {
+        /// The device.
+        device: String,
+        /// What was asked.
+        asked: f64,
+        /// What the others hold.
+        promised: f64,
+        /// What could be promised.
+        free: f64,
+    },
+}
+
+impl TenantSpec {
+    /// Checks the spec by itself (not against other tenants).
+    ///
+    /// # Errors
+    /// Names the first field that makes no sense.
+    pub fn validate(&self) -> Result<(), SpecError> {
+        for (field, value) in [("guaranteed", self.guaranteed), ("limit", self.limit)] {
+            if !(0.0..=1.0).contains(&value) {
+                return Err(SpecError::NotAShare { field, value });
+            }
+        }
+        if !(self.weight.is_finite() && self.weight > 0.0) {
+            return Err(SpecError::BadWeight(self.weight));
+        }
+        if self.guaranteed > self.limit {
+            return Err(SpecError::GuaranteeAboveLimit {
+                guaranteed: self.guaranteed,
+                limit: self.limit,
+            });
+        }
+        Ok(())
+    }
+}

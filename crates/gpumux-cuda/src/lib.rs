@@ -1,0 +1,1 @@
+//! CUDA driver declarations and the table of the driver at hand

@@ -1,0 +1,1 @@
+//! gpumuxd: sessions, the scheduling thread, and the API

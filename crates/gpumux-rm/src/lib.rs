@@ -1,0 +1,1 @@
+//! RM ioctl layouts, capture of handles, and the levers

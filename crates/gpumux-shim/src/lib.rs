@@ -1,0 +1,1 @@
+//! libgpumux.so: preloaded into tenants, learns their channel groups and tells the daemon

@@ -1,0 +1,1 @@
+//! A virtual-time GPU that runs the policies unchanged

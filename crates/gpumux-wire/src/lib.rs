@@ -1,0 +1,1 @@
+//! Messages and shared page between shim and daemon
