@@ -1,0 +1,1 @@
+//! Learning handles from a program's own RM calls.

@@ -1,0 +1,233 @@
+//! The levers: what the hardware lets us do to one channel group.
+
+use zerocopy::{FromBytes, IntoBytes};
+
+use crate::{
+    ControlError, ControlFile, RmStatus,
+    layout::{
+        DisableChannelsParams, GidInfoParams, InterleaveParams, PreemptionModeParams,
+        TimesliceParams, cmd,
+    },
+};
+
+/// Handles of one channel group, all of one RM client.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+pub struct Group {
+    /// RM client.
+    pub client: u32,
+    /// Subdevice (class 0x2080) of the same client: where channel controls are sent.
+    pub subdevice: u32,
+    /// The group (class 0xa06c, or a duplicate of one).
+    pub group: u32,
+    /// Its channels.
+    pub channels: Vec<u32>,
+}
+
+/// When a running kernel may be interrupted (`NV2080_CTRL_SET_CTXSW_PREEMPTION_MODE_COMPUTE_*`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum PreemptionMode {
+    /// After the kernel.
+    WaitForIdle = 0,
+    /// After the running thread blocks.
+    ThreadBlock = 1,
+    /// Between any two instructions: the default of compute contexts.
+    Instruction = 2,
+}
+
+/// How often the hardware visits a group among others (`NVA06C_CTRL_INTERLEAVE_LEVEL_*`).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u32)]
+pub enum Interleave {
+    /// Rarely.
+    Low = 0,
+    /// The default.
+    Medium = 1,
+    /// Often.
+    High = 2,
+}
+
+/// A lever that did not move.
+#[derive(Debug, thiserror::Error)]
+#[error("{lever}: {source}")]
+pub struct LeverError {
+    /// Which lever.
+    pub lever: &'static str,
+    /// Why.
+    pub source: ControlError,
+}
+
+impl LeverError {
+    /// RM's status, where RM answered.
+    pub fn status(&self) -> Option<RmStatus> {
+        match self.source {
+            ControlError::Status(status) => Some(status),
+            ControlError::Io(_) => None,
+        }
+    }
+}
+
+/// All levers of one channel group.
+pub trait Levers: Send {
+    /// Sets the timeslice in µs (1 to 1,000,000).
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn set_timeslice(&self, us: u64) -> Result<(), LeverError>;
+    /// Reads the timeslice in µs. Before anybody set it, the driver reports a constant.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn timeslice(&self) -> Result<u64, LeverError>;
+    /// Takes the group off the device, in the middle of a kernel if need be, until [`Self::thaw`].
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn freeze(&self) -> Result<(), LeverError>;
+    /// Lets the group run again.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn thaw(&self) -> Result<(), LeverError>;
+    /// Sets where its kernels may be interrupted.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), LeverError>;
+    /// Sets the interleave level; works only for a caller with `CAP_SYS_NICE`.
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn set_interleave(&self, level: Interleave) -> Result<(), LeverError>;
+    /// The device's UUID as the driver writes it (`GPU-…`).
+    ///
+    /// # Errors
+    /// When the driver refuses.
+    fn device_uuid(&self) -> Result<String, LeverError>;
+    /// The channels changed.
+    fn set_channels(&mut self, channels: Vec<u32>);
+}
+
+/// [`Levers`] over RM controls.
+#[derive(Debug)]
+pub struct RmLevers<F> {
+    file: F,
+    group: Group,
+}
+
+impl<F: ControlFile> RmLevers<F> {
+    /// Levers of `group`, whose client was made through `file`.
+    pub fn new(file: F, group: Group) -> Self {
+        Self { file, group }
+    }
+
+    fn control<P: IntoBytes + FromBytes>(
+        &self,
+        lever: &'static str,
+        object: u32,
+        cmd: u32,
+        params: &mut P,
+    ) -> Result<(), LeverError> {
+        self.file
+            .control(self.group.client, object, cmd, params.as_mut_bytes())
+            .map_err(|source| LeverError { lever, source })
+    }
+
+    /// Disables or enables all channels, 64 in a call (the most RM takes).
+    fn disable_channels(&self, lever: &'static str, disable: bool) -> Result<(), LeverError> {
+        for chunk in self.group.channels.chunks(64) {
+            let mut params = DisableChannelsParams {
+                disable: disable.into(),
+                count: chunk.len() as u32,
+                ..Default::default()
+            };
+            params.clients[..chunk.len()].fill(self.group.client);
+            params.channels[..chunk.len()].copy_from_slice(chunk);
+            self.control(
+                lever,
+                self.group.subdevice,
+                cmd::DISABLE_CHANNELS,
+                &mut params,
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl<F: ControlFile> Levers for RmLevers<F> {
+    fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+        let mut params = TimesliceParams { timeslice_us: us };
+        self.control(
+            "set timeslice",
+            self.group.group,
+            cmd::SET_TIMESLICE,
+            &mut params,
+        )
+    }
+
+    fn timeslice(&self) -> Result<u64, LeverError> {
+        let mut params = TimesliceParams::default();
+        self.control(
+            "get timeslice",
+            self.group.group,
+            cmd::GET_TIMESLICE,
+            &mut params,
+        )?;
+        Ok(params.timeslice_us)
+    }
+
+    fn freeze(&self) -> Result<(), LeverError> {
+        self.disable_channels("freeze", true)
+    }
+
+    fn thaw(&self) -> Result<(), LeverError> {
+        self.disable_channels("thaw", false)
+    }
+
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), LeverError> {
+        let Some(channel) = self.group.channels.first() else {
+            return Ok(());
+        };
+        let mut params = PreemptionModeParams {
+            flags: 1,
+            channel: *channel,
+            compute: mode as u32,
+            ..Default::default()
+        };
+        self.control(
+            "set preemption mode",
+            self.group.subdevice,
+            cmd::SET_PREEMPTION_MODE,
+            &mut params,
+        )
+    }
+
+    fn set_interleave(&self, level: Interleave) -> Result<(), LeverError> {
+        let mut params = InterleaveParams {
+            level: level as u32,
+        };
+        self.control(
+            "set interleave level",
+            self.group.group,
+            cmd::SET_INTERLEAVE_LEVEL,
+            &mut params,
+        )
+    }
+
+    fn device_uuid(&self) -> Result<String, LeverError> {
+        let mut params = GidInfoParams::default();
+        self.control(
+            "read device uuid",
+            self.group.subdevice,
+            cmd::GET_GID_INFO,
+            &mut params,
+        )?;
+        let length = (params.length as usize).min(params.data.len());
+        let text = String::from_utf8_lossy(&params.data[..length]);
+        Ok(text.trim_end_matches('\0').to_owned())
+    }
+
+    fn set_channels(&mut self, channels: Vec<u32>) {
+        self.group.channels = channels;
+    }
+}
