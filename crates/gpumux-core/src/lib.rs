@@ -5,14 +5,17 @@
 //! with the snapshot; what a policy must remember travels in its [`Memory`].
 #![forbid(unsafe_code)]
 
+mod accounts;
 mod plan;
 mod snapshot;
 mod tenant;
 mod units;
 
+pub mod gang;
 pub mod policy;
 
-pub use plan::{DomainPlan, Plan, RunState};
+pub use accounts::{Account, Accounts, fractions};
+pub use plan::{DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
 pub use tenant::{Class, ParseClassError, SpecError, TenantSpec};

@@ -1,8 +1,8 @@
-//! What a policy wants for one device.
+//! What a policy wants for one device, and the levers that bring it about.
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, Micros, Timeslice};
+use crate::{DomainId, Micros, Snapshot, Timeslice};
 
 /// Whether the hardware may run a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -35,4 +35,51 @@ pub struct Plan {
     pub domains: Vec<DomainPlan>,
     /// When the policy wants to be asked again although nothing else happened.
     pub next: Option<Micros>,
+}
+
+/// One pull of one lever.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Lever {
+    /// Take the domain off the device.
+    Freeze(DomainId),
+    /// Give the domain this slice.
+    SetTimeslice(DomainId, Timeslice),
+    /// Let the domain run again.
+    Thaw(DomainId),
+}
+
+impl Lever {
+    /// The domain it acts on.
+    pub const fn domain(self) -> DomainId {
+        match self {
+            Self::Freeze(id) | Self::SetTimeslice(id, _) | Self::Thaw(id) => id,
+        }
+    }
+}
+
+impl Plan {
+    /// The fewest pulls that turn what the snapshot shows into this plan, in the order to pull them:
+    /// freezes before slices before thaws, so that two runnable domains never
+    /// share a 1 µs slice on the way.
+    pub fn levers(&self, snapshot: &Snapshot) -> Vec<Lever> {
+        let mut levers = Vec::new();
+        let pairs = || self.domains.iter().zip(&snapshot.domains);
+        for (want, have) in pairs() {
+            if want.run == RunState::Frozen && have.run == RunState::Enabled {
+                levers.push(Lever::Freeze(want.id));
+            }
+        }
+        for (want, have) in pairs() {
+            if want.timeslice != have.timeslice {
+                levers.push(Lever::SetTimeslice(want.id, want.timeslice));
+            }
+        }
+        for (want, have) in pairs() {
+            if want.run == RunState::Enabled && have.run == RunState::Frozen {
+                levers.push(Lever::Thaw(want.id));
+            }
+        }
+        levers
+    }
 }

@@ -44,14 +44,16 @@ pub struct DomainState {
     pub demand: Demand,
     /// Since when `demand` is what it is.
     pub demand_since: Micros,
-    /// Device time it has received so far, as accounted (see the daemon's accounting).
+    /// Device time it has received so far (see [`crate::Accounts`]). Never falls.
     pub received: Micros,
     /// The slice it has now.
     pub timeslice: Timeslice,
     /// Whether it is enabled now.
     pub run: RunState,
-    /// Whether its tenant has domains with work on other devices too (a gang).
-    pub gang: bool,
+    /// Set by [`crate::gang`] only: what was decided for it together with its tenant's domains
+    /// on other devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub pinned: Option<RunState>,
 }
 
 /// What the levers and the hardware cost, as measured on this device.

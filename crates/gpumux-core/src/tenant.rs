@@ -60,11 +60,15 @@ impl FromStr for Class {
 pub struct TenantSpec {
     /// How it takes its turn.
     pub class: Class,
-    /// Share of each device's compute that it always gets when it wants it, 0 to 1.
+    /// Share of each device's compute that it always gets when it wants it, 0 to 1. Counted of the
+    /// time the device works for tenants, so that the cost of switching is shared by all.
+    ///
+    /// Of a `latency` tenant it also bounds the privilege: beyond it, the tenant is one among the
+    /// rest, by weight. At 0 a `latency` tenant may use all that is not guaranteed to others.
     pub guaranteed: f64,
     /// Share of each device's compute that it never exceeds while others want it, 0 to 1.
     pub limit: f64,
-    /// Weight among its equals when capacity is left over; positive.
+    /// Weight among its equals when capacity is left over, 0.001 to 1000.
     pub weight: f64,
     /// Latency objective of one request in µs, if the tenant has one.
     pub latency_objective_us: Option<u64>,
@@ -93,11 +97,13 @@ pub enum SpecError {
         /// What was asked.
         value: f64,
     },
-    /// Weight not positive and finite.
-    #[error("weight {0} is not positive: use a number above 0, such as 1")]
+    /// Weight not within [`TenantSpec::WEIGHTS`].
+    #[error("weight {0} is out of range: use a number from 0.001 to 1000, such as 1")]
     BadWeight(f64),
     /// Guaranteed more than the limit allows.
-    #[error("guaranteed {guaranteed} is more than limit {limit}: raise the limit or lower the guarantee")]
+    #[error(
+        "guaranteed {guaranteed} is more than limit {limit}: raise the limit or lower the guarantee"
+    )]
     GuaranteeAboveLimit {
         /// What was asked as guarantee.
         guaranteed: f64,
@@ -121,6 +127,9 @@ pub enum SpecError {
 }
 
 impl TenantSpec {
+    /// Weights that make sense: a million to one between the extremes.
+    pub const WEIGHTS: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
+
     /// Checks the spec by itself (not against other tenants).
     ///
     /// # Errors
@@ -131,7 +140,7 @@ impl TenantSpec {
                 return Err(SpecError::NotAShare { field, value });
             }
         }
-        if !(self.weight.is_finite() && self.weight > 0.0) {
+        if !Self::WEIGHTS.contains(&self.weight) {
             return Err(SpecError::BadWeight(self.weight));
         }
         if self.guaranteed > self.limit {

@@ -22,6 +22,9 @@ impl Micros {
         Self(s * 1_000_000)
     }
 
+    /// Zero.
+    pub const ZERO: Self = Self(0);
+
     /// In seconds.
     pub fn as_secs_f64(self) -> f64 {
         self.0 as f64 / 1e6
@@ -30,6 +33,12 @@ impl Micros {
     /// `self - other`, or zero where `other` is later.
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
+    }
+}
+
+impl std::ops::AddAssign for Micros {
+    fn add_assign(&mut self, other: Self) {
+        *self = *self + other;
     }
 }
 

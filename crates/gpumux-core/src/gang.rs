@@ -1,0 +1,1 @@
+//! Gangs: a tenant's domains on several devices run and freeze together.
