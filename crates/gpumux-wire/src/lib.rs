@@ -1,1 +1,12 @@
-//! Messages and shared page between shim and daemon
+//! What shim and daemon say to each other, and the page of counters they share.
+//!
+//! A session is one connection of a `SOCK_SEQPACKET` socket: [`message`] has the packets,
+//! [`socket`] sends and receives them with their files, [`page`] is the memory in which the shim counts
+//! work. The daemon takes everything that arrives as hostile: packets are bounded and parsed
+//! without panicking, and the page can neither shrink nor be written by the daemon.
+
+pub mod message;
+pub mod page;
+pub mod socket;
+
+pub use message::{Daemon, PROTOCOL, Shim};

@@ -1,0 +1,163 @@
+//! The packets of a session.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+
+/// Version of this protocol. Shim and daemon must have the same.
+pub const PROTOCOL: u32 = 1;
+
+/// Largest packet in bytes.
+pub const MAX_PACKET: usize = 16 * 1024;
+
+/// Most channels that one domain may name. (A compute context has 8 on Hopper.)
+pub const MAX_CHANNELS: usize = 512;
+
+/// Most domains of one session.
+pub const MAX_DOMAINS: usize = 256;
+
+/// From the shim. Packets marked *file* carry one file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Shim {
+    /// First packet; *file*: the page of counters (see [`crate::page`]).
+    Hello {
+        /// [`PROTOCOL`]. Stays the first field of the first variant in all versions.
+        protocol: u32,
+        /// Version of the shim, for people.
+        version: String,
+        /// The secret that names the tenant, if the program was started by `gpumux run`.
+        tenant: Option<String>,
+    },
+    /// A channel group exists and the driver library has finished setting it up; *file*: the
+    /// control file through which its client was made.
+    Group {
+        /// The shim's name for it, unique in the process's life; also its slot in the page
+        /// where it is below [`crate::page::SLOTS`].
+        key: u32,
+        /// RM engine type: 1 compute, 9 and up copy engines.
+        engine: u32,
+        /// RM client.
+        client: u32,
+        /// Subdevice of that client.
+        subdevice: u32,
+        /// The group.
+        group: u32,
+        /// Its channels.
+        channels: Vec<u32>,
+        /// The slice that the driver library gave it, in µs.
+        timeslice_us: u64,
+    },
+    /// The group's channels are now these.
+    Channels {
+        /// Which group.
+        key: u32,
+        /// All its channels.
+        channels: Vec<u32>,
+    },
+    /// The program set the group's slice itself.
+    TimesliceTouched {
+        /// Which group.
+        key: u32,
+    },
+    /// The group is gone.
+    Gone {
+        /// Which group.
+        key: u32,
+    },
+}
+
+/// From the daemon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Daemon {
+    /// Answer to a hello that is accepted.
+    Welcome {
+        /// [`PROTOCOL`].
+        protocol: u32,
+        /// Name of the tenant that the process belongs to.
+        tenant: String,
+    },
+    /// Answer to anything that is not accepted; the daemon closes after it.
+    Refused {
+        /// Why, for people.
+        reason: String,
+    },
+    /// The daemon leaves in good order: every group is thawed and has its old slice.
+    Bye,
+}
+
+/// A packet that cannot be sent or understood.
+#[derive(Debug, thiserror::Error)]
+pub enum MessageError {
+    /// Too long.
+    #[error("a packet of {0} bytes is too long: at most {MAX_PACKET} are allowed")]
+    TooLong(usize),
+    /// Not a packet of this protocol.
+    #[error("the packet cannot be understood: {0}")]
+    Malformed(#[from] postcard::Error),
+}
+
+/// Bytes of a packet.
+///
+/// # Errors
+/// When it would be too long.
+pub fn encode(message: &impl Serialize) -> Result<Vec<u8>, MessageError> {
+    let bytes = postcard::to_stdvec(message)?;
+    if bytes.len() > MAX_PACKET {
+        return Err(MessageError::TooLong(bytes.len()));
+    }
+    Ok(bytes)
+}
+
+/// The packet that these bytes are, all of them.
+///
+/// # Errors
+/// When they are no packet.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, MessageError> {
+    if bytes.len() > MAX_PACKET {
+        return Err(MessageError::TooLong(bytes.len()));
+    }
+    let (message, rest) = postcard::take_from_bytes(bytes)?;
+    if rest.is_empty() {
+        Ok(message)
+    } else {
+        Err(postcard::Error::DeserializeBadEncoding.into())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn packets_survive_the_wire() {
+        let group = Shim::Group {
+            key: 1,
+            engine: 1,
+            client: 0xc1d0_0001,
+            subdevice: 0x5c00_0003,
+            group: 0x5c00_0010,
+            channels: (0..MAX_CHANNELS as u32).map(|n| 0x5c00_0100 + n).collect(),
+            timeslice_us: 2048,
+        };
+        assert_eq!(decode::<Shim>(&encode(&group).unwrap()).unwrap(), group);
+    }
+
+    #[test]
+    fn the_protocol_version_keeps_its_place() {
+        let hello = Shim::Hello {
+            protocol: 7,
+            version: String::new(),
+            tenant: None,
+        };
+        assert_eq!(encode(&hello).unwrap()[..2], [0, 7]);
+    }
+
+    proptest! {
+        #[test]
+        fn garbage_is_refused_or_means_itself(bytes in proptest::collection::vec(any::<u8>(), 0..600)) {
+            if let Ok(message) = decode::<Shim>(&bytes) {
+                prop_assert_eq!(decode::<Shim>(&encode(&message).unwrap()).unwrap(), message);
+            }
+        }
+    }
+}

@@ -1,0 +1,214 @@
+//! The page in which a tenant's shim counts its work, so that the daemon knows who has some.
+//!
+//! The shim makes it (a sealed memfd), maps it for writing and sends it with its hello; the
+//! daemon maps it for reading. There is one slot per channel group, by the group's key. The
+//! shim counts *submitted* up when the program gives work to the group, and sets *completed* to
+//! a value of *submitted* that it knows to be done. A group has work while they differ.
+//! All fields are independent words written by one process and read by the other;
+//! a reader that sees `completed` (acquire) also sees the `submitted` it was taken from.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    ptr::NonNull,
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use rustix::{
+    fs::{MemfdFlags, SealFlags},
+    mm::{MapFlags, ProtFlags},
+};
+
+/// Groups that can have a slot.
+pub const SLOTS: usize = 64;
+
+/// Says that a page is one, and its layout's version.
+const MAGIC: u64 = 0x0001_6770_756d_7578;
+
+/// Counters of one channel group, on cache lines of their own.
+#[derive(Debug, Default)]
+#[repr(C, align(128))]
+pub struct Slot {
+    /// Pieces of work given to the group.
+    submitted: AtomicU64,
+    /// A value of `submitted` up to which all work is known to be done.
+    completed: AtomicU64,
+    /// 1 while the shim counts work for this group; 0: nothing is known.
+    counted: AtomicU64,
+}
+
+/// What a slot says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// The shim does not count this group's work.
+    Unknown,
+    /// All submitted work is done. The number is how many pieces that was.
+    Idle(u64),
+    /// Work is queued or running. The number is how many pieces were submitted.
+    Busy(u64),
+}
+
+impl Slot {
+    /// Says that work will be counted from now on.
+    pub fn begin_counting(&self) {
+        self.counted.store(1, Ordering::Release);
+    }
+
+    /// Counts one piece of work. Two processor instructions; no lock.
+    pub fn submit(&self) -> u64 {
+        self.submitted.fetch_add(1, Ordering::AcqRel) + 1
+    }
+
+    /// Pieces submitted so far.
+    pub fn submitted(&self) -> u64 {
+        self.submitted.load(Ordering::Acquire)
+    }
+
+    /// Says that the first `upto` pieces are done.
+    pub fn complete(&self, upto: u64) {
+        self.completed.fetch_max(upto, Ordering::AcqRel);
+    }
+
+    /// What the slot says. Never trusts the writer: any values give an answer.
+    pub fn work(&self) -> Work {
+        if self.counted.load(Ordering::Acquire) != 1 {
+            return Work::Unknown;
+        }
+        let completed = self.completed.load(Ordering::Acquire);
+        let submitted = self.submitted.load(Ordering::Acquire);
+        if completed >= submitted {
+            Work::Idle(submitted)
+        } else {
+            Work::Busy(submitted)
+        }
+    }
+}
+
+/// The whole page.
+#[derive(Debug)]
+#[repr(C)]
+struct Layout {
+    magic: AtomicU64,
+    slots: [Slot; SLOTS],
+}
+
+/// A mapped page.
+#[derive(Debug)]
+pub struct Page(NonNull<Layout>);
+
+// SAFETY: the page consists of atomics and stays mapped as long as the value lives.
+unsafe impl Send for Page {}
+// SAFETY: as above.
+unsafe impl Sync for Page {}
+
+/// What keeps a page from shrinking under its reader.
+const SEALS: SealFlags = SealFlags::SHRINK
+    .union(SealFlags::GROW)
+    .union(SealFlags::SEAL);
+
+impl Page {
+    /// Makes a page and maps it for writing. The file is for the daemon.
+    ///
+    /// # Errors
+    /// When there is no memory for it.
+    pub fn create() -> io::Result<(Self, OwnedFd)> {
+        let file = rustix::fs::memfd_create(
+            "gpumux-page",
+            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
+        )?;
+        rustix::fs::ftruncate(&file, size_of::<Layout>() as u64)?;
+        rustix::fs::fcntl_add_seals(&file, SEALS)?;
+        let page = Self::map(&file, ProtFlags::READ | ProtFlags::WRITE)?;
+        page.layout().magic.store(MAGIC, Ordering::Release);
+        Ok((page, file))
+    }
+
+    /// Maps a page that somebody sent, for reading.
+    ///
+    /// # Errors
+    /// When it is not a page that is safe to read.
+    pub fn open(file: impl AsFd) -> io::Result<Self> {
+        let refuse = |why| Err(io::Error::new(io::ErrorKind::InvalidData, why));
+        // Without these seals its owner could shrink it, and reading would raise SIGBUS.
+        if !rustix::fs::fcntl_get_seals(&file)?.contains(SEALS) {
+            return refuse("the page of counters is not sealed");
+        }
+        if rustix::fs::fstat(&file)?.st_size != size_of::<Layout>() as i64 {
+            return refuse("the page of counters has a wrong size");
+        }
+        let page = Self::map(&file, ProtFlags::READ)?;
+        if page.layout().magic.load(Ordering::Acquire) != MAGIC {
+            return refuse("the page of counters is of another version");
+        }
+        Ok(page)
+    }
+
+    fn map(file: impl AsFd, protection: ProtFlags) -> io::Result<Self> {
+        // SAFETY: a fresh mapping at an address of the kernel's choice; nothing else refers to it.
+        let pointer = unsafe {
+            rustix::mm::mmap(
+                std::ptr::null_mut(),
+                size_of::<Layout>(),
+                protection,
+                MapFlags::SHARED,
+                file,
+                0,
+            )
+        }?;
+        NonNull::new(pointer.cast())
+            .map(Self)
+            .ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+    }
+
+    fn layout(&self) -> &Layout {
+        // SAFETY: the mapping is page-aligned, as long as `Layout`, sealed against shrinking, and
+        // lives until drop; all fields are atomics, so concurrent change is allowed.
+        unsafe { self.0.as_ref() }
+    }
+
+    /// The slot of the group with this key, if it has one. Writing to a slot of a page that was
+    /// opened for reading would fault: only its maker may.
+    pub fn slot(&self, key: u32) -> Option<&Slot> {
+        self.layout().slots.get(key as usize)
+    }
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map` with this size, and no reference outlives `self`.
+        let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), size_of::<Layout>()) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_reader_sees_what_the_writer_counts() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        let (ours, theirs) = (writer.slot(3).unwrap(), reader.slot(3).unwrap());
+        assert_eq!(theirs.work(), Work::Unknown);
+        ours.begin_counting();
+        assert_eq!(theirs.work(), Work::Idle(0));
+        let first = ours.submit();
+        ours.submit();
+        ours.complete(first);
+        assert_eq!(theirs.work(), Work::Busy(2));
+        ours.complete(2);
+        ours.complete(1);
+        assert_eq!(theirs.work(), Work::Idle(2));
+        assert!(writer.slot(SLOTS as u32).is_none());
+    }
+
+    #[test]
+    fn pages_that_could_hurt_the_reader_are_refused() {
+        let plain = rustix::fs::memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&plain, size_of::<Layout>() as u64).unwrap();
+        assert!(Page::open(&plain).is_err(), "not sealed");
+        rustix::fs::fcntl_add_seals(&plain, SEALS).unwrap();
+        assert!(Page::open(&plain).is_err(), "no magic");
+        assert!(Page::open(std::fs::File::open("/dev/null").unwrap()).is_err());
+    }
+}

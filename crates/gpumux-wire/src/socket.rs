@@ -1,0 +1,162 @@
+//! Packets with files over `SOCK_SEQPACKET` sockets.
+
+use std::{
+    io::{self, IoSlice, IoSliceMut},
+    mem::MaybeUninit,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    path::Path,
+};
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+use serde::{Serialize, de::DeserializeOwned};
+
+use crate::message::{MAX_PACKET, decode, encode};
+
+/// Connects to a session socket. The socket is closed on exec.
+///
+/// # Errors
+/// When nobody listens there.
+pub fn connect(path: &Path, flags: SocketFlags) -> io::Result<OwnedFd> {
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        flags | SocketFlags::CLOEXEC,
+        None,
+    )?;
+    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    Ok(socket)
+}
+
+/// Listens on a session socket.
+///
+/// # Errors
+/// When the path cannot be bound.
+pub fn listen(path: &Path, backlog: i32) -> io::Result<OwnedFd> {
+    let socket = rustix::net::socket_with(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
+        None,
+    )?;
+    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    rustix::net::listen(&socket, backlog)?;
+    Ok(socket)
+}
+
+/// Sends a packet, with a file if there is one. Never raises `SIGPIPE`.
+///
+/// # Errors
+/// When the other side is gone, or the packet too long.
+pub fn send(
+    socket: impl AsFd,
+    message: &impl Serialize,
+    file: Option<BorrowedFd<'_>>,
+    flags: SendFlags,
+) -> io::Result<()> {
+    let bytes =
+        encode(message).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    let files = file.as_slice();
+    if !files.is_empty() {
+        ancillary.push(SendAncillaryMessage::ScmRights(files));
+    }
+    rustix::net::sendmsg(
+        socket,
+        &[IoSlice::new(&bytes)],
+        &mut ancillary,
+        flags | SendFlags::NOSIGNAL,
+    )?;
+    Ok(())
+}
+
+/// Receives one packet and at most one file; further files are closed. `None`: the other side
+/// has closed.
+///
+/// # Errors
+/// [`io::ErrorKind::InvalidData`] for a packet that cannot be understood; other kinds as the
+/// socket reports them.
+pub fn recv<T: DeserializeOwned>(
+    socket: impl AsFd,
+    flags: RecvFlags,
+) -> io::Result<Option<(T, Option<OwnedFd>)>> {
+    let mut bytes = [0; MAX_PACKET];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let received = rustix::net::recvmsg(
+        socket,
+        &mut [IoSliceMut::new(&mut bytes)],
+        &mut ancillary,
+        flags | RecvFlags::CMSG_CLOEXEC,
+    )?;
+    let file = ancillary
+        .drain()
+        .filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
+            _ => None,
+        })
+        .next();
+    if received.bytes == 0 {
+        return Ok(None);
+    }
+    if received.flags.contains(ReturnFlags::TRUNC) {
+        return Err(io::ErrorKind::InvalidData.into());
+    }
+    let message = decode(&bytes[..received.bytes])
+        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+    Ok(Some((message, file)))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use rustix::net::socketpair;
+
+    use super::*;
+    use crate::message::{PROTOCOL, Shim};
+
+    #[test]
+    fn a_packet_arrives_with_its_file() {
+        let (a, b) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        let hello = Shim::Hello {
+            protocol: PROTOCOL,
+            version: "1".into(),
+            tenant: None,
+        };
+        let file = std::fs::File::open("/dev/zero").unwrap();
+        send(&a, &hello, Some(file.as_fd()), SendFlags::empty()).unwrap();
+        let (message, file) = recv::<Shim>(&b, RecvFlags::empty()).unwrap().unwrap();
+        assert_eq!(message, hello);
+        let mut byte = [1];
+        std::fs::File::from(file.unwrap())
+            .read_exact(&mut byte)
+            .unwrap();
+        assert_eq!(byte, [0]);
+        drop(a);
+        assert!(recv::<Shim>(&b, RecvFlags::empty()).unwrap().is_none());
+    }
+
+    #[test]
+    fn a_packet_that_is_too_long_is_refused() {
+        let (a, b) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )
+        .unwrap();
+        rustix::net::send(&a, &[0; MAX_PACKET + 1], SendFlags::empty()).unwrap();
+        let error = recv::<Shim>(&b, RecvFlags::empty()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::InvalidData);
+    }
+}
