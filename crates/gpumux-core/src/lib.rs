@@ -9,6 +9,8 @@ mod accounts;
 mod plan;
 mod snapshot;
 mod tenant;
+#[cfg(test)]
+mod testing;
 mod units;
 
 pub mod gang;
@@ -18,5 +20,5 @@ pub use accounts::{Account, Accounts, fractions};
 pub use plan::{DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
-pub use tenant::{Class, ParseClassError, SpecError, TenantSpec};
+pub use tenant::{Class, ParseClassError, SpecError, TenantSpec, admit};
 pub use units::{DomainId, Micros, TenantId, Timeslice};

@@ -152,3 +152,85 @@ impl TenantSpec {
         Ok(())
     }
 }
+
+/// Checks that a device can keep the promise to a newcomer (or one whose spec changes) beside its `others`.
+///
+/// # Errors
+/// The spec itself makes no sense, or the guarantees together exceed the device.
+pub fn admit<'a>(
+    spec: &TenantSpec,
+    others: impl IntoIterator<Item = &'a TenantSpec>,
+    device: &str,
+) -> Result<(), SpecError> {
+    spec.validate()?;
+    let promised: f64 = others.into_iter().map(|other| other.guaranteed).sum();
+    // Thirds that sum to a hair more than 1 are all right.
+    match promised + spec.guaranteed <= 1.0 + 1e-9 {
+        true => Ok(()),
+        false => Err(SpecError::OverCommitted {
+            device: device.to_owned(),
+            asked: spec.guaranteed,
+            promised,
+            free: (1.0 - promised).max(0.0),
+        }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn guaranteed(share: f64) -> TenantSpec {
+        TenantSpec {
+            guaranteed: share,
+            ..TenantSpec::default()
+        }
+    }
+
+    #[test]
+    fn numbers_that_make_no_sense_are_refused() {
+        let field = |change: fn(&mut TenantSpec)| {
+            let mut spec = TenantSpec::default();
+            change(&mut spec);
+            spec.validate().map_err(|error| error.to_string())
+        };
+        assert_eq!(field(|_| ()), Ok(()));
+        for (change, message) in [
+            (
+                (|s| s.guaranteed = -0.1) as fn(&mut TenantSpec),
+                "guaranteed -0.1",
+            ),
+            (|s| s.limit = f64::NAN, "limit NaN"),
+            (|s| s.limit = 1.5, "limit 1.5"),
+            (|s| s.weight = -2.0, "weight -2"),
+            (|s| s.weight = f64::INFINITY, "weight inf"),
+            (|s| s.weight = f64::NAN, "weight NaN"),
+            (
+                |s| (s.guaranteed, s.limit) = (0.6, 0.5),
+                "guaranteed 0.6 is more than limit 0.5",
+            ),
+        ] {
+            let error = field(change).expect_err(message);
+            assert!(error.starts_with(message), "{error}");
+        }
+    }
+
+    #[test]
+    fn promises_that_exceed_the_device_are_refused_with_the_numbers() {
+        let others = [guaranteed(0.4), guaranteed(0.3)];
+        assert_eq!(admit(&guaranteed(0.3), &others, "GPU 0"), Ok(()));
+        let error = admit(&guaranteed(0.5), &others, "GPU 0").expect_err("over-committed");
+        assert_eq!(
+            error.to_string(),
+            "cannot promise 0.500 of GPU 0: 0.700 is promised to others and 0.300 is free"
+        );
+        let thirds = [guaranteed(1.0 / 3.0), guaranteed(1.0 / 3.0)];
+        assert_eq!(admit(&guaranteed(1.0 / 3.0), &thirds, "GPU 0"), Ok(()));
+    }
+
+    #[test]
+    fn an_unknown_class_is_named() {
+        let error = "urgent".parse::<Class>().expect_err("unknown");
+        assert!(error.to_string().contains("`urgent`"), "{error}");
+    }
+}

@@ -1,0 +1,581 @@
+//! From shares to slices and freezes: the mechanism common to all policies. Its parent tells why.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Claim, Division, Policy, divide};
+use crate::{
+    Class, Costs, Demand, DomainId, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,
+    TenantSpec, Timeslice,
+};
+
+/// What may be traded against what. The defaults suit GPUs whose switch costs 100 µs to 1 ms.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tuning {
+    /// Part of the device that switching between turns of the back row may cost. Sets the quantum.
+    pub turn_cost: f64,
+    /// Part of the device that switching between slices of the front row may cost. Sets the slices.
+    pub slice_cost: f64,
+    /// The same when only batch domains share the device: nobody waits, so switch less.
+    pub batch_slice_cost: f64,
+    /// Period of the front row's budgets. A domain within its share may run this long times its share
+    /// without a pause.
+    pub period: Micros,
+    /// From when on a busy latency domain gets a slice by share if there are several.
+    pub hog: Micros,
+    /// How long an idle domain counts when slices are set, so that short pauses pull no levers.
+    pub recent: Micros,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            turn_cost: 0.02,
+            slice_cost: 0.05,
+            batch_slice_cost: 0.01,
+            period: Micros::from_millis(100),
+            hog: Micros::from_millis(10),
+            recent: Micros::from_secs(1),
+        }
+    }
+}
+
+/// Shortest slice of the front row.
+const MIN_SLICE_US: f64 = 500.0;
+/// Longest round of slices.
+const MAX_ROUND_US: f64 = 200_000.0;
+/// Bounds of the quantum, whatever the costs are said to be.
+const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
+/// A turn is over after this many times its length, even if others took most of that time.
+const MAX_STRETCH: f64 = 10.0;
+/// Estimated moments are not asked for sooner than this.
+const MIN_STEP_US: f64 = 2_000.0;
+/// Bound of what a domain can be ahead or behind.
+const MAX_LAG_US: f64 = 1e6;
+
+impl Tuning {
+    /// What handing over a turn costs.
+    fn handover(costs: &Costs) -> f64 {
+        (costs.freeze + costs.thaw + costs.switch).0 as f64
+    }
+
+    /// The mean length of a turn.
+    fn quantum(&self, costs: &Costs) -> f64 {
+        (Self::handover(costs) / self.turn_cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
+    }
+
+    /// The shortest turn worth its cost.
+    fn min_turn(&self, costs: &Costs) -> f64 {
+        self.quantum(costs) / 5.0
+    }
+}
+
+/// What a policy must remember from one plan to the next. The caller keeps it, one per device,
+/// and starts with the default.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Memory {
+    at: Option<Micros>,
+    turn: Option<Turn>,
+    domains: BTreeMap<DomainId, Track>,
+}
+
+/// The turn of the back row.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Turn {
+    holder: DomainId,
+    since: Micros,
+    /// What the holder had received when it began.
+    received: Micros,
+}
+
+/// What is remembered of one domain.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Track {
+    received: Micros,
+    /// Device time it is owed, in µs; negative if it is ahead.
+    lag: f64,
+    /// Its share since the last plan; while it was idle, the share that it would have had.
+    share: f64,
+    wanted: bool,
+    /// Ran ahead of its budget and must wait until its lag is level.
+    exhausted: bool,
+    /// When its last turn began.
+    turn: Micros,
+}
+
+impl Memory {
+    /// The device time a domain is owed, in µs; negative if it is ahead.
+    pub fn lag(&self, id: DomainId) -> f64 {
+        self.domains.get(&id).map_or(0.0, |track| track.lag)
+    }
+
+    /// Forgets domains that are gone and charges the others for the time since the last plan.
+    fn charge(&mut self, snapshot: &Snapshot) {
+        let elapsed = self.at.map_or(0, |at| snapshot.now.saturating_sub(at).0) as f64;
+        self.at = self.at.max(Some(snapshot.now));
+        let before = std::mem::take(&mut self.domains);
+        let mut delivered = 0.0;
+        let charged: Vec<(DomainId, Track, f64)> = snapshot
+            .domains
+            .iter()
+            .map(|domain| {
+                let track = before.get(&domain.id).copied().unwrap_or(Track {
+                    received: domain.received,
+                    lag: 0.0,
+                    share: 0.0,
+                    wanted: false,
+                    exhausted: false,
+                    turn: Micros::ZERO,
+                });
+                let got = domain.received.saturating_sub(track.received).0 as f64;
+                let got = got.min(elapsed);
+                delivered += got;
+                (domain.id, track, got)
+            })
+            .collect();
+        let delivered = delivered.min(elapsed);
+        for ((id, mut track, got), domain) in charged.into_iter().zip(&snapshot.domains) {
+            track.lag = match track.wanted {
+                true => track.lag + track.share * delivered - got,
+                false => (track.lag + track.share * elapsed - got).min(0.0),
+            };
+            track.lag = track.lag.clamp(-MAX_LAG_US, MAX_LAG_US);
+            track.received = track.received.max(domain.received);
+            self.domains.insert(id, track);
+        }
+    }
+}
+
+/// A policy: a division brought about by turns.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Shared<D> {
+    division: D,
+    tuning: Tuning,
+}
+
+impl<D: Division> Shared<D> {
+    /// With default tuning.
+    pub fn new(division: D) -> Self {
+        Self::tuned(division, Tuning::default())
+    }
+
+    /// With a tuning of your own.
+    pub fn tuned(division: D, tuning: Tuning) -> Self {
+        Self { division, tuning }
+    }
+}
+
+impl<D: Division> Policy for Shared<D> {
+    fn name(&self) -> &'static str {
+        self.division.name()
+    }
+
+    fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan {
+        memory.charge(snapshot);
+        let mut stage = Stage::new(&self.division, &self.tuning, snapshot, memory);
+        stage.bound_debts(memory);
+        stage.budgets(memory);
+        let holder = stage.turn(memory);
+        let slices = stage.slices();
+        let domains = (0..stage.cast.len())
+            .map(|index| {
+                let (run, reason) = stage.run_state(index, holder);
+                DomainPlan {
+                    id: stage.cast[index].domain.id,
+                    timeslice: slices[index],
+                    run,
+                    reason,
+                }
+            })
+            .collect();
+        let next = stage.next.map(|at| Micros(at.max(snapshot.now.0 + 1)));
+        Plan { domains, next }
+    }
+}
+
+/// One domain while a plan is made.
+struct Actor<'a> {
+    domain: &'a DomainState,
+    claim: Claim,
+    front: bool,
+    /// Has work, or is the turn's holder in a short pause.
+    wants: bool,
+    share: f64,
+    /// What its slice is made from.
+    slice_share: f64,
+    recent: bool,
+    /// Over its budget while others want the device.
+    over_budget: bool,
+}
+
+impl Actor<'_> {
+    fn runnable(&self) -> bool {
+        self.domain.demand.may_run()
+    }
+
+    fn class(&self) -> Class {
+        self.claim.class
+    }
+
+    /// May take the turn.
+    fn waits(&self) -> bool {
+        !self.front && self.runnable() && self.domain.pinned != Some(RunState::Frozen)
+    }
+}
+
+/// All domains while a plan is made.
+struct Stage<'a> {
+    now: Micros,
+    costs: &'a Costs,
+    tuning: &'a Tuning,
+    strict: bool,
+    cast: Vec<Actor<'a>>,
+    next: Option<u64>,
+}
+
+impl<'a> Stage<'a> {
+    fn new(
+        division: &dyn Division,
+        tuning: &'a Tuning,
+        snapshot: &'a Snapshot,
+        memory: &mut Memory,
+    ) -> Self {
+        let now = snapshot.now;
+        let specs: BTreeMap<_, _> = snapshot
+            .tenants
+            .iter()
+            .map(|tenant| (tenant.id, Claim::from(&tenant.spec)))
+            .collect();
+        let nobody = Claim::from(&TenantSpec::default());
+        let idle_for = |domain: &DomainState| now.saturating_sub(domain.demand_since);
+        let linger = Micros(Tuning::handover(&snapshot.costs) as u64);
+        let mut cast: Vec<Actor> = snapshot
+            .domains
+            .iter()
+            .map(|domain| {
+                let holds = memory.turn.is_some_and(|turn| turn.holder == domain.id);
+                let pause = holds && idle_for(domain) < linger;
+                Actor {
+                    domain,
+                    claim: specs.get(&domain.tenant).copied().unwrap_or(nobody),
+                    front: true,
+                    wants: domain.demand.may_run() || pause,
+                    share: 0.0,
+                    slice_share: 0.0,
+                    recent: domain.demand.may_run() || idle_for(domain) < tuning.recent,
+                    over_budget: false,
+                }
+            })
+            .collect();
+
+        let top = cast.iter().map(Actor::class).min().unwrap_or_default();
+        let strict = division.strict();
+        if strict || top == Class::Latency {
+            for actor in &mut cast {
+                actor.front = actor.claim.class == top;
+            }
+        }
+
+        let all = divide(division, &cast, |_| true);
+        let wanting = divide(division, &cast, |actor| actor.wants);
+        let recent = divide(division, &cast, |actor| actor.recent);
+        for (index, actor) in cast.iter_mut().enumerate() {
+            let or_all = |share: f64, counted| if counted { share } else { all[index] };
+            actor.share = or_all(wanting[index], actor.wants);
+            actor.slice_share = or_all(recent[index], actor.recent);
+            if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
+                track.share = actor.share;
+                track.wanted = actor.wants;
+            }
+        }
+        Self {
+            now,
+            costs: &snapshot.costs,
+            tuning,
+            strict,
+            cast,
+            next: None,
+        }
+    }
+
+    /// Asks for a plan in about `delay` µs.
+    fn ask_in(&mut self, delay: f64) {
+        let at = self.now.0.saturating_add(delay.max(MIN_STEP_US) as u64);
+        self.next = earlier(self.next, at);
+    }
+
+    /// Nobody is further ahead than by two turns (back row) or budgets (front row): a debt made with
+    /// a large share must not take forever to pay back with a small one.
+    fn bound_debts(&self, memory: &mut Memory) {
+        for (index, actor) in self.cast.iter().enumerate() {
+            let most = match actor.front {
+                true => self.budget(actor.share),
+                false => self.turn_length(index),
+            };
+            if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
+                track.lag = track.lag.max(-2.0 * most);
+            }
+        }
+    }
+
+    /// How far a front domain with this share may run ahead, in µs: so far that it then pauses for what
+    /// the others are due in a period, or for a turn of the back row if that is longer.
+    fn budget(&self, share: f64) -> f64 {
+        let pause = self.tuning.period.0 as f64 * (1.0 - share);
+        share * pause.max(self.tuning.min_turn(self.costs))
+    }
+
+    /// Finds the front domains that are over their budget while others want the device.
+    fn budgets(&mut self, memory: &mut Memory) {
+        let back_wants = self.cast.iter().any(|actor| !actor.front && actor.wants);
+        let front_wants = self.cast.iter().filter(|a| a.front && a.wants).count();
+        for index in 0..self.cast.len() {
+            let actor = &self.cast[index];
+            let Some(track) = memory.domains.get_mut(&actor.domain.id) else {
+                continue;
+            };
+            let limited = actor.claim.limit < 1.0 && front_wants > usize::from(actor.wants);
+            if !actor.front || !(back_wants || limited) {
+                track.exhausted = false;
+                continue;
+            }
+            let share = actor.share;
+            let rest = 1.0 - share;
+            let budget = self.budget(share);
+            if rest < 1e-9 || track.lag >= 0.0 {
+                track.exhausted = false;
+            } else if track.lag <= -budget {
+                track.exhausted = true;
+            }
+            if !actor.runnable() || rest < 1e-9 {
+                continue;
+            }
+            let (lag, exhausted) = (track.lag, track.exhausted);
+            self.cast[index].over_budget = exhausted;
+            match exhausted {
+                true => self.ask_in(-lag / share.max(1e-9)),
+                false => self.ask_in((lag + budget) / rest),
+            }
+        }
+    }
+
+    /// Whose turn it is in the back row.
+    fn turn(&mut self, memory: &mut Memory) -> Option<usize> {
+        let holder = memory.turn.and_then(|turn| {
+            let holds = |actor: &Actor| !actor.front && actor.domain.id == turn.holder;
+            Some((turn, self.cast.iter().position(holds)?))
+        });
+        let forced = self
+            .cast
+            .iter()
+            .position(|actor| actor.waits() && actor.domain.pinned == Some(RunState::Enabled));
+        let chosen = match (forced, holder) {
+            (Some(forced), _) => Some(forced),
+            (None, Some((turn, index))) if self.keeps(index, turn, memory) => Some(index),
+            _ => self.fairest(memory),
+        };
+        let Some(index) = chosen else {
+            memory.turn = None;
+            return None;
+        };
+        let domain = self.cast[index].domain;
+        // A turn that is over and goes to the same domain again is a new one.
+        let goes_on = |(turn, held): (Turn, usize)| {
+            held == index && (forced.is_some() || self.keeps(index, turn, memory))
+        };
+        if !holder.is_some_and(goes_on) {
+            memory.turn = Some(Turn {
+                holder: domain.id,
+                since: self.now,
+                received: domain.received,
+            });
+            if let Some(track) = memory.domains.get_mut(&domain.id) {
+                track.turn = self.now;
+            }
+        }
+        if let Some(turn) = memory.turn {
+            self.ask_at_turn_end(index, turn, memory);
+        }
+        Some(index)
+    }
+
+    /// How long a turn of this domain is, in µs of device time.
+    fn turn_length(&self, index: usize) -> f64 {
+        let back = || self.cast.iter().filter(|actor| !actor.front && actor.wants);
+        let sum: f64 = back().map(|actor| actor.share).sum();
+        let quantum = self.tuning.quantum(self.costs);
+        let proportional = self.cast[index].share / sum.max(1e-9) * back().count() as f64 * quantum;
+        proportional.clamp(self.tuning.min_turn(self.costs), 4.0 * quantum)
+    }
+
+    /// Others that may take the turn.
+    fn rivals(&self, index: usize) -> impl Iterator<Item = &Actor<'a>> {
+        let others = self.cast.iter().enumerate();
+        others.filter_map(move |(at, actor)| (at != index && actor.waits()).then_some(actor))
+    }
+
+    /// Whether a higher class waits behind this domain and `strict` says that it need not.
+    fn outranked(&self, index: usize) -> bool {
+        let class = self.cast[index].class();
+        self.strict && self.rivals(index).any(|rival| rival.class() < class)
+    }
+
+    /// Whether the turn's holder keeps it.
+    fn keeps(&self, index: usize, turn: Turn, memory: &Memory) -> bool {
+        let actor = &self.cast[index];
+        if !actor.wants || actor.domain.pinned == Some(RunState::Frozen) {
+            return false;
+        }
+        if self.rivals(index).next().is_none() {
+            return true;
+        }
+        let used = actor.domain.received.saturating_sub(turn.received).0 as f64;
+        let held = self.now.saturating_sub(turn.since).0 as f64;
+        let length = self.turn_length(index);
+        let borrowed = used >= self.tuning.min_turn(self.costs)
+            && memory.lag(actor.domain.id) <= 0.0
+            && self.outranked(index);
+        used < length && held < MAX_STRETCH * length && !borrowed
+    }
+
+    /// The domain of the back row that is furthest behind.
+    fn fairest(&self, memory: &Memory) -> Option<usize> {
+        let key = |index: &usize| {
+            let actor = &self.cast[*index];
+            let track = memory.domains.get(&actor.domain.id);
+            let (lag, turn) = track.map_or((0.0, Micros::ZERO), |track| (track.lag, track.turn));
+            (lag / actor.share.max(1e-9), turn, actor.domain.id)
+        };
+        (0..self.cast.len())
+            .filter(|index| self.cast[*index].waits())
+            .min_by(|a, b| {
+                let (a, b) = (key(a), key(b));
+                b.0.total_cmp(&a.0).then((a.1, a.2).cmp(&(b.1, b.2)))
+            })
+    }
+
+    /// Asks for a plan when the holder's turn will be over.
+    fn ask_at_turn_end(&mut self, index: usize, turn: Turn, memory: &Memory) {
+        if self.rivals(index).next().is_none() {
+            return;
+        }
+        let actor = &self.cast[index];
+        if !actor.runnable() {
+            let end = actor.domain.demand_since.0 as f64 + Tuning::handover(self.costs);
+            self.next = earlier(self.next, end as u64);
+            return;
+        }
+        let used = actor.domain.received.saturating_sub(turn.received).0 as f64;
+        let length = self.turn_length(index);
+        let held = self.now.saturating_sub(turn.since).0 as f64;
+        let mut left = (length - used).min(MAX_STRETCH * length - held);
+        if self.outranked(index) {
+            let level = memory.lag(actor.domain.id) / (1.0 - actor.share).max(1e-9);
+            left = left.min(level.max(self.tuning.min_turn(self.costs) - used));
+        }
+        self.ask_in(left);
+    }
+
+    /// The slice of every domain.
+    fn slices(&mut self) -> Vec<Timeslice> {
+        let front = || self.cast.iter().filter(|actor| actor.front);
+        let alone = front().count() == 1;
+        let latency = front().any(|actor| actor.class() == Class::Latency);
+        let only_batch = front().all(|actor| actor.class() == Class::Batch);
+        let cost = match only_batch {
+            true => self.tuning.batch_slice_cost,
+            false => self.tuning.slice_cost,
+        };
+        let recent = || front().filter(|actor| actor.recent);
+        let sum: f64 = recent().map(|actor| actor.slice_share).sum();
+        let least = recent().map(|a| a.slice_share).fold(1.0, f64::min);
+        let sum = if sum > 0.0 { sum } else { 1.0 };
+        let affordable = recent().count() as f64 * self.costs.switch.0 as f64 / cost.max(1e-3);
+        let round = affordable
+            .max(MIN_SLICE_US * sum / least.max(1e-9))
+            .min(MAX_ROUND_US);
+        let by_share = |actor: &Actor| {
+            let slice = (actor.slice_share / sum * round).max(MIN_SLICE_US) as u64;
+            Timeslice(slice.min(Timeslice::MAX.0))
+        };
+
+        let mut next = self.next;
+        let slices = self.cast.iter().map(|actor| {
+            let demand = actor.domain.demand;
+            let since = actor.domain.demand_since;
+            match (actor.front, alone, latency) {
+                (false, ..) => Timeslice::MIN,
+                // Nobody to share with: leave it as the driver made it.
+                (true, true, false) if self.cast.len() == 1 => Timeslice::DEFAULT,
+                (true, true, _) => Timeslice::MAX,
+                (true, false, true) => {
+                    let from = since + self.tuning.hog;
+                    match demand {
+                        Demand::Unknown => by_share(actor),
+                        Demand::Busy if self.now >= from => by_share(actor),
+                        Demand::Busy => {
+                            next = earlier(next, from.0);
+                            Timeslice::MAX
+                        }
+                        Demand::Idle => Timeslice::MAX,
+                    }
+                }
+                (true, false, false) => {
+                    if demand == Demand::Idle && actor.recent {
+                        next = earlier(next, (since + self.tuning.recent).0);
+                    }
+                    by_share(actor)
+                }
+            }
+        });
+        let slices = slices.collect();
+        self.next = next;
+        slices
+    }
+
+    /// Whether a domain may run, and why.
+    fn run_state(&self, index: usize, holder: Option<usize>) -> (RunState, &'static str) {
+        use RunState::{Enabled, Frozen};
+        let actor = &self.cast[index];
+        if !actor.runnable() {
+            return (Enabled, "has no work");
+        }
+        match (actor.domain.pinned, actor.front) {
+            (Some(Frozen), _) => (Frozen, "waits for its gang"),
+            (Some(Enabled), true) => (Enabled, "runs with its gang"),
+            (_, true) if actor.over_budget => (Frozen, "over its budget while others wait"),
+            (_, true) if actor.class() == Class::Latency => (Enabled, "takes the device at once"),
+            (_, true) => (Enabled, "shares by slices"),
+            (_, false) if holder == Some(index) => (Enabled, "has its turn"),
+            (_, false) => (Frozen, "waits for its turn"),
+        }
+    }
+}
+
+/// The earlier of two moments, of which the first may be none.
+fn earlier(next: Option<u64>, at: u64) -> Option<u64> {
+    Some(next.map_or(at, |next| next.min(at)))
+}
+
+/// The share of each domain if just those that `counts` names want the device. A tenant's share is split evenly
+/// among its domains.
+fn divide(division: &dyn Division, cast: &[Actor], counts: impl Fn(&Actor) -> bool) -> Vec<f64> {
+    let mut tenants: BTreeMap<_, (usize, usize)> = BTreeMap::new();
+    let mut claims = Vec::new();
+    for actor in cast.iter().filter(|actor| counts(actor)) {
+        let entry = tenants.entry(actor.domain.tenant).or_insert_with(|| {
+            claims.push(actor.claim);
+            (claims.len() - 1, 0)
+        });
+        entry.1 += 1;
+    }
+    let shares = divide::shares(division, &claims);
+    cast.iter()
+        .map(|actor| match tenants.get(&actor.domain.tenant) {
+            Some((claim, domains)) if counts(actor) => shares[*claim] / *domains as f64,
+            _ => 0.0,
+        })
+        .collect()
+}

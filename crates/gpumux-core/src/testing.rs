@@ -1,0 +1,37 @@
+//! Snapshots for unit tests.
+
+use crate::{
+    Class, Costs, Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, TenantSpec,
+    TenantState, Timeslice,
+};
+
+/// A busy domain in the state in which a program makes it.
+pub(crate) fn domain(id: u64, tenant: u64) -> DomainState {
+    DomainState {
+        id: DomainId(id),
+        tenant: TenantId(tenant),
+        demand: Demand::Busy,
+        demand_since: Micros::ZERO,
+        received: Micros::ZERO,
+        timeslice: Timeslice::DEFAULT,
+        run: RunState::Enabled,
+        pinned: None,
+    }
+}
+
+/// Tenants 0, 1, … of these classes, and the domains.
+pub(crate) fn snapshot(classes: &[Class], domains: Vec<DomainState>) -> Snapshot {
+    let tenant = |(id, class): (usize, &Class)| TenantState {
+        id: TenantId(id as u64),
+        spec: TenantSpec {
+            class: *class,
+            ..TenantSpec::default()
+        },
+    };
+    Snapshot {
+        now: Micros::ZERO,
+        tenants: classes.iter().enumerate().map(tenant).collect(),
+        domains,
+        costs: Costs::default(),
+    }
+}
