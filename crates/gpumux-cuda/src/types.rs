@@ -1,0 +1,137 @@
+//! Types and constants of the CUDA driver API, as in `cuda.h` of CUDA 12.9.
+
+use std::ffi::{c_int, c_void};
+
+/// `CUresult`: 0 is success.
+pub type CUresult = c_int;
+/// Device ordinal handle.
+pub type CUdevice = c_int;
+/// Address in device memory.
+pub type CUdeviceptr = u64;
+/// Handle of physical memory made by `cuMemCreate`.
+pub type CUmemGenericAllocationHandle = u64;
+/// Opaque context handle.
+pub type CUcontext = *mut c_void;
+/// Opaque module handle.
+pub type CUmodule = *mut c_void;
+/// Opaque kernel handle.
+pub type CUfunction = *mut c_void;
+/// Opaque stream handle.
+pub type CUstream = *mut c_void;
+/// Opaque event handle.
+pub type CUevent = *mut c_void;
+/// Opaque graph handle.
+pub type CUgraph = *mut c_void;
+/// Opaque handle of an instantiated graph.
+pub type CUgraphExec = *mut c_void;
+
+/// `CUuuid`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CUuuid {
+    /// The 16 bytes in the order in which they are written.
+    pub bytes: [u8; 16],
+}
+
+/// `CUmemLocation`.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CUmemLocation {
+    /// [`MEM_LOCATION_TYPE_DEVICE`].
+    pub kind: c_int,
+    /// Device ordinal.
+    pub id: c_int,
+}
+
+/// `CUmemAllocationProp`: what `cuMemCreate` shall make.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CUmemAllocationProp {
+    /// [`MEM_ALLOCATION_TYPE_PINNED`].
+    pub kind: c_int,
+    /// 0, or [`MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`] to allow exporting.
+    pub requested_handle_types: c_int,
+    /// Where the memory lives.
+    pub location: CUmemLocation,
+    /// Unused on Linux: null.
+    pub win32_handle_meta_data: *mut c_void,
+    /// Compression, RDMA, usage and reserved bytes: 0.
+    pub alloc_flags: [u8; 8],
+}
+
+impl CUmemAllocationProp {
+    /// Plain pinned memory of one device.
+    pub const fn on_device(device: CUdevice) -> Self {
+        Self {
+            kind: MEM_ALLOCATION_TYPE_PINNED,
+            requested_handle_types: 0,
+            location: CUmemLocation {
+                kind: MEM_LOCATION_TYPE_DEVICE,
+                id: device,
+            },
+            win32_handle_meta_data: std::ptr::null_mut(),
+            alloc_flags: [0; 8],
+        }
+    }
+}
+
+/// `CUmemAccessDesc`: who may access a mapping, and how.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub struct CUmemAccessDesc {
+    /// The device that may.
+    pub location: CUmemLocation,
+    /// [`MEM_ACCESS_FLAGS_PROT_READWRITE`].
+    pub flags: c_int,
+}
+
+const _: () = assert!(size_of::<CUmemAllocationProp>() == 32);
+const _: () = assert!(size_of::<CUmemAccessDesc>() == 12);
+
+/// `CUDA_SUCCESS`.
+pub const SUCCESS: CUresult = 0;
+/// `CUDA_ERROR_INVALID_VALUE`.
+pub const ERROR_INVALID_VALUE: CUresult = 1;
+/// `CUDA_ERROR_OUT_OF_MEMORY`.
+pub const ERROR_OUT_OF_MEMORY: CUresult = 2;
+/// `CUDA_ERROR_NOT_INITIALIZED`.
+pub const ERROR_NOT_INITIALIZED: CUresult = 3;
+/// `CUDA_ERROR_NO_DEVICE`.
+pub const ERROR_NO_DEVICE: CUresult = 100;
+/// `CUDA_ERROR_NOT_FOUND`.
+pub const ERROR_NOT_FOUND: CUresult = 500;
+/// `CUDA_ERROR_NOT_READY`: the work is still going on.
+pub const ERROR_NOT_READY: CUresult = 600;
+/// `CUDA_ERROR_ILLEGAL_ADDRESS`.
+pub const ERROR_ILLEGAL_ADDRESS: CUresult = 700;
+/// `CUDA_ERROR_ILLEGAL_INSTRUCTION`: also what a `trap` gives on some architectures.
+pub const ERROR_ILLEGAL_INSTRUCTION: CUresult = 715;
+/// `CUDA_ERROR_LAUNCH_FAILED`.
+pub const ERROR_LAUNCH_FAILED: CUresult = 719;
+/// `CUDA_ERROR_NOT_SUPPORTED`.
+pub const ERROR_NOT_SUPPORTED: CUresult = 801;
+
+/// `CU_STREAM_NON_BLOCKING`.
+pub const STREAM_NON_BLOCKING: u32 = 1;
+/// `CU_EVENT_BLOCKING_SYNC`: a wait sleeps instead of spinning.
+pub const EVENT_BLOCKING_SYNC: u32 = 1;
+/// `CU_EVENT_DISABLE_TIMING`.
+pub const EVENT_DISABLE_TIMING: u32 = 2;
+/// `CU_STREAM_CAPTURE_MODE_THREAD_LOCAL`.
+pub const STREAM_CAPTURE_MODE_THREAD_LOCAL: c_int = 1;
+/// `CU_MEM_ALLOCATION_TYPE_PINNED`.
+pub const MEM_ALLOCATION_TYPE_PINNED: c_int = 1;
+/// `CU_MEM_LOCATION_TYPE_DEVICE`.
+pub const MEM_LOCATION_TYPE_DEVICE: c_int = 1;
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
+pub const MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR: c_int = 1;
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`.
+pub const MEM_ACCESS_FLAGS_PROT_READWRITE: c_int = 3;
+/// `CU_MEM_ALLOC_GRANULARITY_MINIMUM`.
+pub const MEM_ALLOC_GRANULARITY_MINIMUM: c_int = 0;
+/// `CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT`.
+pub const DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: c_int = 16;
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR`.
+pub const DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: c_int = 75;
+/// `CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR`.
+pub const DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: c_int = 76;
