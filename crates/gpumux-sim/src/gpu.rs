@@ -1,0 +1,672 @@
+//! One GPU in virtual time: channel groups that share compute and copy engines by time, and
+//! kernels of one group that share its SMs.
+//!
+//! The model is exact and deterministic: time is in integer nanoseconds, work in SM-nanoseconds, and
+//! nothing happens between two calls but what [`Gpu::advance`] works off. It knows neither a
+//! clock nor processes; the simulator drives it with virtual time, the emulated device with real time.
+//!
+//! How the hardware shares one engine, as measured on an H100:
+//! - Groups that have work take turns, in the order in which they were made. A group keeps the engine until
+//!   its slice is over *and* another group has work. While no other has, slices follow each other.
+//! - A group without work loses the engine at once when another has some. So does, after
+//!   [`Hardware::linger`], a group whose last kernel runs with nothing queued behind it. An event or any
+//!   other work behind it keeps the engine (this is why one hold kernel does not hold, and two do).
+//! - A switch costs more the more SMs the outgoing group fills ([`Hardware::switch`]); kernels are
+//!   interrupted at any instruction and resume where they were. The group that resumes first restores its state, within its slice.
+//! - Kernels of different streams of one group run at the same time when SMs are free, in the order in
+//!   which they became ready.
+//!
+//! Several programs in one group (MPS) are several sets of streams that submit to the same group.
+
+mod engine;
+mod hardware;
+#[cfg(test)]
+mod tests;
+
+use std::collections::{BTreeMap, VecDeque};
+
+use gpumux_core::Timeslice;
+
+use engine::Scheduler;
+pub use hardware::Hardware;
+
+/// Nanoseconds since the model's start, or a duration.
+pub type Nanos = u64;
+
+/// A channel group on one engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct GroupId(u64);
+
+/// A stream: its work runs in the order of submission, whatever groups it names.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct StreamId(u64);
+
+/// One piece of work. Ids rise in the order of submission and are never used twice.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct WorkId(u64);
+
+/// What a group runs on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Engine {
+    /// The SMs.
+    Compute,
+    /// The copy engine from host to device.
+    HostToDevice,
+    /// The copy engine from device to host.
+    DeviceToHost,
+}
+
+impl Engine {
+    /// All engines of a device.
+    pub const ALL: [Self; 3] = [Self::Compute, Self::HostToDevice, Self::DeviceToHost];
+
+    /// The slice that a new group has, in µs: what libcuda sets for compute groups, what the
+    /// driver gives copy groups.
+    pub const fn default_timeslice(self) -> Timeslice {
+        match self {
+            Self::Compute => Timeslice::DEFAULT,
+            Self::HostToDevice | Self::DeviceToHost => Timeslice(1024),
+        }
+    }
+}
+
+/// What can be submitted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// A kernel that takes `duration` ns when it has `sms` SMs for itself, and proportionally longer
+    /// with fewer. `sms` is clamped to what the device has, and to at least 1.
+    Kernel {
+        /// SMs it can use.
+        sms: u32,
+        /// ns with all of them.
+        duration: Nanos,
+    },
+    /// A one-SM kernel that spins until [`Gpu::release`], for at most `timeout` ns of running.
+    Hold {
+        /// Longest time it runs.
+        timeout: Nanos,
+    },
+    /// A copy of this many bytes by the group's copy engine (in a compute group: inside the device).
+    Copy {
+        /// How many.
+        bytes: u64,
+    },
+    /// Completes when everything before it in its stream has. Programs that wait for a kernel
+    /// put one behind it, as libcuda does.
+    Record,
+    /// Completes when that work has, in whatever stream; at once if it is unknown or complete.
+    Wait(WorkId),
+    /// A function on the host: reported by [`EventKind::HostReady`], complete by [`Gpu::release`].
+    Host,
+}
+
+/// Something happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// When, exactly.
+    pub at: Nanos,
+    /// In which group.
+    pub group: GroupId,
+    /// In which stream.
+    pub stream: StreamId,
+    /// To which work.
+    pub work: WorkId,
+    /// What.
+    pub kind: EventKind,
+}
+
+/// What happened to a piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum EventKind {
+    /// It is complete.
+    Done,
+    /// A [`Work::Host`] may run now.
+    HostReady,
+}
+
+/// What a group has received.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Received {
+    /// ns during which its work progressed.
+    pub busy: Nanos,
+    /// SM-ns of progress (ns on copy engines).
+    pub work: u64,
+    /// How often it got the engine.
+    pub switches: u64,
+    /// How often it lost the engine with kernels in the middle.
+    pub preemptions: u64,
+}
+
+/// How far a running or interrupted piece of work is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// Which.
+    pub work: WorkId,
+    /// SM-ns done.
+    pub done: u64,
+    /// SM-ns in all; more than 0.
+    pub total: u64,
+}
+
+impl Progress {
+    /// Between 0 and 1.
+    pub fn fraction(self) -> f64 {
+        self.done as f64 / self.total as f64
+    }
+}
+
+/// A name that the model does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum GpuError {
+    /// No such group.
+    #[error("there is no group {0:?}")]
+    Group(GroupId),
+    /// No such stream.
+    #[error("there is no stream {0:?}")]
+    Stream(StreamId),
+}
+
+#[derive(Clone, Debug)]
+struct Group {
+    engine: Engine,
+    timeslice: Timeslice,
+    frozen: bool,
+    /// Heads of streams that run here, in the order in which they became ready.
+    ready: Vec<Ready>,
+    /// Was taken off in the middle of kernels: must be restored before it goes on.
+    interrupted: bool,
+    received: Received,
+}
+
+/// A head of a stream that runs, was interrupted, or waits for the engine.
+#[derive(Clone, Copy, Debug)]
+struct Ready {
+    work: WorkId,
+    stream: StreamId,
+    /// SMs that it can use.
+    width: u32,
+    /// SMs that it has.
+    sms: u32,
+    /// Overhead included.
+    total: u64,
+    left: u64,
+    hold: bool,
+}
+
+#[derive(Clone, Debug, Default)]
+struct Stream {
+    queue: VecDeque<Item>,
+    /// The head is in its group's `ready`, or is a host function that was announced.
+    head_started: bool,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Item {
+    id: WorkId,
+    group: GroupId,
+    work: Work,
+    /// A hold or host function whose end was asked for before it began.
+    released: bool,
+}
+
+/// One GPU. See the module's documentation.
+#[derive(Clone, Debug)]
+pub struct Gpu {
+    hardware: Hardware,
+    now: Nanos,
+    next_id: u64,
+    schedulers: BTreeMap<Engine, Scheduler>,
+    groups: BTreeMap<GroupId, Group>,
+    streams: BTreeMap<StreamId, Stream>,
+    /// Work that is not complete, and its stream.
+    live: BTreeMap<WorkId, StreamId>,
+    /// Streams whose head waits for a piece of work.
+    waiters: BTreeMap<WorkId, Vec<StreamId>>,
+    events: Vec<Event>,
+}
+
+impl Gpu {
+    /// An idle GPU at time 0.
+    pub fn new(hardware: Hardware) -> Self {
+        let schedulers = Engine::ALL
+            .into_iter()
+            .map(|engine| (engine, Scheduler::new(engine, &hardware)))
+            .collect();
+        Self {
+            hardware,
+            now: 0,
+            next_id: 1,
+            schedulers,
+            groups: BTreeMap::new(),
+            streams: BTreeMap::new(),
+            live: BTreeMap::new(),
+            waiters: BTreeMap::new(),
+            events: Vec::new(),
+        }
+    }
+
+    /// Its constants.
+    pub fn hardware(&self) -> &Hardware {
+        &self.hardware
+    }
+
+    /// Until when it was advanced.
+    pub fn now(&self) -> Nanos {
+        self.now
+    }
+
+    /// Works off everything up to and including `to`, and returns what happened, in order; also what
+    /// calls since the last advance completed at once. An earlier `to` than [`Gpu::now`] changes nothing.
+    pub fn advance(&mut self, to: Nanos) -> Vec<Event> {
+        while let Some(at) = self.next_change().filter(|at| *at <= to) {
+            self.pass(at);
+            self.settle();
+        }
+        self.pass(to.max(self.now));
+        std::mem::take(&mut self.events)
+    }
+
+    /// No event comes before this moment; `None`: none comes without another call. Often the exact moment
+    /// of the next one; never a moment that was already worked off.
+    pub fn next_event(&self) -> Option<Nanos> {
+        if !self.events.is_empty() {
+            return Some(self.now);
+        }
+        Engine::ALL
+            .into_iter()
+            .filter_map(|engine| self.earliest_completion(engine))
+            .min()
+    }
+
+    /// Adds a group with its engine's default slice, last in the round.
+    pub fn add_group(&mut self, engine: Engine) -> GroupId {
+        let id = GroupId(self.fresh());
+        self.groups.insert(
+            id,
+            Group {
+                engine,
+                timeslice: engine.default_timeslice(),
+                frozen: false,
+                ready: Vec::new(),
+                interrupted: false,
+                received: Received::default(),
+            },
+        );
+        self.scheduler(engine).add(id);
+        id
+    }
+
+    /// Removes a group and all its work, complete or not. No events come from it any more.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn remove_group(&mut self, group: GroupId) -> Result<(), GpuError> {
+        let engine = self.group(group)?.engine;
+        self.abort(group)?;
+        self.groups.remove(&group);
+        self.scheduler(engine).remove(group);
+        self.settle();
+        Ok(())
+    }
+
+    /// Drops all work of a group, as a fault does. What waits for it goes on.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn abort(&mut self, group: GroupId) -> Result<(), GpuError> {
+        let state = self.groups.get_mut(&group).ok_or(GpuError::Group(group))?;
+        state.ready.clear();
+        state.interrupted = false;
+        let mut gone = Vec::new();
+        for stream in self.streams.values_mut() {
+            if stream.queue.front().is_some_and(|head| head.group == group) {
+                stream.head_started = false;
+            }
+            stream.queue.retain(|item| {
+                if item.group == group {
+                    gone.push(item.id);
+                }
+                item.group != group
+            });
+        }
+        self.go_on_without(&gone);
+        Ok(())
+    }
+
+    /// Adds a stream.
+    pub fn add_stream(&mut self) -> StreamId {
+        let id = StreamId(self.fresh());
+        self.streams.insert(id, Stream::default());
+        id
+    }
+
+    /// Removes a stream and its work, complete or not. What waits for it goes on.
+    ///
+    /// # Errors
+    /// When there is no such stream.
+    pub fn remove_stream(&mut self, stream: StreamId) -> Result<(), GpuError> {
+        let state = self
+            .streams
+            .remove(&stream)
+            .ok_or(GpuError::Stream(stream))?;
+        for group in self.groups.values_mut() {
+            group.ready.retain(|ready| ready.stream != stream);
+        }
+        let gone: Vec<WorkId> = state.queue.iter().map(|item| item.id).collect();
+        self.go_on_without(&gone);
+        Ok(())
+    }
+
+    /// Sets a group's slice, at once.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn set_timeslice(&mut self, group: GroupId, slice: Timeslice) -> Result<(), GpuError> {
+        let state = self.groups.get_mut(&group).ok_or(GpuError::Group(group))?;
+        state.timeslice = Timeslice(slice.0.max(1));
+        self.settle();
+        Ok(())
+    }
+
+    /// A group's slice.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn timeslice(&self, group: GroupId) -> Result<Timeslice, GpuError> {
+        Ok(self.group(group)?.timeslice)
+    }
+
+    /// Takes a group off its engine, in the middle of kernels if need be, until [`Gpu::thaw`].
+    /// The engine needs a switch's time; the group's work stands still at once.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn freeze(&mut self, group: GroupId) -> Result<(), GpuError> {
+        self.set_frozen(group, true)
+    }
+
+    /// Lets a group run again.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn thaw(&mut self, group: GroupId) -> Result<(), GpuError> {
+        self.set_frozen(group, false)
+    }
+
+    /// Whether a group is frozen.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn frozen(&self, group: GroupId) -> Result<bool, GpuError> {
+        Ok(self.group(group)?.frozen)
+    }
+
+    /// Submits work to a group, behind everything in the stream, at [`Gpu::now`].
+    ///
+    /// # Errors
+    /// When there is no such group or stream.
+    pub fn submit(
+        &mut self,
+        group: GroupId,
+        stream: StreamId,
+        work: Work,
+    ) -> Result<WorkId, GpuError> {
+        self.group(group)?;
+        let id = WorkId(self.next_id);
+        let queue = &mut self
+            .streams
+            .get_mut(&stream)
+            .ok_or(GpuError::Stream(stream))?
+            .queue;
+        self.next_id += 1;
+        queue.push_back(Item {
+            id,
+            group,
+            work,
+            released: false,
+        });
+        self.live.insert(id, stream);
+        self.start_head(stream);
+        self.settle();
+        Ok(id)
+    }
+
+    /// Ends a hold (after [`Hardware::hold_exit`] of running) or a host function, also before
+    /// it began. Other work and completed work are left alone.
+    pub fn release(&mut self, work: WorkId) {
+        let Some(stream) = self.live.get(&work).copied() else {
+            return;
+        };
+        let Some(item) = self
+            .streams
+            .get_mut(&stream)
+            .and_then(|stream| stream.queue.iter_mut().find(|item| item.id == work))
+        else {
+            return;
+        };
+        item.released = true;
+        let (host, group) = (item.work == Work::Host, item.group);
+        let state = &self.streams[&stream];
+        if host && state.head_started && state.queue[0].id == work {
+            self.complete_head(stream);
+        } else if let Some(group) = self.groups.get_mut(&group) {
+            for ready in &mut group.ready {
+                if ready.work == work && ready.hold {
+                    ready.left = ready.left.min(self.hardware.hold_exit);
+                }
+            }
+        }
+        self.settle();
+    }
+
+    /// Whether a piece of work is complete (or was dropped).
+    pub fn is_complete(&self, work: WorkId) -> bool {
+        !self.live.contains_key(&work)
+    }
+
+    /// Whether a stream has nothing left to do.
+    ///
+    /// # Errors
+    /// When there is no such stream.
+    pub fn is_idle(&self, stream: StreamId) -> Result<bool, GpuError> {
+        let state = self.streams.get(&stream).ok_or(GpuError::Stream(stream))?;
+        Ok(state.queue.is_empty())
+    }
+
+    /// How far the group's running and interrupted work is. Work that never ran is not listed.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn progress(&self, group: GroupId) -> Result<Vec<Progress>, GpuError> {
+        Ok(self
+            .group(group)?
+            .ready
+            .iter()
+            .filter(|ready| ready.left < ready.total)
+            .map(|ready| Progress {
+                work: ready.work,
+                done: ready.total - ready.left,
+                total: ready.total,
+            })
+            .collect())
+    }
+
+    /// What a group has received so far.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn received(&self, group: GroupId) -> Result<Received, GpuError> {
+        Ok(self.group(group)?.received)
+    }
+
+    /// Whether a group has work that the engine could run now, were it not frozen.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn has_work(&self, group: GroupId) -> Result<bool, GpuError> {
+        Ok(!self.group(group)?.ready.is_empty())
+    }
+
+    /// The group that an engine runs now; `None` while it switches or has no work.
+    pub fn running(&self, engine: Engine) -> Option<GroupId> {
+        self.schedulers[&engine].running()
+    }
+
+    fn fresh(&mut self) -> u64 {
+        self.next_id += 1;
+        self.next_id - 1
+    }
+
+    fn group(&self, id: GroupId) -> Result<&Group, GpuError> {
+        self.groups.get(&id).ok_or(GpuError::Group(id))
+    }
+
+    fn scheduler(&mut self, engine: Engine) -> &mut Scheduler {
+        self.schedulers
+            .entry(engine)
+            .or_insert_with(|| Scheduler::new(engine, &self.hardware))
+    }
+
+    fn set_frozen(&mut self, group: GroupId, frozen: bool) -> Result<(), GpuError> {
+        let state = self.groups.get_mut(&group).ok_or(GpuError::Group(group))?;
+        state.frozen = frozen;
+        if !frozen {
+            // Events and waits stood still with their channel.
+            let waiting: Vec<StreamId> = self
+                .streams
+                .iter()
+                .filter(|(_, stream)| {
+                    !stream.head_started
+                        && stream.queue.front().is_some_and(|head| head.group == group)
+                })
+                .map(|(id, _)| *id)
+                .collect();
+            for stream in waiting {
+                self.start_head(stream);
+            }
+        }
+        self.settle();
+        Ok(())
+    }
+
+    /// Starts a stream's head, completing on the way what takes no time.
+    fn start_head(&mut self, id: StreamId) {
+        loop {
+            let Some(stream) = self.streams.get_mut(&id) else {
+                return;
+            };
+            let Some(head) = stream
+                .queue
+                .front()
+                .copied()
+                .filter(|_| !stream.head_started)
+            else {
+                return;
+            };
+            let Some(group) = self.groups.get_mut(&head.group) else {
+                return;
+            };
+            let (width, duration) = match head.work {
+                Work::Kernel { sms, duration } => {
+                    (sms, duration.saturating_add(self.hardware.kernel_overhead))
+                }
+                Work::Hold { .. } if head.released => {
+                    (1, self.hardware.hold_exit + self.hardware.kernel_overhead)
+                }
+                Work::Hold { timeout } => {
+                    (1, timeout.saturating_add(self.hardware.kernel_overhead))
+                }
+                Work::Copy { bytes } => {
+                    let (width, rate) = match group.engine {
+                        Engine::Compute => (self.hardware.sms, self.hardware.device_to_device),
+                        Engine::HostToDevice => (1, self.hardware.host_to_device),
+                        Engine::DeviceToHost => (1, self.hardware.device_to_host),
+                    };
+                    let time = Hardware::transfer(bytes, rate);
+                    (width, time.saturating_add(self.hardware.copy_overhead))
+                }
+                Work::Record | Work::Wait(_) | Work::Host if group.frozen => return,
+                Work::Wait(other) if self.live.contains_key(&other) => {
+                    let waiters = self.waiters.entry(other).or_default();
+                    if !waiters.contains(&id) {
+                        waiters.push(id);
+                    }
+                    return;
+                }
+                Work::Host if !head.released => {
+                    stream.head_started = true;
+                    self.event(id, head, EventKind::HostReady);
+                    return;
+                }
+                Work::Record | Work::Wait(_) | Work::Host => {
+                    self.finish_head(id);
+                    continue;
+                }
+            };
+            stream.head_started = true;
+            let capacity = match group.engine {
+                Engine::Compute => self.hardware.sms,
+                Engine::HostToDevice | Engine::DeviceToHost => 1,
+            };
+            let width = width.clamp(1, capacity.max(1));
+            let total = duration.max(1).saturating_mul(width.into());
+            group.ready.push(Ready {
+                work: head.id,
+                stream: id,
+                width,
+                sms: 0,
+                total,
+                left: total,
+                hold: matches!(head.work, Work::Hold { .. }),
+            });
+            return;
+        }
+    }
+
+    /// The head is complete: reports it and starts what comes next here and elsewhere.
+    fn complete_head(&mut self, stream: StreamId) {
+        self.finish_head(stream);
+        self.start_head(stream);
+    }
+
+    fn finish_head(&mut self, id: StreamId) {
+        let Some(stream) = self.streams.get_mut(&id) else {
+            return;
+        };
+        stream.head_started = false;
+        if let Some(head) = stream.queue.pop_front() {
+            self.event(id, head, EventKind::Done);
+            self.forget(head.id);
+        }
+    }
+
+    /// A piece of work is out of the way: whoever waits for it goes on.
+    fn forget(&mut self, work: WorkId) {
+        self.live.remove(&work);
+        for waiter in self.waiters.remove(&work).unwrap_or_default() {
+            self.start_head(waiter);
+        }
+    }
+
+    /// Starts what waited for, or was queued behind, work that was dropped.
+    fn go_on_without(&mut self, gone: &[WorkId]) {
+        for work in gone {
+            self.forget(*work);
+        }
+        let streams: Vec<StreamId> = self.streams.keys().copied().collect();
+        for stream in streams {
+            self.start_head(stream);
+        }
+        self.settle();
+    }
+
+    fn event(&mut self, stream: StreamId, item: Item, kind: EventKind) {
+        self.events.push(Event {
+            at: self.now,
+            group: item.group,
+            stream,
+            work: item.id,
+            kind,
+        });
+    }
+}
