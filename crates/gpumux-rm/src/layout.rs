@@ -1,7 +1,7 @@
 //! Numbers and structures of the RM ioctls.
 //!
 //! Source: NVIDIA open GPU kernel modules, tags 580.142, 590.48.01 and 595.45.04:
-//! `nv_escape.h`, `nv-ioctl.h`, `nvos.h`, `cl2080_notification.h`, `class/cl*06f.h`,
+//! `nv_escape.h`, `nv-ioctl.h`, `nvos.h`, `alloc_channel.h`, `cl2080_notification.h`, `class/cl*06f.h`,
 //! `ctrl/ctrla06c.h`, `ctrl2080fifo.h`, `ctrl2080gr.h`, `ctrl2080gpu.h`. RM compares a control's
 //! size with its own `sizeof`, so every size is checked here at compile time. All structures below are
 //! the same in the three branches; [`Branch`] says which branches that was read for.
@@ -228,6 +228,31 @@ layout! {
         engine: u32,
         /// Caller is a vGPU plugin (one byte and padding).
         vgpu_plugin: u32,
+    }
+    /// `NV_CHANNEL_ALLOC_PARAMS`, its first fields (the rest differs between branches).
+    ChannelAllocHead: 136 {
+        /// Error notifier.
+        error: u32,
+        /// No longer used.
+        buffer: u32,
+        /// Where the GPFIFO begins.
+        gpfifo_offset: u64,
+        /// Its entries.
+        gpfifo_entries: u32,
+        /// Flags.
+        flags: u32,
+        /// Context share.
+        context_share: u32,
+        /// Address space.
+        vaspace: u32,
+        /// USERD memory by subdevice.
+        userd_memory: [u32; 8],
+        /// Offsets in it.
+        userd_offset: [u64; 8],
+        /// Engine type.
+        engine: u32,
+        /// Channel id.
+        cid: u32,
     }
     /// `NVA06C_CTRL_TIMESLICE_PARAMS`.
     TimesliceParams: 8 {
