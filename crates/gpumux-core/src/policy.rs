@@ -65,10 +65,15 @@ pub const NAMES: [&str; 3] = ["priority", "max-min", "weighted"];
 
 /// The policy of this name, with default tuning.
 pub fn by_name(name: &str) -> Option<Box<dyn Policy>> {
+    tuned(name, Tuning::default())
+}
+
+/// The policy of this name, with a tuning of your own.
+pub fn tuned(name: &str, tuning: Tuning) -> Option<Box<dyn Policy>> {
     match name {
-        "priority" => Some(Box::new(Shared::new(Priority))),
-        "max-min" => Some(Box::new(Shared::new(MaxMin))),
-        "weighted" => Some(Box::new(Shared::new(Weighted))),
+        "priority" => Some(Box::new(Shared::tuned(Priority, tuning))),
+        "max-min" => Some(Box::new(Shared::tuned(MaxMin, tuning))),
+        "weighted" => Some(Box::new(Shared::tuned(Weighted, tuning))),
         _ => None,
     }
 }

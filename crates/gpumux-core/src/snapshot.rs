@@ -58,6 +58,7 @@ pub struct DomainState {
 
 /// What the levers and the hardware cost, as measured on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Costs {
     /// Context switch between two channel groups.
     pub switch: Micros,

@@ -734,7 +734,7 @@ mod tests {
         now.now = level;
         assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
         // An idle rival has no claim.
-        now.domains[0].received = now.domains[0].received + Micros::from_secs(1);
+        now.domains[0].received += Micros::from_secs(1);
         now.domains[1].demand = Demand::Idle;
         now.now = level + Micros::from_secs(1);
         assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
