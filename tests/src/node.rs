@@ -8,7 +8,8 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-use rustix::process::Signal;
+use gpumux_wire::socket;
+use rustix::{net::SocketFlags, process::Signal};
 use serde_json::Value;
 
 use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for};
@@ -79,7 +80,7 @@ impl Node {
         let mut process = Process::start(&mut command);
         wait_for("the emulated device", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());
-            self.emulated_socket().exists().then_some(())
+            socket::connect(&self.emulated_socket(), SocketFlags::empty()).ok()
         });
         process
     }
