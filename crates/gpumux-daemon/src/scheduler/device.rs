@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gpumux_core::{
-    Accounts, Costs, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
+    Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
     Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
 };
 use gpumux_rm::{LeverError, RmStatus};
@@ -170,6 +170,8 @@ impl Device {
         now: Micros,
         specs: &BTreeMap<TenantId, TenantSpec>,
     ) -> Snapshot {
+        // The newest that can be known: also for a domain that is new.
+        self.sample(now);
         self.account(now);
         let managed = self
             .domains
@@ -308,11 +310,15 @@ impl Device {
 
     /// Accounts for the time in which everything was as it is.
     pub(super) fn account(&mut self, now: Micros) {
-        let states: Vec<DomainState> = self
-            .domains
-            .values()
-            .map(|domain| domain.state.clone())
-            .collect();
+        // What a faulty domain has is not known; the others are planned as if it had nothing.
+        let state = |domain: &Domain| match domain.fault {
+            None => domain.state.clone(),
+            Some(_) => DomainState {
+                demand: Demand::Idle,
+                ..domain.state.clone()
+            },
+        };
+        let states: Vec<DomainState> = self.domains.values().map(state).collect();
         self.accounts.advance(now, &states, &self.costs.costs());
         for domain in self.domains.values_mut() {
             domain.state.received = self.accounts.get(domain.state.id).received();

@@ -125,12 +125,9 @@ impl Domain {
 
     /// Takes the domain up again if its levers move.
     pub(super) fn try_again(&mut self, now: Micros) {
-        match self.levers.thaw().and_then(|()| self.levers.timeslice()) {
-            Ok(us) => {
-                self.state.run = RunState::Enabled;
-                self.state.timeslice = Timeslice(us);
-                self.fault = None;
-            }
+        let moved = self.levers.set_timeslice(self.default.0);
+        match moved.and_then(|()| self.levers.thaw()) {
+            Ok(()) => self.fault = None,
             Err(error) => self.give_up(error.to_string(), now),
         }
     }
