@@ -21,7 +21,7 @@ use crate::{
     devices::Devices,
     paths::{self, DirError, RuntimeDir},
     scheduler::{self, Handle, Stopped},
-    session::Sessions,
+    session::{HELLO, Sessions},
     tenants::{TenantError, Tenants},
 };
 
@@ -115,7 +115,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         scheduler.clone(),
     )
     .await?;
-    let sessions = Sessions::new(&config, Arc::clone(&tenants), scheduler.clone());
+    let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());
     let listen = |error| Error::Listen(session_socket.clone(), error);
     let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
     paths::open_to_all(&session_socket).map_err(listen)?;
@@ -222,7 +222,7 @@ fn tell(state: &[NotifyState<'_>]) {
 }
 
 /// Every session needs some files.
-fn raise_file_limit() {
+pub(crate) fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let most = Rlimit {
         current: limit.maximum,
