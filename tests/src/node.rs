@@ -6,6 +6,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
 use gpumux_wire::socket;
@@ -214,14 +215,18 @@ impl Node {
     /// Waits until `gpumux ps --json` shows this tenant and `accept` takes it.
     #[track_caller]
     pub fn wait_tenant(&self, name: &str, accept: impl Fn(&Value) -> bool) -> Value {
-        let mut last = Value::Null;
-        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            wait_for(&format!("tenant {name}"), PATIENCE, || {
-                last = self.ps();
-                tenant(&last, name).filter(|tenant| accept(tenant))
-            })
-        }));
-        found.unwrap_or_else(|_| panic!("tenant {name} never came to be as it should: {last:#}"))
+        let started = Instant::now();
+        loop {
+            let ps = self.ps();
+            match tenant(&ps, name) {
+                Some(tenant) if accept(&tenant) => return tenant,
+                _ => assert!(
+                    started.elapsed() < PATIENCE,
+                    "tenant {name} never came to be as it should: {ps:#}"
+                ),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// Files that the daemon holds open, as the kernel names them.

@@ -46,6 +46,7 @@ enum Command {
     Demo(demo::Args),
     Daemon(daemon::Args),
     Emu(emu::Args),
+    /// Run a latency or batch load through the CUDA driver API
     Workload(workload::Args),
     Completions(completions::Args),
     Man(man::Args),
@@ -69,7 +70,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),
         Command::Emu(args) => emu::run(args),
-        Command::Workload(args) => workload::run(args),
+        Command::Workload(args) => workload::run(&args),
         Command::Completions(args) => completions::run(&args, &mut Cli::command()),
         Command::Man(args) => man::run(&args, Cli::command()),
         Command::Background(args) => background::run(args),

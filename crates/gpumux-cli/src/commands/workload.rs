@@ -2,15 +2,8 @@
 
 use std::process::ExitCode;
 
-pub(crate) use gpumux_workload::Args as WorkloadArgs;
+pub(crate) use gpumux_workload::Args;
 
-/// Run a latency or batch load through the CUDA driver API
-#[derive(clap::Args)]
-pub(crate) struct Args {
-    #[command(flatten)]
-    workload: WorkloadArgs,
-}
-
-pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    gpumux_workload::main(&args.workload)
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    gpumux_workload::main(args)
 }
