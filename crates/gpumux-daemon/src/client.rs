@@ -2,6 +2,7 @@
 
 use std::{io, path::PathBuf, time::Duration};
 
+use gpumux_core::TenantSpec;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{Method, Request, StatusCode, body::Bytes};
 use hyper_util::rt::TokioIo;
@@ -116,6 +117,12 @@ impl Client {
     /// # Errors
     /// See [`ClientError`].
     pub async fn change(&self, name: &str, change: &SpecChange) -> Result<Tenant, ClientError> {
+        // JSON has no NaN: it would arrive as "no change".
+        let checked = change.apply(&TenantSpec::default()).validate();
+        checked.map_err(|error| ClientError::Refused {
+            status: 422,
+            message: error.to_string(),
+        })?;
         self.ask(Method::PATCH, &of(name), Some(change)).await
     }
 

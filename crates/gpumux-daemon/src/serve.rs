@@ -232,3 +232,6 @@ pub(crate) fn raise_file_limit() {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
 }
+
+#[cfg(test)]
+mod tests;
