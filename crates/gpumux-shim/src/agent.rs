@@ -35,6 +35,7 @@ use crate::{
     notice::say,
     own::OwnFd,
     process::{Agent, Process},
+    work,
 };
 
 /// How long the daemon may take to answer a hello.
@@ -77,6 +78,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     unsettled: BTreeMap::new(),
                     decided: false,
                     warned: false,
+                    poller_started: false,
                 }
                 .run();
             });
@@ -127,6 +129,7 @@ struct Session {
     /// Whether the daemon's first answer, or its absence, is known.
     decided: bool,
     warned: bool,
+    poller_started: bool,
 }
 
 impl Session {
@@ -219,6 +222,7 @@ impl Session {
     /// Keeps the daemon informed until the session ends.
     fn serve(&mut self, session: &OwnFd) -> End {
         loop {
+            work::start_poller(&mut self.poller_started);
             let (full, settles) = match self.tell(session) {
                 Ok(settles) => (false, settles),
                 Err(End::Lost(error)) if error.kind() == io::ErrorKind::WouldBlock => (true, None),
