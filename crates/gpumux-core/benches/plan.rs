@@ -37,6 +37,7 @@ fn snapshot() -> Snapshot {
         tenants: tenants.collect(),
         domains: domains.collect(),
         costs: Costs::default(),
+        rotate: false,
     }
 }
 

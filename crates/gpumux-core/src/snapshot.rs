@@ -93,6 +93,9 @@ pub struct Snapshot {
     pub domains: Vec<DomainState>,
     /// Measured costs.
     pub costs: Costs,
+    /// Set by [`crate::gang`] only: who runs must run alone, because it has work on other devices too.
+    #[serde(default)]
+    pub rotate: bool,
 }
 
 impl Snapshot {

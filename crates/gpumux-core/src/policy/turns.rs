@@ -278,10 +278,13 @@ impl<'a> Stage<'a> {
 
         let top = cast.iter().map(Actor::class).min().unwrap_or_default();
         let strict = division.strict();
-        if strict || top == Class::Latency {
-            for actor in &mut cast {
-                actor.front = actor.claim.class == top;
-            }
+        let rotate = snapshot.rotate && cast.len() > 1;
+        for actor in &mut cast {
+            actor.front = match top {
+                Class::Latency => actor.claim.class == top,
+                _ if rotate => false,
+                _ => !strict || actor.claim.class == top,
+            };
         }
 
         // A pause only matters to somebody who waits for the turn.
