@@ -5,7 +5,7 @@
 //! promised is decided by the scheduler; here is only a copy to show and to keep.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
@@ -29,6 +29,8 @@ const MAX_TENANTS: usize = 4096;
 const MAX_TENANTS_PER_USER: usize = 2048;
 /// Longest name.
 const MAX_NAME: usize = 64;
+/// Tenants that are remembered after their end.
+const MAX_ENDED: usize = 256;
 
 /// All tenants.
 pub(crate) struct Tenants {
@@ -43,6 +45,9 @@ struct Table {
     made: u64,
     holders_made: u64,
     tenants: BTreeMap<TenantId, Tenant>,
+    /// The last ones that ended: a process of theirs may use a device only now, long after the one that
+    /// asked for the tenant.
+    ended: VecDeque<Tenant>,
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
@@ -192,7 +197,14 @@ impl Tenants {
             .and_then(|fd| fd.try_clone().ok())
             .ok_or(TenantError::Invisible)?;
         let id = self
-            .make(&mut table, name.clone(), new.spec.into(), peer.uid, None)
+            .make(
+                &mut table,
+                name.clone(),
+                new.spec.into(),
+                peer.uid,
+                secret(),
+                None,
+            )
             .await?;
         self.hold(&mut table, id, peer.process, fd);
         // From here on the program may rely on it, whatever happens to this daemon.
@@ -219,6 +231,7 @@ impl Tenants {
         name: String,
         spec: TenantSpec,
         uid: u32,
+        token: String,
         made_for: Option<ProcessId>,
     ) -> Result<TenantId, TenantError> {
         let own = table
@@ -244,7 +257,7 @@ impl Tenants {
             uid,
             since,
             pids: Vec::new(),
-            token: secret(),
+            token,
             made_for,
             holders: BTreeMap::new(),
         });
@@ -289,12 +302,28 @@ impl Tenants {
         });
         let id = match (known, token) {
             (Some(tenant), _) => tenant.id,
-            (None, Some(_)) => return Err(TenantError::UnknownToken),
+            (None, Some(token)) => {
+                let may = |ended: &Tenant| ended.may_join(token, peer);
+                let ended = table
+                    .ended
+                    .iter()
+                    .position(may)
+                    .and_then(|n| table.ended.remove(n));
+                let Tenant {
+                    name,
+                    spec,
+                    uid,
+                    token,
+                    ..
+                } = ended.ok_or(TenantError::UnknownToken)?;
+                let name = table.free_name(&name);
+                self.make(&mut table, name, spec, uid, token, None).await?
+            }
             (None, None) => {
                 let program = peer.process.map(ProcessId::program).unwrap_or_default();
                 let name = table.free_name(&format!("{program}-{}", peer.pid));
                 let spec = TenantSpec::default();
-                self.make(&mut table, name, spec, peer.uid, peer.process)
+                self.make(&mut table, name, spec, peer.uid, secret(), peer.process)
                     .await?
             }
         };
@@ -327,7 +356,13 @@ impl Tenants {
         };
         tenant.holders.remove(&holder);
         if tenant.holders.is_empty() {
+            let ended = tenant.clone();
             self.remove(&mut table, id).await;
+            if ended.made_for.is_none() {
+                table.ended.push_back(ended);
+                let surplus = table.ended.len().saturating_sub(MAX_ENDED);
+                table.ended.drain(..surplus);
+            }
         }
         table.save_or_warn(&self.file);
     }
@@ -391,6 +426,12 @@ impl Tenants {
     /// The daemon leaves: what ends from now on stays in the file for the next one.
     pub(crate) async fn close(&self) {
         self.table.lock().await.closed = true;
+    }
+}
+
+impl Tenant {
+    fn may_join(&self, token: &str, peer: &Peer) -> bool {
+        self.token == token && (peer.uid == 0 || peer.uid == self.uid)
     }
 }
 
@@ -509,4 +550,170 @@ fn secret() -> String {
         filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
     }
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_core::Class;
+
+    use super::*;
+    use crate::scheduler;
+
+    /// This process as another user's.
+    fn peer(uid: u32) -> Peer {
+        let process = ProcessId::of(std::process::id());
+        Peer {
+            uid,
+            pid: std::process::id(),
+            process,
+            fd: process.and_then(ProcessId::watch),
+        }
+    }
+
+    async fn tenants(dir: &tempfile::TempDir) -> Arc<Tenants> {
+        let scheduler = scheduler::start(Arc::default()).unwrap();
+        Tenants::load(dir.path().join("tenants.json"), String::new(), scheduler)
+            .await
+            .unwrap()
+    }
+
+    fn new(name: &str) -> NewTenant {
+        NewTenant {
+            name: Some(name.into()),
+            ..NewTenant::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn only_its_owner_and_root_have_a_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let created = tenants.create(&peer(1000), new("mine")).await.unwrap();
+        let change = SpecChange {
+            class: Some(Class::Latency),
+            ..SpecChange::default()
+        };
+        let error = tenants.change(1001, "mine", &change).await.unwrap_err();
+        assert!(matches!(error, TenantError::NotYours(_)), "{error}");
+        let error = tenants.delete(1001, "mine").await.unwrap_err();
+        assert!(matches!(error, TenantError::NotYours(_)), "{error}");
+        let token = Some(created.token.as_str());
+        let error = tenants
+            .join(SessionId(1), &peer(1001), token)
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::UnknownToken), "{error}");
+        assert_eq!(tenants.list().await[0].spec, TenantSpec::default());
+        tenants.change(1000, "mine", &change).await.unwrap();
+        tenants
+            .join(SessionId(2), &peer(1000), token)
+            .await
+            .unwrap();
+        tenants.join(SessionId(3), &peer(0), token).await.unwrap();
+        assert_eq!(tenants.list().await[0].spec.class, Class::Latency);
+        let file = std::fs::metadata(dir.path().join("tenants.json")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&file.permissions());
+        assert_eq!(mode & 0o777, 0o600, "it has secrets in it");
+    }
+
+    #[tokio::test]
+    async fn a_late_process_finds_its_tenant_although_it_has_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let mut child = std::process::Command::new("sleep")
+            .arg("100")
+            .spawn()
+            .unwrap();
+        let process = ProcessId::of(child.id());
+        let fd = process.and_then(ProcessId::watch);
+        let creator = Peer {
+            uid: 0,
+            pid: child.id(),
+            process,
+            fd,
+        };
+        let spec = TenantSpec {
+            class: Class::Batch,
+            ..TenantSpec::default()
+        };
+        let wish = NewTenant {
+            spec: spec.clone().into(),
+            ..new("script")
+        };
+        let created = tenants.create(&creator, wish).await.unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        while !tenants.list().await.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        let (_, name) = tenants
+            .join(SessionId(1), &peer(0), Some(&created.token))
+            .await
+            .unwrap();
+        assert_eq!(
+            (name.as_str(), &tenants.list().await[0].spec),
+            ("script", &spec)
+        );
+        assert!(
+            tenants
+                .join(SessionId(2), &peer(0), Some("guess"))
+                .await
+                .is_err()
+        );
+    }
+
+    #[tokio::test]
+    async fn a_process_without_a_secret_stays_what_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let (first, name) = tenants.join(SessionId(1), &peer(0), None).await.unwrap();
+        let (again, _) = tenants.join(SessionId(2), &peer(0), None).await.unwrap();
+        assert_eq!(first, again);
+        let change = SpecChange {
+            class: Some(Class::Batch),
+            ..SpecChange::default()
+        };
+        tenants.change(0, &name, &change).await.unwrap();
+        // Another daemon, after this one was killed.
+        let next = self::tenants(&dir).await;
+        let (_, same) = next.join(SessionId(1), &peer(0), None).await.unwrap();
+        assert_eq!(same, name);
+        assert_eq!(next.list().await[0].spec.class, Class::Batch);
+    }
+
+    #[test]
+    fn names_are_made_from_anything() {
+        let mut table = Table::default();
+        for (wish, name) in [
+            ("/usr/bin/python3", "python3"),
+            ("../..", "tenant"),
+            ("", "tenant"),
+            ("-rf", "tenant"),
+            ("my job\n", "myjob"),
+        ] {
+            assert_eq!(table.free_name(wish), name);
+        }
+        let long = table.free_name(&"x".repeat(500));
+        assert!(is_name(&long));
+        for name in ["python3", "python3-2"] {
+            let name = name.to_owned();
+            let id = table.next_id();
+            let holders = BTreeMap::new();
+            let (pids, token) = (Vec::new(), String::new());
+            let spec = TenantSpec::default();
+            let tenant = Tenant {
+                id,
+                name,
+                spec,
+                uid: 0,
+                since: 0,
+                pids,
+                token,
+                made_for: None,
+                holders,
+            };
+            table.insert(tenant);
+        }
+        assert_eq!(table.free_name("python3"), "python3-3");
+    }
 }

@@ -20,6 +20,9 @@ const TICK: Micros = Micros::from_millis(1);
 /// Looking costs at most this part of one CPU (as its reciprocal).
 const TICK_COST: u64 = 64;
 
+/// What it costs to wake the thread, apart from what it then does (measured in a virtual machine).
+const WAKE: Micros = Micros(15);
+
 pub(super) struct Device {
     pub(super) policy: Box<dyn Policy>,
     pub(super) memory: Memory,
@@ -109,7 +112,7 @@ impl Device {
         let contended = self.next.is_some() || self.domains.values().any(gives_way);
         match self.domains.len() {
             0 | 1 => Micros(TICK.0 * 100),
-            _ if contended => TICK.max(Micros(cost.0 * TICK_COST)),
+            _ if contended => TICK.max(Micros((cost + WAKE).0 * TICK_COST)),
             _ => Micros(TICK.0 * 10),
         }
     }
@@ -192,6 +195,7 @@ impl Device {
             tenants,
             domains,
             costs: self.costs.costs(),
+            ..Snapshot::default()
         }
     }
 

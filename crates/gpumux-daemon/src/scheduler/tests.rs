@@ -502,3 +502,40 @@ fn looking_at_demand_is_rare_where_nothing_depends_on_it() {
     let contended = bench.engine.view().scheduler.steps - alone;
     assert!((100..2000).contains(&contended), "{contended} steps in 1 s");
 }
+
+/// On the real thread and clock: what 16 tenants cost, of which one works in short bursts.
+#[test]
+#[ignore = "a measurement: run it alone and in release"]
+fn sixteen_tenants_cost_less_than_two_percent_of_a_cpu() {
+    use rustix::time::{ClockId, clock_gettime};
+    let mut bench = Bench::new();
+    let origin = std::time::Instant::now();
+    let reaper = mpsc::channel().0;
+    let clock = Box::new(move || Micros(origin.elapsed().as_micros() as u64));
+    bench.engine = Engine::new(Arc::new(Config::default()), clock, reaper);
+    bench.add(1, Class::Latency);
+    for n in 2..=16 {
+        bench.add(n, if n < 4 { Class::Standard } else { Class::Batch });
+    }
+    let cpu = || {
+        let time = clock_gettime(ClockId::ThreadCPUTime);
+        time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+    };
+    let before = cpu();
+    let slot = bench.pages[0].slot(1).unwrap();
+    let seconds = 5.0;
+    while origin.elapsed().as_secs_f64() < seconds {
+        let next = bench.engine.step().unwrap_or_default();
+        // A request every 10 ms that takes 2 ms.
+        match origin.elapsed().as_millis() % 10 {
+            0..2 => drop(slot.submit()),
+            _ => slot.complete(slot.submitted()),
+        }
+        let wait = next.saturating_sub(bench.engine.now());
+        std::thread::sleep(std::time::Duration::from_micros(wait.0));
+    }
+    let part = (cpu() - before) / seconds;
+    let stats = bench.engine.view().scheduler;
+    println!("{:.2}% of a CPU, {stats:?}", part * 100.0);
+    assert!(part < 0.02, "{part}");
+}
