@@ -170,13 +170,8 @@ async fn idle_for(tenants: &Tenants, idle: Option<Duration>) {
     let Some(idle) = idle else {
         return std::future::pending().await;
     };
-    loop {
-        let since = tenants.empty_since().await;
-        let waited = since.map_or(Duration::ZERO, |since| since.elapsed());
-        match idle.checked_sub(waited) {
-            Some(rest) if !rest.is_zero() => tokio::time::sleep(rest).await,
-            _ => return,
-        }
+    while let Err(rest) = tenants.close_if_empty(idle).await {
+        tokio::time::sleep(rest.max(Duration::from_millis(100))).await;
     }
 }
 

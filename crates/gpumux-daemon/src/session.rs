@@ -203,14 +203,17 @@ impl Sessions {
             }
             Err(refusal) => Err(refusal),
         };
-        if let Err(refusal) = ended {
-            tracing::info!(%refusal, "session refused");
-            say(
-                &socket,
-                &Daemon::Refused {
-                    reason: refusal.to_string(),
-                },
-            );
+        match ended {
+            Ok(()) => {}
+            // Its next daemon may want it.
+            Err(Refusal::Stopped(_) | Refusal::Tenant(TenantError::Stopped(_))) => {
+                say(&socket, &Daemon::Bye);
+            }
+            Err(refusal) => {
+                tracing::info!(%refusal, "session refused");
+                let reason = refusal.to_string();
+                say(&socket, &Daemon::Refused { reason });
+            }
         }
     }
 
@@ -415,6 +418,7 @@ impl Session<'_> {
             tenant: self.tenant,
             engine,
             device: verified.device,
+            emulated: verified.emulated,
             levers: verified.levers,
             page: Arc::clone(&self.page),
             timeslice: verified.timeslice,

@@ -10,12 +10,12 @@ use std::{
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
     sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use gpumux_core::{SpecError, TenantId, TenantSpec};
 use serde::{Deserialize, Serialize};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, MutexGuard};
 
 use crate::{
     api::types::{Created, NewTenant, SpecChange},
@@ -51,7 +51,7 @@ struct Table {
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
-    empty_since: Option<std::time::Instant>,
+    empty_since: Option<Instant>,
 }
 
 /// One tenant.
@@ -125,7 +125,7 @@ impl Tenants {
         let saved = read(&file);
         let tenants = Arc::new(Self {
             table: Mutex::new(Table {
-                empty_since: Some(std::time::Instant::now()),
+                empty_since: Some(Instant::now()),
                 ..Table::default()
             }),
             scheduler,
@@ -184,7 +184,7 @@ impl Tenants {
         peer: &Peer,
         new: NewTenant,
     ) -> Result<Created, TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let name = match new.name {
             Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
             Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
@@ -295,7 +295,7 @@ impl Tenants {
         peer: &Peer,
         token: Option<&str>,
     ) -> Result<(TenantId, String), TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let known = table.tenants.values().find(|tenant| match token {
             Some(token) => tenant.token == token && (peer.uid == 0 || peer.uid == tenant.uid),
             None => tenant.made_for.is_some() && tenant.made_for == peer.process,
@@ -372,7 +372,7 @@ impl Tenants {
             tracing::info!(tenant = tenant.name, "tenant ended");
         }
         if table.tenants.is_empty() {
-            table.empty_since = Some(std::time::Instant::now());
+            table.empty_since = Some(Instant::now());
         }
         // A scheduler that has ended has forgotten everybody.
         let _ = self.scheduler.call(move |engine| engine.forget(id)).await;
@@ -418,9 +418,26 @@ impl Tenants {
         self.table.lock().await.tenants.values().cloned().collect()
     }
 
-    /// Since when there is no tenant; none while there is one.
-    pub(crate) async fn empty_since(&self) -> Option<std::time::Instant> {
-        self.table.lock().await.empty_since
+    /// Closes if there was no tenant for so long; else says how long to wait at least.
+    pub(crate) async fn close_if_empty(&self, idle: Duration) -> Result<(), Duration> {
+        let mut table = self.table.lock().await;
+        let waited = table
+            .empty_since
+            .map_or(Duration::ZERO, |since| since.elapsed());
+        if table.empty_since.is_none() || waited < idle {
+            return Err(idle - waited);
+        }
+        table.closed = true;
+        Ok(())
+    }
+
+    async fn open_table(&self) -> Result<MutexGuard<'_, Table>, Stopped> {
+        let table = self.table.lock().await;
+        if table.closed {
+            Err(Stopped)
+        } else {
+            Ok(table)
+        }
     }
 
     /// The daemon leaves: what ends from now on stays in the file for the next one.

@@ -305,8 +305,9 @@ impl Api {
         let mut view = self.scheduler.call(|engine| engine.view()).await?;
         let known = self.devices.list();
         for device in &mut view.devices {
-            device.emulated = self.config.emulated.is_some();
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
+                // NVML of its own: that of the emulated device.
+                device.emulated |= self.config.emulated.is_some() && self.config.nvml.is_some();
                 device.name = known.name.clone();
                 device.driver = known.driver.clone();
                 device.memory_bytes = known.memory_bytes;

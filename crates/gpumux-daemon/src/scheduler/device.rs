@@ -31,6 +31,8 @@ pub(super) struct Device {
     pub(super) costs: LeverCosts,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
+    /// Whether a tenant came with it through an emulated driver.
+    pub(super) emulated: bool,
     /// What is wrong with the device.
     pub(super) lost: Option<String>,
     /// When the policy wants to be asked again.
@@ -48,6 +50,7 @@ impl Device {
             domains: BTreeMap::new(),
             costs: LeverCosts::default(),
             dirty: false,
+            emulated: false,
             lost: None,
             next: None,
             sampled: now,
@@ -57,7 +60,8 @@ impl Device {
 
     /// Looks at what happened by itself: demand, slices that others set, faults that are over.
     pub(super) fn observe(&mut self, now: Micros, clock: &Clock, cost: Micros) {
-        if self.sampled + self.tick(cost) <= now {
+        // A little early is better than to wake up once more: devices come to share their moments.
+        if self.sampled + Micros(self.tick(cost).0 / 2) <= now {
             self.sample(now);
         }
         for domain in self.domains.values_mut() {
@@ -111,7 +115,7 @@ impl Device {
         };
         let contended = self.next.is_some() || self.domains.values().any(gives_way);
         match self.domains.len() {
-            0 | 1 => Micros(TICK.0 * 100),
+            0 | 1 => Micros(TICK.0 * 20),
             _ if contended => TICK.max(Micros((cost + WAKE).0 * TICK_COST)),
             _ => Micros(TICK.0 * 10),
         }

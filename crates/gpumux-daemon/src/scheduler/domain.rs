@@ -29,6 +29,7 @@ pub(crate) struct NewGroup {
     pub(crate) engine: u32,
     /// UUID of its device.
     pub(crate) device: String,
+    pub(crate) emulated: bool,
     pub(crate) levers: Box<dyn Levers>,
     pub(crate) page: Arc<Page>,
     /// The slice it was found with.

@@ -175,6 +175,7 @@ impl Bench {
             tenant: TenantId(n.into()),
             engine,
             device: "GPU-0".into(),
+            emulated: true,
             levers: Box::new(FakeLevers {
                 group: handle,
                 hardware: Arc::clone(&self.hardware),
@@ -495,7 +496,7 @@ fn looking_at_demand_is_rare_where_nothing_depends_on_it() {
     bench.add(1, Class::Standard);
     bench.run(Micros::from_secs(10));
     let alone = bench.engine.view().scheduler.steps;
-    assert!(alone < 200, "{alone} steps in 10 s");
+    assert!(alone < 600, "{alone} steps in 10 s");
     bench.add(2, Class::Batch);
     bench.add(3, Class::Batch);
     bench.run(Micros::from_secs(1));
