@@ -40,8 +40,12 @@ const STREAMS: usize = 512;
 /// Events that are remembered, by a hash of their handle.
 const EVENTS: usize = 1024;
 
-/// How often the poller looks: while work is outstanding, and at most when there is none.
-const TICK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(32));
+/// How often the poller looks while the program submits work.
+const BUSY_TICK: Duration = Duration::from_millis(8);
+
+/// Its first and longest pause while the program is silent: with work outstanding, and with none.
+const SILENT_TICK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(16));
+const IDLE_TICK: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(32));
 
 /// How long the process's exit waits for the poller to leave libcuda.
 const EXIT_WAIT: Duration = Duration::from_millis(100);
@@ -767,6 +771,7 @@ pub(crate) fn in_child() {
     if !PAGE.swap(ptr::null_mut(), Ordering::AcqRel).is_null() {
         SPOILED.store(true, Ordering::Release);
     }
+    POLLER_WANTED.store(false, Ordering::Release);
 }
 
 /// Starts the poller when the first stream has appeared. Called by the agent.
@@ -801,21 +806,33 @@ pub(crate) fn start_poller(started: &mut bool) {
                 // SAFETY: a place to read and write.
                 unsafe { exchange(&raw mut relaxed) };
             }
-            let (mut tick, mut before) = (TICK.0, 0);
+            let (mut tick, mut before) = (BUSY_TICK, 0);
             loop {
                 thread::sleep(tick);
-                tick = if look(&mut before) {
-                    TICK.0
-                } else {
-                    (tick * 2).min(TICK.1)
+                let longer =
+                    |(first, most): (Duration, Duration)| (tick * 3 / 2).clamp(first, most);
+                tick = match look(&mut before) {
+                    Look::Submitting => BUSY_TICK,
+                    Look::Asked if tick == BUSY_TICK => SILENT_TICK.0,
+                    Look::Asked => longer(SILENT_TICK),
+                    Look::Idle => longer(IDLE_TICK),
                 };
             }
         });
 }
 
-/// Looks after outstanding streams if the program has submitted nothing since the last look. Whether
-/// there are any.
-fn look(before: &mut u64) -> bool {
+/// What the poller found.
+enum Look {
+    /// No work is outstanding.
+    Idle,
+    /// The program has submitted work since the last look.
+    Submitting,
+    /// The driver was asked about what is outstanding.
+    Asked,
+}
+
+/// Looks after outstanding streams, if the program has submitted nothing since the last look.
+fn look(before: &mut u64) -> Look {
     let (started, outstanding) = places().fold((0u64, false), |(sum, any), (handle, state)| {
         let started = state.started.load(Ordering::Acquire);
         (
@@ -823,21 +840,24 @@ fn look(before: &mut u64) -> bool {
             any || handle != FREE && !state.is_idle(),
         )
     });
-    let silent = std::mem::replace(before, started) == started;
-    if outstanding && silent {
-        slow(|slow| {
-            for ((handle, state), slot) in places().zip(&HANDLES) {
-                if handle == FREE || slow.exiting || CAPTURES.load(Ordering::Acquire) != 0 {
-                    continue;
-                }
-                ask(handle, state);
-                if handle == ORPHAN && state.is_idle() {
-                    slot.store(FREE, Ordering::Release);
-                }
-            }
-        });
+    if !outstanding {
+        return Look::Idle;
     }
-    outstanding
+    if std::mem::replace(before, started) != started {
+        return Look::Submitting;
+    }
+    slow(|slow| {
+        for ((handle, state), slot) in places().zip(&HANDLES) {
+            if handle == FREE || slow.exiting || CAPTURES.load(Ordering::Acquire) != 0 {
+                continue;
+            }
+            ask(handle, state);
+            if handle == ORPHAN && state.is_idle() {
+                slot.store(FREE, Ordering::Release);
+            }
+        }
+    });
+    Look::Asked
 }
 
 /// Asks the driver whether a stream has done what it was given.
