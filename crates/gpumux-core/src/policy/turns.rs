@@ -52,6 +52,8 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MAX_STRETCH: f64 = 10.0;
 /// Estimated moments are not asked for sooner than this.
 const MIN_STEP_US: f64 = 2_000.0;
+/// As good as there: the moment was estimated, and to ask again costs more.
+const SLACK_US: f64 = 100.0;
 /// Bound of what a domain can be ahead or behind.
 const MAX_LAG_US: f64 = 1e6;
 
@@ -373,9 +375,9 @@ impl<'a> Stage<'a> {
                 .filter(|(at, rival)| *at != index && rival.wants)
                 .any(|(_, rival)| !rival.front || limited);
             let budget = self.budget(index);
-            if !actor.front || !contested || track.lag >= 0.0 {
+            if !actor.front || !contested || track.lag >= -SLACK_US {
                 track.exhausted = false;
-            } else if track.lag <= -budget {
+            } else if track.lag <= SLACK_US - budget {
                 track.exhausted = true;
             }
             if !actor.front || !contested || !actor.runnable() {
@@ -470,10 +472,10 @@ impl<'a> Stage<'a> {
         let used = actor.domain.received.saturating_sub(turn.received).0 as f64;
         let held = self.now.saturating_sub(turn.since).0 as f64;
         let length = self.turn_length(index);
-        let borrowed = used >= self.tuning.min_turn(self.costs)
-            && memory.lag(actor.domain.id) <= 0.0
+        let borrowed = used + SLACK_US >= self.tuning.min_turn(self.costs)
+            && memory.lag(actor.domain.id) <= SLACK_US
             && self.outranked(index);
-        used < length && held < MAX_STRETCH * length && !borrowed
+        used + SLACK_US < length && held < MAX_STRETCH * length && !borrowed
     }
 
     /// The domain of the back row that is furthest behind.
