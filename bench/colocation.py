@@ -7,6 +7,7 @@ In mode alone, batch_rate is that of one job alone; elsewhere it is the sum over
 
 from __future__ import annotations
 
+import statistics
 import sys
 from typing import Any
 
@@ -23,9 +24,9 @@ ALONE_PARTS = 4
 
 
 def requests(case: str, seconds: float, seed: int = 1) -> dict[str, Any]:
-    """The order for a server: 5 to 20 ms between arrivals, as one user of an interactive service."""
-    arrivals = common.gaps(0.005, 0.020, seconds, seed)
-    return {"op": "requests", "kind": case.partition("+")[0], "arrivals": arrivals}
+    """The order for a server: one user of an interactive service, who pauses for 5 to 20 ms."""
+    pauses = common.pauses(0.005, 0.020, seconds, seed)
+    return {"op": "visits", "kind": case.partition("+")[0], "pauses": pauses}
 
 
 def rate(answer: dict[str, Any]) -> float:
@@ -39,14 +40,15 @@ class Alone:
     def __init__(self, seconds: float, cases: list[str], crew: Crew) -> None:
         self.seconds, self.crew, self.parts = seconds / ALONE_PARTS, crew, 0
         self.ms: dict[str, list[float]] = {case.partition("+")[0]: [] for case in cases}
-        self.batch_rate: float | None = None
+        self.rates: list[float] = []
 
     def measure(self) -> None:
         """One part, while nothing else has work."""
         self.parts += 1
-        self.crew.have({**({"training-1": TRAINING} if self.batch_rate is None else {}), "server": SERVER})
-        if self.batch_rate is None:
-            self.batch_rate = rate(self.crew.measure(2 * self.seconds, {"training-1": STEPS})["training-1"])
+        if self.parts in (1, ALONE_PARTS):  # in between the job would hold memory that others need
+            self.crew.have({"training-1": TRAINING, "server": SERVER})
+            self.rates.append(rate(self.crew.measure(2 * self.seconds, {"training-1": STEPS})["training-1"]))
+        self.crew.have({"server": SERVER})
         for kind, ms in self.ms.items():
             order = requests(kind, self.seconds, seed=100 + self.parts)
             ms += self.crew.measure(self.seconds, {"server": order})["server"]["latencies_ms"]
@@ -56,9 +58,7 @@ class Alone:
         for case in cases:
             if ms := self.ms[case.partition("+")[0]]:
                 values = common.latency_values(ms)
-                if self.batch_rate is not None:
-                    values["batch_rate"] = self.batch_rate
-                results.add(case, "alone", values)
+                results.add(case, "alone", values | {"batch_rate": statistics.fmean(self.rates)})
 
 
 def measure(case: str, crew: Crew, seconds: float) -> dict[str, float]:

@@ -63,12 +63,13 @@ def latency_values(ms: Sequence[float], tail: bool = False) -> dict[str, float]:
     return values
 
 
-def gaps(low_s: float, high_s: float, seconds: float, seed: int) -> list[float]:
-    """Arrival times with evenly distributed gaps; the same seed gives the same load in every mode."""
-    rng, now, arrivals = random.Random(seed), 0.0, []
-    while (now := now + rng.uniform(low_s, high_s)) < seconds:
-        arrivals.append(now)
-    return arrivals
+def pauses(low_s: float, high_s: float, seconds: float, seed: int) -> list[float]:
+    """Evenly distributed pauses, enough for so many seconds; the same seed gives the same ones in every mode."""
+    rng, total, found = random.Random(seed), 0.0, []
+    while total < seconds:
+        found.append(rng.uniform(low_s, high_s))
+        total += found[-1]
+    return found
 
 
 # --- results ------------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ import os
 import sys
 import time
 import traceback
-from collections import deque
 from typing import Any
 
 import models
@@ -67,6 +66,20 @@ class Server:
         self.host_out.copy_(output, non_blocking=True)
         torch.cuda.current_stream().synchronize()
 
+    def visits(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Requests of one user who pauses for given times between them, until `stop`: the latency of each."""
+        sleep_until(order["start"])
+        latencies: list[float] = []
+        for pause in order["pauses"]:
+            time.sleep(pause)
+            begin = time.monotonic()
+            if begin >= order["stop"]:
+                break
+            self.request(order["kind"])
+            latencies.append((time.monotonic() - begin) * 1e3)
+        sleep_until(order["stop"])
+        return {"latencies_ms": latencies, "seconds": order["stop"] - order["start"]}
+
     def requests(self, order: dict[str, Any]) -> dict[str, Any]:
         """Requests at given times after `start`, until `stop`: the latency of each.
 
@@ -101,7 +114,7 @@ class Server:
 
 
 class Training:
-    """Training steps in bf16, two in flight, as a program does that does not look at every loss."""
+    """Training steps in bf16, each awaited, as by a program that looks at every loss."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         network = getattr(models.torchvision.models, options.model)()
@@ -112,36 +125,28 @@ class Training:
         self.labels = torch.randint(0, 1000, (options.batch,)).cuda()
         for _ in range(5):
             self.step()
-        torch.cuda.synchronize()
 
     def step(self) -> None:
-        """Submits one step."""
+        """Makes one step."""
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = torch.nn.functional.cross_entropy(self.network(self.images), self.labels)
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
+        torch.cuda.synchronize()
 
     def steps(self, order: dict[str, Any]) -> dict[str, Any]:
         """Trains from before `start` to after `stop`: steps from the first to the last completion."""
-        in_flight: deque[Any] = deque()
         first, count = 0.0, 0
         while True:
-            while len(in_flight) < 2:
-                self.step()
-                done = torch.cuda.Event(blocking=True)
-                done.record()
-                in_flight.append(done)
-            in_flight.popleft().synchronize()
+            self.step()
             now = time.monotonic()
             if not first:
                 first = now if now >= order["start"] else 0.0
                 continue
             count += 1
             if now >= order["stop"]:
-                break
-        torch.cuda.synchronize()
-        return {"calls": count, "seconds": now - first}
+                return {"calls": count, "seconds": now - first}
 
 
 def main() -> None:
