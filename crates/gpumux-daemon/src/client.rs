@@ -29,12 +29,12 @@ pub struct Client {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody listens.
-    #[error("no daemon at {socket} ({source}): start one with `gpumux daemon`")]
+    #[error("no daemon at {socket} ({why}): start one with `gpumux daemon`")]
     NoDaemon {
         /// The API's socket.
         socket: PathBuf,
         /// What connecting said.
-        source: io::Error,
+        why: io::Error,
     },
     /// The daemon says no.
     #[error("{message}")]
@@ -163,9 +163,9 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<Bytes, ClientError> {
-        let none = |source| ClientError::NoDaemon {
+        let none = |why| ClientError::NoDaemon {
             socket: self.socket.clone(),
-            source,
+            why,
         };
         let stream = UnixStream::connect(&self.socket).await.map_err(none)?;
         let body = match body {

@@ -378,7 +378,7 @@ mod tests {
         }
         assert!(
             std::fs::read_to_string(file).unwrap_or_default() == document,
-            "openapi.json is not what the types say: run `UPDATE_OPENAPI=1 cargo test -p gpumux-daemon openapi`"
+            "openapi.json is not what the types say: run `UPDATE_OPENAPI=1 cargo test -p gpumux-daemon document`"
         );
     }
 }

@@ -24,6 +24,7 @@ enum Pull {
 
 #[derive(Clone, Copy, Debug)]
 struct Group {
+    device: u32,
     slice: u64,
     frozen: bool,
     broken: bool,
@@ -63,8 +64,11 @@ impl FakeLevers {
             });
         }
         change(group);
+        let device = group.device;
         hardware.pulls.push(pull);
-        let livelocked = |group: &&Group| group.slice == 1 && !group.frozen && !group.broken;
+        let livelocked = |group: &&Group| {
+            group.device == device && group.slice == 1 && !group.frozen && !group.broken
+        };
         assert!(
             hardware.groups.values().filter(livelocked).count() < 2,
             "{:?}",
@@ -160,6 +164,7 @@ impl Bench {
         page.slot(n).unwrap().begin_counting();
         self.pages.push(page);
         let group = Group {
+            device: 0,
             slice: 2048,
             frozen: false,
             broken: false,
@@ -487,6 +492,46 @@ fn copy_groups_are_left_alone_unless_configured() {
         bench.engine.restore();
         assert_eq!(bench.hardware().groups[&10].slice, 2048);
     }
+}
+
+#[test]
+fn a_tenant_on_two_devices_runs_on_both_or_on_none() {
+    let mut bench = Bench::new();
+    // Tenant 2 has a domain on either device, and each device others that want it.
+    for n in 1..=6 {
+        bench.add(n, if n == 1 { Class::Latency } else { Class::Batch });
+    }
+    bench.pages[0].slot(1).unwrap().complete(1);
+    for (n, handle) in [(2, 20), (3, 30), (7, 70)] {
+        bench
+            .spec(
+                n,
+                TenantSpec {
+                    class: Class::Batch,
+                    ..TenantSpec::default()
+                },
+            )
+            .unwrap();
+        let mut group = bench.group(n, handle, 1);
+        group.device = "GPU-1".into();
+        bench.hardware().groups.get_mut(&handle).unwrap().device = 1;
+        group.member.key = n + 10;
+        let slot = bench.pages.last().unwrap().slot(n + 10).unwrap();
+        slot.begin_counting();
+        slot.submit();
+        bench.engine.add(group).unwrap();
+    }
+    let mut together = [0; 2];
+    let end = Micros::from_secs(3);
+    while bench.engine.now() < end {
+        let next = bench.engine.step().unwrap();
+        let mut hardware = bench.hardware();
+        let frozen = [2, 20].map(|handle| hardware.groups[&handle].frozen);
+        assert_eq!(frozen[0], frozen[1], "after {:?}", hardware.pulls);
+        together[usize::from(frozen[0])] += 1;
+        hardware.now = hardware.now.max(next.0);
+    }
+    assert!(together[0] > 0 && together[1] > 0, "{together:?}");
 }
 
 #[test]
