@@ -230,8 +230,10 @@ class Mode:
         """What a program needs in addition."""
         return {}
 
-    def command(self, command: Sequence[str], name: str, klass: str | None) -> list[str]:
-        """The command that runs a program in this mode."""
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        """The command that runs a program in this mode; `promise` are further flags of `gpumux run`."""
         return list(command)
 
     def check(self, names: Sequence[str]) -> None:
@@ -338,8 +340,10 @@ class Gpumux(Mode):
     def environment(self) -> dict[str, str]:
         return {"GPUMUX_RUNTIME_DIR": str(self.folder)}
 
-    def command(self, command: Sequence[str], name: str, klass: str | None) -> list[str]:
-        promise = ["--class", klass] if klass else []
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        promise = [*(["--class", klass] if klass else []), *promise]
         # The tenant of an earlier process of this name may not have ended yet.
         self.started += 1
         self.tenants[name] = f"{name}-{self.started}"
