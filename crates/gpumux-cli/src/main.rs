@@ -10,7 +10,7 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{completions, daemon, demo, doctor, emu, man, ps, run, set, workload};
+use crate::commands::{completions, daemon, demo, doctor, emu, man, ps, run, set, sim, workload};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -46,6 +46,7 @@ enum Command {
     Demo(demo::Args),
     Daemon(daemon::Args),
     Emu(emu::Args),
+    Sim(sim::Args),
     /// Run a latency or batch load through the CUDA driver API
     Workload(workload::Args),
     Completions(completions::Args),
@@ -70,6 +71,7 @@ fn main() -> ExitCode {
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),
         Command::Emu(args) => emu::run(args),
+        Command::Sim(args) => sim::run(&args),
         Command::Workload(args) => workload::run(&args),
         Command::Completions(args) => completions::run(&args, &mut Cli::command()),
         Command::Man(args) => man::run(&args, Cli::command()),

@@ -9,6 +9,7 @@ pub(crate) mod man;
 pub(crate) mod ps;
 pub(crate) mod run;
 pub(crate) mod set;
+pub(crate) mod sim;
 pub(crate) mod workload;
 
 mod client;

@@ -70,16 +70,21 @@ pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Lever> {
 
 /// The program, its levers, and a line for each kernel it finished.
 struct Scratch {
-    program: Child,
     levers: Box<dyn Levers>,
     kernels: Receiver<String>,
-    _socket: tempfile::TempDir,
+    // In this order: while the program lives, its shim would miss a daemon that is gone.
+    _program: Program,
+    _session: OwnedFd,
+    _dir: tempfile::TempDir,
 }
 
-impl Drop for Scratch {
+/// A process that is gone when this is dropped.
+struct Program(Child);
+
+impl Drop for Program {
     fn drop(&mut self) {
-        let _ = self.program.kill();
-        let _ = self.program.wait();
+        let _ = self.0.kill();
+        let _ = self.0.wait();
     }
 }
 
@@ -111,19 +116,14 @@ impl Scratch {
                 }
             }
         });
-        let levers = match receive(&listener, emulated) {
-            Ok(levers) => levers,
-            Err(error) => {
-                let _ = program.kill();
-                let _ = program.wait();
-                return Err(error);
-            }
-        };
+        let program = Program(program);
+        let (session, levers) = receive(&listener, emulated)?;
         Ok(Self {
-            program,
             levers,
             kernels,
-            _socket: dir,
+            _program: program,
+            _session: session,
+            _dir: dir,
         })
     }
 
@@ -220,7 +220,7 @@ fn why(error: LeverError) -> String {
 }
 
 /// Plays the daemon until the program's compute group is known.
-fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<Box<dyn Levers>> {
+fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<dyn Levers>)> {
     let deadline = Instant::now() + START;
     wait(listener, deadline)?;
     let session = rustix::net::accept(listener)?;
@@ -267,10 +267,11 @@ fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<Box<dyn Levers>
                     group,
                     channels,
                 };
-                return Ok(match emulated {
+                let levers: Box<dyn Levers> = match emulated {
                     true => Box::new(RmLevers::new(EmulatedFile::new(file)?, group)),
                     false => Box::new(RmLevers::new(DeviceFile::new(file)?, group)),
-                });
+                };
+                return Ok((session, levers));
             }
             _ => {}
         }
