@@ -52,8 +52,8 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MAX_STRETCH: f64 = 10.0;
 /// Estimated moments are not asked for sooner than this.
 const MIN_STEP_US: f64 = 2_000.0;
-/// As good as there: the moment was estimated, and to ask again costs more.
-const SLACK_US: f64 = 100.0;
+/// Smallest budget: a freeze costs about as much.
+const MIN_BUDGET_US: f64 = 1_000.0;
 /// Bound of what a domain can be ahead or behind.
 const MAX_LAG_US: f64 = 1e6;
 
@@ -66,6 +66,12 @@ impl Tuning {
     /// The mean length of a turn.
     fn quantum(&self, costs: &Costs) -> f64 {
         (Self::handover(costs) / self.turn_cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
+    }
+
+    /// As good as there: moments are estimated without the switch that lies before them, and to ask
+    /// again would cost more.
+    fn slack(costs: &Costs) -> f64 {
+        2.0 * costs.switch.0.min(1_000) as f64
     }
 
     /// The shortest turn worth its cost.
@@ -285,7 +291,8 @@ impl<'a> Stage<'a> {
             actor.front = match top {
                 Class::Latency => actor.claim.class == top,
                 _ if rotate => false,
-                _ => !strict || actor.claim.class == top,
+                // A guarantee is kept best by slices: that needs no accounts.
+                _ => !strict || actor.claim.class == top || actor.claim.guaranteed > 0.0,
             };
         }
 
@@ -303,6 +310,11 @@ impl<'a> Stage<'a> {
             actor.share = or_all(wanting[index], actor.wants);
             actor.slice_share = or_all(recent[index], actor.recent);
             if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
+                if !actor.front && track.share > 0.0 {
+                    // In the back row lag per share counts. It must not change because shares do,
+                    // as they all do whenever the front row has work.
+                    track.lag *= actor.share / track.share;
+                }
                 track.share = actor.share;
                 track.wanted = actor.wants;
             }
@@ -359,7 +371,8 @@ impl<'a> Stage<'a> {
     /// others are due in a period, or for a turn of the back row if that is longer.
     fn budget(&self, index: usize) -> f64 {
         let pause = self.tuning.period.0 as f64 * self.left_to_others(index);
-        self.cast[index].share * pause.max(self.tuning.min_turn(self.costs))
+        let budget = self.cast[index].share * pause.max(self.tuning.min_turn(self.costs));
+        budget.max(MIN_BUDGET_US)
     }
 
     /// Finds the front domains that are over their budget while others want the device.
@@ -375,9 +388,10 @@ impl<'a> Stage<'a> {
                 .filter(|(at, rival)| *at != index && rival.wants)
                 .any(|(_, rival)| !rival.front || limited);
             let budget = self.budget(index);
-            if !actor.front || !contested || track.lag >= -SLACK_US {
+            let slack = Tuning::slack(self.costs).min(budget / 4.0);
+            if !actor.front || !contested || track.lag >= -slack {
                 track.exhausted = false;
-            } else if track.lag <= SLACK_US - budget {
+            } else if track.lag <= slack - budget {
                 track.exhausted = true;
             }
             if !actor.front || !contested || !actor.runnable() {
@@ -472,10 +486,11 @@ impl<'a> Stage<'a> {
         let used = actor.domain.received.saturating_sub(turn.received).0 as f64;
         let held = self.now.saturating_sub(turn.since).0 as f64;
         let length = self.turn_length(index);
-        let borrowed = used + SLACK_US >= self.tuning.min_turn(self.costs)
-            && memory.lag(actor.domain.id) <= SLACK_US
+        let slack = Tuning::slack(self.costs);
+        let borrowed = used + slack >= self.tuning.min_turn(self.costs)
+            && memory.lag(actor.domain.id) <= slack
             && self.outranked(index);
-        used + SLACK_US < length && held < MAX_STRETCH * length && !borrowed
+        used + slack < length && held < MAX_STRETCH * length && !borrowed
     }
 
     /// The domain of the back row that is furthest behind.
