@@ -284,7 +284,10 @@ pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
     let mut ops = Vec::with_capacity(executable.nodes.len() + 1);
     // Complete work is waited for at no cost.
     let before = last.unwrap_or(0);
-    ops.push((stream.id, Op::following(Work::Wait(before), Effect::Nothing)));
+    ops.push((
+        stream.id,
+        Op::following(Work::Wait(before), Effect::Nothing),
+    ));
     for node in &executable.nodes {
         let lane = match node.lane {
             0 => stream.id,
