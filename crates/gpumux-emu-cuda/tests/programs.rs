@@ -135,6 +135,14 @@ macro_rules! cu {
     };
 }
 
+/// CUDA's code for a call.
+macro_rules! code_of {
+    ($call:ident($($arg:expr),* $(,)?)) => {
+        // SAFETY: the tests pass valid pointers; wrong addresses and handles are refused.
+        code(unsafe { driver().$call($($arg),*) })
+    };
+}
+
 fn code(result: Result<(), Error>) -> i32 {
     result.map_or_else(|error| error.code().unwrap(), |()| 0)
 }
@@ -216,9 +224,9 @@ fn symbol<T: Copy>(name: &str) -> T {
     // SAFETY: the callers give the function's type.
     unsafe {
         let library = libloading::Library::new("libcuda.so.1").unwrap();
-        let found = *library.get::<T>(name.as_bytes()).unwrap();
-        std::mem::forget(library);
-        found
+        // Never unloaded: the function is in it.
+        let library = std::mem::ManuallyDrop::new(library);
+        *library.get::<T>(name.as_bytes()).unwrap()
     }
 }
 
@@ -247,13 +255,8 @@ fn memory_keeps_what_was_written() {
         // Freed memory is not the program's any more.
         let gone = alloc(4 * MIB);
         cu!(cuMemFree_v2(gone));
-        // SAFETY: the driver refuses the address.
-        assert_eq!(code(unsafe { driver().cuMemFree_v2(gone) }), 1);
-        // SAFETY: as above.
-        assert_eq!(
-            code(unsafe { driver().cuMemsetD8Async(gone, 0, 1, null_mut()) }),
-            1
-        );
+        assert_eq!(code_of!(cuMemFree_v2(gone)), 1);
+        assert_eq!(code_of!(cuMemsetD8Async(gone, 0, 1, null_mut())), 1);
     });
 }
 
@@ -266,8 +269,7 @@ fn memory_ends_at_the_devices_size() {
         assert_eq!((total, free), (80 << 30, (80 << 30) - (520 << 20)));
         let most = alloc(free);
         let mut more = 0;
-        // SAFETY: the pointer is valid.
-        assert_eq!(code(unsafe { driver().cuMemAlloc_v2(&mut more, MIB) }), 2);
+        assert_eq!(code_of!(cuMemAlloc_v2(&mut more, MIB)), 2);
         cu!(cuMemFree_v2(most));
         cu!(cuMemFree_v2(alloc(MIB)));
     });
@@ -290,11 +292,7 @@ fn mappings_can_be_moved_and_shared() {
         cu!(cuMemMap(one + 2 * MIB as u64, 2 * MIB, 0, handle, 0));
         let at = one + 2 * MIB as u64;
         // Mapped, and not accessible yet.
-        // SAFETY: the driver refuses the range.
-        assert_eq!(
-            code(unsafe { driver().cuMemsetD8Async(at, 1, 1, null_mut()) }),
-            1
-        );
+        assert_eq!(code_of!(cuMemsetD8Async(at, 1, 1, null_mut())), 1);
         cu!(cuMemSetAccess(at, 2 * MIB, &access, 1));
         cu!(cuMemsetD32Async(at, 42, MIB / 2, null_mut()));
         cu!(cuCtxSynchronize());
@@ -457,11 +455,7 @@ fn graphs_replay_what_was_captured() {
         cu!(cuEventRecord(fork, one));
         // SAFETY: the handles are alive.
         assert_eq!(unsafe { wait(two, fork, 0) }, 0);
-        // SAFETY: the pointer is valid.
-        assert_eq!(
-            code(unsafe { driver().cuStreamEndCapture(one, &mut graph) }),
-            904
-        );
+        assert_eq!(code_of!(cuStreamEndCapture(one, &mut graph)), 904);
         cu!(cuStreamBeginCapture_v2(one, 1));
         // SAFETY: as above.
         unsafe {
@@ -517,17 +511,15 @@ fn a_fault_stays_in_its_context() {
         cu!(cuCtxSetCurrent(first));
         let beyond = 64 << 20;
         launch(fill, null_mut(), &[at, 1, beyond]);
-        // SAFETY: no requirements.
         for _ in 0..2 {
-            assert_eq!(code(unsafe { driver().cuCtxSynchronize() }), 700);
+            assert_eq!(code_of!(cuCtxSynchronize()), 700);
         }
         assert_eq!(code(try_launch(fill, null_mut(), &[at, 1, 1])), 700);
 
         cu!(cuCtxSetCurrent(second));
         assert_eq!(read(other, 1), [3]);
         launch(trap, null_mut(), &[]);
-        // SAFETY: no requirements.
-        assert_eq!(code(unsafe { driver().cuCtxSynchronize() }), 719);
+        assert_eq!(code_of!(cuCtxSynchronize()), 719);
         cu!(cuCtxDestroy_v2(second));
     });
 }
