@@ -22,7 +22,8 @@
 //! # The primitive: lag
 //! Per domain one number, *lag*: the device time it was entitled to while it wanted the device, less the device
 //! time it received (in EEVDF's sense). It is charged with what the device delivered, so the cost of
-//! switching falls on everybody in proportion. All that needs time follows from it:
+//! switching falls on everybody in proportion; in the back row with what that row received, so that it is fair among its
+//! domains whatever the front row takes. All that needs time follows from it:
 //! - *Whose turn in the back row*: the domain with the largest lag per share, that is the
 //!   smallest virtual time. A turn's length is proportional to the share, around a quantum for which freeze,
 //!   thaw and switch cost 2% (50 ms on H100, where 97.6% of solo were measured at 50 ms and 92% at 10 ms;
