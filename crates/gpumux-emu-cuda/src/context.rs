@@ -20,7 +20,7 @@ use crate::{
     error::{CuError, Result},
     event::Event,
     memory,
-    process::{Device, HostWork, lock, process},
+    process::{Device, HostWork, lock, process, spawn},
     rm::{Groups, Rm},
     stream::{BLOCKING, Stream},
 };
@@ -232,10 +232,7 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
     });
     context.add_stream(&context.legacy);
     let worker = Arc::clone(&context);
-    thread::Builder::new()
-        .name("cuda-context".into())
-        .spawn(move || worker.work())
-        .map_err(|_| CuError::OPERATING_SYSTEM)?;
+    spawn("cuda-context", move || worker.work()).map_err(|_| CuError::OPERATING_SYSTEM)?;
     let handle = process.contexts.add(Arc::clone(&context));
     let _ = context.handle.set(handle);
     Ok(context)
