@@ -361,20 +361,17 @@ impl<'a> Stage<'a> {
         self.next = earlier(self.next, at);
     }
 
-    /// Nobody is further ahead than by two turns (back row) or budgets (front row): a debt made with
+    /// Nobody is further ahead than by a turn (back row) or two budgets (front row): a debt made with
     /// a large share must not take forever to pay back with a small one. In the front row nobody
     /// is further behind either: what its neighbours took, the back row need not pay.
     fn bound_debts(&self, memory: &mut Memory) {
         for (index, actor) in self.cast.iter().enumerate() {
-            let most = match actor.front {
-                true => self.budget(index),
-                false => self.turn_length(index),
+            let (ahead, behind) = match actor.front {
+                true => (2.0 * self.budget(index), 2.0 * self.budget(index)),
+                false => (self.turn_length(index), MAX_LAG_US),
             };
             if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
-                track.lag = track.lag.max(-2.0 * most);
-                if actor.front {
-                    track.lag = track.lag.min(2.0 * most);
-                }
+                track.lag = track.lag.clamp(-ahead, behind);
             }
         }
     }
