@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::{Claim, Division, Policy, divide};
+use crate::accounts::RESTORE_US;
 use crate::{
     Class, Costs, Demand, DomainId, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,
     TenantSpec, Timeslice,
@@ -574,8 +575,8 @@ impl<'a> Stage<'a> {
             .max(MIN_SLICE_US * sum / least.max(1e-9))
             .min(MAX_ROUND_US);
         let by_share = |actor: &Actor| {
-            let slice = (actor.slice_share / sum * round).max(MIN_SLICE_US) as u64;
-            Timeslice(slice.min(Timeslice::MAX.0))
+            let slice = (actor.slice_share / sum * round).max(MIN_SLICE_US) + RESTORE_US;
+            Timeslice((slice as u64).min(Timeslice::MAX.0))
         };
 
         let mut next = self.next;
@@ -714,7 +715,7 @@ mod tests {
             (0..4).map(|id| domain(id, id)).collect(),
         );
         let got = plan(&four, &mut Memory::default());
-        assert!(shape(&got).iter().all(|shape| *shape == (18_800, Enabled)));
+        assert!(shape(&got).iter().all(|shape| *shape == (18_829, Enabled)));
     }
 
     #[test]
