@@ -510,7 +510,7 @@ pub(crate) fn before_wait(context: u64) {
 
 /// Takes a device for work that is expected in so many µs; 0: soon.
 fn by_hand(device: Option<c_int>, expected_us: u32) -> Hinted {
-    if CONTENDED.load(Ordering::Acquire) == 0 || page().is_none() {
+    if CONTENDED.load(Ordering::Acquire) == 0 || page().is_none() || work::is_capturing_anywhere() {
         return Hinted::Needless;
     }
     if expected_us > AHEAD {
