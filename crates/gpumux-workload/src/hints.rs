@@ -4,12 +4,18 @@ use std::{
     ffi::{c_int, c_uint},
     io::{Read, Write},
     os::unix::net::UnixStream,
-    time::Duration,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
 };
 
-use anyhow::{Context, bail};
+use anyhow::{Context, bail, ensure};
 
-use crate::{Hint, Latency};
+use crate::{Hint, Hints, Latency, Report, kernels::Gpu, pace::wait_until, stopped};
+
+/// The library's answers: the device is being taken; or that would gain nothing now.
+const HELD: c_int = 0;
+const NEEDLESS: c_int = 2;
 
 /// Longest wait for the daemon's answer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -78,6 +84,78 @@ impl Hinter {
         }
         Ok(())
     }
+}
+
+/// Long enough for every hold to be over.
+const ROUND: Duration = Duration::from_millis(20);
+
+pub(crate) fn probe(args: &Hints, stop: &AtomicBool) -> anyhow::Result<Report> {
+    let gpu = Gpu::open(args.common.device)?;
+    let mut report = args.common.report("hints", &gpu.name);
+    let hint = function().context("gpumux_hint is not there: run it by `gpumux run`")?;
+    let device = args.common.device as c_int;
+    // SAFETY: the library's documented signature.
+    let hint = || unsafe { hint(device, 0) };
+    let work = || gpu.work(gpu.shape(1, 256), 1000);
+    let round = || {
+        work()?;
+        gpu.stream.synchronize()
+    };
+    round()?;
+    args.common.gate.ready()?;
+    if !args.common.gate.wait(stop)? {
+        return Ok(report);
+    }
+    let begin = Instant::now();
+    let held = AtomicU64::new(0);
+    while begin.elapsed() < args.common.seconds && !stopped(stop) {
+        thread::scope(|scope| {
+            for _ in 0..args.threads {
+                scope.spawn(|| held.fetch_add(u64::from(hint() == HELD), Ordering::Relaxed));
+            }
+        });
+        // No work comes: the hold ends by itself.
+        wait_until(Instant::now() + ROUND, false, stop);
+        let mut captured = NEEDLESS;
+        let graph = gpu.stream.capture(|| {
+            captured = hint();
+            work()
+        })?;
+        ensure!(captured == NEEDLESS, "a hint during a capture: {captured}");
+        gpu.stream.launch_graph(&graph)?;
+        gpu.stream.synchronize()?;
+        let forked = in_child(&hint)?;
+        ensure!(forked == NEEDLESS, "a hint after a fork: {forked}");
+        // Work after a hold, and with one that it ends.
+        round()?;
+        held.fetch_add(u64::from(hint() == HELD), Ordering::Relaxed);
+        round()?;
+    }
+    report.seconds = begin.elapsed().as_secs_f64();
+    report.calls = held.into_inner();
+    // The process ends while it holds the device.
+    hint();
+    Ok(report)
+}
+
+/// What a hint answers in a child of this process.
+fn in_child(hint: impl Fn() -> c_int) -> anyhow::Result<c_int> {
+    // SAFETY: the child only hints and ends.
+    let pid = unsafe { libc::fork() };
+    if pid == 0 {
+        let answer = hint();
+        // SAFETY: ends the child at once.
+        unsafe { libc::_exit(answer) };
+    }
+    ensure!(pid > 0, "cannot fork");
+    let mut status = 0;
+    // SAFETY: a child of our own and a place to write.
+    let waited = unsafe { libc::waitpid(pid, &raw mut status, 0) };
+    ensure!(
+        waited == pid && libc::WIFEXITED(status),
+        "the child did not end well: {status:x}"
+    );
+    Ok(libc::WEXITSTATUS(status))
 }
 
 /// The function of the preloaded library.

@@ -64,6 +64,8 @@ pub enum Command {
     Idle(Idle),
     /// Works for a while, then faults its context; the error ends it
     Fault(Fault),
+    /// Hints that no work follows: from many threads, during captures, after forks; counts those that took the device
+    Hints(Hints),
 }
 
 /// What all workloads have in common.
@@ -239,6 +241,17 @@ pub struct Fault {
     pub common: Common,
 }
 
+/// `hints`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Hints {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+    /// Threads that hint at once
+    #[arg(long, default_value_t = 100)]
+    pub threads: u32,
+}
+
 /// Runs a workload and prints what it found.
 ///
 /// # Errors
@@ -279,6 +292,7 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Check(args) => probes::check(args, &stop),
         Command::Idle(args) => probes::idle(args, &stop),
         Command::Fault(args) => probes::fault(args, &stop),
+        Command::Hints(args) => hints::probe(args, &stop),
     }
 }
 
