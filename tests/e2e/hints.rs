@@ -47,6 +47,9 @@ fn hints_without_work_are_bounded_and_safe() {
         "{tenant:#}"
     );
     assert!(hints(&tenant, "held_us") <= 1000 * ended, "{tenant:#}");
+    let requests = &tenant["requests"];
+    assert!(requests["count"].as_u64() > Some(0), "{tenant:#}");
+    assert!(requests["p50_us"].as_f64() >= Some(1.0), "{tenant:#}");
     let report = serve.finish().ok().json();
     assert!(report["calls"].as_u64() >= Some(5), "{report:#}");
     assert!(batch.poll().is_none(), "{}", batch.err());

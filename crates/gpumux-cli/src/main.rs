@@ -51,7 +51,7 @@ enum Command {
     Emu(emu::Args),
     Sim(sim::Args),
     /// Run a latency or batch load through the CUDA driver API
-    Workload(workload::Args),
+    Workload(Box<workload::Args>),
     Completions(completions::Args),
     Man(man::Args),
     #[command(hide = true)]

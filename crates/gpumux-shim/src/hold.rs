@@ -30,6 +30,7 @@ use gpumux_wire::page::{HintCounts, Work};
 use crate::{
     driver::{CUresult, CUstream, Function, SUCCESS},
     foresee::{Call, Lessons, Site, TIMEOUT},
+    notice::say,
     work::{self, bits, current_context, functions, page, within},
 };
 
@@ -43,8 +44,8 @@ const MARGIN: f32 = 100.0;
 
 const PTX: &str = concat!(include_str!("hold.ptx"), "\0");
 
-/// What host and kernel tell each other. Registered with the driver while a context is held here; never freed,
-/// so that a late store hurts nobody.
+/// What host and kernel tell each other. Registered with the driver while a context is held here; never
+/// unmapped, so that a late store hurts nobody.
 #[repr(C, align(4096))]
 struct Words {
     /// Holds with tickets up to this one end.
@@ -57,14 +58,34 @@ struct Words {
     held: AtomicU64,
 }
 
-static WORDS: [Words; PLACES] = [const {
-    Words {
-        released: AtomicU32::new(0),
-        finished: AtomicU32::new(0),
-        began: AtomicU64::new(0),
-        held: AtomicU64::new(0),
+static WORDS: OnceLock<&'static [Words; PLACES]> = OnceLock::new();
+
+/// Makes the words. Shared memory: a fork does not put another page under the one that the device knows.
+fn make_words() -> Option<&'static [Words; PLACES]> {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    if let Some(words) = WORDS.get() {
+        return Some(words);
     }
-}; PLACES];
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let size = size_of::<[Words; PLACES]>();
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let made = unsafe { mmap_anonymous(ptr::null_mut(), size, access, MapFlags::SHARED) }.ok()?;
+    // SAFETY: zeroed, page-aligned, as long as said, never unmapped; all fields are atomics.
+    Some(WORDS.get_or_init(|| unsafe { &*made.cast() }))
+}
+
+/// The words of a place in which there may be a hold.
+fn words(index: usize) -> Option<&'static Words> {
+    WORDS.get().map(|words| &words[index])
+}
+
+/// Ends the last hold of a place, if there is one.
+fn release(index: usize) {
+    if let Some(words) = words(index) {
+        let ticket = TABLE[index].ticket.load(Ordering::Acquire);
+        words.released.store(ticket, Ordering::Release);
+    }
+}
 
 /// A context.
 struct Place {
@@ -190,10 +211,10 @@ pub(crate) fn exit() {
 }
 
 fn release_all() {
-    ARMED.store(0, Ordering::Release);
-    for (place, words) in TABLE.iter().zip(&WORDS) {
-        let ticket = place.ticket.load(Ordering::Acquire);
-        words.released.store(ticket, Ordering::Release);
+    // A child has its parent's words, but none of its holds.
+    if page().is_some() {
+        ARMED.store(0, Ordering::Release);
+        (0..PLACES).for_each(release);
     }
 }
 
@@ -228,9 +249,11 @@ pub(crate) fn forget(context: u64) {
     place.context.store(0, Ordering::Release);
     place.device.store(-1, Ordering::Relaxed);
     ARMED.fetch_and(!(1 << index), Ordering::AcqRel);
-    let ticket = place.ticket.load(Ordering::Acquire);
-    WORDS[index].released.store(ticket, Ordering::Release);
-    WORDS[index].finished.store(ticket, Ordering::Release);
+    release(index);
+    if let Some(words) = words(index) {
+        let ticket = place.ticket.load(Ordering::Acquire);
+        words.finished.store(ticket, Ordering::Release);
+    }
     *state = NOTHING;
 }
 
@@ -274,27 +297,36 @@ fn prepare(index: usize) {
         if context == 0 || state.ready != Ready::No {
             return;
         }
-        let loaded = within(context, || load(index, &mut state)).flatten();
+        let mut error = SUCCESS;
+        let loaded = within(context, || load(index, &mut state, &mut error)).flatten();
         state.ready = match loaded {
             Some(()) => Ready::Yes,
             None => Ready::Never,
         };
+        if loaded.is_none() {
+            say(format_args!(
+                "cannot take the GPU ahead of work: the driver answers {error}"
+            ));
+        }
     });
 }
 
 /// Makes what a hold needs, in the current context.
-fn load(index: usize, state: &mut State) -> Option<()> {
+fn load(index: usize, state: &mut State, error: &mut CUresult) -> Option<()> {
     /// `CU_STREAM_NON_BLOCKING`: the legacy stream does not wait for it.
     const NON_BLOCKING: u32 = 1;
     /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
     const MAPPED: u32 = 3;
     /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`: by the context that had this place before.
     const REGISTERED: CUresult = 712;
-    let words = (&raw const WORDS[index]).cast_mut().cast();
+    let words = (&raw const make_words()?[index]).cast_mut().cast();
     let (mut device, mut module, mut function) = (-1, ptr::null_mut(), ptr::null_mut());
     let (mut stream, mut address) = (ptr::null_mut(), 0);
-    let ok = |result: CUresult| (result == SUCCESS).then_some(());
-    // SAFETY: places to write, C strings, and static memory of that size.
+    let mut ok = |result: CUresult| {
+        *error = result;
+        (result == SUCCESS).then_some(())
+    };
+    // SAFETY: places to write, C strings, and memory of that size that stays.
     unsafe {
         ok(ctx_get_device()?(&raw mut device))?;
         let registered = host_register()?(words, size_of::<Words>(), MAPPED);
@@ -368,9 +400,11 @@ fn hold(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
         launch(state, ticket, true, timeout_us)
     });
     if launched.flatten().is_none() {
-        WORDS[index].released.store(ticket, Ordering::Release);
-        // Nothing will say that it has ended.
-        WORDS[index].finished.store(ticket, Ordering::Release);
+        release(index);
+        if let Some(words) = words(index) {
+            // Nothing else will say that it has ended.
+            words.finished.store(ticket, Ordering::Release);
+        }
         state.ready = Ready::Never;
         return Hinted::Impossible;
     }
@@ -390,7 +424,9 @@ fn count(place: &Place, set: impl FnOnce(&mut HintCounts)) {
 
 /// Counts the last hold, if it has ended.
 fn account(index: usize, state: &mut State) {
-    let (place, words) = (&TABLE[index], &WORDS[index]);
+    let (place, Some(words)) = (&TABLE[index], words(index)) else {
+        return;
+    };
     let ticket = place.ticket.load(Ordering::Acquire);
     if !state.open || words.finished.load(Ordering::Acquire) != ticket {
         return;
@@ -465,10 +501,13 @@ pub(crate) fn launched(context: u64, stream: u64) {
     if ARMED.fetch_and(!bit, Ordering::AcqRel) & bit == 0 {
         return;
     }
-    let (place, words) = (&TABLE[index], &WORDS[index]);
+    let place = &TABLE[index];
     let ticket = place.ticket.load(Ordering::Acquire);
     let over = |word: &AtomicU32| word.load(Ordering::Acquire) == ticket;
-    if !over(&words.finished) && !over(&words.released) {
+    if let Some(words) = words(index)
+        && !over(&words.finished)
+        && !over(&words.released)
+    {
         place.met.store(ticket, Ordering::Release);
         let depends = DEPENDS.load(Ordering::Acquire) & bit != 0;
         if !depends || !release_behind(index, stream, ticket) {
@@ -501,8 +540,7 @@ pub(crate) fn before_wait(context: u64) {
     if let Some(index) = is_armed().then(|| find(context)).flatten()
         && ARMED.load(Ordering::Acquire) >> index & 1 != 0
     {
-        let ticket = TABLE[index].ticket.load(Ordering::Acquire);
-        WORDS[index].released.store(ticket, Ordering::Release);
+        release(index);
     }
 }
 

@@ -341,6 +341,18 @@ mod tests {
         writer.requests().record(u64::MAX);
         reader.requests().add_to(&mut times);
         assert_eq!(times.count(), 202);
+        // Whatever a hostile writer counts, nothing overflows.
+        for count in &writer.requests().0 {
+            count.store(u64::MAX, Ordering::Relaxed);
+        }
+        reader.requests().add_to(&mut times);
+        assert_eq!(times.count(), u64::MAX);
+        assert!(times.quantile_us(0.99) >= 1.0);
+        let most = HintCounts {
+            given: u64::MAX,
+            ..one
+        };
+        assert_eq!(most.plus(most).given, u64::MAX);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Saying that work is coming: through the preloaded library, or through the daemon's API.
 
 use std::{
-    ffi::{c_int, c_uint},
+    ffi::{CStr, c_int, c_uint, c_void},
     io::{Read, Write},
     os::unix::net::UnixStream,
     sync::atomic::{AtomicBool, AtomicU64, Ordering},
@@ -124,12 +124,12 @@ pub(crate) fn probe(args: &Hints, stop: &AtomicBool) -> anyhow::Result<Report> {
         ensure!(captured == NEEDLESS, "a hint during a capture: {captured}");
         gpu.stream.launch_graph(&graph)?;
         gpu.stream.synchronize()?;
-        let forked = in_child(&hint)?;
+        let forked = in_child(hint)?;
         ensure!(forked == NEEDLESS, "a hint after a fork: {forked}");
         // Work after a hold, and with one that it ends.
         round()?;
         held.fetch_add(u64::from(hint() == HELD), Ordering::Relaxed);
-        round()?;
+        request(round)?;
     }
     report.seconds = begin.elapsed().as_secs_f64();
     report.calls = held.into_inner();
@@ -160,8 +160,30 @@ fn in_child(hint: impl Fn() -> c_int) -> anyhow::Result<c_int> {
 
 /// The function of the preloaded library.
 fn function() -> Option<Function> {
-    // SAFETY: a C string; searches what is loaded.
-    let found = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"gpumux_hint".as_ptr()) };
     // SAFETY: null is `None`; else it is the library's function with its documented signature.
-    unsafe { std::mem::transmute(found) }
+    unsafe { std::mem::transmute(symbol(c"gpumux_hint")) }
+}
+
+/// A symbol of what is loaded, or null.
+fn symbol(name: &CStr) -> *mut c_void {
+    // SAFETY: a C string; searches what is loaded.
+    unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
+}
+
+/// Marks `work` as a request, through the preloaded library.
+fn request<T>(work: impl FnOnce() -> T) -> T {
+    type Begin = unsafe extern "C" fn() -> u64;
+    type End = unsafe extern "C" fn(u64);
+    // SAFETY: as for `function`.
+    let begin: Option<Begin> = unsafe { std::mem::transmute(symbol(c"gpumux_begin")) };
+    // SAFETY: as for `function`.
+    let end: Option<End> = unsafe { std::mem::transmute(symbol(c"gpumux_end")) };
+    // SAFETY: the library's documented signature.
+    let number = begin.map(|begin| unsafe { begin() });
+    let result = work();
+    if let (Some(number), Some(end)) = (number, end) {
+        // SAFETY: as above.
+        unsafe { end(number) };
+    }
+    result
 }
