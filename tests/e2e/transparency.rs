@@ -166,7 +166,7 @@ fn a_program_that_ends_leaves_its_exit_code_and_no_tenant() {
 #[test]
 fn many_processes_at_once_do_not_lock_up() {
     let node = Node::start();
-    let count = 16;
+    let count = 64;
     let start = |_| Process::start(&mut node.tenant("--class batch", TICKS));
     let mut tenants: Vec<_> = (0..count).map(start).collect();
     for tenant in &mut tenants {
