@@ -111,6 +111,8 @@ struct State {
     open: bool,
     /// A call that may foretell work, when it was made, and the time-out of the hold that answered it.
     pending: Option<(Site, u64, Option<f32>)>,
+    /// The same once its work is launched.
+    running: Option<(Site, u64, bool)>,
     lessons: Lessons,
 }
 
@@ -129,6 +131,7 @@ const NOTHING: State = State {
     words: 0,
     open: false,
     pending: None,
+    running: None,
     lessons: Lessons::new(),
 };
 
@@ -147,6 +150,8 @@ static TABLE: [Place; PLACES] = [const {
 static ARMED: AtomicU32 = AtomicU32::new(0);
 /// Places whose next work has to wait for something on the device.
 static DEPENDS: AtomicU32 = AtomicU32::new(0);
+/// Places whose next idleness matters: see [`Lessons::took`].
+static TIMED: AtomicU32 = AtomicU32::new(0);
 /// Groups for which a hold may pay, by their slots; and whether this library may hold of its own accord.
 static CONTENDED: AtomicU64 = AtomicU64::new(0);
 static AUTOMATIC: AtomicBool = AtomicBool::new(false);
@@ -367,17 +372,21 @@ fn launch(state: &State, mut ticket: u32, last: bool, timeout_us: f32) -> Option
     (result == SUCCESS).then_some(())
 }
 
-/// Whether a hold in this place may gain anything now.
-fn wanted(place: &Place) -> bool {
-    let slots = place.slots.load(Ordering::Relaxed);
+/// Whether a context has no work.
+fn is_idle(place: &Place) -> bool {
     let idle = |slot| {
         let slot = page().and_then(|page| page.slot(slot));
         slot.is_some_and(|slot| matches!(slot.work(), Work::Idle(_)))
     };
-    slots & CONTENDED.load(Ordering::Acquire) != 0
+    bits(place.slots.load(Ordering::Relaxed)).all(idle)
+}
+
+/// Whether a hold in this place may gain anything now.
+fn wanted(place: &Place) -> bool {
+    place.slots.load(Ordering::Relaxed) & CONTENDED.load(Ordering::Acquire) != 0
         && !EXITING.load(Ordering::Acquire)
         && !work::is_capturing_anywhere()
-        && bits(slots).all(idle)
+        && is_idle(place)
 }
 
 /// Takes the device.
@@ -519,6 +528,33 @@ pub(crate) fn launched(context: u64, stream: u64) {
     {
         let gap = now_us().saturating_sub(at);
         state.lessons.learn(site, gap, held);
+        state.running = Some((site, at, held.is_some()));
+        TIMED.fetch_or(bit, Ordering::AcqRel);
+    }
+}
+
+/// Groups, by their slots, may have become idle; the program saw it, or the poller.
+#[inline]
+pub(crate) fn settled(slots: u64) {
+    if TIMED.load(Ordering::Relaxed) != 0 {
+        note_idle(slots);
+    }
+}
+
+#[cold]
+fn note_idle(slots: u64) {
+    for index in bits(TIMED.load(Ordering::Acquire).into()) {
+        let (index, place) = (index as usize, &TABLE[index as usize]);
+        if place.slots.load(Ordering::Relaxed) & slots == 0 || !is_idle(place) {
+            continue;
+        }
+        TIMED.fetch_and(!(1 << index), Ordering::AcqRel);
+        if let Some(mut state) = try_lock(&place.state)
+            && let Some((site, at, held)) = state.running.take()
+        {
+            let took = now_us().saturating_sub(at);
+            state.lessons.took(site, took, held);
+        }
     }
 }
 

@@ -322,6 +322,7 @@ fn settle(slots: u64) {
             counters.complete(submitted);
         }
     }
+    hold::settled(slots);
 }
 
 // ---- What the program does -----------------------------------------------------------------------
