@@ -35,8 +35,9 @@ class Server:
     def __init__(self, options: argparse.Namespace) -> None:
         model = models.build(options.model)
         self.forward = model.forward
-        self.host_in = model.example.pin_memory()
-        self.input = model.example.cuda()
+        example = torch.cat([model.example] * options.images)
+        self.host_in = example if options.pageable else example.pin_memory()
+        self.input = example.cuda()
         self.graph = None
         with torch.no_grad():
             # As torch's documentation asks: warm up beside the default stream, then capture.
@@ -155,6 +156,8 @@ def main() -> None:
     roles = parser.add_subparsers(dest="role", required=True)
     serve = roles.add_parser("serve")
     serve.add_argument("--model", choices=models.MODELS, default="resnet50")
+    serve.add_argument("--images", type=int, default=1, help="inputs in one request")
+    serve.add_argument("--pageable", action="store_true", help="inputs lie in ordinary memory")
     train = roles.add_parser("train")
     train.add_argument("--model", default="resnet152")
     train.add_argument("--batch", type=int, default=128)

@@ -4,6 +4,7 @@
 mod contracts;
 mod emu;
 mod faults;
+mod hints;
 mod hostile;
 mod levers;
 mod run;

@@ -10,7 +10,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{completions, daemon, demo, doctor, emu, man, ps, run, set, sim, workload};
+use crate::commands::{
+    completions, daemon, demo, doctor, emu, hint, man, ps, run, set, sim, workload,
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -42,13 +44,14 @@ enum Command {
     Run(run::Args),
     Ps(ps::Args),
     Set(set::Args),
+    Hint(hint::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
     Daemon(daemon::Args),
     Emu(emu::Args),
     Sim(sim::Args),
     /// Run a latency or batch load through the CUDA driver API
-    Workload(workload::Args),
+    Workload(Box<workload::Args>),
     Completions(completions::Args),
     Man(man::Args),
     #[command(hide = true)]
@@ -67,6 +70,7 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Ps(args) => ps::run(&args),
         Command::Set(args) => set::run(&args),
+        Command::Hint(args) => hint::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),

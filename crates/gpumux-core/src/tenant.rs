@@ -54,6 +54,33 @@ impl FromStr for Class {
     }
 }
 
+/// Who may take the device for a `latency` tenant before its work arrives.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Hints {
+    /// The program, its owner from outside, and the preloaded library where it foresees work.
+    #[default]
+    Auto,
+    /// The program and its owner only.
+    Manual,
+    /// Nobody.
+    Off,
+}
+
+impl Hints {
+    /// All of them, the most first.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Manual, Self::Off];
+
+    /// The name used in the CLI, the API and configuration files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Manual => "manual",
+            Self::Off => "off",
+        }
+    }
+}
+
 /// A tenant's promise: what it gets whenever it wants it, and what bounds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -72,6 +99,8 @@ pub struct TenantSpec {
     pub weight: f64,
     /// Latency objective of one request in µs, if the tenant has one.
     pub latency_objective_us: Option<u64>,
+    /// Who may take the device before its work arrives.
+    pub hints: Hints,
 }
 
 impl Default for TenantSpec {
@@ -82,6 +111,7 @@ impl Default for TenantSpec {
             limit: 1.0,
             weight: 1.0,
             latency_objective_us: None,
+            hints: Hints::Auto,
         }
     }
 }

@@ -42,6 +42,7 @@ fn spec() -> impl Strategy<Value = TenantSpec> {
             limit: if limit < 0.5 { 1.0 } else { limit },
             weight: 10.0 * weight,
             latency_objective_us: None,
+            hints: Default::default(),
         }
     })
 }

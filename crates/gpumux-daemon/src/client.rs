@@ -10,7 +10,9 @@ use serde::{Serialize, de::DeserializeOwned};
 use tokio::net::UnixStream;
 
 use crate::{
-    api::types::{Created, Device, NewTenant, Problem, SpecChange, Status, Tenant},
+    api::types::{
+        Created, Device, Hinted, NewHint, NewTenant, Problem, SpecChange, Status, Tenant,
+    },
     paths,
 };
 
@@ -124,6 +126,15 @@ impl Client {
             message: error.to_string(),
         })?;
         self.ask(Method::PATCH, &of(name), Some(change)).await
+    }
+
+    /// Says that a tenant's work is coming.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn hint(&self, name: &str, hint: &NewHint) -> Result<Hinted, ClientError> {
+        let path = of(name) + "/hint";
+        self.ask(Method::POST, &path, Some(hint)).await
     }
 
     /// Ends a tenant that has no connected process.

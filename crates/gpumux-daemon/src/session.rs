@@ -8,7 +8,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
     path::PathBuf,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -31,7 +31,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 use crate::{
     config::Config,
     peer::{Peer, credentials, readable},
-    scheduler::{GroupError, Handle, Member, NewGroup, SessionId, Stopped},
+    scheduler::{GroupError, Handle, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
 };
@@ -60,6 +60,7 @@ pub(crate) struct Sessions {
     hello: Duration,
     made: AtomicU64,
     users: Mutex<BTreeMap<u32, usize>>,
+    voices: Mutex<BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>>,
 }
 
 /// A session's place among the sessions; given back when dropped.
@@ -121,6 +122,7 @@ impl Sessions {
             hello,
             made: AtomicU64::new(0),
             users: Mutex::default(),
+            voices: Mutex::default(),
         })
     }
 
@@ -131,6 +133,22 @@ impl Sessions {
             .unwrap_or_else(PoisonError::into_inner)
             .values()
             .sum()
+    }
+
+    fn voices(&self) -> MutexGuard<'_, BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>> {
+        self.voices.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells a tenant's processes that work is coming. Returns how many were told.
+    pub(crate) fn hint(&self, tenant: TenantId, expected_us: Option<u32>) -> usize {
+        let range = (tenant, SessionId(0))..=(tenant, SessionId(u64::MAX));
+        let hint = Daemon::Hint { expected_us };
+        let told = |voice: &&Arc<OwnedFd>| say(voice, &hint);
+        self.voices()
+            .range(range)
+            .map(|(_, voice)| voice)
+            .filter(told)
+            .count()
     }
 
     /// Takes connections until told to stop.
@@ -195,6 +213,7 @@ impl Sessions {
 
     /// One session, from its first to its last packet.
     async fn run(self: Arc<Self>, socket: OwnedFd, stop: watch::Receiver<bool>) {
+        let socket = Arc::new(socket);
         let ended = match self.enter(&socket) {
             Ok(place) => {
                 let ended = self.serve_one(&socket, stop).await;
@@ -207,19 +226,19 @@ impl Sessions {
             Ok(()) => {}
             // Its next daemon may want it.
             Err(Refusal::Stopped(_) | Refusal::Tenant(TenantError::Stopped(_))) => {
-                say(&socket, &Daemon::Bye);
+                let _ = say(&socket, &Daemon::Bye);
             }
             Err(refusal) => {
                 tracing::info!(%refusal, "session refused");
                 let reason = refusal.to_string();
-                say(&socket, &Daemon::Refused { reason });
+                let _ = say(&socket, &Daemon::Refused { reason });
             }
         }
     }
 
     async fn serve_one(
         &self,
-        socket: &OwnedFd,
+        socket: &Arc<OwnedFd>,
         mut stop: watch::Receiver<bool>,
     ) -> Result<(), Refusal> {
         let peer = Peer::of(socket).map_err(Refusal::Packet)?;
@@ -237,20 +256,27 @@ impl Sessions {
         };
         let id = SessionId(self.made.fetch_add(1, Ordering::Relaxed));
         let (tenant, name) = self.tenants.join(id, &peer, token.as_deref()).await?;
-        say(
-            socket,
-            &Daemon::Welcome {
-                protocol: PROTOCOL,
-                tenant: name.clone(),
-            },
-        );
+        let welcome = Daemon::Welcome {
+            protocol: PROTOCOL,
+            tenant: name.clone(),
+        };
+        let _ = say(socket, &welcome);
         tracing::info!(pid = peer.pid, tenant = name, "session");
+        let voice = Arc::clone(socket);
+        let speak = Box::new(move |message: &Daemon| say(&voice, message));
+        let page = Arc::new(page);
+        let met = Met::new(tenant, Arc::clone(&page), speak);
+        let _ = self
+            .scheduler
+            .call(move |engine| engine.meet(id, met))
+            .await;
+        self.voices().insert((tenant, id), Arc::clone(socket));
         let mut session = Session {
             sessions: self,
             id,
             tenant,
             pid: peer.pid,
-            page: Arc::new(page),
+            page,
             keys: BTreeMap::new(),
             rejected: 0,
             rate: (RATE.0, Instant::now()),
@@ -265,12 +291,13 @@ impl Sessions {
             result = session.serve(&events) => result,
             _ = ended => Ok(()),
             _ = stop.wait_for(|stop| *stop) => {
-                say(socket, &Daemon::Bye);
+                let _ = say(socket, &Daemon::Bye);
                 Ok(())
             }
         };
         let alive = !peer.fd.as_ref().is_some_and(|process| process.has_ended());
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
+        self.voices().remove(&(tenant, id));
         // Jobs are done in order: a group that is still on its way is removed by this one.
         let _ = self
             .scheduler
@@ -462,9 +489,9 @@ async fn receive(events: &Events<'_>) -> Result<Option<(Shim, Option<OwnedFd>)>,
     }
 }
 
-/// Tells the other side something, unless it does not listen.
-fn say(socket: &OwnedFd, message: &Daemon) {
-    let _ = socket::send(socket, message, None, SendFlags::DONTWAIT);
+/// Tells the other side something, unless it does not listen. Whether it was sent.
+fn say(socket: &OwnedFd, message: &Daemon) -> bool {
+    socket::send(socket, message, None, SendFlags::DONTWAIT).is_ok()
 }
 
 #[cfg(test)]

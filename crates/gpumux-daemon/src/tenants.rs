@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use gpumux_core::{SpecError, TenantId, TenantSpec};
+use gpumux_core::{Hints, SpecError, TenantId, TenantSpec};
 use serde::{Deserialize, Serialize};
 use tokio::sync::{Mutex, MutexGuard};
 
@@ -107,6 +107,8 @@ pub(crate) enum TenantError {
     UnknownToken,
     #[error("tenant `{0}` still has {1} connected processes: end them first")]
     Busy(String, usize),
+    #[error("tenant `{0}` takes no hints: allow them with `gpumux set {0} --hints auto`")]
+    HintsOff(String),
     #[error(transparent)]
     Spec(#[from] SpecError),
     #[error(transparent)]
@@ -398,6 +400,16 @@ impl Tenants {
         }
         table.save_or_warn(&self.file);
         Ok(())
+    }
+
+    /// The tenant of this name, if this user may say that its work is coming.
+    pub(crate) async fn hintable(&self, uid: u32, name: &str) -> Result<TenantId, TenantError> {
+        let table = self.table.lock().await;
+        let tenant = table.owned(uid, name)?;
+        match tenant.spec.hints {
+            Hints::Off => Err(TenantError::HintsOff(name.into())),
+            Hints::Auto | Hints::Manual => Ok(tenant.id),
+        }
     }
 
     /// Ends a tenant that has no connected process.

@@ -433,7 +433,12 @@ impl Context {
             .unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A call into the program has returned.
+    /// Whether work is not done yet.
+    pub(crate) fn is_under_way(&self, id: u64) -> bool {
+        self.state().pending.contains_key(&id)
+    }
+
+    /// A call into the program has returned, or a hold shall end.
     pub(crate) fn host_done(&self, id: u64) {
         let _ = self.execution.send(&Command::HostDone { id });
     }

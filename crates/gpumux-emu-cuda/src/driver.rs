@@ -224,6 +224,8 @@ exports! { driver_functions by cuda;
     cuStreamDestroy 4000 = cuStreamDestroy_v2(stream: Handle) => stream::destroy(stream);
     cuStreamQuery 2000 [cuStreamQuery_ptsz] = cuStreamQuery(stream: Handle) => stream::query(stream);
     cuStreamSynchronize 2000 [cuStreamSynchronize_ptsz] = cuStreamSynchronize(stream: Handle) => stream::synchronize(stream);
+    cuStreamWriteValue32 8000 [cuStreamWriteValue32_ptsz] = cuStreamWriteValue32(stream: Handle, address: Address, value: c_uint, flags: c_uint) => stream::write_value(stream, address, value, flags);
+    cuStreamWriteValue32 11070 [cuStreamWriteValue32_v2_ptsz] = cuStreamWriteValue32_v2(stream: Handle, address: Address, value: c_uint, flags: c_uint) => stream::write_value(stream, address, value, flags);
     cuStreamWaitEvent 3020 [cuStreamWaitEvent_ptsz] = cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) => event::wait(stream, event, flags);
     cuStreamGetFlags 5050 [cuStreamGetFlags_ptsz] = cuStreamGetFlags(stream: Handle, flags: Out<c_uint>) => flags.put(stream::stream(stream)?.flags);
     cuStreamGetPriority 5050 [cuStreamGetPriority_ptsz] = cuStreamGetPriority(stream: Handle, priority: Out<c_int>) => priority.put(stream::stream(stream)?.priority);

@@ -202,6 +202,21 @@ pub(crate) fn sum_u32(address: u64, count: u64) -> Result<u64> {
     Ok(sum)
 }
 
+/// A 64-bit number.
+pub(crate) fn load_u64(address: u64) -> Result<u64> {
+    let mut value = 0;
+    pieces(address, 8, 8, |at, _| {
+        // SAFETY: mapped and aligned; the program may store there meanwhile.
+        value = unsafe { at.cast::<u64>().read_volatile() };
+    })?;
+    Ok(value)
+}
+
+/// Sets a 32-bit number.
+pub(crate) fn set_u32(address: u64, value: u32) -> Result {
+    set(address, 4, value, 1)
+}
+
 /// Adds to a 64-bit number.
 pub(crate) fn add_u64(address: u64, value: u64) -> Result {
     pieces(address, 8, 8, |at, _| {

@@ -1,7 +1,7 @@
 //! The kernels that the emulated device knows, by name: how long they take and what they do.
 //!
 //! They are those of the workloads (`gpumux-workload`, file `kernels.rs`, which has the table of their
-//! arguments). Threads count as if every SM were filled evenly: a kernel's width in SMs is the part
+//! arguments), and the one by which `libgpumux.so` holds the device (its `hold.ptx`). Threads count as if every SM were filled evenly: a kernel's width in SMs is the part
 //! of all thread slots that it occupies.
 
 use gpumux_emu::protocol::{DeviceInfo, Work};
@@ -9,6 +9,7 @@ use gpumux_emu::protocol::{DeviceInfo, Work};
 use crate::{
     effect::{add_u32, add_u64, fill_u32, sum_u32},
     error::{CuError, Result},
+    hold,
 };
 
 /// Threads that an SM holds, and blocks, on Hopper.
@@ -20,13 +21,40 @@ const SATURATING: u64 = 512;
 /// A kernel with its arguments.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Kernel {
-    Spin { ns: u64 },
-    Work { iterations: u32 },
-    Fill { at: u64, value: u32, n: u64 },
-    Add { at: u64, value: u32, n: u64 },
-    Rounds { at: u64, n: u64, rounds: u32 },
-    Sum { at: u64, n: u64, out: u64 },
+    Spin {
+        ns: u64,
+    },
+    Work {
+        iterations: u32,
+    },
+    Fill {
+        at: u64,
+        value: u32,
+        n: u64,
+    },
+    Add {
+        at: u64,
+        value: u32,
+        n: u64,
+    },
+    Rounds {
+        at: u64,
+        n: u64,
+        rounds: u32,
+    },
+    Sum {
+        at: u64,
+        n: u64,
+        out: u64,
+    },
     Trap,
+    /// Words at `page`: released and finished (32 bits), began and held (64).
+    Hold {
+        page: u64,
+        ticket: u32,
+        last: bool,
+        timeout: u64,
+    },
 }
 
 /// Grid and block.
@@ -98,6 +126,17 @@ impl Kernel {
                 (Self::Sum { at, n, out }, 3)
             }
             "gpumux_trap" => (Self::Trap, 0),
+            "gpumux_hold" => {
+                let (page, ticket, last) = (long(0)?, short(1)?, short(2)? != 0);
+                let timeout = long(3)?;
+                let hold = Self::Hold {
+                    page,
+                    ticket,
+                    last,
+                    timeout,
+                };
+                (hold, 4)
+            }
             other => {
                 eprintln!(
                     "gpumux: the emulated device does not know the kernel `{other}`: it runs those of `gpumux workload`"
@@ -140,6 +179,9 @@ impl Kernel {
                 moving(n.saturating_mul(8)).saturating_mul((*rounds).into())
             }
             Self::Trap => 1000,
+            // The last one ends with the first: they have one deadline.
+            Self::Hold { last: true, .. } => return Work::Hold { timeout: 1 },
+            Self::Hold { timeout, .. } => return Work::Hold { timeout: *timeout },
         };
         Work::Kernel {
             sms: width,
@@ -151,7 +193,7 @@ impl Kernel {
     pub(crate) fn steps(&self) -> u64 {
         match self {
             Self::Spin { .. } | Self::Work { .. } => 0,
-            Self::Trap => 1,
+            Self::Trap | Self::Hold { .. } => 1,
             Self::Fill { n, .. } | Self::Add { n, .. } | Self::Sum { n, .. } => *n,
             Self::Rounds { n, rounds, .. } => n.saturating_mul((*rounds).into()),
         }
@@ -162,6 +204,13 @@ impl Kernel {
         match *self {
             Self::Spin { .. } | Self::Work { .. } => Ok(()),
             Self::Trap => Err(CuError::LAUNCH_FAILED),
+            Self::Hold {
+                page,
+                ticket,
+                last: true,
+                timeout,
+            } => hold::ended(page, ticket, timeout),
+            Self::Hold { .. } => Ok(()),
             Self::Fill { at, value, .. } => fill_u32(element(at, from)?, to - from, value),
             Self::Add { at, value, .. } => add_u32(element(at, from)?, to - from, value),
             Self::Sum { at, out, .. } => add_u64(out, sum_u32(element(at, from)?, to - from)?),

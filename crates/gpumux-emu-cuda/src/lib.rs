@@ -19,6 +19,7 @@ mod effect;
 mod error;
 mod event;
 mod graph;
+mod hold;
 mod kernel;
 mod memory;
 mod module;

@@ -11,6 +11,7 @@ use crate::{
     context::{Context, Op, current},
     effect::Effect,
     error::{CuError, Result},
+    hold,
     kernel::{Kernel, Shape},
     process::process,
     ptx,
@@ -93,6 +94,16 @@ pub(crate) fn launch(
     let name = function.name.to_str().unwrap_or_default();
     let kernel = Kernel::new(name, &arguments.read(&function.parameters)?)?;
     let work = kernel.cost(shape, &context.device.info);
+    if let Kernel::Hold {
+        page, ticket, last, ..
+    } = kernel
+        && !stream.is_captured()
+    {
+        hold::begin(page, last)?;
+        let op = Op::compute(work, Effect::Kernel(kernel));
+        let id = context.submit(vec![(stream.id, op)])?;
+        return hold::watch(&context, id, page, ticket);
+    }
     stream.submit(Op::compute(work, Effect::Kernel(kernel)))
 }
 

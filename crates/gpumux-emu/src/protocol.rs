@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -182,6 +182,11 @@ pub enum Work {
         /// Bytes.
         bytes: u64,
     },
+    /// A kernel of one thread that keeps the group's turn until the client says so ([`Command::HostDone`]).
+    Hold {
+        /// ns of running after which it ends by itself.
+        timeout: u64,
+    },
     /// A mark in the stream.
     Record,
     /// Waits for other work of this context.
@@ -215,7 +220,7 @@ pub enum Command {
         /// What.
         items: Vec<Submission>,
     },
-    /// A host function has returned.
+    /// A host function has returned, or a hold shall end.
     HostDone {
         /// Which.
         id: u64,

@@ -31,7 +31,7 @@ use rustix::{
 
 use crate::{
     control_files::Kind,
-    guard,
+    guard, hold,
     notice::say,
     own::OwnFd,
     process::{Agent, Process},
@@ -214,6 +214,7 @@ impl Session {
                     )));
                 }
                 Ok(Some((Daemon::Refused { reason }, _))) => return Err(End::Refused(reason)),
+                Ok(Some((Daemon::Hints { .. } | Daemon::Hint { .. }, _))) => {}
                 Ok(Some((Daemon::Bye, _))) => return Err(End::Left),
                 Ok(None) => {
                     return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
@@ -257,6 +258,16 @@ impl Session {
                     Ok(Some((Daemon::Welcome { .. }, _))) => {}
                     Ok(Some((Daemon::Bye, _))) => return End::Left,
                     Ok(Some((Daemon::Refused { reason }, _))) => return End::Refused(reason),
+                    Ok(Some((Daemon::Hints { .. } | Daemon::Hint { .. }, _)))
+                        if !self.process.config.hints => {}
+                    Ok(Some((
+                        Daemon::Hints {
+                            contended,
+                            automatic,
+                        },
+                        _,
+                    ))) => hold::set_policy(contended, automatic),
+                    Ok(Some((Daemon::Hint { expected_us }, _))) => hold::from_outside(expected_us),
                     Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     Err(error) => return error.into(),
@@ -347,6 +358,7 @@ impl Session {
 
     /// Thaws all groups that a daemon knew, then gives them their slices back.
     fn rescue(&mut self) {
+        hold::set_policy(0, false);
         let known = std::mem::take(&mut self.told);
         for id in known.keys() {
             self.pull(*id, |levers, _| levers.thaw().is_ok());

@@ -19,7 +19,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering},
 };
 
-use crate::{next, work};
+use crate::{foresee::Call, next, work};
 
 pub(crate) type CUresult = c_int;
 pub(crate) type CUstream = *mut c_void;
@@ -379,6 +379,37 @@ hooks! {
     cuMemsetD32Async_ptsz [c"cuMemsetD32Async" 7000 PER_THREAD] (
         to: CUdeviceptr, value: c_uint, count: usize, stream: CUstream,
     ) real => work::submit(stream, OWN, real);
+
+    // What may tell that work is coming.
+    cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
+        real => work::input(Call::Copy, bytes, false, real);
+    cuMemcpyHtoD_v2_ptds [c"cuMemcpyHtoD" 7000 PER_THREAD] (
+        to: CUdeviceptr, from: *const c_void, bytes: usize,
+    ) real => work::input(Call::Copy, bytes, false, real);
+    cuMemcpyHtoDAsync_v2 [c"cuMemcpyHtoDAsync" 3020] (
+        to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
+    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    cuMemcpyHtoDAsync_v2_ptsz [c"cuMemcpyHtoDAsync" 7000 PER_THREAD] (
+        to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
+    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    cuMemcpyAsync [c"cuMemcpyAsync" 4000] (
+        to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
+    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    cuMemcpyAsync_ptsz [c"cuMemcpyAsync" 7000 PER_THREAD] (
+        to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
+    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    cuMemcpy [c"cuMemcpy" 4000] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
+        real => work::input(Call::Copy, bytes, false, real);
+    cuMemcpy_ptds [c"cuMemcpy" 7000 PER_THREAD] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
+        real => work::input(Call::Copy, bytes, false, real);
+    cuMemHostRegister_v2 [c"cuMemHostRegister" 6050] (
+        memory: *mut c_void, bytes: usize, flags: c_uint,
+    ) real => work::input(Call::Register, bytes, false, real);
+    cuStreamWaitEvent [c"cuStreamWaitEvent" 3020] (stream: CUstream, event: CUevent, flags: c_uint)
+        real => work::input(Call::Wait, 0, true, real);
+    cuStreamWaitEvent_ptsz [c"cuStreamWaitEvent" 7000 PER_THREAD] (
+        stream: CUstream, event: CUevent, flags: c_uint,
+    ) real => work::input(Call::Wait, 0, true, real);
 
     // What tells that work is done.
     cuStreamSynchronize [c"cuStreamSynchronize" 2000] (stream: CUstream)

@@ -31,7 +31,8 @@ use gpumux_wire::page::{Page, SLOTS};
 
 use crate::{
     driver::{self, CUcontext, CUevent, CUresult, CUstream, Function, SUCCESS},
-    process,
+    foresee::Call,
+    hold, process,
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)
@@ -140,6 +141,7 @@ thread_local! {
     static MADE: Cell<u64> = const { Cell::new(0) };
 }
 
+/// Functions of libcuda that this library calls for itself.
 macro_rules! functions {
     ($($name:ident $symbol:literal ($($type:ty),*);)*) => {$(
         fn $name() -> Option<unsafe extern "C" fn($($type),*) -> CUresult> {
@@ -149,6 +151,8 @@ macro_rules! functions {
         }
     )*};
 }
+
+pub(crate) use functions;
 
 functions! {
     ctx_get_current c"cuCtxGetCurrent" (*mut CUcontext);
@@ -208,7 +212,7 @@ impl Key {
     }
 }
 
-fn current_context() -> Option<u64> {
+pub(crate) fn current_context() -> Option<u64> {
     let mut context = ptr::null_mut();
     // SAFETY: a place to write.
     let result = unsafe { ctx_get_current()?(&raw mut context) };
@@ -225,7 +229,7 @@ fn thread_number() -> Option<u64> {
 }
 
 /// Whether this process counts.
-fn page() -> Option<&'static Page> {
+pub(crate) fn page() -> Option<&'static Page> {
     // SAFETY: null, or a page that is never unmapped.
     unsafe { PAGE.load(Ordering::Acquire).as_ref() }
 }
@@ -242,8 +246,22 @@ fn slow<R>(work: impl FnOnce(&mut Slow) -> R) -> Option<R> {
     result.ok()
 }
 
+/// Runs `work` while no capture goes on or begins and no context is destroyed, unless one does just now.
+pub(crate) fn undisturbed(work: impl FnOnce()) {
+    slow(|slow| {
+        if !slow.exiting && slow.captures.is_empty() {
+            work();
+        }
+    });
+}
+
+/// Whether any stream is capturing.
+pub(crate) fn is_capturing_anywhere() -> bool {
+    CAPTURES.load(Ordering::Acquire) != 0
+}
+
 /// Runs `work` with `context` current.
-fn within<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
+pub(crate) fn within<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
     let (push, pop) = (ctx_push_current()?, ctx_pop_current()?);
     // SAFETY: a context that is removed from the tables before it is destroyed.
     if context == 0 || unsafe { push(context as CUcontext) } != SUCCESS {
@@ -256,7 +274,7 @@ fn within<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
     Some(result)
 }
 
-fn bits(mut mask: u64) -> impl Iterator<Item = u32> {
+pub(crate) fn bits(mut mask: u64) -> impl Iterator<Item = u32> {
     std::iter::from_fn(move || {
         let bit = (mask != 0).then(|| mask.trailing_zeros())?;
         mask &= mask - 1;
@@ -304,6 +322,7 @@ fn settle(slots: u64) {
             counters.complete(submitted);
         }
     }
+    hold::settled(slots);
 }
 
 // ---- What the program does -----------------------------------------------------------------------
@@ -329,7 +348,25 @@ pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresul
     count(page, state.slots.load(Ordering::Relaxed));
     let result = real();
     state.returned.fetch_add(1, Ordering::AcqRel);
+    if hold::is_armed()
+        && result == SUCCESS
+        && let Some(key) = key
+    {
+        hold::launched(state.context.load(Ordering::Relaxed), key.handle);
+    }
     result
+}
+
+/// The program makes a call that may foretell work; `depends`: the work waits for it on the device.
+#[inline]
+pub(crate) fn input(
+    call: Call,
+    bytes: usize,
+    depends: bool,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    hold::foresee(call, bytes, depends);
+    real()
 }
 
 fn count(page: &Page, slots: u64) {
@@ -400,6 +437,7 @@ fn insert(key: Key) -> Option<usize> {
         HANDLES[place].store(key.handle, Ordering::Release);
         USED.store(used.max(place + 1), Ordering::Release);
         begin_counting(slots);
+        hold::know(context, slots);
         Some(place)
     })
     .flatten()?;
@@ -428,6 +466,7 @@ impl Slow {
 
     /// Forgets a context, green or not, and all its streams.
     fn forget_context(&mut self, context: u64) {
+        hold::forget(context);
         self.contexts.retain(|(known, _)| *known != context);
         for ((handle, state), slot) in places().zip(&HANDLES) {
             let is = |field: &AtomicU64| field.load(Ordering::Relaxed) == context;
@@ -488,6 +527,7 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
         return real();
     }
     let mut counts = [0; STREAMS];
+    hold::before_wait(context);
     let mine = |state: &Stream| state.context.load(Ordering::Relaxed) == context;
     for ((_, state), count) in places()
         .zip(&mut counts)
@@ -772,6 +812,7 @@ pub(crate) fn in_child() {
         SPOILED.store(true, Ordering::Release);
     }
     POLLER_WANTED.store(false, Ordering::Release);
+    hold::in_child();
 }
 
 /// Starts the poller when the first stream has appeared. Called by the agent.
@@ -788,6 +829,7 @@ pub(crate) fn start_poller(started: &mut bool) {
         .name("gpumux-poll".to_owned())
         .spawn(|| {
             extern "C" fn exiting() {
+                hold::exit();
                 // Registered after libcuda's own handlers, and so called before them.
                 let deadline = Instant::now() + EXIT_WAIT;
                 while Instant::now() < deadline {
@@ -806,17 +848,25 @@ pub(crate) fn start_poller(started: &mut bool) {
                 // SAFETY: a place to read and write.
                 unsafe { exchange(&raw mut relaxed) };
             }
+            hold::become_server();
             let (mut tick, mut before) = (BUSY_TICK, 0);
             loop {
-                thread::sleep(tick);
+                thread::park_timeout(tick);
+                if hold::serve() {
+                    continue;
+                }
                 let longer =
                     |(first, most): (Duration, Duration)| (tick * 3 / 2).clamp(first, most);
                 tick = match look(&mut before) {
                     Look::Submitting => BUSY_TICK,
                     Look::Asked if tick == BUSY_TICK => SILENT_TICK.0,
                     Look::Asked => longer(SILENT_TICK),
-                    Look::Idle => longer(IDLE_TICK),
+                    Look::Idle => {
+                        hold::prepare_all();
+                        longer(IDLE_TICK)
+                    }
                 };
+                hold::account_all();
             }
         });
 }

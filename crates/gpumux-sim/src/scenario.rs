@@ -509,6 +509,7 @@ impl Tenant {
             limit: self.limit,
             weight: self.weight,
             latency_objective_us: None,
+            hints: Default::default(),
         }
     }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Version of this protocol. Shim and daemon must have the same.
-pub const PROTOCOL: u32 = 1;
+pub const PROTOCOL: u32 = 2;
 
 /// Largest packet in bytes.
 pub const MAX_PACKET: usize = 16 * 1024;
@@ -78,6 +78,19 @@ pub enum Daemon {
     Refused {
         /// Why, for people.
         reason: String,
+    },
+    /// Where taking the device ahead of work may pay, until told otherwise. At first: nowhere.
+    Hints {
+        /// Groups by their slots in the page, as bits: their tenant is of class `latency`, and others
+        /// compete for their device.
+        contended: u64,
+        /// Whether the shim may do so of its own accord.
+        automatic: bool,
+    },
+    /// Work is coming: take the device now.
+    Hint {
+        /// In how many µs, if that is known.
+        expected_us: Option<u32>,
     },
     /// The daemon leaves in good order: every group is thawed and has its old slice.
     Bye,

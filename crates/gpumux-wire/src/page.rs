@@ -23,7 +23,7 @@ use rustix::{
 pub const SLOTS: usize = 64;
 
 /// Says that a page is one, and its layout's version.
-const MAGIC: u64 = 0x0001_6770_756d_7578;
+const MAGIC: u64 = 0x0002_6770_756d_7578;
 
 /// Counters of one channel group, on cache lines of their own.
 #[derive(Debug, Default)]
@@ -35,6 +35,35 @@ pub struct Slot {
     completed: AtomicU64,
     /// 1 while the shim counts work for this group; 0: nothing is known.
     counted: AtomicU64,
+    /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
+    /// had the device, in ns.
+    hints: [AtomicU64; 4],
+}
+
+/// Holds of a device ahead of work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HintCounts {
+    /// How many there were.
+    pub given: u64,
+    /// Those that work found in place.
+    pub useful: u64,
+    /// Those that ended before work came.
+    pub wasted: u64,
+    /// How long they had the device, in ns.
+    pub held_ns: u64,
+}
+
+impl HintCounts {
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            given: self.given.saturating_add(other.given),
+            useful: self.useful.saturating_add(other.useful),
+            wasted: self.wasted.saturating_add(other.wasted),
+            held_ns: self.held_ns.saturating_add(other.held_ns),
+        }
+    }
 }
 
 /// What a slot says.
@@ -69,6 +98,26 @@ impl Slot {
         self.completed.fetch_max(upto, Ordering::AcqRel);
     }
 
+    /// Adds to the counts of hints.
+    pub fn count_hints(&self, more: HintCounts) {
+        let all = [more.given, more.useful, more.wasted, more.held_ns];
+        for (count, more) in self.hints.iter().zip(all) {
+            count.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
+    /// The counts of hints, whatever the writer put there.
+    pub fn hints(&self) -> HintCounts {
+        let [given, useful, wasted, held_ns] =
+            [0, 1, 2, 3].map(|n: usize| self.hints[n].load(Ordering::Relaxed));
+        HintCounts {
+            given,
+            useful,
+            wasted,
+            held_ns,
+        }
+    }
+
     /// What the slot says. Never trusts the writer: any values give an answer.
     pub fn work(&self) -> Work {
         if self.counted.load(Ordering::Acquire) != 1 {
@@ -90,6 +139,65 @@ impl Slot {
 struct Layout {
     magic: AtomicU64,
     slots: [Slot; SLOTS],
+    requests: Requests,
+}
+
+/// Steps of the histogram of request times per doubling.
+const STEPS: usize = 8;
+/// Its doublings: from 1 µs to more than an hour.
+const DOUBLINGS: usize = 32;
+
+/// How long the program's requests took, where it marks them: a histogram whose steps are an eighth
+/// of a doubling apart.
+#[derive(Debug)]
+#[repr(C, align(128))]
+pub struct Requests([AtomicU64; STEPS * DOUBLINGS]);
+
+impl Requests {
+    /// Counts a request that took so long.
+    pub fn record(&self, ns: u64) {
+        let doublings = (ns as f64 / 1e3).max(1.0).log2();
+        let step = (doublings * STEPS as f64) as usize;
+        self.0[step.min(STEPS * DOUBLINGS - 1)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Adds the counts to `all`, whatever the writer put there.
+    pub fn add_to(&self, all: &mut RequestTimes) {
+        for (sum, own) in all.0.iter_mut().zip(&self.0) {
+            *sum = sum.saturating_add(own.load(Ordering::Relaxed));
+        }
+    }
+}
+
+/// Request times of some processes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct RequestTimes([u64; STEPS * DOUBLINGS]);
+
+impl Default for RequestTimes {
+    fn default() -> Self {
+        Self([0; STEPS * DOUBLINGS])
+    }
+}
+
+impl RequestTimes {
+    /// How many requests.
+    pub fn count(&self) -> u64 {
+        self.0
+            .iter()
+            .fold(0, |sum, count| sum.saturating_add(*count))
+    }
+
+    /// The time in µs that this part of the requests did not exceed, to a step.
+    pub fn quantile_us(&self, part: f64) -> f64 {
+        let rank = (self.count() as f64 * part).ceil().max(1.0) as u64;
+        let mut seen = 0u64;
+        let step = self.0.iter().position(|count| {
+            seen = seen.saturating_add(*count);
+            seen >= rank
+        });
+        // The middle of the step.
+        step.map_or(0.0, |step| ((step as f64 + 0.5) / STEPS as f64).exp2())
+    }
 }
 
 /// A mapped page.
@@ -166,6 +274,11 @@ impl Page {
         unsafe { self.0.as_ref() }
     }
 
+    /// The times of the process's requests. Writing is for the page's maker, as for a slot.
+    pub fn requests(&self) -> &Requests {
+        &self.layout().requests
+    }
+
     /// The slot of the group with this key, if it has one. Writing to a slot of a page that was
     /// opened for reading would fault: only its maker may.
     pub fn slot(&self, key: u32) -> Option<&Slot> {
@@ -200,6 +313,46 @@ mod tests {
         ours.complete(1);
         assert_eq!(theirs.work(), Work::Idle(2));
         assert!(writer.slot(SLOTS as u32).is_none());
+    }
+
+    #[test]
+    fn hints_and_requests_add_up() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        let one = HintCounts {
+            given: 1,
+            useful: 1,
+            wasted: 0,
+            held_ns: 70,
+        };
+        let slot = writer.slot(0).unwrap();
+        slot.count_hints(one);
+        slot.count_hints(one);
+        assert_eq!(reader.slot(0).unwrap().hints(), one.plus(one));
+        for us in 1..=100 {
+            writer.requests().record(us * 1000);
+        }
+        let mut times = RequestTimes::default();
+        reader.requests().add_to(&mut times);
+        assert_eq!(times.count(), 100);
+        let p50 = times.quantile_us(0.5);
+        assert!((45.0..56.0).contains(&p50), "{p50}");
+        writer.requests().record(0);
+        writer.requests().record(u64::MAX);
+        reader.requests().add_to(&mut times);
+        assert_eq!(times.count(), 202);
+        // Whatever a hostile writer counts, nothing overflows.
+        for count in &writer.requests().0 {
+            count.store(u64::MAX, Ordering::Relaxed);
+        }
+        reader.requests().add_to(&mut times);
+        assert_eq!(times.count(), u64::MAX);
+        assert!(times.quantile_us(0.99) >= 1.0);
+        let most = HintCounts {
+            given: u64::MAX,
+            ..one
+        };
+        assert_eq!(most.plus(most).given, u64::MAX);
     }
 
     #[test]

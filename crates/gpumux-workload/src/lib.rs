@@ -4,6 +4,7 @@
 //! prints its [`Report`], [`run`] only runs it. The kernels are in [`kernels`].
 
 use std::{
+    path::PathBuf,
     process::ExitCode,
     sync::{
         Arc,
@@ -20,6 +21,7 @@ pub mod kernels;
 pub mod pace;
 pub mod report;
 
+mod hints;
 mod loops;
 mod probes;
 
@@ -62,6 +64,8 @@ pub enum Command {
     Idle(Idle),
     /// Works for a while, then faults its context; the error ends it
     Fault(Fault),
+    /// Hints that no work follows: from many threads, during captures, after forks; counts those that took the device
+    Hints(Hints),
 }
 
 /// What all workloads have in common.
@@ -156,7 +160,7 @@ pub struct Latency {
     /// Seed of the arrivals
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-    /// Measure from the arrival, not from the first launch: includes waiting for the request before
+    /// Measure from the arrival, not from the first launch (or the end of the preparation): includes waiting for the request before
     #[arg(long)]
     pub from_arrival: bool,
     /// Submit each request as one CUDA graph
@@ -165,6 +169,27 @@ pub struct Latency {
     /// Copy so many bytes of input to the device at the start of each request
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub copy: Option<usize>,
+    /// Prepare each request on the CPU for so long before its copy and launches; not part of its latency
+    #[arg(long, value_name = "US", value_parser = microseconds)]
+    pub prepare_us: Option<Duration>,
+    /// Tell gpumux at the start of each preparation that work is coming
+    #[arg(long, value_enum)]
+    pub hint: Option<Hint>,
+    /// The tenant to name in hints from outside
+    #[arg(long, value_name = "NAME", required_if_eq("hint", "outside"))]
+    pub hint_tenant: Option<String>,
+    /// gpumux's API socket, for hints from outside
+    #[arg(long, value_name = "PATH", required_if_eq("hint", "outside"))]
+    pub hint_api: Option<PathBuf>,
+}
+
+/// How a program says that its work is coming.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Hint {
+    /// By the function of the preloaded library
+    Manual,
+    /// Through the daemon's API, as somebody else would
+    Outside,
 }
 
 /// `batch`.
@@ -216,6 +241,17 @@ pub struct Fault {
     pub common: Common,
 }
 
+/// `hints`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Hints {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+    /// Threads that hint at once
+    #[arg(long, default_value_t = 100)]
+    pub threads: u32,
+}
+
 /// Runs a workload and prints what it found.
 ///
 /// # Errors
@@ -256,6 +292,7 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Check(args) => probes::check(args, &stop),
         Command::Idle(args) => probes::idle(args, &stop),
         Command::Fault(args) => probes::fault(args, &stop),
+        Command::Hints(args) => hints::probe(args, &stop),
     }
 }
 

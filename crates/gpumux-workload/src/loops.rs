@@ -11,6 +11,7 @@ use gpumux_cuda::{DeviceBuffer, Event, HostBuffer, Result};
 
 use crate::{
     Batch, Common, Latency, Launch, Report, Wait, Work,
+    hints::Hinter,
     kernels::{Gpu, Shape},
     pace::{Arrivals, Gaps, wait_until},
     report::Times,
@@ -154,6 +155,7 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
     for _ in 0..3 {
         request()?;
     }
+    let mut hinter = Hinter::new(args)?;
     args.common.gate.ready()?;
     if !args.common.gate.wait(stop)? {
         return Ok(report);
@@ -181,6 +183,18 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
         if !wait_until(due, args.work.wait == Wait::Spin, stop) {
             break;
         }
+        let prepared = (|| {
+            let Some(prepare) = args.prepare_us else {
+                return hinter.say(Duration::ZERO);
+            };
+            let ready = Instant::now() + prepare;
+            hinter.say(prepare)?;
+            while Instant::now() < ready {
+                hint::spin_loop();
+            }
+            Ok(())
+        })();
+        prepared?;
         let from = if args.from_arrival {
             due
         } else {
@@ -190,6 +204,7 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
             break;
         }
         times.record(from.elapsed());
+        hinter.answered()?;
     }
     report.late = Some(late);
     Ok(end.report(report, Instant::now(), &times))

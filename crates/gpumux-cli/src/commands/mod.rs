@@ -5,6 +5,7 @@ pub(crate) mod daemon;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod emu;
+pub(crate) mod hint;
 pub(crate) mod man;
 pub(crate) mod ps;
 pub(crate) mod run;

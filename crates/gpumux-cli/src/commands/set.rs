@@ -10,6 +10,7 @@ Examples:
   gpumux set train --class batch
   gpumux set serve --guaranteed 0.5 --limit 0.9
   gpumux set a --weight 3 --json
+  gpumux set serve --hints off
 
 What is not named stays as it is. A change that cannot be kept together with the promises to \
 others is refused and changes nothing.";
@@ -17,7 +18,7 @@ others is refused and changes nothing.";
 /// Change what a running tenant is promised
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,

@@ -1,7 +1,7 @@
 //! The promise of a tenant, as flags; the same for `run` and `set`.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use gpumux_core::Class;
+use gpumux_core::{Class, Hints};
 use gpumux_daemon::api::types::{Spec, SpecChange};
 
 #[derive(clap::Args, Clone, Debug)]
@@ -18,6 +18,18 @@ pub(crate) struct SpecArgs {
     /// Weight among its equals when capacity is left over, 0.001 to 1000
     #[arg(long, allow_negative_numbers = true)]
     weight: Option<f64>,
+    /// Who may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it foresees work), manual, off
+    #[arg(long, value_parser = hints())]
+    hints: Option<Hints>,
+}
+
+fn hints() -> impl TypedValueParser<Value = Hints> {
+    PossibleValuesParser::new(Hints::ALL.map(Hints::name)).map(|name| {
+        Hints::ALL
+            .into_iter()
+            .find(|it| it.name() == name)
+            .unwrap_or_default()
+    })
 }
 
 fn class() -> impl TypedValueParser<Value = Class> {
@@ -32,6 +44,7 @@ impl SpecArgs {
             guaranteed: self.guaranteed,
             limit: self.limit,
             weight: self.weight,
+            hints: self.hints,
             ..SpecChange::default()
         }
     }
@@ -44,6 +57,7 @@ impl SpecArgs {
             guaranteed: self.guaranteed.unwrap_or(default.guaranteed),
             limit: self.limit.unwrap_or(default.limit),
             weight: self.weight.unwrap_or(default.weight),
+            hints: self.hints.unwrap_or(default.hints),
             ..default
         }
     }

@@ -16,8 +16,9 @@ use axum::{
     extract::{DefaultBodyLimit, Path, Request, State, rejection::JsonRejection},
     http::StatusCode,
     response::{IntoResponse, Response},
-    routing::get,
+    routing::{get, post},
 };
+use gpumux_wire::page::HintCounts;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -34,7 +35,9 @@ use crate::{
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
 };
-use types::{Created, Device, NewTenant, Problem, SpecChange, Status, TenantState};
+use types::{
+    Created, Device, Hinted, NewHint, NewTenant, Problem, SpecChange, Status, TenantState,
+};
 
 /// Largest request body in bytes.
 const MAX_BODY: usize = 64 * 1024;
@@ -132,6 +135,7 @@ fn router(api: Arc<Api>) -> Router {
             "/v1/tenants/{name}",
             get(tenant).patch(change).delete(delete),
         )
+        .route("/v1/tenants/{name}/hint", post(hint))
         .fallback(async |request: Request| {
             Refused(
                 StatusCode::NOT_FOUND,
@@ -148,7 +152,7 @@ fn router(api: Arc<Api>) -> Router {
         title = "gpumux",
         description = "The API of gpumuxd, on the Unix socket api.sock in its runtime directory."
     ),
-    paths(status, devices, tenants, tenant, create, change, delete),
+    paths(status, devices, tenants, tenant, create, change, delete, hint),
     components(schemas(Problem))
 )]
 struct Document;
@@ -173,7 +177,9 @@ impl From<TenantError> for Refused {
         let status = match &error {
             TenantError::Unknown(_) | TenantError::UnknownToken => StatusCode::NOT_FOUND,
             TenantError::NotYours(_) => StatusCode::FORBIDDEN,
-            TenantError::Taken(_) | TenantError::Busy(..) => StatusCode::CONFLICT,
+            TenantError::Taken(_) | TenantError::Busy(..) | TenantError::HintsOff(_) => {
+                StatusCode::CONFLICT
+            }
             TenantError::BadName(_) | TenantError::Spec(_) => StatusCode::UNPROCESSABLE_ENTITY,
             TenantError::Invisible => StatusCode::BAD_REQUEST,
             TenantError::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
@@ -299,6 +305,24 @@ async fn delete(
     Ok(StatusCode::NO_CONTENT)
 }
 
+/// Says that a tenant's work is coming: its processes take their devices ahead of it.
+#[utoipa::path(
+    post, path = "/v1/tenants/{name}/hint", request_body = NewHint,
+    params(("name" = String, Path, description = "Name of the tenant")),
+    responses((status = 202, body = Hinted), (status = "4XX", body = Problem))
+)]
+async fn hint(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+    hint: Result<Json<NewHint>, JsonRejection>,
+) -> Result<(StatusCode, Json<Hinted>), Refused> {
+    let Json(NewHint { expected_us }) = hint?;
+    let tenant = api.tenants.hintable(peer.uid, &name).await?;
+    let processes = api.sessions.hint(tenant, expected_us);
+    Ok((StatusCode::ACCEPTED, Json(Hinted { processes })))
+}
+
 impl Api {
     /// What the scheduler sees, and of the devices what only NVML knows.
     async fn view(&self) -> Result<View, Stopped> {
@@ -344,6 +368,11 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     } else {
         TenantState::Idle
     };
+    let mut hints = HintCounts::default();
+    for (_, counts) in view.hints.iter().filter(|(id, _)| *id == tenant.id) {
+        hints = hints.plus(*counts);
+    }
+    let requests = view.requests.get(&tenant.id);
     types::Tenant {
         name: tenant.name,
         class: tenant.spec.class,
@@ -354,6 +383,8 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         domains,
         since: tenant.since,
         state,
+        hints: hints.into(),
+        requests: requests.map(Into::into).unwrap_or_default(),
     }
 }
 

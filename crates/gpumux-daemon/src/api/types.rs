@@ -1,6 +1,7 @@
 //! What the API says and hears. The CLI uses the same types.
 
-use gpumux_core::{Class, Demand, TenantSpec};
+use gpumux_core::{Class, Demand, Hints, TenantSpec};
+use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -102,6 +103,9 @@ pub struct Spec {
     pub weight: f64,
     /// Latency objective of one request in µs, if it has one.
     pub latency_objective_us: Option<u64>,
+    /// Who may take the device for a latency tenant before its work arrives.
+    #[schema(value_type = String, pattern = "^(auto|manual|off)$")]
+    pub hints: Hints,
 }
 
 impl Default for Spec {
@@ -118,6 +122,7 @@ impl From<TenantSpec> for Spec {
             limit,
             weight,
             latency_objective_us,
+            hints,
         } = spec;
         Self {
             class,
@@ -125,6 +130,7 @@ impl From<TenantSpec> for Spec {
             limit,
             weight,
             latency_objective_us,
+            hints,
         }
     }
 }
@@ -137,6 +143,7 @@ impl From<Spec> for TenantSpec {
             limit,
             weight,
             latency_objective_us,
+            hints,
         } = spec;
         Self {
             class,
@@ -144,6 +151,7 @@ impl From<Spec> for TenantSpec {
             limit,
             weight,
             latency_objective_us,
+            hints,
         }
     }
 }
@@ -171,6 +179,10 @@ pub struct SpecChange {
     /// Latency objective of one request in µs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency_objective_us: Option<u64>,
+    /// Who may take the device for a latency tenant before its work arrives.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, pattern = "^(auto|manual|off)$")]
+    pub hints: Option<Hints>,
 }
 
 impl SpecChange {
@@ -182,6 +194,7 @@ impl SpecChange {
             limit: self.limit.unwrap_or(spec.limit),
             weight: self.weight.unwrap_or(spec.weight),
             latency_objective_us: self.latency_objective_us.or(spec.latency_objective_us),
+            hints: self.hints.unwrap_or(spec.hints),
         }
     }
 }
@@ -231,6 +244,73 @@ pub struct Tenant {
     pub since: u64,
     /// What it does.
     pub state: TenantState,
+    /// How its processes took devices before their work arrived.
+    pub hints: HintFigures,
+    /// The requests that its processes marked.
+    pub requests: RequestFigures,
+}
+
+/// Holds of a device ahead of work, by processes that live.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct HintFigures {
+    /// How many there were.
+    pub given: u64,
+    /// Those that work found in place.
+    pub useful: u64,
+    /// Those that ended before work came.
+    pub wasted: u64,
+    /// How long they had the device, in µs.
+    pub held_us: u64,
+}
+
+impl From<HintCounts> for HintFigures {
+    fn from(counts: HintCounts) -> Self {
+        Self {
+            given: counts.given,
+            useful: counts.useful,
+            wasted: counts.wasted,
+            held_us: counts.held_ns / 1000,
+        }
+    }
+}
+
+/// Requests that a program marks with `gpumux_begin` and `gpumux_end`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct RequestFigures {
+    /// How many ended.
+    pub count: u64,
+    /// Median time in µs, within 5%.
+    pub p50_us: f64,
+    /// 99% took no longer, in µs, within 5%.
+    pub p99_us: f64,
+}
+
+impl From<&RequestTimes> for RequestFigures {
+    fn from(times: &RequestTimes) -> Self {
+        match times.count() {
+            0 => Self::default(),
+            count => Self {
+                count,
+                p50_us: times.quantile_us(0.5),
+                p99_us: times.quantile_us(0.99),
+            },
+        }
+    }
+}
+
+/// Says that a tenant's work is coming.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct NewHint {
+    /// In how many µs, if that is known.
+    pub expected_us: Option<u32>,
+}
+
+/// A hint that was passed on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Hinted {
+    /// How many processes were told.
+    pub processes: usize,
 }
 
 /// What a tenant does.

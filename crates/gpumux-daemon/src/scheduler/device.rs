@@ -7,6 +7,7 @@ use gpumux_core::{
     Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
 };
 use gpumux_rm::{LeverError, RmStatus};
+use gpumux_wire::page::SLOTS;
 
 use super::{Clock, Reaper, SessionId, domain::Domain};
 use crate::api::types::LeverCost;
@@ -99,6 +100,23 @@ impl Device {
             .filter_map(|domain| Some(domain.fault.as_ref()?.until));
         let own = [self.sampled + self.tick(cost), self.checked + CHECK];
         own.into_iter().chain(self.next).chain(faults).min()
+    }
+
+    /// The compute groups of a session, by their slots, that compete with somebody for this device.
+    pub(super) fn contended(&self, session: SessionId, now: Micros) -> u64 {
+        let mut slots = 0;
+        for (id, domain) in &self.domains {
+            if domain.member.session == session
+                && domain.member.key < SLOTS as u32
+                && self
+                    .domains
+                    .iter()
+                    .any(|(other, it)| other != id && it.competes(now))
+            {
+                slots |= 1 << domain.member.key;
+            }
+        }
+        slots
     }
 
     /// Whether it needs a plan now.

@@ -64,6 +64,9 @@ pub(super) struct Fault {
     pub(super) until: Micros,
 }
 
+/// How long a domain without work still counts as one that competes: many pause between pieces of work.
+const LINGERS: Micros = Micros::from_secs(1);
+
 /// How long a domain is left alone after a first fault, and at most.
 const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5));
 
@@ -104,6 +107,11 @@ impl Domain {
             Some(Work::Idle(_)) => Demand::Idle,
             Some(Work::Unknown) | None => Demand::Unknown,
         }
+    }
+
+    /// Whether it has, or had a moment ago, work to compete with.
+    pub(super) fn competes(&self, now: Micros) -> bool {
+        self.state.demand.may_run() || now.saturating_sub(self.state.demand_since) < LINGERS
     }
 
     /// Gives the domain up for a while, in the state that hurts nobody, as far as it still moves.

@@ -6,10 +6,15 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, DomainId, Micros, Snapshot, SpecError, TenantId, TenantSpec, Timeslice, admit, gang,
+    Class, DomainId, Hints, Micros, Snapshot, SpecError, TenantId, TenantSpec, Timeslice, admit,
+    gang,
     policy::{self, Claim, Division, MaxMin, Priority, Weighted},
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
+use gpumux_wire::{
+    Daemon,
+    page::{HintCounts, Page, RequestTimes, SLOTS, Slot},
+};
 
 use super::{
     Clock, Reaper, SessionId,
@@ -26,6 +31,7 @@ pub(crate) struct Engine {
     tenants: BTreeMap<TenantId, TenantSpec>,
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
+    sessions: BTreeMap<SessionId, Met>,
     domains_made: u64,
     /// What a step cost lately, levers apart.
     cost: Micros,
@@ -43,6 +49,31 @@ struct CopyGroup {
     default: Timeslice,
 }
 
+/// A process that is connected.
+pub(crate) struct Met {
+    tenant: TenantId,
+    page: Arc<Page>,
+    /// Tells it something, without waiting. Whether that was possible.
+    speak: Box<dyn Fn(&Daemon) -> bool + Send>,
+    /// What it knows of [`Daemon::Hints`].
+    told: (u64, bool),
+}
+
+impl Met {
+    pub(crate) fn new(
+        tenant: TenantId,
+        page: Arc<Page>,
+        speak: Box<dyn Fn(&Daemon) -> bool + Send>,
+    ) -> Self {
+        Self {
+            tenant,
+            page,
+            speak,
+            told: (0, false),
+        }
+    }
+}
+
 /// What the scheduling thread knows, for people.
 #[derive(Debug)]
 pub(crate) struct View {
@@ -50,6 +81,9 @@ pub(crate) struct View {
     /// Without what only NVML knows.
     pub(crate) devices: Vec<types::Device>,
     pub(crate) scheduler: types::Scheduler,
+    /// By process.
+    pub(crate) hints: Vec<(TenantId, HintCounts)>,
+    pub(crate) requests: BTreeMap<TenantId, RequestTimes>,
 }
 
 /// A group that cannot be managed.
@@ -70,6 +104,7 @@ impl Engine {
             tenants: BTreeMap::new(),
             devices: BTreeMap::new(),
             copies: Vec::new(),
+            sessions: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
             stats: types::Scheduler::default(),
@@ -251,7 +286,39 @@ impl Engine {
     /// A session has ended. Its files are closed; if its process lives on, its groups are given
     /// back as they were made.
     pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
+        self.sessions.remove(&session);
         self.remove(session, None, alive);
+    }
+
+    /// A process has connected.
+    pub(crate) fn meet(&mut self, session: SessionId, met: Met) {
+        self.sessions.insert(session, met);
+    }
+
+    /// Tells processes where taking the device ahead of their work may pay, when that has changed.
+    fn tell_hints(&mut self, now: Micros) {
+        for (id, met) in &mut self.sessions {
+            let spec = self.tenants.get(&met.tenant);
+            let wanted =
+                spec.filter(|spec| spec.class == Class::Latency && spec.hints != Hints::Off);
+            let contended = match wanted {
+                Some(_) => self
+                    .devices
+                    .values()
+                    .fold(0, |all, d| all | d.contended(*id, now)),
+                None => 0,
+            };
+            let automatic = wanted.is_some_and(|spec| spec.hints == Hints::Auto);
+            let tell = (contended, contended != 0 && automatic);
+            let (contended, automatic) = tell;
+            let message = Daemon::Hints {
+                contended,
+                automatic,
+            };
+            if met.told != tell && (met.speak)(&message) {
+                met.told = tell;
+            }
+        }
     }
 
     fn remove(&mut self, session: SessionId, key: Option<u32>, alive: bool) {
@@ -295,6 +362,7 @@ impl Engine {
             }
             planning += self.plan(now);
         }
+        self.tell_hints(observed);
         let took = observed.saturating_sub(start) + planning;
         self.cost = Micros((self.cost.0 * 7 + took.0).div_ceil(8));
         self.stats.busy_s += took.as_secs_f64();
@@ -386,7 +454,18 @@ impl Engine {
             domains: Vec::new(),
             devices: Vec::new(),
             scheduler: self.stats.clone(),
+            hints: Vec::new(),
+            requests: BTreeMap::new(),
         };
+        for met in self.sessions.values() {
+            let slots = (0..SLOTS as u32).filter_map(|slot| met.page.slot(slot));
+            let hints = slots
+                .map(Slot::hints)
+                .fold(HintCounts::default(), HintCounts::plus);
+            view.hints.push((met.tenant, hints));
+            let requests = view.requests.entry(met.tenant).or_default();
+            met.page.requests().add_to(requests);
+        }
         for (uuid, device) in &mut self.devices {
             device.sample(now);
             device.account(now);

@@ -21,7 +21,7 @@ use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
 pub(crate) use domain::{Member, NewGroup};
-pub(crate) use engine::{Engine, GroupError, View};
+pub(crate) use engine::{Engine, GroupError, Met, View};
 
 use crate::config::Config;
 

@@ -56,6 +56,7 @@ impl Core {
                         Work::Kernel { sms, duration } => gpu::Work::Kernel { sms, duration },
                         Work::Copy { bytes } => gpu::Work::Copy { bytes },
                         Work::Record => gpu::Work::Record,
+                        Work::Hold { timeout } => gpu::Work::Hold { timeout },
                         Work::Host => gpu::Work::Host,
                         Work::Wait(other) => match execution.works.get(&other) {
                             Some(other) => gpu::Work::Wait(*other),

@@ -1,0 +1,289 @@
+//! Whether a call of the program foretells work, and whether taking the device ahead of it pays: learned
+//! from what followed earlier calls of the same kind. Pure: time comes in.
+//!
+//! What a hold gains is at most one switch of contexts, and at most the time from the call to when the
+//! work could begin (its *lead*). What it costs the others is what it holds beyond the switch, or all of it
+//! when no work comes. It pays while a latency task's gain, weighted, exceeds the others' loss, and while
+//! the losses together stay below a small part of the time. And it must show: where requests with a hold take
+//! longer than those without, whatever the reason (streams that share a hardware queue, say), there are none.
+
+/// A switch of contexts on a full H100 in µs.
+const SWITCH: f32 = 170.0;
+/// Launching two hold kernels in µs: the program waits for that.
+const ISSUE: f32 = 12.0;
+/// The least gain in µs that is worth anything.
+const LEAST: f32 = 25.0;
+/// A microsecond of latency weighs as many of the others' device time.
+const WORTH: f32 = 4.0;
+/// A hold's shortest and longest time on the device in µs.
+pub(crate) const TIMEOUT: (f32, f32) = (150.0, 500.0);
+/// Calls of a kind that are only watched at first.
+const WATCHED: u16 = 8;
+/// Of so many calls one is answered the other way, to compare: where holds show, and where they do not.
+const COMPARED: (u16, u16) = (128, 16);
+/// Requests of each kind that make a comparison, and how much longer one may take by chance, in µs.
+const ENOUGH: u16 = 4;
+const NOISE: f32 = 10.0;
+/// How much a new observation counts.
+const RECENT: f32 = 0.125;
+/// Bytes per µs that a copy from the host moves: PCIe 5 does twice that, PCIe 4 half.
+const LINK: f32 = 25_000.0;
+/// The others lose at most this part of the time to holds of the library's own accord, with so
+/// much saved up, in µs.
+const SHARE: f32 = 1.0 / 64.0;
+const SAVED_UP: f32 = 20_000.0;
+
+/// Calls that may foretell work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Call {
+    /// A copy that the program waits for.
+    Copy,
+    /// A copy that goes on after the call.
+    AsyncCopy,
+    /// Host memory is registered.
+    Register,
+    /// A stream waits for an event.
+    Wait,
+}
+
+/// A kind of call: calls of one kind are taken to foretell the same.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Site {
+    call: Call,
+    bytes: usize,
+}
+
+/// What followed the calls of one kind.
+#[derive(Clone, Copy)]
+struct Lesson {
+    seen: u16,
+    /// Part of the calls that work followed soon.
+    hit: f32,
+    /// From the call to the launch of that work, in µs.
+    gap: f32,
+    /// Time from the call to when the work was seen done, in µs, without and with a hold; and how many.
+    took: [(f32, u16); 2],
+}
+
+const NEW: Lesson = Lesson {
+    seen: 0,
+    hit: 0.0,
+    gap: 0.0,
+    took: [(0.0, 0); 2],
+};
+
+/// All that was learned of one context.
+pub(crate) struct Lessons {
+    of: [[Lesson; 64]; 4],
+    budget: f32,
+    /// When the budget was last filled up, in µs.
+    filled: u64,
+}
+
+impl Site {
+    pub(crate) fn new(call: Call, bytes: usize) -> Self {
+        Self { call, bytes }
+    }
+
+    fn place(self) -> (usize, usize) {
+        (self.call as usize, self.bytes.max(1).ilog2() as usize)
+    }
+
+    /// From the call to when the work could begin, if it is launched so long after the call.
+    fn lead(self, gap: f32) -> f32 {
+        match self.call {
+            Call::AsyncCopy => gap.max(self.bytes as f32 / LINK),
+            Call::Copy | Call::Register | Call::Wait => gap,
+        }
+    }
+}
+
+impl Lessons {
+    pub(crate) const fn new() -> Self {
+        Self {
+            of: [[NEW; 64]; 4],
+            budget: SAVED_UP,
+            filled: 0,
+        }
+    }
+
+    /// Whether to take the device for work that this call foretells, and for how long at most, in µs.
+    pub(crate) fn decide(&mut self, site: Site, now: u64) -> Option<f32> {
+        let passed = now.saturating_sub(self.filled) as f32;
+        self.filled = now;
+        self.budget = (self.budget + passed * SHARE).min(SAVED_UP);
+        let (call, size) = site.place();
+        let lesson = self.of[call][size];
+        let lead = site.lead(lesson.gap);
+        let timeout = (2.0 * lead).clamp(TIMEOUT.0, TIMEOUT.1);
+        let gain = lead.min(SWITCH) - ISSUE;
+        let loss = lesson.hit * loss(lead) + (1.0 - lesson.hit) * missed(timeout);
+        let pays = lesson.seen >= WATCHED && gain >= LEAST && WORTH * lesson.hit * gain > loss;
+        let every = match lesson.shows() {
+            true => !lesson.seen.is_multiple_of(COMPARED.0),
+            false => lesson.seen.is_multiple_of(COMPARED.1),
+        };
+        (pays && every && self.budget > 0.0).then_some(timeout)
+    }
+
+    /// The work that a call foretold was seen done so many µs after the call.
+    pub(crate) fn took(&mut self, site: Site, us: u64, held: bool) {
+        let (call, size) = site.place();
+        let (mean, count) = &mut self.of[call][size].took[usize::from(held)];
+        let weight = RECENT.max(1.0 / (f32::from(*count) + 1.0));
+        *mean += (us as f32 - *mean) * weight;
+        *count = count.saturating_add(1);
+    }
+
+    /// Work was launched so many µs after the call, which had been answered with a hold of this time-out.
+    pub(crate) fn learn(&mut self, site: Site, gap: u64, held: Option<f32>) {
+        let (call, size) = site.place();
+        let lesson = &mut self.of[call][size];
+        let gap = gap as f32;
+        let hit = gap <= SWITCH + TIMEOUT.1;
+        let weight = if lesson.seen == 0 { 1.0 } else { RECENT };
+        if hit {
+            let weight = if lesson.hit == 0.0 { 1.0 } else { weight };
+            lesson.gap += (gap - lesson.gap) * weight;
+        }
+        lesson.hit += (f32::from(u8::from(hit)) - lesson.hit) * weight;
+        lesson.seen = lesson.seen.checked_add(1).unwrap_or(WATCHED);
+        if let Some(timeout) = held {
+            let lead = site.lead(gap);
+            self.budget -= match hit && lead <= SWITCH + timeout {
+                true => loss(lead),
+                false => missed(timeout),
+            };
+        }
+    }
+}
+
+impl Lesson {
+    /// Whether requests with a hold take no longer than those without, as far as is known.
+    fn shows(&self) -> bool {
+        let [(without, one), (with, other)] = self.took;
+        one < ENOUGH || other < ENOUGH || with <= without + NOISE
+    }
+}
+
+/// What others lose to a hold that work meets.
+fn loss(lead: f32) -> f32 {
+    (lead - SWITCH).max(0.0)
+}
+
+/// What others lose to one that no work meets.
+fn missed(timeout: f32) -> f32 {
+    timeout + 2.0 * SWITCH
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    /// A program that makes the same call every 10 ms and launches so long after it: how many holds?
+    fn holds(lessons: &mut Lessons, site: Site, gap: u64, calls: u64, from: u64) -> u64 {
+        (0..calls)
+            .filter(|n| {
+                let held = lessons.decide(site, from + n * 10_000);
+                lessons.learn(site, gap, held);
+                held.is_some()
+            })
+            .count() as u64
+    }
+
+    #[test]
+    fn a_lead_as_long_as_a_switch_pays_after_a_few_calls() {
+        let mut lessons = Lessons::new();
+        let site = Site::new(Call::Copy, MIB);
+        assert_eq!(holds(&mut lessons, site, 200, 100, 0), 92);
+    }
+
+    #[test]
+    fn a_copy_that_goes_on_is_a_lead_of_its_own() {
+        let mut lessons = Lessons::new();
+        let long = Site::new(Call::AsyncCopy, 8 * MIB);
+        assert_eq!(holds(&mut lessons, long, 5, 100, 0), 92);
+        let short = Site::new(Call::AsyncCopy, 64 << 10);
+        assert_eq!(holds(&mut lessons, short, 5, 100, 0), 0);
+    }
+
+    #[test]
+    fn what_gains_nothing_or_comes_too_late_is_let_be() {
+        let mut lessons = Lessons::new();
+        for (gap, call) in [
+            (5, Call::Copy),
+            (1_500, Call::Wait),
+            (50_000, Call::Register),
+        ] {
+            let site = Site::new(call, 4096);
+            assert_eq!(holds(&mut lessons, site, gap, 100, 0), 0, "{gap}");
+        }
+    }
+
+    #[test]
+    fn a_program_that_changes_its_ways_is_followed() {
+        let mut lessons = Lessons::new();
+        let site = Site::new(Call::Copy, MIB);
+        holds(&mut lessons, site, 150, 50, 0);
+        let wasted = holds(&mut lessons, site, 1_000_000, 100, 1_000_000);
+        assert!(wasted < 10, "{wasted}");
+        let again = holds(&mut lessons, site, 150, 100, 3_000_000);
+        assert!(again > 70, "{again}");
+    }
+
+    #[test]
+    fn holds_must_show_in_the_requests() {
+        let site = Site::new(Call::AsyncCopy, 8 * MIB);
+        let run = |lessons: &mut Lessons, calls: u64, with: u64| {
+            let mut held = 0;
+            for n in 0..calls {
+                let decided = lessons.decide(site, n * 10_000);
+                lessons.learn(site, 5, decided);
+                held += u64::from(decided.is_some());
+                lessons.took(
+                    site,
+                    if decided.is_some() { with } else { 500 },
+                    decided.is_some(),
+                );
+            }
+            held
+        };
+        let mut lessons = Lessons::new();
+        assert!(run(&mut lessons, 1000, 350) > 950);
+        let mut lessons = Lessons::new();
+        assert!(run(&mut lessons, 1000, 800) < 100);
+        // The reason has gone: some are still tried.
+        assert!(run(&mut lessons, 2000, 350) > 1000);
+    }
+
+    #[test]
+    fn losses_have_a_budget() {
+        let mut lessons = Lessons::new();
+        let site = Site::new(Call::Copy, MIB);
+        // 330 µs lost every ms would be a third of the device.
+        let mut lost = 0;
+        for n in 0..10_000 {
+            let held = lessons.decide(site, n * 1000);
+            lessons.learn(site, 500, held);
+            lost += if held.is_some() { 330 } else { 0 };
+        }
+        let most = 10_000_000 / 64 + SAVED_UP as u64 + 330;
+        assert!((most / 2..=most).contains(&lost), "{lost} of {most}");
+    }
+
+    #[test]
+    fn time_outs_stay_within_bounds() {
+        for gap in [40, 100, 200, 300, 600] {
+            let mut lessons = Lessons::new();
+            let site = Site::new(Call::Copy, 0);
+            for n in 0..20 {
+                if let Some(timeout) = lessons.decide(site, n * 100_000) {
+                    assert!((TIMEOUT.0..=TIMEOUT.1).contains(&timeout));
+                }
+                lessons.learn(site, gap, None);
+            }
+        }
+    }
+}

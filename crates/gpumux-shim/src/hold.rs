@@ -1,0 +1,695 @@
+//! Taking the device before the work arrives: *holds*.
+//!
+//! A hold is two launches of a one-thread kernel (`hold.ptx`) in a stream of this library's own, in the
+//! program's context and so in its channel group: while the first spins and the second waits, the
+//! hardware leaves the turn with the group, and the switch to it happens while the program still prepares its
+//! input. A stream of our own, because in the program's stream its copies would wait for the hold.
+//!
+//! A hold ends with the first work that the program submits to the context: at once, or, when that work has to
+//! wait for a copy or an event, in stream order behind it. It also ends by its own time-out on the
+//! device's clock, at the daemon's word, when the program waits for the whole context, and at exit. Host and kernel
+//! speak through words of host memory; no call of the driver is needed to end one or to see it ended.
+//!
+//! Holds happen where the daemon says that they may pay ([`set_policy`]), never during a stream capture, and only
+//! while the context has no work.
+
+use std::{
+    ffi::{c_char, c_int, c_uint, c_void},
+    panic::{AssertUnwindSafe, catch_unwind},
+    ptr,
+    sync::{
+        Mutex, MutexGuard, OnceLock, PoisonError, TryLockError,
+        atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
+    },
+    thread::Thread,
+    time::Instant,
+};
+
+use gpumux_wire::page::{HintCounts, Work};
+
+use crate::{
+    driver::{CUresult, CUstream, Function, SUCCESS},
+    foresee::{Call, Lessons, Site, TIMEOUT},
+    notice::say,
+    work::{self, bits, current_context, functions, page, within},
+};
+
+/// Contexts that can be held.
+const PLACES: usize = 16;
+
+/// How far ahead of the work a hint by hand may come, and what a hold waits beyond that, in µs: together
+/// with two switches a hold without work costs less than 1 ms.
+const AHEAD: u32 = 600;
+const MARGIN: f32 = 100.0;
+
+const PTX: &str = concat!(include_str!("hold.ptx"), "\0");
+
+/// What host and kernel tell each other. Registered with the driver while a context is held here; never
+/// unmapped, so that a late store hurts nobody.
+#[repr(C, align(4096))]
+struct Words {
+    /// Holds with tickets up to this one end.
+    released: AtomicU32,
+    /// The last hold that has ended.
+    finished: AtomicU32,
+    /// When the hold began, by the device's clock in ns.
+    began: AtomicU64,
+    /// How long the last hold took, in ns.
+    held: AtomicU64,
+}
+
+static WORDS: OnceLock<&'static [Words; PLACES]> = OnceLock::new();
+
+/// Makes the words. Shared memory: a fork does not put another page under the one that the device knows.
+fn make_words() -> Option<&'static [Words; PLACES]> {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    if let Some(words) = WORDS.get() {
+        return Some(words);
+    }
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let size = size_of::<[Words; PLACES]>();
+    // SAFETY: a fresh mapping at an address of the kernel's choice.
+    let made = unsafe { mmap_anonymous(ptr::null_mut(), size, access, MapFlags::SHARED) }.ok()?;
+    // SAFETY: zeroed, page-aligned, as long as said, never unmapped; all fields are atomics.
+    Some(WORDS.get_or_init(|| unsafe { &*made.cast() }))
+}
+
+/// The words of a place in which there may be a hold.
+fn words(index: usize) -> Option<&'static Words> {
+    WORDS.get().map(|words| &words[index])
+}
+
+/// Ends the last hold of a place, if there is one.
+fn release(index: usize) {
+    if let Some(words) = words(index) {
+        let ticket = TABLE[index].ticket.load(Ordering::Acquire);
+        words.released.store(ticket, Ordering::Release);
+    }
+}
+
+/// A context.
+struct Place {
+    /// Its handle; 0: free.
+    context: AtomicU64,
+    /// Its ordinal, once prepared.
+    device: AtomicI32,
+    /// Its groups, by their slots.
+    slots: AtomicU64,
+    /// The last hold.
+    ticket: AtomicU32,
+    /// The last hold that work met.
+    met: AtomicU32,
+    state: Mutex<State>,
+}
+
+struct State {
+    ready: Ready,
+    function: usize,
+    stream: usize,
+    words: u64,
+    /// A hold that is not accounted for yet.
+    open: bool,
+    /// A call that may foretell work, when it was made, and the time-out of the hold that answered it.
+    pending: Option<(Site, u64, Option<f32>)>,
+    /// The same once its work is launched.
+    running: Option<(Site, u64, bool)>,
+    lessons: Lessons,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Ready {
+    No,
+    Yes,
+    /// The driver does not want it.
+    Never,
+}
+
+const NOTHING: State = State {
+    ready: Ready::No,
+    function: 0,
+    stream: 0,
+    words: 0,
+    open: false,
+    pending: None,
+    running: None,
+    lessons: Lessons::new(),
+};
+
+static TABLE: [Place; PLACES] = [const {
+    Place {
+        context: AtomicU64::new(0),
+        device: AtomicI32::new(-1),
+        slots: AtomicU64::new(0),
+        ticket: AtomicU32::new(0),
+        met: AtomicU32::new(0),
+        state: Mutex::new(NOTHING),
+    }
+}; PLACES];
+
+/// Places whose next launch matters, as bits: a hold, or a call that may have foretold it.
+static ARMED: AtomicU32 = AtomicU32::new(0);
+/// Places whose next work has to wait for something on the device.
+static DEPENDS: AtomicU32 = AtomicU32::new(0);
+/// Places whose next idleness matters: see [`Lessons::took`].
+static TIMED: AtomicU32 = AtomicU32::new(0);
+/// Groups for which a hold may pay, by their slots; and whether this library may hold of its own accord.
+static CONTENDED: AtomicU64 = AtomicU64::new(0);
+static AUTOMATIC: AtomicBool = AtomicBool::new(false);
+/// A hint from outside that nobody has served: 0 none, else the expected µs + 1.
+static OUTSIDE: AtomicU64 = AtomicU64::new(0);
+/// The process ends: the driver is no longer to be called.
+static EXITING: AtomicBool = AtomicBool::new(false);
+/// The thread that serves hints from outside.
+static SERVER: OnceLock<Thread> = OnceLock::new();
+
+functions! {
+    ctx_get_device c"cuCtxGetDevice" (*mut c_int);
+    module_load c"cuModuleLoadData" (*mut *mut c_void, *const c_char);
+    module_get_function c"cuModuleGetFunction" (*mut *mut c_void, *mut c_void, *const c_char);
+    host_register c"cuMemHostRegister_v2" (*mut c_void, usize, c_uint);
+    host_device_pointer c"cuMemHostGetDevicePointer_v2" (*mut u64, *mut c_void, c_uint);
+    stream_create c"cuStreamCreate" (*mut CUstream, c_uint);
+    stream_write c"cuStreamWriteValue32_v2" (CUstream, u64, u32, c_uint);
+    launch_kernel c"cuLaunchKernel" (
+        *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
+        *mut *mut c_void, *mut *mut c_void
+    );
+}
+
+/// What became of a hint.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(i32)]
+pub(crate) enum Hinted {
+    /// The device is being taken.
+    Held = 0,
+    /// It is held, or being taken, already.
+    Already = 1,
+    /// It would gain nothing: nobody competes, the tenant is not of class latency or takes no hints,
+    /// the context has work, or a capture goes on.
+    Needless = 2,
+    /// The work is too far away.
+    TooEarly = 3,
+    /// The process has no context on that device, or its driver refuses.
+    Impossible = -1,
+}
+
+/// The daemon says where holds may pay.
+pub(crate) fn set_policy(contended: u64, automatic: bool) {
+    CONTENDED.store(contended, Ordering::Release);
+    AUTOMATIC.store(automatic && contended != 0, Ordering::Release);
+    if contended == 0 {
+        release_all();
+    }
+}
+
+/// After a fork, in the child: there is no device here.
+pub(crate) fn in_child() {
+    CONTENDED.store(0, Ordering::Release);
+    AUTOMATIC.store(false, Ordering::Release);
+    ARMED.store(0, Ordering::Release);
+}
+
+/// The process ends.
+pub(crate) fn exit() {
+    EXITING.store(true, Ordering::Release);
+    release_all();
+}
+
+fn release_all() {
+    // A child has its parent's words, but none of its holds.
+    if page().is_some() {
+        ARMED.store(0, Ordering::Release);
+        (0..PLACES).for_each(release);
+    }
+}
+
+fn now_us() -> u64 {
+    static ORIGIN: OnceLock<Instant> = OnceLock::new();
+    ORIGIN.get_or_init(Instant::now).elapsed().as_micros() as u64
+}
+
+fn find(context: u64) -> Option<usize> {
+    let is = |place: &Place| place.context.load(Ordering::Acquire) == context;
+    (context != 0).then(|| TABLE.iter().position(is)).flatten()
+}
+
+/// A context that has streams, and its groups. Called under the lock of [`work`].
+pub(crate) fn know(context: u64, slots: u64) {
+    let place = find(context).or_else(|| {
+        let free = |place: &Place| place.context.load(Ordering::Acquire) == 0;
+        TABLE.iter().position(free)
+    });
+    if let Some(place) = place.map(|index| &TABLE[index]) {
+        place.slots.store(slots, Ordering::Relaxed);
+        place.context.store(context, Ordering::Release);
+    }
+}
+
+/// A context goes. What was made in it goes with it. Called under the lock of [`work`].
+pub(crate) fn forget(context: u64) {
+    let Some(index) = find(context) else { return };
+    let place = &TABLE[index];
+    // Nobody launches into it any more.
+    let mut state = lock(&place.state);
+    place.context.store(0, Ordering::Release);
+    place.device.store(-1, Ordering::Relaxed);
+    ARMED.fetch_and(!(1 << index), Ordering::AcqRel);
+    release(index);
+    if let Some(words) = words(index) {
+        let ticket = place.ticket.load(Ordering::Acquire);
+        words.finished.store(ticket, Ordering::Release);
+    }
+    *state = NOTHING;
+}
+
+fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
+    state.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn try_lock(state: &Mutex<State>) -> Option<MutexGuard<'_, State>> {
+    match state.try_lock() {
+        Ok(state) => Some(state),
+        Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// Loads the kernel into contexts where it may be needed. Called by the poller while the program is idle.
+pub(crate) fn prepare_all() {
+    let contended = CONTENDED.load(Ordering::Acquire);
+    if contended == 0 {
+        return;
+    }
+    for (index, place) in TABLE.iter().enumerate() {
+        if place.context.load(Ordering::Acquire) != 0
+            && place.slots.load(Ordering::Relaxed) & contended != 0
+        {
+            prepare(index);
+        }
+    }
+}
+
+/// Loads the kernel into a context. Under the lock of [`work`], so that no capture begins and no
+/// context goes meanwhile.
+fn prepare(index: usize) {
+    let place = &TABLE[index];
+    if try_lock(&place.state).is_none_or(|state| state.ready != Ready::No) {
+        return;
+    }
+    work::undisturbed(|| {
+        let context = place.context.load(Ordering::Acquire);
+        let mut state = lock(&place.state);
+        if context == 0 || state.ready != Ready::No {
+            return;
+        }
+        let mut error = SUCCESS;
+        let loaded = within(context, || load(index, &mut state, &mut error)).flatten();
+        state.ready = match loaded {
+            Some(()) => Ready::Yes,
+            None => Ready::Never,
+        };
+        if loaded.is_none() {
+            say(format_args!(
+                "cannot take the GPU ahead of work: the driver answers {error}"
+            ));
+        }
+    });
+}
+
+/// Makes what a hold needs, in the current context.
+fn load(index: usize, state: &mut State, error: &mut CUresult) -> Option<()> {
+    /// `CU_STREAM_NON_BLOCKING`: the legacy stream does not wait for it.
+    const NON_BLOCKING: u32 = 1;
+    /// `CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP`
+    const MAPPED: u32 = 3;
+    /// `CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`: by the context that had this place before.
+    const REGISTERED: CUresult = 712;
+    let words = (&raw const make_words()?[index]).cast_mut().cast();
+    let (mut device, mut module, mut function) = (-1, ptr::null_mut(), ptr::null_mut());
+    let (mut stream, mut address) = (ptr::null_mut(), 0);
+    let mut ok = |result: CUresult| {
+        *error = result;
+        (result == SUCCESS).then_some(())
+    };
+    // SAFETY: places to write, C strings, and memory of that size that stays.
+    unsafe {
+        ok(ctx_get_device()?(&raw mut device))?;
+        let registered = host_register()?(words, size_of::<Words>(), MAPPED);
+        ok(registered).or((registered == REGISTERED).then_some(()))?;
+        ok(host_device_pointer()?(&raw mut address, words, 0))?;
+        ok(module_load()?(&raw mut module, PTX.as_ptr().cast()))?;
+        let name = c"gpumux_hold".as_ptr();
+        ok(module_get_function()?(&raw mut function, module, name))?;
+        ok(stream_create()?(&raw mut stream, NON_BLOCKING))?;
+    }
+    state.function = function as usize;
+    state.stream = stream as usize;
+    state.words = address;
+    TABLE[index].device.store(device, Ordering::Relaxed);
+    // The driver may load the code only now: not when it matters.
+    launch(
+        state,
+        TABLE[index].ticket.load(Ordering::Acquire),
+        false,
+        0.0,
+    )
+}
+
+/// Launches the kernel in the current context. One whose ticket is released ends at once.
+fn launch(state: &State, mut ticket: u32, last: bool, timeout_us: f32) -> Option<()> {
+    let (mut words, mut last) = (state.words, u32::from(last));
+    let mut timeout = (timeout_us * 1e3) as u64;
+    let mut args: [*mut c_void; 4] = [
+        (&raw mut words).cast(),
+        (&raw mut ticket).cast(),
+        (&raw mut last).cast(),
+        (&raw mut timeout).cast(),
+    ];
+    let (function, stream) = (state.function as *mut c_void, state.stream as CUstream);
+    let (args, none) = (args.as_mut_ptr(), ptr::null_mut());
+    // SAFETY: the kernel, its four arguments, and a stream of its context that nobody destroys.
+    let result = unsafe { launch_kernel()?(function, 1, 1, 1, 1, 1, 1, 0, stream, args, none) };
+    (result == SUCCESS).then_some(())
+}
+
+/// Whether a context has no work.
+fn is_idle(place: &Place) -> bool {
+    let idle = |slot| {
+        let slot = page().and_then(|page| page.slot(slot));
+        slot.is_some_and(|slot| matches!(slot.work(), Work::Idle(_)))
+    };
+    bits(place.slots.load(Ordering::Relaxed)).all(idle)
+}
+
+/// Whether a hold in this place may gain anything now.
+fn wanted(place: &Place) -> bool {
+    place.slots.load(Ordering::Relaxed) & CONTENDED.load(Ordering::Acquire) != 0
+        && !EXITING.load(Ordering::Acquire)
+        && !work::is_capturing_anywhere()
+        && is_idle(place)
+}
+
+/// Takes the device.
+fn hold(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
+    let place = &TABLE[index];
+    let context = place.context.load(Ordering::Acquire);
+    if state.ready != Ready::Yes || context == 0 {
+        return Hinted::Impossible;
+    }
+    account(index, state);
+    if state.open {
+        return Hinted::Already;
+    }
+    // Before the launches: whoever submits work from now on ends it.
+    let ticket = place.ticket.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
+    DEPENDS.fetch_and(!(1 << index), Ordering::AcqRel);
+    ARMED.fetch_or(1 << index, Ordering::AcqRel);
+    let launched = within(context, || {
+        launch(state, ticket, false, timeout_us)?;
+        launch(state, ticket, true, timeout_us)
+    });
+    if launched.flatten().is_none() {
+        release(index);
+        if let Some(words) = words(index) {
+            // Nothing else will say that it has ended.
+            words.finished.store(ticket, Ordering::Release);
+        }
+        state.ready = Ready::Never;
+        return Hinted::Impossible;
+    }
+    state.open = true;
+    count(place, |counts| counts.given = 1);
+    Hinted::Held
+}
+
+fn count(place: &Place, set: impl FnOnce(&mut HintCounts)) {
+    let mut counts = HintCounts::default();
+    set(&mut counts);
+    let slot = bits(place.slots.load(Ordering::Relaxed)).next();
+    if let Some(slot) = slot.and_then(|slot| page()?.slot(slot)) {
+        slot.count_hints(counts);
+    }
+}
+
+/// Counts the last hold, if it has ended.
+fn account(index: usize, state: &mut State) {
+    let (place, Some(words)) = (&TABLE[index], words(index)) else {
+        return;
+    };
+    let ticket = place.ticket.load(Ordering::Acquire);
+    if !state.open || words.finished.load(Ordering::Acquire) != ticket {
+        return;
+    }
+    state.open = false;
+    count(place, |counts| {
+        counts.held_ns = words.held.load(Ordering::Acquire);
+        match place.met.load(Ordering::Acquire) == ticket {
+            true => counts.useful = 1,
+            false => counts.wasted = 1,
+        }
+    });
+}
+
+/// Counts the holds that have ended. Called by the poller.
+pub(crate) fn account_all() {
+    for (index, place) in TABLE.iter().enumerate() {
+        if place.ticket.load(Ordering::Relaxed) != 0
+            && let Some(mut state) = try_lock(&place.state)
+        {
+            account(index, &mut state);
+        }
+    }
+}
+
+// ---- What the program does -----------------------------------------------------------------------
+
+/// The program is about to make a call that may foretell work; `depends`: the work waits for it on
+/// the device.
+#[inline]
+pub(crate) fn foresee(call: Call, bytes: usize, depends: bool) {
+    if AUTOMATIC.load(Ordering::Relaxed) {
+        let _ = catch_unwind(|| watch(Site::new(call, bytes)));
+    }
+    let armed = ARMED.load(Ordering::Relaxed);
+    if depends && armed != 0 {
+        DEPENDS.fetch_or(armed, Ordering::AcqRel);
+    }
+}
+
+#[cold]
+fn watch(site: Site) {
+    let Some(index) = current_context().and_then(find) else {
+        return;
+    };
+    let place = &TABLE[index];
+    // Only the first call after idleness.
+    if ARMED.load(Ordering::Acquire) >> index & 1 != 0 || !wanted(place) {
+        return;
+    }
+    let Some(mut state) = try_lock(&place.state).filter(|state| state.ready == Ready::Yes) else {
+        return;
+    };
+    let now = now_us();
+    let timeout = state.lessons.decide(site, now);
+    let held = timeout.filter(|timeout| hold(index, &mut state, *timeout) == Hinted::Held);
+    state.pending = Some((site, now, held));
+    ARMED.fetch_or(1 << index, Ordering::AcqRel);
+}
+
+/// Whether [`launched`] has anything to do. One load.
+#[inline]
+pub(crate) fn is_armed() -> bool {
+    ARMED.load(Ordering::Relaxed) != 0
+}
+
+/// The program has submitted work to a stream of a context: that has the device now.
+#[cold]
+pub(crate) fn launched(context: u64, stream: u64) {
+    let Some(index) = find(context) else { return };
+    let bit = 1 << index;
+    if ARMED.fetch_and(!bit, Ordering::AcqRel) & bit == 0 {
+        return;
+    }
+    let place = &TABLE[index];
+    let ticket = place.ticket.load(Ordering::Acquire);
+    let over = |word: &AtomicU32| word.load(Ordering::Acquire) == ticket;
+    if let Some(words) = words(index)
+        && !over(&words.finished)
+        && !over(&words.released)
+    {
+        place.met.store(ticket, Ordering::Release);
+        let depends = DEPENDS.load(Ordering::Acquire) & bit != 0;
+        if !depends || !release_behind(index, stream, ticket) {
+            words.released.store(ticket, Ordering::Release);
+        }
+    }
+    if let Some(mut state) = try_lock(&place.state)
+        && let Some((site, at, held)) = state.pending.take()
+    {
+        let gap = now_us().saturating_sub(at);
+        state.lessons.learn(site, gap, held);
+        state.running = Some((site, at, held.is_some()));
+        TIMED.fetch_or(bit, Ordering::AcqRel);
+    }
+}
+
+/// Groups, by their slots, may have become idle; the program saw it, or the poller.
+#[inline]
+pub(crate) fn settled(slots: u64) {
+    if TIMED.load(Ordering::Relaxed) != 0 {
+        note_idle(slots);
+    }
+}
+
+#[cold]
+fn note_idle(slots: u64) {
+    for index in bits(TIMED.load(Ordering::Acquire).into()) {
+        let (index, place) = (index as usize, &TABLE[index as usize]);
+        if place.slots.load(Ordering::Relaxed) & slots == 0 || !is_idle(place) {
+            continue;
+        }
+        TIMED.fetch_and(!(1 << index), Ordering::AcqRel);
+        if let Some(mut state) = try_lock(&place.state)
+            && let Some((site, at, held)) = state.running.take()
+        {
+            let took = now_us().saturating_sub(at);
+            state.lessons.took(site, took, held);
+        }
+    }
+}
+
+/// Ends a hold in the order of the stream: when the work that it was for has run, which itself waits
+/// for its input.
+fn release_behind(index: usize, stream: u64, ticket: u32) -> bool {
+    let Some(write) = stream_write() else {
+        return false;
+    };
+    let Some(words) = try_lock(&TABLE[index].state).map(|state| state.words) else {
+        return false;
+    };
+    // SAFETY: the program's stream, which it is using, and a mapped word.
+    unsafe { write(stream as CUstream, words, ticket, 0) == SUCCESS }
+}
+
+/// The program is about to wait for a whole context: not for a hold that no work has met.
+pub(crate) fn before_wait(context: u64) {
+    if let Some(index) = is_armed().then(|| find(context)).flatten()
+        && ARMED.load(Ordering::Acquire) >> index & 1 != 0
+    {
+        release(index);
+    }
+}
+
+// ---- Hints by hand and from outside --------------------------------------------------------------
+
+/// Takes a device for work that is expected in so many µs; 0: soon.
+fn by_hand(device: Option<c_int>, expected_us: u32) -> Hinted {
+    if CONTENDED.load(Ordering::Acquire) == 0 || page().is_none() || work::is_capturing_anywhere() {
+        return Hinted::Needless;
+    }
+    if expected_us > AHEAD {
+        return Hinted::TooEarly;
+    }
+    let timeout = match expected_us {
+        0 => TIMEOUT.1,
+        us => us as f32 + MARGIN,
+    };
+    let current = current_context().and_then(find);
+    let mut best = Hinted::Impossible;
+    for index in current.into_iter().chain(0..PLACES) {
+        let place = &TABLE[index];
+        if place.context.load(Ordering::Acquire) == 0 {
+            continue;
+        }
+        prepare(index);
+        if device.is_some_and(|device| device != place.device.load(Ordering::Relaxed)) {
+            continue;
+        }
+        let hinted = match wanted(place) {
+            false => Hinted::Needless,
+            true => try_lock(&place.state).map_or(Hinted::Already, |mut state| {
+                hold(index, &mut state, timeout)
+            }),
+        };
+        match hinted {
+            Hinted::Impossible => {}
+            // A hint from outside is for all devices.
+            _ if device.is_none() => best = hinted,
+            _ => return hinted,
+        }
+    }
+    best
+}
+
+/// A hint from outside has come: the thread that serves them shall look.
+pub(crate) fn from_outside(expected_us: Option<u32>) {
+    OUTSIDE.store(u64::from(expected_us.unwrap_or(0)) + 1, Ordering::Release);
+    if let Some(server) = SERVER.get() {
+        server.unpark();
+    }
+}
+
+/// This thread serves hints from outside from now on.
+pub(crate) fn become_server() {
+    let _ = SERVER.set(std::thread::current());
+}
+
+/// Serves a hint from outside, if there is one.
+pub(crate) fn serve() -> bool {
+    let hint = OUTSIDE.swap(0, Ordering::AcqRel);
+    if hint != 0 {
+        by_hand(None, (hint - 1) as u32);
+    }
+    hint != 0
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_hint(device: c_int, expected_us: c_uint) -> c_int {
+    let hinted = catch_unwind(AssertUnwindSafe(|| by_hand(Some(device), expected_us)));
+    hinted.unwrap_or(Hinted::Impossible) as c_int
+}
+
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_begin() -> u64 {
+    now_ns()
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_end(request: u64) {
+    if let Some(page) = page()
+        && request != 0
+    {
+        page.requests().record(now_ns().saturating_sub(request));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The emulated device goes by this name and these parameters.
+    #[test]
+    fn the_kernel_is_declared_as_it_is_launched() {
+        let entry = ".visible .entry gpumux_hold(.param .u64 page, .param .u32 ticket, .param .u32 last, .param .u64 timeout_ns)";
+        assert!(PTX.contains(entry));
+        assert_eq!(PTX.matches(".entry").count(), 1);
+        assert_eq!(std::mem::offset_of!(Words, finished), 4);
+        assert_eq!(std::mem::offset_of!(Words, began), 8);
+        assert_eq!(std::mem::offset_of!(Words, held), 16);
+    }
+
+    /// The longest hold without work, with the switches to it and back.
+    #[test]
+    fn a_hint_without_work_costs_less_than_a_millisecond() {
+        let longest = TIMEOUT.1.max(AHEAD as f32 + MARGIN);
+        assert!(longest + 300.0 <= 1000.0);
+    }
+}

@@ -1,0 +1,71 @@
+/*
+ * gpumux: what a program may tell the library that `gpumux run` preloads into it.
+ *
+ * Nothing needs to be linked: the functions are weak, and where the library is not preloaded the inline
+ * functions below do nothing. Include this header and call them.
+ *
+ *     gpumux_hint_if_there(0, 300);       // a request came in: its work reaches device 0 in about 300 µs
+ *     uint64_t request = gpumux_begin_if_there();
+ *     prepare_input(); launch(); wait();
+ *     gpumux_end_if_there(request);       // `gpumux ps --json` shows count, median and 99% of request times
+ *
+ * All functions may be called from any thread at any time, also during stream captures, in forked
+ * children and without a daemon; they never wait for the daemon and never fail the program.
+ */
+#ifndef GPUMUX_H
+#define GPUMUX_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* What became of a hint. */
+enum {
+    GPUMUX_HELD = 0,        /* the device is being taken */
+    GPUMUX_ALREADY = 1,     /* it is held, or being taken, already */
+    GPUMUX_NEEDLESS = 2,    /* nothing to gain: nobody competes, the tenant is not of class latency or takes no
+                               hints, the program has work on the device, a capture goes on, or there is no daemon */
+    GPUMUX_TOO_EARLY = 3,   /* more than 600 µs ahead: hint later */
+    GPUMUX_IMPOSSIBLE = -1  /* no context of this process on that device, or its driver refuses */
+};
+
+/*
+ * Says that work for a device is coming: the switch from whoever has the device happens now and not when
+ * the work is launched. The device is given back when work was launched and, at the latest, `expected_us` + 100 µs after it
+ * was taken (500 µs when `expected_us` is 0: unknown).
+ *
+ * `device` is the CUDA ordinal. The process must have launched something on it before. The first hint of a process may take
+ * some milliseconds, because it loads a kernel; later ones take about as long as two launches.
+ */
+int gpumux_hint(int device, unsigned expected_us) __attribute__((weak));
+
+/* A request begins. The answer is for gpumux_end, which may be called by another thread. */
+uint64_t gpumux_begin(void) __attribute__((weak));
+
+/* The request of a gpumux_begin is done. */
+void gpumux_end(uint64_t request) __attribute__((weak));
+
+/* The same, for programs that may run without gpumux. */
+static inline int gpumux_hint_if_there(int device, unsigned expected_us)
+{
+    return gpumux_hint ? gpumux_hint(device, expected_us) : GPUMUX_NEEDLESS;
+}
+
+static inline uint64_t gpumux_begin_if_there(void)
+{
+    return gpumux_begin ? gpumux_begin() : 0;
+}
+
+static inline void gpumux_end_if_there(uint64_t request)
+{
+    if (gpumux_end)
+        gpumux_end(request);
+}
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

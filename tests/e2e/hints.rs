@@ -1,0 +1,124 @@
+//! Taking the device before the work arrives.
+
+use gpumux_tests::{Node, PATIENCE, Process, Run, wait_for};
+use serde_json::Value;
+
+/// Somebody to compete with.
+const BATCH: &str = "gpumux workload batch --kernel-us 5000 --seconds 60";
+
+fn batch(node: &Node) -> Process {
+    let batch = Process::start(&mut node.tenant("--class batch --name batch", BATCH));
+    node.wait_tenant("batch", |tenant| tenant["domains"][0]["demand"] == "busy");
+    batch
+}
+
+fn hints(tenant: &Value, what: &str) -> u64 {
+    tenant["hints"][what].as_u64().expect("a number")
+}
+
+/// Requests that hint 300 µs ahead.
+const HINTING: &str =
+    "gpumux workload latency --hint manual --prepare-us 300 --period-us 10000 --seconds 60";
+
+#[test]
+fn work_meets_the_device_held_for_it() {
+    let node = Node::start();
+    let _batch = batch(&node);
+    let _serve = Process::start(&mut node.tenant("--class latency --name serve", HINTING));
+    node.wait_tenant("serve", |tenant| hints(tenant, "useful") >= 20);
+}
+
+/// From many threads, during captures, after forks, at exit; and nothing hangs or gets wrong.
+#[test]
+fn hints_without_work_are_bounded_and_safe() {
+    let node = Node::start();
+    let mut batch = batch(&node);
+    let ready = node.dir().join("ready");
+    let program = format!(
+        "gpumux workload hints --json --seconds 3 --ready-file {}",
+        ready.display()
+    );
+    let serve = Process::start(&mut node.tenant("--class latency --name serve", &program));
+    let tenant = node.wait_tenant("serve", |tenant| {
+        hints(tenant, "wasted") >= 5 && tenant["requests"]["count"].as_u64() > Some(0)
+    });
+    // One may be under way.
+    let ended = hints(&tenant, "useful") + hints(&tenant, "wasted");
+    assert!(
+        (ended..=ended + 1).contains(&hints(&tenant, "given")),
+        "{tenant:#}"
+    );
+    assert!(hints(&tenant, "held_us") <= 1000 * ended, "{tenant:#}");
+    let requests = &tenant["requests"];
+    assert!(requests["p50_us"].as_f64() >= Some(1.0), "{tenant:#}");
+    let report = serve.finish().ok().json();
+    assert!(report["calls"].as_u64() >= Some(5), "{report:#}");
+    assert!(batch.poll().is_none(), "{}", batch.err());
+}
+
+#[test]
+fn without_a_daemon_hints_do_nothing() {
+    let mut node = Node::start();
+    let _batch = batch(&node);
+    let program = "gpumux workload hints --json --seconds 4";
+    let serve = Process::start(&mut node.tenant("--class latency --name serve", program));
+    node.wait_tenant("serve", |tenant| hints(tenant, "given") > 0);
+    node.kill_daemon();
+    serve.finish().ok();
+}
+
+#[test]
+fn nobody_is_held_for_who_is_alone_or_has_hints_off_or_another_class() {
+    let node = Node::start();
+    let ok = |options: &str| {
+        let program = "gpumux workload hints --json --seconds 1";
+        let report = node.tenant(options, program).run().ok().json();
+        report["calls"].as_u64()
+    };
+    assert_eq!(ok("--class latency --name alone"), Some(0));
+    let _batch = batch(&node);
+    assert_eq!(ok("--class latency --hints off --name off"), Some(0));
+    assert_eq!(ok("--class standard --name standard"), Some(0));
+    let mut disabled = node.tenant(
+        "--class latency",
+        "gpumux workload hints --json --seconds 1",
+    );
+    let report = disabled.env("GPUMUX_HINTS", "0").run().ok().json();
+    assert_eq!(report["calls"], 0);
+}
+
+#[test]
+fn hints_come_from_outside_if_their_owner_allows_them() {
+    let node = Node::start();
+    let _batch = batch(&node);
+    let serve = "gpumux workload latency --period-us 50000 --seconds 60";
+    let _serve =
+        Process::start(&mut node.tenant("--class latency --hints manual --name serve", serve));
+    node.wait_tenant("serve", |tenant| !tenant["domains"][0].is_null());
+    wait_for("a hint from outside to be taken", PATIENCE, || {
+        let hinted = node.gpumux(["hint", "serve", "--json"]).run().ok().json();
+        assert_eq!(hinted["processes"], 1);
+        let tenant = node.find_tenant("serve")?;
+        (hints(&tenant, "given") >= 3).then_some(())
+    });
+    crate::contracts::set(&node, "serve --hints off");
+    let refused = node.gpumux(["hint", "serve"]).run();
+    assert_eq!(refused.code(), 1);
+    assert!(refused.err.contains("--hints auto"), "{}", refused.err);
+    assert_eq!(node.gpumux(["hint", "nobody"]).run().code(), 1);
+}
+
+/// A long copy before every request, which the program does not announce.
+#[test]
+fn copies_foretell_work() {
+    let node = Node::start();
+    let _batch = batch(&node);
+    let serve = "gpumux workload latency --copy 16MiB --period-us 20000 --seconds 60";
+    let _auto = Process::start(&mut node.tenant("--class latency --name auto", serve));
+    node.wait_tenant("auto", |tenant| hints(tenant, "useful") >= 10);
+    let manual = "--class latency --hints manual --name manual";
+    let _manual = Process::start(&mut node.tenant(manual, serve));
+    let busy = |tenant: &Value| tenant["domains"][0]["runnable_us"].as_u64() > Some(100_000);
+    let tenant = node.wait_tenant("manual", busy);
+    assert_eq!(hints(&tenant, "given"), 0, "{tenant:#}");
+}
