@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -24,6 +25,9 @@ pub struct Config {
     /// Socket of an emulated device's server: its tenants are accepted too (default:
     /// `GPUMUX_EMU_SOCKET`).
     pub emulated: Option<PathBuf>,
+    /// TCP address where the web page, `/metrics` and the rest of the API can be read by anybody who
+    /// reaches it; nothing can be changed there. Unset: none.
+    pub listen: Option<SocketAddr>,
     /// Whether slices of copy-engine groups follow the class as well.
     pub copy_engines: bool,
     /// Most processes that may be connected.
@@ -55,6 +59,7 @@ impl Default for Config {
             devices: BTreeMap::new(),
             nvml: path("GPUMUX_NVML"),
             emulated: path("GPUMUX_EMU_SOCKET"),
+            listen: None,
             copy_engines: false,
             max_sessions: 4096,
             max_sessions_per_user: 2048,

@@ -8,7 +8,11 @@ use gpumux_core::{
 };
 use gpumux_rm::{LeverError, RmStatus};
 
-use super::{Clock, Reaper, SessionId, domain::Domain};
+use super::{
+    Clock, Reaper, SessionId,
+    domain::Domain,
+    record::{Record, Totals, What},
+};
 use crate::api::types::LeverCost;
 
 /// How often slices are read back, and shares are counted anew.
@@ -29,6 +33,9 @@ pub(super) struct Device {
     pub(super) accounts: Accounts,
     pub(super) domains: BTreeMap<DomainId, Domain>,
     pub(super) costs: LeverCosts,
+    pub(super) record: Record,
+    /// What domains that ended had, of tenants that live.
+    pub(super) ended: BTreeMap<TenantId, Totals>,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
     /// Whether a tenant came with it through an emulated driver.
@@ -49,6 +56,8 @@ impl Device {
             accounts: Accounts::default(),
             domains: BTreeMap::new(),
             costs: LeverCosts::default(),
+            record: Record::default(),
+            ended: BTreeMap::new(),
             dirty: false,
             emulated: false,
             lost: None,
@@ -137,6 +146,7 @@ impl Device {
             if demand != domain.state.demand {
                 domain.state.demand = demand;
                 domain.state.demand_since = now;
+                self.record.push(now, &domain.who, What::Demand(demand));
                 self.dirty = true;
             }
         }
@@ -164,6 +174,7 @@ impl Device {
                         found = us, "somebody else set a timeslice");
                     domain.state.timeslice = Timeslice(us);
                     domain.tampered += 1;
+                    self.record.push(now, &domain.who, What::Tampered(us));
                 }
             }
             Ok(_) => self.lost = None,
@@ -211,7 +222,11 @@ impl Device {
         self.next = plan.next.map(|next| next.max(snapshot.now + Micros(100)));
         for want in &plan.domains {
             if let Some(domain) = self.domains.get_mut(&want.id) {
-                domain.reason = want.reason;
+                if domain.reason != want.reason {
+                    domain.reason = want.reason;
+                    let reason = What::Reason(want.reason);
+                    self.record.push(snapshot.now, &domain.who, reason);
+                }
             }
         }
         for lever in plan.levers(snapshot) {
@@ -244,18 +259,24 @@ impl Device {
         let Some(domain) = self.domains.get_mut(&lever.domain()) else {
             return Ok(());
         };
-        match lever {
+        let what = match lever {
             Lever::Freeze(_) => {
-                (domain.state.run, domain.freezes) = (RunState::Frozen, domain.freezes + 1)
+                domain.set_run(RunState::Frozen, now);
+                domain.freezes += 1;
+                What::Frozen
             }
             Lever::Thaw(_) => {
-                (domain.state.run, domain.thaws) = (RunState::Enabled, domain.thaws + 1)
+                domain.set_run(RunState::Enabled, now);
+                domain.thaws += 1;
+                What::Thawed
             }
             Lever::SetTimeslice(_, slice) => {
                 domain.state.timeslice = slice;
                 domain.slice_changes += 1;
+                What::Slice(slice.0)
             }
-        }
+        };
+        self.record.push(now, &domain.who, what);
         Ok(())
     }
 
@@ -272,6 +293,7 @@ impl Device {
         if let Some(domain) = self.domains.get_mut(&id) {
             tracing::warn!(pid = domain.member.pid, %error, "a lever does not move");
             domain.give_up(error.to_string(), now);
+            self.record.push(now, &domain.who, What::Fault);
         }
     }
 
@@ -307,7 +329,10 @@ impl Device {
         }
         self.account(now);
         self.dirty = true;
-        for (_, mut domain) in self.domains.extract_if(.., |_, domain| leaves(domain)) {
+        for (id, mut domain) in self.domains.extract_if(.., |_, domain| leaves(domain)) {
+            let totals = domain.totals(now, &self.accounts.get(id));
+            *self.ended.entry(domain.state.tenant).or_default() += totals;
+            self.record.push(now, &domain.who, What::Left);
             if alive {
                 domain.restore();
             }
@@ -343,12 +368,18 @@ pub(super) struct LeverCosts {
     read: Cost,
 }
 
+/// Upper ends of the classes in which levers' durations are counted, in µs.
+pub(crate) const LEVER_BUCKETS_US: [u64; 10] =
+    [20, 50, 100, 200, 500, 1000, 2000, 5000, 20_000, 100_000];
+
 #[derive(Default)]
 struct Cost {
     pulls: u64,
     failures: u64,
     min: Micros,
     max: Micros,
+    /// Pulls by duration: up to each of [`LEVER_BUCKETS_US`], and longer.
+    histogram: [u64; LEVER_BUCKETS_US.len() + 1],
     total: Micros,
     /// The recent ones count most.
     recent: f64,
@@ -363,6 +394,7 @@ impl Cost {
         self.pulls += 1;
         self.total += took;
         self.max = self.max.max(took);
+        self.histogram[LEVER_BUCKETS_US.partition_point(|end| *end < took.0)] += 1;
         if self.pulls == 1 {
             (self.min, self.recent) = (took, took.0 as f64);
         }
@@ -405,6 +437,8 @@ impl LeverCosts {
             min_us: cost.min.0,
             mean_us: cost.total.0 / cost.pulls.max(1),
             max_us: cost.max.0,
+            total_us: cost.total.0,
+            histogram: cost.histogram.into(),
         })
         .into()
     }
