@@ -10,7 +10,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{completions, daemon, demo, doctor, emu, man, ps, run, set, sim, workload};
+use crate::commands::{
+    completions, daemon, demo, doctor, emu, explain, man, ps, run, set, sim, top, trace, workload,
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -18,6 +20,8 @@ Examples:
   gpumux run --class latency -- python serve.py   takes the GPU at once when it has work
   gpumux run --class batch -- python train.py     gets what is left
   gpumux ps                                       who shares the GPU
+  gpumux top                                      watch them, and change them
+  gpumux explain train                            why it gets what it gets
   gpumux doctor                                   what works on this machine
 
 Exit codes:
@@ -42,6 +46,9 @@ enum Command {
     Run(run::Args),
     Ps(ps::Args),
     Set(set::Args),
+    Explain(explain::Args),
+    Top(top::Args),
+    Trace(trace::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
     Daemon(daemon::Args),
@@ -67,6 +74,9 @@ fn main() -> ExitCode {
         Command::Run(args) => run::run(args),
         Command::Ps(args) => ps::run(&args),
         Command::Set(args) => set::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Top(args) => top::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),

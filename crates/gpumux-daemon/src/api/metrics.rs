@@ -439,7 +439,7 @@ fn histogram(metric: &mut MetricEncoder<'_>, lever: &LeverCost) -> fmt::Result {
     let ends = LEVER_BUCKETS_US
         .iter()
         .map(|end| *end as f64 / 1e6)
-        .chain([f64::MAX]);
+        .chain([f64::INFINITY]);
     let buckets: Vec<(f64, u64)> = ends.zip(lever.histogram.iter().copied()).collect();
     let sum = lever.total_us as f64 / 1e6;
     metric.encode_histogram::<NoLabelSet>(sum, lever.pulls, &buckets, None)
