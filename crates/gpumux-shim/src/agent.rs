@@ -94,6 +94,8 @@ enum End {
     Lost(io::Error),
     /// The daemon does not want this process, or cannot be understood.
     Refused(String),
+    /// The daemon has said good-bye.
+    Left,
 }
 
 impl From<Errno> for End {
@@ -140,11 +142,17 @@ impl Session {
             let end = match self.connect(&path) {
                 Ok(session) => {
                     self.process.decide();
-                    pause = PAUSE.0;
                     self.decided = true;
+                    pause = PAUSE.0;
                     let end = self.serve(&session);
                     drop(session);
                     self.rescue();
+                    if let End::Lost(error) = &end {
+                        self.fail(format_args!(
+                            "lost the daemon at {}: {error}",
+                            path.display()
+                        ));
+                    }
                     end
                 }
                 Err(end) => end,
@@ -162,6 +170,8 @@ impl Session {
                     ));
                     sleep(REFUSED_PAUSE);
                 }
+                // If it comes back soon, nobody needs to know.
+                End::Left => sleep(pause),
             }
         }
     }
@@ -204,7 +214,8 @@ impl Session {
                     )));
                 }
                 Ok(Some((Daemon::Refused { reason }, _))) => return Err(End::Refused(reason)),
-                Ok(Some((Daemon::Bye, _)) | None) => {
+                Ok(Some((Daemon::Bye, _))) => return Err(End::Left),
+                Ok(None) => {
                     return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -243,8 +254,8 @@ impl Session {
             let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
             loop {
                 match socket::recv::<Daemon>(session, RecvFlags::empty()) {
-                    // After a good-bye the daemon closes.
-                    Ok(Some((Daemon::Welcome { .. } | Daemon::Bye, _))) => {}
+                    Ok(Some((Daemon::Welcome { .. }, _))) => {}
+                    Ok(Some((Daemon::Bye, _))) => return End::Left,
                     Ok(Some((Daemon::Refused { reason }, _))) => return End::Refused(reason),
                     Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,

@@ -342,14 +342,21 @@ impl Picture {
     }
 }
 
+/// Handles in hexadecimal, as the driver's own tools print them; slices in decimal.
 fn trace(picture: &Picture, fd: c_int, call: &Call, events: &[Event]) {
-    let mut line = format!("rm: fd {fd} {call:x?}");
+    let mut line = match call {
+        Call::SetTimeslice { client, group, us } => {
+            format!("rm: fd {fd} SetTimeslice {{ client: {client:x}, group: {group:x} }} {us} µs")
+        }
+        _ => format!("rm: fd {fd} {call:x?}"),
+    };
     for event in events {
         let _ = write!(line, " -> {event:?}");
         if let Event::Ready(id) = event
             && let Some(seen) = picture.group(*id)
         {
-            let _ = write!(line, " {seen:x?}");
+            let (engine, group, us) = (seen.engine, seen.group, seen.timeslice_us);
+            let _ = write!(line, " engine {engine}, {us} µs, {group:x?}");
         }
     }
     say(format_args!("{line}"));
