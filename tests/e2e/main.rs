@@ -7,6 +7,7 @@ mod faults;
 mod hostile;
 mod levers;
 mod run;
+mod seen;
 mod transparency;
 mod users;
 
