@@ -2,10 +2,12 @@
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
 mod contracts;
+mod docs;
 mod emu;
 mod faults;
 mod hostile;
 mod levers;
+mod packages;
 mod run;
 mod seen;
 mod transparency;

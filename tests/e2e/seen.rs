@@ -13,7 +13,7 @@ use gpumux_tests::{Node, Options, PATIENCE, Process, Run, wait_for};
 use serde_json::{Value, json};
 
 /// A node with a latency and a batch tenant that run.
-fn busy() -> (Node, [Process; 2]) {
+pub(crate) fn busy() -> (Node, [Process; 2]) {
     let node = Node::with(Options {
         daemon: ["--listen", "127.0.0.1:0"].map(Into::into).into(),
         ..Options::default()

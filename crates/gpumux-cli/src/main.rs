@@ -98,6 +98,41 @@ fn main() -> ExitCode {
 mod tests {
     use super::*;
 
+    /// All that `--help` says, a chapter per command.
+    fn chapter(command: &mut clap::Command, text: &mut String) {
+        let name = command.get_bin_name().unwrap_or_default().to_owned();
+        let help = command.render_long_help().to_string();
+        let lines: Vec<&str> = help.lines().map(str::trim_end).collect();
+        *text += &format!("\n## {name}\n```text\n{}\n```\n", lines.join("\n").trim());
+        for own in command
+            .get_subcommands_mut()
+            .filter(|own| !own.is_hide_set())
+        {
+            if own.get_name() != "help" {
+                chapter(own, text);
+            }
+        }
+    }
+
+    #[test]
+    fn the_commands_in_the_book_are_up_to_date() {
+        let mut text = String::from(
+            "<!-- Made from the commands: UPDATE_DOCS=1 cargo test -p gpumux-cli book -->\n# Commands\n",
+        );
+        let mut command = Cli::command().term_width(100);
+        command.build();
+        chapter(&mut command, &mut text);
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/commands.md");
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(file, &text).unwrap();
+        }
+        assert_eq!(
+            std::fs::read_to_string(file).unwrap(),
+            text,
+            "run `UPDATE_DOCS=1 cargo test -p gpumux-cli book`"
+        );
+    }
+
     #[test]
     fn the_command_line_is_consistent() {
         Cli::command().debug_assert();
