@@ -20,6 +20,7 @@ fn the_commands_of_the_book_work() {
         let text = fs::read_to_string(book.join(page).with_extension("md")).unwrap();
         for block in text.split("```sh\n").skip(1) {
             let block = block.split_once("```").expect(page).0;
+            println!("{page}.md:\n{block}");
             let mut shell = node.on_device(["bash", "-euo", "pipefail", "-c", block]);
             let done = shell.current_dir(folder.path()).env("PATH", &path).run();
             assert!(done.status.success(), "{page}.md:\n{block}\n{done:?}");

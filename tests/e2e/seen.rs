@@ -12,19 +12,21 @@ use std::{
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, wait_for};
 use serde_json::{Value, json};
 
+use crate::REQUESTS;
+
 /// A node with a latency and a batch tenant that run.
 pub(crate) fn busy() -> (Node, [Process; 2]) {
     let node = Node::with(Options {
         daemon: ["--listen", "127.0.0.1:0"].map(Into::into).into(),
         ..Options::default()
     });
-    let start = |name: &str, class: &str, load: &str| {
+    let start = |name: &str, class: &str, program: &str| {
         let options = format!("--name {name} --class {class}");
-        Process::start(&mut node.tenant(&options, &format!("gpumux workload {load}")))
+        Process::start(&mut node.tenant(&options, program))
     };
     let processes = [
-        start("web", "latency", "latency --seconds 600"),
-        start("night", "batch", "batch --seconds 600"),
+        start("web", "latency", REQUESTS),
+        start("night", "batch", "gpumux workload batch --seconds 600"),
     ];
     for name in ["web", "night"] {
         node.wait_tenant(name, |tenant| {

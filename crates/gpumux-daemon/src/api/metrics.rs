@@ -69,6 +69,10 @@ fn write(metric: &mut MetricEncoder<'_>, counter: bool, value: f64) -> fmt::Resu
 /// Name without unit, unit, help.
 type Name = (&'static str, Option<&'static str>, &'static str);
 
+/// A family, and what its value is.
+type Told<T> = (Name, fn(&T) -> f64);
+type OfDomains = fn(&[&Domain]) -> f64;
+
 fn family(
     encoder: &mut DescriptorEncoder<'_>,
     (name, unit, help): Name,
@@ -82,7 +86,7 @@ fn family(
 }
 
 /// What is counted per tenant and device, over all their domains.
-const COUNTED: [(Name, fn(&Totals) -> f64); 9] = [
+const COUNTED: [Told<Totals>; 9] = [
     (
         (
             "gpumux_tenant_received",
@@ -158,7 +162,7 @@ const COUNTED: [(Name, fn(&Totals) -> f64); 9] = [
 ];
 
 /// What is shown per tenant and device as it is now, of the domains there.
-const SHOWN: [(Name, fn(&[&Domain]) -> f64); 4] = [
+const SHOWN: [(Name, OfDomains); 4] = [
     (
         (
             "gpumux_tenant_promised",
@@ -194,7 +198,7 @@ const SHOWN: [(Name, fn(&[&Domain]) -> f64); 4] = [
 ];
 
 /// What is shown per tenant.
-const PROMISED: [(Name, fn(&Tenant) -> f64); 4] = [
+const PROMISED: [Told<Tenant>; 4] = [
     (
         (
             "gpumux_tenant_guaranteed",
@@ -222,7 +226,7 @@ const PROMISED: [(Name, fn(&Tenant) -> f64); 4] = [
 ];
 
 /// What is counted of the scheduling thread.
-const SCHEDULER: [(Name, fn(&Status) -> f64); 3] = [
+const SCHEDULER: [Told<Status>; 3] = [
     (
         (
             "gpumux_scheduler_steps",

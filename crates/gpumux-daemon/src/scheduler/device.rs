@@ -221,12 +221,12 @@ impl Device {
         // Even a policy that is always in a hurry must not keep the thread from everything else.
         self.next = plan.next.map(|next| next.max(snapshot.now + Micros(100)));
         for want in &plan.domains {
-            if let Some(domain) = self.domains.get_mut(&want.id) {
-                if domain.reason != want.reason {
-                    domain.reason = want.reason;
-                    let reason = What::Reason(want.reason);
-                    self.record.push(snapshot.now, &domain.who, reason);
-                }
+            if let Some(domain) = self.domains.get_mut(&want.id)
+                && domain.reason != want.reason
+            {
+                domain.reason = want.reason;
+                let reason = What::Reason(want.reason);
+                self.record.push(snapshot.now, &domain.who, reason);
             }
         }
         for lever in plan.levers(snapshot) {
