@@ -2,12 +2,15 @@
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
 mod contracts;
+mod docs;
 mod emu;
 mod faults;
 mod hints;
 mod hostile;
 mod levers;
+mod packages;
 mod run;
+mod seen;
 mod transparency;
 mod users;
 

@@ -11,7 +11,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{
-    completions, daemon, demo, doctor, emu, hint, man, ps, run, set, sim, workload,
+    completions, daemon, demo, doctor, emu, explain, hint, man, ps, run, set, sim, top, trace,
+    workload,
 };
 
 const EXAMPLES: &str = "\
@@ -20,6 +21,8 @@ Examples:
   gpumux run --class latency -- python serve.py   takes the GPU at once when it has work
   gpumux run --class batch -- python train.py     gets what is left
   gpumux ps                                       who shares the GPU
+  gpumux top                                      watch them, and change them
+  gpumux explain train                            why it gets what it gets
   gpumux doctor                                   what works on this machine
 
 Exit codes:
@@ -45,6 +48,9 @@ enum Command {
     Ps(ps::Args),
     Set(set::Args),
     Hint(hint::Args),
+    Explain(explain::Args),
+    Top(top::Args),
+    Trace(trace::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
     Daemon(daemon::Args),
@@ -71,6 +77,9 @@ fn main() -> ExitCode {
         Command::Ps(args) => ps::run(&args),
         Command::Set(args) => set::run(&args),
         Command::Hint(args) => hint::run(&args),
+        Command::Explain(args) => explain::run(&args),
+        Command::Top(args) => top::run(&args),
+        Command::Trace(args) => trace::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),
@@ -91,6 +100,41 @@ fn main() -> ExitCode {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// All that `--help` says, a chapter per command.
+    fn chapter(command: &mut clap::Command, text: &mut String) {
+        let name = command.get_bin_name().unwrap_or_default().to_owned();
+        let help = command.render_long_help().to_string();
+        let lines: Vec<&str> = help.lines().map(str::trim_end).collect();
+        *text += &format!("\n## {name}\n```text\n{}\n```\n", lines.join("\n").trim());
+        for own in command
+            .get_subcommands_mut()
+            .filter(|own| !own.is_hide_set())
+        {
+            if own.get_name() != "help" {
+                chapter(own, text);
+            }
+        }
+    }
+
+    #[test]
+    fn the_commands_in_the_book_are_up_to_date() {
+        let mut text = String::from(
+            "<!-- Made from the commands: UPDATE_DOCS=1 cargo test -p gpumux-cli book -->\n# Commands\n",
+        );
+        let mut command = Cli::command().term_width(100);
+        command.build();
+        chapter(&mut command, &mut text);
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/commands.md");
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(file, &text).unwrap();
+        }
+        assert_eq!(
+            std::fs::read_to_string(file).unwrap(),
+            text,
+            "run `UPDATE_DOCS=1 cargo test -p gpumux-cli book`"
+        );
+    }
 
     #[test]
     fn the_command_line_is_consistent() {

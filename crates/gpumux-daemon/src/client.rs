@@ -11,7 +11,8 @@ use tokio::net::UnixStream;
 
 use crate::{
     api::types::{
-        Created, Device, Hinted, NewHint, NewTenant, Problem, SpecChange, Status, Tenant,
+        Created, Device, Explanation, Hinted, NewHint, NewTenant, Problem, SpecChange, Status,
+        Tenant,
     },
     paths,
 };
@@ -104,6 +105,37 @@ impl Client {
     /// See [`ClientError`].
     pub async fn tenant(&self, name: &str) -> Result<Tenant, ClientError> {
         self.ask(Method::GET, &of(name), None::<&()>).await
+    }
+
+    /// Why a tenant gets what it gets.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn explanation(&self, name: &str) -> Result<Explanation, ClientError> {
+        let path = of(name) + "/explanation";
+        self.ask(Method::GET, &path, None::<&()>).await
+    }
+
+    /// The last seconds as a Chrome trace.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn trace(&self, seconds: f64) -> Result<String, ClientError> {
+        let path = format!("/v1/trace?seconds={seconds}");
+        self.text(&path).await
+    }
+
+    /// What Prometheus reads.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn metrics(&self) -> Result<String, ClientError> {
+        self.text("/metrics").await
+    }
+
+    async fn text(&self, path: &str) -> Result<String, ClientError> {
+        let bytes = self.answer(Method::GET, path, None::<&()>).await?;
+        String::from_utf8(bytes.into()).map_err(|error| self.protocol(error))
     }
 
     /// Makes a tenant that lives as long as this process, or the one it execs.

@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    net::SocketAddr,
     path::{Path, PathBuf},
 };
 
@@ -24,6 +25,9 @@ pub struct Config {
     /// Socket of an emulated device's server: its tenants are accepted too (default:
     /// `GPUMUX_EMU_SOCKET`).
     pub emulated: Option<PathBuf>,
+    /// TCP address where the web page, `/metrics` and the rest of the API can be read by anybody who
+    /// reaches it; nothing can be changed there. Unset: none.
+    pub listen: Option<SocketAddr>,
     /// Whether slices of copy-engine groups follow the class as well.
     pub copy_engines: bool,
     /// Most processes that may be connected.
@@ -55,6 +59,7 @@ impl Default for Config {
             devices: BTreeMap::new(),
             nvml: path("GPUMUX_NVML"),
             emulated: path("GPUMUX_EMU_SOCKET"),
+            listen: None,
             copy_engines: false,
             max_sessions: 4096,
             max_sessions_per_user: 2048,
@@ -144,6 +149,73 @@ impl Config {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The fields of a struct of this file: name, type, and what is said of it.
+    fn fields(name: &str) -> Vec<[String; 3]> {
+        let start = format!("pub struct {name} {{\n");
+        let body = include_str!("config.rs").split_once(&start).unwrap().1;
+        let (mut fields, mut said) = (Vec::new(), Vec::new());
+        for line in body.split_once("\n}\n").unwrap().0.lines().map(str::trim) {
+            if let Some(text) = line.strip_prefix("///") {
+                said.push(text.trim().to_owned());
+            } else if let Some(field) = line.strip_prefix("pub ") {
+                let (name, kind) = field.trim_end_matches(',').split_once(": ").unwrap();
+                fields.push([name.into(), kind.into(), said.join(" ")]);
+                said.clear();
+            }
+        }
+        fields
+    }
+
+    #[test]
+    fn the_reference_is_up_to_date() {
+        let none = Config {
+            nvml: None,
+            emulated: None,
+            ..Config::default()
+        };
+        let defaults = serde_json::to_value(none).unwrap();
+        let kind = |kind: &str| match kind.trim_start_matches("Option<").trim_end_matches('>') {
+            "PathBuf" => "path",
+            "String" => "text",
+            "bool" => "true or false",
+            "usize" | "u64" => "number",
+            "SocketAddr" => "address:port",
+            _ => "table",
+        };
+        let mut text = String::from(
+            "<!-- Made from the types: UPDATE_DOCS=1 cargo test -p gpumux-daemon reference -->\n\
+             # Configuration\n\nThe file is `/etc/gpumux/gpumux.toml` for a machine's daemon and \
+             `$XDG_CONFIG_HOME/gpumux/gpumux.toml` for a user's. Every key may be left out; unknown keys are \
+             refused. Flags of `gpumux daemon` come first. `deploy/gpumux.toml` is an annotated example.\n",
+        );
+        for (of, title) in [
+            ("Config", "Keys"),
+            ("DeviceConfig", "Keys of `[devices.UUID]`"),
+        ] {
+            text +=
+                &format!("\n## {title}\n| key | value | default | meaning |\n|---|---|---|---|\n");
+            for [name, value, said] in fields(of) {
+                let default = match &defaults[&name] {
+                    serde_json::Value::Null => "none".into(),
+                    value if of == "Config" && !value.is_object() => format!("`{value}`"),
+                    _ => "none".into(),
+                };
+                // Links into the code lead nowhere in a book.
+                let said = said.replace("[`crate::paths::runtime_dir`]", "`gpumux daemon --help`");
+                text += &format!("| `{name}` | {} | {default} | {said} |\n", kind(&value));
+            }
+        }
+        let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");
+        if std::env::var_os("UPDATE_DOCS").is_some() {
+            std::fs::write(file, &text).unwrap();
+        }
+        assert_eq!(
+            std::fs::read_to_string(file).unwrap(),
+            text,
+            "run `UPDATE_DOCS=1 cargo test -p gpumux-daemon reference`"
+        );
+    }
 
     fn load(text: &str) -> Result<Config, ConfigError> {
         let file = tempfile::NamedTempFile::new().unwrap();

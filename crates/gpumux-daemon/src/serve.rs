@@ -3,6 +3,7 @@
 use std::{
     future::Future,
     io,
+    net::SocketAddr,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant},
@@ -11,6 +12,7 @@ use std::{
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use sd_notify::NotifyState;
 use tokio::{
+    net::TcpListener,
     signal::unix::{SignalKind, signal},
     sync::watch,
 };
@@ -45,6 +47,9 @@ pub enum Error {
     /// A socket cannot be made.
     #[error("cannot listen on {0}: {1}")]
     Listen(PathBuf, io::Error),
+    /// The TCP address of the configuration cannot be had.
+    #[error("cannot listen on {0}, which `listen` in the configuration names: {1}")]
+    ListenTcp(SocketAddr, io::Error),
     /// The tenants of the last daemon cannot be taken over.
     #[error("cannot take the tenants over: {0}")]
     Tenants(String),
@@ -119,6 +124,10 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     let listen = |error| Error::Listen(session_socket.clone(), error);
     let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
     paths::open_to_all(&session_socket).map_err(listen)?;
+    let tcp = match config.listen {
+        Some(address) => Some(listen_tcp(address).await?),
+        None => None,
+    };
     // The API's socket appears last: whoever finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     know(&devices, &scheduler).await?;
@@ -133,7 +142,12 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         devices: devices.clone(),
         runtime_dir: dir.path().to_owned(),
         started: Instant::now(),
+        listen: tcp.as_ref().and_then(|listener| listener.local_addr().ok()),
+        live: tokio::sync::Mutex::default(),
     });
+    if let Some(listener) = tcp {
+        tokio::spawn(api::serve_tcp(Arc::clone(&api), listener, stopped.clone()));
+    }
     let api_task = tokio::spawn(api::serve(api, api_listener, stopped.clone()));
     let session_task = tokio::spawn(Arc::clone(&sessions).serve(listener, stopped));
     tell(&[NotifyState::Ready]);
@@ -163,6 +177,14 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     let _ = tokio::join!(api_task, session_task);
     tracing::info!("stopped");
     result.and(Ok(restored?))
+}
+
+async fn listen_tcp(address: SocketAddr) -> Result<TcpListener, Error> {
+    let cannot = |error| Error::ListenTcp(address, error);
+    let listener = TcpListener::bind(address).await.map_err(cannot)?;
+    let own = listener.local_addr().map_err(cannot)?;
+    tracing::info!("http://{own}/ shows what happens; http://{own}/metrics is for Prometheus");
+    Ok(listener)
 }
 
 /// Returns when there was no tenant for as long as `idle` says.

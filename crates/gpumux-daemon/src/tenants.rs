@@ -430,6 +430,13 @@ impl Tenants {
         self.table.lock().await.tenants.values().cloned().collect()
     }
 
+    /// What tenants are called, those that ended lately too.
+    pub(crate) async fn names(&self) -> BTreeMap<TenantId, String> {
+        let table = self.table.lock().await;
+        let all = table.ended.iter().chain(table.tenants.values());
+        all.map(|tenant| (tenant.id, tenant.name.clone())).collect()
+    }
+
     /// Closes if there was no tenant for so long; else says how long to wait at least.
     pub(crate) async fn close_if_empty(&self, idle: Duration) -> Result<(), Duration> {
         let mut table = self.table.lock().await;

@@ -16,6 +16,7 @@ Examples:
   gpumux daemon                          of this user, in $XDG_RUNTIME_DIR/gpumux
   sudo gpumux daemon                     of the machine, in /run/gpumux
   gpumux daemon --config gpumux.toml --policy weighted
+  gpumux daemon --listen 127.0.0.1:9440  with a web page, and /metrics for Prometheus
   GPUMUX_LOG=debug gpumux daemon         say more
 
 SIGTERM and SIGINT end it in good order: everybody is thawed and gets back the slices that were \
@@ -36,6 +37,9 @@ pub(crate) struct Args {
     /// Scheduling policy: priority, max-min or weighted
     #[arg(long, value_name = "NAME")]
     policy: Option<String>,
+    /// TCP address where the web page and metrics can be read (not changed) by anybody who reaches it
+    #[arg(long, value_name = "ADDRESS:PORT")]
+    listen: Option<std::net::SocketAddr>,
     /// End after so many seconds without tenants
     #[arg(long, value_name = "SECONDS")]
     idle_exit: Option<u64>,
@@ -51,6 +55,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         .init();
     let mut config = Config::load(args.config.as_deref())?;
     config.runtime_dir = args.runtime_dir.or(config.runtime_dir);
+    config.listen = args.listen.or(config.listen);
     config.idle_exit_s = args.idle_exit.or(config.idle_exit_s);
     if let Some(policy) = args.policy {
         config.policy = policy;

@@ -5,12 +5,15 @@ pub(crate) mod daemon;
 pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod emu;
+pub(crate) mod explain;
 pub(crate) mod hint;
 pub(crate) mod man;
 pub(crate) mod ps;
 pub(crate) mod run;
 pub(crate) mod set;
 pub(crate) mod sim;
+pub(crate) mod top;
+pub(crate) mod trace;
 pub(crate) mod workload;
 
 mod client;

@@ -1,29 +1,45 @@
-//! The HTTP API on the daemon's Unix socket. Who asks is known from the socket: every local user
-//! may look, only a tenant's owner and root may change it.
+//! The HTTP API. On the daemon's Unix socket it is known who asks: every local user may look, only
+//! a tenant's owner and root may change it. On TCP, if the configuration wants that, anybody may look and nobody
+//! may change anything.
 
+pub mod explain;
+mod metrics;
+mod trace;
 pub mod types;
 
 use std::{
     collections::BTreeMap,
+    convert::Infallible,
     io,
+    net::{IpAddr, SocketAddr},
     path::PathBuf,
     sync::{Arc, Mutex, PoisonError},
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
     Extension, Json, Router,
-    extract::{DefaultBodyLimit, Path, Request, State, rejection::JsonRejection},
-    http::StatusCode,
-    response::{IntoResponse, Response},
-    routing::{get, post},
+    extract::{DefaultBodyLimit, Path, Query, Request, State, rejection::JsonRejection},
+    http::{StatusCode, header},
+    middleware::{self, Next},
+    response::{
+        IntoResponse, Response,
+        sse::{Event, Sse},
+    },
+    routing::{get, patch, post},
 };
+use gpumux_core::Micros;
 use gpumux_wire::page::HintCounts;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
 };
-use tokio::{net::UnixListener, sync::watch};
+use serde::Deserialize;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpListener, UnixListener},
+    sync::watch,
+};
 use utoipa::OpenApi;
 
 use crate::{
@@ -36,7 +52,8 @@ use crate::{
     tenants::{Tenant, TenantError, Tenants},
 };
 use types::{
-    Created, Device, Hinted, NewHint, NewTenant, Problem, SpecChange, Status, TenantState,
+    Created, Device, Explanation, Hinted, Live, NewHint, NewTenant, Problem, SpecChange, Status,
+    TenantState,
 };
 
 /// Largest request body in bytes.
@@ -45,6 +62,13 @@ const MAX_BODY: usize = 64 * 1024;
 const HEADERS: Duration = Duration::from_secs(10);
 /// Most connections of one user, and of all.
 const MAX_CONNECTIONS: (usize, usize) = (256, 1024);
+/// How often what is live is sent.
+const LIVE: Duration = Duration::from_millis(500);
+/// The web page: one file that loads nothing else.
+const PAGE: &str = include_str!("page.html");
+/// The page runs what is in it and talks to this daemon only.
+const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
+                           connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'";
 
 /// What the API speaks about.
 pub(crate) struct Api {
@@ -55,6 +79,10 @@ pub(crate) struct Api {
     pub(crate) devices: Devices,
     pub(crate) runtime_dir: PathBuf,
     pub(crate) started: Instant,
+    /// The TCP address that is listened on.
+    pub(crate) listen: Option<SocketAddr>,
+    /// What was sent last, and when it was made: all who watch share it.
+    pub(crate) live: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
 }
 
 /// Serves the API until told to stop.
@@ -84,16 +112,70 @@ pub(crate) async fn serve(api: Arc<Api>, listener: UnixListener, mut stop: watch
             continue;
         };
         let service = TowerToHyperService::new(router.clone().layer(Extension(Arc::new(peer))));
-        tokio::spawn(async move {
-            let _place = place;
-            let connection = hyper::server::conn::http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEADERS)
-                .serve_connection(TokioIo::new(stream), service);
-            if let Err(error) = connection.await {
-                tracing::debug!(%error, "a request went wrong");
-            }
-        });
+        tokio::spawn(converse(stream, service, place));
+    }
+}
+
+/// Serves those who only look, on TCP, until told to stop.
+pub(crate) async fn serve_tcp(
+    api: Arc<Api>,
+    listener: TcpListener,
+    mut stop: watch::Receiver<bool>,
+) {
+    let local = listener
+        .local_addr()
+        .is_ok_and(|own| own.ip().is_loopback());
+    let mut router = readable().with_state(api);
+    if local {
+        router = router.layer(middleware::from_fn(only_by_address));
+    }
+    let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
+    loop {
+        let accepted = tokio::select! {
+            accepted = listener.accept() => accepted,
+            _ = stop.wait_for(|stop| *stop) => return,
+        };
+        let Ok((stream, _)) = accepted else {
+            tokio::time::sleep(Duration::from_millis(50)).await;
+            continue;
+        };
+        // All of them count as one user.
+        let Some(place) = Place::take(&users, 0) else {
+            continue;
+        };
+        let service = TowerToHyperService::new(router.clone());
+        tokio::spawn(converse(stream, service, place));
+    }
+}
+
+/// A page of another site could have its name point to this machine, and then read what it finds
+/// here: its requests still carry that name.
+async fn only_by_address(request: Request, next: Next) -> Response {
+    let host = request.headers().get(header::HOST);
+    let host = host.and_then(|host| host.to_str().ok()).unwrap_or_default();
+    let name = match host.rsplit_once(':') {
+        Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
+        _ => host,
+    };
+    let address = name.trim_start_matches('[').trim_end_matches(']');
+    if name == "localhost" || address.parse::<IpAddr>().is_ok() {
+        return next.run(request).await;
+    }
+    let message = format!("this daemon is not called `{name}`: use localhost or an address");
+    Refused(StatusCode::MISDIRECTED_REQUEST, message).into_response()
+}
+
+async fn converse(
+    stream: impl AsyncRead + AsyncWrite + Unpin,
+    service: TowerToHyperService<Router>,
+    _place: Place,
+) {
+    let connection = hyper::server::conn::http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEADERS)
+        .serve_connection(TokioIo::new(stream), service);
+    if let Err(error) = connection.await {
+        tracing::debug!(%error, "a request went wrong");
     }
 }
 
@@ -126,24 +208,33 @@ impl Drop for Place {
 }
 
 fn router(api: Arc<Api>) -> Router {
+    readable()
+        .route("/v1/tenants", post(create))
+        .route("/v1/tenants/{name}", patch(change).delete(delete))
+        .route("/v1/tenants/{name}/hint", post(hint))
+        .layer(DefaultBodyLimit::max(MAX_BODY))
+        .with_state(api)
+}
+
+/// What everybody may look at.
+fn readable() -> Router<Arc<Api>> {
     Router::new()
+        .route("/", get(page))
+        .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
         .route("/v1/status", get(status))
         .route("/v1/devices", get(devices))
-        .route("/v1/tenants", get(tenants).post(create))
-        .route(
-            "/v1/tenants/{name}",
-            get(tenant).patch(change).delete(delete),
-        )
-        .route("/v1/tenants/{name}/hint", post(hint))
+        .route("/v1/tenants", get(tenants))
+        .route("/v1/tenants/{name}", get(tenant))
+        .route("/v1/tenants/{name}/explanation", get(explanation))
+        .route("/v1/live", get(live))
+        .route("/v1/trace", get(trace))
         .fallback(async |request: Request| {
             Refused(
                 StatusCode::NOT_FOUND,
                 format!("there is no {}: see /openapi.json", request.uri().path()),
             )
         })
-        .layer(DefaultBodyLimit::max(MAX_BODY))
-        .with_state(api)
 }
 
 #[derive(OpenApi)]
@@ -152,7 +243,20 @@ fn router(api: Arc<Api>) -> Router {
         title = "gpumux",
         description = "The API of gpumuxd, on the Unix socket api.sock in its runtime directory."
     ),
-    paths(status, devices, tenants, tenant, create, change, delete, hint),
+    paths(
+        status,
+        devices,
+        tenants,
+        tenant,
+        explanation,
+        live,
+        trace,
+        metrics,
+        create,
+        change,
+        delete,
+        hint
+    ),
     components(schemas(Problem))
 )]
 struct Document;
@@ -212,21 +316,147 @@ async fn openapi() -> impl IntoResponse {
 #[utoipa::path(get, path = "/v1/status", responses((status = 200, body = Status)))]
 async fn status(State(api): State<Arc<Api>>) -> Answer<Status> {
     let view = api.view().await?;
-    Ok(Json(Status {
-        version: env!("CARGO_PKG_VERSION").into(),
-        protocol: gpumux_wire::PROTOCOL,
-        pid: std::process::id(),
-        uptime_s: api.started.elapsed().as_secs(),
-        runtime_dir: api.runtime_dir.display().to_string(),
-        session_socket: paths::session_socket(&api.runtime_dir)
-            .display()
-            .to_string(),
-        policy: api.config.policy.clone(),
-        tenants: api.tenants.list().await.len(),
-        sessions: api.sessions.count(),
-        devices: view.devices,
-        scheduler: view.scheduler,
-    }))
+    let tenants = api.tenants.list().await.len();
+    Ok(Json(api.status(&view, tenants)))
+}
+
+/// The web page.
+async fn page() -> impl IntoResponse {
+    let headers = [
+        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
+        (header::CONTENT_SECURITY_POLICY, PAGE_POLICY),
+        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    ];
+    (headers, PAGE)
+}
+
+/// Metrics for Prometheus.
+#[utoipa::path(get, path = "/metrics", responses((status = 200, description = "OpenMetrics text", content_type = "application/openmetrics-text")))]
+async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
+    let view = api.view().await?;
+    let tenants = api.tenants.list().await;
+    let name = |id| {
+        tenants
+            .iter()
+            .find(|tenant| tenant.id == id)
+            .map(|tenant| tenant.name.clone())
+    };
+    let totals = (view.totals.iter())
+        .filter_map(|((id, device), totals)| Some((name(*id)?, device.clone(), *totals)))
+        .collect();
+    let now = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    let scrape = metrics::Scrape {
+        totals,
+        status: api.status(&view, tenants.len()),
+        tenants: tenants
+            .into_iter()
+            .map(|tenant| show(tenant, &view))
+            .collect(),
+        // Whole seconds, so that it stays the same.
+        started: now
+            .saturating_sub(api.started.elapsed())
+            .as_secs_f64()
+            .round(),
+    };
+    Ok((
+        [(header::CONTENT_TYPE, metrics::CONTENT_TYPE)],
+        scrape.text(),
+    )
+        .into_response())
+}
+
+/// All that there is, sent twice a second as server-sent events.
+#[utoipa::path(get, path = "/v1/live", responses((status = 200, body = Live, content_type = "text/event-stream")))]
+async fn live(State(api): State<Arc<Api>>) -> impl IntoResponse {
+    let beat = tokio::time::interval(LIVE);
+    let events = futures_util::stream::unfold((api, beat), async |(api, mut beat)| {
+        beat.tick().await;
+        // A daemon that stops ends the stream.
+        let data = api.live().await.ok()?;
+        Some((
+            Ok::<_, Infallible>(Event::default().data(&*data)),
+            (api, beat),
+        ))
+    });
+    Sse::new(events)
+}
+
+/// How much of the past.
+#[derive(Deserialize)]
+struct Past {
+    seconds: Option<f64>,
+}
+
+/// The last seconds as a Chrome trace, which Perfetto opens.
+#[utoipa::path(
+    get, path = "/v1/trace",
+    params(("seconds" = Option<f64>, Query, description = "How much of the past, 10 if not given")),
+    responses((status = 200, description = "Chrome trace", content_type = "application/json"), (status = "4XX", body = Problem))
+)]
+async fn trace(State(api): State<Arc<Api>>, past: Query<Past>) -> Result<Response, Refused> {
+    let seconds = past.seconds.unwrap_or(10.0);
+    if !(seconds > 0.0 && seconds <= 3600.0) {
+        let message = format!("{seconds} seconds cannot be traced: use more than 0 and up to 3600");
+        return Err(Refused(StatusCode::UNPROCESSABLE_ENTITY, message));
+    }
+    let time = Micros((seconds * 1e6) as u64);
+    let history = api
+        .scheduler
+        .call(move |engine| engine.history(time))
+        .await?;
+    let names = api.tenants.names().await;
+    let name = |id| {
+        names
+            .get(&id)
+            .cloned()
+            .unwrap_or_else(|| "a tenant that ended".into())
+    };
+    let json = trace::chrome(&history, name);
+    Ok(([(header::CONTENT_TYPE, "application/json")], json).into_response())
+}
+
+/// Why a tenant gets what it gets.
+#[utoipa::path(
+    get, path = "/v1/tenants/{name}/explanation",
+    params(("name" = String, Path, description = "Name of the tenant")),
+    responses((status = 200, body = Explanation), (status = "4XX", body = Problem))
+)]
+async fn explanation(State(api): State<Arc<Api>>, Path(name): Path<String>) -> Answer<Explanation> {
+    let view = api.view().await?;
+    let tenants = api.tenants.list().await;
+    let all: Vec<_> = tenants
+        .into_iter()
+        .map(|tenant| show(tenant, &view))
+        .collect();
+    let Some(tenant) = all.iter().find(|tenant| tenant.name == name) else {
+        return Err(TenantError::Unknown(name).into());
+    };
+    let text = explain::explain(tenant, &all, &view.devices);
+    Ok(Json(Explanation { name, text }))
+}
+
+impl Api {
+    fn status(&self, view: &View, tenants: usize) -> Status {
+        let api = self;
+        Status {
+            version: env!("CARGO_PKG_VERSION").into(),
+            protocol: gpumux_wire::PROTOCOL,
+            pid: std::process::id(),
+            uptime_s: api.started.elapsed().as_secs(),
+            runtime_dir: api.runtime_dir.display().to_string(),
+            session_socket: paths::session_socket(&api.runtime_dir)
+                .display()
+                .to_string(),
+            listen: api.listen.map(|address| address.to_string()),
+            policy: api.config.policy.clone(),
+            tenants,
+            sessions: api.sessions.count(),
+            devices: view.devices.clone(),
+            scheduler: view.scheduler.clone(),
+        }
+    }
 }
 
 /// The devices.
@@ -343,6 +573,29 @@ impl Api {
         Ok(view)
     }
 
+    /// All that there is, as JSON; made at most as often as it is sent to one.
+    async fn live(&self) -> Result<Arc<str>, Stopped> {
+        let mut last = self.live.lock().await;
+        if let Some((at, text)) = &*last
+            && at.elapsed() < LIVE * 4 / 5
+        {
+            return Ok(Arc::clone(text));
+        }
+        let view = self.view().await?;
+        let tenants = self.tenants.list().await;
+        let live = Live {
+            status: self.status(&view, tenants.len()),
+            tenants: tenants
+                .into_iter()
+                .map(|tenant| show(tenant, &view))
+                .collect(),
+        };
+        // No map with odd keys is in it.
+        let text: Arc<str> = serde_json::to_string(&live).unwrap_or_default().into();
+        *last = Some((Instant::now(), Arc::clone(&text)));
+        Ok(text)
+    }
+
     async fn tenant(&self, name: &str) -> Answer<types::Tenant> {
         let view = self.view().await?;
         let tenants = self.tenants.list().await;
@@ -397,6 +650,10 @@ pub(crate) fn listen(socket: &std::path::Path) -> io::Result<UnixListener> {
     paths::open_to_all(socket)?;
     Ok(listener)
 }
+
+/// Checks a scrape by the rules of OpenMetrics; returns the names in it.
+#[cfg(test)]
+pub(crate) use metrics::tests::lint as lint_metrics;
 
 #[cfg(test)]
 mod tests {

@@ -20,6 +20,9 @@ pub struct Status {
     pub runtime_dir: String,
     /// The socket for tenants' processes.
     pub session_socket: String,
+    /// TCP address where all this can be watched with a browser, if there is one.
+    #[serde(default)]
+    pub listen: Option<String>,
     /// The policy of devices that have none of their own.
     pub policy: String,
     /// How many tenants there are.
@@ -83,6 +86,12 @@ pub struct LeverCost {
     pub mean_us: u64,
     /// Most time in µs.
     pub max_us: u64,
+    /// Time of all that moved, in µs.
+    #[serde(default)]
+    pub total_us: u64,
+    /// How many took up to 20, 50, 100, 200, 500 µs, 1, 2, 5, 20, 100 ms, and longer.
+    #[serde(default)]
+    pub histogram: Vec<u64>,
 }
 
 /// A tenant's promise.
@@ -367,6 +376,24 @@ pub struct Domain {
     pub reason: String,
     /// Why it is not managed now: a lever that does not move.
     pub error: Option<String>,
+}
+
+/// Why a tenant gets what it gets.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Explanation {
+    /// Its name.
+    pub name: String,
+    /// One paragraph, for people.
+    pub text: String,
+}
+
+/// All that there is at one moment: what `/v1/live` sends twice a second.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Live {
+    /// The daemon and the devices.
+    pub status: Status,
+    /// All tenants, the oldest first.
+    pub tenants: Vec<Tenant>,
 }
 
 /// Why a request was refused; the body of every answer that is not a success.

@@ -9,7 +9,11 @@ use gpumux_core::{
 use gpumux_rm::{LeverError, RmStatus};
 use gpumux_wire::page::SLOTS;
 
-use super::{Clock, Reaper, SessionId, domain::Domain};
+use super::{
+    Clock, Reaper, SessionId,
+    domain::Domain,
+    record::{Record, Totals, What},
+};
 use crate::api::types::LeverCost;
 
 /// How often slices are read back, and shares are counted anew.
@@ -30,6 +34,9 @@ pub(super) struct Device {
     pub(super) accounts: Accounts,
     pub(super) domains: BTreeMap<DomainId, Domain>,
     pub(super) costs: LeverCosts,
+    pub(super) record: Record,
+    /// What domains that ended had, of tenants that live.
+    pub(super) ended: BTreeMap<TenantId, Totals>,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
     /// Whether a tenant came with it through an emulated driver.
@@ -50,6 +57,8 @@ impl Device {
             accounts: Accounts::default(),
             domains: BTreeMap::new(),
             costs: LeverCosts::default(),
+            record: Record::default(),
+            ended: BTreeMap::new(),
             dirty: false,
             emulated: false,
             lost: None,
@@ -155,6 +164,7 @@ impl Device {
             if demand != domain.state.demand {
                 domain.state.demand = demand;
                 domain.state.demand_since = now;
+                self.record.push(now, &domain.who, What::Demand(demand));
                 self.dirty = true;
             }
         }
@@ -182,6 +192,7 @@ impl Device {
                         found = us, "somebody else set a timeslice");
                     domain.state.timeslice = Timeslice(us);
                     domain.tampered += 1;
+                    self.record.push(now, &domain.who, What::Tampered(us));
                 }
             }
             Ok(_) => self.lost = None,
@@ -228,8 +239,12 @@ impl Device {
         // Even a policy that is always in a hurry must not keep the thread from everything else.
         self.next = plan.next.map(|next| next.max(snapshot.now + Micros(100)));
         for want in &plan.domains {
-            if let Some(domain) = self.domains.get_mut(&want.id) {
+            if let Some(domain) = self.domains.get_mut(&want.id)
+                && domain.reason != want.reason
+            {
                 domain.reason = want.reason;
+                let reason = What::Reason(want.reason);
+                self.record.push(snapshot.now, &domain.who, reason);
             }
         }
         for lever in plan.levers(snapshot) {
@@ -262,18 +277,24 @@ impl Device {
         let Some(domain) = self.domains.get_mut(&lever.domain()) else {
             return Ok(());
         };
-        match lever {
+        let what = match lever {
             Lever::Freeze(_) => {
-                (domain.state.run, domain.freezes) = (RunState::Frozen, domain.freezes + 1)
+                domain.set_run(RunState::Frozen, now);
+                domain.freezes += 1;
+                What::Frozen
             }
             Lever::Thaw(_) => {
-                (domain.state.run, domain.thaws) = (RunState::Enabled, domain.thaws + 1)
+                domain.set_run(RunState::Enabled, now);
+                domain.thaws += 1;
+                What::Thawed
             }
             Lever::SetTimeslice(_, slice) => {
                 domain.state.timeslice = slice;
                 domain.slice_changes += 1;
+                What::Slice(slice.0)
             }
-        }
+        };
+        self.record.push(now, &domain.who, what);
         Ok(())
     }
 
@@ -290,6 +311,7 @@ impl Device {
         if let Some(domain) = self.domains.get_mut(&id) {
             tracing::warn!(pid = domain.member.pid, %error, "a lever does not move");
             domain.give_up(error.to_string(), now);
+            self.record.push(now, &domain.who, What::Fault);
         }
     }
 
@@ -325,7 +347,10 @@ impl Device {
         }
         self.account(now);
         self.dirty = true;
-        for (_, mut domain) in self.domains.extract_if(.., |_, domain| leaves(domain)) {
+        for (id, mut domain) in self.domains.extract_if(.., |_, domain| leaves(domain)) {
+            let totals = domain.totals(now, &self.accounts.get(id));
+            *self.ended.entry(domain.state.tenant).or_default() += totals;
+            self.record.push(now, &domain.who, What::Left);
             if alive {
                 domain.restore();
             }
@@ -361,12 +386,18 @@ pub(super) struct LeverCosts {
     read: Cost,
 }
 
+/// Upper ends of the classes in which levers' durations are counted, in µs.
+pub(crate) const LEVER_BUCKETS_US: [u64; 10] =
+    [20, 50, 100, 200, 500, 1000, 2000, 5000, 20_000, 100_000];
+
 #[derive(Default)]
 struct Cost {
     pulls: u64,
     failures: u64,
     min: Micros,
     max: Micros,
+    /// Pulls by duration: up to each of [`LEVER_BUCKETS_US`], and longer.
+    histogram: [u64; LEVER_BUCKETS_US.len() + 1],
     total: Micros,
     /// The recent ones count most.
     recent: f64,
@@ -381,6 +412,7 @@ impl Cost {
         self.pulls += 1;
         self.total += took;
         self.max = self.max.max(took);
+        self.histogram[LEVER_BUCKETS_US.partition_point(|end| *end < took.0)] += 1;
         if self.pulls == 1 {
             (self.min, self.recent) = (took, took.0 as f64);
         }
@@ -423,6 +455,8 @@ impl LeverCosts {
             min_us: cost.min.0,
             mean_us: cost.total.0 / cost.pulls.max(1),
             max_us: cost.max.0,
+            total_us: cost.total.0,
+            histogram: cost.histogram.into(),
         })
         .into()
     }

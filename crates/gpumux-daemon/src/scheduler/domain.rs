@@ -2,11 +2,14 @@
 
 use std::sync::Arc;
 
-use gpumux_core::{Demand, DomainId, DomainState, Micros, RunState, TenantId, Timeslice};
+use gpumux_core::{Account, Demand, DomainId, DomainState, Micros, RunState, TenantId, Timeslice};
 use gpumux_rm::Levers;
 use gpumux_wire::page::{Page, Work};
 
-use super::SessionId;
+use super::{
+    SessionId,
+    record::{Now, Totals, Who},
+};
 
 /// Which group of which process.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -42,6 +45,7 @@ pub(crate) struct NewGroup {
 pub(crate) struct Domain {
     pub(super) state: DomainState,
     pub(super) member: Member,
+    pub(super) who: Arc<Who>,
     pub(super) levers: Box<dyn Levers>,
     pub(super) default: Timeslice,
     pub(super) freezes: u64,
@@ -50,6 +54,8 @@ pub(crate) struct Domain {
     pub(super) tampered: u64,
     pub(super) reason: &'static str,
     pub(super) fault: Option<Fault>,
+    /// Since when it is frozen, and how long it was before, in µs.
+    frozen: (Option<Micros>, u64),
     /// When it last had a fault, and how long that was to last.
     last_fault: Option<(Micros, Micros)>,
     /// Device time received at two moments: the last second or two lie after the first.
@@ -83,6 +89,11 @@ impl Domain {
                 run: RunState::Enabled,
                 pinned: None,
             },
+            who: Arc::new(Who {
+                id,
+                tenant: group.tenant,
+                pid: group.member.pid,
+            }),
             member: group.member,
             levers: group.levers,
             default: group.default,
@@ -92,6 +103,7 @@ impl Domain {
             tampered: 0,
             reason: "new",
             fault: None,
+            frozen: (None, 0),
             last_fault: None,
             window: [(now, 0.0); 2],
             page: group.page,
@@ -118,7 +130,7 @@ impl Domain {
     pub(super) fn give_up(&mut self, error: String, now: Micros) {
         let _ = self.levers.set_timeslice(self.default.0);
         let _ = self.levers.thaw();
-        self.state.run = RunState::Enabled;
+        self.set_run(RunState::Enabled, now);
         self.state.timeslice = self.default;
         let calm = |at: Micros| now.saturating_sub(at) > Micros::from_secs(10);
         let backoff = match self.last_fault {
@@ -152,6 +164,45 @@ impl Domain {
         }
         if (faulty || self.state.run == RunState::Frozen) && self.levers.thaw().is_ok() {
             self.state.run = RunState::Enabled;
+        }
+    }
+
+    /// It is frozen or thawed now.
+    pub(super) fn set_run(&mut self, run: RunState, now: Micros) {
+        self.state.run = run;
+        self.frozen = match (run, self.frozen) {
+            (RunState::Frozen, (None, before)) => (Some(now), before),
+            (RunState::Enabled, (Some(since), before)) => {
+                (None, before + now.saturating_sub(since).0)
+            }
+            (_, unchanged) => unchanged,
+        };
+    }
+
+    /// What it has.
+    pub(super) fn now(&self) -> Now {
+        Now {
+            frozen: self.state.run == RunState::Frozen,
+            timeslice_us: self.state.timeslice.0,
+            demand: self.state.demand,
+            reason: self.reason,
+        }
+    }
+
+    /// What it had so far, given its account.
+    pub(super) fn totals(&self, now: Micros, account: &Account) -> Totals {
+        let (since, before) = self.frozen;
+        let still = since.map_or(0, |since| now.saturating_sub(since).0);
+        Totals {
+            received_us: account.received_us,
+            runnable_us: account.runnable_us,
+            waited_us: account.waited_us,
+            frozen_us: (before + still) as f64,
+            preemptions: account.preemptions,
+            freezes: self.freezes,
+            thaws: self.thaws,
+            slice_changes: self.slice_changes,
+            tampered: self.tampered,
         }
     }
 

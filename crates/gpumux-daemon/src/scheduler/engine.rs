@@ -20,6 +20,7 @@ use super::{
     Clock, Reaper, SessionId,
     device::Device,
     domain::{Domain, Member, NewGroup},
+    record::{History, Totals, What},
 };
 use crate::{api::types, config::Config};
 
@@ -78,6 +79,8 @@ impl Met {
 #[derive(Debug)]
 pub(crate) struct View {
     pub(crate) domains: Vec<(TenantId, types::Domain)>,
+    /// What each tenant had on each device so far, its ended domains too.
+    pub(crate) totals: BTreeMap<(TenantId, String), Totals>,
     /// Without what only NVML knows.
     pub(crate) devices: Vec<types::Device>,
     pub(crate) scheduler: types::Scheduler,
@@ -197,6 +200,9 @@ impl Engine {
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        for device in self.devices.values_mut() {
+            device.ended.remove(&tenant);
+        }
     }
 
     /// Manages a group from now on.
@@ -243,7 +249,11 @@ impl Engine {
         let device = self.device(group.device.clone());
         device.emulated |= group.emulated;
         device.account(now);
-        device.domains.insert(id, Domain::new(id, group, now));
+        let domain = Domain::new(id, group, now);
+        device
+            .record
+            .push(now, &domain.who, What::Came(domain.now()));
+        device.domains.insert(id, domain);
         device.dirty = true;
         Ok(())
     }
@@ -325,6 +335,8 @@ impl Engine {
         let now = self.now();
         for device in self.devices.values_mut() {
             device.remove(now, session, key, alive, &self.reaper);
+            // A tenant may have ended before its last process did.
+            device.ended.retain(|id, _| self.tenants.contains_key(id));
         }
         let leaves =
             |member: &Member| member.session == session && key.is_none_or(|key| key == member.key);
@@ -447,11 +459,29 @@ impl Engine {
         }
     }
 
+    /// What happened on every device in the last `time`, as far as it is remembered.
+    pub(crate) fn history(&mut self, time: Micros) -> Vec<History> {
+        let to = self.now();
+        let from = to.saturating_sub(time);
+        let devices = self.devices.iter();
+        let history = |(uuid, device): (&String, &Device)| History {
+            device: uuid.clone(),
+            from,
+            to,
+            events: device.record.since(from),
+            present: (device.domains.values())
+                .map(|domain| (Arc::clone(&domain.who), domain.now()))
+                .collect(),
+        };
+        devices.map(history).collect()
+    }
+
     /// What there is, for people.
     pub(crate) fn view(&mut self) -> View {
         let now = self.now();
         let mut view = View {
             domains: Vec::new(),
+            totals: BTreeMap::new(),
             devices: Vec::new(),
             scheduler: self.stats.clone(),
             hints: Vec::new(),
@@ -481,9 +511,14 @@ impl Engine {
                 domains: device.domains.len(),
                 levers: device.costs.list(),
             });
+            for (tenant, totals) in &device.ended {
+                *view.totals.entry((*tenant, uuid.clone())).or_default() += *totals;
+            }
             for (id, domain) in &device.domains {
                 let account = device.accounts.get(*id);
                 let tenant = domain.state.tenant;
+                let totals = domain.totals(now, &account);
+                *view.totals.entry((tenant, uuid.clone())).or_default() += totals;
                 let shown = types::Domain {
                     id: id.0,
                     device: uuid.clone(),

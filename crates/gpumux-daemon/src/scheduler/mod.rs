@@ -7,6 +7,7 @@
 mod device;
 mod domain;
 mod engine;
+mod record;
 #[cfg(test)]
 mod tests;
 
@@ -20,8 +21,10 @@ use gpumux_core::Micros;
 use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
+pub(crate) use device::LEVER_BUCKETS_US;
 pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::{Engine, GroupError, Met, View};
+pub(crate) use record::{Event, History, Now, Totals, What, Who};
 
 use crate::config::Config;
 

@@ -1,0 +1,298 @@
+//! Why a tenant gets what it gets: one paragraph, made of what the API shows anyway.
+
+use gpumux_core::Class;
+
+use super::types::{Device, Domain, Spec, Tenant};
+
+/// One paragraph about `tenant`; `all` are the tenants of the same moment.
+pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> String {
+    let mut text = vec![promise(&tenant.name, &tenant.spec)];
+    if tenant.domains.is_empty() {
+        text.push(match tenant.pids.len() {
+            0 => "No process of it has connected yet: a program connects when it makes its first CUDA \
+                  context."
+                .into(),
+            n => format!("{n} of its processes are connected, but none has a CUDA context yet."),
+        });
+    }
+    for uuid in &tenant.devices {
+        let device = devices.iter().find(|device| device.uuid == *uuid);
+        let others: Vec<_> = all
+            .iter()
+            .filter(|other| other.name != tenant.name)
+            .collect();
+        text.push(on_device(tenant, uuid, device, &others));
+    }
+    if tenant.devices.len() > 1 {
+        text.push("It runs on all its devices together or on none.".into());
+    }
+    text.extend(past(&tenant.domains));
+    text.join(" ")
+}
+
+fn promise(name: &str, spec: &Spec) -> String {
+    let Spec {
+        guaranteed,
+        limit,
+        weight,
+        ..
+    } = *spec;
+    let class = match spec.class {
+        Class::Latency => "takes the device at once when it has work",
+        Class::Standard => "gets a share by weight, after latency tenants",
+        Class::Batch => "gets what the others leave",
+    };
+    let guarantee = match guaranteed {
+        0.0 => "nothing guaranteed".into(),
+        share => format!("{} guaranteed", percent(share)),
+    };
+    let limit = match limit {
+        1.0 => String::new(),
+        share => format!(", at most {} while others want it", percent(share)),
+    };
+    format!(
+        "{name} is a {} tenant: it {class} (weight {weight}, {guarantee}{limit}).",
+        spec.class
+    )
+}
+
+fn on_device(tenant: &Tenant, uuid: &str, device: Option<&Device>, others: &[&Tenant]) -> String {
+    let here = |tenant: &Tenant| -> Vec<Domain> {
+        tenant
+            .domains
+            .iter()
+            .filter(|domain| domain.device == uuid)
+            .cloned()
+            .collect()
+    };
+    let own = here(tenant);
+    let received: f64 = own.iter().map(|domain| domain.received_share).sum();
+    let promised = own
+        .iter()
+        .map(|domain| domain.promised_share)
+        .fold(0.0, f64::max);
+    let mut text = String::new();
+    if let Some(device) = device.filter(|device| device.state != "ok") {
+        text += &format!("{uuid} is in trouble ({}). ", device.state);
+    }
+    let rivals: Vec<_> = others
+        .iter()
+        .filter(|other| !here(other).is_empty())
+        .collect();
+    let policy = device.map_or("", |device| &device.policy);
+    text += &match rivals.len() {
+        0 => format!(
+            "It has {uuid} for itself and received {} of it in the last second.",
+            percent(received)
+        ),
+        _ => format!(
+            "On {uuid} (policy {policy}) it gets {} if everybody wants the device; in the last second \
+             it received {}, beside {}.",
+            percent(promised),
+            percent(received),
+            list(rivals.iter().map(|other| {
+                let share = here(other).iter().map(|domain| domain.received_share).sum();
+                format!("{} ({}, {})", other.name, other.class, percent(share))
+            }))
+        ),
+    };
+    // Processes in the same situation are described once.
+    let mut said = Vec::new();
+    for domain in &own {
+        let sentence = now(domain);
+        if !said.contains(&sentence) {
+            said.push(sentence);
+        }
+    }
+    let frozen = own.iter().any(|domain| domain.frozen);
+    let runs = |other: &&&Tenant| here(other).iter().any(|d| !d.frozen && d.demand.may_run());
+    let runners: Vec<_> = rivals
+        .iter()
+        .copied()
+        .filter(runs)
+        .map(|t| t.name.clone())
+        .collect();
+    if frozen && !runners.is_empty() {
+        said.push(format!("Now the device is with {}.", list(runners)));
+    }
+    [text, said.join(" ")].join(" ")
+}
+
+/// What a domain does at the moment, and why.
+fn now(domain: &Domain) -> String {
+    if let Some(error) = &domain.error {
+        return format!("It is not managed now, because a lever does not move: {error}.");
+    }
+    match domain.reason.as_str() {
+        "new" => "It has just come and is planned next.".into(),
+        "has no work" => "It has no work for the device at the moment.".into(),
+        "takes the device at once" => format!(
+            "It may run, with a slice of {} µs, so that it keeps the device while it has work.",
+            domain.timeslice_us
+        ),
+        "shares by slices" => format!(
+            "It may run: the hardware goes round those that have work, and its slice of {} µs is in \
+             proportion to its share.",
+            domain.timeslice_us
+        ),
+        "has its turn" => "It has its turn among those that give way, until it has run for its share of \
+                           a round or a tenant of a higher class has work."
+            .into(),
+        "waits for its turn" => "It waits, frozen: of those that give way only one may run at a time, and \
+                                 it's another's turn."
+            .into(),
+        "over its budget while others wait" => "It waits, frozen: it ran ahead of its share while others \
+                                                wanted the device, and goes on once they have caught up."
+            .into(),
+        "waits for its gang" => "It waits, frozen, until it can run on all its devices.".into(),
+        "runs with its gang" => "It may run, together with its domains on other devices.".into(),
+        reason => format!("The policy's reason: {reason}."),
+    }
+}
+
+fn past(domains: &[Domain]) -> Option<String> {
+    let sum = |field: fn(&Domain) -> u64| domains.iter().map(field).sum::<u64>();
+    let (runnable, waited) = (sum(|d| d.runnable_us), sum(|d| d.waited_us));
+    let tampered = sum(|d| d.tampered);
+    if runnable == 0 {
+        return None;
+    }
+    let mut text = format!(
+        "So far it had work for {:.1} s, waited {:.1} s of that ({}) and was preempted {} times.",
+        runnable as f64 / 1e6,
+        waited as f64 / 1e6,
+        percent(waited as f64 / runnable as f64),
+        sum(|d| d.preemptions)
+    );
+    if tampered > 0 {
+        text += &format!(
+            " Somebody else changed its slice {tampered} times; it was set again each time."
+        );
+    }
+    Some(text)
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0}%", share * 100.0)
+}
+
+fn list(items: impl IntoIterator<Item = String>) -> String {
+    let items: Vec<_> = items.into_iter().collect();
+    match items.split_last() {
+        Some((last, [])) => last.clone(),
+        Some((last, rest)) => format!("{} and {last}", rest.join(", ")),
+        None => "nobody".into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_core::Demand;
+
+    use super::*;
+    use crate::api::types::TenantState;
+
+    fn domain(frozen: bool, reason: &str) -> Domain {
+        Domain {
+            id: 1,
+            device: "GPU-0".into(),
+            pid: 7,
+            timeslice_us: 1,
+            frozen,
+            demand: Demand::Busy,
+            promised_share: 0.5,
+            received_share: 0.25,
+            received_us: 6_000_000,
+            runnable_us: 10_000_000,
+            waited_us: 4_000_000,
+            preemptions: 12,
+            freezes: 12,
+            thaws: 11,
+            slice_changes: 1,
+            tampered: 0,
+            reason: reason.into(),
+            error: None,
+        }
+    }
+
+    fn tenant(name: &str, class: Class, domains: Vec<Domain>) -> Tenant {
+        Tenant {
+            name: name.into(),
+            class,
+            spec: Spec {
+                class,
+                ..Spec::default()
+            },
+            uid: 0,
+            pids: domains.iter().map(|domain| domain.pid).collect(),
+            devices: domains.iter().map(|domain| domain.device.clone()).collect(),
+            domains,
+            since: 0,
+            state: TenantState::Running,
+            hints: Default::default(),
+            requests: Default::default(),
+        }
+    }
+
+    #[test]
+    fn who_waits_is_told_for_whom() {
+        let all = [
+            tenant(
+                "night",
+                Class::Batch,
+                vec![domain(true, "waits for its turn")],
+            ),
+            tenant(
+                "web",
+                Class::Latency,
+                vec![domain(false, "takes the device at once")],
+            ),
+            tenant("day", Class::Batch, vec![domain(false, "has its turn")]),
+        ];
+        assert_eq!(
+            explain(&all[0], &all, &[]),
+            "night is a batch tenant: it gets what the others leave (weight 1, nothing guaranteed). \
+             On GPU-0 (policy ) it gets 50% if everybody wants the device; in the last second it \
+             received 25%, beside web (latency, 25%) and day (batch, 25%). It waits, frozen: of those \
+             that give way only one may run at a time, and it's another's turn. Now the device is with web \
+             and day. So far it had work for 10.0 s, waited 4.0 s of that (40%) and was preempted 12 times."
+        );
+        let alone = explain(&all[1], &all[1..2], &[]);
+        assert!(alone.contains("It has GPU-0 for itself"), "{alone}");
+        assert!(!alone.contains("Now the device is with"), "{alone}");
+    }
+
+    #[test]
+    fn what_is_wrong_is_said() {
+        let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its turn")]);
+        broken.domains[0].error = Some("cannot freeze".into());
+        broken.domains[0].tampered = 2;
+        let text = explain(&broken, &[], &[]);
+        assert!(
+            text.contains("a lever does not move: cannot freeze")
+                && text.contains("changed its slice 2 times"),
+            "{text}"
+        );
+        let new = explain(&tenant("b", Class::Batch, vec![]), &[], &[]);
+        assert!(new.contains("No process of it has connected yet"), "{new}");
+    }
+
+    /// The reasons are the policies' own words: each that is explained must still be one of them.
+    #[test]
+    fn every_reason_of_the_policies_has_a_sentence() {
+        let source = include_str!("../../../gpumux-core/src/policy/turns.rs");
+        let body = source
+            .split_once("fn run_state")
+            .unwrap()
+            .1
+            .split_once("\n    }\n")
+            .unwrap()
+            .0;
+        let reasons: Vec<&str> = body.split('"').skip(1).step_by(2).collect();
+        assert!(reasons.len() >= 8, "{reasons:?}");
+        for reason in reasons {
+            let text = now(&domain(false, reason));
+            assert!(!text.starts_with("The policy's reason"), "{reason}");
+        }
+    }
+}

@@ -1,0 +1,640 @@
+//! `/metrics` in OpenMetrics text, made at each scrape from what the scheduler knows.
+
+use std::fmt;
+
+use prometheus_client::{
+    collector::Collector,
+    encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, text},
+    metrics::MetricType,
+    registry::{Registry, Unit},
+};
+
+use super::types::{Domain, LeverCost, Status, Tenant};
+use crate::scheduler::{LEVER_BUCKETS_US, Totals};
+
+/// How the answer is to be read.
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// All that is told.
+#[derive(Debug)]
+pub(crate) struct Scrape {
+    pub(crate) status: Status,
+    pub(crate) tenants: Vec<Tenant>,
+    /// Tenant, device, and what it had there.
+    pub(crate) totals: Vec<(String, String, Totals)>,
+    /// When the daemon started, in seconds since 1970.
+    pub(crate) started: f64,
+}
+
+impl Scrape {
+    /// As text.
+    pub(crate) fn text(self) -> String {
+        let mut registry = Registry::default();
+        registry.register_collector(Box::new(self));
+        let mut text = String::new();
+        // Writing into a string cannot fail.
+        let _ = text::encode(&mut text, &registry);
+        text
+    }
+}
+
+type Labels<'a> = Vec<(&'static str, &'a str)>;
+
+/// One family of counters or gauges.
+struct Family<'e> {
+    metric: MetricEncoder<'e>,
+    counter: bool,
+}
+
+impl Family<'_> {
+    fn sample(&mut self, labels: Labels<'_>, value: f64) -> fmt::Result {
+        match labels.is_empty() {
+            true => write(&mut self.metric, self.counter, value),
+            false => write(
+                &mut self.metric.encode_family(&labels)?,
+                self.counter,
+                value,
+            ),
+        }
+    }
+}
+
+fn write(metric: &mut MetricEncoder<'_>, counter: bool, value: f64) -> fmt::Result {
+    match counter {
+        true => metric.encode_counter::<NoLabelSet, _, f64>(&value, None),
+        false => metric.encode_gauge(&value),
+    }
+}
+
+/// Name without unit, unit, help.
+type Name = (&'static str, Option<&'static str>, &'static str);
+
+/// A family, and what its value is.
+type Told<T> = (Name, fn(&T) -> f64);
+type OfDomains = fn(&[&Domain]) -> f64;
+
+fn family(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, unit, help): Name,
+    kind: MetricType,
+    samples: impl FnOnce(&mut Family<'_>) -> fmt::Result,
+) -> fmt::Result {
+    let unit = unit.map(|unit| Unit::Other(unit.into()));
+    let counter = matches!(kind, MetricType::Counter);
+    let metric = encoder.encode_descriptor(name, help, unit.as_ref(), kind)?;
+    samples(&mut Family { metric, counter })
+}
+
+/// What is counted per tenant and device, over all their domains.
+const COUNTED: [Told<Totals>; 9] = [
+    (
+        (
+            "gpumux_tenant_received",
+            Some("seconds"),
+            "Device time received.",
+        ),
+        |t| t.received_us / 1e6,
+    ),
+    (
+        (
+            "gpumux_tenant_runnable",
+            Some("seconds"),
+            "Time in which there was work, or may have been.",
+        ),
+        |t| t.runnable_us / 1e6,
+    ),
+    (
+        (
+            "gpumux_tenant_waited",
+            Some("seconds"),
+            "Time in which there was work that did not run.",
+        ),
+        |t| t.waited_us / 1e6,
+    ),
+    (
+        (
+            "gpumux_tenant_frozen",
+            Some("seconds"),
+            "Time in which domains were frozen.",
+        ),
+        |t| t.frozen_us / 1e6,
+    ),
+    (
+        (
+            "gpumux_tenant_preemptions",
+            None,
+            "Times that a domain with work was taken off the device.",
+        ),
+        |t| t.preemptions as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_freezes",
+            None,
+            "Times that a domain was frozen.",
+        ),
+        |t| t.freezes as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_thaws",
+            None,
+            "Times that a domain was thawed.",
+        ),
+        |t| t.thaws as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_slice_changes",
+            None,
+            "Times that the daemon set a timeslice.",
+        ),
+        |t| t.slice_changes as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_tampered_slices",
+            None,
+            "Times that a timeslice was found set by somebody else.",
+        ),
+        |t| t.tampered as f64,
+    ),
+];
+
+/// What is shown per tenant and device as it is now, of the domains there.
+const SHOWN: [(Name, OfDomains); 4] = [
+    (
+        (
+            "gpumux_tenant_promised",
+            Some("ratio"),
+            "Share of the device if all tenants there want it.",
+        ),
+        |d| d.iter().map(|d| d.promised_share).fold(0.0, f64::max),
+    ),
+    (
+        (
+            "gpumux_tenant_share",
+            Some("ratio"),
+            "Share of the device received in the last second or two.",
+        ),
+        |d| d.iter().map(|d| d.received_share).sum(),
+    ),
+    (
+        (
+            "gpumux_tenant_domains",
+            None,
+            "Domains (channel groups) on the device.",
+        ),
+        |d| d.len() as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_faulty_domains",
+            None,
+            "Domains with a lever that does not move.",
+        ),
+        |d| d.iter().filter(|d| d.error.is_some()).count() as f64,
+    ),
+];
+
+/// What is shown per tenant.
+const PROMISED: [Told<Tenant>; 4] = [
+    (
+        (
+            "gpumux_tenant_guaranteed",
+            Some("ratio"),
+            "Share of each device that is guaranteed.",
+        ),
+        |t| t.spec.guaranteed,
+    ),
+    (
+        (
+            "gpumux_tenant_limit",
+            Some("ratio"),
+            "Share of each device that is not exceeded while others want it.",
+        ),
+        |t| t.spec.limit,
+    ),
+    (
+        ("gpumux_tenant_weight", None, "Weight among its equals."),
+        |t| t.spec.weight,
+    ),
+    (
+        ("gpumux_tenant_processes", None, "Connected processes."),
+        |t| t.pids.len() as f64,
+    ),
+];
+
+/// What is counted of the scheduling thread.
+const SCHEDULER: [Told<Status>; 3] = [
+    (
+        (
+            "gpumux_scheduler_steps",
+            None,
+            "Times that the scheduling thread looked.",
+        ),
+        |s| s.scheduler.steps as f64,
+    ),
+    (
+        (
+            "gpumux_scheduler_plans",
+            None,
+            "Times that a device was planned.",
+        ),
+        |s| s.scheduler.plans as f64,
+    ),
+    (
+        (
+            "gpumux_scheduler_busy",
+            Some("seconds"),
+            "Time that the scheduling thread spent other than in levers.",
+        ),
+        |s| s.scheduler.busy_s,
+    ),
+];
+
+impl Collector for Scrape {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> fmt::Result {
+        let encoder = &mut encoder;
+        self.daemon(encoder)?;
+        self.devices(encoder)?;
+        self.tenants(encoder)
+    }
+}
+
+impl Scrape {
+    fn daemon(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let Status {
+            version, policy, ..
+        } = &self.status;
+        let gauge = MetricType::Gauge;
+        family(
+            encoder,
+            (
+                "gpumux_build_info",
+                None,
+                "The daemon's version and policy; always 1.",
+            ),
+            gauge,
+            |f| f.sample(vec![("version", version), ("policy", policy)], 1.0),
+        )?;
+        let singles: [(Name, f64); 4] = [
+            (
+                (
+                    "gpumux_start_time",
+                    Some("seconds"),
+                    "When the daemon started, since 1970.",
+                ),
+                self.started,
+            ),
+            (
+                ("gpumux_tenants", None, "Tenants."),
+                self.status.tenants as f64,
+            ),
+            (
+                ("gpumux_sessions", None, "Connected processes of tenants."),
+                self.status.sessions as f64,
+            ),
+            (
+                (
+                    "gpumux_scheduler_plan_max",
+                    Some("seconds"),
+                    "The longest plan so far.",
+                ),
+                self.status.scheduler.plan_max_us as f64 / 1e6,
+            ),
+        ];
+        for (name, value) in singles {
+            family(encoder, name, MetricType::Gauge, |f| {
+                f.sample(vec![], value)
+            })?;
+        }
+        for (name, value) in SCHEDULER {
+            family(encoder, name, MetricType::Counter, |f| {
+                f.sample(vec![], value(&self.status))
+            })?;
+        }
+        Ok(())
+    }
+
+    fn devices(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let devices = &self.status.devices;
+        let each = |f: &mut Family<'_>, value: fn(&super::types::Device) -> f64| {
+            devices
+                .iter()
+                .try_for_each(|d| f.sample(vec![("device", &d.uuid)], value(d)))
+        };
+        let help = "A device, its name, driver and policy; always 1.";
+        family(
+            encoder,
+            ("gpumux_device_info", None, help),
+            MetricType::Gauge,
+            |f| {
+                devices.iter().try_for_each(|d| {
+                    let emulated = if d.emulated { "true" } else { "false" };
+                    let labels = vec![
+                        ("device", &*d.uuid),
+                        ("name", &d.name),
+                        ("driver", &d.driver),
+                        ("policy", &d.policy),
+                        ("emulated", emulated),
+                    ];
+                    f.sample(labels, 1.0)
+                })
+            },
+        )?;
+        let gauge = || MetricType::Gauge;
+        family(
+            encoder,
+            ("gpumux_device_healthy", None, "Whether the device is well."),
+            gauge(),
+            |f| each(f, |d| f64::from(u8::from(d.state == "ok"))),
+        )?;
+        family(
+            encoder,
+            (
+                "gpumux_device_memory",
+                Some("bytes"),
+                "Memory of the device.",
+            ),
+            gauge(),
+            |f| each(f, |d| d.memory_bytes as f64),
+        )?;
+        let pairs = || {
+            devices.iter().flat_map(|d| {
+                d.levers
+                    .iter()
+                    .map(|lever| (vec![("device", &*d.uuid), ("lever", &lever.lever)], lever))
+            })
+        };
+        let failures = (
+            "gpumux_lever_failures",
+            None,
+            "Pulls of a lever that did not move.",
+        );
+        family(encoder, failures, MetricType::Counter, |f| {
+            pairs().try_for_each(|(labels, lever)| f.sample(labels, lever.failures as f64))
+        })?;
+        let pulls = (
+            "gpumux_lever_pull",
+            Some("seconds"),
+            "What pulling a lever took.",
+        );
+        family(encoder, pulls, MetricType::Histogram, |f| {
+            pairs().try_for_each(|(labels, lever)| {
+                histogram(&mut f.metric.encode_family(&labels)?, lever)
+            })
+        })
+    }
+
+    fn tenants(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
+        let help = "A tenant, its class and owner; always 1.";
+        family(
+            encoder,
+            ("gpumux_tenant_info", None, help),
+            MetricType::Gauge,
+            |f| {
+                self.tenants.iter().try_for_each(|tenant| {
+                    let (class, uid) = (tenant.class.name(), tenant.uid.to_string());
+                    f.sample(
+                        vec![("tenant", &tenant.name), ("class", class), ("uid", &uid)],
+                        1.0,
+                    )
+                })
+            },
+        )?;
+        for (name, value) in PROMISED {
+            family(encoder, name, MetricType::Gauge, |f| {
+                self.tenants
+                    .iter()
+                    .try_for_each(|t| f.sample(vec![("tenant", &t.name)], value(t)))
+            })?;
+        }
+        for (name, value) in SHOWN {
+            family(encoder, name, MetricType::Gauge, |f| {
+                for tenant in &self.tenants {
+                    for device in &tenant.devices {
+                        let here: Vec<_> = tenant
+                            .domains
+                            .iter()
+                            .filter(|d| d.device == *device)
+                            .collect();
+                        f.sample(
+                            vec![("tenant", &tenant.name), ("device", device)],
+                            value(&here),
+                        )?;
+                    }
+                }
+                Ok(())
+            })?;
+        }
+        for (name, value) in COUNTED {
+            family(encoder, name, MetricType::Counter, |f| {
+                self.totals.iter().try_for_each(|(tenant, device, totals)| {
+                    f.sample(vec![("tenant", tenant), ("device", device)], value(totals))
+                })
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn histogram(metric: &mut MetricEncoder<'_>, lever: &LeverCost) -> fmt::Result {
+    let ends = LEVER_BUCKETS_US
+        .iter()
+        .map(|end| *end as f64 / 1e6)
+        .chain([f64::INFINITY]);
+    let buckets: Vec<(f64, u64)> = ends.zip(lever.histogram.iter().copied()).collect();
+    let sum = lever.total_us as f64 / 1e6;
+    metric.encode_histogram::<NoLabelSet>(sum, lever.pulls, &buckets, None)
+}
+
+#[cfg(test)]
+pub(crate) mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use gpumux_core::Class;
+
+    use super::*;
+    use crate::api::types::{Device, Scheduler, Spec, TenantState};
+
+    pub(crate) fn example() -> Scrape {
+        let lever = |lever: &str| LeverCost {
+            lever: lever.into(),
+            pulls: 3,
+            failures: 1,
+            min_us: 10,
+            mean_us: 20,
+            max_us: 900_000,
+            total_us: 900_060,
+            histogram: vec![1, 1, 0, 0, 0, 0, 0, 0, 0, 0, 1],
+        };
+        let device = |uuid: &str| Device {
+            uuid: uuid.into(),
+            name: "with \"quotes\" and \\".into(),
+            emulated: true,
+            driver: "580.1".into(),
+            memory_bytes: 1 << 30,
+            policy: "priority".into(),
+            state: "ok".into(),
+            domains: 1,
+            levers: vec![lever("freeze"), lever("thaw")],
+        };
+        let totals = Totals {
+            received_us: 1.5e6,
+            preemptions: 7,
+            ..Totals::default()
+        };
+        Scrape {
+            status: Status {
+                version: "1".into(),
+                protocol: 1,
+                pid: 1,
+                uptime_s: 1,
+                listen: None,
+                runtime_dir: "/run".into(),
+                session_socket: "/run/s".into(),
+                policy: "priority".into(),
+                tenants: 1,
+                sessions: 1,
+                devices: vec![device("GPU-0"), device("GPU-1")],
+                scheduler: Scheduler {
+                    steps: 5,
+                    plans: 2,
+                    busy_s: 0.5,
+                    plan_max_us: 80,
+                },
+            },
+            tenants: vec![Tenant {
+                name: "web".into(),
+                class: Class::Latency,
+                spec: Spec::default(),
+                uid: 1000,
+                pids: vec![1],
+                devices: vec!["GPU-0".into()],
+                domains: Vec::new(),
+                since: 0,
+                state: TenantState::Idle,
+                hints: Default::default(),
+                requests: Default::default(),
+            }],
+            totals: vec![("web".into(), "GPU-0".into(), totals)],
+            started: 1e9,
+        }
+    }
+
+    /// A linter: what OpenMetrics demands and Prometheus' naming rules ask for. Returns the samples' names.
+    pub(crate) fn lint(text: &str) -> BTreeSet<String> {
+        let body = text.strip_suffix("# EOF\n").expect("it ends with EOF");
+        let mut described: BTreeMap<&str, (bool, &str, Option<&str>)> = BTreeMap::new();
+        let (mut samples, mut series) = (BTreeSet::new(), BTreeSet::new());
+        for line in body.lines() {
+            let words: Vec<&str> = line.splitn(4, ' ').collect();
+            match words[..] {
+                ["#", "HELP", name, help] => {
+                    assert!(help.ends_with('.') && help.len() > 5, "{line}");
+                    assert!(
+                        described.insert(name, (true, "", None)).is_none(),
+                        "twice: {line}"
+                    );
+                }
+                ["#", "TYPE", name, kind] => described.get_mut(name).expect(line).1 = kind,
+                ["#", "UNIT", name, unit] => {
+                    assert!(name.ends_with(&format!("_{unit}")), "{line}");
+                    described.get_mut(name).expect(line).2 = Some(unit);
+                }
+                _ => {
+                    let (id, value) = line.rsplit_once(' ').expect(line);
+                    let value: f64 = value.parse().expect(line);
+                    assert!(value.is_finite(), "{line}");
+                    assert!(series.insert(id.to_owned()), "twice: {line}");
+                    let name = id.split('{').next().unwrap();
+                    assert!(name.starts_with("gpumux_"), "{line}");
+                    assert!(
+                        name.bytes()
+                            .all(|b| b.is_ascii_lowercase() || b"_0123456789".contains(&b)),
+                        "{line}"
+                    );
+                    let ends = ["_total", "_bucket", "_sum", "_count"];
+                    let family = described.get(name).map(|_| name).unwrap_or_else(|| {
+                        ends.iter()
+                            .find_map(|end| name.strip_suffix(end))
+                            .expect(line)
+                    });
+                    let (_, kind, _) = described
+                        .get(family)
+                        .unwrap_or_else(|| panic!("no HELP: {line}"));
+                    match *kind {
+                        "counter" => assert!(name.ends_with("_total") && value >= 0.0, "{line}"),
+                        "gauge" => assert!(name == family && !name.ends_with("_total"), "{line}"),
+                        "histogram" => assert!(
+                            ["_bucket", "_sum", "_count"]
+                                .iter()
+                                .any(|e| name.ends_with(e)),
+                            "{line}"
+                        ),
+                        kind => panic!("type {kind}: {line}"),
+                    }
+                    samples.insert(name.to_owned());
+                }
+            }
+        }
+        for (name, (_, kind, unit)) in described {
+            assert!(!kind.is_empty(), "{name} has no TYPE");
+            for short in ["_us", "_ms", "milliseconds", "microseconds", "percent"] {
+                assert!(!name.ends_with(short), "{name}: use base units");
+            }
+            assert_eq!(
+                unit.is_some(),
+                ["_seconds", "_bytes", "_ratio"]
+                    .iter()
+                    .any(|u| name.ends_with(u)),
+                "{name}"
+            );
+        }
+        samples
+    }
+
+    #[test]
+    fn what_is_told_keeps_the_rules() {
+        let text = example().text();
+        lint(&text);
+        for line in [
+            r#"gpumux_tenant_received_seconds_total{tenant="web",device="GPU-0"} 1.5"#,
+            r#"gpumux_lever_pull_seconds_bucket{le="0.00005",device="GPU-0",lever="freeze"} 2"#,
+            r#"gpumux_lever_pull_seconds_count{device="GPU-1",lever="thaw"} 3"#,
+        ] {
+            assert!(text.contains(line), "{line} in\n{text}");
+        }
+        assert!(text.contains(r#"name="with \"quotes\" and \\""#), "{text}");
+        assert!(
+            text.contains(r#"le="+Inf",device="GPU-0",lever="freeze"} 3"#),
+            "{text}"
+        );
+    }
+
+    /// Whatever the dashboard and the alerts ask for is told.
+    #[test]
+    fn the_dashboard_and_the_alerts_name_metrics_that_exist() {
+        let known = lint(&example().text());
+        for (file, text) in [
+            (
+                "grafana.json",
+                include_str!("../../../../deploy/grafana.json"),
+            ),
+            ("alerts.yml", include_str!("../../../../deploy/alerts.yml")),
+        ] {
+            let names: BTreeSet<&str> = text
+                .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
+                .filter(|word| word.starts_with("gpumux_"))
+                .collect();
+            assert!(names.len() > 5, "{file}");
+            for name in names {
+                assert!(known.contains(name), "{file} asks for {name}");
+            }
+        }
+        let dashboard: serde_json::Value =
+            serde_json::from_str(include_str!("../../../../deploy/grafana.json")).unwrap();
+        assert!(dashboard["panels"].as_array().unwrap().len() > 5);
+    }
+}

@@ -1,0 +1,136 @@
+//! What happened on a device lately, for traces; and what its domains had in all, for metrics.
+
+use std::{collections::VecDeque, sync::Arc};
+
+use gpumux_core::{Demand, DomainId, Micros, TenantId};
+
+/// Most events kept per device: half a minute of a device whose turns change every 10 ms, in about 1 MiB.
+const CAPACITY: usize = 16 * 1024;
+
+/// Whose event.
+#[derive(Debug)]
+pub(crate) struct Who {
+    pub(crate) id: DomainId,
+    pub(crate) tenant: TenantId,
+    pub(crate) pid: u32,
+}
+
+/// What happened to a domain.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum What {
+    /// It came, and had this.
+    Came(Now),
+    Left,
+    Frozen,
+    Thawed,
+    /// Its slice was set, in µs.
+    Slice(u64),
+    /// Somebody else set its slice, in µs.
+    Tampered(u64),
+    Demand(Demand),
+    /// A plan gave another reason than the one before.
+    Reason(&'static str),
+    /// A lever did not move.
+    Fault,
+}
+
+/// What a domain has at one moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Now {
+    pub(crate) frozen: bool,
+    pub(crate) timeslice_us: u64,
+    pub(crate) demand: Demand,
+    pub(crate) reason: &'static str,
+}
+
+/// One thing that happened.
+#[derive(Clone, Debug)]
+pub(crate) struct Event {
+    pub(crate) at: Micros,
+    pub(crate) who: Arc<Who>,
+    pub(crate) what: What,
+}
+
+/// The last events of a device, the oldest first.
+#[derive(Debug, Default)]
+pub(super) struct Record(VecDeque<Event>);
+
+impl Record {
+    pub(super) fn push(&mut self, at: Micros, who: &Arc<Who>, what: What) {
+        if self.0.len() >= CAPACITY {
+            self.0.pop_front();
+        }
+        let who = Arc::clone(who);
+        // In order, also where a plan is written down after the levers of another device were pulled.
+        let at = self.0.back().map_or(at, |last| last.at.max(at));
+        self.0.push_back(Event { at, who, what });
+    }
+
+    /// The events since a moment.
+    pub(super) fn since(&self, from: Micros) -> Vec<Event> {
+        let first = self.0.partition_point(|event| event.at < from);
+        self.0.range(first..).cloned().collect()
+    }
+}
+
+/// The last seconds of one device.
+#[derive(Debug)]
+pub(crate) struct History {
+    /// UUID of the device.
+    pub(crate) device: String,
+    pub(crate) from: Micros,
+    pub(crate) to: Micros,
+    pub(crate) events: Vec<Event>,
+    /// Who is there at the end, and what they have.
+    pub(crate) present: Vec<(Arc<Who>, Now)>,
+}
+
+/// What domains had so far. Never falls, although domains end.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub(crate) struct Totals {
+    pub(crate) received_us: f64,
+    pub(crate) runnable_us: f64,
+    pub(crate) waited_us: f64,
+    pub(crate) frozen_us: f64,
+    pub(crate) preemptions: u64,
+    pub(crate) freezes: u64,
+    pub(crate) thaws: u64,
+    pub(crate) slice_changes: u64,
+    pub(crate) tampered: u64,
+}
+
+impl std::ops::AddAssign for Totals {
+    fn add_assign(&mut self, other: Self) {
+        self.received_us += other.received_us;
+        self.runnable_us += other.runnable_us;
+        self.waited_us += other.waited_us;
+        self.frozen_us += other.frozen_us;
+        self.preemptions += other.preemptions;
+        self.freezes += other.freezes;
+        self.thaws += other.thaws;
+        self.slice_changes += other.slice_changes;
+        self.tampered += other.tampered;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_is_bounded_and_forgets_the_oldest() {
+        let mut record = Record::default();
+        let who = Arc::new(Who {
+            id: DomainId(1),
+            tenant: TenantId(1),
+            pid: 1,
+        });
+        for at in 0..CAPACITY as u64 + 10 {
+            record.push(Micros(at), &who, What::Frozen);
+        }
+        let all = record.since(Micros::ZERO);
+        assert_eq!((all.len(), all[0].at), (CAPACITY, Micros(10)));
+        assert_eq!(record.since(Micros(CAPACITY as u64 + 8)).len(), 2);
+        assert!(size_of::<Event>() <= 64);
+    }
+}
