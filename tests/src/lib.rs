@@ -1,1 +1,48 @@
-//! Harness of the end-to-end tests.
+//! Harness of the end-to-end tests: real processes on the emulated device, or on a real one.
+//!
+//! A [`Node`] is one machine in small: a runtime folder, a device and a daemon, all gone when it is dropped.
+//! Programs are started on it through the `gpumux` binary, as a user would. Nothing here knows a path from
+//! compile time, so that a built test executable can be carried elsewhere:
+//!
+//! - `GPUMUX_BIN_DIR` names the folder with `gpumux`, `libgpumux.so` and `libgpumux_emu.so`; without it they are
+//!   built by `cargo build --workspace` into the folder that the test itself was built in.
+//! - `GPUMUX_TEST_REAL=1` uses the machine's own GPU and driver instead of the emulated device.
+
+mod build;
+mod node;
+mod process;
+mod session;
+
+pub use build::{binary, library};
+pub use node::{Node, Options};
+pub use process::{Finished, Process, Run};
+pub use session::{Listener, Session, readable};
+
+use std::time::{Duration, Instant};
+
+/// Longest that anything here waits for something that should happen at once.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Whether the tests run on a real GPU.
+pub fn real() -> bool {
+    std::env::var_os("GPUMUX_TEST_REAL").is_some_and(|value| value == "1")
+}
+
+/// Asks again and again until the answer is there.
+///
+/// # Panics
+/// With `what`, after `patience`.
+#[track_caller]
+pub fn wait_for<T>(what: &str, patience: Duration, mut answer: impl FnMut() -> Option<T>) -> T {
+    let started = Instant::now();
+    loop {
+        if let Some(answer) = answer() {
+            return answer;
+        }
+        assert!(
+            started.elapsed() < patience,
+            "waited {patience:?} in vain: {what}"
+        );
+        std::thread::sleep(Duration::from_millis(5));
+    }
+}

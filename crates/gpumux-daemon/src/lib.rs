@@ -1,1 +1,22 @@
-//! gpumuxd: sessions, the scheduling thread, and the API
+//! gpumuxd: sessions, the scheduling thread, and the API.
+//!
+//! [`run`] is the whole daemon. Tenants' processes meet it at `session` (a `SOCK_SEQPACKET` socket: the shim
+//! hands over a process's channel groups), people and programs at [`api`] (HTTP on a Unix socket;
+//! [`client`] speaks it). `tenants` knows who is who; `scheduler` is a thread of its own that owns every
+//! domain and every lever, and runs the policies of `gpumux-core`. All but that thread is on tokio.
+
+pub mod api;
+pub mod client;
+pub mod config;
+pub mod paths;
+
+mod devices;
+mod peer;
+mod scheduler;
+mod serve;
+mod session;
+mod tenants;
+mod verify;
+
+pub use config::Config;
+pub use serve::{Error, run};

@@ -1,1 +1,24 @@
-//! libgpumux.so: preloaded into tenants, learns their channel groups and tells the daemon
+//! `libgpumux.so`: preloaded into tenants, learns their channel groups and tells the daemon.
+//!
+//! The library stands between a program and libc's `open`, `close` and `ioctl`. What is not an NVIDIA
+//! control file passes after one comparison. Of the driver library's RM calls it remembers the
+//! handles of channel groups ([`process`]). When the first group appears, one thread of its own
+//! ([`agent`]) connects to the daemon, sends the groups with their control file, and from
+//! then on watches that the daemon is still there: when it is not, it thaws the process's groups.
+//!
+//! Rules that hold everywhere here:
+//! - nothing happens before the program touches the driver: no constructor, thread, socket or allocation;
+//! - the program's own call is made first and with no lock held, its result and `errno` are what it gets;
+//! - no panic crosses into the program, and no call of the program waits for the daemon (but for
+//!   the first group under `GPUMUX_STRICT=1`, two seconds at most);
+//! - a child made by `fork` starts from nothing, and what the parent holds is closed in it.
+
+mod agent;
+mod config;
+mod control_files;
+mod exports;
+mod guard;
+mod next;
+mod notice;
+mod own;
+mod process;

@@ -1,6 +1,6 @@
 //! Dividing a device among those who want it: the part in which policies differ.
 
-use crate::{Class, TenantSpec};
+use crate::{Class, Micros, TenantSpec};
 
 /// What one tenant that wants the device may claim. Its numbers always make sense.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -13,6 +13,8 @@ pub struct Claim {
     pub limit: f64,
     /// Weight, within [`TenantSpec::WEIGHTS`].
     pub weight: f64,
+    /// Its latency objective, if it has one.
+    pub objective: Option<Micros>,
 }
 
 impl From<&TenantSpec> for Claim {
@@ -29,6 +31,7 @@ impl From<&TenantSpec> for Claim {
             guaranteed: sane(spec.guaranteed, 0.0, limit, 0.0),
             limit,
             weight: sane(spec.weight, lightest, heaviest, 1.0),
+            objective: spec.latency_objective_us.map(Micros),
         }
     }
 }
@@ -195,6 +198,7 @@ mod tests {
             guaranteed,
             limit,
             weight,
+            objective: None,
         }
     }
 

@@ -111,6 +111,12 @@ impl Memory {
         self.domains.get(&id).map_or(0.0, |track| track.lag)
     }
 
+    /// The share of the device to which a domain was entitled at the last plan; if it was idle, the share that
+    /// it would have had.
+    pub fn share(&self, id: DomainId) -> f64 {
+        self.domains.get(&id).map_or(0.0, |track| track.share)
+    }
+
     /// Forgets domains that are gone and charges the others for the time since the last plan.
     fn charge(&mut self, snapshot: &Snapshot) {
         let elapsed = self.at.map_or(0, |at| snapshot.now.saturating_sub(at).0) as f64;
@@ -278,6 +284,12 @@ impl<'a> Stage<'a> {
             }
         }
 
+        // A pause only matters to somebody who waits for the turn.
+        let rivals = cast.iter().any(|actor| !actor.front && actor.runnable());
+        for actor in &mut cast {
+            actor.wants &= actor.runnable() || (rivals && !actor.front);
+        }
+
         let all = divide(division, &cast, |_| true);
         let wanting = divide(division, &cast, |actor| actor.wants);
         let recent = divide(division, &cast, |actor| actor.recent);
@@ -302,61 +314,82 @@ impl<'a> Stage<'a> {
 
     /// Asks for a plan in about `delay` µs.
     fn ask_in(&mut self, delay: f64) {
-        let at = self.now.0.saturating_add(delay.max(MIN_STEP_US) as u64);
+        let at = self
+            .now
+            .0
+            .saturating_add(delay.max(MIN_STEP_US).ceil() as u64);
         self.next = earlier(self.next, at);
     }
 
     /// Nobody is further ahead than by two turns (back row) or budgets (front row): a debt made with
-    /// a large share must not take forever to pay back with a small one.
+    /// a large share must not take forever to pay back with a small one. In the front row nobody
+    /// is further behind either: what its neighbours took, the back row need not pay.
     fn bound_debts(&self, memory: &mut Memory) {
         for (index, actor) in self.cast.iter().enumerate() {
             let most = match actor.front {
-                true => self.budget(actor.share),
+                true => self.budget(index),
                 false => self.turn_length(index),
             };
             if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
                 track.lag = track.lag.max(-2.0 * most);
+                if actor.front {
+                    track.lag = track.lag.min(2.0 * most);
+                }
             }
         }
     }
 
-    /// How far a front domain with this share may run ahead, in µs: so far that it then pauses for what
-    /// the others are due in a period, or for a turn of the back row if that is longer.
-    fn budget(&self, share: f64) -> f64 {
-        let pause = self.tuning.period.0 as f64 * (1.0 - share);
-        share * pause.max(self.tuning.min_turn(self.costs))
+    /// The share of the device that a front domain must leave to others.
+    fn left_to_others(&self, index: usize) -> f64 {
+        let back = self.cast.iter().filter(|actor| !actor.front && actor.wants);
+        let back: f64 = back.map(|actor| actor.share).sum();
+        let limited = self.cast[index].claim.limit < 1.0;
+        match limited && back == 0.0 {
+            true => 1.0 - self.cast[index].share,
+            false => back,
+        }
+    }
+
+    /// How far a front domain may run ahead, in µs: so far that it then pauses for what the
+    /// others are due in a period, or for a turn of the back row if that is longer.
+    fn budget(&self, index: usize) -> f64 {
+        let pause = self.tuning.period.0 as f64 * self.left_to_others(index);
+        self.cast[index].share * pause.max(self.tuning.min_turn(self.costs))
     }
 
     /// Finds the front domains that are over their budget while others want the device.
     fn budgets(&mut self, memory: &mut Memory) {
-        let back_wants = self.cast.iter().any(|actor| !actor.front && actor.wants);
-        let front_wants = self.cast.iter().filter(|a| a.front && a.wants).count();
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
             let Some(track) = memory.domains.get_mut(&actor.domain.id) else {
                 continue;
             };
-            let limited = actor.claim.limit < 1.0 && front_wants > usize::from(actor.wants);
-            if !actor.front || !(back_wants || limited) {
-                track.exhausted = false;
-                continue;
-            }
-            let share = actor.share;
-            let rest = 1.0 - share;
-            let budget = self.budget(share);
-            if rest < 1e-9 || track.lag >= 0.0 {
+            let rivals = self.cast.iter().enumerate();
+            let limited = actor.claim.limit < 1.0;
+            let contested = rivals
+                .filter(|(at, rival)| *at != index && rival.wants)
+                .any(|(_, rival)| !rival.front || limited);
+            let budget = self.budget(index);
+            if !actor.front || !contested || track.lag >= 0.0 {
                 track.exhausted = false;
             } else if track.lag <= -budget {
                 track.exhausted = true;
             }
-            if !actor.runnable() || rest < 1e-9 {
+            if !actor.front || !contested || !actor.runnable() {
                 continue;
             }
-            let (lag, exhausted) = (track.lag, track.exhausted);
+            let (lag, share, exhausted) = (track.lag, actor.share, track.exhausted);
             self.cast[index].over_budget = exhausted;
             match exhausted {
                 true => self.ask_in(-lag / share.max(1e-9)),
-                false => self.ask_in((lag + budget) / rest),
+                false => self.ask_in((lag + budget) / (1.0 - share).max(1e-9)),
+            }
+        }
+        // Nobody pauses for nobody.
+        let others = |actor: &Actor| actor.wants && !actor.over_budget;
+        if !self.cast.iter().any(others) {
+            for actor in &mut self.cast {
+                actor.over_budget = false;
             }
         }
     }
@@ -475,6 +508,11 @@ impl<'a> Stage<'a> {
             let level = memory.lag(actor.domain.id) / (1.0 - actor.share).max(1e-9);
             left = left.min(level.max(self.tuning.min_turn(self.costs) - used));
         }
+        // While the front row runs, the turn hardly gets on.
+        let front_runs = |actor: &Actor| actor.front && actor.runnable() && !actor.over_budget;
+        if self.cast.iter().any(front_runs) {
+            left = left.max(self.tuning.min_turn(self.costs));
+        }
         self.ask_in(left);
     }
 
@@ -578,4 +616,163 @@ fn divide(division: &dyn Division, cast: &[Actor], counts: impl Fn(&Actor) -> bo
             _ => 0.0,
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{MaxMin, Priority};
+    use crate::testing::{domain, snapshot};
+
+    fn plan(snapshot: &Snapshot, memory: &mut Memory) -> Plan {
+        Shared::new(Priority).plan(snapshot, memory)
+    }
+
+    fn shape(plan: &Plan) -> Vec<(u64, RunState)> {
+        let shape = |domain: &DomainPlan| (domain.timeslice.0, domain.run);
+        plan.domains.iter().map(shape).collect()
+    }
+
+    use RunState::{Enabled, Frozen};
+
+    #[test]
+    fn a_tenant_alone_is_left_alone() {
+        let alone = snapshot(&[Class::Batch], vec![domain(1, 0)]);
+        let got = plan(&alone, &mut Memory::default());
+        assert_eq!(got.levers(&alone), []);
+        assert_eq!(got.next, None);
+    }
+
+    #[test]
+    fn latency_goes_before_one_batch_domain() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
+        let got = plan(&snapshot(&classes, domains), &mut Memory::default());
+        assert_eq!(
+            shape(&got),
+            [(1_000_000, Enabled), (1, Enabled), (1, Frozen)]
+        );
+    }
+
+    #[test]
+    fn standard_tenants_share_by_slices_that_cost_five_percent() {
+        let mut two = snapshot(&[Class::Standard; 2], vec![domain(1, 0), domain(2, 1)]);
+        two.tenants[0].spec.guaranteed = 0.7;
+        two.tenants[1].spec.guaranteed = 0.3;
+        let got = plan(&two, &mut Memory::default());
+        let slices: Vec<f64> = got.domains.iter().map(|d| d.timeslice.0 as f64).collect();
+        let share = slices[0] / (slices[0] + slices[1]);
+        assert!((share - 0.7).abs() < 0.003, "{share}");
+        let cost = 2.0 * two.costs.switch.0 as f64 / (slices[0] + slices[1]);
+        assert!((cost - 0.05).abs() < 0.001, "{cost}");
+        assert_eq!(got.next, None, "slices alone do it");
+    }
+
+    #[test]
+    fn batch_tenants_alone_are_neither_frozen_nor_switched_often() {
+        let four = snapshot(
+            &[Class::Batch; 4],
+            (0..4).map(|id| domain(id, id)).collect(),
+        );
+        let got = plan(&four, &mut Memory::default());
+        assert!(shape(&got).iter().all(|shape| *shape == (18_800, Enabled)));
+    }
+
+    #[test]
+    fn a_standard_domain_takes_a_turn_that_batch_only_borrowed() {
+        let classes = [Class::Latency, Class::Standard, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        now.domains[0].demand = Demand::Idle;
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        assert_eq!(shape(&plan(&now, &mut memory))[2], (1, Enabled));
+        now.now = Micros::from_secs(1);
+        now.domains[2].received = Micros::from_secs(1);
+        now.domains[1].demand = Demand::Busy;
+        now.domains[1].demand_since = now.now;
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
+        // The borrower comes back for its floor, but not before the other had a full turn.
+        assert!(got.next.expect("a turn ends") >= now.now + Micros::from_millis(40));
+    }
+
+    #[test]
+    fn a_short_pause_does_not_cost_the_turn_and_a_long_one_does() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.now = Micros(5_000);
+        now.domains[1].demand = Demand::Idle;
+        now.domains[1].demand_since = Micros(4_500);
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
+        assert_eq!(got.next, Some(Micros(4_500 + 1_008)));
+        now.now = Micros(5_600);
+        assert_eq!(
+            shape(&plan(&now, &mut memory))[1..],
+            [(1, Enabled), (1, Enabled)]
+        );
+    }
+
+    #[test]
+    fn a_latency_domain_over_its_budget_pauses_until_it_is_level() {
+        let classes = [Class::Latency, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        now.tenants[1].spec.guaranteed = 0.4;
+        let mut memory = Memory::default();
+        let first = plan(&now, &mut memory);
+        assert_eq!(shape(&first)[0], (1_000_000, Enabled));
+        let pause = first.next.expect("the budget ends");
+        assert!((55_000..65_000).contains(&pause.0), "{pause}");
+        now.now = pause;
+        now.domains[0].received = pause;
+        let second = plan(&now, &mut memory);
+        assert_eq!(shape(&second), [(1_000_000, Frozen), (1, Enabled)]);
+        let level = second.next.expect("the pause ends");
+        now.domains[1].received = level.saturating_sub(pause);
+        now.now = level;
+        assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
+        // An idle rival has no claim.
+        now.domains[0].received = now.domains[0].received + Micros::from_secs(1);
+        now.domains[1].demand = Demand::Idle;
+        now.now = level + Micros::from_secs(1);
+        assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
+    }
+
+    #[test]
+    fn one_of_several_latency_domains_that_never_pauses_is_sliced() {
+        let classes = [Class::Latency, Class::Latency];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[0].0, 1_000_000);
+        assert_eq!(got.next, Some(Micros::from_millis(10)));
+        now.now = Micros::from_millis(10);
+        let got = plan(&now, &mut memory);
+        assert!(shape(&got)[0].0 < 10_000);
+        assert_eq!(shape(&got)[1].0, 1_000_000);
+    }
+
+    #[test]
+    fn max_min_lets_batch_share_by_slices() {
+        let classes = [Class::Standard, Class::Batch];
+        let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        let got = Shared::new(MaxMin).plan(&now, &mut Memory::default());
+        assert_eq!(got.domains[0].timeslice, got.domains[1].timeslice);
+        assert!(got.domains.iter().all(|domain| domain.run == Enabled));
+    }
+
+    #[test]
+    fn what_is_gone_is_forgotten() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.domains.clear();
+        now.tenants.clear();
+        assert_eq!(plan(&now, &mut memory), Plan::default());
+        assert_eq!((memory.turn, memory.domains.len()), (None, 0));
+    }
 }

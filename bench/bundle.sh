@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Puts all that benchmarks and tests need on a GPU machine without Rust into one folder:
+#   bench/bundle.sh [FOLDER]        (default: .bundle)
+# There: GPUMUX=FOLDER/bin/gpumux python3 bench/colocation.py …
+#        GPUMUX_BIN_DIR=FOLDER/bin GPUMUX_TEST_REAL=1 FOLDER/tests/NAME --test-threads=1
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-.bundle}
+target=${CARGO_TARGET_DIR:-target}
+
+cargo build --release --workspace --locked
+rm -rf "$out"
+mkdir -p "$out/bin" "$out/tests"
+for file in gpumux libgpumux.so libgpumux_emu.so; do
+  strip -o "$out/bin/$file" "$target/release/$file"
+done
+
+# Cargo names each test executable in a line of JSON.
+cargo test --release --locked -p gpumux-tests --no-run --message-format=json |
+  python3 -c '
+import json, sys
+for line in sys.stdin:
+    message = json.loads(line)
+    if message.get("executable") and "test" in message["target"]["kind"]:
+        print(message["target"]["name"], message["executable"])
+' | while read -r name executable; do
+  strip -o "$out/tests/$name" "$executable"
+done
+
+git rev-parse --short HEAD > "$out/commit"
+du -sh "$out"

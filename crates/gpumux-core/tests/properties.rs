@@ -1,0 +1,327 @@
+//! What every policy must keep, whatever happens: random arrivals, departures, demand, specs
+//! and times on a device that obeys at once and serves as `Accounts` says.
+
+use std::collections::BTreeMap;
+
+use gpumux_core::{
+    Accounts, Class, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, fractions, policy,
+};
+use proptest::prelude::*;
+
+/// One thing that happens.
+#[derive(Clone, Debug)]
+enum Event {
+    Arrive(TenantSpec, Demand),
+    Depart(usize),
+    Demand(usize, Demand),
+    Spec(usize, TenantSpec),
+    Wait(u64),
+}
+
+fn demand() -> impl Strategy<Value = Demand> {
+    prop_oneof![
+        4 => Just(Demand::Busy),
+        2 => Just(Demand::Idle),
+        1 => Just(Demand::Unknown),
+    ]
+}
+
+/// A spec that may promise too much together with others, or make no sense.
+fn spec() -> impl Strategy<Value = TenantSpec> {
+    let number = prop_oneof![
+        8 => 0.0..1.0,
+        1 => prop::sample::select(vec![f64::NAN, f64::INFINITY, -1.0, 1e300, 0.0]),
+    ];
+    let class = prop::sample::select(Class::ALL.to_vec());
+    let plain = prop_oneof![2 => Just(0.0), 1 => number.clone()];
+    (class, plain, number.clone(), number).prop_map(|(class, guaranteed, limit, weight)| {
+        TenantSpec {
+            class,
+            guaranteed,
+            limit: if limit < 0.5 { 1.0 } else { limit },
+            weight: 10.0 * weight,
+            latency_objective_us: None,
+        }
+    })
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    prop_oneof![
+        3 => (spec(), demand()).prop_map(|(spec, demand)| Event::Arrive(spec, demand)),
+        1 => any::<usize>().prop_map(Event::Depart),
+        5 => (any::<usize>(), demand()).prop_map(|(at, demand)| Event::Demand(at, demand)),
+        1 => (any::<usize>(), spec()).prop_map(|(at, spec)| Event::Spec(at, spec)),
+        4 => (0..300_000u64).prop_map(Event::Wait),
+    ]
+}
+
+/// A device that obeys at once, and its scheduler.
+struct World {
+    policy: Box<dyn Policy>,
+    memory: Memory,
+    accounts: Accounts,
+    now: Snapshot,
+    next: Option<Micros>,
+    born: u64,
+    /// Since when a runnable domain has not run.
+    waiting: BTreeMap<DomainId, Micros>,
+    longest_wait: BTreeMap<DomainId, u64>,
+}
+
+impl World {
+    fn new(policy: &str) -> Self {
+        Self {
+            policy: policy::by_name(policy).expect("known"),
+            memory: Memory::default(),
+            accounts: Accounts::default(),
+            now: Snapshot {
+                costs: Costs::default(),
+                ..Snapshot::default()
+            },
+            next: None,
+            born: 0,
+            waiting: BTreeMap::new(),
+            longest_wait: BTreeMap::new(),
+        }
+    }
+
+    fn arrive(&mut self, spec: TenantSpec, demand: Demand) -> DomainId {
+        self.born += 1;
+        self.now.tenants.push(TenantState {
+            id: TenantId(self.born),
+            spec,
+        });
+        self.now.domains.push(DomainState {
+            id: DomainId(self.born),
+            tenant: TenantId(self.born),
+            demand,
+            demand_since: self.now.now,
+            received: Micros::ZERO,
+            timeslice: Timeslice::DEFAULT,
+            run: RunState::Enabled,
+            pinned: None,
+        });
+        DomainId(self.born)
+    }
+
+    fn apply(&mut self, event: Event) {
+        let count = self.now.domains.len();
+        match event {
+            Event::Arrive(spec, demand) if count < 8 => {
+                self.arrive(spec, demand);
+            }
+            Event::Depart(at) if count > 0 => {
+                self.now.domains.remove(at % count);
+                self.now.tenants.remove(at % count);
+            }
+            Event::Demand(at, demand) if count > 0 => {
+                let domain = &mut self.now.domains[at % count];
+                if domain.demand != demand {
+                    domain.demand = demand;
+                    domain.demand_since = self.now.now;
+                }
+            }
+            Event::Spec(at, spec) if count > 0 => self.now.tenants[at % count].spec = spec,
+            Event::Wait(us) => return self.run_for(us),
+            _ => {}
+        }
+        self.plan();
+    }
+
+    /// Plans, checks the plan, and pulls the levers.
+    fn plan(&mut self) {
+        let mut again = self.memory.clone();
+        let plan = self.policy.plan(&self.now, &mut self.memory);
+        assert_eq!(
+            plan,
+            self.policy.plan(&self.now, &mut again),
+            "not deterministic"
+        );
+        assert_eq!(self.memory, again, "not deterministic");
+        self.check(&plan);
+        for lever in plan.levers(&self.now) {
+            let domains = &mut self.now.domains;
+            let domain = domains
+                .iter_mut()
+                .find(|domain| domain.id == lever.domain());
+            let domain = domain.expect("a domain of the snapshot");
+            match lever {
+                Lever::Freeze(_) => domain.run = RunState::Frozen,
+                Lever::Thaw(_) => domain.run = RunState::Enabled,
+                Lever::SetTimeslice(_, timeslice) => domain.timeslice = timeslice,
+            }
+        }
+        let repeated = self.policy.plan(&self.now, &mut self.memory);
+        assert_eq!(
+            repeated.levers(&self.now),
+            [],
+            "a plan applied twice pulls levers"
+        );
+        self.next = repeated.next;
+        self.observe();
+    }
+
+    fn check(&self, plan: &Plan) {
+        let ids = |plan: &Plan| plan.domains.iter().map(|d| d.id).collect::<Vec<_>>();
+        let expected: Vec<_> = self.now.domains.iter().map(|domain| domain.id).collect();
+        assert_eq!(ids(plan), expected, "every domain once and in order");
+        let runnable = || {
+            let domains = self.now.domains.iter().zip(&plan.domains);
+            domains.filter(|(domain, _)| domain.demand.may_run())
+        };
+        let enabled = || runnable().filter(|(_, plan)| plan.run == RunState::Enabled);
+        let shortest = enabled().filter(|(_, plan)| plan.timeslice == Timeslice::MIN);
+        assert!(shortest.count() <= 1, "livelock: {plan:?}");
+        // The holder of the turn may pause for as long as handing over would cost.
+        let costs = &self.now.costs;
+        let handover = costs.freeze + costs.thaw + costs.switch;
+        let pauses = |domain: &DomainState| {
+            domain.demand == Demand::Idle && self.now.now < domain.demand_since + handover
+        };
+        let paused = self.now.domains.iter().any(pauses);
+        let conserving = runnable().count() == 0 || enabled().count() > 0 || paused;
+        assert!(
+            conserving,
+            "not work conserving: {plan:?} for {:?}",
+            self.now
+        );
+        for domain in &plan.domains {
+            assert!(
+                (Timeslice::MIN..=Timeslice::MAX).contains(&domain.timeslice),
+                "{domain:?}"
+            );
+        }
+        assert!(
+            plan.next.is_none_or(|next| next > self.now.now),
+            "asks for the past"
+        );
+        if runnable().count() <= 1 {
+            // Only slices may have to change, when an idle domain has been so for a second.
+            let soon = self.now.now + Micros::from_secs(1);
+            assert!(plan.next.is_none_or(|next| next <= soon), "{plan:?}");
+        }
+    }
+
+    fn run_for(&mut self, us: u64) {
+        let end = self.now.now + Micros(us);
+        while self.now.now < end {
+            let until = self.next.map_or(end, |next| next.min(end));
+            self.now.now = until;
+            self.accounts
+                .advance(until, &self.now.domains, &self.now.costs);
+            for domain in &mut self.now.domains {
+                domain.received = self.accounts.get(domain.id).received();
+            }
+            self.plan();
+        }
+    }
+
+    /// Notes who waits. A 1 µs slice beside a longer one doesn't count as running.
+    fn observe(&mut self) {
+        let now = self.now.now;
+        let running = fractions(&self.now.domains, &self.now.costs);
+        for (domain, fraction) in self.now.domains.iter().zip(running) {
+            let waits = domain.demand == Demand::Busy && fraction < 1e-3;
+            if let Some(since) = self.waiting.get(&domain.id) {
+                let longest = self.longest_wait.entry(domain.id).or_default();
+                *longest = (*longest).max(now.saturating_sub(*since).0);
+            }
+            match waits {
+                true => _ = self.waiting.entry(domain.id).or_insert(now),
+                false => _ = self.waiting.remove(&domain.id),
+            }
+        }
+    }
+
+    /// From now on, nobody has waited yet.
+    fn forget_waits(&mut self) {
+        self.waiting.clear();
+        self.longest_wait.clear();
+    }
+}
+
+fn policies() -> impl Strategy<Value = &'static str> {
+    prop::sample::select(policy::NAMES.to_vec())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, max_shrink_iters: 0, failure_persistence: None, ..Default::default() })]
+
+    /// `World::plan` checks every plan on the way.
+    #[test]
+    fn every_plan_is_safe(policy in policies(), events in prop::collection::vec(event(), 1..60)) {
+        let mut world = World::new(policy);
+        for event in events {
+            world.apply(event);
+        }
+    }
+
+    /// Whatever happened before, once demand is stable nobody waits longer than its share explains: the time in which
+    /// its share makes up for four turns, its own debt included, and a turn of everybody else.
+    #[test]
+    fn nobody_waits_longer_than_its_bound(
+        policy in policies(),
+        events in prop::collection::vec(event(), 1..40),
+    ) {
+        let mut world = World::new(policy);
+        for event in events {
+            world.apply(event);
+        }
+        let known = |domain: &DomainState| domain.demand == Demand::Unknown;
+        for at in 0..world.now.domains.len() {
+            if known(&world.now.domains[at]) {
+                world.apply(Event::Demand(at, Demand::Busy));
+            }
+        }
+        world.forget_waits();
+        let quantum = 50_400.0;
+        let turn = |share: f64| (quantum / 5.0_f64).max(share * 4.0 * quantum);
+        let bound = |world: &World, id| {
+            let share = world.memory.share(id).max(1e-9);
+            let others = world.now.domains.len() as f64 * 4.0 * quantum;
+            4.0 * turn(share) / share + 2.0 * others
+        };
+        let ids: Vec<_> = world.now.domains.iter().map(|domain| domain.id).collect();
+        let longest = ids.iter().map(|id| bound(&world, *id)).fold(0.0, f64::max);
+        world.run_for((1.2 * longest) as u64);
+        for id in ids {
+            let waited = world.longest_wait.get(&id).copied().unwrap_or(0) as f64;
+            let bound = bound(&world, id);
+            prop_assert!(
+                waited <= bound,
+                "{id:?} waited {waited} µs, more than {bound}: {:?} {:?}", world.now, world.memory
+            );
+        }
+    }
+
+    /// When everybody always has work, everybody gets its share, and with it its guarantee.
+    #[test]
+    fn a_saturated_device_keeps_all_promises(
+        policy in policies(),
+        specs in prop::collection::vec((prop::sample::select(Class::ALL.to_vec()), 0.05..0.3f64), 2..4),
+    ) {
+        let mut world = World::new(policy);
+        let mut ids = Vec::new();
+        for (class, guaranteed) in specs {
+            let spec = TenantSpec { class, guaranteed, ..TenantSpec::default() };
+            ids.push((world.arrive(spec, Demand::Busy), guaranteed));
+        }
+        world.plan();
+        world.run_for(2_000_000);
+        let received = |world: &World| -> Vec<f64> {
+            ids.iter().map(|(id, _)| world.accounts.get(*id).received_us).collect()
+        };
+        let before = received(&world);
+        world.run_for(10_000_000);
+        let after = received(&world);
+        let got: Vec<f64> = after.iter().zip(&before).map(|(after, before)| after - before).collect();
+        let sum: f64 = got.iter().sum();
+        for ((id, guaranteed), got) in ids.iter().zip(&got) {
+            let share = got / sum;
+            prop_assert!(share > guaranteed - 0.01, "{id:?} got {share} of {guaranteed}");
+            let entitled = world.memory.share(*id);
+            prop_assert!((share - entitled).abs() < 0.02, "{id:?} got {share} of {entitled}");
+        }
+    }
+}

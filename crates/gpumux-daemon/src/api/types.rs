@@ -1,0 +1,297 @@
+//! What the API says and hears. The CLI uses the same types.
+
+use gpumux_core::{Class, Demand, TenantSpec};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+/// The daemon.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Status {
+    /// Version of the daemon.
+    pub version: String,
+    /// Version of the protocol that it speaks with the shims.
+    pub protocol: u32,
+    /// Its process.
+    pub pid: u32,
+    /// Seconds since it started.
+    pub uptime_s: u64,
+    /// Where its sockets are.
+    pub runtime_dir: String,
+    /// The socket for tenants' processes.
+    pub session_socket: String,
+    /// The policy of devices that have none of their own.
+    pub policy: String,
+    /// How many tenants there are.
+    pub tenants: usize,
+    /// How many processes are connected.
+    pub sessions: usize,
+    /// The devices.
+    pub devices: Vec<Device>,
+    /// The scheduling thread.
+    pub scheduler: Scheduler,
+}
+
+/// What the scheduling thread does.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Scheduler {
+    /// How often it looked.
+    pub steps: u64,
+    /// How often a device was planned.
+    pub plans: u64,
+    /// Seconds spent other than in levers.
+    pub busy_s: f64,
+    /// The longest plan of all devices in µs.
+    pub plan_max_us: u64,
+}
+
+/// A device that is shared.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Device {
+    /// As the driver writes it.
+    pub uuid: String,
+    /// Product name; empty where NVML is missing.
+    pub name: String,
+    /// Whether it is the emulated device.
+    pub emulated: bool,
+    /// Version of the driver; empty where NVML is missing.
+    pub driver: String,
+    /// Bytes of memory; 0 where NVML is missing.
+    pub memory_bytes: u64,
+    /// The policy that plans it.
+    pub policy: String,
+    /// `ok`, or what is wrong with it.
+    pub state: String,
+    /// How many domains run on it.
+    pub domains: usize,
+    /// What its levers cost.
+    pub levers: Vec<LeverCost>,
+}
+
+/// What one kind of lever cost on one device so far.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct LeverCost {
+    /// `freeze`, `thaw`, `set_timeslice` or `read_timeslice`.
+    pub lever: String,
+    /// How often it moved.
+    pub pulls: u64,
+    /// How often it did not.
+    pub failures: u64,
+    /// Least time in µs.
+    pub min_us: u64,
+    /// Mean time in µs.
+    pub mean_us: u64,
+    /// Most time in µs.
+    pub max_us: u64,
+}
+
+/// A tenant's promise.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Spec {
+    /// How it takes its turn.
+    #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
+    pub class: Class,
+    /// Share of each device's compute that it always gets when it wants it.
+    #[schema(minimum = 0, maximum = 1)]
+    pub guaranteed: f64,
+    /// Share that it never exceeds while others want it.
+    #[schema(minimum = 0, maximum = 1)]
+    pub limit: f64,
+    /// Weight among its equals.
+    #[schema(minimum = 0.001, maximum = 1000)]
+    pub weight: f64,
+    /// Latency objective of one request in µs, if it has one.
+    pub latency_objective_us: Option<u64>,
+}
+
+impl Default for Spec {
+    fn default() -> Self {
+        TenantSpec::default().into()
+    }
+}
+
+impl From<TenantSpec> for Spec {
+    fn from(spec: TenantSpec) -> Self {
+        let TenantSpec {
+            class,
+            guaranteed,
+            limit,
+            weight,
+            latency_objective_us,
+        } = spec;
+        Self {
+            class,
+            guaranteed,
+            limit,
+            weight,
+            latency_objective_us,
+        }
+    }
+}
+
+impl From<Spec> for TenantSpec {
+    fn from(spec: Spec) -> Self {
+        let Spec {
+            class,
+            guaranteed,
+            limit,
+            weight,
+            latency_objective_us,
+        } = spec;
+        Self {
+            class,
+            guaranteed,
+            limit,
+            weight,
+            latency_objective_us,
+        }
+    }
+}
+
+/// A change of a tenant's promise: what is not named stays.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct SpecChange {
+    /// How it takes its turn.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, pattern = "^(latency|standard|batch)$")]
+    pub class: Option<Class>,
+    /// Share of each device's compute that it always gets when it wants it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 0, maximum = 1)]
+    pub guaranteed: Option<f64>,
+    /// Share that it never exceeds while others want it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 0, maximum = 1)]
+    pub limit: Option<f64>,
+    /// Weight among its equals.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 0.001, maximum = 1000)]
+    pub weight: Option<f64>,
+    /// Latency objective of one request in µs.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_objective_us: Option<u64>,
+}
+
+impl SpecChange {
+    /// The spec after the change.
+    pub fn apply(&self, spec: &TenantSpec) -> TenantSpec {
+        TenantSpec {
+            class: self.class.unwrap_or(spec.class),
+            guaranteed: self.guaranteed.unwrap_or(spec.guaranteed),
+            limit: self.limit.unwrap_or(spec.limit),
+            weight: self.weight.unwrap_or(spec.weight),
+            latency_objective_us: self.latency_objective_us.or(spec.latency_objective_us),
+        }
+    }
+}
+
+/// A tenant to be made. It lives while the process that asked for it or any of its sessions does.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct NewTenant {
+    /// Its name; refused while another tenant has it.
+    pub name: Option<String>,
+    /// Without a name: the program that it is named after, with a number if that is taken.
+    pub program: Option<String>,
+    /// Its promise.
+    pub spec: Spec,
+}
+
+/// A tenant that was made.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Created {
+    /// Its name.
+    pub name: String,
+    /// The secret that makes a process belong to it (`GPUMUX_TENANT`).
+    pub token: String,
+    /// The socket for its processes (`GPUMUX_SOCKET`).
+    pub socket: String,
+}
+
+/// A tenant.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Tenant {
+    /// Unique among the living.
+    pub name: String,
+    /// How it takes its turn.
+    #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
+    pub class: Class,
+    /// Its promise.
+    pub spec: Spec,
+    /// Whose it is.
+    pub uid: u32,
+    /// Its connected processes.
+    pub pids: Vec<u32>,
+    /// UUIDs of the devices that it has domains on.
+    pub devices: Vec<String>,
+    /// Its domains.
+    pub domains: Vec<Domain>,
+    /// When it began, in seconds since 1970.
+    pub since: u64,
+    /// What it does.
+    pub state: TenantState,
+}
+
+/// What a tenant does.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum TenantState {
+    /// No process of it has used a device yet.
+    Waiting,
+    /// Has work, or may have.
+    Running,
+    /// Has no work.
+    Idle,
+    /// A lever of one of its domains does not move.
+    Faulty,
+}
+
+/// A tenant's domain on a device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Domain {
+    /// Unique in the daemon's life.
+    pub id: u64,
+    /// UUID of its device.
+    pub device: String,
+    /// Its process.
+    pub pid: u32,
+    /// How long it may run before the hardware turns to the next, in µs.
+    pub timeslice_us: u64,
+    /// Whether it is taken off the device.
+    pub frozen: bool,
+    /// Whether it has work.
+    #[schema(value_type = String, pattern = "^(unknown|idle|busy)$")]
+    pub demand: Demand,
+    /// Share of the device that its tenant gets if all tenants there want it.
+    pub promised_share: f64,
+    /// Share that it received in the last second or two.
+    pub received_share: f64,
+    /// Device time received, in µs.
+    pub received_us: u64,
+    /// Time in which it had work or may have had, in µs.
+    pub runnable_us: u64,
+    /// Of that, time in which it did not run, in µs.
+    pub waited_us: u64,
+    /// How often it was taken off the device while it had work.
+    pub preemptions: u64,
+    /// How often it was frozen.
+    pub freezes: u64,
+    /// How often it was thawed.
+    pub thaws: u64,
+    /// How often its slice was set.
+    pub slice_changes: u64,
+    /// How often its slice was found changed by somebody else, and set again.
+    pub tampered: u64,
+    /// Why it has what it has.
+    pub reason: String,
+    /// Why it is not managed now: a lever that does not move.
+    pub error: Option<String>,
+}
+
+/// Why a request was refused; the body of every answer that is not a success.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Problem {
+    /// For people.
+    pub error: String,
+}

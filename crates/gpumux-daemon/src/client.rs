@@ -1,0 +1,235 @@
+//! Asking the daemon.
+
+use std::{io, path::PathBuf, time::Duration};
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::{Method, Request, StatusCode, body::Bytes};
+use hyper_util::rt::TokioIo;
+use serde::{Serialize, de::DeserializeOwned};
+use tokio::net::UnixStream;
+
+use crate::{
+    api::types::{Created, Device, NewTenant, Problem, SpecChange, Status, Tenant},
+    paths,
+};
+
+/// How long a request may take.
+const TIMEOUT: Duration = Duration::from_secs(5);
+/// Largest answer in bytes.
+const MAX_ANSWER: usize = 64 << 20;
+
+/// A daemon's users' side.
+#[derive(Clone, Debug)]
+pub struct Client {
+    socket: PathBuf,
+}
+
+/// Why there is no answer.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// Nobody listens.
+    #[error("no daemon at {socket} ({source}): start one with `gpumux daemon`")]
+    NoDaemon {
+        /// The API's socket.
+        socket: PathBuf,
+        /// What connecting said.
+        source: io::Error,
+    },
+    /// The daemon says no.
+    #[error("{message}")]
+    Refused {
+        /// HTTP status.
+        status: u16,
+        /// Why, in the daemon's words.
+        message: String,
+    },
+    /// No answer within five seconds.
+    #[error("the daemon at {0} does not answer: look at its log, or restart it")]
+    Timeout(PathBuf),
+    /// Something else answered, or half a daemon.
+    #[error(
+        "the answer from {socket} cannot be understood ({why}): is the daemon of the same version?"
+    )]
+    Protocol {
+        /// The API's socket.
+        socket: PathBuf,
+        /// What is wrong.
+        why: String,
+    },
+}
+
+impl Client {
+    /// For the daemon in this runtime directory.
+    pub fn new(runtime_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            socket: paths::api_socket(&runtime_dir.into()),
+        }
+    }
+
+    /// For the daemon that serves this user: see [`paths::find`].
+    pub fn find() -> Self {
+        Self::new(paths::find())
+    }
+
+    /// What the daemon is and does.
+    ///
+    /// # Errors
+    /// See [`ClientError`]; the same for all requests.
+    pub async fn status(&self) -> Result<Status, ClientError> {
+        self.ask(Method::GET, "/v1/status", None::<&()>).await
+    }
+
+    /// The devices.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn devices(&self) -> Result<Vec<Device>, ClientError> {
+        self.ask(Method::GET, "/v1/devices", None::<&()>).await
+    }
+
+    /// All tenants.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn tenants(&self) -> Result<Vec<Tenant>, ClientError> {
+        self.ask(Method::GET, "/v1/tenants", None::<&()>).await
+    }
+
+    /// One tenant.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn tenant(&self, name: &str) -> Result<Tenant, ClientError> {
+        self.ask(Method::GET, &of(name), None::<&()>).await
+    }
+
+    /// Makes a tenant that lives as long as this process, or the one it execs.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn create(&self, new: &NewTenant) -> Result<Created, ClientError> {
+        self.ask(Method::POST, "/v1/tenants", Some(new)).await
+    }
+
+    /// Changes a tenant.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn change(&self, name: &str, change: &SpecChange) -> Result<Tenant, ClientError> {
+        self.ask(Method::PATCH, &of(name), Some(change)).await
+    }
+
+    /// Ends a tenant that has no connected process.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn delete(&self, name: &str) -> Result<(), ClientError> {
+        self.answer(Method::DELETE, &of(name), None::<&()>)
+            .await
+            .map(drop)
+    }
+
+    async fn ask<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<T, ClientError> {
+        let bytes = self.answer(method, path, body).await?;
+        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+    }
+
+    async fn answer(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<Bytes, ClientError> {
+        tokio::time::timeout(TIMEOUT, self.exchange(method, path, body))
+            .await
+            .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
+    }
+
+    async fn exchange(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<Bytes, ClientError> {
+        let none = |source| ClientError::NoDaemon {
+            socket: self.socket.clone(),
+            source,
+        };
+        let stream = UnixStream::connect(&self.socket).await.map_err(none)?;
+        let body = match body {
+            Some(body) => serde_json::to_vec(body).map_err(|error| self.protocol(error))?,
+            None => Vec::new(),
+        };
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header("host", "gpumux")
+            .header("content-type", "application/json")
+            .body(Full::new(Bytes::from(body)))
+            .map_err(|error| self.protocol(error))?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(|error| self.protocol(error))?;
+        // The connection must be driven while its answer is awaited.
+        let answer = async {
+            let answer = sender
+                .send_request(request)
+                .await
+                .map_err(|error| self.protocol(error))?;
+            let status = answer.status();
+            let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
+            Ok((
+                status,
+                body.map_err(|error| self.protocol(error))?.to_bytes(),
+            ))
+        };
+        tokio::pin!(answer);
+        let (status, bytes) = tokio::select! {
+            answer = &mut answer => answer?,
+            ended = connection => {
+                ended.map_err(|error| self.protocol(error))?;
+                answer.await?
+            }
+        };
+        if status.is_success() {
+            return Ok(bytes);
+        }
+        Err(self.refusal(status, &bytes))
+    }
+
+    fn refusal(&self, status: StatusCode, bytes: &[u8]) -> ClientError {
+        match serde_json::from_slice::<Problem>(bytes) {
+            Ok(problem) => ClientError::Refused {
+                status: status.as_u16(),
+                message: problem.error,
+            },
+            Err(_) => self.protocol(status),
+        }
+    }
+
+    fn protocol(&self, why: impl ToString) -> ClientError {
+        ClientError::Protocol {
+            socket: self.socket.clone(),
+            why: why.to_string(),
+        }
+    }
+}
+
+/// A tenant's path. What cannot be in a name is escaped, so that any text makes a valid request.
+fn of(name: &str) -> String {
+    let escape = |byte: u8| match byte {
+        b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'.' | b'_' | b'-' => {
+            char::from(byte).to_string()
+        }
+        _ => format!("%{byte:02X}"),
+    };
+    format!(
+        "/v1/tenants/{}",
+        name.bytes().map(escape).collect::<String>()
+    )
+}

@@ -1,0 +1,178 @@
+//! The configuration file, and what it defaults to.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::{Path, PathBuf},
+};
+
+use gpumux_core::policy;
+use serde::{Deserialize, Serialize};
+
+/// All that can be set. Every key may be left out; unknown keys are refused.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Config {
+    /// Where the sockets are; see [`crate::paths::runtime_dir`] for the default.
+    pub runtime_dir: Option<PathBuf>,
+    /// The policy of devices that have none of their own: `priority`, `max-min` or `weighted`.
+    pub policy: String,
+    /// Settings of single devices, by UUID.
+    pub devices: BTreeMap<String, DeviceConfig>,
+    /// NVML's library, if not the system's (default: `GPUMUX_NVML`).
+    pub nvml: Option<PathBuf>,
+    /// Socket of an emulated device's server: its tenants are accepted too (default:
+    /// `GPUMUX_EMU_SOCKET`).
+    pub emulated: Option<PathBuf>,
+    /// Whether slices of copy-engine groups follow the class as well.
+    pub copy_engines: bool,
+    /// Most processes that may be connected.
+    pub max_sessions: usize,
+    /// Most of them of one user (root excepted).
+    pub max_sessions_per_user: usize,
+    /// Exit after so many seconds without a tenant. Unset: never.
+    pub idle_exit_s: Option<u64>,
+}
+
+/// Settings of one device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct DeviceConfig {
+    /// Its policy, if not the common one.
+    pub policy: Option<String>,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        let path = |name| {
+            std::env::var_os(name)
+                .filter(|v| !v.is_empty())
+                .map(PathBuf::from)
+        };
+        Self {
+            runtime_dir: None,
+            policy: policy::NAMES[0].into(),
+            devices: BTreeMap::new(),
+            nvml: path("GPUMUX_NVML"),
+            emulated: path("GPUMUX_EMU_SOCKET"),
+            copy_engines: false,
+            max_sessions: 4096,
+            max_sessions_per_user: 2048,
+            idle_exit_s: None,
+        }
+    }
+}
+
+/// A configuration that cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ConfigError {
+    /// The file cannot be read.
+    #[error("cannot read the configuration {0}: {1}")]
+    Read(PathBuf, io::Error),
+    /// The file makes no sense.
+    #[error("the configuration {0} makes no sense: {1}")]
+    Parse(PathBuf, Box<toml::de::Error>),
+    /// No policy of this name.
+    #[error("unknown policy `{0}`: use {list}", list = policy::NAMES.join(", "))]
+    UnknownPolicy(String),
+}
+
+impl Config {
+    /// The file at `path`, or the one of this user's daemon if it exists, or the defaults.
+    ///
+    /// # Errors
+    /// When the file cannot be read or makes no sense.
+    pub fn load(path: Option<&Path>) -> Result<Self, ConfigError> {
+        let default = Self::default_file();
+        let Some(path) = path.or(default.as_deref().filter(|file| file.exists())) else {
+            return Ok(Self::default());
+        };
+        let text = std::fs::read_to_string(path)
+            .map_err(|error| ConfigError::Read(path.to_owned(), error))?;
+        let config: Self = toml::from_str(&text)
+            .map_err(|error| ConfigError::Parse(path.to_owned(), error.into()))?;
+        config.check()?;
+        Ok(config)
+    }
+
+    /// `/etc/gpumux/gpumux.toml` for root, else `$XDG_CONFIG_HOME/gpumux/gpumux.toml`.
+    fn default_file() -> Option<PathBuf> {
+        if rustix::process::getuid().is_root() {
+            return Some("/etc/gpumux/gpumux.toml".into());
+        }
+        let var = |name| {
+            std::env::var_os(name)
+                .filter(|v| !v.is_empty())
+                .map(PathBuf::from)
+        };
+        let home = || var("HOME").map(|home| home.join(".config"));
+        Some(
+            var("XDG_CONFIG_HOME")
+                .or_else(home)?
+                .join("gpumux/gpumux.toml"),
+        )
+    }
+
+    /// Whether every policy named exists.
+    ///
+    /// # Errors
+    /// Names the first that does not.
+    pub fn check(&self) -> Result<(), ConfigError> {
+        let own = self
+            .devices
+            .values()
+            .filter_map(|device| device.policy.as_ref());
+        match own
+            .chain([&self.policy])
+            .find(|name| policy::by_name(name).is_none())
+        {
+            Some(unknown) => Err(ConfigError::UnknownPolicy(unknown.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// The policy of a device.
+    pub(crate) fn policy_of(&self, uuid: &str) -> &str {
+        let own = self
+            .devices
+            .get(uuid)
+            .and_then(|device| device.policy.as_deref());
+        own.unwrap_or(&self.policy)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn load(text: &str) -> Result<Config, ConfigError> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), text).unwrap();
+        Config::load(Some(file.path()))
+    }
+
+    #[test]
+    fn a_file_changes_what_it_names() {
+        let config = load("policy = 'max-min'\n[devices.GPU-1]\npolicy = 'weighted'").unwrap();
+        assert_eq!(config.policy_of("GPU-0"), "max-min");
+        assert_eq!(config.policy_of("GPU-1"), "weighted");
+        assert_eq!(config.max_sessions, Config::default().max_sessions);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (text, message) in [
+            ("polcy = 'priority'", "polcy"),
+            (
+                "policy = 'fair'",
+                "unknown policy `fair`: use priority, max-min, weighted",
+            ),
+            ("[devices.GPU-1]\npolicy = 'fair'", "`fair`"),
+        ] {
+            let error = load(text).unwrap_err().to_string();
+            assert!(error.contains(message), "{error}");
+        }
+        let missing = Config::load(Some(Path::new("/nonexistent.toml"))).unwrap_err();
+        assert!(missing.to_string().contains("/nonexistent.toml"));
+    }
+}

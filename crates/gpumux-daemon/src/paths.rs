@@ -1,0 +1,180 @@
+//! Where the daemon and its users meet: the runtime directory and what lies in it.
+
+use std::{
+    fs::{DirBuilder, File, OpenOptions, Permissions},
+    io::{self, Write},
+    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
+    path::{Path, PathBuf},
+};
+
+use rustix::{
+    fs::{FlockOperation, flock},
+    process::getuid,
+};
+
+/// The system daemon's directory.
+const SYSTEM: &str = "/run/gpumux";
+
+/// Where a daemon of this user keeps its sockets: `GPUMUX_RUNTIME_DIR`, or `/run/gpumux` for
+/// root, or `$XDG_RUNTIME_DIR/gpumux`, or `/tmp/gpumux-UID`.
+pub fn runtime_dir() -> PathBuf {
+    if let Some(dir) = named() {
+        return dir;
+    }
+    if getuid().is_root() {
+        return SYSTEM.into();
+    }
+    match std::env::var_os("XDG_RUNTIME_DIR").filter(|dir| !dir.is_empty()) {
+        Some(dir) => PathBuf::from(dir).join("gpumux"),
+        None => format!("/tmp/gpumux-{}", getuid().as_raw()).into(),
+    }
+}
+
+/// Where a user finds a daemon: its own if that has a socket, else the system's if that has
+/// one. A directory that belongs to somebody else than this user or root is never taken.
+pub fn find() -> PathBuf {
+    let own = runtime_dir();
+    let serves = |dir: &Path| {
+        let trusted = |owner| owner == 0 || owner == getuid().as_raw();
+        std::fs::symlink_metadata(api_socket(dir)).is_ok_and(|socket| trusted(socket.uid()))
+    };
+    if named().is_none() && !serves(&own) && serves(SYSTEM.as_ref()) {
+        return SYSTEM.into();
+    }
+    own
+}
+
+fn named() -> Option<PathBuf> {
+    let dir = std::env::var_os("GPUMUX_RUNTIME_DIR").filter(|dir| !dir.is_empty())?;
+    Some(dir.into())
+}
+
+/// The socket where tenants' processes meet the daemon.
+pub fn session_socket(dir: &Path) -> PathBuf {
+    dir.join("session.sock")
+}
+
+/// The socket of the API.
+pub fn api_socket(dir: &Path) -> PathBuf {
+    dir.join("api.sock")
+}
+
+/// Why a runtime directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum DirError {
+    /// Another daemon lives there.
+    #[error("a daemon (pid {pid}) already serves {dir}: stop it, or use another --runtime-dir")]
+    AlreadyRunning {
+        /// The directory.
+        dir: PathBuf,
+        /// The daemon that lives there, as it wrote itself.
+        pid: String,
+    },
+    /// It is not ours.
+    #[error("{0} belongs to another user: remove it, or use another --runtime-dir")]
+    Foreign(PathBuf),
+    /// It cannot be made or written.
+    #[error("cannot use {0}: {1}; choose a directory of your own with --runtime-dir")]
+    Io(PathBuf, io::Error),
+}
+
+/// The daemon's hold on its runtime directory: at most one daemon has it.
+#[derive(Debug)]
+pub(crate) struct RuntimeDir {
+    path: PathBuf,
+    _lock: File,
+}
+
+impl RuntimeDir {
+    /// Makes the directory if need be, takes its lock, and removes sockets that a dead daemon left.
+    pub(crate) fn take(path: PathBuf) -> Result<Self, DirError> {
+        let io = |error| DirError::Io(path.clone(), error);
+        // Tenants of all users must reach a system daemon's sockets.
+        let mode = if getuid().is_root() { 0o755 } else { 0o700 };
+        DirBuilder::new()
+            .recursive(true)
+            .mode(mode)
+            .create(&path)
+            .map_err(io)?;
+        let directory = std::fs::symlink_metadata(&path).map_err(io)?;
+        if !directory.is_dir() || directory.uid() != getuid().as_raw() {
+            return Err(DirError::Foreign(path));
+        }
+        let mut lock = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(0o644)
+            .open(path.join("lock"))
+            .map_err(io)?;
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            let pid = std::fs::read_to_string(path.join("lock")).unwrap_or_default();
+            return Err(DirError::AlreadyRunning {
+                dir: path,
+                pid: pid.trim().to_owned(),
+            });
+        }
+        lock.set_len(0).map_err(io)?;
+        writeln!(lock, "{}", std::process::id()).map_err(io)?;
+        // Whoever bound these did so under the lock and is gone.
+        let dir = Self { path, _lock: lock };
+        dir.remove_sockets();
+        Ok(dir)
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn remove_sockets(&self) {
+        for socket in [session_socket(&self.path), api_socket(&self.path)] {
+            let _ = std::fs::remove_file(socket);
+        }
+    }
+}
+
+impl Drop for RuntimeDir {
+    fn drop(&mut self) {
+        self.remove_sockets();
+    }
+}
+
+/// Lets every local user connect to a socket. Who may do what is decided by peer credentials,
+/// and who gets here at all by the directory.
+pub(crate) fn open_to_all(socket: &Path) -> io::Result<()> {
+    std::fs::set_permissions(socket, Permissions::from_mode(0o666))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_daemon_holds_a_directory() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("a/b");
+        let first = RuntimeDir::take(path.clone()).unwrap();
+        let error = RuntimeDir::take(path.clone()).unwrap_err().to_string();
+        assert!(
+            error.contains(&format!("pid {}", std::process::id())),
+            "{error}"
+        );
+        std::fs::write(session_socket(&path), "").unwrap();
+        drop(first);
+        let _second = RuntimeDir::take(path.clone()).unwrap();
+        assert!(
+            !session_socket(&path).exists(),
+            "a dead daemon's socket is removed"
+        );
+    }
+
+    #[test]
+    fn a_link_in_a_public_place_is_refused() {
+        let parent = tempfile::tempdir().unwrap();
+        let (real, link) = (parent.path().join("real"), parent.path().join("link"));
+        std::fs::create_dir(&real).unwrap();
+        std::os::unix::fs::symlink(&real, &link).unwrap();
+        assert!(matches!(RuntimeDir::take(link), Err(DirError::Foreign(_))));
+    }
+}

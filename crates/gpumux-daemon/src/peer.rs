@@ -1,0 +1,182 @@
+//! Who is at the other end of a socket.
+
+use std::{
+    io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, pidfd_open},
+};
+use serde::{Deserialize, Serialize};
+use tokio::io::{Interest, unix::AsyncFd};
+
+/// A process, told from a later one of the same pid by its start.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(crate) struct ProcessId {
+    pub(crate) pid: u32,
+    /// Clock ticks from boot to its start (`/proc/PID/stat`, field 22).
+    pub(crate) start: u64,
+}
+
+impl ProcessId {
+    /// The process that has this pid now, if the daemon can see it.
+    pub(crate) fn of(pid: u32) -> Option<Self> {
+        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        // The second field is a name in parentheses, and may contain anything.
+        let (_, after) = stat.rsplit_once(") ")?;
+        let start = after.split(' ').nth(22 - 3)?.parse().ok()?;
+        Some(Self { pid, start })
+    }
+
+    /// A file that says when it ends; none if it has ended.
+    pub(crate) fn watch(self) -> Option<ProcessFd> {
+        let pid = Pid::from_raw(self.pid.try_into().ok()?)?;
+        let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
+        // The pid may have passed on before it was opened.
+        (Self::of(self.pid) == Some(self)).then_some(ProcessFd(fd))
+    }
+
+    /// The name its program goes by, for people.
+    pub(crate) fn program(self) -> String {
+        let name = std::fs::read_to_string(format!("/proc/{}/comm", self.pid)).unwrap_or_default();
+        name.trim().to_owned()
+    }
+}
+
+/// A pidfd.
+#[derive(Debug)]
+pub(crate) struct ProcessFd(OwnedFd);
+
+impl ProcessFd {
+    /// Waits until the process has ended.
+    pub(crate) async fn ended(&self) -> io::Result<()> {
+        readable(self.0.as_fd())?.readable().await?.retain_ready();
+        Ok(())
+    }
+
+    /// The same process once more.
+    ///
+    /// # Errors
+    /// When there are no files left.
+    pub(crate) fn try_clone(&self) -> io::Result<Self> {
+        self.0.try_clone().map(Self)
+    }
+
+    /// Whether the process has ended.
+    pub(crate) fn has_ended(&self) -> bool {
+        let now = Timespec {
+            tv_sec: 0,
+            tv_nsec: 0,
+        };
+        poll(&mut [PollFd::new(&self.0, PollFlags::IN)], Some(&now)).is_ok_and(|ready| ready > 0)
+    }
+}
+
+/// Lets the runtime say when there is something to read.
+///
+/// # Errors
+/// When the kernel refuses.
+pub(crate) fn readable(fd: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<'_>>> {
+    // SAFETY: a borrowed file stays open, and the same, while the result lives.
+    Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
+}
+
+/// The process that connected a socket, as the kernel says.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) uid: u32,
+    /// 0: it lives in a pid namespace that the daemon does not see.
+    pub(crate) pid: u32,
+    pub(crate) process: Option<ProcessId>,
+    pub(crate) fd: Option<ProcessFd>,
+}
+
+impl Peer {
+    /// Who connected this socket.
+    ///
+    /// # Errors
+    /// When it is not a connected Unix socket.
+    pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
+        let (pid, uid) = credentials(&socket)?;
+        let process = ProcessId::of(pid);
+        let fd = match option(&socket, libc::SO_PEERPIDFD, -1) {
+            // SAFETY: the kernel has just made this file for us, and nothing else knows of it.
+            Ok(fd) if fd >= 0 => Some(ProcessFd(unsafe { OwnedFd::from_raw_fd(fd) })),
+            // A kernel before 6.5.
+            _ => process.and_then(ProcessId::watch),
+        };
+        Ok(Self {
+            uid,
+            pid,
+            process,
+            fd,
+        })
+    }
+}
+
+/// Pid and uid of the process at the other end.
+pub(crate) fn credentials(socket: impl AsFd) -> io::Result<(u32, u32)> {
+    let nobody = libc::ucred {
+        pid: 0,
+        uid: u32::MAX,
+        gid: u32::MAX,
+    };
+    let ucred = option(socket, libc::SO_PEERCRED, nobody)?;
+    Ok((ucred.pid.max(0) as u32, ucred.uid))
+}
+
+/// Reads an option of plain data.
+fn option<T: Copy>(socket: impl AsFd, name: i32, mut value: T) -> io::Result<T> {
+    let mut length = size_of::<T>() as libc::socklen_t;
+    // SAFETY: the pointers lead to `value` and its length, which outlive the call; the options
+    // read here are plain numbers, of which any are valid.
+    let result = unsafe {
+        libc::getsockopt(
+            socket.as_fd().as_raw_fd(),
+            libc::SOL_SOCKET,
+            name,
+            (&raw mut value).cast(),
+            &raw mut length,
+        )
+    };
+    match result {
+        0 => Ok(value),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{os::unix::net::UnixStream, process::Command};
+
+    use super::*;
+
+    #[test]
+    fn the_peer_is_who_connected() {
+        let (a, _b) = UnixStream::pair().unwrap();
+        let peer = Peer::of(&a).unwrap();
+        assert_eq!(peer.pid, std::process::id());
+        assert_eq!(peer.uid, rustix::process::getuid().as_raw());
+        assert_eq!(peer.process, ProcessId::of(peer.pid));
+        assert!(!peer.fd.unwrap().has_ended());
+    }
+
+    #[test]
+    fn a_process_is_not_its_pids_next_owner() {
+        let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        let watch = process.watch().unwrap();
+        assert!(!watch.has_ended());
+        let other = ProcessId {
+            start: process.start + 1,
+            ..process
+        };
+        assert!(other.watch().is_none());
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(watch.has_ended());
+        assert!(process.watch().is_none());
+    }
+}

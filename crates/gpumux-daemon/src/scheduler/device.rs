@@ -1,0 +1,397 @@
+//! One device: its domains, what they have and got, and the pulling of levers.
+
+use std::collections::BTreeMap;
+
+use gpumux_core::{
+    Accounts, Costs, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
+    Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
+};
+use gpumux_rm::{LeverError, RmStatus};
+
+use super::{Clock, Reaper, SessionId, domain::Domain};
+use crate::api::types::LeverCost;
+
+/// How often slices are read back, and shares are counted anew.
+const CHECK: Micros = Micros::from_secs(1);
+
+/// How often demand is looked at while it decides who may run: see [`Device::tick`].
+const TICK: Micros = Micros::from_millis(1);
+
+/// Looking costs at most this part of one CPU (as its reciprocal).
+const TICK_COST: u64 = 64;
+
+pub(super) struct Device {
+    pub(super) policy: Box<dyn Policy>,
+    pub(super) memory: Memory,
+    pub(super) accounts: Accounts,
+    pub(super) domains: BTreeMap<DomainId, Domain>,
+    pub(super) costs: LeverCosts,
+    /// Something changed since the last plan.
+    pub(super) dirty: bool,
+    /// What is wrong with the device.
+    pub(super) lost: Option<String>,
+    /// When the policy wants to be asked again.
+    next: Option<Micros>,
+    sampled: Micros,
+    checked: Micros,
+}
+
+impl Device {
+    pub(super) fn new(policy: Box<dyn Policy>, now: Micros) -> Self {
+        Self {
+            policy,
+            memory: Memory::default(),
+            accounts: Accounts::default(),
+            domains: BTreeMap::new(),
+            costs: LeverCosts::default(),
+            dirty: false,
+            lost: None,
+            next: None,
+            sampled: now,
+            checked: now,
+        }
+    }
+
+    /// Looks at what happened by itself: demand, slices that others set, faults that are over.
+    pub(super) fn observe(&mut self, now: Micros, clock: &Clock, cost: Micros) {
+        if self.sampled + self.tick(cost) <= now {
+            self.sample(now);
+        }
+        for domain in self.domains.values_mut() {
+            if domain
+                .fault
+                .as_ref()
+                .is_some_and(|fault| fault.until <= now)
+            {
+                domain.try_again(clock());
+                self.dirty = true;
+            }
+        }
+        if self.checked + CHECK <= now && !self.domains.is_empty() {
+            self.checked = now;
+            self.account(now);
+            let ids: Vec<DomainId> = self.domains.keys().copied().collect();
+            for id in ids {
+                self.check(id, clock);
+                let received = self.accounts.get(id).received_us;
+                if let Some(domain) = self.domains.get_mut(&id) {
+                    domain.turn_window(now, received);
+                }
+            }
+        }
+    }
+
+    /// When [`Self::observe`] or the policy has something to do although nothing happens.
+    pub(super) fn due(&self, cost: Micros) -> Option<Micros> {
+        if self.domains.is_empty() {
+            return None;
+        }
+        let faults = self
+            .domains
+            .values()
+            .filter_map(|domain| Some(domain.fault.as_ref()?.until));
+        let own = [self.sampled + self.tick(cost), self.checked + CHECK];
+        own.into_iter().chain(self.next).chain(faults).min()
+    }
+
+    /// Whether it needs a plan now.
+    pub(super) fn needs_plan(&self, now: Micros) -> bool {
+        self.dirty || self.next.is_some_and(|next| next <= now)
+    }
+
+    /// How often to look at demand: soon while somebody's work may let another run or stop, seldom
+    /// while it only matters for the accounts; and never so often that looking, which
+    /// takes `cost`, takes more than a small part of a CPU.
+    fn tick(&self, cost: Micros) -> Micros {
+        let gives_way = |domain: &Domain| {
+            domain.state.run == RunState::Frozen || domain.state.timeslice == Timeslice::MIN
+        };
+        let contended = self.next.is_some() || self.domains.values().any(gives_way);
+        match self.domains.len() {
+            0 | 1 => Micros(TICK.0 * 100),
+            _ if contended => TICK.max(Micros(cost.0 * TICK_COST)),
+            _ => Micros(TICK.0 * 10),
+        }
+    }
+
+    /// Takes over what the processes say of their work.
+    pub(super) fn sample(&mut self, now: Micros) {
+        self.sampled = now;
+        if self
+            .domains
+            .values()
+            .all(|domain| domain.demand() == domain.state.demand)
+        {
+            return;
+        }
+        self.account(now);
+        for domain in self.domains.values_mut() {
+            let demand = domain.demand();
+            if demand != domain.state.demand {
+                domain.state.demand = demand;
+                domain.state.demand_since = now;
+                self.dirty = true;
+            }
+        }
+    }
+
+    /// Reads a domain's slice back; one that somebody else set is set again by the next plan.
+    pub(super) fn check(&mut self, id: DomainId, clock: &Clock) {
+        let Some(domain) = self
+            .domains
+            .get(&id)
+            .filter(|domain| domain.fault.is_none())
+        else {
+            return;
+        };
+        let before = clock();
+        let found = domain.levers.timeslice();
+        let now = clock();
+        self.costs.read.record(&found, now.saturating_sub(before));
+        match found {
+            Ok(us) if Timeslice(us) != domain.state.timeslice => {
+                self.account(now);
+                self.dirty = true;
+                if let Some(domain) = self.domains.get_mut(&id) {
+                    tracing::warn!(pid = domain.member.pid, expected = %domain.state.timeslice,
+                        found = us, "somebody else set a timeslice");
+                    domain.state.timeslice = Timeslice(us);
+                    domain.tampered += 1;
+                }
+            }
+            Ok(_) => self.lost = None,
+            Err(error) => self.fail(id, &error, now),
+        }
+    }
+
+    /// What the policy may know. Faulty domains are nobody's business until they move again.
+    pub(super) fn snapshot(
+        &mut self,
+        now: Micros,
+        specs: &BTreeMap<TenantId, TenantSpec>,
+    ) -> Snapshot {
+        self.account(now);
+        let managed = self
+            .domains
+            .values()
+            .filter(|domain| domain.fault.is_none());
+        let domains: Vec<DomainState> = managed.map(|domain| domain.state.clone()).collect();
+        let present = |id: &TenantId| domains.iter().any(|domain| domain.tenant == *id);
+        let tenants = specs
+            .iter()
+            .filter(|(id, _)| present(id))
+            .map(|(id, spec)| TenantState {
+                id: *id,
+                spec: spec.clone(),
+            })
+            .collect();
+        Snapshot {
+            now,
+            tenants,
+            domains,
+            costs: self.costs.costs(),
+        }
+    }
+
+    /// Pulls the levers between what is and what the plan wants. At a lever that does not move it
+    /// stops, since the rest relies on it, and the device needs another plan.
+    pub(super) fn apply(&mut self, plan: &Plan, snapshot: &Snapshot, clock: &Clock) {
+        self.dirty = false;
+        // Even a policy that is always in a hurry must not keep the thread from everything else.
+        self.next = plan.next.map(|next| next.max(snapshot.now + Micros(100)));
+        for want in &plan.domains {
+            if let Some(domain) = self.domains.get_mut(&want.id) {
+                domain.reason = want.reason;
+            }
+        }
+        for lever in plan.levers(snapshot) {
+            if let Err(error) = self.pull(lever, clock) {
+                self.fail(lever.domain(), &error, clock());
+                return;
+            }
+        }
+    }
+
+    fn pull(&mut self, lever: Lever, clock: &Clock) -> Result<(), LeverError> {
+        let Some(domain) = self.domains.get(&lever.domain()) else {
+            return Ok(());
+        };
+        let before = clock();
+        let (result, cost) = match lever {
+            Lever::Freeze(_) => (domain.levers.freeze(), &mut self.costs.freeze),
+            Lever::Thaw(_) => (domain.levers.thaw(), &mut self.costs.thaw),
+            Lever::SetTimeslice(_, slice) => (
+                domain.levers.set_timeslice(slice.0),
+                &mut self.costs.set_timeslice,
+            ),
+        };
+        let now = clock();
+        cost.record(&result, now.saturating_sub(before));
+        result?;
+        self.lost = None;
+        // Until now everybody had what they had.
+        self.account(now);
+        let Some(domain) = self.domains.get_mut(&lever.domain()) else {
+            return Ok(());
+        };
+        match lever {
+            Lever::Freeze(_) => {
+                (domain.state.run, domain.freezes) = (RunState::Frozen, domain.freezes + 1)
+            }
+            Lever::Thaw(_) => {
+                (domain.state.run, domain.thaws) = (RunState::Enabled, domain.thaws + 1)
+            }
+            Lever::SetTimeslice(_, slice) => {
+                domain.state.timeslice = slice;
+                domain.slice_changes += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// A lever of this domain does not move.
+    fn fail(&mut self, id: DomainId, error: &LeverError, now: Micros) {
+        self.account(now);
+        self.dirty = true;
+        if let Some(
+            RmStatus::GPU_IS_LOST | RmStatus::GPU_IN_FULLCHIP_RESET | RmStatus::RESET_REQUIRED,
+        ) = error.status()
+        {
+            self.lost = Some(error.to_string());
+        }
+        if let Some(domain) = self.domains.get_mut(&id) {
+            tracing::warn!(pid = domain.member.pid, %error, "a lever does not move");
+            domain.give_up(error.to_string(), now);
+        }
+    }
+
+    /// The channels of a group changed.
+    pub(super) fn set_channels(&mut self, id: DomainId, channels: Vec<u32>, clock: &Clock) {
+        let Some(domain) = self.domains.get_mut(&id) else {
+            return;
+        };
+        domain.levers.set_channels(channels);
+        // The new ones are not frozen yet.
+        if domain.state.run == RunState::Frozen
+            && let Err(error) = domain.levers.freeze()
+        {
+            self.fail(id, &error, clock());
+        }
+    }
+
+    /// Drops the domains of a session, or one of them. If its process lives on, they are given back as
+    /// they were made.
+    pub(super) fn remove(
+        &mut self,
+        now: Micros,
+        session: SessionId,
+        key: Option<u32>,
+        alive: bool,
+        reaper: &Reaper,
+    ) {
+        let leaves = |domain: &Domain| {
+            domain.member.session == session && key.is_none_or(|key| key == domain.member.key)
+        };
+        if !self.domains.values().any(leaves) {
+            return;
+        }
+        self.account(now);
+        self.dirty = true;
+        for (_, mut domain) in self.domains.extract_if(.., |_, domain| leaves(domain)) {
+            if alive {
+                domain.restore();
+            }
+            // Without a reaper it is dropped here and now.
+            let _ = reaper.send(domain.levers);
+        }
+    }
+
+    /// Accounts for the time in which everything was as it is.
+    pub(super) fn account(&mut self, now: Micros) {
+        let states: Vec<DomainState> = self
+            .domains
+            .values()
+            .map(|domain| domain.state.clone())
+            .collect();
+        self.accounts.advance(now, &states, &self.costs.costs());
+        for domain in self.domains.values_mut() {
+            domain.state.received = self.accounts.get(domain.state.id).received();
+        }
+    }
+}
+
+/// What the levers of a device cost, as measured.
+#[derive(Default)]
+pub(super) struct LeverCosts {
+    freeze: Cost,
+    thaw: Cost,
+    set_timeslice: Cost,
+    read: Cost,
+}
+
+#[derive(Default)]
+struct Cost {
+    pulls: u64,
+    failures: u64,
+    min: Micros,
+    max: Micros,
+    total: Micros,
+    /// The recent ones count most.
+    recent: f64,
+}
+
+impl Cost {
+    fn record<T>(&mut self, result: &Result<T, LeverError>, took: Micros) {
+        if result.is_err() {
+            self.failures += 1;
+            return;
+        }
+        self.pulls += 1;
+        self.total += took;
+        self.max = self.max.max(took);
+        if self.pulls == 1 {
+            (self.min, self.recent) = (took, took.0 as f64);
+        }
+        self.min = self.min.min(took);
+        self.recent += (took.0 as f64 - self.recent) / 8.0;
+    }
+
+    fn or(&self, assumed: Micros) -> Micros {
+        match self.pulls {
+            0 => assumed,
+            _ => Micros((self.recent as u64).max(1)),
+        }
+    }
+}
+
+impl LeverCosts {
+    /// For the policy: measured where there is a measurement.
+    fn costs(&self) -> Costs {
+        let assumed = Costs::default();
+        Costs {
+            switch: assumed.switch,
+            freeze: self.freeze.or(assumed.freeze),
+            thaw: self.thaw.or(assumed.thaw),
+            set_timeslice: self.set_timeslice.or(assumed.set_timeslice),
+        }
+    }
+
+    /// For people.
+    pub(super) fn list(&self) -> Vec<LeverCost> {
+        let all = [
+            ("freeze", &self.freeze),
+            ("thaw", &self.thaw),
+            ("set_timeslice", &self.set_timeslice),
+            ("read_timeslice", &self.read),
+        ];
+        all.map(|(lever, cost)| LeverCost {
+            lever: lever.into(),
+            pulls: cost.pulls,
+            failures: cost.failures,
+            min_us: cost.min.0,
+            mean_us: cost.total.0 / cost.pulls.max(1),
+            max_us: cost.max.0,
+        })
+        .into()
+    }
+}

@@ -1,0 +1,165 @@
+//! One channel group of a tenant's process, with its levers and its counters.
+
+use std::sync::Arc;
+
+use gpumux_core::{Demand, DomainId, DomainState, Micros, RunState, TenantId, Timeslice};
+use gpumux_rm::Levers;
+use gpumux_wire::page::{Page, Work};
+
+use super::SessionId;
+
+/// Which group of which process.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Member {
+    /// Whose session announced it.
+    pub(crate) session: SessionId,
+    /// The session's name for it.
+    pub(crate) key: u32,
+    /// The process; 0 if it cannot be seen from here.
+    pub(crate) pid: u32,
+    /// RM client and group: together the group's name on its device.
+    pub(crate) handles: (u32, u32),
+}
+
+/// A group that a session announced, after it was verified.
+pub(crate) struct NewGroup {
+    pub(crate) member: Member,
+    pub(crate) tenant: TenantId,
+    /// RM engine type.
+    pub(crate) engine: u32,
+    /// UUID of its device.
+    pub(crate) device: String,
+    pub(crate) levers: Box<dyn Levers>,
+    pub(crate) page: Arc<Page>,
+    /// The slice it was found with.
+    pub(crate) timeslice: Timeslice,
+    /// The slice that the driver library gave it.
+    pub(crate) default: Timeslice,
+}
+
+/// A domain under management.
+pub(crate) struct Domain {
+    pub(super) state: DomainState,
+    pub(super) member: Member,
+    pub(super) levers: Box<dyn Levers>,
+    pub(super) default: Timeslice,
+    pub(super) freezes: u64,
+    pub(super) thaws: u64,
+    pub(super) slice_changes: u64,
+    pub(super) tampered: u64,
+    pub(super) reason: &'static str,
+    pub(super) fault: Option<Fault>,
+    /// When it last had a fault, and how long that was to last.
+    last_fault: Option<(Micros, Micros)>,
+    /// Device time received at two moments: the last second or two lie after the first.
+    window: [(Micros, f64); 2],
+    page: Arc<Page>,
+}
+
+/// A lever that did not move: until it does, the domain is left alone.
+pub(super) struct Fault {
+    pub(super) error: String,
+    /// When to try again.
+    pub(super) until: Micros,
+}
+
+/// How long a domain is left alone after a first fault, and at most.
+const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5));
+
+impl Domain {
+    pub(super) fn new(id: DomainId, group: NewGroup, now: Micros) -> Self {
+        let mut domain = Self {
+            state: DomainState {
+                id,
+                tenant: group.tenant,
+                demand: Demand::Unknown,
+                demand_since: now,
+                received: Micros::ZERO,
+                timeslice: group.timeslice,
+                run: RunState::Enabled,
+                pinned: None,
+            },
+            member: group.member,
+            levers: group.levers,
+            default: group.default,
+            freezes: 0,
+            thaws: 0,
+            slice_changes: 0,
+            tampered: 0,
+            reason: "new",
+            fault: None,
+            last_fault: None,
+            window: [(now, 0.0); 2],
+            page: group.page,
+        };
+        domain.state.demand = domain.demand();
+        domain
+    }
+
+    /// What the process says of its work.
+    pub(super) fn demand(&self) -> Demand {
+        match self.page.slot(self.member.key).map(|slot| slot.work()) {
+            Some(Work::Busy(_)) => Demand::Busy,
+            Some(Work::Idle(_)) => Demand::Idle,
+            Some(Work::Unknown) | None => Demand::Unknown,
+        }
+    }
+
+    /// Gives the domain up for a while, in the state that hurts nobody, as far as it still moves.
+    pub(super) fn give_up(&mut self, error: String, now: Micros) {
+        let _ = self.levers.set_timeslice(self.default.0);
+        let _ = self.levers.thaw();
+        self.state.run = RunState::Enabled;
+        self.state.timeslice = self.default;
+        let calm = |at: Micros| now.saturating_sub(at) > Micros::from_secs(10);
+        let backoff = match self.last_fault {
+            Some((at, before)) if !calm(at + before) => Micros(before.0 * 2).min(BACKOFF.1),
+            _ => BACKOFF.0,
+        };
+        self.last_fault = Some((now, backoff));
+        self.fault = Some(Fault {
+            error,
+            until: now + backoff,
+        });
+    }
+
+    /// Takes the domain up again if its levers move.
+    pub(super) fn try_again(&mut self, now: Micros) {
+        match self.levers.thaw().and_then(|()| self.levers.timeslice()) {
+            Ok(us) => {
+                self.state.run = RunState::Enabled;
+                self.state.timeslice = Timeslice(us);
+                self.fault = None;
+            }
+            Err(error) => self.give_up(error.to_string(), now),
+        }
+    }
+
+    /// Gives the group back as the driver library made it, as far as its levers move.
+    pub(super) fn restore(&mut self) {
+        // What a faulty domain really has is not known.
+        let faulty = self.fault.is_some();
+        if (faulty || self.state.timeslice != self.default)
+            && self.levers.set_timeslice(self.default.0).is_ok()
+        {
+            self.state.timeslice = self.default;
+        }
+        if (faulty || self.state.run == RunState::Frozen) && self.levers.thaw().is_ok() {
+            self.state.run = RunState::Enabled;
+        }
+    }
+
+    /// Begins a new second of [`Self::share`].
+    pub(super) fn turn_window(&mut self, now: Micros, received_us: f64) {
+        self.window = [self.window[1], (now, received_us)];
+    }
+
+    /// The share of the device that it received in the last second or two.
+    pub(super) fn share(&self, now: Micros, received_us: f64) -> f64 {
+        let (since, before) = self.window[0];
+        match now.saturating_sub(since).0 {
+            0 => 0.0,
+            elapsed => ((received_us - before) / elapsed as f64).clamp(0.0, 1.0),
+        }
+    }
+}

@@ -1,0 +1,454 @@
+//! All devices, and the step that brings them from what is to what shall be.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
+
+use gpumux_core::{
+    Class, DomainId, Micros, Snapshot, SpecError, TenantId, TenantSpec, Timeslice, admit, gang,
+    policy::{self, Claim, Division, MaxMin, Priority, Weighted},
+};
+use gpumux_rm::{Levers, layout::engine::GR0};
+
+use super::{
+    Clock, Reaper, SessionId,
+    device::Device,
+    domain::{Domain, Member, NewGroup},
+};
+use crate::{api::types, config::Config};
+
+/// The state of the scheduling thread.
+pub(crate) struct Engine {
+    config: Arc<Config>,
+    clock: Clock,
+    reaper: Reaper,
+    tenants: BTreeMap<TenantId, TenantSpec>,
+    devices: BTreeMap<String, Device>,
+    copies: Vec<CopyGroup>,
+    domains_made: u64,
+    /// What a step cost lately, levers apart.
+    cost: Micros,
+    stats: types::Scheduler,
+    stopped: bool,
+}
+
+/// A group of a copy engine.
+struct CopyGroup {
+    tenant: TenantId,
+    member: Member,
+    device: String,
+    levers: Box<dyn Levers>,
+    timeslice: Timeslice,
+    default: Timeslice,
+}
+
+/// What the scheduling thread knows, for people.
+#[derive(Debug)]
+pub(crate) struct View {
+    pub(crate) domains: Vec<(TenantId, types::Domain)>,
+    /// Without what only NVML knows.
+    pub(crate) devices: Vec<types::Device>,
+    pub(crate) scheduler: types::Scheduler,
+}
+
+/// A group that cannot be managed.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum GroupError {
+    #[error("its tenant has ended")]
+    NoTenant,
+    #[error("process {0} has announced the same channel group")]
+    Claimed(u32),
+}
+
+impl Engine {
+    pub(crate) fn new(config: Arc<Config>, clock: Clock, reaper: Reaper) -> Self {
+        Self {
+            config,
+            clock,
+            reaper,
+            tenants: BTreeMap::new(),
+            devices: BTreeMap::new(),
+            copies: Vec::new(),
+            domains_made: 0,
+            cost: Micros::ZERO,
+            stats: types::Scheduler::default(),
+            stopped: false,
+        }
+    }
+
+    pub(crate) fn now(&self) -> Micros {
+        (self.clock)()
+    }
+
+    /// Devices that exist although no tenant has shown them yet.
+    pub(crate) fn know_devices(&mut self, uuids: impl IntoIterator<Item = String>) {
+        for uuid in uuids {
+            self.device(uuid);
+        }
+    }
+
+    fn device(&mut self, uuid: String) -> &mut Device {
+        let now = self.now();
+        let name = self.config.policy_of(&uuid);
+        let policy = policy::by_name(name).unwrap_or_else(|| {
+            // The configuration was checked.
+            unreachable!("policy {name}")
+        });
+        self.devices
+            .entry(uuid)
+            .or_insert_with(|| Device::new(policy, now))
+    }
+
+    /// Gives a new or old tenant this spec.
+    ///
+    /// # Errors
+    /// When the promise makes no sense or cannot be kept; then nothing changes.
+    pub(crate) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), SpecError> {
+        self.check_spec(tenant, &spec)?;
+        self.tenants.insert(tenant, spec);
+        for device in self.devices.values_mut() {
+            device.dirty = true;
+        }
+        self.set_copy_slices();
+        Ok(())
+    }
+
+    /// A promise holds on every device that its tenant uses. While a tenant uses none yet, there must be one that
+    /// can keep it, where tenants that use none either count only if there is no choice.
+    fn check_spec(&self, tenant: TenantId, spec: &TenantSpec) -> Result<(), SpecError> {
+        let before = self
+            .tenants
+            .get(&tenant)
+            .map_or(0.0, |spec| spec.guaranteed);
+        if spec.guaranteed <= before {
+            return spec.validate();
+        }
+        let users = |device: &Device| -> BTreeSet<TenantId> {
+            device
+                .domains
+                .values()
+                .map(|domain| domain.state.tenant)
+                .collect()
+        };
+        let used: BTreeSet<TenantId> = self.devices.values().flat_map(users).collect();
+        let check = |(uuid, device): (&String, &Device)| {
+            let users = users(device);
+            let counts = |id: &TenantId| {
+                *id != tenant
+                    && (users.contains(id) || (self.devices.len() == 1 && !used.contains(id)))
+            };
+            let others = self.tenants.iter().filter(|(id, _)| counts(id));
+            admit(spec, others.map(|(_, spec)| spec), uuid)
+        };
+        if used.contains(&tenant) {
+            let own = |(_, device): &(&String, &Device)| users(device).contains(&tenant);
+            return self.devices.iter().filter(own).try_for_each(check);
+        }
+        let mut answers = self.devices.iter().map(check);
+        match answers.next() {
+            None => admit(spec, self.others(tenant), "the device"),
+            Some(first) => answers.fold(first, Result::or),
+        }
+    }
+
+    fn others(&self, tenant: TenantId) -> impl Iterator<Item = &TenantSpec> {
+        self.tenants
+            .iter()
+            .filter(move |(id, _)| **id != tenant)
+            .map(|(_, spec)| spec)
+    }
+
+    /// The tenant has ended.
+    pub(crate) fn forget(&mut self, tenant: TenantId) {
+        self.tenants.remove(&tenant);
+    }
+
+    /// Manages a group from now on.
+    ///
+    /// # Errors
+    /// When its tenant is gone, or another process manages the same group.
+    pub(crate) fn add(&mut self, group: NewGroup) -> Result<(), GroupError> {
+        if !self.tenants.contains_key(&group.tenant) {
+            return Err(GroupError::NoTenant);
+        }
+        let same = |member: &Member| member.handles == group.member.handles;
+        let domains = self
+            .devices
+            .get(&group.device)
+            .into_iter()
+            .flat_map(|d| d.domains.values());
+        let copies = self
+            .copies
+            .iter()
+            .filter(|copy| copy.device == group.device);
+        let mut members = domains.map(|d| &d.member).chain(copies.map(|c| &c.member));
+        if let Some(old) = members.find(|member| same(member)).cloned() {
+            // A process that lost its session may be back before that was noticed.
+            if old.pid != group.member.pid || old.pid == 0 {
+                return Err(GroupError::Claimed(old.pid));
+            }
+            self.gone(old.session, old.key);
+        }
+        if group.engine != GR0 {
+            self.copies.push(CopyGroup {
+                tenant: group.tenant,
+                member: group.member,
+                device: group.device,
+                levers: group.levers,
+                timeslice: group.timeslice,
+                default: group.default,
+            });
+            self.set_copy_slices();
+            return Ok(());
+        }
+        self.domains_made += 1;
+        let id = DomainId(self.domains_made);
+        let now = self.now();
+        let device = self.device(group.device.clone());
+        device.account(now);
+        device.domains.insert(id, Domain::new(id, group, now));
+        device.dirty = true;
+        Ok(())
+    }
+
+    /// The channels of a group are now these.
+    pub(crate) fn set_channels(&mut self, session: SessionId, key: u32, channels: Vec<u32>) {
+        let is = |member: &Member| member.session == session && member.key == key;
+        if let Some(copy) = self.copies.iter_mut().find(|copy| is(&copy.member)) {
+            copy.levers.set_channels(channels);
+        } else if let Some((device, id)) = self.find(session, key) {
+            let (clock, device) = (&self.clock, self.devices.get_mut(&device));
+            device
+                .into_iter()
+                .for_each(|device| device.set_channels(id, channels.clone(), clock));
+        }
+    }
+
+    /// The process itself set the slice of a group.
+    pub(crate) fn touched(&mut self, session: SessionId, key: u32) {
+        if let Some((device, id)) = self.find(session, key)
+            && let Some(device) = self.devices.get_mut(&device)
+        {
+            device.check(id, &self.clock);
+        }
+    }
+
+    fn find(&self, session: SessionId, key: u32) -> Option<(String, DomainId)> {
+        self.devices.iter().find_map(|(uuid, device)| {
+            let is =
+                |domain: &&Domain| domain.member.session == session && domain.member.key == key;
+            Some((uuid.clone(), device.domains.values().find(is)?.state.id))
+        })
+    }
+
+    /// The process freed a group.
+    pub(crate) fn gone(&mut self, session: SessionId, key: u32) {
+        self.remove(session, Some(key), false);
+    }
+
+    /// A session has ended. Its files are closed; if its process lives on, its groups are given
+    /// back as they were made.
+    pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
+        self.remove(session, None, alive);
+    }
+
+    fn remove(&mut self, session: SessionId, key: Option<u32>, alive: bool) {
+        let now = self.now();
+        for device in self.devices.values_mut() {
+            device.remove(now, session, key, alive, &self.reaper);
+        }
+        let leaves =
+            |member: &Member| member.session == session && key.is_none_or(|key| key == member.key);
+        for mut copy in self.copies.extract_if(.., |copy| leaves(&copy.member)) {
+            if alive {
+                copy.set(copy.default);
+            }
+            let _ = self.reaper.send(copy.levers);
+        }
+    }
+
+    /// Brings every device to what its policy wants now. Returns when to do so again at the
+    /// latest; none: when something happens.
+    pub(crate) fn step(&mut self) -> Option<Micros> {
+        if self.stopped {
+            return None;
+        }
+        let start = self.now();
+        self.stats.steps += 1;
+        for device in self.devices.values_mut() {
+            device.observe(start, &self.clock, self.cost);
+        }
+        let observed = self.now();
+        // Every round that does not come to rest takes a faulty domain out.
+        let rounds = 1 + self
+            .devices
+            .values()
+            .map(|device| device.domains.len())
+            .sum::<usize>();
+        let mut planning = Micros::ZERO;
+        for _ in 0..rounds {
+            let now = self.now();
+            if !self.devices.values().any(|device| device.needs_plan(now)) {
+                break;
+            }
+            planning += self.plan(now);
+        }
+        let took = observed.saturating_sub(start) + planning;
+        self.cost = Micros((self.cost.0 * 7 + took.0).div_ceil(8));
+        self.stats.busy_s += took.as_secs_f64();
+        self.devices
+            .values()
+            .filter_map(|device| device.due(self.cost))
+            .min()
+    }
+
+    /// Plans the devices that need it and pulls their levers. Returns how long the planning took.
+    fn plan(&mut self, now: Micros) -> Micros {
+        let gangs = self.has_gangs();
+        let mut devices: Vec<&mut Device> = self
+            .devices
+            .values_mut()
+            .filter(|device| match gangs {
+                true => !device.domains.is_empty() || device.dirty,
+                false => device.needs_plan(now),
+            })
+            .collect();
+        let snapshots: Vec<Snapshot> = devices
+            .iter_mut()
+            .map(|device| device.snapshot(now, &self.tenants))
+            .collect();
+        let mut together: Vec<gang::Device<'_>> = devices
+            .iter_mut()
+            .zip(&snapshots)
+            .map(|(device, snapshot)| gang::Device {
+                policy: &*device.policy,
+                snapshot,
+                memory: &mut device.memory,
+            })
+            .collect();
+        let plans = gang::plan(&mut together);
+        let took = (self.clock)().saturating_sub(now);
+        self.stats.plans += plans.len() as u64;
+        self.stats.plan_max_us = self.stats.plan_max_us.max(took.0);
+        for ((device, plan), snapshot) in devices.into_iter().zip(&plans).zip(&snapshots) {
+            device.apply(plan, snapshot, &self.clock);
+        }
+        took
+    }
+
+    /// Whether a tenant has domains on several devices.
+    fn has_gangs(&self) -> bool {
+        let mut seen = BTreeMap::new();
+        let domains = |(n, device): (usize, &Device)| -> Vec<(TenantId, usize)> {
+            device
+                .domains
+                .values()
+                .map(|domain| (domain.state.tenant, n))
+                .collect()
+        };
+        let mut all = self.devices.values().enumerate().flat_map(domains);
+        all.any(|(tenant, device)| *seen.entry(tenant).or_insert(device) != device)
+    }
+
+    /// Lets the slices of copy groups follow their tenants' classes, if that is wanted.
+    fn set_copy_slices(&mut self) {
+        if !self.config.copy_engines {
+            return;
+        }
+        for copy in &mut self.copies {
+            let class = self.tenants.get(&copy.tenant).map(|spec| spec.class);
+            copy.set(match class {
+                // A copy cannot be frozen in its middle: only how often turns change is decided.
+                Some(Class::Latency) => Timeslice(10_000),
+                Some(Class::Batch) => Timeslice(200),
+                Some(Class::Standard) | None => copy.default,
+            });
+        }
+    }
+
+    /// Gives everybody back what they had, and does nothing more.
+    pub(crate) fn restore(&mut self) {
+        self.stopped = true;
+        for device in self.devices.values_mut() {
+            device.domains.values_mut().for_each(Domain::restore);
+        }
+        for copy in &mut self.copies {
+            copy.set(copy.default);
+        }
+    }
+
+    /// What there is, for people.
+    pub(crate) fn view(&mut self) -> View {
+        let now = self.now();
+        let mut view = View {
+            domains: Vec::new(),
+            devices: Vec::new(),
+            scheduler: self.stats.clone(),
+        };
+        for (uuid, device) in &mut self.devices {
+            device.sample(now);
+            device.account(now);
+            let promised = promised(device, &self.tenants);
+            view.devices.push(types::Device {
+                uuid: uuid.clone(),
+                name: String::new(),
+                emulated: false,
+                driver: String::new(),
+                memory_bytes: 0,
+                policy: device.policy.name().into(),
+                state: device.lost.clone().unwrap_or_else(|| "ok".into()),
+                domains: device.domains.len(),
+                levers: device.costs.list(),
+            });
+            for (id, domain) in &device.domains {
+                let account = device.accounts.get(*id);
+                let tenant = domain.state.tenant;
+                let shown = types::Domain {
+                    id: id.0,
+                    device: uuid.clone(),
+                    pid: domain.member.pid,
+                    timeslice_us: domain.state.timeslice.0,
+                    frozen: domain.state.run == gpumux_core::RunState::Frozen,
+                    demand: domain.state.demand,
+                    promised_share: promised.get(&tenant).copied().unwrap_or_default(),
+                    received_share: domain.share(now, account.received_us),
+                    received_us: account.received_us as u64,
+                    runnable_us: account.runnable_us as u64,
+                    waited_us: account.waited_us as u64,
+                    preemptions: account.preemptions,
+                    freezes: domain.freezes,
+                    thaws: domain.thaws,
+                    slice_changes: domain.slice_changes,
+                    tampered: domain.tampered,
+                    reason: domain.reason.into(),
+                    error: domain.fault.as_ref().map(|fault| fault.error.clone()),
+                };
+                view.domains.push((tenant, shown));
+            }
+        }
+        view
+    }
+}
+
+impl CopyGroup {
+    fn set(&mut self, slice: Timeslice) {
+        if self.timeslice != slice && self.levers.set_timeslice(slice.0).is_ok() {
+            self.timeslice = slice;
+        }
+    }
+}
+
+/// What each tenant of a device gets of it if all of them want it.
+fn promised(device: &Device, specs: &BTreeMap<TenantId, TenantSpec>) -> BTreeMap<TenantId, f64> {
+    let division: &dyn Division = match device.policy.name() {
+        "max-min" => &MaxMin,
+        "weighted" => &Weighted,
+        _ => &Priority,
+    };
+    let users: BTreeSet<TenantId> = device.domains.values().map(|d| d.state.tenant).collect();
+    let present = specs.iter().filter(|(id, _)| users.contains(id));
+    let claims: Vec<Claim> = present.clone().map(|(_, spec)| Claim::from(spec)).collect();
+    let shares = division.divide(&claims);
+    present.map(|(id, _)| *id).zip(shares).collect()
+}

@@ -1,0 +1,137 @@
+//! The scheduling thread: owns every domain and every lever.
+//!
+//! Everybody else hands it jobs ([`Handle::call`]); between jobs it looks at demand, asks the
+//! policy and pulls levers ([`Engine::step`]). It never waits for a tenant, and if it fails, the
+//! process ends: that closes every session, upon which the tenants' agents thaw themselves.
+
+mod device;
+mod domain;
+mod engine;
+#[cfg(test)]
+mod tests;
+
+use std::{
+    sync::{Arc, mpsc},
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpumux_core::Micros;
+use gpumux_rm::Levers;
+use tokio::sync::oneshot;
+
+pub(crate) use domain::{Member, NewGroup};
+pub(crate) use engine::{Engine, GroupError, View};
+
+use crate::config::Config;
+
+/// One connection of a tenant's process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SessionId(pub(crate) u64);
+
+/// The time, from an origin of its own.
+type Clock = Box<dyn Fn() -> Micros + Send>;
+
+/// Takes levers that are no longer needed: closing the last file of a dead process frees its
+/// memory and takes the driver long.
+type Reaper = mpsc::Sender<Box<dyn Levers>>;
+
+type Job = Box<dyn FnOnce(&mut Engine) + Send>;
+
+/// Most jobs done between two looks at the devices.
+const JOBS_PER_STEP: usize = 64;
+
+/// The way to the scheduling thread.
+#[derive(Clone)]
+pub(crate) struct Handle(mpsc::Sender<Job>);
+
+/// The scheduling thread has ended.
+#[derive(Debug, thiserror::Error)]
+#[error("the daemon is shutting down")]
+pub(crate) struct Stopped;
+
+impl Handle {
+    /// Does a job on the scheduling thread and returns what it returns.
+    ///
+    /// # Errors
+    /// When the thread has ended.
+    pub(crate) async fn call<R: Send + 'static>(
+        &self,
+        job: impl FnOnce(&mut Engine) -> R + Send + 'static,
+    ) -> Result<R, Stopped> {
+        let (reply, answer) = oneshot::channel();
+        let job = Box::new(move |engine: &mut Engine| {
+            // The caller may have gone; the job is done anyway.
+            let _ = reply.send(job(engine));
+        });
+        self.0.send(job).map_err(|_| Stopped)?;
+        answer.await.map_err(|_| Stopped)
+    }
+}
+
+/// Starts the scheduling thread. It ends, and restores everything, when the last handle is dropped.
+///
+/// # Errors
+/// When no thread can be made.
+pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
+    let (reaper, dead) = mpsc::channel::<Box<dyn Levers>>();
+    thread::Builder::new()
+        .name("reaper".into())
+        .spawn(move || dead.into_iter().for_each(drop))?;
+    let (jobs, queue) = mpsc::channel();
+    let origin = Instant::now();
+    let clock = Box::new(move || Micros(origin.elapsed().as_micros() as u64));
+    let body = move || {
+        ask_for_priority();
+        let engine = Engine::new(config, clock, reaper);
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve(engine, &queue))).is_err()
+        {
+            tracing::error!(
+                "the scheduling thread failed: the daemon ends, so that nobody stays frozen"
+            );
+            std::process::abort();
+        }
+    };
+    thread::Builder::new()
+        .name("scheduler".into())
+        .spawn(body)?;
+    Ok(Handle(jobs))
+}
+
+fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>) {
+    loop {
+        let wait = engine.step().map(|at| at.saturating_sub(engine.now()));
+        let job = match wait {
+            Some(wait) => queue.recv_timeout(Duration::from_micros(wait.0)),
+            None => queue.recv().map_err(Into::into),
+        };
+        match job {
+            Ok(job) => {
+                job(&mut engine);
+                queue
+                    .try_iter()
+                    .take(JOBS_PER_STEP)
+                    .for_each(|job| job(&mut engine));
+            }
+            Err(mpsc::RecvTimeoutError::Timeout) => {}
+            Err(mpsc::RecvTimeoutError::Disconnected) => return engine.restore(),
+        }
+    }
+}
+
+/// A scheduler should not wait for what it schedules. Without the right to it, it is as others.
+fn ask_for_priority() {
+    let lowest = libc::sched_param { sched_priority: 1 };
+    // SAFETY: the parameter outlives the call; 0 means this thread.
+    let real_time = unsafe {
+        libc::sched_setscheduler(
+            0,
+            libc::SCHED_RR | libc::SCHED_RESET_ON_FORK,
+            &raw const lowest,
+        )
+    };
+    if real_time != 0 {
+        let thread = rustix::thread::gettid();
+        let _ = rustix::process::setpriority_process(Some(thread), -10);
+    }
+}

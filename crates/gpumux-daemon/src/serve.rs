@@ -1,0 +1,234 @@
+//! The daemon's life: from its lock to its last word.
+
+use std::{
+    future::Future,
+    io,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use sd_notify::NotifyState;
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::watch,
+};
+
+use crate::{
+    api::{self, Api},
+    config::{Config, ConfigError},
+    devices::Devices,
+    paths::{self, DirError, RuntimeDir},
+    scheduler::{self, Handle, Stopped},
+    session::Sessions,
+    tenants::{TenantError, Tenants},
+};
+
+/// How long NVML may take before the daemon is ready without it.
+const NVML: Duration = Duration::from_secs(3);
+/// How long sessions may take to say goodbye.
+const GOODBYE: Duration = Duration::from_secs(2);
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 4096;
+
+/// Why the daemon does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The configuration makes no sense.
+    #[error(transparent)]
+    Config(#[from] ConfigError),
+    /// The runtime directory cannot be had; among others because another daemon has it
+    /// ([`DirError::AlreadyRunning`]).
+    #[error(transparent)]
+    Dir(#[from] DirError),
+    /// A socket cannot be made.
+    #[error("cannot listen on {0}: {1}")]
+    Listen(PathBuf, io::Error),
+    /// The tenants of the last daemon cannot be taken over.
+    #[error("cannot take the tenants over: {0}")]
+    Tenants(String),
+    /// The system refuses something that every daemon needs.
+    #[error("cannot start: {0}")]
+    System(#[from] io::Error),
+}
+
+impl From<TenantError> for Error {
+    fn from(error: TenantError) -> Self {
+        Self::Tenants(error.to_string())
+    }
+}
+
+impl From<Stopped> for Error {
+    fn from(error: Stopped) -> Self {
+        Self::Tenants(error.to_string())
+    }
+}
+
+/// Runs the daemon until SIGTERM or SIGINT, or until it was idle for as long as the configuration says.
+/// Everybody is thawed and has the old slices back when it returns.
+///
+/// # Errors
+/// When it cannot start.
+pub fn run(config: Config) -> Result<(), Error> {
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(16)
+        .enable_all()
+        .build()?;
+    let result = runtime.block_on(async {
+        let mut terminate = signal(SignalKind::terminate())?;
+        let mut interrupt = signal(SignalKind::interrupt())?;
+        let signalled = async move {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+        };
+        serve(config, signalled).await
+    });
+    // A driver or an emulated device that does not answer must not keep the process.
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    result
+}
+
+/// The daemon, until `ended` says so.
+async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Error> {
+    config.check()?;
+    raise_file_limit();
+    let dir = RuntimeDir::take(
+        config
+            .runtime_dir
+            .clone()
+            .unwrap_or_else(paths::runtime_dir),
+    )?;
+    let config = Arc::new(config);
+    let scheduler = scheduler::start(Arc::clone(&config))?;
+    let (devices, mut looked) = Devices::watch(config.nvml.clone());
+    let (session_socket, api_socket) = (
+        paths::session_socket(dir.path()),
+        paths::api_socket(dir.path()),
+    );
+    let tenants = Tenants::load(
+        dir.path().join("tenants.json"),
+        session_socket.display().to_string(),
+        scheduler.clone(),
+    )
+    .await?;
+    let sessions = Sessions::new(&config, Arc::clone(&tenants), scheduler.clone());
+    let listen = |error| Error::Listen(session_socket.clone(), error);
+    let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
+    paths::open_to_all(&session_socket).map_err(listen)?;
+    // The API's socket appears last: whoever finds it finds a daemon that is ready.
+    let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
+    know(&devices, &scheduler).await?;
+    let api_listener =
+        api::listen(&api_socket).map_err(|error| Error::Listen(api_socket.clone(), error))?;
+    let (stop, stopped) = watch::channel(false);
+    let api = Arc::new(Api {
+        config: Arc::clone(&config),
+        tenants: Arc::clone(&tenants),
+        sessions: Arc::clone(&sessions),
+        scheduler: scheduler.clone(),
+        devices: devices.clone(),
+        runtime_dir: dir.path().to_owned(),
+        started: Instant::now(),
+    });
+    let api_task = tokio::spawn(api::serve(api, api_listener, stopped.clone()));
+    let session_task = tokio::spawn(Arc::clone(&sessions).serve(listener, stopped));
+    tell(&[NotifyState::Ready]);
+    tracing::info!(dir = %dir.path().display(), "ready");
+
+    let idle = config.idle_exit_s.map(Duration::from_secs);
+    let result = tokio::select! {
+        () = ended => Ok(()),
+        () = idle_for(&tenants, idle) => {
+            tracing::info!("nobody needs the daemon any more");
+            Ok(())
+        }
+        result = keep_house(&devices, &scheduler, looked) => result,
+    };
+
+    tell(&[NotifyState::Stopping]);
+    tenants.close().await;
+    // First everybody runs as before, then they are told.
+    let restored = scheduler.call(|engine| engine.restore()).await;
+    let _ = stop.send(true);
+    let gone = async {
+        while sessions.count() > 0 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+    };
+    let _ = tokio::time::timeout(GOODBYE, gone).await;
+    let _ = tokio::join!(api_task, session_task);
+    tracing::info!("stopped");
+    result.and(Ok(restored?))
+}
+
+/// Returns when there was no tenant for as long as `idle` says.
+async fn idle_for(tenants: &Tenants, idle: Option<Duration>) {
+    let Some(idle) = idle else {
+        return std::future::pending().await;
+    };
+    loop {
+        let since = tenants.empty_since().await;
+        let waited = since.map_or(Duration::ZERO, |since| since.elapsed());
+        match idle.checked_sub(waited) {
+            Some(rest) if !rest.is_zero() => tokio::time::sleep(rest).await,
+            _ => return,
+        }
+    }
+}
+
+/// Tells the scheduler of devices, and the service manager that all is well.
+async fn keep_house(
+    devices: &Devices,
+    scheduler: &Handle,
+    mut looked: watch::Receiver<bool>,
+) -> Result<(), Error> {
+    let mut period = 0;
+    let watched = sd_notify::watchdog_enabled(false, &mut period);
+    let mut beat =
+        tokio::time::interval(Duration::from_micros(period / 3).max(Duration::from_secs(1)));
+    let mut nvml = true;
+    loop {
+        tokio::select! {
+            _ = beat.tick(), if watched => {
+                // Only a scheduler that still works is well.
+                scheduler.call(|_| ()).await?;
+                tell(&[NotifyState::Watchdog]);
+            }
+            changed = looked.changed(), if nvml => {
+                nvml = changed.is_ok();
+                know(devices, scheduler).await?;
+            }
+            else => return std::future::pending().await,
+        }
+    }
+}
+
+async fn know(devices: &Devices, scheduler: &Handle) -> Result<(), Stopped> {
+    let uuids: Vec<String> = devices.list().into_iter().map(|known| known.uuid).collect();
+    scheduler
+        .call(move |engine| engine.know_devices(uuids))
+        .await
+}
+
+/// Without a service manager nobody listens.
+fn tell(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(false, state) {
+        tracing::debug!(%error, "cannot notify the service manager");
+    }
+}
+
+/// Every session needs some files.
+fn raise_file_limit() {
+    let limit = getrlimit(Resource::Nofile);
+    let most = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
+    if let Err(error) = setrlimit(Resource::Nofile, most) {
+        tracing::warn!(%error, "cannot raise the limit of open files");
+    }
+}

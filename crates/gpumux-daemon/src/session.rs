@@ -1,0 +1,457 @@
+//! The socket where tenants' processes meet the daemon. All that comes from there is hostile until
+//! shown otherwise: every count, size and wait has a bound, and what breaks a rule costs only its
+//! own session.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    os::fd::{AsFd, AsRawFd, OwnedFd},
+    path::PathBuf,
+    sync::{
+        Arc, Mutex, PoisonError,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use gpumux_core::{TenantId, Timeslice};
+use gpumux_rm::Group;
+use gpumux_wire::{
+    Daemon, PROTOCOL, Shim,
+    message::{MAX_CHANNELS, MAX_DOMAINS},
+    page::Page,
+    socket,
+};
+use rustix::{
+    io::Errno,
+    net::{RecvFlags, SendFlags, SocketFlags},
+};
+use tokio::{io::unix::AsyncFd, sync::watch};
+
+use crate::{
+    config::Config,
+    peer::{Peer, credentials, readable},
+    scheduler::{GroupError, Handle, Member, NewGroup, SessionId, Stopped},
+    tenants::{TenantError, Tenants},
+    verify::{Rejection, verify},
+};
+
+/// How long a connection may take to say hello.
+const HELLO: Duration = Duration::from_secs(5);
+
+/// Packets a session may send at once, and per second after that. Later ones wait in its socket.
+const RATE: (f64, f64) = (1024.0, 200.0);
+
+/// Groups that were not what they were said to be (because the program freed them meanwhile)
+/// before a session counts as hostile.
+const MAX_REJECTED: usize = 64;
+
+/// Files that stay free for everything but sessions.
+const SPARE_FILES: u64 = 128;
+
+/// What all sessions share.
+pub(crate) struct Sessions {
+    tenants: Arc<Tenants>,
+    scheduler: Handle,
+    emulated: Option<PathBuf>,
+    max: usize,
+    max_per_user: usize,
+    files: u64,
+    made: AtomicU64,
+    users: Mutex<BTreeMap<u32, usize>>,
+}
+
+/// A session's place among the sessions; given back when dropped.
+struct Place {
+    sessions: Arc<Sessions>,
+    uid: u32,
+}
+
+/// Why a session ends. The other side is told.
+#[derive(Debug, thiserror::Error)]
+enum Refusal {
+    #[error(
+        "the daemon speaks protocol {PROTOCOL}, the program's libgpumux.so protocol {0}: restart the program, or install the same version"
+    )]
+    Protocol(u32),
+    #[error("no hello within {HELLO:?}")]
+    Late,
+    #[error("the first packet must be a hello with the page of counters, and only that")]
+    NoHello,
+    #[error("the page of counters cannot be used: {0}")]
+    Page(io::Error),
+    #[error("the packet cannot be understood: {0}")]
+    Packet(io::Error),
+    #[error("{0} sessions are connected already: raise max_sessions in the daemon's configuration")]
+    TooMany(usize),
+    #[error("the daemon is short of files: raise its limit of open files")]
+    Files,
+    #[error("more than {MAX_DOMAINS} channel groups")]
+    TooManyGroups,
+    #[error("more than {MAX_CHANNELS} channels in a group")]
+    TooManyChannels,
+    #[error("the group came without its file")]
+    NoFile,
+    #[error(transparent)]
+    Rejected(#[from] Rejection),
+    #[error(transparent)]
+    Group(#[from] GroupError),
+    #[error(transparent)]
+    Tenant(#[from] TenantError),
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+}
+
+impl Sessions {
+    pub(crate) fn new(config: &Config, tenants: Arc<Tenants>, scheduler: Handle) -> Arc<Self> {
+        let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        Arc::new(Self {
+            tenants,
+            scheduler,
+            emulated: config.emulated.clone(),
+            max: config.max_sessions,
+            max_per_user: config.max_sessions_per_user,
+            files: limit.current.unwrap_or(u64::MAX),
+            made: AtomicU64::new(0),
+            users: Mutex::default(),
+        })
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.users
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .values()
+            .sum()
+    }
+
+    /// Takes connections until told to stop.
+    ///
+    /// # Errors
+    /// When the socket cannot be waited for.
+    pub(crate) async fn serve(
+        self: Arc<Self>,
+        listener: OwnedFd,
+        mut stop: watch::Receiver<bool>,
+    ) -> io::Result<()> {
+        let events = readable(listener.as_fd())?;
+        loop {
+            let mut ready = tokio::select! {
+                ready = events.readable() => ready?,
+                _ = stop.wait_for(|stop| *stop) => return Ok(()),
+            };
+            let accepted = ready.try_io(|socket| {
+                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+                Ok(rustix::net::accept_with(socket, flags)?)
+            });
+            match accepted {
+                Ok(Ok(socket)) => {
+                    let session = Arc::clone(&self).run(socket, stop.clone());
+                    tokio::spawn(session);
+                }
+                Ok(Err(error))
+                    if error.raw_os_error() == Some(Errno::CONNABORTED.raw_os_error()) => {}
+                Ok(Err(error)) => {
+                    // No files or memory now: who waits is served later.
+                    tracing::warn!(%error, "cannot accept a session");
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                Err(_would_block) => {}
+            }
+        }
+    }
+
+    fn enter(self: &Arc<Self>, socket: &OwnedFd) -> Result<Place, Refusal> {
+        self.check_files(socket)?;
+        let (_, uid) = credentials(socket).map_err(Refusal::Packet)?;
+        let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
+        let all = users.values().sum();
+        let own = users.entry(uid).or_default();
+        if all >= self.max || (uid != 0 && *own >= self.max_per_user) {
+            return Err(Refusal::TooMany(all));
+        }
+        *own += 1;
+        Ok(Place {
+            sessions: Arc::clone(self),
+            uid,
+        })
+    }
+
+    /// Files get the lowest free number: a high one says that few are left.
+    fn check_files(&self, file: &OwnedFd) -> Result<(), Refusal> {
+        match file.as_raw_fd() as u64 + SPARE_FILES < self.files {
+            true => Ok(()),
+            false => Err(Refusal::Files),
+        }
+    }
+
+    /// One session, from its first to its last packet.
+    async fn run(self: Arc<Self>, socket: OwnedFd, stop: watch::Receiver<bool>) {
+        let ended = match self.enter(&socket) {
+            Ok(place) => {
+                let ended = self.serve_one(&socket, stop).await;
+                drop(place);
+                ended
+            }
+            Err(refusal) => Err(refusal),
+        };
+        if let Err(refusal) = ended {
+            tracing::info!(%refusal, "session refused");
+            say(
+                &socket,
+                &Daemon::Refused {
+                    reason: refusal.to_string(),
+                },
+            );
+        }
+    }
+
+    async fn serve_one(
+        &self,
+        socket: &OwnedFd,
+        mut stop: watch::Receiver<bool>,
+    ) -> Result<(), Refusal> {
+        let peer = Peer::of(socket).map_err(Refusal::Packet)?;
+        let events = readable(socket.as_fd()).map_err(Refusal::Packet)?;
+        let hello = tokio::time::timeout(HELLO, receive(&events)).await;
+        let (page, token) = match hello.map_err(|_| Refusal::Late)?? {
+            None => return Ok(()),
+            Some((Shim::Hello { protocol, .. }, _)) if protocol != PROTOCOL => {
+                return Err(Refusal::Protocol(protocol));
+            }
+            Some((Shim::Hello { tenant, .. }, Some(page))) => {
+                (Page::open(page).map_err(Refusal::Page)?, tenant)
+            }
+            Some(_) => return Err(Refusal::NoHello),
+        };
+        let id = SessionId(self.made.fetch_add(1, Ordering::Relaxed));
+        let (tenant, name) = self.tenants.join(id, &peer, token.as_deref()).await?;
+        say(
+            socket,
+            &Daemon::Welcome {
+                protocol: PROTOCOL,
+                tenant: name.clone(),
+            },
+        );
+        tracing::info!(pid = peer.pid, tenant = name, "session");
+        let mut session = Session {
+            sessions: self,
+            id,
+            tenant,
+            pid: peer.pid,
+            page: Arc::new(page),
+            keys: BTreeMap::new(),
+            rejected: 0,
+            rate: (RATE.0, Instant::now()),
+        };
+        let ended = async {
+            match &peer.fd {
+                Some(process) => process.ended().await,
+                None => std::future::pending().await,
+            }
+        };
+        let result = tokio::select! {
+            result = session.serve(&events) => result,
+            _ = ended => Ok(()),
+            _ = stop.wait_for(|stop| *stop) => {
+                say(socket, &Daemon::Bye);
+                Ok(())
+            }
+        };
+        let alive = !peer.fd.as_ref().is_some_and(|process| process.has_ended());
+        tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
+        // Jobs are done in order: a group that is still on its way is removed by this one.
+        let _ = self
+            .scheduler
+            .call(move |engine| engine.leave(id, alive))
+            .await;
+        self.tenants.leave(id, tenant, peer.pid).await;
+        result
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        let mut users = self
+            .sessions
+            .users
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = users.get_mut(&self.uid) {
+            *own -= 1;
+            if *own == 0 {
+                users.remove(&self.uid);
+            }
+        }
+    }
+}
+
+/// A session that has said hello.
+struct Session<'a> {
+    sessions: &'a Sessions,
+    id: SessionId,
+    tenant: TenantId,
+    pid: u32,
+    page: Arc<Page>,
+    /// Its groups: whether each is a compute group.
+    keys: BTreeMap<u32, bool>,
+    rejected: usize,
+    /// Packets it may send now, and when that was counted.
+    rate: (f64, Instant),
+}
+
+impl Session<'_> {
+    async fn serve(&mut self, events: &Events<'_>) -> Result<(), Refusal> {
+        loop {
+            self.wait_for_turn().await;
+            let Some((packet, file)) = receive(events).await? else {
+                return Ok(());
+            };
+            self.handle(packet, file).await?;
+        }
+    }
+
+    async fn wait_for_turn(&mut self) {
+        let (left, counted) = self.rate;
+        let now = Instant::now();
+        let left = (left + now.duration_since(counted).as_secs_f64() * RATE.1).min(RATE.0) - 1.0;
+        self.rate = (left, now);
+        if left < 0.0 {
+            tokio::time::sleep(Duration::from_secs_f64(-left / RATE.1)).await;
+        }
+    }
+
+    async fn handle(&mut self, packet: Shim, file: Option<OwnedFd>) -> Result<(), Refusal> {
+        let id = self.id;
+        let scheduler = &self.sessions.scheduler;
+        match packet {
+            Shim::Hello { .. } => return Err(Refusal::NoHello),
+            Shim::Group {
+                key,
+                engine,
+                client,
+                subdevice,
+                group,
+                channels,
+                timeslice_us,
+            } => {
+                let file = file.ok_or(Refusal::NoFile)?;
+                self.sessions.check_files(&file)?;
+                let compute = engine == gpumux_rm::layout::engine::GR0;
+                check_channels(&channels, compute)?;
+                if self.keys.len() >= MAX_DOMAINS && !self.keys.contains_key(&key) {
+                    return Err(Refusal::TooManyGroups);
+                }
+                let handles = Group {
+                    client,
+                    subdevice,
+                    group,
+                    channels,
+                };
+                self.announce(key, engine, handles, timeslice_us, file)
+                    .await?;
+            }
+            Shim::Channels { key, channels } => {
+                if let Some(compute) = self.keys.get(&key) {
+                    check_channels(&channels, *compute)?;
+                    scheduler
+                        .call(move |engine| engine.set_channels(id, key, channels))
+                        .await?;
+                }
+            }
+            Shim::TimesliceTouched { key } => {
+                scheduler
+                    .call(move |engine| engine.touched(id, key))
+                    .await?;
+            }
+            Shim::Gone { key } => {
+                self.keys.remove(&key);
+                scheduler.call(move |engine| engine.gone(id, key)).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Puts a group under management, if it is what it is said to be.
+    async fn announce(
+        &mut self,
+        key: u32,
+        engine: u32,
+        handles: Group,
+        default: u64,
+        file: OwnedFd,
+    ) -> Result<(), Refusal> {
+        let member = Member {
+            session: self.id,
+            key,
+            pid: self.pid,
+            handles: (handles.client, handles.group),
+        };
+        let emulated = self.sessions.emulated.clone();
+        let examined =
+            tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;
+        let verified = match examined.map_err(|_| Stopped)? {
+            Ok(verified) => verified,
+            // The program may have freed it meanwhile. But not for ever.
+            Err(rejection @ Rejection::Lever(_)) if self.rejected < MAX_REJECTED => {
+                tracing::warn!(pid = self.pid, %rejection, "a channel group cannot be managed");
+                self.rejected += 1;
+                return Ok(());
+            }
+            Err(rejection) => return Err(rejection.into()),
+        };
+        let slices = Timeslice::MIN..=Timeslice::MAX;
+        let default = Some(Timeslice(default)).filter(|slice| slices.contains(slice));
+        let group = NewGroup {
+            member,
+            tenant: self.tenant,
+            engine,
+            device: verified.device,
+            levers: verified.levers,
+            page: Arc::clone(&self.page),
+            timeslice: verified.timeslice,
+            default: default.unwrap_or(Timeslice::DEFAULT),
+        };
+        let id = self.id;
+        let replaces = self
+            .keys
+            .insert(key, engine == gpumux_rm::layout::engine::GR0)
+            .is_some();
+        let add = move |engine: &mut crate::scheduler::Engine| {
+            if replaces {
+                engine.gone(id, key);
+            }
+            engine.add(group)
+        };
+        Ok(self.sessions.scheduler.call(add).await??)
+    }
+}
+
+fn check_channels(channels: &[u32], compute: bool) -> Result<(), Refusal> {
+    match channels.len() {
+        // It could not be frozen.
+        0 if compute => Err(Rejection::NoChannels.into()),
+        n if n > MAX_CHANNELS => Err(Refusal::TooManyChannels),
+        _ => Ok(()),
+    }
+}
+
+type Events<'a> = AsyncFd<std::os::fd::BorrowedFd<'a>>;
+
+/// The next packet; none when the other side has closed.
+async fn receive(events: &Events<'_>) -> Result<Option<(Shim, Option<OwnedFd>)>, Refusal> {
+    loop {
+        let mut ready = events.readable().await.map_err(Refusal::Packet)?;
+        match ready.try_io(|socket| socket::recv(socket.get_ref(), RecvFlags::DONTWAIT)) {
+            Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            Ok(packet) => return packet.map_err(Refusal::Packet),
+            Err(_would_block) => {}
+        }
+    }
+}
+
+/// Tells the other side something, unless it does not listen.
+fn say(socket: &OwnedFd, message: &Daemon) {
+    let _ = socket::send(socket, message, None, SendFlags::DONTWAIT);
+}

@@ -1,0 +1,512 @@
+//! Who is who: tenants by name and by secret, how long they live, and the file that a restarted
+//! daemon knows them from.
+//!
+//! A tenant lives while anybody holds it: the process that asked for it, or a session. What it is
+//! promised is decided by the scheduler; here is only a copy to show and to keep.
+
+use std::{
+    collections::BTreeMap,
+    io::{self, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::PathBuf,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
+
+use gpumux_core::{SpecError, TenantId, TenantSpec};
+use serde::{Deserialize, Serialize};
+use tokio::sync::Mutex;
+
+use crate::{
+    api::types::{Created, NewTenant, SpecChange},
+    peer::{Peer, ProcessFd, ProcessId},
+    scheduler::{Handle, SessionId, Stopped},
+};
+
+/// Most tenants there may be.
+const MAX_TENANTS: usize = 4096;
+/// Most of one user (root excepted).
+const MAX_TENANTS_PER_USER: usize = 2048;
+/// Longest name.
+const MAX_NAME: usize = 64;
+
+/// All tenants.
+pub(crate) struct Tenants {
+    table: Mutex<Table>,
+    scheduler: Handle,
+    file: PathBuf,
+    session_socket: String,
+}
+
+#[derive(Default)]
+struct Table {
+    made: u64,
+    holders_made: u64,
+    tenants: BTreeMap<TenantId, Tenant>,
+    /// The daemon is leaving: what ends now must still be known to the next one.
+    closed: bool,
+    /// When the last tenant ended, or the daemon began.
+    empty_since: Option<std::time::Instant>,
+}
+
+/// One tenant.
+#[derive(Clone, Debug)]
+pub(crate) struct Tenant {
+    pub(crate) id: TenantId,
+    pub(crate) name: String,
+    pub(crate) spec: TenantSpec,
+    pub(crate) uid: u32,
+    /// Seconds since 1970.
+    pub(crate) since: u64,
+    pub(crate) pids: Vec<u32>,
+    token: String,
+    /// The process that it was made for, if that came without a secret.
+    made_for: Option<ProcessId>,
+    holders: BTreeMap<Holder, Option<ProcessId>>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Holder {
+    Process(u64),
+    Session(SessionId),
+}
+
+/// A tenant in the file.
+#[derive(Serialize, Deserialize)]
+struct Saved {
+    name: String,
+    token: String,
+    spec: TenantSpec,
+    uid: u32,
+    since: u64,
+    made_for: Option<ProcessId>,
+    holders: Vec<ProcessId>,
+}
+
+/// Why nothing was done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TenantError {
+    #[error("no tenant is called `{0}`: see `gpumux ps`")]
+    Unknown(String),
+    #[error("tenant `{0}` belongs to another user: only its owner or root may change it")]
+    NotYours(String),
+    #[error("a tenant called `{0}` lives already: use another name, or wait until it ends")]
+    Taken(String),
+    #[error("`{0}` is no name for a tenant: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`")]
+    BadName(String),
+    #[error("{0} tenants live already: let some end first")]
+    TooMany(usize),
+    #[error("the daemon cannot see your process: ask from the same pid namespace")]
+    Invisible,
+    #[error("the tenant of this secret is unknown: it has ended, or belongs to another daemon")]
+    UnknownToken,
+    #[error("tenant `{0}` still has {1} connected processes: end them first")]
+    Busy(String, usize),
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+    #[error("cannot keep it in {0}: {1}")]
+    Save(PathBuf, io::Error),
+}
+
+impl Tenants {
+    /// The tenants of the last daemon that still live; none at the first start.
+    pub(crate) async fn load(
+        file: PathBuf,
+        session_socket: String,
+        scheduler: Handle,
+    ) -> Result<Arc<Self>, TenantError> {
+        let saved = read(&file);
+        let tenants = Arc::new(Self {
+            table: Mutex::new(Table {
+                empty_since: Some(std::time::Instant::now()),
+                ..Table::default()
+            }),
+            scheduler,
+            file,
+            session_socket,
+        });
+        for saved in saved {
+            tenants.take_over(saved).await?;
+        }
+        tenants.table.lock().await.save(&tenants.file)?;
+        Ok(tenants)
+    }
+
+    async fn take_over(self: &Arc<Self>, saved: Saved) -> Result<(), TenantError> {
+        let living = |process: ProcessId| Some((process, process.watch()?));
+        let holders: Vec<_> = saved.holders.into_iter().filter_map(living).collect();
+        if holders.is_empty() {
+            return Ok(());
+        }
+        let mut table = self.table.lock().await;
+        let id = table.next_id();
+        let mut spec = saved.spec;
+        let given = spec.clone();
+        if let Err(error) = self.scheduler.call(move |e| e.set_spec(id, given)).await? {
+            tracing::warn!(tenant = saved.name, %error, "an old promise cannot be kept");
+            spec = TenantSpec {
+                class: spec.class,
+                ..TenantSpec::default()
+            };
+            let given = spec.clone();
+            self.scheduler
+                .call(move |e| e.set_spec(id, given))
+                .await??;
+        }
+        let tenant = Tenant {
+            id,
+            name: table.free_name(&saved.name),
+            spec,
+            uid: saved.uid,
+            since: saved.since,
+            pids: Vec::new(),
+            token: saved.token,
+            made_for: saved.made_for,
+            holders: BTreeMap::new(),
+        };
+        table.insert(tenant);
+        for (process, fd) in holders {
+            self.hold(&mut table, id, Some(process), fd);
+        }
+        Ok(())
+    }
+
+    /// Makes a tenant that lives as long as the process that asks.
+    pub(crate) async fn create(
+        self: &Arc<Self>,
+        peer: &Peer,
+        new: NewTenant,
+    ) -> Result<Created, TenantError> {
+        let mut table = self.table.lock().await;
+        let name = match new.name {
+            Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
+            Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
+            Some(name) => name,
+            None => table.free_name(&new.program.unwrap_or_default()),
+        };
+        let fd = peer
+            .fd
+            .as_ref()
+            .and_then(|fd| fd.try_clone().ok())
+            .ok_or(TenantError::Invisible)?;
+        let id = self
+            .make(&mut table, name.clone(), new.spec.into(), peer.uid, None)
+            .await?;
+        self.hold(&mut table, id, peer.process, fd);
+        // From here on the program may rely on it, whatever happens to this daemon.
+        if let Err(error) = table.save(&self.file) {
+            self.remove(&mut table, id).await;
+            return Err(error);
+        }
+        let token = table
+            .tenants
+            .get(&id)
+            .map(|t| t.token.clone())
+            .unwrap_or_default();
+        Ok(Created {
+            name,
+            token,
+            socket: self.session_socket.clone(),
+        })
+    }
+
+    /// Makes a tenant that nobody holds yet.
+    async fn make(
+        &self,
+        table: &mut Table,
+        name: String,
+        spec: TenantSpec,
+        uid: u32,
+        made_for: Option<ProcessId>,
+    ) -> Result<TenantId, TenantError> {
+        let own = table
+            .tenants
+            .values()
+            .filter(|tenant| tenant.uid == uid)
+            .count();
+        if table.tenants.len() >= MAX_TENANTS || (uid != 0 && own >= MAX_TENANTS_PER_USER) {
+            return Err(TenantError::TooMany(own));
+        }
+        let id = table.next_id();
+        let given = spec.clone();
+        self.scheduler
+            .call(move |engine| engine.set_spec(id, given))
+            .await??;
+        let since = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |t| t.as_secs());
+        table.insert(Tenant {
+            id,
+            name,
+            spec,
+            uid,
+            since,
+            pids: Vec::new(),
+            token: secret(),
+            made_for,
+            holders: BTreeMap::new(),
+        });
+        Ok(id)
+    }
+
+    /// Lets the tenant live as long as a process.
+    fn hold(
+        self: &Arc<Self>,
+        table: &mut Table,
+        id: TenantId,
+        process: Option<ProcessId>,
+        fd: ProcessFd,
+    ) {
+        table.holders_made += 1;
+        let holder = Holder::Process(table.holders_made);
+        if let Some(tenant) = table.tenants.get_mut(&id) {
+            tenant.holders.insert(holder, process);
+        }
+        let tenants = Arc::downgrade(self);
+        tokio::spawn(async move {
+            if let Err(error) = fd.ended().await {
+                tracing::warn!(%error, "cannot wait for a process to end");
+            }
+            if let Some(tenants) = tenants.upgrade() {
+                tenants.release(id, holder).await;
+            }
+        });
+    }
+
+    /// Finds or makes the tenant of a process that connects.
+    pub(crate) async fn join(
+        &self,
+        session: SessionId,
+        peer: &Peer,
+        token: Option<&str>,
+    ) -> Result<(TenantId, String), TenantError> {
+        let mut table = self.table.lock().await;
+        let known = table.tenants.values().find(|tenant| match token {
+            Some(token) => tenant.token == token && (peer.uid == 0 || peer.uid == tenant.uid),
+            None => tenant.made_for.is_some() && tenant.made_for == peer.process,
+        });
+        let id = match (known, token) {
+            (Some(tenant), _) => tenant.id,
+            (None, Some(_)) => return Err(TenantError::UnknownToken),
+            (None, None) => {
+                let program = peer.process.map(ProcessId::program).unwrap_or_default();
+                let name = table.free_name(&format!("{program}-{}", peer.pid));
+                let spec = TenantSpec::default();
+                self.make(&mut table, name, spec, peer.uid, peer.process)
+                    .await?
+            }
+        };
+        let Some(tenant) = table.tenants.get_mut(&id) else {
+            return Err(TenantError::UnknownToken);
+        };
+        tenant
+            .holders
+            .insert(Holder::Session(session), peer.process);
+        tenant.pids.push(peer.pid);
+        let name = tenant.name.clone();
+        table.save_or_warn(&self.file);
+        Ok((id, name))
+    }
+
+    /// A session has ended.
+    pub(crate) async fn leave(&self, session: SessionId, id: TenantId, pid: u32) {
+        if let Some(tenant) = self.table.lock().await.tenants.get_mut(&id)
+            && let Some(index) = tenant.pids.iter().position(|own| *own == pid)
+        {
+            tenant.pids.swap_remove(index);
+        }
+        self.release(id, Holder::Session(session)).await;
+    }
+
+    async fn release(&self, id: TenantId, holder: Holder) {
+        let mut table = self.table.lock().await;
+        let Some(tenant) = table.tenants.get_mut(&id) else {
+            return;
+        };
+        tenant.holders.remove(&holder);
+        if tenant.holders.is_empty() {
+            self.remove(&mut table, id).await;
+        }
+        table.save_or_warn(&self.file);
+    }
+
+    async fn remove(&self, table: &mut Table, id: TenantId) {
+        if let Some(tenant) = table.tenants.remove(&id) {
+            tracing::info!(tenant = tenant.name, "tenant ended");
+        }
+        if table.tenants.is_empty() {
+            table.empty_since = Some(std::time::Instant::now());
+        }
+        // A scheduler that has ended has forgotten everybody.
+        let _ = self.scheduler.call(move |engine| engine.forget(id)).await;
+    }
+
+    /// Changes what a tenant is promised; what cannot be promised changes nothing.
+    pub(crate) async fn change(
+        &self,
+        uid: u32,
+        name: &str,
+        change: &SpecChange,
+    ) -> Result<(), TenantError> {
+        let mut table = self.table.lock().await;
+        let (id, spec) = table
+            .owned(uid, name)
+            .map(|tenant| (tenant.id, change.apply(&tenant.spec)))?;
+        let given = spec.clone();
+        self.scheduler
+            .call(move |engine| engine.set_spec(id, given))
+            .await??;
+        if let Some(tenant) = table.tenants.get_mut(&id) {
+            tenant.spec = spec;
+        }
+        table.save_or_warn(&self.file);
+        Ok(())
+    }
+
+    /// Ends a tenant that has no connected process.
+    pub(crate) async fn delete(&self, uid: u32, name: &str) -> Result<(), TenantError> {
+        let mut table = self.table.lock().await;
+        let tenant = table.owned(uid, name)?;
+        if !tenant.pids.is_empty() {
+            return Err(TenantError::Busy(tenant.name.clone(), tenant.pids.len()));
+        }
+        let id = tenant.id;
+        self.remove(&mut table, id).await;
+        table.save_or_warn(&self.file);
+        Ok(())
+    }
+
+    /// All tenants, the oldest first.
+    pub(crate) async fn list(&self) -> Vec<Tenant> {
+        self.table.lock().await.tenants.values().cloned().collect()
+    }
+
+    /// Since when there is no tenant; none while there is one.
+    pub(crate) async fn empty_since(&self) -> Option<std::time::Instant> {
+        self.table.lock().await.empty_since
+    }
+
+    /// The daemon leaves: what ends from now on stays in the file for the next one.
+    pub(crate) async fn close(&self) {
+        self.table.lock().await.closed = true;
+    }
+}
+
+impl Table {
+    fn next_id(&mut self) -> TenantId {
+        self.made += 1;
+        TenantId(self.made)
+    }
+
+    fn insert(&mut self, tenant: Tenant) {
+        tracing::info!(tenant = tenant.name, class = %tenant.spec.class, uid = tenant.uid, "tenant");
+        self.empty_since = None;
+        self.tenants.insert(tenant.id, tenant);
+    }
+
+    fn by_name(&self, name: &str) -> Option<&Tenant> {
+        self.tenants.values().find(|tenant| tenant.name == name)
+    }
+
+    fn owned(&self, uid: u32, name: &str) -> Result<&Tenant, TenantError> {
+        let tenant = self
+            .by_name(name)
+            .ok_or_else(|| TenantError::Unknown(name.into()))?;
+        match uid == 0 || uid == tenant.uid {
+            true => Ok(tenant),
+            false => Err(TenantError::NotYours(name.into())),
+        }
+    }
+
+    /// A name that nobody has, as close to the wish as possible.
+    fn free_name(&self, wish: &str) -> String {
+        let program = wish.rsplit('/').next().unwrap_or_default();
+        let mut base: String = program.chars().filter(|c| is_name_char(*c)).collect();
+        // Leaves room for a number.
+        base.truncate(MAX_NAME - 8);
+        if !is_name(&base) {
+            base = "tenant".into();
+        }
+        let numbered = (2..).map(|n: usize| format!("{base}-{n}"));
+        let mut names = std::iter::once(base.clone()).chain(numbered);
+        names
+            .find(|name| self.by_name(name).is_none())
+            .unwrap_or(base)
+    }
+
+    /// Writes the file anew: whole or not at all.
+    fn save(&self, file: &std::path::Path) -> Result<(), TenantError> {
+        if self.closed {
+            return Ok(());
+        }
+        let saved: Vec<Saved> = self
+            .tenants
+            .values()
+            .map(|tenant| Saved {
+                name: tenant.name.clone(),
+                token: tenant.token.clone(),
+                spec: tenant.spec.clone(),
+                uid: tenant.uid,
+                since: tenant.since,
+                made_for: tenant.made_for,
+                holders: tenant.holders.values().copied().flatten().collect(),
+            })
+            .collect();
+        let write = || -> io::Result<()> {
+            let new = file.with_extension("json.new");
+            // It has secrets in it.
+            let mut options = std::fs::OpenOptions::new();
+            let mut out = options
+                .write(true)
+                .create(true)
+                .truncate(true)
+                .mode(0o600)
+                .open(&new)?;
+            out.write_all(&serde_json::to_vec(&saved)?)?;
+            std::fs::rename(new, file)
+        };
+        write().map_err(|error| TenantError::Save(file.into(), error))
+    }
+
+    fn save_or_warn(&self, file: &std::path::Path) {
+        if let Err(error) = self.save(file) {
+            tracing::warn!(%error, "a restarted daemon will not know all tenants");
+        }
+    }
+}
+
+/// What the last daemon left. A file that makes no sense is moved aside.
+fn read(file: &std::path::Path) -> Vec<Saved> {
+    let Ok(bytes) = std::fs::read(file) else {
+        return Vec::new();
+    };
+    serde_json::from_slice(&bytes).unwrap_or_else(|error| {
+        let aside = file.with_extension("json.bad");
+        tracing::warn!(%error, "the tenants of the last daemon cannot be read: moved to {}", aside.display());
+        let _ = std::fs::rename(file, aside);
+        Vec::new()
+    })
+}
+
+fn is_name_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "._-".contains(c)
+}
+
+fn is_name(name: &str) -> bool {
+    (1..=MAX_NAME).contains(&name.len())
+        && name.chars().all(is_name_char)
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+}
+
+/// 128 bits that nobody can guess, in hexadecimal.
+fn secret() -> String {
+    let mut bytes = [0; 16];
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        // Fails only when a signal comes before the kernel has gathered entropy.
+        filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
+    }
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

@@ -1,0 +1,106 @@
+//! Whether a group that a process announces is really its own.
+//!
+//! A daemon that runs as root could be made to freeze other tenants' channels: the firmware trusts
+//! root with any client's handles. So a group counts only if harmless levers move through the file that
+//! came with it, with exactly the handles it names; only the holder of an RM client's file can achieve that.
+//! Channels are only ever sent together with the client that was verified so.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    path::Path,
+};
+
+use gpumux_core::Timeslice;
+use gpumux_rm::{
+    Group, LeverError, Levers, RmLevers, RmStatus,
+    emulated::EmulatedFile,
+    real::{DeviceFile, is_control_file},
+};
+use rustix::net::SocketFlags;
+
+use crate::peer::credentials;
+
+/// What a group turned out to be.
+pub(crate) struct Verified {
+    pub(crate) levers: Box<dyn Levers>,
+    /// UUID of its device.
+    pub(crate) device: String,
+    pub(crate) timeslice: Timeslice,
+}
+
+/// Why a group does not count.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum Rejection {
+    #[error("the file is no control file of a device: {0}")]
+    File(io::Error),
+    #[error("the file does not own RM client {0:#x}")]
+    NotOwner(u32),
+    /// Also when the program has just freed it.
+    #[error(transparent)]
+    Lever(#[from] LeverError),
+    #[error("a compute group without channels")]
+    NoChannels,
+    #[error("the driver names no device")]
+    NoDevice,
+}
+
+/// Examines a group. Takes as long as a few levers: not for the event loop.
+///
+/// # Errors
+/// When it is not what it is said to be.
+pub(crate) fn verify(
+    file: OwnedFd,
+    group: Group,
+    emulated: Option<&Path>,
+) -> Result<Verified, Rejection> {
+    let client = group.client;
+    let levers: Box<dyn Levers> = match emulated {
+        Some(server) if !is_control_file(&file).map_err(Rejection::File)? => {
+            leads_to(&file, server).map_err(Rejection::File)?;
+            Box::new(RmLevers::new(
+                EmulatedFile::new(file).map_err(Rejection::File)?,
+                group,
+            ))
+        }
+        _ => Box::new(RmLevers::new(
+            DeviceFile::new(file).map_err(Rejection::File)?,
+            group,
+        )),
+    };
+    examine(levers).map_err(|rejection| match rejection {
+        Rejection::Lever(error) if error.status() == Some(RmStatus::INVALID_CLIENT) => {
+            Rejection::NotOwner(client)
+        }
+        other => other,
+    })
+}
+
+fn examine(levers: Box<dyn Levers>) -> Result<Verified, Rejection> {
+    // Client and subdevice, then client and group, then the channels, of which one
+    // that an earlier daemon left frozen runs again.
+    let device = levers.device_uuid()?;
+    if device.is_empty() || device.len() > 64 || !device.chars().all(|c| c.is_ascii_graphic()) {
+        return Err(Rejection::NoDevice);
+    }
+    let timeslice = Timeslice(levers.timeslice()?);
+    levers.thaw()?;
+    Ok(Verified {
+        levers,
+        device,
+        timeslice,
+    })
+}
+
+/// Whether a socket is connected to the emulated device's server, and not to something that
+/// pretends to be it.
+fn leads_to(file: &OwnedFd, server: &Path) -> io::Result<()> {
+    let other = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why));
+    let (pid, _) = credentials(file)?;
+    let own = gpumux_wire::socket::connect(server, SocketFlags::empty())?;
+    let (expected, _) = credentials(own.as_fd())?;
+    match pid == expected && pid != 0 {
+        true => Ok(()),
+        false => other("it is not connected to the emulated device"),
+    }
+}

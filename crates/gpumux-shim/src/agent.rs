@@ -1,0 +1,382 @@
+//! The library's one thread: talks to the daemon, and frees the process when there is none.
+//!
+//! It connects, introduces the process, and tells every change of the picture. When the session ends,
+//! for whatever reason, it thaws all groups that the daemon knew and gives them back the slice that
+//! the driver library had set: the daemon may have died with the process frozen. Then it tries
+//! again, patiently. The program never waits for any of this.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    mem::MaybeUninit,
+    os::fd::AsFd,
+    ptr,
+    thread::{self, sleep},
+    time::{Duration, Instant},
+};
+
+use gpumux_rm::{
+    Levers, RmLevers, capture::GroupId, capture::Seen, emulated::EmulatedFile, real::DeviceFile,
+};
+use gpumux_wire::{
+    Daemon, PROTOCOL, Shim,
+    message::{MAX_CHANNELS, MAX_DOMAINS},
+    socket,
+};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    net::{RecvFlags, SendFlags, SocketFlags},
+};
+
+use crate::{
+    control_files::Kind,
+    guard,
+    notice::say,
+    own::OwnFd,
+    process::{Agent, Process},
+};
+
+/// How long the daemon may take to answer a hello.
+const ANSWER: Duration = Duration::from_millis(1900);
+
+/// First and longest pause between attempts to reach the daemon.
+const PAUSE: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(2));
+
+/// Pause after a daemon has refused: only its operator can change that.
+const REFUSED_PAUSE: Duration = Duration::from_secs(10);
+
+/// How long a group must have been unchanged to be taken as it is, when the driver library has not said
+/// that it is finished. (Real libcuda sets the slice about 65 ms after the last channel.)
+const SETTLED: Duration = Duration::from_millis(500);
+
+/// Tries for a lever that must move, and the pause between them.
+const LEVER_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
+
+/// Enough for a packet on the stack and libraries' thread-local storage.
+const STACK: usize = 256 * 1024;
+
+/// Starts the thread. It gets no signal of the program's: all are blocked from its first instruction.
+pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Result<()> {
+    let mut all = MaybeUninit::uninit();
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: both sets are written before they are read, and the mask is put back below.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+    }
+    let thread = thread::Builder::new()
+        .name("gpumux".to_owned())
+        .stack_size(STACK)
+        .spawn(move || {
+            guard::enter(|| {
+                Session {
+                    process,
+                    shared,
+                    told: BTreeMap::new(),
+                    unsettled: BTreeMap::new(),
+                    decided: false,
+                    warned: false,
+                }
+                .run();
+            });
+        });
+    // SAFETY: the set was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+    thread.map(drop)
+}
+
+/// Why there is no session, or no longer.
+enum End {
+    /// Nobody answers at the socket, or the daemon has gone.
+    Lost(io::Error),
+    /// The daemon does not want this process, or cannot be understood.
+    Refused(String),
+}
+
+impl From<Errno> for End {
+    fn from(error: Errno) -> Self {
+        Self::Lost(error.into())
+    }
+}
+
+impl From<io::Error> for End {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::InvalidData => {
+                Self::Refused(format!("it does not speak protocol {PROTOCOL}: {error}"))
+            }
+            _ => Self::Lost(error),
+        }
+    }
+}
+
+/// What the daemon was told of a group.
+struct Told {
+    key: u32,
+    channels: Vec<u32>,
+    touched: u32,
+}
+
+struct Session {
+    process: &'static Process,
+    shared: &'static Agent,
+    told: BTreeMap<GroupId, Told>,
+    /// Groups under construction: their channels when last seen to change, and when that was.
+    unsettled: BTreeMap<GroupId, (usize, Instant)>,
+    /// Whether the daemon's first answer, or its absence, is known.
+    decided: bool,
+    warned: bool,
+}
+
+impl Session {
+    fn run(mut self) {
+        let mut pause = PAUSE.0;
+        loop {
+            let path = self.process.config.socket();
+            let end = match self.connect(&path) {
+                Ok(session) => {
+                    self.process.decide();
+                    pause = PAUSE.0;
+                    self.decided = true;
+                    let end = self.serve(&session);
+                    drop(session);
+                    self.rescue();
+                    end
+                }
+                Err(end) => end,
+            };
+            let at = path.display();
+            match end {
+                End::Lost(error) => {
+                    self.fail(format_args!("cannot reach the daemon at {at}: {error}"));
+                    sleep(pause);
+                    pause = (pause * 2).min(PAUSE.1);
+                }
+                End::Refused(reason) => {
+                    self.fail(format_args!(
+                        "the daemon at {at} refuses this process: {reason}"
+                    ));
+                    sleep(REFUSED_PAUSE);
+                }
+            }
+        }
+    }
+
+    /// Says so, once in the process's life. Without a first session, `GPUMUX_STRICT=1` ends it.
+    fn fail(&mut self, why: std::fmt::Arguments<'_>) {
+        if !self.decided {
+            self.process.give_up(why);
+        } else if !self.warned {
+            say(format_args!("{why}; running unmanaged until it is back"));
+        }
+        self.warned = true;
+        self.decided = true;
+        self.process.decide();
+    }
+
+    /// Introduces this process and waits for the daemon's answer.
+    fn connect(&self, path: &std::path::Path) -> Result<OwnFd, End> {
+        // Does not wait: a daemon whose queue is full answers EAGAIN.
+        let session = OwnFd::new(|| socket::connect(path, SocketFlags::NONBLOCK))?;
+        let hello = Shim::Hello {
+            protocol: PROTOCOL,
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            tenant: self.process.config.tenant.clone(),
+        };
+        let page = Some(self.shared.page_file.as_fd());
+        socket::send(&session, &hello, page, SendFlags::empty())?;
+        let deadline = Instant::now() + ANSWER;
+        loop {
+            match socket::recv::<Daemon>(&session, RecvFlags::empty()) {
+                Ok(Some((
+                    Daemon::Welcome {
+                        protocol: PROTOCOL, ..
+                    },
+                    _,
+                ))) => return Ok(session),
+                Ok(Some((Daemon::Welcome { protocol, .. }, _))) => {
+                    return Err(End::Refused(format!(
+                        "it speaks protocol {protocol}, this library {PROTOCOL}"
+                    )));
+                }
+                Ok(Some((Daemon::Refused { reason }, _))) => return Err(End::Refused(reason)),
+                Ok(Some((Daemon::Bye, _)) | None) => {
+                    return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    if left.is_zero() {
+                        return Err(End::Lost(io::ErrorKind::TimedOut.into()));
+                    }
+                    wait(&mut [PollFd::new(&session, PollFlags::IN)], Some(left))?;
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+    }
+
+    /// Keeps the daemon informed until the session ends.
+    fn serve(&mut self, session: &OwnFd) -> End {
+        loop {
+            let (full, settles) = match self.tell(session) {
+                Ok(settles) => (false, settles),
+                Err(End::Lost(error)) if error.kind() == io::ErrorKind::WouldBlock => (true, None),
+                Err(end) => return end,
+            };
+            let events = if full {
+                PollFlags::IN | PollFlags::OUT
+            } else {
+                PollFlags::IN
+            };
+            let mut ready = [
+                PollFd::new(session, events),
+                PollFd::new(self.shared, PollFlags::IN),
+            ];
+            if let Err(error) = wait(&mut ready, settles) {
+                return error.into();
+            }
+            let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
+            loop {
+                match socket::recv::<Daemon>(session, RecvFlags::empty()) {
+                    // After a good-bye the daemon closes.
+                    Ok(Some((Daemon::Welcome { .. } | Daemon::Bye, _))) => {}
+                    Ok(Some((Daemon::Refused { reason }, _))) => return End::Refused(reason),
+                    Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
+                    Err(error) => return error.into(),
+                }
+            }
+        }
+    }
+
+    /// Tells what has changed. Says how soon a group under construction may be taken as it is.
+    fn tell(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
+        let send = |packet: &Shim| socket::send(session, packet, None, SendFlags::empty());
+        let mut picture = self.process.picture();
+        let groups = picture.groups();
+        let gone = |id: &GroupId| !groups.iter().any(|(other, _)| other == id);
+        while let Some(id) = self.told.keys().copied().find(gone) {
+            send(&Shim::Gone {
+                key: self.told[&id].key,
+            })?;
+            self.told.remove(&id);
+        }
+        self.unsettled.retain(|id, _| !gone(id));
+        let mut settles: Option<Duration> = None;
+        for (id, key) in groups {
+            let Some(mut seen) = picture.group(id) else {
+                continue;
+            };
+            // A domain of more channels than the protocol carries could be frozen only in part.
+            let channels = &mut seen.group.channels;
+            if channels.is_empty() || channels.len() > MAX_CHANNELS || seen.group.subdevice == 0 {
+                continue;
+            }
+            if let Some(told) = self.told.get_mut(&id) {
+                if told.channels != seen.group.channels {
+                    let channels = seen.group.channels;
+                    send(&Shim::Channels {
+                        key,
+                        channels: channels.clone(),
+                    })?;
+                    told.channels = channels;
+                }
+                if told.touched != seen.touched {
+                    send(&Shim::TimesliceTouched { key })?;
+                    told.touched = seen.touched;
+                }
+                continue;
+            }
+            if !seen.ready {
+                let now = Instant::now();
+                let size = seen.group.channels.len();
+                let since = self.unsettled.entry(id).or_insert((size, now));
+                if since.0 != size {
+                    *since = (size, now);
+                }
+                let left = SETTLED.saturating_sub(now - since.1);
+                if !left.is_zero() {
+                    settles = Some(settles.map_or(left, |other| other.min(left)));
+                    continue;
+                }
+                picture.settle(id);
+            }
+            if self.told.len() < MAX_DOMAINS
+                && let Some((file, _)) = picture.descriptor(seen.file)
+            {
+                let packet = Shim::Group {
+                    key,
+                    engine: seen.engine,
+                    client: seen.group.client,
+                    subdevice: seen.group.subdevice,
+                    group: seen.group.group,
+                    channels: seen.group.channels.clone(),
+                    timeslice_us: seen.timeslice_us,
+                };
+                socket::send(session, &packet, Some(file), SendFlags::empty())?;
+                let Seen { group, touched, .. } = seen;
+                self.told.insert(
+                    id,
+                    Told {
+                        key,
+                        channels: group.channels,
+                        touched,
+                    },
+                );
+                self.unsettled.remove(&id);
+            }
+        }
+        Ok(settles)
+    }
+
+    /// Thaws all groups that a daemon knew, then gives them their slices back.
+    fn rescue(&mut self) {
+        let known = std::mem::take(&mut self.told);
+        for id in known.keys() {
+            self.pull(*id, |levers, _| levers.thaw().is_ok());
+        }
+        for id in known.keys() {
+            self.pull(*id, |levers, us| levers.set_timeslice(us).is_ok());
+        }
+    }
+
+    /// Pulls a lever of a group, a few times if need be, given the slice that its library gave it.
+    fn pull(&self, id: GroupId, lever: impl Fn(&dyn Levers, u64) -> bool) {
+        let Some((levers, timeslice_us)) = self.levers(id) else {
+            return;
+        };
+        for _ in 0..LEVER_TRIES.0 {
+            if lever(&*levers, timeslice_us) {
+                return;
+            }
+            sleep(LEVER_TRIES.1);
+        }
+    }
+
+    /// The levers of a group and its own slice, while it exists. They hold a descriptor that lasts
+    /// no longer than they do.
+    fn levers(&self, id: GroupId) -> Option<(Box<dyn Levers>, u64)> {
+        let picture = self.process.picture();
+        let seen = picture.group(id)?;
+        let (file, kind) = picture.descriptor(seen.file)?;
+        let file = file.try_clone_to_owned().ok()?;
+        let levers: Box<dyn Levers> = match kind {
+            Kind::Device => Box::new(RmLevers::new(DeviceFile::new(file).ok()?, seen.group)),
+            Kind::Emulated => Box::new(RmLevers::new(EmulatedFile::new(file).ok()?, seen.group)),
+        };
+        Some((levers, seen.timeslice_us))
+    }
+}
+
+/// Waits until something is ready, or the time is over.
+fn wait(fds: &mut [PollFd<'_>], timeout: Option<Duration>) -> Result<(), Errno> {
+    let timeout = timeout.map(|timeout| Timespec {
+        tv_sec: timeout.as_secs() as i64,
+        tv_nsec: timeout.subsec_nanos().into(),
+    });
+    match poll(fds, timeout.as_ref()) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(error) => Err(error),
+    }
+}

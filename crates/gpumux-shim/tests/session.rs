@@ -1,0 +1,436 @@
+//! The shim between a program that makes RM calls, the driver's stand-in and a daemon.
+
+mod support;
+
+use std::process::{Command, Stdio};
+
+use gpumux_rm::{Group, Levers, RmLevers, emulated::EmulatedFile};
+use gpumux_wire::{Daemon, Shim, page::Work};
+use support::{Connection, Place, Tenant, example, shim};
+
+/// Key, engine and handles of the next packet, which must announce a group, and its levers.
+fn group(connection: &Connection) -> (u32, u32, Group, RmLevers<EmulatedFile>) {
+    match connection.recv() {
+        Some((
+            Shim::Group {
+                key,
+                engine,
+                client,
+                subdevice,
+                group,
+                channels,
+                timeslice_us,
+            },
+            Some(file),
+        )) => {
+            assert_eq!(timeslice_us, if engine == 1 { 2048 } else { 1024 });
+            let group = Group {
+                client,
+                subdevice,
+                group,
+                channels,
+            };
+            let levers = RmLevers::new(EmulatedFile::new(file).unwrap(), group.clone());
+            (key, engine, group, levers)
+        }
+        other => panic!("not a group: {other:?}"),
+    }
+}
+
+/// Both groups of a context: its compute group and its copy group.
+fn context(connection: &Connection) -> [(u32, u32, Group, RmLevers<EmulatedFile>); 2] {
+    let mut both = [group(connection), group(connection)];
+    both.sort_by_key(|(_, engine, ..)| *engine);
+    both
+}
+
+fn end_quietly(tenant: Tenant) {
+    assert_eq!(tenant.end(), (vec![], Some(0)));
+}
+
+#[test]
+fn programs_without_a_driver_do_not_notice() {
+    let place = Place::new();
+    // What a program sees of itself: threads, descriptors, environment, results.
+    let script = "ls /proc/$$/task | wc -l; ls /proc/$$/fd; ls /proc/self/fd; \
+                  env | grep -v LD_PRELOAD | sort; ls /nowhere; (exec 5</dev/null; echo sub); \
+                  command -v python3 >/dev/null && python3 -c 'import os, subprocess, threading; \
+                  print(len(os.listdir(\"/proc/self/fd\")), threading.active_count()); \
+                  subprocess.run([\"true\"], close_fds=True, check=True); \
+                  print(os.open(\"/dev/null\", os.O_RDONLY))'; exit 3";
+    let run = |preload: &str| {
+        let mut command = place.command("bash");
+        command
+            .args(["-c", script])
+            .env("LD_PRELOAD", preload)
+            .env("LC_ALL", "C");
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        (
+            output.status.code(),
+            text(output.stdout),
+            text(output.stderr),
+        )
+    };
+    let (code, out, err) = run("");
+    assert_eq!((code, err.contains("nowhere")), (Some(3), true));
+    assert_eq!(run(shim().to_str().unwrap()), (code, out, err));
+    assert!(!place.socket().exists());
+}
+
+#[test]
+fn groups_are_announced_with_their_file_and_followed() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut command = place.command(example("tenant"));
+    let mut tenant = Tenant::start(command.env("GPUMUX_TENANT", "5ec7e7"));
+    let client = tenant.tell("open");
+    let agents = |tenant: &mut Tenant| tenant.tell("threads").matches("gpumux").count();
+    assert_eq!(agents(&mut tenant), 0, "not before a group");
+    tenant.tell("context 100");
+    let (session, token, page) = listener.session();
+    assert_eq!(token.as_deref(), Some("5ec7e7"));
+    let [compute, copy] = context(&session);
+    let (key, engine, handles, levers) = compute;
+    assert_eq!((key, engine), (0, 1));
+    assert_eq!(format!("{:x}", handles.client), client);
+    assert_eq!((handles.subdevice, handles.group), (0x5c00_0003, 0x100));
+    assert_eq!(handles.channels, [0x101, 0x102]);
+    assert_eq!((copy.1, copy.2.group), (11, 0x110));
+    assert_eq!(page.slot(key).unwrap().work(), Work::Unknown);
+    assert_eq!(agents(&mut tenant), 1);
+
+    // The file carries the authority.
+    levers.set_timeslice(7).unwrap();
+    levers.freeze().unwrap();
+    place.await_log(
+        0,
+        &[
+            "slice 100 2048",
+            "slice 100 7",
+            "freeze 5c000003 [101, 102]",
+        ],
+    );
+
+    tenant.tell("slice 100");
+    assert_eq!(session.packet(), Shim::TimesliceTouched { key });
+    tenant.tell("free 101");
+    assert_eq!(
+        session.packet(),
+        Shim::Channels {
+            key,
+            channels: vec![0x102]
+        }
+    );
+    tenant.tell("free 110");
+    assert_eq!(session.packet(), Shim::Gone { key: copy.0 });
+    tenant.tell("context 200");
+    let second = context(&session);
+    assert_eq!((second[0].0, second[0].2.group), (1, 0x200));
+    drop((levers, copy, second));
+    assert_eq!(tenant.tell("close"), "0");
+    for _ in 0..3 {
+        assert!(matches!(session.packet(), Shim::Gone { .. }));
+    }
+    // Nobody holds the program's file any more.
+    place.await_log(0, &["closed"]);
+    end_quietly(tenant);
+    assert!(session.recv().is_none());
+}
+
+#[test]
+fn a_group_whose_library_says_nothing_is_taken_as_it_is() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("open");
+    tenant.tell("bare 100");
+    let (session, ..) = listener.session();
+    assert_eq!(group(&session).2.group, 0x100);
+    end_quietly(tenant);
+}
+
+#[test]
+fn without_a_daemon_everything_is_given_back_and_told_to_the_next() {
+    for bye in [false, true] {
+        let place = Place::new();
+        let listener = place.listen();
+        let mut tenant = place.tenant();
+        tenant.tell("open");
+        tenant.tell("context 100");
+        let (session, ..) = listener.session();
+        let [compute, copy] = context(&session);
+        compute.3.set_timeslice(1).unwrap();
+        compute.3.freeze().unwrap();
+        let from = place.log().len();
+        drop(listener);
+        if bye {
+            session.send(&Daemon::Bye);
+        }
+        drop(session);
+        place.await_log(
+            from,
+            &[
+                "thaw 5c000003 [101, 102]",
+                "slice 100 2048",
+                "thaw 5c000003 [111, 112]",
+                "slice 110 1024",
+            ],
+        );
+        tenant.tell("context 200");
+        tenant.tell("free 110");
+        let listener = place.listen();
+        let (session, ..) = listener.session();
+        let again = [group(&session), group(&session), group(&session)];
+        assert_eq!(
+            (again[0].0, &again[0].2),
+            (compute.0, &compute.2),
+            "the same names"
+        );
+        assert!(again.iter().all(|group| group.0 != copy.0));
+        let (errors, code) = tenant.end();
+        assert_eq!((errors.len(), code), (1, Some(0)), "{errors:?}");
+        assert!(errors[0].starts_with("gpumux: "), "{errors:?}");
+    }
+}
+
+/// Runs a program to its end while `daemon` does what it does. What the program said on standard
+/// error, and its exit code.
+fn run_against(place: &Place, strict: bool, daemon: impl FnOnce()) -> (Vec<String>, Option<i32>) {
+    let mut command = place.command(example("tenant"));
+    if strict {
+        command.env("GPUMUX_STRICT", "1");
+    }
+    let mut tenant = Tenant::start(&mut command);
+    tenant.tell("open");
+    std::thread::scope(|scope| {
+        // A strict program waits for the daemon's answer.
+        let telling = scope.spawn(|| tenant.try_tell("context 100").is_some());
+        daemon();
+        assert!(telling.join().unwrap() || strict);
+    });
+    let mut errors = vec![tenant.error_line().trim_end().to_owned()];
+    let runs_on = tenant.try_tell("threads").is_some();
+    assert_eq!(runs_on, !strict);
+    let (more, code) = tenant.end();
+    errors.extend(more);
+    (errors, code)
+}
+
+#[test]
+fn a_daemon_that_is_of_no_use_costs_one_line_or_the_program() {
+    type Answer = fn(&Connection);
+    let nobody: Option<Answer> = None;
+    let answers: [(&str, Option<Answer>); 6] = [
+        ("cannot reach", nobody),
+        (
+            "protocol 99",
+            Some(|connection| {
+                let protocol = 99;
+                connection.send(&Daemon::Welcome {
+                    protocol,
+                    tenant: String::new(),
+                });
+            }),
+        ),
+        (
+            "no room",
+            Some(|connection| {
+                connection.send(&Daemon::Refused {
+                    reason: "no\nroom".into(),
+                });
+            }),
+        ),
+        (
+            "does not speak",
+            Some(|connection| connection.send_bytes(&[0xff; 300])),
+        ),
+        ("cannot reach", Some(|_| {})),
+        (
+            "timed out",
+            Some(|connection| assert!(connection.recv().is_none())),
+        ),
+    ];
+    for (strict, exit) in [(false, 0), (true, 125)] {
+        for (reason, answer) in answers {
+            let place = Place::new();
+            let listener = answer.map(|_| place.listen());
+            let (errors, code) = run_against(&place, strict, || {
+                if let (Some(listener), Some(answer)) = (&listener, answer) {
+                    let connection = listener.accept();
+                    connection.hello();
+                    answer(&connection);
+                }
+            });
+            assert_eq!((errors.len(), code), (1, Some(exit)), "{errors:?}");
+            assert!(errors[0].starts_with("gpumux: "), "{errors:?}");
+            assert!(
+                errors[0].contains(reason),
+                "{errors:?} says nothing of {reason:?}"
+            );
+            assert_eq!(errors[0].contains("GPUMUX_STRICT=1"), strict, "{errors:?}");
+        }
+    }
+}
+
+#[test]
+fn a_socket_that_is_none_costs_one_line() {
+    let place = Place::new();
+    std::fs::write(place.socket(), "").unwrap();
+    let (errors, code) = run_against(&place, false, || {});
+    assert_eq!((errors.len(), code), (1, Some(0)), "{errors:?}");
+}
+
+#[test]
+fn a_strict_program_runs_with_its_daemon() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut command = place.command(example("tenant"));
+    let mut tenant = Tenant::start(command.env("GPUMUX_STRICT", "1"));
+    tenant.tell("open");
+    let (session, mut tenant) = std::thread::scope(|scope| {
+        let telling = scope.spawn(|| {
+            tenant.tell("context 100");
+            tenant
+        });
+        let (session, ..) = listener.session();
+        (session, telling.join().unwrap())
+    });
+    context(&session);
+    // Lost later, the daemon takes nobody with it.
+    drop((session, listener));
+    place.await_log(0, &["thaw 5c000003 [101, 102]"]);
+    assert!(tenant.error_line().starts_with("gpumux: "));
+    end_quietly(tenant);
+}
+
+fn kill(pid: &str) {
+    assert!(
+        Command::new("kill")
+            .args(["-9", pid])
+            .status()
+            .unwrap()
+            .success()
+    );
+}
+
+#[test]
+fn a_child_forked_before_has_a_session_of_its_own() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    let child = tenant.tell("fork");
+    let (of_child, ..) = listener.session();
+    assert_eq!(context(&of_child)[0].2.group, 0x5c00_0200);
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let (of_parent, ..) = listener.session();
+    assert_eq!(context(&of_parent)[0].2.group, 0x100);
+    kill(&child);
+    assert!(of_child.recv().is_none());
+    end_quietly(tenant);
+}
+
+#[test]
+fn a_child_forked_after_keeps_nothing_and_may_begin_anew() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let (session, ..) = listener.session();
+    context(&session);
+    let idle = tenant.tell("fork-idle");
+    let busy = tenant.tell("fork");
+    let (of_child, ..) = listener.session();
+    let first = &context(&of_child)[0];
+    assert_eq!(
+        (first.0, first.2.group),
+        (0, 0x5c00_0200),
+        "the parent's groups are not the child's"
+    );
+    // The parent's session goes on, and ends with the parent although its children live.
+    tenant.tell("free 110");
+    assert!(matches!(session.packet(), Shim::Gone { .. }));
+    tenant.child.kill().unwrap();
+    assert!(session.recv().is_none());
+    kill(&idle);
+    kill(&busy);
+    assert!(of_child.recv().is_none());
+    tenant.end();
+}
+
+#[test]
+fn a_child_of_vfork_does_not_change_its_parent() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let (session, ..) = listener.session();
+    let [compute, _] = context(&session);
+    assert_eq!(tenant.tell("vfork-close"), "0");
+    // Had the close counted, the group would be gone and this unheard.
+    tenant.tell("slice 100");
+    assert_eq!(session.packet(), Shim::TimesliceTouched { key: compute.0 });
+    end_quietly(tenant);
+}
+
+#[test]
+fn threads_that_race_are_all_seen() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("race 8");
+    let (session, ..) = listener.session();
+    let groups: Vec<_> = (0..16).map(|_| group(&session)).collect();
+    let mut keys: Vec<_> = groups.iter().map(|group| group.0).collect();
+    keys.sort_unstable();
+    keys.dedup();
+    assert_eq!(keys.len(), 16);
+    let mut clients: Vec<_> = groups.iter().map(|group| group.2.client).collect();
+    clients.sort_unstable();
+    clients.dedup();
+    assert_eq!(clients.len(), 8);
+    // Each group came with the file of its own client.
+    let from = place.log().len();
+    for (.., levers) in &groups {
+        levers.set_timeslice(9).unwrap();
+    }
+    assert_eq!(place.log().len() - from, 16);
+    end_quietly(tenant);
+}
+
+#[test]
+fn errno_is_the_program_s_and_the_library_stays() {
+    let place = Place::new();
+    let _listener = place.listen();
+    let mut tenant = place.tenant();
+    assert_eq!(tenant.tell("errno"), "20", "ENOTDIR");
+    let mut command = place.command(example("tenant"));
+    command.env("LD_PRELOAD", "");
+    let mut plain = Tenant::start(&mut command);
+    assert_eq!(plain.tell(&format!("dlopen {}", shim().display())), "true");
+    plain.end();
+}
+
+#[test]
+fn what_the_calls_tell_can_be_watched() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut command = place.command(example("tenant"));
+    let mut tenant = Tenant::start(command.env("GPUMUX_TRACE", "rm"));
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let _session = listener.session();
+    let (lines, _) = tenant.end();
+    let shows = |what: &str| lines.iter().any(|line| line.contains(what));
+    assert!(
+        shows("SetTimeslice") && shows("Ready(GroupId(0))"),
+        "{lines:#?}"
+    );
+    assert!(
+        lines.iter().all(|line| line.starts_with("gpumux: rm: ")),
+        "{lines:#?}"
+    );
+}

@@ -1,0 +1,270 @@
+//! What scripts rely on: the JSON of `ps`, `set`, `doctor` and `demo`, the API's document, and the help.
+
+use std::{
+    io::{Read, Write},
+    os::unix::net::UnixStream,
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use gpumux_tests::{Node, Options, Process, Run, binary, real};
+use serde_json::Value;
+
+use crate::TICKS;
+
+/// `gpumux set ARGS… --json`.
+#[track_caller]
+pub(crate) fn set(node: &Node, args: &str) -> Value {
+    let line = ["set", "--json"].into_iter().chain(args.split(' '));
+    node.gpumux(line).run().ok().json()
+}
+
+/// All names in one JSON object.
+fn keys(value: &Value) -> Vec<&str> {
+    value
+        .as_object()
+        .map(|object| object.keys().map(String::as_str).collect())
+        .unwrap_or_default()
+}
+
+#[test]
+fn ps_says_who_is_there() {
+    let node = Node::start();
+    assert_eq!(node.ps()["tenants"], Value::Array(Vec::new()));
+    let _tenant = Process::start(&mut node.tenant("--name a --class batch --weight 2", TICKS));
+    let tenant = node.wait_tenant("a", |tenant| !tenant["domains"][0].is_null());
+    assert_eq!(tenant["class"], "batch");
+    assert_eq!(tenant["spec"]["weight"], 2.0);
+    assert_eq!(tenant["pids"].as_array().map(Vec::len), Some(1));
+    let device = tenant["devices"][0].as_str().unwrap();
+    assert!(device.starts_with("GPU-"), "{device}");
+    assert!(tenant["since"].as_u64() > Some(1_600_000_000));
+    let domain = &tenant["domains"][0];
+    assert!(
+        domain["timeslice_us"].is_u64() && domain["frozen"].is_boolean(),
+        "{domain:#}"
+    );
+    let table = node.gpumux(["ps"]).run().ok();
+    let mut lines = table.out.lines();
+    assert!(lines.next().unwrap().starts_with("NAME"), "{table:#?}");
+    assert!(lines.next().unwrap().starts_with("a "), "{table:#?}");
+}
+
+#[test]
+fn commands_without_a_daemon_say_what_to_do() {
+    let node = Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    });
+    for line in [
+        &["ps"][..],
+        &["ps", "--json"],
+        &["set", "a", "--class", "batch"],
+    ] {
+        let finished = node.gpumux(line).run();
+        assert_eq!(
+            (finished.code(), finished.out.as_str()),
+            (1, ""),
+            "{finished:#?}"
+        );
+        assert_eq!(finished.err.lines().count(), 1, "{finished:#?}");
+        assert!(
+            finished.err.contains("gpumux daemon") || finished.err.contains("gpumux run"),
+            "{finished:#?}"
+        );
+    }
+}
+
+#[test]
+fn set_changes_what_is_named_and_refuses_nonsense() {
+    let node = Node::start();
+    let _a = Process::start(&mut node.tenant("--name a --class batch --weight 2", TICKS));
+    let _b = Process::start(&mut node.tenant("--name b --guaranteed 0.6", TICKS));
+    node.wait_tenant("a", |tenant| !tenant["domains"][0].is_null());
+    node.wait_tenant("b", |tenant| !tenant["domains"][0].is_null());
+    let a = set(&node, "a --guaranteed 0.25 --limit 0.5");
+    assert_eq!(a["class"], "batch");
+    assert_eq!(a["spec"]["guaranteed"], 0.25);
+    assert_eq!(a["spec"]["limit"], 0.5);
+    assert_eq!(a["spec"]["weight"], 2.0);
+    let before = node.find_tenant("a").unwrap()["spec"].clone();
+    for (args, word) in [
+        ("a --guaranteed 0.45", "0.6"),
+        ("a --weight -1", "-1"),
+        ("a --limit 2", "2"),
+        ("a --limit 0.1", "0.1"),
+        ("nobody --class batch", "nobody"),
+    ] {
+        let line = ["set"].into_iter().chain(args.split(' '));
+        let refused = node.gpumux(line).run();
+        assert_eq!(refused.code(), 1, "{args}: {refused:#?}");
+        assert!(refused.err.contains(word), "{args}: {refused:#?}");
+    }
+    assert_eq!(
+        node.gpumux(["set", "a"]).run().code(),
+        2,
+        "nothing to change"
+    );
+    assert_eq!(node.find_tenant("a").unwrap()["spec"], before);
+}
+
+#[test]
+fn doctor_tries_every_lever_on_every_device() {
+    let devices = if real() { 0 } else { 2 };
+    let node = Node::with(Options {
+        devices,
+        ..Options::default()
+    });
+    let doctor = node
+        .on_device([binary().into_os_string(), "doctor".into(), "--json".into()])
+        .run()
+        .ok();
+    let report = doctor.json();
+    let devices = report["devices"].as_array().unwrap();
+    assert!(!devices.is_empty());
+    assert!(real() || devices.len() == 2, "{report:#}");
+    for device in devices {
+        assert_eq!(device["emulated"], !real());
+        assert!(
+            device["uuid"]
+                .as_str()
+                .is_some_and(|uuid| uuid.starts_with("GPU-")),
+            "{device:#}"
+        );
+        let levers = device["levers"].as_array().unwrap();
+        for name in ["timeslice", "freeze", "thaw", "preemption mode"] {
+            let lever = levers.iter().find(|lever| lever["name"] == name).unwrap();
+            assert_eq!(lever["works"], true, "{lever:#}");
+            assert!(
+                lever["reason"]
+                    .as_str()
+                    .is_some_and(|reason| !reason.is_empty()),
+                "{lever:#}"
+            );
+        }
+    }
+    let module = report["driver"]["module"].as_str().unwrap();
+    assert!(
+        if real() {
+            module == "open"
+        } else {
+            module == "emulated"
+        },
+        "{module}"
+    );
+    // It leaves no tenant behind, and the daemon knows nothing of it.
+    assert_eq!(node.ps()["tenants"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn doctor_without_a_device_says_so() {
+    if real() {
+        return;
+    }
+    let node = Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    });
+    let mut doctor = Command::new(binary());
+    doctor
+        .args(["doctor", "--json"])
+        .env("GPUMUX_RUNTIME_DIR", node.dir());
+    let doctor = doctor
+        .env("CUDA_VISIBLE_DEVICES", "")
+        .env_remove("GPUMUX_EMU_SOCKET")
+        .run();
+    assert_eq!(doctor.code(), 1, "{doctor:#?}");
+    let report = doctor.json();
+    assert_eq!(report["devices"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn demo_shows_what_gpumux_does() {
+    let node = Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    });
+    let mut demo = node.gpumux(["demo", "--json"]);
+    // Its own device, as a user has it.
+    demo.env_remove("GPUMUX_EMU_SOCKET")
+        .env_remove("GPUMUX_RUNTIME_DIR");
+    let started = Instant::now();
+    let demo = demo.run().ok();
+    assert!(
+        started.elapsed() < Duration::from_secs(60),
+        "{:?}",
+        started.elapsed()
+    );
+    let report = demo.json();
+    assert_eq!(keys(&report), ["device", "rows"]);
+    assert_eq!(report["device"]["emulated"], !real());
+    assert!(
+        report["device"]["name"]
+            .as_str()
+            .is_some_and(|name| !name.is_empty())
+    );
+    let rows = report["rows"].as_array().unwrap();
+    let modes: Vec<_> = rows
+        .iter()
+        .map(|row| row["mode"].as_str().unwrap())
+        .collect();
+    assert_eq!(modes, ["alone", "time-slicing", "gpumux"]);
+    let value = |row: usize, name: &str| rows[row][name].as_f64().unwrap();
+    for row in 0..3 {
+        assert!(value(row, "latency_p50_us") > 0.0);
+        assert!(value(row, "latency_p99_us") >= value(row, "latency_p50_us"));
+        assert!(value(row, "batch_rate") > 0.0 && value(row, "batch_rate_alone") > 0.0);
+    }
+    let p99 = |row| value(row, "latency_p99_us");
+    assert!(p99(2) < p99(1), "better than time slicing: {report:#}");
+}
+
+#[test]
+fn the_api_describes_itself() {
+    let node = Node::start();
+    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
+    let request = "GET /openapi.json HTTP/1.1\r\nhost: gpumux\r\nconnection: close\r\n\r\n";
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    assert!(head.starts_with("HTTP/1.1 200"), "{head}");
+    let from = body.find('{').unwrap();
+    let document: Value = serde_json::from_str(&body[from..=body.rfind('}').unwrap()]).unwrap();
+    assert!(
+        document["openapi"]
+            .as_str()
+            .is_some_and(|version| version.starts_with("3."))
+    );
+    assert!(!keys(&document["paths"]).is_empty());
+}
+
+#[test]
+fn every_command_has_help_with_examples() {
+    let help = |line: &[&str]| Command::new(binary()).args(line).run().ok().out;
+    assert!(help(&["--help"]).contains("Examples:"));
+    for command in [
+        "run",
+        "ps",
+        "set",
+        "doctor",
+        "demo",
+        "daemon",
+        "emu",
+        "sim",
+        "workload",
+        "completions",
+        "man",
+    ] {
+        let text = help(&[command, "--help"]);
+        assert!(
+            text.to_lowercase().contains("examples:"),
+            "{command}: {text}"
+        );
+    }
+    assert!(help(&["completions", "bash"]).contains("_gpumux"));
+    let dir = tempfile::tempdir().unwrap();
+    help(&["man", dir.path().to_str().unwrap()]);
+    let run = std::fs::read_to_string(dir.path().join("gpumux-run.1")).unwrap();
+    assert!(run.contains("tenant"));
+}

@@ -1,0 +1,285 @@
+//! What happens when a part dies, or is not what the others expect.
+
+use std::time::{Duration, Instant};
+
+use gpumux_tests::{Finished, Listener, Node, Options, PATIENCE, Process, Run, real, wait_for};
+use gpumux_wire::{Daemon, PROTOCOL};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::TICKS;
+
+/// Memory that a tenant holds in these tests.
+const HELD: u64 = 1 << 30;
+
+fn free_memory(node: &Node) -> u64 {
+    let mut probe = node.shimmed("gpumux scratch --memory", "/dev/null".as_ref());
+    let probe = probe.env_remove("LD_PRELOAD").run().ok();
+    probe.out.trim().parse().unwrap()
+}
+
+#[test]
+fn a_killed_daemon_leaves_everybody_running() {
+    let mut node = Node::start();
+    let start = |name: &str| {
+        let options = format!("--class batch --name {name}");
+        Process::start(&mut node.tenant(&options, TICKS))
+    };
+    let mut tenants = [start("a"), start("b")];
+    for tenant in &mut tenants {
+        tenant.wait_lines(10);
+    }
+    // They take turns, so at any moment one of them is frozen.
+    let frozen = |tenant: &Value| tenant["domains"][0]["freezes"].as_u64() > Some(0);
+    node.wait_tenant("a", frozen);
+    node.wait_tenant("b", frozen);
+    node.kill_daemon();
+    let killed = Instant::now();
+    let before = tenants.each_ref().map(Process::lines);
+    for (tenant, before) in tenants.iter().zip(before) {
+        wait_for("progress without a daemon", Duration::from_secs(1), || {
+            (tenant.lines() > before + 3).then_some(())
+        });
+    }
+    assert!(
+        killed.elapsed() < Duration::from_secs(1),
+        "{:?}",
+        killed.elapsed()
+    );
+    for tenant in &mut tenants {
+        assert!(tenant.poll().is_none(), "{}", tenant.err());
+    }
+}
+
+#[test]
+fn a_new_daemon_takes_the_tenants_over() {
+    let mut node = Node::start();
+    let mut serve =
+        Process::start(&mut node.tenant("--class latency --name serve --weight 2", TICKS));
+    let mut train = Process::start(&mut node.tenant("--class batch --name train", TICKS));
+    serve.wait_lines(1);
+    train.wait_lines(1);
+    let slice = |tenant: &Value| tenant["domains"][0]["timeslice_us"].as_u64();
+    let before = node.wait_tenant("serve", |tenant| slice(tenant) == Some(1_000_000));
+    node.kill_daemon();
+    node.start_daemon();
+    let after = node.wait_tenant("serve", |tenant| slice(tenant) == Some(1_000_000));
+    for field in ["name", "class", "spec", "pids", "devices", "since"] {
+        assert_eq!(before[field], after[field], "{field}");
+    }
+    let train_after = node.wait_tenant("train", |tenant| slice(tenant) == Some(1));
+    assert_eq!(train_after["class"], "batch");
+    let lines = serve.lines();
+    serve.wait_lines(lines + 3);
+    // A new tenant joins as if nothing had been.
+    let _new = Process::start(&mut node.tenant("--class batch --name new", TICKS));
+    node.wait_tenant("new", |tenant| slice(tenant) == Some(1));
+    assert_eq!(serve.err(), "");
+}
+
+#[test]
+fn a_daemon_that_ends_in_good_order_restores_what_it_found() {
+    let mut node = Node::start();
+    let start = |options: &str| Process::start(&mut node.tenant(options, TICKS));
+    let mut tenants = [
+        start("--class latency"),
+        start("--class batch"),
+        start("--class batch"),
+    ];
+    for tenant in &mut tenants {
+        tenant.wait_lines(5);
+    }
+    node.stop_daemon().ok();
+    for tenant in &mut tenants {
+        let lines = tenant.lines();
+        tenant.wait_lines(lines + 20);
+    }
+    assert!(!node.api_socket().exists() && !node.session_socket().exists());
+}
+
+#[test]
+fn a_killed_tenants_memory_is_back_within_a_second() {
+    let node = Node::start();
+    let before = free_memory(&node);
+    let program = format!("gpumux scratch --hold {HELD}");
+    let mut tenant = Process::start(&mut node.tenant("--name victim --class batch", &program));
+    tenant.wait_lines(1);
+    node.wait_tenant("victim", |tenant| !tenant["domains"][0].is_null());
+    assert!(
+        free_memory(&node) + HELD <= before,
+        "the tenant holds its memory"
+    );
+    tenant.signal(Signal::KILL);
+    let killed = Instant::now();
+    tenant.finish();
+    let asked = wait_for("its memory", PATIENCE, || {
+        let asked = killed.elapsed();
+        (free_memory(&node) >= before - HELD / 16).then_some(asked)
+    });
+    assert!(asked < Duration::from_secs(1), "it took until {asked:?}");
+    wait_for("the tenant's end", PATIENCE, || {
+        node.find_tenant("victim").is_none().then_some(())
+    });
+}
+
+#[test]
+fn the_daemon_holds_no_file_of_a_tenant_that_is_gone() {
+    let node = Node::start();
+    let files = || {
+        let mut files = node.daemon_files();
+        // The numbers of sockets, pipes and the like tell nothing.
+        files
+            .iter_mut()
+            .for_each(|file| file.truncate(file.find(":[").unwrap_or(file.len())));
+        files.sort();
+        files
+    };
+    node.ps();
+    let before = files();
+    for signal in [Signal::TERM, Signal::KILL] {
+        let mut tenant = Process::start(&mut node.tenant("--name gone", TICKS));
+        tenant.wait_lines(1);
+        node.wait_tenant("gone", |tenant| !tenant["domains"][0].is_null());
+        let held = files();
+        assert!(
+            held.len() > before.len(),
+            "the daemon holds the tenant's control file"
+        );
+        assert_eq!(
+            real(),
+            held.iter().any(|file| file == "/dev/nvidiactl"),
+            "{held:?}"
+        );
+        tenant.signal(signal);
+        tenant.finish();
+        wait_for("the files to be closed", Duration::from_secs(1), || {
+            (files() == before).then_some(())
+        });
+    }
+}
+
+#[test]
+fn a_faulting_tenant_harms_nobody_else() {
+    let node = Node::start();
+    let mut other = Process::start(&mut node.tenant("--name other --class standard", TICKS));
+    other.wait_lines(1);
+    let fault = node
+        .tenant(
+            "--name fault --class batch",
+            "gpumux workload fault --json --seconds 1",
+        )
+        .run();
+    assert_ne!(fault.code(), 0, "{fault:#?}");
+    let lines = other.lines();
+    other.wait_lines(lines + 20);
+    assert_eq!(node.find_tenant("other").unwrap()["state"], "running");
+}
+
+/// A program under the shim that finds no daemon it can work with.
+fn alone(node: &Node, strict: bool, socket: &std::path::Path) -> Finished {
+    let mut command = node.shimmed("gpumux workload check --json --seconds 0.2", socket);
+    if strict {
+        command.env("GPUMUX_STRICT", "1");
+    }
+    command.run()
+}
+
+#[track_caller]
+fn runs_with_one_warning(finished: Finished) {
+    let finished = finished.ok();
+    assert_eq!(finished.json()["mismatches"], 0, "{finished:#?}");
+    assert_eq!(finished.err.lines().count(), 1, "{finished:#?}");
+    assert!(finished.err.contains("gpumux"), "{finished:#?}");
+}
+
+#[track_caller]
+fn is_refused(finished: Finished) {
+    assert_ne!(finished.code(), 0, "{finished:#?}");
+    assert_eq!(finished.out, "", "{finished:#?}");
+    assert!(finished.err.contains("gpumux"), "{finished:#?}");
+}
+
+fn no_daemon() -> Node {
+    Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    })
+}
+
+#[test]
+fn without_a_daemon_programs_run_with_one_warning() {
+    let node = no_daemon();
+    runs_with_one_warning(alone(&node, false, &node.session_socket()));
+    is_refused(alone(&node, true, &node.session_socket()));
+}
+
+#[test]
+fn with_a_wrong_socket_programs_run_with_one_warning() {
+    let node = Node::start();
+    // The API's socket: somebody listens there, but not for sessions.
+    for wrong in [node.api_socket(), "/dev/null".into(), node.dir().to_owned()] {
+        runs_with_one_warning(alone(&node, false, &wrong));
+        is_refused(alone(&node, true, &wrong));
+    }
+}
+
+/// A daemon of another version: it refuses, or welcomes in a protocol of its own.
+#[test]
+fn with_another_protocol_programs_run_with_one_warning() {
+    let node = no_daemon();
+    let other = PROTOCOL + 1;
+    for (n, answer) in [
+        Daemon::Refused {
+            reason: format!("this daemon speaks protocol {other}"),
+        },
+        Daemon::Welcome {
+            protocol: other,
+            tenant: "x".into(),
+        },
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        for strict in [false, true] {
+            let path = node.dir().join(format!("other{n}{strict}"));
+            let listener = Listener::new(path.clone());
+            let finished = std::thread::scope(|scope| {
+                let program = scope.spawn(|| alone(&node, strict, &path));
+                let _session = listener.accept(&answer);
+                program.join().unwrap()
+            });
+            match strict {
+                false => runs_with_one_warning(finished),
+                true => is_refused(finished),
+            }
+        }
+    }
+}
+
+/// A daemon that accepts and then says nothing must not hold the program up.
+#[test]
+fn a_silent_daemon_is_not_waited_for() {
+    let node = no_daemon();
+    let path = node.dir().join("silent");
+    let _listener = Listener::new(path.clone());
+    let started = Instant::now();
+    runs_with_one_warning(alone(&node, false, &path));
+    assert!(started.elapsed() < PATIENCE, "{:?}", started.elapsed());
+}
+
+#[test]
+fn a_daemon_that_comes_back_finds_programs_that_started_without_it() {
+    let mut node = Node::start();
+    let mut tenant = node.tenant("--name late --class batch", "sh -c");
+    let script = format!(
+        "echo shell; read line; exec {} scratch",
+        gpumux_tests::binary().display()
+    );
+    let mut tenant = Process::start(tenant.arg(script));
+    tenant.wait_lines(1);
+    node.kill_daemon();
+    tenant.write("go\n");
+    tenant.wait_lines(10);
+    node.start_daemon();
+    node.wait_tenant("late", |tenant| !tenant["domains"][0].is_null());
+}

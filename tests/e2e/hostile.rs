@@ -1,0 +1,290 @@
+//! A client that does all it can: the daemon must neither crash nor let others wait.
+
+use std::{
+    fs::File,
+    io::{Read, Write},
+    os::{
+        fd::{AsFd, BorrowedFd, OwnedFd},
+        unix::net::UnixStream,
+    },
+    time::Duration,
+};
+
+use gpumux_tests::{Node, Process, Run, readable, wait_for};
+use gpumux_wire::{Daemon, PROTOCOL, Shim, message::MAX_CHANNELS, page::Page, socket};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
+use serde_json::Value;
+
+use crate::TICKS;
+
+/// How long anybody may have to wait for the daemon while somebody is hostile.
+const SOON: Duration = Duration::from_secs(5);
+
+fn connect(node: &Node) -> OwnedFd {
+    socket::connect(&node.session_socket(), SocketFlags::empty()).unwrap()
+}
+
+fn hello(token: Option<&str>) -> Shim {
+    Shim::Hello {
+        protocol: PROTOCOL,
+        version: "test".into(),
+        tenant: token.map(str::to_owned),
+    }
+}
+
+fn send(session: &OwnedFd, message: &Shim, file: Option<BorrowedFd<'_>>) {
+    // A daemon that has closed is as good an answer as any.
+    let _ = socket::send(session, message, file, SendFlags::empty());
+}
+
+fn group(key: u32, handle: u32, channels: u32) -> Shim {
+    Shim::Group {
+        key,
+        engine: 1,
+        client: 0xc1d0_0001_u32.wrapping_add(handle),
+        subdevice: 0x5c00_0003,
+        group: handle,
+        channels: (0..channels).map(|n| n.wrapping_mul(handle)).collect(),
+        timeslice_us: 2048,
+    }
+}
+
+/// A session of a tenant of its own, made as `gpumux run` makes one.
+struct Guest {
+    session: OwnedFd,
+    _run: Process,
+}
+
+impl Guest {
+    fn new(node: &Node) -> Self {
+        let script = "echo $GPUMUX_TENANT; sleep 600";
+        let mut run = Process::start(&mut node.gpumux(["run", "--", "sh", "-c", script]));
+        run.wait_lines(1);
+        let session = connect(node);
+        let (_page, file) = Page::create().unwrap();
+        send(&session, &hello(Some(run.out().trim())), Some(file.as_fd()));
+        assert!(readable(&session, SOON), "no answer to a good hello");
+        match socket::recv(&session, RecvFlags::empty()).unwrap() {
+            Some((Daemon::Welcome { .. }, _)) => {}
+            other => panic!("not welcome: {other:?}"),
+        }
+        Self { session, _run: run }
+    }
+}
+
+/// The daemon answers and manages: an old tenant is still there, and a new one is taken in.
+#[track_caller]
+fn daemon_serves(node: &Node, old: &Process) {
+    let lines = old.lines();
+    let new = Process::start(&mut node.tenant("--name new --class latency", TICKS));
+    wait_for("a new tenant", SOON, || {
+        let slice = &node.find_tenant("new")?["domains"][0]["timeslice_us"];
+        (slice.as_u64() == Some(1_000_000)).then_some(())
+    });
+    wait_for("progress of the old", SOON, || {
+        (old.lines() > lines).then_some(())
+    });
+    assert!(node.find_tenant("old").is_some());
+    drop(new);
+    wait_for("its end", SOON, || {
+        node.find_tenant("new").is_none().then_some(())
+    });
+}
+
+fn with_old_tenant() -> (Node, Process) {
+    let node = Node::start();
+    let mut old = Process::start(&mut node.tenant("--name old --class batch", TICKS));
+    old.wait_lines(1);
+    node.wait_tenant("old", |tenant| !tenant["domains"][0].is_null());
+    (node, old)
+}
+
+#[test]
+fn garbage_is_survived() {
+    let (node, old) = with_old_tenant();
+    let good = gpumux_wire::message::encode(&hello(None)).unwrap();
+    let mut packets = vec![
+        vec![0],
+        vec![0xff; 1],
+        vec![0xff; 16 * 1024],
+        vec![0; 64 * 1024],
+        vec![0xff; 150_000],
+    ];
+    packets.extend((1..good.len()).map(|cut| good[..cut].to_vec()));
+    packets.push([&good[..], &[0]].concat());
+    for packet in packets {
+        let session = connect(&node);
+        let _ = rustix::net::send(&session, &packet, SendFlags::NOSIGNAL);
+        let _ = rustix::net::send(&session, &packet, SendFlags::NOSIGNAL);
+    }
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn hellos_that_are_not_right_are_refused() {
+    let (node, old) = with_old_tenant();
+    let (_page, page) = Page::create().unwrap();
+    let null = File::open("/dev/null").unwrap();
+    let other = Shim::Hello {
+        protocol: PROTOCOL + 1,
+        version: "9".into(),
+        tenant: None,
+    };
+    let long = Shim::Hello {
+        protocol: PROTOCOL,
+        version: "9".repeat(10_000),
+        tenant: Some("x".repeat(5_000)),
+    };
+    for (message, file) in [
+        (&other, Some(page.as_fd())),
+        (
+            &hello(Some("00000000000000000000000000000000")),
+            Some(page.as_fd()),
+        ),
+        (&hello(Some("../../etc/passwd")), Some(page.as_fd())),
+        (&hello(None), Some(null.as_fd())),
+        (&long, Some(page.as_fd())),
+        (&group(0, 0x5c00_0010, 8), Some(null.as_fd())),
+    ] {
+        let session = connect(&node);
+        send(&session, message, file);
+        assert!(readable(&session, SOON), "no answer to {message:?}");
+        match socket::recv::<Daemon>(&session, RecvFlags::empty()) {
+            Ok(Some((Daemon::Welcome { .. }, _))) => panic!("welcome with {message:?}"),
+            Ok(Some((Daemon::Refused { reason }, _))) => assert!(!reason.is_empty()),
+            Ok(_) | Err(_) => {}
+        }
+    }
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn handles_and_files_that_are_not_the_senders_move_nothing() {
+    let (node, old) = with_old_tenant();
+    let guest = Guest::new(&node);
+    let (nobody, _silent) = socketpair(
+        AddressFamily::UNIX,
+        SocketType::SEQPACKET,
+        SocketFlags::CLOEXEC,
+        None,
+    )
+    .unwrap();
+    let null = File::open("/dev/null").unwrap();
+    let (_page, page) = Page::create().unwrap();
+    let api = UnixStream::connect(node.api_socket()).unwrap();
+    let mut key = 0;
+    for file in [
+        None,
+        Some(null.as_fd()),
+        Some(page.as_fd()),
+        Some(nobody.as_fd()),
+        Some(api.as_fd()),
+    ] {
+        for handle in [0, 1, 0x5c00_0010, u32::MAX] {
+            for channels in [0, 1, 8, MAX_CHANNELS as u32, MAX_CHANNELS as u32 + 1] {
+                send(&guest.session, &group(key, handle, channels), file);
+                key += 1;
+            }
+        }
+    }
+    for key in [0, 7, 1000, u32::MAX] {
+        send(
+            &guest.session,
+            &Shim::Channels {
+                key,
+                channels: vec![key; 100],
+            },
+            None,
+        );
+        send(&guest.session, &Shim::TimesliceTouched { key }, None);
+        send(&guest.session, &Shim::Gone { key }, None);
+    }
+    daemon_serves(&node, &old);
+    let frozen = |tenant: &Value| tenant["domains"][0]["frozen"] == true;
+    assert!(!frozen(&node.find_tenant("old").unwrap()));
+}
+
+#[test]
+fn a_thousand_groups_of_one_session_are_bounded() {
+    let (node, old) = with_old_tenant();
+    let guest = Guest::new(&node);
+    let null = File::open("/dev/null").unwrap();
+    for key in 0..10_000 {
+        send(&guest.session, &group(key, key, 8), Some(null.as_fd()));
+    }
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn ten_thousand_connections_are_survived() {
+    let (node, old) = with_old_tenant();
+    // As many as this process may have at a time, held open; the rest come and go.
+    let mut held = Vec::new();
+    for n in 0..10_000 {
+        // Not waiting: a daemon whose queue is full says so.
+        match socket::connect(&node.session_socket(), SocketFlags::NONBLOCK) {
+            Ok(session) if held.len() < 500 => held.push(session),
+            Ok(_) => {}
+            Err(_) if n % 100 == 0 => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => {}
+        }
+    }
+    drop(held);
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn connections_that_are_held_open_and_silent_do_not_lock_others_out() {
+    let (node, old) = with_old_tenant();
+    let connect = |_| socket::connect(&node.session_socket(), SocketFlags::NONBLOCK).ok();
+    let held: Vec<_> = (0..400).filter_map(connect).collect();
+    assert!(!held.is_empty());
+    wait_for(
+        "the silent ones to be dropped",
+        Duration::from_secs(30),
+        || {
+            let new = node
+                .tenant("--name new", "gpumux workload check --json --seconds 0.1")
+                .run();
+            (new.status.success() && new.err.is_empty()).then_some(())
+        },
+    );
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn the_api_survives_garbage() {
+    let (node, old) = with_old_tenant();
+    let bodies = [
+        "",
+        "{",
+        "[]",
+        "{\"spec\":{\"class\":\"fast\"}}",
+        "{\"name\":7}",
+        "\u{0}\u{0}",
+    ];
+    let mut requests: Vec<Vec<u8>> = vec![
+        b"\0\0\0\0".to_vec(),
+        b"GET\r\n\r\n".to_vec(),
+        b"GET /../../etc/passwd HTTP/1.1\r\nhost: x\r\n\r\n".to_vec(),
+        [b"GET /".to_vec(), vec![b'a'; 200_000]].concat(),
+        b"POST /v1/tenants HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n{".to_vec(),
+    ];
+    requests.extend(bodies.map(|body| {
+        let head = "POST /v1/tenants HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n";
+        format!("{head}content-length: {}\r\n\r\n{body}", body.len()).into_bytes()
+    }));
+    for request in requests {
+        let mut stream = UnixStream::connect(node.api_socket()).unwrap();
+        stream
+            .set_read_timeout(Some(Duration::from_millis(200)))
+            .unwrap();
+        let _ = stream.write_all(&request);
+        let mut answer = [0; 12];
+        if stream.read_exact(&mut answer).is_ok() {
+            let answer = String::from_utf8_lossy(&answer).into_owned();
+            assert!(answer.starts_with("HTTP/1.1 4"), "{answer}");
+        }
+    }
+    daemon_serves(&node, &old);
+}

@@ -1,0 +1,221 @@
+//! The levers, and what the daemon does with them.
+
+use std::time::Duration;
+
+use gpumux_rm::Levers;
+use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Session, wait_for};
+use serde_json::Value;
+
+use crate::TICKS;
+
+/// A program under the shim whose session the test itself holds.
+struct Puppet {
+    node: Node,
+    listener: Listener,
+}
+
+impl Puppet {
+    fn new() -> Self {
+        let node = Node::with(Options {
+            without_daemon: true,
+            ..Options::default()
+        });
+        let listener = Listener::new(node.session_socket());
+        Self { node, listener }
+    }
+
+    #[track_caller]
+    fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
+        let mut command = self.node.shimmed(program, &self.listener.path);
+        let process = Process::start(&mut command);
+        let (session, levers) = self.listener.levers();
+        (process, session, levers)
+    }
+}
+
+/// Counts how many kernels a program finishes in a while.
+fn progress(process: &Process, time: Duration) -> usize {
+    let before = process.lines();
+    std::thread::sleep(time);
+    process.lines() - before
+}
+
+#[test]
+fn timeslices_read_back_as_they_were_set() {
+    let puppet = Puppet::new();
+    let (mut process, _session, levers) = puppet.start(TICKS);
+    process.wait_lines(1);
+    assert_eq!(levers.timeslice().unwrap(), 2048, "libcuda's own");
+    for slice in [1, 2048, 50_000, 1_000_000, 1] {
+        levers.set_timeslice(slice).unwrap();
+        assert_eq!(levers.timeslice().unwrap(), slice);
+    }
+}
+
+#[test]
+fn timeslices_out_of_range_are_refused() {
+    let puppet = Puppet::new();
+    let (mut process, _session, levers) = puppet.start(TICKS);
+    process.wait_lines(1);
+    assert!(levers.set_timeslice(0).is_err());
+    assert_eq!(levers.timeslice().unwrap(), 2048);
+}
+
+#[test]
+fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
+    let puppet = Puppet::new();
+    let running = puppet.node.dir().join("running");
+    let check = format!(
+        "gpumux workload check --json --ready-file {}",
+        running.display()
+    );
+    let (mut process, _session, levers) = puppet.start(&check);
+    wait_for("the kernel to run", PATIENCE, || {
+        running.exists().then_some(())
+    });
+    levers.freeze().unwrap();
+    // Several times what it takes when it is left alone.
+    std::thread::sleep(Duration::from_secs(5));
+    assert!(
+        process.poll().is_none(),
+        "a frozen kernel went on: {}",
+        process.out()
+    );
+    levers.thaw().unwrap();
+    let report = process.finish().ok().json();
+    assert_eq!(report["mismatches"], 0, "{report:#}");
+    assert_eq!(report["sum_matches"], true, "{report:#}");
+    assert!(report["elements"].as_u64() > Some(0), "{report:#}");
+}
+
+#[test]
+fn freezing_one_leaves_others_alone() {
+    let puppet = Puppet::new();
+    let (mut a, _a_session, a_levers) = puppet.start(TICKS);
+    let (mut b, _b_session, _b_levers) = puppet.start(TICKS);
+    a.wait_lines(3);
+    b.wait_lines(3);
+    a_levers.freeze().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(progress(&a, Duration::from_millis(300)), 0);
+    let lines = b.lines();
+    b.wait_lines(lines + 20);
+    a_levers.thaw().unwrap();
+    let lines = a.lines();
+    a.wait_lines(lines + 3);
+}
+
+#[test]
+fn a_lost_daemon_thaws_what_it_froze() {
+    let puppet = Puppet::new();
+    let (mut process, session, levers) = puppet.start(TICKS);
+    process.wait_lines(3);
+    levers.set_timeslice(1).unwrap();
+    levers.freeze().unwrap();
+    std::thread::sleep(Duration::from_millis(100));
+    assert_eq!(progress(&process, Duration::from_millis(300)), 0);
+    let lines = process.lines();
+    drop(session);
+    wait_for(
+        "the shim to thaw its own process",
+        Duration::from_secs(1),
+        || (process.lines() > lines).then_some(()),
+    );
+    // Its file still works in our hands, so we can see what the shim left behind.
+    wait_for(
+        "the slice that libcuda had set",
+        Duration::from_secs(1),
+        || (levers.timeslice().unwrap() == 2048).then_some(()),
+    );
+}
+
+/// Alone, alone of its kind: the slices that the classes stand for.
+#[test]
+fn classes_become_timeslices() {
+    let node = Node::start();
+    let slice = |tenant: &Value| tenant["domains"][0]["timeslice_us"].as_u64();
+    let _serve = Process::start(&mut node.tenant("--class latency --name serve", TICKS));
+    let _train = Process::start(&mut node.tenant("--class batch --name train", TICKS));
+    node.wait_tenant("serve", |tenant| slice(tenant) == Some(1_000_000));
+    node.wait_tenant("train", |tenant| slice(tenant) == Some(1));
+}
+
+#[test]
+fn a_batch_tenant_alone_keeps_libcudas_slice() {
+    let node = Node::start();
+    let mut train = Process::start(&mut node.tenant("--class batch --name train", TICKS));
+    train.wait_lines(20);
+    let tenant = node.wait_tenant("train", |tenant| !tenant["domains"][0].is_null());
+    assert_ne!(tenant["domains"][0]["timeslice_us"], 1, "{tenant:#}");
+    assert_eq!(tenant["domains"][0]["frozen"], false, "{tenant:#}");
+}
+
+/// Two (or more) runnable groups with 1 µs would only switch: the daemon must take turns with them.
+fn all_progress(batch: usize, latency: bool) {
+    let node = Node::start();
+    let mut tenants = Vec::new();
+    if latency {
+        tenants.push(Process::start(&mut node.tenant("--class latency", TICKS)));
+    }
+    for _ in 0..batch {
+        tenants.push(Process::start(&mut node.tenant("--class batch", TICKS)));
+    }
+    for tenant in &mut tenants {
+        tenant.wait_lines(1);
+    }
+    // From here on all of them run at the same time.
+    let before: Vec<usize> = tenants.iter().map(Process::lines).collect();
+    for (tenant, before) in tenants.iter_mut().zip(before) {
+        tenant.wait_lines(before + 50);
+    }
+}
+
+#[test]
+fn two_batch_tenants_both_progress() {
+    all_progress(2, false);
+}
+
+#[test]
+fn three_batch_tenants_all_progress() {
+    all_progress(3, false);
+}
+
+#[test]
+fn two_batch_tenants_progress_beside_a_latency_tenant() {
+    all_progress(2, true);
+}
+
+#[test]
+fn rotation_interrupts_kernels_and_keeps_them_correct() {
+    let node = Node::start();
+    let _other = Process::start(&mut node.tenant("--class batch --name other", TICKS));
+    let running = node.dir().join("running");
+    let check = format!(
+        "gpumux workload check --json --ready-file {}",
+        running.display()
+    );
+    let check = Process::start(&mut node.tenant("--class batch --name check", &check));
+    wait_for("the kernel to run", PATIENCE, || {
+        running.exists().then_some(())
+    });
+    node.wait_tenant("check", |tenant| {
+        tenant["domains"][0]["freezes"].as_u64() >= Some(3)
+    });
+    let report = check.finish().ok().json();
+    assert_eq!(report["mismatches"], 0, "{report:#}");
+    assert_eq!(report["sum_matches"], true, "{report:#}");
+}
+
+#[test]
+fn set_is_in_force_at_once() {
+    let node = Node::start();
+    let _serve = Process::start(&mut node.tenant("--class latency --name serve", TICKS));
+    let _train = Process::start(&mut node.tenant("--class batch --name train", TICKS));
+    let slice = |tenant: &Value| tenant["domains"][0]["timeslice_us"].as_u64();
+    node.wait_tenant("train", |tenant| slice(tenant) == Some(1));
+    let after = crate::contracts::set(&node, "train --class standard --weight 2");
+    assert_eq!(after["class"], "standard");
+    assert_eq!(after["spec"]["weight"], 2.0);
+    let tenant = node.wait_tenant("train", |tenant| slice(tenant) > Some(1));
+    assert_eq!(tenant["class"], "standard");
+}

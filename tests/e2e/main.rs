@@ -1,0 +1,13 @@
+//! gpumux from end to end: the real binary, libraries and processes, on the emulated device, or on a real one
+//! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
+
+mod contracts;
+mod faults;
+mod hostile;
+mod levers;
+mod run;
+mod transparency;
+mod users;
+
+/// A tenant program that runs one short kernel after the other and prints a line for each.
+const TICKS: &str = "gpumux scratch";

@@ -1,0 +1,290 @@
+//! `gpumux run`: exit codes, signals, environment, tenants, and the daemon that it starts.
+
+use std::{fs, process::Command, time::Duration};
+
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, wait_for};
+use rustix::process::Signal;
+
+use crate::TICKS;
+
+fn no_daemon() -> Node {
+    Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    })
+}
+
+#[test]
+fn the_programs_exit_code_is_ours() {
+    let node = Node::start();
+    for code in [0, 1, 7, 125, 255] {
+        let line = ["run", "--", "sh", "-c", &format!("exit {code}")].map(str::to_owned);
+        assert_eq!(node.gpumux(line).run().code(), code);
+    }
+}
+
+#[test]
+fn programs_that_cannot_run_have_the_shells_codes() {
+    let node = Node::start();
+    let missing = node.tenant("", "gpumux-there-is-no-such-program").run();
+    assert_eq!(missing.code(), 127, "{missing:#?}");
+    assert!(
+        missing.err.contains("gpumux-there-is-no-such-program"),
+        "{missing:#?}"
+    );
+    let text = node.dir().join("text");
+    fs::write(&text, "no program").unwrap();
+    let text = node.tenant("", &text.display().to_string()).run();
+    assert_eq!(text.code(), 126, "{text:#?}");
+}
+
+#[test]
+fn signals_reach_the_program() {
+    let node = Node::start();
+    let script = "trap 'echo int; exit 3' INT; trap 'echo usr1' USR1; echo ready; while :; do sleep 0.01; done";
+    let mut process = Process::start(&mut node.gpumux(["run", "--", "sh", "-c", script]));
+    process.wait_lines(1);
+    process.signal(Signal::USR1);
+    process.wait_lines(2);
+    process.signal(Signal::INT);
+    let finished = process.finish();
+    assert_eq!(finished.out, "ready\nusr1\nint\n");
+    assert_eq!(finished.code(), 3);
+    for (signal, code) in [(Signal::TERM, 143), (Signal::HUP, 129), (Signal::KILL, 137)] {
+        let line = ["run", "--", "sh", "-c", "echo ready; exec sleep 60"];
+        let mut process = Process::start(&mut node.gpumux(line));
+        process.wait_lines(1);
+        process.signal(signal);
+        assert_eq!(process.finish().code(), code);
+    }
+}
+
+#[test]
+fn a_shell_sees_a_signal_as_128_and_its_number() {
+    let node = Node::start();
+    let line = format!(
+        "{} run -- sh -c 'kill -TERM $$'; echo $?",
+        binary().display()
+    );
+    let mut shell = node.on_device(["sh", "-c", &line]);
+    assert_eq!(shell.run().out, "143\n");
+}
+
+#[test]
+fn input_and_output_are_the_programs_own() {
+    let node = Node::start();
+    let mut process = Process::start(&mut node.gpumux(["run", "--", "cat"]));
+    process.write("some text\n");
+    process.wait_lines(1);
+    let finished = process.finish().ok();
+    assert_eq!(
+        (finished.out.as_str(), finished.err.as_str()),
+        ("some text\n", "")
+    );
+}
+
+#[test]
+fn the_environment_names_tenant_and_socket_but_no_promise() {
+    let node = Node::start();
+    let mut run = node.gpumux([
+        "run", "--class", "batch", "--weight", "3", "--strict", "--", "env",
+    ]);
+    run.env("LD_PRELOAD", "/dev/null/other.so");
+    let finished = run.run().ok();
+    let value = |name: &str| {
+        let lines = finished.out.lines();
+        lines
+            .filter_map(|line| line.split_once('='))
+            .find(|(n, _)| *n == name)
+            .map(|(_, v)| v)
+    };
+    let preload = value("LD_PRELOAD").unwrap();
+    assert!(preload.contains("/libgpumux.so:"), "{preload}");
+    assert!(preload.ends_with(":/dev/null/other.so"), "{preload}");
+    assert_eq!(value("GPUMUX_SOCKET"), node.session_socket().to_str());
+    let token = value("GPUMUX_TENANT").unwrap();
+    assert!(
+        token.len() == 32 && token.bytes().all(|b| b.is_ascii_hexdigit()),
+        "{token}"
+    );
+    assert_eq!(value("GPUMUX_STRICT"), Some("1"));
+    assert!(
+        !finished.out.to_lowercase().contains("batch"),
+        "{}",
+        finished.out
+    );
+}
+
+#[test]
+fn a_process_tree_is_one_tenant() {
+    let node = Node::start();
+    let tree = format!("{0} scratch & {0} scratch & wait", binary().display());
+    let mut tenant = node.tenant("--name tree --class batch", "sh -c");
+    let _tree = Process::start(tenant.arg(tree));
+    let found = node.wait_tenant("tree", |tenant| {
+        tenant["pids"]
+            .as_array()
+            .is_some_and(|pids| pids.len() == 2)
+    });
+    assert_eq!(found["class"], "batch");
+    assert_eq!(
+        found["devices"].as_array().map(Vec::len),
+        Some(1),
+        "{found:#}"
+    );
+    assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(1));
+}
+
+#[test]
+fn names_are_unique_and_given_where_none_was_asked_for() {
+    let node = Node::start();
+    let mut first = Process::start(node.tenant("--name a", "sh -c").arg("echo ready; sleep 60"));
+    first.wait_lines(1);
+    let second = node.tenant("--name a", "true").run();
+    assert_eq!(second.code(), 125, "{second:#?}");
+    assert!(second.err.contains('a'), "{second:#?}");
+    let start = || {
+        let mut process = Process::start(node.tenant("", "sh -c").arg("echo ready; sleep 60"));
+        process.wait_lines(1);
+        process
+    };
+    let _two = [start(), start()];
+    assert!(node.find_tenant("sh").is_some(), "{:#}", node.ps());
+    assert!(node.find_tenant("sh-2").is_some(), "{:#}", node.ps());
+    drop(first);
+    wait_for("the tenant's end", PATIENCE, || {
+        node.find_tenant("a").is_none().then_some(())
+    });
+    node.tenant("--name a", "true").run().ok();
+}
+
+#[test]
+fn promises_that_cannot_be_kept_are_refused() {
+    let node = Node::start();
+    let _first = Process::start(&mut node.tenant("--name a --guaranteed 0.7", TICKS));
+    node.wait_tenant("a", |tenant| !tenant["domains"][0].is_null());
+    for (options, word) in [
+        ("--guaranteed 0.6", "0.3"),
+        ("--guaranteed 1.5", "1.5"),
+        ("--weight -1", "-1"),
+        ("--guaranteed 0.2 --limit 0.1", "0.2"),
+    ] {
+        let refused = node.tenant(options, "echo ran").run();
+        assert_eq!(refused.code(), 125, "{options}: {refused:#?}");
+        assert!(refused.err.contains(word), "{options}: {refused:#?}");
+        assert_eq!(refused.out, "", "{options}");
+    }
+    let wrong = node.tenant("--class fast", "echo ran").run();
+    assert_eq!(wrong.code(), 2);
+    assert!(wrong.err.contains("latency, standard, batch"), "{wrong:#?}");
+    assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(1));
+}
+
+#[test]
+fn a_daemon_is_started_where_there_is_none() {
+    let node = no_daemon();
+    let mut tenant = Process::start(&mut node.tenant("--name first --class latency", TICKS));
+    tenant.wait_lines(1);
+    let found = node.wait_tenant("first", |tenant| !tenant["domains"][0].is_null());
+    assert_eq!(found["class"], "latency");
+    // The program has no child that it did not make, and does not share its session with the daemon.
+    let children = format!("/proc/{0}/task/{0}/children", tenant.pid());
+    assert_eq!(fs::read_to_string(children).unwrap(), "");
+    assert!(node.dir().join("daemon.log").exists());
+    stop_started_daemon(&node);
+}
+
+#[test]
+fn many_at_once_start_one_daemon() {
+    let node = no_daemon();
+    let start = |_| Process::start(node.tenant("", "sh -c").arg("echo ready; sleep 60"));
+    let mut tenants: Vec<_> = (0..8).map(start).collect();
+    for tenant in &mut tenants {
+        tenant.wait_lines(1);
+        assert_eq!(tenant.err(), "");
+    }
+    assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(8));
+    stop_started_daemon(&node);
+}
+
+/// Ends the daemon that `run` started, so that nothing outlives the test.
+fn stop_started_daemon(node: &Node) {
+    let pid = fs::read_to_string(node.dir().join("lock")).unwrap();
+    let pid = rustix::process::Pid::from_raw(pid.trim().parse().unwrap()).unwrap();
+    rustix::process::kill_process(pid, Signal::TERM).unwrap();
+    wait_for("the daemon's end", PATIENCE, || {
+        (!node.api_socket().exists()).then_some(())
+    });
+}
+
+#[test]
+fn a_daemon_without_tenants_ends_by_itself() {
+    let node = Node::with(Options {
+        daemon: ["--idle-exit", "1"].map(str::to_owned).into(),
+        ..Options::default()
+    });
+    let tenant = node.tenant("", "sleep 1.5").run().ok();
+    assert_eq!(tenant.err, "");
+    wait_for("the daemon's end", PATIENCE, || {
+        (!node.api_socket().exists()).then_some(())
+    });
+}
+
+#[test]
+fn without_a_daemon_the_program_runs_unmanaged_or_not_at_all() {
+    let node = no_daemon();
+    // A file where the runtime folder should be: no daemon can start there.
+    let blocked = node.dir().join("blocked");
+    fs::write(&blocked, "").unwrap();
+    let run = |options: &[&str]| {
+        let mut line = vec!["run"];
+        line.extend(options);
+        line.extend(["--", "echo", "ran"]);
+        let mut command = Command::new(binary());
+        command
+            .args(line)
+            .env("GPUMUX_RUNTIME_DIR", &blocked)
+            .env_remove("LD_PRELOAD")
+            .run()
+    };
+    let lenient = run(&[]).ok();
+    assert_eq!(lenient.out, "ran\n");
+    assert_eq!(lenient.err.lines().count(), 1, "{lenient:#?}");
+    assert!(lenient.err.contains("unmanaged"), "{lenient:#?}");
+    let strict = run(&["--strict"]);
+    assert_eq!(
+        (strict.code(), strict.out.as_str()),
+        (125, ""),
+        "{strict:#?}"
+    );
+    assert_eq!(strict.err.lines().count(), 1, "{strict:#?}");
+}
+
+#[test]
+fn a_missing_library_is_named_with_the_places_looked_in() {
+    let node = Node::start();
+    let nowhere = node.dir().join("nowhere");
+    let mut command = node.gpumux(["run", "--strict", "--", "true"]);
+    let strict = command.env("GPUMUX_LIB_DIR", &nowhere).run();
+    assert_eq!(strict.code(), 125, "{strict:#?}");
+    assert!(strict.err.contains("libgpumux.so is not in"), "{strict:#?}");
+    assert!(
+        strict.err.contains(&nowhere.display().to_string()),
+        "{strict:#?}"
+    );
+}
+
+#[test]
+fn tenants_end_with_their_last_process() {
+    let node = Node::start();
+    let mut tenant = Process::start(
+        node.tenant("--name short", "sh -c")
+            .arg("echo ready; sleep 60"),
+    );
+    tenant.wait_lines(1);
+    assert_eq!(node.find_tenant("short").unwrap()["state"], "waiting");
+    tenant.kill();
+    wait_for("the tenant's end", Duration::from_secs(2), || {
+        node.find_tenant("short").is_none().then_some(())
+    });
+}

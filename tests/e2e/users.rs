@@ -1,0 +1,89 @@
+//! Who is who: a daemon of root and tenants of ordinary users. Needs root; the other tests run as whoever they are.
+
+use std::{
+    fs::{Permissions, set_permissions},
+    os::unix::{fs::PermissionsExt, process::CommandExt},
+    process::Command,
+};
+
+use gpumux_tests::{Node, Process, Run, binary, real};
+use serde_json::Value;
+
+use crate::TICKS;
+
+/// `nobody`, whose number is the same on all systems that have one.
+const NOBODY: u32 = 65534;
+
+/// A node whose folder everybody may enter, or nothing when the tests do not run as root.
+fn node_of_root() -> Option<Node> {
+    if !rustix::process::geteuid().is_root() {
+        return None;
+    }
+    let node = Node::start();
+    set_permissions(node.dir(), Permissions::from_mode(0o755)).unwrap();
+    let mut probe = Command::new(binary());
+    let reachable = probe
+        .arg("--version")
+        .uid(NOBODY)
+        .status()
+        .is_ok_and(|status| status.success());
+    assert!(
+        reachable,
+        "nobody cannot execute {}: build where others may read",
+        binary().display()
+    );
+    Some(node)
+}
+
+fn as_nobody(mut command: Command) -> Command {
+    command.uid(NOBODY).gid(NOBODY).env("HOME", "/");
+    command
+}
+
+#[test]
+fn an_ordinary_users_tenant_is_managed_by_roots_daemon() {
+    let Some(node) = node_of_root() else { return };
+    let slice = |tenant: &Value| tenant["domains"][0]["timeslice_us"].as_u64();
+    let mut serve = Process::start(&mut as_nobody(
+        node.tenant("--name serve --class latency", TICKS),
+    ));
+    let _train = Process::start(&mut node.tenant("--name train --class batch", TICKS));
+    serve.wait_lines(1);
+    let tenant = node.wait_tenant("serve", |tenant| slice(tenant) == Some(1_000_000));
+    assert_eq!(tenant["uid"], NOBODY);
+    node.wait_tenant("train", |tenant| slice(tenant) == Some(1));
+    // Two batch tenants, of root and of nobody, are frozen in turn.
+    let _more = Process::start(&mut as_nobody(
+        node.tenant("--name more --class batch", TICKS),
+    ));
+    node.wait_tenant("more", |tenant| {
+        tenant["domains"][0]["freezes"].as_u64() > Some(1)
+    });
+}
+
+#[test]
+fn an_ordinary_user_changes_its_own_tenants_only() {
+    let Some(node) = node_of_root() else { return };
+    let _root = Process::start(&mut node.tenant("--name of-root --class batch", TICKS));
+    let _own = Process::start(&mut as_nobody(
+        node.tenant("--name own --class batch", TICKS),
+    ));
+    node.wait_tenant("of-root", |tenant| !tenant["domains"][0].is_null());
+    node.wait_tenant("own", |tenant| !tenant["domains"][0].is_null());
+    let change = |name| as_nobody(node.gpumux(["set", name, "--class", "latency"])).run();
+    change("own").ok();
+    let refused = change("of-root");
+    assert_eq!(refused.code(), 1, "{refused:#?}");
+    assert_eq!(node.find_tenant("of-root").unwrap()["class"], "batch");
+    assert_eq!(node.find_tenant("own").unwrap()["class"], "latency");
+}
+
+#[test]
+fn an_ordinary_users_doctor_finds_the_levers() {
+    let Some(node) = node_of_root() else { return };
+    let doctor = node.on_device([binary().into_os_string(), "doctor".into(), "--json".into()]);
+    let mut doctor = as_nobody(doctor);
+    let doctor = doctor.run().ok();
+    let report = doctor.json();
+    assert_eq!(report["devices"][0]["emulated"], !real(), "{report:#}");
+}

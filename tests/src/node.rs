@@ -1,0 +1,255 @@
+//! One machine in small: a runtime folder, a device and a daemon.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
+
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for};
+
+/// How a node is made.
+#[derive(Clone, Debug, Default)]
+pub struct Options {
+    /// Emulated devices; 0 means one.
+    pub devices: u32,
+    /// Further arguments of `gpumux daemon`.
+    pub daemon: Vec<String>,
+    /// No daemon at first.
+    pub without_daemon: bool,
+}
+
+/// A device and a daemon, with the folder they meet in.
+#[derive(Debug)]
+pub struct Node {
+    options: Options,
+    daemon: Option<Process>,
+    // Dropped after the daemon.
+    _emulated: Option<Process>,
+    dir: tempfile::TempDir,
+    _alone: Option<MutexGuard<'static, ()>>,
+}
+
+/// Nodes on a real device take turns, because they all mean the same one.
+static REAL_DEVICE: Mutex<()> = Mutex::new(());
+
+impl Node {
+    /// A node with one device and a daemon.
+    #[track_caller]
+    pub fn start() -> Self {
+        Self::with(Options::default())
+    }
+
+    /// A node as `options` say.
+    #[track_caller]
+    pub fn with(options: Options) -> Self {
+        let _alone = real().then(|| REAL_DEVICE.lock().unwrap_or_else(PoisonError::into_inner));
+        // Short, because the path of a socket may have 107 bytes only.
+        let dir = tempfile::Builder::new()
+            .prefix("gm")
+            .tempdir_in("/tmp")
+            .expect("a folder");
+        let mut node = Self {
+            options,
+            daemon: None,
+            _emulated: None,
+            dir,
+            _alone,
+        };
+        if !real() {
+            node._emulated = Some(node.start_emulated());
+        }
+        if !node.options.without_daemon {
+            node.start_daemon();
+        }
+        node
+    }
+
+    fn start_emulated(&self) -> Process {
+        let mut command = Command::new(binary());
+        command
+            .args(["emu", "serve", "--socket"])
+            .arg(self.emulated_socket());
+        command.args(["--devices", &self.options.devices.max(1).to_string()]);
+        let mut process = Process::start(&mut command);
+        wait_for("the emulated device", PATIENCE, || {
+            assert!(process.poll().is_none(), "it ended: {}", process.err());
+            self.emulated_socket().exists().then_some(())
+        });
+        process
+    }
+
+    /// Starts the daemon (again) and waits until it answers.
+    #[track_caller]
+    pub fn start_daemon(&mut self) {
+        let mut command = self.gpumux(["daemon"]);
+        command.args(&self.options.daemon);
+        let mut process = Process::start(&mut command);
+        wait_for("an answer of the daemon", PATIENCE, || {
+            assert!(process.poll().is_none(), "it ended: {}", process.err());
+            self.try_ps()
+        });
+        self.daemon = Some(process);
+    }
+
+    /// Kills the daemon as the kernel would: at once and without a word.
+    #[track_caller]
+    pub fn kill_daemon(&mut self) {
+        self.daemon.take().expect("a daemon runs").kill();
+    }
+
+    /// Asks the daemon to end and waits for it.
+    #[track_caller]
+    pub fn stop_daemon(&mut self) -> Finished {
+        let daemon = self.daemon.take().expect("a daemon runs");
+        daemon.signal(Signal::TERM);
+        daemon.finish()
+    }
+
+    /// The daemon's process.
+    #[track_caller]
+    pub fn daemon(&self) -> &Process {
+        self.daemon.as_ref().expect("a daemon runs")
+    }
+
+    /// The folder in which everything of this node lies.
+    pub fn dir(&self) -> &Path {
+        self.dir.path()
+    }
+
+    /// The session socket.
+    pub fn session_socket(&self) -> PathBuf {
+        self.dir().join("session.sock")
+    }
+
+    /// The API's socket.
+    pub fn api_socket(&self) -> PathBuf {
+        self.dir().join("api.sock")
+    }
+
+    fn emulated_socket(&self) -> PathBuf {
+        self.dir().join("emu.sock")
+    }
+
+    /// `gpumux ARGS…` on this node.
+    pub fn gpumux<S: AsRef<OsStr>>(&self, args: impl IntoIterator<Item = S>) -> Command {
+        let mut command = Command::new(binary());
+        command.args(args);
+        self.enter(&mut command);
+        command
+    }
+
+    /// `PROGRAM ARGS…` with this node's device as its GPU, but not as a tenant.
+    pub fn on_device<S: AsRef<OsStr>>(&self, program: impl IntoIterator<Item = S>) -> Command {
+        let mut program = program.into_iter();
+        let mut command = if real() {
+            Command::new(program.next().expect("a program"))
+        } else {
+            let mut command = Command::new(binary());
+            command.args(["emu", "--"]);
+            command
+        };
+        command.args(program);
+        self.enter(&mut command);
+        command
+    }
+
+    /// `gpumux run OPTIONS… -- PROGRAM…` with this node's device as its GPU. Options and program are
+    /// words separated by blanks; `gpumux` as the program is the binary under test.
+    pub fn tenant(&self, options: &str, program: &str) -> Command {
+        let mut line = vec![binary().into_os_string(), "run".into()];
+        line.extend(words(options));
+        line.push("--".into());
+        line.extend(words(program));
+        self.on_device(line)
+    }
+
+    /// `PROGRAM…` with this node's device as its GPU and the shim preloaded, but without `gpumux run`.
+    pub fn shimmed(&self, program: &str, socket: &Path) -> Command {
+        let mut command = self.on_device(words(program));
+        command
+            .env("LD_PRELOAD", library("libgpumux.so"))
+            .env("GPUMUX_SOCKET", socket);
+        command
+    }
+
+    fn enter(&self, command: &mut Command) {
+        command.env("GPUMUX_RUNTIME_DIR", self.dir());
+        for variable in [
+            "GPUMUX_SOCKET",
+            "GPUMUX_TENANT",
+            "GPUMUX_STRICT",
+            "LD_PRELOAD",
+        ] {
+            command.env_remove(variable);
+        }
+        if !real() {
+            command.env("GPUMUX_EMU_SOCKET", self.emulated_socket());
+        }
+    }
+
+    /// What `gpumux ps --json` says.
+    #[track_caller]
+    pub fn ps(&self) -> Value {
+        self.gpumux(["ps", "--json"]).run().ok().json()
+    }
+
+    fn try_ps(&self) -> Option<Value> {
+        let finished = self.gpumux(["ps", "--json"]).run();
+        finished.status.success().then(|| finished.json())
+    }
+
+    /// One tenant of `gpumux ps --json`, if it is there.
+    #[track_caller]
+    pub fn find_tenant(&self, name: &str) -> Option<Value> {
+        tenant(&self.ps(), name)
+    }
+
+    /// Waits until `gpumux ps --json` shows this tenant and `accept` takes it.
+    #[track_caller]
+    pub fn wait_tenant(&self, name: &str, accept: impl Fn(&Value) -> bool) -> Value {
+        let mut last = Value::Null;
+        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            wait_for(&format!("tenant {name}"), PATIENCE, || {
+                last = self.ps();
+                tenant(&last, name).filter(|tenant| accept(tenant))
+            })
+        }));
+        found.unwrap_or_else(|_| panic!("tenant {name} never came to be as it should: {last:#}"))
+    }
+
+    /// Files that the daemon holds open, as the kernel names them.
+    pub fn daemon_files(&self) -> Vec<String> {
+        let dir = format!("/proc/{}/fd", self.daemon().pid());
+        let links = fs::read_dir(dir).expect("the daemon runs").flatten();
+        links
+            .filter_map(|entry| fs::read_link(entry.path()).ok())
+            .map(|link| link.to_string_lossy().into_owned())
+            .collect()
+    }
+}
+
+fn tenant(ps: &Value, name: &str) -> Option<Value> {
+    ps["tenants"]
+        .as_array()?
+        .iter()
+        .find(|tenant| tenant["name"] == name)
+        .cloned()
+}
+
+/// Words separated by blanks; `gpumux` is the binary under test.
+fn words(text: &str) -> Vec<OsString> {
+    let word = |word: &str| {
+        if word == "gpumux" {
+            binary().into()
+        } else {
+            word.into()
+        }
+    };
+    text.split_whitespace().map(word).collect()
+}

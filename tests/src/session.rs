@@ -1,0 +1,121 @@
+//! The daemon's side of a session, played by a test.
+
+use std::{
+    os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use gpumux_rm::{
+    Group, Levers, RmLevers, emulated::EmulatedFile, layout::engine, real::DeviceFile,
+};
+use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{RecvFlags, SendFlags},
+};
+
+use crate::{PATIENCE, real};
+
+/// A session socket that a test serves itself.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    /// Where it is.
+    pub path: PathBuf,
+}
+
+/// One process's connection.
+#[derive(Debug)]
+pub struct Session(OwnedFd);
+
+impl Listener {
+    /// Listens at `path`.
+    #[track_caller]
+    pub fn new(path: PathBuf) -> Self {
+        let socket = socket::listen(&path, 16).expect("a free path");
+        Self { socket, path }
+    }
+
+    /// Waits for a process and answers its hello with `answer`.
+    #[track_caller]
+    pub fn accept(&self, answer: &Daemon) -> Session {
+        assert!(readable(&self.socket, PATIENCE), "nobody connected");
+        let session = Session(rustix::net::accept(&self.socket).expect("somebody connected"));
+        match session.receive() {
+            Some((Shim::Hello { .. }, Some(_page))) => {}
+            other => panic!("no hello with a page: {other:?}"),
+        }
+        socket::send(&session.0, answer, None, SendFlags::empty()).expect("it listens");
+        session
+    }
+
+    /// Waits for a process, welcomes it, and waits until its compute group is known.
+    #[track_caller]
+    pub fn levers(&self) -> (Session, Box<dyn Levers>) {
+        let welcome = Daemon::Welcome {
+            protocol: PROTOCOL,
+            tenant: "test".into(),
+        };
+        let session = self.accept(&welcome);
+        loop {
+            let (message, file) = session.receive().expect("the process lives");
+            let Shim::Group {
+                engine: engine::GR0,
+                client,
+                subdevice,
+                group,
+                channels,
+                ..
+            } = message
+            else {
+                continue;
+            };
+            let file = file.expect("a group comes with its file");
+            let group = Group {
+                client,
+                subdevice,
+                group,
+                channels,
+            };
+            let levers: Box<dyn Levers> = if real() {
+                Box::new(RmLevers::new(
+                    DeviceFile::new(file).expect("nvidiactl"),
+                    group,
+                ))
+            } else {
+                Box::new(RmLevers::new(
+                    EmulatedFile::new(file).expect("a socket"),
+                    group,
+                ))
+            };
+            return (session, levers);
+        }
+    }
+}
+
+impl Session {
+    /// The next packet and its file; `None` when the process has closed the session.
+    #[track_caller]
+    pub fn receive(&self) -> Option<(Shim, Option<OwnedFd>)> {
+        assert!(readable(&self.0, PATIENCE), "nothing came");
+        socket::recv(&self.0, RecvFlags::empty()).expect("a packet of our protocol")
+    }
+}
+
+/// Waits until there is something to read, or the other side has closed.
+pub fn readable(fd: impl AsFd, patience: Duration) -> bool {
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec {
+            tv_sec: left.as_secs() as i64,
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&left)) {
+            Ok(count) => return count > 0,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => panic!("poll: {error}"),
+        }
+    }
+}
