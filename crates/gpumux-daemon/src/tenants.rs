@@ -62,6 +62,8 @@ pub(crate) struct Tenant {
     token: String,
     /// The process that it was made for, if that came without a secret.
     made_for: Option<ProcessId>,
+    /// Lives without holders, and is joined by any user's processes.
+    kept: bool,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -80,6 +82,8 @@ struct Saved {
     uid: u32,
     since: u64,
     made_for: Option<ProcessId>,
+    #[serde(default)]
+    kept: bool,
     holders: Vec<ProcessId>,
 }
 
@@ -100,6 +104,10 @@ pub(crate) enum TenantError {
     Invisible,
     #[error("the tenant of this secret is unknown: it has ended, or belongs to another daemon")]
     UnknownToken,
+    #[error("only root and the daemon's own user may keep a tenant or choose its secret")]
+    NotTrusted,
+    #[error("the secret is refused: use 32 hexadecimal digits that no tenant has, and `kept`")]
+    BadToken,
     #[error("tenant `{0}` still has {1} connected processes: end them first")]
     Busy(String, usize),
     #[error(transparent)]
@@ -137,7 +145,7 @@ impl Tenants {
     async fn take_over(self: &Arc<Self>, saved: Saved) -> Result<(), TenantError> {
         let living = |process: ProcessId| Some((process, process.watch()?));
         let holders: Vec<_> = saved.holders.into_iter().filter_map(living).collect();
-        if holders.is_empty() {
+        if holders.is_empty() && !saved.kept {
             return Ok(());
         }
         let mut table = self.table.lock().await;
@@ -164,6 +172,7 @@ impl Tenants {
             pids: Vec::new(),
             token: saved.token,
             made_for: saved.made_for,
+            kept: saved.kept,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
@@ -179,7 +188,15 @@ impl Tenants {
         peer: &Peer,
         new: NewTenant,
     ) -> Result<Created, TenantError> {
+        if !trusted(peer.uid) && (new.kept || new.token.is_some()) {
+            return Err(TenantError::NotTrusted);
+        }
         let mut table = self.table.lock().await;
+        if let Some(token) = &new.token
+            && !(new.kept && is_secret(token) && table.tenants.values().all(|t| t.token != *token))
+        {
+            return Err(TenantError::BadToken);
+        }
         let name = match new.name {
             Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
             Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
@@ -194,7 +211,15 @@ impl Tenants {
         let id = self
             .make(&mut table, name.clone(), new.spec.into(), peer.uid, None)
             .await?;
-        self.hold(&mut table, id, peer.process, fd);
+        match table.tenants.get_mut(&id).filter(|_| new.kept) {
+            Some(tenant) => {
+                tenant.kept = true;
+                if let Some(token) = new.token {
+                    tenant.token = token;
+                }
+            }
+            None => self.hold(&mut table, id, peer.process, fd),
+        }
         // From here on the program may rely on it, whatever happens to this daemon.
         if let Err(error) = table.save(&self.file) {
             self.remove(&mut table, id).await;
@@ -246,6 +271,7 @@ impl Tenants {
             pids: Vec::new(),
             token: secret(),
             made_for,
+            kept: false,
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -284,7 +310,9 @@ impl Tenants {
     ) -> Result<(TenantId, String), TenantError> {
         let mut table = self.table.lock().await;
         let known = table.tenants.values().find(|tenant| match token {
-            Some(token) => tenant.token == token && (peer.uid == 0 || peer.uid == tenant.uid),
+            Some(token) => {
+                tenant.token == token && (peer.uid == 0 || peer.uid == tenant.uid || tenant.kept)
+            }
             None => tenant.made_for.is_some() && tenant.made_for == peer.process,
         });
         let id = match (known, token) {
@@ -326,7 +354,7 @@ impl Tenants {
             return;
         };
         tenant.holders.remove(&holder);
-        if tenant.holders.is_empty() {
+        if tenant.holders.is_empty() && !tenant.kept {
             self.remove(&mut table, id).await;
         }
         table.save_or_warn(&self.file);
@@ -451,6 +479,7 @@ impl Table {
                 uid: tenant.uid,
                 since: tenant.since,
                 made_for: tenant.made_for,
+                kept: tenant.kept,
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
@@ -498,6 +527,15 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len())
         && name.chars().all(is_name_char)
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+}
+
+/// Whether a user may do what binds others.
+fn trusted(uid: u32) -> bool {
+    uid == 0 || uid == rustix::process::getuid().as_raw()
+}
+
+fn is_secret(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
 /// 128 bits that nobody can guess, in hexadecimal.
