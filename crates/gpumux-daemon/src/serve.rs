@@ -119,6 +119,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     let listen = |error| Error::Listen(session_socket.clone(), error);
     let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
     paths::open_to_all(&session_socket).map_err(listen)?;
+    paths::share_with_containers(dir.path()).map_err(listen)?;
     // The API's socket appears last: whoever finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     know(&devices, &scheduler).await?;

@@ -27,8 +27,10 @@ pub struct Device {
     pub mig: bool,
     /// Whether it is the emulated device.
     pub emulated: bool,
-    /// What is wrong with it.
+    /// Why nothing new may run on it.
     pub fault: Option<String>,
+    /// Whether what runs on it must go: the fault has lasted, and is the device's own.
+    pub evict: bool,
 }
 
 impl Device {
@@ -105,15 +107,27 @@ mod tests {
         )
         .unwrap();
         let facts = proc_facts(root.path(), "GPU-0F1E").unwrap();
-        assert_eq!(facts, ProcFacts { pci_bus_id: "0000:3b:00.0".into(), minor: Some(3) });
-        assert_eq!(pcie_root(root.path(), &facts.pci_bus_id).unwrap(), "pci0000:3a");
+        assert_eq!(
+            facts,
+            ProcFacts {
+                pci_bus_id: "0000:3b:00.0".into(),
+                minor: Some(3)
+            }
+        );
+        assert_eq!(
+            pcie_root(root.path(), &facts.pci_bus_id).unwrap(),
+            "pci0000:3a"
+        );
         assert_eq!(proc_facts(root.path(), "GPU-other"), None);
     }
 
     #[test]
     fn names_are_labels() {
         assert_eq!(name(Some(7), "GPU-x"), "gpu-7");
-        assert_eq!(name(None, "GPU-0F1E2D3C-0000-0000-0000-ABCDEF012345"), "gpu-abcdef012345");
+        assert_eq!(
+            name(None, "GPU-0F1E2D3C-0000-0000-0000-ABCDEF012345"),
+            "gpu-abcdef012345"
+        );
         assert_eq!(name(None, "E"), "gpu-e");
     }
 }

@@ -5,10 +5,17 @@
 //! of a claim while its pod runs ([`live`]), and says what pods get ([`metrics`]). What a claim may have is in
 //! [`model`] and [`share`]. State that must survive a restart is in [`checkpoint`].
 
+mod authority;
+pub mod cdi;
 pub mod checkpoint;
 pub mod claim;
 pub mod device;
+pub mod inventory;
+pub mod kubelet;
 pub mod model;
+pub mod prepare;
+pub mod proto;
+pub mod publish;
 pub mod quantity;
 pub mod share;
 pub mod slices;

@@ -41,8 +41,13 @@ impl Resource {
 
     /// The resource of that name, with or without the driver's domain.
     pub fn parse(name: &str) -> Option<Self> {
-        let name = name.strip_prefix(crate::DRIVER).and_then(|rest| rest.strip_prefix('/')).unwrap_or(name);
-        Self::ALL.into_iter().find(|resource| resource.name() == name)
+        let name = name
+            .strip_prefix(crate::DRIVER)
+            .and_then(|rest| rest.strip_prefix('/'))
+            .unwrap_or(name);
+        Self::ALL
+            .into_iter()
+            .find(|resource| resource.name() == name)
     }
 }
 
@@ -124,13 +129,24 @@ impl Policy {
         match resource {
             Resource::Compute => Self {
                 default: 0,
-                valid: Valid::Range { min: 0, max: Some(WHOLE_COMPUTE), step: COMPUTE_STEP },
+                valid: Valid::Range {
+                    min: 0,
+                    max: Some(WHOLE_COMPUTE),
+                    step: COMPUTE_STEP,
+                },
             },
             Resource::Memory => Self {
                 default: MEMORY_DEFAULT,
-                valid: Valid::Range { min: MEMORY_STEP, max: None, step: MEMORY_STEP },
+                valid: Valid::Range {
+                    min: MEMORY_STEP,
+                    max: None,
+                    step: MEMORY_STEP,
+                },
             },
-            Resource::Clients => Self { default: 1, valid: Valid::Values(vec![1]) },
+            Resource::Clients => Self {
+                default: 1,
+                valid: Valid::Values(vec![1]),
+            },
         }
     }
 
@@ -151,13 +167,19 @@ impl Policy {
                 values.last().copied().unwrap_or(0).min(whole),
             ),
         };
-        amount.filter(|&amount| amount <= most).ok_or(TooMuch { asked, most })
+        amount
+            .filter(|&amount| amount <= most)
+            .ok_or(TooMuch { asked, most })
     }
 }
 
 /// How much of itself a device offers.
 pub fn capacity(memory_bytes: u64) -> Amounts {
-    Amounts { compute: WHOLE_COMPUTE, memory: memory_bytes, clients: CLIENTS }
+    Amounts {
+        compute: WHOLE_COMPUTE,
+        memory: memory_bytes,
+        clients: CLIENTS,
+    }
 }
 
 /// How a claim uses a device.
@@ -184,7 +206,9 @@ pub enum Overbooked {
         wanted: &'static str,
     },
     /// Together they would consume more than there is.
-    #[error("{device} has {free} of {whole} {resource} left, and {asked} was allocated to this claim")]
+    #[error(
+        "{device} has {free} of {whole} {resource} left, and {asked} was allocated to this claim"
+    )]
     Exceeded {
         /// The device.
         device: String,
@@ -208,7 +232,10 @@ pub struct Book {
 impl Book {
     /// Enters a use that was admitted before.
     pub fn enter(&mut self, device: &str, usage: Use) {
-        self.devices.entry(device.to_owned()).or_default().push(usage);
+        self.devices
+            .entry(device.to_owned())
+            .or_default()
+            .push(usage);
     }
 
     /// Enters a use if the device can keep the promise.
@@ -217,16 +244,22 @@ impl Book {
     /// It is used whole, is to be used whole while it is shared, or too little is left.
     pub fn admit(&mut self, device: &str, whole: Amounts, usage: Use) -> Result<(), Overbooked> {
         let users = self.devices.get(device).map_or(&[][..], Vec::as_slice);
-        let mode = |by, wanted| Overbooked::Mode { device: device.to_owned(), by, wanted };
+        let mode = |by, wanted| Overbooked::Mode {
+            device: device.to_owned(),
+            by,
+            wanted,
+        };
         match usage {
             Use::Whole if users.contains(&Use::Whole) => return Err(mode("whole", "whole")),
             Use::Whole if !users.is_empty() => return Err(mode("shared", "whole")),
             Use::Whole => {}
             Use::Shared(asked) => {
-                let used = users.iter().try_fold(Amounts::default(), |sum, user| match user {
-                    Use::Whole => Err(mode("whole", "shared")),
-                    Use::Shared(amounts) => Ok(sum.plus(*amounts)),
-                })?;
+                let used = users
+                    .iter()
+                    .try_fold(Amounts::default(), |sum, user| match user {
+                        Use::Whole => Err(mode("whole", "shared")),
+                        Use::Shared(amounts) => Ok(sum.plus(*amounts)),
+                    })?;
                 for resource in Resource::ALL {
                     let free = whole.get(resource).saturating_sub(used.get(resource));
                     if asked.get(resource) > free {
@@ -255,15 +288,29 @@ mod tests {
     const GIB: u64 = 1 << 30;
 
     fn shared(compute: u64, memory: u64) -> Use {
-        Use::Shared(Amounts { compute, memory, clients: 1 })
+        Use::Shared(Amounts {
+            compute,
+            memory,
+            clients: 1,
+        })
     }
 
     #[test]
     fn requests_round_up_to_the_policy() {
         let compute = Policy::of(Resource::Compute);
         assert_eq!(compute.consumed(Some(295), 1000), Ok(300));
-        assert_eq!(compute.consumed(None, 1000), Ok(0), "no compute is preemptible");
-        assert_eq!(compute.consumed(Some(1001), 1000), Err(TooMuch { asked: 1001, most: 1000 }));
+        assert_eq!(
+            compute.consumed(None, 1000),
+            Ok(0),
+            "no compute is preemptible"
+        );
+        assert_eq!(
+            compute.consumed(Some(1001), 1000),
+            Err(TooMuch {
+                asked: 1001,
+                most: 1000
+            })
+        );
         let memory = Policy::of(Resource::Memory);
         assert_eq!(memory.consumed(Some(1), 80 * GIB), Ok(MEMORY_STEP));
         assert_eq!(memory.consumed(None, 80 * GIB), Ok(GIB));
@@ -278,11 +325,20 @@ mod tests {
         let whole = capacity(80 * GIB);
         let mut book = Book::default();
         book.admit("gpu-0", whole, shared(500, GIB)).unwrap();
-        let error = book.admit("gpu-0", whole, Use::Whole).unwrap_err().to_string();
-        assert_eq!(error, "gpu-0 is in use shared and cannot be used whole as well");
+        let error = book
+            .admit("gpu-0", whole, Use::Whole)
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "gpu-0 is in use shared and cannot be used whole as well"
+        );
         book.admit("gpu-1", whole, Use::Whole).unwrap();
         for usage in [Use::Whole, shared(0, GIB)] {
-            assert!(matches!(book.admit("gpu-1", whole, usage), Err(Overbooked::Mode { by: "whole", .. })));
+            assert!(matches!(
+                book.admit("gpu-1", whole, usage),
+                Err(Overbooked::Mode { by: "whole", .. })
+            ));
         }
     }
 
@@ -291,8 +347,14 @@ mod tests {
         let whole = capacity(80 * GIB);
         let mut book = Book::default();
         book.admit("gpu-0", whole, shared(800, GIB)).unwrap();
-        let error = book.admit("gpu-0", whole, shared(300, GIB)).unwrap_err().to_string();
-        assert_eq!(error, "gpu-0 has 200 of 1000 compute left, and 300 was allocated to this claim");
+        let error = book
+            .admit("gpu-0", whole, shared(300, GIB))
+            .unwrap_err()
+            .to_string();
+        assert_eq!(
+            error,
+            "gpu-0 has 200 of 1000 compute left, and 300 was allocated to this claim"
+        );
     }
 
     proptest! {

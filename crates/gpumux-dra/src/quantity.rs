@@ -5,7 +5,9 @@ use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 
 /// Not a quantity, or one that is no count of anything here.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("`{0}` is not a quantity from 0 to 9223372036854775807: write a number such as 500, or 40Gi")]
+#[error(
+    "`{0}` is not a quantity from 0 to 9223372036854775807: write a number such as 500, or 40Gi"
+)]
 pub struct QuantityError(pub String);
 
 /// Suffixes with the power that they stand for: base, exponent.
@@ -49,13 +51,17 @@ fn parse_str(text: &str) -> Option<u64> {
     let mantissa: u128 = format!("0{whole}{fraction}").parse().ok()?;
     let divide = divide.checked_mul(10u128.checked_pow(u32::try_from(fraction.len()).ok()?)?)?;
     let value = mantissa.checked_mul(multiply)?.div_ceil(divide);
-    u64::try_from(value).ok().filter(|&value| value <= i64::MAX as u64)
+    u64::try_from(value)
+        .ok()
+        .filter(|&value| value <= i64::MAX as u64)
 }
 
 /// Mantissa, multiplier and divisor.
 fn split(text: &str) -> Option<(&str, u128, u128)> {
     let text = text.strip_prefix('+').unwrap_or(text);
-    if let Some(&(suffix, base, exponent)) = SUFFIXES.iter().find(|(suffix, ..)| text.ends_with(suffix)) {
+    if let Some(&(suffix, base, exponent)) =
+        SUFFIXES.iter().find(|(suffix, ..)| text.ends_with(suffix))
+    {
         let number = &text[..text.len() - suffix.len()];
         let divide = match suffix {
             "m" => 1_000,
@@ -68,7 +74,11 @@ fn split(text: &str) -> Option<(&str, u128, u128)> {
     if let Some((number, exponent)) = text.split_once(['e', 'E']) {
         let exponent: i32 = exponent.parse().ok()?;
         let power = 10u128.checked_pow(exponent.unsigned_abs())?;
-        return Some(if exponent < 0 { (number, 1, power) } else { (number, power, 1) });
+        return Some(if exponent < 0 {
+            (number, 1, power)
+        } else {
+            (number, power, 1)
+        });
     }
     Some((text, 1, 1))
 }
@@ -80,7 +90,11 @@ pub fn count(value: u64) -> Quantity {
 
 /// A number of bytes as the API server writes it back: `80Gi`.
 pub fn bytes(value: u64) -> Quantity {
-    Quantity(shorten(value, 1024, ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"]))
+    Quantity(shorten(
+        value,
+        1024,
+        ["", "Ki", "Mi", "Gi", "Ti", "Pi", "Ei"],
+    ))
 }
 
 fn shorten(mut value: u64, base: u64, suffixes: [&str; 7]) -> String {

@@ -8,9 +8,9 @@ use std::collections::BTreeMap;
 
 use k8s_openapi::{
     api::resource::v1::{
-        CapacityRequestPolicy, CapacityRequestPolicyRange, Counter, CounterSet, Device as ApiDevice,
-        DeviceAttribute, DeviceCapacity, DeviceCounterConsumption, DeviceTaint, ResourcePool, ResourceSlice,
-        ResourceSliceSpec,
+        CapacityRequestPolicy, CapacityRequestPolicyRange, Counter, CounterSet,
+        Device as ApiDevice, DeviceAttribute, DeviceCapacity, DeviceCounterConsumption,
+        DeviceTaint, ResourcePool, ResourceSlice, ResourceSliceSpec,
     },
     apimachinery::pkg::{
         api::resource::Quantity,
@@ -31,7 +31,7 @@ pub const DEVICES_PER_SLICE: usize = 64;
 pub const COUNTER_SETS_PER_SLICE: usize = 8;
 /// Most counters of a counter set.
 pub const COUNTERS_PER_SET: usize = 32;
-/// The taint of a device that does not work. Pods on it are evicted, unless they tolerate it.
+/// The taint of a device that does not work. Once the fault has lasted, pods on it are evicted, unless they tolerate it.
 pub const FAULT_TAINT: &str = "gpumux.dev/fault";
 
 /// Whose slices they are.
@@ -52,7 +52,14 @@ pub fn build(node: &Node, devices: &[Device], generation: i64) -> Vec<ResourceSl
             name: set_name(index),
             counters: devices
                 .iter()
-                .map(|device| (device.name.clone(), Counter { value: quantity::count(1) }))
+                .map(|device| {
+                    (
+                        device.name.clone(),
+                        Counter {
+                            value: quantity::count(1),
+                        },
+                    )
+                })
                 .collect(),
         })
         .collect();
@@ -64,8 +71,12 @@ pub fn build(node: &Node, devices: &[Device], generation: i64) -> Vec<ResourceSl
             [shared(device, &set), whole(device, &set)]
         })
         .collect();
-    let counters = sets.chunks(COUNTER_SETS_PER_SLICE).map(|sets| (Some(sets.to_vec()), None));
-    let device_chunks = shared_and_whole.chunks(DEVICES_PER_SLICE).map(|chunk| (None, Some(chunk.to_vec())));
+    let counters = sets
+        .chunks(COUNTER_SETS_PER_SLICE)
+        .map(|sets| (Some(sets.to_vec()), None));
+    let device_chunks = shared_and_whole
+        .chunks(DEVICES_PER_SLICE)
+        .map(|chunk| (None, Some(chunk.to_vec())));
     let contents: Vec<_> = counters.chain(device_chunks).collect();
     let count = i64::try_from(contents.len()).unwrap_or(i64::MAX);
     contents
@@ -73,7 +84,11 @@ pub fn build(node: &Node, devices: &[Device], generation: i64) -> Vec<ResourceSl
         .map(|(shared_counters, devices)| ResourceSliceSpec {
             driver: DRIVER.to_owned(),
             node_name: Some(node.name.clone()),
-            pool: ResourcePool { name: node.name.clone(), generation, resource_slice_count: count },
+            pool: ResourcePool {
+                name: node.name.clone(),
+                generation,
+                resource_slice_count: count,
+            },
             shared_counters,
             devices,
             ..Default::default()
@@ -116,11 +131,19 @@ fn shared(device: &Device, set: &str) -> ApiDevice {
             Resource::Memory => quantity::bytes,
             Resource::Compute | Resource::Clients => quantity::count,
         };
-        DeviceCapacity { value: write(whole.get(resource)), request_policy: Some(policy(resource, write)) }
+        DeviceCapacity {
+            value: write(whole.get(resource)),
+            request_policy: Some(policy(resource, write)),
+        }
     };
     ApiDevice {
         allow_multiple_allocations: Some(true),
-        capacity: Some(Resource::ALL.into_iter().map(|r| (r.name().to_owned(), capacity(r))).collect()),
+        capacity: Some(
+            Resource::ALL
+                .into_iter()
+                .map(|r| (r.name().to_owned(), capacity(r)))
+                .collect(),
+        ),
         ..common(device, device.name.clone(), set)
     }
 }
@@ -135,7 +158,13 @@ fn whole(device: &Device, set: &str) -> ApiDevice {
             capacity
                 .into_iter()
                 .map(|(resource, value)| {
-                    (resource.name().to_owned(), DeviceCapacity { value, request_policy: None })
+                    (
+                        resource.name().to_owned(),
+                        DeviceCapacity {
+                            value,
+                            request_policy: None,
+                        },
+                    )
                 })
                 .collect(),
         ),
@@ -149,13 +178,23 @@ fn common(device: &Device, name: String, set: &str) -> ApiDevice {
         attributes: Some(attributes(device)),
         consumes_counters: Some(vec![DeviceCounterConsumption {
             counter_set: set.to_owned(),
-            counters: BTreeMap::from([(device.name.clone(), Counter { value: quantity::count(1) })]),
+            counters: BTreeMap::from([(
+                device.name.clone(),
+                Counter {
+                    value: quantity::count(1),
+                },
+            )]),
         }]),
         taints: device.fault.as_deref().map(|fault| {
             vec![DeviceTaint {
                 key: FAULT_TAINT.to_owned(),
                 value: Some(label_value(fault)),
-                effect: "NoExecute".to_owned(),
+                effect: if device.evict {
+                    "NoExecute"
+                } else {
+                    "NoSchedule"
+                }
+                .to_owned(),
                 time_added: None,
             }]
         }),
@@ -176,16 +215,32 @@ fn policy(resource: Resource, write: fn(u64) -> Quantity) -> CapacityRequestPoli
         ),
         Valid::Values(values) => (None, Some(values.into_iter().map(write).collect())),
     };
-    CapacityRequestPolicy { default: Some(write(policy.default)), valid_range, valid_values }
+    CapacityRequestPolicy {
+        default: Some(write(policy.default)),
+        valid_range,
+        valid_values,
+    }
 }
 
 fn attributes(device: &Device) -> BTreeMap<String, DeviceAttribute> {
-    let string = |value: &str| DeviceAttribute { string: Some(cut(value, 64)), ..Default::default() };
-    let version = |value: String| DeviceAttribute { version: Some(value), ..Default::default() };
-    let flag = |value| DeviceAttribute { bool: Some(value), ..Default::default() };
+    let string = |value: &str| DeviceAttribute {
+        string: Some(cut(value, 64)),
+        ..Default::default()
+    };
+    let version = |value: String| DeviceAttribute {
+        version: Some(value),
+        ..Default::default()
+    };
+    let flag = |value| DeviceAttribute {
+        bool: Some(value),
+        ..Default::default()
+    };
     let mut attributes = BTreeMap::from([
         ("uuid".to_owned(), string(&device.uuid)),
-        ("type".to_owned(), string(if device.mig { "mig" } else { "gpu" })),
+        (
+            "type".to_owned(),
+            string(if device.mig { "mig" } else { "gpu" }),
+        ),
         ("emulated".to_owned(), flag(device.emulated)),
     ]);
     let mut add = |name: &str, value| attributes.insert(name.to_owned(), value);
@@ -193,7 +248,10 @@ fn attributes(device: &Device) -> BTreeMap<String, DeviceAttribute> {
         add("productName", string(&device.product));
     }
     if let Some((major, minor)) = device.compute_capability {
-        add("cudaComputeCapability", version(format!("{major}.{minor}.0")));
+        add(
+            "cudaComputeCapability",
+            version(format!("{major}.{minor}.0")),
+        );
     }
     if let Some(value) = semver(&device.driver) {
         add("driverVersion", version(value));
@@ -209,12 +267,21 @@ fn attributes(device: &Device) -> BTreeMap<String, DeviceAttribute> {
 
 /// The driver's version as semantic version, which allows no leading zeros: `580.82.07` is `580.82.7`.
 fn semver(version: &str) -> Option<String> {
-    let mut numbers: Vec<u64> = version.split('.').map(|part| part.parse().ok()).collect::<Option<_>>()?;
+    let mut numbers: Vec<u64> = version
+        .split('.')
+        .map(|part| part.parse().ok())
+        .collect::<Option<_>>()?;
     if numbers.len() > 3 {
         return None;
     }
     numbers.resize(3, 0);
-    Some(numbers.iter().map(u64::to_string).collect::<Vec<_>>().join("."))
+    Some(
+        numbers
+            .iter()
+            .map(u64::to_string)
+            .collect::<Vec<_>>()
+            .join("."),
+    )
 }
 
 fn cut(text: &str, bytes: usize) -> String {
@@ -225,10 +292,18 @@ fn cut(text: &str, bytes: usize) -> String {
 fn label_value(text: &str) -> String {
     let plain: String = text
         .chars()
-        .map(|c| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.') { c } else { '-' })
+        .map(|c| {
+            if c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.') {
+                c
+            } else {
+                '-'
+            }
+        })
         .take(63)
         .collect();
-    plain.trim_matches(|c: char| !c.is_ascii_alphanumeric()).to_owned()
+    plain
+        .trim_matches(|c: char| !c.is_ascii_alphanumeric())
+        .to_owned()
 }
 
 /// Whether what is published means the same as what is wanted, whatever its generation. Quantities are
@@ -240,12 +315,18 @@ pub fn same(published: &ResourceSliceSpec, wanted: &ResourceSliceSpec) -> bool {
         for device in spec.devices.iter_mut().flatten() {
             for capacity in device.capacity.iter_mut().flat_map(|map| map.values_mut()) {
                 normalize(&mut capacity.value);
-                let Some(policy) = &mut capacity.request_policy else { continue };
+                let Some(policy) = &mut capacity.request_policy else {
+                    continue;
+                };
                 policy.default.iter_mut().for_each(normalize);
                 policy.valid_values.iter_mut().flatten().for_each(normalize);
                 if let Some(range) = &mut policy.valid_range {
                     normalize(&mut range.min);
-                    range.max.iter_mut().chain(&mut range.step).for_each(normalize);
+                    range
+                        .max
+                        .iter_mut()
+                        .chain(&mut range.step)
+                        .for_each(normalize);
                 }
             }
             for taint in device.taints.iter_mut().flatten() {
@@ -281,39 +362,61 @@ pub(crate) mod tests {
             mig: false,
             emulated: false,
             fault: None,
+            evict: false,
         }
     }
 
     pub(crate) fn node() -> Node {
-        Node { name: "node1".into(), uid: "n-1".into() }
+        Node {
+            name: "node1".into(),
+            uid: "n-1".into(),
+        }
     }
 
     #[test]
     fn a_gpu_is_offered_shared_and_whole_through_one_counter() {
         let slices = build(&node(), &[device(0)], 7);
         let json = serde_json::to_value(&slices).unwrap();
-        assert_eq!(json[0]["sharedCounters"][0]["counters"]["gpu-0"]["value"], "1");
+        assert_eq!(
+            json[0]["sharedCounters"][0]["counters"]["gpu-0"]["value"],
+            "1"
+        );
         let devices = &json[1]["devices"];
         assert_eq!(devices[0]["allowMultipleAllocations"], true);
         assert_eq!(devices[1]["name"], "gpu-0-whole");
         for index in [0, 1] {
             assert_eq!(devices[index]["consumesCounters"][0]["counterSet"], "use-0");
-            assert_eq!(devices[index]["consumesCounters"][0]["counters"]["gpu-0"]["value"], "1");
+            assert_eq!(
+                devices[index]["consumesCounters"][0]["counters"]["gpu-0"]["value"],
+                "1"
+            );
         }
         assert_eq!(devices[0]["capacity"]["compute"]["value"], "1k");
         assert_eq!(devices[0]["capacity"]["memory"]["value"], "80Gi");
-        assert_eq!(devices[0]["attributes"]["driverVersion"]["version"], "580.82.7");
+        assert_eq!(
+            devices[0]["attributes"]["driverVersion"]["version"],
+            "580.82.7"
+        );
         assert_eq!(json[1]["pool"]["generation"], 7);
         assert_eq!(json[1]["pool"]["resourceSliceCount"], 2);
     }
 
     #[test]
     fn a_broken_device_evicts_its_pods() {
-        let broken = Device { fault: Some("device lost (Xid 79)".into()), ..device(0) };
-        let slices = build(&node(), &[broken], 1);
-        let taints = slices[1].devices.as_ref().unwrap()[0].taints.as_ref().unwrap();
-        assert_eq!(taints[0].effect, "NoExecute");
-        assert_eq!(taints[0].value.as_deref(), Some("device-lost--Xid-79"));
+        for (evict, effect) in [(false, "NoSchedule"), (true, "NoExecute")] {
+            let broken = Device {
+                fault: Some("device lost (Xid 79)".into()),
+                evict,
+                ..device(0)
+            };
+            let slices = build(&node(), &[broken], 1);
+            let taints = slices[1].devices.as_ref().unwrap()[0]
+                .taints
+                .as_ref()
+                .unwrap();
+            assert_eq!(taints[0].effect, effect);
+            assert_eq!(taints[0].value.as_deref(), Some("device-lost--Xid-79"));
+        }
     }
 
     #[test]
@@ -322,9 +425,18 @@ pub(crate) mod tests {
         let mut published = wanted[1].clone();
         published.pool.generation = 9;
         let devices = published.devices.as_mut().unwrap();
-        devices[0].capacity.as_mut().unwrap().get_mut("compute").unwrap().value = Quantity("1000".into());
+        devices[0]
+            .capacity
+            .as_mut()
+            .unwrap()
+            .get_mut("compute")
+            .unwrap()
+            .value = Quantity("1000".into());
         assert!(same(&published, &wanted[1]));
         published.devices.as_mut().unwrap()[0].allow_multiple_allocations = None;
-        assert!(!same(&published, &wanted[1]), "a cluster without the gate drops the field");
+        assert!(
+            !same(&published, &wanted[1]),
+            "a cluster without the gate drops the field"
+        );
     }
 }
