@@ -35,8 +35,8 @@ pub struct Host {
     pub emulator_socket: Option<PathBuf>,
     /// Libraries of the driver: name for the linker, file on the host.
     pub driver_libraries: Vec<(String, PathBuf)>,
-    /// `/dev`, or where a test keeps one.
-    pub dev: PathBuf,
+    /// Where the host's `/` is seen from here.
+    pub root: PathBuf,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -178,11 +178,11 @@ fn edits(host: &Host, share: &Share, token: &str) -> Edits {
         edits.device_nodes = own
             .into_iter()
             .chain(nodes)
-            .map(|name| (format!("/dev/{name}"), host.dev.join(name)))
-            .filter(|(_, on_host)| on_host.exists())
-            .map(|(path, on_host)| Node {
+            .map(|name| format!("/dev/{name}"))
+            .filter(|path| host.root.join(path.trim_start_matches('/')).exists())
+            .map(|path| Node {
+                host_path: path.clone(),
                 path,
-                host_path: on_host.display().to_string(),
             })
             .collect();
     }
@@ -206,8 +206,8 @@ fn mount(host_path: &Path, container_path: &str) -> Mount {
     }
 }
 
-/// The driver's libraries that programs load by these names, found in the usual places under `root`. Each is
-/// resolved to the file that it stands for.
+/// The driver's libraries that programs load by these names, found in the usual places of the host whose `/` is
+/// seen as `root`. Each is resolved to the file that it stands for, as the host names it.
 pub fn driver_libraries(root: &Path) -> Vec<(String, PathBuf)> {
     const NAMES: [&str; 7] = [
         "libcuda.so.1",
@@ -225,9 +225,17 @@ pub fn driver_libraries(root: &Path) -> Vec<(String, PathBuf)> {
         "usr/local/nvidia/lib64",
         "home/kubernetes/bin/nvidia/lib64",
     ];
+    let Ok(root) = fs::canonicalize(root) else {
+        return Vec::new();
+    };
     let find = |name: &str| {
-        DIRS.iter()
-            .find_map(|dir| fs::canonicalize(root.join(dir).join(name)).ok())
+        let files = DIRS
+            .iter()
+            .filter_map(|dir| fs::canonicalize(root.join(dir).join(name)).ok());
+        // A link that leads out of the host's tree is not the host's file.
+        files
+            .filter_map(|file| Some(Path::new("/").join(file.strip_prefix(&root).ok()?)))
+            .next()
     };
     NAMES
         .iter()
@@ -242,7 +250,8 @@ mod tests {
 
     fn host(dir: &Path) -> Host {
         for node in ["nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"] {
-            fs::write(dir.join(node), "").unwrap();
+            fs::create_dir_all(dir.join("dev")).unwrap();
+            fs::write(dir.join("dev").join(node), "").unwrap();
         }
         Host {
             socket_dir: "/run/gpumux/container".into(),
@@ -251,7 +260,7 @@ mod tests {
                 "libcuda.so.1".into(),
                 "/usr/lib64/libcuda.so.580.82.07".into(),
             )],
-            dev: dir.to_owned(),
+            root: dir.to_owned(),
             ..Host::default()
         }
     }
@@ -289,5 +298,23 @@ mod tests {
         remove(dir.path(), "0b1c").unwrap();
         remove(dir.path(), "0b1c").unwrap();
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_hosts_libraries_are_named_as_on_the_host() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("usr/lib64");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("libcuda.so.580.82.07"), "").unwrap();
+        std::os::unix::fs::symlink("libcuda.so.580.82.07", dir.join("libcuda.so.1")).unwrap();
+        std::os::unix::fs::symlink("/etc/hostname", dir.join("libnvidia-ml.so.1")).unwrap();
+        let found = driver_libraries(root.path());
+        assert_eq!(
+            found,
+            [(
+                "libcuda.so.1".to_owned(),
+                PathBuf::from("/usr/lib64/libcuda.so.580.82.07")
+            )]
+        );
     }
 }

@@ -12,13 +12,18 @@ pub mod claim;
 pub mod device;
 pub mod inventory;
 pub mod kubelet;
+pub mod live;
+pub mod metrics;
 pub mod model;
 pub mod prepare;
 pub mod proto;
 pub mod publish;
 pub mod quantity;
+mod run;
 pub mod share;
 pub mod slices;
 
 /// The driver's name, which is also the domain of its attributes, taints and annotations.
 pub const DRIVER: &str = "gpumux.dev";
+
+pub use run::{Args, Config, Error, run, start};

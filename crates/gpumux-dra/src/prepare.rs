@@ -13,7 +13,7 @@ use gpumux_daemon::{
 };
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Api;
-use tokio::sync::watch;
+use tokio::sync::{mpsc, watch};
 
 use crate::{
     cdi,
@@ -122,6 +122,8 @@ pub struct Engine {
     pub host: Arc<cdi::Host>,
     /// The devices as last seen.
     pub devices: watch::Receiver<Arc<Vec<Device>>>,
+    /// Told of claims that were prepared.
+    pub news: mpsc::UnboundedSender<ClaimRef>,
     /// Told after each step; for tests.
     pub after: fn(Step),
 }
@@ -131,8 +133,11 @@ impl Engine {
     pub async fn prepare(&self, claims: &[ClaimRef]) -> Vec<Result<Vec<Prepared>, PrepareError>> {
         join_all(claims.iter().map(|claim| async move {
             let result = self.prepare_one(claim).await;
-            if let Err(error) = &result {
-                tracing::warn!(claim = %claim.name, namespace = %claim.namespace, %error, "not prepared");
+            match &result {
+                Ok(_) => drop(self.news.send(claim.clone())),
+                Err(error) => {
+                    tracing::warn!(claim = %claim.name, namespace = %claim.namespace, %error, "not prepared");
+                }
             }
             result
         }))
