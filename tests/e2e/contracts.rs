@@ -119,6 +119,7 @@ fn doctor_tries_every_lever_on_every_device() {
         .on_device([binary().into_os_string(), "doctor".into(), "--json".into()])
         .run()
         .ok();
+    assert_eq!(doctor.err, "");
     let report = doctor.json();
     let devices = report["devices"].as_array().unwrap();
     assert!(!devices.is_empty());
@@ -237,6 +238,61 @@ fn the_api_describes_itself() {
             .is_some_and(|version| version.starts_with("3."))
     );
     assert!(!keys(&document["paths"]).is_empty());
+}
+
+#[test]
+fn sim_predicts_the_same_every_time_and_names_what_is_wrong() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = dir.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path
+    };
+    let sim = |path: &std::path::Path, more: &[&str]| {
+        Command::new(binary()).arg("sim").arg(path).args(more).run()
+    };
+    let tenant = |name: &str, class: &str, guaranteed: &str| {
+        format!(
+            "[[tenant]]\nname = \"{name}\"\nclass = \"{class}\"\nguaranteed = {guaranteed}\n\
+             arrival = {{ kind = \"poisson\", rate = 50 }}\n\
+             work = {{ kind = \"kernels\", kernel_us = 10_000 }}\n"
+        )
+    };
+    let pair = |guaranteed| {
+        let (a, b) = (
+            tenant("a", "latency", guaranteed),
+            tenant("b", "batch", "0.5"),
+        );
+        format!("name = \"pair\"\nseconds = 5\nseed = 3\n{a}{b}")
+    };
+    let good = file("good.toml", &pair("0.5"));
+    let trace = dir.path().join("trace.json");
+    let first = sim(&good, &["--json", "--trace", trace.to_str().unwrap()]).ok();
+    assert_eq!(first.out, sim(&good, &["--json"]).ok().out);
+    assert_ne!(first.out, sim(&good, &["--json", "--seed", "4"]).ok().out);
+    let modes = first.json()["modes"].as_array().unwrap().clone();
+    let gpumux = modes.iter().find(|mode| mode["mode"] == "gpumux").unwrap();
+    assert!(
+        gpumux["tenants"][0]["received"].as_f64() > Some(0.3),
+        "{gpumux:#}"
+    );
+    let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
+    assert!(trace.is_array() || trace["traceEvents"].is_array());
+    for (name, text, word) in [
+        ("over.toml", pair("0.6"), "0.6"),
+        (
+            "class.toml",
+            pair("0.5").replace("latency", "urgent"),
+            "urgent",
+        ),
+        ("field.toml", pair("0.5").replace("seed", "sead"), "sead"),
+    ] {
+        let refused = sim(&file(name, &text), &[]);
+        assert_eq!(refused.code(), 1, "{refused:#?}");
+        assert!(refused.err.contains(word), "{refused:#?}");
+    }
+    let missing = sim(&dir.path().join("missing.toml"), &[]);
+    assert!(missing.err.contains("missing.toml"), "{missing:#?}");
 }
 
 #[test]

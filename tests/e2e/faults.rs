@@ -74,7 +74,7 @@ fn a_new_daemon_takes_the_tenants_over() {
     // A new tenant joins as if nothing had been.
     let _new = Process::start(&mut node.tenant("--class batch --name new", TICKS));
     node.wait_tenant("new", |tenant| slice(tenant) == Some(1));
-    assert_eq!(serve.err(), "");
+    assert!(serve.err().lines().count() <= 1, "{}", serve.err());
 }
 
 #[test]
@@ -177,7 +177,8 @@ fn a_faulting_tenant_harms_nobody_else() {
 
 /// A program under the shim that finds no daemon it can work with.
 fn alone(node: &Node, strict: bool, socket: &std::path::Path) -> Finished {
-    let mut command = node.shimmed("gpumux workload check --json --seconds 0.2", socket);
+    // Longer than the shim waits for an answer, so that its warning is not lost with the process.
+    let mut command = node.shimmed("gpumux workload check --json --seconds 3", socket);
     if strict {
         command.env("GPUMUX_STRICT", "1");
     }

@@ -6,9 +6,11 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
 };
 
-use rustix::process::Signal;
+use gpumux_wire::socket;
+use rustix::{net::SocketFlags, process::Signal};
 use serde_json::Value;
 
 use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for};
@@ -79,7 +81,7 @@ impl Node {
         let mut process = Process::start(&mut command);
         wait_for("the emulated device", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());
-            self.emulated_socket().exists().then_some(())
+            socket::connect(&self.emulated_socket(), SocketFlags::empty()).ok()
         });
         process
     }
@@ -213,14 +215,18 @@ impl Node {
     /// Waits until `gpumux ps --json` shows this tenant and `accept` takes it.
     #[track_caller]
     pub fn wait_tenant(&self, name: &str, accept: impl Fn(&Value) -> bool) -> Value {
-        let mut last = Value::Null;
-        let found = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            wait_for(&format!("tenant {name}"), PATIENCE, || {
-                last = self.ps();
-                tenant(&last, name).filter(|tenant| accept(tenant))
-            })
-        }));
-        found.unwrap_or_else(|_| panic!("tenant {name} never came to be as it should: {last:#}"))
+        let started = Instant::now();
+        loop {
+            let ps = self.ps();
+            match tenant(&ps, name) {
+                Some(tenant) if accept(&tenant) => return tenant,
+                _ => assert!(
+                    started.elapsed() < PATIENCE,
+                    "tenant {name} never came to be as it should: {ps:#}"
+                ),
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 
     /// Files that the daemon holds open, as the kernel names them.

@@ -2,7 +2,7 @@
 
 use std::hint::black_box;
 
-use criterion::{Criterion, criterion_group, criterion_main};
+use criterion::Criterion;
 use gpumux_core::{
     Class, Costs, Demand, DomainId, DomainState, Memory, Micros, RunState, Snapshot, TenantId,
     TenantSpec, TenantState, Timeslice, policy,
@@ -37,6 +37,7 @@ fn snapshot() -> Snapshot {
         tenants: tenants.collect(),
         domains: domains.collect(),
         costs: Costs::default(),
+        rotate: false,
     }
 }
 
@@ -57,5 +58,8 @@ fn plan(criterion: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, plan);
-criterion_main!(benches);
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    plan(&mut criterion);
+    criterion.final_summary();
+}

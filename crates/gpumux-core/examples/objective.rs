@@ -54,6 +54,7 @@ fn main() {
         tenants: tenants.collect(),
         domains: domains.collect(),
         costs: Costs::default(),
+        rotate: false,
     };
 
     let plan = Shared::new(Objective).plan(&snapshot, &mut Memory::default());

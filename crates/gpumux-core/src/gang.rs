@@ -4,7 +4,8 @@
 //! A plan knows only its own device; here the plans of all devices are made to agree:
 //! plan each device alone, look for a tenant that runs on one and is frozen on another, decide for it, pin
 //! that, and plan again until none is left. The device on which most domains compete decides for the tenant, because there
-//! its turn costs others most. If two gangs need the same device, the one that is owed more comes first and
+//! its turn costs others most. On a gang's devices who runs, runs alone: shares by slices would let its domains meet
+//! only now and then. If two gangs need the same device, the one that is owed more comes first and
 //! the other waits everywhere, so that another tenant may use its devices.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -24,8 +25,11 @@ pub struct Device<'a> {
 /// Plans several devices so that every tenant that has work on more than one is enabled on all of those or frozen
 /// on all. Without such a tenant, the plans are those that the policies make alone.
 pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
-    let mut drafts: Vec<Draft> = devices.iter().map(Draft::new).collect();
-    let gangs = gangs(&drafts);
+    let gangs = gangs(devices);
+    let mut drafts: Vec<Draft> = devices
+        .iter()
+        .map(|device| Draft::new(device, &gangs))
+        .collect();
     let mut decided: BTreeMap<TenantId, RunState> = BTreeMap::new();
     // Every round decides for one gang more.
     for _ in 0..gangs.len() {
@@ -85,8 +89,12 @@ struct Draft {
 }
 
 impl Draft {
-    fn new(device: &Device) -> Self {
-        Self::with(device, device.snapshot.clone())
+    fn new(device: &Device, gangs: &[TenantId]) -> Self {
+        let mut snapshot = device.snapshot.clone();
+        // Slices would let one device's part of a gang run while the other's waits.
+        let gang = |domain: &DomainState| gangs.contains(&domain.tenant);
+        snapshot.rotate = snapshot.domains.iter().any(gang);
+        Self::with(device, snapshot)
     }
 
     fn with(device: &Device, snapshot: Snapshot) -> Self {
@@ -155,20 +163,20 @@ impl Draft {
 }
 
 /// The tenants that have work on more than one device.
-fn gangs(drafts: &[Draft]) -> Vec<TenantId> {
-    let mut devices: BTreeMap<TenantId, usize> = BTreeMap::new();
-    for draft in drafts {
-        let domains = draft.snapshot.domains.iter();
+fn gangs(devices: &[Device]) -> Vec<TenantId> {
+    let mut counts: BTreeMap<TenantId, usize> = BTreeMap::new();
+    for device in devices {
+        let domains = device.snapshot.domains.iter();
         let busy: BTreeSet<TenantId> = domains
             .filter(|domain| domain.demand.may_run())
             .map(|domain| domain.tenant)
             .collect();
         for tenant in busy {
-            *devices.entry(tenant).or_default() += 1;
+            *counts.entry(tenant).or_default() += 1;
         }
     }
-    devices.retain(|_, count| *count > 1);
-    devices.into_keys().collect()
+    counts.retain(|_, count| *count > 1);
+    counts.into_keys().collect()
 }
 
 /// Whether the tenant runs on one device and is frozen on another.

@@ -60,8 +60,8 @@ impl Lever {
 
 impl Plan {
     /// The fewest pulls that turn what the snapshot shows into this plan, in the order to pull them:
-    /// freezes before slices before thaws, so that two runnable domains never
-    /// share a 1 µs slice on the way.
+    /// freezes before slices before thaws, and long slices before short ones, so that two runnable
+    /// domains never share a 1 µs slice on the way.
     pub fn levers(&self, snapshot: &Snapshot) -> Vec<Lever> {
         let mut levers = Vec::new();
         let pairs = || self.domains.iter().zip(&snapshot.domains);
@@ -70,11 +70,16 @@ impl Plan {
                 levers.push(Lever::Freeze(want.id));
             }
         }
-        for (want, have) in pairs() {
-            if want.timeslice != have.timeslice {
-                levers.push(Lever::SetTimeslice(want.id, want.timeslice));
-            }
-        }
+        let mut slices: Vec<&DomainPlan> = pairs()
+            .filter(|(want, have)| want.timeslice != have.timeslice)
+            .map(|(want, _)| want)
+            .collect();
+        slices.sort_by_key(|want| std::cmp::Reverse(want.timeslice));
+        levers.extend(
+            slices
+                .iter()
+                .map(|want| Lever::SetTimeslice(want.id, want.timeslice)),
+        );
         for (want, have) in pairs() {
             if want.run == RunState::Enabled && have.run == RunState::Frozen {
                 levers.push(Lever::Thaw(want.id));

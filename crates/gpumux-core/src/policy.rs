@@ -43,9 +43,11 @@
 //! Equal lag: who had its turn longest ago, then the lower id. Nothing depends on hash order or on a clock.
 
 mod divide;
+mod fixed;
 mod turns;
 
 pub use divide::{Claim, Division, MaxMin, Priority, Weighted, fill, guarantees};
+pub use fixed::Fixed;
 pub use turns::{Memory, Shared, Tuning};
 
 use crate::{Plan, Snapshot};
@@ -60,15 +62,22 @@ pub trait Policy: Send + Sync {
     fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan;
 }
 
-/// The names that [`by_name`] knows, the default first.
+/// The policies, the default first. ([`by_name`] also knows the baseline `fixed`, which is only for
+/// measurements: see [`Fixed`].)
 pub const NAMES: [&str; 3] = ["priority", "max-min", "weighted"];
 
 /// The policy of this name, with default tuning.
 pub fn by_name(name: &str) -> Option<Box<dyn Policy>> {
+    tuned(name, Tuning::default())
+}
+
+/// The policy of this name, with a tuning of your own.
+pub fn tuned(name: &str, tuning: Tuning) -> Option<Box<dyn Policy>> {
     match name {
-        "priority" => Some(Box::new(Shared::new(Priority))),
-        "max-min" => Some(Box::new(Shared::new(MaxMin))),
-        "weighted" => Some(Box::new(Shared::new(Weighted))),
+        "priority" => Some(Box::new(Shared::tuned(Priority, tuning))),
+        "max-min" => Some(Box::new(Shared::tuned(MaxMin, tuning))),
+        "weighted" => Some(Box::new(Shared::tuned(Weighted, tuning))),
+        "fixed" => Some(Box::new(Fixed)),
         _ => None,
     }
 }

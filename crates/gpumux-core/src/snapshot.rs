@@ -58,6 +58,7 @@ pub struct DomainState {
 
 /// What the levers and the hardware cost, as measured on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
 pub struct Costs {
     /// Context switch between two channel groups.
     pub switch: Micros,
@@ -92,6 +93,9 @@ pub struct Snapshot {
     pub domains: Vec<DomainState>,
     /// Measured costs.
     pub costs: Costs,
+    /// Set by [`crate::gang`] only: who runs must run alone, because it has work on other devices too.
+    #[serde(default)]
+    pub rotate: bool,
 }
 
 impl Snapshot {

@@ -2,6 +2,7 @@
 
 use std::{io, path::PathBuf, time::Duration};
 
+use gpumux_core::TenantSpec;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::{Method, Request, StatusCode, body::Bytes};
 use hyper_util::rt::TokioIo;
@@ -28,12 +29,12 @@ pub struct Client {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody listens.
-    #[error("no daemon at {socket} ({source}): start one with `gpumux daemon`")]
+    #[error("no daemon at {socket} ({why}): start one with `gpumux daemon`")]
     NoDaemon {
         /// The API's socket.
         socket: PathBuf,
         /// What connecting said.
-        source: io::Error,
+        why: io::Error,
     },
     /// The daemon says no.
     #[error("{message}")]
@@ -116,6 +117,12 @@ impl Client {
     /// # Errors
     /// See [`ClientError`].
     pub async fn change(&self, name: &str, change: &SpecChange) -> Result<Tenant, ClientError> {
+        // JSON has no NaN: it would arrive as "no change".
+        let checked = change.apply(&TenantSpec::default()).validate();
+        checked.map_err(|error| ClientError::Refused {
+            status: 422,
+            message: error.to_string(),
+        })?;
         self.ask(Method::PATCH, &of(name), Some(change)).await
     }
 
@@ -156,9 +163,9 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<Bytes, ClientError> {
-        let none = |source| ClientError::NoDaemon {
+        let none = |why| ClientError::NoDaemon {
             socket: self.socket.clone(),
-            source,
+            why,
         };
         let stream = UnixStream::connect(&self.socket).await.map_err(none)?;
         let body = match body {

@@ -160,6 +160,22 @@ mod tests {
     }
 
     #[test]
+    fn the_example_says_what_the_defaults_are() {
+        let example = include_str!("../../../deploy/gpumux.toml");
+        assert_eq!(load(example).unwrap(), Config::default());
+        // With its examples switched on it must still make sense.
+        let is_key = |line: &str| {
+            line.starts_with("# [") || (line.starts_with("# ") && line.contains(" = "))
+        };
+        let switched = |line: &str| match is_key(line) {
+            true => line[2..].to_owned() + "\n",
+            false => line.to_owned() + "\n",
+        };
+        let config = load(&example.lines().map(switched).collect::<String>()).unwrap();
+        assert!(config.idle_exit_s.is_some() && config.nvml.is_some() && config.emulated.is_some());
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (text, message) in [
             ("polcy = 'priority'", "polcy"),

@@ -11,6 +11,8 @@ pub mod config;
 pub mod paths;
 
 mod devices;
+#[cfg(test)]
+mod fake;
 mod peer;
 mod scheduler;
 mod serve;

@@ -5,6 +5,7 @@ use std::{
     io::{self, Write},
     os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
+    time::Duration,
 };
 
 use rustix::{
@@ -126,7 +127,7 @@ impl RuntimeDir {
             .mode(0o644)
             .open(path.join("lock"))
             .map_err(io)?;
-        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+        if !locked(&lock) {
             let pid = std::fs::read_to_string(path.join("lock")).unwrap_or_default();
             return Err(DirError::AlreadyRunning {
                 dir: path,
@@ -154,6 +155,16 @@ impl RuntimeDir {
             let _ = std::fs::remove_file(socket);
         }
     }
+}
+
+/// Whether the lock could be had. One that is about to end may hold it for a moment yet.
+fn locked(lock: &File) -> bool {
+    (0..30).any(|attempt| {
+        if attempt > 0 {
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        flock(lock, FlockOperation::NonBlockingLockExclusive).is_ok()
+    })
 }
 
 impl Drop for RuntimeDir {

@@ -21,7 +21,7 @@ use crate::{
     devices::Devices,
     paths::{self, DirError, RuntimeDir},
     scheduler::{self, Handle, Stopped},
-    session::Sessions,
+    session::{HELLO, Sessions},
     tenants::{TenantError, Tenants},
 };
 
@@ -115,7 +115,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         scheduler.clone(),
     )
     .await?;
-    let sessions = Sessions::new(&config, Arc::clone(&tenants), scheduler.clone());
+    let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());
     let listen = |error| Error::Listen(session_socket.clone(), error);
     let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
     paths::open_to_all(&session_socket).map_err(listen)?;
@@ -171,13 +171,8 @@ async fn idle_for(tenants: &Tenants, idle: Option<Duration>) {
     let Some(idle) = idle else {
         return std::future::pending().await;
     };
-    loop {
-        let since = tenants.empty_since().await;
-        let waited = since.map_or(Duration::ZERO, |since| since.elapsed());
-        match idle.checked_sub(waited) {
-            Some(rest) if !rest.is_zero() => tokio::time::sleep(rest).await,
-            _ => return,
-        }
+    while let Err(rest) = tenants.close_if_empty(idle).await {
+        tokio::time::sleep(rest.max(Duration::from_millis(100))).await;
     }
 }
 
@@ -223,7 +218,7 @@ fn tell(state: &[NotifyState<'_>]) {
 }
 
 /// Every session needs some files.
-fn raise_file_limit() {
+pub(crate) fn raise_file_limit() {
     let limit = getrlimit(Resource::Nofile);
     let most = Rlimit {
         current: limit.maximum,
@@ -233,3 +228,6 @@ fn raise_file_limit() {
         tracing::warn!(%error, "cannot raise the limit of open files");
     }
 }
+
+#[cfg(test)]
+mod tests;

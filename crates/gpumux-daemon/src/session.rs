@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// How long a connection may take to say hello.
-const HELLO: Duration = Duration::from_secs(5);
+pub(crate) const HELLO: Duration = Duration::from_secs(5);
 
 /// Packets a session may send at once, and per second after that. Later ones wait in its socket.
 const RATE: (f64, f64) = (1024.0, 200.0);
@@ -57,6 +57,7 @@ pub(crate) struct Sessions {
     max: usize,
     max_per_user: usize,
     files: u64,
+    hello: Duration,
     made: AtomicU64,
     users: Mutex<BTreeMap<u32, usize>>,
 }
@@ -74,8 +75,8 @@ enum Refusal {
         "the daemon speaks protocol {PROTOCOL}, the program's libgpumux.so protocol {0}: restart the program, or install the same version"
     )]
     Protocol(u32),
-    #[error("no hello within {HELLO:?}")]
-    Late,
+    #[error("no hello within {0:?}")]
+    Late(Duration),
     #[error("the first packet must be a hello with the page of counters, and only that")]
     NoHello,
     #[error("the page of counters cannot be used: {0}")]
@@ -103,7 +104,12 @@ enum Refusal {
 }
 
 impl Sessions {
-    pub(crate) fn new(config: &Config, tenants: Arc<Tenants>, scheduler: Handle) -> Arc<Self> {
+    pub(crate) fn new(
+        config: &Config,
+        hello: Duration,
+        tenants: Arc<Tenants>,
+        scheduler: Handle,
+    ) -> Arc<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         Arc::new(Self {
             tenants,
@@ -112,6 +118,7 @@ impl Sessions {
             max: config.max_sessions,
             max_per_user: config.max_sessions_per_user,
             files: limit.current.unwrap_or(u64::MAX),
+            hello,
             made: AtomicU64::new(0),
             users: Mutex::default(),
         })
@@ -196,14 +203,17 @@ impl Sessions {
             }
             Err(refusal) => Err(refusal),
         };
-        if let Err(refusal) = ended {
-            tracing::info!(%refusal, "session refused");
-            say(
-                &socket,
-                &Daemon::Refused {
-                    reason: refusal.to_string(),
-                },
-            );
+        match ended {
+            Ok(()) => {}
+            // Its next daemon may want it.
+            Err(Refusal::Stopped(_) | Refusal::Tenant(TenantError::Stopped(_))) => {
+                say(&socket, &Daemon::Bye);
+            }
+            Err(refusal) => {
+                tracing::info!(%refusal, "session refused");
+                let reason = refusal.to_string();
+                say(&socket, &Daemon::Refused { reason });
+            }
         }
     }
 
@@ -214,8 +224,8 @@ impl Sessions {
     ) -> Result<(), Refusal> {
         let peer = Peer::of(socket).map_err(Refusal::Packet)?;
         let events = readable(socket.as_fd()).map_err(Refusal::Packet)?;
-        let hello = tokio::time::timeout(HELLO, receive(&events)).await;
-        let (page, token) = match hello.map_err(|_| Refusal::Late)?? {
+        let hello = tokio::time::timeout(self.hello, receive(&events)).await;
+        let (page, token) = match hello.map_err(|_| Refusal::Late(self.hello))?? {
             None => return Ok(()),
             Some((Shim::Hello { protocol, .. }, _)) if protocol != PROTOCOL => {
                 return Err(Refusal::Protocol(protocol));
@@ -408,6 +418,7 @@ impl Session<'_> {
             tenant: self.tenant,
             engine,
             device: verified.device,
+            emulated: verified.emulated,
             levers: verified.levers,
             page: Arc::clone(&self.page),
             timeslice: verified.timeslice,
@@ -455,3 +466,6 @@ async fn receive(events: &Events<'_>) -> Result<Option<(Shim, Option<OwnedFd>)>,
 fn say(socket: &OwnedFd, message: &Daemon) {
     let _ = socket::send(socket, message, None, SendFlags::DONTWAIT);
 }
+
+#[cfg(test)]
+mod tests;

@@ -5,17 +5,17 @@
 //! promised is decided by the scheduler; here is only a copy to show and to keep.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io::{self, Write},
     os::unix::fs::OpenOptionsExt,
     path::PathBuf,
     sync::Arc,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use gpumux_core::{SpecError, TenantId, TenantSpec};
 use serde::{Deserialize, Serialize};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, MutexGuard};
 
 use crate::{
     api::types::{Created, NewTenant, SpecChange},
@@ -29,6 +29,8 @@ const MAX_TENANTS: usize = 4096;
 const MAX_TENANTS_PER_USER: usize = 2048;
 /// Longest name.
 const MAX_NAME: usize = 64;
+/// Tenants that are remembered after their end.
+const MAX_ENDED: usize = 256;
 
 /// All tenants.
 pub(crate) struct Tenants {
@@ -43,10 +45,13 @@ struct Table {
     made: u64,
     holders_made: u64,
     tenants: BTreeMap<TenantId, Tenant>,
+    /// The last ones that ended: a process of theirs may use a device only now, long after the one that
+    /// asked for the tenant.
+    ended: VecDeque<Tenant>,
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
-    empty_since: Option<std::time::Instant>,
+    empty_since: Option<Instant>,
 }
 
 /// One tenant.
@@ -128,7 +133,7 @@ impl Tenants {
         let saved = read(&file);
         let tenants = Arc::new(Self {
             table: Mutex::new(Table {
-                empty_since: Some(std::time::Instant::now()),
+                empty_since: Some(Instant::now()),
                 ..Table::default()
             }),
             scheduler,
@@ -191,7 +196,7 @@ impl Tenants {
         if !trusted(peer.uid) && (new.kept || new.token.is_some()) {
             return Err(TenantError::NotTrusted);
         }
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         if let Some(token) = &new.token
             && !(new.kept && is_secret(token) && table.tenants.values().all(|t| t.token != *token))
         {
@@ -209,15 +214,17 @@ impl Tenants {
             .and_then(|fd| fd.try_clone().ok())
             .ok_or(TenantError::Invisible)?;
         let id = self
-            .make(&mut table, name.clone(), new.spec.into(), peer.uid, None)
+            .make(
+                &mut table,
+                name.clone(),
+                new.spec.into(),
+                peer.uid,
+                new.token.unwrap_or_else(secret),
+                None,
+            )
             .await?;
         match table.tenants.get_mut(&id).filter(|_| new.kept) {
-            Some(tenant) => {
-                tenant.kept = true;
-                if let Some(token) = new.token {
-                    tenant.token = token;
-                }
-            }
+            Some(tenant) => tenant.kept = true,
             None => self.hold(&mut table, id, peer.process, fd),
         }
         // From here on the program may rely on it, whatever happens to this daemon.
@@ -244,6 +251,7 @@ impl Tenants {
         name: String,
         spec: TenantSpec,
         uid: u32,
+        token: String,
         made_for: Option<ProcessId>,
     ) -> Result<TenantId, TenantError> {
         let own = table
@@ -269,7 +277,7 @@ impl Tenants {
             uid,
             since,
             pids: Vec::new(),
-            token: secret(),
+            token,
             made_for,
             kept: false,
             holders: BTreeMap::new(),
@@ -308,21 +316,35 @@ impl Tenants {
         peer: &Peer,
         token: Option<&str>,
     ) -> Result<(TenantId, String), TenantError> {
-        let mut table = self.table.lock().await;
+        let mut table = self.open_table().await?;
         let known = table.tenants.values().find(|tenant| match token {
-            Some(token) => {
-                tenant.token == token && (peer.uid == 0 || peer.uid == tenant.uid || tenant.kept)
-            }
+            Some(token) => tenant.may_join(token, peer),
             None => tenant.made_for.is_some() && tenant.made_for == peer.process,
         });
         let id = match (known, token) {
             (Some(tenant), _) => tenant.id,
-            (None, Some(_)) => return Err(TenantError::UnknownToken),
+            (None, Some(token)) => {
+                let may = |ended: &Tenant| ended.may_join(token, peer);
+                let ended = table
+                    .ended
+                    .iter()
+                    .position(may)
+                    .and_then(|n| table.ended.remove(n));
+                let Tenant {
+                    name,
+                    spec,
+                    uid,
+                    token,
+                    ..
+                } = ended.ok_or(TenantError::UnknownToken)?;
+                let name = table.free_name(&name);
+                self.make(&mut table, name, spec, uid, token, None).await?
+            }
             (None, None) => {
                 let program = peer.process.map(ProcessId::program).unwrap_or_default();
                 let name = table.free_name(&format!("{program}-{}", peer.pid));
                 let spec = TenantSpec::default();
-                self.make(&mut table, name, spec, peer.uid, peer.process)
+                self.make(&mut table, name, spec, peer.uid, secret(), peer.process)
                     .await?
             }
         };
@@ -355,7 +377,13 @@ impl Tenants {
         };
         tenant.holders.remove(&holder);
         if tenant.holders.is_empty() && !tenant.kept {
+            let ended = tenant.clone();
             self.remove(&mut table, id).await;
+            if ended.made_for.is_none() {
+                table.ended.push_back(ended);
+                let surplus = table.ended.len().saturating_sub(MAX_ENDED);
+                table.ended.drain(..surplus);
+            }
         }
         table.save_or_warn(&self.file);
     }
@@ -365,7 +393,7 @@ impl Tenants {
             tracing::info!(tenant = tenant.name, "tenant ended");
         }
         if table.tenants.is_empty() {
-            table.empty_since = Some(std::time::Instant::now());
+            table.empty_since = Some(Instant::now());
         }
         // A scheduler that has ended has forgotten everybody.
         let _ = self.scheduler.call(move |engine| engine.forget(id)).await;
@@ -411,14 +439,37 @@ impl Tenants {
         self.table.lock().await.tenants.values().cloned().collect()
     }
 
-    /// Since when there is no tenant; none while there is one.
-    pub(crate) async fn empty_since(&self) -> Option<std::time::Instant> {
-        self.table.lock().await.empty_since
+    /// Closes if there was no tenant for so long; else says how long to wait at least.
+    pub(crate) async fn close_if_empty(&self, idle: Duration) -> Result<(), Duration> {
+        let mut table = self.table.lock().await;
+        let waited = table
+            .empty_since
+            .map_or(Duration::ZERO, |since| since.elapsed());
+        if table.empty_since.is_none() || waited < idle {
+            return Err(idle - waited);
+        }
+        table.closed = true;
+        Ok(())
+    }
+
+    async fn open_table(&self) -> Result<MutexGuard<'_, Table>, Stopped> {
+        let table = self.table.lock().await;
+        if table.closed {
+            Err(Stopped)
+        } else {
+            Ok(table)
+        }
     }
 
     /// The daemon leaves: what ends from now on stays in the file for the next one.
     pub(crate) async fn close(&self) {
         self.table.lock().await.closed = true;
+    }
+}
+
+impl Tenant {
+    fn may_join(&self, token: &str, peer: &Peer) -> bool {
+        self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
     }
 }
 
@@ -547,4 +598,213 @@ fn secret() -> String {
         filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
     }
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_core::Class;
+
+    use super::*;
+    use crate::scheduler;
+
+    /// This process as another user's.
+    fn peer(uid: u32) -> Peer {
+        let process = ProcessId::of(std::process::id());
+        Peer {
+            uid,
+            pid: std::process::id(),
+            process,
+            fd: process.and_then(ProcessId::watch),
+        }
+    }
+
+    async fn tenants(dir: &tempfile::TempDir) -> Arc<Tenants> {
+        let scheduler = scheduler::start(Arc::default()).unwrap();
+        Tenants::load(dir.path().join("tenants.json"), String::new(), scheduler)
+            .await
+            .unwrap()
+    }
+
+    fn new(name: &str) -> NewTenant {
+        NewTenant {
+            name: Some(name.into()),
+            ..NewTenant::default()
+        }
+    }
+
+    #[tokio::test]
+    async fn only_its_owner_and_root_have_a_say() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let created = tenants.create(&peer(1000), new("mine")).await.unwrap();
+        let change = SpecChange {
+            class: Some(Class::Latency),
+            ..SpecChange::default()
+        };
+        let error = tenants.change(1001, "mine", &change).await.unwrap_err();
+        assert!(matches!(error, TenantError::NotYours(_)), "{error}");
+        let error = tenants.delete(1001, "mine").await.unwrap_err();
+        assert!(matches!(error, TenantError::NotYours(_)), "{error}");
+        let token = Some(created.token.as_str());
+        let error = tenants
+            .join(SessionId(1), &peer(1001), token)
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::UnknownToken), "{error}");
+        assert_eq!(tenants.list().await[0].spec, TenantSpec::default());
+        tenants.change(1000, "mine", &change).await.unwrap();
+        tenants
+            .join(SessionId(2), &peer(1000), token)
+            .await
+            .unwrap();
+        tenants.join(SessionId(3), &peer(0), token).await.unwrap();
+        assert_eq!(tenants.list().await[0].spec.class, Class::Latency);
+        let file = std::fs::metadata(dir.path().join("tenants.json")).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::mode(&file.permissions());
+        assert_eq!(mode & 0o777, 0o600, "it has secrets in it");
+    }
+
+    #[tokio::test]
+    async fn a_kept_tenant_needs_no_holder_and_is_open_to_whoever_has_its_secret() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let secret = "0123456789abcdef0123456789abcdef";
+        let kept = |name: &str, secret: &str| NewTenant {
+            kept: true,
+            token: Some(secret.into()),
+            ..new(name)
+        };
+        let error = tenants
+            .create(&peer(1000), kept("pod", secret))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::NotTrusted), "{error}");
+        let error = tenants
+            .create(&peer(0), kept("pod", "short"))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::BadToken), "{error}");
+        let created = tenants.create(&peer(0), kept("pod", secret)).await.unwrap();
+        assert_eq!(created.token, secret);
+        let error = tenants
+            .create(&peer(0), kept("thief", secret))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::BadToken), "{error}");
+        let (id, _) = tenants
+            .join(SessionId(1), &peer(1000), Some(secret))
+            .await
+            .unwrap();
+        let error = tenants.delete(0, "pod").await.unwrap_err();
+        assert!(matches!(error, TenantError::Busy(_, 1)), "{error}");
+        tenants.leave(SessionId(1), id, peer(1000).pid).await;
+        assert_eq!(tenants.list().await.len(), 1);
+        tenants.delete(0, "pod").await.unwrap();
+        let error = tenants
+            .join(SessionId(2), &peer(0), Some(secret))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::UnknownToken), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_late_process_finds_its_tenant_although_it_has_ended() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let mut child = std::process::Command::new("sleep")
+            .arg("100")
+            .spawn()
+            .unwrap();
+        let process = ProcessId::of(child.id());
+        let fd = process.and_then(ProcessId::watch);
+        let creator = Peer {
+            uid: 0,
+            pid: child.id(),
+            process,
+            fd,
+        };
+        let spec = TenantSpec {
+            class: Class::Batch,
+            ..TenantSpec::default()
+        };
+        let wish = NewTenant {
+            spec: spec.clone().into(),
+            ..new("script")
+        };
+        let created = tenants.create(&creator, wish).await.unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        while !tenants.list().await.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        let (_, name) = tenants
+            .join(SessionId(1), &peer(0), Some(&created.token))
+            .await
+            .unwrap();
+        assert_eq!(
+            (name.as_str(), &tenants.list().await[0].spec),
+            ("script", &spec)
+        );
+        assert!(
+            tenants
+                .join(SessionId(2), &peer(0), Some("guess"))
+                .await
+                .is_err()
+        );
+    }
+
+    #[tokio::test]
+    async fn a_process_without_a_secret_stays_what_it_was() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let (first, name) = tenants.join(SessionId(1), &peer(0), None).await.unwrap();
+        let (again, _) = tenants.join(SessionId(2), &peer(0), None).await.unwrap();
+        assert_eq!(first, again);
+        let change = SpecChange {
+            class: Some(Class::Batch),
+            ..SpecChange::default()
+        };
+        tenants.change(0, &name, &change).await.unwrap();
+        // Another daemon, after this one was killed.
+        let next = self::tenants(&dir).await;
+        let (_, same) = next.join(SessionId(1), &peer(0), None).await.unwrap();
+        assert_eq!(same, name);
+        assert_eq!(next.list().await[0].spec.class, Class::Batch);
+    }
+
+    #[test]
+    fn names_are_made_from_anything() {
+        let mut table = Table::default();
+        for (wish, name) in [
+            ("/usr/bin/python3", "python3"),
+            ("../..", "tenant"),
+            ("", "tenant"),
+            ("-rf", "tenant"),
+            ("my job\n", "myjob"),
+        ] {
+            assert_eq!(table.free_name(wish), name);
+        }
+        let long = table.free_name(&"x".repeat(500));
+        assert!(is_name(&long));
+        for name in ["python3", "python3-2"] {
+            let name = name.to_owned();
+            let id = table.next_id();
+            let holders = BTreeMap::new();
+            let (pids, token) = (Vec::new(), String::new());
+            let spec = TenantSpec::default();
+            let tenant = Tenant {
+                id,
+                name,
+                spec,
+                uid: 0,
+                since: 0,
+                pids,
+                token,
+                made_for: None,
+                holders,
+            };
+            table.insert(tenant);
+        }
+        assert_eq!(table.free_name("python3"), "python3-3");
+    }
 }

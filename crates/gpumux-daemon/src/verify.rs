@@ -26,6 +26,8 @@ pub(crate) struct Verified {
     pub(crate) levers: Box<dyn Levers>,
     /// UUID of its device.
     pub(crate) device: String,
+    /// Whether that is the emulated one.
+    pub(crate) emulated: bool,
     pub(crate) timeslice: Timeslice,
 }
 
@@ -55,8 +57,9 @@ pub(crate) fn verify(
     emulated: Option<&Path>,
 ) -> Result<Verified, Rejection> {
     let client = group.client;
+    let real = is_control_file(&file).map_err(Rejection::File)?;
     let levers: Box<dyn Levers> = match emulated {
-        Some(server) if !is_control_file(&file).map_err(Rejection::File)? => {
+        Some(server) if !real => {
             leads_to(&file, server).map_err(Rejection::File)?;
             Box::new(RmLevers::new(
                 EmulatedFile::new(file).map_err(Rejection::File)?,
@@ -68,7 +71,7 @@ pub(crate) fn verify(
             group,
         )),
     };
-    examine(levers).map_err(|rejection| match rejection {
+    examine(levers, !real).map_err(|rejection| match rejection {
         Rejection::Lever(error) if error.status() == Some(RmStatus::INVALID_CLIENT) => {
             Rejection::NotOwner(client)
         }
@@ -76,7 +79,7 @@ pub(crate) fn verify(
     })
 }
 
-fn examine(levers: Box<dyn Levers>) -> Result<Verified, Rejection> {
+fn examine(levers: Box<dyn Levers>, emulated: bool) -> Result<Verified, Rejection> {
     // Client and subdevice, then client and group, then the channels, of which one
     // that an earlier daemon left frozen runs again.
     let device = levers.device_uuid()?;
@@ -88,6 +91,7 @@ fn examine(levers: Box<dyn Levers>) -> Result<Verified, Rejection> {
     Ok(Verified {
         levers,
         device,
+        emulated,
         timeslice,
     })
 }

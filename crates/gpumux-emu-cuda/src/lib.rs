@@ -1,1 +1,30 @@
-//! libgpumux_emu.so: the libcuda.so.1 and libnvidia-ml.so.1 of the emulated device
+//! `libgpumux_emu.so`: what programs load instead of `libcuda.so.1` and `libnvidia-ml.so.1` to run on the
+//! emulated device.
+//!
+//! It plays both sides of the real thing. Its libcuda half ([`driver`] is the list of what there is) makes
+//! contexts by RM calls on `/dev/nvidiactl`, through the process's own `open` and `ioctl`, so that a preloaded shim sees
+//! them; its kernel half ([`system`]) recognises these and passes them to the server. Work goes to the server too, which
+//! says when it is done; what it does to memory happens here ([`effect`]), where device addresses are
+//! mapped memory ([`memory`]).
+//!
+//! Functions called from C are made by the macros of [`border`]; no panic leaves them, and pointers are touched
+//! nowhere else but there, in [`memory`] and in [`effect`].
+
+mod attributes;
+mod border;
+mod context;
+mod device;
+mod driver;
+mod effect;
+mod error;
+mod event;
+mod graph;
+mod kernel;
+mod memory;
+mod module;
+mod nvml;
+mod process;
+mod ptx;
+mod rm;
+mod stream;
+mod system;

@@ -35,6 +35,7 @@ use crate::{
     notice::say,
     own::OwnFd,
     process::{Agent, Process},
+    work,
 };
 
 /// How long the daemon may take to answer a hello.
@@ -77,6 +78,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     unsettled: BTreeMap::new(),
                     decided: false,
                     warned: false,
+                    poller_started: false,
                 }
                 .run();
             });
@@ -92,6 +94,8 @@ enum End {
     Lost(io::Error),
     /// The daemon does not want this process, or cannot be understood.
     Refused(String),
+    /// The daemon has said good-bye.
+    Left,
 }
 
 impl From<Errno> for End {
@@ -127,6 +131,7 @@ struct Session {
     /// Whether the daemon's first answer, or its absence, is known.
     decided: bool,
     warned: bool,
+    poller_started: bool,
 }
 
 impl Session {
@@ -137,11 +142,17 @@ impl Session {
             let end = match self.connect(&path) {
                 Ok(session) => {
                     self.process.decide();
-                    pause = PAUSE.0;
                     self.decided = true;
+                    pause = PAUSE.0;
                     let end = self.serve(&session);
                     drop(session);
                     self.rescue();
+                    if let End::Lost(error) = &end {
+                        self.fail(format_args!(
+                            "lost the daemon at {}: {error}",
+                            path.display()
+                        ));
+                    }
                     end
                 }
                 Err(end) => end,
@@ -159,6 +170,8 @@ impl Session {
                     ));
                     sleep(REFUSED_PAUSE);
                 }
+                // If it comes back soon, nobody needs to know.
+                End::Left => sleep(pause),
             }
         }
     }
@@ -201,7 +214,8 @@ impl Session {
                     )));
                 }
                 Ok(Some((Daemon::Refused { reason }, _))) => return Err(End::Refused(reason)),
-                Ok(Some((Daemon::Bye, _)) | None) => {
+                Ok(Some((Daemon::Bye, _))) => return Err(End::Left),
+                Ok(None) => {
                     return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
@@ -219,6 +233,7 @@ impl Session {
     /// Keeps the daemon informed until the session ends.
     fn serve(&mut self, session: &OwnFd) -> End {
         loop {
+            work::start_poller(&mut self.poller_started);
             let (full, settles) = match self.tell(session) {
                 Ok(settles) => (false, settles),
                 Err(End::Lost(error)) if error.kind() == io::ErrorKind::WouldBlock => (true, None),
@@ -239,8 +254,8 @@ impl Session {
             let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
             loop {
                 match socket::recv::<Daemon>(session, RecvFlags::empty()) {
-                    // After a good-bye the daemon closes.
-                    Ok(Some((Daemon::Welcome { .. } | Daemon::Bye, _))) => {}
+                    Ok(Some((Daemon::Welcome { .. }, _))) => {}
+                    Ok(Some((Daemon::Bye, _))) => return End::Left,
                     Ok(Some((Daemon::Refused { reason }, _))) => return End::Refused(reason),
                     Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,

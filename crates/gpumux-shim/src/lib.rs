@@ -16,9 +16,12 @@
 mod agent;
 mod config;
 mod control_files;
+mod driver;
 mod exports;
 mod guard;
+mod loader;
 mod next;
 mod notice;
 mod own;
 mod process;
+mod work;

@@ -39,6 +39,7 @@ use crate::{
     control_files::{self, Kind},
     notice::say,
     own::{self, OwnFd},
+    work,
 };
 
 /// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
@@ -74,8 +75,7 @@ pub(crate) struct Picture {
 
 /// What the agent shares with the program's threads.
 pub(crate) struct Agent {
-    /// Counters for the daemon; nobody counts yet.
-    #[expect(dead_code)]
+    /// Where work is counted for the daemon.
     page: Page,
     pub(crate) page_file: OwnFd,
     pub(crate) wake: OwnFd,
@@ -140,6 +140,7 @@ fn handle_forks() {
         // The parent's locks may be held by threads that do not exist here: begin anew.
         PROCESS.store(ptr::null_mut(), Ordering::Release);
         own::in_child();
+        work::in_child();
     }
     extern "C" fn before() {
         own::before_fork();
@@ -203,6 +204,21 @@ pub(crate) fn closing(fd: c_int) {
     }
 }
 
+/// The slots of all compute groups that have one, as bits.
+pub(crate) fn compute_slots() -> u64 {
+    let Some(process) = get() else { return 0 };
+    let picture = process.picture();
+    let slots = picture.keys.values().filter(|key| **key < SLOTS as u32);
+    slots.fold(0, |mask, slot| mask | 1 << slot)
+}
+
+/// Makes the agent look at everything.
+pub(crate) fn wake_agent() {
+    if let Some(agent) = get().and_then(|process| process.picture().agent) {
+        agent.wake();
+    }
+}
+
 /// Copies the program's memory at `address`. Only for calls that the driver has carried out: it has read
 /// the same memory.
 fn read_memory(address: u64, out: &mut [u8]) -> bool {
@@ -234,6 +250,7 @@ impl Process {
             return false;
         }
         picture.agent = Some(agent);
+        work::activate(&agent.page);
         true
     }
 
@@ -310,6 +327,7 @@ impl Picture {
                     let slots = SLOTS as u32;
                     let key = if seen.engine == engine::GR0 && self.compute_keys < slots {
                         self.compute_keys += 1;
+                        work::group_made(self.compute_keys - 1);
                         self.compute_keys - 1
                     } else {
                         self.other_keys += 1;
@@ -324,14 +342,21 @@ impl Picture {
     }
 }
 
+/// Handles in hexadecimal, as the driver's own tools print them; slices in decimal.
 fn trace(picture: &Picture, fd: c_int, call: &Call, events: &[Event]) {
-    let mut line = format!("rm: fd {fd} {call:x?}");
+    let mut line = match call {
+        Call::SetTimeslice { client, group, us } => {
+            format!("rm: fd {fd} SetTimeslice {{ client: {client:x}, group: {group:x} }} {us} µs")
+        }
+        _ => format!("rm: fd {fd} {call:x?}"),
+    };
     for event in events {
         let _ = write!(line, " -> {event:?}");
         if let Event::Ready(id) = event
             && let Some(seen) = picture.group(*id)
         {
-            let _ = write!(line, " {seen:x?}");
+            let (engine, group, us) = (seen.engine, seen.group, seen.timeslice_us);
+            let _ = write!(line, " engine {engine}, {us} µs, {group:x?}");
         }
     }
     say(format_args!("{line}"));

@@ -1,4 +1,19 @@
-//! A virtual-time GPU that runs the policies unchanged
+//! A virtual-time GPU that runs the policies unchanged.
+//!
+//! [`gpu`] is the hardware. On top of it, a [`Scenario`] (TOML) says which tenants ask for what and when, and [`run`]
+//! plays it: programs that submit kernels, a simulated daemon that sees demand late and pays for every lever, and the
+//! policies of `gpumux-core` between them. Same scenario, same seed, same report.
 #![forbid(unsafe_code)]
 
+mod arrivals;
+mod chrome;
+mod daemon;
 pub mod gpu;
+mod report;
+mod run;
+mod scenario;
+
+pub use arrivals::{Request, parse_trace};
+pub use report::{DeviceReport, Latency, ModeReport, Report, TenantReport};
+pub use run::{run, run_traced};
+pub use scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};

@@ -214,6 +214,7 @@ pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
     let end = End::new(&args.common, args.work.calls);
     let mut times = Times::new();
     let mut last = end.begin;
+    let mut per_second = Vec::new();
     let mut in_flight = VecDeque::with_capacity(idle.len());
     while Instant::now() < end.deadline && times.count() < end.calls && !stopped(stop) {
         let step = (|| {
@@ -235,9 +236,14 @@ pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
         if now <= end.deadline {
             times.record(now - last);
             last = now;
+            let second = (now - end.begin).as_secs() as usize;
+            per_second.resize(per_second.len().max(second + 1), 0);
+            per_second[second] += 1;
         }
     }
-    let report = end.report(report, Instant::now(), &times);
+    let mut report = end.report(report, Instant::now(), &times);
+    per_second.truncate(report.seconds as usize);
+    report.per_second = per_second;
     if report.errors == 0 {
         gpu.stream.synchronize()?;
     }

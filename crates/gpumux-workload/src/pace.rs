@@ -93,6 +93,7 @@ mod tests {
     }
 
     proptest! {
+        #![proptest_config(ProptestConfig::with_cases(32))]
         #[test]
         fn arrivals_are_ordered_and_as_frequent_as_asked(
             seed in any::<u64>(),

@@ -52,6 +52,8 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MAX_STRETCH: f64 = 10.0;
 /// Estimated moments are not asked for sooner than this.
 const MIN_STEP_US: f64 = 2_000.0;
+/// As good as there: the moment was estimated, and to ask again costs more.
+const SLACK_US: f64 = 100.0;
 /// Bound of what a domain can be ahead or behind.
 const MAX_LAG_US: f64 = 1e6;
 
@@ -278,10 +280,13 @@ impl<'a> Stage<'a> {
 
         let top = cast.iter().map(Actor::class).min().unwrap_or_default();
         let strict = division.strict();
-        if strict || top == Class::Latency {
-            for actor in &mut cast {
-                actor.front = actor.claim.class == top;
-            }
+        let rotate = snapshot.rotate && cast.len() > 1;
+        for actor in &mut cast {
+            actor.front = match top {
+                Class::Latency => actor.claim.class == top,
+                _ if rotate => false,
+                _ => !strict || actor.claim.class == top,
+            };
         }
 
         // A pause only matters to somebody who waits for the turn.
@@ -370,9 +375,9 @@ impl<'a> Stage<'a> {
                 .filter(|(at, rival)| *at != index && rival.wants)
                 .any(|(_, rival)| !rival.front || limited);
             let budget = self.budget(index);
-            if !actor.front || !contested || track.lag >= 0.0 {
+            if !actor.front || !contested || track.lag >= -SLACK_US {
                 track.exhausted = false;
-            } else if track.lag <= -budget {
+            } else if track.lag <= SLACK_US - budget {
                 track.exhausted = true;
             }
             if !actor.front || !contested || !actor.runnable() {
@@ -467,10 +472,10 @@ impl<'a> Stage<'a> {
         let used = actor.domain.received.saturating_sub(turn.received).0 as f64;
         let held = self.now.saturating_sub(turn.since).0 as f64;
         let length = self.turn_length(index);
-        let borrowed = used >= self.tuning.min_turn(self.costs)
-            && memory.lag(actor.domain.id) <= 0.0
+        let borrowed = used + SLACK_US >= self.tuning.min_turn(self.costs)
+            && memory.lag(actor.domain.id) <= SLACK_US
             && self.outranked(index);
-        used < length && held < MAX_STRETCH * length && !borrowed
+        used + SLACK_US < length && held < MAX_STRETCH * length && !borrowed
     }
 
     /// The domain of the back row that is furthest behind.
@@ -734,7 +739,7 @@ mod tests {
         now.now = level;
         assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
         // An idle rival has no claim.
-        now.domains[0].received = now.domains[0].received + Micros::from_secs(1);
+        now.domains[0].received += Micros::from_secs(1);
         now.domains[1].demand = Demand::Idle;
         now.now = level + Micros::from_secs(1);
         assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));

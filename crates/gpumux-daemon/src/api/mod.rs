@@ -307,8 +307,9 @@ impl Api {
         let mut view = self.scheduler.call(|engine| engine.view()).await?;
         let known = self.devices.list();
         for device in &mut view.devices {
-            device.emulated = self.config.emulated.is_some();
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
+                // NVML of its own: that of the emulated device.
+                device.emulated |= self.config.emulated.is_some() && self.config.nvml.is_some();
                 device.name = known.name.clone();
                 device.driver = known.driver.clone();
                 device.memory_bytes = known.memory_bytes;
@@ -379,7 +380,7 @@ mod tests {
         }
         assert!(
             std::fs::read_to_string(file).unwrap_or_default() == document,
-            "openapi.json is not what the types say: run `UPDATE_OPENAPI=1 cargo test -p gpumux-daemon openapi`"
+            "openapi.json is not what the types say: run `UPDATE_OPENAPI=1 cargo test -p gpumux-daemon document`"
         );
     }
 }

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use gpumux_core::{
-    Accounts, Costs, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
+    Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
     Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
 };
 use gpumux_rm::{LeverError, RmStatus};
@@ -20,6 +20,9 @@ const TICK: Micros = Micros::from_millis(1);
 /// Looking costs at most this part of one CPU (as its reciprocal).
 const TICK_COST: u64 = 64;
 
+/// What it costs to wake the thread, apart from what it then does (measured in a virtual machine).
+const WAKE: Micros = Micros(15);
+
 pub(super) struct Device {
     pub(super) policy: Box<dyn Policy>,
     pub(super) memory: Memory,
@@ -28,6 +31,8 @@ pub(super) struct Device {
     pub(super) costs: LeverCosts,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
+    /// Whether a tenant came with it through an emulated driver.
+    pub(super) emulated: bool,
     /// What is wrong with the device.
     pub(super) lost: Option<String>,
     /// When the policy wants to be asked again.
@@ -45,6 +50,7 @@ impl Device {
             domains: BTreeMap::new(),
             costs: LeverCosts::default(),
             dirty: false,
+            emulated: false,
             lost: None,
             next: None,
             sampled: now,
@@ -54,7 +60,8 @@ impl Device {
 
     /// Looks at what happened by itself: demand, slices that others set, faults that are over.
     pub(super) fn observe(&mut self, now: Micros, clock: &Clock, cost: Micros) {
-        if self.sampled + self.tick(cost) <= now {
+        // A little early is better than to wake up once more: devices come to share their moments.
+        if self.sampled + Micros(self.tick(cost).0 / 2) <= now {
             self.sample(now);
         }
         for domain in self.domains.values_mut() {
@@ -108,8 +115,8 @@ impl Device {
         };
         let contended = self.next.is_some() || self.domains.values().any(gives_way);
         match self.domains.len() {
-            0 | 1 => Micros(TICK.0 * 100),
-            _ if contended => TICK.max(Micros(cost.0 * TICK_COST)),
+            0 | 1 => Micros(TICK.0 * 20),
+            _ if contended => TICK.max(Micros((cost + WAKE).0 * TICK_COST)),
             _ => Micros(TICK.0 * 10),
         }
     }
@@ -170,6 +177,8 @@ impl Device {
         now: Micros,
         specs: &BTreeMap<TenantId, TenantSpec>,
     ) -> Snapshot {
+        // The newest that can be known: also for a domain that is new.
+        self.sample(now);
         self.account(now);
         let managed = self
             .domains
@@ -190,6 +199,7 @@ impl Device {
             tenants,
             domains,
             costs: self.costs.costs(),
+            ..Snapshot::default()
         }
     }
 
@@ -308,11 +318,15 @@ impl Device {
 
     /// Accounts for the time in which everything was as it is.
     pub(super) fn account(&mut self, now: Micros) {
-        let states: Vec<DomainState> = self
-            .domains
-            .values()
-            .map(|domain| domain.state.clone())
-            .collect();
+        // What a faulty domain has is not known; the others are planned as if it had nothing.
+        let state = |domain: &Domain| match domain.fault {
+            None => domain.state.clone(),
+            Some(_) => DomainState {
+                demand: Demand::Idle,
+                ..domain.state.clone()
+            },
+        };
+        let states: Vec<DomainState> = self.domains.values().map(state).collect();
         self.accounts.advance(now, &states, &self.costs.costs());
         for domain in self.domains.values_mut() {
             domain.state.received = self.accounts.get(domain.state.id).received();

@@ -29,6 +29,7 @@ pub(crate) struct NewGroup {
     pub(crate) engine: u32,
     /// UUID of its device.
     pub(crate) device: String,
+    pub(crate) emulated: bool,
     pub(crate) levers: Box<dyn Levers>,
     pub(crate) page: Arc<Page>,
     /// The slice it was found with.
@@ -125,12 +126,9 @@ impl Domain {
 
     /// Takes the domain up again if its levers move.
     pub(super) fn try_again(&mut self, now: Micros) {
-        match self.levers.thaw().and_then(|()| self.levers.timeslice()) {
-            Ok(us) => {
-                self.state.run = RunState::Enabled;
-                self.state.timeslice = Timeslice(us);
-                self.fault = None;
-            }
+        let moved = self.levers.set_timeslice(self.default.0);
+        match moved.and_then(|()| self.levers.thaw()) {
+            Ok(()) => self.fault = None,
             Err(error) => self.give_up(error.to_string(), now),
         }
     }

@@ -206,6 +206,7 @@ impl Engine {
         let id = DomainId(self.domains_made);
         let now = self.now();
         let device = self.device(group.device.clone());
+        device.emulated |= group.emulated;
         device.account(now);
         device.domains.insert(id, Domain::new(id, group, now));
         device.dirty = true;
@@ -393,7 +394,7 @@ impl Engine {
             view.devices.push(types::Device {
                 uuid: uuid.clone(),
                 name: String::new(),
-                emulated: false,
+                emulated: device.emulated,
                 driver: String::new(),
                 memory_bytes: 0,
                 policy: device.policy.name().into(),

@@ -1,1 +1,587 @@
+//! The scheduler on levers that only write down who pulled them, and on a clock that only they move.
 
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+};
+
+use gpumux_core::{Class, Micros, TenantId, TenantSpec, Timeslice};
+use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
+use gpumux_wire::page::Page;
+
+use super::{Engine, GroupError, Member, NewGroup, SessionId};
+use crate::{api::types, config::Config};
+
+/// What each lever takes on this device.
+const COST: u64 = 100;
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Pull {
+    Freeze(u32),
+    Thaw(u32),
+    Set(u32, u64),
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Group {
+    device: u32,
+    slice: u64,
+    frozen: bool,
+    broken: bool,
+}
+
+/// The hardware: groups by handle. Complains when two that may run have a slice of 1 µs.
+#[derive(Default)]
+struct Hardware {
+    now: u64,
+    pulls: Vec<Pull>,
+    groups: BTreeMap<u32, Group>,
+    closed: Vec<u32>,
+}
+
+type Shared = Arc<Mutex<Hardware>>;
+
+/// Also after a test has failed in the middle of it, or its cleaning up would hide why.
+fn lock(hardware: &Shared) -> MutexGuard<'_, Hardware> {
+    hardware.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+struct FakeLevers {
+    group: u32,
+    hardware: Shared,
+}
+
+impl FakeLevers {
+    fn pull(&self, pull: Pull, change: impl FnOnce(&mut Group)) -> Result<(), LeverError> {
+        let mut hardware = lock(&self.hardware);
+        hardware.now += COST;
+        let group = hardware.groups.get_mut(&self.group).unwrap();
+        if group.broken {
+            let source = ControlError::Status(RmStatus::INVALID_CHANNEL);
+            return Err(LeverError {
+                lever: "fake",
+                source,
+            });
+        }
+        change(group);
+        let device = group.device;
+        hardware.pulls.push(pull);
+        let livelocked = |group: &&Group| {
+            group.device == device && group.slice == 1 && !group.frozen && !group.broken
+        };
+        assert!(
+            hardware.groups.values().filter(livelocked).count() < 2,
+            "{:?}",
+            hardware.pulls
+        );
+        Ok(())
+    }
+}
+
+impl Levers for FakeLevers {
+    fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+        self.pull(Pull::Set(self.group, us), |group| group.slice = us)
+    }
+    fn timeslice(&self) -> Result<u64, LeverError> {
+        Ok(lock(&self.hardware).groups[&self.group].slice)
+    }
+    fn freeze(&self) -> Result<(), LeverError> {
+        self.pull(Pull::Freeze(self.group), |group| group.frozen = true)
+    }
+    fn thaw(&self) -> Result<(), LeverError> {
+        self.pull(Pull::Thaw(self.group), |group| group.frozen = false)
+    }
+    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), LeverError> {
+        Ok(())
+    }
+    fn set_interleave(&self, _: Interleave) -> Result<(), LeverError> {
+        Ok(())
+    }
+    fn device_uuid(&self) -> Result<String, LeverError> {
+        Ok("GPU-0".into())
+    }
+    fn set_channels(&mut self, _: Vec<u32>) {}
+}
+
+impl Drop for FakeLevers {
+    fn drop(&mut self) {
+        lock(&self.hardware).closed.push(self.group);
+    }
+}
+
+/// An engine, its hardware, and the levers that it threw away.
+struct Bench {
+    engine: Engine,
+    hardware: Shared,
+    dead: mpsc::Receiver<Box<dyn Levers>>,
+    pages: Vec<Page>,
+}
+
+impl Bench {
+    fn new() -> Self {
+        Self::with(Config::default())
+    }
+
+    fn with(config: Config) -> Self {
+        let hardware = Shared::default();
+        let clock = Arc::clone(&hardware);
+        let (reaper, dead) = mpsc::channel();
+        let clock = Box::new(move || Micros(lock(&clock).now));
+        let engine = Engine::new(Arc::new(config), clock, reaper);
+        Self {
+            engine,
+            hardware,
+            dead,
+            pages: Vec::new(),
+        }
+    }
+
+    fn hardware(&self) -> MutexGuard<'_, Hardware> {
+        lock(&self.hardware)
+    }
+
+    /// Tenant, session, process and group `n` of this class; always busy.
+    fn add(&mut self, n: u32, class: Class) {
+        self.spec(
+            n,
+            TenantSpec {
+                class,
+                ..TenantSpec::default()
+            },
+        )
+        .unwrap();
+        let group = self.group(n, n, 1);
+        self.engine.add(group).unwrap();
+        self.pages.last().unwrap().slot(n).unwrap().submit();
+    }
+
+    fn spec(&mut self, n: u32, spec: TenantSpec) -> Result<(), gpumux_core::SpecError> {
+        self.engine.set_spec(TenantId(n.into()), spec)
+    }
+
+    fn group(&mut self, n: u32, handle: u32, engine: u32) -> NewGroup {
+        let (page, file) = Page::create().unwrap();
+        page.slot(n).unwrap().begin_counting();
+        self.pages.push(page);
+        let group = Group {
+            device: 0,
+            slice: 2048,
+            frozen: false,
+            broken: false,
+        };
+        self.hardware().groups.insert(handle, group);
+        NewGroup {
+            member: Member {
+                session: SessionId(n.into()),
+                key: n,
+                pid: 1000 + n,
+                handles: (n, handle),
+            },
+            tenant: TenantId(n.into()),
+            engine,
+            device: "GPU-0".into(),
+            emulated: true,
+            levers: Box::new(FakeLevers {
+                group: handle,
+                hardware: Arc::clone(&self.hardware),
+            }),
+            page: Arc::new(Page::open(file).unwrap()),
+            timeslice: Timeslice(2048),
+            default: Timeslice(2048),
+        }
+    }
+
+    /// Steps as the thread would, for this long.
+    fn run(&mut self, time: Micros) {
+        let end = self.engine.now() + time;
+        while self.engine.now() < end {
+            let next = self.engine.step().unwrap_or(end).min(end);
+            let mut hardware = self.hardware();
+            hardware.now = hardware.now.max(next.0);
+        }
+    }
+
+    fn take_pulls(&self) -> Vec<Pull> {
+        std::mem::take(&mut self.hardware().pulls)
+    }
+
+    fn domain(&mut self, n: u32) -> types::Domain {
+        let tenant = TenantId(n.into());
+        let mut domains = self.engine.view().domains.into_iter();
+        domains
+            .find(|(id, _)| *id == tenant)
+            .map(|(_, domain)| domain)
+            .unwrap()
+    }
+
+    fn closed(&self) -> Vec<u32> {
+        self.dead.try_iter().for_each(drop);
+        let mut closed = self.hardware().closed.clone();
+        closed.sort_unstable();
+        closed
+    }
+}
+
+#[test]
+fn classes_become_slices() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.engine.step();
+    assert_eq!(bench.hardware().groups[&1].slice, 1_000_000);
+    assert_eq!(bench.hardware().groups[&2].slice, 1);
+    assert!(!bench.hardware().groups[&2].frozen);
+}
+
+#[test]
+fn batch_tenants_take_turns_and_freeze_before_they_thaw() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    for n in 2..=4 {
+        bench.add(n, Class::Batch);
+    }
+    // The latency tenant has no work, so that the others get all.
+    bench.pages[0].slot(1).unwrap().complete(1);
+    // That never two of them may run is checked at every pull.
+    bench.run(Micros::from_secs(3));
+    let pulls = bench.take_pulls();
+    for pair in pulls
+        .windows(2)
+        .filter(|pair| matches!(pair[1], Pull::Thaw(_)))
+    {
+        assert!(matches!(pair[0], Pull::Freeze(_)), "{pair:?}");
+    }
+    let received: Vec<u64> = (2..=4).map(|n| bench.domain(n).received_us).collect();
+    for share in &received {
+        assert!((900_000..1_050_000).contains(share), "{received:?}");
+    }
+    let domain = bench.domain(2);
+    assert!(domain.preemptions >= 5 && domain.freezes >= 5, "{domain:?}");
+    assert!(domain.waited_us > domain.received_us, "{domain:?}");
+    assert!((0.2..0.5).contains(&domain.received_share), "{domain:?}");
+}
+
+#[test]
+fn nothing_changes_nothing_is_pulled() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.engine.step();
+    assert!(!bench.take_pulls().is_empty());
+    let class = Class::Batch;
+    bench
+        .spec(
+            3,
+            TenantSpec {
+                class,
+                ..TenantSpec::default()
+            },
+        )
+        .unwrap();
+    bench.engine.step();
+    assert_eq!(bench.take_pulls(), []);
+}
+
+#[test]
+fn a_dead_process_is_closed_at_once_and_untouched() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.engine.step();
+    bench.take_pulls();
+    let group = bench.group(2, 20, 9);
+    bench.engine.add(group).unwrap();
+    bench.engine.leave(SessionId(2), false);
+    assert_eq!(bench.closed(), [2, 20], "compute and copy group");
+    assert_eq!(bench.take_pulls(), []);
+    bench.hardware().groups.remove(&2);
+    bench.engine.step();
+    assert!(
+        !bench.hardware().groups[&3].frozen,
+        "the other has the device"
+    );
+}
+
+#[test]
+fn a_living_process_that_leaves_is_given_back() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.engine.step();
+    let frozen = if bench.hardware().groups[&2].frozen {
+        2
+    } else {
+        3
+    };
+    bench.engine.leave(SessionId(frozen), true);
+    let group = bench.hardware().groups[&(frozen as u32)];
+    assert!(!group.frozen && group.slice == 2048, "{group:?}");
+    assert_eq!(bench.closed(), [frozen as u32]);
+}
+
+#[test]
+fn a_slice_that_somebody_else_set_is_set_again() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.engine.step();
+    let tamper = |bench: &Bench| bench.hardware().groups.get_mut(&2).unwrap().slice = 500_000;
+    tamper(&bench);
+    bench.engine.touched(SessionId(2), 2);
+    bench.engine.step();
+    assert_eq!(bench.hardware().groups[&2].slice, 1);
+    assert_eq!(bench.domain(2).tampered, 1);
+    // Nobody tells: found by looking.
+    tamper(&bench);
+    bench.run(Micros::from_millis(1100));
+    assert_eq!(bench.hardware().groups[&2].slice, 1);
+    assert_eq!(bench.domain(2).tampered, 2);
+}
+
+#[test]
+fn a_class_changes_while_running() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.engine.step();
+    let class = Class::Latency;
+    bench
+        .spec(
+            2,
+            TenantSpec {
+                class,
+                ..TenantSpec::default()
+            },
+        )
+        .unwrap();
+    bench
+        .spec(
+            1,
+            TenantSpec {
+                class: Class::Batch,
+                ..TenantSpec::default()
+            },
+        )
+        .unwrap();
+    bench.engine.step();
+    assert_eq!(bench.hardware().groups[&1].slice, 1);
+    assert!(bench.hardware().groups[&2].slice > 1000);
+}
+
+#[test]
+fn shutdown_gives_everybody_back_what_they_had() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    for n in 2..=5 {
+        bench.add(n, Class::Batch);
+    }
+    bench.run(Micros::from_millis(120));
+    bench.engine.restore();
+    for group in bench.hardware().groups.values() {
+        assert!(!group.frozen && group.slice == 2048, "{group:?}");
+    }
+    bench.take_pulls();
+    assert_eq!(bench.engine.step(), None);
+    assert_eq!(bench.take_pulls(), [], "and then nothing more happens");
+}
+
+#[test]
+fn a_domain_whose_levers_stick_does_not_hold_up_the_others() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    for n in 2..=4 {
+        bench.add(n, Class::Batch);
+    }
+    bench.pages[0].slot(1).unwrap().complete(1);
+    bench.run(Micros::from_millis(200));
+    bench.hardware().groups.get_mut(&3).unwrap().broken = true;
+    bench.run(Micros::from_secs(1));
+    let stuck = bench.domain(3);
+    assert!(stuck.error.is_some(), "{stuck:?}");
+    bench.take_pulls();
+    bench.run(Micros::from_millis(500));
+    let pulls = bench.take_pulls();
+    assert!(
+        pulls.contains(&Pull::Thaw(2)) && pulls.contains(&Pull::Thaw(4)),
+        "{pulls:?}"
+    );
+    // It is asked again, less and less often, and taken up when it moves.
+    bench.hardware().groups.get_mut(&3).unwrap().broken = false;
+    bench.run(Micros::from_secs(6));
+    assert_eq!(bench.domain(3).error, None);
+    let thaws = bench
+        .take_pulls()
+        .into_iter()
+        .filter(|pull| *pull == Pull::Thaw(3))
+        .count();
+    assert!(thaws > 3, "{thaws}");
+}
+
+#[test]
+fn a_promise_that_cannot_be_kept_changes_nothing() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Standard);
+    bench.add(2, Class::Standard);
+    let promise = |guaranteed| TenantSpec {
+        guaranteed,
+        ..TenantSpec::default()
+    };
+    bench.spec(1, promise(0.7)).unwrap();
+    bench.engine.step();
+    let before = bench.engine.view().domains;
+    let error = bench.spec(2, promise(0.5)).unwrap_err().to_string();
+    assert!(
+        error.contains("0.700 is promised") && error.contains("GPU-0"),
+        "{error}"
+    );
+    assert_eq!(bench.engine.view().domains, before);
+    bench.spec(2, promise(0.3)).unwrap();
+    assert!((bench.domain(2).promised_share - 0.3).abs() < 1e-6);
+    // One that has not used a device yet counts where there is only one.
+    assert!(bench.spec(3, promise(0.1)).is_err());
+    bench.engine.know_devices(["GPU-1".to_owned()]);
+    bench.spec(3, promise(1.0)).unwrap();
+}
+
+#[test]
+fn a_group_belongs_to_one_process() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Standard);
+    let mut stolen = bench.group(1, 1, 1);
+    stolen.member.pid += 1;
+    assert!(matches!(
+        bench.engine.add(stolen),
+        Err(GroupError::Claimed(1001))
+    ));
+    let mut again = bench.group(1, 1, 1);
+    again.member.session = SessionId(77);
+    bench.engine.add(again).unwrap();
+    assert_eq!(
+        bench.engine.view().domains.len(),
+        1,
+        "the same process is back"
+    );
+    bench.engine.leave(SessionId(1), true);
+    assert_eq!(
+        bench.engine.view().domains.len(),
+        1,
+        "its old session has nothing to give back"
+    );
+    let stranger = bench.group(9, 9, 1);
+    assert!(matches!(
+        bench.engine.add(stranger),
+        Err(GroupError::NoTenant)
+    ));
+}
+
+#[test]
+fn copy_groups_are_left_alone_unless_configured() {
+    for copy_engines in [false, true] {
+        let mut bench = Bench::with(Config {
+            copy_engines,
+            ..Config::default()
+        });
+        bench.add(1, Class::Latency);
+        let group = bench.group(1, 10, 11);
+        bench.engine.add(group).unwrap();
+        bench.engine.step();
+        assert_eq!(bench.hardware().groups[&10].slice != 2048, copy_engines);
+        bench.engine.restore();
+        assert_eq!(bench.hardware().groups[&10].slice, 2048);
+    }
+}
+
+#[test]
+fn a_tenant_on_two_devices_runs_on_both_or_on_none() {
+    let mut bench = Bench::new();
+    // Tenant 2 has a domain on either device, and each device others that want it.
+    for n in 1..=6 {
+        bench.add(n, if n == 1 { Class::Latency } else { Class::Batch });
+    }
+    bench.pages[0].slot(1).unwrap().complete(1);
+    for (n, handle) in [(2, 20), (3, 30), (7, 70)] {
+        bench
+            .spec(
+                n,
+                TenantSpec {
+                    class: Class::Batch,
+                    ..TenantSpec::default()
+                },
+            )
+            .unwrap();
+        let mut group = bench.group(n, handle, 1);
+        group.device = "GPU-1".into();
+        bench.hardware().groups.get_mut(&handle).unwrap().device = 1;
+        group.member.key = n + 10;
+        let slot = bench.pages.last().unwrap().slot(n + 10).unwrap();
+        slot.begin_counting();
+        slot.submit();
+        bench.engine.add(group).unwrap();
+    }
+    let mut together = [0; 2];
+    let end = Micros::from_secs(3);
+    while bench.engine.now() < end {
+        let next = bench.engine.step().unwrap();
+        let mut hardware = bench.hardware();
+        let frozen = [2, 20].map(|handle| hardware.groups[&handle].frozen);
+        assert_eq!(frozen[0], frozen[1], "after {:?}", hardware.pulls);
+        together[usize::from(frozen[0])] += 1;
+        hardware.now = hardware.now.max(next.0);
+    }
+    assert!(together[0] > 0 && together[1] > 0, "{together:?}");
+}
+
+#[test]
+fn looking_at_demand_is_rare_where_nothing_depends_on_it() {
+    let mut bench = Bench::new();
+    assert_eq!(bench.engine.step(), None, "no domains, nothing to do");
+    bench.add(1, Class::Standard);
+    bench.run(Micros::from_secs(10));
+    let alone = bench.engine.view().scheduler.steps;
+    assert!(alone < 600, "{alone} steps in 10 s");
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.run(Micros::from_secs(1));
+    let contended = bench.engine.view().scheduler.steps - alone;
+    assert!((100..2000).contains(&contended), "{contended} steps in 1 s");
+}
+
+/// On the real thread and clock: what 16 tenants cost, of which one works in short bursts.
+#[test]
+#[ignore = "a measurement: run it alone and in release"]
+fn sixteen_tenants_cost_less_than_two_percent_of_a_cpu() {
+    use rustix::time::{ClockId, clock_gettime};
+    let mut bench = Bench::new();
+    let origin = std::time::Instant::now();
+    let reaper = mpsc::channel().0;
+    let clock = Box::new(move || Micros(origin.elapsed().as_micros() as u64));
+    bench.engine = Engine::new(Arc::new(Config::default()), clock, reaper);
+    bench.add(1, Class::Latency);
+    for n in 2..=16 {
+        bench.add(n, if n < 4 { Class::Standard } else { Class::Batch });
+    }
+    let cpu = || {
+        let time = clock_gettime(ClockId::ThreadCPUTime);
+        time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+    };
+    let before = cpu();
+    let slot = bench.pages[0].slot(1).unwrap();
+    let seconds = 5.0;
+    while origin.elapsed().as_secs_f64() < seconds {
+        let next = bench.engine.step().unwrap_or_default();
+        // A request every 10 ms that takes 2 ms.
+        match origin.elapsed().as_millis() % 10 {
+            0..2 => drop(slot.submit()),
+            _ => slot.complete(slot.submitted()),
+        }
+        let wait = next.saturating_sub(bench.engine.now());
+        std::thread::sleep(std::time::Duration::from_micros(wait.0));
+    }
+    let part = (cpu() - before) / seconds;
+    let stats = bench.engine.view().scheduler;
+    println!("{:.2}% of a CPU, {stats:?}", part * 100.0);
+    assert!(part < 0.02, "{part}");
+}

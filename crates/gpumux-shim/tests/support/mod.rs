@@ -1,5 +1,7 @@
 //! The programs under test, and a daemon that only listens.
 
+#![allow(dead_code)] // each test file uses its part
+
 use std::{
     env,
     io::{BufRead, BufReader, Read, Write},
@@ -70,6 +72,10 @@ impl Place {
         Self {
             dir: tempfile::tempdir().unwrap(),
         }
+    }
+
+    pub(crate) fn dir(&self) -> PathBuf {
+        self.dir.path().to_owned()
     }
 
     pub(crate) fn socket(&self) -> PathBuf {

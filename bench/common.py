@@ -1,0 +1,555 @@
+"""What the benchmarks share: results, statistics, modes of sharing, and worker processes.
+
+A benchmark measures *cells*: one case in one mode. Each cell becomes a row of the results file, which is
+written after every row; a cell that fails is told on stderr and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import queue
+import random
+import re
+import shlex
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+BENCH = Path(__file__).resolve().parent
+WORKER = BENCH / "torch_worker.py"
+READY_S = 240.0  # importing torch and warming a model takes 10 to 60 s
+REPLY_S = 90.0  # beyond the measurement itself
+
+
+class BenchError(Exception):
+    """A cell that could not be measured."""
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """The smallest value that at least a fraction `q` of all values does not exceed."""
+    if not values:
+        raise BenchError("no values were measured")
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
+
+
+def latency_values(ms: Sequence[float], tail: bool = False) -> dict[str, float]:
+    """Summary of latencies in milliseconds; with `tail` also the 99.9% quantile."""
+    values = {
+        "latency_p50_ms": quantile(ms, 0.5),
+        "latency_p99_ms": quantile(ms, 0.99),
+        "latency_mean_ms": statistics.fmean(ms),
+    }
+    if tail:
+        values["latency_p999_ms"] = quantile(ms, 0.999)
+    return values
+
+
+def pauses(low_s: float, high_s: float, seconds: float, seed: int) -> list[float]:
+    """Evenly distributed pauses, enough for so many seconds; the same seed gives the same ones in every mode."""
+    rng, total, found = random.Random(seed), 0.0, []
+    while total < seconds:
+        found.append(rng.uniform(low_s, high_s))
+        total += found[-1]
+    return found
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+def run_quietly(*command: str) -> str:
+    """Standard output of a short command, or nothing when it fails."""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, cwd=BENCH)
+        if done.returncode == 0:
+            return done.stdout.strip()
+    return ""
+
+
+def device_and_driver() -> tuple[str, str]:
+    """Product name of the first GPU, and the driver's version."""
+    line = run_quietly("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    name, _, driver = line.splitlines()[0].partition(",") if line else ("unknown", "", "")
+    return name.strip(), driver.strip() or "unknown"
+
+
+def commit() -> str:
+    """The commit that is measured: GPUMUX_COMMIT, or git's."""
+    return os.environ.get("GPUMUX_COMMIT") or run_quietly("git", "rev-parse", "HEAD") or "unknown"
+
+
+def slug(device: str) -> str:
+    """`NVIDIA H100 80GB HBM3` becomes `h100-80gb-hbm3`."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower().removeprefix("nvidia")).strip("-")
+
+
+def shown_command(argv: Sequence[str]) -> str:
+    """How to repeat it: without where the files went on that machine."""
+    words, skip = ["python3", f"bench/{Path(argv[0]).name}"], False
+    for word in argv[1:]:
+        if skip:
+            skip = False
+        elif word in ("--out", "--logs"):
+            skip = True
+        elif not word.startswith(("--out=", "--logs=")):
+            words.append(Path(word).name if word.startswith("/") else word)
+    return shlex.join(words)
+
+
+class Results:
+    """One results file, complete after every row."""
+
+    def __init__(self, bench: str, out: Path, cases: Sequence[str], modes: Sequence[str]) -> None:
+        device, driver = device_and_driver()
+        self.order = {(case, mode): (a, b) for a, case in enumerate(cases) for b, mode in enumerate(modes)}
+        self.path = out / f"{bench}-{slug(device)}.json"
+        self.failed: list[str] = []
+        self.data: dict[str, Any] = {
+            "bench": bench,
+            "device": device,
+            "driver": driver,
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "commit": commit(),
+            "command": shown_command(sys.argv),
+            "rows": [],
+        }
+
+    def add(self, case: str, mode: str, values: dict[str, float]) -> None:
+        """Writes one row, in place of an earlier one of the same cell."""
+        rows = [row for row in self.data["rows"] if (row["case"], row["mode"]) != (case, mode)]
+        rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
+        rows.append({"case": case, "mode": mode, "values": rounded})
+        self.data["rows"] = sorted(rows, key=lambda row: self.order[row["case"], row["mode"]])
+        check_results(self.data)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        part = self.path.with_suffix(".part")
+        part.write_text(json.dumps(self.data, indent=1) + "\n")
+        part.replace(self.path)
+        say(f"{case} / {mode}: " + ", ".join(f"{k} {v:.5g}" for k, v in rounded.items()))
+
+    @contextlib.contextmanager
+    def cell(self, what: str) -> Iterator[None]:
+        """Keeps the run alive when what is inside fails."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except Exception as failure:
+            self.failed.append(what)
+            say(f"error: {what}: {failure}")
+            if not isinstance(failure, BenchError):
+                traceback.print_exc()
+
+    def finish(self) -> int:
+        """The exit code: 0 when no cell failed."""
+        say(f"{len(self.data['rows'])} rows in {self.path}")
+        if self.failed:
+            say("error: left out: " + "; ".join(self.failed))
+        return 1 if self.failed else 0
+
+
+def check_results(data: Any) -> None:
+    """Raises BenchError unless `data` has the shape of every file in bench/results."""
+    head = ("bench", "device", "driver", "date", "commit", "command")
+    if set(data) != {*head, "rows"} or not all(isinstance(data[key], str) for key in head):
+        raise BenchError(f"a results file has exactly {', '.join(head)} (text) and rows")
+    for row in data["rows"]:
+        if set(row) != {"case", "mode", "values"} or not row["values"]:
+            raise BenchError(f"a row has case, mode and values: {row}")
+        for name, value in row["values"].items():
+            if not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise BenchError(f"{row['case']} / {row['mode']}: {name} is {value}")
+
+
+def say(text: str) -> None:
+    """Progress, with the time, on stderr."""
+    print(f"[{time.strftime('%H:%M:%S')}] {text}", file=sys.stderr, flush=True)
+
+
+# --- processes ----------------------------------------------------------------------------------
+
+
+def gpumux() -> str:
+    """The gpumux binary: GPUMUX, or the one on PATH."""
+    found = shutil.which(os.environ.get("GPUMUX", "gpumux"))
+    if not found:
+        raise BenchError("no gpumux binary: set GPUMUX to its path")
+    return os.path.abspath(found)
+
+
+def tail(path: Path, lines: int = 15) -> str:
+    """The end of a log, for an error message."""
+    with contextlib.suppress(OSError):
+        return "\n    ".join(path.read_text(errors="replace").splitlines()[-lines:])
+    return ""
+
+
+def end(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
+    """Ends a process that we started and all that it started: politely, then for sure."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(patience_s)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+class Mode:
+    """How programs share the GPU. This one, plain, leaves it to the driver: time slicing."""
+
+    def __init__(self, name: str, logs: Path) -> None:
+        self.name, self.logs = name, logs
+
+    def __enter__(self) -> Mode:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def environment(self) -> dict[str, str]:
+        """What a program needs in addition."""
+        return {}
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        """The command that runs a program in this mode; `promise` are further flags of `gpumux run`."""
+        return list(command)
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises BenchError unless these programs really run in this mode."""
+
+
+class Mps(Mode):
+    """A private MPS control daemon, in folders of its own. The compute mode stays as it is."""
+
+    def __enter__(self) -> Mps:
+        places = os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/nvidia/bin", "/usr/bin"])
+        found = shutil.which("nvidia-cuda-mps-control", path=places)
+        if not found:
+            raise BenchError("nvidia-cuda-mps-control is not installed")
+        self.control, self.folder = found, Path(tempfile.mkdtemp(prefix="mps-"))
+        for part in ("pipe", "log"):
+            (self.folder / part).mkdir()
+        with open(self.logs / "mps-control.log", "w") as log:
+            started = subprocess.run(
+                [self.control, "-d"],
+                env=os.environ | self.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=30,
+                check=False,
+            )
+        if started.returncode:
+            raise BenchError(f"MPS did not start: {tail(self.logs / 'mps-control.log')}")
+        return self
+
+    def _ask(self, question: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.control],
+            input=question + "\n",
+            env=os.environ | self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+
+    def __exit__(self, *_: object) -> None:
+        # The answer to `quit` may wait for clients, and comes late or never when one hangs.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._ask("quit")
+        for _attempt in range(100):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                if self._ask("get_server_list").returncode:
+                    break
+            time.sleep(0.1)
+        for log in (self.folder / "log").glob("*.log"):
+            shutil.copy(log, self.logs / f"mps-{log.name}")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        return {
+            "CUDA_MPS_PIPE_DIRECTORY": str(self.folder / "pipe"),
+            "CUDA_MPS_LOG_DIRECTORY": str(self.folder / "log"),
+        }
+
+    def check(self, names: Sequence[str]) -> None:
+        if not self._ask("get_server_list").stdout.strip():
+            raise BenchError("no MPS server runs: the programs did not connect to it")
+
+
+class Gpumux(Mode):
+    """A gpumux daemon of our own, with one of its policies."""
+
+    def __init__(self, name: str, logs: Path, policy: str | None = None) -> None:
+        super().__init__(name, logs)
+        self.policy = policy
+        self.tenants: dict[str, str] = {}
+        self.started = 0
+
+    def __enter__(self) -> Gpumux:
+        self.binary, self.folder = gpumux(), Path(tempfile.mkdtemp(prefix="gpumux-"))
+        command = [self.binary, "daemon"] + (["--policy", self.policy] if self.policy else [])
+        log = self.logs / f"daemon-{self.name}.log"
+        with open(log, "w") as out:
+            self.daemon = subprocess.Popen(
+                command,
+                env=os.environ | self.environment(),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+        deadline = time.monotonic() + 20
+        while not self._answers():
+            if self.daemon.poll() is not None or time.monotonic() > deadline:
+                self.__exit__()
+                raise BenchError(f"the daemon did not start: {tail(log)}")
+            time.sleep(0.02)
+        return self
+
+    def _answers(self) -> bool:
+        with socket.socket(socket.AF_UNIX) as api:
+            return api.connect_ex(str(self.folder / "api.sock")) == 0
+
+    def __exit__(self, *_: object) -> None:
+        end(self.daemon)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def environment(self) -> dict[str, str]:
+        return {"GPUMUX_RUNTIME_DIR": str(self.folder)}
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        promise = [*(["--class", klass] if klass else []), *promise]
+        # The tenant of an earlier process of this name may not have ended yet.
+        self.started += 1
+        self.tenants[name] = f"{name}-{self.started}"
+        return [
+            self.binary,
+            "run",
+            "--strict",
+            "--name",
+            self.tenants[name],
+            *promise,
+            "--",
+            *command,
+        ]
+
+    def check(self, names: Sequence[str]) -> None:
+        deadline = time.monotonic() + 10
+        while True:
+            asked = subprocess.run(
+                [self.binary, "ps", "--json"],
+                env=os.environ | self.environment(),
+                capture_output=True,
+                text=True,
+                timeout=20,
+            )
+            tenants = json.loads(asked.stdout)["tenants"] if asked.returncode == 0 else []
+            managed = {tenant["name"] for tenant in tenants if tenant["domains"]}
+            missing = [name for name in names if self.tenants[name] not in managed]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise BenchError(f"not managed by gpumux: {', '.join(missing)} {asked.stderr}")
+            time.sleep(0.2)
+
+
+def mode(name: str, logs: Path) -> Mode:
+    """The mode of this name. `alone` is plain: what makes it alone is that the others are idle."""
+    match name:
+        case "alone" | "time-slicing":
+            return Mode(name, logs)
+        case "mps":
+            return Mps(name, logs)
+        case "gpumux":
+            return Gpumux(name, logs)
+        case "fixed":
+            return Gpumux(name, logs, policy="fixed")
+    raise BenchError(f"unknown mode {name}")
+
+
+class Worker:
+    """A child that takes orders on its standard input and answers each with one line of JSON."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Sequence[str],
+        mode: Mode,
+        klass: str | None = None,
+        program: Sequence[str] = (sys.executable, str(WORKER)),
+    ) -> None:
+        self.name, self.log = name, mode.logs / f"{mode.name}-{name}.log"
+        command = mode.command([*program, *arguments], name, klass)
+        with open(self.log, "w") as log:
+            self.process = subprocess.Popen(
+                command,
+                env=os.environ | mode.environment(),
+                start_new_session=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self.lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self.process.stdout
+        for line in self.process.stdout:
+            self.lines.put(line)
+        self.lines.put(None)
+
+    def send(self, **order: Any) -> None:
+        """Gives an order."""
+        assert self.process.stdin
+        try:
+            self.process.stdin.write(json.dumps(order) + "\n")
+            self.process.stdin.flush()
+        except (OSError, ValueError) as error:  # a broken or an already closed pipe
+            raise self._lost("is gone") from error
+
+    def reply(self, timeout: float) -> dict[str, Any]:
+        """The next answer."""
+        try:
+            line = self.lines.get(timeout=timeout)
+        except queue.Empty:
+            raise self._lost(f"gave no answer within {timeout:.0f} s") from None
+        if line is None:
+            raise self._lost("ended")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise BenchError(f"{self.name}: {answer['error']}")
+        return answer
+
+    def _lost(self, what: str) -> BenchError:
+        # It may be in the middle of an order: it is of no use any more.
+        self.close(patience_s=0.5)
+        return BenchError(f"{self.name} {what}: see {self.log}\n    {tail(self.log)}")
+
+    def close(self, patience_s: float = 10.0) -> None:
+        """Ends it, and waits until its memory is back."""
+        assert self.process.stdin
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        if self.process.poll() is None:
+            end(self.process, patience_s)
+
+
+class Crew:
+    """The workers of one mode: started together, measured together, ended together."""
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
+        self.workers: dict[str, Worker] = {}
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close(*self.workers)
+
+    def have(self, wanted: dict[str, tuple[Sequence[str], str]]) -> None:
+        """Makes exactly these workers (arguments and class) run, warm, and checks that the mode is in force."""
+        self.close(*(name for name in self.workers if name not in wanted))
+        new = [name for name in wanted if name not in self.workers]
+        begin = time.monotonic()
+        for name in new:
+            arguments, klass = wanted[name]
+            self.workers[name] = Worker(name, arguments, self.mode, klass)
+        try:
+            for name in new:
+                self.workers[name].reply(max(1.0, READY_S - (time.monotonic() - begin)))
+            self.mode.check(list(wanted))
+        except BaseException:
+            self.close(*new)
+            raise
+        if new:
+            say(f"{self.mode.name}: {', '.join(new)} ready in {time.monotonic() - begin:.1f} s")
+
+    def _worker(self, name: str) -> Worker:
+        if name not in self.workers:
+            raise BenchError(f"{name} is not running")
+        return self.workers[name]
+
+    def measure(self, seconds: float, orders: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """Gives orders for one common stretch of time, and collects the answers."""
+        start = time.monotonic() + 0.5
+        for name, order in orders.items():
+            self._worker(name).send(**order, start=start, stop=start + seconds)
+        try:
+            return {name: self._worker(name).reply(seconds + REPLY_S) for name in orders}
+        except BenchError:
+            # The answers of the others would be taken for those of the next measurement.
+            self.close(*orders)
+            raise
+
+    def close(self, *names: str) -> None:
+        """Ends these workers."""
+        leaving = [self.workers.pop(name) for name in names if name in self.workers]
+        threads = [threading.Thread(target=worker.close) for worker in leaving]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+
+# --- command line -------------------------------------------------------------------------------
+
+
+def parser(description: str, examples: str) -> argparse.ArgumentParser:
+    """Flags that all benchmarks have."""
+    made = argparse.ArgumentParser(
+        description=description,
+        epilog="examples:\n" + examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument("--out", type=Path, default=BENCH / "results", help="folder of the results file")
+    made.add_argument("--logs", type=Path, help="folder for the logs of all processes [a new one in /tmp]")
+    made.add_argument("--quick", action="store_true", help="a quarter of the time, to see that it works")
+    return made
+
+
+def begin(options: argparse.Namespace) -> Path:
+    """Makes the folder of logs, and lets SIGTERM clean up as an interrupt does."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    logs: Path = options.logs or Path(tempfile.mkdtemp(prefix="bench-logs-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    say(f"logs in {logs}")
+    return logs
+
+
+def listed(allowed: Sequence[str]) -> Any:
+    """For argparse: a comma-separated selection."""
+
+    def parse(text: str) -> list[str]:
+        chosen = text.split(",")
+        if unknown := sorted(set(chosen) - set(allowed)):
+            raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}: use {', '.join(allowed)}")
+        return chosen
+
+    return parse

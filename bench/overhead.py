@@ -1,0 +1,189 @@
+"""What gpumux costs a program that has the GPU to itself.
+
+Each case is measured without (`alone`) and with `gpumux run` (`gpumux`), in turns, so that drift hits both.
+Cases: `eager-loop` (ResNet-50 eager, batch 1: bound by launches), `launch` (empty kernels through the driver API),
+`start-up-true` (`gpumux run -- true`), `start-up-child` (children of a tenant), `start-up-cuda` (a process that
+opens the device), `64-at-once` (so many such processes starting together).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import common
+from common import BenchError, Crew, Gpumux, Mode, Results
+
+CASES = ["eager-loop", "launch", "start-up-true", "start-up-child", "start-up-cuda", "64-at-once"]
+AT_ONCE = 64
+CHILDREN = 100
+TIMEOUT_S = 240.0
+
+
+def turns(modes: Sequence[Mode], rounds: int) -> Iterator[Mode]:
+    """Each mode once per round, in the other order every second round."""
+    for number in range(rounds):
+        yield from modes if number % 2 == 0 else reversed(modes)
+
+
+def opens_device() -> list[str]:
+    """A program that opens the device, and ends."""
+    return [common.gpumux(), "workload", "idle", "--seconds", "0"]
+
+
+def run(mode: Mode, name: str, command: Sequence[str]) -> tuple[float, str]:
+    """Runs a program in this mode: its wall time in ms and its output."""
+    begin = time.perf_counter()
+    done = subprocess.run(
+        mode.command(command, name, None),
+        env=os.environ | mode.environment(),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        stdin=subprocess.DEVNULL,
+    )
+    ms = (time.perf_counter() - begin) * 1e3
+    if done.returncode:
+        raise BenchError(f"{name} ({mode.name}) ended with {done.returncode}: {done.stderr[-500:]}")
+    return ms, done.stdout
+
+
+def eager_loop(results: Results, plain: Mode, managed: Mode, rounds: int, seconds: float) -> None:
+    """Eager inference back to back."""
+    rates: dict[str, list[float]] = {plain.name: [], managed.name: []}
+    with Crew(plain) as without, Crew(managed) as within:
+        for crew in (without, within):
+            crew.have({f"eager-{crew.mode.name}": (["serve", "--model", "resnet50"], "standard")})
+        for mode in turns([plain, managed], rounds):
+            crew = without if mode is plain else within
+            name = f"eager-{mode.name}"
+            answer = crew.measure(seconds, {name: {"op": "repeat", "kind": "eager"}})[name]
+            rates[mode.name].append(answer["calls"] / answer["seconds"])
+    paired = [it / other for it, other in zip(rates[managed.name], rates[plain.name], strict=True)]
+    results.add("eager-loop", plain.name, {"iterations_per_s": statistics.median(rates[plain.name])})
+    results.add(
+        "eager-loop",
+        managed.name,
+        {
+            "iterations_per_s": statistics.median(rates[managed.name]),
+            "ratio_to_alone": statistics.median(paired),
+        },
+    )
+
+
+def launch(results: Results, plain: Mode, managed: Mode, rounds: int, seconds: float) -> None:
+    """Empty kernels as fast as they can be launched."""
+    command = [common.gpumux(), "workload", "launch", "--json", "--seconds", str(seconds)]
+    found: dict[str, list[dict[str, float]]] = {plain.name: [], managed.name: []}
+    for mode in turns([plain, managed], rounds):
+        found[mode.name].append(json.loads(run(mode, "launch", command)[1]))
+    mid = {
+        name: {key: statistics.median(it[key] for it in reports) for key in ("rate", "p50_us", "mean_us")}
+        for name, reports in found.items()
+    }
+    for name, it in mid.items():
+        values = {"launches_per_s": it["rate"], "launch_p50_us": it["p50_us"], "launch_mean_us": it["mean_us"]}
+        if name == managed.name:
+            values["ratio_to_alone"] = it["rate"] / mid[plain.name]["rate"]
+        results.add("launch", name, values)
+
+
+def start_up(
+    results: Results,
+    case: str,
+    plain: Mode,
+    managed: Mode,
+    rounds: int,
+    command: Sequence[str],
+    processes: int = 1,
+) -> None:
+    """Wall time of a program that does next to nothing, per process that it consists of."""
+    ms: dict[str, list[float]] = {plain.name: [], managed.name: []}
+    for mode in (plain, managed):  # caches
+        run(mode, case, command)
+    for mode in turns([plain, managed], rounds):
+        ms[mode.name].append(run(mode, case, command)[0] / processes)
+    mid = {name: statistics.median(all_ms) for name, all_ms in ms.items()}
+    for name in (plain.name, managed.name):
+        values = {"start_up_p50_ms": mid[name], "start_up_p90_ms": common.quantile(ms[name], 0.9)}
+        if name == managed.name:
+            values["added_p50_ms"] = mid[name] - mid[plain.name]
+        results.add(case, name, values)
+
+
+def at_once(results: Results, mode: Mode, logs: Path) -> None:
+    """Many processes open the device together: until the last one ends, and how many failed."""
+    begin = time.perf_counter()
+    with open(logs / f"at-once-{mode.name}.log", "w") as log:
+        started = [
+            subprocess.Popen(
+                mode.command(opens_device(), f"many-{number}", None),
+                env=os.environ | mode.environment(),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+            for number in range(AT_ONCE)
+        ]
+        codes = []
+        for process in started:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1, TIMEOUT_S - (time.perf_counter() - begin)))
+            codes.append(process.poll())
+        wall = time.perf_counter() - begin
+        for process in started:
+            if process.poll() is None:
+                common.end(process)
+    failed = sum(code != 0 for code in codes)
+    results.add("64-at-once", mode.name, {"wall_s": wall, "processes": AT_ONCE, "failures": failed})
+    if failed:
+        raise BenchError(f"{failed} of {AT_ONCE} failed: {common.tail(Path(log.name))}")
+
+
+def main() -> int:
+    """Runs all cases that were asked for."""
+    parser = common.parser(
+        "What gpumux costs a program alone on the GPU: launches, start-up, many processes at once.",
+        "  GPUMUX=target/release/gpumux python3 bench/overhead.py\n"
+        "  python3 bench/overhead.py --cases start-up-true,start-up-cuda",
+    )
+    parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
+    parser.add_argument("--rounds", type=int, default=10, help="turns of the eager loop [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=2.0, help="length of one turn [%(default)s]")
+    options = parser.parse_args()
+    logs = common.begin(options)
+    rounds = max(2, options.rounds // (4 if options.quick else 1))
+    results = Results("overhead", options.out, CASES, ["alone", "gpumux"])
+    plain = Mode("alone", logs)
+    children = f"i=0; while [ $i -lt {CHILDREN} ]; do /bin/true; i=$((i+1)); done"
+    with results.cell("gpumux"), Gpumux("gpumux", logs) as managed:
+        for case in options.cases:
+            with results.cell(case):
+                match case:
+                    case "eager-loop":
+                        eager_loop(results, plain, managed, rounds, options.seconds)
+                    case "launch":
+                        launch(results, plain, managed, max(2, rounds // 2), options.seconds / 2)
+                    case "start-up-true":
+                        start_up(results, case, plain, managed, 6 * rounds, ["/bin/true"])
+                    case "start-up-child":
+                        command = ["/bin/sh", "-c", children]
+                        start_up(results, case, plain, managed, rounds, command, CHILDREN)
+                    case "start-up-cuda":
+                        start_up(results, case, plain, managed, 2 * rounds, opens_device())
+                    case "64-at-once":
+                        for mode in (plain, managed):
+                            at_once(results, mode, logs)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""The workload shapes of GPreempt's evaluation (USENIX ATC 2025): five networks share one GPU.
+
+Reads that project's workload definitions (`A.json` … `Z.json`, `REAL.json`): tasks whose client has priority 0 are
+latency-critical, the others are batch tasks; each has a network, batch size 1, and arrivals (periodic, Poisson,
+continuous or a trace). Every task is a process of its own and serves requests as CUDA graphs. Programs that
+are not networks (`miniweather`, `bfs`, …) are played by stand-ins of the same kind, see models.py.
+
+Modes: `alone` (latency-critical tasks only), `time-slicing`, `mps`, `fixed` (slices of 1 s and 1 µs, the published
+recipe) and `gpumux`. Latencies are pooled over the latency-critical tasks; batch_rate is requests per second over
+all batch tasks.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+from common import BenchError, Crew, Results
+
+MODES = ["alone", "time-slicing", "mps", "fixed", "gpumux"]
+CASES = ["A", "B", "C", "D", "E", "REAL", "Y", "Z"]
+
+
+class Task(NamedTuple):
+    """One task of a workload."""
+
+    name: str
+    model: str
+    latency: bool
+    load: dict[str, Any]
+    prepare_us: float
+
+    @property
+    def klass(self) -> str:
+        """gpumux's class."""
+        return "latency" if self.latency else "batch"
+
+    def worker(self) -> tuple[list[str], str]:
+        """Arguments and class of its process."""
+        return ["serve", "--model", self.model], self.klass
+
+    def order(self, seconds: float) -> dict[str, Any]:
+        """What its process is told."""
+        return {
+            "op": "requests",
+            "kind": "graph",
+            "arrivals": list(arrivals(self.load, seconds, self.name)),
+            "prepare_us": self.prepare_us,
+        }
+
+
+def arrivals(load: dict[str, Any], seconds: float, seed: str) -> Iterator[float]:
+    """Arrival times of a task in seconds; a seed gives the same ones in every mode."""
+    if load["type"] == "trace":
+        yield from (ms / 1e3 for ms in load["trace"] if ms / 1e3 < seconds)
+        return
+    # A continuous task always has its next request waiting; none takes less than 0.1 ms.
+    period, rng, now = 1e-4 if load["type"] == "continuous" else 1 / load["frequency"], random.Random(seed), 0.0
+    if load["type"] == "periodic":
+        now = rng.uniform(0, period)  # tasks do not start in step
+    elif load["type"] not in ("poisson", "continuous"):
+        raise BenchError(f"unknown load {load['type']}")
+    while now < seconds:
+        yield now
+        now += rng.expovariate(1 / period) if load["type"] == "poisson" else period
+
+
+def tasks(definition: Path) -> list[Task]:
+    """Reads a workload."""
+    found = []
+    for task in json.loads(definition.read_text())["tasks"]:
+        client = task["client"]
+        found.append(
+            Task(
+                task["id"],
+                client["model_name"],
+                client["priority"] == 0,
+                task["load"],
+                client.get("preprocess_time", 0),
+            )
+        )
+    return found
+
+
+def measure(workload: list[Task], crew: Crew, seconds: float) -> dict[str, float]:
+    """One cell."""
+    answers = crew.measure(seconds, {task.name: task.order(seconds) for task in workload})
+    ms = [it for task in workload if task.latency for it in answers[task.name]["latencies_ms"]]
+    values = common.latency_values(ms, tail=True)
+    if batch := [task for task in workload if not task.latency]:
+        done = sum(len(answers[task.name]["latencies_ms"]) for task in batch)
+        values["batch_rate"] = done / seconds
+    return values
+
+
+def main() -> int:
+    """Runs all cells that were asked for."""
+    parser = common.parser(
+        "GPreempt's workloads: latency of the critical tasks and throughput of the others, by mode of sharing.",
+        "  GPUMUX=target/release/gpumux python3 bench/preempt.py --workloads gpreempt-workloads\n"
+        "  python3 bench/preempt.py --workloads gpreempt-workloads --cases A,REAL --modes alone,gpumux --seconds 20",
+    )
+    parser.add_argument("--workloads", type=Path, required=True, help="folder of the definitions (A.json, …)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of one cell [%(default)s]")
+    parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    parser.add_argument("--fresh", action="store_true", help="processes of other cases do not even exist")
+    options = parser.parse_args()
+    logs = common.begin(options)
+    seconds = options.seconds / (4 if options.quick else 1)
+    cases = {case: tasks(options.workloads / f"{case}.json") for case in options.cases}
+    everybody = {task.name: task.worker() for workload in cases.values() for task in workload}
+    results = Results("preempt", options.out, CASES, MODES)
+
+    def cell(case: str, name: str, crew: Crew) -> None:
+        workload = [task for task in cases[case] if task.latency or name != "alone"]
+        with results.cell(f"{case} / {name}"):
+            needed = {task.name: task.worker() for task in workload}
+            crew.have(needed if options.fresh else everybody)
+            results.add(case, name, measure(workload, crew, seconds))
+
+    # Alone and time slicing use the same processes: what makes it alone is that the batch tasks are idle.
+    plain = [mode for mode in ("alone", "time-slicing") if mode in options.modes]
+    rest = [[mode] for mode in MODES[2:] if mode in options.modes]
+    for names in filter(None, [plain, *rest]):
+        with results.cell(names[-1]), common.mode(names[-1], logs) as mode, Crew(mode) as crew:
+            for case in cases:
+                for name in names:
+                    cell(case, name, crew)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,169 @@
+"""Promised and received: the shares of programs that always have work, and what sharing costs them.
+
+Every program repeats the same kernel, so that shares are counts. Cases: `70/30` and `50/25/25` (standard tenants with
+these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic latency tenant beside them),
+`saturating` (a latency tenant that never stops, guaranteed 0.5, beside two batch tenants with 0.3 and 0.2),
+`one-leaves` (of two batch tenants one ends half way).
+
+Values: `total_rel` (work done by all, relative to one program alone), `share_N` (of the work done),
+`worst_window_error` (largest difference of a share from its promise, or from equal shares, in any window of one second),
+`rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+from common import BenchError, Mode, Results
+
+MODES = ["alone", "time-slicing", "mps", "gpumux"]
+KERNEL_US = 2000
+
+
+class Program(NamedTuple):
+    """One program of a case."""
+
+    klass: str
+    guaranteed: float = 0.0
+    ends_early: bool = False
+    periodic: bool = False
+
+
+BATCH = Program("batch")
+CASES: dict[str, list[Program]] = {
+    "70/30": [Program("standard", 0.7), Program("standard", 0.3)],
+    "50/25/25": [Program("standard", 0.5), Program("standard", 0.25), Program("standard", 0.25)],
+    "2batch": [BATCH] * 2,
+    "3batch": [BATCH] * 3,
+    "4batch": [BATCH] * 4,
+    "latency+4batch": [Program("latency", periodic=True), *[BATCH] * 4],
+    "saturating": [Program("latency", 0.5), Program("batch", 0.3), Program("batch", 0.2)],
+    "one-leaves": [BATCH, Program("batch", ends_early=True)],
+}
+# A request of 10 kernels of 10 µs every 5 ms.
+PERIODIC = ["latency", "--period-us", "5000", "--kernels", "10", "--kernel-us", "10", "--wait", "spin"]
+
+
+def start(mode: Mode, program: Program, name: str, arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """Starts a workload as a tenant."""
+    promise = ["--guaranteed", str(program.guaranteed)] if program.guaranteed else []
+    command = [common.gpumux(), "workload", *arguments, "--json"]
+    with open(mode.logs / f"{mode.name}-{name}.log", "w") as log:
+        return subprocess.Popen(
+            mode.command(command, name, program.klass, promise),
+            env=os.environ | mode.environment(),
+            start_new_session=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+        )
+
+
+def reports(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[dict[str, Any]]:
+    """What the workloads found, in order."""
+    found = []
+    for process in processes:
+        try:
+            out, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            raise BenchError("a workload did not end in time") from None
+        if process.returncode:
+            raise BenchError(f"a workload ended with {process.returncode}")
+        found.append(json.loads(out))
+    return found
+
+
+def run(mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float) -> list[dict[str, Any]]:
+    """Runs programs together: their reports, in order."""
+    with tempfile.TemporaryDirectory() as folder:
+        barrier = f"{len(programs)}:{folder}/barrier"
+        processes = []
+        try:
+            for number, program in enumerate(programs):
+                length = seconds / 2 if program.ends_early else seconds
+                loop = PERIODIC if program.periodic else ["batch", *work]
+                arguments = [*loop, "--seconds", str(length), "--barrier", barrier]
+                processes.append(start(mode, program, f"{number}", arguments))
+            return reports(processes, time.monotonic() + seconds + common.REPLY_S)
+        finally:
+            for process in processes:
+                common.end(process, 1.0)
+
+
+def latency(report: dict[str, Any]) -> dict[str, float]:
+    """The quantiles of a report under the names of results."""
+    return {"latency_p50_us": report["p50_us"], "latency_p99_us": report["p99_us"]}
+
+
+def evaluate(programs: Sequence[Program], found: Sequence[dict[str, Any]], solo: float) -> dict[str, float]:
+    """The values of one cell, given the rate of one program alone."""
+    values = latency(found[0]) if programs[0].periodic else {}
+    steady = [(p, r) for p, r in zip(programs, found) if not p.periodic]
+    if any(program.ends_early for program in programs):
+        stays = next(r for p, r in steady if not p.ends_early)["per_second"]
+        # The second in which the other one ended belongs to neither half.
+        rest = stays[len(stays) // 2 + 1 :]
+        return values | {"rest_rel": sum(rest) / len(rest) / solo}
+    counts = [report["per_second"] for _, report in steady]
+    total = [sum(window) for window in zip(*counts)]
+    values["total_rel"] = sum(total) / len(total) / solo
+    shares = [sum(own) / sum(total) for own in counts]
+    values |= {f"share_{number + 1}": share for number, share in enumerate(shares)}
+    # Beside a saturating latency tenant the others get at least their guarantee, not exactly it.
+    promised = [program.guaranteed or 1 / len(steady) for program, _ in steady]
+    values["worst_window_error"] = max(
+        abs(own[at] / total[at] - promise)
+        for own, promise in zip(counts, promised)
+        for at in range(1, len(total))  # everybody starts within the first
+    )
+    return values
+
+
+def main() -> int:
+    """Runs all cells that were asked for."""
+    parser = common.parser(
+        "Shares promised and received, and the cost of sharing, for programs that always have work.",
+        "  GPUMUX=target/release/gpumux python3 bench/shares.py\n"
+        "  python3 bench/shares.py --cases 70/30,4batch --modes gpumux --seconds 20",
+    )
+    parser.add_argument("--seconds", type=float, default=8.0, help="length of one cell [%(default)s]")
+    parser.add_argument("--cases", type=common.listed(list(CASES)), default=list(CASES))
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    options = parser.parse_args()
+    logs = common.begin(options)
+    seconds = max(4.0, options.seconds / (4 if options.quick else 1))
+    results = Results("shares", options.out, list(CASES), MODES)
+
+    plain = Mode("alone", logs)
+    calibrated = run(plain, [BATCH], ["--kernel-us", str(KERNEL_US)], seconds)[0]
+    work = ["--iterations", str(calibrated["iterations"])]
+
+    for name in options.modes:
+        with results.cell(name), common.mode(name, logs) as mode:
+            if name == "alone":
+                for case in options.cases:
+                    if CASES[case][0].periodic:
+                        with results.cell(f"{case} / {name}"):
+                            results.add(case, name, latency(run(plain, CASES[case][:1], work, seconds)[0]))
+                continue
+            # Alone is measured anew in every mode, so that drift does not count.
+            solo = run(plain, [BATCH], work, seconds / 2)[0]["rate"]
+            for case in options.cases:
+                with results.cell(f"{case} / {name}"):
+                    found = run(mode, CASES[case], work, seconds)
+                    results.add(case, name, evaluate(CASES[case], found, solo))
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

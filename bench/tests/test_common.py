@@ -1,0 +1,232 @@
+"""Statistics, the results file, and the handling of modes and worker processes, without a GPU."""
+
+import contextlib
+import io
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import common
+
+CHILD = """
+import json, sys, time
+print(json.dumps({"ready": True}), flush=True)
+for line in sys.stdin:
+    order = json.loads(line)
+    if order["op"] == "die": sys.exit("of natural causes")
+    if order["op"] == "hang": time.sleep(3600)
+    if order["op"] == "fail": print(json.dumps({"error": "no luck"}), flush=True)
+    if order["op"] == "echo": print(json.dumps({"got": order}), flush=True)
+"""
+
+
+class Quiet(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        silence = contextlib.redirect_stderr(io.StringIO())
+        self.stderr = silence.__enter__()
+        self.addCleanup(silence.__exit__, None, None, None)
+
+
+class Statistics(unittest.TestCase):
+    def test_quantile_is_a_value_that_occurred(self) -> None:
+        values = [float(it) for it in range(1, 1001)]
+        self.assertEqual(common.quantile(values, 0.5), 500)
+        self.assertEqual(common.quantile(values, 0.99), 990)
+        self.assertEqual(common.quantile(values, 0.999), 999)
+        self.assertEqual(common.quantile(values, 1), 1000)
+        self.assertEqual(common.quantile([7.0], 0.5), 7)
+        self.assertEqual(common.quantile([3.0, 1.0, 2.0], 0), 1)
+
+    def test_nothing_measured_is_an_error_and_not_a_zero(self) -> None:
+        with self.assertRaises(common.BenchError):
+            common.latency_values([])
+
+    def test_pauses_repeat_and_stay_in_bounds(self) -> None:
+        pauses = common.pauses(0.005, 0.02, 10, seed=3)
+        self.assertEqual(pauses, common.pauses(0.005, 0.02, 10, seed=3))
+        self.assertNotEqual(pauses, common.pauses(0.005, 0.02, 10, seed=4))
+        self.assertTrue(all(0.005 <= pause <= 0.02 for pause in pauses))
+        self.assertGreaterEqual(sum(pauses), 10)
+
+
+class ResultsFile(Quiet):
+    def make(self) -> common.Results:
+        with mock.patch.object(common, "device_and_driver", return_value=("NVIDIA H100 80GB HBM3", "580.1")):
+            return common.Results("try", self.folder, ["b", "a"], ["alone", "gpumux"])
+
+    def test_file_is_complete_after_every_row_and_in_order(self) -> None:
+        results = self.make()
+        self.assertEqual(results.path.name, "try-h100-80gb-hbm3.json")
+        results.add("a", "gpumux", {"latency_p50_ms": 1.23456789})
+        results.add("a", "alone", {"latency_p50_ms": 1.0})
+        results.add("b", "alone", {"latency_p50_ms": 2.0})
+        results.add("a", "alone", {"latency_p50_ms": 3.0})
+        data = json.loads(results.path.read_text())
+        common.check_results(data)
+        rows = [(row["case"], row["mode"], row["values"]["latency_p50_ms"]) for row in data["rows"]]
+        self.assertEqual(rows, [("b", "alone", 2.0), ("a", "alone", 3.0), ("a", "gpumux", 1.23457)])
+
+    def test_a_failing_cell_is_told_and_the_rest_goes_on(self) -> None:
+        results = self.make()
+        with results.cell("a / alone"):
+            raise common.BenchError("it broke")
+        results.add("b", "alone", {"wall_s": 1.0})
+        self.assertEqual(results.finish(), 1)
+        self.assertIn("it broke", self.stderr.getvalue())
+
+    def test_an_interrupt_is_no_failing_cell(self) -> None:
+        with self.assertRaises(KeyboardInterrupt), self.make().cell("a"):
+            raise KeyboardInterrupt
+
+    def test_wrong_shapes_are_refused(self) -> None:
+        good = {key: "" for key in ("bench", "device", "driver", "date", "commit", "command")}
+        row = {"case": "a", "mode": "alone", "values": {"x_ms": 1}}
+        common.check_results(good | {"rows": [row]})
+        for wrong in (
+            good,
+            good | {"rows": [], "more": ""},
+            good | {"rows": [row | {"note": ""}]},
+            good | {"rows": [row | {"values": {}}]},
+            good | {"rows": [row | {"values": {"x_ms": "1"}}]},
+            good | {"rows": [row | {"values": {"x_ms": float("nan")}}]},
+            good | {"rows": [], "driver": 580},
+        ):
+            with self.assertRaises(common.BenchError, msg=str(wrong)):
+                common.check_results(wrong)
+
+    def test_command_does_not_tell_where_files_were(self) -> None:
+        shown = common.shown_command(
+            ["/x/bench/preempt.py", "--out", "/y", "--workloads", "/z/shapes", "--logs=/w", "--quick"]
+        )
+        self.assertEqual(shown, "python3 bench/preempt.py --workloads shapes --quick")
+
+    def test_committed_results_have_the_shape(self) -> None:
+        for path in (common.BENCH / "results").glob("*.json"):
+            with self.subTest(path.name):
+                data = json.loads(path.read_text())
+                common.check_results(data)
+                self.assertTrue(path.name.startswith(data["bench"] + "-"))
+
+
+class WithWorker(Quiet):
+    def worker(self, klass: str | None = None, mode: common.Mode | None = None) -> common.Worker:
+        worker = common.Worker(
+            "child", [], mode or common.Mode("alone", self.folder), klass, [sys.executable, "-c", CHILD]
+        )
+        self.addCleanup(worker.process.stdout.close)
+        self.addCleanup(worker.close)
+        self.assertEqual(worker.reply(60), {"ready": True})
+        return worker
+
+
+class Workers(WithWorker):
+    def test_orders_are_answered_until_the_end(self) -> None:
+        worker = self.worker()
+        worker.send(op="echo", start=1.5)
+        self.assertEqual(worker.reply(60), {"got": {"op": "echo", "start": 1.5}})
+        worker.send(op="fail")
+        with self.assertRaisesRegex(common.BenchError, "no luck"):
+            worker.reply(60)
+        worker.close()
+        self.assertIsNotNone(worker.process.poll())
+
+    def test_a_dead_worker_is_noticed_with_its_last_words(self) -> None:
+        worker = self.worker()
+        worker.send(op="die")
+        with self.assertRaisesRegex(common.BenchError, "of natural causes"):
+            worker.reply(60)
+        with self.assertRaises(common.BenchError):
+            worker.send(op="echo")
+
+    def test_a_hanging_worker_is_given_up_and_ended(self) -> None:
+        worker = self.worker()
+        worker.send(op="hang")
+        with self.assertRaisesRegex(common.BenchError, "no answer"):
+            worker.reply(0.05)
+        self.assertEqual(worker.process.wait(60), -signal.SIGTERM)
+
+    def test_a_crew_has_exactly_who_is_wanted(self) -> None:
+        original = common.Worker
+
+        def fake(name: str, arguments: list[str], mode: common.Mode, klass: str) -> common.Worker:
+            worker = original(name, arguments, mode, klass, [sys.executable, "-c", CHILD])
+            self.addCleanup(worker.process.stdout.close)
+            return worker
+
+        with mock.patch.object(common, "Worker", fake), common.Crew(common.Mode("alone", self.folder)) as crew:
+            crew.have({"a": ([], "latency"), "b": ([], "batch")})
+            pid = crew.workers["a"].process.pid
+            crew.have({"a": ([], "latency")})
+            self.assertEqual([*crew.workers], ["a"])
+            self.assertEqual(crew.workers["a"].process.pid, pid)
+            before = time.monotonic()
+            got = crew.measure(2.0, {"a": {"op": "echo"}})["a"]["got"]
+            self.assertAlmostEqual(got["stop"] - got["start"], 2.0)
+            self.assertGreater(got["start"], before)
+            with self.assertRaises(common.BenchError):
+                crew.measure(1.0, {"b": {"op": "echo"}})
+            with self.assertRaises(common.BenchError):
+                crew.measure(1.0, {"a": {"op": "die"}})
+            crew.have({"a": ([], "latency")})
+            self.assertNotEqual(crew.workers["a"].process.pid, pid)
+        with self.assertRaises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+FAKE_GPUMUX = """#!{python}
+import json, os, socket, sys
+words, folder = sys.argv[1:], os.environ["GPUMUX_RUNTIME_DIR"]
+if words[0] == "daemon":
+    if "--policy" in words: sys.exit("unknown policy")
+    api = socket.socket(socket.AF_UNIX)
+    api.bind(folder + "/api.sock")
+    api.listen()
+    while True: api.accept()[0].close()
+if words[0] == "run":
+    name = words[words.index("--name") + 1]
+    open(f"{{folder}}/tenant-{{name}}-{{words[words.index('--class') + 1]}}", "w").close()
+    program = words[words.index("--") + 1 :]
+    os.execv(program[0], program)
+if words[0] == "ps":
+    names = [it.split("-", 1)[1].rpartition("-")[0] for it in os.listdir(folder) if it.startswith("tenant")]
+    print(json.dumps({{"tenants": [{{"name": name, "domains": [{{}}]}} for name in names]}}))
+"""
+
+
+class GpumuxMode(WithWorker):
+    def setUp(self) -> None:
+        super().setUp()
+        binary = self.folder / "gpumux"
+        binary.write_text(FAKE_GPUMUX.format(python=sys.executable))
+        binary.chmod(0o755)
+        patch = mock.patch.dict(os.environ, {"GPUMUX": str(binary)})
+        patch.__enter__()
+        self.addCleanup(patch.__exit__, None, None, None)
+
+    def test_programs_run_as_tenants_of_a_daemon_of_our_own(self) -> None:
+        with common.Gpumux("gpumux", self.folder) as mode:
+            daemon, folder = mode.daemon, mode.folder
+            self.worker("latency", mode)
+            mode.check(["child"])
+            self.assertTrue((folder / "tenant-child-1-latency").exists())
+            self.assertEqual(mode.command(["x"], "child", None)[-2:], ["--", "x"])
+        self.assertIsNotNone(daemon.poll())
+        self.assertFalse(folder.exists())
+
+    def test_a_daemon_that_does_not_start_is_an_error(self) -> None:
+        with self.assertRaisesRegex(common.BenchError, "unknown policy"):
+            with common.mode("fixed", self.folder):
+                self.fail("it started")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,192 @@
+"""A PyTorch process under measurement: a server of requests, or a training job.
+
+It prepares itself, prints one line of JSON when it is warm, and then takes orders as lines of JSON on its
+standard input, answering each with one line on its standard output (`common.Worker` is the other end). Times
+`start` and `stop` are CLOCK_MONOTONIC seconds, so that all workers measure the same stretch of time. All other
+output goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from typing import Any
+
+import models
+import torch
+
+WARM_UPS = 10
+
+
+def sleep_until(when: float) -> None:
+    """Sleeps until a CLOCK_MONOTONIC time."""
+    while (left := when - time.monotonic()) > 0:
+        time.sleep(left)
+
+
+class Server:
+    """One request: copy the input in, compute, copy the output out, wait for it."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        model = models.build(options.model)
+        self.forward = model.forward
+        self.host_in = model.example.pin_memory()
+        self.input = model.example.cuda()
+        self.graph = None
+        with torch.no_grad():
+            # As torch's documentation asks: warm up beside the default stream, then capture.
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                for _ in range(3):
+                    output = self.forward(self.input)
+            torch.cuda.current_stream().wait_stream(side)
+            self.host_out = torch.empty(output.shape, dtype=output.dtype).pin_memory()
+            if model.graph:
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    self.graph_output = self.forward(self.input)
+        for kind in ("graph", "eager"):
+            for _ in range(WARM_UPS):
+                self.request(kind)
+
+    def request(self, kind: str) -> None:
+        """Serves one request; `graph` where the model has one."""
+        self.input.copy_(self.host_in, non_blocking=True)
+        if kind == "graph" and self.graph:
+            self.graph.replay()
+            output = self.graph_output
+        else:
+            output = self.forward(self.input)
+        self.host_out.copy_(output, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+    def visits(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Requests of one user who pauses for given times between them, until `stop`: the latency of each."""
+        sleep_until(order["start"])
+        latencies: list[float] = []
+        for pause in order["pauses"]:
+            time.sleep(pause)
+            begin = time.monotonic()
+            if begin >= order["stop"]:
+                break
+            self.request(order["kind"])
+            latencies.append((time.monotonic() - begin) * 1e3)
+        sleep_until(order["stop"])
+        return {"latencies_ms": latencies, "seconds": order["stop"] - order["start"]}
+
+    def requests(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Requests at given times after `start`, until `stop`: the latency of each.
+
+        Latency runs from the submission, or from the arrival when the request before was still going on then.
+        `prepare_us` is spent on the CPU before the submission, as a server does to decode its input.
+        """
+        prepare = order.get("prepare_us", 0) / 1e6
+        latencies: list[float] = []
+        for arrival in order["arrivals"]:
+            due = order["start"] + arrival
+            late = time.monotonic() > due
+            sleep_until(due)
+            if time.monotonic() >= order["stop"]:
+                break
+            begin = time.monotonic()
+            while time.monotonic() - begin < prepare:
+                pass
+            begin = due + prepare if late else time.monotonic()
+            self.request(order["kind"])
+            latencies.append((time.monotonic() - begin) * 1e3)
+        sleep_until(order["stop"])
+        return {"latencies_ms": latencies, "seconds": order["stop"] - order["start"]}
+
+    def repeat(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Requests back to back from `start` to `stop`: how many, and the time they took."""
+        sleep_until(order["start"])
+        begin, calls = time.monotonic(), 0
+        while time.monotonic() < order["stop"]:
+            self.request(order["kind"])
+            calls += 1
+        return {"calls": calls, "seconds": time.monotonic() - begin}
+
+
+class Training:
+    """Training steps in bf16, each awaited, as by a program that looks at every loss."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        network = getattr(models.torchvision.models, options.model)()
+        self.network = network.cuda().to(memory_format=torch.channels_last)
+        self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01)
+        images = torch.randn(options.batch, 3, options.side, options.side)
+        self.images = images.cuda().to(memory_format=torch.channels_last)
+        self.labels = torch.randint(0, 1000, (options.batch,)).cuda()
+        for _ in range(5):
+            self.step()
+
+    def step(self) -> None:
+        """Makes one step."""
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(self.network(self.images), self.labels)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        torch.cuda.synchronize()
+
+    def steps(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Trains from before `start` to after `stop`: steps from the first to the last completion."""
+        first, count = 0.0, 0
+        while True:
+            self.step()
+            now = time.monotonic()
+            if not first:
+                first = now if now >= order["start"] else 0.0
+                continue
+            count += 1
+            if now >= order["stop"]:
+                return {"calls": count, "seconds": now - first}
+
+
+def main() -> None:
+    """Prepares, says so, and takes orders until the standard input closes."""
+    parser = argparse.ArgumentParser(description="A PyTorch process that takes orders on stdin.")
+    roles = parser.add_subparsers(dest="role", required=True)
+    serve = roles.add_parser("serve")
+    serve.add_argument("--model", choices=models.MODELS, default="resnet50")
+    train = roles.add_parser("train")
+    train.add_argument("--model", default="resnet152")
+    train.add_argument("--batch", type=int, default=128)
+    train.add_argument("--side", type=int, default=224)
+    options = parser.parse_args()
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library prints goes to the log
+
+    def answer(**values: Any) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    torch.manual_seed(1)
+    try:
+        worker = Server(options) if options.role == "serve" else Training(options)
+    except Exception as error:
+        traceback.print_exc()
+        answer(error=f"cannot prepare: {error}")
+        sys.exit(1)
+    gc.collect()
+    gc.disable()  # a collection would be measured as latency
+    answer(ready=True)
+    for line in sys.stdin:
+        order = json.loads(line)
+        try:
+            with torch.no_grad() if options.role == "serve" else torch.enable_grad():
+                answer(**getattr(worker, order["op"])(order))
+        except Exception as error:
+            traceback.print_exc()
+            answer(error=str(error))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+//! Starting `gpumux` itself in the background: in a session of its own, with a log file, and as nobody's
+//! child, so that the program that `run` turns into never meets a child it did not make.
+
+use std::{
+    ffi::{OsStr, OsString},
+    fs::OpenOptions,
+    io::Read,
+    os::{fd::OwnedFd, unix::process::CommandExt},
+    path::{Path, PathBuf},
+    process::{Command, ExitCode, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail, ensure};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, pidfd_open},
+};
+
+/// How long a background process may take to be ready.
+const READY: Duration = Duration::from_secs(10);
+
+/// Start gpumux in the background and print its pid (used by gpumux itself)
+#[derive(clap::Args)]
+pub(crate) struct Args {
+    /// Where its output goes.
+    #[arg(long)]
+    log: PathBuf,
+    /// Its arguments.
+    #[arg(last = true)]
+    args: Vec<OsString>,
+}
+
+/// The middle process: starts the real one, says its pid, and is gone.
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let log = OpenOptions::new()
+        .append(true)
+        .create(true)
+        .open(&args.log)
+        .with_context(|| format!("cannot write the log {}", args.log.display()))?;
+    let mut command = Command::new(std::env::current_exe()?);
+    command
+        .args(&args.args)
+        .stdin(Stdio::null())
+        .stdout(log.try_clone()?)
+        .stderr(log);
+    // SAFETY: between fork and exec only two system calls are made, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            // What the caller's shell left open (locks, pipes) must not stay open with us. An old
+            // kernel without this call is no reason to fail.
+            libc::syscall(
+                libc::SYS_close_range,
+                3,
+                u32::MAX,
+                libc::CLOSE_RANGE_CLOEXEC,
+            );
+            Ok(())
+        })
+    };
+    crate::output::print(&format!("{}\n", command.spawn()?.id()))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Starts `gpumux ARGS…` in the background and waits, within bounds, until `ready` says so.
+///
+/// # Errors
+/// When it ends before it is ready (with the end of its log), or is not ready in time.
+pub(crate) fn start(
+    args: &[impl AsRef<OsStr>],
+    log: &Path,
+    mut ready: impl FnMut() -> bool,
+) -> anyhow::Result<()> {
+    let mut middle = Command::new(std::env::current_exe()?)
+        .args(["background", "--log"])
+        .arg(log)
+        .arg("--")
+        .args(args)
+        // A tenant's libraries have no business in the daemon or the emulated device's server.
+        .env_remove("LD_PRELOAD")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cannot start gpumux in the background")?;
+    let mut pid = String::new();
+    if let Some(out) = &mut middle.stdout {
+        out.read_to_string(&mut pid)?;
+    }
+    ensure!(
+        middle.wait()?.success(),
+        "cannot start gpumux in the background"
+    );
+    let pid = pid
+        .trim()
+        .parse()
+        .ok()
+        .and_then(Pid::from_raw)
+        .context("no pid")?;
+    let process = pidfd_open(pid, PidfdFlags::empty()).ok();
+    let started = Instant::now();
+    while !ready() {
+        if ended(process.as_ref())? && !ready() {
+            bail!("{}", last_line(log));
+        }
+        ensure!(
+            started.elapsed() < READY,
+            "it was not ready within {READY:?}; see {}",
+            log.display()
+        );
+    }
+    Ok(())
+}
+
+/// Waits a moment for the process to end. (No pidfd: it was gone before we looked.)
+fn ended(process: Option<&OwnedFd>) -> anyhow::Result<bool> {
+    let Some(process) = process else {
+        return Ok(true);
+    };
+    let moment = Timespec {
+        tv_sec: 0,
+        tv_nsec: 2_000_000,
+    };
+    match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&moment)) {
+        Ok(events) => Ok(events > 0),
+        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// What a process that failed said last.
+fn last_line(log: &Path) -> String {
+    let text = std::fs::read_to_string(log).unwrap_or_default();
+    match text.lines().rfind(|line| !line.trim().is_empty()) {
+        Some(line) => line.trim_start_matches("gpumux: ").to_owned(),
+        None => format!("it ended at once; see {}", log.display()),
+    }
+}

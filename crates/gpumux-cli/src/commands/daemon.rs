@@ -1,0 +1,63 @@
+//! `gpumux daemon`: the daemon in the foreground.
+
+use std::{
+    io::{self, IsTerminal},
+    path::PathBuf,
+    process::ExitCode,
+};
+
+use gpumux_daemon::Config;
+use tracing_subscriber::EnvFilter;
+
+use crate::libraries;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux daemon                          of this user, in $XDG_RUNTIME_DIR/gpumux
+  sudo gpumux daemon                     of the machine, in /run/gpumux
+  gpumux daemon --config gpumux.toml --policy weighted
+  GPUMUX_LOG=debug gpumux daemon         say more
+
+SIGTERM and SIGINT end it in good order: everybody is thawed and gets back the slices that were \
+found.
+Its API speaks HTTP and JSON on the socket `api.sock` in the runtime folder:
+  curl --unix-socket $XDG_RUNTIME_DIR/gpumux/api.sock http://gpumux/openapi.json";
+
+/// Run the daemon
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Configuration file [default: /etc/gpumux/gpumux.toml for root, else $XDG_CONFIG_HOME/gpumux/gpumux.toml, where there is one]
+    #[arg(long, value_name = "FILE")]
+    config: Option<PathBuf>,
+    /// Folder of the sockets [default: GPUMUX_RUNTIME_DIR, /run/gpumux for root, else $XDG_RUNTIME_DIR/gpumux]
+    #[arg(long, value_name = "DIR")]
+    runtime_dir: Option<PathBuf>,
+    /// Scheduling policy: priority, max-min or weighted
+    #[arg(long, value_name = "NAME")]
+    policy: Option<String>,
+    /// End after so many seconds without tenants
+    #[arg(long, value_name = "SECONDS")]
+    idle_exit: Option<u64>,
+}
+
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    tracing_subscriber::fmt()
+        .with_env_filter(
+            EnvFilter::try_from_env("GPUMUX_LOG").unwrap_or_else(|_| EnvFilter::new("info")),
+        )
+        .with_writer(io::stderr)
+        .with_ansi(io::stderr().is_terminal())
+        .init();
+    let mut config = Config::load(args.config.as_deref())?;
+    config.runtime_dir = args.runtime_dir.or(config.runtime_dir);
+    config.idle_exit_s = args.idle_exit.or(config.idle_exit_s);
+    if let Some(policy) = args.policy {
+        config.policy = policy;
+    }
+    if config.emulated.is_some() && config.nvml.is_none() {
+        config.nvml = Some(libraries::find(libraries::EMULATED)?);
+    }
+    gpumux_daemon::run(config)?;
+    Ok(ExitCode::SUCCESS)
+}

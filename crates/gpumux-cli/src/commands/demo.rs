@@ -1,0 +1,434 @@
+//! `gpumux demo`: one program that answers requests and one batch job share a device; how long the requests take
+//! when they are alone, under the driver's time slicing, and under gpumux.
+//!
+//! The same programs do the same work in all three rows, one row after the other. Without a GPU the device is the
+//! emulated one, and the result says so.
+
+use std::{
+    env,
+    io::Read,
+    path::Path,
+    process::{Child, Command, ExitCode, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail, ensure};
+use gpumux_core::Class;
+use gpumux_daemon::paths;
+use indicatif::{ProgressBar, ProgressStyle};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+
+use crate::{emulated::Server, output};
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux demo                         needs no GPU
+  gpumux demo --seconds 40            longer, for steadier numbers
+  gpumux demo --json | jq '.rows[] | {mode, latency_p99_us}'
+
+Its device, daemon and programs are its own and are gone when it ends.";
+
+/// Show what gpumux does, on the GPU or without one on the emulated device
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// How long the whole may take, 10 to 600
+    #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(10..=600))]
+    seconds: u64,
+    /// Use the emulated device even where there is a GPU
+    #[arg(long)]
+    emulated: bool,
+    /// Print one JSON object: `device` (name, emulated) and `rows` (mode, latency_p50_us, latency_p99_us, batch_rate, batch_rate_alone)
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Demo {
+    device: Device,
+    rows: Vec<Row>,
+}
+
+#[derive(Serialize)]
+struct Device {
+    name: String,
+    emulated: bool,
+}
+
+#[derive(Serialize)]
+struct Row {
+    mode: &'static str,
+    latency_p50_us: f64,
+    latency_p99_us: f64,
+    /// Kernels of the batch job per second.
+    batch_rate: f64,
+    batch_rate_alone: f64,
+}
+
+/// What the demo reads from a workload's report.
+#[derive(Deserialize)]
+struct Report {
+    device: String,
+    rate: f64,
+    #[serde(default)]
+    iterations: u32,
+    #[serde(default)]
+    p50_us: f64,
+    #[serde(default)]
+    p99_us: f64,
+}
+
+/// The two programs: requests of a few kernels, and long kernels without end that fill the device.
+struct Work {
+    /// One of a request's kernels, in µs. Requests are long enough that a busy machine's own delays count little.
+    request_kernel_us: u32,
+    /// Kernels in a request.
+    request_kernels: u32,
+    /// Time between requests in µs.
+    period_us: u32,
+    /// One of the batch job's kernels in µs.
+    batch_kernel_us: u32,
+}
+
+const WORK: Work = Work {
+    request_kernel_us: 500,
+    request_kernels: 10,
+    period_us: 15_000,
+    batch_kernel_us: 15_000,
+};
+
+/// A workload may take so much longer than asked: making contexts, measuring its kernel.
+const SLACK: Duration = Duration::from_secs(30);
+/// How long what we started may take to be ready or to end.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let emulated = args.emulated
+        || Server::here().is_some()
+        || !gpumux_cuda::Device::count().is_ok_and(|count| count > 0);
+    let bar = progress(args.seconds);
+    let demo = play(args.seconds, emulated, &bar);
+    bar.finish_and_clear();
+    let demo = demo?;
+    match args.json {
+        true => output::json(&demo)?,
+        false => output::print(&text(&demo))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn progress(seconds: u64) -> ProgressBar {
+    if !output::watched() {
+        return ProgressBar::hidden();
+    }
+    let style = ProgressStyle::with_template("{bar:30} {msg}").expect("a template");
+    let bar = ProgressBar::new(seconds * 1000).with_style(style);
+    bar.enable_steady_tick(Duration::from_millis(200));
+    bar
+}
+
+fn play(seconds: u64, emulated: bool, bar: &ProgressBar) -> anyhow::Result<Demo> {
+    // Three long measurements, one half as long, and what starting everything takes.
+    let long = (seconds as f64 - 4.0) / 3.5;
+    let stage = Stage::set(emulated)?;
+    let mut done = 0.0;
+    let mut next = |share: f64, message: &'static str| {
+        bar.set_message(message);
+        bar.set_position((done * 1000.0) as u64);
+        done += share;
+    };
+
+    next(2.0, "measuring the kernels");
+    let latency = stage.calibrate(&Program::Latency)?;
+    let batch = stage.calibrate(&Program::Batch)?;
+    let device = Device {
+        name: latency.device,
+        emulated,
+    };
+    let (latency, batch) = (latency.iterations, batch.iterations);
+    next(long, "requests alone");
+    let alone = stage
+        .start(None, &Program::Latency, latency, long, 1)?
+        .finish()?;
+    next(long / 2.0, "batch job alone");
+    let batch_alone = stage
+        .start(None, &Program::Batch, batch, long / 2.0, 1)?
+        .finish()?;
+    next(long, "together, the driver's time slicing");
+    let sliced = stage.pair(false, latency, batch, long)?;
+    next(long, "together, under gpumux");
+    let managed = {
+        let _daemon = stage.start_daemon()?;
+        stage.pair(true, latency, batch, long)?
+    };
+
+    let row = |mode, latency: &Report, batch: &Report| Row {
+        mode,
+        latency_p50_us: latency.p50_us,
+        latency_p99_us: latency.p99_us,
+        batch_rate: batch.rate,
+        batch_rate_alone: batch_alone.rate,
+    };
+    let rows = vec![
+        row("alone", &alone, &batch_alone),
+        row("time-slicing", &sliced.0, &sliced.1),
+        row("gpumux", &managed.0, &managed.1),
+    ];
+    Ok(Demo { device, rows })
+}
+
+/// Which of the two programs.
+enum Program {
+    Latency,
+    Batch,
+}
+
+impl Program {
+    fn class(&self) -> Class {
+        match self {
+            Self::Latency => Class::Latency,
+            Self::Batch => Class::Batch,
+        }
+    }
+
+    fn arguments(&self) -> Vec<String> {
+        let line = match self {
+            Self::Latency => format!(
+                "latency --kernels {} --period-us {} --jitter 0.5",
+                WORK.request_kernels, WORK.period_us
+            ),
+            Self::Batch => "batch --in-flight 2".to_owned(),
+        };
+        line.split(' ').map(str::to_owned).collect()
+    }
+
+    fn kernel_us(&self) -> u32 {
+        match self {
+            Self::Latency => WORK.request_kernel_us,
+            Self::Batch => WORK.batch_kernel_us,
+        }
+    }
+}
+
+/// A folder, and the emulated device in it if that is what is used.
+struct Stage {
+    dir: tempfile::TempDir,
+    device: Option<Server>,
+}
+
+impl Stage {
+    fn set(emulated: bool) -> anyhow::Result<Self> {
+        let dir = tempfile::Builder::new().prefix("gpumux-demo-").tempdir()?;
+        let device = match (emulated, Server::here()) {
+            (false, _) => None,
+            (true, Some(server)) => Some(server),
+            (true, None) => Some(Server::start(dir.path(), Vec::new())?),
+        };
+        Ok(Self { dir, device })
+    }
+
+    /// `gpumux` with this stage's device as its GPU.
+    fn gpumux(&self) -> anyhow::Result<Command> {
+        let mut command = Command::new(env::current_exe()?);
+        command
+            .env("GPUMUX_RUNTIME_DIR", self.dir.path())
+            .stdin(Stdio::null());
+        if let Some(device) = &self.device {
+            device.enter(&mut command)?;
+        }
+        Ok(command)
+    }
+
+    fn start_daemon(&self) -> anyhow::Result<Background> {
+        let mut command = self.gpumux()?;
+        // The limit is for the case that the demo is killed.
+        command
+            .args(["daemon", "--idle-exit", "60"])
+            .env("GPUMUX_LOG", "warn");
+        let mut daemon = Background::start(command)?;
+        daemon.wait_for(&paths::api_socket(self.dir.path()))?;
+        Ok(daemon)
+    }
+
+    fn calibrate(&self, program: &Program) -> anyhow::Result<Report> {
+        let mut command = self.gpumux()?;
+        command
+            .args(["workload", "--json"])
+            .args(program.arguments());
+        command.args([
+            "--calibrate",
+            "--kernel-us",
+            &program.kernel_us().to_string(),
+        ]);
+        Background::start(command)?.report(SLACK)
+    }
+
+    /// Starts one program, which begins when `together` of them are ready.
+    fn start(
+        &self,
+        class: Option<Class>,
+        program: &Program,
+        iterations: u32,
+        seconds: f64,
+        together: u32,
+    ) -> anyhow::Result<Running> {
+        let mut command = self.gpumux()?;
+        if let Some(class) = class {
+            command.args(["run", "--strict", "--class", class.name(), "--"]);
+            command.arg(env::current_exe()?);
+        }
+        command
+            .args(["workload", "--json"])
+            .args(program.arguments());
+        command.args(["--iterations", &iterations.to_string()]);
+        command.args(["--seconds", &seconds.to_string()]);
+        if together > 1 {
+            let mode = class.map_or("time-slicing", |_| "gpumux");
+            let barrier = self.dir.path().join(mode);
+            command.args(["--barrier", &format!("{together}:{}", barrier.display())]);
+        }
+        let limit = Duration::from_secs_f64(seconds) + SLACK;
+        Ok(Running {
+            process: Background::start(command)?,
+            limit,
+        })
+    }
+
+    /// Both programs at once: the reports of requests and batch job.
+    fn pair(
+        &self,
+        managed: bool,
+        latency: u32,
+        batch: u32,
+        seconds: f64,
+    ) -> anyhow::Result<(Report, Report)> {
+        let start = |program: Program, iterations| {
+            let class = managed.then(|| program.class());
+            self.start(class, &program, iterations, seconds, 2)
+        };
+        let latency = start(Program::Latency, latency)?;
+        let batch = start(Program::Batch, batch)?;
+        Ok((latency.finish()?, batch.finish()?))
+    }
+}
+
+/// A workload that will end by itself.
+struct Running {
+    process: Background,
+    limit: Duration,
+}
+
+impl Running {
+    fn finish(self) -> anyhow::Result<Report> {
+        self.process.report(self.limit)
+    }
+}
+
+/// A process that is gone when this is dropped.
+struct Background(Child);
+
+impl Background {
+    fn start(mut command: Command) -> anyhow::Result<Self> {
+        let child = command
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn();
+        Ok(Self(child.context("cannot start gpumux")?))
+    }
+
+    fn wait_for(&mut self, socket: &Path) -> anyhow::Result<()> {
+        let started = Instant::now();
+        while std::os::unix::net::UnixStream::connect(socket).is_err() {
+            if self.0.try_wait()?.is_some() {
+                bail!("it ended: {}", self.errors());
+            }
+            ensure!(
+                started.elapsed() < PATIENCE,
+                "it was not ready within {PATIENCE:?}"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        Ok(())
+    }
+
+    /// Waits for its end and reads its report. (The report fits into the pipe.)
+    fn report(mut self, limit: Duration) -> anyhow::Result<Report> {
+        let started = Instant::now();
+        let status = loop {
+            if let Some(status) = self.0.try_wait()? {
+                break status;
+            }
+            ensure!(
+                started.elapsed() < limit,
+                "a workload did not end within {limit:?}"
+            );
+            std::thread::sleep(Duration::from_millis(5));
+        };
+        let mut text = String::new();
+        if let Some(out) = &mut self.0.stdout {
+            out.read_to_string(&mut text)?;
+        }
+        if !status.success() {
+            bail!(
+                "a workload failed ({status}): {}{}",
+                self.errors(),
+                text.trim()
+            );
+        }
+        serde_json::from_str(&text).with_context(|| format!("a workload's report: {text}"))
+    }
+
+    fn errors(&mut self) -> String {
+        let mut text = String::new();
+        if let Some(err) = &mut self.0.stderr {
+            let _ = err.read_to_string(&mut text);
+        }
+        text
+    }
+}
+
+impl Drop for Background {
+    fn drop(&mut self) {
+        if matches!(self.0.try_wait(), Ok(Some(_))) {
+            return;
+        }
+        // In good order if it can: the daemon thaws everybody.
+        let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
+        let asked = Instant::now();
+        while matches!(self.0.try_wait(), Ok(None)) && asked.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+fn text(demo: &Demo) -> String {
+    let Device { name, emulated } = &demo.device;
+    let head = ["", "p50", "p99", "p99 / alone", "batch job"];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    let alone = demo.rows[0].latency_p99_us;
+    for row in &demo.rows {
+        rows.push(vec![
+            row.mode.to_owned(),
+            format!("{:.2} ms", row.latency_p50_us / 1e3),
+            format!("{:.2} ms", row.latency_p99_us / 1e3),
+            format!("{:.2}", row.latency_p99_us / alone),
+            format!("{:.0}%", 100.0 * row.batch_rate / row.batch_rate_alone),
+        ]);
+    }
+    format!(
+        "{name}{}\n\
+         Requests of {} ms of work every {} ms, beside a batch job of {} ms kernels that never stops:\n\n{}",
+        if *emulated {
+            " (the emulated device; its figures come from a model)"
+        } else {
+            ""
+        },
+        WORK.request_kernel_us * WORK.request_kernels / 1000,
+        WORK.period_us / 1000,
+        WORK.batch_kernel_us / 1000,
+        output::table(&rows)
+    )
+}

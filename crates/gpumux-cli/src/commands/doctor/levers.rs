@@ -1,0 +1,295 @@
+//! Pulls every lever on a program of our own.
+//!
+//! The program runs under the shim like any tenant, but its session socket is ours: we take
+//! its control file as a daemon would, and watch from its output whether it makes progress.
+
+use std::{
+    io::{BufRead, BufReader},
+    os::fd::{AsFd, OwnedFd},
+    process::{Child, Command, Stdio},
+    sync::mpsc::{Receiver, channel},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail};
+use gpumux_rm::{
+    Group, Interleave, LeverError, Levers, PreemptionMode, RmLevers, RmStatus,
+    emulated::EmulatedFile, layout::engine, real::DeviceFile,
+};
+use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    net::{RecvFlags, SendFlags},
+};
+use serde::Serialize;
+
+use crate::libraries;
+
+/// The levers without which gpumux cannot schedule.
+pub(super) const NEEDED: [&str; 3] = ["timeslice", "freeze", "thaw"];
+
+/// How long the program may take to make its context, on a machine whose driver sleeps.
+const START: Duration = Duration::from_secs(20);
+/// How long a thawed program may take to make progress.
+const PROGRESS: Duration = Duration::from_secs(3);
+/// What may still come out after a freeze: kernels that were done before it.
+const SETTLE: Duration = Duration::from_millis(100);
+/// How long a frozen program is watched: many of its kernels.
+const STILL: Duration = Duration::from_millis(400);
+
+/// What one lever did.
+#[derive(Serialize)]
+pub(super) struct Lever {
+    pub(super) name: &'static str,
+    pub(super) works: bool,
+    pub(super) reason: String,
+}
+
+impl Lever {
+    fn new(name: &'static str, outcome: Result<String, String>) -> Self {
+        let works = outcome.is_ok();
+        let reason = outcome.unwrap_or_else(|why| why);
+        Self {
+            name,
+            works,
+            reason,
+        }
+    }
+}
+
+/// All levers on the device with this ordinal.
+pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Lever> {
+    match Scratch::start(device, emulated) {
+        Ok(scratch) => scratch.try_all(),
+        Err(error) => NEEDED
+            .into_iter()
+            .map(|name| Lever::new(name, Err(format!("not tried: {error:#}"))))
+            .collect(),
+    }
+}
+
+/// The program, its levers, and a line for each kernel it finished.
+struct Scratch {
+    levers: Box<dyn Levers>,
+    kernels: Receiver<String>,
+    // In this order: while the program lives, its shim would miss a daemon that is gone.
+    _program: Program,
+    _session: OwnedFd,
+    _dir: tempfile::TempDir,
+}
+
+/// A process that is gone when this is dropped.
+struct Program(Child);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+impl Scratch {
+    fn start(device: u32, emulated: bool) -> anyhow::Result<Self> {
+        let shim = libraries::find(libraries::SHIM)?;
+        let dir = tempfile::Builder::new()
+            .prefix("gpumux-doctor-")
+            .tempdir()?;
+        let path = dir.path().join("session.sock");
+        let listener = socket::listen(&path, 1)?;
+        let mut program = Command::new(std::env::current_exe()?)
+            .args(["scratch", "--device", &device.to_string()])
+            .env("LD_PRELOAD", libraries::first("LD_PRELOAD", &shim))
+            .env("GPUMUX_SOCKET", &path)
+            .env_remove("GPUMUX_TENANT")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::inherit())
+            .spawn()
+            .context("cannot start a program to try the levers on")?;
+        let out = program.stdout.take().context("its output is piped")?;
+        let (send, kernels) = channel();
+        std::thread::spawn(move || {
+            let lines = BufReader::new(out).lines().map_while(Result::ok);
+            for line in lines {
+                if send.send(line).is_err() {
+                    break;
+                }
+            }
+        });
+        let program = Program(program);
+        let (session, levers) = receive(&listener, emulated)?;
+        Ok(Self {
+            levers,
+            kernels,
+            _program: program,
+            _session: session,
+            _dir: dir,
+        })
+    }
+
+    fn try_all(self) -> Vec<Lever> {
+        let freeze = self.freeze();
+        let thaw = match &freeze {
+            Ok(_) => self.thaw(),
+            Err(_) => Err("not tried, because freezing does not work".into()),
+        };
+        vec![
+            Lever::new("timeslice", self.timeslice()),
+            Lever::new("freeze", freeze),
+            Lever::new("thaw", thaw),
+            Lever::new("preemption mode", self.preemption_mode()),
+            Lever::new("interleave", self.interleave()),
+        ]
+    }
+
+    fn timeslice(&self) -> Result<String, String> {
+        let levers = &self.levers;
+        let found = levers.timeslice().map_err(why)?;
+        for slice in [1, 1_000_000, found] {
+            let started = Instant::now();
+            levers.set_timeslice(slice).map_err(why)?;
+            let took = started.elapsed().as_micros();
+            let read = levers.timeslice().map_err(why)?;
+            if read != slice {
+                return Err(format!("{slice} µs were set, {read} µs were read back"));
+            }
+            if slice == found {
+                return Ok(format!(
+                    "set and read back 1 µs, 1 s and {found} µs; {took} µs a call"
+                ));
+            }
+        }
+        unreachable!("the last slice is `found`")
+    }
+
+    fn freeze(&self) -> Result<String, String> {
+        self.progress()
+            .map_err(|_| "the program makes no progress by itself".to_owned())?;
+        let started = Instant::now();
+        self.levers.freeze().map_err(why)?;
+        let took = started.elapsed().as_micros();
+        std::thread::sleep(SETTLE);
+        while self.kernels.try_recv().is_ok() {}
+        match self.kernels.recv_timeout(STILL) {
+            Ok(_) => {
+                self.levers.thaw().map_err(why)?;
+                Err("the driver accepts it, but the program goes on".into())
+            }
+            Err(_) => Ok(format!("a running program stands still; {took} µs")),
+        }
+    }
+
+    fn thaw(&self) -> Result<String, String> {
+        let started = Instant::now();
+        self.levers.thaw().map_err(why)?;
+        let took = started.elapsed().as_micros();
+        self.progress()?;
+        Ok(format!("it runs again; {took} µs"))
+    }
+
+    fn progress(&self) -> Result<(), String> {
+        let line = self.kernels.recv_timeout(PROGRESS);
+        line.map(drop)
+            .map_err(|_| format!("it made no progress within {PROGRESS:?}"))
+    }
+
+    fn preemption_mode(&self) -> Result<String, String> {
+        for mode in [PreemptionMode::ThreadBlock, PreemptionMode::Instruction] {
+            self.levers.set_preemption_mode(mode).map_err(why)?;
+        }
+        Ok("thread block and instruction were accepted".into())
+    }
+
+    fn interleave(&self) -> Result<String, String> {
+        for level in [Interleave::High, Interleave::Medium] {
+            self.levers
+                .set_interleave(level)
+                .map_err(|error| match error.status() {
+                    Some(RmStatus::INSUFFICIENT_PERMISSIONS) => {
+                        format!("{error}: it needs CAP_SYS_NICE, and gpumux does without it")
+                    }
+                    _ => why(error),
+                })?;
+        }
+        Ok("high and medium were accepted".into())
+    }
+}
+
+fn why(error: LeverError) -> String {
+    error.to_string()
+}
+
+/// Plays the daemon until the program's compute group is known.
+fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<dyn Levers>)> {
+    let deadline = Instant::now() + START;
+    wait(listener, deadline)?;
+    let session = rustix::net::accept(listener)?;
+    loop {
+        wait(&session, deadline)?;
+        let Some((message, file)) = socket::recv::<Shim>(&session, RecvFlags::empty())? else {
+            bail!("the program ended before it had a context");
+        };
+        match (message, file) {
+            (
+                Shim::Hello {
+                    protocol: PROTOCOL, ..
+                },
+                _,
+            ) => {
+                let welcome = Daemon::Welcome {
+                    protocol: PROTOCOL,
+                    tenant: "doctor".into(),
+                };
+                socket::send(&session, &welcome, None, SendFlags::empty())?;
+            }
+            (
+                Shim::Hello {
+                    protocol, version, ..
+                },
+                _,
+            ) => bail!(
+                "libgpumux.so is version {version} with protocol {protocol}, not {PROTOCOL}: install one that fits"
+            ),
+            (
+                Shim::Group {
+                    engine: engine::GR0,
+                    client,
+                    subdevice,
+                    group,
+                    channels,
+                    ..
+                },
+                Some(file),
+            ) => {
+                let group = Group {
+                    client,
+                    subdevice,
+                    group,
+                    channels,
+                };
+                let levers: Box<dyn Levers> = match emulated {
+                    true => Box::new(RmLevers::new(EmulatedFile::new(file)?, group)),
+                    false => Box::new(RmLevers::new(DeviceFile::new(file)?, group)),
+                };
+                return Ok((session, levers));
+            }
+            _ => {}
+        }
+    }
+}
+
+fn wait(fd: impl AsFd, deadline: Instant) -> anyhow::Result<()> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    let left = Timespec {
+        tv_sec: left.as_secs() as i64,
+        tv_nsec: left.subsec_nanos().into(),
+    };
+    match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&left)) {
+        Ok(0) => bail!(
+            "no context was seen within {START:?}: either the program cannot make one, or the driver's calls are not understood"
+        ),
+        Ok(_) => Ok(()),
+        Err(rustix::io::Errno::INTR) => wait(fd, deadline),
+        Err(error) => Err(error.into()),
+    }
+}

@@ -1,0 +1,279 @@
+//! `gpumux doctor`: what of gpumux works on this machine, and why the rest does not.
+
+mod levers;
+pub(crate) mod scratch;
+
+use std::{fs, process::ExitCode};
+
+use gpumux_cuda::Device;
+use gpumux_daemon::{client::ClientError, paths};
+use serde::Serialize;
+
+use super::client;
+use crate::{emulated::Server, libraries, output};
+use levers::Lever;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux doctor
+  gpumux doctor --json | jq '.devices[].levers[] | select(.works | not)'
+  gpumux emu -- gpumux doctor       the same on the emulated device
+
+On each device it starts a program of its own for a few seconds and pulls every lever on it. \
+No other program is touched.
+
+Exit codes:
+  0    timeslice, freeze and thaw work on every device
+  1    they do not, or there is no device";
+
+/// Say which levers work on each device, and why not
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Print JSON: driver, libraries, daemon, and per device the levers with `works` and `reason`
+    #[arg(long)]
+    json: bool,
+}
+
+/// What was found.
+#[derive(Serialize)]
+struct Report {
+    driver: Driver,
+    libraries: Vec<Finding>,
+    daemon: Finding,
+    devices: Vec<Examined>,
+    /// Why there is no device, if there is none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    problem: Option<String>,
+}
+
+/// The kernel's driver.
+#[derive(Debug, PartialEq, Serialize)]
+struct Driver {
+    version: Option<String>,
+    /// `open`, `closed`, `emulated` or `none`.
+    module: &'static str,
+    /// What this means for gpumux, where it is not simply fine.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    note: Option<String>,
+}
+
+/// One thing that is there or not.
+#[derive(Serialize)]
+struct Finding {
+    name: &'static str,
+    works: bool,
+    reason: String,
+}
+
+/// One device with what its levers did.
+#[derive(Serialize)]
+struct Examined {
+    index: u32,
+    name: String,
+    uuid: String,
+    emulated: bool,
+    levers: Vec<Lever>,
+}
+
+impl Examined {
+    fn usable(&self) -> bool {
+        let works = |name| {
+            self.levers
+                .iter()
+                .any(|lever| lever.name == name && lever.works)
+        };
+        levers::NEEDED.into_iter().all(works)
+    }
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let emulated = Server::here().is_some();
+    let (devices, problem) = match examine(emulated) {
+        Ok(devices) => (devices, None),
+        Err(error) => (Vec::new(), Some(error.to_string())),
+    };
+    let report = Report {
+        driver: driver(emulated),
+        libraries: [libraries::SHIM, libraries::EMULATED].map(library).into(),
+        daemon: daemon(),
+        devices,
+        problem,
+    };
+    match args.json {
+        true => output::json(&report)?,
+        false => output::print(&text(&report))?,
+    }
+    let healthy = !report.devices.is_empty() && report.devices.iter().all(Examined::usable);
+    Ok(ExitCode::from(u8::from(!healthy)))
+}
+
+fn examine(emulated: bool) -> Result<Vec<Examined>, gpumux_cuda::Error> {
+    let mut devices = Vec::new();
+    for index in 0..Device::count()? as u32 {
+        let device = Device::get(index)?;
+        devices.push(Examined {
+            index,
+            name: device.name()?,
+            uuid: device.uuid()?,
+            emulated,
+            levers: levers::try_all(index, emulated),
+        });
+    }
+    Ok(devices)
+}
+
+fn driver(emulated: bool) -> Driver {
+    if emulated {
+        return Driver {
+            version: None,
+            module: "emulated",
+            note: None,
+        };
+    }
+    match fs::read_to_string("/proc/driver/nvidia/version") {
+        Ok(text) => driver_from(&text),
+        Err(_) => Driver {
+            version: None,
+            module: "none",
+            note: Some("no NVIDIA kernel driver is loaded".into()),
+        },
+    }
+}
+
+/// From the first line of `/proc/driver/nvidia/version`, which names the open module as such and then the
+/// version.
+fn driver_from(text: &str) -> Driver {
+    let line = text.lines().next().unwrap_or_default();
+    let version = line
+        .split_whitespace()
+        .find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'));
+    let branch = version
+        .and_then(|version| version.split('.').next())
+        .unwrap_or_default();
+    let open = line.contains("Open Kernel Module");
+    let known = gpumux_rm::layout::BRANCHES;
+    let note = if !open {
+        Some("gpumux was only measured with the open kernel module".to_owned())
+    } else if !known.contains(&branch) {
+        Some(format!(
+            "gpumux knows the branches {}; levers may not work",
+            known.join(", ")
+        ))
+    } else {
+        None
+    };
+    Driver {
+        version: version.map(str::to_owned),
+        module: if open { "open" } else { "closed" },
+        note,
+    }
+}
+
+fn library(name: &'static str) -> Finding {
+    match libraries::find(name) {
+        Ok(path) => Finding {
+            name,
+            works: true,
+            reason: path.display().to_string(),
+        },
+        Err(error) => Finding {
+            name,
+            works: false,
+            reason: error.to_string(),
+        },
+    }
+}
+
+fn daemon() -> Finding {
+    let finding = |works, reason| Finding {
+        name: "daemon",
+        works,
+        reason,
+    };
+    match client::block(async |client| client.status().await) {
+        Ok(status) => finding(
+            true,
+            format!(
+                "version {} runs in {}",
+                status.version,
+                paths::find().display()
+            ),
+        ),
+        Err(ClientError::NoDaemon { .. }) => {
+            finding(true, "none runs; `gpumux run` starts one".into())
+        }
+        Err(error) => finding(false, error.to_string()),
+    }
+}
+
+fn text(report: &Report) -> String {
+    let driver = &report.driver;
+    let version = driver.version.as_deref().unwrap_or_default();
+    let mut text = format!("driver  {} {version}", driver.module)
+        .trim_end()
+        .to_owned()
+        + "\n";
+    text += &driver
+        .note
+        .iter()
+        .map(|note| format!("        {note}\n"))
+        .collect::<String>();
+    for finding in report.libraries.iter().chain([&report.daemon]) {
+        let verdict = if finding.works { "ok " } else { "BAD" };
+        text += &format!("{verdict}  {}: {}\n", finding.name, finding.reason);
+    }
+    for device in &report.devices {
+        let Examined {
+            index, name, uuid, ..
+        } = device;
+        text += &format!("\ndevice {index}: {name} {uuid}\n");
+        let rows: Vec<_> = device.levers.iter().map(row).collect();
+        text += &output::table(&rows);
+    }
+    if let Some(problem) = &report.problem {
+        text += &format!("\nno device: {problem}\n");
+    }
+    text
+}
+
+fn row(lever: &Lever) -> Vec<String> {
+    let works = if lever.works {
+        "works"
+    } else {
+        "does not work"
+    };
+    vec![
+        format!("  {}", lever.name),
+        works.into(),
+        lever.reason.clone(),
+    ]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_module_is_known_by_its_own_words() {
+        let open = driver_from(
+            "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release Build  (x)\nGCC version: 12.2.0\n",
+        );
+        assert_eq!(
+            (open.module, open.version.as_deref()),
+            ("open", Some("580.159.04"))
+        );
+        assert_eq!(open.note, None);
+        let closed = driver_from(
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n",
+        );
+        assert_eq!(
+            (closed.module, closed.version.as_deref()),
+            ("closed", Some("535.129.03"))
+        );
+        assert!(closed.note.is_some());
+        let other =
+            driver_from("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  610.1  x");
+        assert!(other.note.unwrap().contains("580"));
+    }
+}

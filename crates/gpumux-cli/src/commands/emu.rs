@@ -1,0 +1,191 @@
+//! `gpumux emu`: programs on the emulated device.
+
+use std::{
+    ffi::OsString,
+    fs::{self, Permissions},
+    os::unix::fs::PermissionsExt,
+    path::PathBuf,
+    process::{Command, ExitCode},
+};
+
+use anyhow::Context;
+use gpumux_emu::Profile;
+use rustix::{
+    event::{PollFd, PollFlags, poll},
+    io::Errno,
+    process::{Pid, PidfdFlags, pidfd_open},
+};
+use tokio::{
+    signal::unix::{SignalKind, signal},
+    sync::oneshot,
+};
+
+use super::become_program;
+use crate::emulated::Server;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux emu -- ./cuda-program                 with a device of its own
+  gpumux emu --devices 2 -- gpumux doctor
+  gpumux emu -- bash                           a shell in which all programs share one device
+  gpumux emu serve --socket /tmp/emu.sock &    a device for several shells:
+  GPUMUX_EMU_SOCKET=/tmp/emu.sock gpumux emu -- ./cuda-program
+
+The device lives as long as the program. Daemon and tenants started inside are apart from those \
+of the machine (GPUMUX_RUNTIME_DIR is set to a folder of the device's own, unless it is set already).
+
+Exit codes:
+  125  the device could not be started
+  126  the program cannot be executed
+  127  the program was not found
+  else the program's own";
+
+/// Run a CUDA program on the emulated device
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES, args_conflicts_with_subcommands = true, subcommand_negates_reqs = true)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    action: Option<Action>,
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// The program and its arguments
+    #[arg(last = true, required = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+#[derive(clap::Subcommand)]
+enum Action {
+    /// The same as without `run`
+    Run(RunArgs),
+    Serve(ServeArgs),
+}
+
+#[derive(clap::Args)]
+struct RunArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// The program and its arguments
+    #[arg(last = true, required = true, value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+/// Serve an emulated device until SIGTERM or SIGINT
+#[derive(clap::Args)]
+struct ServeArgs {
+    #[command(flatten)]
+    device: DeviceArgs,
+    /// Where the programs find it (GPUMUX_EMU_SOCKET)
+    #[arg(long)]
+    socket: PathBuf,
+    /// End with this process, and remove the socket's folder
+    #[arg(long = "while", value_name = "PID", hide = true)]
+    owner: Option<i32>,
+}
+
+#[derive(clap::Args)]
+struct DeviceArgs {
+    /// Profile of the device (TOML) [default: an H100]
+    #[arg(long, value_name = "FILE")]
+    profile: Option<PathBuf>,
+    /// How many devices [default: as the profile says]
+    #[arg(long, value_name = "N")]
+    devices: Option<u32>,
+}
+
+pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    match args.action {
+        Some(Action::Serve(args)) => serve(&args),
+        Some(Action::Run(args)) => start(&args.device, &args.command),
+        None => start(&args.device, &args.command),
+    }
+}
+
+fn start(device: &DeviceArgs, command: &[OsString]) -> anyhow::Result<ExitCode> {
+    let [program, arguments @ ..] = command else {
+        anyhow::bail!("no program was named");
+    };
+    let mut program = Command::new(program);
+    program.args(arguments);
+    let server = match Server::here() {
+        Some(server) => server,
+        None => {
+            // The server removes it: this process will be the program by then.
+            let dir = tempfile::Builder::new()
+                .prefix("gpumux-emu-")
+                .tempdir()?
+                .keep();
+            if std::env::var_os("GPUMUX_RUNTIME_DIR").is_none() {
+                program.env("GPUMUX_RUNTIME_DIR", &dir);
+            }
+            Server::start(&dir, device.options())?
+        }
+    };
+    server.enter(&mut program)?;
+    Ok(become_program(program))
+}
+
+impl DeviceArgs {
+    /// The same for `emu serve`.
+    fn options(&self) -> Vec<OsString> {
+        let profile = self
+            .profile
+            .iter()
+            .flat_map(|file| ["--profile".into(), file.into()]);
+        let devices = self
+            .devices
+            .iter()
+            .flat_map(|n| ["--devices".into(), n.to_string().into()]);
+        profile.chain(devices).collect()
+    }
+}
+
+fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
+    let mut profile = match &args.device.profile {
+        Some(file) => Profile::load(file)?,
+        None => Profile::default(),
+    };
+    profile.devices = args.device.devices.unwrap_or(profile.devices);
+    let server = gpumux_emu::server::Server::bind(profile, &args.socket)?;
+    // Whoever may enter the folder may use the device, as with the files of a real one.
+    fs::set_permissions(&args.socket, Permissions::from_mode(0o666))
+        .with_context(|| format!("cannot open {} to all", args.socket.display()))?;
+    let server = server.spawn()?;
+    tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?
+        .block_on(end(args.owner))?;
+    server.stop()?;
+    if let (Some(_), Some(dir)) = (args.owner, args.socket.parent()) {
+        let _ = fs::remove_dir_all(dir);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Waits for SIGTERM, SIGINT, or the end of the process that the device is for.
+async fn end(owner: Option<i32>) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate())?;
+    let mut interrupt = signal(SignalKind::interrupt())?;
+    let (owned, gone) = oneshot::channel();
+    let _unowned = match owner {
+        Some(pid) => tell_end(pid, owned).map(|()| None)?,
+        None => Some(owned),
+    };
+    tokio::select! {
+        _ = terminate.recv() => {}
+        _ = interrupt.recv() => {}
+        _ = gone => {}
+    }
+    Ok(())
+}
+
+/// Drops `sender` when the process has ended.
+fn tell_end(pid: i32, sender: oneshot::Sender<()>) -> anyhow::Result<()> {
+    let pid = Pid::from_raw(pid).context("0 is no process")?;
+    let process = pidfd_open(pid, PidfdFlags::empty())
+        .with_context(|| format!("cannot watch process {pid}"))?;
+    std::thread::spawn(move || {
+        while poll(&mut [PollFd::new(&process, PollFlags::IN)], None) == Err(Errno::INTR) {}
+        drop(sender);
+    });
+    Ok(())
+}

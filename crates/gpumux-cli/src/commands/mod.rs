@@ -1,0 +1,38 @@
+//! The commands, one file each.
+
+pub(crate) mod completions;
+pub(crate) mod daemon;
+pub(crate) mod demo;
+pub(crate) mod doctor;
+pub(crate) mod emu;
+pub(crate) mod man;
+pub(crate) mod ps;
+pub(crate) mod run;
+pub(crate) mod set;
+pub(crate) mod sim;
+pub(crate) mod workload;
+
+mod client;
+mod spec;
+
+use std::{
+    io,
+    os::unix::process::CommandExt,
+    process::{Command, ExitCode},
+};
+
+/// Exit code of `run` and `emu` when they could not start the program for a reason of their own.
+pub(crate) const CANNOT_START: u8 = 125;
+
+/// Turns this process into the program, so that its pid, signals, terminal and exit status are the
+/// program's own. Comes back only when that failed: with 127 when there is no such program, 126 when
+/// it cannot be executed.
+pub(crate) fn become_program(mut program: Command) -> ExitCode {
+    let error = program.exec();
+    let name = program.get_program().to_string_lossy();
+    eprintln!("gpumux: cannot run {name}: {error}");
+    match error.kind() {
+        io::ErrorKind::NotFound => 127.into(),
+        _ => 126.into(),
+    }
+}

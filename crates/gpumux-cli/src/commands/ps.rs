@@ -1,0 +1,145 @@
+//! `gpumux ps`: who shares the devices, what each was promised and what it gets.
+
+use std::{
+    process::ExitCode,
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use gpumux_daemon::api::types::{Domain, Tenant, TenantState};
+use serde::Serialize;
+
+use super::client;
+use crate::output;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux ps
+  gpumux ps --json | jq '.tenants[] | {name, class, pids}'
+
+PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
+A tenant without a device has not used one yet.";
+
+/// List the tenants
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Print JSON: `tenants` with name, class, pids, devices, domains (timeslice_us, frozen, …) and since
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Listing {
+    tenants: Vec<Tenant>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let tenants = client::block(async |client| client.tenants().await)?;
+    if args.json {
+        output::json(&Listing { tenants })?;
+    } else {
+        output::print(&table(&tenants, SystemTime::now()))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// One row per tenant and domain; a tenant without domains has one row.
+fn table(tenants: &[Tenant], now: SystemTime) -> String {
+    let head = [
+        "NAME", "CLASS", "STATE", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED", "AGE",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for tenant in tenants {
+        let domains = tenant.domains.iter().map(Some);
+        let none = tenant.domains.is_empty().then_some(None);
+        for (n, domain) in domains.chain(none).enumerate() {
+            let mut row = match n {
+                0 => vec![
+                    tenant.name.clone(),
+                    tenant.class.to_string(),
+                    state(tenant.state).to_owned(),
+                    join(&tenant.pids),
+                ],
+                _ => vec![String::new(); 4],
+            };
+            row.extend(domain.map_or_else(|| vec!["-".to_owned(); 4], columns));
+            row.push(if n == 0 {
+                age(tenant.since, now)
+            } else {
+                String::new()
+            });
+            rows.push(row);
+        }
+    }
+    output::table(&rows)
+}
+
+fn columns(domain: &Domain) -> Vec<String> {
+    let slice = match domain.frozen {
+        true => "frozen".to_owned(),
+        false => format!("{} µs", domain.timeslice_us),
+    };
+    vec![
+        short(&domain.device),
+        slice,
+        share(domain.promised_share),
+        share(domain.received_share),
+    ]
+}
+
+fn state(state: TenantState) -> &'static str {
+    match state {
+        TenantState::Waiting => "waiting",
+        TenantState::Running => "running",
+        TenantState::Idle => "idle",
+        TenantState::Faulty => "FAULTY",
+    }
+}
+
+fn share(share: f64) -> String {
+    format!("{:.0}%", share * 100.0)
+}
+
+/// As much of a UUID as tells devices apart: `GPU-5efc3a7e`.
+fn short(uuid: &str) -> String {
+    uuid.match_indices('-')
+        .nth(1)
+        .map_or(uuid, |(end, _)| &uuid[..end])
+        .to_owned()
+}
+
+fn join(pids: &[u32]) -> String {
+    pids.iter()
+        .map(u32::to_string)
+        .collect::<Vec<_>>()
+        .join(",")
+}
+
+fn age(since: u64, now: SystemTime) -> String {
+    let seconds = now
+        .duration_since(UNIX_EPOCH + Duration::from_secs(since))
+        .unwrap_or_default()
+        .as_secs();
+    match seconds {
+        0..60 => format!("{seconds}s"),
+        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
+        3600..86400 => format!("{}h{:02}m", seconds / 3600, seconds % 3600 / 60),
+        _ => format!("{}d{:02}h", seconds / 86400, seconds % 86400 / 3600),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ages_and_names_are_short() {
+        let now = UNIX_EPOCH + Duration::from_secs(100_000);
+        assert_eq!(age(99_995, now), "5s");
+        assert_eq!(age(99_000, now), "16m40s");
+        assert_eq!(age(0, now), "1d03h");
+        assert_eq!(age(100_001, now), "0s", "the clock was set back");
+        assert_eq!(short("GPU-5efc3a7e-70d7-750a"), "GPU-5efc3a7e");
+        assert_eq!(short("odd"), "odd");
+    }
+}

@@ -1,0 +1,50 @@
+//! The promise of a tenant, as flags; the same for `run` and `set`.
+
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use gpumux_core::Class;
+use gpumux_daemon::api::types::{Spec, SpecChange};
+
+#[derive(clap::Args, Clone, Debug)]
+pub(crate) struct SpecArgs {
+    /// latency: takes the GPU at once when it has work; standard: a weighted share; batch: what is left
+    #[arg(long, value_parser = class())]
+    pub(crate) class: Option<Class>,
+    /// Share of each device's compute that it always gets when it wants it, 0 to 1
+    #[arg(long, value_name = "SHARE")]
+    guaranteed: Option<f64>,
+    /// Share of each device's compute that it never exceeds while others want it, 0 to 1
+    #[arg(long, value_name = "SHARE")]
+    limit: Option<f64>,
+    /// Weight among its equals when capacity is left over, 0.001 to 1000
+    #[arg(long)]
+    weight: Option<f64>,
+}
+
+fn class() -> impl TypedValueParser<Value = Class> {
+    PossibleValuesParser::new(Class::ALL.map(Class::name)).try_map(|name| name.parse::<Class>())
+}
+
+impl SpecArgs {
+    /// What changes; the rest stays.
+    pub(crate) fn change(&self) -> SpecChange {
+        SpecChange {
+            class: self.class,
+            guaranteed: self.guaranteed,
+            limit: self.limit,
+            weight: self.weight,
+            ..SpecChange::default()
+        }
+    }
+
+    /// The whole promise; what was not said has its default.
+    pub(crate) fn spec(&self) -> Spec {
+        let default = Spec::default();
+        Spec {
+            class: self.class.unwrap_or(default.class),
+            guaranteed: self.guaranteed.unwrap_or(default.guaranteed),
+            limit: self.limit.unwrap_or(default.limit),
+            weight: self.weight.unwrap_or(default.weight),
+            ..default
+        }
+    }
+}

@@ -1,0 +1,69 @@
+//! Printing for people and for scripts.
+
+use std::io::{self, IsTerminal, Write};
+
+use serde::Serialize;
+
+/// Writes to stdout. A reader that has gone (`| head`) ends the writing without an error.
+///
+/// # Errors
+/// When stdout cannot be written otherwise.
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    let mut out = io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
+        _ => Ok(()),
+    }
+}
+
+/// Prints a value as one JSON document.
+///
+/// # Errors
+/// When stdout cannot be written.
+pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
+    print(&(serde_json::to_string_pretty(value)? + "\n"))
+}
+
+/// Lines in columns, two spaces apart. The first row is the head.
+pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..columns)
+        .map(|c| {
+            rows.iter()
+                .filter_map(|r| r.get(c))
+                .map(|cell| cell.chars().count())
+                .max()
+        })
+        .map(Option::unwrap_or_default)
+        .collect();
+    let mut text = String::new();
+    for row in rows {
+        let cells: Vec<String> = row
+            .iter()
+            .zip(&widths)
+            .map(|(cell, width)| format!("{cell:width$}"))
+            .collect();
+        text += cells.join("  ").trim_end();
+        text.push('\n');
+    }
+    text
+}
+
+/// Whether somebody watches: progress is shown only then.
+pub(crate) fn watched() -> bool {
+    io::stderr().is_terminal()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn columns_line_up() {
+        let rows = [
+            vec!["NAME".into(), "µs".into()],
+            vec!["a".into(), "10".into()],
+        ];
+        assert_eq!(table(&rows), "NAME  µs\na     10\n");
+    }
+}

@@ -1,0 +1,449 @@
+//! Processes that behave, and processes that do not, on a real socket.
+
+use std::{
+    io::{BufRead, BufReader},
+    os::fd::BorrowedFd,
+    process::{Command, Stdio},
+};
+
+use gpumux_wire::message::encode;
+use tempfile::TempDir;
+
+use super::*;
+use crate::{
+    api::types,
+    fake::{self, Driver},
+    scheduler,
+};
+
+/// A daemon without an API, and a driver.
+struct Node {
+    dir: TempDir,
+    driver: Driver,
+    sessions: Arc<Sessions>,
+    tenants: Arc<Tenants>,
+    scheduler: Handle,
+    stop: watch::Sender<bool>,
+}
+
+impl Node {
+    async fn start(max_sessions: usize) -> Self {
+        let dir = TempDir::new().unwrap();
+        let driver = Driver::start(dir.path(), "driver.sock");
+        let config = Config {
+            emulated: Some(driver.socket.clone()),
+            max_sessions,
+            max_sessions_per_user: max_sessions,
+            ..Config::default()
+        };
+        let scheduler = scheduler::start(Arc::new(config.clone())).unwrap();
+        let file = dir.path().join("tenants.json");
+        let tenants = Tenants::load(file, String::new(), scheduler.clone())
+            .await
+            .unwrap();
+        let hello = Duration::from_millis(200);
+        let sessions = Sessions::new(&config, hello, Arc::clone(&tenants), scheduler.clone());
+        let listener = socket::listen(&dir.path().join("session.sock"), 4096).unwrap();
+        let (stop, stopped) = watch::channel(false);
+        tokio::spawn(Arc::clone(&sessions).serve(listener, stopped));
+        Self {
+            dir,
+            driver,
+            sessions,
+            tenants,
+            scheduler,
+            stop,
+        }
+    }
+
+    fn connect(&self) -> OwnedFd {
+        socket::connect(&self.dir.path().join("session.sock"), SocketFlags::NONBLOCK).unwrap()
+    }
+
+    /// A session that has been welcomed.
+    async fn session(&self) -> OwnedFd {
+        let session = self.connect();
+        let (hello, _, page) = fake::hello(None);
+        send(&session, &hello, Some(page.as_fd()));
+        let answer = answer(&session).await;
+        assert!(matches!(answer, Some(Daemon::Welcome { .. })), "{answer:?}");
+        session
+    }
+
+    async fn domains(&self) -> Vec<types::Domain> {
+        let view = self.scheduler.call(|engine| engine.view()).await.unwrap();
+        view.domains.into_iter().map(|(_, domain)| domain).collect()
+    }
+
+    /// Waits until the daemon manages so many domains.
+    async fn until_domains(&self, count: usize) -> Vec<types::Domain> {
+        let wait = async {
+            loop {
+                let domains = self.domains().await;
+                if domains.len() == count {
+                    return domains;
+                }
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), wait)
+            .await
+            .expect("so many domains")
+    }
+
+    async fn until(&self, what: &str, condition: impl Fn(&Self) -> bool) {
+        let wait = async {
+            while !condition(self) {
+                tokio::time::sleep(Duration::from_millis(2)).await;
+            }
+        };
+        tokio::time::timeout(Duration::from_secs(20), wait)
+            .await
+            .expect(what);
+    }
+}
+
+fn send(session: &OwnedFd, message: &Shim, file: Option<BorrowedFd<'_>>) {
+    socket::send(session, message, file, SendFlags::empty()).unwrap();
+}
+
+/// What the daemon says next; none if it has closed.
+async fn answer(session: &OwnedFd) -> Option<Daemon> {
+    let events = readable(session.as_fd()).unwrap();
+    let receive = async {
+        loop {
+            let mut ready = events.readable().await.unwrap();
+            let packet = ready.try_io(|fd| socket::recv(fd.get_ref(), RecvFlags::DONTWAIT));
+            match packet {
+                Ok(Ok(packet)) => return packet.map(|(message, _)| message),
+                Ok(Err(error)) if error.kind() == io::ErrorKind::ConnectionReset => return None,
+                Ok(Err(error)) => panic!("{error}"),
+                Err(_would_block) => {}
+            }
+        }
+    };
+    tokio::time::timeout(Duration::from_secs(20), receive)
+        .await
+        .expect("an answer")
+}
+
+/// The daemon refuses, for this reason, and closes.
+async fn refused(session: &OwnedFd, reason: &str) {
+    match answer(session).await {
+        Some(Daemon::Refused { reason: said }) => assert!(said.contains(reason), "{said}"),
+        other => panic!("{other:?} instead of a refusal ({reason})"),
+    }
+    assert_eq!(answer(session).await, None);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_session_brings_its_groups_and_takes_them_away() {
+    let node = Node::start(16).await;
+    let session = node.session().await;
+    let file = node.driver.open();
+    send(&session, &fake::group(0, 1), Some(file.as_fd()));
+    let domains = node.until_domains(1).await;
+    assert_eq!(domains[0].device, "GPU-0");
+    assert_eq!(domains[0].pid, std::process::id());
+    send(&session, &Shim::Gone { key: 0 }, None);
+    node.until_domains(0).await;
+    send(&session, &fake::group(1, 1), Some(file.as_fd()));
+    node.until_domains(1).await;
+    drop(file);
+    assert!(
+        node.driver.clients().contains_key(&1),
+        "the daemon's file keeps it"
+    );
+    drop(session);
+    node.until_domains(0).await;
+    node.until("the daemon has closed its files", |node| {
+        node.driver.clients().is_empty()
+    })
+    .await;
+    node.until("its place is free", |node| node.sessions.count() == 0)
+        .await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_no_hello_is_refused() {
+    let node = Node::start(16).await;
+    let (hello, _, page) = fake::hello(None);
+    let bytes = encode(&hello).unwrap();
+    for packet in [
+        &[0xff; 40][..],
+        &bytes[..3],
+        &[0; 200_000],
+        &[0],
+        b"GET / HTTP/1.1\r\n\r\n",
+    ] {
+        let session = node.connect();
+        rustix::net::send(&session, packet, SendFlags::empty()).unwrap();
+        refused(&session, "cannot be understood").await;
+    }
+    let session = node.connect();
+    send(&session, &hello, None);
+    refused(&session, "first packet").await;
+    let session = node.connect();
+    send(&session, &fake::group(0, 1), Some(page.as_fd()));
+    refused(&session, "first packet").await;
+    let session = node.connect();
+    let other = Shim::Hello {
+        protocol: 99,
+        version: "9".into(),
+        tenant: None,
+    };
+    send(&session, &other, Some(page.as_fd()));
+    refused(&session, "protocol 99").await;
+    let session = node.connect();
+    let null = std::fs::File::open("/dev/null").unwrap();
+    send(&session, &hello, Some(null.as_fd()));
+    refused(&session, "page of counters").await;
+    let session = node.connect();
+    let (guess, _, page) = fake::hello(Some("0123456789abcdef0123456789abcdef"));
+    send(&session, &guess, Some(page.as_fd()));
+    refused(&session, "secret is unknown").await;
+    // Nobody else noticed.
+    node.session().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn who_never_says_hello_is_let_go() {
+    let node = Node::start(16).await;
+    let silent = node.connect();
+    node.session().await;
+    refused(&silent, "no hello").await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn files_that_are_no_control_files_are_refused() {
+    let node = Node::start(64).await;
+    let (stream, _other) = std::os::unix::net::UnixStream::pair().unwrap();
+    let (pipe, _end) = rustix::pipe::pipe().unwrap();
+    let file = |path| std::fs::File::open(path).unwrap().into();
+    let files: [OwnedFd; 4] = [
+        file("/dev/null"),
+        file("/proc/self/maps"),
+        stream.into(),
+        pipe,
+    ];
+    for file in files {
+        let session = node.session().await;
+        send(&session, &fake::group(0, 1), Some(file.as_fd()));
+        refused(&session, "no control file").await;
+    }
+    let session = node.session().await;
+    send(&session, &fake::group(0, 1), None);
+    refused(&session, "without its file").await;
+    assert_eq!(node.domains().await, []);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn handles_that_the_file_does_not_own_are_refused() {
+    let node = Node::start(64).await;
+    let victim = node.session().await;
+    let own = node.driver.open();
+    send(&victim, &fake::group(0, 7), Some(own.as_fd()));
+    node.until_domains(1).await;
+
+    let thief = node.session().await;
+    let file = node.driver.open();
+    send(&thief, &fake::group(0, 7), Some(file.as_fd()));
+    refused(&thief, "does not own RM client 0x7").await;
+
+    let thief = node.session().await;
+    let Shim::Group {
+        subdevice,
+        group,
+        channels,
+        ..
+    } = fake::group(0, 8)
+    else {
+        unreachable!()
+    };
+    let wrong = |subdevice, group, channels| Shim::Group {
+        key: 0,
+        engine: 1,
+        client: 8,
+        subdevice,
+        group,
+        channels,
+        timeslice_us: 2048,
+    };
+    for message in [
+        wrong(subdevice, group + 1, channels.clone()),
+        wrong(subdevice + 1, group, channels.clone()),
+        wrong(subdevice, group, vec![1, 2, 3]),
+    ] {
+        send(&thief, &message, Some(file.as_fd()));
+    }
+    // The session goes on: such a group may just have been freed.
+    send(&thief, &fake::group(5, 8), Some(file.as_fd()));
+    assert_eq!(node.until_domains(2).await.len(), 2);
+    send(
+        &thief,
+        &wrong(subdevice, group, Vec::new()),
+        Some(file.as_fd()),
+    );
+    refused(&thief, "without channels").await;
+    let (page, hello) = (fake::hello(None).2, node.session().await);
+    send(
+        &hello,
+        &wrong(subdevice, group, vec![0x5c00_0020; 600]),
+        Some(page.as_fd()),
+    );
+    refused(&hello, "channels in a group").await;
+    assert_eq!(node.until_domains(1).await[0].error, None);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn thousands_of_connections_leave_room_for_the_rest() {
+    crate::serve::raise_file_limit();
+    let node = Node::start(500).await;
+    let mut crowd = Vec::new();
+    let mut refusals = 0;
+    for _ in 0..2000 {
+        crowd.push(node.connect());
+    }
+    // Those that got a place are let go when they say nothing; the others at once.
+    for session in &crowd {
+        match answer(session).await {
+            Some(Daemon::Refused { reason }) => {
+                refusals += usize::from(reason.contains("raise max_sessions"));
+            }
+            other => panic!("{other:?}"),
+        }
+    }
+    assert!(refusals >= 1000, "{refusals}");
+    drop(crowd);
+    node.until("all places are free", |node| node.sessions.count() == 0)
+        .await;
+    node.session().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_flood_of_packets_waits_its_turn() {
+    let node = Node::start(16).await;
+    let flood = node.session().await;
+    let sent = (0..100_000)
+        .take_while(|_| {
+            socket::send(&flood, &Shim::Gone { key: 9 }, None, SendFlags::DONTWAIT).is_ok()
+        })
+        .count();
+    assert!(sent < 100_000, "the socket is full");
+    let other = node.session().await;
+    let file = node.driver.open();
+    send(&other, &fake::group(0, 1), Some(file.as_fd()));
+    node.until_domains(1).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_last_word_is_goodbye_and_comes_after_the_thaw() {
+    let node = Node::start(16).await;
+    let session = node.session().await;
+    let file = node.driver.open();
+    send(&session, &fake::group(0, 1), Some(file.as_fd()));
+    node.until_domains(1).await;
+    let tenants = node.tenants.list().await;
+    let change = types::SpecChange {
+        class: Some(gpumux_core::Class::Batch),
+        ..Default::default()
+    };
+    node.tenants
+        .change(0, &tenants[0].name, &change)
+        .await
+        .unwrap();
+    let other = node.session().await;
+    let files = node.driver.open();
+    send(&other, &fake::group(0, 2), Some(files.as_fd()));
+    node.until_domains(2).await;
+    node.scheduler
+        .call(|engine| engine.restore())
+        .await
+        .unwrap();
+    node.stop.send(true).unwrap();
+    assert_eq!(answer(&session).await, Some(Daemon::Bye));
+    for client in node.driver.clients().values() {
+        assert!(!client.frozen && client.slice == 2048, "{client:?}");
+    }
+}
+
+/// What the processes of the next tests do: hand a group over, and wait.
+#[test]
+#[ignore = "runs as a process of its own"]
+fn a_process_with_a_group() {
+    let dir = std::env::var("GPUMUX_TEST_DIR").unwrap();
+    let dir = std::path::Path::new(&dir);
+    let session = socket::connect(&dir.join("session.sock"), SocketFlags::empty()).unwrap();
+    let (hello, _page, file) = fake::hello(None);
+    send(&session, &hello, Some(file.as_fd()));
+    let pretended =
+        std::env::var_os("GPUMUX_TEST_PRETEND").map(|_| Driver::start(dir, "mine.sock"));
+    let control = match &pretended {
+        Some(driver) => driver.open(),
+        None => socket::connect(&dir.join("driver.sock"), SocketFlags::empty()).unwrap(),
+    };
+    send(&session, &fake::group(0, 3), Some(control.as_fd()));
+    println!("\nready");
+    while let Ok(Some((message, _))) = socket::recv::<Daemon>(&session, RecvFlags::empty()) {
+        println!("{message:?}");
+    }
+    std::thread::park();
+}
+
+/// Starts it; its output after `ready`.
+fn process(node: &Node, pretend: bool) -> (std::process::Child, impl Iterator<Item = String>) {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args([
+            "--ignored",
+            "--nocapture",
+            "--exact",
+            "session::tests::a_process_with_a_group",
+        ])
+        .env("GPUMUX_TEST_DIR", node.dir.path())
+        .stdout(Stdio::piped());
+    if pretend {
+        command.env("GPUMUX_TEST_PRETEND", "1");
+    }
+    let mut child = command.spawn().unwrap();
+    let mut lines = BufReader::new(child.stdout.take().unwrap())
+        .lines()
+        .map_while(Result::ok);
+    assert!(lines.any(|line| line == "ready"));
+    (child, lines)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_process_that_plays_driver_is_refused() {
+    let node = Node::start(16).await;
+    let (mut child, mut said) = process(&node, true);
+    assert!(said.any(|line| line.contains("not connected to the emulated device")));
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_files_of_a_killed_process_are_closed_although_its_socket_is_open() {
+    let node = Node::start(16).await;
+    let (mut child, _output) = process(&node, false);
+    let domains = node.until_domains(1).await;
+    assert_eq!(domains[0].pid, child.id());
+    let names: Vec<String> = node
+        .tenants
+        .list()
+        .await
+        .into_iter()
+        .map(|t| t.name)
+        .collect();
+    assert!(names[0].ends_with(&format!("-{}", child.id())), "{names:?}");
+    child.kill().unwrap();
+    node.until_domains(0).await;
+    node.until("its memory is free", |node| {
+        node.driver.clients().is_empty()
+    })
+    .await;
+    child.wait().unwrap();
+    node.until("its place is free", |node| node.sessions.count() == 0)
+        .await;
+    assert!(node.tenants.list().await.is_empty());
+}

@@ -1,0 +1,593 @@
+//! Contexts: work goes to the server, a thread of the context takes the reports and executes effects.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    sync::{
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread::{self, ThreadId},
+};
+
+use gpumux_emu::{
+    client::{self, Execution},
+    protocol::{Command, MAX_SUBMISSIONS, Queue, Report, Submission, Work},
+};
+
+use crate::{
+    effect::Effect,
+    error::{CuError, Result},
+    event::Event,
+    memory,
+    process::{Device, HostWork, lock, process},
+    rm::{Groups, Rm},
+    stream::{BLOCKING, Stream},
+};
+
+/// Work under way per context: a launch waits when there is more, as with the driver's own queues.
+const MAX_LIVE: usize = 4096;
+
+/// A context.
+pub(crate) struct Context {
+    pub(crate) handle: OnceLock<usize>,
+    pub(crate) id: u64,
+    pub(crate) ordinal: i32,
+    pub(crate) device: Device,
+    pub(crate) flags: u32,
+    pub(crate) legacy: Arc<Stream>,
+    per_thread: Mutex<HashMap<ThreadId, Arc<Stream>>>,
+    execution: Execution,
+    groups: Mutex<Option<Groups>>,
+    /// Number of the last work; held while work is sent, so that it arrives in order.
+    order: Mutex<u64>,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    /// Why nothing more can be done here.
+    error: Option<CuError>,
+    streams: HashMap<u64, StreamState>,
+    pending: HashMap<u64, Pending>,
+}
+
+/// What is known of a stream. Work numbers rise, and a stream's work completes in order.
+#[derive(Clone, Copy, Debug, Default)]
+struct StreamState {
+    submitted: u64,
+    completed: u64,
+    /// The last submitted work is a mark, reported as soon as it is reached.
+    marked: bool,
+    /// Waits for the legacy stream and is waited for.
+    blocking: bool,
+    /// The legacy stream already waits for this work of this stream.
+    waited: u64,
+    /// This stream already waits for this work of the legacy stream.
+    after_legacy: u64,
+    /// Destroyed: forgotten when it is done.
+    ended: bool,
+}
+
+impl StreamState {
+    fn busy(&self) -> bool {
+        self.completed < self.submitted
+    }
+}
+
+/// Work that is under way.
+struct Pending {
+    stream: u64,
+    effect: Effect,
+    /// Steps of the effect that are done.
+    done: u64,
+    event: Option<Arc<Event>>,
+}
+
+/// One piece of work to submit.
+#[derive(Clone)]
+pub(crate) struct Op {
+    pub(crate) queue: Queue,
+    pub(crate) work: OpWork,
+    pub(crate) effect: Effect,
+    pub(crate) event: Option<Arc<Event>>,
+    /// Somebody waits for it.
+    pub(crate) prompt: bool,
+}
+
+/// What it is for the server.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum OpWork {
+    Plain(Work),
+    /// Waits for an earlier one of those submitted together.
+    AfterItem(usize),
+}
+
+impl Op {
+    pub(crate) fn compute(work: Work, effect: Effect) -> Self {
+        Self::on(Queue::Compute, work, effect)
+    }
+
+    pub(crate) fn on(queue: Queue, work: Work, effect: Effect) -> Self {
+        Self {
+            queue,
+            work: OpWork::Plain(work),
+            effect,
+            event: None,
+            prompt: false,
+        }
+    }
+
+    /// A mark that is reported at once.
+    pub(crate) fn mark() -> Self {
+        Self {
+            prompt: true,
+            ..Self::compute(Work::Record, Effect::Nothing)
+        }
+    }
+}
+
+thread_local! {
+    static CURRENT: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The calling thread's context.
+pub(crate) fn current() -> Result<Arc<Context>> {
+    process()?;
+    CURRENT
+        .with_borrow(|stack| stack.last().cloned())
+        .ok_or(CuError::INVALID_CONTEXT)
+}
+
+/// The calling thread's context, if it has one.
+pub(crate) fn current_handle() -> usize {
+    let found = CURRENT.with_borrow(|stack| stack.last().cloned());
+    found.map_or(0, |context| context.handle())
+}
+
+/// The context of a handle, or the current one for 0.
+pub(crate) fn context(handle: usize) -> Result<Arc<Context>> {
+    if handle == 0 {
+        return current();
+    }
+    let found = process()?.contexts.get(handle);
+    found.map_err(|_| CuError::INVALID_CONTEXT)
+}
+
+/// Puts a context on top of the thread's stack.
+pub(crate) fn push(handle: usize) -> Result {
+    if handle == 0 {
+        return Err(CuError::INVALID_CONTEXT);
+    }
+    let context = context(handle)?;
+    CURRENT.with_borrow_mut(|stack| stack.push(context));
+    Ok(())
+}
+
+/// Takes the top of the thread's stack.
+pub(crate) fn pop() -> Result<usize> {
+    process()?;
+    let popped = CURRENT.with_borrow_mut(Vec::pop);
+    popped
+        .map(|context| context.handle())
+        .ok_or(CuError::INVALID_CONTEXT)
+}
+
+/// Replaces the top of the thread's stack; 0 only takes it.
+pub(crate) fn set_current(handle: usize) -> Result {
+    process()?;
+    if handle != 0 {
+        context(handle)?;
+    }
+    CURRENT.with_borrow_mut(Vec::pop);
+    if handle == 0 { Ok(()) } else { push(handle) }
+}
+
+/// Makes a context; its handle.
+pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let process = process()?;
+    let device = process.device(ordinal)?.clone();
+    let (groups, execution) = {
+        let mut rm = lock(&process.rm);
+        let rm = match &mut *rm {
+            Some(rm) => rm,
+            none => none.insert(Rm::open()?),
+        };
+        let groups = rm.make_groups(device.index)?;
+        match rm.execution(&groups) {
+            Ok(execution) => (groups, execution),
+            Err(error) => {
+                rm.free_groups(&groups);
+                return Err(error);
+            }
+        }
+    };
+    let context = Arc::new_cyclic(|this: &Weak<Context>| Context {
+        handle: OnceLock::new(),
+        id: NEXT.fetch_add(1, Ordering::Relaxed),
+        ordinal,
+        device,
+        flags,
+        legacy: Arc::new(Stream::new(this.clone(), BLOCKING, 0)),
+        per_thread: Mutex::new(HashMap::new()),
+        execution,
+        groups: Mutex::new(Some(groups)),
+        order: Mutex::new(0),
+        state: Mutex::default(),
+        changed: Condvar::new(),
+    });
+    context.add_stream(&context.legacy);
+    let worker = Arc::clone(&context);
+    thread::Builder::new()
+        .name("cuda-context".into())
+        .spawn(move || worker.work())
+        .map_err(|_| CuError::OPERATING_SYSTEM)?;
+    let handle = process.contexts.add(Arc::clone(&context));
+    let _ = context.handle.set(handle);
+    Ok(context)
+}
+
+/// Destroys a context: its work, its groups and what was allocated in it.
+pub(crate) fn destroy(handle: usize) -> Result {
+    let process = process()?;
+    let context = process
+        .contexts
+        .remove(handle)
+        .map_err(|_| CuError::INVALID_CONTEXT)?;
+    CURRENT.with_borrow_mut(|stack| {
+        if stack.last().is_some_and(|top| Arc::ptr_eq(top, &context)) {
+            stack.pop();
+        }
+    });
+    context.end();
+    Ok(())
+}
+
+impl Context {
+    pub(crate) fn handle(&self) -> usize {
+        self.handle.get().copied().unwrap_or(0)
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        lock(&self.state)
+    }
+
+    /// Fails once the context is of no use.
+    pub(crate) fn check(&self) -> Result {
+        self.state().error.map_or(Ok(()), Err)
+    }
+
+    /// Makes a stream known.
+    pub(crate) fn add_stream(&self, stream: &Stream) {
+        let state = StreamState {
+            blocking: stream.flags == BLOCKING,
+            ..Default::default()
+        };
+        self.state().streams.insert(stream.id, state);
+    }
+
+    /// A stream will not be used any more; its work goes on.
+    pub(crate) fn end_stream(&self, id: u64) {
+        let mut state = self.state();
+        if let Some(stream) = state.streams.get_mut(&id) {
+            stream.ended = true;
+            if !stream.busy() {
+                state.streams.remove(&id);
+            }
+        }
+        drop(state);
+        let _ = self.execution.send(&Command::EndStream { stream: id });
+    }
+
+    /// The calling thread's own default stream.
+    pub(crate) fn per_thread(self: &Arc<Self>) -> Arc<Stream> {
+        let mut streams = lock(&self.per_thread);
+        let stream = streams.entry(thread::current().id()).or_insert_with(|| {
+            let stream = Arc::new(Stream::new(Arc::downgrade(self), BLOCKING, 0));
+            self.add_stream(&stream);
+            stream
+        });
+        Arc::clone(stream)
+    }
+
+    /// Submits work to streams, in this order; the number of the last.
+    pub(crate) fn submit(&self, ops: Vec<(u64, Op)>) -> Result<u64> {
+        let mut order = lock(&self.order);
+        let mut state = self.state();
+        loop {
+            if let Some(error) = state.error {
+                return Err(error);
+            }
+            if state.pending.is_empty() || state.pending.len() + ops.len() <= MAX_LIVE {
+                break;
+            }
+            state = self.wait_for_change(state);
+        }
+        let mut items = Vec::with_capacity(ops.len());
+        let mut numbers = Vec::with_capacity(ops.len());
+        for (stream, op) in ops {
+            for other in state.barriers(stream, self.legacy.id) {
+                *order += 1;
+                state.add(
+                    *order,
+                    stream,
+                    Op::compute(Work::Wait(other), Effect::Nothing),
+                );
+                items.push(Submission {
+                    stream,
+                    id: *order,
+                    queue: Queue::Compute,
+                    work: Work::Wait(other),
+                    prompt: false,
+                });
+            }
+            *order += 1;
+            let work = match op.work {
+                OpWork::Plain(work) => work,
+                OpWork::AfterItem(index) => Work::Wait(numbers.get(index).copied().unwrap_or(0)),
+            };
+            items.push(Submission {
+                stream,
+                id: *order,
+                queue: op.queue,
+                work,
+                prompt: op.prompt,
+            });
+            numbers.push(*order);
+            if let Some(event) = &op.event {
+                event.submitted(*order);
+            }
+            state.add(*order, stream, op);
+        }
+        drop(state);
+        let at = client::now();
+        for items in items.chunks(MAX_SUBMISSIONS) {
+            let items = items.to_vec();
+            if self.execution.send(&Command::Submit { at, items }).is_err() {
+                self.fail(CuError::DEVICE_UNAVAILABLE);
+                return Err(CuError::DEVICE_UNAVAILABLE);
+            }
+        }
+        Ok(*order)
+    }
+
+    /// Whether all work of a stream is done.
+    pub(crate) fn query(&self, stream: u64) -> Result<bool> {
+        let busy = {
+            let state = self.state();
+            if let Some(error) = state.error {
+                return Err(error);
+            }
+            state.streams.get(&stream).filter(|it| it.busy()).copied()
+        };
+        // As libcuda does: puts a mark behind it. It keeps the device from turning to others while
+        // the last kernel still runs.
+        if busy.is_some_and(|stream| !stream.marked) {
+            self.submit(vec![(stream, Op::mark())])?;
+        }
+        Ok(busy.is_none())
+    }
+
+    /// Waits for all work of a stream.
+    pub(crate) fn synchronize_stream(&self, stream: u64) -> Result {
+        if self.query(stream)? {
+            return Ok(());
+        }
+        let target = self.state().streams.get(&stream).map(|it| it.submitted);
+        let Some(target) = target else {
+            return Ok(());
+        };
+        self.wait(|state| {
+            let stream = state.streams.get(&stream);
+            stream.is_none_or(|stream| stream.completed >= target)
+        })
+    }
+
+    /// Waits for all work of all streams.
+    pub(crate) fn synchronize(&self) -> Result {
+        self.check()?;
+        let busy: Vec<u64> = {
+            let state = self.state();
+            let busy = state.streams.iter().filter(|(_, stream)| stream.busy());
+            busy.map(|(id, _)| *id).collect()
+        };
+        for stream in busy {
+            self.synchronize_stream(stream)?;
+        }
+        Ok(())
+    }
+
+    /// Waits until an event is reached.
+    pub(crate) fn wait_for_event(&self, event: &Event) -> Result {
+        self.wait(|_| event.reached())
+    }
+
+    fn wait(&self, done: impl Fn(&State) -> bool) -> Result {
+        let mut state = self.state();
+        loop {
+            if let Some(error) = state.error {
+                return Err(error);
+            }
+            if done(&state) {
+                return Ok(());
+            }
+            state = self.wait_for_change(state);
+        }
+    }
+
+    fn wait_for_change<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        self.changed
+            .wait(state)
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A call into the program has returned.
+    pub(crate) fn host_done(&self, id: u64) {
+        let _ = self.execution.send(&Command::HostDone { id });
+    }
+
+    /// The context is of no use from now on: all work is dropped.
+    fn fail(&self, error: CuError) {
+        let mut state = self.state();
+        state.error.get_or_insert(error);
+        let dropped = std::mem::take(&mut state.pending);
+        for stream in state.streams.values_mut() {
+            stream.completed = stream.submitted;
+        }
+        drop(state);
+        drop(dropped);
+        self.changed.notify_all();
+    }
+
+    fn end(&self) {
+        self.fail(CuError::CONTEXT_IS_DESTROYED);
+        self.execution.shut_down();
+        memory::free_all_of(self.handle());
+        if let Ok(process) = process()
+            && let Some(groups) = lock(&self.groups).take()
+            && let Some(rm) = &*lock(&process.rm)
+        {
+            rm.free_groups(&groups);
+        }
+    }
+
+    // The context's thread
+
+    fn work(self: Arc<Self>) {
+        loop {
+            match self.execution.receive() {
+                Ok(Some(Report::Done(works))) => {
+                    for (id, at) in works {
+                        self.complete(id, at);
+                    }
+                    self.changed.notify_all();
+                }
+                Ok(Some(Report::HostReady { id })) => self.call_host(id),
+                Ok(Some(Report::Progress { token, works })) => {
+                    for (id, done, total) in works {
+                        self.progress(id, done, total);
+                    }
+                    let _ = self.execution.send(&Command::Progressed { token });
+                }
+                Ok(None) | Err(_) => return self.fail(CuError::DEVICE_UNAVAILABLE),
+            }
+        }
+    }
+
+    /// Work is done: does what is left of its effect, then lets everybody know.
+    fn complete(&self, id: u64, at: u64) {
+        let rest = {
+            let mut state = self.state();
+            state.pending.get_mut(&id).map(|pending| {
+                let effect = std::mem::replace(&mut pending.effect, Effect::Nothing);
+                (effect, pending.done)
+            })
+        };
+        let Some((effect, done)) = rest else {
+            return;
+        };
+        if let Err(error) = effect.run(done, effect.steps()) {
+            return self.fault(error);
+        }
+        let mut state = self.state();
+        let Some(pending) = state.pending.remove(&id) else {
+            return;
+        };
+        if let Some(event) = &pending.event {
+            event.reach(id, at);
+        }
+        if let Some(stream) = state.streams.get_mut(&pending.stream) {
+            stream.completed = id;
+            if stream.ended && !stream.busy() {
+                state.streams.remove(&pending.stream);
+            }
+        }
+    }
+
+    /// Work is interrupted: brings its effect to where it was.
+    fn progress(&self, id: u64, done: u64, total: u64) {
+        let part = {
+            let state = self.state();
+            state.pending.get(&id).map(|pending| {
+                let steps = u128::from(pending.effect.steps());
+                let target = steps * u128::from(done) / u128::from(total.max(1));
+                (pending.effect.clone(), pending.done, target as u64)
+            })
+        };
+        let Some((effect, from, to)) = part else {
+            return;
+        };
+        if let Err(error) = effect.run(from, to) {
+            return self.fault(error);
+        }
+        if let Some(pending) = self.state().pending.get_mut(&id) {
+            pending.done = pending.done.max(to);
+        }
+    }
+
+    fn fault(&self, error: CuError) {
+        self.fail(error);
+        let _ = self.execution.send(&Command::Abort);
+    }
+
+    fn call_host(self: &Arc<Self>, id: u64) {
+        let call = match self.state().pending.get(&id).map(|it| &it.effect) {
+            Some(Effect::Host(call)) => call.clone(),
+            _ => return,
+        };
+        if let Ok(process) = process() {
+            let context = Arc::downgrade(self);
+            process.call_host(HostWork { context, id, call });
+        }
+    }
+}
+
+impl State {
+    fn add(&mut self, id: u64, stream: u64, op: Op) {
+        if let Some(stream) = self.streams.get_mut(&stream) {
+            stream.submitted = id;
+            stream.marked = op.prompt;
+        }
+        let pending = Pending {
+            stream,
+            effect: op.effect,
+            done: 0,
+            event: op.event,
+        };
+        self.pending.insert(id, pending);
+    }
+
+    /// What a stream must wait for before its next work, by the rules of the legacy stream: it waits
+    /// for all blocking streams, and they for it.
+    fn barriers(&mut self, stream: u64, legacy: u64) -> Vec<u64> {
+        if stream == legacy {
+            let others = self.streams.iter_mut();
+            return others
+                .filter(|(id, it)| {
+                    **id != legacy && it.blocking && it.busy() && it.submitted > it.waited
+                })
+                .map(|(_, it)| {
+                    it.waited = it.submitted;
+                    it.submitted
+                })
+                .collect();
+        }
+        let Some(last) = self
+            .streams
+            .get(&legacy)
+            .filter(|it| it.busy())
+            .map(|it| it.submitted)
+        else {
+            return Vec::new();
+        };
+        match self.streams.get_mut(&stream) {
+            Some(it) if it.blocking && it.after_legacy < last => {
+                it.after_legacy = last;
+                vec![last]
+            }
+            _ => Vec::new(),
+        }
+    }
+}

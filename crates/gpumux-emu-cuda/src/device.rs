@@ -1,0 +1,158 @@
+//! Devices and their primary contexts.
+
+use gpumux_emu::protocol::DeviceStatus;
+
+use crate::{
+    border::Text,
+    context::{self, current},
+    error::{CuError, Result},
+    memory,
+    process::{Process, lock, process},
+};
+
+/// PCI bus id as text.
+pub(crate) fn pci_bus_id(bus: u32) -> String {
+    format!("0000:{bus:02X}:00.0")
+}
+
+/// The device with this PCI bus id.
+pub(crate) fn by_pci_bus_id(text: Text) -> Result<i32> {
+    let text = text.get()?;
+    let found = process()?
+        .devices
+        .iter()
+        .position(|device| same_bus_id(&text, device.info.pci_bus));
+    found.map(|at| at as i32).ok_or(CuError::INVALID_DEVICE)
+}
+
+/// Compares in any of the forms that are in use: with or without domain, of four or eight digits.
+pub(crate) fn same_bus_id(text: &str, bus: u32) -> bool {
+    let parts: Vec<&str> = text.split(':').collect();
+    let (domain, at, rest) = match parts[..] {
+        [domain, at, rest] => (domain, at, rest),
+        [at, rest] => ("0", at, rest),
+        _ => return false,
+    };
+    let hex = |text| u32::from_str_radix(text, 16).ok();
+    let (slot, function) = rest.split_once('.').unwrap_or((rest, "0"));
+    hex(domain) == Some(0)
+        && hex(at) == Some(bus)
+        && hex(slot) == Some(0)
+        && hex(function) == Some(0)
+}
+
+impl Process {
+    /// A device's state now.
+    pub(crate) fn status(&self, index: u32) -> Result<DeviceStatus> {
+        Ok(lock(&self.connection).status(index)?)
+    }
+}
+
+/// Free and total memory of the current context's device.
+pub(crate) fn memory_info() -> Result<(usize, usize)> {
+    let context = current()?;
+    context.check()?;
+    let total = context.device.info.memory;
+    let used = process()?.status(context.device.index)?.used;
+    Ok((total.saturating_sub(used) as usize, total as usize))
+}
+
+/// The primary context, made when first retained.
+pub(crate) fn retain_primary(ordinal: i32) -> Result<usize> {
+    let process = process()?;
+    process.device(ordinal)?;
+    let mut primaries = lock(&process.primaries);
+    let primary = &mut primaries[ordinal as usize];
+    let context = match &primary.context {
+        Some(context) => context.clone(),
+        None => {
+            let made = context::create(ordinal, primary.flags)?;
+            primary.context.insert(made).clone()
+        }
+    };
+    primary.retained += 1;
+    Ok(context.handle())
+}
+
+/// Gives it back; with the last it is destroyed.
+pub(crate) fn release_primary(ordinal: i32) -> Result {
+    let process = process()?;
+    process.device(ordinal)?;
+    let gone = {
+        let mut primaries = lock(&process.primaries);
+        let primary = &mut primaries[ordinal as usize];
+        primary.retained = primary
+            .retained
+            .checked_sub(1)
+            .ok_or(CuError::INVALID_CONTEXT)?;
+        if primary.retained == 0 {
+            primary.context.take()
+        } else {
+            None
+        }
+    };
+    gone.map_or(Ok(()), |context| context::destroy(context.handle()))
+}
+
+/// Destroys it, however often it is retained.
+pub(crate) fn reset_primary(ordinal: i32) -> Result {
+    let process = process()?;
+    process.device(ordinal)?;
+    let gone = lock(&process.primaries)[ordinal as usize].context.take();
+    gone.map_or(Ok(()), |context| context::destroy(context.handle()))
+}
+
+/// Flags, and whether it is active.
+pub(crate) fn primary_state(ordinal: i32) -> Result<(u32, i32)> {
+    let process = process()?;
+    process.device(ordinal)?;
+    let primary = &lock(&process.primaries)[ordinal as usize];
+    Ok((primary.flags, primary.context.is_some().into()))
+}
+
+/// Sets its flags for when it is made.
+pub(crate) fn set_primary_flags(ordinal: i32, flags: u32) -> Result {
+    let process = process()?;
+    process.device(ordinal)?;
+    lock(&process.primaries)[ordinal as usize].flags = flags;
+    Ok(())
+}
+
+/// `cuMemFree`: waits for the context's work, as the driver does.
+pub(crate) fn free_memory(address: u64) -> Result {
+    if address == 0 {
+        return Ok(());
+    }
+    let context = current()?;
+    if memory::space().allocation(address).is_none() {
+        return Err(CuError::INVALID_VALUE);
+    }
+    // After a fault nothing runs any more: freed all the same, and told.
+    let done = context.synchronize();
+    memory::free(address)?;
+    done
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bus_ids_are_known_in_all_forms() {
+        let text = pci_bus_id(0x1b);
+        assert_eq!(text, "0000:1B:00.0");
+        for same in [&text, "00000000:1B:00.0", "1b:00.0", "0000:1b:00"] {
+            assert!(same_bus_id(same, 0x1b), "{same}");
+        }
+        for other in [
+            "0000:1C:00.0",
+            "0001:1B:00.0",
+            "1B",
+            "",
+            "0000:1B:01.0",
+            "x:y:z",
+        ] {
+            assert!(!same_bus_id(other, 0x1b), "{other}");
+        }
+    }
+}

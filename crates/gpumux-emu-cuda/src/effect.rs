@@ -1,0 +1,212 @@
+//! What work does to memory, executed here when the server says how far it is.
+//!
+//! Every effect is a number of steps, so that it can stop anywhere and go on later: a kernel frozen in the
+//! middle has really done half of its work.
+
+use std::sync::Arc;
+
+use crate::{
+    border::HostCall,
+    error::{CuError, Result},
+    kernel::Kernel,
+    memory,
+};
+
+/// What a piece of work does.
+#[derive(Clone)]
+pub(crate) enum Effect {
+    Nothing,
+    Kernel(Kernel),
+    /// Bytes from one place to another; the flags say which are the device's.
+    Copy {
+        to: u64,
+        from: u64,
+        bytes: u64,
+        to_device: bool,
+        from_device: bool,
+    },
+    /// Bytes that were taken from the program at once.
+    Write {
+        to: u64,
+        data: Arc<[u8]>,
+    },
+    /// `count` elements of `width` bytes (1, 2 or 4) become `value`.
+    Set {
+        to: u64,
+        width: u64,
+        value: u32,
+        count: u64,
+    },
+    /// Frees memory of `cuMemAlloc`.
+    Free(u64),
+    /// A call into the program; never run here.
+    Host(HostCall),
+}
+
+impl Effect {
+    /// How many steps it has.
+    pub(crate) fn steps(&self) -> u64 {
+        match self {
+            Self::Nothing | Self::Host(_) => 0,
+            Self::Free(_) => 1,
+            Self::Kernel(kernel) => kernel.steps(),
+            Self::Copy { bytes, .. } => *bytes,
+            Self::Write { data, .. } => data.len() as u64,
+            Self::Set { count, .. } => *count,
+        }
+    }
+
+    /// Does the steps from one to before another.
+    pub(crate) fn run(&self, from: u64, to: u64) -> Result {
+        if from >= to {
+            return Ok(());
+        }
+        let steps = to - from;
+        match self {
+            Self::Nothing | Self::Host(_) => Ok(()),
+            Self::Free(address) => memory::free(*address),
+            Self::Kernel(kernel) => kernel.run(from, to),
+            Self::Copy {
+                to: target,
+                from: source,
+                to_device,
+                from_device,
+                ..
+            } => copy(
+                Place::new(target + from, *to_device),
+                Place::new(source + from, *from_device),
+                steps,
+            ),
+            Self::Write { to: target, data } => {
+                let part = &data[from as usize..to as usize];
+                let source = Place::new(part.as_ptr() as u64, false);
+                copy(Place::new(target + from, true), source, steps)
+            }
+            Self::Set {
+                to: target,
+                width,
+                value,
+                ..
+            } => set(target + from * width, *width, *value, steps),
+        }
+    }
+}
+
+/// An address and whether it must be one of the device's.
+#[derive(Clone, Copy)]
+struct Place {
+    at: u64,
+    device: bool,
+}
+
+impl Place {
+    fn new(at: u64, device: bool) -> Self {
+        Self { at, device }
+    }
+}
+
+/// Ranges are worked on in pieces of this many bytes, so that nobody waits long for the memory's lock.
+const PIECE: u64 = 8 << 20;
+
+/// Calls `work` for the pieces of a range: each is checked, and stays mapped while it is worked on. The
+/// elements have `width` bytes, of which `PIECE` is a multiple.
+fn pieces(address: u64, bytes: u64, width: u64, mut work: impl FnMut(*mut u8, usize)) -> Result {
+    if !address.is_multiple_of(width) {
+        return Err(CuError::MISALIGNED_ADDRESS);
+    }
+    let mut done = 0;
+    while done < bytes {
+        let at = address.checked_add(done).ok_or(CuError::ILLEGAL_ADDRESS)?;
+        let length = PIECE.min(bytes - done);
+        let space = memory::space();
+        if !space.is_reachable(at, length) {
+            return Err(CuError::ILLEGAL_ADDRESS);
+        }
+        work(at as *mut u8, length as usize);
+        done += length;
+    }
+    Ok(())
+}
+
+fn copy(to: Place, from: Place, bytes: u64) -> Result {
+    let mut done = 0;
+    while done < bytes {
+        let length = PIECE.min(bytes - done);
+        let space = memory::space();
+        for place in [to, from] {
+            if place.device && !space.is_reachable(place.at + done, length) {
+                return Err(CuError::ILLEGAL_ADDRESS);
+            }
+        }
+        let (target, source) = ((to.at + done) as *mut u8, (from.at + done) as *const u8);
+        // SAFETY: the device's side is mapped as long as `space` lives; host memory is the program's, which
+        // promises that it lives until the copy is done. Ranges may overlap.
+        unsafe { std::ptr::copy(source, target, length as usize) };
+        done += length;
+    }
+    Ok(())
+}
+
+fn set(address: u64, width: u64, value: u32, count: u64) -> Result {
+    pieces(address, count.saturating_mul(width), width, |at, bytes| {
+        // SAFETY: the piece is mapped and aligned (see `pieces`).
+        unsafe {
+            match width {
+                1 => at.write_bytes(value as u8, bytes),
+                2 => fill(at.cast::<u16>(), bytes / 2, value as u16),
+                _ => fill(at.cast::<u32>(), bytes / 4, value),
+            }
+        }
+    })
+}
+
+/// # Safety
+/// `count` elements are writable and aligned there.
+unsafe fn fill<T: Copy>(at: *mut T, count: usize, value: T) {
+    for i in 0..count {
+        // SAFETY: the caller's promise.
+        unsafe { at.add(i).write(value) };
+    }
+}
+
+/// Every one of `count` 32-bit numbers becomes `value`.
+pub(crate) fn fill_u32(address: u64, count: u64, value: u32) -> Result {
+    set(address, 4, value, count)
+}
+
+/// Adds `value` to `count` 32-bit numbers.
+pub(crate) fn add_u32(address: u64, count: u64, value: u32) -> Result {
+    if value == 0 {
+        return Ok(());
+    }
+    pieces(address, count.saturating_mul(4), 4, |at, bytes| {
+        let at = at.cast::<u32>();
+        for i in 0..bytes / 4 {
+            // SAFETY: the piece is mapped and aligned. The program may race with its own kernels; raw
+            // accesses promise nothing about that.
+            unsafe { at.add(i).write(at.add(i).read().wrapping_add(value)) };
+        }
+    })
+}
+
+/// The sum of `count` 32-bit numbers.
+pub(crate) fn sum_u32(address: u64, count: u64) -> Result<u64> {
+    let mut sum = 0_u64;
+    pieces(address, count.saturating_mul(4), 4, |at, bytes| {
+        let at = at.cast::<u32>();
+        for i in 0..bytes / 4 {
+            // SAFETY: the piece is mapped and aligned.
+            sum = sum.wrapping_add(u64::from(unsafe { at.add(i).read() }));
+        }
+    })?;
+    Ok(sum)
+}
+
+/// Adds to a 64-bit number.
+pub(crate) fn add_u64(address: u64, value: u64) -> Result {
+    pieces(address, 8, 8, |at, _| {
+        let at = at.cast::<u64>();
+        // SAFETY: mapped and aligned.
+        unsafe { at.write(at.read().wrapping_add(value)) };
+    })
+}

@@ -1,0 +1,185 @@
+//! Events: marks in streams, with the model's time.
+
+use std::sync::{Arc, Mutex, Weak};
+
+use gpumux_emu::protocol::Work;
+
+use crate::{
+    border::HostCall,
+    context::{Context, Op, current},
+    effect::Effect,
+    error::{CuError, Result},
+    graph::CapturedMark,
+    process::{lock, process},
+    stream::stream,
+};
+
+/// `CU_EVENT_DISABLE_TIMING`
+const DISABLE_TIMING: u32 = 2;
+/// Blocking sync, disable timing, interprocess.
+const KNOWN_FLAGS: u32 = 7;
+
+/// An event.
+pub(crate) struct Event {
+    context: Weak<Context>,
+    flags: u32,
+    state: Mutex<EventState>,
+}
+
+#[derive(Default)]
+struct EventState {
+    /// The mark of the last record.
+    work: Option<u64>,
+    /// When it was reached, on `CLOCK_MONOTONIC` in ns.
+    at: Option<u64>,
+    /// Was last recorded in a capture.
+    captured: Option<CapturedMark>,
+}
+
+pub(crate) fn create(flags: u32) -> Result<usize> {
+    let context = current()?;
+    context.check()?;
+    if flags & !KNOWN_FLAGS != 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if flags & 4 != 0 {
+        return Err(CuError::NOT_SUPPORTED);
+    }
+    Ok(process()?.events.add(Arc::new(Event {
+        context: Arc::downgrade(&context),
+        flags,
+        state: Mutex::default(),
+    })))
+}
+
+pub(crate) fn event(handle: usize) -> Result<Arc<Event>> {
+    process()?.events.get(handle)
+}
+
+pub(crate) fn destroy(handle: usize) -> Result {
+    process()?.events.remove(handle).map(drop)
+}
+
+impl Event {
+    fn context(&self) -> Result<Arc<Context>> {
+        self.context.upgrade().ok_or(CuError::CONTEXT_IS_DESTROYED)
+    }
+
+    /// Its mark has this number from now on.
+    pub(crate) fn submitted(&self, work: u64) {
+        *lock(&self.state) = EventState {
+            work: Some(work),
+            at: None,
+            captured: None,
+        };
+    }
+
+    /// Its mark was reached, if it is still this one.
+    pub(crate) fn reach(&self, work: u64, at: u64) {
+        let mut state = lock(&self.state);
+        if state.work == Some(work) {
+            state.at = Some(at);
+        }
+    }
+
+    /// Whether its mark was reached, or there is none.
+    pub(crate) fn reached(&self) -> bool {
+        let state = lock(&self.state);
+        state.work.is_none() || state.at.is_some()
+    }
+
+    fn not_captured(&self) -> Result {
+        match lock(&self.state).captured {
+            Some(_) => Err(CuError::CAPTURED_EVENT),
+            None => Ok(()),
+        }
+    }
+}
+
+pub(crate) fn record(handle: usize, stream_handle: usize) -> Result {
+    let event = event(handle)?;
+    let stream = stream(stream_handle)?;
+    if let Some(lane) = &*lock(&stream.capture) {
+        let mark = lane.record_mark()?;
+        *lock(&event.state) = EventState {
+            captured: Some(mark),
+            ..Default::default()
+        };
+        return Ok(());
+    }
+    let context = stream.context()?;
+    if !Arc::ptr_eq(&context, &event.context()?) {
+        return Err(CuError::INVALID_HANDLE);
+    }
+    stream.submit(Op {
+        event: Some(event),
+        ..Op::mark()
+    })
+}
+
+pub(crate) fn query(handle: usize) -> Result {
+    let event = event(handle)?;
+    event.not_captured()?;
+    if event.reached() {
+        return event.context()?.check();
+    }
+    event.context()?.check()?;
+    Err(CuError::NOT_READY)
+}
+
+pub(crate) fn synchronize(handle: usize) -> Result {
+    let event = event(handle)?;
+    event.not_captured()?;
+    event.context()?.wait_for_event(&event)
+}
+
+/// Milliseconds of the model between two marks.
+pub(crate) fn elapsed(start: usize, end: usize) -> Result<f32> {
+    let (start, end) = (event(start)?, event(end)?);
+    if (start.flags | end.flags) & DISABLE_TIMING != 0 {
+        return Err(CuError::INVALID_HANDLE);
+    }
+    for event in [&start, &end] {
+        event.not_captured()?;
+        event.context()?.check()?;
+        if lock(&event.state).work.is_none() {
+            return Err(CuError::INVALID_HANDLE);
+        }
+    }
+    let (from, to) = (lock(&start.state).at, lock(&end.state).at);
+    match (from, to) {
+        (Some(from), Some(to)) => Ok(((i128::from(to) - i128::from(from)) as f64 / 1e6) as f32),
+        _ => Err(CuError::NOT_READY),
+    }
+}
+
+/// Lets a stream wait for an event's mark.
+pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
+    if flags > 1 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let event = event(handle)?;
+    let stream = stream(stream_handle)?;
+    let captured = lock(&event.state).captured.clone();
+    if let Some(mark) = captured {
+        return mark.join(&stream);
+    }
+    if let Some(lane) = &*lock(&stream.capture) {
+        lane.invalidate();
+        return Err(CuError::STREAM_CAPTURE_ISOLATION);
+    }
+    let work = {
+        let state = lock(&event.state);
+        match (state.work, state.at) {
+            (Some(work), None) => work,
+            _ => return Ok(()),
+        }
+    };
+    let source = event.context()?;
+    if Arc::ptr_eq(&source, &stream.context()?) {
+        return stream.submit(Op::compute(Work::Wait(work), Effect::Nothing));
+    }
+    // Of another context: waited for on the host.
+    let call = HostCall::Wait(source, event);
+    stream.submit(Op::compute(Work::Host, Effect::Host(call)))
+}

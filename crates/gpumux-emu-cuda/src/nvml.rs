@@ -1,0 +1,385 @@
+//! NVML: as much as tools need to name devices and to see memory and processes.
+//!
+//! It has a connection of its own, which is made again when the server was restarted or the process has forked.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_ulonglong},
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Mutex,
+};
+
+use gpumux_emu::{
+    client::{ClientError, ProcessConnection},
+    profile::uuid_text,
+    protocol::{DeviceInfo, DeviceStatus},
+};
+
+use crate::{
+    border::{Out, Text, exports},
+    device::{pci_bus_id, same_bus_id},
+    error::CuError,
+    process::lock,
+    system,
+};
+
+/// An `nvmlReturn_t` other than success.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct NvmlError(c_int);
+
+type Result<T = ()> = std::result::Result<T, NvmlError>;
+
+macro_rules! errors {
+    ($($name:ident = $code:literal $text:literal;)*) => {
+        #[allow(dead_code)]
+        impl NvmlError { $(const $name: Self = Self($code);)* }
+
+        fn describe(code: c_int) -> &'static CStr {
+            match code {
+                0 => c"Success",
+                $($code => $text,)*
+                _ => c"Unknown Error",
+            }
+        }
+    };
+}
+
+errors! {
+    UNINITIALIZED = 1 c"Uninitialized";
+    INVALID_ARGUMENT = 2 c"Invalid Argument";
+    NOT_SUPPORTED = 3 c"Not Supported";
+    NO_PERMISSION = 4 c"Insufficient Permissions";
+    NOT_FOUND = 6 c"Not Found";
+    INSUFFICIENT_SIZE = 7 c"Insufficient Size";
+    DRIVER_NOT_LOADED = 9 c"Driver Not Loaded";
+    GPU_IS_LOST = 15 c"GPU is lost";
+    ARGUMENT_VERSION_MISMATCH = 25 c"Argument version mismatch";
+    UNKNOWN = 999 c"Unknown Error";
+}
+
+/// A null pointer, or text that is too long.
+impl From<CuError> for NvmlError {
+    fn from(_: CuError) -> Self {
+        Self::INVALID_ARGUMENT
+    }
+}
+
+impl From<ClientError> for NvmlError {
+    fn from(error: ClientError) -> Self {
+        match error {
+            ClientError::Lost(_) => Self::GPU_IS_LOST,
+            _ => Self::UNKNOWN,
+        }
+    }
+}
+
+fn nvml(body: impl FnOnce() -> Result) -> c_int {
+    match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => 0,
+        Ok(Err(error)) => error.0,
+        Err(_) => NvmlError::UNKNOWN.0,
+    }
+}
+
+/// What `nvmlInit` made.
+struct Nvml {
+    users: usize,
+    /// Process that made the connection.
+    pid: u32,
+    connection: ProcessConnection,
+    devices: Vec<DeviceInfo>,
+}
+
+static NVML: Mutex<Option<Nvml>> = Mutex::new(None);
+
+fn connect() -> Result<(ProcessConnection, Vec<DeviceInfo>)> {
+    let socket = system::socket_path().ok_or(NvmlError::DRIVER_NOT_LOADED)?;
+    let opened = || {
+        let connection = ProcessConnection::open(&socket)?;
+        let devices = connection.devices()?;
+        Ok::<_, ClientError>((connection, devices))
+    };
+    opened().map_err(|_| NvmlError::DRIVER_NOT_LOADED)
+}
+
+fn init() -> Result {
+    let mut state = lock(&NVML);
+    if let Some(nvml) = &mut *state {
+        nvml.users += 1;
+        return Ok(());
+    }
+    let (connection, devices) = connect()?;
+    *state = Some(Nvml {
+        users: 1,
+        pid: std::process::id(),
+        connection,
+        devices,
+    });
+    Ok(())
+}
+
+fn shutdown() -> Result {
+    let mut state = lock(&NVML);
+    let nvml = state.as_mut().ok_or(NvmlError::UNINITIALIZED)?;
+    nvml.users -= 1;
+    if nvml.users == 0 {
+        *state = None;
+    }
+    Ok(())
+}
+
+fn with<T>(body: impl FnOnce(&Nvml) -> Result<T>) -> Result<T> {
+    body(lock(&NVML).as_ref().ok_or(NvmlError::UNINITIALIZED)?)
+}
+
+/// Handles are numbers from 1.
+type Handle = usize;
+
+fn info<T>(device: Handle, body: impl FnOnce(&DeviceInfo) -> Result<T>) -> Result<T> {
+    with(|nvml| {
+        let device = device.checked_sub(1).and_then(|at| nvml.devices.get(at));
+        body(device.ok_or(NvmlError::INVALID_ARGUMENT)?)
+    })
+}
+
+fn status(device: Handle) -> Result<DeviceStatus> {
+    info(device, |_| Ok(()))?;
+    let mut state = lock(&NVML);
+    let nvml = state.as_mut().ok_or(NvmlError::UNINITIALIZED)?;
+    let index = device as u32 - 1;
+    if nvml.pid == std::process::id()
+        && let Ok(status) = nvml.connection.status(index)
+    {
+        return Ok(status);
+    }
+    let (connection, devices) = connect().map_err(|_| NvmlError::GPU_IS_LOST)?;
+    (nvml.connection, nvml.devices, nvml.pid) = (connection, devices, std::process::id());
+    Ok(nvml.connection.status(index)?)
+}
+
+fn find(out: Out<Handle>, matches: impl Fn(&DeviceInfo) -> bool) -> Result {
+    let at = with(|nvml| {
+        let found = nvml.devices.iter().position(matches);
+        found.ok_or(NvmlError::NOT_FOUND)
+    })?;
+    Ok(out.put(at + 1)?)
+}
+
+fn text(out: Out<c_char>, length: c_uint, value: &str) -> Result {
+    if (length as usize) <= value.len() {
+        return Err(NvmlError::INSUFFICIENT_SIZE);
+    }
+    Ok(out.put_text(length as c_int, value)?)
+}
+
+fn cuda_version(out: Out<c_int>) -> Result {
+    let version = match with(|nvml| Ok(nvml.devices.first().map(|it| it.cuda_version))) {
+        Ok(version) => version,
+        Err(_) => connect()?.1.first().map(|it| it.cuda_version),
+    };
+    Ok(out.put(version.unwrap_or(0))?)
+}
+
+exports! { nvml_functions by nvml;
+    nvmlInit 1 = nvmlInit() => init();
+    nvmlInit 2 = nvmlInit_v2() => init();
+    nvmlInit 3 = nvmlInitWithFlags(_flags: c_uint) => init();
+    nvmlShutdown 1 = nvmlShutdown() => shutdown();
+    nvmlSystemGetDriverVersion 1 = nvmlSystemGetDriverVersion(out: Out<c_char>, length: c_uint) => {
+        let version = with(|nvml| Ok(nvml.devices.first().map(|it| it.driver_version.clone())))?;
+        text(out, length, &version.unwrap_or_default())
+    };
+    nvmlSystemGetNVMLVersion 1 = nvmlSystemGetNVMLVersion(out: Out<c_char>, length: c_uint) => {
+        let version = with(|nvml| Ok(nvml.devices.first().map(|it| format!("13.{}", it.driver_version))))?;
+        text(out, length, &version.unwrap_or_default())
+    };
+    nvmlSystemGetCudaDriverVersion 1 = nvmlSystemGetCudaDriverVersion(out: Out<c_int>) => cuda_version(out);
+    nvmlSystemGetCudaDriverVersion 2 = nvmlSystemGetCudaDriverVersion_v2(out: Out<c_int>) => cuda_version(out);
+    nvmlDeviceGetCount 1 = nvmlDeviceGetCount(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
+    nvmlDeviceGetCount 2 = nvmlDeviceGetCount_v2(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
+    nvmlDeviceGetHandleByIndex 1 = nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) => by_index(index, out);
+    nvmlDeviceGetHandleByIndex 2 = nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) => by_index(index, out);
+    nvmlDeviceGetHandleByUUID 1 = nvmlDeviceGetHandleByUUID(uuid: Text, out: Out<Handle>) => {
+        let uuid = uuid.get()?;
+        find(out, |device| uuid_text(&device.uuid) == uuid)
+    };
+    nvmlDeviceGetHandleByPciBusId 1 = nvmlDeviceGetHandleByPciBusId(id: Text, out: Out<Handle>) => by_bus_id(id, out);
+    nvmlDeviceGetHandleByPciBusId 2 = nvmlDeviceGetHandleByPciBusId_v2(id: Text, out: Out<Handle>) => by_bus_id(id, out);
+    nvmlDeviceGetIndex 1 = nvmlDeviceGetIndex(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
+    nvmlDeviceGetMinorNumber 1 = nvmlDeviceGetMinorNumber(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
+    nvmlDeviceGetName 1 = nvmlDeviceGetName(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &it.name));
+    nvmlDeviceGetUUID 1 = nvmlDeviceGetUUID(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &uuid_text(&it.uuid)));
+    nvmlDeviceGetCudaComputeCapability 1 = nvmlDeviceGetCudaComputeCapability(device: Handle, major: Out<c_int>, minor: Out<c_int>) => info(device, |it| {
+        major.put(it.compute_capability.0 as c_int)?;
+        Ok(minor.put(it.compute_capability.1 as c_int)?)
+    });
+    nvmlDeviceGetNumGpuCores 1 = nvmlDeviceGetNumGpuCores(device: Handle, out: Out<c_uint>) => info(device, |it| Ok(out.put(it.sms * 128)?));
+    nvmlDeviceGetPciInfo 2 = nvmlDeviceGetPciInfo_v2(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
+    nvmlDeviceGetPciInfo 3 = nvmlDeviceGetPciInfo_v3(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
+    nvmlDeviceGetMemoryInfo 1 = nvmlDeviceGetMemoryInfo(device: Handle, out: Out<MemoryInfo>) => {
+        let (total, used) = memory(device)?;
+        Ok(out.put(MemoryInfo { total, free: total - used, used })?)
+    };
+    nvmlDeviceGetMemoryInfo 2 = nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<MemoryInfoV2>) => {
+        let (total, used) = memory(device)?;
+        let version = out.get()?.version;
+        if version != MEMORY_INFO_V2 {
+            return Err(NvmlError::ARGUMENT_VERSION_MISMATCH);
+        }
+        Ok(out.put(MemoryInfoV2 { version, total, reserved: 0, free: total - used, used })?)
+    };
+    nvmlDeviceGetUtilizationRates 1 = nvmlDeviceGetUtilizationRates(device: Handle, out: Out<Utilization>) => {
+        let status = status(device)?;
+        Ok(out.put(Utilization { gpu: status.compute_percent, memory: status.copy_percent })?)
+    };
+    nvmlDeviceGetComputeRunningProcesses 2 = nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
+    nvmlDeviceGetComputeRunningProcesses 3 = nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
+    nvmlDeviceGetGraphicsRunningProcesses 3 = nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, _out: Out<ProcessInfo>) => info(device, |_| Ok(count.put(0)?));
+    nvmlDeviceGetProcessUtilization 1 = nvmlDeviceGetProcessUtilization(device: Handle, _samples: Out<u8>, count: Out<c_uint>, _since: c_ulonglong) => {
+        // The device does not measure by process.
+        info(device, |_| Ok(count.put(0)?))?;
+        Err(NvmlError::NOT_FOUND)
+    };
+    nvmlDeviceGetMigMode 1 = nvmlDeviceGetMigMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => info(device, |_| Err(NvmlError::NOT_SUPPORTED));
+}
+
+/// Never fails, so not one of the list.
+#[unsafe(no_mangle)]
+#[allow(non_snake_case)]
+pub(crate) extern "C" fn nvmlErrorString(code: c_int) -> *const c_char {
+    describe(code).as_ptr()
+}
+
+fn by_index(index: c_uint, out: Out<Handle>) -> Result {
+    let handle = index as usize + 1;
+    info(handle, |_| Ok(out.put(handle)?))
+}
+
+fn by_bus_id(id: Text, out: Out<Handle>) -> Result {
+    let id = id.get()?;
+    find(out, |device| same_bus_id(&id, device.pci_bus))
+}
+
+/// Total and used bytes.
+fn memory(device: Handle) -> Result<(u64, u64)> {
+    let total = info(device, |it| Ok(it.memory))?;
+    Ok((total, status(device)?.used.min(total)))
+}
+
+fn processes(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) -> Result {
+    let running = status(device)?.processes;
+    let room = count.get()? as usize;
+    count.put(running.len() as c_uint)?;
+    if room < running.len() {
+        return Err(NvmlError::INSUFFICIENT_SIZE);
+    }
+    if running.is_empty() {
+        return Ok(());
+    }
+    let all = running.into_iter().map(|(pid, used)| ProcessInfo {
+        pid,
+        used,
+        // Not on a MIG instance.
+        gpu_instance: u32::MAX,
+        compute_instance: u32::MAX,
+    });
+    Ok(out.put_all(all)?)
+}
+
+/// `nvmlMemory_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct MemoryInfo {
+    total: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `nvmlMemory_v2_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct MemoryInfoV2 {
+    version: c_uint,
+    total: u64,
+    reserved: u64,
+    free: u64,
+    used: u64,
+}
+
+/// `NVML_STRUCT_VERSION(Memory, 2)`: size and version.
+const MEMORY_INFO_V2: c_uint = size_of::<MemoryInfoV2>() as c_uint | 2 << 24;
+const _: () = assert!(size_of::<MemoryInfoV2>() == 40);
+
+/// `nvmlUtilization_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Utilization {
+    gpu: c_uint,
+    memory: c_uint,
+}
+
+/// `nvmlProcessInfo_t`, as the functions of versions 2 and 3 give it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ProcessInfo {
+    pid: c_uint,
+    used: u64,
+    gpu_instance: c_uint,
+    compute_instance: c_uint,
+}
+const _: () = assert!(size_of::<ProcessInfo>() == 24);
+
+/// `nvmlPciInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct PciInfo {
+    legacy: [u8; 16],
+    domain: c_uint,
+    bus: c_uint,
+    device: c_uint,
+    device_id: c_uint,
+    subsystem_id: c_uint,
+    id: [u8; 32],
+}
+const _: () = assert!(size_of::<PciInfo>() == 68);
+
+impl PciInfo {
+    fn new(bus: u32) -> Self {
+        let short = pci_bus_id(bus);
+        let long = format!("0000{short}");
+        let mut info = Self {
+            legacy: [0; 16],
+            domain: 0,
+            bus,
+            device: 0,
+            device_id: 0x2330_10de, // H100 SXM5
+            subsystem_id: 0,
+            id: [0; 32],
+        };
+        info.legacy[..short.len()].copy_from_slice(short.as_bytes());
+        info.id[..long.len()].copy_from_slice(long.as_bytes());
+        info
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bus_ids_are_terminated_text() {
+        let info = PciInfo::new(0x1b);
+        assert_eq!(&info.legacy, b"0000:1B:00.0\0\0\0\0");
+        assert!(info.id.starts_with(b"00000000:1B:00.0\0"));
+    }
+
+    #[test]
+    fn nothing_works_before_init() {
+        assert_eq!(nvmlShutdown(), NvmlError::UNINITIALIZED.0);
+        assert_eq!(nvml(|| info(1, |_| Ok(()))), NvmlError::UNINITIALIZED.0);
+        assert!(
+            nvml_functions()
+                .iter()
+                .all(|it| it.symbol.starts_with("nvml"))
+        );
+    }
+}

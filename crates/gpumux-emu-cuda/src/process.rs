@@ -1,0 +1,324 @@
+//! What a process has: its connection, its devices, and everything that handles name.
+
+use std::{
+    collections::HashMap,
+    sync::{
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
+    thread,
+};
+
+use gpumux_emu::{
+    client::{ClientError, ProcessConnection},
+    profile::uuid_text,
+    protocol::DeviceInfo,
+};
+
+use crate::{
+    border::HostCall,
+    context::Context,
+    error::{CuError, Result},
+    event::Event,
+    graph::{Executable, Graph},
+    module::{Function, Module},
+    rm::Rm,
+    stream::Stream,
+    system,
+};
+
+/// One device as this process sees it.
+#[derive(Clone, Debug)]
+pub(crate) struct Device {
+    /// Its number in the server.
+    pub(crate) index: u32,
+    pub(crate) info: DeviceInfo,
+}
+
+/// Everything of an initialised process.
+pub(crate) struct Process {
+    pub(crate) connection: Mutex<ProcessConnection>,
+    pub(crate) rm: Mutex<Option<Rm>>,
+    pub(crate) devices: Vec<Device>,
+    /// Per device: the primary context and how often it was retained, and its flags.
+    pub(crate) primaries: Mutex<Vec<Primary>>,
+    pub(crate) contexts: Registry<Context>,
+    pub(crate) streams: Registry<Stream>,
+    pub(crate) events: Registry<Event>,
+    pub(crate) modules: Registry<Module>,
+    pub(crate) functions: Registry<Function>,
+    pub(crate) graphs: Registry<Graph>,
+    pub(crate) executables: Registry<Executable>,
+    host_calls: Mutex<mpsc::Sender<HostWork>>,
+}
+
+#[derive(Default)]
+pub(crate) struct Primary {
+    pub(crate) context: Option<Arc<Context>>,
+    pub(crate) retained: usize,
+    pub(crate) flags: u32,
+}
+
+/// A call into the program that a context's work has come to.
+pub(crate) struct HostWork {
+    pub(crate) context: Weak<Context>,
+    pub(crate) id: u64,
+    pub(crate) call: HostCall,
+}
+
+impl HostWork {
+    fn run(self) {
+        self.call.run();
+        if let Some(context) = self.context.upgrade() {
+            context.host_done(self.id);
+        }
+    }
+}
+
+static PROCESS: OnceLock<Process> = OnceLock::new();
+/// This is a child of a process that uses CUDA: nothing of it may be used here.
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+/// What `cuInit` made.
+pub(crate) fn process() -> Result<&'static Process> {
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(CuError::NOT_INITIALIZED);
+    }
+    PROCESS.get().ok_or(CuError::NOT_INITIALIZED)
+}
+
+/// `cuInit`.
+pub(crate) fn init(flags: u32) -> Result {
+    static INITIALISING: Mutex<()> = Mutex::new(());
+    if flags != 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(CuError::NOT_INITIALIZED);
+    }
+    let _alone = lock(&INITIALISING);
+    if PROCESS.get().is_none() {
+        let made = start().inspect_err(explain)?;
+        // SAFETY: the handler only stores to an atomic, which is allowed after a fork.
+        unsafe { libc::pthread_atfork(None, None, Some(forked)) };
+        let _ = PROCESS.set(made);
+    }
+    Ok(())
+}
+
+extern "C" fn forked() {
+    FORKED.store(true, Ordering::Relaxed);
+}
+
+/// Why there is no device.
+#[derive(Debug, thiserror::Error)]
+enum StartError {
+    #[error(
+        "there is no emulated device: {} is not set; start one with `gpumux emu serve`, or run the program by `gpumux emu -- PROGRAM`",
+        gpumux_emu::SOCKET_VARIABLE
+    )]
+    NoSocket,
+    #[error("{0} ({variable}={1}); is `gpumux emu serve` running?", variable = gpumux_emu::SOCKET_VARIABLE)]
+    Client(ClientError, String),
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
+    #[error("CUDA_VISIBLE_DEVICES={0} names none of the emulated devices")]
+    NoneVisible(String),
+}
+
+impl From<&StartError> for CuError {
+    fn from(_: &StartError) -> Self {
+        Self::NO_DEVICE
+    }
+}
+
+impl From<StartError> for CuError {
+    fn from(error: StartError) -> Self {
+        (&error).into()
+    }
+}
+
+/// Says it once, however often a program tries.
+fn explain(why: &StartError) {
+    static SAID: AtomicBool = AtomicBool::new(false);
+    if !SAID.swap(true, Ordering::Relaxed) {
+        eprintln!("gpumux: {why}");
+    }
+}
+
+fn start() -> std::result::Result<Process, StartError> {
+    let socket = system::socket_path().ok_or(StartError::NoSocket)?;
+    let lost = |error| StartError::Client(error, socket.display().to_string());
+    let connection = ProcessConnection::open(&socket).map_err(lost)?;
+    let devices = connection.devices().map_err(lost)?;
+    let devices: Vec<Device> = (0..)
+        .zip(devices)
+        .map(|(index, info)| Device { index, info })
+        .collect();
+    let devices = match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(list) => {
+            let visible = visible(&devices, &list);
+            if visible.is_empty() {
+                return Err(StartError::NoneVisible(list));
+            }
+            visible
+        }
+        Err(_) => devices,
+    };
+    let (host_calls, queue) = mpsc::channel::<HostWork>();
+    thread::Builder::new()
+        .name("cuda-host-calls".into())
+        .spawn(move || {
+            for work in queue {
+                work.run();
+            }
+        })
+        .map_err(StartError::Thread)?;
+    Ok(Process {
+        connection: Mutex::new(connection),
+        rm: Mutex::new(None),
+        primaries: Mutex::new(devices.iter().map(|_| Primary::default()).collect()),
+        devices,
+        contexts: Registry::default(),
+        streams: Registry::default(),
+        events: Registry::default(),
+        modules: Registry::default(),
+        functions: Registry::default(),
+        graphs: Registry::default(),
+        executables: Registry::default(),
+        host_calls: Mutex::new(host_calls),
+    })
+}
+
+/// The devices that `CUDA_VISIBLE_DEVICES` lists, by number or by (the start of) UUID, up to the first
+/// that does not exist.
+fn visible(devices: &[Device], list: &str) -> Vec<Device> {
+    list.split(',')
+        .map(str::trim)
+        .map_while(|name| match name.parse::<usize>() {
+            Ok(number) => devices.get(number),
+            Err(_) if name.starts_with("GPU-") => devices
+                .iter()
+                .find(|device| uuid_text(&device.info.uuid).starts_with(name)),
+            Err(_) => None,
+        })
+        .cloned()
+        .collect()
+}
+
+impl Process {
+    pub(crate) fn device(&self, ordinal: i32) -> Result<&Device> {
+        usize::try_from(ordinal)
+            .ok()
+            .and_then(|ordinal| self.devices.get(ordinal))
+            .ok_or(CuError::INVALID_DEVICE)
+    }
+
+    /// Runs a call into the program, on the thread that is for that. Waits get threads of their own, as
+    /// they may wait for such a call.
+    pub(crate) fn call_host(&self, work: HostWork) {
+        if matches!(work.call, HostCall::Wait(..)) {
+            let _ = thread::Builder::new().spawn(|| work.run());
+        } else {
+            let _ = lock(&self.host_calls).send(work);
+        }
+    }
+}
+
+/// Locks; what a panicking thread left is used as it is.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Things by handle. A wrong handle finds nothing.
+pub(crate) struct Registry<T> {
+    things: Mutex<(usize, HashMap<usize, Arc<T>>)>,
+}
+
+impl<T> Default for Registry<T> {
+    fn default() -> Self {
+        Self {
+            things: Mutex::new((0, HashMap::new())),
+        }
+    }
+}
+
+impl<T> Registry<T> {
+    /// Far from the small numbers that have meanings of their own, and from mapped memory.
+    const FIRST: usize = 0x2000_0000;
+
+    pub(crate) fn add(&self, thing: Arc<T>) -> usize {
+        let (next, things) = &mut *lock(&self.things);
+        *next += 1;
+        let handle = Self::FIRST + *next * 16;
+        things.insert(handle, thing);
+        handle
+    }
+
+    pub(crate) fn get(&self, handle: usize) -> Result<Arc<T>> {
+        let (_, things) = &*lock(&self.things);
+        things.get(&handle).cloned().ok_or(CuError::INVALID_HANDLE)
+    }
+
+    pub(crate) fn remove(&self, handle: usize) -> Result<Arc<T>> {
+        let (_, things) = &mut *lock(&self.things);
+        things.remove(&handle).ok_or(CuError::INVALID_HANDLE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use gpumux_emu::Profile;
+
+    fn devices(count: u32) -> Vec<Device> {
+        let profile = Profile::default();
+        (0..count)
+            .map(|index| Device {
+                index,
+                info: DeviceInfo {
+                    name: String::new(),
+                    uuid: profile.uuid(index),
+                    pci_bus: index + 1,
+                    memory: 0,
+                    sms: 1,
+                    compute_capability: (9, 0),
+                    clock_khz: 1,
+                    memory_bandwidth: 1,
+                    driver_version: String::new(),
+                    cuda_version: 0,
+                },
+            })
+            .collect()
+    }
+
+    #[test]
+    fn visible_devices_are_chosen_and_ordered_as_cuda_does() {
+        let all = devices(3);
+        let uuid = uuid_text(&all[1].info.uuid);
+        for (list, expected) in [
+            ("0,1,2", vec![0, 1, 2]),
+            ("2, 0", vec![2, 0]),
+            ("1,7,0", vec![1]),
+            ("", vec![]),
+            ("-1", vec![]),
+            (uuid.as_str(), vec![1]),
+            (&uuid[..12], vec![1]),
+            ("GPU-nonsense,0", vec![]),
+        ] {
+            let chosen: Vec<u32> = visible(&all, list).iter().map(|it| it.index).collect();
+            assert_eq!(chosen, expected, "{list}");
+        }
+    }
+
+    #[test]
+    fn handles_are_not_used_twice() {
+        let registry = Registry::default();
+        let first = registry.add(Arc::new(1));
+        assert_eq!(*registry.get(first).unwrap(), 1);
+        registry.remove(first).unwrap();
+        assert_eq!(registry.get(first), Err(CuError::INVALID_HANDLE));
+        assert_ne!(registry.add(Arc::new(2)), first);
+    }
+}

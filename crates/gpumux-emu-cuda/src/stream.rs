@@ -1,0 +1,277 @@
+//! Streams, and the calls that put work into them: launches go through [`Stream::submit`], which records
+//! instead while the stream is captured.
+
+use std::sync::{
+    Arc, Mutex, Weak,
+    atomic::{AtomicU64, Ordering},
+};
+
+use gpumux_emu::protocol::{Queue, Work};
+
+use crate::{
+    border::{self, HostCall, HostFunction, StreamCallback, UserData},
+    context::{Context, Op, current},
+    effect::Effect,
+    error::{CuError, Result},
+    graph::Lane,
+    memory,
+    process::{lock, process},
+};
+
+/// `CU_STREAM_DEFAULT`: waits for the legacy stream.
+pub(crate) const BLOCKING: u32 = 0;
+/// `CU_STREAM_NON_BLOCKING`
+const NON_BLOCKING: u32 = 1;
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`
+const LEGACY: usize = 1;
+const PER_THREAD: usize = 2;
+/// Highest priority; the lowest is 0.
+pub(crate) const HIGHEST_PRIORITY: i32 = -5;
+
+/// Copies from memory that is not pinned take up to so many bytes at once, so that the program can go on.
+const STAGED: u64 = 64 << 10;
+
+/// A stream.
+pub(crate) struct Stream {
+    pub(crate) id: u64,
+    context: Weak<Context>,
+    pub(crate) flags: u32,
+    pub(crate) priority: i32,
+    /// Its part of a capture.
+    pub(crate) capture: Mutex<Option<Lane>>,
+}
+
+impl Stream {
+    pub(crate) fn new(context: Weak<Context>, flags: u32, priority: i32) -> Self {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        Self {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            context,
+            flags,
+            priority,
+            capture: Mutex::new(None),
+        }
+    }
+
+    pub(crate) fn context(&self) -> Result<Arc<Context>> {
+        self.context.upgrade().ok_or(CuError::CONTEXT_IS_DESTROYED)
+    }
+
+    /// Submits one piece of work, or records it.
+    pub(crate) fn submit(&self, op: Op) -> Result {
+        if let Some(lane) = &*lock(&self.capture) {
+            return lane.record(op);
+        }
+        self.context()?.submit(vec![(self.id, op)]).map(drop)
+    }
+
+    pub(crate) fn is_captured(&self) -> bool {
+        lock(&self.capture).is_some()
+    }
+
+    /// Fails, and spoils the capture, when the stream is captured.
+    pub(crate) fn not_captured(&self) -> Result {
+        match &*lock(&self.capture) {
+            Some(lane) => {
+                lane.invalidate();
+                Err(CuError::STREAM_CAPTURE_UNSUPPORTED)
+            }
+            None => Ok(()),
+        }
+    }
+
+    pub(crate) fn synchronize(&self) -> Result {
+        self.not_captured()?;
+        self.context()?.synchronize_stream(self.id)
+    }
+}
+
+/// The stream of a handle; small numbers are the current context's own streams.
+pub(crate) fn stream(handle: usize) -> Result<Arc<Stream>> {
+    match handle {
+        0 if border::is_per_thread() => Ok(current()?.per_thread()),
+        0 | LEGACY => Ok(Arc::clone(&current()?.legacy)),
+        PER_THREAD => Ok(current()?.per_thread()),
+        _ => process()?.streams.get(handle),
+    }
+}
+
+pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
+    let context = current()?;
+    context.check()?;
+    if flags & !NON_BLOCKING != 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let priority = priority.clamp(HIGHEST_PRIORITY, 0);
+    let stream = Arc::new(Stream::new(Arc::downgrade(&context), flags, priority));
+    context.add_stream(&stream);
+    Ok(process()?.streams.add(stream))
+}
+
+pub(crate) fn destroy(handle: usize) -> Result {
+    let stream = process()?.streams.remove(handle)?;
+    if let Ok(context) = stream.context() {
+        context.end_stream(stream.id);
+    }
+    Ok(())
+}
+
+pub(crate) fn query(handle: usize) -> Result {
+    let stream = stream(handle)?;
+    stream.not_captured()?;
+    match stream.context()?.query(stream.id)? {
+        true => Ok(()),
+        false => Err(CuError::NOT_READY),
+    }
+}
+
+pub(crate) fn synchronize(handle: usize) -> Result {
+    stream(handle)?.synchronize()
+}
+
+pub(crate) fn launch_host(handle: usize, function: HostFunction, data: UserData) -> Result {
+    let call = HostCall::function(function, data)?;
+    stream(handle)?.submit(Op::compute(Work::Host, Effect::Host(call)))
+}
+
+pub(crate) fn add_callback(
+    handle: usize,
+    callback: StreamCallback,
+    data: UserData,
+    flags: u32,
+) -> Result {
+    if flags != 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let stream = stream(handle)?;
+    stream.not_captured()?;
+    let call = HostCall::callback(callback, handle, data)?;
+    stream.submit(Op::compute(Work::Host, Effect::Host(call)))
+}
+
+/// Between what a copy goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Direction {
+    ToDevice,
+    ToHost,
+    InDevice,
+    /// Told by the addresses.
+    Any,
+}
+
+/// Copies memory. `wait`: the copy is done on return.
+pub(crate) fn copy(
+    to: u64,
+    from: u64,
+    bytes: usize,
+    direction: Direction,
+    stream_handle: usize,
+    wait: bool,
+) -> Result {
+    let stream = stream(stream_handle)?;
+    let context = stream.context()?;
+    context.check()?;
+    let bytes = bytes as u64;
+    if bytes == 0 {
+        return Ok(());
+    }
+    let (to_device, from_device, pinned) = {
+        let space = memory::space();
+        let (is_to, is_from) = (space.is_device(to, bytes), space.is_device(from, bytes));
+        let reachable = [(to, is_to), (from, is_from)]
+            .iter()
+            .all(|(at, device)| *device || space.is_pinned(*at, bytes));
+        (is_to, is_from, reachable)
+    };
+    let fits = match direction {
+        Direction::ToDevice => to_device,
+        Direction::ToHost => from_device,
+        Direction::InDevice => to_device && from_device,
+        Direction::Any => true,
+    };
+    if !fits || to == 0 || from == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let queue = match (to_device, from_device) {
+        (true, true) => Queue::Compute,
+        (true, false) => Queue::HostToDevice,
+        (false, _) => Queue::DeviceToHost,
+    };
+    let captured = stream.is_captured();
+    if wait {
+        stream.not_captured()?;
+    }
+    let effect = if !pinned && !wait && !captured && to_device && bytes <= STAGED {
+        border::program_bytes(from, bytes as usize).map(|data| Effect::Write {
+            to,
+            data: data.into(),
+        })?
+    } else {
+        Effect::Copy {
+            to,
+            from,
+            bytes,
+            to_device,
+            from_device,
+        }
+    };
+    // What is not pinned is copied before the call returns, unless it was taken already.
+    let wait = wait || (!pinned && !captured && matches!(effect, Effect::Copy { .. }));
+    stream.submit(Op {
+        prompt: wait,
+        ..Op::on(queue, Work::Copy { bytes }, effect)
+    })?;
+    if wait {
+        stream.synchronize()?;
+    }
+    Ok(())
+}
+
+/// Fills memory with elements of `width` bytes.
+pub(crate) fn set(to: u64, width: u64, value: u32, count: usize, stream_handle: usize) -> Result {
+    let stream = stream(stream_handle)?;
+    let context = stream.context()?;
+    context.check()?;
+    let count = count as u64;
+    let bytes = count.checked_mul(width).ok_or(CuError::INVALID_VALUE)?;
+    if bytes == 0 {
+        return Ok(());
+    }
+    if !to.is_multiple_of(width) || !memory::space().is_reachable(to, bytes) {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let info = &context.device.info;
+    let work = Work::Kernel {
+        sms: info.sms,
+        duration: (bytes as f64 * 1e9 / info.memory_bandwidth as f64) as u64,
+    };
+    let effect = Effect::Set {
+        to,
+        width,
+        value,
+        count,
+    };
+    stream.submit(Op::compute(work, effect))
+}
+
+/// Allocates in stream order: at once, as there is only one pool and it is not reused early.
+pub(crate) fn alloc_async(bytes: usize, stream_handle: usize) -> Result<u64> {
+    let stream = stream(stream_handle)?;
+    let context = stream.context()?;
+    stream.not_captured()?;
+    context.check()?;
+    memory::alloc(context.device.index, context.handle(), bytes as u64)
+}
+
+/// Frees in stream order.
+pub(crate) fn free_async(address: u64, stream_handle: usize) -> Result {
+    if address == 0 {
+        return Ok(());
+    }
+    let stream = stream(stream_handle)?;
+    stream.not_captured()?;
+    if memory::space().allocation(address).is_none() {
+        return Err(CuError::INVALID_VALUE);
+    }
+    stream.submit(Op::compute(Work::Record, Effect::Free(address)))
+}

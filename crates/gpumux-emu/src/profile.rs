@@ -1,0 +1,260 @@
+//! What the emulated devices are and what their calls cost: a TOML file, or an H100.
+
+use std::path::Path;
+
+use gpumux_sim::gpu::Hardware;
+use serde::{Deserialize, Serialize};
+
+/// One machine's devices; all are alike. Every key may be left out.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Profile {
+    /// Product name. Says that it is emulated, because results carry it.
+    pub name: String,
+    /// Number of devices, 1 to [`MAX_DEVICES`].
+    pub devices: u32,
+    /// Bytes of device memory.
+    pub memory: u64,
+    /// Bytes that every context occupies. Measured: about 520 MiB.
+    pub context_memory: u64,
+    /// Compute capability.
+    pub compute_capability: (u32, u32),
+    /// SM clock in kHz. Measured while spinning: 1755 MHz.
+    pub clock_khz: u32,
+    /// Bytes per second that kernels can move (HBM3: 3.35 TB/s).
+    pub memory_bandwidth: u64,
+    /// Driver version as NVML gives it.
+    pub driver_version: String,
+    /// CUDA version as `cuDriverGetVersion` gives it.
+    pub cuda_version: i32,
+    /// Costs inside the GPU.
+    pub hardware: Hardware,
+    /// Costs of the resource manager's controls.
+    pub controls: Controls,
+}
+
+/// How many devices one server can have.
+pub const MAX_DEVICES: u32 = 16;
+
+/// How long controls take, in µs: least and most. Draws are spread evenly between, from a fixed seed.
+/// Calls that pull levers take turns on a device, as they do in the driver.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct Controls {
+    /// Setting a timeslice.
+    pub set_timeslice_us: (u64, u64),
+    /// Disabling channels.
+    pub freeze_us: (u64, u64),
+    /// Enabling channels.
+    pub thaw_us: (u64, u64),
+    /// Preempting a group.
+    pub preempt_us: (u64, u64),
+}
+
+impl Default for Controls {
+    /// Measured on an H100 with driver 580.159; preemption as others measured it.
+    fn default() -> Self {
+        Self {
+            set_timeslice_us: (150, 290),
+            freeze_us: (370, 1300),
+            thaw_us: (200, 240),
+            preempt_us: (250, 356),
+        }
+    }
+}
+
+impl Default for Profile {
+    fn default() -> Self {
+        Self {
+            name: "NVIDIA H100 80GB HBM3 (emulated)".into(),
+            devices: 1,
+            memory: 80 << 30,
+            context_memory: 520 << 20,
+            compute_capability: (9, 0),
+            clock_khz: 1_755_000,
+            memory_bandwidth: 3_350_000_000_000,
+            driver_version: "580.159.04".into(),
+            cuda_version: 13_000,
+            hardware: Hardware::default(),
+            controls: Controls::default(),
+        }
+    }
+}
+
+/// Why a profile cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum ProfileError {
+    /// The file cannot be read.
+    #[error("cannot read the profile {path}: {source}")]
+    Read {
+        /// Which file.
+        path: String,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// It is not a profile.
+    #[error("the profile is not valid: {0}")]
+    Parse(#[from] toml::de::Error),
+    /// A value makes no sense.
+    #[error("the profile's `{key}` is {value}: use {allowed}")]
+    Value {
+        /// Which key.
+        key: &'static str,
+        /// Its value.
+        value: String,
+        /// What it may be.
+        allowed: &'static str,
+    },
+}
+
+impl Profile {
+    /// Reads a profile file.
+    ///
+    /// # Errors
+    /// When it cannot be read, or is not valid.
+    pub fn load(path: &Path) -> Result<Self, ProfileError> {
+        let text = std::fs::read_to_string(path).map_err(|source| ProfileError::Read {
+            path: path.display().to_string(),
+            source,
+        })?;
+        Self::parse(&text)
+    }
+
+    /// Reads a profile's text.
+    ///
+    /// # Errors
+    /// When it is not valid.
+    pub fn parse(text: &str) -> Result<Self, ProfileError> {
+        let profile: Self = toml::from_str(text)?;
+        profile.check()?;
+        Ok(profile)
+    }
+
+    /// Checks that all values make sense.
+    ///
+    /// # Errors
+    /// Names the first that does not.
+    pub fn check(&self) -> Result<(), ProfileError> {
+        let wrong = |key, value: &dyn std::fmt::Display, allowed| {
+            Err(ProfileError::Value {
+                key,
+                value: value.to_string(),
+                allowed,
+            })
+        };
+        if self.devices == 0 || self.devices > MAX_DEVICES {
+            return wrong("devices", &self.devices, "1 to 16");
+        }
+        if self.hardware.sms == 0 || self.hardware.sms > 4096 {
+            return wrong("hardware.sms", &self.hardware.sms, "1 to 4096");
+        }
+        if self.memory < 1 << 20 || self.memory > 1 << 44 {
+            return wrong("memory", &self.memory, "1 MiB to 16 TiB, in bytes");
+        }
+        if self.context_memory > self.memory {
+            return wrong("context_memory", &self.context_memory, "at most `memory`");
+        }
+        if self.clock_khz == 0 {
+            return wrong("clock_khz", &self.clock_khz, "more than 0");
+        }
+        if self.memory_bandwidth == 0 {
+            return wrong("memory_bandwidth", &self.memory_bandwidth, "more than 0");
+        }
+        if self.name.is_empty() || self.name.len() > 90 {
+            return wrong("name", &self.name, "1 to 90 bytes");
+        }
+        for (key, (least, most)) in [
+            ("controls.set_timeslice_us", self.controls.set_timeslice_us),
+            ("controls.freeze_us", self.controls.freeze_us),
+            ("controls.thaw_us", self.controls.thaw_us),
+            ("controls.preempt_us", self.controls.preempt_us),
+        ] {
+            if least > most || most > 1_000_000 {
+                let value = format!("[{least}, {most}]");
+                return wrong(key, &value, "[least, most], at most 1 s");
+            }
+        }
+        Ok(())
+    }
+
+    /// The UUID of a device: always the same for the same name and index.
+    pub fn uuid(&self, index: u32) -> [u8; 16] {
+        // FNV-1a, twice, over what tells devices apart.
+        let hash = |salt: u64| {
+            self.name
+                .bytes()
+                .chain(index.to_le_bytes())
+                .fold(0xcbf2_9ce4_8422_2325 ^ salt, |hash: u64, byte| {
+                    (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+                })
+        };
+        let mut uuid = [0; 16];
+        uuid[..8].copy_from_slice(&hash(0).to_be_bytes());
+        uuid[8..].copy_from_slice(&hash(0x9e37_79b9_7f4a_7c15).to_be_bytes());
+        uuid[6] = uuid[6] & 0x0f | 0x80; // version 8: vendor-specific
+        uuid[8] = uuid[8] & 0x3f | 0x80;
+        uuid
+    }
+
+    /// A device's PCI bus; domain, device and function are 0.
+    pub const fn pci_bus(index: u32) -> u32 {
+        index + 1
+    }
+}
+
+/// A UUID as the driver writes it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!(
+        "GPU-{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_empty_profile_is_an_h100() {
+        assert_eq!(Profile::parse("").unwrap(), Profile::default());
+    }
+
+    #[test]
+    fn a_profile_survives_being_written() {
+        let profile = Profile {
+            devices: 3,
+            ..Profile::default()
+        };
+        let text = toml::to_string(&profile).unwrap();
+        assert_eq!(Profile::parse(&text).unwrap(), profile);
+    }
+
+    #[test]
+    fn mistakes_are_named() {
+        for (text, key) in [
+            ("device = 2", "device"),
+            ("devices = 0", "devices"),
+            ("[hardware]\nsms = 0", "hardware.sms"),
+            ("[hardware]\nwarps = 1", "warps"),
+            ("[controls]\nfreeze_us = [2, 1]", "controls.freeze_us"),
+            ("context_memory = 99999999999999", "context_memory"),
+        ] {
+            let error = Profile::parse(text).unwrap_err().to_string();
+            assert!(error.contains(key), "{error}");
+        }
+    }
+
+    #[test]
+    fn uuids_are_stable_and_tell_devices_apart() {
+        let profile = Profile::default();
+        let text = uuid_text(&profile.uuid(0));
+        assert_eq!(text.len(), 40);
+        assert_eq!(text, uuid_text(&Profile::default().uuid(0)));
+        assert_ne!(profile.uuid(0), profile.uuid(1));
+    }
+}

@@ -1,0 +1,304 @@
+//! What programs and the server say to each other, apart from RM calls (those are in
+//! [`gpumux_rm::emulated`]).
+//!
+//! A *process connection* carries one [`Request`] and one [`Answer`] at a time. An *execution connection* belongs to
+//! one context: [`Command`]s go to the server, [`Report`]s come back. It is opened through the control
+//! file that made the context's groups ([`OPEN_EXECUTION`]), whose authority it needs, and is the socket that the answer came on.
+//! All sockets are `SOCK_SEQPACKET`; a packet is one postcard-encoded message. Times are `CLOCK_MONOTONIC` in ns.
+
+use serde::{Deserialize, Serialize, de::DeserializeOwned};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
+
+/// Both sides must have the same.
+pub const VERSION: u32 = 1;
+
+/// First word of the first packet of a process connection: not an RM call's magic.
+pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
+
+/// Largest packet in bytes.
+pub const MAX_PACKET: usize = 64 * 1024;
+
+/// Most submissions in one packet.
+pub const MAX_SUBMISSIONS: usize = 512;
+
+/// Most work that one execution connection may have under way.
+pub const MAX_LIVE: usize = 1 << 16;
+
+/// The escape on a control file that opens an execution connection, with [`OpenExecution`]. Outside the
+/// range of the driver's own.
+pub const OPEN_EXECUTION: u8 = 0xf0;
+
+/// Structure of [`OPEN_EXECUTION`]: the groups that a context made.
+#[derive(Clone, Copy, Debug, Default, FromBytes, IntoBytes, KnownLayout, Immutable)]
+#[repr(C)]
+pub struct OpenExecution {
+    /// RM client of all groups.
+    pub client: u32,
+    /// Compute group.
+    pub compute: u32,
+    /// Group of the copy engine from host to device.
+    pub host_to_device: u32,
+    /// Group of the copy engine from device to host.
+    pub device_to_host: u32,
+    /// RM's answer; `NO_MEMORY` when the context's own memory does not fit.
+    pub status: u32,
+}
+
+/// On a process connection, to the server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Request {
+    /// First of all.
+    Hello {
+        /// [`HELLO`].
+        magic: u32,
+        /// [`VERSION`].
+        version: u32,
+    },
+    /// What devices there are.
+    Devices,
+    /// Physical memory; the answer carries its file.
+    CreateMemory {
+        /// Of which device.
+        device: u32,
+        /// How much.
+        bytes: u64,
+    },
+    /// A share in the memory whose file comes with this.
+    ImportMemory,
+    /// Gives up one share.
+    FreeMemory {
+        /// Which.
+        id: u64,
+    },
+    /// A device's state.
+    Status {
+        /// Which.
+        device: u32,
+    },
+}
+
+/// On a process connection, from the server.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Answer {
+    /// Done.
+    Ok,
+    /// The devices in order.
+    Devices(Vec<DeviceInfo>),
+    /// A share in memory.
+    Memory {
+        /// Its name among the server's memory.
+        id: u64,
+        /// Of which device.
+        device: u32,
+        /// How much.
+        bytes: u64,
+    },
+    /// A device's state.
+    Status(DeviceStatus),
+    /// It cannot be done.
+    Refused(Refusal),
+}
+
+/// Why the server refuses.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+pub enum Refusal {
+    /// Not enough memory on the device.
+    #[error("the emulated device is out of memory")]
+    OutOfMemory,
+    /// No such device, memory, or the like.
+    #[error("the emulated device does not know what was named")]
+    Unknown,
+    /// Client and server were not built from the same source.
+    #[error(
+        "the emulated device's server has another version: use the gpumux that belongs to libgpumux_emu.so"
+    )]
+    Version,
+    /// The server cannot get memory from its own machine.
+    #[error("the emulated device's server cannot make a memory file")]
+    Host,
+}
+
+/// What a device is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceInfo {
+    /// Product name.
+    pub name: String,
+    /// UUID.
+    pub uuid: [u8; 16],
+    /// PCI bus.
+    pub pci_bus: u32,
+    /// Bytes of memory.
+    pub memory: u64,
+    /// Streaming multiprocessors.
+    pub sms: u32,
+    /// Compute capability.
+    pub compute_capability: (u32, u32),
+    /// SM clock in kHz.
+    pub clock_khz: u32,
+    /// Bytes per second that kernels can move.
+    pub memory_bandwidth: u64,
+    /// NVML's driver version.
+    pub driver_version: String,
+    /// CUDA's driver version.
+    pub cuda_version: i32,
+}
+
+/// A device at one moment.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DeviceStatus {
+    /// Bytes in use.
+    pub used: u64,
+    /// Percent of the last second or so in which compute groups ran.
+    pub compute_percent: u32,
+    /// The same for copies.
+    pub copy_percent: u32,
+    /// Processes with contexts, and the bytes that they use.
+    pub processes: Vec<(u32, u64)>,
+}
+
+/// Which of a context's groups runs a piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Queue {
+    /// The SMs.
+    Compute,
+    /// The copy engine from host to device.
+    HostToDevice,
+    /// The copy engine from device to host.
+    DeviceToHost,
+}
+
+/// What is submitted. Streams and work have numbers that the client chose; work numbers rise.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Work {
+    /// A kernel.
+    Kernel {
+        /// SMs that it can use.
+        sms: u32,
+        /// ns with all of them.
+        duration: u64,
+    },
+    /// A copy.
+    Copy {
+        /// Bytes.
+        bytes: u64,
+    },
+    /// A mark in the stream.
+    Record,
+    /// Waits for other work of this context.
+    Wait(u64),
+    /// A host function: reported when it may run, over when the client says so.
+    Host,
+}
+
+/// One piece of work.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Submission {
+    /// Stream.
+    pub stream: u64,
+    /// Number of the work.
+    pub id: u64,
+    /// Where it runs.
+    pub queue: Queue,
+    /// What it is.
+    pub work: Work,
+    /// Report it as soon as it is done. Other work is reported at the latest when its stream is idle.
+    pub prompt: bool,
+}
+
+/// On an execution connection, to the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Command {
+    /// Work, in order.
+    Submit {
+        /// When the program submitted it.
+        at: u64,
+        /// What.
+        items: Vec<Submission>,
+    },
+    /// A host function has returned.
+    HostDone {
+        /// Which.
+        id: u64,
+    },
+    /// Effects are where [`Report::Progress`] wanted them.
+    Progressed {
+        /// That report's token.
+        token: u64,
+    },
+    /// The stream is not used any more; its work goes on.
+    EndStream {
+        /// Which.
+        stream: u64,
+    },
+    /// A kernel faulted: drop all work of this context.
+    Abort,
+}
+
+/// On an execution connection, from the server.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Report {
+    /// Work that is done and when, in order.
+    Done(Vec<(u64, u64)>),
+    /// A host function may run.
+    HostReady {
+        /// Which.
+        id: u64,
+    },
+    /// The group was frozen: bring the effects of its kernels to where they were interrupted, and answer.
+    Progress {
+        /// For the answer.
+        token: u64,
+        /// Work, done and total.
+        works: Vec<(u64, u64, u64)>,
+    },
+}
+
+/// Encodes a message; `None` when it is larger than [`MAX_PACKET`].
+pub fn encode(message: &impl Serialize) -> Option<Vec<u8>> {
+    postcard::to_stdvec(message)
+        .ok()
+        .filter(|bytes| bytes.len() <= MAX_PACKET)
+}
+
+/// Decodes a message; `None` for anything but exactly one.
+pub fn decode<T: DeserializeOwned>(bytes: &[u8]) -> Option<T> {
+    match postcard::take_from_bytes(bytes) {
+        Ok((message, [])) => Some(message),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_survive_and_garbage_does_not() {
+        let item = Submission {
+            stream: u64::MAX,
+            id: u64::MAX,
+            queue: Queue::DeviceToHost,
+            work: Work::Kernel {
+                sms: u32::MAX,
+                duration: u64::MAX,
+            },
+            prompt: true,
+        };
+        let full = Command::Submit {
+            at: u64::MAX,
+            items: vec![item; MAX_SUBMISSIONS],
+        };
+        let bytes = encode(&full).expect("the largest packet fits");
+        assert_eq!(decode::<Command>(&bytes), Some(full));
+        assert_eq!(decode::<Command>(&bytes[..bytes.len() - 1]), None);
+        assert_eq!(decode::<Command>(&[bytes, vec![0]].concat()), None);
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_packet_panics(bytes in proptest::collection::vec(proptest::num::u8::ANY, 0..200)) {
+            let _ = (decode::<Request>(&bytes), decode::<Command>(&bytes));
+            let _ = (decode::<Answer>(&bytes), decode::<Report>(&bytes));
+        }
+    }
+}

@@ -1,0 +1,892 @@
+//! Counting a process's GPU work, so that the daemon knows which of its compute groups have some.
+//!
+//! A launch adds to two words: that of its stream, and the *submitted* count of its group's slot
+//! in the shared page. No lock, no system call. A group is *idle* once every stream with work for
+//! it has been seen to have done it: by a synchronisation that the program made anyway, or by
+//! the poller, a thread that asks when streams are outstanding and the program is silent.
+//!
+//! The rule is: when in doubt, busy. A launch counts as *started* before the real call and as
+//! *returned* after it; an observation proves only what had returned before it began; a stream is idle
+//! when as many are proved *done* as have started. The work of a context whose group is not
+//! known for sure counts for every group that it may belong to.
+//!
+//! Left out: copies (they run on the copy engines' groups), work that the device launches itself, and
+//! programs that reach libcuda past [`crate::driver`]; their groups stay *unknown*. The
+//! poller cannot ask about per-thread default streams: those become idle when their thread synchronises.
+
+use std::{
+    cell::Cell,
+    ffi::c_int,
+    panic::AssertUnwindSafe,
+    ptr,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpumux_wire::page::{Page, SLOTS};
+
+use crate::{
+    driver::{self, CUcontext, CUevent, CUresult, CUstream, Function, SUCCESS},
+    process,
+};
+
+/// Streams that are told apart. (PyTorch has 32 per priority.)
+const STREAMS: usize = 512;
+
+/// Events that are remembered, by a hash of their handle.
+const EVENTS: usize = 1024;
+
+/// How often the poller looks while the program submits work.
+const BUSY_TICK: Duration = Duration::from_millis(8);
+
+/// Its first and longest pause while the program is silent: with work outstanding, and with none.
+const SILENT_TICK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(16));
+const IDLE_TICK: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(32));
+
+/// How long the process's exit waits for the poller to leave libcuda.
+const EXIT_WAIT: Duration = Duration::from_millis(100);
+
+/// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`, as handles of streams.
+const LEGACY: u64 = 1;
+const PER_THREAD: u64 = 2;
+/// Handles of places that have no stream: free, and left with work by a destroyed stream.
+const FREE: u64 = 0;
+const ORPHAN: u64 = u64::MAX;
+
+/// Results after which a context's work has ended for good: addresses, launches and
+/// instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`, but for
+/// those between that are refusals).
+const fn is_fatal(result: CUresult) -> bool {
+    matches!(result, 700 | 702 | 714..=719)
+}
+
+/// What is known of one stream. Counts never go down, also when another stream takes the place.
+#[repr(align(64))]
+struct Stream {
+    /// Tells default streams apart: which context's, and whose thread's.
+    scope: AtomicU64,
+    /// Pieces of work that the program has begun to submit.
+    started: AtomicU64,
+    /// Those whose submission has returned.
+    returned: AtomicU64,
+    /// Those that are done.
+    done: AtomicU64,
+    /// The groups that it may belong to, by their slots.
+    slots: AtomicU64,
+    /// The context to ask in, and the green context, if it is of one.
+    context: AtomicU64,
+    green: AtomicU64,
+    /// For an orphan: the event to ask instead.
+    event: AtomicU64,
+}
+
+/// The streams' handles, apart from the rest because they are searched.
+static HANDLES: [AtomicU64; STREAMS] = [const { AtomicU64::new(FREE) }; STREAMS];
+static STATES: [Stream; STREAMS] = [const {
+    Stream {
+        scope: AtomicU64::new(0),
+        started: AtomicU64::new(0),
+        returned: AtomicU64::new(0),
+        done: AtomicU64::new(0),
+        slots: AtomicU64::new(0),
+        context: AtomicU64::new(0),
+        green: AtomicU64::new(0),
+        event: AtomicU64::new(0),
+    }
+}; STREAMS];
+/// How many places have ever been used.
+static USED: AtomicUsize = AtomicUsize::new(0);
+
+/// Where to count; null: not at all.
+static PAGE: AtomicPtr<Page> = AtomicPtr::new(ptr::null_mut());
+/// This process was forked from one that counted. Its tables and locks are not usable.
+static SPOILED: AtomicBool = AtomicBool::new(false);
+/// Slots of groups that got work of which nothing more can be known: they stay busy.
+static LOST: AtomicU64 = AtomicU64::new(0);
+const _: () = assert!(SLOTS == 64, "one bit for each slot");
+/// How many captures are going on. While there are any, the poller asks nothing: a query can invalidate
+/// a capture.
+static CAPTURES: AtomicUsize = AtomicUsize::new(0);
+/// Set by the first stream: the agent starts the poller.
+static POLLER_WANTED: AtomicBool = AtomicBool::new(false);
+
+/// What is changed under a lock: rarely, and never for a launch on a known stream.
+struct Slow {
+    /// Contexts whose groups are known for sure, by their slots.
+    contexts: Vec<(u64, u64)>,
+    /// Streams that are capturing.
+    captures: Vec<Key>,
+    /// The process is about to end: libcuda is no longer to be called.
+    exiting: bool,
+}
+
+static SLOW: Mutex<Slow> = Mutex::new(Slow {
+    contexts: Vec::new(),
+    captures: Vec::new(),
+    exiting: false,
+});
+
+thread_local! {
+    static IN_SLOW: Cell<bool> = const { Cell::new(false) };
+    /// Where this thread found its last stream.
+    static LAST: Cell<usize> = const { Cell::new(0) };
+    /// This thread's number, from 1; 0: none yet.
+    static THREAD: Cell<u64> = const { Cell::new(0) };
+    /// Slots of the compute groups that this thread has made and no context has claimed.
+    static MADE: Cell<u64> = const { Cell::new(0) };
+}
+
+macro_rules! functions {
+    ($($name:ident $symbol:literal ($($type:ty),*);)*) => {$(
+        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> CUresult> {
+            static FUNCTION: Function = Function::new($symbol);
+            // SAFETY: the signature is `cuda.h`'s.
+            unsafe { FUNCTION.get() }
+        }
+    )*};
+}
+
+functions! {
+    ctx_get_current c"cuCtxGetCurrent" (*mut CUcontext);
+    ctx_push_current c"cuCtxPushCurrent_v2" (CUcontext);
+    ctx_pop_current c"cuCtxPopCurrent_v2" (*mut CUcontext);
+    stream_get_ctx c"cuStreamGetCtx" (CUstream, *mut CUcontext);
+    stream_get_green_ctx c"cuStreamGetGreenCtx" (CUstream, *mut CUcontext);
+    stream_is_capturing c"cuStreamIsCapturing" (CUstream, *mut c_int);
+    stream_query c"cuStreamQuery" (CUstream);
+    exchange_capture_mode c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
+    event_create c"cuEventCreate" (*mut CUevent, u32);
+    event_record c"cuEventRecord" (CUevent, CUstream);
+    event_query c"cuEventQuery" (CUevent);
+    event_destroy c"cuEventDestroy_v2" (CUevent);
+    primary_retain c"cuDevicePrimaryCtxRetain" (*mut CUcontext, c_int);
+    primary_release c"cuDevicePrimaryCtxRelease_v2" (c_int);
+    primary_state c"cuDevicePrimaryCtxGetState" (c_int, *mut u32, *mut c_int);
+}
+
+/// A stream's identity.
+#[derive(Clone, Copy, PartialEq, Eq)]
+struct Key {
+    handle: u64,
+    scope: u64,
+}
+
+impl Key {
+    /// `own`: the function's default stream is the thread's own.
+    fn new(stream: CUstream, own: bool) -> Option<Self> {
+        let handle = match stream as u64 {
+            0 if own => PER_THREAD,
+            0 => LEGACY,
+            handle => handle,
+        };
+        let scope = match handle {
+            LEGACY => current_context()?,
+            // Addresses have 47 bits.
+            PER_THREAD => current_context()? | thread_number()? << 48,
+            _ => 0,
+        };
+        Some(Self { handle, scope })
+    }
+
+    /// Where the stream is, if it is known.
+    fn find(self) -> Option<usize> {
+        let is = |place: usize| {
+            HANDLES[place].load(Ordering::Acquire) == self.handle
+                && STATES[place].scope.load(Ordering::Relaxed) == self.scope
+        };
+        let last = LAST.get();
+        if is(last) {
+            return Some(last);
+        }
+        let found = (0..USED.load(Ordering::Acquire)).find(|place| is(*place))?;
+        LAST.set(found);
+        Some(found)
+    }
+}
+
+fn current_context() -> Option<u64> {
+    let mut context = ptr::null_mut();
+    // SAFETY: a place to write.
+    let result = unsafe { ctx_get_current()?(&raw mut context) };
+    (result == SUCCESS && !context.is_null()).then_some(context as u64)
+}
+
+fn thread_number() -> Option<u64> {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    if THREAD.get() == 0 {
+        THREAD.set(NEXT.fetch_add(1, Ordering::Relaxed));
+    }
+    // Later threads cannot be told apart: their work is lost track of.
+    Some(THREAD.get()).filter(|number| *number < 1 << 16)
+}
+
+/// Whether this process counts.
+fn page() -> Option<&'static Page> {
+    // SAFETY: null, or a page that is never unmapped.
+    unsafe { PAGE.load(Ordering::Acquire).as_ref() }
+}
+
+/// Runs `work` under the lock. `None` within itself: libcuda may call its own exports through ours.
+fn slow<R>(work: impl FnOnce(&mut Slow) -> R) -> Option<R> {
+    if IN_SLOW.replace(true) {
+        return None;
+    }
+    let mut guard = SLOW.lock().unwrap_or_else(PoisonError::into_inner);
+    let result = std::panic::catch_unwind(AssertUnwindSafe(|| work(&mut guard)));
+    drop(guard);
+    IN_SLOW.set(false);
+    result.ok()
+}
+
+/// Runs `work` with `context` current.
+fn within<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
+    let (push, pop) = (ctx_push_current()?, ctx_pop_current()?);
+    // SAFETY: a context that is removed from the tables before it is destroyed.
+    if context == 0 || unsafe { push(context as CUcontext) } != SUCCESS {
+        return None;
+    }
+    let result = work();
+    let mut popped = ptr::null_mut();
+    // SAFETY: a place to write; undoes the push above.
+    unsafe { pop(&raw mut popped) };
+    Some(result)
+}
+
+fn bits(mut mask: u64) -> impl Iterator<Item = u32> {
+    std::iter::from_fn(move || {
+        let bit = (mask != 0).then(|| mask.trailing_zeros())?;
+        mask &= mask - 1;
+        Some(bit)
+    })
+}
+
+impl Stream {
+    fn is_idle(&self) -> bool {
+        // Order matters: what is done now had started before.
+        let done = self.done.load(Ordering::Acquire);
+        done >= self.started.load(Ordering::Acquire)
+    }
+
+    /// The first `count` pieces are done.
+    fn finish(&self, count: u64) {
+        self.done.fetch_max(count, Ordering::AcqRel);
+        settle(self.slots.load(Ordering::Relaxed));
+    }
+}
+
+fn places() -> impl Iterator<Item = (u64, &'static Stream)> {
+    let used = USED.load(Ordering::Acquire);
+    HANDLES[..used]
+        .iter()
+        .map(|handle| handle.load(Ordering::Acquire))
+        .zip(&STATES)
+}
+
+/// Says of these slots that all is done, where it is.
+fn settle(slots: u64) {
+    let Some(page) = page() else { return };
+    for slot in bits(slots & !LOST.load(Ordering::Acquire)) {
+        let Some(counters) = page.slot(slot) else {
+            continue;
+        };
+        // Before the streams: whoever is counted in it has also started on its stream.
+        let submitted = counters.submitted();
+        let busy = |(handle, stream): (u64, &Stream)| {
+            handle != FREE
+                && stream.slots.load(Ordering::Relaxed) >> slot & 1 != 0
+                && !stream.is_idle()
+        };
+        if !places().any(busy) {
+            counters.complete(submitted);
+        }
+    }
+}
+
+// ---- What the program does -----------------------------------------------------------------------
+
+/// The program submits work to a stream.
+#[inline]
+pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+    let Some(page) = page() else { return real() };
+    let key = Key::new(stream, own);
+    if key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key)) {
+        return real();
+    }
+    let place = key.and_then(|key| key.find().or_else(|| insert(key)));
+    let Some(state) = place.map(|place| &STATES[place]) else {
+        if key.is_some() || thread_number().is_none() {
+            let slots = process::compute_slots();
+            LOST.fetch_or(slots, Ordering::AcqRel);
+            count(page, slots);
+        }
+        return real();
+    };
+    state.started.fetch_add(1, Ordering::AcqRel);
+    count(page, state.slots.load(Ordering::Relaxed));
+    let result = real();
+    state.returned.fetch_add(1, Ordering::AcqRel);
+    result
+}
+
+fn count(page: &Page, slots: u64) {
+    for slot in bits(slots) {
+        if let Some(counters) = page.slot(slot) {
+            counters.submit();
+        }
+    }
+}
+
+fn is_capturing(key: Key) -> bool {
+    let mut status = 0;
+    // The legacy stream cannot capture, and must not be asked while others do.
+    // SAFETY: the program's stream, and a place to write.
+    key.handle != LEGACY
+        && stream_is_capturing().is_some_and(|ask| unsafe {
+            ask(key.handle as CUstream, &raw mut status) == SUCCESS && status != 0
+        })
+}
+
+/// Makes a place for a stream. `None` when there is none left.
+#[cold]
+fn insert(key: Key) -> Option<usize> {
+    let place = slow(|slow| {
+        if let Some(place) = key.find() {
+            return Some(place);
+        }
+        let context = match key.handle {
+            LEGACY | PER_THREAD => key.scope & ((1 << 48) - 1),
+            handle => {
+                let mut context = ptr::null_mut();
+                // SAFETY: the program's stream, and a place to write.
+                let asked = stream_get_ctx()
+                    .map(|ask| unsafe { ask(handle as CUstream, &raw mut context) });
+                if asked == Some(SUCCESS) {
+                    context as u64
+                } else {
+                    current_context()?
+                }
+            }
+        };
+        let mut green = ptr::null_mut();
+        if key.handle > PER_THREAD
+            && let Some(ask) = stream_get_green_ctx()
+        {
+            // SAFETY: as above. A failure leaves null.
+            unsafe { ask(key.handle as CUstream, &raw mut green) };
+        }
+        let slots = slow.slots_of(context);
+        let used = USED.load(Ordering::Acquire);
+        let free = HANDLES[..used]
+            .iter()
+            .position(|handle| handle.load(Ordering::Acquire) == FREE);
+        // Full: an idle stream's place; it gets another with its next work.
+        let idle = || {
+            (used == STREAMS)
+                .then(|| STATES.iter().position(Stream::is_idle))
+                .flatten()
+        };
+        let place = free.or_else(idle).or((used < STREAMS).then_some(used))?;
+        let state = &STATES[place];
+        HANDLES[place].store(FREE, Ordering::Release);
+        state.scope.store(key.scope, Ordering::Relaxed);
+        state.slots.store(slots, Ordering::Relaxed);
+        state.context.store(context, Ordering::Relaxed);
+        state.green.store(green as u64, Ordering::Relaxed);
+        state.event.store(0, Ordering::Relaxed);
+        HANDLES[place].store(key.handle, Ordering::Release);
+        USED.store(used.max(place + 1), Ordering::Release);
+        begin_counting(slots);
+        Some(place)
+    })
+    .flatten()?;
+    if !POLLER_WANTED.swap(true, Ordering::AcqRel) {
+        process::wake_agent();
+    }
+    Some(place)
+}
+
+impl Slow {
+    /// The groups that a context's work may belong to: its own, or all that no context has claimed.
+    fn slots_of(&self, context: u64) -> u64 {
+        if let Some((_, slots)) = self.contexts.iter().find(|(known, _)| *known == context) {
+            return *slots;
+        }
+        let all = process::compute_slots();
+        let claimed = self
+            .contexts
+            .iter()
+            .fold(0, |mask, (_, slots)| mask | slots);
+        match all & !claimed {
+            0 => all,
+            unclaimed => unclaimed,
+        }
+    }
+
+    /// Forgets a context, green or not, and all its streams.
+    fn forget_context(&mut self, context: u64) {
+        self.contexts.retain(|(known, _)| *known != context);
+        for ((handle, state), slot) in places().zip(&HANDLES) {
+            let is = |field: &AtomicU64| field.load(Ordering::Relaxed) == context;
+            if handle != FREE && (is(&state.context) || is(&state.green)) {
+                self.end_capture_of(Key {
+                    handle,
+                    scope: state.scope.load(Ordering::Relaxed),
+                });
+                state.finish(state.started.load(Ordering::Acquire));
+                slot.store(FREE, Ordering::Release);
+            }
+        }
+    }
+
+    fn end_capture_of(&mut self, key: Key) {
+        self.captures.retain(|capturing| *capturing != key);
+        CAPTURES.store(self.captures.len(), Ordering::Release);
+    }
+}
+
+fn begin_counting(slots: u64) {
+    if let Some(page) = page() {
+        bits(slots)
+            .filter_map(|slot| page.slot(slot))
+            .for_each(|slot| slot.begin_counting());
+    }
+}
+
+/// The program asks or waits for a stream; success means that it is idle.
+pub(crate) fn observe_stream(
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let seen = page()
+        .and_then(|_| Key::new(stream, own))
+        .and_then(Key::find)
+        .map(|place| {
+            let state = &STATES[place];
+            (state, state.returned.load(Ordering::Acquire))
+        });
+    let result = real();
+    if let Some((state, count)) = seen
+        && result == SUCCESS
+    {
+        state.finish(count);
+    }
+    result
+}
+
+/// The program waits for a whole context; null is the current one.
+pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let context = match context as u64 {
+        0 => page().and_then(|_| current_context()).unwrap_or(0),
+        context => context,
+    };
+    if page().is_none() || context == 0 {
+        return real();
+    }
+    let mut counts = [0; STREAMS];
+    let mine = |state: &Stream| state.context.load(Ordering::Relaxed) == context;
+    for ((_, state), count) in places()
+        .zip(&mut counts)
+        .filter(|((_, state), _)| mine(state))
+    {
+        *count = state.returned.load(Ordering::Acquire);
+    }
+    let result = real();
+    if result == SUCCESS {
+        let mut slots = 0;
+        for ((_, state), count) in places().zip(&counts).filter(|((_, state), _)| mine(state)) {
+            state.done.fetch_max(*count, Ordering::AcqRel);
+            slots |= state.slots.load(Ordering::Relaxed);
+        }
+        settle(slots);
+    }
+    result
+}
+
+/// A context is made: the groups that this thread makes meanwhile are its own.
+///
+/// # Safety
+/// When `real` succeeds, it must have written a context to `out`.
+pub(crate) unsafe fn create_context(
+    out: *mut CUcontext,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    MADE.set(0);
+    let result = real();
+    let slots = MADE.replace(0);
+    if result == SUCCESS && slots != 0 && page().is_some() {
+        // SAFETY: the caller's.
+        let context = unsafe { *out } as u64;
+        slow(|slow| {
+            slow.contexts.retain(|(known, _)| *known != context);
+            slow.contexts.push((context, slots));
+        });
+        begin_counting(slots);
+    }
+    result
+}
+
+/// This thread has just made the compute group of this slot.
+pub(crate) fn group_made(slot: u32) {
+    if slot < SLOTS as u32 {
+        MADE.set(MADE.get() | 1 << slot);
+    }
+}
+
+pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    if page().is_some() && !context.is_null() {
+        slow(|slow| slow.forget_context(context as u64));
+    }
+    real()
+}
+
+/// A device's primary context is released or reset: it may go, with all its streams.
+pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
+    let active = || {
+        let (mut flags, mut active) = (0, 0);
+        // SAFETY: two places to write.
+        primary_state()
+            .is_some_and(|ask| unsafe { ask(device, &raw mut flags, &raw mut active) } == SUCCESS)
+            && active != 0
+    };
+    if page().is_none() || !active() {
+        return real();
+    }
+    // Which context that is can only be learned by retaining it once more.
+    let mut context = ptr::null_mut();
+    if let (Some(retain), Some(release)) = (primary_retain(), primary_release()) {
+        // SAFETY: a place to write; what is retained is released.
+        unsafe {
+            if retain(&raw mut context, device) == SUCCESS {
+                release(device);
+            }
+        }
+    }
+    let mut real = Some(real);
+    let result = slow(|slow| {
+        // Under the lock, so that the poller is not in a context that goes.
+        let result = real.take().map(|real| real());
+        if !active() {
+            slow.forget_context(context as u64);
+        }
+        result
+    });
+    match (result.flatten(), real) {
+        (Some(result), _) => result,
+        (None, Some(real)) => real(),
+        (None, None) => SUCCESS,
+    }
+}
+
+/// A stream is destroyed; what it still has to do runs on unseen.
+pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    let place = page()
+        .and_then(|_| Key::new(stream, false))
+        .and_then(Key::find);
+    if let Some(place) = place.filter(|_| stream as u64 > PER_THREAD) {
+        slow(|slow| {
+            let state = &STATES[place];
+            slow.end_capture_of(Key {
+                handle: stream as u64,
+                scope: 0,
+            });
+            let count = state.returned.load(Ordering::Acquire);
+            if !state.is_idle() && CAPTURES.load(Ordering::Acquire) == 0 {
+                within(state.context.load(Ordering::Relaxed), || {
+                    leave_event(state, stream, count)
+                });
+            }
+            let left = if state.is_idle() { FREE } else { ORPHAN };
+            HANDLES[place].store(left, Ordering::Release);
+        });
+    }
+    real()
+}
+
+/// Leaves an event behind the stream's last work, unless that is done.
+fn leave_event(state: &Stream, stream: CUstream, count: u64) {
+    // SAFETY: the program's stream, which still exists.
+    if stream_query().is_some_and(|ask| unsafe { ask(stream) } == SUCCESS) {
+        return state.finish(count);
+    }
+    /// `CU_EVENT_DISABLE_TIMING`
+    const NO_TIMING: u32 = 2;
+    let mut event = ptr::null_mut();
+    if let (Some(create), Some(record)) = (event_create(), event_record()) {
+        // SAFETY: a place to write, an event just made and the stream.
+        unsafe {
+            if create(&raw mut event, NO_TIMING) == SUCCESS && record(event, stream) == SUCCESS {
+                state.event.store(event as u64, Ordering::Release);
+            }
+        }
+    }
+}
+
+pub(crate) fn begin_capture(
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let Some(key) = page().and_then(|_| Key::new(stream, own)) else {
+        return real();
+    };
+    // Before, and under the lock: the poller has finished asking and asks no more.
+    slow(|slow| {
+        slow.captures.push(key);
+        CAPTURES.store(slow.captures.len(), Ordering::Release);
+    });
+    let result = real();
+    if result != SUCCESS {
+        slow(|slow| slow.end_capture_of(key));
+    }
+    result
+}
+
+pub(crate) fn end_capture(
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    // Also without success: an invalidated capture has ended.
+    if let Some(key) = page().and_then(|_| Key::new(stream, own)) {
+        slow(|slow| slow.end_capture_of(key));
+    }
+    result
+}
+
+// ---- Events --------------------------------------------------------------------------------------
+
+/// Where an event was last recorded: its handle, and stream's place (16 bits) with how much had returned.
+struct Mark {
+    event: AtomicU64,
+    at: AtomicU64,
+}
+
+static MARKS: [Mark; EVENTS] = [const {
+    Mark {
+        event: AtomicU64::new(0),
+        at: AtomicU64::new(0),
+    }
+}; EVENTS];
+
+/// A mark that is being written.
+const WRITING: u64 = u64::MAX;
+
+impl Mark {
+    fn of(event: CUevent) -> &'static Self {
+        // Fibonacci hashing: handles differ in their middle bits.
+        &MARKS[((event as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54) as usize % EVENTS]
+    }
+
+    /// Writes it, over whichever event had it.
+    fn set(&self, event: u64, at: u64) {
+        // Two stores long, by threads that record events of the same hash at the same time.
+        while self.event.swap(WRITING, Ordering::AcqRel) == WRITING {
+            thread::yield_now();
+        }
+        self.at.store(at, Ordering::Release);
+        self.event.store(event, Ordering::Release);
+    }
+
+    fn get(&self, event: CUevent) -> Option<u64> {
+        let is = || self.event.load(Ordering::Acquire) == event as u64;
+        let at = is().then(|| self.at.load(Ordering::Acquire))?;
+        is().then_some(at)
+    }
+
+    /// What `event` says no longer holds.
+    fn clear(event: CUevent) {
+        let mark = Self::of(event);
+        if mark.event.load(Ordering::Acquire) == event as u64 {
+            mark.set(0, 0);
+        }
+    }
+}
+
+/// The program records an event: it will prove what had returned on the stream until now.
+pub(crate) fn record(
+    event: CUevent,
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    if page().is_none() {
+        return real();
+    }
+    Mark::clear(event);
+    let key = Key::new(stream, own);
+    let captured =
+        key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key));
+    let at = key.and_then(Key::find).map(|place| {
+        let returned = STATES[place].returned.load(Ordering::Acquire);
+        (place as u64) << 48 | returned & ((1 << 48) - 1)
+    });
+    let result = real();
+    if let Some(at) = at
+        && result == SUCCESS
+        && !captured
+    {
+        Mark::of(event).set(event as u64, at);
+    }
+    result
+}
+
+/// The program asks or waits for an event.
+pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+    let at = page().and_then(|_| Mark::of(event).get(event));
+    let result = real();
+    // Only if it has not been recorded anew meanwhile.
+    if let Some(at) = at
+        && result == SUCCESS
+        && Mark::of(event).get(event) == Some(at)
+    {
+        STATES[(at >> 48) as usize].finish(at & ((1 << 48) - 1));
+    }
+    result
+}
+
+pub(crate) fn destroy_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+    if page().is_some() {
+        Mark::clear(event);
+    }
+    real()
+}
+
+// ---- The poller ----------------------------------------------------------------------------------
+
+/// From now on work is counted in `page`.
+pub(crate) fn activate(page: &'static Page) {
+    if !SPOILED.load(Ordering::Acquire) && driver::enabled() {
+        PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+    }
+}
+
+/// After a fork, in the child: the driver is unusable here if the parent had used it.
+pub(crate) fn in_child() {
+    if !PAGE.swap(ptr::null_mut(), Ordering::AcqRel).is_null() {
+        SPOILED.store(true, Ordering::Release);
+    }
+    POLLER_WANTED.store(false, Ordering::Release);
+}
+
+/// Starts the poller when the first stream has appeared. Called by the agent.
+///
+/// It is a thread of its own because libcuda may keep it waiting for the device: the agent
+/// must be free to thaw the very group that libcuda waits for.
+pub(crate) fn start_poller(started: &mut bool) {
+    if *started || !POLLER_WANTED.load(Ordering::Acquire) {
+        return;
+    }
+    *started = true;
+    // Without it, groups become idle by the program's own synchronisation only.
+    let _ = thread::Builder::new()
+        .name("gpumux-poll".to_owned())
+        .spawn(|| {
+            extern "C" fn exiting() {
+                // Registered after libcuda's own handlers, and so called before them.
+                let deadline = Instant::now() + EXIT_WAIT;
+                while Instant::now() < deadline {
+                    if let Ok(mut slow) = SLOW.try_lock() {
+                        slow.exiting = true;
+                        return;
+                    }
+                    thread::yield_now();
+                }
+            }
+            // SAFETY: the handler is never unloaded.
+            unsafe { libc::atexit(exiting) };
+            if let Some(exchange) = exchange_capture_mode() {
+                // `CU_STREAM_CAPTURE_MODE_RELAXED`: this thread's calls spoil nobody's capture.
+                let mut relaxed = 2;
+                // SAFETY: a place to read and write.
+                unsafe { exchange(&raw mut relaxed) };
+            }
+            let (mut tick, mut before) = (BUSY_TICK, 0);
+            loop {
+                thread::sleep(tick);
+                let longer =
+                    |(first, most): (Duration, Duration)| (tick * 3 / 2).clamp(first, most);
+                tick = match look(&mut before) {
+                    Look::Submitting => BUSY_TICK,
+                    Look::Asked if tick == BUSY_TICK => SILENT_TICK.0,
+                    Look::Asked => longer(SILENT_TICK),
+                    Look::Idle => longer(IDLE_TICK),
+                };
+            }
+        });
+}
+
+/// What the poller found.
+enum Look {
+    /// No work is outstanding.
+    Idle,
+    /// The program has submitted work since the last look.
+    Submitting,
+    /// The driver was asked about what is outstanding.
+    Asked,
+}
+
+/// Looks after outstanding streams, if the program has submitted nothing since the last look.
+fn look(before: &mut u64) -> Look {
+    let (started, outstanding) = places().fold((0u64, false), |(sum, any), (handle, state)| {
+        let started = state.started.load(Ordering::Acquire);
+        (
+            sum.wrapping_add(started),
+            any || handle != FREE && !state.is_idle(),
+        )
+    });
+    if !outstanding {
+        return Look::Idle;
+    }
+    if std::mem::replace(before, started) != started {
+        return Look::Submitting;
+    }
+    slow(|slow| {
+        for ((handle, state), slot) in places().zip(&HANDLES) {
+            if handle == FREE || slow.exiting || CAPTURES.load(Ordering::Acquire) != 0 {
+                continue;
+            }
+            ask(handle, state);
+            if handle == ORPHAN && state.is_idle() {
+                slot.store(FREE, Ordering::Release);
+            }
+        }
+    });
+    Look::Asked
+}
+
+/// Asks the driver whether a stream has done what it was given.
+fn ask(handle: u64, state: &Stream) {
+    let returned = state.returned.load(Ordering::Acquire);
+    // While a submission is under way the answer would prove nothing of use.
+    if state.is_idle() || returned != state.started.load(Ordering::Acquire) {
+        return;
+    }
+    let event = state.event.load(Ordering::Acquire) as CUevent;
+    let result = within(state.context.load(Ordering::Relaxed), || match handle {
+        PER_THREAD => None,
+        ORPHAN if event.is_null() => None,
+        // SAFETY: an event of our own.
+        ORPHAN => event_query().map(|query| unsafe { query(event) }),
+        // SAFETY: the lock is held, so the program has not destroyed the stream.
+        stream => stream_query().map(|query| unsafe { query(stream as CUstream) }),
+    });
+    let Some(result) = result.flatten() else {
+        return;
+    };
+    if result == SUCCESS || is_fatal(result) {
+        state.finish(returned);
+        if handle == ORPHAN {
+            state.event.store(0, Ordering::Release);
+            if let Some(destroy) = event_destroy() {
+                // SAFETY: as above, for the last time.
+                unsafe { destroy(event) };
+            }
+        }
+    }
+}

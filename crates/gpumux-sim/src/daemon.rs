@@ -1,0 +1,246 @@
+//! A simulated daemon: what the real one knows and does, with the delays and costs of the real one.
+//!
+//! It sees demand late, accounts as the real one does, asks the policies of `gpumux-core`, and pulls one lever
+//! after the other. A freeze takes its domain off the device when the call begins and a thaw or slice acts when the
+//! call is over: with that, a rotation every 10 ms costs what was measured (8%).
+
+use gpumux_core::gang::{self, Device};
+use gpumux_core::{
+    Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Policy, RunState,
+    Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
+};
+
+use crate::gpu::{Gpu, GroupId, Nanos};
+use crate::report::DeviceReport;
+
+/// One device as the daemon sees it.
+struct Managed {
+    policy: Box<dyn Policy>,
+    snapshot: Snapshot,
+    /// The group of each domain.
+    groups: Vec<GroupId>,
+    memory: Memory,
+    accounts: Accounts,
+    pulled: Pulled,
+}
+
+/// Levers pulled.
+#[derive(Clone, Copy, Debug, Default)]
+struct Pulled {
+    freezes: u64,
+    thaws: u64,
+    slices: u64,
+}
+
+/// A lever pulled, for the trace.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Pull {
+    pub(crate) device: usize,
+    pub(crate) lever: Lever,
+    pub(crate) until: Nanos,
+}
+
+pub(crate) struct Daemon {
+    devices: Vec<Managed>,
+    /// The lever being pulled.
+    pulling: Option<Pull>,
+    /// When to plan although nothing happens.
+    next: Option<Nanos>,
+    busy: Nanos,
+    plans: u64,
+}
+
+impl Daemon {
+    /// A daemon for as many devices as there are policies.
+    pub(crate) fn new(policies: Vec<Box<dyn Policy>>, costs: Costs) -> Self {
+        let devices = policies.into_iter().map(|policy| Managed {
+            policy,
+            snapshot: Snapshot {
+                costs,
+                ..Snapshot::default()
+            },
+            groups: Vec::new(),
+            memory: Memory::default(),
+            accounts: Accounts::default(),
+            pulled: Pulled::default(),
+        });
+        Self {
+            devices: devices.collect(),
+            pulling: None,
+            next: None,
+            busy: 0,
+            plans: 0,
+        }
+    }
+
+    /// When it wants to act by itself.
+    pub(crate) fn wakes(&self) -> Option<Nanos> {
+        self.pulling.map(|pull| pull.until).or(self.next)
+    }
+
+    /// A domain was announced. Ids rise.
+    pub(crate) fn announce(
+        &mut self,
+        now: Nanos,
+        device: usize,
+        (id, group): (DomainId, GroupId),
+        (tenant, spec): (TenantId, &TenantSpec),
+    ) {
+        let managed = &mut self.devices[device];
+        managed.account(now);
+        managed.snapshot.tenants.push(TenantState {
+            id: tenant,
+            spec: spec.clone(),
+        });
+        managed.snapshot.domains.push(DomainState {
+            id,
+            tenant,
+            demand: Demand::Unknown,
+            demand_since: managed.snapshot.now,
+            received: Micros::ZERO,
+            timeslice: Timeslice::DEFAULT,
+            run: RunState::Enabled,
+            pinned: None,
+        });
+        managed.groups.push(group);
+        self.next = Some(now);
+    }
+
+    /// A domain is gone.
+    pub(crate) fn forget(&mut self, now: Nanos, device: usize, id: DomainId) {
+        let managed = &mut self.devices[device];
+        managed.account(now);
+        if let Some(at) = managed.position(id) {
+            let gone = managed.snapshot.domains.remove(at);
+            managed.groups.remove(at);
+            let tenants = &mut managed.snapshot.tenants;
+            tenants.retain(|tenant| tenant.id != gone.tenant);
+        }
+        self.next = Some(now);
+    }
+
+    /// The daemon learns of a domain's demand.
+    pub(crate) fn demand(&mut self, now: Nanos, device: usize, id: DomainId, demand: Demand) {
+        let managed = &mut self.devices[device];
+        managed.account(now);
+        let at = managed.position(id);
+        let moment = managed.snapshot.now;
+        if let Some(domain) = at.map(|at| &mut managed.snapshot.domains[at])
+            && domain.demand != demand
+        {
+            domain.demand = demand;
+            domain.demand_since = moment;
+            self.next = Some(now);
+        }
+    }
+
+    /// Finishes the lever it pulls, or plans and begins the next one. Returns what it began.
+    pub(crate) fn act(&mut self, now: Nanos, gpus: &mut [Gpu]) -> Option<Pull> {
+        if let Some(pull) = self.pulling {
+            if now < pull.until {
+                return None;
+            }
+            self.pulling = None;
+            self.devices[pull.device].apply(now, pull.lever, &mut gpus[pull.device]);
+        } else if self.next.is_none_or(|next| now < next) {
+            return None;
+        }
+        for managed in &mut self.devices {
+            managed.account(now);
+        }
+        let mut devices: Vec<Device> = self
+            .devices
+            .iter_mut()
+            .map(|managed| Device {
+                policy: &*managed.policy,
+                snapshot: &managed.snapshot,
+                memory: &mut managed.memory,
+            })
+            .collect();
+        let plans = gang::plan(&mut devices);
+        self.plans += 1;
+        let next = plans.iter().filter_map(|plan| plan.next).min();
+        self.next = next.map(|next| next.0.saturating_mul(1000).max(now + 1000));
+        let (device, lever) = plans.iter().enumerate().find_map(|(device, plan)| {
+            let levers = plan.levers(&self.devices[device].snapshot);
+            Some((device, levers.first().copied()?))
+        })?;
+        let managed = &mut self.devices[device];
+        let costs = managed.snapshot.costs;
+        let cost = match lever {
+            Lever::Freeze(_) => {
+                managed.apply(now, lever, &mut gpus[device]);
+                costs.freeze
+            }
+            Lever::Thaw(_) => costs.thaw,
+            Lever::SetTimeslice(..) => costs.set_timeslice,
+        };
+        let cost = cost.0 * 1000;
+        self.busy += cost;
+        let pull = Pull {
+            device,
+            lever,
+            until: now + cost,
+        };
+        self.pulling = Some(pull);
+        Some(pull)
+    }
+
+    /// Part of this time that it spent pulling levers, and how often it planned.
+    pub(crate) fn effort(&self, seconds: f64) -> (f64, u64) {
+        (self.busy as f64 / 1e9 / seconds, self.plans)
+    }
+
+    /// Adds the levers pulled to a device's report.
+    pub(crate) fn report(&self, device: usize, seconds: f64, report: &mut DeviceReport) {
+        let pulled = self.devices[device].pulled;
+        report.freezes = pulled.freezes as f64 / seconds;
+        report.thaws = pulled.thaws as f64 / seconds;
+        report.slice_changes = pulled.slices as f64 / seconds;
+    }
+}
+
+impl Managed {
+    fn position(&self, id: DomainId) -> Option<usize> {
+        let domains = &self.snapshot.domains;
+        domains.iter().position(|domain| domain.id == id)
+    }
+
+    /// Accounts up to now; before every change.
+    fn account(&mut self, now: Nanos) {
+        let snapshot = &mut self.snapshot;
+        snapshot.now = Micros(now / 1000);
+        self.accounts
+            .advance(snapshot.now, &snapshot.domains, &snapshot.costs);
+        for domain in &mut snapshot.domains {
+            domain.received = self.accounts.get(domain.id).received();
+        }
+    }
+
+    /// A lever acts. Its domain may be gone meanwhile.
+    fn apply(&mut self, now: Nanos, lever: Lever, gpu: &mut Gpu) {
+        self.account(now);
+        let Some(at) = self.position(lever.domain()) else {
+            return;
+        };
+        let (domain, group) = (&mut self.snapshot.domains[at], self.groups[at]);
+        let acted = match lever {
+            Lever::Freeze(_) => {
+                self.pulled.freezes += 1;
+                domain.run = RunState::Frozen;
+                gpu.freeze(group)
+            }
+            Lever::Thaw(_) => {
+                self.pulled.thaws += 1;
+                domain.run = RunState::Enabled;
+                gpu.thaw(group)
+            }
+            Lever::SetTimeslice(_, timeslice) => {
+                self.pulled.slices += 1;
+                domain.timeslice = timeslice;
+                gpu.set_timeslice(group, timeslice)
+            }
+        };
+        acted.expect("a domain's group lives as long as the domain");
+    }
+}

@@ -1,0 +1,593 @@
+//! Scenarios: who shares which devices, what they ask for, and how the devices are run.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use gpumux_core::policy::{self, Tuning};
+use gpumux_core::{Class, Costs, SpecError, TenantSpec, admit};
+use serde::{Deserialize, Serialize};
+
+use crate::arrivals::Request;
+use crate::gpu::Hardware;
+
+/// How the devices are run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum Mode {
+    /// Every tenant has the devices for itself.
+    Alone,
+    /// What the driver does: everybody has its default slice.
+    TimeSlicing,
+    /// The published recipe: latency tenants 1 s, all others 1 µs, and nothing after that.
+    Fixed,
+    /// A daemon with a policy.
+    Gpumux,
+}
+
+/// A scenario, as written in TOML.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Scenario {
+    /// What it is called.
+    #[serde(default)]
+    pub name: String,
+    /// What it shows, for people.
+    #[serde(default)]
+    pub about: String,
+    /// Length in simulated seconds, `warmup_s` included.
+    pub seconds: f64,
+    /// What happens before this moment is not reported.
+    #[serde(default = "defaults::warmup_s")]
+    pub warmup_s: f64,
+    /// Number of devices.
+    #[serde(default = "defaults::one")]
+    pub devices: usize,
+    /// Seed of everything random.
+    #[serde(default)]
+    pub seed: u64,
+    /// How to run it; one report each.
+    #[serde(default = "defaults::modes")]
+    pub modes: Vec<Mode>,
+    /// The daemon's policy.
+    #[serde(default = "defaults::policy")]
+    pub policy: String,
+    /// Its tuning.
+    #[serde(default)]
+    pub tuning: Tuning,
+    /// How much later than the device the daemon knows that a domain has work, or has none any more.
+    #[serde(default = "defaults::demand_delay_us")]
+    pub demand_delay_us: u64,
+    /// What the daemon pays for its levers.
+    #[serde(default)]
+    pub costs: Costs,
+    /// Length of the windows in which shares are compared.
+    #[serde(default = "defaults::window_s")]
+    pub window_s: f64,
+    /// The devices' constants.
+    #[serde(default)]
+    pub hardware: Hardware,
+    /// Who shares the devices.
+    #[serde(rename = "tenant")]
+    pub tenants: Vec<Tenant>,
+    /// Request traces by name, set with [`Scenario::add_trace`].
+    #[serde(skip)]
+    pub(crate) traces: BTreeMap<String, Vec<Request>>,
+}
+
+/// A tenant, or several of a kind.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Tenant {
+    /// Its name. Of several of a kind, `-1`, `-2`, … are appended.
+    pub name: String,
+    /// How many of this kind.
+    #[serde(default = "defaults::one")]
+    pub count: usize,
+    /// See [`TenantSpec::class`].
+    #[serde(default)]
+    pub class: Class,
+    /// See [`TenantSpec::guaranteed`].
+    #[serde(default)]
+    pub guaranteed: f64,
+    /// See [`TenantSpec::limit`].
+    #[serde(default = "defaults::whole")]
+    pub limit: f64,
+    /// See [`TenantSpec::weight`].
+    #[serde(default = "defaults::whole")]
+    pub weight: f64,
+    /// The devices it works on, each request on all of them together.
+    #[serde(default = "defaults::devices")]
+    pub devices: Vec<usize>,
+    /// In mode `time-slicing`: a slice set by hand, in µs.
+    pub timeslice_us: Option<u64>,
+    /// When it comes.
+    #[serde(default)]
+    pub start_s: f64,
+    /// When it goes; it stays if unset.
+    pub stop_s: Option<f64>,
+    /// When its requests come.
+    pub arrival: Arrival,
+    /// What a request is.
+    pub work: Work,
+}
+
+/// When requests come. Rates are per second.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Arrival {
+    /// At equal distances.
+    Periodic {
+        /// How many per second.
+        rate: f64,
+    },
+    /// At random, independent of each other.
+    Poisson {
+        /// How many per second.
+        rate: f64,
+    },
+    /// With gamma-distributed distances: in bursts if `cv` is above 1.
+    Gamma {
+        /// How many per second.
+        rate: f64,
+        /// Standard deviation of the distances over their mean.
+        cv: f64,
+    },
+    /// At random for a while, then not at all for a while.
+    OnOff {
+        /// How many per second while on.
+        rate: f64,
+        /// How long it is on.
+        on_s: f64,
+        /// How long it is off.
+        off_s: f64,
+    },
+    /// The next comes when one is complete.
+    Closed {
+        /// Pause between a completion and the next request.
+        #[serde(default)]
+        think_us: f64,
+        /// Standard deviation of the pause over its mean.
+        #[serde(default)]
+        think_cv: f64,
+        /// Requests in flight. A program that submits ahead has 2 or more.
+        #[serde(default = "defaults::one")]
+        depth: usize,
+    },
+    /// As in a trace that [`Scenario::add_trace`] brought, over and over.
+    Trace {
+        /// Its name.
+        name: String,
+        /// How many times faster than recorded.
+        #[serde(default = "defaults::whole")]
+        speed: f64,
+    },
+}
+
+/// What a request is.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Work {
+    /// A number of kernels, one after the other.
+    Kernels {
+        /// How many.
+        #[serde(default = "defaults::one")]
+        kernels: usize,
+        /// How long each takes, without the overhead that every kernel pays.
+        kernel_us: f64,
+        /// SMs each can use; all by default.
+        sms: Option<u32>,
+        /// Host time to launch one. At 0 all are launched at once, as a captured graph is; in an eager program the host is
+        /// often slower than the device.
+        #[serde(default)]
+        launch_us: f64,
+        /// Standard deviation of a request's duration over its mean.
+        #[serde(default)]
+        cv: f64,
+        /// The program says so long before a request that it comes, and two hold kernels take the device.
+        hint_us: Option<f64>,
+    },
+    /// A language model with continuous batching: what has arrived is prefilled, then all active requests
+    /// get one token per step. Needs a trace.
+    Llm {
+        /// Prefill per token of context.
+        prefill_us_per_token: f64,
+        /// One step for all active requests.
+        decode_us: f64,
+        /// Most requests in a step.
+        max_batch: usize,
+    },
+}
+
+/// Defaults of fields.
+mod defaults {
+    use super::Mode;
+
+    pub(super) fn warmup_s() -> f64 {
+        1.0
+    }
+    pub(super) fn one() -> usize {
+        1
+    }
+    pub(super) fn modes() -> Vec<Mode> {
+        vec![Mode::Gpumux]
+    }
+    pub(super) fn policy() -> String {
+        gpumux_core::policy::NAMES[0].to_owned()
+    }
+    pub(super) fn demand_delay_us() -> u64 {
+        500
+    }
+    pub(super) fn window_s() -> f64 {
+        1.0
+    }
+    pub(super) fn whole() -> f64 {
+        1.0
+    }
+    pub(super) fn devices() -> Vec<usize> {
+        vec![0]
+    }
+}
+
+/// Why a scenario cannot be run.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// Not TOML, an unknown field, or a value of the wrong kind.
+    #[error("the scenario cannot be read: {0}")]
+    Toml(String),
+    /// A number that makes no sense.
+    #[error("{field} {value} makes no sense: use {instead}")]
+    Number {
+        /// Which.
+        field: String,
+        /// What it is.
+        value: f64,
+        /// What it could be.
+        instead: &'static str,
+    },
+    /// No such policy.
+    #[error("unknown policy `{0}`: use priority, max-min or weighted")]
+    Policy(String),
+    /// A tenant names a device that there isn't.
+    #[error("tenant `{tenant}` names device {device}, but there are {devices}, counted from 0")]
+    Device {
+        /// Who.
+        tenant: String,
+        /// What it names.
+        device: usize,
+        /// How many there are.
+        devices: usize,
+    },
+    /// Two tenants of one name.
+    #[error("two tenants are called `{0}`: give each its own name")]
+    Name(String),
+    /// A promise that makes no sense or cannot be kept.
+    #[error("tenant `{tenant}`: {error}")]
+    Spec {
+        /// Whose.
+        tenant: String,
+        /// Why.
+        error: SpecError,
+    },
+    /// A trace was named and not brought.
+    #[error("tenant `{tenant}` needs the trace `{name}`, which was not given")]
+    NoTrace {
+        /// Who.
+        tenant: String,
+        /// Which.
+        name: String,
+    },
+    /// A language model without a trace.
+    #[error("tenant `{0}` is a language model and needs a trace: set arrival.kind = \"trace\"")]
+    LlmWithoutTrace(String),
+    /// A line of a trace.
+    #[error("line {line} of trace `{name}`: {problem}")]
+    Trace {
+        /// Which trace.
+        name: String,
+        /// Which line, from 1.
+        line: usize,
+        /// What is wrong.
+        problem: String,
+    },
+}
+
+impl Scenario {
+    /// Reads a scenario and checks it. Traces that it names must be added before it can run.
+    ///
+    /// # Errors
+    /// Names the first thing that is wrong.
+    pub fn from_toml(text: &str) -> Result<Self, Error> {
+        let scenario: Self =
+            toml::from_str(text).map_err(|error| Error::Toml(error.to_string()))?;
+        scenario.check()?;
+        Ok(scenario)
+    }
+
+    /// The names of the traces that it needs.
+    pub fn trace_names(&self) -> BTreeSet<&str> {
+        let arrivals = self.tenants.iter().map(|tenant| &tenant.arrival);
+        arrivals
+            .filter_map(|arrival| match arrival {
+                Arrival::Trace { name, .. } => Some(name.as_str()),
+                _ => None,
+            })
+            .collect()
+    }
+
+    /// Adds the text of a trace: CSV with the columns `TIMESTAMP,ContextTokens,GeneratedTokens`.
+    ///
+    /// # Errors
+    /// Names the first line that cannot be read.
+    pub fn add_trace(&mut self, name: &str, csv: &str) -> Result<(), Error> {
+        let requests = crate::parse_trace(csv).map_err(|(line, problem)| Error::Trace {
+            name: name.to_owned(),
+            line,
+            problem,
+        })?;
+        self.traces.insert(name.to_owned(), requests);
+        Ok(())
+    }
+
+    /// Checks everything but that traces are there.
+    fn check(&self) -> Result<(), Error> {
+        let number = |field: &str, value: f64, ok: bool, instead| match ok && value.is_finite() {
+            true => Ok(()),
+            false => Err(Error::Number {
+                field: field.to_owned(),
+                value,
+                instead,
+            }),
+        };
+        let longest = 1e6;
+        number(
+            "seconds",
+            self.seconds,
+            self.seconds > 0.0 && self.seconds <= longest,
+            "a length above 0",
+        )?;
+        let warmup = (0.0..self.seconds).contains(&self.warmup_s);
+        number("warmup_s", self.warmup_s, warmup, "a time before the end")?;
+        number(
+            "window_s",
+            self.window_s,
+            self.window_s >= 1e-3,
+            "a length of at least 0.001",
+        )?;
+        let devices = (1..=64).contains(&self.devices);
+        number(
+            "devices",
+            self.devices as f64,
+            devices,
+            "a number from 1 to 64",
+        )?;
+        if policy::by_name(&self.policy).is_none() {
+            return Err(Error::Policy(self.policy.clone()));
+        }
+        let mut names = BTreeSet::new();
+        let mut promised: BTreeMap<usize, Vec<TenantSpec>> = BTreeMap::new();
+        for tenant in &self.tenants {
+            let name = &tenant.name;
+            let field = |field: &str| format!("tenant `{name}`: {field}");
+            if !names.insert(name) {
+                return Err(Error::Name(name.clone()));
+            }
+            let count = (1..=1000).contains(&tenant.count);
+            number(
+                &field("count"),
+                tenant.count as f64,
+                count,
+                "a number from 1 to 1000",
+            )?;
+            number(
+                &field("start_s"),
+                tenant.start_s,
+                tenant.start_s >= 0.0,
+                "0 or more",
+            )?;
+            if let Some(stop) = tenant.stop_s {
+                number(
+                    &field("stop_s"),
+                    stop,
+                    stop > tenant.start_s,
+                    "a time after start_s",
+                )?;
+            }
+            for &device in &tenant.devices {
+                if device >= self.devices {
+                    return Err(Error::Device {
+                        tenant: name.clone(),
+                        device,
+                        devices: self.devices,
+                    });
+                }
+                let others = promised.entry(device).or_default();
+                let spec = tenant.spec();
+                for _ in 0..tenant.count {
+                    admit(&spec, others.iter(), &format!("device {device}")).map_err(|error| {
+                        Error::Spec {
+                            tenant: name.clone(),
+                            error,
+                        }
+                    })?;
+                    others.push(spec.clone());
+                }
+            }
+            let distinct: BTreeSet<_> = tenant.devices.iter().collect();
+            let sound = !distinct.is_empty() && distinct.len() == tenant.devices.len();
+            number(
+                &field("devices"),
+                tenant.devices.len() as f64,
+                sound,
+                "each device once",
+            )?;
+            let positive = |of: &str, value: f64| {
+                number(
+                    &field(of),
+                    value,
+                    value > 0.0 && value <= 1e9,
+                    "a number above 0",
+                )
+            };
+            let zero = |of: &str, value: f64| {
+                number(&field(of), value, (0.0..=1e9).contains(&value), "0 or more")
+            };
+            match &tenant.arrival {
+                Arrival::Periodic { rate } | Arrival::Poisson { rate } => positive("rate", *rate)?,
+                Arrival::Gamma { rate, cv } => {
+                    positive("rate", *rate)?;
+                    positive("cv", *cv)?;
+                }
+                Arrival::OnOff { rate, on_s, off_s } => {
+                    positive("rate", *rate)?;
+                    positive("on_s", *on_s)?;
+                    zero("off_s", *off_s)?;
+                }
+                Arrival::Closed {
+                    think_us,
+                    think_cv,
+                    depth,
+                } => {
+                    zero("think_us", *think_us)?;
+                    zero("think_cv", *think_cv)?;
+                    positive("depth", *depth as f64)?;
+                }
+                Arrival::Trace { speed, .. } => positive("speed", *speed)?,
+            }
+            match &tenant.work {
+                Work::Kernels {
+                    kernels,
+                    kernel_us,
+                    launch_us,
+                    cv,
+                    hint_us,
+                    ..
+                } => {
+                    positive("kernels", *kernels as f64)?;
+                    positive("kernel_us", *kernel_us)?;
+                    zero("launch_us", *launch_us)?;
+                    zero("cv", *cv)?;
+                    zero("hint_us", hint_us.unwrap_or(0.0))?;
+                }
+                Work::Llm {
+                    prefill_us_per_token,
+                    decode_us,
+                    max_batch,
+                } => {
+                    zero("prefill_us_per_token", *prefill_us_per_token)?;
+                    positive("decode_us", *decode_us)?;
+                    positive("max_batch", *max_batch as f64)?;
+                    if !matches!(tenant.arrival, Arrival::Trace { .. }) {
+                        return Err(Error::LlmWithoutTrace(name.clone()));
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that all traces are there.
+    pub(crate) fn check_traces(&self) -> Result<(), Error> {
+        for tenant in &self.tenants {
+            if let Arrival::Trace { name, .. } = &tenant.arrival
+                && !self.traces.contains_key(name)
+            {
+                return Err(Error::NoTrace {
+                    tenant: tenant.name.clone(),
+                    name: name.clone(),
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Tenant {
+    /// Its promise.
+    pub fn spec(&self) -> TenantSpec {
+        TenantSpec {
+            class: self.class,
+            guaranteed: self.guaranteed,
+            limit: self.limit,
+            weight: self.weight,
+            latency_objective_us: None,
+        }
+    }
+
+    /// The names of the tenants of this kind.
+    pub fn names(&self) -> Vec<String> {
+        match self.count {
+            1 => vec![self.name.clone()],
+            count => (1..=count).map(|n| format!("{}-{n}", self.name)).collect(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAIR: &str = r#"
+        seconds = 10
+        [[tenant]]
+        name = "serve"
+        class = "latency"
+        arrival = { kind = "periodic", rate = 100 }
+        work = { kind = "kernels", kernels = 10, kernel_us = 10 }
+        [[tenant]]
+        name = "train"
+        class = "batch"
+        arrival = { kind = "closed", depth = 2 }
+        work = { kind = "kernels", kernel_us = 10000 }
+    "#;
+
+    #[test]
+    fn a_scenario_is_read_with_its_defaults() {
+        let scenario = Scenario::from_toml(PAIR).expect("sound");
+        assert_eq!(scenario.modes, [Mode::Gpumux]);
+        assert_eq!(scenario.tenants[1].class, Class::Batch);
+        assert_eq!(scenario.tenants[0].limit, 1.0);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (change, with, message) in [
+            ("seconds = 10", "seconds = 0", "seconds 0"),
+            (
+                "seconds = 10",
+                "seconds = 10\nsecond = 1",
+                "unknown field `second`",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\npolicy = \"fair\"",
+                "unknown policy `fair`",
+            ),
+            ("rate = 100", "rate = -1", "tenant `serve`: rate -1"),
+            (
+                "rate = 100",
+                "rate = 1, jitter = 2",
+                "unknown field `jitter`",
+            ),
+            (
+                "name = \"train\"",
+                "name = \"serve\"",
+                "two tenants are called `serve`",
+            ),
+            ("class = \"batch\"", "devices = [1]", "names device 1"),
+            ("class = \"batch\"", "devices = [0, 0]", "each device once"),
+            ("class = \"batch\"", "weight = -1", "weight -1"),
+            (
+                "class = \"batch\"",
+                "guaranteed = 0.6\ncount = 2",
+                "cannot promise 0.600 of device 0",
+            ),
+            (
+                "class = \"batch\"",
+                "class = \"urgent\"",
+                "unknown variant `urgent`",
+            ),
+        ] {
+            let error = Scenario::from_toml(&PAIR.replace(change, with)).expect_err(message);
+            assert!(error.to_string().contains(message), "{error}");
+        }
+    }
+}
