@@ -801,6 +801,7 @@ mod tests {
                 pids,
                 token,
                 made_for: None,
+                kept: false,
                 holders,
             };
             table.insert(tenant);

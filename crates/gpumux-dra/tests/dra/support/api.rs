@@ -34,6 +34,8 @@ pub struct Api {
     state: Arc<Mutex<Inner>>,
     version: Arc<watch::Sender<u64>>,
     pub client: kube::Client,
+    /// Where it is.
+    pub uri: String,
 }
 
 #[derive(Default)]
@@ -68,23 +70,22 @@ fn refuse<T>(code: u16, message: impl Into<String>) -> Result<T, Refusal> {
     Err(Refusal { code, message: message.into(), causes: Vec::new() })
 }
 
+pub fn client(uri: &str) -> kube::Client {
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    kube::Client::try_from(kube::Config::new(uri.parse().unwrap())).unwrap()
+}
+
 impl Api {
     /// Serves on a port of its own until the runtime ends.
     pub async fn start() -> Self {
-        let _ = rustls::crypto::ring::default_provider().install_default();
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let uri = format!("http://{}", listener.local_addr().unwrap()).parse().unwrap();
-        let client = kube::Client::try_from(kube::Config::new(uri)).unwrap();
-        let api = Self { state: Arc::default(), version: Arc::new(watch::channel(0).0), client };
+        let uri = format!("http://{}", listener.local_addr().unwrap());
+        let client = client(&uri);
+        let api = Self { state: Arc::default(), version: Arc::new(watch::channel(0).0), client, uri };
         api.put(NODES, "", "node1", json!({"apiVersion": "v1", "kind": "Node"}));
         let router = Router::new().fallback(handle).with_state(api.clone());
         tokio::spawn(async move { axum::serve(listener, router).await });
         api
-    }
-
-    /// Where it is.
-    pub fn uri(&self) -> String {
-        self.state.lock().unwrap().calls.keys().next().cloned().unwrap_or_default()
     }
 
     pub fn turn_gate_off(&self) {
