@@ -197,17 +197,17 @@ impl Tenants {
             return Err(TenantError::NotTrusted);
         }
         let mut table = self.open_table().await?;
-        if let Some(token) = &new.token
-            && !(new.kept && is_secret(token) && table.tenants.values().all(|t| t.token != *token))
-        {
-            return Err(TenantError::BadToken);
-        }
         let name = match new.name {
             Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
             Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
             Some(name) => name,
             None => table.free_name(&new.program.unwrap_or_default()),
         };
+        if let Some(token) = &new.token
+            && !(new.kept && is_secret(token) && table.tenants.values().all(|t| t.token != *token))
+        {
+            return Err(TenantError::BadToken);
+        }
         let fd = peer
             .fd
             .as_ref()

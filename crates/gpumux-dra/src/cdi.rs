@@ -123,7 +123,7 @@ pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
 /// The disk.
 pub fn remove(dir: &Path, uid: &str) -> io::Result<()> {
     match fs::remove_file(path(dir, uid)) {
-        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
+        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(()),
         other => other,
     }
 }

@@ -230,12 +230,14 @@ impl Engine {
         }
     }
 
+    /// Undoes as much as can be undone; only when all is, the record goes.
     async fn unmake(&self, record: &Record) -> Result<(), PrepareError> {
-        self.undescribe(&record.claim.uid)?;
+        let mut undone = self.undescribe(&record.claim.uid);
         (self.after)(Step::Undescribed);
         for tenant in &record.tenants {
-            self.end_tenant(&tenant.name).await?;
+            undone = undone.and(self.end_tenant(&tenant.name).await);
         }
+        undone?;
         (self.after)(Step::Untenanted);
         let (store, uid) = (self.store.clone(), record.claim.uid.clone());
         tokio::task::spawn_blocking(move || store.remove(&uid)).await??;

@@ -84,7 +84,7 @@ impl Drop for Driver {
 async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
     let mut node = Node::new().await;
     let first = Driver::start(&node, None);
-    node.api.until(|api| (!api.slices().is_empty()).then_some(())).await;
+    node.api.until_published().await;
     let neighbour = node.claim("neighbour", "gpumux-guaranteed", json!({"compute": "500"}), None);
     first.kubelet(&node).await.prepare_one(&neighbour).await.unwrap();
     drop(first);

@@ -4,4 +4,5 @@ mod chart;
 mod crash;
 mod node;
 mod recordings;
+#[allow(unreachable_pub)]
 mod support;

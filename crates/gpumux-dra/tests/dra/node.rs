@@ -246,7 +246,7 @@ async fn a_rolling_update_hands_everything_over() {
     let sockets = [old.places.registration_socket(), new.places.registration_socket()];
     let old = start(old, node.api.client.clone()).await.unwrap();
     let kubelet = Kubelet::register_socket(&sockets[0]).await;
-    node.api.until(|api| (!api.slices().is_empty()).then_some(())).await;
+    node.api.until_published().await;
     let claim = node.claim("first", "gpumux-guaranteed", json!({"compute": "500"}), None);
     kubelet.prepare_one(&claim).await.unwrap();
     let generation = node.api.slices()[0].spec.pool.generation;
@@ -342,9 +342,9 @@ async fn two_hundred_tenants_on_eight_gpus() {
     let registry = config.places.registry.clone();
     let driver = start(config, node.api.client.clone()).await.unwrap();
     let kubelet = Kubelet::register(&registry).await;
-    node.api.until(|api| (!api.slices().is_empty()).then_some(())).await;
+    node.api.until_published().await;
     let claims: Vec<_> = (0..200)
-        .map(|n| node.claim(&format!("c{n}"), "gpumux-guaranteed", json!({"compute": "40", "memory": "2Gi"}), None))
+        .map(|n| node.claim(&format!("c{n}"), "gpumux-preemptible", json!({"memory": "3Gi"}), None))
         .collect();
     let mut shares = tokio::task::JoinSet::new();
     for pods in claims.chunks(5) {
@@ -364,7 +364,7 @@ async fn two_hundred_tenants_on_eight_gpus() {
             all
         });
     assert_eq!(devices.values().sum::<usize>(), 200);
-    assert_eq!(devices.len(), 8, "25 of 40 fill a device: {devices:?}");
+    assert_eq!(devices.len(), 8, "26 of 3 GiB fill a device: {devices:?}");
     assert_eq!(node.daemon.tenants().await.unwrap().len(), 200);
     driver.stop().await;
 }

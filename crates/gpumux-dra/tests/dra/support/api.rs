@@ -138,6 +138,16 @@ impl Api {
         slices.map(|(_, object)| serde_json::from_value(object.clone()).unwrap()).collect()
     }
 
+    /// Waits until a pool is published whole.
+    pub async fn until_published(&self) {
+        let whole = |api: &Self| {
+            let slices = api.slices();
+            let count = slices.first()?.spec.pool.resource_slice_count;
+            (slices.len() as i64 == count).then_some(())
+        };
+        self.until(whole).await;
+    }
+
     /// What a kubelet does when it starts.
     pub fn wipe_slices(&self) {
         let keys: Vec<_> =

@@ -97,7 +97,7 @@ impl Node {
         let registry = config.places.registry.clone();
         let driver = start(config, self.api.client.clone()).await.unwrap();
         let kubelet = Kubelet::register(&registry).await;
-        self.api.until(|api| (!api.slices().is_empty()).then_some(())).await;
+        self.api.until_published().await;
         (driver, kubelet)
     }
 
