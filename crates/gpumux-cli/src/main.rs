@@ -10,7 +10,9 @@ use std::process::ExitCode;
 
 use clap::{CommandFactory, Parser, Subcommand};
 
-use crate::commands::{completions, daemon, demo, doctor, emu, man, ps, run, set, sim, workload};
+use crate::commands::{
+    completions, daemon, demo, doctor, dra, emu, man, ps, run, set, sim, workload,
+};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -45,6 +47,7 @@ enum Command {
     Doctor(doctor::Args),
     Demo(demo::Args),
     Daemon(daemon::Args),
+    Dra(dra::Args),
     Emu(emu::Args),
     Sim(sim::Args),
     /// Run a latency or batch load through the CUDA driver API
@@ -70,6 +73,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),
+        Command::Dra(args) => dra::run(args),
         Command::Emu(args) => emu::run(args),
         Command::Sim(args) => sim::run(&args),
         Command::Workload(args) => workload::run(&args),

@@ -123,7 +123,14 @@ pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
 /// The disk.
 pub fn remove(dir: &Path, uid: &str) -> io::Result<()> {
     match fs::remove_file(path(dir, uid)) {
-        Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Ok(()),
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            Ok(())
+        }
         other => other,
     }
 }

@@ -25,7 +25,7 @@ const RESTORE_EVERY: Duration = Duration::from_secs(5);
 /// How often an instance that waits for another to end looks.
 const WAIT_EVERY: Duration = Duration::from_secs(1);
 
-/// Run the Kubernetes DRA driver of this node.
+/// Run the Kubernetes DRA driver of this node
 #[derive(Clone, Debug, clap::Args)]
 pub struct Args {
     /// Name of the Kubernetes node.

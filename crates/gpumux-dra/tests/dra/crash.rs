@@ -26,17 +26,23 @@ static DIE: OnceLock<String> = OnceLock::new();
 /// Not a test by itself: the driver as a process of its own, for the test below.
 #[tokio::test(flavor = "multi_thread")]
 async fn the_driver_as_a_process() {
-    let Some(dir) = std::env::var_os(NODE) else { return };
-    DIE.set(std::env::var(DIE_AFTER).unwrap_or_default()).unwrap();
+    let Some(dir) = std::env::var_os(NODE) else {
+        return;
+    };
+    DIE.set(std::env::var(DIE_AFTER).unwrap_or_default())
+        .unwrap();
     let mut config = config(dir.as_ref(), vec![device(0)]);
     config.after = |step| {
         if DIE.get().is_some_and(|die| *die == format!("{step:?}")) {
-            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL).unwrap();
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+                .unwrap();
             // The signal arrives before this returns to anything that matters.
             std::thread::park();
         }
     };
-    let driver = start(config, api::client(&std::env::var(URI).unwrap())).await.unwrap();
+    let driver = start(config, api::client(&std::env::var(URI).unwrap()))
+        .await
+        .unwrap();
     println!("serving");
     // Until the pipe from the test closes.
     let _ = tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new())).await;
@@ -51,13 +57,21 @@ impl Driver {
             .args(["--exact", "crash::the_driver_as_a_process", "--nocapture"])
             .env(NODE, node.dir.path())
             .env(URI, &node.api.uri)
-            .env(DIE_AFTER, die_after.map(|step| format!("{step:?}")).unwrap_or_default())
+            .env(
+                DIE_AFTER,
+                die_after
+                    .map(|step| format!("{step:?}"))
+                    .unwrap_or_default(),
+            )
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .unwrap();
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
-        assert!(lines.any(|line| line.is_ok_and(|line| line.ends_with("serving"))), "the driver did not start");
+        assert!(
+            lines.any(|line| line.is_ok_and(|line| line.ends_with("serving"))),
+            "the driver did not start"
+        );
         // What else it says must not block it.
         std::thread::spawn(move || lines.count());
         Self(child)
@@ -85,15 +99,35 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
     let mut node = Node::new().await;
     let first = Driver::start(&node, None);
     node.api.until_published().await;
-    let neighbour = node.claim("neighbour", "gpumux-guaranteed", json!({"compute": "500"}), None);
-    first.kubelet(&node).await.prepare_one(&neighbour).await.unwrap();
+    let neighbour = node.claim(
+        "neighbour",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    first
+        .kubelet(&node)
+        .await
+        .prepare_one(&neighbour)
+        .await
+        .unwrap();
     drop(first);
     for (round, step) in Step::ALL.into_iter().enumerate() {
         let going = matches!(step, Step::Undescribed | Step::Untenanted | Step::Forgotten);
-        let claim = node.claim(&format!("claim{round}"), "gpumux-guaranteed", json!({"compute": "50"}), None);
+        let claim = node.claim(
+            &format!("claim{round}"),
+            "gpumux-guaranteed",
+            json!({"compute": "50"}),
+            None,
+        );
         if going {
             let driver = Driver::start(&node, None);
-            driver.kubelet(&node).await.prepare_one(&claim).await.unwrap();
+            driver
+                .kubelet(&node)
+                .await
+                .prepare_one(&claim)
+                .await
+                .unwrap();
         }
         let driver = Driver::start(&node, Some(step));
         let kubelet = driver.kubelet(&node).await;
@@ -111,7 +145,11 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
         } else {
             let devices = kubelet.prepare_one(&claim).await.unwrap();
             assert_eq!(devices.len(), 1, "{step:?}");
-            assert_eq!(node.tenant(&claim).await.unwrap().spec.guaranteed, 0.05, "{step:?}");
+            assert_eq!(
+                node.tenant(&claim).await.unwrap().spec.guaranteed,
+                0.05,
+                "{step:?}"
+            );
             assert!(node.cdi_file(&claim).exists(), "{step:?}");
             assert_eq!(node.records(), 2, "{step:?}");
             kubelet.unprepare_one(&claim).await.unwrap();
@@ -119,6 +157,10 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
         assert!(node.tenant(&claim).await.is_none(), "{step:?}");
         assert!(!node.cdi_file(&claim).exists(), "{step:?}");
         assert_eq!(node.records(), 1, "{step:?}");
-        assert_eq!(node.tenant(&neighbour).await.unwrap().spec.guaranteed, 0.5, "{step:?}");
+        assert_eq!(
+            node.tenant(&neighbour).await.unwrap().spec.guaranteed,
+            0.5,
+            "{step:?}"
+        );
     }
 }

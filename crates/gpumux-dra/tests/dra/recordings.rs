@@ -10,7 +10,8 @@ use crate::support::{api, node::device, scheduler::Scheduler};
 
 #[tokio::test]
 async fn the_api_server_takes_and_refuses_what_the_real_one_did() {
-    let recorded: Value = serde_json::from_str(include_str!("../data/resourceslice-validation.json")).unwrap();
+    let recorded: Value =
+        serde_json::from_str(include_str!("../data/resourceslice-validation.json")).unwrap();
     let server = api::Api::start().await;
     let client: Api<kube::api::DynamicObject> = Api::all_with(
         server.client.clone(),
@@ -27,8 +28,14 @@ async fn the_api_server_takes_and_refuses_what_the_real_one_did() {
             Err(kube::Error::Api(status)) => status.code,
             Err(error) => panic!("{name}: {error}"),
         };
-        assert_eq!(code, case["code"].as_u64().unwrap() as u16, "{name}: {answer:?}");
-        let Some(causes) = case["causes"].as_array() else { continue };
+        assert_eq!(
+            code,
+            case["code"].as_u64().unwrap() as u16,
+            "{name}: {answer:?}"
+        );
+        let Some(causes) = case["causes"].as_array() else {
+            continue;
+        };
         let typed: ResourceSlice = serde_json::from_value(case["request"].clone()).unwrap();
         let mut found = api::check(&typed).unwrap_err().causes;
         // Fields of a map come in any order.
@@ -41,7 +48,11 @@ async fn the_api_server_takes_and_refuses_what_the_real_one_did() {
             assert_eq!(found.reason, recorded["reason"].as_str().unwrap(), "{name}");
             // How the server prints a value with two kinds is its own business.
             if name != "attr-two-values" {
-                assert_eq!(found.message, recorded["message"].as_str().unwrap(), "{name}");
+                assert_eq!(
+                    found.message,
+                    recorded["message"].as_str().unwrap(),
+                    "{name}"
+                );
             }
         }
     }
@@ -49,18 +60,31 @@ async fn the_api_server_takes_and_refuses_what_the_real_one_did() {
 
 #[test]
 fn the_scheduler_allocates_what_the_real_one_did() {
-    let recorded: Vec<Value> = serde_json::from_str(include_str!("../data/allocations.json")).unwrap();
-    let kind = |wanted: &'static str| recorded.iter().filter(move |object| object["kind"] == wanted);
-    let slices: Vec<ResourceSlice> =
-        kind("ResourceSlice").map(|slice| serde_json::from_value(slice.clone()).unwrap()).collect();
+    let recorded: Vec<Value> =
+        serde_json::from_str(include_str!("../data/allocations.json")).unwrap();
+    let kind = |wanted: &'static str| {
+        recorded
+            .iter()
+            .filter(move |object| object["kind"] == wanted)
+    };
+    let slices: Vec<ResourceSlice> = kind("ResourceSlice")
+        .map(|slice| serde_json::from_value(slice.clone()).unwrap())
+        .collect();
     let mut claims: Vec<_> = kind("ResourceClaim").collect();
-    claims.sort_by_key(|claim| claim["metadata"]["creationTimestamp"].as_str().unwrap().to_owned());
+    claims.sort_by_key(|claim| {
+        claim["metadata"]["creationTimestamp"]
+            .as_str()
+            .unwrap()
+            .to_owned()
+    });
     assert_eq!((slices.len(), claims.len()), (2, 6));
     let mut scheduler = Scheduler::default();
     for claim in claims {
         let name = &claim["metadata"]["name"];
         let found = scheduler.allocate(&slices, claim);
-        let recorded = claim.pointer("/status/allocation/devices/results").and_then(Value::as_array);
+        let recorded = claim
+            .pointer("/status/allocation/devices/results")
+            .and_then(Value::as_array);
         assert_eq!(found.is_some(), recorded.is_some(), "{name}");
         for (found, recorded) in found.iter().flatten().zip(recorded.into_iter().flatten()) {
             for field in ["request", "driver", "pool", "device", "consumedCapacity"] {
@@ -72,12 +96,18 @@ fn the_scheduler_allocates_what_the_real_one_did() {
 
 #[test]
 fn what_a_node_publishes_is_within_the_limits() {
-    let node = slices::Node { name: "node1".into(), uid: "u".into() };
+    let node = slices::Node {
+        name: "node1".into(),
+        uid: "u".into(),
+    };
     // 8 GPUs as they are, and as 7 MIG instances each.
     for count in [1, 8, 56] {
         let devices: Vec<_> = (0..count).map(device).collect();
         let specs = slices::build(&node, &devices, 3);
-        let published: usize = specs.iter().map(|spec| spec.devices.as_ref().map_or(0, Vec::len)).sum();
+        let published: usize = specs
+            .iter()
+            .map(|spec| spec.devices.as_ref().map_or(0, Vec::len))
+            .sum();
         assert_eq!(published, 2 * count as usize);
         for (index, spec) in specs.into_iter().enumerate() {
             let slice = slices::object(&node, index, spec);

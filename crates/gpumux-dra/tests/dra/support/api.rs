@@ -67,7 +67,11 @@ pub struct Cause {
 }
 
 fn refuse<T>(code: u16, message: impl Into<String>) -> Result<T, Refusal> {
-    Err(Refusal { code, message: message.into(), causes: Vec::new() })
+    Err(Refusal {
+        code,
+        message: message.into(),
+        causes: Vec::new(),
+    })
 }
 
 pub fn client(uri: &str) -> kube::Client {
@@ -81,8 +85,18 @@ impl Api {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let uri = format!("http://{}", listener.local_addr().unwrap());
         let client = client(&uri);
-        let api = Self { state: Arc::default(), version: Arc::new(watch::channel(0).0), client, uri };
-        api.put(NODES, "", "node1", json!({"apiVersion": "v1", "kind": "Node"}));
+        let api = Self {
+            state: Arc::default(),
+            version: Arc::new(watch::channel(0).0),
+            client,
+            uri,
+        };
+        api.put(
+            NODES,
+            "",
+            "node1",
+            json!({"apiVersion": "v1", "kind": "Node"}),
+        );
         let router = Router::new().fallback(handle).with_state(api.clone());
         tokio::spawn(async move { axum::serve(listener, router).await });
         api
@@ -135,7 +149,9 @@ impl Api {
     pub fn slices(&self) -> Vec<ResourceSlice> {
         let inner = self.state.lock().unwrap();
         let slices = inner.objects.iter().filter(|(key, _)| key.0 == SLICES);
-        slices.map(|(_, object)| serde_json::from_value(object.clone()).unwrap()).collect()
+        slices
+            .map(|(_, object)| serde_json::from_value(object.clone()).unwrap())
+            .collect()
     }
 
     /// Waits until a pool is published whole.
@@ -150,13 +166,26 @@ impl Api {
 
     /// What a kubelet does when it starts.
     pub fn wipe_slices(&self) {
-        let keys: Vec<_> =
-            self.state.lock().unwrap().objects.keys().filter(|key| key.0 == SLICES).cloned().collect();
+        let keys: Vec<_> = self
+            .state
+            .lock()
+            .unwrap()
+            .objects
+            .keys()
+            .filter(|key| key.0 == SLICES)
+            .cloned()
+            .collect();
         keys.iter().for_each(|key| self.remove(key));
     }
 
     pub fn calls(&self, call: &str) -> usize {
-        self.state.lock().unwrap().calls.get(call).copied().unwrap_or(0)
+        self.state
+            .lock()
+            .unwrap()
+            .calls
+            .get(call)
+            .copied()
+            .unwrap_or(0)
     }
 
     /// Waits until what is there satisfies a condition: each change is looked at.
@@ -171,7 +200,9 @@ impl Api {
                 changes.changed().await.unwrap();
             }
         };
-        tokio::time::timeout(std::time::Duration::from_secs(60), wait).await.expect("in a minute")
+        tokio::time::timeout(std::time::Duration::from_secs(60), wait)
+            .await
+            .expect("in a minute")
     }
 
     fn remove(&self, key: &Key) {
@@ -189,8 +220,13 @@ impl Inner {
     fn store(&mut self, key: Key, mut object: Value) -> Value {
         self.version += 1;
         object["metadata"]["resourceVersion"] = json!(self.version.to_string());
-        let event = if self.objects.contains_key(&key) { "MODIFIED" } else { "ADDED" };
-        self.events.push((self.version, key.clone(), event, object.clone()));
+        let event = if self.objects.contains_key(&key) {
+            "MODIFIED"
+        } else {
+            "ADDED"
+        };
+        self.events
+            .push((self.version, key.clone(), event, object.clone()));
         self.objects.insert(key, object.clone());
         object
     }
@@ -212,17 +248,30 @@ fn target(path: &str) -> Option<Target> {
     let (kind, namespace, rest): (_, &str, &[&str]) = match parts.as_slice() {
         ["api", "v1", "nodes", rest @ ..] => (NODES, "", rest),
         ["apis", "resource.k8s.io", "v1", "resourceslices", rest @ ..] => (SLICES, "", rest),
-        ["apis", "resource.k8s.io", "v1", "namespaces", namespace, "resourceclaims", rest @ ..] => {
-            (CLAIMS, namespace, rest)
-        }
+        [
+            "apis",
+            "resource.k8s.io",
+            "v1",
+            "namespaces",
+            namespace,
+            "resourceclaims",
+            rest @ ..,
+        ] => (CLAIMS, namespace, rest),
         _ => return None,
     };
-    Some(Target { kind, namespace: namespace.to_owned(), name: rest.first().map(|s| (*s).to_owned()), status })
+    Some(Target {
+        kind,
+        namespace: namespace.to_owned(),
+        name: rest.first().map(|s| (*s).to_owned()),
+        status,
+    })
 }
 
 async fn handle(State(api): State<Api>, request: Request) -> Response {
     let (parts, body) = request.into_parts();
-    let body = axum::body::to_bytes(body, 4 << 20).await.unwrap_or_default();
+    let body = axum::body::to_bytes(body, 4 << 20)
+        .await
+        .unwrap_or_default();
     let query: BTreeMap<String, String> = parts
         .uri
         .query()
@@ -234,9 +283,19 @@ async fn handle(State(api): State<Api>, request: Request) -> Response {
     let Some(target) = target(parts.uri.path()) else {
         return answer(refuse(404, format!("no such path: {}", parts.uri.path())));
     };
-    let watch = query.get("watch").is_some_and(|watch| watch == "true" || watch == "1");
-    let verb = if watch { "watch".to_owned() } else { parts.method.as_str().to_lowercase() };
-    let of = format!("{verb} {}{}", target.kind, if target.status { "/status" } else { "" });
+    let watch = query
+        .get("watch")
+        .is_some_and(|watch| watch == "true" || watch == "1");
+    let verb = if watch {
+        "watch".to_owned()
+    } else {
+        parts.method.as_str().to_lowercase()
+    };
+    let of = format!(
+        "{verb} {}{}",
+        target.kind,
+        if target.status { "/status" } else { "" }
+    );
     *api.state.lock().unwrap().calls.entry(of).or_default() += 1;
     if watch {
         return api.watch(&target, &query);
@@ -261,7 +320,12 @@ fn answer(result: Result<(u16, Value), Refusal>) -> Response {
         (refusal.code, status)
     });
     let code = StatusCode::from_u16(code).unwrap();
-    (code, [(CONTENT_TYPE, "application/json")], value.to_string()).into_response()
+    (
+        code,
+        [(CONTENT_TYPE, "application/json")],
+        value.to_string(),
+    )
+        .into_response()
 }
 
 fn unescape(text: &str) -> String {
@@ -283,10 +347,15 @@ fn unescape(text: &str) -> String {
 
 /// Whether an object is selected. Only the selectors that the real server has for these kinds.
 fn selected(object: &Value, query: &BTreeMap<String, String>) -> Result<bool, Refusal> {
-    let Some(selector) = query.get("fieldSelector") else { return Ok(true) };
+    let Some(selector) = query.get("fieldSelector") else {
+        return Ok(true);
+    };
     for term in selector.split(',').filter(|term| !term.is_empty()) {
         let (field, value) = term.split_once('=').unwrap_or((term, ""));
-        if !matches!(field, "metadata.name" | "metadata.namespace" | "spec.nodeName" | "spec.driver") {
+        if !matches!(
+            field,
+            "metadata.name" | "metadata.namespace" | "spec.nodeName" | "spec.driver"
+        ) {
             return refuse(400, format!("field label not supported: {field}"));
         }
         let pointer = format!("/{}", field.replace('.', "/"));
@@ -331,37 +400,53 @@ impl Api {
                 };
             }
             ("POST", None) => {
-                let Ok(object) = parse() else { return refuse(400, "not JSON") };
+                let Ok(object) = parse() else {
+                    return refuse(400, "not JSON");
+                };
                 let object = self.admit(&inner, target.kind, object)?;
-                let name = object["metadata"]["name"].as_str().unwrap_or_default().to_owned();
+                let name = object["metadata"]["name"]
+                    .as_str()
+                    .unwrap_or_default()
+                    .to_owned();
                 if inner.objects.contains_key(&key(&name)) {
                     return refuse(409, format!("{} \"{name}\" already exists", target.kind));
                 }
                 let mut object = object;
-                object["metadata"]["uid"] = json!(format!("00000000-0000-4000-8000-{:012}", inner.version + 1));
+                object["metadata"]["uid"] =
+                    json!(format!("00000000-0000-4000-8000-{:012}", inner.version + 1));
                 (201, inner.store(key(&name), object))
             }
             ("PUT", Some(name)) => {
-                let Ok(mut object) = parse() else { return refuse(400, "not JSON") };
+                let Ok(mut object) = parse() else {
+                    return refuse(400, "not JSON");
+                };
                 let Some(there) = inner.objects.get(&key(name)) else {
                     return refuse(404, format!("{} \"{name}\" not found", target.kind));
                 };
                 if object["metadata"]["resourceVersion"] != there["metadata"]["resourceVersion"] {
-                    return refuse(409, "the object has been modified; please apply your changes to the latest version");
+                    return refuse(
+                        409,
+                        "the object has been modified; please apply your changes to the latest version",
+                    );
                 }
                 object["metadata"]["uid"] = there["metadata"]["uid"].clone();
                 let object = self.admit(&inner, target.kind, object)?;
                 (200, inner.store(key(name), object))
             }
             ("PATCH", Some(name)) if target.kind == CLAIMS && target.status => {
-                let Ok(patch) = parse() else { return refuse(400, "not JSON") };
+                let Ok(patch) = parse() else {
+                    return refuse(400, "not JSON");
+                };
                 let manager = query.get("fieldManager").cloned().unwrap_or_default();
                 (200, apply_status(&mut inner, key(name), &manager, &patch)?)
             }
             ("DELETE", Some(name)) => {
                 drop(inner);
                 self.remove(&key(name));
-                return Ok((200, json!({"kind": "Status", "status": "Success", "metadata": {}})));
+                return Ok((
+                    200,
+                    json!({"kind": "Status", "status": "Success", "metadata": {}}),
+                ));
             }
             _ => return refuse(405, format!("{method} is not served here")),
         };
@@ -377,9 +462,13 @@ impl Api {
                 if inner.gate_off {
                     for device in slice.spec.devices.iter_mut().flatten() {
                         device.allow_multiple_allocations = None;
-                        device.capacity.iter_mut().flat_map(BTreeMap::values_mut).for_each(|capacity| {
-                            capacity.request_policy = None;
-                        });
+                        device
+                            .capacity
+                            .iter_mut()
+                            .flat_map(BTreeMap::values_mut)
+                            .for_each(|capacity| {
+                                capacity.request_policy = None;
+                            });
                     }
                 }
                 Ok(serde_json::to_value(slice).unwrap())
@@ -390,42 +479,65 @@ impl Api {
     }
 
     fn watch(&self, target: &Target, query: &BTreeMap<String, String>) -> Response {
-        let from: u64 = query.get("resourceVersion").and_then(|version| version.parse().ok()).unwrap_or(0);
-        let state = (self.clone(), target.kind, target.namespace.clone(), query.clone(), from);
-        let stream = futures_util::stream::unfold(state, |(api, kind, namespace, query, from)| async move {
-            let mut versions = api.version.subscribe();
-            loop {
-                versions.borrow_and_update();
-                let (version, text) = {
-                    let inner = api.state.lock().unwrap();
-                    let news = inner.events.iter().filter(|(version, key, ..)| {
-                        *version > from && key.0 == kind && key.1 == namespace
-                    });
-                    let lines: String = news
-                        .filter(|(.., object)| selected(object, &query).unwrap_or(false))
-                        .map(|(.., event, object)| format!("{}\n", json!({"type": event, "object": object})))
-                        .collect();
-                    (inner.version, lines)
-                };
-                if !text.is_empty() {
-                    let next = (api.clone(), kind, namespace, query, version);
-                    return Some((Ok::<_, std::convert::Infallible>(text), next));
+        let from: u64 = query
+            .get("resourceVersion")
+            .and_then(|version| version.parse().ok())
+            .unwrap_or(0);
+        let state = (
+            self.clone(),
+            target.kind,
+            target.namespace.clone(),
+            query.clone(),
+            from,
+        );
+        let stream =
+            futures_util::stream::unfold(state, |(api, kind, namespace, query, from)| async move {
+                let mut versions = api.version.subscribe();
+                loop {
+                    versions.borrow_and_update();
+                    let (version, text) = {
+                        let inner = api.state.lock().unwrap();
+                        let news = inner.events.iter().filter(|(version, key, ..)| {
+                            *version > from && key.0 == kind && key.1 == namespace
+                        });
+                        let lines: String = news
+                            .filter(|(.., object)| selected(object, &query).unwrap_or(false))
+                            .map(|(.., event, object)| {
+                                format!("{}\n", json!({"type": event, "object": object}))
+                            })
+                            .collect();
+                        (inner.version, lines)
+                    };
+                    if !text.is_empty() {
+                        let next = (api.clone(), kind, namespace, query, version);
+                        return Some((Ok::<_, std::convert::Infallible>(text), next));
+                    }
+                    versions.changed().await.ok()?;
                 }
-                versions.changed().await.ok()?;
-            }
-        });
-        ([(CONTENT_TYPE, "application/json")], Body::from_stream(stream)).into_response()
+            });
+        (
+            [(CONTENT_TYPE, "application/json")],
+            Body::from_stream(stream),
+        )
+            .into_response()
     }
 }
 
 /// Decodes, and refuses what the type does not know.
-fn strict<T: DeserializeOwned + Serialize>(object: Value) -> Result<T, Refusal> {
+pub fn strict<T: DeserializeOwned + Serialize>(object: Value) -> Result<T, Refusal> {
     let typed: T = match serde_json::from_value(object.clone()) {
         Ok(typed) => typed,
         Err(error) => return refuse(400, error.to_string()),
     };
-    match unknown(&object, &serde_json::to_value(&typed).unwrap(), String::new()) {
-        Some(field) => refuse(400, format!("strict decoding error: unknown field \"{field}\"")),
+    match unknown(
+        &object,
+        &serde_json::to_value(&typed).unwrap(),
+        String::new(),
+    ) {
+        Some(field) => refuse(
+            400,
+            format!("strict decoding error: unknown field \"{field}\""),
+        ),
         None => Ok(typed),
     }
 }
@@ -433,13 +545,21 @@ fn strict<T: DeserializeOwned + Serialize>(object: Value) -> Result<T, Refusal> 
 /// The first field that was lost on the way through the type.
 fn unknown(sent: &Value, kept: &Value, path: String) -> Option<String> {
     match (sent, kept) {
-        (Value::Object(sent), _) => sent.iter().filter(|(_, value)| !value.is_null()).find_map(|(name, value)| {
-            let path = if path.is_empty() { name.clone() } else { format!("{path}.{name}") };
-            match kept.get(name) {
-                Some(kept) => unknown(value, kept, path),
-                None => Some(path),
-            }
-        }),
+        (Value::Object(sent), _) => {
+            sent.iter()
+                .filter(|(_, value)| !value.is_null())
+                .find_map(|(name, value)| {
+                    let path = if path.is_empty() {
+                        name.clone()
+                    } else {
+                        format!("{path}.{name}")
+                    };
+                    match kept.get(name) {
+                        Some(kept) => unknown(value, kept, path),
+                        None => Some(path),
+                    }
+                })
+        }
         (Value::Array(sent), Value::Array(kept)) => {
             let mut pairs = sent.iter().zip(kept).enumerate();
             pairs.find_map(|(index, (sent, kept))| unknown(sent, kept, format!("{path}[{index}]")))
@@ -449,7 +569,12 @@ fn unknown(sent: &Value, kept: &Value, path: String) -> Option<String> {
 }
 
 /// Server-side apply of `status.devices`, a list by driver, pool, device and share.
-fn apply_status(inner: &mut Inner, key: Key, manager: &str, patch: &Value) -> Result<Value, Refusal> {
+fn apply_status(
+    inner: &mut Inner,
+    key: Key,
+    manager: &str,
+    patch: &Value,
+) -> Result<Value, Refusal> {
     let typed: ResourceClaim = {
         let mut whole = patch.clone();
         whole["spec"] = json!({});
@@ -459,13 +584,21 @@ fn apply_status(inner: &mut Inner, key: Key, manager: &str, patch: &Value) -> Re
         return refuse(404, format!("resourceclaims \"{}\" not found", key.2));
     };
     if typed.metadata.uid.is_some() && patch["metadata"]["uid"] != claim["metadata"]["uid"] {
-        return refuse(409, "Precondition failed: UID in precondition does not match");
+        return refuse(
+            409,
+            "Precondition failed: UID in precondition does not match",
+        );
     }
     if manager.is_empty() {
-        return refuse(422, "fieldManager: Required value: is required for apply patch");
+        return refuse(
+            422,
+            "fieldManager: Required value: is required for apply patch",
+        );
     }
     let id = |device: &Value| {
-        ["driver", "pool", "device", "shareID"].map(|name| device[name].as_str().unwrap_or_default()).join("/")
+        ["driver", "pool", "device", "shareID"]
+            .map(|name| device[name].as_str().unwrap_or_default())
+            .join("/")
     };
     let allocated: BTreeSet<String> = claim
         .pointer("/status/allocation/devices/results")
@@ -474,18 +607,34 @@ fn apply_status(inner: &mut Inner, key: Key, manager: &str, patch: &Value) -> Re
         .flatten()
         .map(id)
         .collect();
-    let applied = patch["status"]["devices"].as_array().cloned().unwrap_or_default();
+    let applied = patch["status"]["devices"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
     for (index, device) in applied.iter().enumerate() {
         if !allocated.contains(&id(device)) {
-            return refuse(422, format!("status.devices[{index}]: Invalid value: must be an allocated device in the claim"));
+            return refuse(
+                422,
+                format!(
+                    "status.devices[{index}]: Invalid value: must be an allocated device in the claim"
+                ),
+            );
         }
-        if device["data"].to_string().len() > 10 << 10 || device["conditions"].as_array().is_some_and(|c| c.len() > 8) {
+        if device["data"].to_string().len() > 10 << 10
+            || device["conditions"].as_array().is_some_and(|c| c.len() > 8)
+        {
             return refuse(422, format!("status.devices[{index}]: Too long"));
         }
     }
     let ids: BTreeSet<String> = applied.iter().map(id).collect();
-    let before = inner.owned.insert((key.clone(), manager.to_owned()), ids.clone()).unwrap_or_default();
-    let mut devices: Vec<Value> = claim["status"]["devices"].as_array().cloned().unwrap_or_default();
+    let before = inner
+        .owned
+        .insert((key.clone(), manager.to_owned()), ids.clone())
+        .unwrap_or_default();
+    let mut devices: Vec<Value> = claim["status"]["devices"]
+        .as_array()
+        .cloned()
+        .unwrap_or_default();
     devices.retain(|device| !before.contains(&id(device)) && !ids.contains(&id(device)));
     devices.extend(applied);
     claim["status"]["devices"] = json!(devices);
@@ -495,7 +644,13 @@ fn apply_status(inner: &mut Inner, key: Key, manager: &str, patch: &Value) -> Re
 /// The checks of a slice, in the real server's words.
 pub fn check(slice: &ResourceSlice) -> Result<(), Refusal> {
     let mut causes = Vec::new();
-    let mut add = |reason, field: String, message: String| causes.push(Cause { reason, field, message });
+    let mut add = |reason, field: String, message: String| {
+        causes.push(Cause {
+            reason,
+            field,
+            message,
+        })
+    };
     let spec = &slice.spec;
     let places = [
         spec.node_name.is_some(),
@@ -505,37 +660,69 @@ pub fn check(slice: &ResourceSlice) -> Result<(), Refusal> {
     ];
     if places.iter().filter(|place| **place).count() != 1 {
         let one_of = "exactly one of `nodeName`, `nodeSelector`, `allNodes`, `perDeviceNodeSelection` is required";
-        add("FieldValueRequired", "spec".into(), format!("Required value: {one_of}"));
+        add(
+            "FieldValueRequired",
+            "spec".into(),
+            format!("Required value: {one_of}"),
+        );
     }
     if spec.pool.resource_slice_count <= 0 {
         let count = spec.pool.resource_slice_count;
         let message = format!("Invalid value: {count}: must be greater than zero");
-        add("FieldValueInvalid", "spec.pool.resourceSliceCount".into(), message);
+        add(
+            "FieldValueInvalid",
+            "spec.pool.resourceSliceCount".into(),
+            message,
+        );
     }
     if spec.devices.is_some() && spec.shared_counters.is_some() {
         let message = "Invalid value: \"\": only one of `sharedCounters` or `devices` is allowed";
         add("FieldValueInvalid", "spec".into(), message.into());
     }
     let devices = spec.devices.as_deref().unwrap_or_default();
-    let heavy = devices.iter().any(|device| device.taints.is_some() || device.consumes_counters.is_some());
+    let heavy = devices
+        .iter()
+        .any(|device| device.taints.is_some() || device.consumes_counters.is_some());
     let most = if heavy { 64 } else { 128 };
     if devices.len() > most {
-        let message = format!("Too many: {}: must have at most {most} items", devices.len());
+        let message = format!(
+            "Too many: {}: must have at most {most} items",
+            devices.len()
+        );
         add("FieldValueTooMany", "spec.devices".into(), message);
     }
     let sets = spec.shared_counters.as_deref().unwrap_or_default();
     if sets.len() > 8 {
-        add("FieldValueTooMany", "spec.sharedCounters".into(), format!("Too many: {}: must have at most 8 items", sets.len()));
+        add(
+            "FieldValueTooMany",
+            "spec.sharedCounters".into(),
+            format!("Too many: {}: must have at most 8 items", sets.len()),
+        );
     }
-    for (index, set) in sets.iter().enumerate().filter(|(_, set)| set.counters.len() > 32) {
-        let message = format!("Too many: {}: must have at most 32 items", set.counters.len());
-        add("FieldValueTooMany", format!("spec.sharedCounters[{index}].counters"), message);
+    for (index, set) in sets
+        .iter()
+        .enumerate()
+        .filter(|(_, set)| set.counters.len() > 32)
+    {
+        let message = format!(
+            "Too many: {}: must have at most 32 items",
+            set.counters.len()
+        );
+        add(
+            "FieldValueTooMany",
+            format!("spec.sharedCounters[{index}].counters"),
+            message,
+        );
     }
     let mut names = BTreeSet::new();
     for (index, device) in devices.iter().enumerate() {
         if !names.insert(&device.name) {
             let message = format!("Duplicate value: {:?}", device.name);
-            add("FieldValueDuplicate", format!("spec.devices[{index}]"), message);
+            add(
+                "FieldValueDuplicate",
+                format!("spec.devices[{index}]"),
+                message,
+            );
         }
         check_device(device, &format!("spec.devices[{index}]"), &mut add);
     }
@@ -543,15 +730,30 @@ pub fn check(slice: &ResourceSlice) -> Result<(), Refusal> {
         return Ok(());
     }
     let name = slice.metadata.name.as_deref().unwrap_or_default();
-    let all: Vec<_> = causes.iter().map(|cause| format!("{}: {}", cause.field, cause.message)).collect();
-    let message = format!("ResourceSlice.resource.k8s.io {name:?} is invalid: {}", all.join(", "));
-    Err(Refusal { code: 422, message, causes })
+    let all: Vec<_> = causes
+        .iter()
+        .map(|cause| format!("{}: {}", cause.field, cause.message))
+        .collect();
+    let message = format!(
+        "ResourceSlice.resource.k8s.io {name:?} is invalid: {}",
+        all.join(", ")
+    );
+    Err(Refusal {
+        code: 422,
+        message,
+        causes,
+    })
 }
 
 fn check_device(device: &Device, path: &str, add: &mut impl FnMut(&'static str, String, String)) {
     let plain = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-';
     let name = &device.name;
-    if name.is_empty() || name.len() > 63 || !name.chars().all(plain) || name.starts_with('-') || name.ends_with('-') {
+    if name.is_empty()
+        || name.len() > 63
+        || !name.chars().all(plain)
+        || name.starts_with('-')
+        || name.ends_with('-')
+    {
         let message = format!(
             "Invalid value: {name:?}: a lowercase RFC 1123 label must consist of lower case alphanumeric characters \
              or '-', and must start and end with an alphanumeric character (e.g. 'my-name',  or '123-abc', regex used \
@@ -563,7 +765,9 @@ fn check_device(device: &Device, path: &str, add: &mut impl FnMut(&'static str, 
     let capacities: Vec<_> = device.capacity.iter().flatten().collect();
     let total = attributes.clone().count() + capacities.len();
     if total > 32 {
-        let message = format!("Invalid value: {total}: the total number of attributes and capacities must not exceed 32");
+        let message = format!(
+            "Invalid value: {total}: the total number of attributes and capacities must not exceed 32"
+        );
         add("FieldValueInvalid", path.into(), message);
     }
     for (name, attribute) in attributes {
@@ -577,24 +781,63 @@ fn check_device(device: &Device, path: &str, add: &mut impl FnMut(&'static str, 
         if kinds.iter().filter(|kind| **kind).count() != 1 {
             let shown = json!({"IntValue": attribute.int, "BoolValue": attribute.bool, "StringValue": attribute.string,
                 "VersionValue": attribute.version});
-            add("FieldValueInvalid", path, format!("Invalid value: {shown}: exactly one value must be specified"));
-        } else if attribute.string.as_ref().is_some_and(|text| text.len() > 64) {
-            add("FieldValueTooLong", format!("{path}.string"), "Too long: may not be more than 64 bytes".into());
-        } else if attribute.version.as_ref().is_some_and(|version| !is_semver(version)) {
-            add("FieldValueInvalid", format!("{path}.version"), "Invalid value: must be a string compatible with semver.org spec 2.0.0".into());
+            add(
+                "FieldValueInvalid",
+                path,
+                format!("Invalid value: {shown}: exactly one value must be specified"),
+            );
+        } else if attribute
+            .string
+            .as_ref()
+            .is_some_and(|text| text.len() > 64)
+        {
+            add(
+                "FieldValueTooLong",
+                format!("{path}.string"),
+                "Too long: may not be more than 64 bytes".into(),
+            );
+        } else if attribute
+            .version
+            .as_ref()
+            .is_some_and(|version| !is_semver(version))
+        {
+            add(
+                "FieldValueInvalid",
+                format!("{path}.version"),
+                "Invalid value: must be a string compatible with semver.org spec 2.0.0".into(),
+            );
         }
     }
     for (name, capacity) in capacities {
-        check_capacity(device, capacity, &format!("{path}.capacity[{name}].requestPolicy"), add);
+        check_capacity(
+            device,
+            capacity,
+            &format!("{path}.capacity[{name}].requestPolicy"),
+            add,
+        );
     }
-    if device.consumes_counters.as_ref().is_some_and(|consumed| consumed.len() > 2) {
-        add("FieldValueTooMany", format!("{path}.consumesCounters"), "Too many".into());
+    if device
+        .consumes_counters
+        .as_ref()
+        .is_some_and(|consumed| consumed.len() > 2)
+    {
+        add(
+            "FieldValueTooMany",
+            format!("{path}.consumesCounters"),
+            "Too many".into(),
+        );
     }
     for (index, taint) in device.taints.iter().flatten().enumerate() {
         if !matches!(taint.effect.as_str(), "None" | "NoSchedule" | "NoExecute") {
-            let message =
-                format!("Unsupported value: {:?}: supported values: \"NoExecute\", \"NoSchedule\", \"None\"", taint.effect);
-            add("FieldValueNotSupported", format!("{path}.taints[{index}].effect"), message);
+            let message = format!(
+                "Unsupported value: {:?}: supported values: \"NoExecute\", \"NoSchedule\", \"None\"",
+                taint.effect
+            );
+            add(
+                "FieldValueNotSupported",
+                format!("{path}.taints[{index}].effect"),
+                message,
+            );
         }
     }
 }
@@ -605,10 +848,16 @@ fn check_capacity(
     path: &str,
     add: &mut impl FnMut(&'static str, String, String),
 ) {
-    let Some(policy) = &capacity.request_policy else { return };
+    let Some(policy) = &capacity.request_policy else {
+        return;
+    };
     let number = |quantity: &Quantity| quantity::parse(quantity).unwrap_or(0);
     if device.allow_multiple_allocations != Some(true) {
-        add("FieldValueForbidden", path.into(), "Forbidden: allowMultipleAllocations must be true".into());
+        add(
+            "FieldValueForbidden",
+            path.into(),
+            "Forbidden: allowMultipleAllocations must be true".into(),
+        );
         return;
     }
     let default = policy.default.as_ref();
@@ -620,33 +869,58 @@ fn check_capacity(
         (None, Some(values)) => {
             let path = format!("{path}.validValues");
             if values.len() > 10 {
-                add("FieldValueTooMany", path.clone(), format!("Too many: {}: must have at most 10 items", values.len()));
+                add(
+                    "FieldValueTooMany",
+                    path.clone(),
+                    format!("Too many: {}: must have at most 10 items", values.len()),
+                );
             }
             for (index, pair) in values.windows(2).enumerate() {
                 if number(&pair[0]) >= number(&pair[1]) {
-                    let message = format!("Invalid value: {:?}: values must be sorted in ascending order", pair[1].0);
-                    add("FieldValueInvalid", format!("{path}[{}]", index + 1), message);
+                    let message = format!(
+                        "Invalid value: {:?}: values must be sorted in ascending order",
+                        pair[1].0
+                    );
+                    add(
+                        "FieldValueInvalid",
+                        format!("{path}[{}]", index + 1),
+                        message,
+                    );
                 }
             }
             let Some(default) = default else { return };
             // Values beyond the limit do not count, and neither do any then.
             if values.len() > 10 || !values.iter().any(|value| number(value) == number(default)) {
-                let message =
-                    format!("Invalid value: {:?}: default value is not valid according to the requestPolicy", default.0);
+                let message = format!(
+                    "Invalid value: {:?}: default value is not valid according to the requestPolicy",
+                    default.0
+                );
                 add("FieldValueInvalid", path, message);
             }
         }
         (Some(range), None) => {
             let Some(default) = default else {
-                add("FieldValueRequired", format!("{path}.default"), "Required value: required when validRange is defined".into());
+                add(
+                    "FieldValueRequired",
+                    format!("{path}.default"),
+                    "Required value: required when validRange is defined".into(),
+                );
                 return;
             };
             let path = format!("{path}.validRange");
             if range.min.0.is_empty() {
-                add("FieldValueRequired", format!("{path}.min"), "Required value: required when validRange is defined".into());
+                add(
+                    "FieldValueRequired",
+                    format!("{path}.min"),
+                    "Required value: required when validRange is defined".into(),
+                );
                 return;
             }
-            if let Some(max) = range.max.as_ref().filter(|max| number(max) > number(&capacity.value)) {
+            if let Some(max) = range
+                .max
+                .as_ref()
+                .filter(|max| number(max) > number(&capacity.value))
+            {
                 let canonical = |quantity: &Quantity| quantity::count(number(quantity)).0;
                 let message = format!(
                     "Invalid value: {:?}: max is larger than capacity value: {}",
@@ -656,7 +930,10 @@ fn check_capacity(
                 add("FieldValueInvalid", format!("{path}.max"), message);
             }
             if number(default) < number(&range.min) {
-                let message = format!("Invalid value: {:?}: default is less than min: {}", default.0, range.min.0);
+                let message = format!(
+                    "Invalid value: {:?}: default is less than min: {}",
+                    default.0, range.min.0
+                );
                 add("FieldValueInvalid", format!("{path}.min"), message);
             } else if let Some(step) = &range.step
                 && !(number(default) - number(&range.min)).is_multiple_of(number(step).max(1))
@@ -673,6 +950,9 @@ fn check_capacity(
 }
 
 fn is_semver(version: &str) -> bool {
-    let number = |part: &str| part.parse::<u64>().is_ok_and(|value| value.to_string() == part);
+    let number = |part: &str| {
+        part.parse::<u64>()
+            .is_ok_and(|value| value.to_string() == part)
+    };
     version.split('.').count() == 3 && version.split('.').all(number)
 }

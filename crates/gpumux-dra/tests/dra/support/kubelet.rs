@@ -45,11 +45,21 @@ impl Connection {
 
     async fn dial(path: &Path, authority: String) -> std::io::Result<Self> {
         let mut stream = UnixStream::connect(path).await?;
-        stream.write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n").await?;
+        stream
+            .write_all(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            .await?;
         stream.write_all(&frame(4, 0, 0, &[])).await?;
         // Answers may be large.
-        stream.write_all(&frame(8, 0, 0, &(1u32 << 24).to_be_bytes())).await?;
-        Ok(Self { stream, encoder: Encoder::new(), decoder: Decoder::new(), next: 1, authority })
+        stream
+            .write_all(&frame(8, 0, 0, &(1u32 << 24).to_be_bytes()))
+            .await?;
+        Ok(Self {
+            stream,
+            encoder: Encoder::new(),
+            decoder: Decoder::new(),
+            next: 1,
+            authority,
+        })
     }
 
     /// Sends a request; the answer's messages come from [`Self::message`].
@@ -79,7 +89,11 @@ impl Connection {
     }
 
     /// One call with one answer.
-    pub async fn call<T: Message + Default>(&mut self, method: &str, message: &impl Message) -> Result<T, Failure> {
+    pub async fn call<T: Message + Default>(
+        &mut self,
+        method: &str,
+        message: &impl Message,
+    ) -> Result<T, Failure> {
         let id = self.send(method, message).await;
         self.message(id).await
     }
@@ -94,7 +108,10 @@ impl Connection {
             }
             let length = u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize;
             let mut payload = vec![0; length];
-            self.stream.read_exact(&mut payload).await.map_err(|_| Failure::Closed)?;
+            self.stream
+                .read_exact(&mut payload)
+                .await
+                .map_err(|_| Failure::Closed)?;
             let stream = u32::from_be_bytes([head[5], head[6], head[7], head[8]]);
             match (head[3], stream == id) {
                 (0, true) => {
@@ -102,7 +119,9 @@ impl Connection {
                     let more = (1u32 << 16).to_be_bytes();
                     let _ = self.stream.write_all(&frame(8, 0, id, &more)).await;
                     if let Some((prefix, rest)) = data.split_first_chunk::<5>() {
-                        let length = u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]]) as usize;
+                        let length =
+                            u32::from_be_bytes([prefix[1], prefix[2], prefix[3], prefix[4]])
+                                as usize;
                         if rest.len() >= length {
                             return Ok(T::decode(&rest[..length]).unwrap());
                         }
@@ -114,7 +133,12 @@ impl Connection {
                         .decode(&payload)
                         .unwrap()
                         .into_iter()
-                        .map(|(name, value)| (String::from_utf8(name).unwrap(), String::from_utf8(value).unwrap()))
+                        .map(|(name, value)| {
+                            (
+                                String::from_utf8(name).unwrap(),
+                                String::from_utf8(value).unwrap(),
+                            )
+                        })
                         .collect();
                     let text = |name: &str| headers.get(name).cloned().unwrap_or_default();
                     match headers.get("grpc-status") {
@@ -126,7 +150,9 @@ impl Connection {
                     }
                 }
                 (3, true) => {
-                    return Err(Failure::Reset(u32::from_be_bytes(payload.try_into().unwrap())));
+                    return Err(Failure::Reset(u32::from_be_bytes(
+                        payload.try_into().unwrap(),
+                    )));
                 }
                 (4, _) if head[4] & 1 == 0 => {
                     let _ = self.stream.write_all(&frame(4, 1, 0, &[])).await;
@@ -158,7 +184,10 @@ pub struct Kubelet {
 impl Kubelet {
     /// Finds the plugin in the registry's directory and registers it.
     pub async fn register(registry: &Path) -> Self {
-        let mut sockets: Vec<_> = std::fs::read_dir(registry).unwrap().map(|entry| entry.unwrap().path()).collect();
+        let mut sockets: Vec<_> = std::fs::read_dir(registry)
+            .unwrap()
+            .map(|entry| entry.unwrap().path())
+            .collect();
         sockets.sort();
         Self::register_socket(sockets.last().expect("a plugin")).await
     }
@@ -166,14 +195,31 @@ impl Kubelet {
     pub async fn register_socket(socket: &Path) -> Self {
         let mut connection = Connection::bare(socket).await.unwrap();
         let info: registration::PluginInfo = connection
-            .call("/pluginregistration.Registration/GetInfo", &registration::InfoRequest {})
+            .call(
+                "/pluginregistration.Registration/GetInfo",
+                &registration::InfoRequest {},
+            )
             .await
             .expect("GetInfo");
-        assert_eq!((info.r#type.as_str(), info.name.as_str()), ("DRAPlugin", gpumux_dra::DRIVER));
-        let done = registration::RegistrationStatus { plugin_registered: true, error: String::new() };
-        let _: registration::RegistrationStatusResponse =
-            connection.call("/pluginregistration.Registration/NotifyRegistrationStatus", &done).await.unwrap();
-        Self { endpoint: info.endpoint.into(), services: info.supported_versions }
+        assert_eq!(
+            (info.r#type.as_str(), info.name.as_str()),
+            ("DRAPlugin", gpumux_dra::DRIVER)
+        );
+        let done = registration::RegistrationStatus {
+            plugin_registered: true,
+            error: String::new(),
+        };
+        let _: registration::RegistrationStatusResponse = connection
+            .call(
+                "/pluginregistration.Registration/NotifyRegistrationStatus",
+                &done,
+            )
+            .await
+            .unwrap();
+        Self {
+            endpoint: info.endpoint.into(),
+            services: info.supported_versions,
+        }
     }
 
     /// Prepares claims: for each uid its CDI ids by request, or the error.
@@ -181,32 +227,56 @@ impl Kubelet {
         &self,
         claims: &[v1::Claim],
     ) -> Result<BTreeMap<String, Result<Vec<v1::Device>, String>>, Failure> {
-        let mut connection = Connection::unix(&self.endpoint).await.map_err(|_| Failure::Closed)?;
-        let request = v1::NodePrepareResourcesRequest { claims: claims.to_vec() };
+        let mut connection = Connection::unix(&self.endpoint)
+            .await
+            .map_err(|_| Failure::Closed)?;
+        let request = v1::NodePrepareResourcesRequest {
+            claims: claims.to_vec(),
+        };
         let method = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodePrepareResources";
         let response: v1::NodePrepareResourcesResponse = connection.call(method, &request).await?;
         let result = |answer: v1::NodePrepareResourceResponse| match answer.error.is_empty() {
             true => Ok(answer.devices),
             false => Err(answer.error),
         };
-        Ok(response.claims.into_iter().map(|(uid, answer)| (uid, result(answer))).collect())
+        Ok(response
+            .claims
+            .into_iter()
+            .map(|(uid, answer)| (uid, result(answer)))
+            .collect())
     }
 
     /// Prepares one claim.
     pub async fn prepare_one(&self, claim: &v1::Claim) -> Result<Vec<v1::Device>, String> {
-        let mut all = self.prepare(std::slice::from_ref(claim)).await.map_err(|failure| format!("{failure:?}"))?;
+        let mut all = self
+            .prepare(std::slice::from_ref(claim))
+            .await
+            .map_err(|failure| format!("{failure:?}"))?;
         all.remove(&claim.uid).expect("an entry for each claim")
     }
 
     /// Unprepares one claim.
     pub async fn unprepare_one(&self, claim: &v1::Claim) -> Result<(), String> {
-        let mut connection = Connection::unix(&self.endpoint).await.map_err(|error| error.to_string())?;
-        let request = v1::NodeUnprepareResourcesRequest { claims: vec![claim.clone()] };
+        let mut connection = Connection::unix(&self.endpoint)
+            .await
+            .map_err(|error| error.to_string())?;
+        let request = v1::NodeUnprepareResourcesRequest {
+            claims: vec![claim.clone()],
+        };
         let method = "/k8s.io.kubelet.pkg.apis.dra.v1.DRAPlugin/NodeUnprepareResources";
-        let mut response: v1::NodeUnprepareResourcesResponse =
-            connection.call(method, &request).await.map_err(|failure| format!("{failure:?}"))?;
-        let answer = response.claims.remove(&claim.uid).expect("an entry for each claim");
-        if answer.error.is_empty() { Ok(()) } else { Err(answer.error) }
+        let mut response: v1::NodeUnprepareResourcesResponse = connection
+            .call(method, &request)
+            .await
+            .map_err(|failure| format!("{failure:?}"))?;
+        let answer = response
+            .claims
+            .remove(&claim.uid)
+            .expect("an entry for each claim");
+        if answer.error.is_empty() {
+            Ok(())
+        } else {
+            Err(answer.error)
+        }
     }
 
     /// The same in the version for older kubelets.
@@ -218,16 +288,28 @@ impl Kubelet {
             name: claim.name.clone(),
         }];
         let method = "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/NodePrepareResources";
-        let mut response: v1beta1::NodePrepareResourcesResponse =
-            connection.call(method, &v1beta1::NodePrepareResourcesRequest { claims }).await.unwrap();
-        let answer = response.claims.remove(&claim.uid).expect("an entry for each claim");
-        if answer.error.is_empty() { Ok(answer.devices) } else { Err(answer.error) }
+        let mut response: v1beta1::NodePrepareResourcesResponse = connection
+            .call(method, &v1beta1::NodePrepareResourcesRequest { claims })
+            .await
+            .unwrap();
+        let answer = response
+            .claims
+            .remove(&claim.uid)
+            .expect("an entry for each claim");
+        if answer.error.is_empty() {
+            Ok(answer.devices)
+        } else {
+            Err(answer.error)
+        }
     }
 
     /// The first message of the health stream.
     pub async fn health(&self) -> health::NodeWatchResourcesResponse {
         let mut connection = Connection::unix(&self.endpoint).await.unwrap();
         let method = "/v1alpha1.DRAResourceHealth/NodeWatchResources";
-        connection.call(method, &health::NodeWatchResourcesRequest {}).await.unwrap()
+        connection
+            .call(method, &health::NodeWatchResourcesRequest {})
+            .await
+            .unwrap()
     }
 }

@@ -7,7 +7,8 @@ use std::{
 
 use gpumux_daemon::{client::Client as Daemon, paths};
 use gpumux_dra::{
-    Config, cdi, device::Device, inventory::Inventory, kubelet::Places, prepare::Step, proto::v1, start,
+    Config, cdi, device::Device, inventory::Inventory, kubelet::Places, prepare::Step, proto::v1,
+    start,
 };
 use serde_json::{Value, json};
 
@@ -40,7 +41,11 @@ pub fn device(minor: u32) -> Device {
 
 /// Starts the real daemon on a directory of its own; it ends with the test's process.
 pub async fn daemon(dir: &Path) -> Daemon {
-    let config = gpumux_daemon::Config { runtime_dir: Some(dir.to_owned()), nvml: None, ..Default::default() };
+    let config = gpumux_daemon::Config {
+        runtime_dir: Some(dir.to_owned()),
+        nvml: None,
+        ..Default::default()
+    };
     std::thread::spawn(move || gpumux_daemon::run(config));
     let client = Daemon::new(dir);
     let wait = async {
@@ -48,15 +53,20 @@ pub async fn daemon(dir: &Path) -> Daemon {
             tokio::time::sleep(Duration::from_millis(10)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(30), wait).await.expect("a daemon");
+    tokio::time::timeout(Duration::from_secs(30), wait)
+        .await
+        .expect("a daemon");
     assert!(paths::container_socket(dir).exists());
     client
 }
 
 /// The driver's configuration on a node whose files are under `dir`.
 pub fn config(dir: &Path, devices: Vec<Device>) -> Config {
-    let places =
-        Places { plugins: dir.join("plugins"), registry: dir.join("plugins_registry"), instance: None };
+    let places = Places {
+        plugins: dir.join("plugins"),
+        registry: dir.join("plugins_registry"),
+        instance: None,
+    };
     Config {
         node: "node1".into(),
         pod_resources: dir.join("pod-resources.sock"),
@@ -80,7 +90,12 @@ impl Node {
     pub async fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let daemon = daemon(&dir.path().join("run")).await;
-        Self { api: Api::start().await, scheduler: Scheduler::default(), daemon, dir }
+        Self {
+            api: Api::start().await,
+            scheduler: Scheduler::default(),
+            daemon,
+            dir,
+        }
     }
 
     pub fn path(&self, name: &str) -> PathBuf {
@@ -102,7 +117,13 @@ impl Node {
     }
 
     /// Makes a claim and has it allocated for a pod of the same name.
-    pub fn claim(&mut self, name: &str, class: &str, capacity: Value, share: Option<Value>) -> v1::Claim {
+    pub fn claim(
+        &mut self,
+        name: &str,
+        class: &str,
+        capacity: Value,
+        share: Option<Value>,
+    ) -> v1::Claim {
         let config = share.map(|mut fields| {
             fields["apiVersion"] = json!("config.gpumux.dev/v1alpha1");
             fields["kind"] = json!("GpuShare");
@@ -114,16 +135,28 @@ impl Node {
         if let Some(config) = config {
             spec["devices"]["config"] = config;
         }
-        let claim = json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "spec": spec});
+        let claim =
+            json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim", "spec": spec});
         let made = self.api.put_claim("team", name, claim);
-        assert!(self.scheduler.bind(&self.api, "team", name, name), "{name} does not fit");
-        v1::Claim { namespace: "team".into(), name: name.into(), uid: made["metadata"]["uid"].as_str().unwrap().into() }
+        assert!(
+            self.scheduler.bind(&self.api, "team", name, name),
+            "{name} does not fit"
+        );
+        v1::Claim {
+            namespace: "team".into(),
+            name: name.into(),
+            uid: made["metadata"]["uid"].as_str().unwrap().into(),
+        }
     }
 
     /// The promise of a claim's tenant at the daemon.
     pub async fn tenant(&self, claim: &v1::Claim) -> Option<gpumux_daemon::api::types::Tenant> {
         let tenants = self.daemon.tenants().await.unwrap();
-        tenants.into_iter().find(|tenant| tenant.name.starts_with(&gpumux_dra::prepare::tenant_prefix(&claim.uid)))
+        tenants.into_iter().find(|tenant| {
+            tenant
+                .name
+                .starts_with(&gpumux_dra::prepare::tenant_prefix(&claim.uid))
+        })
     }
 
     pub fn cdi_file(&self, claim: &v1::Claim) -> PathBuf {
@@ -133,6 +166,9 @@ impl Node {
     /// Files of prepared claims.
     pub fn records(&self) -> usize {
         let files = std::fs::read_dir(self.path("plugins/gpumux.dev/claims")).unwrap();
-        files.flatten().filter(|entry| entry.path().extension().is_some_and(|ext| ext == "claim")).count()
+        files
+            .flatten()
+            .filter(|entry| entry.path().extension().is_some_and(|ext| ext == "claim"))
+            .count()
     }
 }
