@@ -349,14 +349,11 @@ impl Engine {
         cdi::remove(&self.cdi_dir, uid).map_err(|e| PrepareError::Cdi(self.cdi_dir.clone(), e))
     }
 
+    /// Writes a record that is on disk already in an earlier state. This one need not survive a power failure: the pods
+    /// do not either, and their claims are then prepared anew.
     async fn keep(&self, record: &Record) -> Result<(), PrepareError> {
         let (store, record) = (self.store.clone(), record.clone());
-        let keep = move || {
-            store
-                .write(&record)
-                .and_then(|()| store.sync(&record.claim.uid))
-        };
-        Ok(tokio::task::spawn_blocking(keep).await??)
+        Ok(tokio::task::spawn_blocking(move || store.write(&record)).await??)
     }
 
     /// The record, or none where it is damaged: then the claim is prepared anew.
