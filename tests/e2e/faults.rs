@@ -7,7 +7,7 @@ use gpumux_wire::{Daemon, PROTOCOL};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::TICKS;
+use crate::{REQUESTS, TICKS};
 
 /// Memory that a tenant holds in these tests.
 const HELD: u64 = 1 << 30;
@@ -29,6 +29,7 @@ fn a_killed_daemon_leaves_everybody_running() {
     for tenant in &mut tenants {
         tenant.wait_lines(10);
     }
+    let _serve = Process::start(&mut node.tenant("--class latency", REQUESTS));
     // They take turns, so at any moment one of them is frozen.
     let frozen = |tenant: &Value| tenant["domains"][0]["freezes"].as_u64() > Some(0);
     node.wait_tenant("a", frozen);

@@ -2,6 +2,7 @@
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
 mod contracts;
+mod emu;
 mod faults;
 mod hostile;
 mod levers;
@@ -11,3 +12,7 @@ mod users;
 
 /// A tenant program that runs one short kernel after the other and prints a line for each.
 const TICKS: &str = "gpumux scratch";
+
+/// A latency tenant's program that has work now and then. Beside it, batch tenants take turns by freezing.
+const REQUESTS: &str =
+    "gpumux workload latency --kernels 1 --kernel-us 500 --period-us 20000 --seconds 600";

@@ -9,7 +9,7 @@ use std::{
 use gpumux_tests::{Node, Process, Run, binary, real};
 use serde_json::Value;
 
-use crate::TICKS;
+use crate::{REQUESTS, TICKS};
 
 /// `nobody`, whose number is the same on all systems that have one.
 const NOBODY: u32 = 65534;
@@ -24,6 +24,7 @@ fn node_of_root() -> Option<Node> {
     let mut probe = Command::new(binary());
     let reachable = probe
         .arg("--version")
+        .stdout(std::process::Stdio::null())
         .uid(NOBODY)
         .status()
         .is_ok_and(|status| status.success());
@@ -44,11 +45,10 @@ fn as_nobody(mut command: Command) -> Command {
 fn an_ordinary_users_tenant_is_managed_by_roots_daemon() {
     let Some(node) = node_of_root() else { return };
     let slice = |tenant: &Value| tenant["domains"][0]["timeslice_us"].as_u64();
-    let mut serve = Process::start(&mut as_nobody(
-        node.tenant("--name serve --class latency", TICKS),
+    let _serve = Process::start(&mut as_nobody(
+        node.tenant("--name serve --class latency", REQUESTS),
     ));
     let _train = Process::start(&mut node.tenant("--name train --class batch", TICKS));
-    serve.wait_lines(1);
     let tenant = node.wait_tenant("serve", |tenant| slice(tenant) == Some(1_000_000));
     assert_eq!(tenant["uid"], NOBODY);
     node.wait_tenant("train", |tenant| slice(tenant) == Some(1));

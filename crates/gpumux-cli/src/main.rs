@@ -83,7 +83,7 @@ fn main() -> ExitCode {
         Command::Scratch(args) => doctor::scratch::run(&args),
     };
     result.unwrap_or_else(|error| {
-        eprintln!("gpumux: {error:#}");
+        eprintln!("gpumux: {}", output::with_causes(&error));
         ExitCode::from(failure)
     })
 }

@@ -49,6 +49,18 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
     text
 }
 
+/// An error with its causes in one line, each said once: many name their cause themselves.
+pub(crate) fn with_causes(error: &anyhow::Error) -> String {
+    error.chain().fold(String::new(), |said, cause| {
+        let cause = cause.to_string();
+        match said.as_str() {
+            "" => cause,
+            said if said.contains(&cause) => said.to_owned(),
+            said => format!("{said}: {cause}"),
+        }
+    })
+}
+
 /// Whether somebody watches: progress is shown only then.
 pub(crate) fn watched() -> bool {
     io::stderr().is_terminal()
@@ -57,6 +69,16 @@ pub(crate) fn watched() -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_cause_is_said_once() {
+        let cause = std::io::Error::other("no such file");
+        let error = anyhow::Error::new(cause).context("cannot read x (no such file)");
+        assert_eq!(
+            with_causes(&error.context("no profile")),
+            "no profile: cannot read x (no such file)"
+        );
+    }
 
     #[test]
     fn columns_line_up() {

@@ -16,13 +16,14 @@
 //!    hardware alone serves it, at once. The *back* row has 1 µs slices, so it gives way at once; of its domains
 //!    with work exactly one, whose turn it is, is enabled and the others are frozen.
 //!    While a latency domain exists, the latency domains are the front row and all others the back row.
-//!    Without one, `priority` puts standard before batch; otherwise everybody stands in front, and shares come
-//!    from slices alone: no freezes, no need to know demand.
+//!    Without one, `priority` puts standard and whoever has a guarantee before the other batch domains; otherwise
+//!    everybody stands in front. Then shares come from slices alone: no freezes, no need to know demand.
 //!
 //! # The primitive: lag
 //! Per domain one number, *lag*: the device time it was entitled to while it wanted the device, less the device
 //! time it received (in EEVDF's sense). It is charged with what the device delivered, so the cost of
-//! switching falls on everybody in proportion. All that needs time follows from it:
+//! switching falls on everybody in proportion; in the back row with what that row received, so that it is fair among its
+//! domains whatever the front row takes. All that needs time follows from it:
 //! - *Whose turn in the back row*: the domain with the largest lag per share, that is the
 //!   smallest virtual time. A turn's length is proportional to the share, around a quantum for which freeze,
 //!   thaw and switch cost 2% (50 ms on H100, where 97.6% of solo were measured at 50 ms and 92% at 10 ms;
@@ -37,7 +38,8 @@
 //! Several latency domains: each keeps the device until it has no work (1 s slice), because one
 //! that waits for the other's short request is served sooner than one that switches in the middle of it.
 //! One that has been busy for 10 ms without a pause gets a slice by share instead (some milliseconds), so that it
-//! cannot hold the others up for a second.
+//! cannot hold the others up for a second. Shares among several that *always* have work, beside others with a
+//! guarantee, are kept less exactly: a budget period holds few of their slices, and the accounts cannot know which.
 //!
 //! # Ties
 //! Equal lag: who had its turn longest ago, then the lower id. Nothing depends on hash order or on a clock.

@@ -20,7 +20,7 @@ use crate::{
     error::{CuError, Result},
     event::Event,
     memory,
-    process::{Device, HostWork, lock, process},
+    process::{Device, HostWork, lock, process, spawn},
     rm::{Groups, Rm},
     stream::{BLOCKING, Stream},
 };
@@ -58,6 +58,8 @@ struct State {
 struct StreamState {
     submitted: u64,
     completed: u64,
+    /// Where its last work runs.
+    queue: Option<Queue>,
     /// The last submitted work is a mark, reported as soon as it is reached.
     marked: bool,
     /// Waits for the legacy stream and is waited for.
@@ -88,7 +90,9 @@ struct Pending {
 /// One piece of work to submit.
 #[derive(Clone)]
 pub(crate) struct Op {
-    pub(crate) queue: Queue,
+    /// Where it runs; `None`: where the stream's last work did, as marks and waits do. (So a stream that
+    /// only copies goes on while the compute group is frozen.)
+    pub(crate) queue: Option<Queue>,
     pub(crate) work: OpWork,
     pub(crate) effect: Effect,
     pub(crate) event: Option<Arc<Event>>,
@@ -109,9 +113,17 @@ impl Op {
         Self::on(Queue::Compute, work, effect)
     }
 
+    /// Runs where the stream's last work did.
+    pub(crate) fn following(work: Work, effect: Effect) -> Self {
+        Self {
+            queue: None,
+            ..Self::compute(work, effect)
+        }
+    }
+
     pub(crate) fn on(queue: Queue, work: Work, effect: Effect) -> Self {
         Self {
-            queue,
+            queue: Some(queue),
             work: OpWork::Plain(work),
             effect,
             event: None,
@@ -123,7 +135,7 @@ impl Op {
     pub(crate) fn mark() -> Self {
         Self {
             prompt: true,
-            ..Self::compute(Work::Record, Effect::Nothing)
+            ..Self::following(Work::Record, Effect::Nothing)
         }
     }
 }
@@ -220,10 +232,7 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
     });
     context.add_stream(&context.legacy);
     let worker = Arc::clone(&context);
-    thread::Builder::new()
-        .name("cuda-context".into())
-        .spawn(move || worker.work())
-        .map_err(|_| CuError::OPERATING_SYSTEM)?;
+    spawn("cuda-context", move || worker.work()).map_err(|_| CuError::OPERATING_SYSTEM)?;
     let handle = process.contexts.add(Arc::clone(&context));
     let _ = context.handle.set(handle);
     Ok(context)
@@ -308,17 +317,18 @@ impl Context {
         let mut items = Vec::with_capacity(ops.len());
         let mut numbers = Vec::with_capacity(ops.len());
         for (stream, op) in ops {
+            let queue = state.queue(stream, op.queue);
             for other in state.barriers(stream, self.legacy.id) {
                 *order += 1;
                 state.add(
                     *order,
                     stream,
-                    Op::compute(Work::Wait(other), Effect::Nothing),
+                    Op::on(queue, Work::Wait(other), Effect::Nothing),
                 );
                 items.push(Submission {
                     stream,
                     id: *order,
-                    queue: Queue::Compute,
+                    queue,
                     work: Work::Wait(other),
                     prompt: false,
                 });
@@ -331,7 +341,7 @@ impl Context {
             items.push(Submission {
                 stream,
                 id: *order,
-                queue: op.queue,
+                queue,
                 work,
                 prompt: op.prompt,
             });
@@ -545,8 +555,15 @@ impl Context {
 }
 
 impl State {
+    /// Where a stream's next work runs.
+    fn queue(&self, stream: u64, asked: Option<Queue>) -> Queue {
+        let last = || self.streams.get(&stream).and_then(|it| it.queue);
+        asked.or_else(last).unwrap_or(Queue::Compute)
+    }
+
     fn add(&mut self, id: u64, stream: u64, op: Op) {
         if let Some(stream) = self.streams.get_mut(&stream) {
+            stream.queue = op.queue.or(stream.queue);
             stream.submitted = id;
             stream.marked = op.prompt;
         }

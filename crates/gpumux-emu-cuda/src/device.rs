@@ -133,6 +133,13 @@ pub(crate) fn free_memory(address: u64) -> Result {
     done
 }
 
+/// `cuMemFreeHost`, likewise.
+pub(crate) fn free_host(address: u64) -> Result {
+    let done = current()?.synchronize();
+    memory::free_host(address)?;
+    done
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

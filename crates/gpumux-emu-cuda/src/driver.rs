@@ -157,7 +157,7 @@ exports! { driver_functions by cuda;
     cuMemFreeAsync 11020 [cuMemFreeAsync_ptsz] = cuMemFreeAsync(address: Address, stream: Handle) => stream::free_async(address, stream);
     cuMemHostAlloc 2020 = cuMemHostAlloc(memory: Out<Host>, bytes: usize, flags: c_uint) => allocate_host(memory, bytes, flags);
     cuMemAllocHost 3020 = cuMemAllocHost_v2(memory: Out<Host>, bytes: usize) => allocate_host(memory, bytes, 0);
-    cuMemFreeHost 2000 = cuMemFreeHost(memory: Host) => { current()?.synchronize()?; memory::free_host(memory) };
+    cuMemFreeHost 2000 = cuMemFreeHost(memory: Host) => device::free_host(memory);
     cuMemHostGetDevicePointer 3020 = cuMemHostGetDevicePointer_v2(address: Out<Address>, memory: Host, _flags: c_uint) => {
         memory::space().host_range(memory).ok_or(CuError::INVALID_VALUE)?;
         address.put(memory)

@@ -177,9 +177,9 @@ pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
     };
     let source = event.context()?;
     if Arc::ptr_eq(&source, &stream.context()?) {
-        return stream.submit(Op::compute(Work::Wait(work), Effect::Nothing));
+        return stream.submit(Op::following(Work::Wait(work), Effect::Nothing));
     }
     // Of another context: waited for on the host.
     let call = HostCall::Wait(source, event);
-    stream.submit(Op::compute(Work::Host, Effect::Host(call)))
+    stream.submit(Op::following(Work::Host, Effect::Host(call)))
 }

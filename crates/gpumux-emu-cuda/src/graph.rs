@@ -59,7 +59,7 @@ impl Lane {
 
     /// Records a place to wait for.
     pub(crate) fn record_mark(&self) -> Result<CapturedMark> {
-        let node = self.push(Op::compute(Work::Record, Effect::Nothing))?;
+        let node = self.push(Op::following(Work::Record, Effect::Nothing))?;
         Ok(CapturedMark {
             capture: Arc::clone(&self.capture),
             node,
@@ -114,7 +114,7 @@ impl CapturedMark {
         };
         lane.record(Op {
             work: OpWork::AfterItem(self.node),
-            ..Op::compute(Work::Record, Effect::Nothing)
+            ..Op::following(Work::Record, Effect::Nothing)
         })
     }
 }
@@ -284,7 +284,10 @@ pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
     let mut ops = Vec::with_capacity(executable.nodes.len() + 1);
     // Complete work is waited for at no cost.
     let before = last.unwrap_or(0);
-    ops.push((stream.id, Op::compute(Work::Wait(before), Effect::Nothing)));
+    ops.push((
+        stream.id,
+        Op::following(Work::Wait(before), Effect::Nothing),
+    ));
     for node in &executable.nodes {
         let lane = match node.lane {
             0 => stream.id,
@@ -309,7 +312,7 @@ mod tests {
     use super::*;
 
     fn node(lane: usize, after: Option<usize>) -> Node {
-        let op = Op::compute(Work::Record, Effect::Nothing);
+        let op = Op::following(Work::Record, Effect::Nothing);
         let work = after.map_or(op.work, OpWork::AfterItem);
         Node {
             lane,

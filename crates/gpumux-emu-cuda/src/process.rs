@@ -167,14 +167,10 @@ fn start() -> std::result::Result<Process, StartError> {
         Err(_) => devices,
     };
     let (host_calls, queue) = mpsc::channel::<HostWork>();
-    thread::Builder::new()
-        .name("cuda-host-calls".into())
-        .spawn(move || {
-            for work in queue {
-                work.run();
-            }
-        })
-        .map_err(StartError::Thread)?;
+    spawn("cuda-host-calls", move || {
+        queue.into_iter().for_each(HostWork::run)
+    })
+    .map_err(StartError::Thread)?;
     Ok(Process {
         connection: Mutex::new(connection),
         rm: Mutex::new(None),
@@ -219,11 +215,26 @@ impl Process {
     /// they may wait for such a call.
     pub(crate) fn call_host(&self, work: HostWork) {
         if matches!(work.call, HostCall::Wait(..)) {
-            let _ = thread::Builder::new().spawn(|| work.run());
+            let _ = spawn("cuda-wait", || work.run());
         } else {
             let _ = lock(&self.host_calls).send(work);
         }
     }
+}
+
+/// Starts a thread of ours inside the program: the program's signals are for its own threads.
+pub(crate) fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> std::io::Result<()> {
+    // SAFETY: an empty set of bits is a signal set; it is filled before it is used.
+    let (mut all, mut before): (libc::sigset_t, libc::sigset_t) = unsafe { std::mem::zeroed() };
+    // SAFETY: both sets are valid for the calls. The mask is inherited by the new thread.
+    unsafe {
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+    }
+    let started = thread::Builder::new().name(name.into()).spawn(body);
+    // SAFETY: the set was stored by the call above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut()) };
+    started.map(drop)
 }
 
 /// Locks; what a panicking thread left is used as it is.

@@ -131,7 +131,7 @@ pub(crate) fn synchronize(handle: usize) -> Result {
 
 pub(crate) fn launch_host(handle: usize, function: HostFunction, data: UserData) -> Result {
     let call = HostCall::function(function, data)?;
-    stream(handle)?.submit(Op::compute(Work::Host, Effect::Host(call)))
+    stream(handle)?.submit(Op::following(Work::Host, Effect::Host(call)))
 }
 
 pub(crate) fn add_callback(
@@ -146,7 +146,7 @@ pub(crate) fn add_callback(
     let stream = stream(handle)?;
     stream.not_captured()?;
     let call = HostCall::callback(callback, handle, data)?;
-    stream.submit(Op::compute(Work::Host, Effect::Host(call)))
+    stream.submit(Op::following(Work::Host, Effect::Host(call)))
 }
 
 /// Between what a copy goes.
@@ -273,5 +273,5 @@ pub(crate) fn free_async(address: u64, stream_handle: usize) -> Result {
     if memory::space().allocation(address).is_none() {
         return Err(CuError::INVALID_VALUE);
     }
-    stream.submit(Op::compute(Work::Record, Effect::Free(address)))
+    stream.submit(Op::following(Work::Record, Effect::Free(address)))
 }

@@ -174,11 +174,19 @@ impl ProcessConnection {
         request: &Request,
         file: Option<BorrowedFd<'_>>,
     ) -> Result<(Answer, Option<OwnedFd>), ClientError> {
-        send(&self.socket, request, file)?;
-        wait_readable(self.socket.as_fd(), TIMEOUT)?;
-        match receive(&self.socket)?.ok_or(io::ErrorKind::ConnectionReset)? {
-            (Answer::Refused(refusal), _) => Err(refusal.into()),
-            answer => Ok(answer),
+        let exchange = || {
+            send(&self.socket, request, file)?;
+            wait_readable(self.socket.as_fd(), TIMEOUT)?;
+            Ok::<_, ClientError>(receive(&self.socket)?.ok_or(io::ErrorKind::ConnectionReset)?)
+        };
+        match exchange() {
+            Ok((Answer::Refused(refusal), _)) => Err(refusal.into()),
+            Ok(answer) => Ok(answer),
+            Err(error) => {
+                // An answer that comes too late must not be taken for the next one's.
+                let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+                Err(error)
+            }
         }
     }
 }

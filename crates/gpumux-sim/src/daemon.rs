@@ -141,7 +141,9 @@ impl Daemon {
                 return None;
             }
             self.pulling = None;
-            self.devices[pull.device].apply(now, pull.lever, &mut gpus[pull.device]);
+            if !matches!(pull.lever, Lever::Freeze(_)) {
+                self.devices[pull.device].apply(now, pull.lever, &mut gpus[pull.device]);
+            }
         } else if self.next.is_none_or(|next| now < next) {
             return None;
         }

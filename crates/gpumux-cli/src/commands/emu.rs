@@ -109,15 +109,14 @@ fn start(device: &DeviceArgs, command: &[OsString]) -> anyhow::Result<ExitCode> 
     let server = match Server::here() {
         Some(server) => server,
         None => {
-            // The server removes it: this process will be the program by then.
-            let dir = tempfile::Builder::new()
-                .prefix("gpumux-emu-")
-                .tempdir()?
-                .keep();
+            let dir = tempfile::Builder::new().prefix("gpumux-emu-").tempdir()?;
+            let server = Server::start(dir.path(), device.options())?;
+            // From now on the server sees to its removal: this process will be the program.
+            let dir = dir.keep();
             if std::env::var_os("GPUMUX_RUNTIME_DIR").is_none() {
-                program.env("GPUMUX_RUNTIME_DIR", &dir);
+                program.env("GPUMUX_RUNTIME_DIR", dir);
             }
-            Server::start(&dir, device.options())?
+            server
         }
     };
     server.enter(&mut program)?;

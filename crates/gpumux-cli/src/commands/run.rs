@@ -19,7 +19,7 @@ use gpumux_daemon::{
 };
 
 use super::{become_program, client, spec::SpecArgs};
-use crate::{background, libraries};
+use crate::{background, libraries, output};
 
 /// A daemon that `run` started ends after so many seconds without tenants.
 const IDLE_EXIT_S: &str = "60";
@@ -72,7 +72,8 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Err(error.context("--strict"));
         }
         Err(Failure::Unmanaged(error)) => {
-            eprintln!("gpumux: {error:#}; the program runs unmanaged");
+            let why = output::with_causes(&error);
+            eprintln!("gpumux: {why}; the program runs unmanaged");
         }
     }
     Ok(become_program(program))

@@ -10,13 +10,13 @@ pub(crate) struct SpecArgs {
     #[arg(long, value_parser = class())]
     pub(crate) class: Option<Class>,
     /// Share of each device's compute that it always gets when it wants it, 0 to 1
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
     guaranteed: Option<f64>,
     /// Share of each device's compute that it never exceeds while others want it, 0 to 1
-    #[arg(long, value_name = "SHARE")]
+    #[arg(long, value_name = "SHARE", allow_negative_numbers = true)]
     limit: Option<f64>,
     /// Weight among its equals when capacity is left over, 0.001 to 1000
-    #[arg(long)]
+    #[arg(long, allow_negative_numbers = true)]
     weight: Option<f64>,
 }
 

@@ -163,13 +163,13 @@ pub fn fill(shares: &mut [f64], claims: &[Claim], pull: impl Fn(&Claim) -> f64) 
     }
 }
 
-/// What belongs to all claimants alike, whatever the division says, so that nobody starves.
-/// Small enough to keep every guarantee within 1%.
+/// What belongs to those whom the division leaves less, in equal parts, so that nobody starves. Small enough to keep
+/// every guarantee within 1%.
 const FLOOR: f64 = 0.005;
 
-/// The division's shares, made sound: none negative, each at least its part of [`FLOOR`], the sum 1.
+/// The division's shares, made sound: none below its part of [`FLOOR`], the sum 1.
 pub(super) fn shares(division: &dyn Division, claims: &[Claim]) -> Vec<f64> {
-    let count = claims.len() as f64;
+    let floor = FLOOR / claims.len().max(1) as f64;
     let mut shares = division.divide(claims);
     shares.resize(claims.len(), 0.0);
     for share in &mut shares {
@@ -180,12 +180,17 @@ pub(super) fn shares(division: &dyn Division, claims: &[Claim]) -> Vec<f64> {
         };
     }
     let sum: f64 = shares.iter().sum();
-    let even = 1.0 / count;
-    let mix = |share| match sum > 1e-9 {
-        true => (1.0 - FLOOR) * share / sum + FLOOR * even,
-        false => even,
+    if sum <= 1e-9 {
+        return vec![1.0 / claims.len() as f64; claims.len()];
+    }
+    let low = |share: f64| share / sum < floor;
+    let lifted = shares.iter().filter(|share| low(**share)).count() as f64 * floor;
+    let rest: f64 = shares.iter().filter(|share| !low(**share)).sum();
+    let lift = |share: &f64| match low(*share) {
+        true => floor,
+        false => share / rest * (1.0 - lifted),
     };
-    shares.into_iter().map(mix).collect()
+    shares.iter().map(lift).collect()
 }
 
 #[cfg(test)]

@@ -52,8 +52,8 @@ const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 const MAX_STRETCH: f64 = 10.0;
 /// Estimated moments are not asked for sooner than this.
 const MIN_STEP_US: f64 = 2_000.0;
-/// As good as there: the moment was estimated, and to ask again costs more.
-const SLACK_US: f64 = 100.0;
+/// Smallest budget: a freeze costs about as much.
+const MIN_BUDGET_US: f64 = 1_000.0;
 /// Bound of what a domain can be ahead or behind.
 const MAX_LAG_US: f64 = 1e6;
 
@@ -66,6 +66,12 @@ impl Tuning {
     /// The mean length of a turn.
     fn quantum(&self, costs: &Costs) -> f64 {
         (Self::handover(costs) / self.turn_cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
+    }
+
+    /// As good as there: moments are estimated without the switch that lies before them, and to ask
+    /// again would cost more.
+    fn slack(costs: &Costs) -> f64 {
+        2.0 * costs.switch.0.min(1_000) as f64
     }
 
     /// The shortest turn worth its cost.
@@ -100,6 +106,10 @@ struct Track {
     lag: f64,
     /// Its share since the last plan; while it was idle, the share that it would have had.
     share: f64,
+    /// Its part of what is charged: in the front row its share of the device, in the back row its share of what
+    /// the row gets. So the back row's lags don't move when the front row takes the device.
+    part: f64,
+    front: bool,
     wanted: bool,
     /// Ran ahead of its budget and must wait until its lag is level.
     exhausted: bool,
@@ -124,7 +134,7 @@ impl Memory {
         let elapsed = self.at.map_or(0, |at| snapshot.now.saturating_sub(at).0) as f64;
         self.at = self.at.max(Some(snapshot.now));
         let before = std::mem::take(&mut self.domains);
-        let mut delivered = 0.0;
+        let (mut delivered, mut delivered_back) = (0.0_f64, 0.0_f64);
         let charged: Vec<(DomainId, Track, f64)> = snapshot
             .domains
             .iter()
@@ -133,6 +143,8 @@ impl Memory {
                     received: domain.received,
                     lag: 0.0,
                     share: 0.0,
+                    part: 0.0,
+                    front: true,
                     wanted: false,
                     exhausted: false,
                     turn: Micros::ZERO,
@@ -140,14 +152,19 @@ impl Memory {
                 let got = domain.received.saturating_sub(track.received).0 as f64;
                 let got = got.min(elapsed);
                 delivered += got;
+                delivered_back += if track.front { 0.0 } else { got };
                 (domain.id, track, got)
             })
             .collect();
-        let delivered = delivered.min(elapsed);
         for ((id, mut track, got), domain) in charged.into_iter().zip(&snapshot.domains) {
+            let divided = if track.front {
+                delivered
+            } else {
+                delivered_back
+            };
             track.lag = match track.wanted {
-                true => track.lag + track.share * delivered - got,
-                false => (track.lag + track.share * elapsed - got).min(0.0),
+                true => track.lag + track.part * divided.min(elapsed) - got,
+                false => (track.lag + track.part * elapsed - got).min(0.0),
             };
             track.lag = track.lag.clamp(-MAX_LAG_US, MAX_LAG_US);
             track.received = track.received.max(domain.received);
@@ -211,6 +228,8 @@ struct Actor<'a> {
     /// Has work, or is the turn's holder in a short pause.
     wants: bool,
     share: f64,
+    /// See [`Track::part`].
+    part: f64,
     /// What its slice is made from.
     slice_share: f64,
     recent: bool,
@@ -271,6 +290,7 @@ impl<'a> Stage<'a> {
                     front: true,
                     wants: domain.demand.may_run() || pause,
                     share: 0.0,
+                    part: 0.0,
                     slice_share: 0.0,
                     recent: domain.demand.may_run() || idle_for(domain) < tuning.recent,
                     over_budget: false,
@@ -285,7 +305,8 @@ impl<'a> Stage<'a> {
             actor.front = match top {
                 Class::Latency => actor.claim.class == top,
                 _ if rotate => false,
-                _ => !strict || actor.claim.class == top,
+                // A guarantee is kept best by slices: that needs no accounts.
+                _ => !strict || actor.claim.class == top || actor.claim.guaranteed > 0.0,
             };
         }
 
@@ -298,12 +319,26 @@ impl<'a> Stage<'a> {
         let all = divide(division, &cast, |_| true);
         let wanting = divide(division, &cast, |actor| actor.wants);
         let recent = divide(division, &cast, |actor| actor.recent);
+        let front: Vec<bool> = cast.iter().map(|actor| actor.front).collect();
+        let back = |shares: &[f64]| -> f64 {
+            let both = shares.iter().zip(&front);
+            both.filter(|(_, front)| !**front)
+                .map(|(share, _)| share)
+                .sum()
+        };
         for (index, actor) in cast.iter_mut().enumerate() {
             let or_all = |share: f64, counted| if counted { share } else { all[index] };
             actor.share = or_all(wanting[index], actor.wants);
+            actor.part = match (actor.front, actor.wants) {
+                (true, _) => actor.share,
+                (false, true) => actor.share / back(&wanting).max(1e-9),
+                (false, false) => actor.share / back(&all).max(1e-9),
+            };
             actor.slice_share = or_all(recent[index], actor.recent);
             if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
                 track.share = actor.share;
+                track.part = actor.part;
+                track.front = actor.front;
                 track.wanted = actor.wants;
             }
         }
@@ -359,7 +394,8 @@ impl<'a> Stage<'a> {
     /// others are due in a period, or for a turn of the back row if that is longer.
     fn budget(&self, index: usize) -> f64 {
         let pause = self.tuning.period.0 as f64 * self.left_to_others(index);
-        self.cast[index].share * pause.max(self.tuning.min_turn(self.costs))
+        let budget = self.cast[index].share * pause.max(self.tuning.min_turn(self.costs));
+        budget.max(MIN_BUDGET_US)
     }
 
     /// Finds the front domains that are over their budget while others want the device.
@@ -375,9 +411,10 @@ impl<'a> Stage<'a> {
                 .filter(|(at, rival)| *at != index && rival.wants)
                 .any(|(_, rival)| !rival.front || limited);
             let budget = self.budget(index);
-            if !actor.front || !contested || track.lag >= -SLACK_US {
+            let slack = Tuning::slack(self.costs).min(budget / 4.0);
+            if !actor.front || !contested || track.lag >= -slack {
                 track.exhausted = false;
-            } else if track.lag <= SLACK_US - budget {
+            } else if track.lag <= slack - budget {
                 track.exhausted = true;
             }
             if !actor.front || !contested || !actor.runnable() {
@@ -441,10 +478,9 @@ impl<'a> Stage<'a> {
 
     /// How long a turn of this domain is, in µs of device time.
     fn turn_length(&self, index: usize) -> f64 {
-        let back = || self.cast.iter().filter(|actor| !actor.front && actor.wants);
-        let sum: f64 = back().map(|actor| actor.share).sum();
+        let rivals = self.cast.iter().filter(|actor| !actor.front && actor.wants);
         let quantum = self.tuning.quantum(self.costs);
-        let proportional = self.cast[index].share / sum.max(1e-9) * back().count() as f64 * quantum;
+        let proportional = self.cast[index].part * rivals.count() as f64 * quantum;
         proportional.clamp(self.tuning.min_turn(self.costs), 4.0 * quantum)
     }
 
@@ -472,10 +508,11 @@ impl<'a> Stage<'a> {
         let used = actor.domain.received.saturating_sub(turn.received).0 as f64;
         let held = self.now.saturating_sub(turn.since).0 as f64;
         let length = self.turn_length(index);
-        let borrowed = used + SLACK_US >= self.tuning.min_turn(self.costs)
-            && memory.lag(actor.domain.id) <= SLACK_US
+        let slack = Tuning::slack(self.costs);
+        let borrowed = used + slack >= self.tuning.min_turn(self.costs)
+            && memory.lag(actor.domain.id) <= slack
             && self.outranked(index);
-        used + SLACK_US < length && held < MAX_STRETCH * length && !borrowed
+        used + slack < length && held < MAX_STRETCH * length && !borrowed
     }
 
     /// The domain of the back row that is furthest behind.
@@ -484,7 +521,7 @@ impl<'a> Stage<'a> {
             let actor = &self.cast[*index];
             let track = memory.domains.get(&actor.domain.id);
             let (lag, turn) = track.map_or((0.0, Micros::ZERO), |track| (track.lag, track.turn));
-            (lag / actor.share.max(1e-9), turn, actor.domain.id)
+            (lag / actor.part.max(1e-9), turn, actor.domain.id)
         };
         (0..self.cast.len())
             .filter(|index| self.cast[*index].waits())
@@ -510,7 +547,7 @@ impl<'a> Stage<'a> {
         let held = self.now.saturating_sub(turn.since).0 as f64;
         let mut left = (length - used).min(MAX_STRETCH * length - held);
         if self.outranked(index) {
-            let level = memory.lag(actor.domain.id) / (1.0 - actor.share).max(1e-9);
+            let level = memory.lag(actor.domain.id) / (1.0 - actor.part).max(1e-9);
             left = left.min(level.max(self.tuning.min_turn(self.costs) - used));
         }
         // While the front row runs, the turn hardly gets on.

@@ -1,19 +1,28 @@
 //! The server through its socket, as programs use it.
 
-use std::{io::Write, os::fd::AsFd, path::PathBuf, sync::mpsc, thread, time::Duration};
+use std::{
+    io::Write,
+    os::fd::{AsFd, OwnedFd},
+    path::PathBuf,
+    sync::mpsc,
+    thread,
+    time::Duration,
+};
 
 use gpumux_rm::{
     ControlFile, RmStatus,
-    emulated::{EmulatedFile, call},
+    emulated::{self, EmulatedFile, call},
     layout::{Alloc64, GroupAlloc, TimesliceParams, class, cmd, escape},
     levers::{Group, Levers, RmLevers},
 };
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerocopy::IntoBytes;
 
-use super::*;
+use super::{Server, ServerError, ServerHandle, core::MAX_UNREAD};
 use crate::{
+    Profile,
     client::{self, ClientError, Execution, ProcessConnection, open_control_file},
-    protocol::Submission,
+    protocol::{self, Command, Queue, Refusal, Report, Request, Submission, Work},
 };
 
 struct Running {

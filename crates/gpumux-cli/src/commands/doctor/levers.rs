@@ -23,7 +23,7 @@ use rustix::{
 };
 use serde::Serialize;
 
-use crate::libraries;
+use crate::{libraries, output};
 
 /// The levers without which gpumux cannot schedule.
 pub(super) const NEEDED: [&str; 3] = ["timeslice", "freeze", "thaw"];
@@ -63,7 +63,12 @@ pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Lever> {
         Ok(scratch) => scratch.try_all(),
         Err(error) => NEEDED
             .into_iter()
-            .map(|name| Lever::new(name, Err(format!("not tried: {error:#}"))))
+            .map(|name| {
+                Lever::new(
+                    name,
+                    Err(format!("not tried: {}", output::with_causes(&error))),
+                )
+            })
             .collect(),
     }
 }

@@ -1,0 +1,717 @@
+//! The library as programs see it: each test runs its program in a process of its own, with the library
+//! preloaded, on a device served by the test's process.
+
+use std::{
+    ffi::{CString, c_char, c_int, c_void},
+    fs,
+    os::fd::{FromRawFd, OwnedFd},
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    ptr::null_mut,
+    sync::atomic::{AtomicU32, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpumux_cuda::{
+    Driver, Error,
+    types::{
+        CUdeviceptr, CUevent, CUfunction, CUgraph, CUgraphExec, CUmemAccessDesc,
+        CUmemAllocationProp, CUstream, EVENT_DISABLE_TIMING, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        STREAM_NON_BLOCKING,
+    },
+};
+use gpumux_emu::{
+    Profile, SOCKET_VARIABLE,
+    client::ProcessConnection,
+    profile::uuid_text,
+    server::{Server, ServerHandle},
+};
+
+const PROGRAM: &str = "GPUMUX_EMU_TEST_PROGRAM";
+const PATIENCE: Duration = Duration::from_secs(30);
+const MIB: usize = 1 << 20;
+
+/// Whether this process is the program of that name.
+fn is_program(name: &str) -> bool {
+    std::env::var(PROGRAM).is_ok_and(|program| program == name)
+}
+
+/// A device and the folder with its socket.
+struct Device {
+    server: Option<ServerHandle>,
+    dir: tempfile::TempDir,
+}
+
+impl Device {
+    fn new(profile: Profile) -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let server = Server::bind(profile, &dir.path().join("emu")).unwrap();
+        let server = Some(server.spawn().unwrap());
+        Self { server, dir }
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.dir.path().join("emu")
+    }
+
+    /// A file that programs use to tell something.
+    fn note(&self) -> PathBuf {
+        self.dir.path().join("note")
+    }
+
+    fn start(&self, name: &str) -> Child {
+        Command::new(std::env::current_exe().unwrap())
+            .args([name, "--exact", "--nocapture", "--test-threads=1"])
+            .envs(gpumux_emu::environment(&library_dir(), &self.socket()))
+            .env(PROGRAM, name)
+            .env("NOTE", self.note())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    }
+
+    fn used(&self) -> u64 {
+        let connection = ProcessConnection::open(&self.socket()).unwrap();
+        connection.status(0).unwrap().used
+    }
+}
+
+fn library_dir() -> PathBuf {
+    let exe = std::env::current_exe().unwrap();
+    let found = exe
+        .ancestors()
+        .skip(1)
+        .find(|dir| dir.join(gpumux_emu::LIBRARY).is_file());
+    found.expect("the library lies beside its tests").to_owned()
+}
+
+#[track_caller]
+fn wait_for(what: &str, mut there: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !there() {
+        assert!(start.elapsed() < PATIENCE, "in vain: {what}");
+        thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// Waits for a program's end; its standard error.
+#[track_caller]
+fn finish(mut child: Child) -> String {
+    wait_for("the program's end", || child.try_wait().unwrap().is_some());
+    let output = child.wait_with_output().unwrap();
+    let (out, err) = (
+        String::from_utf8_lossy(&output.stdout).into_owned(),
+        String::from_utf8_lossy(&output.stderr).into_owned(),
+    );
+    let ran = output.status.success() && out.contains("1 passed");
+    assert!(ran, "{:?}\n{out}\n{err}", output.status);
+    err
+}
+
+/// Runs `program` in a process with the library, on a device of its own.
+#[track_caller]
+fn on_device(name: &str, program: impl FnOnce()) {
+    if is_program(name) {
+        return program();
+    }
+    let device = Device::new(Profile::default());
+    finish(device.start(name));
+    assert_eq!(device.used(), 0, "memory of a process that has ended");
+}
+
+// What programs use
+
+fn driver() -> &'static Driver {
+    Driver::get().unwrap()
+}
+
+/// Calls of the driver, all of them with pointers that are valid for the call.
+macro_rules! cu {
+    ($call:ident($($arg:expr),* $(,)?)) => {
+        // SAFETY: the tests pass valid pointers.
+        unsafe { driver().$call($($arg),*) }.unwrap()
+    };
+}
+
+/// CUDA's code for a call.
+macro_rules! code_of {
+    ($call:ident($($arg:expr),* $(,)?)) => {
+        // SAFETY: the tests pass valid pointers; wrong addresses and handles are refused.
+        code(unsafe { driver().$call($($arg),*) })
+    };
+}
+
+fn code(result: Result<(), Error>) -> i32 {
+    result.map_or_else(|error| error.code().unwrap(), |()| 0)
+}
+
+/// The device's primary context, current.
+fn primary() {
+    let mut context = null_mut();
+    cu!(cuDevicePrimaryCtxRetain(&mut context, 0));
+    cu!(cuCtxSetCurrent(context));
+}
+
+fn kernel(name: &str) -> CUfunction {
+    let text = CString::new(include_str!("../../gpumux-workload/src/kernels.ptx")).unwrap();
+    let (mut module, mut function) = (null_mut(), null_mut());
+    cu!(cuModuleLoadData(&mut module, text.as_ptr().cast()));
+    let name = CString::new(name).unwrap();
+    cu!(cuModuleGetFunction(&mut function, module, name.as_ptr()));
+    function
+}
+
+/// Launches with arguments of 8 bytes, of which 4-byte ones use the lower half.
+fn try_launch(function: CUfunction, stream: CUstream, arguments: &[u64]) -> Result<(), Error> {
+    let mut pointers: Vec<*mut c_void> = arguments
+        .iter()
+        .map(|argument| std::ptr::from_ref(argument).cast_mut().cast())
+        .collect();
+    // SAFETY: the arguments are valid for the call.
+    unsafe {
+        driver().cuLaunchKernel(
+            function,
+            528,
+            1,
+            1,
+            512,
+            1,
+            1,
+            0,
+            stream,
+            pointers.as_mut_ptr(),
+            null_mut(),
+        )
+    }
+}
+
+fn launch(function: CUfunction, stream: CUstream, arguments: &[u64]) {
+    try_launch(function, stream, arguments).unwrap();
+}
+
+fn alloc(bytes: usize) -> CUdeviceptr {
+    let mut address = 0;
+    cu!(cuMemAlloc_v2(&mut address, bytes));
+    address
+}
+
+fn stream(flags: u32) -> CUstream {
+    let mut stream = null_mut();
+    cu!(cuStreamCreate(&mut stream, flags));
+    stream
+}
+
+fn event(flags: u32) -> CUevent {
+    let mut event = null_mut();
+    cu!(cuEventCreate(&mut event, flags));
+    event
+}
+
+fn read(address: CUdeviceptr, count: usize) -> Vec<u32> {
+    let mut values = vec![0; count];
+    cu!(cuMemcpyDtoH_v2(
+        values.as_mut_ptr().cast(),
+        address,
+        count * 4
+    ));
+    values
+}
+
+/// A function that the tests' driver list does not have.
+fn symbol<T: Copy>(name: &str) -> T {
+    // SAFETY: the callers give the function's type.
+    unsafe {
+        let library = libloading::Library::new("libcuda.so.1").unwrap();
+        // Never unloaded: the function is in it.
+        let library = std::mem::ManuallyDrop::new(library);
+        *library.get::<T>(name.as_bytes()).unwrap()
+    }
+}
+
+// Tests
+
+#[test]
+fn memory_keeps_what_was_written() {
+    on_device("memory_keeps_what_was_written", || {
+        primary();
+        let add = kernel("gpumux_add_u32");
+        for count in [1, 100, 300_000, 2_000_000] {
+            let (one, two) = (alloc(count * 4), alloc(count * 4));
+            let values: Vec<u32> = (0..count as u32).collect();
+            cu!(cuMemcpyHtoD_v2(one, values.as_ptr().cast(), count * 4));
+            launch(add, null_mut(), &[one, 7, count as u64]);
+            let copy: unsafe extern "C" fn(u64, u64, usize) -> c_int = symbol("cuMemcpyDtoD_v2");
+            // SAFETY: both ranges are ours.
+            assert_eq!(unsafe { copy(two, one, count * 4) }, 0);
+            let expected: Vec<u32> = values.iter().map(|value| value + 7).collect();
+            assert_eq!(read(two, count), expected);
+            cu!(cuMemsetD32Async(two, 5, count, null_mut()));
+            assert_eq!(read(two, count), vec![5; count]);
+            cu!(cuMemFree_v2(one));
+            cu!(cuMemFree_v2(two));
+        }
+        // Freed memory is not the program's any more.
+        let gone = alloc(4 * MIB);
+        cu!(cuMemFree_v2(gone));
+        assert_eq!(code_of!(cuMemFree_v2(gone)), 1);
+        assert_eq!(code_of!(cuMemsetD8Async(gone, 0, 1, null_mut())), 1);
+    });
+}
+
+#[test]
+fn memory_ends_at_the_devices_size() {
+    on_device("memory_ends_at_the_devices_size", || {
+        primary();
+        let (mut free, mut total) = (0, 0);
+        cu!(cuMemGetInfo_v2(&mut free, &mut total));
+        assert_eq!((total, free), (80 << 30, (80 << 30) - (520 << 20)));
+        let most = alloc(free);
+        let mut more = 0;
+        assert_eq!(code_of!(cuMemAlloc_v2(&mut more, MIB)), 2);
+        cu!(cuMemFree_v2(most));
+        cu!(cuMemFree_v2(alloc(MIB)));
+    });
+}
+
+#[test]
+fn mappings_can_be_moved_and_shared() {
+    on_device("mappings_can_be_moved_and_shared", || {
+        primary();
+        let mut prop = CUmemAllocationProp::on_device(0);
+        prop.requested_handle_types = MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        let access = CUmemAccessDesc {
+            location: prop.location,
+            flags: 3,
+        };
+        let (mut one, mut two, mut handle) = (0, 0, 0);
+        cu!(cuMemAddressReserve(&mut one, 4 * MIB, 0, 0, 0));
+        cu!(cuMemAddressReserve(&mut two, 4 * MIB, 0, 0, 0));
+        cu!(cuMemCreate(&mut handle, 2 * MIB, &prop, 0));
+        cu!(cuMemMap(one + 2 * MIB as u64, 2 * MIB, 0, handle, 0));
+        let at = one + 2 * MIB as u64;
+        // Mapped, and not accessible yet.
+        assert_eq!(code_of!(cuMemsetD8Async(at, 1, 1, null_mut())), 1);
+        cu!(cuMemSetAccess(at, 2 * MIB, &access, 1));
+        cu!(cuMemsetD32Async(at, 42, MIB / 2, null_mut()));
+        cu!(cuCtxSynchronize());
+
+        type Export = unsafe extern "C" fn(*mut c_int, u64, c_int, u64) -> c_int;
+        type Import = unsafe extern "C" fn(*mut u64, usize, c_int) -> c_int;
+        let (mut file, mut imported) = (-1, 0);
+        // SAFETY: the pointers are valid.
+        unsafe {
+            let export: Export = symbol("cuMemExportToShareableHandle");
+            assert_eq!(export(&mut file, handle, 1, 0), 0);
+            let import: Import = symbol("cuMemImportFromShareableHandle");
+            assert_eq!(import(&mut imported, file as usize, 1), 0);
+            assert_ne!(import(&mut imported, 0, 1), 0, "no memory");
+            drop(OwnedFd::from_raw_fd(file));
+        }
+        cu!(cuMemUnmap(at, 2 * MIB));
+        cu!(cuMemRelease(handle));
+        cu!(cuMemMap(two, 2 * MIB, 0, imported, 0));
+        cu!(cuMemSetAccess(two, 2 * MIB, &access, 1));
+        assert_eq!(read(two, MIB / 2), vec![42; MIB / 2]);
+        // SAFETY: the driver refuses: something is mapped there; half of a mapping.
+        unsafe {
+            assert_ne!(code(driver().cuMemAddressFree(two, 4 * MIB)), 0);
+            assert_ne!(code(driver().cuMemUnmap(two, MIB)), 0);
+        }
+        cu!(cuMemUnmap(two, 2 * MIB));
+        cu!(cuMemRelease(imported));
+        cu!(cuMemAddressFree(one, 4 * MIB));
+        cu!(cuMemAddressFree(two, 4 * MIB));
+        let (mut free, mut total) = (0, 0);
+        cu!(cuMemGetInfo_v2(&mut free, &mut total));
+        assert_eq!(total - free, 520 * MIB);
+    });
+}
+
+#[test]
+fn events_have_the_models_time() {
+    on_device("events_have_the_models_time", || {
+        primary();
+        let spin = kernel("gpumux_spin");
+        let stream = stream(STREAM_NON_BLOCKING);
+        let (start, end) = (event(0), event(0));
+        launch(spin, stream, &[1_000_000]);
+        cu!(cuEventRecord(start, stream));
+        launch(spin, stream, &[20_000_000]);
+        cu!(cuEventRecord(end, stream));
+        cu!(cuEventSynchronize(end));
+        let mut ms = 0.0;
+        cu!(cuEventElapsedTime(&mut ms, start, end));
+        // The kernel and its overhead; had it come late, that would be on top.
+        assert!((20.003..40.0).contains(&ms), "{ms}");
+        let untimed = event(EVENT_DISABLE_TIMING);
+        cu!(cuEventRecord(untimed, stream));
+        cu!(cuEventSynchronize(untimed));
+        // SAFETY: the pointer is valid.
+        let result = unsafe { driver().cuEventElapsedTime(&mut ms, start, untimed) };
+        assert_eq!(code(result), 400);
+        // Never recorded: reached.
+        cu!(cuEventQuery(event(0)));
+    });
+}
+
+#[test]
+fn streams_keep_the_order_that_was_asked_for() {
+    on_device("streams_keep_the_order_that_was_asked_for", || {
+        primary();
+        let (spin, add, rounds) = (
+            kernel("gpumux_spin"),
+            kernel("gpumux_add_u32"),
+            kernel("gpumux_rounds_u32"),
+        );
+        let at = alloc(4);
+        let value = || read(at, 1)[0];
+        let (one, two) = (stream(STREAM_NON_BLOCKING), stream(STREAM_NON_BLOCKING));
+        // The second stream waits for the first by an event.
+        cu!(cuMemsetD32Async(at, 0, 1, one));
+        launch(spin, one, &[20_000_000]);
+        launch(add, one, &[at, 5, 1]);
+        let done = event(EVENT_DISABLE_TIMING);
+        cu!(cuEventRecord(done, one));
+        let wait: unsafe extern "C" fn(CUstream, CUevent, u32) -> c_int =
+            symbol("cuStreamWaitEvent");
+        // SAFETY: both handles are alive.
+        assert_eq!(unsafe { wait(two, done, 0) }, 0);
+        cu!(cuMemsetD32Async(at, 9, 1, two));
+        cu!(cuStreamSynchronize(two));
+        assert_eq!(value(), 9);
+        cu!(cuStreamQuery(one));
+
+        // The legacy stream waits for blocking ones, and they for it.
+        let blocking = stream(0);
+        launch(spin, blocking, &[20_000_000]);
+        cu!(cuMemsetD32Async(at, 1, 1, blocking));
+        launch(rounds, null_mut(), &[at, 1, 3]);
+        launch(spin, null_mut(), &[20_000_000]);
+        launch(add, blocking, &[at, 10, 1]);
+        cu!(cuStreamSynchronize(blocking));
+        assert_eq!(value(), 14);
+        cu!(cuCtxSynchronize());
+    });
+}
+
+#[test]
+fn a_full_queue_holds_the_program_back_and_loses_nothing() {
+    on_device(
+        "a_full_queue_holds_the_program_back_and_loses_nothing",
+        || {
+            primary();
+            let add = kernel("gpumux_add_u32");
+            let at = alloc(4);
+            let stream = stream(STREAM_NON_BLOCKING);
+            cu!(cuMemsetD32Async(at, 0, 1, stream));
+            for _ in 0..10_000 {
+                launch(add, stream, &[at, 1, 1]);
+            }
+            cu!(cuStreamSynchronize(stream));
+            assert_eq!(read(at, 1), [10_000]);
+        },
+    );
+}
+
+#[test]
+fn graphs_replay_what_was_captured() {
+    on_device("graphs_replay_what_was_captured", || {
+        primary();
+        let (add, spin) = (kernel("gpumux_add_u32"), kernel("gpumux_spin"));
+        let at = alloc(8);
+        let (one, two) = (stream(STREAM_NON_BLOCKING), stream(STREAM_NON_BLOCKING));
+        cu!(cuMemsetD32Async(at, 0, 2, one));
+        let (fork, join) = (event(EVENT_DISABLE_TIMING), event(EVENT_DISABLE_TIMING));
+        let wait: unsafe extern "C" fn(CUstream, CUevent, u32) -> c_int =
+            symbol("cuStreamWaitEvent");
+        let mut graph: CUgraph = null_mut();
+        cu!(cuStreamBeginCapture_v2(one, 1));
+        launch(add, one, &[at, 1, 1]);
+        cu!(cuEventRecord(fork, one));
+        // SAFETY: the handles are alive.
+        assert_eq!(unsafe { wait(two, fork, 0) }, 0);
+        launch(spin, two, &[5_000_000]);
+        launch(add, two, &[at + 4, 2, 1]);
+        cu!(cuEventRecord(join, two));
+        // SAFETY: as above.
+        assert_eq!(unsafe { wait(one, join, 0) }, 0);
+        launch(add, one, &[at + 4, 10, 1]);
+        cu!(cuStreamEndCapture(one, &mut graph));
+        let mut executable: CUgraphExec = null_mut();
+        cu!(cuGraphInstantiateWithFlags(&mut executable, graph, 0));
+        cu!(cuGraphDestroy(graph));
+        assert_eq!(read(at, 2), [0, 0], "a capture runs nothing");
+        for stream in [one, two, one] {
+            cu!(cuGraphLaunch(executable, stream));
+        }
+        cu!(cuCtxSynchronize());
+        assert_eq!(read(at, 2), [3, 36]);
+        cu!(cuGraphExecDestroy(executable));
+
+        // A stream that was not joined, and a wait that cannot be captured.
+        cu!(cuStreamBeginCapture_v2(one, 1));
+        cu!(cuEventRecord(fork, one));
+        // SAFETY: the handles are alive.
+        assert_eq!(unsafe { wait(two, fork, 0) }, 0);
+        assert_eq!(code_of!(cuStreamEndCapture(one, &mut graph)), 904);
+        cu!(cuStreamBeginCapture_v2(one, 1));
+        // SAFETY: as above.
+        unsafe {
+            assert_eq!(code(driver().cuStreamSynchronize(one)), 900);
+            assert_eq!(code(driver().cuStreamEndCapture(one, &mut graph)), 901);
+        }
+        launch(add, two, &[at, 1, 1]);
+        cu!(cuStreamSynchronize(two));
+    });
+}
+
+static CALLS: AtomicU32 = AtomicU32::new(0);
+
+extern "C" fn called(data: *mut c_void) {
+    // What came before in the stream is done: 0, 1, 2.
+    let expected = data as usize as u32;
+    assert_eq!(CALLS.fetch_add(1, Ordering::SeqCst), expected);
+}
+
+#[test]
+fn host_functions_run_in_their_place() {
+    on_device("host_functions_run_in_their_place", || {
+        primary();
+        let spin = kernel("gpumux_spin");
+        let stream = stream(STREAM_NON_BLOCKING);
+        type HostFunction = extern "C" fn(*mut c_void);
+        let launch_host: unsafe extern "C" fn(CUstream, HostFunction, usize) -> c_int =
+            symbol("cuLaunchHostFunc");
+        launch(spin, stream, &[10_000_000]);
+        for i in 0..3 {
+            // SAFETY: the function outlives the stream.
+            assert_eq!(unsafe { launch_host(stream, called, i) }, 0);
+            assert_eq!(CALLS.load(Ordering::SeqCst), 0, "before the kernel is done");
+        }
+        cu!(cuStreamSynchronize(stream));
+        assert_eq!(CALLS.load(Ordering::SeqCst), 3);
+    });
+}
+
+#[test]
+fn a_fault_stays_in_its_context() {
+    on_device("a_fault_stays_in_its_context", || {
+        primary();
+        let fill = kernel("gpumux_fill_u32");
+        let at = alloc(4 * MIB);
+        let (mut first, mut second) = (null_mut(), null_mut());
+        cu!(cuCtxGetCurrent(&mut first));
+        cu!(cuCtxCreate_v2(&mut second, 0, 0));
+        let (trap, other) = (kernel("gpumux_trap"), alloc(4));
+        cu!(cuMemsetD32Async(other, 3, 1, null_mut()));
+        assert_eq!(read(other, 1), [3]);
+
+        cu!(cuCtxSetCurrent(first));
+        let beyond = 64 << 20;
+        launch(fill, null_mut(), &[at, 1, beyond]);
+        for _ in 0..2 {
+            assert_eq!(code_of!(cuCtxSynchronize()), 700);
+        }
+        assert_eq!(code(try_launch(fill, null_mut(), &[at, 1, 1])), 700);
+
+        cu!(cuCtxSetCurrent(second));
+        assert_eq!(read(other, 1), [3]);
+        launch(trap, null_mut(), &[]);
+        assert_eq!(code_of!(cuCtxSynchronize()), 719);
+        cu!(cuCtxDestroy_v2(second));
+    });
+}
+
+#[test]
+fn functions_are_found_by_name_and_version() {
+    on_device("functions_are_found_by_name_and_version", || {
+        primary();
+        type Find =
+            unsafe extern "C" fn(*const c_char, *mut usize, c_int, u64, *mut c_int) -> c_int;
+        let find: Find = symbol("cuGetProcAddress_v2");
+        let ask = |name: &str, version, flags| {
+            let name = CString::new(name).unwrap();
+            let (mut at, mut status) = (1, -1);
+            // SAFETY: the pointers are valid.
+            let code = unsafe { find(name.as_ptr(), &mut at, version, flags, &mut status) };
+            (code, at, status)
+        };
+        let itself = symbol::<usize>("cuGetProcAddress_v2");
+        // `symbol` reads a function pointer, whatever its type.
+        assert_eq!(ask("cuGetProcAddress", 12000, 0), (0, itself, 0));
+        assert_ne!(ask("cuGetProcAddress", 11030, 0).1, itself);
+        let (own, shared) = (
+            ask("cuMemsetD8Async", 7000, 2).1,
+            ask("cuMemsetD8Async", 7000, 0).1,
+        );
+        assert!(own != shared && own != 0 && shared != 0);
+        assert_eq!(ask("cuMemCreate", 9000, 0), (500, 0, 2));
+        assert_eq!(ask("cuNoSuchThing", 13000, 0), (500, 0, 1));
+        assert_eq!(ask("", 13000, 0), (0, 0, 0));
+    });
+}
+
+#[test]
+fn nvml_knows_the_device_and_its_users() {
+    on_device("nvml_knows_the_device_and_its_users", || {
+        primary();
+        let held = alloc(100 * MIB);
+        let path = std::env::var_os("GPUMUX_NVML").unwrap();
+        let nvml = nvml_wrapper::Nvml::builder()
+            .lib_path(Path::new(&path).as_os_str())
+            .init()
+            .unwrap();
+        assert_eq!(nvml.device_count().unwrap(), 1);
+        assert_eq!(nvml.sys_driver_version().unwrap(), "580.159.04");
+        let uuid = uuid_text(&Profile::default().uuid(0));
+        let device = nvml.device_by_uuid(uuid.as_str()).unwrap();
+        assert_eq!(device.uuid().unwrap(), uuid);
+        assert_eq!(device.name().unwrap(), Profile::default().name);
+        assert_eq!(device.memory_info().unwrap().used, (620 * MIB) as u64);
+        let capability = device.cuda_compute_capability().unwrap();
+        assert_eq!((capability.major, capability.minor), (9, 0));
+        let pci = device.pci_info().unwrap();
+        assert_eq!(
+            nvml.device_by_pci_bus_id(pci.bus_id)
+                .unwrap()
+                .uuid()
+                .unwrap(),
+            uuid
+        );
+        let running = device.running_compute_processes().unwrap();
+        assert_eq!(running.len(), 1);
+        assert_eq!(running[0].pid, std::process::id());
+        assert!(device.utilization_rates().unwrap().gpu <= 100);
+        assert!(nvml.device_by_uuid("GPU-other").is_err());
+        cu!(cuMemFree_v2(held));
+    });
+}
+
+#[test]
+fn a_forked_child_cannot_use_cuda_and_does_no_harm() {
+    on_device("a_forked_child_cannot_use_cuda_and_does_no_harm", || {
+        primary();
+        let at = alloc(4);
+        cu!(cuMemsetD32Async(at, 7, 1, null_mut()));
+        // SAFETY: the child only calls functions that use no lock of another thread, and leaves at once.
+        unsafe {
+            let child = libc::fork();
+            if child == 0 {
+                let refused = code(driver().cuCtxSynchronize()) == 3
+                    && code(driver().cuInit(0)) == 3
+                    && code(driver().cuMemFree_v2(at)) == 3;
+                libc::_exit(if refused { 0 } else { 1 });
+            }
+            let mut status = -1;
+            libc::waitpid(child, &mut status, 0);
+            assert_eq!(status, 0);
+        }
+        assert_eq!(read(at, 1), [7]);
+    });
+}
+
+#[test]
+fn without_a_server_there_is_no_device_and_one_line_says_so() {
+    const NAME: &str = "without_a_server_there_is_no_device_and_one_line_says_so";
+    if is_program(NAME) {
+        for _ in 0..2 {
+            assert_eq!(Driver::get().err().unwrap().code(), Some(100));
+        }
+        return;
+    }
+    let mut device = Device::new(Profile::default());
+    device.server.take().unwrap().stop().unwrap();
+    let said = finish(device.start(NAME));
+    assert_eq!(said.matches("gpumux:").count(), 1, "{said}");
+    assert!(
+        said.contains("gpumux emu serve") && said.contains(SOCKET_VARIABLE),
+        "{said}"
+    );
+}
+
+#[test]
+fn a_server_that_dies_is_told_to_waiting_programs() {
+    const NAME: &str = "a_server_that_dies_is_told_to_waiting_programs";
+    if is_program(NAME) {
+        primary();
+        let stream = stream(STREAM_NON_BLOCKING);
+        launch(kernel("gpumux_spin"), stream, &[u64::MAX / 4]);
+        fs::write(std::env::var_os("NOTE").unwrap(), "").unwrap();
+        let mut address = 0;
+        // SAFETY: the handles and pointers are valid.
+        unsafe {
+            assert_eq!(code(driver().cuStreamSynchronize(stream)), 46);
+            assert_eq!(code(driver().cuCtxSynchronize()), 46);
+            assert_eq!(code(driver().cuMemAlloc_v2(&mut address, 5 * MIB)), 46);
+        }
+        return;
+    }
+    let mut device = Device::new(Profile::default());
+    let program = device.start(NAME);
+    wait_for("the launch", || device.note().exists());
+    device.server.take().unwrap().stop().unwrap();
+    finish(program);
+}
+
+#[test]
+fn what_a_killed_program_had_is_free_again() {
+    const NAME: &str = "what_a_killed_program_had_is_free_again";
+    if is_program(NAME) {
+        primary();
+        let stream = stream(STREAM_NON_BLOCKING);
+        alloc(1 << 30);
+        launch(kernel("gpumux_spin"), stream, &[u64::MAX / 4]);
+        fs::write(std::env::var_os("NOTE").unwrap(), "").unwrap();
+        thread::sleep(PATIENCE);
+        return;
+    }
+    let device = Device::new(Profile::default());
+    let mut program = device.start(NAME);
+    wait_for("the launch", || device.note().exists());
+    assert_eq!(device.used(), (1 << 30) + (520 << 20));
+    program.kill().unwrap();
+    program.wait().unwrap();
+    wait_for("the memory", || device.used() == 0);
+}
+
+#[test]
+fn two_programs_share_the_device() {
+    const NAME: &str = "two_programs_share_the_device";
+    if is_program(NAME) {
+        primary();
+        let (spin, rounds) = (kernel("gpumux_spin"), kernel("gpumux_rounds_u32"));
+        let at = alloc(4 * MIB);
+        let (start, end) = (event(0), event(0));
+        cu!(cuMemsetD32Async(at, 0, MIB, null_mut()));
+        cu!(cuEventRecord(start, null_mut()));
+        for _ in 0..10 {
+            launch(spin, null_mut(), &[20_000_000]);
+            launch(rounds, null_mut(), &[at, MIB as u64, 10]);
+        }
+        cu!(cuEventRecord(end, null_mut()));
+        assert_eq!(read(at, MIB), vec![100; MIB]);
+        let mut ms = 0.0;
+        cu!(cuEventElapsedTime(&mut ms, start, end));
+        fs::write(
+            format!("{}-{}", std::env::var("NOTE").unwrap(), std::process::id()),
+            ms.to_string(),
+        )
+        .unwrap();
+        return;
+    }
+    let device = Device::new(Profile::default());
+    let programs = [device.start(NAME), device.start(NAME)];
+    let notes = programs
+        .each_ref()
+        .map(|it| format!("{}-{}", device.note().display(), it.id()));
+    for program in programs {
+        finish(program);
+    }
+    // Alone each takes 200 ms. Together the device has 400 ms of work and switches on top: whoever ends
+    // last saw all of what overlapped.
+    let times = notes.map(|note| fs::read_to_string(note).unwrap().parse::<f64>().unwrap());
+    assert!(times.iter().all(|ms| *ms >= 200.0), "{times:?}");
+    assert_eq!(device.used(), 0);
+}

@@ -1,0 +1,174 @@
+//! Execution connections: work in, completions out.
+
+use std::collections::{BTreeSet, HashMap};
+
+use gpumux_sim::gpu::{self, EventKind, GroupId, StreamId, WorkId};
+
+use super::{
+    core::{Core, Role},
+    device::Device,
+    rm::GroupKey,
+    wire::now,
+};
+use crate::protocol::{Command, MAX_LIVE, MAX_SUBMISSIONS, Queue, Report, Work};
+
+/// Reports are sent together up to this many.
+const MAX_BATCH: usize = 256;
+
+/// One context's work.
+pub(super) struct Execution {
+    pub(super) device: u32,
+    pub(super) keys: [GroupKey; 3],
+    pub(super) groups: [GroupId; 3],
+    pub(super) streams: HashMap<u64, StreamId>,
+    /// Streams to remove when they are idle.
+    pub(super) ending: BTreeSet<StreamId>,
+    /// The client's work numbers.
+    pub(super) works: HashMap<u64, WorkId>,
+    /// Not reported yet.
+    pub(super) done: Vec<(u64, u64)>,
+}
+
+impl Core {
+    pub(super) fn command(&mut self, id: u64, command: Command) -> Option<()> {
+        let now = now();
+        let Role::Execution(execution) = &mut self.connections.get_mut(&id)?.role else {
+            return None;
+        };
+        let device = self.devices.all.get_mut(execution.device as usize)?;
+        match command {
+            Command::Submit { at, items } => {
+                if items.len() > MAX_SUBMISSIONS || execution.works.len() + items.len() > MAX_LIVE {
+                    return None;
+                }
+                device.advance(at.min(now));
+                for item in items {
+                    let stream = *execution
+                        .streams
+                        .entry(item.stream)
+                        .or_insert_with(|| device.gpu.add_stream());
+                    let group = match item.queue {
+                        Queue::Compute => execution.groups[0],
+                        Queue::HostToDevice => execution.groups[1],
+                        Queue::DeviceToHost => execution.groups[2],
+                    };
+                    let work = match item.work {
+                        Work::Kernel { sms, duration } => gpu::Work::Kernel { sms, duration },
+                        Work::Copy { bytes } => gpu::Work::Copy { bytes },
+                        Work::Record => gpu::Work::Record,
+                        Work::Host => gpu::Work::Host,
+                        Work::Wait(other) => match execution.works.get(&other) {
+                            Some(other) => gpu::Work::Wait(*other),
+                            None => gpu::Work::Record,
+                        },
+                    };
+                    let work = device.gpu.submit(group, stream, work).ok()?;
+                    if execution.works.insert(item.id, work).is_some() {
+                        return None;
+                    }
+                    device.works.insert(work, (id, item.id, item.prompt));
+                }
+            }
+            Command::HostDone { id } => {
+                device.advance(now);
+                if let Some(work) = execution.works.get(&id) {
+                    device.gpu.release(*work);
+                }
+            }
+            Command::Progressed { token } => self.progressed(id, token),
+            Command::EndStream { stream } => {
+                let index = execution.device;
+                if let Some(stream) = execution.streams.remove(&stream) {
+                    execution.ending.insert(stream);
+                    if self.devices.end_stream(index, stream) {
+                        execution.ending.remove(&stream);
+                    }
+                }
+            }
+            Command::Abort => {
+                device.advance(now);
+                drop_work(device, execution);
+                execution.works.clear();
+                execution.done.clear();
+            }
+        }
+        Some(())
+    }
+
+    pub(super) fn progressed(&mut self, id: u64, token: u64) {
+        if let Some(freeze) = self.freezes.get_mut(&token)
+            && freeze.waiting.remove(&id)
+            && freeze.waiting.is_empty()
+        {
+            self.finish_freeze(token);
+        }
+    }
+
+    /// Passes the model's events on: all that are due now together.
+    pub(super) fn dispatch(&mut self) {
+        let mut due = BTreeSet::new();
+        for index in 0..self.devices.all.len() {
+            for event in self.devices.all[index].take_events() {
+                self.report(index, event, &mut due);
+            }
+        }
+        for id in due {
+            self.flush(id);
+        }
+    }
+
+    pub(super) fn report(&mut self, index: usize, event: gpu::Event, due: &mut BTreeSet<u64>) {
+        let device = &mut self.devices.all[index];
+        let Some((id, number, prompt)) = device.works.get(&event.work).copied() else {
+            return;
+        };
+        let Some(Role::Execution(execution)) = self.connections.get_mut(&id).map(|it| &mut it.role)
+        else {
+            device.works.remove(&event.work);
+            return;
+        };
+        match event.kind {
+            EventKind::HostReady => {
+                self.flush(id);
+                self.send(id, &Report::HostReady { id: number }, None);
+            }
+            EventKind::Done => {
+                device.works.remove(&event.work);
+                execution.works.remove(&number);
+                execution.done.push((number, device.clock(event.at)));
+                let idle = device.gpu.is_idle(event.stream) != Ok(false);
+                let full = execution.done.len() >= MAX_BATCH;
+                if idle && execution.ending.remove(&event.stream) {
+                    let _ = device.gpu.remove_stream(event.stream);
+                }
+                if full {
+                    self.flush(id);
+                } else if prompt || idle {
+                    due.insert(id);
+                }
+            }
+        }
+    }
+
+    /// Reports what is done.
+    pub(super) fn flush(&mut self, id: u64) {
+        let Some(Role::Execution(execution)) = self.connections.get_mut(&id).map(|it| &mut it.role)
+        else {
+            return;
+        };
+        let done = std::mem::take(&mut execution.done);
+        if !done.is_empty() {
+            self.send(id, &Report::Done(done), None);
+        }
+    }
+}
+
+/// Drops all work of an execution from its groups.
+pub(super) fn drop_work(device: &mut Device, execution: &Execution) {
+    for group in execution.groups {
+        let _ = device.gpu.abort(group);
+    }
+    for work in execution.works.values() {
+        device.works.remove(work);
+    }
+}

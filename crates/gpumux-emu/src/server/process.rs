@@ -1,0 +1,175 @@
+//! Process connections: what devices there are, and the books of memory.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    os::fd::OwnedFd,
+};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::{core::Core, wire::now};
+use crate::protocol::{Answer, Refusal, Request};
+
+pub(super) struct Memory {
+    pub(super) device: u32,
+    pub(super) bytes: u64,
+    pub(super) shares: u64,
+    pub(super) file: (u64, u64),
+}
+
+#[derive(Default)]
+pub(super) struct Process {
+    pub(super) connections: usize,
+    /// Shares in memory.
+    pub(super) shares: HashMap<u64, u64>,
+    /// Contexts per device.
+    pub(super) contexts: BTreeMap<u32, u64>,
+}
+
+impl Core {
+    /// A process has one connection less; with the last one its memory goes.
+    pub(super) fn leave(&mut self, pid: u32) {
+        let Some(process) = self.processes.get_mut(&pid) else {
+            return;
+        };
+        process.connections -= 1;
+        if process.connections > 0 {
+            return;
+        }
+        let process = self.processes.remove(&pid).unwrap_or_default();
+        for (memory, shares) in process.shares {
+            self.free_shares(memory, shares);
+        }
+    }
+
+    pub(super) fn free_shares(&mut self, id: u64, shares: u64) {
+        let Some(memory) = self.memory.get_mut(&id) else {
+            return;
+        };
+        memory.shares = memory.shares.saturating_sub(shares);
+        if memory.shares == 0 {
+            let (device, bytes, file) = (memory.device, memory.bytes, memory.file);
+            self.devices.give(device, bytes);
+            self.files.remove(&file);
+            self.memory.remove(&id);
+        }
+    }
+
+    pub(super) fn request(
+        &mut self,
+        id: u64,
+        request: Request,
+        files: Vec<OwnedFd>,
+    ) -> Result<(Answer, Option<OwnedFd>), Refusal> {
+        let pid = self.connections[&id].pid;
+        match request {
+            Request::Hello { .. } => Err(Refusal::Unknown),
+            Request::Devices => Ok((Answer::Devices(self.devices.infos()), None)),
+            Request::CreateMemory { device, bytes } => {
+                let (id, file) = self.create_memory(pid, device, bytes)?;
+                Ok((Answer::Memory { id, device, bytes }, Some(file)))
+            }
+            Request::ImportMemory => {
+                let file = files.first().ok_or(Refusal::Unknown)?;
+                let id = file_identity(file)
+                    .and_then(|file| self.files.get(&file).copied())
+                    .ok_or(Refusal::Unknown)?;
+                let memory = self.memory.get_mut(&id).ok_or(Refusal::Unknown)?;
+                memory.shares += 1;
+                let (device, bytes) = (memory.device, memory.bytes);
+                let process = self.processes.entry(pid).or_default();
+                *process.shares.entry(id).or_default() += 1;
+                Ok((Answer::Memory { id, device, bytes }, None))
+            }
+            Request::FreeMemory { id } => {
+                let process = self.processes.entry(pid).or_default();
+                let shares = process.shares.get_mut(&id).ok_or(Refusal::Unknown)?;
+                *shares -= 1;
+                if *shares == 0 {
+                    process.shares.remove(&id);
+                }
+                self.free_shares(id, 1);
+                Ok((Answer::Ok, None))
+            }
+            Request::Status { device } => {
+                let mut status = self.devices.status(device, now()).ok_or(Refusal::Unknown)?;
+                status.processes = self.processes_on(device);
+                Ok((Answer::Status(status), None))
+            }
+        }
+    }
+
+    pub(super) fn create_memory(
+        &mut self,
+        pid: u32,
+        device: u32,
+        bytes: u64,
+    ) -> Result<(u64, OwnedFd), Refusal> {
+        if bytes == 0 {
+            return Err(Refusal::Unknown);
+        }
+        self.devices.take(device, bytes)?;
+        let made = memory_file(bytes).and_then(|file| Some((file_identity(&file)?, file)));
+        let Some((identity, file)) = made else {
+            self.devices.give(device, bytes);
+            return Err(Refusal::Host);
+        };
+        self.next_memory += 1;
+        let id = self.next_memory;
+        self.files.insert(identity, id);
+        self.memory.insert(
+            id,
+            Memory {
+                device,
+                bytes,
+                shares: 1,
+                file: identity,
+            },
+        );
+        let process = self.processes.entry(pid).or_default();
+        process.shares.insert(id, 1);
+        Ok((id, file))
+    }
+
+    /// Processes with contexts on a device, and what they use.
+    pub(super) fn processes_on(&self, device: u32) -> Vec<(u32, u64)> {
+        /// What an answer can carry beside its other fields.
+        const MOST: usize = 4096;
+        let mut found: Vec<(u32, u64)> = self
+            .processes
+            .iter()
+            .filter_map(|(pid, process)| {
+                let contexts = process.contexts.get(&device).filter(|n| **n > 0)?;
+                let memory: u64 = process
+                    .shares
+                    .keys()
+                    .filter_map(|id| self.memory.get(id))
+                    .filter(|memory| memory.device == device)
+                    .map(|memory| memory.bytes)
+                    .sum();
+                Some((
+                    *pid,
+                    memory + contexts * self.devices.profile.context_memory,
+                ))
+            })
+            .collect();
+        found.sort_unstable();
+        found.truncate(MOST);
+        found
+    }
+}
+
+/// Fresh memory of which nobody can change the size.
+pub(super) fn memory_file(bytes: u64) -> Option<OwnedFd> {
+    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+    let file = rustix::fs::memfd_create("emulated-gpu", flags).ok()?;
+    rustix::fs::ftruncate(&file, bytes).ok()?;
+    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    rustix::fs::fcntl_add_seals(&file, seals).ok()?;
+    Some(file)
+}
+
+pub(super) fn file_identity(file: &OwnedFd) -> Option<(u64, u64)> {
+    let stat = rustix::fs::fstat(file).ok()?;
+    Some((stat.st_dev, stat.st_ino))
+}

@@ -1,0 +1,308 @@
+//! The scenarios that come with gpumux: all can be played, those that were measured on an H100 come out
+//! as measured, and what the policies promise is kept.
+
+use gpumux_sim::{Mode, ModeReport, Report, Scenario, TenantReport, run};
+
+macro_rules! scenarios {
+    ($($name:literal),* $(,)?) => {
+        &[$(($name, include_str!(concat!("../../../scenarios/", $name, ".toml")))),*]
+    };
+}
+
+const ALL: &[(&str, &str)] = scenarios![
+    "2graph+train",
+    "borrow",
+    "eager+train",
+    "gang",
+    "graph+2train",
+    "graph+train",
+    "hog",
+    "hour",
+    "livelock",
+    "llm-trace",
+    "preempt",
+    "preempt-hint",
+    "rotation-2",
+    "rotation-2-10ms",
+    "rotation-3",
+    "rotation-4",
+    "serve+4train",
+    "shares-50-25-25",
+    "shares-70-30",
+    "slices-1-3",
+    "slices-200",
+    "slices-500",
+    "slices-2048",
+    "slices-100000",
+];
+
+fn scenario(name: &str) -> Scenario {
+    let text = ALL.iter().find(|(other, _)| *other == name).expect(name).1;
+    Scenario::from_toml(text).unwrap_or_else(|error| panic!("{name}: {error}"))
+}
+
+/// A scenario's results, played for at most ten seconds.
+fn play(name: &str) -> Report {
+    let mut scenario = scenario(name);
+    scenario.seconds = scenario.seconds.min(10.0);
+    run(&scenario).expect(name)
+}
+
+fn mode(report: &Report, mode: Mode) -> &ModeReport {
+    let of = |report: &&ModeReport| report.mode == mode;
+    report.modes.iter().find(of).expect("played")
+}
+
+fn tenant<'a>(report: &'a ModeReport, name: &str) -> &'a TenantReport {
+    let of = |tenant: &&TenantReport| tenant.name == name;
+    report.tenants.iter().find(of).expect(name)
+}
+
+fn p50_us(report: &ModeReport, name: &str) -> f64 {
+    1e3 * tenant(report, name).latency.expect("requests").p50_ms
+}
+
+fn used(report: &ModeReport) -> f64 {
+    report.devices[0].used
+}
+
+/// Within this part of what was measured.
+fn check(what: &str, got: f64, measured: f64, part: f64) {
+    assert!(
+        (got / measured - 1.0).abs() <= part,
+        "{what}: {got}, measured {measured}"
+    );
+}
+
+#[test]
+fn every_scenario_is_sound_and_named_after_its_file() {
+    for (name, _) in ALL {
+        let scenario = scenario(name);
+        assert_eq!(scenario.name, *name);
+        assert!(!scenario.about.is_empty(), "{name}");
+    }
+}
+
+#[test]
+fn preemption_takes_as_long_as_measured() {
+    let report = play("preempt");
+    check(
+        "alone",
+        p50_us(mode(&report, Mode::Alone), "serve"),
+        135.0,
+        0.04,
+    );
+    check(
+        "sliced",
+        p50_us(mode(&report, Mode::TimeSlicing), "serve"),
+        1490.0,
+        0.15,
+    );
+    for preempting in [Mode::Fixed, Mode::Gpumux] {
+        let serve = tenant(mode(&report, preempting), "serve")
+            .latency
+            .expect("requests");
+        check("p50", serve.p50_ms, 0.319, 0.05);
+        check("p99", serve.p99_ms, 0.344, 0.10);
+    }
+    let hinted = play("preempt-hint");
+    check(
+        "hinted",
+        p50_us(mode(&hinted, Mode::Gpumux), "serve"),
+        156.0,
+        0.05,
+    );
+}
+
+#[test]
+fn slices_cost_and_divide_as_measured() {
+    for (name, measured) in [
+        ("slices-200", 0.44),
+        ("slices-500", 0.69),
+        ("slices-2048", 0.90),
+        ("slices-100000", 0.997),
+    ] {
+        check(name, used(&play(name).modes[0]), measured, 0.02);
+    }
+    let report = play("slices-1-3");
+    let ratio =
+        tenant(&report.modes[0], "large").received / tenant(&report.modes[0], "small").received;
+    check("1000:3000", ratio, 3.04, 0.03);
+}
+
+#[test]
+fn rotation_costs_what_was_measured() {
+    check("10 ms", used(&play("rotation-2-10ms").modes[0]), 0.92, 0.02);
+    check(
+        "50 ms",
+        used(mode(&play("rotation-2"), Mode::Gpumux)),
+        0.976,
+        0.02,
+    );
+}
+
+#[test]
+fn two_batch_domains_at_1_us_make_no_progress_and_rotated_they_do() {
+    for name in ["livelock", "rotation-2", "graph+2train"] {
+        let report = play(name);
+        let trains = |report: &ModeReport| -> f64 {
+            let batch = report
+                .tenants
+                .iter()
+                .filter(|tenant| tenant.name != "serve" && tenant.name != "resnet50");
+            batch.map(|tenant| tenant.received).sum()
+        };
+        assert!(trains(mode(&report, Mode::Fixed)) < 0.01, "{name}");
+        assert!(trains(mode(&report, Mode::Gpumux)) > 0.85, "{name}");
+    }
+}
+
+#[test]
+fn real_programs_share_as_measured() {
+    let report = play("graph+train");
+    let graph = |report| tenant(report, "resnet50").latency.expect("requests");
+    let train = |report| tenant(report, "resnet152").rate;
+    check(
+        "sliced p50",
+        graph(mode(&report, Mode::TimeSlicing)).p50_ms,
+        2.300,
+        0.05,
+    );
+    check(
+        "sliced p99",
+        graph(mode(&report, Mode::TimeSlicing)).p99_ms,
+        3.343,
+        0.05,
+    );
+    check(
+        "fixed p50",
+        graph(mode(&report, Mode::Fixed)).p50_ms,
+        1.195,
+        0.10,
+    );
+    check(
+        "fixed p99",
+        graph(mode(&report, Mode::Fixed)).p99_ms,
+        1.308,
+        0.10,
+    );
+    check("training", train(mode(&report, Mode::Fixed)), 12.85, 0.10);
+    let eager = play("eager+train");
+    check(
+        "eager sliced",
+        graph(mode(&eager, Mode::TimeSlicing)).p50_ms,
+        5.47,
+        0.05,
+    );
+    check(
+        "eager fixed",
+        graph(mode(&eager, Mode::Fixed)).p50_ms,
+        4.47,
+        0.05,
+    );
+    let two = play("2graph+train");
+    let each = tenant(mode(&two, Mode::Fixed), "resnet50-1")
+        .latency
+        .expect("requests");
+    check("two p50", each.p50_ms, 1.18, 0.10);
+    check("two p99", each.p99_ms, 2.3, 0.10);
+}
+
+#[test]
+fn promised_shares_are_received() {
+    for name in ["shares-70-30", "shares-50-25-25"] {
+        let report = play(name);
+        for tenant in &mode(&report, Mode::Gpumux).tenants {
+            let windows = tenant.window_min..=tenant.window_max;
+            let off = (windows.start() - tenant.promised)
+                .abs()
+                .max((windows.end() - tenant.promised).abs());
+            assert!(off < 0.01, "{name}: {tenant:?}");
+        }
+    }
+}
+
+#[test]
+fn batch_tenants_lose_little_to_rotation_and_share_evenly() {
+    for (name, count) in [
+        ("rotation-2", 2.0),
+        ("rotation-3", 3.0),
+        ("rotation-4", 4.0),
+    ] {
+        let mut scenario = scenario(name);
+        scenario.modes = vec![Mode::Gpumux];
+        let report = run(&scenario).expect(name);
+        assert!(used(&report.modes[0]) >= 0.97, "{name}");
+        for tenant in report.modes[0]
+            .tenants
+            .iter()
+            .filter(|tenant| tenant.name != "serve")
+        {
+            check(name, tenant.received_of_used, 1.0 / count, 0.03);
+        }
+    }
+}
+
+#[test]
+fn a_latency_tenant_that_always_has_work_leaves_the_guarantees() {
+    let report = play("hog");
+    let fixed = tenant(mode(&report, Mode::Fixed), "train-1");
+    assert!(fixed.received < 0.01, "{fixed:?}");
+    for name in ["train-1", "train-2"] {
+        let train = tenant(mode(&report, Mode::Gpumux), name);
+        assert!(train.received_of_used >= 0.99 * train.promised, "{train:?}");
+    }
+}
+
+#[test]
+fn who_is_left_alone_uses_all() {
+    let mut scenario = scenario("borrow");
+    scenario.warmup_s = 11.0;
+    let report = run(&scenario).expect("sound");
+    let stays = tenant(&report.modes[0], "stays");
+    assert!(stays.received >= 0.98, "{stays:?}");
+}
+
+#[test]
+fn a_gang_runs_on_both_devices_at_once() {
+    let report = play("gang");
+    let rate = |of| tenant(mode(&report, of), "gang").rate;
+    assert!(rate(Mode::Gpumux) > rate(Mode::TimeSlicing));
+    let shares: Vec<f64> = ["gang", "left", "right"]
+        .iter()
+        .map(|name| tenant(mode(&report, Mode::Gpumux), name).received)
+        .collect();
+    assert!(
+        shares.iter().all(|share| (0.42..0.53).contains(share)),
+        "{shares:?}"
+    );
+}
+
+#[test]
+fn a_recorded_trace_drives_a_language_model() {
+    let mut scenario = scenario("llm-trace");
+    assert!(run(&scenario).is_err(), "its trace is missing");
+    let lines: String = (0..50)
+        .map(|n| format!("{}.5,{},{}\n", n / 5, 100 + 10 * n, 5 + n))
+        .collect();
+    let text = format!("TIMESTAMP,ContextTokens,GeneratedTokens\n{lines}");
+    scenario.add_trace("conversation", &text).expect("sound");
+    scenario.seconds = 30.0;
+    let report = run(&scenario).expect("complete");
+    let p50 = |of| p50_us(mode(&report, of), "llm");
+    assert!(p50(Mode::TimeSlicing) > 1.3 * p50(Mode::Alone));
+    assert!(p50(Mode::Gpumux) < 1.15 * p50(Mode::Alone));
+}
+
+#[test]
+fn the_same_seed_gives_the_same_report_and_another_does_not() {
+    let mut scenario = scenario("serve+4train");
+    scenario.seconds = 3.0;
+    let first = run(&scenario).expect("sound");
+    assert_eq!(first, run(&scenario).expect("sound"));
+    let (traced, trace) = gpumux_sim::run_traced(&scenario).expect("sound");
+    assert_eq!(first, traced, "looking changes nothing");
+    assert!(trace.contains("\"Freeze(") && trace.contains("resnet50"));
+    scenario.seed += 1;
+    assert_ne!(first, run(&scenario).expect("sound"));
+}
