@@ -98,6 +98,7 @@ pub struct Served {
     pub registered: watch::Receiver<Registered>,
     stop: watch::Sender<bool>,
     servers: Vec<(PathBuf, JoinHandle<Result<(), tonic::transport::Error>>)>,
+    lock_path: PathBuf,
     _lock: File,
 }
 
@@ -114,6 +115,7 @@ impl Served {
                 tracing::warn!(%error, "a server ended badly");
             }
         }
+        let _ = fs::remove_file(&self.lock_path);
     }
 }
 
@@ -131,7 +133,9 @@ pub fn serve(engine: Engine, places: &Places) -> Result<Served, KubeletError> {
             fs::create_dir_all(dir).map_err(|e| KubeletError::Io(dir.to_owned(), e))?;
         }
     }
-    let lock = hold(&service.with_extension("lock"))?;
+    let lock_path = service.with_extension("lock");
+    let lock = hold(&lock_path)?;
+    clear_dead(places, &lock_path);
     let (stop, stopped) = watch::channel(false);
     let (heard, registered) = watch::channel(None);
     let plugin = Arc::new(engine);
@@ -170,8 +174,42 @@ pub fn serve(engine: Engine, places: &Places) -> Result<Served, KubeletError> {
         registered,
         stop,
         servers,
+        lock_path,
         _lock: lock,
     })
+}
+
+/// Removes the sockets of instances that were killed: nobody holds their locks, and nobody else would remove them.
+fn clear_dead(places: &Places, own: &Path) {
+    let Ok(entries) = fs::read_dir(places.dir()) else {
+        return;
+    };
+    for path in entries
+        .flatten()
+        .map(|entry| entry.path())
+        .filter(|path| path != own)
+    {
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let Some(instance) = name
+            .strip_prefix("dra-")
+            .and_then(|name| name.strip_suffix(".lock"))
+        else {
+            continue;
+        };
+        let dead = Places {
+            instance: Some(instance.to_owned()),
+            ..places.clone()
+        };
+        if let Ok(_lock) = hold(&path) {
+            tracing::info!(instance, "removing what a killed instance left");
+            for left in [dead.registration_socket(), dead.service_socket(), path] {
+                let _ = fs::remove_file(left);
+            }
+        }
+    }
 }
 
 /// Takes a lock that the process holds until it ends.

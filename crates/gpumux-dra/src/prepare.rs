@@ -293,12 +293,16 @@ impl Engine {
         if record.patch.as_deref() == patch {
             return Ok(());
         }
-        let record = Record {
+        let changed = Record {
             patch: patch.map(str::to_owned),
             ..record.as_ref().clone()
         };
-        self.make_tenants(&record, true).await?;
-        self.keep(&record).await
+        if let Err(error) = self.make_tenants(&changed, true).await {
+            // Of several tenants, some may have been changed.
+            let _ = self.make_tenants(&record, true).await;
+            return Err(error);
+        }
+        self.keep(&changed).await
     }
 
     async fn fetch(&self, claim: &ClaimRef) -> Result<ResourceClaim, PrepareError> {

@@ -477,11 +477,17 @@ async fn a_second_instance_of_the_same_name_says_who_is_there() {
     // The first is unharmed.
     Kubelet::register(&node.config().places.registry).await;
     driver.stop().await;
-    // What a killed instance left is no hindrance.
-    drop(
-        std::os::unix::net::UnixListener::bind(node.config().places.registration_socket()).unwrap(),
-    );
+    // What a killed instance left is no hindrance, and goes, also if it had another name.
+    let bind =
+        |path: std::path::PathBuf| drop(std::os::unix::net::UnixListener::bind(path).unwrap());
+    let mut dead = node.config().places;
+    bind(dead.registration_socket());
+    dead.instance = Some("dead".into());
+    bind(dead.registration_socket());
+    bind(dead.service_socket());
+    std::fs::write(dead.service_socket().with_extension("lock"), "").unwrap();
     let (driver, _) = node.start().await;
+    assert!(!dead.registration_socket().exists() && !dead.service_socket().exists());
     driver.stop().await;
 }
 
