@@ -166,7 +166,8 @@ fn edits(host: &Host, share: &Share, token: &str) -> Edits {
             }
         }
         if let Some(socket) = &host.emulator_socket {
-            let inside = format!("{IN_CONTAINER}/emu.sock");
+            // Under the name that it was bound to: that is how the emulated device's files are recognised.
+            let inside = socket.display().to_string();
             edits.mounts.push(mount(socket, &inside));
             edits.env.push(format!("GPUMUX_EMU_SOCKET={inside}"));
         }

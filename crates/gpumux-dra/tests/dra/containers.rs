@@ -172,7 +172,12 @@ fn containers_can_be_made(dir: &Path) -> bool {
     tried.is_ok_and(|status| status.success())
 }
 
-async fn until(node: &Node, what: &str, mut good: impl FnMut(&[Tenant]) -> bool) {
+async fn until(
+    node: &Node,
+    containers: &mut [Container],
+    what: &str,
+    mut good: impl FnMut(&[Tenant]) -> bool,
+) {
     let end = Instant::now() + Duration::from_secs(60);
     loop {
         let tenants = node.daemon.tenants().await.unwrap();
@@ -300,6 +305,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     };
     until(
         &node,
+        &mut containers,
         "three running shares in the order of their promises",
         |tenants| {
             shares(tenants).is_some_and(|shares| {
@@ -320,9 +326,15 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
         gpumux_dra::share::ANNOTATION,
         Some(r#"{"compute": 50, "limit": 100}"#),
     );
-    until(&node, "the first below the second", |tenants| {
-        shares(tenants).is_some_and(|shares| shares[0].0 < shares[1].0 && shares[0].1 < shares[1].1)
-    })
+    until(
+        &node,
+        &mut containers,
+        "the first below the second",
+        |tenants| {
+            shares(tenants)
+                .is_some_and(|shares| shares[0].0 < shares[1].0 && shares[0].1 < shares[1].1)
+        },
+    )
     .await;
 
     // The driver is killed and comes back: the programs run on, with what they have.
@@ -330,13 +342,18 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     let before = shares(&node.daemon.tenants().await.unwrap()).unwrap();
     driver = dra(&machine, &node);
     let kubelet = Kubelet::register(&machine.dir().join("kubelet/plugins_registry")).await;
-    until(&node, "work while the driver was away", |tenants| {
-        shares(tenants).is_some_and(|now| {
-            now.iter()
-                .zip(&before)
-                .all(|(now, before)| now.2 > before.2)
-        })
-    })
+    until(
+        &node,
+        &mut containers,
+        "work while the driver was away",
+        |tenants| {
+            shares(tenants).is_some_and(|now| {
+                now.iter()
+                    .zip(&before)
+                    .all(|(now, before)| now.2 > before.2)
+            })
+        },
+    )
     .await;
     // While a container runs, its claim cannot be taken from it.
     let error = kubelet.unprepare_one(&claims[0]).await.unwrap_err();
