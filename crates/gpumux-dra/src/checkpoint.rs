@@ -85,8 +85,11 @@ pub enum CheckpointError {
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
-    cache: Arc<Mutex<HashMap<PathBuf, (Identity, Arc<Record>)>>>,
+    cache: Arc<Mutex<Cache>>,
 }
+
+/// Records as last read, by file.
+type Cache = HashMap<PathBuf, (Identity, Arc<Record>)>;
 
 /// Tells one version of a file from another: inode, seconds and nanoseconds of its last change, size.
 type Identity = (u64, i64, i64, u64);
@@ -121,7 +124,6 @@ impl Store {
     ///
     /// # Errors
     /// The directory cannot be read.
-    #[allow(clippy::type_complexity)]
     pub fn all(&self) -> Result<(Vec<Arc<Record>>, Vec<CheckpointError>), CheckpointError> {
         let (mut records, mut errors) = (BTreeMap::new(), Vec::new());
         let entries = fs::read_dir(&self.dir).map_err(|e| failed(&self.dir, e))?;
@@ -259,7 +261,7 @@ impl Store {
             metadata.mtime_nsec(),
             metadata.size(),
         );
-        let cached = |cache: &HashMap<_, (Identity, Arc<Record>)>| {
+        let cached = |cache: &Cache| {
             cache
                 .get(path)
                 .filter(|(known, _)| *known == identity)

@@ -184,6 +184,15 @@ async fn until(
         if good(&tenants) {
             return;
         }
+        for container in containers.iter_mut() {
+            let process = container.process.as_mut().unwrap();
+            assert!(
+                process.poll().is_none(),
+                "a container ended: {} {}",
+                process.out(),
+                process.err()
+            );
+        }
         assert!(Instant::now() < end, "{what} does not come: {tenants:#?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
