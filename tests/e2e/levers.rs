@@ -57,7 +57,7 @@ fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
     let puppet = Puppet::new();
     let running = puppet.node.dir().join("running");
     let check = format!(
-        "gpumux workload check --json --ready-file {}",
+        "gpumux workload check --json --seconds 1 --ready-file {}",
         running.display()
     );
     let (mut process, _session, levers) = puppet.start(&check);
@@ -66,7 +66,7 @@ fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
     });
     levers.freeze().unwrap();
     // Several times what it takes when it is left alone.
-    std::thread::sleep(Duration::from_secs(5));
+    std::thread::sleep(Duration::from_secs(4));
     assert!(
         process.poll().is_none(),
         "a frozen kernel went on: {}",
@@ -209,4 +209,20 @@ fn set_is_in_force_at_once() {
     crate::contracts::set(&node, "train --class latency");
     node.wait_tenant("train", |tenant| slice(tenant) == Some(1_000_000));
     node.wait_tenant("serve", |tenant| slice(tenant) == Some(1));
+}
+
+/// Two programs that do the same work from the same moment on.
+#[test]
+fn a_larger_weight_gets_more_done() {
+    let node = Node::start();
+    let barrier = node.dir().join("barrier");
+    let work = format!(
+        "gpumux workload batch --json --kernel-us 5000 --seconds 3 --barrier 2:{}",
+        barrier.display()
+    );
+    let start = |options| Process::start(&mut node.tenant(options, &work));
+    let (much, little) = (start("--weight 4"), start("--weight 1"));
+    let calls = |process: Process| process.finish().ok().json()["calls"].as_u64();
+    let (much, little) = (calls(much), calls(little));
+    assert!(little > Some(0) && much > little, "{much:?} and {little:?}");
 }

@@ -194,6 +194,26 @@ fn a_daemon_is_started_where_there_is_none() {
 }
 
 #[test]
+fn a_daemon_is_started_where_one_was_killed() {
+    let mut node = Node::start();
+    node.kill_daemon();
+    assert!(node.api_socket().exists(), "nobody removed it");
+    let run = node.tenant("", "echo ran").run().ok();
+    assert_eq!((run.out.as_str(), run.err.as_str()), ("ran\n", ""));
+    stop_started_daemon(&node);
+}
+
+#[test]
+fn a_started_daemon_holds_nothing_of_the_shell_that_started_it() {
+    let node = no_daemon();
+    // `cat` ends when nobody can write to the pipe any more.
+    let line = format!("{} run -- true 7>&1 | cat; echo done", binary().display());
+    let shell = Process::start(&mut node.on_device(["sh", "-c", &line]));
+    assert_eq!(shell.finish_within(PATIENCE).ok().out, "done\n");
+    stop_started_daemon(&node);
+}
+
+#[test]
 fn many_at_once_start_one_daemon() {
     let node = no_daemon();
     let start = |_| Process::start(node.tenant("", "sh -c").arg("echo ready; sleep 60"));

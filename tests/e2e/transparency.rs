@@ -166,7 +166,7 @@ fn a_program_that_ends_leaves_its_exit_code_and_no_tenant() {
 #[test]
 fn many_processes_at_once_do_not_lock_up() {
     let node = Node::start();
-    let count = 16;
+    let count = 64;
     let start = |_| Process::start(&mut node.tenant("--class batch", TICKS));
     let mut tenants: Vec<_> = (0..count).map(start).collect();
     for tenant in &mut tenants {
@@ -181,5 +181,43 @@ fn many_processes_at_once_do_not_lock_up() {
             .filter(|tenant| !tenant["domains"][0].is_null())
             .count();
         (seen == count).then_some(())
+    });
+}
+
+#[test]
+fn a_tenant_on_two_devices_has_a_domain_on_each() {
+    if gpumux_tests::real() {
+        // The machine may have one device only.
+        return;
+    }
+    let node = Node::with(Options {
+        devices: 2,
+        ..Options::default()
+    });
+    let gpumux = gpumux_tests::binary();
+    let mut tenant = node.tenant("--name wide --class batch", "sh -c");
+    let script = format!(
+        "{0} scratch --device 0 & {0} scratch --device 1",
+        gpumux.display()
+    );
+    let _wide = Process::start(tenant.arg(script));
+    let found = node.wait_tenant("wide", |tenant| {
+        tenant["domains"].as_array().map(Vec::len) == Some(2)
+    });
+    assert_eq!(
+        found["devices"].as_array().map(Vec::len),
+        Some(2),
+        "{found:#}"
+    );
+    assert_ne!(found["domains"][0]["device"], found["domains"][1]["device"]);
+    // Each device has a latency tenant of its own, and the wide tenant goes behind both.
+    let serve = |name: &str, device: u32| {
+        let options = format!("--class latency --name {name}");
+        Process::start(&mut node.tenant(&options, &format!("{TICKS} --device {device}")))
+    };
+    let _serve = [serve("left", 0), serve("right", 1)];
+    node.wait_tenant("wide", |tenant| {
+        let mut domains = tenant["domains"].as_array().into_iter().flatten();
+        domains.all(|domain| domain["timeslice_us"] == 1 || domain["frozen"] == true)
     });
 }

@@ -105,7 +105,7 @@ impl Accounts {
 
 /// What a group loses of each slice to the restoring of its state, in µs. Fitted to what two groups
 /// with equal slices of 200 µs to 100 ms got of an H100 (44% at 200 µs).
-const RESTORE_US: f64 = 29.0;
+pub(crate) const RESTORE_US: f64 = 29.0;
 
 /// The fraction of the device that each domain receives while nothing changes; in `domains`' order.
 pub fn fractions(domains: &[DomainState], costs: &Costs) -> Vec<f64> {

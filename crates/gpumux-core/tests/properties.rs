@@ -258,7 +258,7 @@ proptest! {
     }
 
     /// Whatever happened before, once demand is stable nobody waits longer than its share explains: the time in which
-    /// its share makes up for four turns, its own debt included, and a turn of everybody else.
+    /// its share makes up for a quantum of debt and four turns, and a turn of everybody else.
     #[test]
     fn nobody_waits_longer_than_its_bound(
         policy in policies(),
@@ -280,7 +280,7 @@ proptest! {
         let bound = |world: &World, id| {
             let share = world.memory.share(id).max(1e-9);
             let others = world.now.domains.len() as f64 * 4.0 * quantum;
-            4.0 * turn(share) / share + 2.0 * others
+            (quantum + 4.0 * turn(share)) / share + 2.0 * others
         };
         let ids: Vec<_> = world.now.domains.iter().map(|domain| domain.id).collect();
         let longest = ids.iter().map(|id| bound(&world, *id)).fold(0.0, f64::max);

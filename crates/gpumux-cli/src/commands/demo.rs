@@ -79,24 +79,14 @@ struct Report {
     p99_us: f64,
 }
 
-/// The two programs: requests of a few kernels, and long kernels without end that fill the device.
-struct Work {
-    /// One of a request's kernels, in µs. Requests are long enough that a busy machine's own delays count little.
-    request_kernel_us: u32,
-    /// Kernels in a request.
-    request_kernels: u32,
-    /// Time between requests in µs.
-    period_us: u32,
-    /// One of the batch job's kernels in µs.
-    batch_kernel_us: u32,
-}
-
-const WORK: Work = Work {
-    request_kernel_us: 500,
-    request_kernels: 32,
-    period_us: 40_000,
-    batch_kernel_us: 15_000,
-};
+/// One of a request's kernels, in µs.
+const REQUEST_KERNEL_US: u32 = 500;
+/// Kernels in a request: so many that a busy machine's own delays count little.
+const REQUEST_KERNELS: u32 = 32;
+/// Time between requests in µs.
+const PERIOD_US: u32 = 40_000;
+/// One of the batch job's kernels in µs. It fills the device.
+const BATCH_KERNEL_US: u32 = 15_000;
 
 /// A workload may take so much longer than asked: making contexts, measuring its kernel.
 const SLACK: Duration = Duration::from_secs(30);
@@ -130,86 +120,105 @@ fn progress(seconds: u64) -> ProgressBar {
     bar
 }
 
+/// Rounds of all modes, one after the other. What disturbs the machine for a moment then disturbs one round, and
+/// the median of the rounds does not show it.
+const ROUNDS: u32 = 3;
+
+/// What one round found: of the requests and of the batch job.
+struct Round {
+    alone: (Report, Report),
+    sliced: (Report, Report),
+    managed: (Report, Report),
+}
+
 fn play(seconds: u64, emulated: bool, bar: &ProgressBar) -> anyhow::Result<Demo> {
-    // Three long measurements, one half as long, and what starting everything takes.
-    let long = (seconds as f64 - 4.0) / 3.5;
-    let stage = Stage::set(emulated)?;
+    // A round has three long measurements and one half as long. The rest is what starting everything takes.
+    let long = (seconds as f64 - 4.0) / f64::from(ROUNDS) / 3.5;
     let mut done = 0.0;
-    let mut next = |share: f64, message: &'static str| {
+    let mut next = |seconds: f64, message: &'static str| {
         bar.set_message(message);
         bar.set_position((done * 1000.0) as u64);
-        done += share;
+        done += seconds;
     };
 
-    next(2.0, "measuring the kernels");
-    let latency = stage.calibrate(&Program::Latency)?;
-    let batch = stage.calibrate(&Program::Batch)?;
+    next(1.0, "measuring the kernels");
+    let stage = Stage::set(emulated)?;
+    let load = format!("latency --kernels {REQUEST_KERNELS} --period-us {PERIOD_US} --jitter 0.5");
+    let requests = Program::new(&stage, Class::Latency, &load, REQUEST_KERNEL_US)?;
+    let batch = Program::new(&stage, Class::Batch, "batch --in-flight 2", BATCH_KERNEL_US)?;
+    let _daemon = stage.start_daemon()?;
+    let mut rounds = Vec::new();
+    for n in 0..ROUNDS {
+        next(long, "requests alone");
+        let alone = stage.start(&requests, long, None, None)?.finish()?;
+        next(long / 2.0, "batch job alone");
+        let batch_alone = stage.start(&batch, long / 2.0, None, None)?.finish()?;
+        let both = |class: fn(&Program) -> Option<Class>, mode: &str| {
+            let barrier = format!(
+                "2:{}",
+                stage.dir.path().join(format!("{mode}{n}")).display()
+            );
+            let start = |program| stage.start(program, long, class(program), Some(&barrier));
+            let (requests, batch) = (start(&requests)?, start(&batch)?);
+            anyhow::Ok((requests.finish()?, batch.finish()?))
+        };
+        next(long, "together, under the driver's time slicing");
+        let sliced = both(|_| None, "sliced")?;
+        next(long, "together, under gpumux");
+        let managed = both(|program| Some(program.class), "managed")?;
+        rounds.push(Round {
+            alone: (alone, batch_alone),
+            sliced,
+            managed,
+        });
+        next(1.0 / f64::from(ROUNDS), "");
+    }
+
     let device = Device {
-        name: latency.device,
+        name: requests.device,
         emulated,
     };
-    let (latency, batch) = (latency.iterations, batch.iterations);
-    next(long, "requests alone");
-    let alone = stage
-        .start(None, &Program::Latency, latency, long, 1)?
-        .finish()?;
-    next(long / 2.0, "batch job alone");
-    let batch_alone = stage
-        .start(None, &Program::Batch, batch, long / 2.0, 1)?
-        .finish()?;
-    next(long, "together, the driver's time slicing");
-    let sliced = stage.pair(false, latency, batch, long)?;
-    next(long, "together, under gpumux");
-    let managed = {
-        let _daemon = stage.start_daemon()?;
-        stage.pair(true, latency, batch, long)?
-    };
-
-    let row = |mode, latency: &Report, batch: &Report| Row {
+    let row = |mode, of: fn(&Round) -> &(Report, Report)| Row {
         mode,
-        latency_p50_us: latency.p50_us,
-        latency_p99_us: latency.p99_us,
-        batch_rate: batch.rate,
-        batch_rate_alone: batch_alone.rate,
+        latency_p50_us: median(&rounds, |round| of(round).0.p50_us),
+        latency_p99_us: median(&rounds, |round| of(round).0.p99_us),
+        batch_rate: median(&rounds, |round| of(round).1.rate),
+        batch_rate_alone: median(&rounds, |round| round.alone.1.rate),
     };
     let rows = vec![
-        row("alone", &alone, &batch_alone),
-        row("time-slicing", &sliced.0, &sliced.1),
-        row("gpumux", &managed.0, &managed.1),
+        row("alone", |round| &round.alone),
+        row("time-slicing", |round| &round.sliced),
+        row("gpumux", |round| &round.managed),
     ];
     Ok(Demo { device, rows })
 }
 
-/// Which of the two programs.
-enum Program {
-    Latency,
-    Batch,
+fn median(rounds: &[Round], value: impl Fn(&Round) -> f64) -> f64 {
+    let mut values: Vec<f64> = rounds.iter().map(value).collect();
+    values.sort_unstable_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// One of the two programs, with its kernel's work measured once so that it does the same in all modes.
+struct Program {
+    arguments: Vec<String>,
+    class: Class,
+    device: String,
 }
 
 impl Program {
-    fn class(&self) -> Class {
-        match self {
-            Self::Latency => Class::Latency,
-            Self::Batch => Class::Batch,
-        }
-    }
-
-    fn arguments(&self) -> Vec<String> {
-        let line = match self {
-            Self::Latency => format!(
-                "latency --kernels {} --period-us {} --jitter 0.5",
-                WORK.request_kernels, WORK.period_us
-            ),
-            Self::Batch => "batch --in-flight 2".to_owned(),
-        };
-        line.split(' ').map(str::to_owned).collect()
-    }
-
-    fn kernel_us(&self) -> u32 {
-        match self {
-            Self::Latency => WORK.request_kernel_us,
-            Self::Batch => WORK.batch_kernel_us,
-        }
+    fn new(stage: &Stage, class: Class, load: &str, kernel_us: u32) -> anyhow::Result<Self> {
+        let mut arguments: Vec<String> = load.split(' ').map(str::to_owned).collect();
+        let mut command = stage.gpumux()?;
+        command.args(["workload", "--json"]).args(&arguments);
+        command.args(["--calibrate", "--kernel-us", &kernel_us.to_string()]);
+        let report = Background::start(command)?.report(SLACK)?;
+        arguments.extend(["--iterations".into(), report.iterations.to_string()]);
+        Ok(Self {
+            arguments,
+            class,
+            device: report.device,
+        })
     }
 }
 
@@ -253,27 +262,13 @@ impl Stage {
         Ok(daemon)
     }
 
-    fn calibrate(&self, program: &Program) -> anyhow::Result<Report> {
-        let mut command = self.gpumux()?;
-        command
-            .args(["workload", "--json"])
-            .args(program.arguments());
-        command.args([
-            "--calibrate",
-            "--kernel-us",
-            &program.kernel_us().to_string(),
-        ]);
-        Background::start(command)?.report(SLACK)
-    }
-
-    /// Starts one program, which begins when `together` of them are ready.
+    /// Starts a program: as a tenant if it has a class, and at the barrier if there is one.
     fn start(
         &self,
-        class: Option<Class>,
         program: &Program,
-        iterations: u32,
         seconds: f64,
-        together: u32,
+        class: Option<Class>,
+        barrier: Option<&str>,
     ) -> anyhow::Result<Running> {
         let mut command = self.gpumux()?;
         if let Some(class) = class {
@@ -282,36 +277,18 @@ impl Stage {
         }
         command
             .args(["workload", "--json"])
-            .args(program.arguments());
-        command.args(["--iterations", &iterations.to_string()]);
+            .args(&program.arguments);
         command.args(["--seconds", &seconds.to_string()]);
-        if together > 1 {
-            let mode = class.map_or("time-slicing", |_| "gpumux");
-            let barrier = self.dir.path().join(mode);
-            command.args(["--barrier", &format!("{together}:{}", barrier.display())]);
-        }
+        command.args(
+            barrier
+                .into_iter()
+                .flat_map(|barrier| ["--barrier", barrier]),
+        );
         let limit = Duration::from_secs_f64(seconds) + SLACK;
         Ok(Running {
             process: Background::start(command)?,
             limit,
         })
-    }
-
-    /// Both programs at once: the reports of requests and batch job.
-    fn pair(
-        &self,
-        managed: bool,
-        latency: u32,
-        batch: u32,
-        seconds: f64,
-    ) -> anyhow::Result<(Report, Report)> {
-        let start = |program: Program, iterations| {
-            let class = managed.then(|| program.class());
-            self.start(class, &program, iterations, seconds, 2)
-        };
-        let latency = start(Program::Latency, latency)?;
-        let batch = start(Program::Batch, batch)?;
-        Ok((latency.finish()?, batch.finish()?))
     }
 }
 
@@ -420,10 +397,7 @@ fn text(demo: &Demo) -> String {
             format!("{:.0}%", 100.0 * row.batch_rate / row.batch_rate_alone),
         ]);
     }
-    let (request_us, period_us) = (
-        WORK.request_kernel_us * WORK.request_kernels,
-        WORK.period_us,
-    );
+    let request_us = REQUEST_KERNEL_US * REQUEST_KERNELS;
     let mut text = format!("{name}\n");
     if *emulated {
         text += "This is the emulated device: its times come from a model, not from a GPU.\n";
@@ -432,9 +406,9 @@ fn text(demo: &Demo) -> String {
         "Requests of {} ms of work every {} ms; beside them a batch job of {} ms kernels that never stops,\n\
          for which the requests leave {:.0}% of the device.\n\n",
         request_us / 1000,
-        period_us / 1000,
-        WORK.batch_kernel_us / 1000,
-        100.0 * (1.0 - f64::from(request_us) / f64::from(period_us)),
+        PERIOD_US / 1000,
+        BATCH_KERNEL_US / 1000,
+        100.0 * (1.0 - f64::from(request_us) / f64::from(PERIOD_US)),
     );
     text + &output::table(&rows)
 }

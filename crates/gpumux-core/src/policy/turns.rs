@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::{Claim, Division, Policy, divide};
+use crate::accounts::RESTORE_US;
 use crate::{
     Class, Costs, Demand, DomainId, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,
     TenantSpec, Timeslice,
@@ -361,20 +362,17 @@ impl<'a> Stage<'a> {
         self.next = earlier(self.next, at);
     }
 
-    /// Nobody is further ahead than by two turns (back row) or budgets (front row): a debt made with
+    /// Nobody is further ahead than by a turn (back row) or two budgets (front row): a debt made with
     /// a large share must not take forever to pay back with a small one. In the front row nobody
     /// is further behind either: what its neighbours took, the back row need not pay.
     fn bound_debts(&self, memory: &mut Memory) {
         for (index, actor) in self.cast.iter().enumerate() {
-            let most = match actor.front {
-                true => self.budget(index),
-                false => self.turn_length(index),
+            let (ahead, behind) = match actor.front {
+                true => (2.0 * self.budget(index), 2.0 * self.budget(index)),
+                false => (self.turn_length(index), MAX_LAG_US),
             };
             if let Some(track) = memory.domains.get_mut(&actor.domain.id) {
-                track.lag = track.lag.max(-2.0 * most);
-                if actor.front {
-                    track.lag = track.lag.min(2.0 * most);
-                }
+                track.lag = track.lag.clamp(-ahead, behind);
             }
         }
     }
@@ -577,8 +575,8 @@ impl<'a> Stage<'a> {
             .max(MIN_SLICE_US * sum / least.max(1e-9))
             .min(MAX_ROUND_US);
         let by_share = |actor: &Actor| {
-            let slice = (actor.slice_share / sum * round).max(MIN_SLICE_US) as u64;
-            Timeslice(slice.min(Timeslice::MAX.0))
+            let slice = (actor.slice_share / sum * round).max(MIN_SLICE_US) + RESTORE_US;
+            Timeslice((slice as u64).min(Timeslice::MAX.0))
         };
 
         let mut next = self.next;
@@ -717,7 +715,7 @@ mod tests {
             (0..4).map(|id| domain(id, id)).collect(),
         );
         let got = plan(&four, &mut Memory::default());
-        assert!(shape(&got).iter().all(|shape| *shape == (18_800, Enabled)));
+        assert!(shape(&got).iter().all(|shape| *shape == (18_829, Enabled)));
     }
 
     #[test]
