@@ -187,7 +187,10 @@ impl Store {
     /// It cannot be written.
     pub fn write(&self, record: &Record) -> Result<(), CheckpointError> {
         let path = self.path(&record.claim.uid);
-        write_whole(&path, &encode(record)).map_err(|e| failed(&path, e))
+        let written = write_whole(&path, &encode(record)).map_err(|e| failed(&path, e))?;
+        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
+        cache.insert(path, (identity(&written), Arc::new(record.clone())));
+        Ok(())
     }
 
     /// Returns when the record would survive a power failure.
@@ -255,12 +258,7 @@ impl Store {
             Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
             other => other.map_err(|e| failed(path, e))?,
         };
-        let identity = (
-            metadata.ino(),
-            metadata.mtime(),
-            metadata.mtime_nsec(),
-            metadata.size(),
-        );
+        let identity = identity(&metadata);
         let cached = |cache: &Cache| {
             cache
                 .get(path)
@@ -286,15 +284,20 @@ impl Store {
     }
 }
 
+fn identity(file: &fs::Metadata) -> Identity {
+    (file.ino(), file.mtime(), file.mtime_nsec(), file.size())
+}
+
 /// Writes a file beside its place and moves it there. Nothing stays behind if the disk is full.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<fs::Metadata> {
     let beside = path.with_extension(format!("tmp-{}", std::process::id()));
     let write = || {
         let mut options = OpenOptions::new();
         options.write(true).create(true).truncate(true).mode(0o600);
         let mut file = options.open(&beside)?;
         file.write_all(bytes)?;
-        fs::rename(&beside, path)
+        fs::rename(&beside, path)?;
+        file.metadata()
     };
     write().inspect_err(|_| drop(fs::remove_file(&beside)))
 }
