@@ -3,7 +3,7 @@
 //! The order makes every step repeatable after a crash: the claim is recorded before anything is made, tenants and
 //! the CDI file carry the claim's uid, and the record is the last thing that goes.
 
-use std::{path::PathBuf, sync::Arc};
+use std::{path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use gpumux_core::TenantSpec;
@@ -22,6 +22,9 @@ use crate::{
     device::Device,
     share::{Patch, ShareError},
 };
+
+/// How long the API server may take. The kubelet gives up on a call after 45 s.
+const API_PATIENCE: Duration = Duration::from_secs(15);
 
 /// A point between two steps, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,6 +76,9 @@ pub enum PrepareError {
     /// The API server.
     #[error("cannot read the claim: {0}")]
     Api(#[from] kube::Error),
+    /// The API server, too.
+    #[error("cannot read the claim: the API server does not answer")]
+    Slow,
     /// What must be remembered.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -307,7 +313,9 @@ impl Engine {
 
     async fn fetch(&self, claim: &ClaimRef) -> Result<ResourceClaim, PrepareError> {
         let api: Api<ResourceClaim> = Api::namespaced(self.kube.clone(), &claim.namespace);
-        let found = api.get_opt(&claim.name).await?;
+        let found = tokio::time::timeout(API_PATIENCE, api.get_opt(&claim.name))
+            .await
+            .map_err(|_| PrepareError::Slow)??;
         found.ok_or_else(|| PrepareError::Gone(claim.namespace.clone(), claim.name.clone()))
     }
 

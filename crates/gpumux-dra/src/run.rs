@@ -18,10 +18,13 @@ use crate::{
     metrics::{self, Endpoints},
     prepare::{Engine, Step},
     publish::{self, Published},
+    slices::Node,
 };
 
 /// How often the daemon is checked for tenants that it should have.
 const RESTORE_EVERY: Duration = Duration::from_secs(5);
+/// How often the API server is asked for the node until it knows it.
+const FIND_EVERY: Duration = Duration::from_secs(2);
 /// How often an instance that waits for another to end looks.
 const WAIT_EVERY: Duration = Duration::from_secs(1);
 
@@ -125,9 +128,6 @@ pub enum Error {
     /// No way to the API server.
     #[error("no API server: {0}; run in a pod, or set KUBECONFIG")]
     NoCluster(String),
-    /// The node is not known.
-    #[error("node {0}: {1}")]
-    Node(String, kube::Error),
     /// What must be remembered.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -191,11 +191,8 @@ impl Driver {
 /// Starts the driver in this runtime.
 ///
 /// # Errors
-/// The node is not known, or the kubelet's places cannot be used.
+/// The kubelet's places cannot be used.
 pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error> {
-    let node = publish::node(&client, &config.node)
-        .await
-        .map_err(|error| Error::Node(config.node.clone(), error))?;
     let daemon = Daemon::new(&config.runtime_dir);
     let devices = inventory::watch(config.inventory, daemon.clone()).await;
     let (news, heard) = mpsc::unbounded_channel();
@@ -232,10 +229,15 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
         else {
             return;
         };
+        let publish = async {
+            // Claims can be unprepared while the API server is away; slices cannot be published.
+            let node = find(&client, &leader.node).await;
+            publish::run(client.clone(), node, devices, result).await;
+        };
         tokio::join!(
-            publish::run(client, node, devices, result),
+            publish,
             live::run(leader.clone(), heard),
-            restore(leader),
+            restore(leader.clone()),
         );
     });
     Ok(Driver {
@@ -257,6 +259,17 @@ async fn lead(path: &std::path::Path) -> std::io::Result<std::fs::File> {
         tokio::time::sleep(WAIT_EVERY).await;
     }
     Ok(file)
+}
+
+/// The node, once the API server knows it.
+async fn find(client: &kube::Client, name: &str) -> Node {
+    loop {
+        match publish::node(client, name).await {
+            Ok(node) => return node,
+            Err(error) => tracing::warn!(node = name, %error, "cannot publish yet"),
+        }
+        tokio::time::sleep(FIND_EVERY).await;
+    }
 }
 
 async fn restore(engine: Engine) {

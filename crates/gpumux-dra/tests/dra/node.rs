@@ -391,6 +391,30 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn without_the_api_server_claims_can_still_go() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    kubelet.prepare_one(&claim).await.unwrap();
+    driver.stop().await;
+    // Nobody listens there.
+    let nowhere = crate::support::api::client("http://127.0.0.1:1");
+    let driver = start(node.config(), nowhere).await.unwrap();
+    let kubelet = Kubelet::register(&node.config().places.registry).await;
+    kubelet.prepare_one(&claim).await.unwrap();
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert!(node.tenant(&claim).await.is_none());
+    let error = kubelet.prepare_one(&claim).await.unwrap_err();
+    assert!(error.contains("cannot read the claim"), "{error}");
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_disk_that_takes_nothing_leaves_nothing() {
     let mut node = Node::new().await;
     let (driver, kubelet) = node.start().await;
