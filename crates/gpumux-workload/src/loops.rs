@@ -172,7 +172,12 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
         if due >= end.deadline || times.count() >= end.calls || stopped(stop) {
             break;
         }
-        late += u64::from(Instant::now() > due);
+        let now = Instant::now();
+        if now >= end.deadline {
+            // Requests that are due but did not get their turn are not made any more.
+            break;
+        }
+        late += u64::from(now > due);
         if !wait_until(due, args.work.wait == Wait::Spin, stop) {
             break;
         }
