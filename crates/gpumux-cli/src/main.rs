@@ -11,7 +11,7 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{
-    completions, daemon, demo, doctor, emu, explain, hint, man, ps, run, set, sim, top, trace,
+    completions, daemon, demo, doctor, dra, emu, explain, hint, man, ps, run, set, sim, top, trace,
     workload,
 };
 
@@ -54,6 +54,7 @@ enum Command {
     Doctor(doctor::Args),
     Demo(demo::Args),
     Daemon(daemon::Args),
+    Dra(dra::Args),
     Emu(emu::Args),
     Sim(sim::Args),
     /// Run a latency or batch load through the CUDA driver API
@@ -83,6 +84,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),
+        Command::Dra(args) => dra::run(args),
         Command::Emu(args) => emu::run(args),
         Command::Sim(args) => sim::run(&args),
         Command::Workload(args) => workload::run(&args),

@@ -55,6 +55,24 @@ pub fn session_socket(dir: &Path) -> PathBuf {
     dir.join("session.sock")
 }
 
+/// The session socket once more, alone in a directory that outlives the daemon: containers mount that
+/// directory, where the API's socket must not be, because root in a container is root to it.
+pub fn container_socket(dir: &Path) -> PathBuf {
+    dir.join("container").join("session.sock")
+}
+
+/// Makes the session socket appear as [`container_socket`] too.
+pub(crate) fn share_with_containers(dir: &Path) -> io::Result<()> {
+    let socket = container_socket(dir);
+    if let Some(parent) = socket.parent() {
+        DirBuilder::new()
+            .recursive(true)
+            .mode(0o755)
+            .create(parent)?;
+    }
+    std::fs::hard_link(session_socket(dir), socket)
+}
+
 /// The socket of the API.
 pub fn api_socket(dir: &Path) -> PathBuf {
     dir.join("api.sock")
@@ -129,7 +147,11 @@ impl RuntimeDir {
     }
 
     fn remove_sockets(&self) {
-        for socket in [session_socket(&self.path), api_socket(&self.path)] {
+        for socket in [
+            session_socket(&self.path),
+            container_socket(&self.path),
+            api_socket(&self.path),
+        ] {
             let _ = std::fs::remove_file(socket);
         }
     }

@@ -128,6 +128,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         Some(address) => Some(listen_tcp(address).await?),
         None => None,
     };
+    paths::share_with_containers(dir.path()).map_err(listen)?;
     // The API's socket appears last: whoever finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     know(&devices, &scheduler).await?;

@@ -67,6 +67,8 @@ pub(crate) struct Tenant {
     token: String,
     /// The process that it was made for, if that came without a secret.
     made_for: Option<ProcessId>,
+    /// Lives without holders, and is joined by any user's processes.
+    kept: bool,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -85,6 +87,8 @@ struct Saved {
     uid: u32,
     since: u64,
     made_for: Option<ProcessId>,
+    #[serde(default)]
+    kept: bool,
     holders: Vec<ProcessId>,
 }
 
@@ -105,6 +109,10 @@ pub(crate) enum TenantError {
     Invisible,
     #[error("the tenant of this secret is unknown: it has ended, or belongs to another daemon")]
     UnknownToken,
+    #[error("only root and the daemon's own user may keep a tenant or choose its secret")]
+    NotTrusted,
+    #[error("the secret is refused: use 32 hexadecimal digits that no tenant has, and `kept`")]
+    BadToken,
     #[error("tenant `{0}` still has {1} connected processes: end them first")]
     Busy(String, usize),
     #[error("tenant `{0}` takes no hints: allow them with `gpumux set {0} --hints auto`")]
@@ -144,7 +152,7 @@ impl Tenants {
     async fn take_over(self: &Arc<Self>, saved: Saved) -> Result<(), TenantError> {
         let living = |process: ProcessId| Some((process, process.watch()?));
         let holders: Vec<_> = saved.holders.into_iter().filter_map(living).collect();
-        if holders.is_empty() {
+        if holders.is_empty() && !saved.kept {
             return Ok(());
         }
         let mut table = self.table.lock().await;
@@ -171,6 +179,7 @@ impl Tenants {
             pids: Vec::new(),
             token: saved.token,
             made_for: saved.made_for,
+            kept: saved.kept,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
@@ -186,6 +195,9 @@ impl Tenants {
         peer: &Peer,
         new: NewTenant,
     ) -> Result<Created, TenantError> {
+        if !trusted(peer.uid) && (new.kept || new.token.is_some()) {
+            return Err(TenantError::NotTrusted);
+        }
         let mut table = self.open_table().await?;
         let name = match new.name {
             Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
@@ -193,6 +205,11 @@ impl Tenants {
             Some(name) => name,
             None => table.free_name(&new.program.unwrap_or_default()),
         };
+        if let Some(token) = &new.token
+            && !(new.kept && is_secret(token) && table.tenants.values().all(|t| t.token != *token))
+        {
+            return Err(TenantError::BadToken);
+        }
         let fd = peer
             .fd
             .as_ref()
@@ -204,11 +221,14 @@ impl Tenants {
                 name.clone(),
                 new.spec.into(),
                 peer.uid,
-                secret(),
+                new.token.unwrap_or_else(secret),
                 None,
             )
             .await?;
-        self.hold(&mut table, id, peer.process, fd);
+        match table.tenants.get_mut(&id).filter(|_| new.kept) {
+            Some(tenant) => tenant.kept = true,
+            None => self.hold(&mut table, id, peer.process, fd),
+        }
         // From here on the program may rely on it, whatever happens to this daemon.
         if let Err(error) = table.save(&self.file) {
             self.remove(&mut table, id).await;
@@ -261,6 +281,7 @@ impl Tenants {
             pids: Vec::new(),
             token,
             made_for,
+            kept: false,
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -299,7 +320,7 @@ impl Tenants {
     ) -> Result<(TenantId, String), TenantError> {
         let mut table = self.open_table().await?;
         let known = table.tenants.values().find(|tenant| match token {
-            Some(token) => tenant.token == token && (peer.uid == 0 || peer.uid == tenant.uid),
+            Some(token) => tenant.may_join(token, peer),
             None => tenant.made_for.is_some() && tenant.made_for == peer.process,
         });
         let id = match (known, token) {
@@ -357,7 +378,7 @@ impl Tenants {
             return;
         };
         tenant.holders.remove(&holder);
-        if tenant.holders.is_empty() {
+        if tenant.holders.is_empty() && !tenant.kept {
             let ended = tenant.clone();
             self.remove(&mut table, id).await;
             if ended.made_for.is_none() {
@@ -467,7 +488,7 @@ impl Tenants {
 
 impl Tenant {
     fn may_join(&self, token: &str, peer: &Peer) -> bool {
-        self.token == token && (peer.uid == 0 || peer.uid == self.uid)
+        self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
     }
 }
 
@@ -528,6 +549,7 @@ impl Table {
                 uid: tenant.uid,
                 since: tenant.since,
                 made_for: tenant.made_for,
+                kept: tenant.kept,
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
@@ -575,6 +597,15 @@ fn is_name(name: &str) -> bool {
     (1..=MAX_NAME).contains(&name.len())
         && name.chars().all(is_name_char)
         && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+}
+
+/// Whether a user may do what binds others.
+fn trusted(uid: u32) -> bool {
+    uid == 0 || uid == rustix::process::getuid().as_raw()
+}
+
+fn is_secret(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
 /// 128 bits that nobody can guess, in hexadecimal.
@@ -650,6 +681,49 @@ mod tests {
         let file = std::fs::metadata(dir.path().join("tenants.json")).unwrap();
         let mode = std::os::unix::fs::PermissionsExt::mode(&file.permissions());
         assert_eq!(mode & 0o777, 0o600, "it has secrets in it");
+    }
+
+    #[tokio::test]
+    async fn a_kept_tenant_needs_no_holder_and_is_open_to_whoever_has_its_secret() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let secret = "0123456789abcdef0123456789abcdef";
+        let kept = |name: &str, secret: &str| NewTenant {
+            kept: true,
+            token: Some(secret.into()),
+            ..new(name)
+        };
+        let error = tenants
+            .create(&peer(1000), kept("pod", secret))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::NotTrusted), "{error}");
+        let error = tenants
+            .create(&peer(0), kept("pod", "short"))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::BadToken), "{error}");
+        let created = tenants.create(&peer(0), kept("pod", secret)).await.unwrap();
+        assert_eq!(created.token, secret);
+        let error = tenants
+            .create(&peer(0), kept("thief", secret))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::BadToken), "{error}");
+        let (id, _) = tenants
+            .join(SessionId(1), &peer(1000), Some(secret))
+            .await
+            .unwrap();
+        let error = tenants.delete(0, "pod").await.unwrap_err();
+        assert!(matches!(error, TenantError::Busy(_, 1)), "{error}");
+        tenants.leave(SessionId(1), id, peer(1000).pid).await;
+        assert_eq!(tenants.list().await.len(), 1);
+        tenants.delete(0, "pod").await.unwrap();
+        let error = tenants
+            .join(SessionId(2), &peer(0), Some(secret))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::UnknownToken), "{error}");
     }
 
     #[tokio::test]
@@ -746,6 +820,7 @@ mod tests {
                 pids,
                 token,
                 made_for: None,
+                kept: false,
                 holders,
             };
             table.insert(tenant);

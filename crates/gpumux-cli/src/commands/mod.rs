@@ -4,6 +4,7 @@ pub(crate) mod completions;
 pub(crate) mod daemon;
 pub(crate) mod demo;
 pub(crate) mod doctor;
+pub(crate) mod dra;
 pub(crate) mod emu;
 pub(crate) mod explain;
 pub(crate) mod hint;

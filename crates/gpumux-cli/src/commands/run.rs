@@ -107,6 +107,7 @@ fn create(args: &Args) -> Result<Created, Failure> {
         name: args.name.clone(),
         program: program.map(|name| name.to_string_lossy().into_owned()),
         spec: args.spec.spec(),
+        ..NewTenant::default()
     };
     let ask = || client::block(async |client| client.create(&tenant).await);
     let answer = match ask() {

@@ -280,11 +280,13 @@ impl From<TenantError> for Refused {
     fn from(error: TenantError) -> Self {
         let status = match &error {
             TenantError::Unknown(_) | TenantError::UnknownToken => StatusCode::NOT_FOUND,
-            TenantError::NotYours(_) => StatusCode::FORBIDDEN,
+            TenantError::NotYours(_) | TenantError::NotTrusted => StatusCode::FORBIDDEN,
             TenantError::Taken(_) | TenantError::Busy(..) | TenantError::HintsOff(_) => {
                 StatusCode::CONFLICT
             }
-            TenantError::BadName(_) | TenantError::Spec(_) => StatusCode::UNPROCESSABLE_ENTITY,
+            TenantError::BadName(_) | TenantError::BadToken | TenantError::Spec(_) => {
+                StatusCode::UNPROCESSABLE_ENTITY
+            }
             TenantError::Invisible => StatusCode::BAD_REQUEST,
             TenantError::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
             TenantError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,

@@ -218,6 +218,12 @@ pub struct NewTenant {
     pub program: Option<String>,
     /// Its promise.
     pub spec: Spec,
+    /// It lives until it is deleted, and any process with its secret belongs to it, whatever its user: for
+    /// containers, whose processes come and go. Only root and the daemon's own user may ask
+    /// for it.
+    pub kept: bool,
+    /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
+    pub token: Option<String>,
 }
 
 /// A tenant that was made.

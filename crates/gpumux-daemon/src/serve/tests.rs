@@ -51,8 +51,8 @@ impl Running {
         self.client
             .create(&NewTenant {
                 name: Some(name.into()),
-                program: None,
                 spec,
+                ..NewTenant::default()
             })
             .await
     }
@@ -200,7 +200,7 @@ async fn what_cannot_be_promised_is_refused_and_changes_nothing() {
             guaranteed,
             ..Spec::default()
         },
-        name: None,
+        ..NewTenant::default()
     };
     assert_eq!(
         daemon.client.create(&new(0.6)).await.unwrap().name,

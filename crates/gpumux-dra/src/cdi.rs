@@ -1,0 +1,328 @@
+//! The CDI file of a claim: what the container runtime adds to a container that uses it. No image changes, no
+//! privilege: device nodes, the driver's and gpumux's libraries, the session socket, and who the container is.
+
+use std::{
+    fs, io,
+    path::{Path, PathBuf},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    checkpoint::{Record, write_whole},
+    claim::Share,
+};
+
+/// The kind of the devices: vendor and class.
+pub const KIND: &str = "gpumux.dev/share";
+/// Where gpumux's files are in a container.
+const IN_CONTAINER: &str = "/usr/local/gpumux";
+/// Where a container's dynamic linker looks without being told: glibc on Debian's and on Red Hat's paths.
+const LIBRARY_DIRS: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64"];
+/// The least version that has what is used here: device names that begin with a digit.
+const CDI_VERSION: &str = "0.5.0";
+
+/// What of the host goes into containers.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Host {
+    /// The directory that has nothing but the daemon's session socket.
+    pub socket_dir: PathBuf,
+    /// `libgpumux.so`.
+    pub shim: PathBuf,
+    /// The emulated device's library, if this node has the emulated device.
+    pub emulator: Option<PathBuf>,
+    /// The emulated device's socket.
+    pub emulator_socket: Option<PathBuf>,
+    /// Libraries of the driver: name for the linker, file on the host.
+    pub driver_libraries: Vec<(String, PathBuf)>,
+    /// Where the host's `/` is seen from here.
+    pub root: PathBuf,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Spec {
+    cdi_version: String,
+    kind: String,
+    devices: Vec<CdiDevice>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct CdiDevice {
+    name: String,
+    container_edits: Edits,
+}
+
+#[derive(Debug, Default, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Edits {
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    env: Vec<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    device_nodes: Vec<Node>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    mounts: Vec<Mount>,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Node {
+    path: String,
+    host_path: String,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase")]
+struct Mount {
+    host_path: String,
+    container_path: String,
+    options: Vec<String>,
+}
+
+/// The CDI id of a claim's share. Request names may have a `/`, which CDI refuses, so they are not in it.
+pub fn id(uid: &str, index: usize) -> String {
+    format!("{KIND}={uid}-{index}")
+}
+
+/// The claim's file.
+pub fn path(dir: &Path, uid: &str) -> PathBuf {
+    dir.join(format!("gpumux.dev-share-{uid}.json"))
+}
+
+/// Writes the claim's file whole or not at all.
+///
+/// # Errors
+/// The disk.
+pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
+    let spec = Spec {
+        cdi_version: CDI_VERSION.to_owned(),
+        kind: KIND.to_owned(),
+        devices: record
+            .shares
+            .iter()
+            .enumerate()
+            .map(|(index, share)| CdiDevice {
+                name: format!("{}-{index}", record.claim.uid),
+                container_edits: edits(host, share, token(record, index)),
+            })
+            .collect(),
+    };
+    fs::create_dir_all(dir)?;
+    let path = path(dir, &record.claim.uid);
+    let bytes = serde_json::to_vec_pretty(&spec)?;
+    if fs::read(&path).is_ok_and(|there| there == bytes) {
+        return Ok(());
+    }
+    write_whole(&path, &bytes).map(drop)
+}
+
+/// Removes the claim's file; one that is not there is removed already.
+///
+/// # Errors
+/// The disk.
+pub fn remove(dir: &Path, uid: &str) -> io::Result<()> {
+    match fs::remove_file(path(dir, uid)) {
+        Err(error)
+            if matches!(
+                error.kind(),
+                io::ErrorKind::NotFound | io::ErrorKind::NotADirectory
+            ) =>
+        {
+            Ok(())
+        }
+        other => other,
+    }
+}
+
+fn token(record: &Record, share: usize) -> &str {
+    let tenant = record
+        .tenant_of
+        .get(share)
+        .and_then(|&tenant| record.tenants.get(tenant));
+    tenant.map_or("", |tenant| &tenant.token)
+}
+
+fn edits(host: &Host, share: &Share, token: &str) -> Edits {
+    let shim = format!("{IN_CONTAINER}/lib/libgpumux.so");
+    let run = format!("{IN_CONTAINER}/run");
+    let mut edits = Edits {
+        env: vec![
+            format!("GPUMUX_SOCKET={run}/session.sock"),
+            format!("GPUMUX_TENANT={token}"),
+            "GPUMUX_STRICT=1".to_owned(),
+        ],
+        mounts: vec![mount(&host.shim, &shim), mount(&host.socket_dir, &run)],
+        ..Edits::default()
+    };
+    let mut preload = vec![shim];
+    if share.of.emulated {
+        if let Some(library) = &host.emulator {
+            let inside = format!("{IN_CONTAINER}/lib/libgpumux_emu.so");
+            edits.mounts.push(mount(library, &inside));
+            preload.push(inside);
+            for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+                edits.mounts.extend(library_mounts(name, library));
+            }
+        }
+        if let Some(socket) = &host.emulator_socket {
+            // Under the name that it was bound to: that is how the emulated device's files are recognised.
+            let inside = socket.display().to_string();
+            edits.mounts.push(mount(socket, &inside));
+            edits.env.push(format!("GPUMUX_EMU_SOCKET={inside}"));
+        }
+    } else {
+        for (name, file) in &host.driver_libraries {
+            edits.mounts.extend(library_mounts(name, file));
+        }
+        let own = share.of.minor.map(|minor| format!("nvidia{minor}"));
+        let nodes = [
+            "nvidiactl",
+            "nvidia-uvm",
+            "nvidia-uvm-tools",
+            "nvidia-modeset",
+        ]
+        .map(str::to_owned);
+        edits.device_nodes = own
+            .into_iter()
+            .chain(nodes)
+            .map(|name| format!("/dev/{name}"))
+            .filter(|path| host.root.join(path.trim_start_matches('/')).exists())
+            .map(|path| Node {
+                host_path: path.clone(),
+                path,
+            })
+            .collect();
+    }
+    edits.env.push(format!("LD_PRELOAD={}", preload.join(":")));
+    edits
+}
+
+fn library_mounts(name: &str, file: &Path) -> impl Iterator<Item = Mount> {
+    LIBRARY_DIRS
+        .map(|dir| mount(file, &format!("{dir}/{name}")))
+        .into_iter()
+}
+
+fn mount(host_path: &Path, container_path: &str) -> Mount {
+    Mount {
+        host_path: host_path.display().to_string(),
+        container_path: container_path.to_owned(),
+        options: ["ro", "nosuid", "nodev", "rbind", "rprivate"]
+            .map(str::to_owned)
+            .to_vec(),
+    }
+}
+
+/// The driver's libraries that programs load by these names, found in the usual places of the host whose `/` is
+/// seen as `root`. Each is resolved to the file that it stands for, as the host names it.
+pub fn driver_libraries(root: &Path) -> Vec<(String, PathBuf)> {
+    const NAMES: [&str; 7] = [
+        "libcuda.so.1",
+        "libnvidia-ml.so.1",
+        "libnvidia-ptxjitcompiler.so.1",
+        "libnvidia-nvvm.so.4",
+        "libcudadebugger.so.1",
+        "libnvidia-opencl.so.1",
+        "libnvcuvid.so.1",
+    ];
+    const DIRS: [&str; 5] = [
+        "usr/lib/x86_64-linux-gnu",
+        "usr/lib64",
+        "usr/lib",
+        "usr/local/nvidia/lib64",
+        "home/kubernetes/bin/nvidia/lib64",
+    ];
+    let Ok(root) = fs::canonicalize(root) else {
+        return Vec::new();
+    };
+    let find = |name: &str| {
+        let files = DIRS
+            .iter()
+            .filter_map(|dir| fs::canonicalize(root.join(dir).join(name)).ok());
+        // A link that leads out of the host's tree is not the host's file.
+        files
+            .filter_map(|file| Some(Path::new("/").join(file.strip_prefix(&root).ok()?)))
+            .next()
+    };
+    NAMES
+        .iter()
+        .filter_map(|name| Some(((*name).to_owned(), find(name)?)))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::checkpoint::tests::record;
+
+    fn host(dir: &Path) -> Host {
+        for node in ["nvidiactl", "nvidia0", "nvidia1", "nvidia-uvm"] {
+            fs::create_dir_all(dir.join("dev")).unwrap();
+            fs::write(dir.join("dev").join(node), "").unwrap();
+        }
+        Host {
+            socket_dir: "/run/gpumux/container".into(),
+            shim: "/opt/gpumux/lib/libgpumux.so".into(),
+            driver_libraries: vec![(
+                "libcuda.so.1".into(),
+                "/usr/lib64/libcuda.so.580.82.07".into(),
+            )],
+            root: dir.to_owned(),
+            ..Host::default()
+        }
+    }
+
+    #[test]
+    fn the_file_is_valid_cdi_and_has_what_a_container_needs() {
+        let dir = tempfile::tempdir().unwrap();
+        let record = record("0b1c", 500);
+        write(dir.path(), &host(dir.path()), &record).unwrap();
+        let path = path(dir.path(), "0b1c");
+        let spec = container_device_interface::spec::read_spec(&path, 0).expect("valid CDI");
+        assert!(spec.get_device("0b1c-0").is_some());
+        let json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        let edits = &json["devices"][0]["containerEdits"];
+        let env = edits["env"].as_array().unwrap();
+        assert!(env.contains(&format!("GPUMUX_TENANT={}", record.tenants[0].token).into()));
+        assert!(env.contains(&"LD_PRELOAD=/usr/local/gpumux/lib/libgpumux.so".into()));
+        let nodes: Vec<_> = edits["deviceNodes"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|n| n["path"].as_str().unwrap())
+            .collect();
+        assert_eq!(
+            nodes,
+            ["/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"],
+            "no other device"
+        );
+        let mounts = edits["mounts"].to_string();
+        assert!(
+            mounts.contains("/usr/lib/x86_64-linux-gnu/libcuda.so.1"),
+            "{mounts}"
+        );
+        assert!(!mounts.contains("api.sock"));
+        remove(dir.path(), "0b1c").unwrap();
+        remove(dir.path(), "0b1c").unwrap();
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn the_hosts_libraries_are_named_as_on_the_host() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("usr/lib64");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("libcuda.so.580.82.07"), "").unwrap();
+        std::os::unix::fs::symlink("libcuda.so.580.82.07", dir.join("libcuda.so.1")).unwrap();
+        std::os::unix::fs::symlink("/etc/hostname", dir.join("libnvidia-ml.so.1")).unwrap();
+        let found = driver_libraries(root.path());
+        assert_eq!(
+            found,
+            [(
+                "libcuda.so.1".to_owned(),
+                PathBuf::from("/usr/lib64/libcuda.so.580.82.07")
+            )]
+        );
+    }
+}

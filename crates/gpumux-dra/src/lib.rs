@@ -1,0 +1,29 @@
+//! `gpumux dra`: the Kubernetes DRA driver of a node.
+//!
+//! It tells the API server which devices there are ([`slices`], [`publish`]), turns allocated claims into tenants
+//! of the daemon and CDI files when the kubelet asks ([`claim`], [`prepare`], [`kubelet`]), follows changes
+//! of a claim while its pod runs ([`live`]), and says what pods get ([`metrics`]). What a claim may have is in
+//! [`model`] and [`share`]. State that must survive a restart is in [`checkpoint`].
+
+mod authority;
+pub mod cdi;
+pub mod checkpoint;
+pub mod claim;
+pub mod device;
+pub mod inventory;
+pub mod kubelet;
+pub mod live;
+pub mod metrics;
+pub mod model;
+pub mod prepare;
+pub mod proto;
+pub mod publish;
+pub mod quantity;
+mod run;
+pub mod share;
+pub mod slices;
+
+/// The driver's name, which is also the domain of its attributes, taints and annotations.
+pub const DRIVER: &str = "gpumux.dev";
+
+pub use run::{Args, Config, Driver, Error, run, start};

@@ -1,0 +1,304 @@
+//! The driver as a whole: configuration, start, and end.
+
+use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+
+use gpumux_daemon::{client::Client as Daemon, paths};
+use rustix::fs::{FlockOperation, flock};
+use tokio::{
+    sync::{mpsc, watch},
+    task::{AbortHandle, JoinSet},
+};
+
+use crate::{
+    cdi,
+    checkpoint::{CheckpointError, Store},
+    inventory::{self, Inventory},
+    kubelet::{self, KubeletError, Places, Served},
+    live,
+    metrics::{self, Endpoints},
+    prepare::{Engine, Step},
+    publish::{self, Published},
+    slices::Node,
+};
+
+/// How often the daemon is checked for tenants that it should have.
+const RESTORE_EVERY: Duration = Duration::from_secs(5);
+/// How often the API server is asked for the node until it knows it.
+const FIND_EVERY: Duration = Duration::from_secs(2);
+/// How often an instance that waits for another to end looks.
+const WAIT_EVERY: Duration = Duration::from_secs(1);
+
+/// Run the Kubernetes DRA driver of this node
+#[derive(Clone, Debug, clap::Args)]
+pub struct Args {
+    /// Name of the Kubernetes node.
+    #[arg(long, env = "NODE_NAME")]
+    pub node_name: String,
+    /// Tells instances apart that run at the same time during a rolling update, such as the pod's uid.
+    #[arg(long, env = "POD_UID")]
+    pub instance: Option<String>,
+    /// The kubelet's directory.
+    #[arg(long, default_value = "/var/lib/kubelet", value_name = "DIR")]
+    pub kubelet_dir: PathBuf,
+    /// Where the container runtime looks for CDI files.
+    #[arg(long, default_value = "/var/run/cdi", value_name = "DIR")]
+    pub cdi_dir: PathBuf,
+    /// The daemon's directory, on the host and here. [default: /run/gpumux]
+    #[arg(long, env = "GPUMUX_RUNTIME_DIR", value_name = "DIR")]
+    pub runtime_dir: Option<PathBuf>,
+    /// The directory on the host that has libgpumux.so.
+    #[arg(long, default_value = "/var/lib/gpumux/lib", value_name = "DIR")]
+    pub library_dir: PathBuf,
+    /// Where the host's / is seen from here.
+    #[arg(long, default_value = "/", value_name = "DIR")]
+    pub host_root: PathBuf,
+    /// Where metrics and health are served.
+    #[arg(long, default_value = "0.0.0.0:9400", value_name = "ADDRESS")]
+    pub metrics: SocketAddr,
+    /// The emulated device's socket, if this node shares the emulated device.
+    #[arg(long, env = "GPUMUX_EMU_SOCKET", value_name = "SOCKET")]
+    pub emulated: Option<PathBuf>,
+    /// NVML's library, if not the system's.
+    #[arg(long, env = "GPUMUX_NVML", value_name = "FILE")]
+    pub nvml: Option<PathBuf>,
+}
+
+/// Everything that the driver must know.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// The node's name.
+    pub node: String,
+    /// The kubelet's places.
+    pub places: Places,
+    /// The kubelet's socket that says which containers use which claims.
+    pub pod_resources: PathBuf,
+    /// Where claims are remembered.
+    pub state_dir: PathBuf,
+    /// Where CDI files go.
+    pub cdi_dir: PathBuf,
+    /// The daemon's directory.
+    pub runtime_dir: PathBuf,
+    /// What goes into containers.
+    pub host: cdi::Host,
+    /// Where devices come from.
+    pub inventory: Inventory,
+    /// Where metrics are served.
+    pub metrics: SocketAddr,
+    /// Told after each step of preparing and unpreparing; for tests.
+    pub after: fn(Step),
+}
+
+impl From<Args> for Config {
+    fn from(args: Args) -> Self {
+        let runtime_dir = args.runtime_dir.unwrap_or_else(|| "/run/gpumux".into());
+        let places = Places {
+            plugins: args.kubelet_dir.join("plugins"),
+            registry: args.kubelet_dir.join("plugins_registry"),
+            instance: args.instance,
+        };
+        let socket = paths::container_socket(&runtime_dir);
+        Self {
+            node: args.node_name,
+            pod_resources: args.kubelet_dir.join("pod-resources/kubelet.sock"),
+            state_dir: places.dir().join("claims"),
+            places,
+            cdi_dir: args.cdi_dir,
+            host: cdi::Host {
+                socket_dir: socket.parent().unwrap_or(&runtime_dir).to_owned(),
+                shim: args.library_dir.join("libgpumux.so"),
+                emulator: args
+                    .emulated
+                    .as_ref()
+                    .map(|_| args.library_dir.join("libgpumux_emu.so")),
+                emulator_socket: args.emulated,
+                driver_libraries: cdi::driver_libraries(&args.host_root),
+                root: args.host_root,
+            },
+            runtime_dir,
+            inventory: Inventory::Node { nvml: args.nvml },
+            metrics: args.metrics,
+            after: |_| {},
+        }
+    }
+}
+
+/// Why the driver does not run.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// No way to the API server.
+    #[error("no API server: {0}; run in a pod, or set KUBECONFIG")]
+    NoCluster(String),
+    /// What must be remembered.
+    #[error(transparent)]
+    Checkpoint(#[from] CheckpointError),
+    /// The kubelet's places.
+    #[error(transparent)]
+    Kubelet(#[from] KubeletError),
+    /// The system.
+    #[error(transparent)]
+    Io(#[from] std::io::Error),
+}
+
+/// Runs the driver until SIGTERM or SIGINT.
+///
+/// # Errors
+/// It cannot start; once started, it retries.
+pub fn run(config: Config) -> Result<(), Error> {
+    // Two providers may be linked; the HTTP client does not choose.
+    let _ = rustls::crypto::ring::default_provider().install_default();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()?;
+    runtime.block_on(async {
+        use tokio::signal::unix::{SignalKind, signal};
+        let (mut term, mut int) = (
+            signal(SignalKind::terminate())?,
+            signal(SignalKind::interrupt())?,
+        );
+        let client = kube::Client::try_default()
+            .await
+            .map_err(|e| Error::NoCluster(e.to_string()))?;
+        let driver = start(config, client).await?;
+        tokio::select! {
+            _ = term.recv() => {}
+            _ = int.recv() => {}
+        }
+        driver.stop().await;
+        Ok(())
+    })
+}
+
+/// A running driver.
+pub struct Driver {
+    /// Does what the kubelet asks.
+    pub engine: Engine,
+    /// Follows the publisher of this instance; it says nothing while another instance publishes.
+    pub published: watch::Receiver<Published>,
+    /// The kubelet's services.
+    pub served: Served,
+    tasks: JoinSet<()>,
+}
+
+impl Driver {
+    /// Unregisters and ends. Pods run on; the slices stay for the next instance.
+    pub async fn stop(mut self) {
+        self.served.stop().await;
+        self.tasks.shutdown().await;
+    }
+}
+
+/// Starts the driver in this runtime.
+///
+/// # Errors
+/// The kubelet's places cannot be used.
+pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error> {
+    let daemon = Daemon::new(&config.runtime_dir);
+    let devices = inventory::watch(config.inventory, daemon.clone()).await;
+    let (news, heard) = mpsc::unbounded_channel();
+    let engine = Engine {
+        node: config.node,
+        kube: client.clone(),
+        daemon,
+        store: Store::open(&config.state_dir)?,
+        cdi_dir: config.cdi_dir,
+        host: Arc::new(config.host),
+        devices: devices.clone(),
+        news,
+        after: config.after,
+    };
+    let served = kubelet::serve(engine.clone(), &config.places)?;
+    let (result, published) = watch::channel(Published::default());
+    let mut tasks = JoinSet::new();
+    serve_metrics(
+        &mut tasks,
+        config.metrics,
+        Endpoints {
+            engine: engine.clone(),
+            pod_resources: config.pod_resources,
+            published: published.clone(),
+            registered: served.registered.clone(),
+        },
+    );
+    let (lock, leader) = (config.places.dir().join("leader.lock"), engine.clone());
+    tasks.spawn(async move {
+        // Of two instances the older leads until it ends, so that they never undo each other's work.
+        let Ok(_lead) = lead(&lock)
+            .await
+            .inspect_err(|error| tracing::error!(%error, "cannot lead"))
+        else {
+            return;
+        };
+        let publish = async {
+            // Claims can be unprepared while the API server is away; slices cannot be published.
+            let node = find(&client, &leader.node).await;
+            publish::run(client.clone(), node, devices, result).await;
+        };
+        tokio::join!(
+            publish,
+            live::run(leader.clone(), heard),
+            restore(leader.clone()),
+        );
+    });
+    Ok(Driver {
+        engine,
+        published,
+        served,
+        tasks,
+    })
+}
+
+/// Waits until no other instance leads.
+async fn lead(path: &std::path::Path) -> std::io::Result<std::fs::File> {
+    let file = std::fs::OpenOptions::new()
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .open(path)?;
+    while flock(&file, FlockOperation::NonBlockingLockExclusive).is_err() {
+        tokio::time::sleep(WAIT_EVERY).await;
+    }
+    Ok(file)
+}
+
+/// The node, once the API server knows it.
+async fn find(client: &kube::Client, name: &str) -> Node {
+    loop {
+        match publish::node(client, name).await {
+            Ok(node) => return node,
+            Err(error) => tracing::warn!(node = name, %error, "cannot publish yet"),
+        }
+        tokio::time::sleep(FIND_EVERY).await;
+    }
+}
+
+async fn restore(engine: Engine) {
+    loop {
+        match engine.restore().await {
+            Ok(0) => {}
+            Ok(restored) => tracing::info!(restored, "claims whose tenants the daemon had lost"),
+            Err(error) => tracing::warn!(%error, "cannot check the daemon's tenants"),
+        }
+        tokio::time::sleep(RESTORE_EVERY).await;
+    }
+}
+
+fn serve_metrics(
+    tasks: &mut JoinSet<()>,
+    address: SocketAddr,
+    endpoints: Endpoints,
+) -> AbortHandle {
+    tasks.spawn(async move {
+        let listener = loop {
+            match tokio::net::TcpListener::bind(address).await {
+                Ok(listener) => break listener,
+                // During a rolling update the older instance has it.
+                Err(error) => tracing::warn!(%address, %error, "no metrics yet"),
+            }
+            tokio::time::sleep(WAIT_EVERY).await;
+        };
+        if let Err(error) = axum::serve(listener, metrics::router(endpoints)).await {
+            tracing::error!(%error, "metrics ended");
+        }
+    })
+}

@@ -1,0 +1,275 @@
+//! The Helm chart and the examples, rendered, and read strictly as what Kubernetes 1.36 knows.
+
+use std::{collections::BTreeMap, path::PathBuf};
+
+use gpumux_dra::share::GpuShare;
+use gtmpl::{Context, Func, FuncError, Template, Value as TemplateValue};
+use k8s_openapi::api::{
+    admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
+    apps::v1::{DaemonSet, Deployment, StatefulSet},
+    batch::v1::Job,
+    core::v1::{Namespace, ServiceAccount},
+    rbac::v1::{ClusterRole, ClusterRoleBinding},
+    resource::v1::{DeviceClass, ResourceClaimTemplate},
+};
+use serde_json::Value;
+
+use crate::support::api::strict;
+
+fn deploy() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy")
+}
+
+fn documents(text: &str) -> Vec<Value> {
+    serde_saphyr::from_multiple::<Value>(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
+}
+
+fn read(text: &str) -> Value {
+    documents(text).remove(0)
+}
+
+/// Helm's functions that the chart uses.
+fn quote(args: &[TemplateValue]) -> Result<TemplateValue, FuncError> {
+    Ok(TemplateValue::from(format!("{:?}", args[0].to_string())))
+}
+
+fn to_json(args: &[TemplateValue]) -> Result<TemplateValue, FuncError> {
+    Ok(TemplateValue::from(json(&args[0]).to_string()))
+}
+
+fn json(value: &TemplateValue) -> Value {
+    match value {
+        TemplateValue::Object(map) | TemplateValue::Map(map) => map
+            .iter()
+            .map(|(name, value)| (name.clone(), json(value)))
+            .collect(),
+        TemplateValue::Array(items) => items.iter().map(json).collect(),
+        TemplateValue::String(text) => text.clone().into(),
+        TemplateValue::Bool(flag) => (*flag).into(),
+        TemplateValue::Number(number) => serde_json::from_str(&number.to_string()).unwrap(),
+        _ => Value::Null,
+    }
+}
+
+fn template_value(value: &Value) -> TemplateValue {
+    match value {
+        Value::Object(map) => TemplateValue::Object(
+            map.iter()
+                .map(|(name, value)| (name.clone(), template_value(value)))
+                .collect(),
+        ),
+        Value::Array(items) => TemplateValue::Array(items.iter().map(template_value).collect()),
+        Value::String(text) => TemplateValue::from(text.clone()),
+        Value::Bool(flag) => TemplateValue::from(*flag),
+        Value::Number(number) => TemplateValue::from(number.as_i64().unwrap()),
+        Value::Null => TemplateValue::Nil,
+    }
+}
+
+/// The chart's objects, as `helm template` would print them.
+fn render() -> Vec<Value> {
+    let chart = deploy().join("helm/gpumux");
+    let values = read(&std::fs::read_to_string(chart.join("values.yaml")).unwrap());
+    let names = std::fs::read_to_string(chart.join("templates/_names.tpl")).unwrap();
+    let mut files: Vec<_> = std::fs::read_dir(chart.join("templates"))
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .collect();
+    files.sort();
+    let mut objects = Vec::new();
+    for file in files.iter().filter(|file| {
+        file.extension()
+            .is_some_and(|extension| extension == "yaml")
+    }) {
+        let mut template = Template::default();
+        template.add_funcs(&[("quote", quote as Func), ("toJson", to_json)]);
+        let text = std::fs::read_to_string(file).unwrap();
+        template
+            .parse(format!("{names}{text}"))
+            .unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+        let context = serde_json::json!({"Values": values, "Release": {"Name": "gpumux", "Namespace": "gpumux-system"}});
+        let rendered = template
+            .render(&Context::from(template_value(&context)))
+            .unwrap();
+        objects.extend(documents(&rendered));
+    }
+    objects
+}
+
+/// Reads an object strictly as its kind.
+fn check(object: &Value) {
+    let object = object.clone();
+    let kind = object["kind"].as_str().expect("a kind").to_owned();
+    let result = match kind.as_str() {
+        "DaemonSet" => strict::<DaemonSet>(object).map(drop),
+        "Deployment" => strict::<Deployment>(object).map(drop),
+        "StatefulSet" => strict::<StatefulSet>(object).map(drop),
+        "Job" => strict::<Job>(object).map(drop),
+        "Namespace" => strict::<Namespace>(object).map(drop),
+        "ServiceAccount" => strict::<ServiceAccount>(object).map(drop),
+        "ClusterRole" => strict::<ClusterRole>(object).map(drop),
+        "ClusterRoleBinding" => strict::<ClusterRoleBinding>(object).map(drop),
+        "DeviceClass" => strict::<DeviceClass>(object).map(drop),
+        "ResourceClaimTemplate" => strict::<ResourceClaimTemplate>(object).map(drop),
+        "ValidatingAdmissionPolicy" => strict::<ValidatingAdmissionPolicy>(object).map(drop),
+        "ValidatingAdmissionPolicyBinding" => {
+            strict::<ValidatingAdmissionPolicyBinding>(object).map(drop)
+        }
+        other => panic!("kind {other} is not expected here"),
+    };
+    result.unwrap_or_else(|error| panic!("{kind}: {error:?}"));
+}
+
+/// All parameters of the driver somewhere in an object.
+fn parameters(object: &Value) -> Vec<&Value> {
+    match object {
+        Value::Object(map)
+            if map
+                .get("driver")
+                .is_some_and(|driver| driver == "gpumux.dev") =>
+        {
+            map.get("parameters").into_iter().collect()
+        }
+        Value::Object(map) => map.values().flat_map(parameters).collect(),
+        Value::Array(items) => items.iter().flat_map(parameters).collect(),
+        _ => Vec::new(),
+    }
+}
+
+#[test]
+fn the_chart_is_what_kubernetes_knows() {
+    let objects = render();
+    let mut kinds = BTreeMap::<&str, usize>::new();
+    for object in &objects {
+        check(object);
+        *kinds.entry(object["kind"].as_str().unwrap()).or_default() += 1;
+    }
+    let expected = [
+        ("ClusterRole", 1),
+        ("ClusterRoleBinding", 1),
+        ("DaemonSet", 2),
+        ("DeviceClass", 3),
+        ("ServiceAccount", 1),
+        ("ValidatingAdmissionPolicy", 3),
+        ("ValidatingAdmissionPolicyBinding", 3),
+    ];
+    assert_eq!(kinds, BTreeMap::from(expected));
+    let classes: Vec<_> = objects
+        .iter()
+        .filter(|object| object["kind"] == "DeviceClass")
+        .collect();
+    assert_eq!(
+        classes.iter().flat_map(|class| parameters(class)).count(),
+        2
+    );
+    for parameters in classes.iter().flat_map(|class| parameters(class)) {
+        GpuShare::read(parameters).unwrap();
+    }
+}
+
+#[test]
+fn the_driver_has_the_least_rights() {
+    let objects = render();
+    let role = objects
+        .iter()
+        .find(|object| object["kind"] == "ClusterRole")
+        .unwrap();
+    for rule in role["rules"].as_array().unwrap() {
+        let text = rule.to_string();
+        assert!(
+            !text.contains('*') && !text.contains("secrets") && !text.contains("pods"),
+            "{text}"
+        );
+    }
+    for set in objects
+        .iter()
+        .filter(|object| object["kind"] == "DaemonSet")
+    {
+        let name = set["metadata"]["name"].as_str().unwrap();
+        let pod = &set["spec"]["template"]["spec"];
+        let containers = pod["containers"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .chain(pod["initContainers"].as_array().into_iter().flatten());
+        let privileged = containers
+            .filter(|container| container["securityContext"]["privileged"] == true)
+            .count();
+        assert_eq!(privileged, usize::from(name == "gpumux-daemon"), "{name}");
+        let sets = [
+            &set["spec"]["selector"]["matchLabels"],
+            &set["spec"]["template"]["metadata"]["labels"],
+        ];
+        assert_eq!(sets[0], sets[1], "{name}");
+        // Each mount has its volume.
+        let volumes: Vec<_> = pod["volumes"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|volume| &volume["name"])
+            .collect();
+        for mount in pod["containers"][0]["volumeMounts"].as_array().unwrap() {
+            assert!(volumes.contains(&&mount["name"]), "{name}: {mount}");
+        }
+    }
+}
+
+#[test]
+fn the_drivers_command_line_is_one_that_it_takes() {
+    use clap::{Args, FromArgMatches};
+    let objects = render();
+    let dra = objects
+        .iter()
+        .find(|object| object["metadata"]["name"] == "gpumux-dra" && object["kind"] == "DaemonSet")
+        .unwrap();
+    let container = &dra["spec"]["template"]["spec"]["containers"][0];
+    let command: Vec<_> = container["command"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|arg| arg.as_str().unwrap())
+        .collect();
+    assert_eq!(command[..2], ["gpumux", "dra"]);
+    let parser = gpumux_dra::Args::augment_args(clap::Command::new("dra"));
+    let matches =
+        parser.get_matches_from(command[1..].iter().copied().chain(["--node-name", "node1"]));
+    let args = gpumux_dra::Args::from_arg_matches(&matches).unwrap();
+    assert_eq!(args.host_root, PathBuf::from("/host"));
+    let variables: Vec<_> = container["env"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|env| env["name"].as_str().unwrap())
+        .collect();
+    assert!(
+        ["NODE_NAME", "POD_UID", "GPUMUX_RUNTIME_DIR"]
+            .iter()
+            .all(|name| variables.contains(name))
+    );
+}
+
+#[test]
+fn the_examples_are_what_kubernetes_and_the_driver_know() {
+    let mut shares = 0;
+    for entry in std::fs::read_dir(deploy().join("examples")).unwrap() {
+        let path = entry.unwrap().path();
+        for object in documents(&std::fs::read_to_string(&path).unwrap()) {
+            check(&object);
+            for parameters in parameters(&object) {
+                let share = GpuShare::read(parameters)
+                    .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                // What an example shows must be what this version can keep.
+                let some = gpumux_dra::model::Amounts {
+                    compute: 50,
+                    memory: 1 << 30,
+                    clients: 1,
+                };
+                share
+                    .spec(&some, None)
+                    .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+                shares += 1;
+            }
+        }
+    }
+    assert_eq!(shares, 2);
+}

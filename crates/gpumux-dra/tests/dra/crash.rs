@@ -1,0 +1,166 @@
+//! kill -9 between every two steps of preparing and unpreparing: after a restart everything is as if nothing had been.
+
+use std::{
+    io::{BufRead, BufReader},
+    process::{Child, Command, Stdio},
+    sync::OnceLock,
+};
+
+use gpumux_dra::{prepare::Step, start};
+use serde_json::json;
+
+use crate::support::{
+    api,
+    kubelet::Kubelet,
+    node::{Node, config, device},
+};
+
+/// The variable that makes this test's program the driver: the directory of the node.
+const NODE: &str = "GPUMUX_TEST_NODE";
+const URI: &str = "GPUMUX_TEST_URI";
+/// The step after which the driver kills itself.
+const DIE_AFTER: &str = "GPUMUX_TEST_DIE_AFTER";
+
+static DIE: OnceLock<String> = OnceLock::new();
+
+/// Not a test by itself: the driver as a process of its own, for the test below.
+#[tokio::test(flavor = "multi_thread")]
+async fn the_driver_as_a_process() {
+    let Some(dir) = std::env::var_os(NODE) else {
+        return;
+    };
+    DIE.set(std::env::var(DIE_AFTER).unwrap_or_default())
+        .unwrap();
+    let mut config = config(dir.as_ref(), vec![device(0)]);
+    config.after = |step| {
+        if DIE.get().is_some_and(|die| *die == format!("{step:?}")) {
+            rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
+                .unwrap();
+            // The signal arrives before this returns to anything that matters.
+            std::thread::park();
+        }
+    };
+    let driver = start(config, api::client(&std::env::var(URI).unwrap()))
+        .await
+        .unwrap();
+    println!("serving");
+    // Until the pipe from the test closes.
+    let _ = tokio::task::spawn_blocking(|| std::io::stdin().read_line(&mut String::new())).await;
+    driver.stop().await;
+}
+
+struct Driver(Child);
+
+impl Driver {
+    fn start(node: &Node, die_after: Option<Step>) -> Self {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", "crash::the_driver_as_a_process", "--nocapture"])
+            .env(NODE, node.dir.path())
+            .env(URI, &node.api.uri)
+            .env(
+                DIE_AFTER,
+                die_after
+                    .map(|step| format!("{step:?}"))
+                    .unwrap_or_default(),
+            )
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        assert!(
+            lines.any(|line| line.is_ok_and(|line| line.ends_with("serving"))),
+            "the driver did not start"
+        );
+        // What else it says must not block it.
+        std::thread::spawn(move || lines.count());
+        Self(child)
+    }
+
+    async fn kubelet(&self, node: &Node) -> Kubelet {
+        Kubelet::register(&node.path("plugins_registry")).await
+    }
+
+    fn died(mut self) {
+        use std::os::unix::process::ExitStatusExt;
+        assert_eq!(self.0.wait().unwrap().signal(), Some(9));
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
+    let mut node = Node::new().await;
+    let first = Driver::start(&node, None);
+    node.api.until_published().await;
+    let neighbour = node.claim(
+        "neighbour",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    first
+        .kubelet(&node)
+        .await
+        .prepare_one(&neighbour)
+        .await
+        .unwrap();
+    drop(first);
+    for (round, step) in Step::ALL.into_iter().enumerate() {
+        let going = matches!(step, Step::Undescribed | Step::Untenanted | Step::Forgotten);
+        let claim = node.claim(
+            &format!("claim{round}"),
+            "gpumux-guaranteed",
+            json!({"compute": "50"}),
+            None,
+        );
+        if going {
+            let driver = Driver::start(&node, None);
+            driver
+                .kubelet(&node)
+                .await
+                .prepare_one(&claim)
+                .await
+                .unwrap();
+        }
+        let driver = Driver::start(&node, Some(step));
+        let kubelet = driver.kubelet(&node).await;
+        let error = match going {
+            true => kubelet.unprepare_one(&claim).await.unwrap_err(),
+            false => kubelet.prepare_one(&claim).await.unwrap_err(),
+        };
+        assert_eq!(error, "Closed", "{step:?}");
+        driver.died();
+        // The kubelet asks again until it gets an answer.
+        let driver = Driver::start(&node, None);
+        let kubelet = driver.kubelet(&node).await;
+        if going {
+            kubelet.unprepare_one(&claim).await.unwrap();
+        } else {
+            let devices = kubelet.prepare_one(&claim).await.unwrap();
+            assert_eq!(devices.len(), 1, "{step:?}");
+            assert_eq!(
+                node.tenant(&claim).await.unwrap().spec.guaranteed,
+                0.05,
+                "{step:?}"
+            );
+            assert!(node.cdi_file(&claim).exists(), "{step:?}");
+            assert_eq!(node.records(), 2, "{step:?}");
+            kubelet.unprepare_one(&claim).await.unwrap();
+        }
+        assert!(node.tenant(&claim).await.is_none(), "{step:?}");
+        assert!(!node.cdi_file(&claim).exists(), "{step:?}");
+        assert_eq!(node.records(), 1, "{step:?}");
+        assert_eq!(
+            node.tenant(&neighbour).await.unwrap().spec.guaranteed,
+            0.5,
+            "{step:?}"
+        );
+    }
+}

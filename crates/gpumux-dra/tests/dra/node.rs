@@ -1,0 +1,727 @@
+//! From registration to unprepare, and everything that can go wrong on the way.
+
+use std::{os::unix::fs::PermissionsExt, path::Path};
+
+use gpumux_dra::{
+    Config, Error,
+    device::Device,
+    inventory::Inventory,
+    kubelet::KubeletError,
+    proto::v1,
+    proto::{health::HealthStatus, pod_resources},
+    slices, start,
+};
+use serde_json::{Value, json};
+
+use crate::support::{
+    api::Api,
+    kubelet::{Connection, Failure, Kubelet},
+    node::{Node, config, device},
+};
+
+fn cdi_env(path: &Path) -> Vec<String> {
+    let file: Value = serde_json::from_slice(&std::fs::read(path).unwrap()).unwrap();
+    serde_json::from_value(file["devices"][0]["containerEdits"]["env"].clone()).unwrap()
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_guarantees_and_a_preemptible_share_one_gpu_from_registration_to_the_end() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    assert_eq!(
+        kubelet.services,
+        [
+            "v1.DRAPlugin",
+            "v1beta1.DRAPlugin",
+            "v1alpha1.DRAResourceHealth"
+        ]
+    );
+    let first = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        Some(json!({"class": "latency"})),
+    );
+    let second = node.claim(
+        "second",
+        "gpumux-guaranteed",
+        json!({"compute": "295"}),
+        Some(json!({"burst": 100})),
+    );
+    let batch = node.claim("batch", "gpumux-preemptible", json!({}), None);
+    let claims = [first.clone(), second.clone(), batch.clone()];
+    let prepared = kubelet.prepare(&claims).await.unwrap();
+    for claim in &claims {
+        let devices = prepared[&claim.uid].as_ref().unwrap();
+        assert_eq!(devices.len(), 1);
+        assert_eq!(
+            (
+                devices[0].device_name.as_str(),
+                devices[0].pool_name.as_str()
+            ),
+            ("gpu-0", "node1")
+        );
+        assert_eq!(devices[0].request_names, ["gpu"]);
+        assert_eq!(
+            devices[0].cdi_device_ids,
+            [format!("gpumux.dev/share={}-0", claim.uid)]
+        );
+        assert!(devices[0].share_id.is_some());
+    }
+    for (claim, class, guaranteed, limit) in [
+        (&first, "latency", 0.5, 1.0),
+        (&second, "standard", 0.3, 0.4),
+        (&batch, "batch", 0.0, 1.0),
+    ] {
+        let tenant = node.tenant(claim).await.unwrap();
+        assert_eq!(
+            (
+                tenant.class.name(),
+                tenant.spec.guaranteed,
+                tenant.spec.limit
+            ),
+            (class, guaranteed, limit)
+        );
+        let file = node.cdi_file(claim);
+        assert_eq!(
+            file.metadata().unwrap().permissions().mode() & 0o077,
+            0,
+            "it has a secret in it"
+        );
+        assert!(
+            cdi_env(&file)
+                .iter()
+                .any(|env| env.starts_with("GPUMUX_TENANT="))
+        );
+    }
+    // The same again, in both versions of the protocol, changes nothing.
+    let env = cdi_env(&node.cdi_file(&first));
+    assert_eq!(
+        kubelet.prepare_one(&first).await.unwrap(),
+        *prepared[&first.uid].as_ref().unwrap()
+    );
+    assert_eq!(
+        kubelet.prepare_old(&first).await.unwrap()[0].cdi_device_ids[0],
+        format!("gpumux.dev/share={}-0", first.uid)
+    );
+    assert_eq!(cdi_env(&node.cdi_file(&first)), env);
+    assert_eq!(node.daemon.tenants().await.unwrap().len(), 3);
+
+    // The claims say what they have.
+    let data = |api: &Api, claim: &str| {
+        api.claim("team", claim)?
+            .pointer("/status/devices/0/data")
+            .cloned()
+    };
+    let facts = node.api.until(|api| data(api, "first")).await;
+    assert_eq!(
+        (&facts["guaranteed"]["compute"], &facts["class"]),
+        (&json!(500), &json!("latency"))
+    );
+
+    // Live: within the allocation it is done, beyond it is refused and said.
+    node.api.annotate(
+        "team",
+        "first",
+        "gpumux.dev/share",
+        Some(r#"{"compute": 200, "limit": 600, "weight": 4}"#),
+    );
+    node.api
+        .until(|api| (data(api, "first")?["guaranteed"]["compute"] == 200).then_some(()))
+        .await;
+    let spec = node.tenant(&first).await.unwrap().spec;
+    assert_eq!((spec.guaranteed, spec.limit, spec.weight), (0.2, 0.6, 4.0));
+    node.api.annotate(
+        "team",
+        "first",
+        "gpumux.dev/share",
+        Some(r#"{"compute": 600}"#),
+    );
+    let refused = |api: &Api| {
+        let claim = api.claim("team", "first")?;
+        let condition = claim.pointer("/status/devices/0/conditions/1")?.clone();
+        (condition["status"] == "False").then_some(condition)
+    };
+    let condition = node.api.until(refused).await;
+    assert_eq!(condition["type"], "ShareApplied");
+    assert_eq!(
+        condition["message"],
+        "compute 600 is out of range: use 0 to 500"
+    );
+    assert_eq!(
+        node.tenant(&first).await.unwrap().spec.guaranteed,
+        0.2,
+        "as before"
+    );
+    node.api.annotate("team", "first", "gpumux.dev/share", None);
+    node.api
+        .until(|api| (data(api, "first")?["guaranteed"]["compute"] == 500).then_some(()))
+        .await;
+    assert_eq!(node.tenant(&first).await.unwrap().spec.guaranteed, 0.5);
+
+    // One goes while its claim does not exist any more; one was never there.
+    node.api.delete_claim("team", "second");
+    for claim in [
+        &second,
+        &second,
+        &v1::Claim {
+            uid: "never".into(),
+            ..second.clone()
+        },
+    ] {
+        kubelet.unprepare_one(claim).await.unwrap();
+    }
+    assert!(node.tenant(&second).await.is_none() && !node.cdi_file(&second).exists());
+    kubelet.unprepare_one(&first).await.unwrap();
+    kubelet.unprepare_one(&batch).await.unwrap();
+    assert_eq!(
+        (node.daemon.tenants().await.unwrap().len(), node.records()),
+        (0, 0)
+    );
+    assert_eq!(std::fs::read_dir(node.path("cdi")).unwrap().count(), 0);
+    driver.stop().await;
+    let left = |dir: &str| std::fs::read_dir(node.path(dir)).unwrap().count();
+    assert_eq!(left("plugins_registry"), 0, "no socket stays");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_shim_the_kubelet_could_not_register() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("plain.sock");
+    let listener = tokio::net::UnixListener::bind(&socket).unwrap();
+    let server = tonic::transport::Server::builder().add_routes(tonic::service::Routes::default());
+    tokio::spawn(
+        server.serve_with_incoming(tokio_stream::wrappers::UnixListenerStream::new(listener)),
+    );
+    let mut connection = Connection::bare(&socket).await.unwrap();
+    let info = gpumux_dra::proto::registration::InfoRequest {};
+    let answer: Result<gpumux_dra::proto::registration::PluginInfo, _> = connection
+        .call("/pluginregistration.Registration/GetInfo", &info)
+        .await;
+    assert_eq!(
+        answer.unwrap_err(),
+        Failure::Reset(1),
+        "PROTOCOL_ERROR, as from the real kubelet"
+    );
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn slices_come_back_and_follow_the_devices() {
+    let node = Node::new().await;
+    let (devices, watched) = tokio::sync::watch::channel(std::sync::Arc::new(vec![device(0)]));
+    let (result, published) = tokio::sync::watch::channel(Default::default());
+    let own = slices::Node {
+        name: "node1".into(),
+        uid: "u".into(),
+    };
+    tokio::spawn(gpumux_dra::publish::run(
+        node.api.client.clone(),
+        own,
+        watched,
+        result,
+    ));
+    let complete = |api: &Api, generation: i64| {
+        let slices = api.slices();
+        let good = slices.len() == 2
+            && slices
+                .iter()
+                .all(|slice| slice.spec.pool.generation >= generation);
+        good.then_some(slices)
+    };
+    node.api.until(|api| complete(api, 1)).await;
+    // The kubelet starts.
+    node.api.wipe_slices();
+    node.api.until(|api| complete(api, 1)).await;
+    // Somebody changes a slice.
+    let mut slice = serde_json::to_value(&node.api.slices()[1]).unwrap();
+    slice["spec"]["devices"] = json!([]);
+    let name = slice["metadata"]["name"].as_str().unwrap().to_owned();
+    node.api.put("resourceslices", "", &name, slice);
+    let whole = |api: &Api| {
+        complete(api, 2)?[1]
+            .spec
+            .devices
+            .as_ref()
+            .is_some_and(|d| d.len() == 2)
+            .then_some(())
+    };
+    node.api.until(whole).await;
+    // A device breaks.
+    let broken = Device {
+        fault: Some("lost".into()),
+        evict: true,
+        ..device(0)
+    };
+    devices.send(std::sync::Arc::new(vec![broken])).unwrap();
+    let tainted = |api: &Api| {
+        complete(api, 3)?[1].spec.devices.as_ref()?[0]
+            .taints
+            .clone()
+    };
+    assert_eq!(node.api.until(tainted).await[0].effect, "NoExecute");
+    // As it is, nothing more is written.
+    let writes = node.api.calls("put resourceslices");
+    let pool = slices::Node {
+        name: "node1".into(),
+        uid: "u".into(),
+    };
+    let broken = Device {
+        fault: Some("lost".into()),
+        evict: true,
+        ..device(0)
+    };
+    let api = kube::Api::all(node.api.client.clone());
+    gpumux_dra::publish::reconcile(&api, &pool, &[broken])
+        .await
+        .unwrap();
+    assert_eq!(node.api.calls("put resourceslices"), writes);
+    drop(published);
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_cluster_without_the_feature_is_named() {
+    let node = Node::new().await;
+    node.api.turn_gate_off();
+    let own = slices::Node {
+        name: "node1".into(),
+        uid: "u".into(),
+    };
+    let api = kube::Api::all(node.api.client.clone());
+    let error = gpumux_dra::publish::reconcile(&api, &own, &[device(0)])
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("Kubernetes 1.36"), "{error}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let mut errors = Vec::new();
+    let unknown = node.claim(
+        "unknown-field",
+        "gpumux-guaranteed",
+        json!({"compute": "10"}),
+        Some(json!({"prio": 1})),
+    );
+    errors.push((unknown, "unknown field `prio`"));
+    let nothing = node.claim("nothing", "gpumux-guaranteed", json!({}), None);
+    errors.push((nothing, "tier `guaranteed` needs guaranteed compute"));
+    let sleepy = node.claim(
+        "sleepy",
+        "gpumux-preemptible",
+        json!({}),
+        Some(json!({"sleep": {"afterSeconds": 5}})),
+    );
+    errors.push((sleepy, "sleep cannot be kept by this version"));
+    let below = node.claim(
+        "below",
+        "gpumux-guaranteed",
+        json!({"compute": "300"}),
+        Some(json!({"limit": 100})),
+    );
+    errors.push((below, "limit 100 is out of range: use 300 to 1000"));
+
+    let foreign = node.claim("foreign", "gpumux-preemptible", json!({}), None);
+    let mut claim = node.api.claim("team", "foreign").unwrap();
+    claim["status"]["allocation"]["devices"]["results"][0]["driver"] = json!("gpu.example.com");
+    node.api.put_claim("team", "foreign", claim);
+    errors.push((
+        foreign,
+        "claim team/foreign has no device of driver gpumux.dev",
+    ));
+
+    let vanished = node.claim("vanished", "gpumux-preemptible", json!({}), None);
+    node.api.delete_claim("team", "vanished");
+    errors.push((vanished, "claim team/vanished does not exist"));
+
+    let anew = node.claim("anew", "gpumux-preemptible", json!({}), None);
+    errors.push((
+        v1::Claim {
+            uid: "00000000-dead".into(),
+            ..anew.clone()
+        },
+        "made anew",
+    ));
+
+    // A scheduler that gives out more than there is.
+    let good = node.claim("good", "gpumux-guaranteed", json!({"compute": "600"}), None);
+    kubelet.prepare_one(&good).await.unwrap();
+    let greedy = node.claim(
+        "greedy",
+        "gpumux-guaranteed",
+        json!({"compute": "10"}),
+        None,
+    );
+    let mut claim = node.api.claim("team", "greedy").unwrap();
+    claim["status"]["allocation"]["devices"]["results"][0]["consumedCapacity"]["compute"] =
+        json!("500");
+    node.api.put_claim("team", "greedy", claim);
+    errors.push((greedy, "has 400 of 1000 compute left, and 500 was allocated to this claim; it is held by team/good"));
+
+    let all: Vec<_> = errors
+        .iter()
+        .map(|(claim, _)| claim.clone())
+        .chain([good.clone()])
+        .collect();
+    let answers = kubelet.prepare(&all).await.unwrap();
+    for (claim, message) in &errors {
+        let error = answers[&claim.uid].as_ref().unwrap_err();
+        assert!(error.contains(message), "{}: {error}", claim.name);
+        assert!(
+            !node.cdi_file(claim).exists() && node.tenant(claim).await.is_none(),
+            "{}",
+            claim.name
+        );
+    }
+    assert!(answers[&good.uid].is_ok(), "one bad claim harms no other");
+    assert_eq!(node.records(), 1);
+    // All of them can be unprepared, and a uid that is none is refused before it becomes a path.
+    for (claim, _) in &errors {
+        kubelet.unprepare_one(claim).await.unwrap();
+    }
+    let path = v1::Claim {
+        uid: "../../x".into(),
+        ..good.clone()
+    };
+    let failure = kubelet.prepare(&[path]).await.unwrap_err();
+    assert!(matches!(failure, Failure::Status(code, _) if code == "3"));
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn without_the_api_server_claims_can_still_go() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    kubelet.prepare_one(&claim).await.unwrap();
+    driver.stop().await;
+    // Nobody listens there.
+    let nowhere = crate::support::api::client("http://127.0.0.1:1");
+    let driver = start(node.config(), nowhere).await.unwrap();
+    let kubelet = Kubelet::register(&node.config().places.registry).await;
+    kubelet.prepare_one(&claim).await.unwrap();
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert!(node.tenant(&claim).await.is_none());
+    let error = kubelet.prepare_one(&claim).await.unwrap_err();
+    assert!(error.contains("cannot read the claim"), "{error}");
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_disk_that_takes_nothing_leaves_nothing() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    // No place for the CDI file: a file is where the directory should be.
+    std::fs::write(node.path("cdi"), "").unwrap();
+    let error = kubelet.prepare_one(&claim).await.unwrap_err();
+    assert!(error.contains("cannot write the CDI file"), "{error}");
+    assert!(node.tenant(&claim).await.is_none());
+    // No place for the record.
+    std::fs::remove_file(node.path("cdi")).unwrap();
+    let beside = node.path(&format!(
+        "plugins/gpumux.dev/claims/{}.tmp-{}",
+        claim.uid,
+        std::process::id()
+    ));
+    let _ =
+        std::fs::remove_file(node.path(&format!("plugins/gpumux.dev/claims/{}.claim", claim.uid)));
+    std::fs::create_dir(&beside).unwrap();
+    let error = kubelet.prepare_one(&claim).await.unwrap_err();
+    assert!(error.contains("cannot keep the claim in"), "{error}");
+    assert!(node.tenant(&claim).await.is_none() && !node.cdi_file(&claim).exists());
+    assert_eq!(node.records(), 0);
+    // With room again, it goes.
+    std::fs::remove_dir(&beside).unwrap();
+    kubelet.prepare_one(&claim).await.unwrap();
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_rolling_update_hands_everything_over() {
+    let mut node = Node::new().await;
+    let instance = |name: &str| -> Config {
+        let mut config = config(node.dir.path(), vec![device(0)]);
+        config.places.instance = Some(name.into());
+        config
+    };
+    let (old, new) = (instance("pod-a"), instance("pod-b"));
+    let sockets = [
+        old.places.registration_socket(),
+        new.places.registration_socket(),
+    ];
+    let old = start(old, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register_socket(&sockets[0]).await;
+    node.api.until_published().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    kubelet.prepare_one(&claim).await.unwrap();
+    let generation = node.api.slices()[0].spec.pool.generation;
+    let mut new = start(new, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register_socket(&sockets[1]).await;
+    old.stop().await;
+    assert!(!sockets[0].exists() && sockets[1].exists());
+    // The new one leads now, and finds nothing to change.
+    new.published
+        .wait_for(|published| published.slices > 0)
+        .await
+        .unwrap();
+    assert_eq!(node.api.slices()[0].spec.pool.generation, generation);
+    // What the old one prepared, the new one knows.
+    kubelet.prepare_one(&claim).await.unwrap();
+    assert_eq!(node.daemon.tenants().await.unwrap().len(), 1);
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert_eq!(node.daemon.tenants().await.unwrap().len(), 0);
+    new.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_second_instance_of_the_same_name_says_who_is_there() {
+    let node = Node::new().await;
+    let (driver, _) = node.start().await;
+    let error = start(node.config(), node.api.client.clone())
+        .await
+        .err()
+        .expect("refused");
+    assert!(
+        matches!(error, Error::Kubelet(KubeletError::Held(_))),
+        "{error}"
+    );
+    // The first is unharmed.
+    Kubelet::register(&node.config().places.registry).await;
+    driver.stop().await;
+    // What a killed instance left is no hindrance, and goes, also if it had another name.
+    let bind =
+        |path: std::path::PathBuf| drop(std::os::unix::net::UnixListener::bind(path).unwrap());
+    let mut dead = node.config().places;
+    bind(dead.registration_socket());
+    dead.instance = Some("dead".into());
+    bind(dead.registration_socket());
+    bind(dead.service_socket());
+    std::fs::write(dead.service_socket().with_extension("lock"), "").unwrap();
+    let (driver, _) = node.start().await;
+    assert!(!dead.registration_socket().exists() && !dead.service_socket().exists());
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_damaged_record_is_made_anew_or_cleaned_up() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    let record = node.path(&format!("plugins/gpumux.dev/claims/{}.claim", claim.uid));
+    kubelet.prepare_one(&claim).await.unwrap();
+    let before = cdi_env(&node.cdi_file(&claim));
+    std::fs::write(&record, "gpumux-claim-v1 00000000\n{}\n").unwrap();
+    kubelet.prepare_one(&claim).await.unwrap();
+    assert_ne!(cdi_env(&node.cdi_file(&claim)), before, "a new secret");
+    assert_eq!(node.daemon.tenants().await.unwrap().len(), 1);
+    std::fs::write(&record, "").unwrap();
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert_eq!(
+        (node.daemon.tenants().await.unwrap().len(), node.records()),
+        (0, 0)
+    );
+    assert!(!node.cdi_file(&claim).exists());
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn tenants_that_the_daemon_lost_come_back_with_their_secret() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    kubelet.prepare_one(&claim).await.unwrap();
+    let tenant = node.tenant(&claim).await.unwrap();
+    node.daemon.delete(&tenant.name).await.unwrap();
+    assert!(driver.engine.restore().await.unwrap() <= 1);
+    let back = node.tenant(&claim).await.unwrap();
+    assert_eq!((back.name, back.spec), (tenant.name, tenant.spec));
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_kubelet_hears_of_health() {
+    let node = Node::new().await;
+    let mut config = node.config();
+    let broken = Device {
+        fault: Some("Xid 79".into()),
+        ..device(1)
+    };
+    config.inventory = Inventory::Fixed(vec![device(0), broken]);
+    let registry = config.places.registry.clone();
+    let driver = start(config, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register(&registry).await;
+    let health = kubelet.health().await;
+    let of = |name: &str| {
+        let device = health
+            .devices
+            .iter()
+            .find(|device| device.device.as_ref().unwrap().device_name == name)
+            .unwrap();
+        (device.health(), device.message.as_str())
+    };
+    assert_eq!(of("gpu-0"), (HealthStatus::Healthy, ""));
+    for name in ["gpu-1", "gpu-1-whole"] {
+        assert_eq!(of(name), (HealthStatus::Unhealthy, "Xid 79"));
+    }
+    driver.stop().await;
+}
+
+/// A kubelet that says which containers use which claims.
+struct Lister;
+
+#[tonic::async_trait]
+impl pod_resources::pod_resources_lister_server::PodResourcesLister for Lister {
+    async fn list(
+        &self,
+        _: tonic::Request<pod_resources::ListPodResourcesRequest>,
+    ) -> Result<tonic::Response<pod_resources::ListPodResourcesResponse>, tonic::Status> {
+        let claim = pod_resources::DynamicResource {
+            claim_name: "first".into(),
+            claim_namespace: "team".into(),
+        };
+        let container = pod_resources::ContainerResources {
+            name: "engine".into(),
+            dynamic_resources: vec![claim],
+        };
+        let pod = pod_resources::PodResources {
+            name: "serve-0".into(),
+            namespace: "team".into(),
+            containers: vec![container],
+        };
+        Ok(tonic::Response::new(
+            pod_resources::ListPodResourcesResponse {
+                pod_resources: vec![pod],
+            },
+        ))
+    }
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_scrape_names_pods_and_containers() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "500"}),
+        None,
+    );
+    kubelet.prepare_one(&claim).await.unwrap();
+    let pod_resources = node.path("pod-resources.sock");
+    let listener = tokio::net::UnixListener::bind(&pod_resources).unwrap();
+    let lister = pod_resources::pod_resources_lister_server::PodResourcesListerServer::new(Lister);
+    let incoming = tokio_stream::wrappers::UnixListenerStream::new(listener);
+    tokio::spawn(
+        tonic::transport::Server::builder()
+            .add_service(lister)
+            .serve_with_incoming(incoming),
+    );
+    let router = gpumux_dra::metrics::router(gpumux_dra::metrics::Endpoints {
+        engine: driver.engine.clone(),
+        pod_resources,
+        published: driver.published.clone(),
+        registered: driver.served.registered.clone(),
+    });
+    let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    let get = async |path: &str| {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+        let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let request = format!("GET {path} HTTP/1.0\r\n\r\n");
+        stream.write_all(request.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).await.unwrap();
+        answer
+    };
+    assert!(get("/readyz").await.starts_with("HTTP/1.0 200"));
+    let text = get("/metrics").await;
+    let guaranteed = text
+        .lines()
+        .find(|line| line.starts_with("gpumux_pod_guaranteed_share{"))
+        .expect("a series");
+    for part in [
+        r#"namespace="team""#,
+        r#"pod="serve-0""#,
+        r#"container="engine""#,
+        r#"claim="first""#,
+        "} 0.5",
+    ] {
+        assert!(guaranteed.contains(part), "{guaranteed}");
+    }
+    assert!(text.contains("gpumux_dra_prepared_claims 1\n"), "{text}");
+    driver.stop().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn two_hundred_tenants_on_eight_gpus() {
+    let mut node = Node::new().await;
+    let mut config = node.config();
+    config.inventory = Inventory::Fixed((0..8).map(device).collect());
+    let registry = config.places.registry.clone();
+    let driver = start(config, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register(&registry).await;
+    node.api.until_published().await;
+    let claims: Vec<_> = (0..200)
+        .map(|n| {
+            node.claim(
+                &format!("c{n}"),
+                "gpumux-preemptible",
+                json!({"memory": "3Gi"}),
+                None,
+            )
+        })
+        .collect();
+    let mut shares = tokio::task::JoinSet::new();
+    for pods in claims.chunks(5) {
+        let (pods, endpoint) = (pods.to_vec(), kubelet.endpoint.clone());
+        shares.spawn(async move {
+            let kubelet = Kubelet {
+                endpoint,
+                services: Vec::new(),
+            };
+            kubelet.prepare(&pods).await.unwrap()
+        });
+    }
+    let prepared = shares.join_all().await;
+    let devices: std::collections::BTreeMap<String, usize> = prepared
+        .iter()
+        .flat_map(|answers| answers.values())
+        .map(|answer| answer.as_ref().unwrap()[0].device_name.clone())
+        .fold(Default::default(), |mut all, name| {
+            *all.entry(name).or_default() += 1;
+            all
+        });
+    assert_eq!(devices.values().sum::<usize>(), 200);
+    assert_eq!(devices.len(), 8, "26 of 3 GiB fill a device: {devices:?}");
+    assert_eq!(node.daemon.tenants().await.unwrap().len(), 200);
+    driver.stop().await;
+}

@@ -1,0 +1,6 @@
+//! What the tests share.
+
+pub mod api;
+pub mod kubelet;
+pub mod node;
+pub mod scheduler;

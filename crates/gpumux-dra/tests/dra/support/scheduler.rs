@@ -1,0 +1,232 @@
+//! A scheduler for tests: it reads published slices as the real one does and allocates claims first fit. It knows
+//! nothing of the driver but its rounding rule, which the recordings prove.
+
+use std::collections::BTreeMap;
+
+use gpumux_dra::{
+    model::{Policy, Valid},
+    quantity,
+};
+use k8s_openapi::{
+    api::resource::v1::{CapacityRequestPolicy, Device, ResourceSlice},
+    apimachinery::pkg::api::resource::Quantity,
+};
+use serde_json::{Value, json};
+
+use super::api::Api;
+
+/// What is given out of a pool.
+#[derive(Default)]
+pub struct Scheduler {
+    consumed: BTreeMap<(String, String), u64>,
+    /// How many claims use a device.
+    users: BTreeMap<String, usize>,
+    made: u64,
+}
+
+impl Scheduler {
+    /// The results for a claim's requests, or none if they do not all fit.
+    pub fn allocate(&mut self, slices: &[ResourceSlice], claim: &Value) -> Option<Vec<Value>> {
+        let mut slices: Vec<_> = slices.iter().collect();
+        slices.sort_by(|a, b| a.metadata.name.cmp(&b.metadata.name));
+        let newest = slices
+            .iter()
+            .map(|slice| slice.spec.pool.generation)
+            .max()?;
+        let pool: Vec<_> = slices
+            .into_iter()
+            .filter(|slice| slice.spec.pool.generation == newest)
+            .collect();
+        // A pool is used only when it is complete.
+        if pool.len() as i64 != pool[0].spec.pool.resource_slice_count {
+            return None;
+        }
+        let counters: BTreeMap<(String, String), u64> = pool
+            .iter()
+            .flat_map(|slice| slice.spec.shared_counters.iter().flatten())
+            .flat_map(|set| {
+                set.counters
+                    .iter()
+                    .map(|(name, counter)| ((set.name.clone(), name.clone()), counter))
+            })
+            .map(|(key, counter)| (key, quantity::parse(&counter.value).unwrap()))
+            .collect();
+        let devices: Vec<&Device> = pool
+            .iter()
+            .flat_map(|slice| slice.spec.devices.iter().flatten())
+            .collect();
+        let before = (self.consumed.clone(), self.users.clone());
+        let mut results = Vec::new();
+        for request in claim["spec"]["devices"]["requests"].as_array()? {
+            let wanted = &request["exactly"];
+            let found = devices.iter().find_map(|device| {
+                let consumed = self.fits(&devices, &counters, device, wanted)?;
+                Some((device, consumed))
+            });
+            let Some((device, consumed)) = found else {
+                (self.consumed, self.users) = before;
+                return None;
+            };
+            *self.users.entry(device.name.clone()).or_default() += 1;
+            for (name, value) in &consumed {
+                *self
+                    .consumed
+                    .entry((device.name.clone(), name.clone()))
+                    .or_default() += value;
+            }
+            let mut result = json!({"request": request["name"], "driver": pool[0].spec.driver,
+                "pool": pool[0].spec.pool.name, "device": device.name});
+            if device.allow_multiple_allocations == Some(true) {
+                self.made += 1;
+                result["shareID"] = json!(format!("00000000-0000-4000-9000-{:012}", self.made));
+                let write = |(name, value): (&String, &u64)| {
+                    (name.clone(), json!(quantity::bytes(*value).0))
+                };
+                result["consumedCapacity"] = consumed.iter().map(write).collect();
+            }
+            results.push(result);
+        }
+        Some(results)
+    }
+
+    /// What the device would give, if the class selects it and enough is left.
+    fn fits(
+        &self,
+        devices: &[&Device],
+        counters: &BTreeMap<(String, String), u64>,
+        device: &Device,
+        wanted: &Value,
+    ) -> Option<BTreeMap<String, u64>> {
+        let shared = device.allow_multiple_allocations == Some(true);
+        let whole = wanted["deviceClassName"].as_str()?.ends_with("whole");
+        if shared == whole
+            || device
+                .taints
+                .iter()
+                .flatten()
+                .any(|taint| taint.effect != "None")
+        {
+            return None;
+        }
+        if !shared && self.users.contains_key(&device.name) {
+            return None;
+        }
+        // A device's counters are charged once, however many share it.
+        for consumption in device
+            .consumes_counters
+            .iter()
+            .flatten()
+            .filter(|_| !self.users.contains_key(&device.name))
+        {
+            for (name, counter) in &consumption.counters {
+                let others: u64 = devices
+                    .iter()
+                    .filter(|other| {
+                        other.name != device.name && self.users.contains_key(&other.name)
+                    })
+                    .flat_map(|other| other.consumes_counters.iter().flatten())
+                    .filter(|other| other.counter_set == consumption.counter_set)
+                    .filter_map(|other| other.counters.get(name))
+                    .map(|counter| quantity::parse(&counter.value).unwrap())
+                    .sum();
+                let there = *counters.get(&(consumption.counter_set.clone(), name.clone()))?;
+                if others + quantity::parse(&counter.value).unwrap() > there {
+                    return None;
+                }
+            }
+        }
+        let asked = wanted
+            .pointer("/capacity/requests")
+            .and_then(Value::as_object);
+        if asked.into_iter().flatten().any(|(name, _)| {
+            !device
+                .capacity
+                .as_ref()
+                .is_some_and(|c| c.contains_key(name))
+        }) {
+            return None;
+        }
+        let mut consumed = BTreeMap::new();
+        for (name, capacity) in device.capacity.iter().flatten().filter(|_| shared) {
+            let there = quantity::parse(&capacity.value).unwrap();
+            let asked = asked
+                .and_then(|asked| asked.get(name))
+                .and_then(Value::as_str);
+            let asked = asked.map(|text| quantity::parse(&Quantity(text.into())).unwrap());
+            let amount = match &capacity.request_policy {
+                Some(published) => policy(published).consumed(asked, there).ok()?,
+                // Without a policy a request takes what it names, or everything.
+                None => asked.unwrap_or(there),
+            };
+            let used = self
+                .consumed
+                .get(&(device.name.clone(), name.clone()))
+                .copied()
+                .unwrap_or(0);
+            if used + amount > there {
+                return None;
+            }
+            consumed.insert(name.clone(), amount);
+        }
+        Some(consumed)
+    }
+
+    /// Allocates a claim of the API server's in place, with the configuration of its class and its own.
+    pub fn bind(&mut self, api: &Api, namespace: &str, name: &str, pod: &str) -> bool {
+        let mut claim = api.claim(namespace, name).unwrap();
+        let Some(results) = self.allocate(&api.slices(), &claim) else {
+            return false;
+        };
+        let requests: Vec<_> = results
+            .iter()
+            .map(|result| result["request"].clone())
+            .collect();
+        let tier = match claim
+            .pointer("/spec/devices/requests/0/exactly/deviceClassName")
+            .unwrap()
+            .as_str()
+            .unwrap()
+        {
+            "gpumux-guaranteed" => json!("guaranteed"),
+            "gpumux-preemptible" => json!("preemptible"),
+            _ => Value::Null,
+        };
+        let mut config = vec![
+            json!({"source": "FromClass", "requests": requests, "opaque": {
+            "driver": gpumux_dra::DRIVER,
+            "parameters": {"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare", "tier": tier}}}),
+        ];
+        for own in claim
+            .pointer("/spec/devices/config")
+            .and_then(Value::as_array)
+            .into_iter()
+            .flatten()
+        {
+            let mut own = own.clone();
+            own["source"] = json!("FromClaim");
+            config.push(own);
+        }
+        claim["status"] = json!({
+            "allocation": {"devices": {"results": results, "config": config}},
+            "reservedFor": [{"resource": "pods", "name": pod, "uid": format!("pod-{pod}")}],
+        });
+        api.put_claim(namespace, name, claim);
+        true
+    }
+}
+
+fn policy(published: &CapacityRequestPolicy) -> Policy {
+    let number = |quantity: &Quantity| quantity::parse(quantity).unwrap();
+    let valid = match (&published.valid_range, &published.valid_values) {
+        (Some(range), _) => Valid::Range {
+            min: number(&range.min),
+            max: range.max.as_ref().map(number),
+            step: range.step.as_ref().map_or(1, number),
+        },
+        (None, values) => Valid::Values(values.iter().flatten().map(number).collect()),
+    };
+    Policy {
+        default: published.default.as_ref().map_or(0, number),
+        valid,
+    }
+}
