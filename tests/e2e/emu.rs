@@ -69,6 +69,9 @@ fn all_programs_inside_share_one_device_and_one_daemon() {
     assert_eq!(finished.json()["tenants"][0]["name"], "b", "{finished:#?}");
     let dir = finished.err.lines().last().unwrap();
     assert!(dir.contains("gpumux-emu-"), "{finished:#?}");
+    wait_for("the end of device and daemon", PATIENCE, || {
+        (!Path::new(dir).exists()).then_some(())
+    });
 }
 
 #[test]

@@ -217,7 +217,7 @@ fn a_larger_weight_gets_more_done() {
     let node = Node::start();
     let barrier = node.dir().join("barrier");
     let work = format!(
-        "gpumux workload batch --json --kernel-us 5000 --seconds 3 --barrier 2:{}",
+        "gpumux workload batch --json --iterations 200000 --seconds 3 --barrier 2:{}",
         barrier.display()
     );
     let start = |options| Process::start(&mut node.tenant(options, &work));

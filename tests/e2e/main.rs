@@ -19,4 +19,4 @@ const TICKS: &str = "gpumux scratch";
 
 /// A latency tenant's program that has work now and then. Beside it, batch tenants take turns by freezing.
 const REQUESTS: &str =
-    "gpumux workload latency --kernels 1 --kernel-us 500 --period-us 20000 --seconds 600";
+    "gpumux workload latency --kernels 1 --iterations 110000 --period-us 20000 --seconds 600";

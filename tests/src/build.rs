@@ -14,12 +14,17 @@ fn dir() -> &'static Path {
         Some(dir) => PathBuf::from(dir)
             .canonicalize()
             .expect("GPUMUX_BIN_DIR names no folder"),
-        None => build(),
+        None => build(&["--workspace"]),
     })
 }
 
-/// `<target>/<profile>/deps/<this test>`: builds everything else into the same folder.
-fn build() -> PathBuf {
+/// Builds with `cargo build ARGS` into the folder that the test itself was built in, and names it: cargo builds
+/// no `cdylib` for a test.
+///
+/// # Panics
+/// When the test was not run through cargo, or the build fails.
+pub fn build(args: &[&str]) -> PathBuf {
+    // <target>/<profile>/deps/<this test>
     let test = env::current_exe().expect("the test's own path");
     let dir = test
         .ancestors()
@@ -28,7 +33,8 @@ fn build() -> PathBuf {
     let manifest = env::var_os("CARGO_MANIFEST_DIR")
         .expect("run the tests through cargo, or set GPUMUX_BIN_DIR to the folder with gpumux");
     let mut cargo = Command::new(env::var_os("CARGO").unwrap_or("cargo".into()));
-    cargo.args(["build", "--workspace", "--quiet", "--target-dir"]);
+    cargo.args(["build", "--quiet"]).args(args);
+    cargo.arg("--target-dir");
     cargo.arg(dir.parent().expect("a profile's folder has a parent"));
     match dir.file_name().and_then(|name| name.to_str()) {
         Some("debug") | None => {}
@@ -37,7 +43,7 @@ fn build() -> PathBuf {
         }
     }
     let status = cargo.current_dir(manifest).status().expect("cargo starts");
-    assert!(status.success(), "the workspace does not build");
+    assert!(status.success(), "cargo build {args:?} fails");
     dir.to_owned()
 }
 

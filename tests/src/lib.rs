@@ -13,7 +13,7 @@ mod node;
 mod process;
 mod session;
 
-pub use build::{binary, library};
+pub use build::{binary, build, library};
 pub use node::{Node, Options};
 pub use process::{Finished, Process, Run};
 pub use session::{Listener, Session, readable};

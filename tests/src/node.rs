@@ -10,7 +10,11 @@ use std::{
 };
 
 use gpumux_wire::socket;
-use rustix::{net::SocketFlags, process::Signal};
+use rustix::{
+    fs::{FlockOperation, flock},
+    net::SocketFlags,
+    process::{Pid, Signal, kill_process},
+};
 use serde_json::Value;
 
 use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for};
@@ -237,6 +241,27 @@ impl Node {
             .filter_map(|entry| fs::read_link(entry.path()).ok())
             .map(|link| link.to_string_lossy().into_owned())
             .collect()
+    }
+}
+
+impl Drop for Node {
+    /// Ends the daemon that a `run` has started, if one has. Whoever holds the lock is the one whose pid is in it.
+    fn drop(&mut self) {
+        drop(self.daemon.take());
+        let path = self.dir().join("lock");
+        let Ok(lock) = fs::File::open(&path) else {
+            return;
+        };
+        let started = Instant::now();
+        while flock(&lock, FlockOperation::NonBlockingLockShared).is_err()
+            && started.elapsed() < PATIENCE
+        {
+            let pid = fs::read_to_string(&path).unwrap_or_default();
+            if let Some(pid) = pid.trim().parse().ok().and_then(Pid::from_raw) {
+                let _ = kill_process(pid, Signal::TERM);
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }
 

@@ -8,7 +8,10 @@ use std::{
     path::{Path, PathBuf},
     process::{Child, Command, Stdio},
     ptr::null_mut,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU32, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -63,7 +66,7 @@ impl Device {
     fn start(&self, name: &str) -> Child {
         Command::new(std::env::current_exe().unwrap())
             .args([name, "--exact", "--nocapture", "--test-threads=1"])
-            .envs(gpumux_emu::environment(&library_dir(), &self.socket()))
+            .envs(gpumux_emu::environment(library_dir(), &self.socket()))
             .env(PROGRAM, name)
             .env("NOTE", self.note())
             .stdout(Stdio::piped())
@@ -78,13 +81,10 @@ impl Device {
     }
 }
 
-fn library_dir() -> PathBuf {
-    let exe = std::env::current_exe().unwrap();
-    let found = exe
-        .ancestors()
-        .skip(1)
-        .find(|dir| dir.join(gpumux_emu::LIBRARY).is_file());
-    found.expect("the library lies beside its tests").to_owned()
+/// The folder with the library, built at the first call.
+fn library_dir() -> &'static Path {
+    static DIR: OnceLock<PathBuf> = OnceLock::new();
+    DIR.get_or_init(|| gpumux_tests::build(&["-p", "gpumux-emu-cuda", "--lib"]))
 }
 
 #[track_caller]

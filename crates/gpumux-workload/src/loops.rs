@@ -66,9 +66,16 @@ fn calibrate(gpu: &Gpu, shape: Shape) -> Result<f64> {
         short = gpu.time_us(1, || gpu.work(shape, iterations))?;
     }
     let long = gpu.time_us(1, || gpu.work(shape, 4 * iterations))?;
-    let slope = (long - short) / (3.0 * f64::from(iterations));
-    // Noise can only swamp the slope on a device that takes no time at all.
-    Ok(slope.max(f64::MIN_POSITIVE))
+    Ok(per_iteration(short, long, iterations))
+}
+
+/// The slope between a kernel of `iterations` and one of four times as many. Where others share the device, either may
+/// have waited for them; but the launch is never more than half of the long one.
+fn per_iteration(short: f64, long: f64, iterations: u32) -> f64 {
+    let iterations = f64::from(iterations);
+    let slope = (long - short) / (3.0 * iterations);
+    let least = long / 2.0 / (4.0 * iterations);
+    slope.max(least).max(f64::MIN_POSITIVE)
 }
 
 /// Where a measurement ends.
@@ -314,4 +321,15 @@ pub(crate) fn hold_memory(gpu: &Gpu, common: &Common) -> Result<Option<DeviceBuf
     gpu.stream.fill(&buffer, 0)?;
     gpu.stream.synchronize()?;
     Ok(Some(buffer))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_short_kernel_that_waited_for_others_does_not_make_the_work_endless() {
+        assert_eq!(per_iteration(1010.0, 4010.0, 1000), 1.0);
+        assert_eq!(per_iteration(5000.0, 4000.0, 1000), 0.5);
+    }
 }

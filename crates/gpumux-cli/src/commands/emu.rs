@@ -2,18 +2,20 @@
 
 use std::{
     ffi::OsString,
-    fs::{self, Permissions},
+    fs::{self, File, Permissions},
     os::unix::fs::PermissionsExt,
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Command, ExitCode},
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
 use gpumux_emu::Profile;
 use rustix::{
     event::{PollFd, PollFlags, poll},
+    fs::{FlockOperation, flock},
     io::Errno,
-    process::{Pid, PidfdFlags, pidfd_open},
+    process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open},
 };
 use tokio::{
     signal::unix::{SignalKind, signal},
@@ -22,6 +24,9 @@ use tokio::{
 
 use super::become_program;
 use crate::emulated::Server;
+
+/// How long a daemon may take to end with the device.
+const DAEMON_END: Duration = Duration::from_secs(5);
 
 const EXAMPLES: &str = "\
 Examples:
@@ -155,9 +160,30 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         .block_on(end(args.owner))?;
     server.stop()?;
     if let (Some(_), Some(dir)) = (args.owner, args.socket.parent()) {
+        end_daemon(dir);
         let _ = fs::remove_dir_all(dir);
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Ends the daemon that a `run` inside has started, and waits a moment for it. Whoever holds the lock is the one
+/// whose pid is in it.
+fn end_daemon(dir: &Path) {
+    let Ok(lock) = File::open(dir.join("lock")) else {
+        return;
+    };
+    let gone = || flock(&lock, FlockOperation::NonBlockingLockShared).is_ok();
+    if gone() {
+        return;
+    }
+    let pid = fs::read_to_string(dir.join("lock")).unwrap_or_default();
+    if let Some(pid) = pid.trim().parse().ok().and_then(Pid::from_raw) {
+        let _ = kill_process(pid, Signal::TERM);
+    }
+    let asked = Instant::now();
+    while !gone() && asked.elapsed() < DAEMON_END {
+        std::thread::sleep(Duration::from_millis(5));
+    }
 }
 
 /// Waits for SIGTERM, SIGINT, or the end of the process that the device is for.

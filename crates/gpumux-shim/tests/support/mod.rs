@@ -3,7 +3,6 @@
 #![allow(dead_code)] // each test file uses its part
 
 use std::{
-    env,
     io::{BufRead, BufReader, Read, Write},
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
@@ -24,34 +23,7 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// The folder with the library and, under `examples`, the programs; built at the first call.
 fn dir() -> &'static Path {
     static DIR: OnceLock<PathBuf> = OnceLock::new();
-    DIR.get_or_init(|| {
-        let test = env::current_exe().unwrap();
-        let dir = test
-            .ancestors()
-            .nth(2)
-            .expect("a test lies in <target>/<profile>/deps");
-        let mut cargo = Command::new(env::var_os("CARGO").unwrap_or("cargo".into()));
-        cargo.args([
-            "build",
-            "--quiet",
-            "-p",
-            "gpumux-shim",
-            "--lib",
-            "--examples",
-        ]);
-        cargo.arg("--target-dir").arg(dir.parent().unwrap());
-        if let Some(profile) = dir.file_name().and_then(|name| name.to_str())
-            && profile != "debug"
-        {
-            cargo.args(["--profile", profile]);
-        }
-        let status = cargo
-            .current_dir(env!("CARGO_MANIFEST_DIR"))
-            .status()
-            .unwrap();
-        assert!(status.success(), "the shim does not build");
-        dir.to_owned()
-    })
+    DIR.get_or_init(|| gpumux_tests::build(&["-p", "gpumux-shim", "--lib", "--examples"]))
 }
 
 pub(crate) fn shim() -> PathBuf {
