@@ -15,6 +15,7 @@ mod units;
 
 pub mod gang;
 pub mod policy;
+pub mod space;
 
 pub use accounts::{Account, Accounts, fractions};
 pub use plan::{DomainPlan, Lever, Plan, RunState};
