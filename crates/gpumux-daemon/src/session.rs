@@ -372,6 +372,7 @@ impl Session<'_> {
                 group,
                 channels,
                 timeslice_us,
+                shared,
             } => {
                 let file = file.ok_or(Refusal::NoFile)?;
                 self.sessions.check_files(&file)?;
@@ -386,7 +387,7 @@ impl Session<'_> {
                     group,
                     channels,
                 };
-                self.announce(key, engine, handles, timeslice_us, file)
+                self.announce(key, engine, handles, (timeslice_us, shared), file)
                     .await?;
             }
             Shim::Channels { key, channels } => {
@@ -416,7 +417,7 @@ impl Session<'_> {
         key: u32,
         engine: u32,
         handles: Group,
-        default: u64,
+        (default, shared): (u64, bool),
         file: OwnedFd,
     ) -> Result<(), Refusal> {
         let member = Member {
@@ -448,6 +449,7 @@ impl Session<'_> {
             emulated: verified.emulated,
             levers: verified.levers,
             page: Arc::clone(&self.page),
+            shared,
             timeslice: verified.timeslice,
             default: default.unwrap_or(Timeslice::DEFAULT),
         };

@@ -347,6 +347,9 @@ pub enum TenantState {
 pub struct Domain {
     /// Unique in the daemon's life.
     pub id: u64,
+    /// The group whose SMs it shares with other domains; they run and wait together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u64>,
     /// UUID of its device.
     pub device: String,
     /// Its process.

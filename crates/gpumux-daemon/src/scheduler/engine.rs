@@ -33,6 +33,8 @@ pub(crate) struct Engine {
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
+    /// Tenants that were placed in a group, and its name.
+    placed: BTreeMap<TenantId, Arc<str>>,
     domains_made: u64,
     /// What a step cost lately, levers apart.
     cost: Micros,
@@ -108,6 +110,7 @@ impl Engine {
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
+            placed: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
             stats: types::Scheduler::default(),
@@ -197,9 +200,15 @@ impl Engine {
             .map(|(_, spec)| spec)
     }
 
+    /// The tenant's processes share the group of this name, as far as they use its MPS server.
+    pub(crate) fn place(&mut self, tenant: TenantId, group: Arc<str>) {
+        self.placed.insert(tenant, group);
+    }
+
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        self.placed.remove(&tenant);
         for device in self.devices.values_mut() {
             device.ended.remove(&tenant);
         }
@@ -243,17 +252,27 @@ impl Engine {
             self.set_copy_slices();
             return Ok(());
         }
-        self.domains_made += 1;
+        self.device(group.device.clone());
+        let shared = self.placed.get(&group.tenant).filter(|_| group.shared);
+        let shared = shared.cloned();
+        // A group that is made now has a number of its own.
+        self.domains_made += 2;
         let id = DomainId(self.domains_made);
         let now = self.now();
-        let device = self.device(group.device.clone());
+        let clock = &self.clock;
+        let Some(device) = self.devices.get_mut(&group.device) else {
+            return Err(GroupError::NoTenant);
+        };
         device.emulated |= group.emulated;
         device.account(now);
-        let domain = Domain::new(id, group, now);
+        let mut domain = Domain::new(id, group, now);
+        domain.group = shared.map(|name| device.group(name, DomainId(id.0 - 1)));
+        domain.before = device.accounts.get(domain.planned_as());
         device
             .record
             .push(now, &domain.who, What::Came(domain.now()));
         device.domains.insert(id, domain);
+        device.conform(id, clock);
         device.dirty = true;
         Ok(())
     }
@@ -514,13 +533,14 @@ impl Engine {
             for (tenant, totals) in &device.ended {
                 *view.totals.entry((*tenant, uuid.clone())).or_default() += *totals;
             }
-            for (id, domain) in &device.domains {
-                let account = device.accounts.get(*id);
+            for domain in device.domains.values() {
+                let account = device.account_of(domain);
                 let tenant = domain.state.tenant;
                 let totals = domain.totals(now, &account);
                 *view.totals.entry((tenant, uuid.clone())).or_default() += totals;
                 let shown = types::Domain {
-                    id: id.0,
+                    id: domain.state.id.0,
+                    group: domain.group.map(|group| group.0),
                     device: uuid.clone(),
                     pid: domain.member.pid,
                     timeslice_us: domain.state.timeslice.0,

@@ -268,6 +268,7 @@ async fn handles_that_the_file_does_not_own_are_refused() {
         group,
         channels,
         timeslice_us: 2048,
+        shared: false,
     };
     for message in [
         wrong(subdevice, group + 1, channels.clone()),

@@ -207,6 +207,7 @@ mod tests {
     fn domain(id: u64, promised_share: f64, received_us: u64, waited_us: u64) -> Domain {
         Domain {
             id,
+            group: None,
             device: "GPU-5efc3a7e-70d7-750a".into(),
             pid: 7,
             timeslice_us: 1,
