@@ -164,7 +164,7 @@ impl Engine {
 
     async fn prepare_one(&self, claim: &ClaimRef) -> Result<Vec<Prepared>, PrepareError> {
         let _lock = self.lock(&claim.uid).await?;
-        let known = self.known(&claim.uid)?;
+        let known = self.store.get(&claim.uid)?;
         if let Some(record) = known.as_deref().filter(|record| record.ready) {
             // The kubelet asks again after its own restart: what went missing meanwhile comes back.
             self.make_tenants(record, true).await?;
@@ -202,7 +202,7 @@ impl Engine {
         tokio::task::spawn_blocking(move || {
             store.admit(&entered)?;
             after(Step::Entered);
-            store.sync(&entered.claim.uid)
+            store.sync()
         })
         .await??;
         (self.after)(Step::Recorded);
@@ -211,29 +211,28 @@ impl Engine {
         self.describe(record)?;
         (self.after)(Step::Described);
         record.ready = true;
-        self.keep(record).await?;
+        // This need not survive a power failure: pods do not either, and their claims are then prepared anew.
+        self.store.write(record)?;
         (self.after)(Step::Ready);
         Ok(())
     }
 
     async fn unprepare_one(&self, claim: &ClaimRef) -> Result<(), PrepareError> {
         let _lock = self.lock(&claim.uid).await?;
-        match self.store.get(&claim.uid) {
-            Ok(Some(record)) => self.unmake(&record).await,
-            // Records go last: nothing of this claim is left.
-            Ok(None) => self.undescribe(&claim.uid),
-            Err(error) => {
-                tracing::warn!(claim = %claim.name, %error, "unprepared by name");
-                self.undescribe(&claim.uid)?;
-                let prefix = tenant_prefix(&claim.uid);
-                for tenant in self.daemon.tenants().await? {
-                    if tenant.name.starts_with(&prefix) {
-                        self.end_tenant(&tenant.name).await?;
-                    }
+        if let Some(record) = self.store.get(&claim.uid)? {
+            return self.unmake(&record).await;
+        }
+        // Records go last: nothing of this claim is left, unless its record is damaged.
+        self.undescribe(&claim.uid)?;
+        if self.store.is_damaged()? {
+            let prefix = tenant_prefix(&claim.uid);
+            for tenant in self.daemon.tenants().await? {
+                if tenant.name.starts_with(&prefix) {
+                    self.end_tenant(&tenant.name).await?;
                 }
-                Ok(self.store.remove(&claim.uid)?)
             }
         }
+        Ok(())
     }
 
     /// Undoes as much as can be undone; only when all is, the record goes.
@@ -246,7 +245,11 @@ impl Engine {
         undone?;
         (self.after)(Step::Untenanted);
         let (store, uid) = (self.store.clone(), record.claim.uid.clone());
-        tokio::task::spawn_blocking(move || store.remove(&uid)).await??;
+        tokio::task::spawn_blocking(move || {
+            store.remove(&uid)?;
+            store.sync()
+        })
+        .await??;
         (self.after)(Step::Forgotten);
         Ok(())
     }
@@ -256,10 +259,7 @@ impl Engine {
     /// # Errors
     /// The daemon, or the disk. What could be restored is.
     pub async fn restore(&self) -> Result<usize, PrepareError> {
-        let (records, damaged) = self.store.all()?;
-        for error in damaged {
-            tracing::warn!(%error, "a claim is unknown until it is prepared or unprepared again");
-        }
+        let records = self.store.all()?;
         let living = self.daemon.tenants().await?;
         let missing = |record: &Record| {
             record
@@ -308,7 +308,7 @@ impl Engine {
             let _ = self.make_tenants(&record, true).await;
             return Err(error);
         }
-        self.keep(&changed).await
+        Ok(self.store.write(&changed)?)
     }
 
     async fn fetch(&self, claim: &ClaimRef) -> Result<ResourceClaim, PrepareError> {
@@ -359,24 +359,6 @@ impl Engine {
 
     fn undescribe(&self, uid: &str) -> Result<(), PrepareError> {
         cdi::remove(&self.cdi_dir, uid).map_err(|e| PrepareError::Cdi(self.cdi_dir.clone(), e))
-    }
-
-    /// Writes a record that is on disk already in an earlier state. This one need not survive a power failure: the pods
-    /// do not either, and their claims are then prepared anew.
-    async fn keep(&self, record: &Record) -> Result<(), PrepareError> {
-        let (store, record) = (self.store.clone(), record.clone());
-        Ok(tokio::task::spawn_blocking(move || store.write(&record)).await??)
-    }
-
-    /// The record, or none where it is damaged: then the claim is prepared anew.
-    fn known(&self, uid: &str) -> Result<Option<Arc<Record>>, PrepareError> {
-        match self.store.get(uid) {
-            Err(error @ CheckpointError::Damaged { .. }) => {
-                tracing::warn!(%error, "prepared anew");
-                Ok(None)
-            }
-            other => Ok(other?),
-        }
     }
 
     async fn lock(&self, uid: &str) -> Result<std::fs::File, PrepareError> {

@@ -414,38 +414,101 @@ async fn without_the_api_server_claims_can_still_go() {
     driver.stop().await;
 }
 
+/// A small disk of its own under a directory. Goes with the value.
+struct SmallDisk(std::path::PathBuf);
+
+impl SmallDisk {
+    /// None where this user may not mount.
+    fn mount(dir: std::path::PathBuf) -> Option<Self> {
+        std::fs::create_dir_all(&dir).unwrap();
+        let mut mount = std::process::Command::new("mount");
+        mount
+            .args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"])
+            .arg(&dir);
+        let mounted = mount.stderr(std::process::Stdio::null()).status();
+        mounted
+            .is_ok_and(|status| status.success())
+            .then_some(Self(dir))
+    }
+
+    fn fill(&self) {
+        use std::io::Write;
+        let mut file = std::fs::File::create(self.0.join("filler")).unwrap();
+        while file.write_all(&[0; 512]).is_ok() {}
+    }
+
+    fn clear(&self) {
+        std::fs::remove_file(self.0.join("filler")).unwrap();
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(&self.0)
+            .status();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_takes_nothing_leaves_nothing() {
+async fn a_full_disk_leaves_nothing_and_lets_claims_go() {
     let mut node = Node::new().await;
+    let disks = ["plugins", "cdi"].map(|dir| SmallDisk::mount(node.path(dir)));
+    let [Some(plugins), Some(cdi)] = disks else {
+        eprintln!("skipped: this user may not mount");
+        return;
+    };
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
+    let claims: Vec<_> = (0..8)
+        .map(|n| {
+            node.claim(
+                &format!("c{n}"),
+                "gpumux-guaranteed",
+                json!({"compute": "10"}),
+                None,
+            )
+        })
+        .collect();
+    let there = &claims[7];
+    kubelet.prepare_one(there).await.unwrap();
+    for (disk, message) in [
+        (&cdi, "cannot write the CDI file in"),
+        (&plugins, "cannot keep the claim in"),
+    ] {
+        disk.fill();
+        // The last page of the file may have room for some.
+        let mut refused = 0;
+        for claim in &claims[..7] {
+            let Err(error) = kubelet.prepare_one(claim).await else {
+                continue;
+            };
+            refused += 1;
+            assert!(
+                error.contains(message) && error.contains("No space left"),
+                "{error}"
+            );
+            assert!(node.tenant(claim).await.is_none() && !node.cdi_file(claim).exists());
+        }
+        assert!(refused > 0, "{message}");
+        assert_eq!(node.records(), 8 - refused);
+        for claim in &claims[..7] {
+            kubelet.unprepare_one(claim).await.unwrap();
+        }
+        assert_eq!(
+            (node.records(), node.daemon.tenants().await.unwrap().len()),
+            (1, 1)
+        );
+        disk.clear();
+        kubelet.prepare_one(&claims[0]).await.unwrap();
+        kubelet.unprepare_one(&claims[0]).await.unwrap();
+    }
+    plugins.fill();
+    kubelet.unprepare_one(there).await.unwrap();
+    assert_eq!(
+        (node.records(), node.daemon.tenants().await.unwrap().len()),
+        (0, 0)
     );
-    // No place for the CDI file: a file is where the directory should be.
-    std::fs::write(node.path("cdi"), "").unwrap();
-    let error = kubelet.prepare_one(&claim).await.unwrap_err();
-    assert!(error.contains("cannot write the CDI file"), "{error}");
-    assert!(node.tenant(&claim).await.is_none());
-    // No place for the record.
-    std::fs::remove_file(node.path("cdi")).unwrap();
-    let beside = node.path(&format!(
-        "plugins/gpumux.dev/claims/{}.tmp-{}",
-        claim.uid,
-        std::process::id()
-    ));
-    let _ =
-        std::fs::remove_file(node.path(&format!("plugins/gpumux.dev/claims/{}.claim", claim.uid)));
-    std::fs::create_dir(&beside).unwrap();
-    let error = kubelet.prepare_one(&claim).await.unwrap_err();
-    assert!(error.contains("cannot keep the claim in"), "{error}");
-    assert!(node.tenant(&claim).await.is_none() && !node.cdi_file(&claim).exists());
-    assert_eq!(node.records(), 0);
-    // With room again, it goes.
-    std::fs::remove_dir(&beside).unwrap();
-    kubelet.prepare_one(&claim).await.unwrap();
     driver.stop().await;
 }
 
@@ -530,14 +593,24 @@ async fn a_damaged_record_is_made_anew_or_cleaned_up() {
         json!({"compute": "500"}),
         None,
     );
-    let record = node.path(&format!("plugins/gpumux.dev/claims/{}.claim", claim.uid));
+    let log = node.path("plugins/gpumux.dev/claims/claims.log");
+    let damage = || {
+        let mut bytes = std::fs::read(&log).unwrap();
+        let place = bytes.len() - 9;
+        bytes[place] ^= 4;
+        std::fs::write(&log, bytes).unwrap();
+    };
     kubelet.prepare_one(&claim).await.unwrap();
     let before = cdi_env(&node.cdi_file(&claim));
-    std::fs::write(&record, "gpumux-claim-v1 00000000\n{}\n").unwrap();
+    driver.stop().await;
+    damage();
+    let (driver, kubelet) = node.start().await;
     kubelet.prepare_one(&claim).await.unwrap();
     assert_ne!(cdi_env(&node.cdi_file(&claim)), before, "a new secret");
     assert_eq!(node.daemon.tenants().await.unwrap().len(), 1);
-    std::fs::write(&record, "").unwrap();
+    driver.stop().await;
+    damage();
+    let (driver, kubelet) = node.start().await;
     kubelet.unprepare_one(&claim).await.unwrap();
     assert_eq!(
         (node.daemon.tenants().await.unwrap().len(), node.records()),
