@@ -11,6 +11,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     checkpoint::{Record, write_whole},
     claim::Share,
+    device,
 };
 
 /// The kind of the devices: vendor and class.
@@ -93,20 +94,19 @@ pub fn path(dir: &Path, uid: &str) -> PathBuf {
 /// Writes the claim's file whole or not at all.
 ///
 /// # Errors
-/// The disk.
+/// The disk, or a MIG instance that is gone.
 pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
+    let device = |(index, share)| {
+        Ok(CdiDevice {
+            name: format!("{}-{index}", record.claim.uid),
+            container_edits: edits(host, share, token(record, index))?,
+        })
+    };
+    let devices = record.shares.iter().enumerate().map(device);
     let spec = Spec {
         cdi_version: CDI_VERSION.to_owned(),
         kind: KIND.to_owned(),
-        devices: record
-            .shares
-            .iter()
-            .enumerate()
-            .map(|(index, share)| CdiDevice {
-                name: format!("{}-{index}", record.claim.uid),
-                container_edits: edits(host, share, token(record, index)),
-            })
-            .collect(),
+        devices: devices.collect::<io::Result<_>>()?,
     };
     fs::create_dir_all(dir)?;
     let path = path(dir, &record.claim.uid);
@@ -143,7 +143,7 @@ fn token(record: &Record, share: usize) -> &str {
     tenant.map_or("", |tenant| &tenant.token)
 }
 
-fn edits(host: &Host, share: &Share, token: &str) -> Edits {
+fn edits(host: &Host, share: &Share, token: &str) -> io::Result<Edits> {
     let shim = format!("{IN_CONTAINER}/lib/libgpumux.so");
     let run = format!("{IN_CONTAINER}/run");
     let mut edits = Edits {
@@ -188,14 +188,25 @@ fn edits(host: &Host, share: &Share, token: &str) -> Edits {
             .chain(nodes)
             .map(|name| format!("/dev/{name}"))
             .filter(|path| host.root.join(path.trim_start_matches('/')).exists())
-            .map(|path| Node {
-                host_path: path.clone(),
-                path,
-            })
+            .map(node)
             .collect();
+        if let (Some(minor), Some(mig)) = (share.of.minor, share.of.mig) {
+            let nodes = device::capability_nodes(&host.root, minor, mig)?;
+            edits.device_nodes.extend(nodes.map(node));
+            edits
+                .env
+                .push(format!("CUDA_VISIBLE_DEVICES={}", share.of.uuid));
+        }
     }
     edits.env.push(format!("LD_PRELOAD={}", preload.join(":")));
-    edits
+    Ok(edits)
+}
+
+fn node(path: String) -> Node {
+    Node {
+        host_path: path.clone(),
+        path,
+    }
 }
 
 fn library_mounts(name: &str, file: &Path) -> impl Iterator<Item = Mount> {
@@ -274,14 +285,20 @@ mod tests {
     }
 
     #[test]
-    fn the_file_is_valid_cdi_and_has_what_a_container_needs() {
+    fn the_file_has_what_a_container_needs() {
         let dir = tempfile::tempdir().unwrap();
         let record = record("0b1c", 500);
         write(dir.path(), &host(dir.path()), &record).unwrap();
         let path = path(dir.path(), "0b1c");
-        let spec = container_device_interface::spec::read_spec(&path, 0).expect("valid CDI");
-        assert!(spec.get_device("0b1c-0").is_some());
         let json: serde_json::Value = serde_json::from_slice(&fs::read(&path).unwrap()).unwrap();
+        assert_eq!(
+            (
+                &json["cdiVersion"],
+                &json["kind"],
+                &json["devices"][0]["name"]
+            ),
+            (&"0.5.0".into(), &KIND.into(), &"0b1c-0".into())
+        );
         let edits = &json["devices"][0]["containerEdits"];
         let env = edits["env"].as_array().unwrap();
         assert!(env.contains(&format!("GPUMUX_TENANT={}", record.tenants[0].token).into()));
@@ -306,6 +323,43 @@ mod tests {
         remove(dir.path(), "0b1c").unwrap();
         remove(dir.path(), "0b1c").unwrap();
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_mig_instance_comes_with_its_capabilities() {
+        let dir = tempfile::tempdir().unwrap();
+        let instance = dir
+            .path()
+            .join("proc/driver/nvidia/capabilities/gpu0/mig/gi3");
+        fs::create_dir_all(instance.join("ci0")).unwrap();
+        let access = |minor| format!("DeviceFileMinor: {minor}\nDeviceFileMode: 292\n");
+        fs::write(instance.join("access"), access(30)).unwrap();
+        fs::write(instance.join("ci0/access"), access(31)).unwrap();
+        let mut record = record("0b1c", 500);
+        record.shares[0].of.uuid = "MIG-1".into();
+        record.shares[0].of.mig = Some(device::Mig {
+            gpu_instance: 3,
+            compute_instance: 0,
+        });
+        let host = host(dir.path());
+        let of = |record: &Record| edits(&host, &record.shares[0], "t");
+        let found = of(&record).unwrap();
+        let nodes: Vec<_> = found.device_nodes.iter().map(|n| n.path.as_str()).collect();
+        let capabilities = [
+            "/dev/nvidia-caps/nvidia-cap30",
+            "/dev/nvidia-caps/nvidia-cap31",
+        ];
+        assert_eq!(
+            nodes[..3],
+            ["/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"]
+        );
+        assert_eq!(nodes[3..], capabilities);
+        assert!(found.env.contains(&"CUDA_VISIBLE_DEVICES=MIG-1".to_owned()));
+        fs::remove_dir_all(instance).unwrap();
+        assert!(
+            of(&record).is_err(),
+            "an instance that is gone gives nothing"
+        );
     }
 
     #[test]

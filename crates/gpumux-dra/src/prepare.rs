@@ -3,7 +3,7 @@
 //! The order makes every step repeatable after a crash: the claim is recorded before anything is made, tenants and
 //! the CDI file carry the claim's uid, and the record is the last thing that goes.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use gpumux_core::TenantSpec;
@@ -13,7 +13,8 @@ use gpumux_daemon::{
 };
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Api;
-use tokio::sync::{mpsc, watch};
+use serde_json::json;
+use tokio::sync::{OnceCell, mpsc, watch};
 
 use crate::{
     cdi,
@@ -130,6 +131,8 @@ pub struct Engine {
     pub devices: watch::Receiver<Arc<Vec<Device>>>,
     /// Told of claims that were prepared.
     pub news: mpsc::UnboundedSender<ClaimRef>,
+    /// What promises to tenants can say at the daemon, once it was asked.
+    pub fields: Arc<OnceCell<BTreeSet<String>>>,
     /// Told after each step; for tests.
     pub after: fn(Step),
 }
@@ -321,15 +324,21 @@ impl Engine {
 
     /// Makes the claim's tenants, or changes those that are there if they are known to be this record's.
     async fn make_tenants(&self, record: &Record, known: bool) -> Result<(), PrepareError> {
-        let specs = specs(record)?;
-        for (tenant, spec) in record.tenants.iter().zip(specs) {
-            let new = NewTenant {
+        let known_fields = self
+            .fields
+            .get_or_try_init(|| self.daemon.spec_fields())
+            .await?;
+        for (tenant, share, spec) in tenants(record)? {
+            let mut new = json!(NewTenant {
                 name: Some(tenant.name.clone()),
                 spec: spec.clone().into(),
                 kept: true,
                 token: Some(tenant.token.clone()),
                 ..NewTenant::default()
-            };
+            });
+            for (field, value) in share.parameters.extra(&share.guaranteed(), known_fields)? {
+                new["spec"][field] = value;
+            }
             match self.daemon.create(&new).await {
                 Err(ClientError::Refused { status: 409, .. }) if known => {
                     self.daemon.change(&tenant.name, &change(&spec)).await?;
@@ -367,14 +376,16 @@ impl Engine {
     }
 }
 
-/// The tenants' promises, in their order. Shares of one tenant have the same.
-fn specs(record: &Record) -> Result<Vec<TenantSpec>, ShareError> {
+/// The tenants with their promises. Shares of one tenant have the same, so the first is returned.
+fn tenants(record: &Record) -> Result<Vec<(&TenantRecord, &Share, TenantSpec)>, ShareError> {
     let patch: Option<Patch> = record.patch.as_deref().map(str::parse).transpose()?;
-    (0..record.tenants.len())
-        .filter_map(|tenant| record.tenant_of.iter().position(|&of| of == tenant))
-        .filter_map(|share| record.shares.get(share))
-        .map(|share| share.spec(patch.as_ref()))
-        .collect()
+    let one = |(index, tenant)| {
+        let first = record.tenant_of.iter().position(|&of| of == index)?;
+        let share = record.shares.get(first)?;
+        let spec = share.spec(patch.as_ref());
+        Some(spec.map(|spec| (tenant, share, spec)))
+    };
+    record.tenants.iter().enumerate().filter_map(one).collect()
 }
 
 fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> Record {

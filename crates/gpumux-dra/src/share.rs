@@ -3,10 +3,11 @@
 //! What Kubernetes accounts (guaranteed compute and memory) is consumed capacity and not said here, except that
 //! the annotation may lower it. Everything else about a share is.
 
-use std::{fmt, str::FromStr};
+use std::{collections::BTreeSet, fmt, str::FromStr};
 
 use gpumux_core::{Class, TenantSpec};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::model::{Amounts, WHOLE_COMPUTE};
 
@@ -149,8 +150,8 @@ pub enum ShareError {
     /// No name.
     #[error("trustDomain `{0}` is no name: use 1 to 63 letters, digits, `.`, `_`, `-`")]
     TrustDomain(String),
-    /// The daemon of this version has no means for it.
-    #[error("{0} cannot be kept by this version of gpumux: leave it out")]
+    /// The node's daemon has no means for it.
+    #[error("{0} cannot be kept by the gpumuxd of this node: leave it out, or update gpumuxd")]
     NotSupported(&'static str),
 }
 
@@ -253,8 +254,7 @@ impl GpuShare {
     /// The tenant's promise, with `allocated` guaranteed.
     ///
     /// # Errors
-    /// The tier and the allocation do not agree, the limit is below the guarantee, or the daemon has no means for
-    /// what is asked.
+    /// The tier and the allocation do not agree, or the limit is below the guarantee.
     pub fn spec(
         &self,
         allocated: &Amounts,
@@ -266,12 +266,6 @@ impl GpuShare {
                 return Err(ShareError::Guaranteed(compute));
             }
             _ => {}
-        }
-        if self.trust_domain.is_some() {
-            return Err(ShareError::NotSupported("trustDomain"));
-        }
-        if self.sleep.is_some() {
-            return Err(ShareError::NotSupported("sleep"));
         }
         let share = patch.map_or_else(|| self.clone(), |patch| self.patched(patch));
         let guaranteed = match patch.and_then(|patch| patch.compute) {
@@ -311,6 +305,37 @@ impl GpuShare {
             latency_objective_us: share.latency_objective_us,
             ..TenantSpec::default()
         })
+    }
+}
+
+impl GpuShare {
+    /// What the tenant is promised beside its [`spec`](Self::spec), for a daemon whose promises have these fields.
+    ///
+    /// # Errors
+    /// The daemon has no means for what is asked.
+    pub fn extra(
+        &self,
+        allocated: &Amounts,
+        known: &BTreeSet<String>,
+    ) -> Result<Map<String, Value>, ShareError> {
+        let sleep = self.sleep.map(|sleep| sleep.after_seconds.into());
+        let trust = self.trust_domain.clone().map(Value::from);
+        let mut extra = Map::new();
+        for (field, value, parameter) in [
+            // Accounted by Kubernetes all the same.
+            ("memory_guaranteed", Some(allocated.memory.into()), None),
+            ("sleep_after_s", sleep, Some("sleep")),
+            ("trust_domain", trust, Some("trustDomain")),
+        ] {
+            match (value, parameter) {
+                (Some(value), _) if known.contains(field) => {
+                    drop(extra.insert(field.into(), value))
+                }
+                (Some(_), Some(parameter)) => return Err(ShareError::NotSupported(parameter)),
+                _ => {}
+            }
+        }
+        Ok(extra)
     }
 }
 
@@ -425,18 +450,30 @@ mod tests {
     }
 
     #[test]
-    fn what_the_daemon_has_no_means_for_is_refused() {
-        for fields in [
-            json!({"trustDomain": "team"}),
-            json!({"sleep": {"afterSeconds": 60}}),
-        ] {
-            let error = share(fields)
-                .unwrap()
-                .spec(&allocated(0), None)
-                .unwrap_err()
-                .to_string();
-            assert!(error.contains("leave it out"), "{error}");
-        }
+    fn the_daemon_gets_what_it_has_means_for_and_the_rest_is_refused() {
+        let share = share(json!({"trustDomain": "team", "sleep": {"afterSeconds": 60}})).unwrap();
+        let known = |fields: &[&str]| fields.iter().map(|field| (*field).to_owned()).collect();
+        let all = known(&[
+            "guaranteed",
+            "memory_guaranteed",
+            "sleep_after_s",
+            "trust_domain",
+        ]);
+        let extra = share.extra(&allocated(0), &all).unwrap();
+        assert_eq!(
+            Value::Object(extra),
+            json!({"memory_guaranteed": 1 << 30, "sleep_after_s": 60, "trust_domain": "team"})
+        );
+        let error = |fields: &[&str]| {
+            let refused = share.extra(&allocated(0), &known(fields));
+            refused.unwrap_err().to_string()
+        };
+        assert!(error(&["sleep_after_s"]).starts_with("trustDomain cannot be kept"));
+        assert!(error(&["trust_domain"]).starts_with("sleep cannot be kept"));
+        let plain = GpuShare::default()
+            .extra(&allocated(0), &known(&[]))
+            .unwrap();
+        assert!(plain.is_empty());
     }
 
     #[test]

@@ -2,6 +2,10 @@
 
 use std::{os::unix::fs::PermissionsExt, path::Path};
 
+use axum::{
+    Json,
+    routing::{delete, get, post},
+};
 use gpumux_dra::{
     Config, Error,
     device::Device,
@@ -12,6 +16,7 @@ use gpumux_dra::{
     slices, start,
 };
 use serde_json::{Value, json};
+use tokio::sync::mpsc;
 
 use crate::support::{
     api::Api,
@@ -33,6 +38,7 @@ async fn two_guarantees_and_a_preemptible_share_one_gpu_from_registration_to_the
         [
             "v1.DRAPlugin",
             "v1beta1.DRAPlugin",
+            "v1.DRAResourceHealth",
             "v1alpha1.DRAResourceHealth"
         ]
     );
@@ -308,13 +314,6 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
     errors.push((unknown, "unknown field `prio`"));
     let nothing = node.claim("nothing", "gpumux-guaranteed", json!({}), None);
     errors.push((nothing, "tier `guaranteed` needs guaranteed compute"));
-    let sleepy = node.claim(
-        "sleepy",
-        "gpumux-preemptible",
-        json!({}),
-        Some(json!({"sleep": {"afterSeconds": 5}})),
-    );
-    errors.push((sleepy, "sleep cannot be kept by this version"));
     let below = node.claim(
         "below",
         "gpumux-guaranteed",
@@ -388,6 +387,93 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
     let failure = kubelet.prepare(&[path]).await.unwrap_err();
     assert!(matches!(failure, Failure::Status(code, _) if code == "3"));
     driver.stop().await;
+}
+
+/// A daemon whose promises have the given fields; it tells what it was asked to make.
+async fn daemon_with(runtime_dir: &Path, fields: &[&str]) -> mpsc::UnboundedReceiver<Value> {
+    let fields: serde_json::Map<_, _> = fields
+        .iter()
+        .map(|field| ((*field).to_owned(), json!({})))
+        .collect();
+    let document = json!({"components": {"schemas": {"Spec": {"properties": fields}}}});
+    let (made, asked) = mpsc::unbounded_channel();
+    let create = async move |Json(new): Json<Value>| {
+        let created = json!({"name": new["name"], "token": new["token"], "socket": ""});
+        made.send(new).unwrap();
+        Json(created)
+    };
+    let router = axum::Router::new()
+        .route("/openapi.json", get(async move || Json(document)))
+        .route("/v1/tenants", post(create).get(async || Json(json!([]))))
+        .route("/v1/tenants/{name}", delete(async || "null"));
+    std::fs::create_dir_all(runtime_dir).unwrap();
+    let listener = tokio::net::UnixListener::bind(runtime_dir.join("api.sock")).unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    asked
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sleep_and_trust_go_to_a_daemon_that_knows_them_and_are_refused_by_another() {
+    let mut node = Node::new().await;
+    let parameters = json!({"trustDomain": "team-a", "sleep": {"afterSeconds": 30}});
+    for (round, (fields, refused)) in [
+        (
+            &[
+                "guaranteed",
+                "memory_guaranteed",
+                "sleep_after_s",
+                "trust_domain",
+            ][..],
+            None,
+        ),
+        (
+            &["guaranteed", "sleep_after_s"],
+            Some("trustDomain cannot be kept by the gpumuxd"),
+        ),
+        (&["guaranteed"], Some("sleep cannot be kept by the gpumuxd")),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut config = node.config();
+        config.runtime_dir = node.path(&format!("run{round}"));
+        let mut asked = daemon_with(&config.runtime_dir, fields).await;
+        let driver = start(config, node.api.client.clone()).await.unwrap();
+        let kubelet = Kubelet::register(&node.path("plugins_registry")).await;
+        node.api.until_published().await;
+        let name = format!("c{round}");
+        let capacity = json!({"memory": "2Gi"});
+        let claim = node.claim(
+            &name,
+            "gpumux-preemptible",
+            capacity,
+            Some(parameters.clone()),
+        );
+        let result = kubelet.prepare_one(&claim).await;
+        match refused {
+            None => {
+                result.unwrap();
+                let spec = asked.recv().await.unwrap()["spec"].clone();
+                assert_eq!(
+                    (
+                        &spec["trust_domain"],
+                        &spec["sleep_after_s"],
+                        &spec["memory_guaranteed"]
+                    ),
+                    (&json!("team-a"), &json!(30), &json!(2u64 << 30))
+                );
+            }
+            Some(message) => {
+                let error = result.unwrap_err();
+                assert!(error.contains(message), "{error}");
+                assert!(!node.cdi_file(&claim).exists());
+                assert!(asked.try_recv().is_err(), "nothing was made");
+            }
+        }
+        kubelet.unprepare_one(&claim).await.unwrap();
+        assert_eq!(node.records(), 0);
+        driver.stop().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -651,18 +737,20 @@ async fn the_kubelet_hears_of_health() {
     let registry = config.places.registry.clone();
     let driver = start(config, node.api.client.clone()).await.unwrap();
     let kubelet = Kubelet::register(&registry).await;
-    let health = kubelet.health().await;
-    let of = |name: &str| {
-        let device = health
-            .devices
-            .iter()
-            .find(|device| device.device.as_ref().unwrap().device_name == name)
-            .unwrap();
-        (device.health(), device.message.as_str())
-    };
-    assert_eq!(of("gpu-0"), (HealthStatus::Healthy, ""));
-    for name in ["gpu-1", "gpu-1-whole"] {
-        assert_eq!(of(name), (HealthStatus::Unhealthy, "Xid 79"));
+    for version in ["v1", "v1alpha1"] {
+        let health = kubelet.health(version).await;
+        let of = |name: &str| {
+            let device = health
+                .devices
+                .iter()
+                .find(|device| device.device.as_ref().unwrap().device_name == name)
+                .unwrap();
+            (device.health(), device.message.as_str())
+        };
+        assert_eq!(of("gpu-0"), (HealthStatus::Healthy, ""));
+        for name in ["gpu-1", "gpu-1-whole"] {
+            assert_eq!(of(name), (HealthStatus::Unhealthy, "Xid 79"));
+        }
     }
     driver.stop().await;
 }

@@ -32,7 +32,7 @@ pub fn device(minor: u32) -> Device {
         pcie_root: Some("pci0000:00".into()),
         memory_bytes: 80 << 30,
         minor: Some(minor),
-        mig: false,
+        mig: None,
         emulated: false,
         fault: None,
         evict: false,
