@@ -25,9 +25,9 @@ enum Runtime {
     ByHand,
 }
 
-/// A container, and a directory of its own on the host.
+/// A container, and a directory of its own on the host. What is mounted there goes with the value.
 struct Container {
-    running: Running,
+    running: Option<Running>,
     dir: PathBuf,
 }
 
@@ -64,14 +64,14 @@ impl Runtime {
             }
         };
         Container {
-            running,
+            running: Some(running),
             dir: dir.to_owned(),
         }
     }
 
     /// What a container said, if it has ended.
     async fn ended(&self, container: &mut Container) -> Option<String> {
-        match (self, &mut container.running) {
+        match (self, container.running.as_mut()?) {
             (Self::Containerd(containerd), Running::Pod(pod)) => containerd
                 .ended(pod)
                 .await
@@ -89,25 +89,24 @@ impl Runtime {
         }
     }
 
-    async fn stop(&self, container: Container) {
-        let Container { running, dir } = container;
-        match (self, running) {
-            (Self::Containerd(containerd), Running::Pod(pod)) => containerd.stop(pod).await,
-            (_, Running::Process(process)) => process.kill(),
-            _ => unreachable!("a pod is containerd's"),
+    async fn stop(&self, mut container: Container) {
+        match (self, container.running.take()) {
+            (Self::Containerd(containerd), Some(Running::Pod(pod))) => containerd.stop(pod).await,
+            (_, Some(Running::Process(process))) => process.kill(),
+            _ => {}
         }
-        let _ = unmount(&dir);
     }
 }
 
-fn unmount(dir: &Path) -> std::io::Result<()> {
-    let mut umount = Command::new("umount");
-    umount
-        .arg("-l")
-        .arg(dir.join("usr"))
-        .stderr(Stdio::null())
-        .status()
-        .map(drop)
+impl Drop for Container {
+    fn drop(&mut self) {
+        let mut umount = Command::new("umount");
+        let _ = umount
+            .arg("-l")
+            .arg(self.dir.join("usr"))
+            .stderr(Stdio::null())
+            .status();
+    }
 }
 
 /// The command that makes a tree writable without changing it.

@@ -60,7 +60,7 @@ pub struct Containerd {
 }
 
 impl Containerd {
-    /// Starts it, with one image that has nothing but a program that waits. None if it does not run here.
+    /// Starts it, with one image that has nothing but a program that waits.
     pub fn start(programs: &Path, dir: &Path, cdi_dir: &Path) -> Self {
         std::fs::create_dir_all(dir).unwrap();
         let config = format!(
@@ -169,6 +169,7 @@ impl Containerd {
             uid: name.into(),
             namespace: "team".into(),
         };
+        // The node's network: this needs no plug-ins.
         let own = || Namespaces {
             network: 2,
             pid: 1,
@@ -176,7 +177,6 @@ impl Containerd {
         };
         let sandbox = PodSandboxConfig {
             metadata: Some(metadata()),
-            hostname: name.into(),
             log_directory: logs.display().to_string(),
             linux: Some(LinuxSandbox {
                 security_context: Some(SandboxSecurity {
@@ -358,8 +358,6 @@ struct LinuxSandbox {
 struct PodSandboxConfig {
     #[prost(message, tag = "1")]
     metadata: Option<Metadata>,
-    #[prost(string, tag = "2")]
-    hostname: String,
     #[prost(string, tag = "3")]
     log_directory: String,
     #[prost(message, tag = "8")]
