@@ -83,6 +83,12 @@ pub struct Sleep {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Patch {
+    /// [`API_VERSION`], if at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api_version: Option<String>,
+    /// [`KIND`], if at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
     /// Guaranteed milli-GPU, at most what the claim was allocated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compute: Option<u64>,
@@ -348,6 +354,14 @@ impl FromStr for Patch {
             what: "annotation gpumux.dev/share",
             why: error.to_string(),
         })?;
+        let api_version = patch.api_version.as_deref().unwrap_or(API_VERSION);
+        let kind = patch.kind.as_deref().unwrap_or(KIND);
+        if (api_version, kind) != (API_VERSION, KIND) {
+            return Err(ShareError::Kind {
+                api_version: api_version.to_owned(),
+                kind: kind.to_owned(),
+            });
+        }
         GpuShare::default().patched(&patch).check()?;
         Ok(patch)
     }
@@ -487,6 +501,9 @@ mod tests {
         let spec = resize(r#"{"compute": 200, "weight": 4}"#).unwrap();
         assert_eq!((spec.guaranteed, spec.limit, spec.weight), (0.2, 0.8, 4.0));
         assert_eq!(resize(r#"{"burst": 100}"#).unwrap().limit, 0.6);
+        let whole =
+            r#"{"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare", "limit": 900}"#;
+        assert_eq!(resize(whole).unwrap().limit, 0.9);
         for (patch, message) in [
             (
                 r#"{"compute": 600}"#,
@@ -497,6 +514,7 @@ mod tests {
                 "limit 400 is out of range: use 500 to 1000",
             ),
             (r#"{"memory": 1}"#, "unknown field `memory`"),
+            (r#"{"kind": "GpuConfig"}"#, "write apiVersion"),
             ("faster", "cannot read annotation"),
         ] {
             let error = resize(patch).unwrap_err();

@@ -20,7 +20,7 @@ fn deploy() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy")
 }
 
-fn documents(text: &str) -> Vec<Value> {
+pub(crate) fn documents(text: &str) -> Vec<Value> {
     serde_saphyr::from_multiple::<Value>(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
@@ -67,7 +67,7 @@ fn template_value(value: &Value) -> TemplateValue {
 }
 
 /// The chart's objects, as `helm template` would print them.
-fn render() -> Vec<Value> {
+pub(crate) fn render() -> Vec<Value> {
     let chart = deploy().join("helm/gpumux");
     let values = read(&std::fs::read_to_string(chart.join("values.yaml")).unwrap());
     let names = std::fs::read_to_string(chart.join("templates/_names.tpl")).unwrap();
