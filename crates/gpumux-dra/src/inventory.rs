@@ -157,13 +157,10 @@ impl Looker {
             let one = |uuid: String| Some((uuid.clone(), facts(&nvml, library, &uuid)?));
             Some((uuids.into_iter().filter_map(one).collect(), nvml))
         });
-        match tokio::time::timeout(EVERY, ask).await {
-            Ok(Ok(Some((facts, nvml)))) => {
-                self.nvml = Some(nvml);
-                self.facts = facts;
-            }
-            // Facts do not change: keep what is known.
-            _ => {}
+        // Facts do not change: without an answer, what is known stays.
+        if let Ok(Ok(Some((facts, nvml)))) = tokio::time::timeout(EVERY, ask).await {
+            self.nvml = Some(nvml);
+            self.facts = facts;
         }
         self.facts.clone()
     }

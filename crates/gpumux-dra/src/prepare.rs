@@ -3,7 +3,12 @@
 //! The order makes every step repeatable after a crash: the claim is recorded before anything is made, tenants and
 //! the CDI file carry the claim's uid, and the record is the last thing that goes.
 
-use std::{collections::BTreeSet, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures_util::future::join_all;
 use gpumux_core::TenantSpec;
@@ -14,7 +19,7 @@ use gpumux_daemon::{
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Api;
 use serde_json::json;
-use tokio::sync::{OnceCell, mpsc, watch};
+use tokio::sync::{Mutex, mpsc, watch};
 
 use crate::{
     cdi,
@@ -26,6 +31,8 @@ use crate::{
 
 /// How long the API server may take. The kubelet gives up on a call after 45 s.
 const API_PATIENCE: Duration = Duration::from_secs(15);
+/// How long what the daemon said of itself is taken for true.
+const SAME_DAEMON: Duration = Duration::from_secs(5);
 
 /// A point between two steps, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -131,8 +138,8 @@ pub struct Engine {
     pub devices: watch::Receiver<Arc<Vec<Device>>>,
     /// Told of claims that were prepared.
     pub news: mpsc::UnboundedSender<ClaimRef>,
-    /// What promises to tenants can say at the daemon, once it was asked.
-    pub fields: Arc<OnceCell<BTreeSet<String>>>,
+    /// What the daemon's promises can say, and when it was asked.
+    pub fields: Arc<Mutex<Option<(Instant, Arc<BTreeSet<String>>)>>>,
     /// Told after each step; for tests.
     pub after: fn(Step),
 }
@@ -324,10 +331,7 @@ impl Engine {
 
     /// Makes the claim's tenants, or changes those that are there if they are known to be this record's.
     async fn make_tenants(&self, record: &Record, known: bool) -> Result<(), PrepareError> {
-        let known_fields = self
-            .fields
-            .get_or_try_init(|| self.daemon.spec_fields())
-            .await?;
+        let known_fields = self.fields().await?;
         for (tenant, share, spec) in tenants(record)? {
             let mut new = json!(NewTenant {
                 name: Some(tenant.name.clone()),
@@ -336,7 +340,7 @@ impl Engine {
                 token: Some(tenant.token.clone()),
                 ..NewTenant::default()
             });
-            for (field, value) in share.parameters.extra(&share.guaranteed(), known_fields)? {
+            for (field, value) in share.parameters.extra(&share.guaranteed(), &known_fields)? {
                 new["spec"][field] = value;
             }
             match self.daemon.create(&new).await {
@@ -352,6 +356,20 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// What the daemon's promises can say: another version may run now than did before.
+    async fn fields(&self) -> Result<Arc<BTreeSet<String>>, PrepareError> {
+        let mut known = self.fields.lock().await;
+        if let Some((_, fields)) = known
+            .as_ref()
+            .filter(|(asked, _)| asked.elapsed() < SAME_DAEMON)
+        {
+            return Ok(fields.clone());
+        }
+        let fields = Arc::new(self.daemon.spec_fields().await?);
+        *known = Some((Instant::now(), fields.clone()));
+        Ok(fields)
     }
 
     async fn end_tenant(&self, name: &str) -> Result<(), PrepareError> {

@@ -249,6 +249,29 @@ fn the_drivers_command_line_is_one_that_it_takes() {
 }
 
 #[test]
+fn the_image_has_what_the_chart_looks_for() {
+    let recipe = std::fs::read_to_string(deploy().join("Containerfile")).unwrap();
+    let values = std::fs::read_to_string(deploy().join("helm/gpumux/values.yaml")).unwrap();
+    let libraries = read(&values)["image"]["libraries"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let copied = |file: &str, to: &str| {
+        let mut lines = recipe
+            .lines()
+            .filter(|line| line.starts_with("COPY --from=build"));
+        lines.any(|line| line.contains(&format!("/{file} ")) && line.ends_with(&format!(" {to}/")))
+    };
+    assert!(copied("gpumux", "/usr/bin"));
+    for library in ["libgpumux.so", "libgpumux_emu.so"] {
+        assert!(copied(library, &libraries), "{library}");
+    }
+    // The compiler is the one that the workspace needs.
+    let compiler = format!("rust:{}-", env!("CARGO_PKG_RUST_VERSION"));
+    assert!(recipe.contains(&compiler), "{compiler}");
+}
+
+#[test]
 fn the_examples_are_what_kubernetes_and_the_driver_know() {
     let mut shares = 0;
     for entry in std::fs::read_dir(deploy().join("examples")).unwrap() {

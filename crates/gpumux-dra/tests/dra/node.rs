@@ -884,5 +884,28 @@ async fn two_hundred_tenants_on_eight_gpus() {
     assert_eq!(devices.values().sum::<usize>(), 200);
     assert_eq!(devices.len(), 8, "26 of 3 GiB fill a device: {devices:?}");
     assert_eq!(node.daemon.tenants().await.unwrap().len(), 200);
+    // The API's limits: what a claim's status may hold, and how often anybody is asked.
+    let said = |api: &Api| {
+        let status = |claim: &v1::Claim| {
+            let devices = api.claim("team", &claim.name)?["status"]["devices"].clone();
+            let device = devices.as_array()?.first()?.clone();
+            assert!(device["data"].to_string().len() <= 10 << 10, "{device}");
+            assert!(device["conditions"].as_array()?.len() <= 8, "{device}");
+            Some(())
+        };
+        claims.iter().map(status).collect::<Option<Vec<_>>>()
+    };
+    node.api.until(said).await;
+    for slice in node.api.slices() {
+        crate::support::api::check(&slice).unwrap();
+        assert_eq!(
+            slice.spec.pool.generation, 1,
+            "tenants do not change slices"
+        );
+    }
+    let watches = node.api.calls("watch resourceclaims");
+    assert!(watches <= 1, "one for a namespace: {watches}");
+    let patches = node.api.calls("patch resourceclaims/status");
+    assert!((200..400).contains(&patches), "{patches}");
     driver.stop().await;
 }

@@ -17,7 +17,13 @@ const SERVICE: &str = "/runtime.v1.RuntimeService/";
 /// Where containerd's programs are: in PATH if they know CDI, or where `tests/get-containerd` put them. A CI run gets
 /// them by itself.
 pub fn find() -> Result<PathBuf, String> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let in_path = || std::env::split_paths(&path);
     let good = |dir: &Path| {
+        // It cannot do without.
+        in_path()
+            .chain([dir.into()])
+            .find(|dir| dir.join("runc").exists())?;
         let output = Command::new(dir.join("containerd"))
             .arg("--version")
             .output();
@@ -32,8 +38,7 @@ pub fn find() -> Result<PathBuf, String> {
             .map(|number| number.parse::<u32>().unwrap_or(0));
         ((numbers.next()?, numbers.next()?) >= (1, 7)).then(|| dir.to_owned())
     };
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    if let Some(dir) = std::env::split_paths(&path).find_map(|dir| good(&dir)) {
+    if let Some(dir) = in_path().find_map(|dir| good(&dir)) {
         return Ok(dir);
     }
     let own = Path::new(env!("CARGO_TARGET_TMPDIR")).join("containerd");
@@ -45,7 +50,7 @@ pub fn find() -> Result<PathBuf, String> {
     }
     good(&own).ok_or_else(|| {
         format!(
-            "no containerd from 1.7 on: run {} {}",
+            "no containerd from 1.7 on, or no runc: run {} {}",
             script.display(),
             own.display()
         )
