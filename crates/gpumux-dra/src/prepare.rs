@@ -119,6 +119,9 @@ pub struct Prepared {
     pub cdi_id: String,
 }
 
+/// What the daemon's promises can say, and when it was asked.
+pub type Fields = (Instant, Arc<BTreeSet<String>>);
+
 /// Does what the kubelet asks. Cheap to clone.
 #[derive(Clone)]
 pub struct Engine {
@@ -139,7 +142,7 @@ pub struct Engine {
     /// Told of claims that were prepared.
     pub news: mpsc::UnboundedSender<ClaimRef>,
     /// What the daemon's promises can say, and when it was asked.
-    pub fields: Arc<Mutex<Option<(Instant, Arc<BTreeSet<String>>)>>>,
+    pub fields: Arc<Mutex<Option<Fields>>>,
     /// Told after each step; for tests.
     pub after: fn(Step),
 }
