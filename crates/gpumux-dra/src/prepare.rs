@@ -325,7 +325,7 @@ impl Engine {
         for (tenant, spec) in record.tenants.iter().zip(specs) {
             let new = NewTenant {
                 name: Some(tenant.name.clone()),
-                spec: spec.clone().into(),
+                spec: change(&spec),
                 kept: true,
                 token: Some(tenant.token.clone()),
                 ..NewTenant::default()
