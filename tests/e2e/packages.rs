@@ -93,6 +93,35 @@ fn a_debian_package_comes_works_and_goes() {
 }
 
 #[test]
+fn systemd_understands_the_units() {
+    let verify = |args: &[&str]| Command::new("systemd-analyze").args(args).output();
+    if verify(&["--version"]).is_err() {
+        eprintln!("SKIPPED: no systemd-analyze");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (scope, file) in [
+        ("--system", "deploy/systemd/gpumuxd.service"),
+        ("--user", "deploy/systemd/user/gpumuxd.service"),
+    ] {
+        let unit = fs::read_to_string(repository().join(file)).unwrap();
+        let program = binary().display().to_string();
+        let here = dir.path().join("gpumuxd.service");
+        fs::write(&here, unit.replace("/usr/bin/gpumux", &program)).unwrap();
+        let found = verify(&["verify", "--man=no", scope, here.to_str().unwrap()]).unwrap();
+        let said = String::from_utf8_lossy(&found.stderr);
+        // It also speaks of other units of the machine.
+        let ours: Vec<_> = (said.lines())
+            .filter(|line| line.contains("gpumuxd.service"))
+            .collect();
+        assert!(ours.is_empty(), "{file}: {said}");
+        assert!(unit.contains("StateDirectory=gpumux"), "{file}");
+    }
+    let system = fs::read_to_string(repository().join("deploy/systemd/gpumuxd.service")).unwrap();
+    assert!(system.contains("RuntimeDirectoryPreserve=yes"));
+}
+
+#[test]
 fn a_tarball_is_installed_and_removed() {
     let dir = tempfile::tempdir().unwrap();
     let tarball = package(dir.path(), ".tar.gz").unwrap();

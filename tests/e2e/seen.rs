@@ -220,6 +220,23 @@ fn the_web_page_in_a_browser() {
         .ok();
     browser
         .until("document.querySelector('tr[data-name=night]').cells[1].textContent === 'standard'");
+    // How long requests took, of a program that marks them.
+    let _api = Process::start(&mut node.tenant(
+        "--name api --class latency",
+        "gpumux workload hints --seconds 600",
+    ));
+    browser.click("tr[data-name=api]");
+    browser.until("document.querySelectorAll('#times i').length > 0");
+    let scale = browser.until("document.querySelector('#scale').textContent");
+    assert!(
+        scale.as_str().unwrap().contains(" requests, half within "),
+        "{scale}"
+    );
+    // Who has none marked shows none.
+    browser.click("tr[data-name=night]");
+    browser.until("document.querySelector('#requests').hidden");
+    browser.click("tr[data-name=api]");
+    browser.until("!document.querySelector('#requests').hidden");
     let foreign = "performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length === 0";
     browser.until(foreign);
     let picture = browser.call("Page.captureScreenshot", json!({}));
