@@ -21,7 +21,7 @@ const EXCEPTIONS: [(&str, &str); 1] = [(
 /// Commands whose help has no example, and why.
 const WITHOUT_EXAMPLE: [(&str, &str); 1] = [("dra", "needs a cluster; its own tests have one")];
 /// What is replaced, so that it is short, stays in the test's folder, or needs no screen.
-const REPLACED: [(&str, &str); 9] = [
+const REPLACED: [(&str, &str); 10] = [
     ("gpumux demo --seconds 40", "gpumux demo"),
     // On a busy device it refuses to run.
     ("gpumux demo", "gpumux demo --emulated --seconds 10"),
@@ -30,6 +30,7 @@ const REPLACED: [(&str, &str); 9] = [
     ("127.0.0.1:9440", "127.0.0.1:0"),
     ("/usr/local/share", "share"),
     ("/tmp/emu.sock", "emu.sock"),
+    ("/etc/cdi/", "cdi/"),
     // Both of them run until they are stopped.
     ("watch -n 1 ", ""),
     (
@@ -70,7 +71,7 @@ impl Stage {
             fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
         };
         let load = "exec gpumux workload batch --seconds 0.2";
-        for program in ["bin/python", "solver", "job", "cuda-program"] {
+        for program in ["bin/python", "bin/podman", "solver", "job", "cuda-program"] {
             put(program, load);
         }
         put("bin/sudo", r#"exec "$@""#);
