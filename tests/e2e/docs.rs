@@ -252,6 +252,18 @@ fn pages() -> Vec<(PathBuf, String)> {
 }
 
 #[test]
+fn every_page_is_in_the_book() {
+    let all = pages();
+    let named = |end: &str| all.iter().find(|(page, _)| page.ends_with(end));
+    let summary = &named("SUMMARY.md").unwrap().1;
+    for (page, _) in &all {
+        let name = page.file_name().unwrap().to_str().unwrap();
+        let listed = ["SUMMARY.md", "README.md"].contains(&name);
+        assert!(listed || summary.contains(&format!("({name})")), "{name}");
+    }
+}
+
+#[test]
 fn the_commands_of_the_book_work() {
     let stage = Stage::new();
     let (mut count, mut done) = (0, BTreeSet::new());
