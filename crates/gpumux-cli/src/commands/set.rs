@@ -21,14 +21,14 @@ run` says otherwise.";
 /// Change what a running tenant is promised
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "forget"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "forget"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,
     #[command(flatten)]
     spec: SpecArgs,
     /// Forget what was set for this name; a tenant that runs keeps it
-    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "json"])]
+    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "json"])]
     forget: bool,
     /// Print the tenant as JSON
     #[arg(long)]
