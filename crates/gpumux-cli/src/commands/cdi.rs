@@ -16,8 +16,8 @@ const EXAMPLES: &str = "\
 Examples:
   gpumux cdi generate                                   print it
   sudo gpumux cdi generate -o /etc/cdi/gpumux.json
-  podman run --device gpumux.dev/gpu=all image python serve.py
-  gpumux run --name web --class latency -- podman run --device gpumux.dev/gpu=0 -e GPUMUX_TENANT image python serve.py
+  podman run --device gpumux.dev/gpu=all image serve
+  gpumux run --name web -- podman run --device gpumux.dev/gpu=0 -e GPUMUX_TENANT image serve
 
 The file names the GPUs of this machine, each by its number in /dev and all as `all`, with the driver's \
 and gpumux's libraries and the daemon's session socket. Container runtimes read it from /etc/cdi or \
