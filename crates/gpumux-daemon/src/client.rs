@@ -193,6 +193,17 @@ impl Client {
             .map(drop)
     }
 
+    /// Forgets what was set for tenants of this name.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn forget(&self, name: &str) -> Result<(), ClientError> {
+        let path = format!("/v1/settings/{}", escaped(name));
+        self.answer(Method::DELETE, &path, None::<&()>)
+            .await
+            .map(drop)
+    }
+
     async fn ask<T: DeserializeOwned>(
         &self,
         method: Method,
@@ -284,16 +295,18 @@ impl Client {
     }
 }
 
-/// A tenant's path. What cannot be in a name is escaped, so that any text makes a valid request.
+/// A tenant's path.
 fn of(name: &str) -> String {
+    format!("/v1/tenants/{}", escaped(name))
+}
+
+/// What cannot be in a name is escaped, so that any text makes a valid request.
+fn escaped(name: &str) -> String {
     let escape = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'.' | b'_' | b'-' => {
             char::from(byte).to_string()
         }
         _ => format!("%{byte:02X}"),
     };
-    format!(
-        "/v1/tenants/{}",
-        name.bytes().map(escape).collect::<String>()
-    )
+    name.bytes().map(escape).collect()
 }

@@ -338,7 +338,7 @@ impl Engine {
         for (tenant, share, spec) in tenants(record)? {
             let mut new = json!(NewTenant {
                 name: Some(tenant.name.clone()),
-                spec: spec.clone().into(),
+                spec: change(&spec),
                 kept: true,
                 token: Some(tenant.token.clone()),
                 ..NewTenant::default()

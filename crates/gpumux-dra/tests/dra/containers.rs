@@ -9,7 +9,7 @@ use std::{
 };
 
 use gpumux_daemon::api::types::Tenant;
-use gpumux_tests::{Node as Machine, Process, binary, library};
+use gpumux_tests::{Node as Machine, Process, Run, binary, library};
 use serde_json::{Value, json};
 
 use crate::support::{
@@ -417,4 +417,29 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     assert_eq!(std::fs::read_dir(&cdi_dir).unwrap().count(), 0);
     driver.signal(rustix::process::Signal::TERM);
     assert_eq!(driver.finish().code(), 0);
+}
+
+/// Without a cluster: what `gpumux cdi generate` writes makes a tenant of a program in any container.
+#[test]
+fn a_container_has_a_gpu_by_cdi_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    if !containers_can_be_made(dir.path()) {
+        eprintln!("SKIPPED: this user may make no namespaces");
+        return;
+    }
+    let machine = Machine::start();
+    let (cdi, inside) = (dir.path().join("cdi"), dir.path().join("inside"));
+    let file = cdi.join("gpumux.json");
+    let mut generate = machine.on_device([binary().to_str().unwrap(), "cdi", "generate", "-o"]);
+    generate.arg(&file).run().ok();
+    let devices = ["gpumux.dev/gpu=all".to_owned()];
+    let args = ["/gpumux", "workload", "batch", "--seconds", "600"];
+    let mut container = Container::start(&inside, &cdi, &devices, &args);
+    let process = container.process.as_mut().unwrap();
+    gpumux_tests::wait_for("a tenant of the container", gpumux_tests::PATIENCE, || {
+        assert!(process.poll().is_none(), "{}", process.err());
+        let tenants = machine.ps()["tenants"].as_array().unwrap().clone();
+        let tenant = tenants.first()?;
+        (tenant["uid"] == 1000 && tenant["domains"][0]["demand"] == "busy").then_some(())
+    });
 }
