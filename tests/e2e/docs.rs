@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, binary, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Run, binary, real, wait_for};
 use rustix::process::Signal;
 
 /// What is not executed, and why.
@@ -265,6 +265,10 @@ fn every_page_is_in_the_book() {
 
 #[test]
 fn the_commands_of_the_book_work() {
+    if real() {
+        eprintln!("SKIPPED: it needs two devices");
+        return;
+    }
     let stage = Stage::new();
     let (mut count, mut done) = (0, BTreeSet::new());
     for (page, text) in pages() {
@@ -292,6 +296,10 @@ fn the_commands_of_the_book_work() {
 
 #[test]
 fn the_examples_of_every_help_work() {
+    if real() {
+        eprintln!("SKIPPED: it needs two devices");
+        return;
+    }
     let stage = Stage::new();
     let help = |words: &[&str]| {
         let mut command = Command::new(binary());
