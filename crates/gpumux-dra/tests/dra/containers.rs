@@ -131,19 +131,13 @@ fn by_hand(dir: &Path, cdi_dir: &Path, devices: &[String], args: &[&str]) -> Com
     };
     bind(binary().to_str().unwrap(), "/gpumux");
     let mut env = vec!["PATH=/usr/sbin:/usr/bin:/sbin:/bin".to_owned()];
-    for device in devices {
-        let edits = edits(cdi_dir, device);
-        let text = |mount: &Value, name: &str| mount[name].as_str().unwrap().to_owned();
-        for mount in edits["mounts"].as_array().unwrap() {
-            bind(&text(mount, "hostPath"), &text(mount, "containerPath"));
+    for edits in devices.iter().flat_map(|device| edits(cdi_dir, device)) {
+        let all = |name: &str| edits[name].as_array().cloned().unwrap_or_default();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        for mount in all("mounts") {
+            bind(&text(&mount["hostPath"]), &text(&mount["containerPath"]));
         }
-        env.extend(
-            edits["env"]
-                .as_array()
-                .unwrap()
-                .iter()
-                .map(|v| v.as_str().unwrap().to_owned()),
-        );
+        env.extend(all("env").iter().map(text));
     }
     let root = root.display();
     script += &format!("mount -t proc proc {root}/proc; mount -t tmpfs tmpfs {root}/dev\n");
@@ -165,8 +159,8 @@ fn by_hand(dir: &Path, cdi_dir: &Path, devices: &[String], args: &[&str]) -> Com
     command
 }
 
-/// What a CDI device adds to a container.
-fn edits(cdi_dir: &Path, device: &str) -> Value {
+/// What a CDI device adds to a container: its file's edits, and its own.
+fn edits(cdi_dir: &Path, device: &str) -> [Value; 2] {
     let (kind, name) = device.split_once('=').unwrap();
     for file in std::fs::read_dir(cdi_dir).unwrap() {
         let bytes = std::fs::read(file.unwrap().path()).unwrap();
@@ -175,7 +169,7 @@ fn edits(cdi_dir: &Path, device: &str) -> Value {
         if spec["kind"] == kind
             && let Some(found) = devices.find(|device| device["name"] == name)
         {
-            return found["containerEdits"].clone();
+            return [&spec, found].map(|of| of["containerEdits"].clone());
         }
     }
     panic!("no CDI device {device}");
@@ -434,8 +428,10 @@ fn a_container_has_a_gpu_by_cdi_alone() {
     generate.arg(&file).run().ok();
     let devices = ["gpumux.dev/gpu=all".to_owned()];
     let args = ["/gpumux", "workload", "batch", "--seconds", "600"];
-    let mut container = Container::start(&inside, &cdi, &devices, &args);
-    let process = container.process.as_mut().unwrap();
+    for sub in ["upper", "work", "usr"] {
+        std::fs::create_dir_all(inside.join(sub)).unwrap();
+    }
+    let mut process = Process::start(&mut by_hand(&inside, &cdi, &devices, &args));
     gpumux_tests::wait_for("a tenant of the container", gpumux_tests::PATIENCE, || {
         assert!(process.poll().is_none(), "{}", process.err());
         let tenants = machine.ps()["tenants"].as_array().unwrap().clone();
