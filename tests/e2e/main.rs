@@ -11,6 +11,7 @@ mod levers;
 mod packages;
 mod run;
 mod seen;
+mod space;
 mod transparency;
 mod users;
 

@@ -265,7 +265,7 @@ impl Sessions {
         let voice = Arc::clone(socket);
         let speak = Box::new(move |message: &Daemon| say(&voice, message));
         let page = Arc::new(page);
-        let met = Met::new(tenant, Arc::clone(&page), speak);
+        let met = Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid);
         let _ = self
             .scheduler
             .call(move |engine| engine.meet(id, met))

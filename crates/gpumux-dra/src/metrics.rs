@@ -433,10 +433,12 @@ mod tests {
             devices: vec![device(0).uuid],
             since: 0,
             state: TenantState::Running,
+            placement: Default::default(),
             hints: Default::default(),
             requests: Default::default(),
             domains: vec![Domain {
                 id: 1,
+                group: None,
                 device: device(0).uuid,
                 pid: 1,
                 timeslice_us: 2000,

@@ -40,6 +40,8 @@ pub struct OpenExecution {
     pub host_to_device: u32,
     /// Group of the copy engine from device to host.
     pub device_to_host: u32,
+    /// SMs that its kernels may use together; 0: all.
+    pub sms: u32,
     /// RM's answer; `NO_MEMORY` when the context's own memory does not fit.
     pub status: u32,
 }
@@ -249,6 +251,8 @@ pub enum Report {
         /// Which.
         id: u64,
     },
+    /// Another program in the same group faulted: all that was under way is gone.
+    Lost,
     /// The group was frozen: bring the effects of its kernels to where they were interrupted, and answer.
     Progress {
         /// For the answer.

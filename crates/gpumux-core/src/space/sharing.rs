@@ -202,6 +202,17 @@ pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantS
     all
 }
 
+/// Percentage of the SMs to which a new member of a group is confined for its life, if it is: its limit, and no more than
+/// what the others' guarantees leave. Its own guarantee it has in any case.
+pub fn percentage(
+    spec: &TenantSpec,
+    others_guaranteed: impl IntoIterator<Item = f64>,
+) -> Option<u32> {
+    let taken: f64 = others_guaranteed.into_iter().sum();
+    let share = spec.limit.min(1.0 - taken).max(spec.guaranteed).min(1.0);
+    (share < 1.0).then_some(((share * 100.0).round() as u32).max(1))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -313,6 +324,29 @@ mod tests {
         );
         assert_eq!(group.validate(), Ok(()));
         assert_eq!(combine(&[]), TenantSpec::default());
+    }
+
+    #[test]
+    fn a_member_is_confined_to_what_the_others_are_not_guaranteed() {
+        let member = |guaranteed, limit| TenantSpec {
+            guaranteed,
+            limit,
+            ..TenantSpec::default()
+        };
+        for (spec, others, percent) in [
+            (member(0.0, 1.0), vec![], None),
+            (member(0.0, 1.0), vec![0.0, 0.0], None),
+            (member(0.0, 0.5), vec![], Some(50)),
+            (member(0.0, 1.0), vec![0.3, 0.3], Some(40)),
+            (member(0.6, 1.0), vec![0.6], Some(60)),
+            (member(0.0, 1.0), vec![1.0], Some(1)),
+        ] {
+            assert_eq!(
+                percentage(&spec, others.clone()),
+                percent,
+                "{spec:?} {others:?}"
+            );
+        }
     }
 
     #[test]

@@ -575,6 +575,7 @@ pub(crate) mod tests {
         };
         Scrape {
             status: Status {
+                faults: Vec::new(),
                 version: "1".into(),
                 protocol: 1,
                 pid: 1,
@@ -605,6 +606,7 @@ pub(crate) mod tests {
                 domains: Vec::new(),
                 since: 0,
                 state: TenantState::Idle,
+                placement: Default::default(),
                 hints: HintFigures {
                     given: 4,
                     useful: 3,

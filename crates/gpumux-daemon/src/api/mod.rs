@@ -51,8 +51,8 @@ use crate::{
     tenants::{Tenant, TenantError, Tenants},
 };
 use types::{
-    Created, Device, Explanation, Hinted, Live, NewHint, NewTenant, Problem, SpecChange, Status,
-    TenantState,
+    Created, Device, Explanation, Fault, Hinted, Live, NewHint, NewTenant, Problem, SpecChange,
+    Status, TenantState,
 };
 
 /// Largest request body in bytes.
@@ -288,6 +288,7 @@ impl From<TenantError> for Refused {
                 StatusCode::CONFLICT
             }
             TenantError::BadName(_)
+            | TenantError::BadTrust(_)
             | TenantError::BadToken
             | TenantError::Spec(_)
             | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
@@ -323,7 +324,8 @@ async fn openapi() -> impl IntoResponse {
 async fn status(State(api): State<Arc<Api>>) -> Answer<Status> {
     let view = api.view().await?;
     let tenants = api.tenants.list().await.len();
-    Ok(Json(api.status(&view, tenants)))
+    let faults = api.tenants.faults().await;
+    Ok(Json(api.status(&view, tenants, faults)))
 }
 
 /// The web page.
@@ -355,7 +357,7 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
         .unwrap_or_default();
     let scrape = metrics::Scrape {
         totals,
-        status: api.status(&view, tenants.len()),
+        status: api.status(&view, tenants.len(), Vec::new()),
         tenants: tenants
             .into_iter()
             .map(|tenant| show(tenant, &view))
@@ -444,10 +446,11 @@ async fn explanation(State(api): State<Arc<Api>>, Path(name): Path<String>) -> A
 }
 
 impl Api {
-    fn status(&self, view: &View, tenants: usize) -> Status {
+    fn status(&self, view: &View, tenants: usize, faults: Vec<Fault>) -> Status {
         let api = self;
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
+            faults,
             protocol: gpumux_wire::PROTOCOL,
             pid: std::process::id(),
             uptime_s: api.started.elapsed().as_secs(),
@@ -606,7 +609,7 @@ impl Api {
         let view = self.view().await?;
         let tenants = self.tenants.list().await;
         let live = Live {
-            status: self.status(&view, tenants.len()),
+            status: self.status(&view, tenants.len(), self.tenants.faults().await),
             tenants: tenants
                 .into_iter()
                 .map(|tenant| show(tenant, &view))
@@ -654,6 +657,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         domains,
         since: tenant.since,
         state,
+        placement: tenant.placement,
         hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
         requests: counted
             .map(|all| (&all.requests).into())

@@ -6,15 +6,16 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, DomainId, Hints, Micros, Snapshot, SpecError, TenantId, TenantSpec, Timeslice, admit,
-    gang,
+    Class, Demand, DomainId, Hints, Micros, Snapshot, SpecError, TenantId, TenantSpec, Timeslice,
+    admit, gang,
     policy::{self, Claim, Division, MaxMin, Priority, Weighted},
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
 use gpumux_wire::{Daemon, page::Page};
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
-    Clock, Reaper, SessionId,
+    Clock, Crash, Reaper, SessionId,
     device::Device,
     domain::{Domain, Member, NewGroup},
     record::{Counted, Durations, History, Totals, What},
@@ -32,6 +33,8 @@ pub(crate) struct Engine {
     sessions: BTreeMap<SessionId, Met>,
     /// Tenants that were placed in a group, and its name.
     placed: BTreeMap<TenantId, Arc<str>>,
+    /// Who wants to know of crashes in groups.
+    crashes: Option<UnboundedSender<Crash>>,
     /// What processes that are gone counted, of tenants that live.
     ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
@@ -62,9 +65,17 @@ pub(crate) struct Met {
     speak: Box<dyn Fn(&Daemon) -> bool + Send>,
     /// What it knows of [`Daemon::Hints`].
     told: (u64, bool),
+    pid: u32,
+    /// Its group has failed, and it is told no more what becomes of it.
+    given_up: bool,
 }
 
 impl Met {
+    /// The process's pid.
+    pub(crate) fn with_pid(self, pid: u32) -> Self {
+        Self { pid, ..self }
+    }
+
     pub(crate) fn new(
         tenant: TenantId,
         page: Arc<Page>,
@@ -76,6 +87,8 @@ impl Met {
             page,
             speak,
             told: (0, false),
+            pid: 0,
+            given_up: false,
         }
     }
 
@@ -117,6 +130,7 @@ impl Engine {
             copies: Vec::new(),
             sessions: BTreeMap::new(),
             placed: BTreeMap::new(),
+            crashes: None,
             ended: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
@@ -211,6 +225,64 @@ impl Engine {
     /// The tenant's processes share the group of this name, as far as they use its MPS server.
     pub(crate) fn place(&mut self, tenant: TenantId, group: Arc<str>) {
         self.placed.insert(tenant, group);
+    }
+
+    /// Crashes in groups are told here from now on.
+    pub(crate) fn tell_crashes(&mut self, to: UnboundedSender<Crash>) {
+        self.crashes = Some(to);
+    }
+
+    fn pass_crashes_on(&mut self) {
+        let Some(to) = self.crashes.clone() else {
+            return;
+        };
+        for crash in self.crashed(|met| met.page.fault() != 0) {
+            let _ = to.send(crash);
+        }
+    }
+
+    /// All processes in a group that has failed. What happens to them is told no more.
+    pub(crate) fn give_up(&mut self, group: &str) -> Vec<Crash> {
+        let placed = self.placed.clone();
+        self.crashed(|met| placed.get(&met.tenant).is_some_and(|it| **it == *group))
+    }
+
+    /// Processes in groups that are `so`, each once.
+    fn crashed(&mut self, so: impl Fn(&Met) -> bool) -> Vec<Crash> {
+        let mut found = Vec::new();
+        for (id, met) in self
+            .sessions
+            .iter_mut()
+            .filter(|(_, met)| !met.given_up && so(met))
+        {
+            let Some(group) = self.placed.get(&met.tenant) else {
+                continue;
+            };
+            let domains = self
+                .devices
+                .values()
+                .flat_map(|device| device.domains.values());
+            let mut own = domains
+                .filter(|domain| domain.member.session == *id)
+                .peekable();
+            // One with a context of its own does not use the group's server. Of one without any nothing is known.
+            let (mut shares, mut busy) = (own.peek().is_none(), false);
+            for domain in own {
+                shares |= domain.group.is_some();
+                busy |= domain.state.demand == Demand::Busy;
+            }
+            if shares {
+                met.given_up = true;
+                found.push(Crash {
+                    group: Arc::clone(group),
+                    tenant: met.tenant,
+                    pid: met.pid,
+                    error: met.page.fault(),
+                    busy,
+                });
+            }
+        }
+        found
     }
 
     /// The tenant has ended.
@@ -324,6 +396,8 @@ impl Engine {
     /// A session has ended. Its files are closed; if its process lives on, its groups are given
     /// back as they were made.
     pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
+        // The last words of a process that crashed.
+        self.pass_crashes_on();
         if let Some(met) = self.sessions.remove(&session)
             && self.tenants.contains_key(&met.tenant)
         {
@@ -391,6 +465,7 @@ impl Engine {
         for device in self.devices.values_mut() {
             device.observe(start, &self.clock, self.cost);
         }
+        self.pass_crashes_on();
         let observed = self.now();
         // Every round that does not come to rest takes a faulty domain out.
         let rounds = 1 + self

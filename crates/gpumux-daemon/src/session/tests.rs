@@ -41,7 +41,8 @@ impl Node {
             tenants: dir.path().join("tenants.json"),
             settings: dir.path().join("settings.json"),
         };
-        let tenants = Tenants::load(files, String::new(), scheduler.clone())
+        let groups = crate::groups::Groups::load(&config, dir.path());
+        let tenants = Tenants::load(files, String::new(), scheduler.clone(), groups)
             .await
             .unwrap();
         let hello = Duration::from_millis(200);

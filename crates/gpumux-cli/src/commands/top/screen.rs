@@ -238,6 +238,7 @@ mod tests {
             false => TenantState::Running,
         };
         Tenant {
+            placement: Default::default(),
             name: name.into(),
             class,
             spec: Spec {
@@ -285,6 +286,7 @@ mod tests {
                 levers: vec![],
             };
             let status = Status {
+                faults: Vec::new(),
                 version: "1.2.3".into(),
                 protocol: 1,
                 pid: 1,
