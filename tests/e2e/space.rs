@@ -171,7 +171,7 @@ impl Puppets {
             fs::create_dir_all(folder.join(part)).unwrap();
         }
         let mut control = match real() {
-            true => Command::new("nvidia-cuda-mps-control"),
+            true => Command::new(control_program()),
             false => node.gpumux(["emu", "mps"]),
         };
         control.arg("-f");
@@ -196,6 +196,18 @@ impl Puppets {
         let (session, levers) = self.listener.levers();
         (process, session, levers)
     }
+}
+
+/// NVIDIA's, where it may be.
+fn control_program() -> PathBuf {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let more = ["/usr/bin", "/usr/local/nvidia/bin"].map(PathBuf::from);
+    let mut places = std::env::split_paths(&path).chain(more);
+    let found = places.find_map(|place| {
+        let program = place.join("nvidia-cuda-mps-control");
+        program.is_file().then_some(program)
+    });
+    found.expect("nvidia-cuda-mps-control is installed")
 }
 
 fn enter(command: &mut Command, folder: &Path) {

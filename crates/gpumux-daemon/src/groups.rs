@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process_group};
+use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
 use tokio::{io::AsyncWriteExt, process::Command, runtime::Handle};
 
@@ -281,6 +281,14 @@ impl Groups {
             return Ok(());
         }
         let begun = Instant::now();
+        // What one that was killed left would keep the next from starting.
+        for left in fs::read_dir(group.folder.join("pipe"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
+            let _ = fs::remove_file(left.path());
+        }
         let mut command = self.command(group)?;
         let name = command
             .as_std()
@@ -401,7 +409,9 @@ impl Groups {
         let Some(pid) = Pid::from_raw(process.pid as i32) else {
             return;
         };
-        // The server is of its process group; it would wait for clients that hang.
+        // The driver's control daemon starts a server for its user; both would wait for clients that hang.
+        let servers = tokio::time::timeout(END, self.ask(group, "get_server_list")).await;
+        let servers = servers.ok().flatten().unwrap_or_default();
         for signal in [Signal::TERM, Signal::KILL] {
             let _ = kill_process_group(pid, signal);
             if tokio::time::timeout(END, watch.ended()).await.is_ok() {
@@ -409,6 +419,17 @@ impl Groups {
             }
         }
         let _ = kill_process_group(pid, Signal::KILL);
+        for server in servers
+            .split_whitespace()
+            .filter_map(|pid| pid.parse().ok())
+        {
+            let is_server = |it: &ProcessId| it.program().starts_with("nvidia-cuda-mps");
+            if let Some(server) = ProcessId::of(server).filter(is_server)
+                && let Some(pid) = Pid::from_raw(server.pid as i32)
+            {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
     }
 
     /// Starts the control daemon again whenever it is gone.
