@@ -41,8 +41,7 @@ fn spec() -> impl Strategy<Value = TenantSpec> {
             guaranteed,
             limit: if limit < 0.5 { 1.0 } else { limit },
             weight: 10.0 * weight,
-            latency_objective_us: None,
-            hints: Default::default(),
+            ..TenantSpec::default()
         }
     })
 }

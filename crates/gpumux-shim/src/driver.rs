@@ -19,7 +19,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering},
 };
 
-use crate::{foresee::Call, gate, next, trace, work};
+use crate::{foresee::Call, gate, memory, next, trace, work};
 
 pub(crate) type CUresult = c_int;
 pub(crate) type CUstream = *mut c_void;
@@ -332,6 +332,12 @@ macro_rules! hooks {
     };
 }
 
+/// After a context may have been destroyed.
+fn swept(result: CUresult) -> CUresult {
+    memory::sweep();
+    result
+}
+
 /// The default stream of a function whose name has no `_ptsz` or `_ptds`, and of one that has.
 const LEGACY: bool = false;
 const OWN: bool = true;
@@ -626,60 +632,73 @@ hooks! {
 
     // Device memory.
     cuMemAlloc_v2 [c"cuMemAlloc" 3020] (out: *mut CUdeviceptr, bytes: usize)
-        real => real();
+        // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc(out, bytes, real) };
     cuMemAllocPitch_v2 [c"cuMemAllocPitch" 3020] (
         out: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_pitch(out, pitch, width, height, element, real) };
     cuMemAllocManaged [c"cuMemAllocManaged" 6000] (
         out: *mut CUdeviceptr, bytes: usize, flags: c_uint,
-    ) real => real();
-    cuMemFree_v2 [c"cuMemFree" 3020] (address: CUdeviceptr) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
+    cuMemFree_v2 [c"cuMemFree" 3020] (address: CUdeviceptr) real => memory::free(address, real);
     cuMemAllocAsync [c"cuMemAllocAsync" 11020] (
         out: *mut CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
     cuMemAllocAsync_ptsz [c"cuMemAllocAsync" 11020 PER_THREAD] (
         out: *mut CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
     cuMemAllocFromPoolAsync [c"cuMemAllocFromPoolAsync" 11020] (
         out: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: CUstream,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
     cuMemAllocFromPoolAsync_ptsz [c"cuMemAllocFromPoolAsync" 11020 PER_THREAD] (
         out: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: CUstream,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
     cuMemFreeAsync [c"cuMemFreeAsync" 11020] (address: CUdeviceptr, stream: CUstream)
-        real => real();
+        real => memory::free_async(address, real);
     cuMemFreeAsync_ptsz [c"cuMemFreeAsync" 11020 PER_THREAD] (
         address: CUdeviceptr, stream: CUstream,
-    ) real => real();
+    ) real => memory::free_async(address, real);
     cuMemCreate [c"cuMemCreate" 10020] (
         handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64,
-    ) real => real();
-    cuMemRelease [c"cuMemRelease" 10020] (handle: u64) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::create(handle, bytes, prop, real) };
+    cuMemRelease [c"cuMemRelease" 10020] (handle: u64) real => memory::release_handle(handle, real);
     cuMemRetainAllocationHandle [c"cuMemRetainAllocationHandle" 11000] (
         handle: *mut u64, address: CUdeviceptr,
-    ) real => real();
+    ) real => memory::pin(address, real);
     cuMemGetHandleForAddressRange [c"cuMemGetHandleForAddressRange" 11070] (
         handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64,
-    ) real => real();
+    ) real => memory::pin(address, real);
     cuIpcGetMemHandle [c"cuIpcGetMemHandle" 4010] (handle: *mut c_void, address: CUdeviceptr)
-        real => real();
+        real => memory::share(address, real);
     cuCtxEnablePeerAccess [c"cuCtxEnablePeerAccess" 4000] (peer: CUcontext, flags: c_uint)
-        real => real();
+        real => memory::enable_peer(peer, real);
 
     // What a program is told of it.
     cuMemGetInfo_v2 [c"cuMemGetInfo" 3020] (free: *mut usize, total: *mut usize)
-        real => real();
+        // SAFETY: the program's own arguments.
+    real => unsafe { memory::info(free, total, real) };
     cuDeviceTotalMem_v2 [c"cuDeviceTotalMem" 3020] (bytes: *mut usize, device: CUdevice)
-        real => real();
+        // SAFETY: the program's own arguments.
+    real => unsafe { memory::total(bytes, device, real) };
     cuMemGetAddressRange_v2 [c"cuMemGetAddressRange" 3020] (
         base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::range(base, bytes, address, real) };
     cuPointerGetAttribute [c"cuPointerGetAttribute" 4000] (
         data: *mut c_void, attribute: c_int, address: CUdeviceptr,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::pointer_attribute(data, attribute, address, real) };
     cuPointerGetAttributes [c"cuPointerGetAttributes" 7000] (
         count: c_uint, attributes: *const c_int, data: *const *mut c_void, address: CUdeviceptr,
-    ) real => real();
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::pointer_attributes(count, attributes, data, address, real) };
 
     // What may tell that work is coming.
     cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
@@ -776,19 +795,19 @@ hooks! {
     cuStreamDestroy_v2 [c"cuStreamDestroy" 4000] (stream: CUstream)
         real => work::destroy_stream(stream, real);
     cuCtxDestroy [c"cuCtxDestroy" 2000] (context: CUcontext)
-        real => work::destroy_context(context, real);
+        real => swept(work::destroy_context(context, real));
     cuCtxDestroy_v2 [c"cuCtxDestroy" 4000] (context: CUcontext)
-        real => work::destroy_context(context, real);
+        real => swept(work::destroy_context(context, real));
     cuGreenCtxDestroy [c"cuGreenCtxDestroy" 12040] (context: CUcontext)
-        real => work::destroy_context(context, real);
+        real => swept(work::destroy_context(context, real));
     cuDevicePrimaryCtxRelease [c"cuDevicePrimaryCtxRelease" 7000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => swept(work::release_primary(device, real));
     cuDevicePrimaryCtxRelease_v2 [c"cuDevicePrimaryCtxRelease" 11000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => swept(work::release_primary(device, real));
     cuDevicePrimaryCtxReset [c"cuDevicePrimaryCtxReset" 7000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => swept(work::release_primary(device, real));
     cuDevicePrimaryCtxReset_v2 [c"cuDevicePrimaryCtxReset" 11000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => swept(work::release_primary(device, real));
 
     // Which group is whose.
     cuCtxCreate [c"cuCtxCreate" 2000] (

@@ -79,13 +79,15 @@ pub(crate) fn through<R>(real: impl FnOnce() -> R) -> R {
 
 #[cold]
 fn wait() {
-    if !KNOCKED.swap(true, Ordering::AcqRel) {
-        process::wake_agent();
-    }
-    let mut guard = lock();
-    while CLOSED.load(Ordering::SeqCst) {
-        let waited = OPENED.1.wait_timeout(guard, LOOK);
-        guard = waited.unwrap_or_else(PoisonError::into_inner).0;
+    loop {
+        if !KNOCKED.swap(true, Ordering::AcqRel) {
+            process::wake_agent();
+        }
+        let guard = lock();
+        if !CLOSED.load(Ordering::SeqCst) {
+            return;
+        }
+        drop(OPENED.1.wait_timeout(guard, LOOK));
     }
 }
 

@@ -30,7 +30,7 @@ use std::{
 use gpumux_wire::page::{Page, SLOTS};
 
 use crate::{
-    driver::{self, CUcontext, CUevent, CUresult, CUstream, Function, SUCCESS},
+    driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS},
     foresee::Call,
     gate, hold, process,
 };
@@ -149,8 +149,9 @@ thread_local! {
 /// Functions of libcuda that this library calls for itself.
 macro_rules! functions {
     ($($name:ident $symbol:literal ($($type:ty),*);)*) => {$(
-        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> CUresult> {
-            static FUNCTION: Function = Function::new($symbol);
+        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $crate::driver::CUresult> {
+            static FUNCTION: $crate::driver::Function =
+                $crate::driver::Function::new($symbol);
             // SAFETY: the signature is `cuda.h`'s.
             unsafe { FUNCTION.get() }
         }
@@ -415,6 +416,21 @@ pub(crate) fn copies_under_way() -> bool {
         })
     });
     found.unwrap_or(true)
+}
+
+/// Whether all work of all streams has ended. Asks the driver; during a capture it cannot be told.
+pub(crate) fn all_idle() -> bool {
+    slow(|slow| {
+        if slow.exiting || !slow.captures.is_empty() {
+            return false;
+        }
+        for (handle, state) in places().filter(|(handle, _)| *handle != FREE) {
+            ask(handle, state);
+        }
+        LOST.load(Ordering::Acquire) == 0
+            && places().all(|(handle, state)| handle == FREE || state.is_idle())
+    })
+    .unwrap_or(false)
 }
 
 /// The program makes a call that may foretell work; `depends`: the work waits for it on the device.

@@ -508,8 +508,7 @@ impl Tenant {
             guaranteed: self.guaranteed,
             limit: self.limit,
             weight: self.weight,
-            latency_objective_us: None,
-            hints: Default::default(),
+            ..TenantSpec::default()
         }
     }
 

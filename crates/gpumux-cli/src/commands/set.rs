@@ -11,6 +11,7 @@ Examples:
   gpumux set serve --guaranteed 0.5 --limit 0.9
   gpumux set a --weight 3 --json
   gpumux set serve --hints off
+  gpumux set train --memory-limit 40GiB --sleep-after 30s
 
 What is not named stays as it is. A change that cannot be kept together with the promises to \
 others is refused and changes nothing.";
@@ -18,7 +19,7 @@ others is refused and changes nothing.";
 /// Change what a running tenant is promised
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,

@@ -231,6 +231,8 @@ mod tests {
             state: TenantState::Running,
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
         }
     }
 

@@ -517,6 +517,8 @@ pub(crate) mod tests {
                 state: TenantState::Idle,
                 hints: Default::default(),
                 requests: Default::default(),
+                memory: Vec::new(),
+                asleep: false,
             }],
             totals: vec![("web".into(), "GPU-0".into(), totals)],
             started: 1e9,

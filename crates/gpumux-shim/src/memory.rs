@@ -1,0 +1,927 @@
+//! The program's device memory: what it was given, at which addresses, and how much of its lease that is.
+//!
+//! `cuMemAlloc` gives out memory that this library maps itself ([`crate::vmm`]), so that it can be moved away and
+//! back without the program's doing ([`crate::swap`]). Small pieces share blocks. Whatever is not plain memory of one
+//! device stays with the driver and is only counted: managed and stream-ordered memory, and the physical
+//! memory that a program handles itself. Where mapping fails, the driver's own call is made.
+//!
+//! Before memory is made, it is taken from the lease ([`crate::lease`]); the daemon grants leases in batches, so this
+//! is mostly a look at two numbers. Beyond the tenant's limit the program gets CUDA's own error.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::{c_int, c_void},
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+};
+
+use gpumux_wire::Shim;
+
+use crate::{
+    driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
+    gate, lease,
+    notice::say,
+    process,
+    vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
+    work::{self, current_context, functions, within},
+};
+
+/// Smaller allocations share a block of [`GRANULE`].
+const SMALL: u64 = 1 << 20;
+/// Alignment of small allocations and of rows: the driver's own.
+const UNIT: u64 = 512;
+/// Leases are asked for with so much in advance, and kept with as much unused.
+const BATCH: u64 = 64 << 20;
+/// After so many failures to map, the driver's own calls are made at once.
+const MAX_FAILURES: u32 = 3;
+/// Most devices that are told apart.
+const MAX_DEVICES: usize = 32;
+
+functions! {
+    ctx_get_device c"cuCtxGetDevice" (*mut c_int);
+    ctx_synchronize c"cuCtxSynchronize" ();
+    device_uuid c"cuDeviceGetUuid" (*mut [u8; 16], c_int);
+    device_uuid_v2 c"cuDeviceGetUuid_v2" (*mut [u8; 16], c_int);
+    device_total c"cuDeviceTotalMem_v2" (*mut usize, c_int);
+}
+
+/// Memory mapped by this library.
+#[derive(Debug)]
+pub(crate) struct Block {
+    pub(crate) bytes: u64,
+    pub(crate) device: c_int,
+    pub(crate) context: u64,
+    /// Empty while it is away.
+    pub(crate) chunks: Vec<Chunk>,
+    /// Where its contents are while it is away: host addresses and lengths.
+    pub(crate) host: Vec<(usize, usize)>,
+    /// Somebody else knows the physical memory: it stays.
+    pub(crate) pinned: bool,
+    /// Of a shared block: free ranges by offset.
+    free: Option<BTreeMap<u64, u64>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Allocation {
+    bytes: u64,
+    block: u64,
+    context: u64,
+}
+
+/// What the driver keeps and this library only counts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Native {
+    Address(u64),
+    Handle(u64),
+}
+
+/// One device, and the lease on it.
+struct Device {
+    uuid: String,
+    total: u64,
+    movable: Lease,
+    pinned: Lease,
+    /// Part of the movable that is on the host.
+    away: u64,
+    /// Nothing is mapped by this library from now on.
+    native: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Lease {
+    granted: u64,
+    used: u64,
+}
+
+impl Lease {
+    const fn unused(self) -> u64 {
+        self.granted.saturating_sub(self.used)
+    }
+}
+
+/// All of it.
+#[derive(Default)]
+pub(crate) struct Space {
+    pub(crate) blocks: BTreeMap<u64, Block>,
+    allocations: BTreeMap<u64, Allocation>,
+    natives: HashMap<Native, (c_int, u64)>,
+    devices: BTreeMap<c_int, Device>,
+    /// Freed while a capture went on: nothing can be waited for then.
+    deferred: Vec<u64>,
+}
+
+static SPACE: Mutex<Option<Space>> = Mutex::new(None);
+/// Something was counted.
+static USED: AtomicBool = AtomicBool::new(false);
+/// This process was forked from one that counted: CUDA is unusable here, and so are the tables.
+static SPOILED: AtomicBool = AtomicBool::new(false);
+static FAILURES: AtomicU32 = AtomicU32::new(0);
+
+/// Works on the tables. Never while waiting for anything.
+pub(crate) fn with<R>(work: impl FnOnce(&mut Space) -> R) -> R {
+    let mut guard: MutexGuard<'_, Option<Space>> =
+        SPACE.lock().unwrap_or_else(PoisonError::into_inner);
+    work(guard.get_or_insert_default())
+}
+
+/// After a fork, in the child.
+pub(crate) fn in_child() {
+    if USED.load(Ordering::Acquire) {
+        SPOILED.store(true, Ordering::Release);
+    }
+}
+
+fn off() -> bool {
+    SPOILED.load(Ordering::Acquire) || !driver::enabled() || !process::has_agent()
+}
+
+/// Whether `GPUMUX_MEMORY=native` leaves all memory with the driver.
+fn stays_native() -> bool {
+    static NATIVE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *NATIVE.get_or_init(|| std::env::var_os("GPUMUX_MEMORY").is_some_and(|value| value == "native"))
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let parts = [
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..],
+    ];
+    format!("GPU-{}", parts.join("-"))
+}
+
+/// The current context's device, once it is known to the tables.
+fn current_device() -> Option<c_int> {
+    let mut device = -1;
+    // SAFETY: a place to write.
+    if unsafe { ctx_get_device()?(&raw mut device) } != SUCCESS {
+        return None;
+    }
+    if with(|space| space.devices.contains_key(&device)) {
+        return Some(device);
+    }
+    let (mut uuid, mut total) = ([0; 16], 0);
+    // SAFETY: places to write, for a device that exists.
+    let known = unsafe {
+        device_uuid_v2().or_else(device_uuid)?(&raw mut uuid, device) == SUCCESS
+            && device_total()?(&raw mut total, device) == SUCCESS
+    };
+    known.then(|| {
+        USED.store(true, Ordering::Release);
+        with(|space| {
+            if space.devices.len() < MAX_DEVICES {
+                space.devices.entry(device).or_insert_with(|| Device {
+                    uuid: uuid_text(uuid),
+                    total: total as u64,
+                    movable: Lease::default(),
+                    pinned: Lease::default(),
+                    away: 0,
+                    native: stays_native(),
+                });
+            }
+        });
+    });
+    with(|space| space.devices.contains_key(&device)).then_some(device)
+}
+
+// ---- The lease -----------------------------------------------------------------------------------
+
+impl Device {
+    fn lease(&mut self, pinned: bool) -> &mut Lease {
+        match pinned {
+            true => &mut self.pinned,
+            false => &mut self.movable,
+        }
+    }
+
+    fn holds(&self) -> Shim {
+        Shim::Holds {
+            device: self.uuid.clone(),
+            total: self.total,
+            movable: self.movable.granted.saturating_sub(self.away),
+            pinned: self.pinned.granted,
+            swapped: self.away,
+        }
+    }
+}
+
+/// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
+fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
+    loop {
+        let short = with(|space| {
+            let known = space.devices.get_mut(&device)?;
+            let lease = known.lease(pinned);
+            if lease.unused() >= bytes {
+                lease.used += bytes;
+                return None;
+            }
+            let need = bytes - lease.unused();
+            Some((need, known.uuid.clone(), known.total))
+        });
+        let Some((need, uuid, total)) = short else {
+            return true;
+        };
+        let ask = |ticket| Shim::Ask {
+            ticket,
+            device: uuid,
+            total,
+            need,
+            // What cannot be moved is asked for as it is needed.
+            want: if pinned {
+                need
+            } else {
+                need.saturating_add(BATCH)
+            },
+            pinned,
+        };
+        let given = match lease::ask(ask) {
+            // Nobody manages this process: it grants itself what it needs.
+            None => need,
+            Some((0, _)) => return false,
+            Some((bytes, _)) => bytes,
+        };
+        with(|space| {
+            if let Some(known) = space.devices.get_mut(&device) {
+                known.lease(pinned).granted += given;
+            }
+        });
+    }
+}
+
+/// Gives so much back.
+fn give(device: c_int, bytes: u64, pinned: bool) {
+    let holds = with(|space| {
+        let known = space.devices.get_mut(&device)?;
+        let lease = known.lease(pinned);
+        lease.used = lease.used.saturating_sub(bytes);
+        let keep = if pinned { 0 } else { BATCH };
+        // Only now and then, so that a program that frees and allocates in turn asks nobody.
+        if lease.unused() <= keep * 2 {
+            return None;
+        }
+        lease.granted = lease.used + keep;
+        Some(known.holds())
+    });
+    if let Some(holds) = holds {
+        lease::tell(holds);
+    }
+}
+
+/// Gives back all that is granted and not used.
+pub(crate) fn trim() {
+    let all = with(|space| {
+        for device in space.devices.values_mut() {
+            device.movable.granted = device.movable.used;
+            device.pinned.granted = device.pinned.used;
+        }
+        space.holds()
+    });
+    all.into_iter().for_each(lease::tell);
+}
+
+/// All that the process has, for a daemon that does not know.
+pub(crate) fn holds() -> Vec<Shim> {
+    with(|space| space.holds())
+}
+
+impl Space {
+    fn holds(&self) -> Vec<Shim> {
+        self.devices.values().map(Device::holds).collect()
+    }
+
+    /// So much of a device's memory is on the host now.
+    pub(crate) fn set_away(&mut self) {
+        for (ordinal, device) in &mut self.devices {
+            let own = self.blocks.values().filter(|it| it.device == *ordinal);
+            device.away = own
+                .filter(|it| it.chunks.is_empty())
+                .map(|it| it.bytes)
+                .sum();
+            if device.away > 0 {
+                device.movable.granted = device.movable.used;
+            }
+        }
+    }
+}
+
+// ---- Allocating ----------------------------------------------------------------------------------
+
+/// `cuMemAlloc`
+///
+/// # Safety
+/// `out` must be what the program passed.
+pub(crate) unsafe fn alloc(
+    out: *mut u64,
+    bytes: usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: the caller's.
+    unsafe { alloc_bytes(out, Some(bytes as u64), real, || ()) }
+}
+
+/// `cuMemAllocPitch`
+///
+/// # Safety
+/// `out` and `pitch` must be what the program passed.
+pub(crate) unsafe fn alloc_pitch(
+    out: *mut u64,
+    pitch: *mut usize,
+    width: usize,
+    height: usize,
+    element: u32,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let row = width.checked_next_multiple_of(UNIT as usize);
+    let row = row.filter(|_| matches!(element, 4 | 8 | 16) && !pitch.is_null());
+    let bytes = row
+        .and_then(|row| row.checked_mul(height))
+        .map(|it| it as u64);
+    // SAFETY: the caller's; written only when the program passed a place.
+    unsafe { alloc_bytes(out, bytes, real, || *pitch = row.unwrap_or(0)) }
+}
+
+/// # Safety
+/// `out` must be what the program passed.
+unsafe fn alloc_bytes(
+    out: *mut u64,
+    bytes: Option<u64>,
+    real: impl FnOnce() -> CUresult,
+    done: impl FnOnce(),
+) -> CUresult {
+    let plain = bytes.filter(|bytes| *bytes != 0 && *bytes < 1 << 46 && !out.is_null());
+    let (Some(bytes), false) = (plain, off()) else {
+        return gate::through(real);
+    };
+    let (Some(device), Some(context)) = (current_device(), current_context()) else {
+        return gate::through(real);
+    };
+    free_deferred();
+    let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
+    if native {
+        // SAFETY: as above.
+        return unsafe { count_native(device, bytes, out, Native::Address, real) };
+    }
+    match map(device, context, bytes) {
+        Ok(address) => {
+            // SAFETY: the program's place, which is not null.
+            unsafe { *out = address };
+            done();
+            SUCCESS
+        }
+        Err(OUT_OF_MEMORY) => OUT_OF_MEMORY,
+        Err(error) => {
+            failed(error);
+            // SAFETY: as above.
+            unsafe { count_native(device, bytes, out, Native::Address, real) }
+        }
+    }
+}
+
+/// Mapping has failed other than for want of memory.
+#[cold]
+fn failed(error: CUresult) {
+    let failures = FAILURES.fetch_add(1, Ordering::AcqRel) + 1;
+    if failures == 1 {
+        say(format_args!(
+            "cannot map device memory (the driver answers {error}): it will not be movable"
+        ));
+    }
+    if failures >= MAX_FAILURES {
+        with(|space| {
+            for device in space.devices.values_mut() {
+                device.native = true;
+            }
+        });
+    }
+}
+
+/// Memory of the lease, mapped.
+fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
+    let small = bytes < SMALL;
+    let size = bytes.next_multiple_of(GRANULE);
+    if small && let Some(found) = with(|space| space.carve(device, context, bytes)) {
+        return Ok(found);
+    }
+    if !take(device, size, false) {
+        return Err(OUT_OF_MEMORY);
+    }
+    let mapped = gate::through(|| {
+        let at = vmm::reserve(size)?;
+        let chunks = vmm::back(at, size, device).inspect_err(|_| vmm::unreserve(at, size))?;
+        let free = small.then(|| BTreeMap::from([(0, size)]));
+        with(|space| {
+            let block = Block {
+                bytes: size,
+                device,
+                context,
+                chunks,
+                host: Vec::new(),
+                pinned: false,
+                free,
+            };
+            space.blocks.insert(at, block);
+            if small {
+                return space.carve_from(at, context, bytes).ok_or(OUT_OF_MEMORY);
+            }
+            let allocation = Allocation {
+                bytes,
+                block: at,
+                context,
+            };
+            space.allocations.insert(at, allocation);
+            Ok(at)
+        })
+    });
+    if mapped.is_err() {
+        give(device, size, false);
+    }
+    mapped
+}
+
+impl Space {
+    /// A small allocation in a block that is there.
+    fn carve(&mut self, device: c_int, context: u64, bytes: u64) -> Option<u64> {
+        let units = bytes.next_multiple_of(UNIT);
+        let fits = |block: &Block| {
+            let free = block.free.as_ref();
+            block.device == device
+                && block.context == context
+                && free.is_some_and(|free| free.values().any(|length| *length >= units))
+        };
+        let at = *self.blocks.iter().find(|(_, block)| fits(block))?.0;
+        self.carve_from(at, context, bytes)
+    }
+
+    fn carve_from(&mut self, at: u64, context: u64, bytes: u64) -> Option<u64> {
+        let units = bytes.next_multiple_of(UNIT);
+        let free = self.blocks.get_mut(&at)?.free.as_mut()?;
+        let fit = free.iter().find(|(_, length)| **length >= units);
+        let (offset, length) = fit.map(|(offset, length)| (*offset, *length))?;
+        free.remove(&offset);
+        if length > units {
+            free.insert(offset + units, length - units);
+        }
+        let allocation = Allocation {
+            bytes,
+            block: at,
+            context,
+        };
+        self.allocations.insert(at + offset, allocation);
+        Some(at + offset)
+    }
+
+    /// Takes an allocation out; its block too if nothing else is in that.
+    fn remove(&mut self, address: u64) -> Option<(u64, Block)> {
+        let allocation = self.allocations.remove(&address)?;
+        let at = allocation.block;
+        let block = self.blocks.get_mut(&at)?;
+        if let Some(free) = &mut block.free {
+            let (mut offset, mut length) = (address - at, allocation.bytes.next_multiple_of(UNIT));
+            if let Some(after) = free.remove(&(offset + length)) {
+                length += after;
+            }
+            if let Some((before, size)) = free.range(..offset).next_back()
+                && before + size == offset
+            {
+                (offset, length) = (*before, length + size);
+            }
+            free.insert(offset, length);
+            if length != block.bytes {
+                return None;
+            }
+        }
+        self.blocks.remove(&at).map(|block| (at, block))
+    }
+
+    fn find(&self, address: u64) -> Option<(u64, Allocation)> {
+        let (start, allocation) = self.allocations.range(..=address).next_back()?;
+        (address - start < allocation.bytes).then_some((*start, *allocation))
+    }
+}
+
+/// `cuMemFree`
+pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    if address == 0 || off() {
+        return gate::through(real);
+    }
+    let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) else {
+        return release_native(Native::Address(address), real);
+    };
+    if work::is_capturing_anywhere() {
+        with(|space| space.deferred.push(address));
+        return SUCCESS;
+    }
+    free_deferred();
+    let result = settle(context);
+    release(address);
+    result
+}
+
+/// Waits until nothing of a context can use memory that is freed, as the driver's own call does.
+fn settle(context: u64) -> CUresult {
+    // If memory is away, this brings it back: else nothing would end.
+    gate::through(|| ());
+    within(context, || {
+        let wait = || match ctx_synchronize() {
+            // SAFETY: no arguments.
+            Some(wait) => unsafe { wait() },
+            None => SUCCESS,
+        };
+        work::observe_context(context as CUcontext, wait)
+    })
+    // The context is gone, and all its work.
+    .unwrap_or(SUCCESS)
+}
+
+fn release(address: u64) {
+    let gone = gate::through(|| {
+        let (at, block) = with(|space| space.remove(address))?;
+        vmm::unback(at, &block.chunks);
+        vmm::unreserve(at, block.bytes);
+        Some(block)
+    });
+    if let Some(block) = gone {
+        give(block.device, block.bytes, block.pinned);
+    }
+}
+
+/// Frees what could not be freed during a capture.
+fn free_deferred() {
+    if work::is_capturing_anywhere() {
+        return;
+    }
+    let deferred = with(|space| std::mem::take(&mut space.deferred));
+    for address in deferred {
+        if let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) {
+            let _ = settle(context);
+            release(address);
+        }
+    }
+}
+
+/// After contexts were destroyed: their memory goes with them.
+pub(crate) fn sweep() {
+    if off() || !USED.load(Ordering::Acquire) {
+        return;
+    }
+    let mut contexts = with(|space| {
+        let all = space.allocations.values();
+        all.map(|allocation| allocation.context).collect::<Vec<_>>()
+    });
+    contexts.sort_unstable();
+    contexts.dedup();
+    contexts.retain(|context| within(*context, || ()).is_none());
+    let addresses: Vec<u64> = with(|space| {
+        let all = space.allocations.iter();
+        let dead = all.filter(|(_, allocation)| contexts.contains(&allocation.context));
+        dead.map(|(address, _)| *address).collect()
+    });
+    addresses.into_iter().for_each(release);
+}
+
+// ---- What stays with the driver ------------------------------------------------------------------
+
+/// Counts what the driver gives out itself.
+///
+/// # Safety
+/// `out` must be where `real` writes what it gives, or null.
+unsafe fn count_native(
+    device: c_int,
+    bytes: u64,
+    out: *mut u64,
+    key: fn(u64) -> Native,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    if !take(device, bytes, true) {
+        return OUT_OF_MEMORY;
+    }
+    let result = gate::through(real);
+    if result != SUCCESS || out.is_null() {
+        give(device, bytes, true);
+        return result;
+    }
+    // SAFETY: the driver has just written there.
+    let given = key(unsafe { *out });
+    with(|space| space.natives.insert(given, (device, bytes)));
+    result
+}
+
+/// An allocation that the driver keeps: managed or stream-ordered.
+///
+/// # Safety
+/// `out` must be what the program passed.
+pub(crate) unsafe fn alloc_native(
+    out: *mut u64,
+    bytes: usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // What is captured allocates when its graph runs, and is not seen.
+    let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
+    match counted.then(current_device).flatten() {
+        // SAFETY: the caller's.
+        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Address, real) },
+        None => gate::through(real),
+    }
+}
+
+/// `cuMemCreate`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn create(
+    out: *mut u64,
+    bytes: usize,
+    prop: *const AllocationProp,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: a program that passes no properties gets the driver's error.
+    let location = unsafe { prop.as_ref() }.map(|prop| prop.location);
+    // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
+    let device = location.filter(|it| it.kind == 1 && !off()).map(|it| it.id);
+    match device.filter(|device| current_device() == Some(*device)) {
+        // SAFETY: the caller's.
+        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Handle, real) },
+        None => gate::through(real),
+    }
+}
+
+/// `cuMemRelease`
+pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    release_native(Native::Handle(handle), real)
+}
+
+/// `cuMemFreeAsync`
+pub(crate) fn free_async(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    // Ours may be freed that way too: the driver has no pool for it.
+    match !off() && with(|space| space.allocations.contains_key(&address)) {
+        true => free(address, real),
+        false => release_native(Native::Address(address), real),
+    }
+}
+
+fn release_native(key: Native, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = gate::through(real);
+    if result == SUCCESS
+        && !off()
+        && let Some((device, bytes)) = with(|space| space.natives.remove(&key))
+    {
+        give(device, bytes, true);
+    }
+    result
+}
+
+/// The program takes hold of physical memory behind an address: that stays where it is from now on.
+pub(crate) fn pin(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    if off() {
+        return gate::through(real);
+    }
+    gate::through(|| {
+        let holds = with(|space| {
+            let (_, allocation) = space.find(address)?;
+            space.pin(allocation.block)
+        });
+        if let Some(holds) = holds {
+            lease::tell(holds);
+        }
+        real()
+    })
+}
+
+impl Space {
+    fn pin(&mut self, at: u64) -> Option<Shim> {
+        let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
+        block.pinned = true;
+        let (bytes, device) = (block.bytes, self.devices.get_mut(&block.device)?);
+        for lease in [&mut device.movable.granted, &mut device.movable.used] {
+            *lease = lease.saturating_sub(bytes);
+        }
+        device.pinned.granted += bytes;
+        device.pinned.used += bytes;
+        Some(device.holds())
+    }
+}
+
+/// `cuIpcGetMemHandle`: only the driver's own memory can be shared so.
+pub(crate) fn share(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = pin(address, real);
+    if result != SUCCESS && !off() && with(|space| space.find(address).is_some()) {
+        say(format_args!(
+            "this program shares device memory with other processes: run it with GPUMUX_MEMORY=native"
+        ));
+        with(|space| {
+            for device in space.devices.values_mut() {
+                device.native = true;
+            }
+        });
+    }
+    result
+}
+
+/// `cuCtxEnablePeerAccess`: from now on memory of the peer's device may be reached from the current one.
+pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = gate::through(real);
+    if result != SUCCESS || off() {
+        return result;
+    }
+    let Some(reaching) = current_device() else {
+        return result;
+    };
+    let Some(reached) = within(peer as u64, current_device).flatten() else {
+        return result;
+    };
+    gate::through(|| {
+        let holds = with(|space| {
+            for device in space.devices.values_mut() {
+                device.native = true;
+            }
+            let own = space
+                .blocks
+                .iter()
+                .filter(|(_, block)| block.device == reached);
+            let own: Vec<(u64, u64)> = own.map(|(at, block)| (*at, block.bytes)).collect();
+            for (at, bytes) in &own {
+                vmm::allow(*at, *bytes, reaching);
+            }
+            own.iter().filter_map(|(at, _)| space.pin(*at)).last()
+        });
+        if let Some(holds) = holds {
+            lease::tell(holds);
+        }
+    });
+    result
+}
+
+// ---- What a program is told ----------------------------------------------------------------------
+
+/// What the tenant may believe of a device: free and in all.
+fn view(device: c_int) -> Option<(u64, u64)> {
+    let (uuid, total, unused) = with(|space| {
+        let known = space.devices.get(&device)?;
+        let unused = known.movable.unused() + known.pinned.unused();
+        Some((known.uuid.clone(), known.total, unused))
+    })?;
+    if !lease::is_up() {
+        return None;
+    }
+    let question = |ticket| Shim::View {
+        ticket,
+        device: uuid,
+        total,
+    };
+    let (free, all) = lease::ask(question)?;
+    let all = all.min(total);
+    (all != 0).then(|| (free.saturating_add(unused).min(all), all))
+}
+
+/// `cuMemGetInfo`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn info(
+    free: *mut usize,
+    total: *mut usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    if result == SUCCESS
+        && !off()
+        && let Some((left, all)) = current_device().and_then(view)
+    {
+        for (place, value) in [(free, left), (total, all)] {
+            if !place.is_null() {
+                // SAFETY: the driver has just written there.
+                unsafe { *place = value as usize };
+            }
+        }
+    }
+    result
+}
+
+/// `cuDeviceTotalMem`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn total(
+    bytes: *mut usize,
+    device: c_int,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    // Before its first context a process is nobody's.
+    if result == SUCCESS
+        && !off()
+        && !bytes.is_null()
+        && let Some((_, all)) = view(device)
+    {
+        // SAFETY: the driver has just written there.
+        unsafe { *bytes = (*bytes).min(all as usize) };
+    }
+    result
+}
+
+/// `cuMemGetAddressRange`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn range(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten();
+    let Some((start, allocation)) = found else {
+        return real();
+    };
+    // SAFETY: the program's places.
+    unsafe {
+        if !base.is_null() {
+            *base = start;
+        }
+        if !bytes.is_null() {
+            *bytes = allocation.bytes as usize;
+        }
+    }
+    SUCCESS
+}
+
+/// Attributes that the driver would answer by the mapping, not by the allocation.
+const CONTEXT: c_int = 1;
+const RANGE_START: c_int = 11;
+const RANGE_BYTES: c_int = 12;
+
+/// What an attribute of an allocation of ours is.
+fn attribute(attribute: c_int, start: u64, allocation: Allocation) -> Option<u64> {
+    match attribute {
+        CONTEXT => Some(allocation.context),
+        RANGE_START => Some(start),
+        RANGE_BYTES => Some(allocation.bytes),
+        _ => None,
+    }
+}
+
+/// `cuPointerGetAttribute`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn pointer_attribute(
+    data: *mut c_void,
+    which: c_int,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten();
+    let Some((start, allocation)) = found else {
+        return real();
+    };
+    if let Some(value) = attribute(which, start, allocation)
+        && !data.is_null()
+    {
+        // SAFETY: all three are 64 bits long.
+        unsafe { data.cast::<u64>().write_unaligned(value) };
+        return SUCCESS;
+    }
+    gate::through(real)
+}
+
+/// `cuPointerGetAttributes`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn pointer_attributes(
+    count: u32,
+    attributes: *const c_int,
+    data: *const *mut c_void,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten();
+    let Some((start, allocation)) = found else {
+        return real();
+    };
+    let result = gate::through(real);
+    if result == SUCCESS && !attributes.is_null() && !data.is_null() {
+        for n in 0..count as usize {
+            // SAFETY: the driver has just read as many of both.
+            let (which, place) = unsafe { (*attributes.add(n), *data.add(n)) };
+            if let Some(value) = attribute(which, start, allocation)
+                && !place.is_null()
+            {
+                // SAFETY: as above; all three are 64 bits long.
+                unsafe { place.cast::<u64>().write_unaligned(value) };
+            }
+        }
+    }
+    result
+}
