@@ -44,8 +44,8 @@ fn sleeps(node: &Node, name: &str) -> bool {
 #[test]
 fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
     let node = Node::start();
-    let run = "--name small --memory-limit 24MiB";
-    let finished = node.tenant(run, &program(7, "200MiB", 3000)).run();
+    let run = "--name small --memory-limit 16MiB";
+    let finished = node.tenant(run, &program(7, "48MiB", 500)).run();
     let report = verified(&finished);
     assert_ne!(report["late"], 0, "it never met its limit: {report:#}");
     assert!(
@@ -53,9 +53,7 @@ fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
         "it never met its limit: {report:#}"
     );
     // The same without a limit is refused nothing.
-    let free = node
-        .tenant("--name free", &program(7, "200MiB", 3000))
-        .run();
+    let free = node.tenant("--name free", &program(7, "48MiB", 500)).run();
     assert_eq!(verified(&free)["late"], Value::Null);
 }
 
@@ -181,8 +179,8 @@ fn more_tenants_than_memory_take_turns() {
         // The device there is too large to fill in a test: `bench/memory.py oversubscribe` does so.
         return;
     }
-    let node = Node::with_memory(1 << 30);
-    let check = "gpumux workload check --json --memory 500MiB --seconds 3";
+    let node = Node::with_memory(256 << 20);
+    let check = "gpumux workload check --json --memory 120MiB --seconds 2";
     let workers: Vec<Process> = (0..3)
         .map(|n| Process::start(&mut node.tenant(&format!("--name w{n}"), check)))
         .collect();

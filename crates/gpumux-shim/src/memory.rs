@@ -212,45 +212,49 @@ impl Device {
 
 /// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
 fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
-    loop {
-        let short = with(|space| {
-            let known = space.devices.get_mut(&device)?;
-            let lease = known.lease(pinned);
-            if lease.unused() >= bytes {
-                lease.used += bytes;
-                return None;
-            }
-            let need = bytes - lease.unused();
-            Some((need, known.uuid.clone(), known.total))
-        });
-        let Some((need, uuid, total)) = short else {
+    // What is there is taken at once, so that nobody gives it back while more is asked for.
+    let found = with(|space| {
+        let known = space.devices.get_mut(&device)?;
+        let lease = known.lease(pinned);
+        let pocket = lease.unused().min(bytes);
+        lease.used += pocket;
+        Some((pocket, known.uuid.clone(), known.total))
+    });
+    let Some((pocket, uuid, total)) = found else {
+        return true;
+    };
+    let need = bytes - pocket;
+    if need == 0 {
+        return true;
+    }
+    let ask = |ticket| Shim::Ask {
+        ticket,
+        device: uuid,
+        total,
+        need,
+        // What cannot be moved is asked for as it is needed.
+        want: if pinned {
+            need
+        } else {
+            need.saturating_add(BATCH)
+        },
+        pinned,
+    };
+    // When nobody manages this process, it grants itself what it needs.
+    let given = lease::ask(ask).map_or(need, |(bytes, _)| bytes);
+    with(|space| {
+        let Some(known) = space.devices.get_mut(&device) else {
             return true;
         };
-        let ask = |ticket| Shim::Ask {
-            ticket,
-            device: uuid,
-            total,
-            need,
-            // What cannot be moved is asked for as it is needed.
-            want: if pinned {
-                need
-            } else {
-                need.saturating_add(BATCH)
-            },
-            pinned,
-        };
-        let given = match lease::ask(ask) {
-            // Nobody manages this process: it grants itself what it needs.
-            None => need,
-            Some((0, _)) => return false,
-            Some((bytes, _)) => bytes,
-        };
-        with(|space| {
-            if let Some(known) = space.devices.get_mut(&device) {
-                known.lease(pinned).granted += given;
-            }
-        });
-    }
+        let lease = known.lease(pinned);
+        lease.granted += given;
+        if given < need {
+            lease.used -= pocket.min(lease.used);
+            return false;
+        }
+        lease.used += need;
+        true
+    })
 }
 
 /// Gives so much back.
