@@ -549,6 +549,7 @@ impl Memory {
             self.candidates(tenant, missing, line, &activity)
         });
         let Some(chosen) = victims(missing, &candidates) else {
+            self.trim().await;
             self.wait().await;
             return Ok(());
         };

@@ -32,8 +32,10 @@ use crate::{
 const SMALL: u64 = 1 << 20;
 /// Alignment of small allocations and of rows: the driver's own.
 const UNIT: u64 = 512;
-/// Leases are asked for with so much in advance, and kept with as much unused.
+/// Leases are asked for with so much in advance, and kept with as much unused; on small devices less.
 const BATCH: u64 = 64 << 20;
+/// At most this part of a device (as its reciprocal).
+const BATCH_PART: u64 = 128;
 /// After so many failures to map, the driver's own calls are made at once.
 const MAX_FAILURES: u32 = 3;
 /// Most devices that are told apart.
@@ -93,6 +95,10 @@ struct Device {
 struct Lease {
     granted: u64,
     used: u64,
+}
+
+fn batch(total: u64) -> u64 {
+    BATCH.min(total / BATCH_PART)
 }
 
 impl Lease {
@@ -236,7 +242,7 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
         want: if pinned {
             need
         } else {
-            need.saturating_add(BATCH)
+            need.saturating_add(batch(total))
         },
         pinned,
     };
@@ -261,9 +267,9 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
 fn give(device: c_int, bytes: u64, pinned: bool) {
     let holds = with(|space| {
         let known = space.devices.get_mut(&device)?;
+        let keep = if pinned { 0 } else { batch(known.total) };
         let lease = known.lease(pinned);
         lease.used = lease.used.saturating_sub(bytes);
-        let keep = if pinned { 0 } else { BATCH };
         // Only now and then, so that a program that frees and allocates in turn asks nobody.
         if lease.unused() <= keep * 2 {
             return None;
