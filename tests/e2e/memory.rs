@@ -173,6 +173,31 @@ fn a_sleeper_that_is_killed_leaves_nothing() {
     verified(&node.tenant("--name next", &program(5, "32MiB", 300)).run());
 }
 
+/// Killed at any moment of a move: nothing is lost, and a survivor has every byte.
+#[test]
+fn a_storm_of_kills_harms_nobody_else() {
+    let node = Node::start();
+    let before = free(&node);
+    let survivor = Process::start(&mut node.tenant("--name survivor", &program(11, "24MiB", 300)));
+    for round in 0..6 {
+        let name = format!("victim{round}");
+        let work = program(round, "24MiB", 100_000);
+        let victim = Process::start(&mut node.tenant(&format!("--name {name}"), &work));
+        node.wait_tenant(&name, |it| bytes(it, "in_use") > 0);
+        // The answer comes when the move is done, or the tenant gone.
+        let mover = Process::start(&mut node.gpumux(["sleep", &name]));
+        let _ = sleeps(&node, "survivor");
+        std::thread::sleep(Duration::from_millis(u64::from(round) * 15));
+        victim.kill();
+        let ended = mover.finish_within(PATIENCE * 2);
+        assert!(ended.status.code().is_some(), "{ended:?}");
+    }
+    verified(&survivor.finish_within(PATIENCE * 4));
+    wait_for("the memory of the dead", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+}
+
 #[test]
 fn more_tenants_than_memory_take_turns() {
     if real() {

@@ -435,6 +435,8 @@ mod tests {
             state: TenantState::Running,
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
             domains: vec![Domain {
                 id: 1,
                 device: device(0).uuid,

@@ -55,8 +55,8 @@ const SETTLED: Duration = Duration::from_millis(500);
 /// Tries for a lever that must move, and the pause between them.
 const LEVER_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
 
-/// Enough for a packet on the stack and libraries' thread-local storage.
-const STACK: usize = 256 * 1024;
+/// Enough for the driver library, which the thread calls to move memory.
+const STACK: usize = 2 << 20;
 
 /// Starts the thread. It gets no signal of the program's: all are blocked from its first instruction.
 pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Result<()> {

@@ -332,12 +332,6 @@ macro_rules! hooks {
     };
 }
 
-/// After a context may have been destroyed.
-fn swept(result: CUresult) -> CUresult {
-    memory::sweep();
-    result
-}
-
 /// The default stream of a function whose name has no `_ptsz` or `_ptds`, and of one that has.
 const LEGACY: bool = false;
 const OWN: bool = true;
@@ -795,19 +789,19 @@ hooks! {
     cuStreamDestroy_v2 [c"cuStreamDestroy" 4000] (stream: CUstream)
         real => work::destroy_stream(stream, real);
     cuCtxDestroy [c"cuCtxDestroy" 2000] (context: CUcontext)
-        real => swept(work::destroy_context(context, real));
+        real => memory::destroy_context(context, real);
     cuCtxDestroy_v2 [c"cuCtxDestroy" 4000] (context: CUcontext)
-        real => swept(work::destroy_context(context, real));
+        real => memory::destroy_context(context, real);
     cuGreenCtxDestroy [c"cuGreenCtxDestroy" 12040] (context: CUcontext)
-        real => swept(work::destroy_context(context, real));
+        real => memory::destroy_context(context, real);
     cuDevicePrimaryCtxRelease [c"cuDevicePrimaryCtxRelease" 7000] (device: CUdevice)
-        real => swept(work::release_primary(device, real));
+        real => memory::release_primary(device, real);
     cuDevicePrimaryCtxRelease_v2 [c"cuDevicePrimaryCtxRelease" 11000] (device: CUdevice)
-        real => swept(work::release_primary(device, real));
+        real => memory::release_primary(device, real);
     cuDevicePrimaryCtxReset [c"cuDevicePrimaryCtxReset" 7000] (device: CUdevice)
-        real => swept(work::release_primary(device, real));
+        real => memory::release_primary(device, real);
     cuDevicePrimaryCtxReset_v2 [c"cuDevicePrimaryCtxReset" 11000] (device: CUdevice)
-        real => swept(work::release_primary(device, real));
+        real => memory::release_primary(device, real);
 
     // Which group is whose.
     cuCtxCreate [c"cuCtxCreate" 2000] (

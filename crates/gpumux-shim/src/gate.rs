@@ -150,7 +150,7 @@ mod tests {
         is_in.recv().unwrap();
         close();
         assert!(is_occupied());
-        let second = std::thread::spawn(|| through(|| is_occupied()));
+        let second = std::thread::spawn(|| through(is_occupied));
         leave.send(()).unwrap();
         first.join().unwrap();
         assert!(!second.is_finished());

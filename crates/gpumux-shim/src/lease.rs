@@ -50,11 +50,8 @@ fn state(guard: &mut Option<State>) -> &mut State {
     })
 }
 
-/// Asks, and waits for the answer: two numbers. None: nobody manages this process.
-pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
-    if !process::has_agent() {
-        return None;
-    }
+/// The state once it is known whether there is a session.
+fn settled() -> MutexGuard<'static, Option<State>> {
     let mut guard = lock();
     let deadline = Instant::now() + CONNECT;
     while state(&mut guard).link == Link::Unknown && Instant::now() < deadline {
@@ -62,6 +59,20 @@ pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
         let waited = CHANGED.wait_timeout(guard, left);
         guard = waited.unwrap_or_else(PoisonError::into_inner).0;
     }
+    guard
+}
+
+/// Whether a daemon manages this process; waits for the session's beginning.
+pub(crate) fn await_link() -> bool {
+    state(&mut settled()).link == Link::Up
+}
+
+/// Asks, and waits for the answer: two numbers. None: nobody manages this process.
+pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
+    if !process::has_agent() {
+        return None;
+    }
+    let mut guard = settled();
     let it = state(&mut guard);
     if it.link != Link::Up {
         return None;

@@ -372,7 +372,8 @@ unsafe fn alloc_bytes(
     };
     free_deferred();
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
-    if native {
+    // Without a daemon nobody would ever move it.
+    if native || !lease::await_link() {
         // SAFETY: as above.
         return unsafe { count_native(device, bytes, out, Native::Address, real) };
     }
@@ -574,22 +575,35 @@ fn free_deferred() {
     }
 }
 
-/// After contexts were destroyed: their memory goes with them.
-pub(crate) fn sweep() {
+/// `cuCtxDestroy`: a context's memory goes with it.
+pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = work::destroy_context(context, real);
+    if result == SUCCESS {
+        forget_context(context as u64);
+    }
+    result
+}
+
+/// `cuDevicePrimaryCtxRelease` and `Reset`
+pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
+    let counted = !off() && USED.load(Ordering::Acquire);
+    let context = counted.then(|| work::primary_context(device)).flatten();
+    let result = work::release_primary(device, real);
+    if let Some(context) = context.filter(|_| work::primary_context(device).is_none()) {
+        forget_context(context);
+    }
+    result
+}
+
+/// A context is gone, and all its work: it must not be entered any more.
+fn forget_context(context: u64) {
     if off() || !USED.load(Ordering::Acquire) {
         return;
     }
-    let mut contexts = with(|space| {
-        let all = space.allocations.values();
-        all.map(|allocation| allocation.context).collect::<Vec<_>>()
-    });
-    contexts.sort_unstable();
-    contexts.dedup();
-    contexts.retain(|context| within(*context, || ()).is_none());
     let addresses: Vec<u64> = with(|space| {
         let all = space.allocations.iter();
-        let dead = all.filter(|(_, allocation)| contexts.contains(&allocation.context));
-        dead.map(|(address, _)| *address).collect()
+        let own = all.filter(|(_, allocation)| allocation.context == context);
+        own.map(|(address, _)| *address).collect()
     });
     addresses.into_iter().for_each(release);
 }

@@ -665,6 +665,26 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
     real()
 }
 
+/// A device's primary context, if there is one.
+pub(crate) fn primary_context(device: c_int) -> Option<u64> {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: two places to write.
+    let result = unsafe { primary_state()?(device, &raw mut flags, &raw mut active) };
+    if result != SUCCESS || active == 0 {
+        return None;
+    }
+    let (retain, release) = (primary_retain()?, primary_release()?);
+    let mut context = ptr::null_mut();
+    // SAFETY: a place to write; what is retained is released.
+    let retained = unsafe {
+        retain(&raw mut context, device) == SUCCESS && {
+            release(device);
+            true
+        }
+    };
+    retained.then_some(context as u64)
+}
+
 /// A device's primary context is released or reset: it may go, with all its streams.
 pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
     let active = || {

@@ -247,6 +247,8 @@ mod tests {
             state,
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
         }
     }
 
