@@ -262,6 +262,7 @@ impl Sessions {
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: name.clone(),
+            memory: true,
         };
         let _ = say(socket, &welcome);
         tracing::info!(pid = peer.pid, tenant = name, "session");

@@ -143,11 +143,11 @@ impl Session {
         loop {
             let path = self.process.config.socket();
             let end = match self.connect(&path) {
-                Ok(session) => {
+                Ok((session, memory)) => {
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
-                    lease::set_up(true, memory::holds());
+                    lease::set_up(memory, if memory { memory::holds() } else { Vec::new() });
                     let end = self.serve(&session);
                     lease::set_up(false, Vec::new());
                     drop(session);
@@ -194,8 +194,8 @@ impl Session {
         lease::set_up(false, Vec::new());
     }
 
-    /// Introduces this process and waits for the daemon's answer.
-    fn connect(&self, path: &std::path::Path) -> Result<OwnFd, End> {
+    /// Introduces this process and waits for the daemon's answer. Says whether it keeps books of memory.
+    fn connect(&self, path: &std::path::Path) -> Result<(OwnFd, bool), End> {
         // Does not wait: a daemon whose queue is full answers EAGAIN.
         let session = OwnFd::new(|| socket::connect(path, SocketFlags::NONBLOCK))?;
         let hello = Shim::Hello {
@@ -210,10 +210,12 @@ impl Session {
             match socket::recv::<Daemon>(&session, RecvFlags::empty()) {
                 Ok(Some((
                     Daemon::Welcome {
-                        protocol: PROTOCOL, ..
+                        protocol: PROTOCOL,
+                        memory,
+                        ..
                     },
                     _,
-                ))) => return Ok(session),
+                ))) => return Ok((session, memory)),
                 Ok(Some((Daemon::Welcome { protocol, .. }, _))) => {
                     return Err(End::Refused(format!(
                         "it speaks protocol {protocol}, this library {PROTOCOL}"

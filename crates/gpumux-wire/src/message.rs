@@ -132,6 +132,8 @@ pub enum Daemon {
         protocol: u32,
         /// Name of the tenant that the process belongs to.
         tenant: String,
+        /// Whether questions about memory are answered; without it memory stays with the driver.
+        memory: bool,
     },
     /// Answer to anything that is not accepted; the daemon closes after it.
     Refused {
