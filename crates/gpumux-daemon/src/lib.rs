@@ -18,6 +18,7 @@ mod peer;
 mod scheduler;
 mod serve;
 mod session;
+mod store;
 mod tenants;
 mod verify;
 

@@ -2,7 +2,7 @@
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use gpumux_core::{Class, Hints, MemoryPolicy};
-use gpumux_daemon::api::types::{Spec, SpecChange};
+use gpumux_daemon::api::types::SpecChange;
 
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct SpecArgs {
@@ -18,6 +18,9 @@ pub(crate) struct SpecArgs {
     /// Weight among its equals when capacity is left over, 0.001 to 1000
     #[arg(long, allow_negative_numbers = true)]
     weight: Option<f64>,
+    /// How long a request may take, in ms: a latency tenant then waits up to a tenth of it for others, which spares them many switches if it launches kernel by kernel
+    #[arg(long, value_name = "MS", value_parser = objective, allow_negative_numbers = true)]
+    latency_objective: Option<u64>,
     /// Who may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it foresees work), manual, off
     #[arg(long, value_parser = hints())]
     hints: Option<Hints>,
@@ -77,6 +80,19 @@ fn seconds(text: &str) -> Result<u64, String> {
     with_unit(text, &units).ok_or_else(|| format!("`{text}` is no time: use one such as 30s or 5m"))
 }
 
+/// Milliseconds as µs.
+fn objective(text: &str) -> Result<u64, String> {
+    let ms: f64 = text
+        .parse()
+        .map_err(|_| format!("{text} is not a number of milliseconds"))?;
+    match ms.is_finite() && ms > 0.0 {
+        true => Ok((ms * 1e3) as u64),
+        false => Err(format!(
+            "{text} ms is no objective: use a time above 0, such as 20"
+        )),
+    }
+}
+
 fn hints() -> impl TypedValueParser<Value = Hints> {
     PossibleValuesParser::new(Hints::ALL.map(Hints::name)).map(|name| {
         Hints::ALL
@@ -98,29 +114,12 @@ impl SpecArgs {
             guaranteed: self.guaranteed,
             limit: self.limit,
             weight: self.weight,
+            latency_objective_us: self.latency_objective,
             hints: self.hints,
             memory_guaranteed: self.memory_guaranteed,
             memory_limit: self.memory_limit,
             memory_policy: self.memory_policy,
             sleep_after_s: self.sleep_after,
-            ..SpecChange::default()
-        }
-    }
-
-    /// The whole promise; what was not said has its default.
-    pub(crate) fn spec(&self) -> Spec {
-        let default = Spec::default();
-        Spec {
-            class: self.class.unwrap_or(default.class),
-            guaranteed: self.guaranteed.unwrap_or(default.guaranteed),
-            limit: self.limit.unwrap_or(default.limit),
-            weight: self.weight.unwrap_or(default.weight),
-            hints: self.hints.unwrap_or(default.hints),
-            memory_guaranteed: self.memory_guaranteed.unwrap_or(default.memory_guaranteed),
-            memory_limit: self.memory_limit,
-            memory_policy: self.memory_policy.unwrap_or(default.memory_policy),
-            sleep_after_s: self.sleep_after,
-            ..default
         }
     }
 }
