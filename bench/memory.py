@@ -6,11 +6,16 @@ Each part writes a results file of its own:
 several), `checkpoint` (the driver's calls on the same program), `copy` (plain copies between pinned memory and the GPU). Values
 `out_ms`, `in_ms`, `out_gbps`, `in_gbps`; for `gpumux` also `first_out_ms`, with making and pinning the host memory.
 
+`losses`: one training job, `eager` and as a CUDA `graph`. Modes `alone` and `gpumux`, which puts it to sleep and wakes it all
+the time. Values `total_s` and `moves`; the losses must be the same to the bit.
+
 `oversubscribe`: cases `2x60%` and `4x60%`: so many training jobs of 60% of the card each. Modes `serial` (one after
 another) and `gpumux` (all at once). Values `total_s`; the losses of all runs must be the same to the bit.
 
 `models`: case `Nxgib`: so many models on one card, asked by turns with idle times. Modes `gpumux` (they sleep
 when idle) and `cold` (a process is started for the request). Values: time to the answer, `latency_p50_ms` and `latency_p99_ms`.
+
+`all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.
 
 `alloc`: cases by size and by who allocates. Modes `alone` and `gpumux`. Value `pair_us`: one allocation with its release.
 """
@@ -25,7 +30,6 @@ import json
 import os
 import random
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -33,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import common
-from common import BenchError, Gpumux, Mode, Results
+from common import BenchError, Gpumux, Mode, Results, Worker, say
 
 WORKER = Path(__file__).resolve().parent / "memory_worker.py"
 GIB = 1 << 30
@@ -43,13 +47,23 @@ ALLOCS = {
     "driver-4KiB": ("driver", 4 << 10),
     "driver-2MiB": ("driver", 2 << 20),
     "driver-64MiB": ("driver", 64 << 20),
+    "async-2MiB": ("async", 2 << 20),
     "torch-2MiB": ("torch", 2 << 20),
 }
 PARTS = {
     "swap": (SIZES, ["gpumux", "checkpoint", "copy"]),
+    "losses": (["eager", "graph"], ["alone", "gpumux"]),
     "oversubscribe": (JOBS, ["serial", "gpumux"]),
     "models": (["8x12GiB"], ["gpumux", "cold"]),
     "alloc": (list(ALLOCS), ["alone", "gpumux"]),
+}
+
+# Of them, what `all --quick` runs.
+QUICK = {
+    "swap": (["8GiB", "16GiB"], ["gpumux", "checkpoint", "copy"]),
+    "losses": (["eager"], ["alone", "gpumux"]),
+    "oversubscribe": (["2x60%"], ["serial", "gpumux"]),
+    "alloc": (["driver-2MiB", "async-2MiB"], ["alone", "gpumux"]),
 }
 
 
@@ -99,36 +113,37 @@ class Api(http.client.HTTPConnection):
 
 
 @contextlib.contextmanager
-def started(
-    mode: Mode, name: str, command: Sequence[str], promise: Sequence[str] = ()
-) -> Iterator[subprocess.Popen[str]]:
+def cell(results: Results, what: str, logs: Path) -> Iterator[None]:
+    """A cell that, when it fails, shows what everybody said last."""
+    begin = time.time()
+
+    def shown() -> None:
+        for log in sorted(logs.glob("*.log")):
+            if log.stat().st_mtime >= begin and (text := common.tail(log, 25)):
+                say(f"end of {log.name}:\n    {text}")
+        kernel = common.run_quietly("dmesg").splitlines()
+        for said in [line for line in kernel if "Xid" in line][-5:]:
+            say(said)
+
+    with results.cell(what):
+        try:
+            yield
+        except Exception:
+            shown()
+            raise
+
+
+@contextlib.contextmanager
+def started(mode: Mode, name: str, command: Sequence[str], promise: Sequence[str] = ()) -> Iterator[Worker]:
     """A program in this mode, which ends with the block."""
-    with open(mode.logs / f"{mode.name}-{name}.log", "a") as log:
-        process = subprocess.Popen(
-            mode.command(command, name, None, promise),
-            env=os.environ | mode.environment(),
-            start_new_session=True,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
+    worker = Worker(name, [], mode, program=command, promise=promise)
     try:
-        yield process
+        yield worker
     finally:
-        common.end(process, 2.0)
+        worker.close(2.0)
 
 
-def line(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a worker says next."""
-    assert process.stdout
-    text = process.stdout.readline()
-    if not text:
-        raise BenchError(f"a worker ended with {process.wait(10)}: see the logs")
-    return json.loads(text)
-
-
-def worker(what: str, *arguments: str) -> list[str]:
+def script(what: str, *arguments: str) -> list[str]:
     """The command of a worker."""
     return [sys.executable, str(WORKER), what, *arguments]
 
@@ -139,30 +154,29 @@ def holder(case: str, ready: Path) -> list[str]:
     return [common.gpumux(), "workload", "idle", *held]
 
 
-def wait_for(ready: Path, process: subprocess.Popen[str]) -> None:
+def wait_for(ready: Path, holding: Worker) -> None:
     """Waits until a program has made its ready file."""
     deadline = time.monotonic() + common.REPLY_S
     while not ready.exists():
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise BenchError("the program did not become ready")
+        if holding.process.poll() is not None or time.monotonic() > deadline:
+            raise BenchError(f"the program did not become ready: {common.tail(holding.log)}")
         time.sleep(0.01)
 
 
 def swap_gpumux(case: str, logs: Path, tries: int) -> dict[str, float]:
     """Sleeps and wakes of a tenant; the best of some, since the first one makes the host memory."""
     ready = logs / f"ready-{case}"
-    with Gpumux("gpumux", logs) as mode:
-        with started(mode, f"hold-{case}", holder(case, ready)) as process:
-            wait_for(ready, process)
-            api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
-            outs, ins = [], []
-            for _ in range(tries):
-                outs.append(api.timed_ms(f"{tenant}/sleep"))
-                moved = sum(it["swapped"] for it in api.ask("GET", tenant)["memory"])
-                if moved < gib(case) * GIB:
-                    raise BenchError(f"only {moved} bytes were moved")
-                ins.append(api.timed_ms(f"{tenant}/wake"))
-            values = {"out_ms": min(outs), "in_ms": min(ins), "first_out_ms": outs[0]}
+    with Gpumux("gpumux", logs) as mode, started(mode, f"hold-{case}", holder(case, ready)) as holding:
+        wait_for(ready, holding)
+        api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
+        outs, ins = [], []
+        for _ in range(tries):
+            outs.append(api.timed_ms(f"{tenant}/sleep"))
+            moved = sum(it["swapped"] for it in api.ask("GET", tenant)["memory"])
+            if moved < gib(case) * GIB:
+                raise BenchError(f"only {moved} bytes were moved")
+            ins.append(api.timed_ms(f"{tenant}/wake"))
+        values = {"out_ms": min(outs), "in_ms": min(ins), "first_out_ms": outs[0]}
     return with_rates(values, gib(case) * GIB)
 
 
@@ -177,29 +191,29 @@ def swap_checkpoint(case: str, logs: Path) -> dict[str, float]:
             raise BenchError(f"{name} answers {result}")
 
     ready, plain = logs / f"ready-checkpoint-{case}", Mode("checkpoint", logs)
-    with started(plain, f"hold-{case}", holder(case, ready)) as process:
-        wait_for(ready, process)
-        begin = time.monotonic()
-        call("cuCheckpointProcessLock", process.pid)
-        call("cuCheckpointProcessCheckpoint", process.pid)
+    with started(plain, f"hold-{case}", holder(case, ready)) as holding:
+        wait_for(ready, holding)
+        pid, begin = holding.process.pid, time.monotonic()
+        call("cuCheckpointProcessLock", pid)
+        call("cuCheckpointProcessCheckpoint", pid)
         middle = time.monotonic()
-        call("cuCheckpointProcessRestore", process.pid)
-        call("cuCheckpointProcessUnlock", process.pid)
+        call("cuCheckpointProcessRestore", pid)
+        call("cuCheckpointProcessUnlock", pid)
         times = {"out_ms": (middle - begin) * 1e3, "in_ms": (time.monotonic() - middle) * 1e3}
     return with_rates(times, gib(case) * GIB)
 
 
 def swap_copy(case: str, logs: Path) -> dict[str, float]:
     """Plain copies."""
-    with started(Mode("copy", logs), case, worker("copy", "--gib", str(gib(case)))) as process:
-        return with_rates(line(process), gib(case) * GIB)
+    with started(Mode("copy", logs), case, script("copy", "--gib", str(gib(case)))) as copying:
+        return with_rates(copying.reply(common.READY_S), gib(case) * GIB)
 
 
 def swap(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
     """All cells of `swap`."""
     for case in cases:
         for mode in modes:
-            with results.cell(f"{case} / {mode}"):
+            with cell(results, f"{case} / {mode}", logs):
                 match mode:
                     case "gpumux":
                         values = swap_gpumux(case, logs, 3 if quick else 6)
@@ -218,32 +232,78 @@ def card_gib() -> float:
     return float(text.splitlines()[0]) / 1024
 
 
+def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:
+    """Has jobs that are ready train, and returns their losses."""
+    for job in jobs:
+        job.send()
+    return [job.reply(patience_s)["losses"] for job in jobs]
+
+
 def oversubscribe(
     results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool
 ) -> None:
-    """All cells of `oversubscribe`."""
+    """All cells of `oversubscribe`. Starting Python and PyTorch is not measured."""
     size = 0.6 * card_gib()
-    command = worker("train", "--gib", f"{size:.1f}", "--steps", "8" if quick else "40")
+    command = script("train", "--gib", f"{size:.1f}", "--steps", "60" if quick else "200")
+    patience_s = 120.0 if quick else 600.0
     for case in cases:
         count = int(case.partition("x")[0])
         losses: list[list[str]] = []
         for name in modes:
-            with results.cell(f"{case} / {name}"):
-                begin = time.monotonic()
-                if name == "serial":
-                    for n in range(count):
-                        with started(Mode("serial", logs), f"job{n}", command) as process:
-                            losses.append(line(process)["losses"])
-                else:
-                    with Gpumux("gpumux", logs) as mode, contextlib.ExitStack() as stack:
-                        jobs = [
-                            stack.enter_context(started(mode, f"job{n}", command, ["--class", "batch"]))
-                            for n in range(count)
-                        ]
-                        losses += [line(job)["losses"] for job in jobs]
-                total = time.monotonic() - begin
+            with cell(results, f"{case} / {name}", logs):
+                total = 0.0
+                with common.mode("gpumux" if name == "gpumux" else "alone", logs) as mode:
+                    for group in [range(count)] if name == "gpumux" else [[n] for n in range(count)]:
+                        with contextlib.ExitStack() as stack:
+                            promise = ["--class", "batch"]
+                            enter = stack.enter_context
+                            jobs = [enter(started(mode, f"{name}-job{n}", command, promise)) for n in group]
+                            for job in jobs:
+                                job.reply(common.READY_S)
+                            begin = time.monotonic()
+                            losses += trained(jobs, count * patience_s)
+                            total += time.monotonic() - begin
                 same(losses)
                 results.add(case, name, {"total_s": total})
+
+
+def losses(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
+    """All cells of `losses`: with gpumux, a job is put to sleep and woken all the time."""
+    for case in cases:
+        steps = "600" if quick else "2000"
+        command = script("train", "--gib", "4", "--width", "4096", "--steps", steps)
+        command += ["--graph"] if case == "graph" else []
+        found: list[list[str]] = []
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
+                with started(mode, f"{name}-{case}", command) as job:
+                    job.reply(common.READY_S)
+                    begin, moves = time.monotonic(), 0
+                    if isinstance(mode, Gpumux):
+                        moves = forced(mode, job, f"/v1/tenants/{mode.tenants[f'{name}-{case}']}", 0.3)
+                        found.append(job.reply(common.REPLY_S)["losses"])
+                        if moves < 3:
+                            raise BenchError(f"it was moved only {moves} times")
+                    else:
+                        found += trained([job], common.REPLY_S)
+                    seconds = time.monotonic() - begin
+                same(found)
+                results.add(case, name, {"total_s": seconds, "moves": moves})
+
+
+def forced(mode: Gpumux, job: Worker, tenant: str, pause_s: float) -> int:
+    """Has a job train, and moves its memory away and back until it has ended; how often."""
+    job.send()
+    api, moves = Api(mode), 0
+    deadline = time.monotonic() + common.REPLY_S
+    while job.lines.empty() and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        # Refused while it captures a graph, has no context yet, or has just ended.
+        with contextlib.suppress(BenchError):
+            api.ask("POST", f"{tenant}/sleep")
+            moves += any(it["swapped"] for it in api.ask("GET", tenant)["memory"])
+            api.ask("POST", f"{tenant}/wake")
+    return moves
 
 
 def visits(models: int, requests: int, seed: int) -> list[tuple[int, float]]:
@@ -256,16 +316,16 @@ def models(results: Results, cases: Sequence[str], modes: Sequence[str], logs: P
     """All cells of `models`."""
     for case in cases:
         count, size = int(case.partition("x")[0]), gib(case.partition("x")[2])
-        command = worker("model", "--gib", str(size))
+        command = script("model", "--gib", str(size))
         trace = visits(count, 16 if quick else 80, 1)
         for name in modes:
-            with results.cell(f"{case} / {name}"):
+            with cell(results, f"{case} / {name}", logs):
                 ms: list[float] = []
                 if name == "cold":
                     for _ in range(2 if quick else 5):
                         begin = time.monotonic()
                         with started(Mode("cold", logs), "model", command) as process:
-                            line(process)
+                            process.reply(common.READY_S)
                             ms.append((time.monotonic() - begin) * 1e3)
                     results.add(case, name, common.latency_values(ms))
                     continue
@@ -274,12 +334,12 @@ def models(results: Results, cases: Sequence[str], modes: Sequence[str], logs: P
                     servers = []
                     for n in range(count):
                         servers.append(stack.enter_context(started(mode, f"model{n}", command, promise)))
-                        line(servers[-1])
+                        servers[-1].reply(common.READY_S)
                     for at, pause in trace:
                         time.sleep(pause)
                         begin = time.monotonic()
-                        print("ask", file=servers[at].stdin, flush=True)
-                        answer = line(servers[at])
+                        servers[at].send()
+                        answer = servers[at].reply(common.REPLY_S)
                         ms.append((time.monotonic() - begin) * 1e3)
                         if not answer["same"]:
                             raise BenchError(f"model {at} answers otherwise than before it slept")
@@ -291,41 +351,48 @@ def alloc(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Pa
     steps = "2000" if quick else "10000"
     for case in cases:
         way, size = ALLOCS[case]
-        command = worker("alloc", "--way", way, "--bytes", str(size), "--steps", steps)
+        command = script("alloc", "--way", way, "--bytes", str(size), "--steps", steps)
         for name in modes:
-            with results.cell(f"{case} / {name}"), common.mode(name, logs) as mode:
+            with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
                 best = []
-                for n in range(3):
+                for n in range(1 if quick else 3):
                     with started(mode, f"alloc{n}", command) as process:
-                        best.append(line(process)["us"])
+                        best.append(process.reply(common.READY_S)["us"])
                 results.add(case, name, {"pair_us": min(best)})
 
 
-RUN = {"swap": swap, "oversubscribe": oversubscribe, "models": models, "alloc": alloc}
+RUN = {"swap": swap, "losses": losses, "oversubscribe": oversubscribe, "models": models, "alloc": alloc}
 
 
 def main() -> int:
-    """Runs one part."""
+    """Runs one part, or all."""
     parser = common.parser(
         "Moving memory: sleep and wake, more tenants than memory, many models, allocations.",
+        "  GPUMUX=target/release/gpumux python3 bench/memory.py all --quick\n"
         "  GPUMUX=target/release/gpumux python3 bench/memory.py swap --cases 8GiB\n"
         "  python3 bench/memory.py oversubscribe --quick",
     )
-    parser.add_argument("part", choices=list(PARTS))
+    parser.add_argument("part", choices=[*PARTS, "all"])
     parser.add_argument("--cases", help="a comma-separated selection")
     parser.add_argument("--modes", help="a comma-separated selection")
     options = parser.parse_args()
-    try:
-        cases, modes = (
-            common.listed(all_of)(chosen) if chosen else all_of
-            for chosen, all_of in zip((options.cases, options.modes), PARTS[options.part], strict=True)
-        )
-    except argparse.ArgumentTypeError as wrong:
-        parser.error(str(wrong))
-    logs = common.begin(options)
-    results = Results(options.part, options.out, *PARTS[options.part])
-    RUN[options.part](results, cases, modes, logs, options.quick)
-    return results.finish()
+    if options.part == "all" and (options.cases or options.modes):
+        parser.error("--cases and --modes need one part")
+    logs, worst = common.begin(options), 0
+    for part in PARTS if options.part == "all" else [options.part]:
+        every = QUICK.get(part, ([], [])) if options.part == "all" and options.quick else PARTS[part]
+        try:
+            cases, modes = (
+                common.listed(all_of)(chosen) if chosen else all_of
+                for chosen, all_of in zip((options.cases, options.modes), every, strict=True)
+            )
+        except argparse.ArgumentTypeError as wrong:
+            parser.error(str(wrong))
+        if cases:
+            results = Results(part, options.out, *PARTS[part])
+            RUN[part](results, cases, modes, logs, options.quick)
+            worst = max(worst, results.finish())
+    return worst
 
 
 if __name__ == "__main__":

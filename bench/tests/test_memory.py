@@ -21,6 +21,11 @@ class Values(unittest.TestCase):
             self.assertGreater(int(case.partition("x")[0]), 1)
         self.assertEqual(set(memory.PARTS), set(memory.RUN))
 
+    def test_what_is_quick_is_a_part_of_all(self) -> None:
+        for part, (cases, modes) in memory.QUICK.items():
+            self.assertLessEqual(set(cases), set(memory.PARTS[part][0]))
+            self.assertLessEqual(set(modes), set(memory.PARTS[part][1]))
+
     def test_losses_must_be_the_same_to_the_bit(self) -> None:
         memory.same([["0x1p+0", "0x1p+1"]] * 3)
         for wrong in ([], [["0x1p+0"], ["0x1.8p+0"]]):
