@@ -314,6 +314,8 @@ pub struct Candidate {
     pub tenant: TenantId,
     /// Its class.
     pub class: Class,
+    /// Whether it lacks a part already, and so cannot run.
+    pub asleep: bool,
     /// Whether it has no work.
     pub idle: bool,
     /// What can be moved, in bytes.
@@ -324,11 +326,11 @@ pub struct Candidate {
     pub since: u64,
 }
 
-/// Who gives way, in this order, so that `missing` bytes come free; whole tenants, since one that lacks a part
-/// cannot run. Idle tenants before others; then batch before standard before latency; then who has
-/// borrowed, and who has been there longest. One that works gives way only if it has borrowed. None if it
-/// does not suffice.
-pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<TenantId>> {
+/// Who gives way, in this order, so that `missing` bytes come free, and how much of that each gives. Those that lack a part
+/// already, and so cannot run, before all others; idle tenants before those that work; then batch before standard
+/// before latency; then who has borrowed, and who has been there longest. One that works gives way only if it has borrowed.
+/// None if it does not suffice.
+pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<(TenantId, u64)>> {
     let rank = |class: Class| match class {
         Class::Batch => 0,
         Class::Standard => 1,
@@ -336,10 +338,11 @@ pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<TenantId>> 
     };
     let mut order: Vec<&Candidate> = candidates
         .iter()
-        .filter(|it| it.movable > 0 && (it.idle || it.borrowed > 0))
+        .filter(|it| it.movable > 0 && (it.asleep || it.idle || it.borrowed > 0))
         .collect();
     order.sort_by_key(|it| {
         (
+            !it.asleep,
             !it.idle,
             rank(it.class),
             it.borrowed == 0,
@@ -347,16 +350,16 @@ pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<TenantId>> 
             it.tenant,
         )
     });
-    let mut found = 0u64;
+    let mut left = missing;
     let mut chosen = Vec::new();
     for candidate in order {
-        if found >= missing {
-            break;
+        let part = left.min(candidate.movable);
+        if part > 0 {
+            chosen.push((candidate.tenant, part));
         }
-        found += candidate.movable;
-        chosen.push(candidate.tenant);
+        left -= part;
     }
-    (found >= missing).then_some(chosen)
+    (left == 0).then_some(chosen)
 }
 
 #[cfg(test)]
@@ -433,6 +436,7 @@ mod tests {
         let candidate = |id, class, idle, borrowed| Candidate {
             tenant: TenantId(id),
             class,
+            asleep: false,
             idle,
             movable: 10,
             borrowed,
@@ -444,13 +448,26 @@ mod tests {
             candidate(3, Class::Standard, false, 10),
             candidate(4, Class::Batch, false, 5),
             candidate(5, Class::Batch, true, 0),
+            Candidate {
+                asleep: true,
+                movable: 1,
+                ..candidate(6, Class::Latency, false, 0)
+            },
         ];
         let ids = |missing| {
-            victims(missing, &all).map(|them| them.iter().map(|id| id.0).collect::<Vec<_>>())
+            let them = victims(missing, &all)?;
+            Some(
+                them.iter()
+                    .map(|(id, part)| (id.0, *part))
+                    .collect::<Vec<_>>(),
+            )
         };
         assert_eq!(ids(0), Some(vec![]));
-        assert_eq!(ids(10), Some(vec![5]));
-        assert_eq!(ids(31), Some(vec![5, 2, 4, 3]));
-        assert_eq!(ids(41), None);
+        assert_eq!(ids(7), Some(vec![(6, 1), (5, 6)]), "no more than needed");
+        assert_eq!(
+            ids(32),
+            Some(vec![(6, 1), (5, 10), (2, 10), (4, 10), (3, 1)])
+        );
+        assert_eq!(ids(42), None);
     }
 }

@@ -1,4 +1,5 @@
-//! The memory broker: answers processes that ask for memory, and moves whole tenants' memory to the host and back.
+//! The memory broker: answers processes that ask for memory, and moves tenants' memory to the host and back: all of it when
+//! they sleep, as much as is needed when others lack room. A tenant that lacks a part cannot run.
 //!
 //! A move has steps, each with a bound, and each leaves a state from which both sides can go on:
 //! 1. every process of the tenant closes its gate ([`Daemon::Quiesce`]): nobody touches memory but kernels;
@@ -28,7 +29,7 @@ use gpumux_wire::{Daemon, Shim};
 use tokio::sync::{Notify, oneshot};
 
 use crate::{
-    scheduler::{Activity, Ask, Handle, Line, SessionId, Stopped},
+    scheduler::{Activity, Ask, Engine, Handle, Line, SessionId, Stopped},
     session::say,
 };
 
@@ -79,10 +80,19 @@ enum Reply {
     Late,
 }
 
+/// What came of bringing a tenant back.
+enum Back {
+    Done,
+    Lacks { device: String, missing: u64 },
+    Refused(String),
+}
+
 /// One tenant's moves.
 struct Place {
-    /// One move at a time.
+    /// One move at a time. Held only while memory moves, so that everybody may wait for it.
     turn: tokio::sync::Mutex<()>,
+    /// One who brings it back is enough.
+    waking: tokio::sync::Mutex<()>,
     asleep: AtomicBool,
     /// Since when its memory is on the device, and how long it took to bring it there.
     awake: Mutex<(Instant, Duration)>,
@@ -128,6 +138,7 @@ impl Memory {
         let place = state.places.entry(tenant).or_insert_with(|| {
             Arc::new(Place {
                 turn: tokio::sync::Mutex::default(),
+                waking: tokio::sync::Mutex::default(),
                 asleep: AtomicBool::new(false),
                 awake: Mutex::new((Instant::now(), Duration::ZERO)),
             })
@@ -341,19 +352,51 @@ impl Memory {
         replies
     }
 
-    /// Moves all memory of a tenant to the host. Says whether it has no work outstanding.
+    /// Moves memory of a tenant to the host: so much of each device, or all that there is. Says whether it has no work
+    /// outstanding.
     ///
     /// # Errors
     /// When it cannot be moved now.
-    pub(crate) async fn sleep(&self, tenant: TenantId) -> Result<bool, MoveError> {
+    pub(crate) async fn sleep(&self, tenant: TenantId, least: u64) -> Result<bool, MoveError> {
         let place = self.place(tenant);
         let _turn = place.turn.lock().await;
-        if place.asleep.load(Ordering::Acquire) {
-            return Ok(true);
+        self.out(tenant, &place, least).await
+    }
+
+    /// The same for another's sake, unless the tenant has come back since it was chosen.
+    async fn give_way(
+        &self,
+        tenant: TenantId,
+        least: u64,
+        asleep: bool,
+    ) -> Result<bool, MoveError> {
+        let place = self.place(tenant);
+        let _turn = place.turn.lock().await;
+        match asleep && !place.asleep.load(Ordering::Acquire) {
+            true => Ok(true),
+            false => self.out(tenant, &place, least).await,
         }
+    }
+
+    async fn out(&self, tenant: TenantId, place: &Place, least: u64) -> Result<bool, MoveError> {
         let sessions = self.sessions(Some(tenant));
         if sessions.is_empty() {
             return Err(MoveError::Busy("it has no connected process".into()));
+        }
+        let out = |op| Daemon::SwapOut { op, least };
+        let began = Instant::now();
+        let before = self
+            .scheduler
+            .call(move |engine| engine.swapped(tenant))
+            .await?;
+        if place.asleep.load(Ordering::Acquire) {
+            // It lacks a part already: more of it.
+            let moved = self.order(&sessions, out, MOVE).await;
+            self.went(tenant, before, began).await?;
+            return match refusal(&moved) {
+                None => Ok(true),
+                Some(why) => Err(MoveError::Busy(why)),
+            };
         }
         let resume = |why: MoveError| async {
             self.scheduler
@@ -365,7 +408,7 @@ impl Memory {
             Err(why)
         };
         let quiet = self
-            .order(&sessions, |op| Daemon::Quiesce { op }, QUIET)
+            .order(&sessions, |op| Daemon::Quiesce { op, least }, QUIET)
             .await;
         if let Some(why) = refusal(&quiet) {
             return resume(MoveError::Busy(why)).await;
@@ -373,9 +416,7 @@ impl Memory {
         if let Err(why) = self.freeze(tenant).await {
             return resume(why).await;
         }
-        let moved = self
-            .order(&sessions, |op| Daemon::SwapOut { op }, MOVE)
-            .await;
+        let moved = self.order(&sessions, out, MOVE).await;
         if moved.iter().any(|reply| matches!(reply, Reply::Late)) {
             place.asleep.store(true, Ordering::Release);
             return Err(MoveError::Stuck);
@@ -396,10 +437,24 @@ impl Memory {
             return resume(MoveError::Busy(why)).await;
         }
         place.asleep.store(true, Ordering::Release);
-        self.changed.notify_waiters();
+        self.went(tenant, before, began).await?;
         Ok(quiet
             .iter()
             .all(|reply| !matches!(reply, Reply::Done { idle: false })))
+    }
+
+    /// Counts a move to the host and tells everybody who waits for room.
+    async fn went(&self, tenant: TenantId, before: u64, began: Instant) -> Result<(), Stopped> {
+        let took = began.elapsed();
+        let count = move |engine: &mut Engine| {
+            let bytes = engine.swapped(tenant).saturating_sub(before);
+            engine.went(tenant, bytes, took);
+            bytes
+        };
+        let bytes = self.scheduler.call(count).await?;
+        tracing::info!(tenant = tenant.0, bytes, ?took, "memory went to the host");
+        self.changed.notify_waiters();
+        Ok(())
     }
 
     async fn freeze(&self, tenant: TenantId) -> Result<(), MoveError> {
@@ -429,44 +484,60 @@ impl Memory {
     /// When there can never be room.
     pub(crate) async fn wake(self: &Arc<Self>, tenant: TenantId) -> Result<(), MoveError> {
         let place = self.place(tenant);
-        let _turn = place.turn.lock().await;
+        let _waking = place.waking.lock().await;
         while place.asleep.load(Ordering::Acquire) {
-            let sessions = self.sessions(Some(tenant));
-            if sessions.is_empty() {
-                return Ok(());
-            }
-            match self
-                .scheduler
-                .call(move |engine| engine.bring_back(tenant))
-                .await?
-            {
-                Ok(()) => {}
-                Err((device, Denied::Full { missing })) => {
+            match self.back(tenant, &place).await? {
+                Back::Done => {}
+                Back::Lacks { device, missing } => {
                     self.make_room(tenant, &device, missing).await?;
-                    continue;
                 }
-                Err((device, denied)) => return Err(MoveError::NoRoom(device, denied)),
+                Back::Refused(why) => {
+                    // What came back stays; the driver had no room for the rest.
+                    tracing::warn!(why, "memory does not come back: trying again");
+                    tokio::time::sleep(LOOK).await;
+                }
             }
-            let began = Instant::now();
-            let moved = self
-                .order(&sessions, |op| Daemon::SwapIn { op }, MOVE)
-                .await;
-            if moved.iter().any(|reply| matches!(reply, Reply::Late)) {
-                return Err(MoveError::Stuck);
-            }
-            if let Some(why) = refusal(&moved) {
-                // What came back stays; the driver had no room for the rest.
-                tracing::warn!(why, "memory does not come back: trying again");
-                tokio::time::sleep(LOOK).await;
-                continue;
-            }
-            self.scheduler
-                .call(move |engine| engine.park(tenant, false))
-                .await?;
-            *lock(&place.awake) = (Instant::now(), began.elapsed());
-            place.asleep.store(false, Ordering::Release);
         }
         Ok(())
+    }
+
+    /// Brings a sleeping tenant back if there is room.
+    async fn back(&self, tenant: TenantId, place: &Place) -> Result<Back, MoveError> {
+        let _turn = place.turn.lock().await;
+        let sessions = self.sessions(Some(tenant));
+        if sessions.is_empty() {
+            place.asleep.store(false, Ordering::Release);
+            return Ok(Back::Done);
+        }
+        let (bytes, room) = self
+            .scheduler
+            .call(move |engine| (engine.swapped(tenant), engine.bring_back(tenant)))
+            .await?;
+        match room {
+            Ok(()) => {}
+            Err((device, Denied::Full { missing })) => return Ok(Back::Lacks { device, missing }),
+            Err((device, denied)) => return Err(MoveError::NoRoom(device, denied)),
+        }
+        let began = Instant::now();
+        let moved = self
+            .order(&sessions, |op| Daemon::SwapIn { op }, MOVE)
+            .await;
+        if moved.iter().any(|reply| matches!(reply, Reply::Late)) {
+            return Err(MoveError::Stuck);
+        }
+        if let Some(why) = refusal(&moved) {
+            return Ok(Back::Refused(why));
+        }
+        let took = began.elapsed();
+        let thaw = move |engine: &mut Engine| {
+            engine.park(tenant, false);
+            engine.came(tenant, bytes, took);
+        };
+        self.scheduler.call(thaw).await?;
+        *lock(&place.awake) = (Instant::now(), took);
+        place.asleep.store(false, Ordering::Release);
+        tracing::info!(tenant = tenant.0, bytes, ?took, "memory came back");
+        Ok(Back::Done)
     }
 
     /// Wakes a tenant that was put to sleep for another's sake, once that one has had the time to take the room.
@@ -553,8 +624,10 @@ impl Memory {
             self.wait().await;
             return Ok(());
         };
-        for victim in chosen {
-            match self.sleep(victim).await {
+        for (victim, least) in chosen {
+            let asleep = |it: &Candidate| it.tenant == victim && it.asleep;
+            let asleep = candidates.iter().any(asleep);
+            match self.give_way(victim, least, asleep).await {
                 Ok(true) => {}
                 // Nobody of it may come to its gate: its threads wait for a kernel that is frozen.
                 Ok(false) => {
@@ -593,11 +666,14 @@ impl Memory {
             let turn = LEAST_TURN.max(took * 2 * TURN);
             let had_its_turn = since.elapsed() >= turn;
             // `Latency` is the least and the first to be served.
-            let may = known.idle || (had_its_turn && (entitled || class(*id) >= class(tenant)));
-            if may && !place.asleep.load(Ordering::Acquire) {
+            let asleep = place.asleep.load(Ordering::Acquire);
+            let may =
+                known.idle || asleep || (had_its_turn && (entitled || class(*id) >= class(tenant)));
+            if may {
                 candidates.push(Candidate {
                     tenant: *id,
                     class: class(*id),
+                    asleep,
                     idle: known.idle,
                     movable: entry.holding.movable,
                     borrowed: entry.borrowed(),
@@ -633,7 +709,7 @@ impl Memory {
                 if due && !self.is_asleep(tenant) {
                     let memory = Arc::clone(&self);
                     tokio::spawn(async move {
-                        if let Err(error) = memory.sleep(tenant).await {
+                        if let Err(error) = memory.sleep(tenant, u64::MAX).await {
                             tracing::debug!(%error, "an idle tenant stays awake");
                         }
                     });

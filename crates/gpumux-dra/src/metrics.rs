@@ -437,6 +437,7 @@ mod tests {
             requests: Default::default(),
             memory: Vec::new(),
             asleep: false,
+            moves: Default::default(),
             domains: vec![Domain {
                 id: 1,
                 device: device(0).uuid,

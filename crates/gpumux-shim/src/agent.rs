@@ -304,14 +304,14 @@ impl Session {
     fn obey(&mut self, order: &Daemon) {
         let busy = |op, reason| Shim::Busy { op, reason };
         let (op, moved) = match *order {
-            Daemon::Quiesce { op } => {
-                return lease::tell(match self.mover.quiesce() {
+            Daemon::Quiesce { op, least } => {
+                return lease::tell(match self.mover.quiesce(least) {
                     Ok(idle) => Shim::Quiet { op, idle },
                     Err(why) => busy(op, why),
                 });
             }
             Daemon::Resume { .. } => return self.mover.resume(),
-            Daemon::SwapOut { op } => (op, self.mover.out()),
+            Daemon::SwapOut { op, least } => (op, self.mover.out(least)),
             Daemon::SwapIn { op } => (op, self.mover.back()),
             _ => return,
         };

@@ -6,11 +6,12 @@
 //! memory that a program handles itself. Where mapping fails, the driver's own call is made.
 //!
 //! Before memory is made, it is taken from the lease ([`crate::lease`]); the daemon grants leases in batches, so this
-//! is mostly a look at two numbers. Beyond the tenant's limit the program gets CUDA's own error.
+//! is mostly a look at two numbers. Blocks that become empty are kept for the next allocation of their size, up to a batch. Beyond the tenant's limit the program gets CUDA's own error.
 
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::{c_int, c_void},
+    ops::Range,
     sync::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -57,10 +58,14 @@ pub(crate) struct Block {
     pub(crate) context: u64,
     /// Empty while it is away.
     pub(crate) chunks: Vec<Chunk>,
-    /// Where its contents are while it is away: host addresses and lengths.
+    /// Where its contents are while it is away: host addresses and lengths; at 0: nowhere, they were discarded.
     pub(crate) host: Vec<(usize, usize)>,
     /// Somebody else knows the physical memory: it stays.
     pub(crate) pinned: bool,
+    /// Moved before others.
+    pub(crate) cold: bool,
+    /// Ranges by offset whose contents need not be kept, and whether they are lost.
+    pub(crate) discardable: BTreeMap<u64, (u64, bool)>,
     /// Of a shared block: free ranges by offset.
     free: Option<BTreeMap<u64, u64>>,
 }
@@ -116,6 +121,8 @@ pub(crate) struct Space {
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
+    /// Blocks with nothing in them, for the next allocation like them. They count as used.
+    spares: Vec<u64>,
 }
 
 static SPACE: Mutex<Option<Space>> = Mutex::new(None);
@@ -233,6 +240,15 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
     if need == 0 {
         return true;
     }
+    // What is kept for later is of use now.
+    if !pinned && drop_spares(|spare| spare.device == device) {
+        with(|space| {
+            if let Some(known) = space.devices.get_mut(&device) {
+                known.movable.used = known.movable.used.saturating_sub(pocket);
+            }
+        });
+        return take(device, bytes, pinned);
+    }
     let ask = |ticket| Shim::Ask {
         ticket,
         device: uuid,
@@ -282,8 +298,28 @@ fn give(device: c_int, bytes: u64, pinned: bool) {
     }
 }
 
+/// Frees the spare blocks that are meant. Whether there were any.
+pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
+    let dropped: Vec<(u64, Block)> = with(|space| {
+        let Space { spares, blocks, .. } = space;
+        let gone = spares.extract_if(.., |at| blocks.get(at).is_none_or(&meant));
+        let gone: Vec<u64> = gone.collect();
+        let blocks = gone.into_iter().map(|at| (at, blocks.remove(&at)));
+        blocks
+            .filter_map(|(at, block)| Some((at, block?)))
+            .collect()
+    });
+    for (at, block) in &dropped {
+        vmm::unback(*at, &block.chunks);
+        vmm::unreserve(*at, block.bytes);
+        give(block.device, block.bytes, false);
+    }
+    !dropped.is_empty()
+}
+
 /// Gives back all that is granted and not used.
 pub(crate) fn trim() {
+    drop_spares(|_| true);
     let all = with(|space| {
         for device in space.devices.values_mut() {
             device.movable.granted = device.movable.used;
@@ -302,6 +338,11 @@ pub(crate) fn holds() -> Vec<Shim> {
 impl Space {
     fn holds(&self) -> Vec<Shim> {
         self.devices.values().map(Device::holds).collect()
+    }
+
+    /// Whether there is nothing in this block.
+    pub(crate) fn is_spare(&self, at: u64) -> bool {
+        self.spares.contains(&at)
     }
 
     /// So much of a device's memory is on the host now.
@@ -415,7 +456,11 @@ fn failed(error: CUresult) {
 fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
     let small = bytes < SMALL;
     let size = bytes.next_multiple_of(GRANULE);
-    if small && let Some(found) = with(|space| space.carve(device, context, bytes)) {
+    let there = with(|space| match small {
+        true => space.carve(device, context, bytes),
+        false => space.reuse(device, context, bytes, size),
+    });
+    if let Some(found) = there {
         return Ok(found);
     }
     if !take(device, size, false) {
@@ -433,6 +478,8 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
                 chunks,
                 host: Vec::new(),
                 pinned: false,
+                cold: false,
+                discardable: BTreeMap::new(),
                 free,
             };
             space.blocks.insert(at, block);
@@ -468,7 +515,27 @@ impl Space {
         self.carve_from(at, context, bytes)
     }
 
+    /// A spare block of this size.
+    fn reuse(&mut self, device: c_int, context: u64, bytes: u64, size: u64) -> Option<u64> {
+        let fits = |at: &u64| {
+            self.blocks.get(at).is_some_and(|block| {
+                (block.device, block.context, block.bytes) == (device, context, size)
+                    && block.free.is_none()
+            })
+        };
+        let place = self.spares.iter().position(fits)?;
+        let at = self.spares.swap_remove(place);
+        let allocation = Allocation {
+            bytes,
+            block: at,
+            context,
+        };
+        self.allocations.insert(at, allocation);
+        Some(at)
+    }
+
     fn carve_from(&mut self, at: u64, context: u64, bytes: u64) -> Option<u64> {
+        self.spares.retain(|spare| *spare != at);
         let units = bytes.next_multiple_of(UNIT);
         let free = self.blocks.get_mut(&at)?.free.as_mut()?;
         let fit = free.iter().find(|(_, length)| **length >= units);
@@ -502,11 +569,41 @@ impl Space {
                 (offset, length) = (*before, length + size);
             }
             free.insert(offset, length);
+            let (begin, end) = (address - at, address - at + allocation.bytes);
+            block
+                .discardable
+                .retain(|offset, _| !(begin..end).contains(offset));
             if length != block.bytes {
                 return None;
             }
         }
-        self.blocks.remove(&at).map(|block| (at, block))
+        match self.spare(at) {
+            true => None,
+            false => self.blocks.remove(&at).map(|block| (at, block)),
+        }
+    }
+
+    /// Keeps an empty block, if there are not too many.
+    fn spare(&mut self, at: u64) -> bool {
+        let Some(block) = self.blocks.get(&at) else {
+            return false;
+        };
+        let Some(device) = self.devices.get(&block.device) else {
+            return false;
+        };
+        let own = self.spares.iter().filter_map(|at| self.blocks.get(at));
+        let own = own.filter(|spare| spare.device == block.device);
+        let kept: u64 = own.map(|spare| spare.bytes).sum();
+        let keep = !block.pinned
+            && !device.native
+            && !block.chunks.is_empty()
+            && kept + block.bytes <= batch(device.total);
+        if keep && let Some(block) = self.blocks.get_mut(&at) {
+            block.cold = false;
+            block.discardable.clear();
+            self.spares.push(at);
+        }
+        keep
     }
 
     fn find(&self, address: u64) -> Option<(u64, Allocation)> {
@@ -606,6 +703,103 @@ fn forget_context(context: u64) {
         own.map(|(address, _)| *address).collect()
     });
     addresses.into_iter().for_each(release);
+    drop_spares(|spare| spare.context == context);
+}
+
+// ---- What the program knows of its memory --------------------------------------------------------
+
+/// What a program says of a range (`gpumux.h`): its contents count; it is rarely used, so it is moved before
+/// others; its contents need not survive a move.
+const KEEP: c_int = 0;
+const COLD: c_int = 1;
+const DISCARDABLE: c_int = 2;
+/// The answers.
+const DONE: c_int = 0;
+const LOST: c_int = 1;
+const UNKNOWN: c_int = -1;
+
+/// `gpumux_advise`
+pub(crate) fn advise(address: u64, bytes: u64, advice: c_int) -> c_int {
+    if off() {
+        return UNKNOWN;
+    }
+    let advised = with(|space| {
+        let (start, allocation) = space.find(address)?;
+        let end = (start + allocation.bytes).min(address.saturating_add(bytes));
+        let at = allocation.block;
+        Some(
+            space
+                .blocks
+                .get_mut(&at)?
+                .advise(address - at..end - at, advice),
+        )
+    });
+    advised.unwrap_or(UNKNOWN)
+}
+
+impl Block {
+    fn advise(&mut self, range: Range<u64>, advice: c_int) -> c_int {
+        match advice {
+            KEEP => {
+                self.cold = false;
+                if self.keep(&range) { LOST } else { DONE }
+            }
+            COLD => {
+                self.cold = true;
+                DONE
+            }
+            DISCARDABLE => {
+                let lost = self.keep(&range);
+                if range.start < range.end {
+                    let length = range.end - range.start;
+                    self.discardable.insert(range.start, (length, lost));
+                }
+                DONE
+            }
+            _ => UNKNOWN,
+        }
+    }
+
+    /// What is in this range counts again. Whether some of it was lost.
+    fn keep(&mut self, range: &Range<u64>) -> bool {
+        let mut any = false;
+        for (offset, (length, lost)) in std::mem::take(&mut self.discardable) {
+            let end = offset + length;
+            any |= lost && offset < range.end && range.start < end;
+            for (from, to) in [(offset, end.min(range.start)), (offset.max(range.end), end)] {
+                if from < to {
+                    self.discardable.insert(from, (to - from, lost));
+                }
+            }
+        }
+        any
+    }
+
+    /// All of it in order, in lengths: what must be kept when it moves, and what need not.
+    pub(crate) fn sections(&self) -> Vec<(usize, bool)> {
+        let mut sections = Vec::new();
+        let mut done = 0;
+        for (offset, (length, _)) in &self.discardable {
+            sections.push(((offset - done) as usize, true));
+            sections.push((*length as usize, false));
+            done = offset + length;
+        }
+        sections.push(((self.bytes - done) as usize, true));
+        sections.retain(|(length, _)| *length > 0);
+        sections
+    }
+
+    /// Bytes that must be kept when it moves.
+    pub(crate) fn kept(&self) -> u64 {
+        let discarded: u64 = self.discardable.values().map(|(length, _)| length).sum();
+        self.bytes - discarded
+    }
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_advise(address: u64, bytes: u64, advice: c_int) -> c_int {
+    std::panic::catch_unwind(|| advise(address, bytes, advice)).unwrap_or(UNKNOWN)
 }
 
 // ---- What stays with the driver ------------------------------------------------------------------
@@ -786,7 +980,9 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
 fn view(device: c_int) -> Option<(u64, u64)> {
     let (uuid, total, unused) = with(|space| {
         let known = space.devices.get(&device)?;
-        let unused = known.movable.unused() + known.pinned.unused();
+        let spares = space.spares.iter().filter_map(|at| space.blocks.get(at));
+        let spare = spares.filter(|it| it.device == device).map(|it| it.bytes);
+        let unused = known.movable.unused() + known.pinned.unused() + spare.sum::<u64>();
         Some((known.uuid.clone(), known.total, unused))
     })?;
     if !lease::is_up() {

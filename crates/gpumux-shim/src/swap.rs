@@ -3,7 +3,8 @@
 //! First the gate is closed and left by everybody, and copies end ([`Mover::quiesce`]): from then on only kernels can
 //! touch memory. When the daemon has frozen the compute groups, nothing can. Then the contents go to pinned host
 //! memory over the process's own copy engines, and the physical memory is let go of; the addresses stay. Back is the
-//! reverse, at the same addresses. A kernel in the middle of its work notices nothing.
+//! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
+//! program called cold goes first, and the rest stays on the device, as frozen as its program.
 
 use std::{
     collections::BTreeMap,
@@ -32,6 +33,10 @@ const LOOK: Duration = Duration::from_micros(200);
 const PIECE: usize = 256 << 20;
 /// Part of the host's available memory that is left free (as its reciprocal).
 const SPARE: u64 = 10;
+/// Bytes of a copy to try a stream with.
+const TRIAL: usize = 4096;
+/// The host address of contents that were not kept.
+const NOWHERE: usize = 0;
 
 functions! {
     stream_create c"cuStreamCreate" (*mut CUstream, u32);
@@ -79,6 +84,8 @@ struct Pool {
 pub(crate) struct Mover {
     away: Away,
     pool: Pool,
+    /// How far the pool is in use.
+    filled: Cursor,
     /// By context: the stream for copies.
     streams: BTreeMap<u64, usize>,
     relaxed: bool,
@@ -92,6 +99,11 @@ impl Mover {
                 pieces: Vec::new(),
                 total: 0,
             },
+            filled: Cursor {
+                piece: 0,
+                offset: 0,
+                bytes: 0,
+            },
             streams: BTreeMap::new(),
             relaxed: false,
         }
@@ -102,14 +114,15 @@ impl Mover {
         self.away == Away::Out
     }
 
-    /// Makes ready what moving needs, then has everybody leave memory alone. Says whether all work has ended too.
-    pub(crate) fn quiesce(&mut self) -> Result<bool, String> {
+    /// Makes ready what moving so much of each device needs, then has everybody leave memory alone. Says whether all work
+    /// has ended too.
+    pub(crate) fn quiesce(&mut self, least: u64) -> Result<bool, String> {
         match self.away {
             Away::Out => return Err("its memory is on the host already".into()),
             Away::Quiet => return Ok(work::all_idle()),
             Away::No => {}
         }
-        self.prepare()?;
+        self.prepare(least)?;
         let deadline = Instant::now() + QUIET;
         gate::close();
         let quiet = loop {
@@ -128,7 +141,8 @@ impl Mover {
         };
         // What was allocated meanwhile needs room too.
         let ready = if quiet {
-            self.prepare()
+            memory::drop_spares(|_| true);
+            self.prepare(least)
         } else {
             Err(format!("its copies and calls do not end within {QUIET:?}"))
         };
@@ -153,7 +167,7 @@ impl Mover {
     }
 
     /// Makes host memory and streams, while the device still works.
-    fn prepare(&mut self) -> Result<(), String> {
+    fn prepare(&mut self, least: u64) -> Result<(), String> {
         if !std::mem::replace(&mut self.relaxed, true)
             && let Some(exchange) = exchange_capture_mode()
         {
@@ -162,13 +176,15 @@ impl Mover {
             // SAFETY: a place to read and write.
             unsafe { exchange(&raw mut mode) };
         }
-        let blocks = movable();
-        let bytes: u64 = blocks.iter().map(|(_, bytes, _)| bytes).sum();
-        let Some((_, _, first)) = blocks.first() else {
+        let goods = chosen(least);
+        let bytes: u64 = goods.iter().map(|it| it.kept).sum();
+        let Some(first) = goods.first() else {
             return Ok(());
         };
-        self.pool.grow(bytes as usize, *first)?;
-        for (_, _, context) in &blocks {
+        // A stream is tried out with host memory.
+        let bytes = self.filled.bytes + (bytes as usize).max(TRIAL);
+        self.pool.grow(bytes, first.context)?;
+        for Good { context, .. } in &goods {
             if self.streams.contains_key(context) {
                 continue;
             }
@@ -180,22 +196,37 @@ impl Mover {
         Ok(())
     }
 
-    /// Copies all to the host and lets go of the physical memory. All or nothing.
-    pub(crate) fn out(&mut self) -> Result<(), String> {
-        if self.away != Away::Quiet {
-            return Err("it was not asked to be quiet".into());
+    /// Copies at least so much of each device to the host, if there is so much, and lets go of the physical memory.
+    /// All of that or nothing.
+    pub(crate) fn out(&mut self, least: u64) -> Result<(), String> {
+        match self.away {
+            Away::No => return Err("it was not asked to be quiet".into()),
+            Away::Quiet => {}
+            // More of it.
+            Away::Out => self.prepare(least)?,
         }
-        let mut cursor = Cursor::default();
+        let mut filled = self.filled;
         let mut places = Vec::new();
-        for (at, bytes, context) in movable() {
-            let parts = cursor
-                .take(&self.pool, bytes as usize)
-                .ok_or("no host memory is left")?;
+        for Good { at, context, .. } in chosen(least) {
+            let sections = memory::with(|space| space.blocks.get(&at).map(Block::sections));
             let stream = self.stream(context)?;
+            let mut parts: Vec<(usize, usize)> = Vec::new();
+            for (length, kept) in sections.unwrap_or_default() {
+                match kept {
+                    true => parts.extend(
+                        filled
+                            .take(&self.pool, length)
+                            .ok_or("no host memory is left")?,
+                    ),
+                    false => parts.push((NOWHERE, length)),
+                }
+            }
             within(context, || {
                 let mut from = at;
                 for (to, length) in &parts {
-                    call!(to_host, *to as *mut c_void, from, *length, stream)?;
+                    if *to != NOWHERE {
+                        call!(to_host, *to as *mut c_void, from, *length, stream)?;
+                    }
                     from += *length as u64;
                 }
                 Ok::<_, String>(())
@@ -205,11 +236,15 @@ impl Mover {
         }
         self.await_copies()?;
         // From here on there is a copy of everything: nothing can fail.
-        self.away = Away::Out;
+        (self.away, self.filled) = (Away::Out, filled);
         for (at, parts) in places {
             let chunks = memory::with(|space| {
                 let block = space.blocks.get_mut(&at)?;
                 block.host = parts;
+                block
+                    .discardable
+                    .values_mut()
+                    .for_each(|(_, lost)| *lost = true);
                 Some(std::mem::take(&mut block.chunks))
             });
             vmm::unback(at, &chunks.unwrap_or_default());
@@ -250,7 +285,10 @@ impl Mover {
                     .map_err(|error| format!("the driver gives no memory: {error}"))?;
                 let mut to = at;
                 for (from, length) in &parts {
-                    let copied = call!(to_device, to, *from as *const c_void, *length, stream);
+                    let copied = match *from {
+                        NOWHERE => Ok(()),
+                        from => call!(to_device, to, from as *const c_void, *length, stream),
+                    };
                     if let Err(why) = copied {
                         vmm::unback(at, &chunks);
                         return Err(why);
@@ -286,7 +324,7 @@ impl Mover {
         match failed {
             Some(why) => Err(why),
             None => {
-                self.away = Away::No;
+                (self.away, self.filled) = (Away::No, Cursor::default());
                 gate::open();
                 Ok(())
             }
@@ -325,22 +363,58 @@ impl Mover {
     }
 }
 
-/// What can be moved: address, bytes and context of each block.
-fn movable() -> Vec<(u64, u64, u64)> {
-    memory::with(|space| {
+/// A block that is to be moved.
+#[derive(Clone, Copy)]
+struct Good {
+    at: u64,
+    /// Bytes on the device, and those of them whose contents count.
+    bytes: u64,
+    kept: u64,
+    device: c_int,
+    context: u64,
+    cold: bool,
+}
+
+/// What is to be moved so that at least so much of each device comes free, if there is so much.
+fn chosen(least: u64) -> Vec<Good> {
+    let good = |at: &u64, block: &Block| Good {
+        at: *at,
+        bytes: block.bytes,
+        kept: block.kept(),
+        device: block.device,
+        context: block.context,
+        cold: block.cold,
+    };
+    let mut goods: Vec<Good> = memory::with(|space| {
         let blocks = space.blocks.iter();
-        let movable = blocks.filter(|(_, block)| !block.pinned && !block.chunks.is_empty());
-        movable
-            .map(|(at, block)| (*at, block.bytes, block.context))
-            .collect()
-    })
+        let movable = blocks.filter(|(at, block)| {
+            !block.pinned && !block.chunks.is_empty() && !space.is_spare(**at)
+        });
+        movable.map(|(at, block)| good(at, block)).collect()
+    });
+    pick(&mut goods, least);
+    goods
+}
+
+/// Cold before warm, then what costs least to move for what comes free, in large pieces.
+fn pick(goods: &mut Vec<Good>, least: u64) {
+    goods.sort_by_key(|it| (!it.cold, it.kept == it.bytes, std::cmp::Reverse(it.bytes)));
+    let mut found: BTreeMap<c_int, u64> = BTreeMap::new();
+    goods.retain(|it| {
+        let found = found.entry(it.device).or_default();
+        let needed = *found < least;
+        *found = found.saturating_add(if needed { it.bytes } else { 0 });
+        needed
+    });
 }
 
 /// How far the pool is filled.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Cursor {
     piece: usize,
     offset: usize,
+    /// In all.
+    bytes: usize,
 }
 
 impl Cursor {
@@ -356,6 +430,7 @@ impl Cursor {
             }
             parts.push((at + self.offset, part));
             self.offset += part;
+            self.bytes += part;
             bytes -= part;
         }
         Some(parts)
@@ -405,8 +480,6 @@ impl Pool {
     fn stream(&self) -> Result<usize, String> {
         /// `CU_STREAM_NON_BLOCKING`
         const NON_BLOCKING: u32 = 1;
-        /// Bytes of a copy to try it with.
-        const TRIAL: usize = 4096;
         let (mut stream, mut scratch) = (ptr::null_mut(), 0);
         call!(stream_create, &raw mut stream, NON_BLOCKING)?;
         // Kept: freeing would wait for the device.
@@ -419,19 +492,75 @@ impl Pool {
     }
 }
 
-/// What the kernel would give without swapping, in bytes.
+/// What the kernel would give without swapping, in bytes: of the machine, and of the control group.
 fn available_memory() -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text
-        .lines()
-        .find(|line| line.starts_with("MemAvailable:"))?;
-    let number = line.split_whitespace().nth(1)?;
-    Some(number.parse::<u64>().ok()? * 1024)
+    let kib = number(&text, "MemAvailable:")?;
+    Some((kib * 1024).min(group_memory().unwrap_or(u64::MAX)))
+}
+
+/// What this process's control group (version 2; in a container it is the root) may still take.
+fn group_memory() -> Option<u64> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let folder = std::path::Path::new("/sys/fs/cgroup").join(path);
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).ok();
+    let most: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    let cache = number(&read("memory.stat")?, "inactive_file").unwrap_or(0);
+    Some(most.saturating_sub(used.saturating_sub(cache)))
+}
+
+/// The number after this word at the beginning of a line.
+fn number(text: &str, word: &str) -> Option<u64> {
+    let mut lines = text.lines().map(str::split_whitespace);
+    lines.find_map(|mut words| (words.next() == Some(word)).then(|| words.next()?.parse().ok())?)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_cold_and_the_cheap_go_first_and_no_more_than_needed() {
+        let good = |at, bytes, kept, cold| Good {
+            at,
+            bytes,
+            kept,
+            device: 0,
+            context: 1,
+            cold,
+        };
+        let all = vec![
+            good(1, 10, 10, false),
+            good(2, 30, 30, false),
+            good(3, 5, 5, true),
+            good(4, 8, 2, false),
+            Good {
+                device: 1,
+                ..good(5, 50, 50, false)
+            },
+        ];
+        let ids = |least| {
+            let mut goods = all.clone();
+            pick(&mut goods, least);
+            let mut ids: Vec<u64> = goods.iter().map(|it| it.at).collect();
+            ids.sort_unstable();
+            ids
+        };
+        assert_eq!(ids(0), [0; 0]);
+        assert_eq!(ids(4), [3, 5]);
+        assert_eq!(ids(6), [3, 4, 5]);
+        assert_eq!(ids(14), [2, 3, 4, 5]);
+        assert_eq!(ids(u64::MAX), [1, 2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn numbers_are_found_by_their_word() {
+        let text = "a 1\ninactive_file 42\ninactive_files 7\n";
+        assert_eq!(number(text, "inactive_file"), Some(42));
+        assert_eq!(number(text, "b"), None);
+    }
 
     #[test]
     fn parts_cover_the_pool_once() {

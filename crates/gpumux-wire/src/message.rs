@@ -173,13 +173,17 @@ pub enum Daemon {
     Quiesce {
         /// The order's name.
         op: u64,
+        /// Of the order to move that will come.
+        least: u64,
     },
-    /// The compute groups are frozen: move all memory to the host. Answered by [`Shim::Moved`] or [`Shim::Busy`].
+    /// The compute groups are frozen: move memory to the host. Answered by [`Shim::Moved`] or [`Shim::Busy`].
     SwapOut {
         /// The order's name.
         op: u64,
+        /// So many bytes of each device must come free, if there are so many.
+        least: u64,
     },
-    /// There is room: bring all memory back. Answered by [`Shim::Moved`] or [`Shim::Busy`].
+    /// There is room for all: bring back what is missing. Answered by [`Shim::Moved`] or [`Shim::Busy`].
     SwapIn {
         /// The order's name.
         op: u64,

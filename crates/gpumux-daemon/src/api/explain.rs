@@ -233,6 +233,7 @@ mod tests {
             requests: Default::default(),
             memory: Vec::new(),
             asleep: false,
+            moves: Default::default(),
         }
     }
 

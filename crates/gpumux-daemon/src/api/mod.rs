@@ -28,7 +28,7 @@ use axum::{
     },
     routing::{delete, get, patch, post},
 };
-use gpumux_core::{Micros, ledger::Entry};
+use gpumux_core::{Micros, TenantId, ledger::Entry};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -370,8 +370,10 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
+    let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
     let scrape = metrics::Scrape {
         totals,
+        memory: memory_map(&view, &names),
         status: api.status(&view, tenants.len()),
         tenants: tenants
             .into_iter()
@@ -410,7 +412,10 @@ async fn live(State(api): State<Arc<Api>>) -> impl IntoResponse {
 #[utoipa::path(get, path = "/v1/memory", responses((status = 200, body = [DeviceMemory])))]
 async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
     let names = api.tenants.names().await;
-    let view = api.view().await?;
+    Ok(Json(memory_map(&api.view().await?, &names)))
+}
+
+fn memory_map(view: &View, names: &BTreeMap<TenantId, String>) -> Vec<DeviceMemory> {
     let device = |line: &Line| DeviceMemory {
         device: line.uuid.clone(),
         total: line.capacity,
@@ -423,7 +428,7 @@ async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
             })
             .collect(),
     };
-    Ok(Json(view.memory.iter().map(device).collect()))
+    view.memory.iter().map(device).collect()
 }
 
 fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
@@ -448,7 +453,7 @@ async fn sleep(
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
     let tenant = api.tenants.own(peer.uid, &name).await?;
-    api.sessions.memory.sleep(tenant).await?;
+    api.sessions.memory.sleep(tenant, u64::MAX).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -681,7 +686,9 @@ impl Api {
         }
         let view = self.view().await?;
         let tenants = self.tenants.list().await;
+        let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
         let live = Live {
+            memory: memory_map(&view, &names),
             status: self.status(&view, tenants.len()),
             tenants: tenants
                 .into_iter()
@@ -727,6 +734,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
         asleep: view.parked.contains(&tenant.id),
+        moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
         memory,
         name: tenant.name,
         class: tenant.spec.class,

@@ -332,9 +332,29 @@ pub struct Tenant {
     /// What it has of each device's memory.
     #[serde(default)]
     pub memory: Vec<MemoryShare>,
-    /// Whether its memory is on the host.
+    /// Whether some or all of its memory is on the host.
     #[serde(default)]
     pub asleep: bool,
+    /// How its memory was moved.
+    #[serde(default)]
+    pub moves: MoveFigures,
+}
+
+/// Moves of a tenant's memory between devices and the host, since the daemon knows the tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MoveFigures {
+    /// How often memory was moved to the host.
+    pub outs: u64,
+    /// How often it came back.
+    pub backs: u64,
+    /// Bytes that were moved to the host.
+    pub out_bytes: u64,
+    /// Bytes that came back.
+    pub back_bytes: u64,
+    /// How long moving to the host took, in µs.
+    pub out_us: u64,
+    /// How long coming back took, in µs.
+    pub back_us: u64,
 }
 
 /// What a tenant has of one device's memory, in bytes.
@@ -518,6 +538,8 @@ pub struct Live {
     pub status: Status,
     /// All tenants, the oldest first.
     pub tenants: Vec<Tenant>,
+    /// All devices' memory.
+    pub memory: Vec<DeviceMemory>,
 }
 
 /// Why a request was refused; the body of every answer that is not a success.

@@ -282,6 +282,12 @@ impl Books {
         Ok(())
     }
 
+    /// What a tenant has on the host, of all devices.
+    pub(super) fn swapped(&self, tenant: TenantId) -> u64 {
+        let ledgers = self.devices.values().map(|device| &device.ledger);
+        ledgers.map(|it| it.entry(tenant).holding.swapped).sum()
+    }
+
     /// Every tenant's line on a device.
     #[cfg(test)]
     fn entries(&self, uuid: &str) -> Vec<(TenantId, Entry)> {

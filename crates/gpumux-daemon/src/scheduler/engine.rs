@@ -3,6 +3,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
+    time::Duration,
 };
 
 use gpumux_core::{
@@ -32,6 +33,7 @@ pub(crate) struct Engine {
     books: Books,
     /// Tenants that stay frozen: their memory is on its way or away.
     parked: BTreeSet<TenantId>,
+    moves: BTreeMap<TenantId, types::MoveFigures>,
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
@@ -101,6 +103,7 @@ pub(crate) struct View {
     pub(crate) memory: Vec<Line>,
     /// Tenants whose memory is on its way or away.
     pub(crate) parked: BTreeSet<TenantId>,
+    pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
 }
 
 /// What a tenant does.
@@ -131,6 +134,7 @@ impl Engine {
             tenants: BTreeMap::new(),
             books: Books::default(),
             parked: BTreeSet::new(),
+            moves: BTreeMap::new(),
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
@@ -234,6 +238,7 @@ impl Engine {
         self.tenants.remove(&tenant);
         self.books.forget(tenant);
         self.parked.remove(&tenant);
+        self.moves.remove(&tenant);
         self.ended.remove(&tenant);
         for device in self.devices.values_mut() {
             device.ended.remove(&tenant);
@@ -377,6 +382,27 @@ impl Engine {
     /// The device that has none, and why.
     pub(crate) fn bring_back(&mut self, tenant: TenantId) -> Result<(), (String, Denied)> {
         self.books.bring_back(tenant)
+    }
+
+    /// What a tenant has on the host, of all devices.
+    pub(crate) fn swapped(&self, tenant: TenantId) -> u64 {
+        self.books.swapped(tenant)
+    }
+
+    /// Memory of a tenant was moved to the host.
+    pub(crate) fn went(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
+        let moves = self.moves.entry(tenant).or_default();
+        moves.outs += 1;
+        moves.out_bytes += bytes;
+        moves.out_us += took.as_micros() as u64;
+    }
+
+    /// Memory of a tenant came back.
+    pub(crate) fn came(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
+        let moves = self.moves.entry(tenant).or_default();
+        moves.backs += 1;
+        moves.back_bytes += bytes;
+        moves.back_us += took.as_micros() as u64;
     }
 
     /// The books, and what all tenants do.
@@ -631,6 +657,7 @@ impl Engine {
             counted: self.ended.clone(),
             memory: self.books.lines(),
             parked: self.parked.clone(),
+            moves: self.moves.clone(),
         };
         for met in self.sessions.values() {
             let all = view.counted.entry(met.tenant).or_default();
