@@ -8,6 +8,7 @@ mod faults;
 mod hints;
 mod hostile;
 mod levers;
+mod memory;
 mod packages;
 mod run;
 mod seen;

@@ -26,6 +26,8 @@ pub struct Options {
     pub devices: u32,
     /// Further arguments of `gpumux daemon`.
     pub daemon: Vec<String>,
+    /// Memory of each emulated device in bytes; 0 means the profile's. Contexts are small there then.
+    pub memory: u64,
     /// No daemon at first.
     pub without_daemon: bool,
 }
@@ -49,6 +51,15 @@ impl Node {
     #[track_caller]
     pub fn start() -> Self {
         Self::with(Options::default())
+    }
+
+    /// A node whose emulated device has so much memory.
+    #[track_caller]
+    pub fn with_memory(bytes: u64) -> Self {
+        Self::with(Options {
+            memory: bytes,
+            ..Options::default()
+        })
     }
 
     /// A node as `options` say.
@@ -82,6 +93,16 @@ impl Node {
             .args(["emu", "serve", "--socket"])
             .arg(self.emulated_socket());
         command.args(["--devices", &self.options.devices.max(1).to_string()]);
+        if self.options.memory != 0 {
+            let profile = self.dir().join("profile.toml");
+            let text = format!(
+                "memory = {}\ncontext_memory = {}\n",
+                self.options.memory,
+                8 << 20
+            );
+            fs::write(&profile, text).expect("a profile");
+            command.arg("--profile").arg(profile);
+        }
         let mut process = Process::start(&mut command);
         wait_for("the emulated device", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());

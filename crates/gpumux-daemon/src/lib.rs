@@ -14,6 +14,7 @@ mod devices;
 #[cfg(test)]
 mod fake;
 mod groups;
+mod memory;
 mod peer;
 mod scheduler;
 mod serve;

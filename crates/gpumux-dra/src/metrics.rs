@@ -436,6 +436,9 @@ mod tests {
             placement: Default::default(),
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
+            moves: Default::default(),
             domains: vec![Domain {
                 id: 1,
                 group: None,

@@ -6,7 +6,7 @@ use std::{
 };
 
 use gpumux_core::space::Way;
-use gpumux_daemon::api::types::{Domain, Fault, Placement, Tenant, TenantState};
+use gpumux_daemon::api::types::{Domain, Fault, MemoryShare, Placement, Tenant, TenantState};
 use serde::Serialize;
 
 use super::client;
@@ -18,7 +18,8 @@ Examples:
   gpumux ps --json | jq '.tenants[] | {name, class, pids}'
 
 PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
-A tenant without a device has not used one yet. SHARING is `time`, or `space` and the trust domain \
+MEMORY is what it has on the device, SWAPPED what it \
+has on the host. A tenant without a device has not used one yet. SHARING is `time`, or `space` and the trust domain \
 of the group: `gpumux explain NAME` says why. Faults in groups are listed below the tenants.";
 
 /// List the tenants
@@ -55,7 +56,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn table(tenants: &[Tenant], now: SystemTime) -> String {
     let head = [
         "NAME", "CLASS", "STATE", "SHARING", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED",
-        "AGE",
+        "MEMORY", "LIMIT", "SWAPPED", "AGE",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for tenant in tenants {
@@ -66,13 +67,31 @@ fn table(tenants: &[Tenant], now: SystemTime) -> String {
                 0 => vec![
                     tenant.name.clone(),
                     tenant.class.to_string(),
-                    state(tenant.state).to_owned(),
+                    if tenant.asleep {
+                        "asleep"
+                    } else {
+                        state(tenant.state)
+                    }
+                    .to_owned(),
                     sharing(&tenant.placement),
                     join(&tenant.pids),
                 ],
                 _ => vec![String::new(); 5],
             };
             row.extend(domain.map_or_else(|| vec!["-".to_owned(); 4], columns));
+            // Once per device, however many processes use it.
+            let device = domain.map(|domain| &domain.device);
+            let shown = tenant.domains[..n.min(tenant.domains.len())]
+                .iter()
+                .any(|before| Some(&before.device) == device);
+            let memory = tenant.memory.iter();
+            let memory = memory.filter(|it| Some(&it.device) == device && !shown);
+            row.extend(
+                memory
+                    .map(memory_columns)
+                    .next()
+                    .unwrap_or_else(|| vec!["-".to_owned(); 3]),
+            );
             row.push(if n == 0 {
                 age(tenant.since, now)
             } else {
@@ -122,6 +141,14 @@ fn told(fault: &Fault, now: SystemTime) -> String {
         fault.error,
         fault.evidence
     )
+}
+
+fn memory_columns(memory: &MemoryShare) -> Vec<String> {
+    vec![
+        output::bytes(memory.in_use),
+        memory.limit.map_or_else(|| "-".to_owned(), output::bytes),
+        output::bytes(memory.swapped),
+    ]
 }
 
 fn state(state: TenantState) -> &'static str {

@@ -262,6 +262,9 @@ mod tests {
             placement: Default::default(),
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
+            moves: Default::default(),
         }
     }
 
