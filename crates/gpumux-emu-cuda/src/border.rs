@@ -18,12 +18,10 @@ use crate::{
     event::Event,
 };
 
-/// Exports functions. A line is a line of the list of what there is: base name and the CUDA version that
-/// introduced this form of it (as in `cudaTypedefs.h`), in brackets the symbol of the variant in which the null
-/// stream means the thread's own, where there is one, and the exported symbol.
+/// Exports functions, a line each. In brackets the symbol of the variant in which the null stream means the
+/// thread's own, where there is one.
 macro_rules! exports {
-    ($list:ident by $call:path;
-     $($base:ident $version:literal $([$per_thread:ident])? = $symbol:ident $args:tt => $body:expr;)*) => {
+    ($list:ident by $call:path; $($([$per_thread:ident])? $symbol:ident $args:tt => $body:expr;)*) => {
         $(
             $crate::border::export_one!($call, $symbol, $args, $body);
             $($crate::border::export_per_thread!($call, $per_thread, $args, $body);)?
@@ -31,15 +29,10 @@ macro_rules! exports {
 
         /// Everything that is exported above.
         #[allow(dead_code)] // one of the lists is for tests only
-        pub(crate) fn $list() -> Vec<$crate::border::Export> {
-            vec![$($crate::border::Export {
-                base: stringify!($base),
-                version: $version,
-                symbol: stringify!($symbol),
-                function: $symbol as *const () as usize,
-                per_thread: [$($per_thread as *const () as usize)?].first().copied(),
-            }),*]
-        }
+        pub(crate) const $list: &[(&str, $crate::border::Address)] = &[$(
+            (stringify!($symbol), $crate::border::Address($symbol as *const ())),
+            $((stringify!($per_thread), $crate::border::Address($per_thread as *const ())),)?
+        )*];
     };
 }
 
@@ -65,15 +58,12 @@ macro_rules! export_per_thread {
 
 pub(crate) use {export_one, export_per_thread, exports};
 
-/// An exported function.
-pub(crate) struct Export {
-    pub(crate) base: &'static str,
-    pub(crate) version: i32,
-    #[allow(dead_code)] // for tests
-    pub(crate) symbol: &'static str,
-    pub(crate) function: usize,
-    pub(crate) per_thread: Option<usize>,
-}
+/// Where an exported function is.
+#[derive(Clone, Copy)]
+pub(crate) struct Address(pub(crate) *const ());
+
+// SAFETY: the address of code, which is the same for all threads and never written.
+unsafe impl Sync for Address {}
 
 /// Runs the body of a driver function. No panic leaves it.
 pub(crate) fn cuda(body: impl FnOnce() -> Result) -> c_int {
