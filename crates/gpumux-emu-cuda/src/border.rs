@@ -16,6 +16,7 @@ use crate::{
     context::Context,
     error::{CuError, Result},
     event::Event,
+    fatbin,
 };
 
 /// Exports functions, a line each. In brackets the symbol of the variant in which the null stream means the
@@ -199,23 +200,53 @@ impl Text {
     }
 }
 
-/// Device code in memory: text, or something else by its first bytes.
+/// Device code in memory: text, or something else by its first word.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct Image(*const c_void);
 
 impl Image {
-    /// PTX text; an error for binaries.
-    pub(crate) fn text(self) -> Result<String> {
-        let start: u8 = In(self.0.cast()).get()?;
-        // First bytes of ELF files, of fatbinaries and of their wrapper.
-        if [0x7f, 0x50, 0xb1].contains(&start) {
-            eprintln!(
-                "gpumux: the emulated device runs kernels of PTX text only, not of compiled modules"
-            );
-            return Err(CuError::NO_BINARY_FOR_GPU);
+    /// Of a file's content, which ends with 0.
+    pub(crate) fn of(bytes: &[u8]) -> Result<Self> {
+        // What a header says must be there.
+        let whole = match bytes
+            .first_chunk()
+            .filter(|it| it.starts_with(&fatbin::MAGIC.to_le_bytes()))
+        {
+            Some(header) => fatbin::size(header).is_some_and(|size| size <= bytes.len()),
+            None => !bytes.starts_with(&fatbin::WRAPPER.to_le_bytes()) && bytes.last() == Some(&0),
+        };
+        match whole {
+            true => Ok(Self(bytes.as_ptr().cast())),
+            false => Err(CuError::INVALID_IMAGE),
         }
-        Text(self.0.cast()).get()
+    }
+
+    /// Its PTX; an error for compiled code.
+    pub(crate) fn text(self) -> Result<String> {
+        let start = |at: *const c_void| In(at.cast::<[u8; 4]>()).get().map(u32::from_le_bytes);
+        let mut at = self.0;
+        if let [b'.' | b'/' | b'\n' | b' ' | b'\t', ..] = [In(at.cast::<u8>()).get()?] {
+            return Text(at.cast()).get();
+        }
+        if start(at)? == fatbin::WRAPPER {
+            // Magic and version, then the address.
+            at = In(at.cast::<*const c_void>()).get_at(1)?;
+        }
+        let found = match start(at)? {
+            fatbin::MAGIC => {
+                let header = In(at.cast::<[u8; fatbin::HEADER]>()).get()?;
+                let size = fatbin::size(&header).ok_or(CuError::INVALID_IMAGE)?;
+                // The device's architecture.
+                fatbin::ptx(&program_bytes(at as u64, size)?, 90)
+            }
+            fatbin::ELF => Err("it is compiled code".to_owned()),
+            _ => return Text(at.cast()).get(),
+        };
+        found.map_err(|why| {
+            eprintln!("gpumux: the emulated device needs a module's PTX for compute_90 or older, but {why}");
+            CuError::NO_BINARY_FOR_GPU
+        })
     }
 }
 
@@ -312,6 +343,30 @@ pub(crate) struct StreamCallback(Option<extern "C" fn(usize, c_int, *mut c_void)
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct UserData(*mut c_void);
+
+/// A function of the program that is called when a context ends (key and value come with it).
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub(crate) struct StorageEnd(Option<extern "C" fn(usize, usize, usize)>);
+
+impl StorageEnd {
+    pub(crate) fn call(self, context: usize, key: usize, value: usize) {
+        if let Some(function) = self.0 {
+            function(context, key, value);
+        }
+    }
+}
+
+/// Writes what a kernel printed behind what the program printed.
+pub(crate) fn print(text: &[u8]) {
+    unsafe extern "C" {
+        static stdout: *mut libc::FILE;
+    }
+    if !text.is_empty() {
+        // SAFETY: the C library's own stream, which locks itself.
+        unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), stdout) };
+    }
+}
 
 /// A call into the program.
 #[derive(Clone)]

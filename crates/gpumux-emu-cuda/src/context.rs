@@ -16,9 +16,11 @@ use gpumux_emu::{
 };
 
 use crate::{
+    border::StorageEnd,
     effect::Effect,
     error::{CuError, Result},
     event::Event,
+    interpret::Interpreter,
     memory,
     process::{Device, HostWork, lock, process, spawn},
     rm::{Groups, Rm},
@@ -37,6 +39,9 @@ pub(crate) struct Context {
     pub(crate) flags: u32,
     pub(crate) legacy: Arc<Stream>,
     per_thread: Mutex<HashMap<ThreadId, Arc<Stream>>>,
+    pub(crate) interpreter: Interpreter,
+    /// What the runtime keeps here: values, and whom to tell of the end, by key.
+    pub(crate) storage: Mutex<HashMap<usize, (usize, StorageEnd)>>,
     execution: Execution,
     groups: Mutex<Option<Groups>>,
     /// Number of the last work; held while work is sent, so that it arrives in order.
@@ -224,6 +229,8 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
         flags,
         legacy: Arc::new(Stream::new(this.clone(), BLOCKING, 0)),
         per_thread: Mutex::new(HashMap::new()),
+        interpreter: Interpreter::default(),
+        storage: Mutex::default(),
         execution,
         groups: Mutex::new(Some(groups)),
         order: Mutex::new(0),
@@ -316,7 +323,7 @@ impl Context {
         }
         let mut items = Vec::with_capacity(ops.len());
         let mut numbers = Vec::with_capacity(ops.len());
-        for (stream, op) in ops {
+        for (stream, mut op) in ops {
             let queue = state.queue(stream, op.queue);
             for other in state.barriers(stream, self.legacy.id) {
                 *order += 1;
@@ -331,6 +338,23 @@ impl Context {
                     queue,
                     work: Work::Wait(other),
                     prompt: false,
+                });
+            }
+            // An interpreted kernel is two pieces: see `interpret`.
+            if let (Effect::Interpreted(_), OpWork::Plain(Work::Rest { sms })) =
+                (&op.effect, op.work)
+            {
+                *order += 1;
+                let begin = Work::Kernel { sms, duration: 0 };
+                let effect = std::mem::replace(&mut op.effect, Effect::Nothing);
+                state.add(*order, stream, Op::on(queue, begin, effect));
+                items.push(Submission {
+                    stream,
+                    id: *order,
+                    queue,
+                    work: begin,
+                    // It goes on only when it is known to have begun.
+                    prompt: true,
                 });
             }
             *order += 1;
@@ -453,10 +477,15 @@ impl Context {
         }
         drop(state);
         drop(dropped);
+        self.interpreter.end();
         self.changed.notify_all();
     }
 
     fn end(&self) {
+        let kept = std::mem::take(&mut *lock(&self.storage));
+        for (key, (value, end)) in kept {
+            end.call(self.handle(), key, value);
+        }
         self.fail(CuError::CONTEXT_IS_DESTROYED);
         self.execution.shut_down();
         memory::free_all_of(self.handle());
@@ -481,18 +510,23 @@ impl Context {
                 }
                 Ok(Some(Report::HostReady { id })) => self.call_host(id),
                 Ok(Some(Report::Progress { token, works })) => {
+                    // Kernels stop between two turns; so do all of the context, as they are of one group.
+                    if works.iter().any(|work| self.interpreter.has(work.0)) {
+                        self.interpreter.freeze(true);
+                    }
                     for (id, done, total) in works {
                         self.progress(id, done, total);
                     }
                     let _ = self.execution.send(&Command::Progressed { token });
                 }
+                Ok(Some(Report::Thawed)) => self.interpreter.freeze(false),
                 Ok(None) | Err(_) => return self.fail(CuError::DEVICE_UNAVAILABLE),
             }
         }
     }
 
     /// Work is done: does what is left of its effect, then lets everybody know.
-    fn complete(&self, id: u64, at: u64) {
+    fn complete(self: &Arc<Self>, id: u64, at: u64) {
         let rest = {
             let mut state = self.state();
             state.pending.get_mut(&id).map(|pending| {
@@ -503,6 +537,11 @@ impl Context {
         let Some((effect, done)) = rest else {
             return;
         };
+        if let Effect::Interpreted(kernel) = &effect
+            && let Err(error) = self.interpreter.begin(self, id + 1, kernel)
+        {
+            return self.fault(error);
+        }
         if let Err(error) = effect.run(done, effect.steps()) {
             return self.fault(error);
         }
@@ -542,7 +581,13 @@ impl Context {
         }
     }
 
-    fn fault(&self, error: CuError) {
+    /// How long the rest of a kernel takes in all.
+    pub(crate) fn length(&self, id: u64, duration: u64) {
+        let _ = self.execution.send(&Command::Length { id, duration });
+    }
+
+    /// Work did what it must not: nothing of this context runs any more.
+    pub(crate) fn fault(&self, error: CuError) {
         self.fail(error);
         let _ = self.execution.send(&Command::Abort);
     }

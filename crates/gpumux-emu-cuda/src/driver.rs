@@ -112,22 +112,38 @@ exports! { FUNCTIONS by cuda;
     cuModuleLoadDataEx(module: Out<Handle>, image: Image, _count: c_uint, _options: UserData, _values: UserData) => { module.check()?; module.put(module::load(image)?) };
     cuModuleUnload(module: Handle) => module::unload(module);
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: Text) => function.put(module::function(module, name)?);
-    cuModuleGetGlobal_v2(_address: Out<Address>, _bytes: Out<usize>, module: Handle, name: Text) => {
-        // No kernel that the device knows has globals.
-        process()?.modules.get(module)?;
-        name.get()?;
-        Err(CuError::NOT_FOUND)
+    cuModuleGetGlobal_v2(address: Out<Address>, bytes: Out<usize>, module: Handle, name: Text) => {
+        let found = process()?.modules.get(module)?.global(&name.get()?)?;
+        address.put_if_wanted(found.0);
+        bytes.put_if_wanted(found.1 as usize);
+        Ok(())
     };
-    cuFuncGetAttribute(value: Out<c_int>, attribute: c_int, function: Handle) => value.put(module::attribute(attribute, function)?);
-    cuFuncSetAttribute(function: Handle, attribute: c_int, _value: c_int) => module::attribute(attribute, function).map(drop);
-    cuFuncSetCacheConfig(function: Handle, _config: c_int) => process()?.functions.get(function).map(drop);
-    cuFuncGetName(name: Out<*const c_char>, function: Handle) => name.put(process()?.functions.get(function)?.name.as_ptr());
-    cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<c_int>, function: Handle, threads: c_int, _shared: usize) => {
-        process()?.functions.get(function)?;
-        if !(1..=1024).contains(&threads) {
-            return Err(CuError::INVALID_VALUE);
-        }
-        blocks.put((2048 / threads).min(32))
+    cuModuleLoadFatBinary(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image)?) };
+    cuModuleGetLoadingMode(mode: Out<c_int>) => mode.put(2);
+    cuModuleGetFunctionCount(count: Out<c_uint>, module: Handle) => count.put(process()?.modules.get(module)?.functions.len() as c_uint);
+    cuModuleEnumerateFunctions(functions: Out<Handle>, most: c_uint, module: Handle) => {
+        let module = process()?.modules.get(module)?;
+        functions.put_all(module.functions.values().copied().take(most as usize))
+    };
+    cuFuncGetAttribute(value: Out<c_int>, attribute: c_int, function: Handle) => value.put(module::attribute(attribute, &*function_of(function)?)?);
+    cuFuncSetAttribute(function: Handle, attribute: c_int, value: c_int) => module::set_attribute(attribute, value, &*function_of(function)?);
+    cuFuncSetCacheConfig(function: Handle, _config: c_int) => function_of(function).map(drop);
+    cuFuncSetSharedMemConfig(function: Handle, _config: c_int) => function_of(function).map(drop);
+    cuFuncGetName(name: Out<*const c_char>, function: Handle) => name.put(function_of(function)?.name.as_ptr());
+    cuFuncIsLoaded(state: Out<c_int>, function: Handle) => function_of(function).and_then(|_| state.put(1));
+    cuFuncLoad(function: Handle) => function_of(function).map(drop);
+    cuFuncGetParamInfo(function: Handle, index: usize, offset: Out<usize>, size: Out<usize>) => {
+        let found = module::parameter(index, &*function_of(function)?)?;
+        offset.put_if_wanted(found.0);
+        size.put_if_wanted(found.1);
+        Ok(())
+    };
+    cuOccupancyMaxActiveBlocksPerMultiprocessor(blocks: Out<c_int>, function: Handle, threads: c_int, shared: usize) => blocks.put(module::occupancy(&*function_of(function)?, threads, shared)?);
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags(blocks: Out<c_int>, function: Handle, threads: c_int, shared: usize, _flags: c_uint) => blocks.put(module::occupancy(&*function_of(function)?, threads, shared)?);
+    cuOccupancyMaxPotentialBlockSize(grid: Out<c_int>, block: Out<c_int>, function: Handle, _shared_of: UserData, _shared: usize, most: c_int) => {
+        let best = module::best_block(&*function_of(function)?, &*current()?, most);
+        grid.put(best.0)?;
+        block.put(best.1)
     };
 
     cuMemGetInfo_v2(free: Out<usize>, total: Out<usize>) => {
@@ -287,18 +303,18 @@ exports! { FUNCTIONS by cuda;
         function: Handle,
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
-        _shared: c_uint, stream: Handle, pointers: Pointers, extra: Pointers,
-    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], stream, Arguments { pointers, extra });
+        shared: c_uint, stream: Handle, pointers: Pointers, extra: Pointers,
+    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, stream, Arguments { pointers, extra });
     [cuLaunchCooperativeKernel_ptsz] cuLaunchCooperativeKernel(
         function: Handle,
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
-        _shared: c_uint, stream: Handle, pointers: Pointers,
-    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], stream, Arguments { pointers, extra: Pointers::NONE });
+        shared: c_uint, stream: Handle, pointers: Pointers,
+    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, stream, Arguments { pointers, extra: Pointers::NONE });
     [cuLaunchKernelEx_ptsz] cuLaunchKernelEx(config: In<LaunchConfig>, function: Handle, pointers: Pointers, extra: Pointers) => {
         // Attributes are hints here: none changes what a kernel computes.
         let config = config.get()?;
-        module::launch(function, config.grid, config.block, config.stream, Arguments { pointers, extra })
+        module::launch(function, config.grid, config.block, config.shared, config.stream, Arguments { pointers, extra })
     };
 }
 
@@ -317,11 +333,19 @@ pub(crate) struct LaunchConfig {
 const _: () = assert!(size_of::<LaunchConfig>() == 56);
 
 /// The version of the server's profile; before `cuInit`, the one this library was written after.
-fn driver_version() -> c_int {
+pub(crate) fn driver_version() -> c_int {
     process()
         .ok()
         .and_then(|process| process.devices.first())
         .map_or(13_000, |device| device.info.cuda_version)
+}
+
+/// The function of a handle, or of a kernel's in the current context.
+fn function_of(handle: Handle) -> Result<std::sync::Arc<module::Function>> {
+    match process()?.functions.get(handle) {
+        Ok(function) => Ok(function),
+        Err(_) => module::resolve(handle, &current()?),
+    }
 }
 
 fn describe(

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use crate::{
     border::HostCall,
     error::{CuError, Result},
+    interpret::Interpreted,
     kernel::Kernel,
     memory,
 };
@@ -17,6 +18,8 @@ use crate::{
 pub(crate) enum Effect {
     Nothing,
     Kernel(Kernel),
+    /// A kernel that is interpreted: begins here, and is done by [`crate::interpret`].
+    Interpreted(Interpreted),
     /// Bytes from one place to another; the flags say which are the device's.
     Copy {
         to: u64,
@@ -47,7 +50,7 @@ impl Effect {
     /// How many steps it has.
     pub(crate) fn steps(&self) -> u64 {
         match self {
-            Self::Nothing | Self::Host(_) => 0,
+            Self::Nothing | Self::Host(_) | Self::Interpreted(_) => 0,
             Self::Free(_) => 1,
             Self::Kernel(kernel) => kernel.steps(),
             Self::Copy { bytes, .. } => *bytes,
@@ -63,7 +66,7 @@ impl Effect {
         }
         let steps = to - from;
         match self {
-            Self::Nothing | Self::Host(_) => Ok(()),
+            Self::Nothing | Self::Host(_) | Self::Interpreted(_) => Ok(()),
             Self::Free(address) => memory::free(*address),
             Self::Kernel(kernel) => kernel.run(from, to),
             Self::Copy {

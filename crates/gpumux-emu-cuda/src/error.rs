@@ -65,8 +65,10 @@ errors! {
     LAUNCH_TIMEOUT = 702 "the launch timed out and was terminated";
     PRIMARY_CONTEXT_ACTIVE = 708 "cannot set while device is active in this process";
     CONTEXT_IS_DESTROYED = 709 "context is destroyed";
+    ASSERT = 710 "device-side assert triggered";
     HOST_MEMORY_ALREADY_REGISTERED = 712 "part or all of the requested memory range is already mapped";
     HOST_MEMORY_NOT_REGISTERED = 713 "pointer does not correspond to a registered memory region";
+    HARDWARE_STACK_ERROR = 714 "hardware stack error";
     ILLEGAL_INSTRUCTION = 715 "an illegal instruction was encountered";
     MISALIGNED_ADDRESS = 716 "misaligned address";
     LAUNCH_FAILED = 719 "unspecified launch failure";

@@ -138,6 +138,18 @@ impl Space {
         self.is_device(address, bytes) || self.is_pinned(address, bytes)
     }
 
+    /// The mapping or pinned range around an address that a kernel may touch: start and end.
+    pub(crate) fn reachable_range(&self, address: u64) -> Option<(u64, u64)> {
+        let mapped = find(&self.mapped, address, |mapping| mapping.bytes)
+            .filter(|(_, mapping)| mapping.accessible)
+            .map(|(start, mapping)| (start, start + mapping.bytes));
+        let pinned = || {
+            self.host_range(address)
+                .map(|(start, range)| (start, start + range.bytes))
+        };
+        mapped.or_else(pinned)
+    }
+
     /// The allocation, or the reservation, that contains an address: start and bytes.
     pub(crate) fn range_of(&self, address: u64) -> Option<(u64, u64)> {
         let allocation = find(&self.allocations, address, |allocation| allocation.bytes)

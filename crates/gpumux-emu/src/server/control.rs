@@ -149,7 +149,8 @@ impl Core {
     pub(super) fn follow_levers(&mut self) -> BTreeSet<u64> {
         let removed = std::mem::take(&mut self.devices.removed);
         let frozen = std::mem::take(&mut self.devices.frozen);
-        if removed.is_empty() && frozen.is_empty() {
+        let thawed_keys = std::mem::take(&mut self.devices.thawed);
+        if removed.is_empty() && frozen.is_empty() && thawed_keys.is_empty() {
             return BTreeSet::new();
         }
         let with = |keys: &[GroupKey]| -> BTreeSet<u64> {
@@ -160,11 +161,17 @@ impl Core {
             let found = self.connections.iter().filter(|(_, it)| uses(it));
             found.map(|(id, _)| *id).collect()
         };
-        let (orphans, frozen) = (with(&removed), with(&frozen));
+        let (orphans, frozen, thawed) = (with(&removed), with(&frozen), with(&thawed_keys));
         // What was completed before comes first.
         self.dispatch();
         for orphan in orphans {
             self.close(orphan);
+        }
+        // Interpreted kernels are the compute group's.
+        let computes = |core: &Self, id: &u64| matches!(core.connections.get(id).map(|it| &it.role), Some(Role::Execution(it)) if it.keys[..1].iter().any(|key| thawed_keys.contains(key)));
+        let thawed: Vec<u64> = thawed.into_iter().filter(|id| computes(self, id)).collect();
+        for id in thawed {
+            self.send(id, &Report::Thawed, None);
         }
         frozen
             .into_iter()
