@@ -89,6 +89,61 @@ exports! { FUNCTIONS by cuda;
     cuCtxDestroy_v2(context: Handle) => context::destroy(context);
     cuCtxPushCurrent_v2(context: Handle) => context::push(context);
     cuCtxPopCurrent_v2(context: Out<Handle>) => { context.put_if_wanted(context::pop()?); Ok(()) };
+    cuDevicePrimaryCtxRelease(device: c_int) => device::release_primary(device);
+    cuDevicePrimaryCtxReset(device: c_int) => device::reset_primary(device);
+    cuDevicePrimaryCtxSetFlags(device: c_int, flags: c_uint) => device::set_primary_flags(device, flags);
+    cuDeviceGetP2PAttribute(value: Out<c_int>, _attribute: c_int, device: c_int, peer: c_int) => {
+        process()?.device(device)?;
+        process()?.device(peer)?;
+        value.put(0)
+    };
+    cuCtxEnablePeerAccess(peer: Handle, _flags: c_uint) => context(peer).and(Err(CuError::PEER_ACCESS_UNSUPPORTED));
+    cuCtxDisablePeerAccess(peer: Handle) => context(peer).and(Err(CuError::PEER_ACCESS_NOT_ENABLED));
+    cuDeviceGetTexture1DLinearMaxWidth(width: Out<usize>, _format: c_int, _channels: c_uint, device: c_int) => process()?.device(device).and_then(|_| width.put(1 << 28));
+    cuDeviceGetExecAffinitySupport(can: Out<c_int>, _kind: c_int, device: c_int) => process()?.device(device).and_then(|_| can.put(0));
+    cuCtxDestroy(context: Handle) => context::destroy(context);
+    cuCtxPushCurrent(context: Handle) => context::push(context);
+    cuCtxPopCurrent(context: Out<Handle>) => { context.put_if_wanted(context::pop()?); Ok(()) };
+    cuCtxSetFlags(_flags: c_uint) => current().map(drop);
+    cuCtxGetCacheConfig(config: Out<c_int>) => current().and_then(|_| config.put(0));
+    cuCtxSetCacheConfig(_config: c_int) => current().map(drop);
+    cuCtxGetSharedMemConfig(config: Out<c_int>) => current().and_then(|_| config.put(1));
+    cuCtxSetSharedMemConfig(_config: c_int) => current().map(drop);
+    cuCtxResetPersistingL2Cache() => current().map(drop);
+    cuStreamDestroy(stream: Handle) => stream::destroy(stream);
+    cuEventDestroy(event: Handle) => event::destroy(event);
+    cuMemHostRegister(memory: Host, bytes: usize, flags: c_uint) => { current()?; memory::register_host(memory, bytes as u64, flags) };
+    cuPointerGetAttributes(count: c_uint, attributes: In<c_int>, data: In<AnyOut>, address: Address) => {
+        // Unknown addresses have attributes, too: none.
+        for i in 0..count as usize {
+            let (attribute, out) = (attributes.get_at(i)?, data.get_at(i)?);
+            match pointer_attribute(out, attribute, address) {
+                Ok(()) => {}
+                Err(error) if error == CuError::INVALID_VALUE => no_attribute(out, attribute)?,
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    };
+    cuPointerSetAttribute(_value: UserData, _attribute: c_int, address: Address) => {
+        process()?;
+        memory::space().range_of(address).map(drop).ok_or(CuError::INVALID_VALUE)
+    };
+    [cuMemcpyPeer_ptds]cuMemcpyPeer(to: Address, _to_context: Handle, from: Address, _from_context: Handle, bytes: usize) => stream::copy(to, from, bytes, Direction::Any, 0, true);
+    [cuMemcpyPeerAsync_ptsz]cuMemcpyPeerAsync(to: Address, _to_context: Handle, from: Address, _from_context: Handle, bytes: usize, stream: Handle) => stream::copy(to, from, bytes, Direction::Any, stream, false);
+    [cuStreamSetAttribute_ptsz]cuStreamSetAttribute(stream: Handle, _attribute: c_int, _value: UserData) => stream::stream(stream).map(drop);
+    [cuStreamGetAttribute_ptsz]cuStreamGetAttribute(stream: Handle, _attribute: c_int, value: Out<[u64; 8]>) => stream::stream(stream).and_then(|_| value.put([0; 8]));
+    [cuStreamCopyAttributes_ptsz]cuStreamCopyAttributes(to: Handle, from: Handle) => stream::stream(to).and(stream::stream(from)).map(drop);
+    [cuStreamGetCaptureInfo_v3_ptsz]cuStreamGetCaptureInfo_v3(stream: Handle, status: Out<c_int>, id: Out<u64>, graph: Out<Handle>, dependencies: Out<usize>, edges: Out<usize>, count: Out<usize>) => {
+        let (found, of) = graph::status(stream)?;
+        status.put(found)?;
+        id.put_if_wanted(of);
+        graph.put_if_wanted(0);
+        dependencies.put_if_wanted(0);
+        edges.put_if_wanted(0);
+        count.put_if_wanted(0);
+        Ok(())
+    };
     cuCtxSetCurrent(context: Handle) => context::set_current(context);
     cuCtxGetCurrent(context: Out<Handle>) => { process()?; context.put(context::current_handle()) };
     cuCtxGetDevice(device: Out<c_int>) => device.put(current()?.ordinal);
@@ -304,19 +359,37 @@ exports! { FUNCTIONS by cuda;
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, pointers: Pointers, extra: Pointers,
-    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, stream, Arguments { pointers, extra });
+    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, false, stream, Arguments { pointers, extra });
     [cuLaunchCooperativeKernel_ptsz] cuLaunchCooperativeKernel(
         function: Handle,
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, pointers: Pointers,
-    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, stream, Arguments { pointers, extra: Pointers::NONE });
+    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, true, stream, Arguments { pointers, extra: Pointers::NONE });
     [cuLaunchKernelEx_ptsz] cuLaunchKernelEx(config: In<LaunchConfig>, function: Handle, pointers: Pointers, extra: Pointers) => {
-        // Attributes are hints here: none changes what a kernel computes.
+        // Other attributes are hints here: none changes what a kernel computes.
         let config = config.get()?;
-        module::launch(function, config.grid, config.block, config.shared, config.stream, Arguments { pointers, extra })
+        let cooperative = (0..config.attribute_count as usize).any(|i| {
+            let attribute = config.attributes.get_at(i);
+            attribute.is_ok_and(|it| it.id == COOPERATIVE && it.value != 0)
+        });
+        module::launch(function, config.grid, config.block, config.shared, cooperative, config.stream, Arguments { pointers, extra })
     };
 }
+
+/// `CUlaunchAttribute`: its value is a union, of which numbers are the first word.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct LaunchAttribute {
+    id: c_int,
+    pad: c_int,
+    value: c_int,
+    rest: [c_int; 15],
+}
+
+/// `CU_LAUNCH_ATTRIBUTE_COOPERATIVE`
+const COOPERATIVE: c_int = 2;
+const _: () = assert!(size_of::<LaunchAttribute>() == 72);
 
 /// `CUlaunchConfig`.
 #[repr(C)]
@@ -326,7 +399,7 @@ pub(crate) struct LaunchConfig {
     block: [c_uint; 3],
     shared: c_uint,
     stream: Handle,
-    attributes: usize,
+    attributes: In<LaunchAttribute>,
     attribute_count: c_uint,
 }
 
@@ -503,6 +576,17 @@ fn pointer_attribute(data: AnyOut, attribute: c_int, address: u64) -> Result {
         12 => data.typed::<usize>().put(range.1 as usize),
         13 => data.typed::<u8>().put(1),
         _ => Err(CuError::NOT_SUPPORTED),
+    }
+}
+
+/// What a pointer has that CUDA does not know.
+fn no_attribute(data: AnyOut, attribute: c_int) -> Result {
+    match attribute {
+        2 | 8 => data.typed::<c_uint>().put(0),
+        9 => data.typed::<c_int>().put(-2),
+        13 => data.typed::<u8>().put(0),
+        1 | 3 | 4 | 11 | 12 => data.typed::<u64>().put(0),
+        _ => Ok(()),
     }
 }
 

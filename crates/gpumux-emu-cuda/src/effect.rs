@@ -28,6 +28,8 @@ pub(crate) enum Effect {
         to_device: bool,
         from_device: bool,
     },
+    /// The same for a volume.
+    Rows(Rows),
     /// Bytes that were taken from the program at once.
     Write {
         to: u64,
@@ -46,6 +48,38 @@ pub(crate) enum Effect {
     Host(HostCall),
 }
 
+/// A copy of a volume, row by row.
+#[derive(Clone, Copy)]
+pub(crate) struct Rows {
+    pub(crate) to: u64,
+    pub(crate) from: u64,
+    pub(crate) to_pitch: u64,
+    pub(crate) from_pitch: u64,
+    pub(crate) to_slice: u64,
+    pub(crate) from_slice: u64,
+    pub(crate) width: u64,
+    pub(crate) height: u64,
+    pub(crate) depth: u64,
+    pub(crate) to_device: bool,
+    pub(crate) from_device: bool,
+}
+
+impl Rows {
+    fn run(&self, from: u64, to: u64) -> Result {
+        for row in from..to {
+            let (slice, row) = (row / self.height, row % self.height);
+            let target = self.to + slice * self.to_slice + row * self.to_pitch;
+            let source = self.from + slice * self.from_slice + row * self.from_pitch;
+            let (target, source) = (
+                Place::new(target, self.to_device),
+                Place::new(source, self.from_device),
+            );
+            copy(target, source, self.width)?;
+        }
+        Ok(())
+    }
+}
+
 impl Effect {
     /// How many steps it has.
     pub(crate) fn steps(&self) -> u64 {
@@ -54,6 +88,7 @@ impl Effect {
             Self::Free(_) => 1,
             Self::Kernel(kernel) => kernel.steps(),
             Self::Copy { bytes, .. } => *bytes,
+            Self::Rows(rows) => rows.height * rows.depth,
             Self::Write { data, .. } => data.len() as u64,
             Self::Set { count, .. } => *count,
         }
@@ -80,6 +115,7 @@ impl Effect {
                 Place::new(source + from, *from_device),
                 steps,
             ),
+            Self::Rows(rows) => rows.run(from, to),
             Self::Write { to: target, data } => {
                 let part = &data[from as usize..to as usize];
                 let source = Place::new(part.as_ptr() as u64, false);

@@ -10,7 +10,7 @@ use crate::{
     border::{Address, Out, Text},
     driver,
     error::{CuError, Result},
-    library, missing, tables,
+    library, missing, plane, pool, tables,
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
@@ -35,9 +35,15 @@ fn lines() -> impl Iterator<Item = (&'static str, c_int, &'static str)> {
 
 /// The functions that do something.
 fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
-    [driver::FUNCTIONS, library::FUNCTIONS, tables::FUNCTIONS]
-        .into_iter()
-        .flatten()
+    [
+        driver::FUNCTIONS,
+        library::FUNCTIONS,
+        plane::FUNCTIONS,
+        pool::FUNCTIONS,
+        tables::FUNCTIONS,
+    ]
+    .into_iter()
+    .flatten()
 }
 
 static FORMS: LazyLock<HashMap<&str, Vec<Form>>> = LazyLock::new(|| {

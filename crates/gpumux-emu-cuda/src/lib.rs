@@ -30,6 +30,8 @@ mod memory;
 mod missing;
 mod module;
 mod nvml;
+mod plane;
+mod pool;
 mod process;
 mod rm;
 mod stream;

@@ -3,7 +3,7 @@
 use std::{
     collections::HashMap,
     ffi::CString,
-    sync::{Arc, Mutex, Weak},
+    sync::{Arc, Mutex, OnceLock, Weak},
 };
 
 use gpumux_emu::protocol::Work;
@@ -45,9 +45,14 @@ pub(crate) struct Function {
     kernel: usize,
     globals: Arc<[u64]>,
     context: Weak<Context>,
+    /// Memory for the barrier of its grids, once it was needed.
+    workspace: OnceLock<u64>,
     /// What was set: dynamic shared memory, carve-out.
     settings: Mutex<(i32, i32)>,
 }
+
+/// Bytes of a grid barrier's memory.
+const WORKSPACE: u64 = 64;
 
 /// Parses PTX; says what is wrong with it.
 pub(crate) fn parse(text: &str) -> Result<Arc<gpumux_ptx::Module>> {
@@ -112,6 +117,7 @@ pub(crate) fn load_in(context: &Arc<Context>, program: &Arc<gpumux_ptx::Module>)
             kernel,
             globals: Arc::clone(&addresses),
             context: Arc::downgrade(context),
+            workspace: OnceLock::new(),
             settings: Mutex::new((0, -1)),
         };
         (of.name.clone(), process.functions.add(Arc::new(function)))
@@ -177,6 +183,7 @@ pub(crate) fn launch(
     grid: [u32; 3],
     block: [u32; 3],
     shared: u32,
+    cooperative: bool,
     stream_handle: usize,
     arguments: Arguments,
 ) -> Result {
@@ -227,7 +234,26 @@ pub(crate) fn launch(
     for ((offset, size), bytes) in layout.iter().zip(&arguments) {
         parameters[*offset..offset + size].copy_from_slice(bytes);
     }
+    let workspace = match (cooperative, function.workspace.get()) {
+        (false, _) => 0,
+        (true, Some(at)) => *at,
+        (true, None) => {
+            // Goes with the context.
+            let at = memory::alloc(context.device.index, context.handle(), WORKSPACE)?;
+            let effect = Effect::Set {
+                to: at,
+                width: 4,
+                value: 0,
+                count: WORKSPACE / 4,
+            };
+            effect.run(0, WORKSPACE / 4)?;
+            *function.workspace.get_or_init(|| at)
+        }
+    };
     let (sms, together) = shape.width(&context.device.info);
+    if cooperative && shape.blocks > together * u64::from(context.device.info.sms) {
+        return Err(CuError::COOPERATIVE_LAUNCH_TOO_LARGE);
+    }
     let launch = Launch {
         module: Arc::clone(&function.program),
         kernel: function.kernel,
@@ -238,7 +264,7 @@ pub(crate) fn launch(
         globals: function.globals.to_vec(),
         resident: (together * u64::from(context.device.info.sms)) as usize,
         sms: context.device.info.sms,
-        workspace: 0,
+        workspace,
     };
     let kernel = Interpreted {
         launch: Arc::new(launch),
