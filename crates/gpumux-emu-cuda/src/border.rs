@@ -9,7 +9,7 @@ use std::{
     ffi::{CStr, c_char, c_int, c_void},
     os::fd::BorrowedFd,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    sync::{Arc, LazyLock},
 };
 
 use crate::{
@@ -42,7 +42,7 @@ macro_rules! export_one {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub(crate) extern "C" fn $symbol($($arg: $type),*) -> ::std::ffi::c_int {
-            $call(|| $body)
+            $call(stringify!($symbol), || $body)
         }
     };
 }
@@ -52,7 +52,7 @@ macro_rules! export_per_thread {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub(crate) extern "C" fn $symbol($($arg: $type),*) -> ::std::ffi::c_int {
-            $call(|| $crate::border::per_thread(|| $body))
+            $call(stringify!($symbol), || $crate::border::per_thread(|| $body))
         }
     };
 }
@@ -66,13 +66,19 @@ pub(crate) struct Address(pub(crate) *const ());
 // SAFETY: the address of code, which is the same for all threads and never written.
 unsafe impl Sync for Address {}
 
-/// Runs the body of a driver function. No panic leaves it.
-pub(crate) fn cuda(body: impl FnOnce() -> Result) -> c_int {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => 0,
+/// Runs the body of a driver function. No panic leaves it. With `GPUMUX_EMU_TRACE` it is named on standard error when it
+/// fails.
+pub(crate) fn cuda(name: &str, body: impl FnOnce() -> Result) -> c_int {
+    let code = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return 0,
         Ok(Err(error)) => error.0,
         Err(_) => CuError::UNKNOWN.0,
+    };
+    static TRACE: LazyLock<bool> = LazyLock::new(|| std::env::var_os("GPUMUX_EMU_TRACE").is_some());
+    if *TRACE {
+        eprintln!("gpumux: {name}: {code}");
     }
+    code
 }
 
 thread_local! {

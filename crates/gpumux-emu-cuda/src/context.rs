@@ -149,17 +149,23 @@ thread_local! {
     static CURRENT: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
 }
 
+/// The calling thread's stack of contexts; there is none any more when the thread ends, and libraries call even then.
+fn with_stack<T>(body: impl FnOnce(&mut Vec<Arc<Context>>) -> Option<T>) -> Option<T> {
+    CURRENT
+        .try_with(|stack| body(&mut stack.borrow_mut()))
+        .ok()
+        .flatten()
+}
+
 /// The calling thread's context.
 pub(crate) fn current() -> Result<Arc<Context>> {
     process()?;
-    CURRENT
-        .with_borrow(|stack| stack.last().cloned())
-        .ok_or(CuError::INVALID_CONTEXT)
+    with_stack(|stack| stack.last().cloned()).ok_or(CuError::INVALID_CONTEXT)
 }
 
 /// The calling thread's context, if it has one.
 pub(crate) fn current_handle() -> usize {
-    let found = CURRENT.with_borrow(|stack| stack.last().cloned());
+    let found = with_stack(|stack| stack.last().cloned());
     found.map_or(0, |context| context.handle())
 }
 
@@ -178,14 +184,14 @@ pub(crate) fn push(handle: usize) -> Result {
         return Err(CuError::INVALID_CONTEXT);
     }
     let context = context(handle)?;
-    CURRENT.with_borrow_mut(|stack| stack.push(context));
+    with_stack(|stack| Some(stack.push(context)));
     Ok(())
 }
 
 /// Takes the top of the thread's stack.
 pub(crate) fn pop() -> Result<usize> {
     process()?;
-    let popped = CURRENT.with_borrow_mut(Vec::pop);
+    let popped = with_stack(Vec::pop);
     popped
         .map(|context| context.handle())
         .ok_or(CuError::INVALID_CONTEXT)
@@ -197,7 +203,7 @@ pub(crate) fn set_current(handle: usize) -> Result {
     if handle != 0 {
         context(handle)?;
     }
-    CURRENT.with_borrow_mut(Vec::pop);
+    with_stack(Vec::pop);
     if handle == 0 { Ok(()) } else { push(handle) }
 }
 
@@ -252,11 +258,7 @@ pub(crate) fn destroy(handle: usize) -> Result {
         .contexts
         .remove(handle)
         .map_err(|_| CuError::INVALID_CONTEXT)?;
-    CURRENT.with_borrow_mut(|stack| {
-        if stack.last().is_some_and(|top| Arc::ptr_eq(top, &context)) {
-            stack.pop();
-        }
-    });
+    with_stack(|stack| stack.pop_if(|top| Arc::ptr_eq(top, &context)));
     context.end();
     Ok(())
 }

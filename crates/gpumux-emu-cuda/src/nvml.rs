@@ -72,7 +72,7 @@ impl From<ClientError> for NvmlError {
     }
 }
 
-fn nvml(body: impl FnOnce() -> Result) -> c_int {
+fn nvml(_name: &str, body: impl FnOnce() -> Result) -> c_int {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(error)) => error.0,
@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn nothing_works_before_init() {
         assert_eq!(nvmlShutdown(), NvmlError::UNINITIALIZED.0);
-        assert_eq!(nvml(|| info(1, |_| Ok(()))), NvmlError::UNINITIALIZED.0);
+        assert_eq!(nvml("", || info(1, |_| Ok(()))), NvmlError::UNINITIALIZED.0);
         assert!(FUNCTIONS.iter().all(|it| it.0.starts_with("nvml")));
     }
 }

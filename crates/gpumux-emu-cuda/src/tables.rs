@@ -98,7 +98,7 @@ extern "C" fn nothing() -> c_int {
 }
 
 extern "C" fn module_of_binary(module: Out<Handle>, binary: Image) -> c_int {
-    cuda(|| {
+    cuda("module_of_binary", || {
         module.check()?;
         module.put(module::load(binary)?)
     })
@@ -109,7 +109,7 @@ extern "C" fn module_of_data(binary: Image, module: Out<Handle>) -> c_int {
 }
 
 extern "C" fn primary_context(out: Out<Handle>, device: c_int) -> c_int {
-    cuda(|| {
+    cuda("primary_context", || {
         out.check()?;
         out.put(device::primary(device)?)
     })
@@ -134,21 +134,21 @@ extern "C" fn check(_context: Handle, state: Out<u32>, _more: Out<usize>) -> c_i
 }
 
 extern "C" fn put(handle: Handle, key: usize, value: usize, end: StorageEnd) -> c_int {
-    cuda(|| {
+    cuda("put", || {
         lock(&context(handle)?.storage).insert(key, (value, end));
         Ok(())
     })
 }
 
 extern "C" fn delete(handle: Handle, key: usize) -> c_int {
-    cuda(|| {
+    cuda("delete", || {
         lock(&context(handle)?.storage).remove(&key);
         Ok(())
     })
 }
 
 extern "C" fn get(value: Out<usize>, handle: Handle, key: usize) -> c_int {
-    cuda(|| {
+    cuda("get", || {
         let found = lock(&context(handle)?.storage).get(&key).map(|it| it.0);
         // The runtime knows by this code that there is nothing yet.
         value.put(found.ok_or(CuError::INVALID_HANDLE)?)
@@ -159,7 +159,7 @@ extern "C" fn prove(version: u32, seconds: u64, proof: Out<[u64; 2]>) -> c_int {
     // Also counts how often, so that a runtime that asks without end can be seen.
     static ASKED: AtomicU32 = AtomicU32::new(0);
     ASKED.fetch_add(1, Ordering::Relaxed);
-    cuda(|| proof.put(prove_for(version, seconds)?))
+    cuda("prove", || proof.put(prove_for(version, seconds)?))
 }
 
 fn prove_for(version: u32, seconds: u64) -> Result<[u64; 2]> {
