@@ -197,6 +197,7 @@ int main() {
     reduce<int><<<1, 256, 100000>>>(in, out, 1);
     say("much shared memory", cudaGetLastError() == cudaSuccess && cudaDeviceSynchronize() == cudaSuccess);
     reduce<int><<<1, 2048, 64>>>(in, out, 1);
-    say("too many threads", cudaGetLastError() == cudaErrorInvalidConfiguration || cudaGetLastError() == cudaErrorInvalidValue);
+    cudaError_t refused = cudaGetLastError();
+    say("too many threads", refused == cudaErrorInvalidConfiguration || refused == cudaErrorInvalidValue);
     printf("done\n");
 }

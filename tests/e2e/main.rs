@@ -2,6 +2,7 @@
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
 mod contracts;
+mod cuda;
 mod docs;
 mod emu;
 mod faults;

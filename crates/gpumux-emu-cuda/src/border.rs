@@ -16,7 +16,7 @@ use crate::{
     context::Context,
     error::{CuError, Result},
     event::Event,
-    fatbin,
+    fatbin, fault,
 };
 
 /// Exports functions, a line each. In brackets the symbol of the variant in which the null stream means the
@@ -69,6 +69,10 @@ unsafe impl Sync for Address {}
 /// Runs the body of a driver function. No panic leaves it. With `GPUMUX_EMU_TRACE` it is named on standard error when it
 /// fails.
 pub(crate) fn cuda(name: &str, body: impl FnOnce() -> Result) -> c_int {
+    if fault::due(fault::At::Call).is_some() {
+        // SAFETY: sends a signal to this process.
+        unsafe { libc::raise(libc::SIGKILL) };
+    }
     let code = match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => return 0,
         Ok(Err(error)) => error.0,

@@ -42,6 +42,8 @@ pub(crate) enum Effect {
         value: u32,
         count: u64,
     },
+    /// Goes wrong.
+    Fault(CuError),
     /// Frees memory of `cuMemAlloc`.
     Free(u64),
     /// A call into the program; never run here.
@@ -85,7 +87,7 @@ impl Effect {
     pub(crate) fn steps(&self) -> u64 {
         match self {
             Self::Nothing | Self::Host(_) | Self::Interpreted(_) => 0,
-            Self::Free(_) => 1,
+            Self::Free(_) | Self::Fault(_) => 1,
             Self::Kernel(kernel) => kernel.steps(),
             Self::Copy { bytes, .. } => *bytes,
             Self::Rows(rows) => rows.height * rows.depth,
@@ -103,6 +105,7 @@ impl Effect {
         match self {
             Self::Nothing | Self::Host(_) | Self::Interpreted(_) => Ok(()),
             Self::Free(address) => memory::free(*address),
+            Self::Fault(error) => Err(*error),
             Self::Kernel(kernel) => kernel.run(from, to),
             Self::Copy {
                 to: target,

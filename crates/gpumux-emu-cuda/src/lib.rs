@@ -20,6 +20,7 @@ mod entries;
 mod error;
 mod event;
 mod fatbin;
+mod fault;
 mod graph;
 mod hold;
 mod integrity;

@@ -14,6 +14,7 @@ use crate::{
     context::{Context, Op, OpWork, current},
     effect::Effect,
     error::{CuError, Result},
+    fault::{self, Kind},
     hold,
     interpret::Interpreted,
     kernel::{self, Kernel, Shape},
@@ -194,6 +195,25 @@ pub(crate) fn launch(
         return Err(CuError::INVALID_HANDLE);
     }
     let shape = Shape::new(grid, block)?;
+    let (sms, together) = shape.width(&context.device.info);
+    match fault::due(fault::At::Launch) {
+        None => {}
+        Some(Kind::Endless) => {
+            // Nobody tells how long it takes.
+            return stream.submit(Op::compute(Work::Rest { sms }, Effect::Nothing));
+        }
+        Some(Kind::DeviceLost) => {
+            context.fault(Kind::DeviceLost.code());
+            return Err(Kind::DeviceLost.code());
+        }
+        Some(kind) => {
+            let work = Work::Kernel {
+                sms,
+                duration: 1000,
+            };
+            return stream.submit(Op::compute(work, Effect::Fault(kind.code())));
+        }
+    }
     let of = &function.program.kernels[function.kernel];
     let layout: Vec<_> = of
         .parameters
@@ -250,7 +270,6 @@ pub(crate) fn launch(
             *function.workspace.get_or_init(|| at)
         }
     };
-    let (sms, together) = shape.width(&context.device.info);
     if cooperative && shape.blocks > together * u64::from(context.device.info.sms) {
         return Err(CuError::COOPERATIVE_LAUNCH_TOO_LARGE);
     }

@@ -70,6 +70,15 @@ static STORAGE: Table<4> = Table::new(
     &[(0, slot!(put)), (1, slot!(delete)), (2, slot!(get))],
     false,
 );
+/// The runtime of CUDA 13.5 wants it to be there.
+static TOOLS: Table<4> = Table::new(
+    &[
+        (1, slot!(nothing)),
+        (2, slot!(nothing)),
+        (3, slot!(nothing)),
+    ],
+    true,
+);
 static CHECKS: Table<4> = Table::new(&[(2, slot!(check)), (3, slot!(nothing))], true);
 /// Proof that this is the driver.
 static INTEGRITY: Table<3> = Table::new(&[(1, slot!(prove))], true);
@@ -83,6 +92,7 @@ exports! { FUNCTIONS by cuda;
             b"\x42\xd8\x5a\x81\x23\xf6\xcb\x47\x82\x98\xf6\xe7\x8a\x3a\xec\xdc" => THREADS.address(),
             b"\xc6\x93\x33\x6e\x11\x21\xdf\x11\xa8\xc3\x68\xf3\x55\xd8\x95\x93" => STORAGE.address(),
             b"\x26\x3e\x88\x60\x7c\xd2\x61\x43\x92\xf6\xbb\xd5\x00\x6d\xfa\x7e" => CHECKS.address(),
+            b"\x21\x31\x8c\x60\x97\x14\x32\x48\x8c\xa6\x41\xff\x73\x24\xc8\xf2" => TOOLS.address(),
             b"\xd4\x08\x20\x55\xbd\xe6\x70\x4b\x8d\x34\xba\x12\x3c\x66\xe1\xf2" => INTEGRITY.address(),
             _ => {
                 table.put(std::ptr::null())?;
