@@ -12,6 +12,7 @@ mod levers;
 mod packages;
 mod run;
 mod seen;
+mod soak;
 mod transparency;
 mod users;
 

@@ -21,22 +21,30 @@ pub enum Runtime {
     Static130,
     /// CUDA 13.0 as a library.
     Shared130,
+    /// CUDA 12.8 as a library.
+    Shared128,
     /// CUDA 13.5 inside of the program: newer than the driver.
     Static135,
 }
 
 impl Runtime {
     /// All that there are.
-    pub const ALL: [Self; 3] = [Self::Static130, Self::Shared130, Self::Static135];
+    pub const ALL: [Self; 4] = [
+        Self::Static130,
+        Self::Shared130,
+        Self::Shared128,
+        Self::Static135,
+    ];
 
     fn packages(self) -> &'static [&'static str] {
         match self {
-            Self::Static130 | Self::Shared130 => &[
+            Self::Static130 | Self::Shared130 | Self::Shared128 => &[
                 "nvidia-cuda-nvcc==13.0.88",
                 "nvidia-cuda-crt==13.0.88",
                 "nvidia-nvvm==13.0.88",
                 "nvidia-cuda-runtime==13.0.96",
                 "nvidia-cuda-cccl==13.0.85",
+                "nvidia-cuda-runtime-cu12==12.8.90",
             ],
             Self::Static135 => &[
                 "nvidia-cuda-nvcc==13.5.37",
@@ -50,7 +58,8 @@ impl Runtime {
 
     fn version(self) -> &'static str {
         match self {
-            Self::Static130 | Self::Shared130 => "13.0",
+            // Only the library is of 12.8: its compiler is not in a package.
+            Self::Static130 | Self::Shared130 | Self::Shared128 => "13.0",
             Self::Static135 => "13.5",
         }
     }
@@ -58,6 +67,7 @@ impl Runtime {
     fn linking(self) -> &'static str {
         match self {
             Self::Shared130 => "shared",
+            Self::Shared128 => "none",
             Self::Static130 | Self::Static135 => "static",
         }
     }
@@ -108,11 +118,15 @@ pub fn program(name: &str, runtime: Runtime) -> Option<Program> {
         );
         return None;
     };
+    let libraries = match runtime {
+        Runtime::Shared128 => dir.join("13.0/nvidia/cuda_runtime/lib"),
+        _ => toolkit.join("lib"),
+    };
     let program = Program {
         path: dir.join(file),
-        libraries: toolkit.join("lib"),
+        libraries,
     };
-    compile(name, runtime, &toolkit, &program.path);
+    compile(name, runtime, &toolkit, &program);
     Some(program)
 }
 
@@ -146,7 +160,8 @@ fn toolkit(dir: &Path, runtime: Runtime) -> Option<PathBuf> {
     Some(toolkit)
 }
 
-fn compile(name: &str, runtime: Runtime, toolkit: &Path, out: &Path) {
+fn compile(name: &str, runtime: Runtime, toolkit: &Path, program: &Program) {
+    let out = &program.path;
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
     let source = sources.join(format!("{name}.cu"));
     let changed = |path: &Path| fs::metadata(path).and_then(|it| it.modified()).ok();
@@ -155,6 +170,11 @@ fn compile(name: &str, runtime: Runtime, toolkit: &Path, out: &Path) {
         return;
     }
     let made = out.with_extension("new");
+    let older = (runtime == Runtime::Shared128).then(|| {
+        let headers = program.libraries.with_file_name("include");
+        let library = program.libraries.join("libcudart.so.12");
+        ["-I".into(), headers, "-Xlinker".into(), library]
+    });
     let compiled = Command::new(toolkit.join("bin/nvcc"))
         .args([
             "-std=c++17",
@@ -164,6 +184,7 @@ fn compile(name: &str, runtime: Runtime, toolkit: &Path, out: &Path) {
             "-L",
         ])
         .arg(toolkit.join("lib"))
+        .args(older.iter().flatten())
         .arg(source)
         .arg("-o")
         .arg(&made)

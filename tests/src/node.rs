@@ -36,7 +36,7 @@ pub struct Node {
     options: Options,
     daemon: Option<Process>,
     // Dropped after the daemon.
-    _emulated: Option<Process>,
+    emulated: Option<Process>,
     dir: tempfile::TempDir,
     _alone: Option<MutexGuard<'static, ()>>,
 }
@@ -63,12 +63,12 @@ impl Node {
         let mut node = Self {
             options,
             daemon: None,
-            _emulated: None,
+            emulated: None,
             dir,
             _alone,
         };
         if !real() {
-            node._emulated = Some(node.start_emulated());
+            node.emulated = Some(node.start_emulated());
         }
         if !node.options.without_daemon {
             node.start_daemon();
@@ -136,6 +136,17 @@ impl Node {
     /// The API's socket.
     pub fn api_socket(&self) -> PathBuf {
         self.dir().join("api.sock")
+    }
+
+    /// The emulated device's server.
+    ///
+    /// # Panics
+    /// On a real device.
+    pub fn emulated_pid(&self) -> u32 {
+        self.emulated
+            .as_ref()
+            .expect("the device is emulated")
+            .pid()
     }
 
     fn emulated_socket(&self) -> PathBuf {

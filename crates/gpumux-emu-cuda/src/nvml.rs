@@ -239,6 +239,38 @@ exports! { FUNCTIONS by nvml;
         info(device, |_| Ok(count.put(0)?))?;
         Err(NvmlError::NOT_FOUND)
     };
+    nvmlDeviceGetBrand(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(14)?)); // NVIDIA
+    nvmlDeviceGetArchitecture(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(9)?)); // Hopper
+    nvmlDeviceGetComputeMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?)); // default
+    nvmlDeviceGetPersistenceMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(1)?));
+    nvmlDeviceGetDisplayMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetDisplayActive(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetMemoryBusWidth(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(5120)?));
+    nvmlDeviceIsMigDeviceHandle(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetMaxMigDeviceCount(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
+    nvmlDeviceGetMaxClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
+    // What only a thing has: no heat, no power, no links, no slot.
+    nvmlDeviceGetTemperature(device: Handle, _sensor: c_uint, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetPowerUsage(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetTotalEnergyConsumption(device: Handle, _out: Out<u64>) => none(device);
+    nvmlDeviceGetEnforcedPowerLimit(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetPowerManagementLimit(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetPerformanceState(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetFanSpeed(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetNvLinkState(device: Handle, _link: c_uint, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetSerial(device: Handle, _out: Out<c_char>, _length: c_uint) => none(device);
+    nvmlDeviceGetEccMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => none(device);
+    nvmlDeviceGetBAR1MemoryInfo(device: Handle, _out: Out<[u64; 3]>) => none(device);
+    nvmlDeviceGetCurrPcieLinkGeneration(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetCurrPcieLinkWidth(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetMaxPcieLinkGeneration(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetMaxPcieLinkWidth(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetCurrentClocksThrottleReasons(device: Handle, out: Out<c_ulonglong>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetP2PStatus(device: Handle, other: Handle, _index: c_uint, out: Out<c_uint>) => {
+        info(other, |_| Ok(()))?;
+        info(device, |_| Ok(out.put(1)?)) // not supported by the chip set
+    };
     nvmlDeviceGetMigMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => info(device, |_| Err(NvmlError::NOT_SUPPORTED));
 }
 
@@ -247,6 +279,21 @@ exports! { FUNCTIONS by nvml;
 #[allow(non_snake_case)]
 pub(crate) extern "C" fn nvmlErrorString(code: c_int) -> *const c_char {
     describe(code).as_ptr()
+}
+
+fn none(device: Handle) -> Result {
+    info(device, |_| Err(NvmlError::NOT_SUPPORTED))
+}
+
+/// In MHz: graphics, SM, memory, video. They never change.
+fn clock(device: Handle, kind: c_uint, out: Out<c_uint>) -> Result {
+    info(device, |it| {
+        Ok(out.put(match kind {
+            0 | 1 | 3 => it.clock_khz / 1000,
+            2 => 2619,
+            _ => return Err(NvmlError::INVALID_ARGUMENT),
+        })?)
+    })
 }
 
 fn by_index(index: c_uint, out: Out<Handle>) -> Result {
