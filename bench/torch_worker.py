@@ -157,6 +157,7 @@ def main() -> None:
     serve = roles.add_parser("serve")
     serve.add_argument("--model", choices=models.MODELS, default="resnet50")
     serve.add_argument("--images", type=int, default=1, help="inputs in one request")
+    serve.add_argument("--cores", help="run on these cores only, such as 2,3")
     serve.add_argument("--pageable", action="store_true", help="inputs lie in ordinary memory")
     train = roles.add_parser("train")
     train.add_argument("--model", default="resnet152")
@@ -172,6 +173,8 @@ def main() -> None:
         answers.flush()
 
     torch.manual_seed(1)
+    if cores := getattr(options, "cores", None):
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     try:
         worker = Server(options) if options.role == "serve" else Training(options)
     except Exception as error:

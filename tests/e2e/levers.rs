@@ -202,6 +202,9 @@ fn set_is_in_force_at_once() {
     let _train = Process::start(&mut node.tenant("--class batch --name train", TICKS));
     let slice = |tenant: &Value| tenant["domains"][0]["timeslice_us"].as_u64();
     node.wait_tenant("train", |tenant| slice(tenant) == Some(1));
+    let patient = crate::contracts::set(&node, "serve --latency-objective 8");
+    assert_eq!(patient["spec"]["latency_objective_us"], 8_000);
+    node.wait_tenant("train", |tenant| slice(tenant) == Some(800));
     // They change places.
     let serve = crate::contracts::set(&node, "serve --class batch --weight 2");
     assert_eq!(serve["class"], "batch");

@@ -13,7 +13,7 @@
 //!    This is all in which `priority`, `max-min` and `weighted` differ.
 //! 2. **Turns** (the module `turns`, common to all): slices and freezes that bring the shares about.
 //!    The domains of a device stand in two rows. The *front* row has long slices and is enabled: the
-//!    hardware alone serves it, at once. The *back* row has 1 µs slices, so it gives way at once; of its domains
+//!    hardware alone serves it, at once. The *back* row has the shortest slices, 1 µs, so it gives way at once; of its domains
 //!    with work exactly one, whose turn it is, is enabled and the others are frozen.
 //!    While a latency domain exists, the latency domains are the front row and all others the back row.
 //!    Without one, `priority` puts standard and whoever has a guarantee before the other batch domains; otherwise
@@ -34,6 +34,9 @@
 //! - *Sleepers* earn nothing while they sleep (lag is then at most 0) and pay back what
 //!   they took too much, at their own rate. What was borrowed while nobody else wanted the device costs nothing,
 //!   for the share was then larger.
+//!
+//! A latency tenant that says how long a request may take (its objective) gives the back row slices of a tenth of
+//! that instead of 1 µs. Whoever launches kernel by kernel then loses fewer of its neighbours' time to switching.
 //!
 //! Several latency domains: each keeps the device until it has no work (1 s slice), because one
 //! that waits for the other's short request is served sooner than one that switches in the middle of it.

@@ -97,7 +97,8 @@ pub struct TenantSpec {
     pub limit: f64,
     /// Weight among its equals when capacity is left over, 0.001 to 1000.
     pub weight: f64,
-    /// Latency objective of one request in µs, if the tenant has one.
+    /// How long a request of a `latency` tenant may take, in µs. With one, it waits up to a tenth of that, and
+    /// 2 ms, for others: that spares them switches between its kernels. Without, it never waits.
     pub latency_objective_us: Option<u64>,
     /// Who may take the device before its work arrives.
     pub hints: Hints,

@@ -23,6 +23,7 @@ const TICK: Duration = Duration::from_micros(20);
 const FINISHED: u64 = 4;
 const BEGAN: u64 = 8;
 const HELD: u64 = 16;
+const MET: u64 = 24;
 
 /// A hold that is under way.
 struct Watched {
@@ -30,6 +31,7 @@ struct Watched {
     id: u64,
     page: u64,
     ticket: u32,
+    met: bool,
 }
 
 /// A hold is submitted: its time counts from here, as nobody tells when it is the device's.
@@ -42,9 +44,19 @@ pub(crate) fn begin(page: u64, last: bool) -> Result {
 
 /// The second of a pair has ended.
 pub(crate) fn ended(page: u64, ticket: u32, timeout: u64) -> Result {
-    let took = client::now().saturating_sub(load_u64(page + BEGAN)?);
-    store(page + HELD, took.min(timeout))?;
+    if !is_met(page, ticket) {
+        note_held(page, timeout)?;
+    }
     set_u32(page + FINISHED, ticket)
+}
+
+fn is_met(page: u64, ticket: u32) -> bool {
+    load_u64(page + MET).is_ok_and(|word| word as u32 == ticket)
+}
+
+fn note_held(page: u64, most: u64) -> Result {
+    let took = client::now().saturating_sub(load_u64(page + BEGAN)?);
+    store(page + HELD, took.min(most))
 }
 
 fn store(at: u64, value: u64) -> Result {
@@ -71,6 +83,7 @@ pub(crate) fn watch(context: &Arc<Context>, id: u64, page: u64, ticket: u32) -> 
         id,
         page,
         ticket,
+        met: is_met(page, ticket),
     };
     sender.send(watched).map_err(|_| CuError::OPERATING_SYSTEM)
 }
@@ -85,10 +98,14 @@ fn look(new: &mpsc::Receiver<Watched>) {
             }
         }
         all.extend(new.try_iter());
-        all.retain(|watched| {
+        all.retain_mut(|watched| {
             let Some(context) = watched.context.upgrade() else {
                 return false;
             };
+            if !watched.met && is_met(watched.page, watched.ticket) {
+                watched.met = true;
+                let _ = note_held(watched.page, u64::MAX);
+            }
             // The low half of the first two words.
             let released = load_u64(watched.page).map_or(watched.ticket, |words| words as u32);
             if watched.ticket.wrapping_sub(released) as i32 <= 0 {

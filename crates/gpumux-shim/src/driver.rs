@@ -382,34 +382,42 @@ hooks! {
 
     // What may tell that work is coming.
     cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
-        real => work::input(Call::Copy, bytes, false, real);
+        real => work::input(Call::Copy, bytes, real);
     cuMemcpyHtoD_v2_ptds [c"cuMemcpyHtoD" 7000 PER_THREAD] (
         to: CUdeviceptr, from: *const c_void, bytes: usize,
-    ) real => work::input(Call::Copy, bytes, false, real);
+    ) real => work::input(Call::Copy, bytes, real);
     cuMemcpyHtoDAsync_v2 [c"cuMemcpyHtoDAsync" 3020] (
         to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    ) real => work::input(Call::AsyncCopy, bytes, real);
     cuMemcpyHtoDAsync_v2_ptsz [c"cuMemcpyHtoDAsync" 7000 PER_THREAD] (
         to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    ) real => work::input(Call::AsyncCopy, bytes, real);
     cuMemcpyAsync [c"cuMemcpyAsync" 4000] (
         to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    ) real => work::input(Call::AsyncCopy, bytes, real);
     cuMemcpyAsync_ptsz [c"cuMemcpyAsync" 7000 PER_THREAD] (
         to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, true, real);
+    ) real => work::input(Call::AsyncCopy, bytes, real);
     cuMemcpy [c"cuMemcpy" 4000] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
-        real => work::input(Call::Copy, bytes, false, real);
+        real => work::input(Call::Copy, bytes, real);
     cuMemcpy_ptds [c"cuMemcpy" 7000 PER_THREAD] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
-        real => work::input(Call::Copy, bytes, false, real);
+        real => work::input(Call::Copy, bytes, real);
     cuMemHostRegister_v2 [c"cuMemHostRegister" 6050] (
         memory: *mut c_void, bytes: usize, flags: c_uint,
-    ) real => work::input(Call::Register, bytes, false, real);
+    ) real => work::input(Call::Register, bytes, real);
     cuStreamWaitEvent [c"cuStreamWaitEvent" 3020] (stream: CUstream, event: CUevent, flags: c_uint)
-        real => work::input(Call::Wait, 0, true, real);
+        real => work::input(Call::Wait, 0, real);
     cuStreamWaitEvent_ptsz [c"cuStreamWaitEvent" 7000 PER_THREAD] (
         stream: CUstream, event: CUevent, flags: c_uint,
-    ) real => work::input(Call::Wait, 0, true, real);
+    ) real => work::input(Call::Wait, 0, real);
+
+    // What tells that work is submitted.
+    cuLaunchHostFunc [c"cuLaunchHostFunc" 10000] (
+        stream: CUstream, function_: *mut c_void, data: *mut c_void,
+    ) real => work::call_back(real);
+    cuLaunchHostFunc_ptsz [c"cuLaunchHostFunc" 10000 PER_THREAD] (
+        stream: CUstream, function_: *mut c_void, data: *mut c_void,
+    ) real => work::call_back(real);
 
     // What tells that work is done.
     cuStreamSynchronize [c"cuStreamSynchronize" 2000] (stream: CUstream)

@@ -5,10 +5,10 @@
 //! hardware leaves the turn with the group, and the switch to it happens while the program still prepares its
 //! input. A stream of our own, because in the program's stream its copies would wait for the hold.
 //!
-//! A hold ends with the first work that the program submits to the context: at once, or, when that work has to
-//! wait for a copy or an event, in stream order behind it. It also ends by its own time-out on the
-//! device's clock, at the daemon's word, when the program waits for the whole context, and at exit. Host and kernel
-//! speak through words of host memory; no call of the driver is needed to end one or to see it ended.
+//! A hold lasts until the program has submitted its work, however many launches that takes: between two of them a
+//! group without a hold loses its turn. It ends when the program begins to wait, in stream order
+//! behind the work. It also ends by its own time-out on the device's clock, at the daemon's word, when the program
+//! waits for the whole context without work, and at exit. Host and kernel speak through words of host memory.
 //!
 //! Holds happen where the daemon says that they may pay ([`set_policy`]), never during a stream capture, and only
 //! while the context has no work.
@@ -54,8 +54,10 @@ struct Words {
     finished: AtomicU32,
     /// When the hold began, by the device's clock in ns.
     began: AtomicU64,
-    /// How long the last hold took, in ns.
+    /// How long the last hold kept the device from others, in ns: until it ended or work met it.
     held: AtomicU64,
+    /// The last hold that work met.
+    met: AtomicU32,
 }
 
 static WORDS: OnceLock<&'static [Words; PLACES]> = OnceLock::new();
@@ -97,8 +99,8 @@ struct Place {
     slots: AtomicU64,
     /// The last hold.
     ticket: AtomicU32,
-    /// The last hold that work met.
-    met: AtomicU32,
+    /// The stream of the work that met it.
+    stream: AtomicU64,
     state: Mutex<State>,
 }
 
@@ -141,15 +143,15 @@ static TABLE: [Place; PLACES] = [const {
         device: AtomicI32::new(-1),
         slots: AtomicU64::new(0),
         ticket: AtomicU32::new(0),
-        met: AtomicU32::new(0),
+        stream: AtomicU64::new(0),
         state: Mutex::new(NOTHING),
     }
 }; PLACES];
 
 /// Places whose next launch matters, as bits: a hold, or a call that may have foretold it.
 static ARMED: AtomicU32 = AtomicU32::new(0);
-/// Places whose next work has to wait for something on the device.
-static DEPENDS: AtomicU32 = AtomicU32::new(0);
+/// Places whose hold work has met and that last until the program waits.
+static KEPT: AtomicU32 = AtomicU32::new(0);
 /// Places whose next idleness matters: see [`Lessons::took`].
 static TIMED: AtomicU32 = AtomicU32::new(0);
 /// Groups for which a hold may pay, by their slots; and whether this library may hold of its own accord.
@@ -207,6 +209,7 @@ pub(crate) fn in_child() {
     CONTENDED.store(0, Ordering::Release);
     AUTOMATIC.store(false, Ordering::Release);
     ARMED.store(0, Ordering::Release);
+    KEPT.store(0, Ordering::Release);
 }
 
 /// The process ends.
@@ -219,6 +222,7 @@ fn release_all() {
     // A child has its parent's words, but none of its holds.
     if page().is_some() {
         ARMED.store(0, Ordering::Release);
+        KEPT.store(0, Ordering::Release);
         (0..PLACES).for_each(release);
     }
 }
@@ -254,6 +258,7 @@ pub(crate) fn forget(context: u64) {
     place.context.store(0, Ordering::Release);
     place.device.store(-1, Ordering::Relaxed);
     ARMED.fetch_and(!(1 << index), Ordering::AcqRel);
+    KEPT.fetch_and(!(1 << index), Ordering::AcqRel);
     release(index);
     if let Some(words) = words(index) {
         let ticket = place.ticket.load(Ordering::Acquire);
@@ -402,7 +407,7 @@ fn hold(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
     }
     // Before the launches: whoever submits work from now on ends it.
     let ticket = place.ticket.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
-    DEPENDS.fetch_and(!(1 << index), Ordering::AcqRel);
+    KEPT.fetch_and(!(1 << index), Ordering::AcqRel);
     ARMED.fetch_or(1 << index, Ordering::AcqRel);
     let launched = within(context, || {
         launch(state, ticket, false, timeout_us)?;
@@ -443,7 +448,7 @@ fn account(index: usize, state: &mut State) {
     state.open = false;
     count(place, |counts| {
         counts.held_ns = words.held.load(Ordering::Acquire);
-        match place.met.load(Ordering::Acquire) == ticket {
+        match words.met.load(Ordering::Acquire) == ticket {
             true => counts.useful = 1,
             false => counts.wasted = 1,
         }
@@ -463,16 +468,11 @@ pub(crate) fn account_all() {
 
 // ---- What the program does -----------------------------------------------------------------------
 
-/// The program is about to make a call that may foretell work; `depends`: the work waits for it on
-/// the device.
+/// The program is about to make a call that may foretell work.
 #[inline]
-pub(crate) fn foresee(call: Call, bytes: usize, depends: bool) {
+pub(crate) fn foresee(call: Call, bytes: usize) {
     if AUTOMATIC.load(Ordering::Relaxed) {
         let _ = catch_unwind(|| watch(Site::new(call, bytes)));
-    }
-    let armed = ARMED.load(Ordering::Relaxed);
-    if depends && armed != 0 {
-        DEPENDS.fetch_or(armed, Ordering::AcqRel);
     }
 }
 
@@ -517,11 +517,9 @@ pub(crate) fn launched(context: u64, stream: u64) {
         && !over(&words.finished)
         && !over(&words.released)
     {
-        place.met.store(ticket, Ordering::Release);
-        let depends = DEPENDS.load(Ordering::Acquire) & bit != 0;
-        if !depends || !release_behind(index, stream, ticket) {
-            words.released.store(ticket, Ordering::Release);
-        }
+        words.met.store(ticket, Ordering::Release);
+        place.stream.store(stream, Ordering::Release);
+        KEPT.fetch_or(bit, Ordering::AcqRel);
     }
     if let Some(mut state) = try_lock(&place.state)
         && let Some((site, at, held)) = state.pending.take()
@@ -558,17 +556,43 @@ fn note_idle(slots: u64) {
     }
 }
 
-/// Ends a hold in the order of the stream: when the work that it was for has run, which itself waits
-/// for its input.
+/// The program is about to wait, or its streams to change: it has submitted what it had.
+#[inline]
+pub(crate) fn submitted() {
+    if KEPT.load(Ordering::Relaxed) != 0 {
+        end_kept();
+    }
+}
+
+/// Ends holds in the order of their work's stream, so that the group keeps its turn until that is done.
+#[cold]
+fn end_kept() {
+    for index in bits(KEPT.swap(0, Ordering::AcqRel).into()) {
+        let (index, place) = (index as usize, &TABLE[index as usize]);
+        let ticket = place.ticket.load(Ordering::Acquire);
+        let over =
+            words(index).is_none_or(|words| words.finished.load(Ordering::Acquire) == ticket);
+        if !over && !release_behind(index, place.stream.load(Ordering::Acquire), ticket) {
+            release(index);
+        }
+    }
+}
+
 fn release_behind(index: usize, stream: u64, ticket: u32) -> bool {
     let Some(write) = stream_write() else {
         return false;
     };
-    let Some(words) = try_lock(&TABLE[index].state).map(|state| state.words) else {
+    let place = &TABLE[index];
+    let Some(address) = try_lock(&place.state).map(|state| state.words) else {
         return false;
     };
-    // SAFETY: the program's stream, which it is using, and a mapped word.
-    unsafe { write(stream as CUstream, words, ticket, 0) == SUCCESS }
+    if address == 0 || work::is_capturing_anywhere() {
+        return false;
+    }
+    let context = place.context.load(Ordering::Acquire);
+    // SAFETY: the stream of the program's last work, whose destruction ends the hold first, and a mapped word.
+    let write = || unsafe { write(stream as CUstream, address, ticket, 0) == SUCCESS };
+    within(context, write).unwrap_or(false)
 }
 
 /// The program is about to wait for a whole context: not for a hold that no work has met.
@@ -684,6 +708,7 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Words, finished), 4);
         assert_eq!(std::mem::offset_of!(Words, began), 8);
         assert_eq!(std::mem::offset_of!(Words, held), 16);
+        assert_eq!(std::mem::offset_of!(Words, met), 24);
     }
 
     /// The longest hold without work, with the switches to it and back.

@@ -357,15 +357,10 @@ pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresul
     result
 }
 
-/// The program makes a call that may foretell work; `depends`: the work waits for it on the device.
+/// The program makes a call that may foretell work.
 #[inline]
-pub(crate) fn input(
-    call: Call,
-    bytes: usize,
-    depends: bool,
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    hold::foresee(call, bytes, depends);
+pub(crate) fn input(call: Call, bytes: usize, real: impl FnOnce() -> CUresult) -> CUresult {
+    hold::foresee(call, bytes);
     real()
 }
 
@@ -501,6 +496,7 @@ pub(crate) fn observe_stream(
     own: bool,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
+    hold::submitted();
     let seen = page()
         .and_then(|_| Key::new(stream, own))
         .and_then(Key::find)
@@ -527,6 +523,7 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
         return real();
     }
     let mut counts = [0; STREAMS];
+    hold::submitted();
     hold::before_wait(context);
     let mine = |state: &Stream| state.context.load(Ordering::Relaxed) == context;
     for ((_, state), count) in places()
@@ -544,6 +541,13 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
         }
         settle(slots);
     }
+    result
+}
+
+/// The program is called back rather than wait.
+pub(crate) fn call_back(real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = real();
+    hold::submitted();
     result
 }
 
@@ -624,6 +628,7 @@ pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) ->
 
 /// A stream is destroyed; what it still has to do runs on unseen.
 pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) -> CUresult {
+    hold::submitted();
     let place = page()
         .and_then(|_| Key::new(stream, false))
         .and_then(Key::find);
@@ -778,6 +783,7 @@ pub(crate) fn record(
 
 /// The program asks or waits for an event.
 pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+    hold::submitted();
     let at = page().and_then(|_| Mark::of(event).get(event));
     let result = real();
     // Only if it has not been recorded anew meanwhile.

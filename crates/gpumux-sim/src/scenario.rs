@@ -94,6 +94,8 @@ pub struct Tenant {
     /// See [`TenantSpec::weight`].
     #[serde(default = "defaults::whole")]
     pub weight: f64,
+    /// See [`TenantSpec::latency_objective_us`].
+    pub latency_objective_us: Option<u64>,
     /// The devices it works on, each request on all of them together.
     #[serde(default = "defaults::devices")]
     pub devices: Vec<usize>,
@@ -508,7 +510,7 @@ impl Tenant {
             guaranteed: self.guaranteed,
             limit: self.limit,
             weight: self.weight,
-            latency_objective_us: None,
+            latency_objective_us: self.latency_objective_us,
             hints: Default::default(),
         }
     }

@@ -13,6 +13,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "2graph+train",
     "borrow",
     "eager+train",
+    "eager+train-8ms",
     "gang",
     "graph+2train",
     "graph+train",
@@ -199,6 +200,13 @@ fn real_programs_share_as_measured() {
         graph(mode(&eager, Mode::Fixed)).p50_ms,
         4.47,
         0.05,
+    );
+    let (patient, eager) = (play("eager+train-8ms"), mode(&eager, Mode::Gpumux));
+    let patient = mode(&patient, Mode::Gpumux);
+    assert!(train(patient) > 1.15 * train(eager), "{patient:#?}");
+    assert!(
+        graph(patient).p99_ms < 1.25 * graph(eager).p99_ms,
+        "{patient:#?}"
     );
     let two = play("2graph+train");
     let each = tenant(mode(&two, Mode::Fixed), "resnet50-1")

@@ -18,7 +18,7 @@ others is refused and changes nothing.";
 /// Change what a running tenant is promised
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,

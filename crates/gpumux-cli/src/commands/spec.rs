@@ -18,9 +18,25 @@ pub(crate) struct SpecArgs {
     /// Weight among its equals when capacity is left over, 0.001 to 1000
     #[arg(long, allow_negative_numbers = true)]
     weight: Option<f64>,
+    /// How long a request may take, in ms: a latency tenant then waits up to a tenth of it for others, which spares them many switches if it launches kernel by kernel
+    #[arg(long, value_name = "MS", value_parser = objective, allow_negative_numbers = true)]
+    latency_objective: Option<u64>,
     /// Who may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it foresees work), manual, off
     #[arg(long, value_parser = hints())]
     hints: Option<Hints>,
+}
+
+/// Milliseconds as µs.
+fn objective(text: &str) -> Result<u64, String> {
+    let ms: f64 = text
+        .parse()
+        .map_err(|_| format!("{text} is not a number of milliseconds"))?;
+    match ms.is_finite() && ms > 0.0 {
+        true => Ok((ms * 1e3) as u64),
+        false => Err(format!(
+            "{text} ms is no objective: use a time above 0, such as 20"
+        )),
+    }
 }
 
 fn hints() -> impl TypedValueParser<Value = Hints> {
@@ -44,8 +60,8 @@ impl SpecArgs {
             guaranteed: self.guaranteed,
             limit: self.limit,
             weight: self.weight,
+            latency_objective_us: self.latency_objective,
             hints: self.hints,
-            ..SpecChange::default()
         }
     }
 
@@ -57,8 +73,8 @@ impl SpecArgs {
             guaranteed: self.guaranteed.unwrap_or(default.guaranteed),
             limit: self.limit.unwrap_or(default.limit),
             weight: self.weight.unwrap_or(default.weight),
+            latency_objective_us: self.latency_objective,
             hints: self.hints.unwrap_or(default.hints),
-            ..default
         }
     }
 }

@@ -55,6 +55,10 @@ const MAX_STRETCH: f64 = 10.0;
 const MIN_STEP_US: f64 = 2_000.0;
 /// Smallest budget: a freeze costs about as much.
 const MIN_BUDGET_US: f64 = 1_000.0;
+/// The part of its objective that a request may wait for one slice of the back row, and the longest such
+/// slice: beyond the driver's own it would wait longer than without us.
+const PATIENCE: u64 = 10;
+const MAX_PATIENCE: u64 = Timeslice::DEFAULT.0 - 48;
 /// Bound of what a domain can be ahead or behind.
 const MAX_LAG_US: f64 = 1e6;
 
@@ -556,6 +560,20 @@ impl<'a> Stage<'a> {
         self.ask_in(left);
     }
 
+    /// The slice of the back row: what every latency tenant's objective leaves time for. Programs that launch
+    /// kernel by kernel have gaps, and the longer the slice, the fewer of them are lost to switching.
+    fn patience(&self) -> Timeslice {
+        let front = self.cast.iter().filter(|actor| actor.front);
+        // Who has no objective wants the device at once.
+        let least = front.map(|actor| actor.claim.objective.map_or(0, |it| it.0 / PATIENCE));
+        Timeslice(
+            least
+                .min()
+                .unwrap_or(0)
+                .clamp(Timeslice::MIN.0, MAX_PATIENCE),
+        )
+    }
+
     /// The slice of every domain.
     fn slices(&mut self) -> Vec<Timeslice> {
         let front = || self.cast.iter().filter(|actor| actor.front);
@@ -579,12 +597,13 @@ impl<'a> Stage<'a> {
             Timeslice((slice as u64).min(Timeslice::MAX.0))
         };
 
+        let patience = self.patience();
         let mut next = self.next;
         let slices = self.cast.iter().map(|actor| {
             let demand = actor.domain.demand;
             let since = actor.domain.demand_since;
             match (actor.front, alone, latency) {
-                (false, ..) => Timeslice::MIN,
+                (false, ..) => patience,
                 // Nobody to share with: leave it as the driver made it.
                 (true, true, false) if self.cast.len() == 1 => Timeslice::DEFAULT,
                 (true, true, _) => Timeslice::MAX,
@@ -692,6 +711,22 @@ mod tests {
             shape(&got),
             [(1_000_000, Enabled), (1, Enabled), (1, Frozen)]
         );
+    }
+
+    #[test]
+    fn an_objective_leaves_the_back_row_a_slice() {
+        let classes = [Class::Latency, Class::Latency, Class::Batch];
+        let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
+        let mut now = snapshot(&classes, domains);
+        let slice = |now: &Snapshot| shape(&plan(now, &mut Memory::default()))[2].0;
+        now.tenants[0].spec.latency_objective_us = Some(8_000);
+        assert_eq!(slice(&now), 1, "the other one has no time");
+        now.tenants[1].spec.latency_objective_us = Some(20_000);
+        assert_eq!(slice(&now), 800);
+        now.tenants[0].spec.latency_objective_us = Some(3_000_000);
+        assert_eq!(slice(&now), 2_000);
+        now.tenants[1].spec.latency_objective_us = Some(1_000_000);
+        assert_eq!(slice(&now), 2_000, "never longer than the driver's own");
     }
 
     #[test]

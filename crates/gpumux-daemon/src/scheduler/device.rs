@@ -138,7 +138,7 @@ impl Device {
     /// takes `cost`, takes more than a small part of a CPU.
     fn tick(&self, cost: Micros) -> Micros {
         let gives_way = |domain: &Domain| {
-            domain.state.run == RunState::Frozen || domain.state.timeslice == Timeslice::MIN
+            domain.state.run == RunState::Frozen || domain.state.timeslice < Timeslice::DEFAULT
         };
         let contended = self.next.is_some() || self.domains.values().any(gives_way);
         match self.domains.len() {
