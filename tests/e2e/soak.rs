@@ -4,7 +4,7 @@
 
 use std::{fs, time::Duration};
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, real, wait_for};
 
 const PROCESSES: usize = 16;
 /// At most this part of one CPU for all of them, device included, when they only wait.
@@ -70,13 +70,18 @@ fn sixteen_processes_on_two_devices() {
     });
 
     // They wait: each has a context and memory.
-    let idle = format!(
-        "{} workload idle --memory 64MiB --seconds 600 --json",
-        gpumux.display()
-    );
-    let waiting: Vec<Process> = (0..PROCESSES).map(|i| start(&idle, i)).collect();
+    let ready = |i: usize| node.dir().join(format!("ready-{i}"));
+    let waiting: Vec<Process> = (0..PROCESSES)
+        .map(|i| {
+            let idle = "workload idle --memory 64MiB --seconds 600 --ready-file";
+            start(
+                &format!("{} {idle} {}", gpumux.display(), ready(i).display()),
+                i,
+            )
+        })
+        .collect();
     wait_for("all contexts", PATIENCE, || {
-        (files(server) >= before + 2 * PROCESSES).then_some(())
+        (0..PROCESSES).all(|i| ready(i).exists()).then_some(())
     });
     let pids: Vec<u32> = waiting.iter().map(Process::pid).chain([server]).collect();
     let all = || pids.iter().map(|pid| ticks(*pid)).sum::<u64>();

@@ -184,7 +184,10 @@ pub(crate) fn push(handle: usize) -> Result {
         return Err(CuError::INVALID_CONTEXT);
     }
     let context = context(handle)?;
-    with_stack(|stack| Some(stack.push(context)));
+    with_stack(|stack| {
+        stack.push(context);
+        Some(())
+    });
     Ok(())
 }
 

@@ -583,7 +583,8 @@ fn pointer_attribute(data: AnyOut, attribute: c_int, address: u64) -> Result {
         19 => data.typed::<u64>().put(range.0),
         // By inter-process handles, network adapters, decompressors: not reachable.
         10 | 15 | 21 => data.typed::<u8>().put(0),
-        _ => Err(CuError::NOT_SUPPORTED),
+        // Of later drivers.
+        _ => Err(CuError::INVALID_VALUE),
     }
 }
 

@@ -252,6 +252,7 @@ macro_rules! atomically {
     };
 }
 
+#[allow(clippy::unnecessary_cast)] // of the widest
 impl Memory for Reachable {
     fn load(&mut self, at: u64, size: u32) -> Option<u64> {
         self.check(at, size)
