@@ -8,6 +8,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         "pluginregistration",
         "dra_v1",
         "dra_v1beta1",
+        "health_v1",
         "health_v1alpha1",
         "podresources",
     ]

@@ -1,31 +1,349 @@
-//! Every command block of the book is executed, on a node where the tenants `web` and `night` run. (What cannot
-//! be executed everywhere is marked as text there.)
+//! Every command of the book, of the README and of every `--help` is executed, line by line: on a node where the
+//! tenants that they speak of run, with stand-ins for the programs that they speak of.
 
-use std::{fs, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
 
-use gpumux_tests::{Run, binary};
+use gpumux_tests::{Node, PATIENCE, Process, Run, binary, real, wait_for};
+use rustix::process::Signal;
+
+/// What is not executed, and why.
+const EXCEPTIONS: [(&str, &str); 1] = [(
+    "cargo ",
+    "CI itself runs cargo; in here it would build all again, or wait for its own lock",
+)];
+/// Commands whose help has no example, and why.
+const WITHOUT_EXAMPLE: [(&str, &str); 1] = [("dra", "needs a cluster; its own tests have one")];
+/// What is replaced, so that it is short, stays in the test's folder, or needs no screen.
+const REPLACED: [(&str, &str); 10] = [
+    ("gpumux demo --seconds 40", "gpumux demo"),
+    // On a busy device it refuses to run.
+    ("gpumux demo", "gpumux demo --emulated --seconds 10"),
+    // Half a minute, unoptimised.
+    ("scenarios/hour.toml", "scenarios/hog.toml"),
+    ("127.0.0.1:9440", "127.0.0.1:0"),
+    ("/usr/local/share", "share"),
+    ("/tmp/emu.sock", "emu.sock"),
+    ("/etc/cdi/", "cdi/"),
+    // Both of them run until they are stopped.
+    ("watch -n 1 ", ""),
+    (
+        "gpumux workload latency --",
+        "gpumux workload latency --seconds 0.3 --",
+    ),
+    (
+        "gpumux workload batch --k",
+        "gpumux workload batch --seconds 0.3 --k",
+    ),
+];
+
+/// Where the commands run.
+struct Stage {
+    busy: Node,
+    /// For tenants whose names are taken on the other one.
+    idle: Node,
+    _tenants: Vec<Process>,
+    dir: tempfile::TempDir,
+}
+
+impl Stage {
+    fn new() -> Self {
+        let (busy, tenants) = crate::seen::busy();
+        let mut tenants = Vec::from(tenants);
+        for (name, class) in [("serve", "latency"), ("train", "batch"), ("a", "standard")] {
+            let options = format!("--name {name} --class {class}");
+            let program = "gpumux workload idle --seconds 600";
+            tenants.push(Process::start(&mut busy.tenant(&options, program)));
+            busy.wait_tenant(name, |tenant| tenant["domains"][0].is_object());
+        }
+        let dir = tempfile::tempdir().unwrap();
+        let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        let put = |name: &str, script: &str| {
+            let file = dir.path().join(name);
+            fs::create_dir_all(file.parent().unwrap()).unwrap();
+            fs::write(&file, format!("#!/bin/sh\n{script}\n")).unwrap();
+            fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
+        };
+        let load = "exec gpumux workload batch --seconds 0.2";
+        for program in ["bin/python", "bin/podman", "solver", "job", "cuda-program"] {
+            put(program, load);
+        }
+        put("bin/sudo", r#"exec "$@""#);
+        put("bin/man", r#"exec test -s "$1""#);
+        // Where shells look, if somebody uses them.
+        for folder in [
+            ".local/share/bash-completion/completions",
+            ".zfunc",
+            ".config/fish/completions",
+        ] {
+            fs::create_dir_all(dir.path().join(folder)).unwrap();
+        }
+        symlink(repository.join("scenarios"), dir.path().join("scenarios")).unwrap();
+        fs::copy(
+            repository.join("deploy/gpumux.toml"),
+            dir.path().join("gpumux.toml"),
+        )
+        .unwrap();
+        // The beginning of a public trace that is too large to keep.
+        fs::write(
+            dir.path().join("AzureLLMInferenceTrace_conv.csv"),
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n\
+             2023-11-16 18:15:50.9951690,396,109\n2023-11-16 18:15:51.2224670,879,55\n",
+        )
+        .unwrap();
+        // Where a user's own daemon is.
+        symlink(busy.dir(), dir.path().join("gpumux")).unwrap();
+        Self {
+            busy,
+            idle: Node::start(),
+            _tenants: tenants,
+            dir,
+        }
+    }
+
+    fn shell(&self, line: &str) -> Command {
+        let words = ["bash", "-euo", "pipefail", "-c", line];
+        let mut shell = if line.contains("gpumux emu") {
+            // It brings a device of its own.
+            let mut shell = Command::new(words[0]);
+            shell.args(&words[1..]);
+            for variable in ["GPUMUX_EMU_SOCKET", "GPUMUX_RUNTIME_DIR", "LD_PRELOAD"] {
+                shell.env_remove(variable);
+            }
+            shell
+        } else if line.starts_with("gpumux run") {
+            self.idle.on_device(words)
+        } else {
+            self.busy.on_device(words)
+        };
+        self.dress(&mut shell);
+        shell
+    }
+
+    fn dress(&self, command: &mut Command) {
+        let (own, built) = (self.dir.path().join("bin"), binary());
+        let path = std::env::var("PATH").unwrap();
+        let built = built.parent().unwrap().display();
+        command
+            .env("PATH", format!("{}:{built}:{path}", own.display()))
+            .env("HOME", self.dir.path())
+            .env("XDG_RUNTIME_DIR", self.dir.path())
+            .current_dir(self.dir.path());
+    }
+
+    /// Executes a line as it stands in the book, but for what is replaced.
+    fn execute(&self, line: &str) {
+        if let Some((_, why)) = EXCEPTIONS.iter().find(|(begin, _)| line.starts_with(begin)) {
+            println!("not executed ({why}): {line}");
+            return;
+        }
+        let mut line = line.to_owned();
+        for (from, to) in REPLACED {
+            line = line.replace(from, to);
+        }
+        if line.contains("| jq") && Command::new("jq").arg("--version").output().is_err() {
+            println!("SKIPPED: no jq is installed, so without it:");
+            line.truncate(line.find("| jq").unwrap());
+        }
+        println!("$ {line}");
+        if line.contains("gpumux daemon") {
+            self.daemon(&line);
+        } else if line.starts_with("gpumux top") {
+            self.screen(&line);
+        } else {
+            self.shell(&line).run().ok();
+        }
+    }
+
+    /// Runs until it is told to end, and then ends well.
+    fn daemon(&self, line: &str) {
+        let dir = tempfile::Builder::new()
+            .prefix("gm")
+            .tempdir_in("/tmp")
+            .unwrap();
+        let mut shell = self.shell(&format!("exec env {line}"));
+        let mut daemon = Process::start(shell.env("GPUMUX_RUNTIME_DIR", dir.path()));
+        wait_for("the daemon's socket", PATIENCE, || {
+            assert!(daemon.poll().is_none(), "{line}: {}", daemon.err());
+            dir.path().join("api.sock").exists().then_some(())
+        });
+        daemon.signal(Signal::TERM);
+        daemon.finish().ok();
+    }
+
+    /// Runs in a terminal until `q` is pressed.
+    fn screen(&self, line: &str) {
+        let mut terminal = self.shell("true");
+        terminal = {
+            let mut script = Command::new("script");
+            for (name, value) in terminal.get_envs() {
+                match value {
+                    Some(value) => script.env(name, value),
+                    None => script.env_remove(name),
+                };
+            }
+            script.args([
+                "-qec",
+                &format!("stty rows 24 cols 80; {line}"),
+                "/dev/null",
+            ]);
+            script.env("TERM", "xterm").current_dir(self.dir.path());
+            script
+        };
+        let mut screen = Process::start(&mut terminal);
+        // The picture has no line ends; a picture is there when the terminal was told to draw one.
+        let started = std::time::Instant::now();
+        while screen.poll().is_none() {
+            screen.write("q");
+            assert!(
+                started.elapsed() < PATIENCE,
+                "{:?} {:?}",
+                screen.out(),
+                screen.err()
+            );
+            // Like somebody who presses the key again.
+            std::thread::sleep(Duration::from_millis(200));
+        }
+        screen.finish_within(Duration::from_secs(60)).ok();
+    }
+}
+
+/// The lines of a script, each with what is in the background before it.
+fn commands<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut commands = Vec::new();
+    let mut before = String::new();
+    for line in lines {
+        let line = line.split(" #").next().unwrap_or_default().trim();
+        if let Some(start) = line.strip_suffix('&') {
+            // What comes next needs it.
+            before = format!(
+                "{start}& trap \"kill $!\" EXIT; until [ -S emu.sock ]; do sleep 0.02; done; "
+            );
+        } else if !line.is_empty() {
+            commands.push(std::mem::take(&mut before) + line);
+        }
+    }
+    assert_eq!(before, "", "what is in the background is used");
+    commands
+}
+
+fn pages() -> Vec<(PathBuf, String)> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let book = fs::read_dir(root.join("docs")).unwrap().flatten();
+    let book = book.map(|entry| entry.path());
+    let mut pages: Vec<PathBuf> = book
+        .filter(|page| page.extension().is_some_and(|it| it == "md"))
+        // Made of the commands' help.
+        .filter(|page| !page.ends_with("commands.md"))
+        .collect();
+    pages.push(root.join("README.md"));
+    pages.sort();
+    let read = |page: PathBuf| {
+        let text = fs::read_to_string(&page).unwrap();
+        (page, text)
+    };
+    pages.into_iter().map(read).collect()
+}
+
+#[test]
+fn every_page_is_in_the_book() {
+    let all = pages();
+    let named = |end: &str| all.iter().find(|(page, _)| page.ends_with(end));
+    let summary = &named("SUMMARY.md").unwrap().1;
+    for (page, _) in &all {
+        let name = page.file_name().unwrap().to_str().unwrap();
+        let listed = ["SUMMARY.md", "README.md"].contains(&name);
+        assert!(listed || summary.contains(&format!("({name})")), "{name}");
+    }
+}
 
 #[test]
 fn the_commands_of_the_book_work() {
-    let (node, _processes) = crate::seen::busy();
-    let book = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs");
-    let path = format!(
-        "{}:{}",
-        binary().parent().unwrap().display(),
-        std::env::var("PATH").unwrap()
-    );
-    let folder = tempfile::tempdir().unwrap();
-    let mut count = 0;
-    for page in ["getting-started", "concepts", "see-it", "troubleshooting"] {
-        let text = fs::read_to_string(book.join(page).with_extension("md")).unwrap();
-        for block in text.split("```sh\n").skip(1) {
-            let block = block.split_once("```").expect(page).0;
-            println!("{page}.md:\n{block}");
-            let mut shell = node.on_device(["bash", "-euo", "pipefail", "-c", block]);
-            let done = shell.current_dir(folder.path()).env("PATH", &path).run();
-            assert!(done.status.success(), "{page}.md:\n{block}\n{done:?}");
-            count += 1;
+    if real() {
+        eprintln!("SKIPPED: it needs two devices");
+        return;
+    }
+    let stage = Stage::new();
+    let (mut count, mut done) = (0, BTreeSet::new());
+    for (page, text) in pages() {
+        println!("{}", page.display());
+        for (n, block) in text.split("\n```").enumerate() {
+            // Every second piece is a block.
+            let Some((kind, body)) = block.split_once('\n').filter(|_| n % 2 == 1) else {
+                continue;
+            };
+            if kind != "sh" {
+                let shown = body.lines().find(|line| line.starts_with("gpumux "));
+                assert_eq!(shown, None, "{}: shown, not executed", page.display());
+                continue;
+            }
+            for command in commands(body.lines()) {
+                count += 1;
+                if done.insert(command.clone()) {
+                    stage.execute(&command);
+                }
+            }
         }
     }
-    assert!(count >= 6, "{count} blocks");
+    assert!(count > 20, "{count}");
+}
+
+#[test]
+fn the_examples_of_every_help_work() {
+    if real() {
+        eprintln!("SKIPPED: it needs two devices");
+        return;
+    }
+    let stage = Stage::new();
+    let help = |words: &[&str]| {
+        let mut command = Command::new(binary());
+        command.args(words).arg("--help").run().ok().out
+    };
+    let all = help(&[]);
+    let list = all.split_once("Commands:\n").unwrap().1;
+    let list = list.split_once("\n\n").unwrap().0;
+    let mut names: Vec<&str> = list
+        .lines()
+        .filter(|line| line.starts_with("  ") && !line.starts_with("   "))
+        .filter_map(|line| line.split_whitespace().next())
+        .collect();
+    assert!(names.len() > 10, "{names:?}");
+    // `hint` before `set`, which switches hints off.
+    names.retain(|name| *name != "help");
+    names.reverse();
+    let (mut pages, mut done) = (vec![("gpumux".to_owned(), all.clone())], BTreeSet::new());
+    pages.extend(names.iter().map(|name| ((*name).to_owned(), help(&[name]))));
+    for (name, text) in pages {
+        let examples = (text.split_once("Examples:\n")).or(text.split_once("EXAMPLES:\n"));
+        let Some((_, examples)) = examples else {
+            assert!(
+                WITHOUT_EXAMPLE.iter().any(|(other, _)| *other == name),
+                "{name} has no example"
+            );
+            continue;
+        };
+        println!("{name}");
+        // Also what follows the examples may name a command.
+        let examples = examples.split("Exit codes:").next().unwrap().lines();
+        let examples = examples.filter_map(|line| line.strip_prefix("  "));
+        let without_comment = |line: &'_ str| -> String {
+            let command = line.split("  ").next().unwrap_or_default();
+            let background = line.contains(" & ") && !command.ends_with('&');
+            command.to_owned() + if background { " &" } else { "" }
+        };
+        let examples: Vec<String> = examples.map(without_comment).collect();
+        let examples = commands(examples.iter().map(String::as_str));
+        assert!(!examples.is_empty(), "{name}");
+        for command in examples {
+            if done.insert(command.clone()) {
+                stage.execute(&command);
+            }
+        }
+    }
 }

@@ -6,7 +6,8 @@ use std::{
     process::Command,
 };
 
-use gpumux_tests::{Run, binary};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, wait_for};
+use rustix::process::Signal;
 use serde_json::Value;
 
 fn repository() -> PathBuf {
@@ -93,6 +94,35 @@ fn a_debian_package_comes_works_and_goes() {
 }
 
 #[test]
+fn systemd_understands_the_units() {
+    let verify = |args: &[&str]| Command::new("systemd-analyze").args(args).output();
+    if verify(&["--version"]).is_err() {
+        eprintln!("SKIPPED: no systemd-analyze");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    for (scope, file) in [
+        ("--system", "deploy/systemd/gpumuxd.service"),
+        ("--user", "deploy/systemd/user/gpumuxd.service"),
+    ] {
+        let unit = fs::read_to_string(repository().join(file)).unwrap();
+        let program = binary().display().to_string();
+        let here = dir.path().join("gpumuxd.service");
+        fs::write(&here, unit.replace("/usr/bin/gpumux", &program)).unwrap();
+        let found = verify(&["verify", "--man=no", scope, here.to_str().unwrap()]).unwrap();
+        let said = String::from_utf8_lossy(&found.stderr);
+        // It also speaks of other units of the machine.
+        let ours: Vec<_> = (said.lines())
+            .filter(|line| line.contains("gpumuxd.service"))
+            .collect();
+        assert!(ours.is_empty(), "{file}: {said}");
+        assert!(unit.contains("StateDirectory=gpumux"), "{file}");
+    }
+    let system = fs::read_to_string(repository().join("deploy/systemd/gpumuxd.service")).unwrap();
+    assert!(system.contains("RuntimeDirectoryPreserve=yes"));
+}
+
+#[test]
 fn a_tarball_is_installed_and_removed() {
     let dir = tempfile::tempdir().unwrap();
     let tarball = package(dir.path(), ".tar.gz").unwrap();
@@ -123,4 +153,124 @@ fn a_tarball_is_installed_and_removed() {
     );
     run(&install, &["--prefix", prefix, "--uninstall"]);
     assert_eq!(files(&to), Vec::<PathBuf>::new());
+}
+
+/// `apt install`, a daemon, the demo, `apt purge`: in a system of its own, which is afterwards as it was before.
+const FRESH: &str = r#"
+list() {
+  find / -xdev \( -path /proc -o -path /dev -o -path /root -o -path /var/lib/apt -o -path /var/lib/dpkg \
+    -o -path /var/cache -o -path /var/log \) -prune -o -print | sort
+}
+list > /root/before
+apt-get install -qqy --no-install-recommends /root/gpumux.deb > /root/install 2>&1 || { cat /root/install; exit 1; }
+gpumux daemon 2> /root/daemon &
+for n in $(seq 200); do [ -S /run/gpumux/api.sock ] && break; sleep 0.05; done
+gpumux ps
+gpumux demo --emulated --seconds 10
+kill $!
+wait $! || true
+apt-get purge -qqy gpumux > /root/purge 2>&1 || { cat /root/purge; exit 1; }
+list > /root/after
+diff /root/before /root/after
+echo "as it was before"
+"#;
+
+#[test]
+fn a_fresh_system_is_afterwards_as_it_was_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path().join("root");
+    let quiet = |command: &mut Command| command.output().is_ok_and(|it| it.status.success());
+    // To make one takes minutes and a mirror: `.ci/run` does.
+    let made = std::env::var_os("GPUMUX_TEST_ROOT")
+        .is_some_and(|given| quiet(Command::new("cp").arg("-a").arg(given).arg(&root)));
+    let Some(deb) = package(dir.path(), ".deb").filter(|_| made) else {
+        eprintln!(
+            "SKIPPED: no GPUMUX_TEST_ROOT (a folder made by `debootstrap --variant=minbase`), or no dpkg-deb"
+        );
+        return;
+    };
+    fs::copy(deb, root.join("root/gpumux.deb")).unwrap();
+    let mut enter = Command::new("unshare");
+    enter.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-c"]);
+    enter.arg(r#"mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" sh -euc "$1""#);
+    enter.arg(&root).arg(FRESH).env_clear();
+    enter
+        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
+        .env("HOME", "/root");
+    let done = Process::start(&mut enter).finish_within(PATIENCE * 6).ok();
+    assert!(done.out.ends_with("as it was before\n"), "{done:?}");
+}
+
+/// All files are replaced while a tenant runs; the new daemon takes it over, with what was set for it.
+#[test]
+fn an_upgrade_while_tenants_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let tarball = package(dir.path(), ".tar.gz").unwrap();
+    let mut unpack = Command::new("tar");
+    unpack.arg("-C").arg(dir.path()).arg("-xzf").arg(&tarball);
+    unpack.run().ok();
+    let name = tarball.file_name().unwrap().to_str().unwrap();
+    let install = dir
+        .path()
+        .join(name.trim_end_matches(".tar.gz"))
+        .join("install.sh");
+    let prefix = dir.path().join("prefix");
+    let install = || {
+        Command::new(&install)
+            .arg("--prefix")
+            .arg(&prefix)
+            .run()
+            .ok()
+    };
+    install();
+    let node = Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    });
+    let gpumux = prefix.join("bin/gpumux").display().to_string();
+    let daemon = || {
+        let mut daemon = Process::start(&mut node.on_device([&*gpumux, "daemon"]));
+        wait_for("the daemon", PATIENCE, || {
+            assert!(daemon.poll().is_none(), "{}", daemon.err());
+            node.gpumux(["ps"]).run().status.success().then_some(())
+        });
+        daemon
+    };
+    let tenant = || {
+        let words = [&*gpumux, "run", "--name", "night", "--", &gpumux, "scratch"];
+        let mut tenant = Process::start(&mut node.on_device(words));
+        tenant.wait_lines(10);
+        node.wait_tenant("night", |tenant| tenant["domains"][0].is_object());
+        tenant
+    };
+    let old = daemon();
+    let mut night = tenant();
+    let set = ["set", "night", "--class", "batch", "--weight", "3"];
+    node.gpumux(set).run().ok();
+
+    install();
+    old.signal(Signal::TERM);
+    old.finish().ok();
+    let new = daemon();
+    let exe = fs::read_link(format!("/proc/{}/exe", new.pid())).unwrap();
+    assert_eq!(exe, prefix.join("bin/gpumux"), "the new one");
+    let is_batch = |tenant: &Value| {
+        (tenant["class"] == "batch" && tenant["spec"]["weight"] == 3.0).then_some(tenant.clone())
+    };
+    let found = node.wait_tenant("night", |tenant| tenant["domains"][0].is_object());
+    assert_eq!(found["pids"], serde_json::json!([night.pid()]));
+    assert!(is_batch(&found).is_some(), "{found:#}");
+    let maps = fs::read_to_string(format!("/proc/{}/maps", night.pid())).unwrap();
+    let kept = |line: &str| line.contains("libgpumux.so") && line.ends_with("(deleted)");
+    assert!(maps.lines().any(kept), "it keeps what it has loaded");
+    night.wait_lines(night.lines() + 20);
+
+    // The next one of this name has what was set.
+    night.kill();
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("night").is_none().then_some(())
+    });
+    let _night = tenant();
+    let found = node.find_tenant("night").unwrap();
+    assert!(is_batch(&found).is_some(), "{found:#}");
 }

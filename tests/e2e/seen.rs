@@ -9,7 +9,7 @@ use std::{
     thread,
 };
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, wait_for};
 use serde_json::{Value, json};
 
 use crate::REQUESTS;
@@ -63,6 +63,31 @@ fn a_tenant_is_explained_and_traced() {
         top.code() == 1 && top.err.contains("needs a terminal"),
         "{top:?}"
     );
+}
+
+#[test]
+fn doctor_and_demo_disturb_nobody() {
+    let (node, mut processes) = busy();
+    let gpumux = binary();
+    let on_device = |command: &str| node.on_device([gpumux.as_os_str(), command.as_ref()]).run();
+    for _ in 0..3 {
+        on_device("doctor").ok();
+        // Who comes next is served.
+        let load = "gpumux workload batch --seconds 0.2";
+        node.tenant("--name first --class standard", load)
+            .run()
+            .ok();
+    }
+    // A daemon of its own, beside this one's tenants, would bring the device to a stop.
+    let demo = on_device("demo");
+    assert!(demo.code() == 1, "{demo:?}");
+    assert!(demo.err.contains("uses the device"), "{demo:?}");
+    let received = |tenant: &Value| tenant["domains"][0]["received_us"].as_u64().unwrap();
+    let before = received(&node.find_tenant("night").unwrap());
+    node.wait_tenant("night", |tenant| received(tenant) > before + 100_000);
+    for process in &mut processes {
+        assert!(process.poll().is_none(), "{}", process.err());
+    }
 }
 
 /// A browser, spoken to through two pipes: no port, no network.
@@ -220,6 +245,23 @@ fn the_web_page_in_a_browser() {
         .ok();
     browser
         .until("document.querySelector('tr[data-name=night]').cells[1].textContent === 'standard'");
+    // How long requests took, of a program that marks them.
+    let _api = Process::start(&mut node.tenant(
+        "--name api --class latency",
+        "gpumux workload hints --seconds 600",
+    ));
+    browser.click("tr[data-name=api]");
+    browser.until("document.querySelectorAll('#times i').length > 0");
+    let scale = browser.until("document.querySelector('#scale').textContent");
+    assert!(
+        scale.as_str().unwrap().contains(" requests, half within "),
+        "{scale}"
+    );
+    // Who has none marked shows none.
+    browser.click("tr[data-name=night]");
+    browser.until("document.querySelector('#requests').hidden");
+    browser.click("tr[data-name=api]");
+    browser.until("!document.querySelector('#requests').hidden");
     let foreign = "performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length === 0";
     browser.until(foreign);
     let picture = browser.call("Page.captureScreenshot", json!({}));

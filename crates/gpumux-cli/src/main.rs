@@ -11,8 +11,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{
-    completions, daemon, demo, doctor, dra, emu, explain, hint, man, ps, run, set, sim, top, trace,
-    workload,
+    cdi, completions, daemon, demo, doctor, dra, emu, explain, hint, man, ps, run, set, sim, top,
+    trace, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -54,6 +54,7 @@ enum Command {
     Doctor(doctor::Args),
     Demo(demo::Args),
     Daemon(daemon::Args),
+    Cdi(cdi::Args),
     Dra(dra::Args),
     Emu(emu::Args),
     Sim(sim::Args),
@@ -84,6 +85,7 @@ fn main() -> ExitCode {
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
         Command::Daemon(args) => daemon::run(args),
+        Command::Cdi(args) => cdi::run(&args),
         Command::Dra(args) => dra::run(args),
         Command::Emu(args) => emu::run(args),
         Command::Sim(args) => sim::run(&args),

@@ -1,6 +1,6 @@
 //! Asking the daemon.
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{collections::BTreeSet, io, path::PathBuf, time::Duration};
 
 use gpumux_core::TenantSpec;
 use http_body_util::{BodyExt, Full, Limited};
@@ -11,8 +11,7 @@ use tokio::net::UnixStream;
 
 use crate::{
     api::types::{
-        Created, Device, Explanation, Hinted, NewHint, NewTenant, Problem, SpecChange, Status,
-        Tenant,
+        Created, Device, Explanation, Hinted, NewHint, Problem, SpecChange, Status, Tenant,
     },
     paths,
 };
@@ -138,11 +137,26 @@ impl Client {
         String::from_utf8(bytes.into()).map_err(|error| self.protocol(error))
     }
 
-    /// Makes a tenant that lives as long as this process, or the one it execs.
+    /// The fields of a tenant's promise that the daemon knows, as its own description of the API says.
     ///
     /// # Errors
     /// See [`ClientError`].
-    pub async fn create(&self, new: &NewTenant) -> Result<Created, ClientError> {
+    pub async fn spec_fields(&self) -> Result<BTreeSet<String>, ClientError> {
+        let document: serde_json::Value =
+            self.ask(Method::GET, "/openapi.json", None::<&()>).await?;
+        let fields = document.pointer("/components/schemas/Spec/properties");
+        fields
+            .and_then(serde_json::Value::as_object)
+            .map(|fields| fields.keys().cloned().collect())
+            .ok_or_else(|| self.protocol("its description has no tenant's promise"))
+    }
+
+    /// Makes a tenant that lives as long as this process, or the one it execs.
+    /// What is given is a [`NewTenant`](crate::api::types::NewTenant), or looks like one of a newer daemon.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn create(&self, new: &impl Serialize) -> Result<Created, ClientError> {
         self.ask(Method::POST, "/v1/tenants", Some(new)).await
     }
 
@@ -175,6 +189,17 @@ impl Client {
     /// See [`ClientError`].
     pub async fn delete(&self, name: &str) -> Result<(), ClientError> {
         self.answer(Method::DELETE, &of(name), None::<&()>)
+            .await
+            .map(drop)
+    }
+
+    /// Forgets what was set for tenants of this name.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn forget(&self, name: &str) -> Result<(), ClientError> {
+        let path = format!("/v1/settings/{}", escaped(name));
+        self.answer(Method::DELETE, &path, None::<&()>)
             .await
             .map(drop)
     }
@@ -270,16 +295,18 @@ impl Client {
     }
 }
 
-/// A tenant's path. What cannot be in a name is escaped, so that any text makes a valid request.
+/// A tenant's path.
 fn of(name: &str) -> String {
+    format!("/v1/tenants/{}", escaped(name))
+}
+
+/// What cannot be in a name is escaped, so that any text makes a valid request.
+fn escaped(name: &str) -> String {
     let escape = |byte: u8| match byte {
         b'A'..=b'Z' | b'a'..=b'z' | b'0'..=b'9' | b'.' | b'_' | b'-' => {
             char::from(byte).to_string()
         }
         _ => format!("%{byte:02X}"),
     };
-    format!(
-        "/v1/tenants/{}",
-        name.bytes().map(escape).collect::<String>()
-    )
+    name.bytes().map(escape).collect()
 }

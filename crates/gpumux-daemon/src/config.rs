@@ -16,6 +16,9 @@ use serde::{Deserialize, Serialize};
 pub struct Config {
     /// Where the sockets are; see [`crate::paths::runtime_dir`] for the default.
     pub runtime_dir: Option<PathBuf>,
+    /// Where `settings.json` is, which says what was set for tenants' names; without it, in
+    /// the runtime directory (default: `GPUMUX_STATE_DIR`).
+    pub state_dir: Option<PathBuf>,
     /// The policy of devices that have none of their own: `priority`, `max-min` or `weighted`.
     pub policy: String,
     /// Settings of single devices, by UUID.
@@ -55,6 +58,7 @@ impl Default for Config {
         };
         Self {
             runtime_dir: None,
+            state_dir: path("GPUMUX_STATE_DIR"),
             policy: policy::NAMES[0].into(),
             devices: BTreeMap::new(),
             nvml: path("GPUMUX_NVML"),
@@ -170,6 +174,7 @@ mod tests {
     #[test]
     fn the_reference_is_up_to_date() {
         let none = Config {
+            state_dir: None,
             nvml: None,
             emulated: None,
             ..Config::default()

@@ -17,6 +17,7 @@ mod peer;
 mod scheduler;
 mod serve;
 mod session;
+mod store;
 mod tenants;
 mod verify;
 

@@ -92,6 +92,9 @@ pub enum DirError {
     /// It is not ours.
     #[error("{0} belongs to another user: remove it, or use another --runtime-dir")]
     Foreign(PathBuf),
+    /// The directory for what survives the daemon cannot be made.
+    #[error("cannot use {0}: {1}; choose another with `state_dir` in the configuration")]
+    State(PathBuf, io::Error),
     /// It cannot be made or written.
     #[error("cannot use {0}: {1}; choose a directory of your own with --runtime-dir")]
     Io(PathBuf, io::Error),

@@ -1,10 +1,12 @@
 //! The daemon's life: from its lock to its last word.
 
 use std::{
+    fs::DirBuilder,
     future::Future,
     io,
     net::SocketAddr,
-    path::PathBuf,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -24,7 +26,7 @@ use crate::{
     paths::{self, DirError, RuntimeDir},
     scheduler::{self, Handle, Stopped},
     session::{HELLO, Sessions},
-    tenants::{TenantError, Tenants},
+    tenants::{Files, TenantError, Tenants},
 };
 
 /// How long NVML may take before the daemon is ready without it.
@@ -114,8 +116,12 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         paths::session_socket(dir.path()),
         paths::api_socket(dir.path()),
     );
+    let files = Files {
+        tenants: dir.path().join("tenants.json"),
+        settings: state_dir(&config, dir.path())?.join("settings.json"),
+    };
     let tenants = Tenants::load(
-        dir.path().join("tenants.json"),
+        files,
         session_socket.display().to_string(),
         scheduler.clone(),
     )
@@ -178,6 +184,16 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     let _ = tokio::join!(api_task, session_task);
     tracing::info!("stopped");
     result.and(Ok(restored?))
+}
+
+/// Where what survives the machine's end is kept.
+fn state_dir(config: &Config, runtime_dir: &Path) -> Result<PathBuf, DirError> {
+    let Some(dir) = &config.state_dir else {
+        return Ok(runtime_dir.to_owned());
+    };
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
+    made.map_err(|error| DirError::State(dir.clone(), error))?;
+    Ok(dir.clone())
 }
 
 async fn listen_tcp(address: SocketAddr) -> Result<TcpListener, Error> {

@@ -1,4 +1,4 @@
-//! Who is who: tenants by name and by secret, how long they live, and the file that a restarted
+//! Who is who: tenants by name and by secret, how long they live, and the files that a restarted
 //! daemon knows them from.
 //!
 //! A tenant lives while anybody holds it: the process that asked for it, or a session. What it is
@@ -6,8 +6,7 @@
 
 use std::{
     collections::{BTreeMap, VecDeque},
-    io::{self, Write},
-    os::unix::fs::OpenOptionsExt,
+    io,
     path::PathBuf,
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -21,6 +20,7 @@ use crate::{
     api::types::{Created, NewTenant, SpecChange},
     peer::{Peer, ProcessFd, ProcessId},
     scheduler::{Handle, SessionId, Stopped},
+    store::{self, Sync},
 };
 
 /// Most tenants there may be.
@@ -31,13 +31,24 @@ const MAX_TENANTS_PER_USER: usize = 2048;
 const MAX_NAME: usize = 64;
 /// Tenants that are remembered after their end.
 const MAX_ENDED: usize = 256;
+/// Names of one user for which what was set is remembered.
+const MAX_SETTINGS: usize = 256;
 
 /// All tenants.
 pub(crate) struct Tenants {
     table: Mutex<Table>,
     scheduler: Handle,
-    file: PathBuf,
+    files: Files,
     session_socket: String,
+}
+
+/// What the next daemon knows it all from.
+#[derive(Clone, Debug)]
+pub(crate) struct Files {
+    /// The tenants that live.
+    pub(crate) tenants: PathBuf,
+    /// What was set for their names.
+    pub(crate) settings: PathBuf,
 }
 
 #[derive(Default)]
@@ -48,6 +59,7 @@ struct Table {
     /// The last ones that ended: a process of theirs may use a device only now, long after the one that
     /// asked for the tenant.
     ended: VecDeque<Tenant>,
+    settings: Vec<Setting>,
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
@@ -69,6 +81,8 @@ pub(crate) struct Tenant {
     made_for: Option<ProcessId>,
     /// Lives without holders, and is joined by any user's processes.
     kept: bool,
+    /// Somebody chose its name.
+    named: bool,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -89,7 +103,17 @@ struct Saved {
     made_for: Option<ProcessId>,
     #[serde(default)]
     kept: bool,
+    #[serde(default)]
+    named: bool,
     holders: Vec<ProcessId>,
+}
+
+/// What was set for a user's tenants of a name, the latest last.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+struct Setting {
+    uid: u32,
+    name: String,
+    change: SpecChange,
 }
 
 /// Why nothing was done.
@@ -121,6 +145,12 @@ pub(crate) enum TenantError {
     Spec(#[from] SpecError),
     #[error(transparent)]
     Stopped(#[from] Stopped),
+    #[error(
+        "{1}; a part of it was set for `{0}` before: say otherwise, or `gpumux set {0} --forget`"
+    )]
+    Set(String, SpecError),
+    #[error("nothing was set for `{0}`")]
+    NothingSet(String),
     #[error("cannot keep it in {0}: {1}")]
     Save(PathBuf, io::Error),
 }
@@ -128,24 +158,25 @@ pub(crate) enum TenantError {
 impl Tenants {
     /// The tenants of the last daemon that still live; none at the first start.
     pub(crate) async fn load(
-        file: PathBuf,
+        files: Files,
         session_socket: String,
         scheduler: Handle,
     ) -> Result<Arc<Self>, TenantError> {
-        let saved = read(&file);
+        let saved: Vec<Saved> = store::read(&files.tenants);
         let tenants = Arc::new(Self {
             table: Mutex::new(Table {
                 empty_since: Some(Instant::now()),
+                settings: store::read(&files.settings),
                 ..Table::default()
             }),
             scheduler,
-            file,
+            files,
             session_socket,
         });
         for saved in saved {
             tenants.take_over(saved).await?;
         }
-        tenants.table.lock().await.save(&tenants.file)?;
+        tenants.table.lock().await.save(&tenants.files)?;
         Ok(tenants)
     }
 
@@ -180,6 +211,7 @@ impl Tenants {
             token: saved.token,
             made_for: saved.made_for,
             kept: saved.kept,
+            named: saved.named,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
@@ -199,6 +231,7 @@ impl Tenants {
             return Err(TenantError::NotTrusted);
         }
         let mut table = self.open_table().await?;
+        let named = new.name.is_some();
         let name = match new.name {
             Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
             Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
@@ -215,22 +248,30 @@ impl Tenants {
             .as_ref()
             .and_then(|fd| fd.try_clone().ok())
             .ok_or(TenantError::Invisible)?;
-        let id = self
-            .make(
-                &mut table,
-                name.clone(),
-                new.spec.into(),
-                peer.uid,
-                new.token.unwrap_or_else(secret),
-                None,
-            )
-            .await?;
-        match table.tenants.get_mut(&id).filter(|_| new.kept) {
-            Some(tenant) => tenant.kept = true,
-            None => self.hold(&mut table, id, peer.process, fd),
+        let set = (table.settings.iter())
+            .find(|set| named && !new.kept && set.uid == peer.uid && set.name == name)
+            .map(|set| set.change.clone());
+        let spec = set
+            .clone()
+            .unwrap_or_default()
+            .apply(&TenantSpec::default());
+        let spec = new.spec.apply(&spec);
+        let token = new.token.unwrap_or_else(secret);
+        let made = self
+            .make(&mut table, name.clone(), spec, peer.uid, token, None)
+            .await;
+        let id = made.map_err(|error| match error {
+            TenantError::Spec(error) if set.is_some() => TenantError::Set(name.clone(), error),
+            error => error,
+        })?;
+        if let Some(tenant) = table.tenants.get_mut(&id) {
+            (tenant.kept, tenant.named) = (new.kept, named);
+        }
+        if !new.kept {
+            self.hold(&mut table, id, peer.process, fd);
         }
         // From here on the program may rely on it, whatever happens to this daemon.
-        if let Err(error) = table.save(&self.file) {
+        if let Err(error) = table.save(&self.files) {
             self.remove(&mut table, id).await;
             return Err(error);
         }
@@ -282,6 +323,7 @@ impl Tenants {
             token,
             made_for,
             kept: false,
+            named: false,
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -337,10 +379,15 @@ impl Tenants {
                     spec,
                     uid,
                     token,
+                    named,
                     ..
                 } = ended.ok_or(TenantError::UnknownToken)?;
                 let name = table.free_name(&name);
-                self.make(&mut table, name, spec, uid, token, None).await?
+                let id = self.make(&mut table, name, spec, uid, token, None).await?;
+                if let Some(tenant) = table.tenants.get_mut(&id) {
+                    tenant.named = named;
+                }
+                id
             }
             (None, None) => {
                 let program = peer.process.map(ProcessId::program).unwrap_or_default();
@@ -358,7 +405,7 @@ impl Tenants {
             .insert(Holder::Session(session), peer.process);
         tenant.pids.push(peer.pid);
         let name = tenant.name.clone();
-        table.save_or_warn(&self.file);
+        table.save_or_warn(&self.files);
         Ok((id, name))
     }
 
@@ -387,7 +434,7 @@ impl Tenants {
                 table.ended.drain(..surplus);
             }
         }
-        table.save_or_warn(&self.file);
+        table.save_or_warn(&self.files);
     }
 
     async fn remove(&self, table: &mut Table, id: TenantId) {
@@ -416,11 +463,30 @@ impl Tenants {
         self.scheduler
             .call(move |engine| engine.set_spec(id, given))
             .await??;
+        let mut set = None;
         if let Some(tenant) = table.tenants.get_mut(&id) {
             tenant.spec = spec;
+            set = (tenant.named && !tenant.kept).then_some(tenant.uid);
         }
-        table.save_or_warn(&self.file);
+        if let Some(uid) = set {
+            table.set(uid, name, change);
+            if let Err(error) = table.save_settings(&self.files) {
+                tracing::warn!(%error, "a restarted daemon will not know what was set");
+            }
+        }
+        table.save_or_warn(&self.files);
         Ok(())
+    }
+
+    /// Forgets what this user (root: anybody) set for a name. A tenant that has it keeps what it has.
+    pub(crate) async fn forget(&self, uid: u32, name: &str) -> Result<(), TenantError> {
+        let mut table = self.table.lock().await;
+        let before = table.settings.len();
+        (table.settings).retain(|set| set.name != name || (uid != 0 && uid != set.uid));
+        if table.settings.len() == before {
+            return Err(TenantError::NothingSet(name.into()));
+        }
+        table.save_settings(&self.files)
     }
 
     /// The tenant of this name, if this user may say that its work is coming.
@@ -442,7 +508,7 @@ impl Tenants {
         }
         let id = tenant.id;
         self.remove(&mut table, id).await;
-        table.save_or_warn(&self.file);
+        table.save_or_warn(&self.files);
         Ok(())
     }
 
@@ -534,8 +600,29 @@ impl Table {
             .unwrap_or(base)
     }
 
-    /// Writes the file anew: whole or not at all.
-    fn save(&self, file: &std::path::Path) -> Result<(), TenantError> {
+    /// Remembers a change for a user's tenants of this name, in place of the longest unchanged if there are too many.
+    fn set(&mut self, uid: u32, name: &str, change: &SpecChange) {
+        let is = |set: &Setting| set.uid == uid && set.name == name;
+        let old = self.settings.iter().position(is);
+        let old = old.map(|at| self.settings.remove(at).change);
+        let oldest = self.settings.iter().position(|set| set.uid == uid);
+        let own = self.settings.iter().filter(|set| set.uid == uid).count();
+        if let Some(oldest) = oldest.filter(|_| own >= MAX_SETTINGS) {
+            self.settings.remove(oldest);
+        }
+        self.settings.push(Setting {
+            uid,
+            name: name.into(),
+            change: change.after(&old.unwrap_or_default()),
+        });
+    }
+
+    fn save_settings(&self, files: &Files) -> Result<(), TenantError> {
+        store::write(&files.settings, &self.settings, Sync::Disk)
+            .map_err(|error| TenantError::Save(files.settings.clone(), error))
+    }
+
+    fn save(&self, files: &Files) -> Result<(), TenantError> {
         if self.closed {
             return Ok(());
         }
@@ -550,43 +637,19 @@ impl Table {
                 since: tenant.since,
                 made_for: tenant.made_for,
                 kept: tenant.kept,
+                named: tenant.named,
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
-        let write = || -> io::Result<()> {
-            let new = file.with_extension("json.new");
-            // It has secrets in it.
-            let mut options = std::fs::OpenOptions::new();
-            let mut out = options
-                .write(true)
-                .create(true)
-                .truncate(true)
-                .mode(0o600)
-                .open(&new)?;
-            out.write_all(&serde_json::to_vec(&saved)?)?;
-            std::fs::rename(new, file)
-        };
-        write().map_err(|error| TenantError::Save(file.into(), error))
+        store::write(&files.tenants, &saved, Sync::No)
+            .map_err(|error| TenantError::Save(files.tenants.clone(), error))
     }
 
-    fn save_or_warn(&self, file: &std::path::Path) {
-        if let Err(error) = self.save(file) {
+    fn save_or_warn(&self, files: &Files) {
+        if let Err(error) = self.save(files) {
             tracing::warn!(%error, "a restarted daemon will not know all tenants");
         }
     }
-}
-
-/// What the last daemon left. A file that makes no sense is moved aside.
-fn read(file: &std::path::Path) -> Vec<Saved> {
-    let Ok(bytes) = std::fs::read(file) else {
-        return Vec::new();
-    };
-    serde_json::from_slice(&bytes).unwrap_or_else(|error| {
-        let aside = file.with_extension("json.bad");
-        tracing::warn!(%error, "the tenants of the last daemon cannot be read: moved to {}", aside.display());
-        let _ = std::fs::rename(file, aside);
-        Vec::new()
-    })
 }
 
 fn is_name_char(c: char) -> bool {
@@ -639,7 +702,11 @@ mod tests {
 
     async fn tenants(dir: &tempfile::TempDir) -> Arc<Tenants> {
         let scheduler = scheduler::start(Arc::default()).unwrap();
-        Tenants::load(dir.path().join("tenants.json"), String::new(), scheduler)
+        let files = Files {
+            tenants: dir.path().join("tenants.json"),
+            settings: dir.path().join("settings.json"),
+        };
+        Tenants::load(files, String::new(), scheduler)
             .await
             .unwrap()
     }
@@ -747,7 +814,10 @@ mod tests {
             ..TenantSpec::default()
         };
         let wish = NewTenant {
-            spec: spec.clone().into(),
+            spec: SpecChange {
+                class: Some(Class::Batch),
+                ..SpecChange::default()
+            },
             ..new("script")
         };
         let created = tenants.create(&creator, wish).await.unwrap();
@@ -770,6 +840,97 @@ mod tests {
                 .await
                 .is_err()
         );
+    }
+
+    #[tokio::test]
+    async fn what_was_set_for_a_name_is_there_for_the_next_tenant_and_the_next_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = tenants(&dir).await;
+        first.create(&peer(1000), new("train")).await.unwrap();
+        let change = |class, weight| SpecChange {
+            class,
+            weight,
+            ..SpecChange::default()
+        };
+        let (batch, heavy) = (
+            change(Some(Class::Batch), Some(2.0)),
+            change(None, Some(5.0)),
+        );
+        first.change(1000, "train", &batch).await.unwrap();
+        first.change(0, "train", &heavy).await.unwrap();
+        // A tenant whose name nobody chose is nobody to remember.
+        let unnamed = first.create(&peer(1000), NewTenant::default()).await;
+        let unnamed = unnamed.unwrap().name;
+        first.change(1000, &unnamed, &batch).await.unwrap();
+
+        std::fs::remove_file(dir.path().join("tenants.json")).unwrap();
+        let next = tenants(&dir).await;
+        let spec = async |tenants: &Arc<Tenants>, uid, wish: NewTenant| {
+            let name = tenants.create(&peer(uid), wish).await.unwrap().name;
+            let table = tenants.table.lock().await;
+            let spec = table.by_name(&name).unwrap().spec.clone();
+            (spec.class, spec.weight)
+        };
+        let wish = |name: &str, spec| NewTenant { spec, ..new(name) };
+        let none = SpecChange::default();
+        assert_eq!(
+            spec(&next, 1001, wish("train", none.clone())).await,
+            (Class::Standard, 1.0),
+            "it is another user's"
+        );
+        next.delete(1001, "train").await.unwrap();
+        // What is said now comes before what was set then.
+        assert_eq!(
+            spec(&next, 1000, wish("train", change(None, Some(7.0)))).await,
+            (Class::Batch, 7.0)
+        );
+        next.delete(1000, "train").await.unwrap();
+        assert_eq!(
+            spec(&next, 1000, wish("train", none.clone())).await,
+            (Class::Batch, 5.0)
+        );
+        next.delete(1000, "train").await.unwrap();
+        let nothing = wish(&unnamed, none.clone());
+        assert_eq!(spec(&next, 1000, nothing).await, (Class::Standard, 1.0));
+
+        let error = next.forget(1001, "train").await.unwrap_err();
+        assert!(matches!(error, TenantError::NothingSet(_)), "{error}");
+        next.forget(1000, "train").await.unwrap();
+        let last = tenants(&dir).await;
+        assert_eq!(
+            spec(&last, 1000, wish("train", none)).await,
+            (Class::Standard, 1.0)
+        );
+    }
+
+    #[tokio::test]
+    async fn an_old_setting_that_cannot_be_kept_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        tenants.create(&peer(0), new("serve")).await.unwrap();
+        let half = SpecChange {
+            guaranteed: Some(0.6),
+            ..SpecChange::default()
+        };
+        tenants.change(0, "serve", &half).await.unwrap();
+        tenants.delete(0, "serve").await.unwrap();
+        tenants.create(&peer(0), new("other")).await.unwrap();
+        tenants.change(0, "other", &half).await.unwrap();
+        let error = tenants.create(&peer(0), new("serve")).await.unwrap_err();
+        assert!(matches!(error, TenantError::Set(..)), "{error}");
+        assert!(error.to_string().contains("gpumux set serve --forget"));
+    }
+
+    #[test]
+    fn settings_are_bounded_per_user() {
+        let mut table = Table::default();
+        table.set(1, "other", &SpecChange::default());
+        for n in 0..=MAX_SETTINGS {
+            table.set(0, &n.to_string(), &SpecChange::default());
+        }
+        let names: Vec<_> = table.settings.iter().map(|set| set.name.as_str()).collect();
+        assert_eq!(names.len(), MAX_SETTINGS + 1);
+        assert!(names.contains(&"other") && names.contains(&"1") && !names.contains(&"0"));
     }
 
     #[tokio::test]
@@ -821,6 +982,7 @@ mod tests {
                 token,
                 made_for: None,
                 kept: false,
+                named: false,
                 holders,
             };
             table.insert(tenant);

@@ -1,14 +1,15 @@
-//! What the driver must remember across restarts: one file per claim, with a checksum.
+//! What the driver must remember across restarts: one file, one line for each claim, each with a checksum.
 //!
-//! A claim is written before anything is made for it, and its file is the last thing to go, so that whatever a crash
-//! leaves behind can be found. During a rolling update two instances work on the same files: what is
-//! promised is read and entered under one file lock.
+//! A claim is written before anything is made for it, and its line is the last thing to go, so that whatever a crash
+//! leaves behind can be found. Claims that come together reach the disk together: one flush serves all that were
+//! written before it. A claim goes by one byte that is changed in place, which works on a full disk too. During a rolling
+//! update two instances work on the file, under a lock; a number at its beginning tells each what the other did.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs::{self, File, OpenOptions},
     io::{self, Write},
-    os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+    os::unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
     sync::{Arc, Mutex, PoisonError},
 };
@@ -21,8 +22,16 @@ use crate::{
     model::{self, Book, Overbooked},
 };
 
-/// First word of every file; a later version that changes the format changes it.
-const MAGIC: &str = "gpumux-claim-v1";
+/// How the file begins; a later version that changes the format changes it. A number of 16 hexadecimal digits
+/// follows that grows with each change.
+const MAGIC: &str = "gpumux-claims-v1 ";
+/// Length of the first line.
+const HEADER: u64 = MAGIC.len() as u64 + 17;
+/// First byte of a line that counts, and of one that does not any more.
+const LIVE: u8 = b'+';
+const DEAD: u8 = b'-';
+/// Lines that do not count may take so many bytes before the file is written anew.
+const MOST_DEAD: u64 = 256 << 10;
 
 /// A prepared claim, or one that is being prepared.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -63,14 +72,6 @@ pub enum CheckpointError {
         /// What the system said.
         source: io::Error,
     },
-    /// The file is not what was written.
-    #[error("{path} is damaged ({why})")]
-    Damaged {
-        /// Which.
-        path: PathBuf,
-        /// What is wrong.
-        why: String,
-    },
     /// Others hold what this claim was allocated.
     #[error("{error}; it is held by {holders}")]
     Overbooked {
@@ -81,67 +82,88 @@ pub enum CheckpointError {
     },
 }
 
-/// The directory of records.
+/// The file of records. Cheap to clone.
 #[derive(Clone, Debug)]
 pub struct Store {
     dir: PathBuf,
-    cache: Arc<Mutex<Cache>>,
+    lock: Arc<File>,
+    log: Arc<Mutex<Log>>,
+    /// How many of this process's changes are on disk.
+    synced: Arc<Mutex<u64>>,
 }
 
-/// Records as last read, by file.
-type Cache = HashMap<PathBuf, (Identity, Arc<Record>)>;
+/// The file as last read.
+#[derive(Debug)]
+struct Log {
+    file: File,
+    inode: u64,
+    /// The number at the file's beginning.
+    generation: u64,
+    /// Where the next line goes.
+    end: u64,
+    /// Bytes in lines that do not count.
+    dead: u64,
+    lines: BTreeMap<String, Line>,
+    /// Lines that cannot be read.
+    damaged: usize,
+    /// Changes by this process.
+    changes: u64,
+}
 
-/// Tells one version of a file from another: inode, seconds and nanoseconds of its last change, size.
-type Identity = (u64, i64, i64, u64);
+#[derive(Debug)]
+struct Line {
+    at: u64,
+    length: u64,
+    record: Arc<Record>,
+}
 
 impl Store {
-    /// Opens the directory, and makes it if need be.
+    /// Opens the file in a directory, and makes both if need be.
     ///
     /// # Errors
-    /// It cannot be made.
+    /// They cannot be made, or something else is there.
     pub fn open(dir: impl Into<PathBuf>) -> Result<Self, CheckpointError> {
         let dir = dir.into();
-        fs::DirBuilder::new()
-            .recursive(true)
-            .mode(0o700)
-            .create(&dir)
-            .map_err(|e| failed(&dir, e))?;
+        let open = || {
+            let mut builder = fs::DirBuilder::new();
+            builder.recursive(true).mode(0o700).create(&dir)?;
+            let lock = private().open(dir.join("claims.lock"))?;
+            flock(&lock, FlockOperation::LockExclusive)?;
+            let log = Log::open(&dir.join(FILE));
+            flock(&lock, FlockOperation::Unlock)?;
+            Ok((lock, log?))
+        };
+        let (lock, log) = open().map_err(|e| failed(&dir, e))?;
         Ok(Self {
+            lock: Arc::new(lock),
+            log: Arc::new(Mutex::new(log)),
+            synced: Arc::default(),
             dir,
-            cache: Arc::default(),
         })
     }
 
     /// The record of a claim.
     ///
     /// # Errors
-    /// It is damaged, or cannot be read.
+    /// The file cannot be read.
     pub fn get(&self, uid: &str) -> Result<Option<Arc<Record>>, CheckpointError> {
-        self.read(&self.path(uid))
+        self.with(|log| Ok(log.lines.get(uid).map(|line| line.record.clone())))
     }
 
-    /// All records that can be read, and the errors of those that cannot.
+    /// All records.
     ///
     /// # Errors
-    /// The directory cannot be read.
-    pub fn all(&self) -> Result<(Vec<Arc<Record>>, Vec<CheckpointError>), CheckpointError> {
-        let (mut records, mut errors) = (BTreeMap::new(), Vec::new());
-        let entries = fs::read_dir(&self.dir).map_err(|e| failed(&self.dir, e))?;
-        for path in entries.flatten().map(|entry| entry.path()) {
-            if path
-                .extension()
-                .is_none_or(|extension| extension != "claim")
-            {
-                continue;
-            }
-            match self.read(&path) {
-                Ok(Some(record)) => drop(records.insert(path, record)),
-                // Another instance took it away meanwhile.
-                Ok(None) => {}
-                Err(error) => errors.push(error),
-            }
-        }
-        Ok((records.into_values().collect(), errors))
+    /// The file cannot be read.
+    pub fn all(&self) -> Result<Vec<Arc<Record>>, CheckpointError> {
+        self.with(|log| Ok(log.records().cloned().collect()))
+    }
+
+    /// Whether some lines cannot be read: claims may be unknown that have tenants.
+    ///
+    /// # Errors
+    /// The file cannot be read.
+    pub fn is_damaged(&self) -> Result<bool, CheckpointError> {
+        self.with(|log| Ok(log.damaged > 0))
     }
 
     /// Enters a claim if its devices can keep the promise beside all other claims. Not on disk before [`Self::sync`].
@@ -149,36 +171,16 @@ impl Store {
     /// # Errors
     /// Others hold what it needs, or it cannot be written.
     pub fn admit(&self, record: &Record) -> Result<(), CheckpointError> {
-        let _lock = self.lock()?;
-        let (others, _) = self.all()?;
-        let others: Vec<_> = others
-            .into_iter()
-            .filter(|other| other.claim.uid != record.claim.uid)
-            .collect();
-        let mut book = Book::default();
-        for share in others.iter().flat_map(|other| &other.shares) {
-            book.enter(&share.of.uuid, share.usage);
-        }
-        for share in &record.shares {
-            let whole = model::capacity(share.of.memory_bytes);
-            book.admit(&share.of.uuid, whole, share.usage)
-                .map_err(|error| {
-                    let holds = |other: &&Arc<Record>| {
-                        other.shares.iter().any(|s| s.of.uuid == share.of.uuid)
-                    };
-                    let holders: Vec<_> = others
-                        .iter()
-                        .filter(holds)
-                        .map(|other| format!("{}/{}", other.claim.namespace, other.claim.name))
-                        .take(8)
-                        .collect();
-                    CheckpointError::Overbooked {
-                        error,
-                        holders: holders.join(", "),
-                    }
-                })?;
-        }
-        self.write(record)
+        self.with(|log| {
+            let others: Vec<_> = log
+                .records()
+                .filter(|other| other.claim.uid != record.claim.uid)
+                .collect();
+            if let Err(overbooked) = book(&others, record) {
+                return Ok(Err(overbooked));
+            }
+            log.append(record).map(Ok)
+        })?
     }
 
     /// Writes a record whole or not at all. Not on disk before [`Self::sync`].
@@ -186,42 +188,42 @@ impl Store {
     /// # Errors
     /// It cannot be written.
     pub fn write(&self, record: &Record) -> Result<(), CheckpointError> {
-        let path = self.path(&record.claim.uid);
-        let written = write_whole(&path, &encode(record)).map_err(|e| failed(&path, e))?;
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        cache.insert(path, (identity(&written), Arc::new(record.clone())));
-        Ok(())
+        self.with(|log| log.append(record))
     }
 
-    /// Returns when the record would survive a power failure.
-    ///
-    /// # Errors
-    /// The disk.
-    pub fn sync(&self, uid: &str) -> Result<(), CheckpointError> {
-        let path = self.path(uid);
-        File::open(&path)
-            .and_then(|file| file.sync_all())
-            .and_then(|()| File::open(&self.dir)?.sync_all())
-            .map_err(|e| failed(&path, e))
-    }
-
-    /// Forgets a claim; one that is not there is forgotten already.
+    /// Forgets a claim; one that is not there is forgotten already. Not on disk before [`Self::sync`].
     ///
     /// # Errors
     /// The disk.
     pub fn remove(&self, uid: &str) -> Result<(), CheckpointError> {
-        let path = self.path(uid);
-        self.cache
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&path);
-        match fs::remove_file(&path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
-            result => result.map_err(|e| failed(&path, e))?,
+        self.with(|log| log.remove(uid))
+    }
+
+    /// Returns when all that was written before would survive a power failure. Blocks.
+    ///
+    /// # Errors
+    /// The disk.
+    pub fn sync(&self) -> Result<(), CheckpointError> {
+        let changes = || {
+            self.log
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .changes
+        };
+        let own = changes();
+        // Whoever waited here while another flushed finds that done, or flushes for all who wait behind.
+        let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
+        if *synced >= own {
+            return Ok(());
         }
-        File::open(&self.dir)
-            .and_then(|dir| dir.sync_all())
-            .map_err(|e| failed(&path, e))
+        let (file, until) = {
+            let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+            (log.file.try_clone(), log.changes)
+        };
+        file.and_then(|file| file.sync_data())
+            .map_err(|e| failed(&self.dir.join(FILE), e))?;
+        *synced = until;
+        Ok(())
     }
 
     /// Holds others off one claim, in this process and in another instance. Blocks.
@@ -233,73 +235,228 @@ impl Store {
         let shard = uid.bytes().fold(0u32, |sum, byte| {
             sum.wrapping_mul(31).wrapping_add(byte.into())
         }) % 256;
-        self.lock_file(&format!("claim-{shard:03}.lock"))
-    }
-
-    fn lock(&self) -> Result<File, CheckpointError> {
-        self.lock_file("book.lock")
-    }
-
-    fn lock_file(&self, name: &str) -> Result<File, CheckpointError> {
-        let path = self.dir.join(name);
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(false).mode(0o600);
-        let file = options.open(&path).map_err(|e| failed(&path, e))?;
+        let path = self.dir.join(format!("claim-{shard:03}.lock"));
+        let file = private().open(&path).map_err(|e| failed(&path, e))?;
         flock(&file, FlockOperation::LockExclusive).map_err(|e| failed(&path, e.into()))?;
         Ok(file)
     }
 
-    fn path(&self, uid: &str) -> PathBuf {
-        self.dir.join(format!("{uid}.claim"))
-    }
-
-    fn read(&self, path: &Path) -> Result<Option<Arc<Record>>, CheckpointError> {
-        let metadata = match fs::metadata(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(|e| failed(path, e))?,
+    /// Works on the file as it is now, while nobody else does.
+    fn with<T>(&self, work: impl FnOnce(&mut Log) -> io::Result<T>) -> Result<T, CheckpointError> {
+        let path = self.dir.join(FILE);
+        let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+        let locked = || {
+            flock(&self.lock, FlockOperation::LockExclusive)?;
+            log.refresh(&path)?;
+            let done = work(&mut log)?;
+            if log.dead > MOST_DEAD {
+                log.compact(&path)?;
+            }
+            Ok(done)
         };
-        let identity = identity(&metadata);
-        let cached = |cache: &Cache| {
-            cache
-                .get(path)
-                .filter(|(known, _)| *known == identity)
-                .map(|(_, record)| record.clone())
-        };
-        if let Some(record) = cached(&self.cache.lock().unwrap_or_else(PoisonError::into_inner)) {
-            return Ok(Some(record));
-        }
-        let bytes = match fs::read(path) {
-            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
-            other => other.map_err(|e| failed(path, e))?,
-        };
-        let record = decode(&bytes)
-            .map_err(|why| CheckpointError::Damaged {
-                path: path.to_owned(),
-                why,
-            })
-            .map(Arc::new)?;
-        let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
-        cache.insert(path.to_owned(), (identity, record.clone()));
-        Ok(Some(record))
+        let done = locked();
+        let unlocked = flock(&self.lock, FlockOperation::Unlock);
+        done.and_then(|done| unlocked.map(|()| done).map_err(Into::into))
+            .map_err(|e| failed(&path, e))
     }
 }
 
-fn identity(file: &fs::Metadata) -> Identity {
-    (file.ino(), file.mtime(), file.mtime_nsec(), file.size())
+const FILE: &str = "claims.log";
+
+impl Log {
+    /// Opens the file, or makes an empty one, and reads it.
+    fn open(path: &Path) -> io::Result<Self> {
+        if !path.try_exists()? {
+            write_synced(path, header(0).as_bytes())?;
+        }
+        let mut log = Self {
+            file: OpenOptions::new().read(true).write(true).open(path)?,
+            inode: 0,
+            generation: 0,
+            end: 0,
+            dead: 0,
+            lines: BTreeMap::new(),
+            damaged: 0,
+            changes: 0,
+        };
+        log.read()?;
+        Ok(log)
+    }
+
+    /// Reads the file again if another instance has changed it.
+    fn refresh(&mut self, path: &Path) -> io::Result<()> {
+        if fs::metadata(path)?.ino() != self.inode {
+            self.file = OpenOptions::new().read(true).write(true).open(path)?;
+            return self.read();
+        }
+        match self.read_generation()? == self.generation {
+            true => Ok(()),
+            false => self.read(),
+        }
+    }
+
+    fn read_generation(&self) -> io::Result<u64> {
+        let mut first = [0; HEADER as usize];
+        self.file.read_exact_at(&mut first, 0)?;
+        std::str::from_utf8(&first)
+            .ok()
+            .and_then(|text| text.strip_prefix(MAGIC)?.strip_suffix('\n'))
+            .and_then(|digits| u64::from_str_radix(digits, 16).ok())
+            .ok_or_else(|| {
+                let why = format!("it does not begin with `{MAGIC}`: move it away");
+                io::Error::new(io::ErrorKind::InvalidData, why)
+            })
+    }
+
+    fn read(&mut self) -> io::Result<()> {
+        let metadata = self.file.metadata()?;
+        (self.inode, self.generation) = (metadata.ino(), self.read_generation()?);
+        let mut bytes = vec![0; usize::try_from(metadata.len() - HEADER).unwrap_or(0)];
+        self.file.read_exact_at(&mut bytes, HEADER)?;
+        (self.end, self.dead, self.damaged) = (HEADER, 0, 0);
+        self.lines.clear();
+        // What has no end was being written when its writer was killed.
+        for line in bytes.split_inclusive(|&byte| byte == b'\n') {
+            let Some(text) = line.strip_suffix(b"\n") else {
+                break;
+            };
+            let (at, length) = (self.end, line.len() as u64);
+            self.end += length;
+            match decode(text) {
+                Ok(Some(record)) => {
+                    let uid = record.claim.uid.clone();
+                    let record = Arc::new(record);
+                    // Of two, the earlier one's writer was killed before it said so.
+                    if let Some(older) = self.lines.insert(uid, Line { at, length, record }) {
+                        self.bury(&older)?;
+                    }
+                }
+                Ok(None) => self.dead += length,
+                Err(why) => {
+                    self.damaged += 1;
+                    tracing::warn!(at, why, "a claim is unknown until it is prepared again");
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn records(&self) -> impl Iterator<Item = &Arc<Record>> {
+        self.lines.values().map(|line| &line.record)
+    }
+
+    /// Writes a line; it counts instead of an earlier one of the same claim.
+    fn append(&mut self, record: &Record) -> io::Result<()> {
+        let line = encode(record);
+        self.change()?;
+        // Nothing stays of a line that a full disk or a killed writer cut off.
+        self.file.set_len(self.end)?;
+        self.file
+            .write_all_at(&line, self.end)
+            .inspect_err(|_| drop(self.file.set_len(self.end)))?;
+        let (at, length) = (self.end, line.len() as u64);
+        self.end += length;
+        let record = Arc::new(record.clone());
+        let new = Line { at, length, record };
+        if let Some(older) = self.lines.insert(new.record.claim.uid.clone(), new) {
+            self.bury(&older)?;
+        }
+        Ok(())
+    }
+
+    fn remove(&mut self, uid: &str) -> io::Result<()> {
+        if let Some(line) = self.lines.get(uid) {
+            let (at, length) = (line.at, line.length);
+            self.change()?;
+            self.file.write_all_at(&[DEAD], at)?;
+            self.dead += length;
+            self.lines.remove(uid);
+        }
+        Ok(())
+    }
+
+    fn bury(&mut self, line: &Line) -> io::Result<()> {
+        self.dead += line.length;
+        self.file.write_all_at(&[DEAD], line.at)
+    }
+
+    /// Tells other instances that they must read again. Comes first: who is killed after it has done no harm.
+    fn change(&mut self) -> io::Result<()> {
+        self.file
+            .write_all_at(header(self.generation + 1).as_bytes(), 0)?;
+        self.generation += 1;
+        self.changes += 1;
+        Ok(())
+    }
+
+    /// Writes the file anew without the lines that do not count. Those that cannot be read stay.
+    fn compact(&mut self, path: &Path) -> io::Result<()> {
+        let old = fs::read(path)?;
+        let mut new = header(self.generation + 1).into_bytes();
+        for line in old[HEADER as usize..self.end as usize].split_inclusive(|&byte| byte == b'\n') {
+            if line[0] != DEAD {
+                new.extend_from_slice(line);
+            }
+        }
+        write_synced(path, &new)?;
+        self.refresh(path)
+    }
+}
+
+fn header(generation: u64) -> String {
+    format!("{MAGIC}{generation:016x}\n")
+}
+
+/// Whether the devices of a claim can keep what it was allocated beside what the others have.
+fn book(others: &[&Arc<Record>], record: &Record) -> Result<(), CheckpointError> {
+    let mut book = Book::default();
+    for share in others.iter().flat_map(|other| &other.shares) {
+        book.enter(&share.of.uuid, share.usage);
+    }
+    for share in &record.shares {
+        let whole = model::capacity(share.of.memory_bytes);
+        book.admit(&share.of.uuid, whole, share.usage)
+            .map_err(|error| {
+                let holds =
+                    |other: &&&Arc<Record>| other.shares.iter().any(|s| s.of.uuid == share.of.uuid);
+                let holders: Vec<_> = others
+                    .iter()
+                    .filter(holds)
+                    .map(|other| format!("{}/{}", other.claim.namespace, other.claim.name))
+                    .take(8)
+                    .collect();
+                CheckpointError::Overbooked {
+                    error,
+                    holders: holders.join(", "),
+                }
+            })?;
+    }
+    Ok(())
+}
+
+/// Opens a file that only root reads, and makes it if need be.
+fn private() -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(false).mode(0o600);
+    options
 }
 
 /// Writes a file beside its place and moves it there. Nothing stays behind if the disk is full.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<fs::Metadata> {
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<File> {
     let beside = path.with_extension(format!("tmp-{}", std::process::id()));
     let write = || {
-        let mut options = OpenOptions::new();
-        options.write(true).create(true).truncate(true).mode(0o600);
-        let mut file = options.open(&beside)?;
+        let mut file = private().truncate(true).open(&beside)?;
         file.write_all(bytes)?;
         fs::rename(&beside, path)?;
-        file.metadata()
+        Ok(file)
     };
     write().inspect_err(|_| drop(fs::remove_file(&beside)))
+}
+
+/// The same, and returns when it would survive a power failure.
+fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_whole(path, bytes)?.sync_all()?;
+    File::open(path.parent().unwrap_or(path))?.sync_all()
 }
 
 fn failed(path: &Path, source: io::Error) -> CheckpointError {
@@ -311,19 +468,25 @@ fn failed(path: &Path, source: io::Error) -> CheckpointError {
 
 fn encode(record: &Record) -> Vec<u8> {
     let body = serde_json::to_string(record).unwrap_or_default();
-    format!("{MAGIC} {:08x}\n{body}\n", crc32(body.as_bytes())).into_bytes()
+    let mut line = vec![LIVE];
+    line.extend(format!("{:08x} {body}\n", crc32(body.as_bytes())).into_bytes());
+    line
 }
 
-fn decode(bytes: &[u8]) -> Result<Record, String> {
-    let text = std::str::from_utf8(bytes).map_err(|e| e.to_string())?;
-    let (head, body) = text.split_once('\n').ok_or("it ends early")?;
-    let body = body.strip_suffix('\n').ok_or("it ends early")?;
-    match head.split_once(' ') {
-        Some((MAGIC, sum)) if sum == format!("{:08x}", crc32(body.as_bytes())) => {}
-        Some((MAGIC, _)) => return Err("the checksum is wrong".into()),
-        _ => return Err(format!("it does not begin with {MAGIC}")),
+/// The record of a line without its end; none if it does not count.
+fn decode(line: &[u8]) -> Result<Option<Record>, String> {
+    let (first, text) = line.split_first().ok_or("it is empty")?;
+    let text = std::str::from_utf8(text).map_err(|e| e.to_string())?;
+    match (*first, text.split_once(' ')) {
+        (DEAD, _) => Ok(None),
+        (LIVE, Some((sum, body))) if sum == format!("{:08x}", crc32(body.as_bytes())) => {
+            serde_json::from_str(body)
+                .map(Some)
+                .map_err(|e| e.to_string())
+        }
+        (LIVE, _) => Err("the checksum is wrong".into()),
+        _ => Err("it begins with neither + nor -".into()),
     }
-    serde_json::from_str(body).map_err(|e| e.to_string())
 }
 
 /// CRC-32 as in IEEE 802.3.
@@ -380,9 +543,15 @@ pub(crate) mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path()).unwrap();
         store.admit(&record("a", 500)).unwrap();
-        store.sync("a").unwrap();
+        store.sync().unwrap();
         let other = Store::open(dir.path()).unwrap();
         assert_eq!(*other.get("a").unwrap().unwrap(), record("a", 500));
+        let ready = Record {
+            ready: true,
+            ..record("a", 500)
+        };
+        other.write(&ready).unwrap();
+        assert_eq!(*store.get("a").unwrap().unwrap(), ready);
         store.remove("a").unwrap();
         store.remove("a").unwrap();
         assert_eq!(other.get("a").unwrap(), None);
@@ -400,11 +569,12 @@ pub(crate) mod tests {
                 scope.spawn(move || {
                     for n in 0..10 {
                         let _ = store.admit(&record(&format!("{index}-{n}"), 300));
+                        store.sync().unwrap();
                     }
                 });
             }
         });
-        assert_eq!(stores[0].all().unwrap().0.len(), 3);
+        assert_eq!(stores[0].all().unwrap().len(), 3);
         let error = stores[1]
             .admit(&record("late", 300))
             .unwrap_err()
@@ -412,19 +582,92 @@ pub(crate) mod tests {
         assert!(error.contains("has 100 of 1000 compute left"), "{error}");
         assert!(error.contains("held by ns/claim-"), "{error}");
         // The same claim once more takes nothing more.
-        let again = stores[0].all().unwrap().0[0].as_ref().clone();
+        let again = stores[0].all().unwrap()[0].as_ref().clone();
         stores[1].admit(&again).unwrap();
     }
 
     #[test]
+    fn what_went_is_cleared_away_under_the_feet_of_another_instance() {
+        let dir = tempfile::tempdir().unwrap();
+        let stores = [
+            Store::open(dir.path()).unwrap(),
+            Store::open(dir.path()).unwrap(),
+        ];
+        let size = || fs::metadata(dir.path().join(FILE)).unwrap().len();
+        stores[0].admit(&record("stays", 100)).unwrap();
+        let one = size() - HEADER;
+        for n in 0..2 * MOST_DEAD / one {
+            let store = &stores[n as usize % 2];
+            store.write(&record("goes", 100)).unwrap();
+            store.remove("goes").unwrap();
+        }
+        assert!(size() < HEADER + MOST_DEAD + 3 * one, "{}", size());
+        for store in &stores {
+            assert_eq!(*store.all().unwrap()[0], record("stays", 100));
+            store.sync().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_claim_written_twice_goes_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        let store = Store::open(dir.path()).unwrap();
+        store.write(&record("a", 100)).unwrap();
+        let first = fs::read(&path).unwrap()[HEADER as usize..].to_vec();
+        store.write(&record("a", 200)).unwrap();
+        // As if the writer had been killed before it marked the first line.
+        let mut both = fs::read(&path).unwrap();
+        both[HEADER as usize..HEADER as usize + first.len()].copy_from_slice(&first);
+        fs::write(&path, both).unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        assert_eq!(*store.get("a").unwrap().unwrap(), record("a", 200));
+        store.remove("a").unwrap();
+        assert_eq!(Store::open(dir.path()).unwrap().get("a").unwrap(), None);
+    }
+
+    #[test]
+    fn what_a_killed_writer_left_harms_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        Store::open(dir.path())
+            .unwrap()
+            .admit(&record("a", 500))
+            .unwrap();
+        let whole = fs::read(&path).unwrap();
+        for length in HEADER as usize..whole.len() {
+            fs::write(&path, &whole[..length]).unwrap();
+            let store = Store::open(dir.path()).unwrap();
+            assert_eq!(store.get("a").unwrap(), None, "length {length}");
+            assert!(!store.is_damaged().unwrap());
+            store.admit(&record("b", 500)).unwrap();
+            let again = Store::open(dir.path()).unwrap();
+            assert_eq!(again.all().unwrap(), [Arc::new(record("b", 500))]);
+        }
+    }
+
+    #[test]
     fn damage_is_found_at_every_byte() {
-        let good = encode(&record("a", 500));
-        assert!(decode(&good).is_ok());
-        for index in 0..good.len() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(FILE);
+        let store = Store::open(dir.path()).unwrap();
+        store.admit(&record("a", 500)).unwrap();
+        let end = fs::read(&path).unwrap().len();
+        store.admit(&record("b", 500)).unwrap();
+        let good = fs::read(&path).unwrap();
+        for index in HEADER as usize..end {
             let mut bad = good.clone();
             bad[index] ^= 1;
-            assert!(decode(&bad).is_err(), "byte {index}");
-            assert!(decode(&good[..index]).is_err(), "length {index}");
+            fs::write(&path, bad).unwrap();
+            let store = Store::open(dir.path()).unwrap();
+            assert_eq!(store.get("a").unwrap(), None, "byte {index}");
+            assert!(store.is_damaged().unwrap(), "byte {index}");
+            // Only without its end does a line take the next one with it.
+            assert_eq!(
+                store.get("b").unwrap().is_some(),
+                index + 1 < end,
+                "byte {index}"
+            );
         }
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
     }

@@ -1,6 +1,9 @@
 //! The node's devices as Kubernetes sees them: what the daemon manages, joined with what NVML and sysfs know.
 
-use std::path::{Path, PathBuf};
+use std::{
+    io,
+    path::{Path, PathBuf},
+};
 
 /// A GPU or MIG instance of this node.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -21,16 +24,25 @@ pub struct Device {
     pub pcie_root: Option<String>,
     /// Bytes.
     pub memory_bytes: u64,
-    /// The number in `/dev/nvidiaN`; none on the emulated device.
+    /// The number in `/dev/nvidiaN` of the GPU; none on the emulated device.
     pub minor: Option<u32>,
-    /// Whether it is a MIG instance.
-    pub mig: bool,
+    /// Which part of the GPU it is, if it is a MIG instance.
+    pub mig: Option<Mig>,
     /// Whether it is the emulated device.
     pub emulated: bool,
     /// Why nothing new may run on it.
     pub fault: Option<String>,
     /// Whether what runs on it must go: the fault has lasted, and is the device's own.
     pub evict: bool,
+}
+
+/// A MIG instance, as the driver numbers it within its GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Mig {
+    /// The GPU instance: memory and processors.
+    pub gpu_instance: u32,
+    /// The compute instance in it.
+    pub compute_instance: u32,
 }
 
 impl Device {
@@ -40,11 +52,17 @@ impl Device {
     }
 }
 
-/// A label for the device: by its minor number where it has one, else by its UUID.
-pub fn name(minor: Option<u32>, uuid: &str) -> String {
-    match minor {
-        Some(minor) => format!("gpu-{minor}"),
-        None => {
+/// A label for the device: by its numbers where it has some, else by its UUID.
+pub fn name(minor: Option<u32>, mig: Option<Mig>, uuid: &str) -> String {
+    match (minor, mig) {
+        (Some(minor), None) => format!("gpu-{minor}"),
+        (Some(minor), Some(mig)) => {
+            format!(
+                "gpu-{minor}-mig-{}-{}",
+                mig.gpu_instance, mig.compute_instance
+            )
+        }
+        (None, _) => {
             let plain: String = uuid.chars().filter(char::is_ascii_alphanumeric).collect();
             let plain = plain.to_ascii_lowercase();
             format!("gpu-{}", &plain[plain.len().saturating_sub(12)..])
@@ -75,6 +93,30 @@ pub fn proc_facts(root: &Path, uuid: &str) -> Option<ProcFacts> {
             minor: field("Device Minor").and_then(|minor| minor.parse().ok()),
         })
     })
+}
+
+/// The device nodes that allow the use of a MIG instance, beside those of its GPU: one for each of the two instances,
+/// numbered by the kernel driver in `/proc/driver/nvidia/capabilities`.
+///
+/// # Errors
+/// The instance is gone, or the driver's files are not what they were.
+pub fn capability_nodes(root: &Path, minor: u32, mig: Mig) -> io::Result<[String; 2]> {
+    let gpu = root.join(format!(
+        "proc/driver/nvidia/capabilities/gpu{minor}/mig/gi{}",
+        mig.gpu_instance
+    ));
+    let node = |path: PathBuf| {
+        let text = std::fs::read_to_string(&path)?;
+        let number = text
+            .lines()
+            .find_map(|line| line.strip_prefix("DeviceFileMinor:"));
+        let number: u32 = number
+            .and_then(|number| number.trim().parse().ok())
+            .ok_or_else(|| io::Error::other(format!("{} names no device node", path.display())))?;
+        Ok::<_, io::Error>(format!("/dev/nvidia-caps/nvidia-cap{number}"))
+    };
+    let compute = gpu.join(format!("ci{}/access", mig.compute_instance));
+    Ok([node(gpu.join("access"))?, node(compute)?])
 }
 
 /// The root of a PCI device's hierarchy: `pci0000:3a`.
@@ -123,11 +165,16 @@ mod tests {
 
     #[test]
     fn names_are_labels() {
-        assert_eq!(name(Some(7), "GPU-x"), "gpu-7");
+        assert_eq!(name(Some(7), None, "GPU-x"), "gpu-7");
+        let mig = Mig {
+            gpu_instance: 9,
+            compute_instance: 0,
+        };
+        assert_eq!(name(Some(7), Some(mig), "MIG-x"), "gpu-7-mig-9-0");
         assert_eq!(
-            name(None, "GPU-0F1E2D3C-0000-0000-0000-ABCDEF012345"),
+            name(None, None, "GPU-0F1E2D3C-0000-0000-0000-ABCDEF012345"),
             "gpu-abcdef012345"
         );
-        assert_eq!(name(None, "E"), "gpu-e");
+        assert_eq!(name(None, None, "E"), "gpu-e");
     }
 }

@@ -2,6 +2,7 @@
 
 use std::{
     collections::HashMap,
+    ffi::{CStr, CString},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -9,9 +10,10 @@ use std::{
 
 use gpumux_daemon::{api::types, client::Client as Daemon};
 use nvml_wrapper::Nvml;
+use nvml_wrapper_sys::bindings::NvmlLib;
 use tokio::sync::watch;
 
-use crate::device::{self, Device};
+use crate::device::{self, Device, Mig};
 
 /// How often.
 const EVERY: Duration = Duration::from_secs(5);
@@ -40,6 +42,7 @@ pub async fn watch(inventory: Inventory, daemon: Daemon) -> watch::Receiver<Arc<
         nvml: None,
         library,
         faults: HashMap::new(),
+        facts: HashMap::new(),
         last: Vec::new(),
     };
     looker.look(&daemon).await;
@@ -71,6 +74,7 @@ struct Looker {
     nvml: Option<Arc<Nvml>>,
     library: Option<PathBuf>,
     faults: HashMap<String, Instant>,
+    facts: HashMap<String, Facts>,
     last: Vec<Device>,
 }
 
@@ -81,10 +85,12 @@ impl Looker {
                 let facts = self
                     .facts(known.iter().map(|device| device.uuid.clone()).collect())
                     .await;
-                self.last = known
+                // A GPU that is in instances is used through them only.
+                let parents: Vec<_> = facts.values().filter_map(|f| f.parent.as_ref()).collect();
+                let known = known
                     .iter()
-                    .map(|device| self.join(device, &facts))
-                    .collect();
+                    .filter(|device| !parents.contains(&&device.uuid));
+                self.last = known.map(|device| self.join(device, &facts)).collect();
                 self.last
                     .sort_by(|a, b| (a.minor, &a.name).cmp(&(b.minor, &b.name)));
             }
@@ -100,7 +106,7 @@ impl Looker {
         }
     }
 
-    fn join(&mut self, known: &types::Device, facts: &HashMap<String, (u32, u32)>) -> Device {
+    fn join(&mut self, known: &types::Device, all: &HashMap<String, Facts>) -> Device {
         let fault = (known.state != "ok").then(|| known.state.clone());
         let evict = match &fault {
             None => {
@@ -115,14 +121,16 @@ impl Looker {
                     >= EVICT_AFTER
             }
         };
-        let proc = device::proc_facts(Path::new("/"), &known.uuid);
+        let facts = all.get(&known.uuid).cloned().unwrap_or_default();
+        let gpu = facts.parent.as_ref().unwrap_or(&known.uuid);
+        let proc = device::proc_facts(Path::new("/"), gpu);
         let minor = proc.as_ref().and_then(|proc| proc.minor);
         let pci_bus_id = proc.map(|proc| proc.pci_bus_id);
         Device {
-            name: device::name(minor, &known.uuid),
+            name: device::name(minor, facts.mig, &known.uuid),
             uuid: known.uuid.clone(),
             product: known.name.clone(),
-            compute_capability: facts.get(&known.uuid).copied(),
+            compute_capability: facts.compute_capability,
             driver: known.driver.clone(),
             pcie_root: pci_bus_id
                 .as_deref()
@@ -130,47 +138,84 @@ impl Looker {
             pci_bus_id,
             memory_bytes: known.memory_bytes,
             minor,
-            mig: known.uuid.starts_with("MIG-"),
+            mig: facts.mig,
             emulated: known.emulated,
             fault,
             evict,
         }
     }
 
-    /// Compute capabilities by UUID. A driver in trouble may not answer for long, so in a thread that may block.
-    async fn facts(&mut self, uuids: Vec<String>) -> HashMap<String, (u32, u32)> {
+    /// What NVML knows, by UUID. A driver in trouble may not answer for long, so in a thread that may block.
+    async fn facts(&mut self, uuids: Vec<String>) -> HashMap<String, Facts> {
         let (nvml, library) = (self.nvml.clone(), self.library.clone());
         let ask = tokio::task::spawn_blocking(move || {
+            let library = library.as_deref().unwrap_or(Path::new("libnvidia-ml.so.1"));
             let nvml = match nvml {
                 Some(nvml) => nvml,
-                None => Arc::new(init(library.as_deref())?),
+                None => Arc::new(Nvml::builder().lib_path(library.as_os_str()).init().ok()?),
             };
-            let capability = |uuid: String| {
-                let device = nvml.device_by_uuid(uuid.as_str()).ok()?;
-                let found = device.cuda_compute_capability().ok()?;
-                Some((
-                    uuid,
-                    (found.major.try_into().ok()?, found.minor.try_into().ok()?),
-                ))
-            };
-            Some((uuids.into_iter().filter_map(capability).collect(), nvml))
+            let one = |uuid: String| Some((uuid.clone(), facts(&nvml, library, &uuid)?));
+            Some((uuids.into_iter().filter_map(one).collect(), nvml))
         });
-        match tokio::time::timeout(EVERY, ask).await {
-            Ok(Ok(Some((facts, nvml)))) => {
-                self.nvml = Some(nvml);
-                facts
-            }
-            // Facts do not change: keep what is known.
-            _ => self
-                .last
-                .iter()
-                .filter_map(|device| Some((device.uuid.clone(), device.compute_capability?)))
-                .collect(),
+        // Facts do not change: without an answer, what is known stays.
+        if let Ok(Ok(Some((facts, nvml)))) = tokio::time::timeout(EVERY, ask).await {
+            self.nvml = Some(nvml);
+            self.facts = facts;
         }
+        self.facts.clone()
     }
 }
 
-fn init(library: Option<&Path>) -> Option<Nvml> {
-    let library = library.unwrap_or(Path::new("libnvidia-ml.so.1"));
-    Nvml::builder().lib_path(library.as_os_str()).init().ok()
+/// What NVML knows of a device.
+#[derive(Clone, Debug, Default)]
+struct Facts {
+    compute_capability: Option<(u32, u32)>,
+    /// Of a MIG instance: its numbers, and its GPU's UUID.
+    mig: Option<Mig>,
+    parent: Option<String>,
+}
+
+fn facts(nvml: &Nvml, library: &Path, uuid: &str) -> Option<Facts> {
+    let instance = uuid
+        .starts_with("MIG-")
+        .then(|| mig(library, uuid))
+        .flatten();
+    let (mig, parent) = instance.unzip();
+    let gpu = nvml
+        .device_by_uuid(parent.as_deref().unwrap_or(uuid))
+        .ok()?;
+    let capability = gpu.cuda_compute_capability().ok();
+    Some(Facts {
+        compute_capability: capability
+            .and_then(|found| Some((found.major.try_into().ok()?, found.minor.try_into().ok()?))),
+        mig,
+        parent,
+    })
+}
+
+/// The numbers of a MIG instance and its GPU's UUID. The wrapper has no functions for them. NVML must be initialised.
+fn mig(library: &Path, uuid: &str) -> Option<(Mig, String)> {
+    let text = CString::new(uuid).ok()?;
+    // SAFETY: the library is NVML, which this process has loaded already, so this only counts another user of it.
+    let nvml = unsafe { NvmlLib::new(library) }.ok()?;
+    let (mut instance, mut gpu) = (std::ptr::null_mut(), std::ptr::null_mut());
+    let (mut gi, mut ci, mut name) = (0, 0, [0u8; 96]);
+    // SAFETY: each function is there (an older library has none of them, and then is not called), handles come from
+    // the call before, and every pointer is to a local variable of the type and size that is passed.
+    let found = unsafe {
+        nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle
+            .as_ref()
+            .ok()?;
+        nvml.nvmlDeviceGetHandleByUUID(text.as_ptr(), &mut instance) == 0
+            && nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance, &mut gpu) == 0
+            && nvml.nvmlDeviceGetGpuInstanceId(instance, &mut gi) == 0
+            && nvml.nvmlDeviceGetComputeInstanceId(instance, &mut ci) == 0
+            && nvml.nvmlDeviceGetUUID(gpu, name.as_mut_ptr().cast(), 96) == 0
+    };
+    let parent = CStr::from_bytes_until_nul(&name).ok()?.to_str().ok()?;
+    let mig = Mig {
+        gpu_instance: gi,
+        compute_instance: ci,
+    };
+    found.then(|| (mig, parent.to_owned()))
 }

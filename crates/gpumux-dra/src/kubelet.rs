@@ -23,13 +23,14 @@ use crate::{
     claim::ClaimRef,
     device::Device,
     prepare::{Engine, Prepared},
-    proto::{health, registration, v1, v1beta1},
+    proto::{health, health_v1, registration, v1, v1beta1},
 };
 
 /// The services that are offered, the best first.
-const SERVICES: [&str; 3] = [
+const SERVICES: [&str; 4] = [
     "v1.DRAPlugin",
     "v1beta1.DRAPlugin",
+    "v1.DRAResourceHealth",
     "v1alpha1.DRAResourceHealth",
 ];
 /// How often the health of all devices is said again.
@@ -139,6 +140,11 @@ pub fn serve(engine: Engine, places: &Places) -> Result<Served, KubeletError> {
     let (stop, stopped) = watch::channel(false);
     let (heard, registered) = watch::channel(None);
     let plugin = Arc::new(engine);
+    let health = Arc::new(Health {
+        pool: plugin.node.clone(),
+        devices: plugin.devices.clone(),
+        stopped: stopped.clone(),
+    });
     let dra = Server::builder()
         .add_service(v1::dra_plugin_server::DraPluginServer::from_arc(
             plugin.clone(),
@@ -146,13 +152,8 @@ pub fn serve(engine: Engine, places: &Places) -> Result<Served, KubeletError> {
         .add_service(v1beta1::dra_plugin_server::DraPluginServer::from_arc(
             plugin.clone(),
         ))
-        .add_service(
-            health::dra_resource_health_server::DraResourceHealthServer::new(Health {
-                pool: plugin.node.clone(),
-                devices: plugin.devices.clone(),
-                stopped: stopped.clone(),
-            }),
-        );
+        .add_service(health_v1::DraResourceHealthServer::from_arc(health.clone()))
+        .add_service(health::dra_resource_health_server::DraResourceHealthServer::from_arc(health));
     let registration = Server::builder().add_service(
         registration::registration_server::RegistrationServer::new(Registration {
             endpoint: service.display().to_string(),
@@ -280,84 +281,16 @@ macro_rules! dra_plugin {
         impl $version::dra_plugin_server::DraPlugin for Engine {
             async fn node_prepare_resources(
                 &self,
-                request: Request<$version::NodePrepareResourcesRequest>,
-            ) -> Result<Response<$version::NodePrepareResourcesResponse>, Status> {
-                let claims: Vec<ClaimRef> = request
-                    .into_inner()
-                    .claims
-                    .into_iter()
-                    .map(Into::into)
-                    .collect();
-                let engine = self.clone();
-                let results = detached(claims.clone(), move |claims| async move {
-                    engine.prepare(&claims).await
-                });
-                let answers = claims.iter().zip(results.await?).map(|(claim, result)| {
-                    let (devices, error) = match result {
-                        Ok(devices) => {
-                            (devices.into_iter().map(Into::into).collect(), String::new())
-                        }
-                        Err(error) => (Vec::new(), error.to_string()),
-                    };
-                    (
-                        claim.uid.clone(),
-                        $version::NodePrepareResourceResponse { devices, error },
-                    )
-                });
-                Ok(Response::new($version::NodePrepareResourcesResponse {
-                    claims: answers.collect(),
-                }))
+                request: Request<v1::NodePrepareResourcesRequest>,
+            ) -> Result<Response<v1::NodePrepareResourcesResponse>, Status> {
+                prepare(self.clone(), request.into_inner().claims).await
             }
 
             async fn node_unprepare_resources(
                 &self,
-                request: Request<$version::NodeUnprepareResourcesRequest>,
-            ) -> Result<Response<$version::NodeUnprepareResourcesResponse>, Status> {
-                let claims: Vec<ClaimRef> = request
-                    .into_inner()
-                    .claims
-                    .into_iter()
-                    .map(Into::into)
-                    .collect();
-                let engine = self.clone();
-                let results = detached(claims.clone(), move |claims| async move {
-                    engine.unprepare(&claims).await
-                });
-                let answers = claims.iter().zip(results.await?).map(|(claim, result)| {
-                    let error = result
-                        .err()
-                        .map(|error| error.to_string())
-                        .unwrap_or_default();
-                    (
-                        claim.uid.clone(),
-                        $version::NodeUnprepareResourceResponse { error },
-                    )
-                });
-                Ok(Response::new($version::NodeUnprepareResourcesResponse {
-                    claims: answers.collect(),
-                }))
-            }
-        }
-
-        impl From<$version::Claim> for ClaimRef {
-            fn from(claim: $version::Claim) -> Self {
-                Self {
-                    namespace: claim.namespace,
-                    name: claim.name,
-                    uid: claim.uid,
-                }
-            }
-        }
-
-        impl From<Prepared> for $version::Device {
-            fn from(prepared: Prepared) -> Self {
-                Self {
-                    request_names: vec![prepared.request],
-                    pool_name: prepared.pool,
-                    device_name: prepared.device,
-                    cdi_device_ids: vec![prepared.cdi_id],
-                    share_id: prepared.share_id,
-                }
+                request: Request<v1::NodeUnprepareResourcesRequest>,
+            ) -> Result<Response<v1::NodeUnprepareResourcesResponse>, Status> {
+                unprepare(self.clone(), request.into_inner().claims).await
             }
         }
     };
@@ -366,20 +299,77 @@ macro_rules! dra_plugin {
 dra_plugin!(v1);
 dra_plugin!(v1beta1);
 
+async fn prepare(
+    engine: Engine,
+    claims: Vec<v1::Claim>,
+) -> Result<Response<v1::NodePrepareResourcesResponse>, Status> {
+    let (claims, results) = detached(
+        claims,
+        |claims| async move { engine.prepare(&claims).await },
+    )
+    .await?;
+    let device = |prepared: Prepared| v1::Device {
+        request_names: vec![prepared.request],
+        pool_name: prepared.pool,
+        device_name: prepared.device,
+        cdi_device_ids: vec![prepared.cdi_id],
+        share_id: prepared.share_id,
+    };
+    let answers = claims.into_iter().zip(results).map(|(claim, result)| {
+        let (devices, error) = match result {
+            Ok(devices) => (devices.into_iter().map(device).collect(), String::new()),
+            Err(error) => (Vec::new(), error.to_string()),
+        };
+        let answer = v1::NodePrepareResourceResponse { devices, error };
+        (claim.uid, answer)
+    });
+    let claims = answers.collect();
+    Ok(Response::new(v1::NodePrepareResourcesResponse { claims }))
+}
+
+async fn unprepare(
+    engine: Engine,
+    claims: Vec<v1::Claim>,
+) -> Result<Response<v1::NodeUnprepareResourcesResponse>, Status> {
+    let (claims, results) = detached(
+        claims,
+        |claims| async move { engine.unprepare(&claims).await },
+    )
+    .await?;
+    let answers = claims.into_iter().zip(results).map(|(claim, result)| {
+        let error = result
+            .err()
+            .map_or_else(String::new, |error| error.to_string());
+        (claim.uid, v1::NodeUnprepareResourceResponse { error })
+    });
+    let claims = answers.collect();
+    Ok(Response::new(v1::NodeUnprepareResourcesResponse { claims }))
+}
+
 /// Does the work in a task of its own: a kubelet that hangs up must not leave it half done.
-async fn detached<T: Send + 'static, F: Future<Output = T> + Send + 'static>(
-    claims: Vec<ClaimRef>,
+async fn detached<T, F>(
+    claims: Vec<v1::Claim>,
     work: impl FnOnce(Vec<ClaimRef>) -> F,
-) -> Result<T, Status> {
+) -> Result<(Vec<ClaimRef>, T), Status>
+where
+    T: Send + 'static,
+    F: Future<Output = T> + Send + 'static,
+{
+    let refer = |claim: v1::Claim| ClaimRef {
+        namespace: claim.namespace,
+        name: claim.name,
+        uid: claim.uid,
+    };
+    let claims: Vec<_> = claims.into_iter().map(refer).collect();
     if let Some(claim) = claims.iter().find(|claim| !is_uid(&claim.uid)) {
         return Err(Status::invalid_argument(format!(
             "`{}` is no uid of a claim",
             claim.uid
         )));
     }
-    tokio::spawn(work(claims))
-        .await
-        .map_err(|error| Status::internal(error.to_string()))
+    let result = tokio::spawn(work(claims.clone())).await;
+    let result = result.map_err(|error| Status::internal(error.to_string()))?;
+    Ok((claims, result))
 }
 
 /// A uid becomes part of file names.
@@ -393,15 +383,8 @@ struct Health {
     stopped: watch::Receiver<bool>,
 }
 
-#[tonic::async_trait]
-impl health::dra_resource_health_server::DraResourceHealth for Health {
-    type NodeWatchResourcesStream =
-        Pin<Box<dyn Stream<Item = Result<health::NodeWatchResourcesResponse, Status>> + Send>>;
-
-    async fn node_watch_resources(
-        &self,
-        _: Request<health::NodeWatchResourcesRequest>,
-    ) -> Result<Response<Self::NodeWatchResourcesStream>, Status> {
+impl Health {
+    fn stream(&self) -> HealthStream {
         let state = (
             self.pool.clone(),
             self.devices.clone(),
@@ -422,9 +405,31 @@ impl health::dra_resource_health_server::DraResourceHealth for Health {
                 Some((Ok(news), (pool, devices, stopped, false)))
             },
         );
-        Ok(Response::new(Box::pin(stream)))
+        Box::pin(stream)
     }
 }
+
+type HealthStream =
+    Pin<Box<dyn Stream<Item = Result<health::NodeWatchResourcesResponse, Status>> + Send>>;
+
+macro_rules! health_service {
+    ($server:path) => {
+        #[tonic::async_trait]
+        impl $server for Health {
+            type NodeWatchResourcesStream = HealthStream;
+
+            async fn node_watch_resources(
+                &self,
+                _: Request<health::NodeWatchResourcesRequest>,
+            ) -> Result<Response<HealthStream>, Status> {
+                Ok(Response::new(self.stream()))
+            }
+        }
+    };
+}
+
+health_service!(health_v1::DraResourceHealth);
+health_service!(health::dra_resource_health_server::DraResourceHealth);
 
 fn health_of(pool: &str, devices: &[Device]) -> health::NodeWatchResourcesResponse {
     let now = SystemTime::now()

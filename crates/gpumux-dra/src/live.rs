@@ -65,7 +65,7 @@ struct Watchers(BTreeMap<String, JoinHandle<()>>);
 
 impl Watchers {
     fn watch(&mut self, engine: &Engine, seen: &mpsc::Sender<ResourceClaim>) {
-        let Ok((records, _)) = engine.store.all() else {
+        let Ok(records) = engine.store.all() else {
             return;
         };
         let wanted: BTreeSet<_> = records
@@ -108,7 +108,7 @@ impl Drop for Watchers {
 }
 
 async fn look_at_all(engine: &Engine) {
-    let Ok((records, _)) = engine.store.all() else {
+    let Ok(records) = engine.store.all() else {
         return;
     };
     for record in records.iter().filter(|record| record.ready) {

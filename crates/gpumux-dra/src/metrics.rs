@@ -380,7 +380,7 @@ async fn metrics(State(endpoints): State<Endpoints>) -> (StatusCode, String) {
         tokio::time::timeout(PATIENCE, users(&endpoints.pod_resources)),
     );
     let records = match engine.store.all() {
-        Ok((records, _)) => records,
+        Ok(records) => records,
         Err(error) => return (StatusCode::INTERNAL_SERVER_ERROR, format!("{error}\n")),
     };
     let tenants = match tenants {

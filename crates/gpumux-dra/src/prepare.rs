@@ -3,7 +3,12 @@
 //! The order makes every step repeatable after a crash: the claim is recorded before anything is made, tenants and
 //! the CDI file carry the claim's uid, and the record is the last thing that goes.
 
-use std::{path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    collections::BTreeSet,
+    path::PathBuf,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use futures_util::future::join_all;
 use gpumux_core::TenantSpec;
@@ -13,7 +18,8 @@ use gpumux_daemon::{
 };
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Api;
-use tokio::sync::{mpsc, watch};
+use serde_json::json;
+use tokio::sync::{Mutex, mpsc, watch};
 
 use crate::{
     cdi,
@@ -25,6 +31,8 @@ use crate::{
 
 /// How long the API server may take. The kubelet gives up on a call after 45 s.
 const API_PATIENCE: Duration = Duration::from_secs(15);
+/// How long what the daemon said of itself is taken for true.
+const SAME_DAEMON: Duration = Duration::from_secs(5);
 
 /// A point between two steps, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -111,6 +119,9 @@ pub struct Prepared {
     pub cdi_id: String,
 }
 
+/// What the daemon's promises can say, and when it was asked.
+pub type Fields = (Instant, Arc<BTreeSet<String>>);
+
 /// Does what the kubelet asks. Cheap to clone.
 #[derive(Clone)]
 pub struct Engine {
@@ -130,6 +141,8 @@ pub struct Engine {
     pub devices: watch::Receiver<Arc<Vec<Device>>>,
     /// Told of claims that were prepared.
     pub news: mpsc::UnboundedSender<ClaimRef>,
+    /// What the daemon's promises can say, and when it was asked.
+    pub fields: Arc<Mutex<Option<Fields>>>,
     /// Told after each step; for tests.
     pub after: fn(Step),
 }
@@ -164,7 +177,7 @@ impl Engine {
 
     async fn prepare_one(&self, claim: &ClaimRef) -> Result<Vec<Prepared>, PrepareError> {
         let _lock = self.lock(&claim.uid).await?;
-        let known = self.known(&claim.uid)?;
+        let known = self.store.get(&claim.uid)?;
         if let Some(record) = known.as_deref().filter(|record| record.ready) {
             // The kubelet asks again after its own restart: what went missing meanwhile comes back.
             self.make_tenants(record, true).await?;
@@ -202,7 +215,7 @@ impl Engine {
         tokio::task::spawn_blocking(move || {
             store.admit(&entered)?;
             after(Step::Entered);
-            store.sync(&entered.claim.uid)
+            store.sync()
         })
         .await??;
         (self.after)(Step::Recorded);
@@ -211,29 +224,28 @@ impl Engine {
         self.describe(record)?;
         (self.after)(Step::Described);
         record.ready = true;
-        self.keep(record).await?;
+        // This need not survive a power failure: pods do not either, and their claims are then prepared anew.
+        self.store.write(record)?;
         (self.after)(Step::Ready);
         Ok(())
     }
 
     async fn unprepare_one(&self, claim: &ClaimRef) -> Result<(), PrepareError> {
         let _lock = self.lock(&claim.uid).await?;
-        match self.store.get(&claim.uid) {
-            Ok(Some(record)) => self.unmake(&record).await,
-            // Records go last: nothing of this claim is left.
-            Ok(None) => self.undescribe(&claim.uid),
-            Err(error) => {
-                tracing::warn!(claim = %claim.name, %error, "unprepared by name");
-                self.undescribe(&claim.uid)?;
-                let prefix = tenant_prefix(&claim.uid);
-                for tenant in self.daemon.tenants().await? {
-                    if tenant.name.starts_with(&prefix) {
-                        self.end_tenant(&tenant.name).await?;
-                    }
+        if let Some(record) = self.store.get(&claim.uid)? {
+            return self.unmake(&record).await;
+        }
+        // Records go last: nothing of this claim is left, unless its record is damaged.
+        self.undescribe(&claim.uid)?;
+        if self.store.is_damaged()? {
+            let prefix = tenant_prefix(&claim.uid);
+            for tenant in self.daemon.tenants().await? {
+                if tenant.name.starts_with(&prefix) {
+                    self.end_tenant(&tenant.name).await?;
                 }
-                Ok(self.store.remove(&claim.uid)?)
             }
         }
+        Ok(())
     }
 
     /// Undoes as much as can be undone; only when all is, the record goes.
@@ -246,7 +258,11 @@ impl Engine {
         undone?;
         (self.after)(Step::Untenanted);
         let (store, uid) = (self.store.clone(), record.claim.uid.clone());
-        tokio::task::spawn_blocking(move || store.remove(&uid)).await??;
+        tokio::task::spawn_blocking(move || {
+            store.remove(&uid)?;
+            store.sync()
+        })
+        .await??;
         (self.after)(Step::Forgotten);
         Ok(())
     }
@@ -256,10 +272,7 @@ impl Engine {
     /// # Errors
     /// The daemon, or the disk. What could be restored is.
     pub async fn restore(&self) -> Result<usize, PrepareError> {
-        let (records, damaged) = self.store.all()?;
-        for error in damaged {
-            tracing::warn!(%error, "a claim is unknown until it is prepared or unprepared again");
-        }
+        let records = self.store.all()?;
         let living = self.daemon.tenants().await?;
         let missing = |record: &Record| {
             record
@@ -308,7 +321,7 @@ impl Engine {
             let _ = self.make_tenants(&record, true).await;
             return Err(error);
         }
-        self.keep(&changed).await
+        Ok(self.store.write(&changed)?)
     }
 
     async fn fetch(&self, claim: &ClaimRef) -> Result<ResourceClaim, PrepareError> {
@@ -321,15 +334,18 @@ impl Engine {
 
     /// Makes the claim's tenants, or changes those that are there if they are known to be this record's.
     async fn make_tenants(&self, record: &Record, known: bool) -> Result<(), PrepareError> {
-        let specs = specs(record)?;
-        for (tenant, spec) in record.tenants.iter().zip(specs) {
-            let new = NewTenant {
+        let known_fields = self.fields().await?;
+        for (tenant, share, spec) in tenants(record)? {
+            let mut new = json!(NewTenant {
                 name: Some(tenant.name.clone()),
-                spec: spec.clone().into(),
+                spec: change(&spec),
                 kept: true,
                 token: Some(tenant.token.clone()),
                 ..NewTenant::default()
-            };
+            });
+            for (field, value) in share.parameters.extra(&share.guaranteed(), &known_fields)? {
+                new["spec"][field] = value;
+            }
             match self.daemon.create(&new).await {
                 Err(ClientError::Refused { status: 409, .. }) if known => {
                     self.daemon.change(&tenant.name, &change(&spec)).await?;
@@ -343,6 +359,20 @@ impl Engine {
             }
         }
         Ok(())
+    }
+
+    /// What the daemon's promises can say: another version may run now than did before.
+    async fn fields(&self) -> Result<Arc<BTreeSet<String>>, PrepareError> {
+        let mut known = self.fields.lock().await;
+        if let Some((_, fields)) = known
+            .as_ref()
+            .filter(|(asked, _)| asked.elapsed() < SAME_DAEMON)
+        {
+            return Ok(fields.clone());
+        }
+        let fields = Arc::new(self.daemon.spec_fields().await?);
+        *known = Some((Instant::now(), fields.clone()));
+        Ok(fields)
     }
 
     async fn end_tenant(&self, name: &str) -> Result<(), PrepareError> {
@@ -361,38 +391,22 @@ impl Engine {
         cdi::remove(&self.cdi_dir, uid).map_err(|e| PrepareError::Cdi(self.cdi_dir.clone(), e))
     }
 
-    /// Writes a record that is on disk already in an earlier state. This one need not survive a power failure: the pods
-    /// do not either, and their claims are then prepared anew.
-    async fn keep(&self, record: &Record) -> Result<(), PrepareError> {
-        let (store, record) = (self.store.clone(), record.clone());
-        Ok(tokio::task::spawn_blocking(move || store.write(&record)).await??)
-    }
-
-    /// The record, or none where it is damaged: then the claim is prepared anew.
-    fn known(&self, uid: &str) -> Result<Option<Arc<Record>>, PrepareError> {
-        match self.store.get(uid) {
-            Err(error @ CheckpointError::Damaged { .. }) => {
-                tracing::warn!(%error, "prepared anew");
-                Ok(None)
-            }
-            other => Ok(other?),
-        }
-    }
-
     async fn lock(&self, uid: &str) -> Result<std::fs::File, PrepareError> {
         let (store, uid) = (self.store.clone(), uid.to_owned());
         Ok(tokio::task::spawn_blocking(move || store.lock_claim(&uid)).await??)
     }
 }
 
-/// The tenants' promises, in their order. Shares of one tenant have the same.
-fn specs(record: &Record) -> Result<Vec<TenantSpec>, ShareError> {
+/// The tenants with their promises. Shares of one tenant have the same, so the first is returned.
+fn tenants(record: &Record) -> Result<Vec<(&TenantRecord, &Share, TenantSpec)>, ShareError> {
     let patch: Option<Patch> = record.patch.as_deref().map(str::parse).transpose()?;
-    (0..record.tenants.len())
-        .filter_map(|tenant| record.tenant_of.iter().position(|&of| of == tenant))
-        .filter_map(|share| record.shares.get(share))
-        .map(|share| share.spec(patch.as_ref()))
-        .collect()
+    let one = |(index, tenant)| {
+        let first = record.tenant_of.iter().position(|&of| of == index)?;
+        let share = record.shares.get(first)?;
+        let spec = share.spec(patch.as_ref());
+        Some(spec.map(|spec| (tenant, share, spec)))
+    };
+    record.tenants.iter().enumerate().filter_map(one).collect()
 }
 
 fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> Record {

@@ -205,6 +205,7 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
         host: Arc::new(config.host),
         devices: devices.clone(),
         news,
+        fields: Arc::default(),
         after: config.after,
     };
     let served = kubelet::serve(engine.clone(), &config.places)?;

@@ -3,10 +3,11 @@
 //! What Kubernetes accounts (guaranteed compute and memory) is consumed capacity and not said here, except that
 //! the annotation may lower it. Everything else about a share is.
 
-use std::{fmt, str::FromStr};
+use std::{collections::BTreeSet, fmt, str::FromStr};
 
 use gpumux_core::{Class, TenantSpec};
 use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
 
 use crate::model::{Amounts, WHOLE_COMPUTE};
 
@@ -82,6 +83,12 @@ pub struct Sleep {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub struct Patch {
+    /// [`API_VERSION`], if at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub api_version: Option<String>,
+    /// [`KIND`], if at all.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub kind: Option<String>,
     /// Guaranteed milli-GPU, at most what the claim was allocated.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub compute: Option<u64>,
@@ -149,8 +156,8 @@ pub enum ShareError {
     /// No name.
     #[error("trustDomain `{0}` is no name: use 1 to 63 letters, digits, `.`, `_`, `-`")]
     TrustDomain(String),
-    /// The daemon of this version has no means for it.
-    #[error("{0} cannot be kept by this version of gpumux: leave it out")]
+    /// The node's daemon has no means for it.
+    #[error("{0} cannot be kept by the gpumuxd of this node: leave it out, or update gpumuxd")]
     NotSupported(&'static str),
 }
 
@@ -253,8 +260,7 @@ impl GpuShare {
     /// The tenant's promise, with `allocated` guaranteed.
     ///
     /// # Errors
-    /// The tier and the allocation do not agree, the limit is below the guarantee, or the daemon has no means for
-    /// what is asked.
+    /// The tier and the allocation do not agree, or the limit is below the guarantee.
     pub fn spec(
         &self,
         allocated: &Amounts,
@@ -266,12 +272,6 @@ impl GpuShare {
                 return Err(ShareError::Guaranteed(compute));
             }
             _ => {}
-        }
-        if self.trust_domain.is_some() {
-            return Err(ShareError::NotSupported("trustDomain"));
-        }
-        if self.sleep.is_some() {
-            return Err(ShareError::NotSupported("sleep"));
         }
         let share = patch.map_or_else(|| self.clone(), |patch| self.patched(patch));
         let guaranteed = match patch.and_then(|patch| patch.compute) {
@@ -314,6 +314,37 @@ impl GpuShare {
     }
 }
 
+impl GpuShare {
+    /// What the tenant is promised beside its [`spec`](Self::spec), for a daemon whose promises have these fields.
+    ///
+    /// # Errors
+    /// The daemon has no means for what is asked.
+    pub fn extra(
+        &self,
+        allocated: &Amounts,
+        known: &BTreeSet<String>,
+    ) -> Result<Map<String, Value>, ShareError> {
+        let sleep = self.sleep.map(|sleep| sleep.after_seconds.into());
+        let trust = self.trust_domain.clone().map(Value::from);
+        let mut extra = Map::new();
+        for (field, value, parameter) in [
+            // Accounted by Kubernetes all the same.
+            ("memory_guaranteed", Some(allocated.memory.into()), None),
+            ("sleep_after_s", sleep, Some("sleep")),
+            ("trust_domain", trust, Some("trustDomain")),
+        ] {
+            match (value, parameter) {
+                (Some(value), _) if known.contains(field) => {
+                    drop(extra.insert(field.into(), value))
+                }
+                (Some(_), Some(parameter)) => return Err(ShareError::NotSupported(parameter)),
+                _ => {}
+            }
+        }
+        Ok(extra)
+    }
+}
+
 impl FromStr for Patch {
     type Err = ShareError;
 
@@ -323,6 +354,14 @@ impl FromStr for Patch {
             what: "annotation gpumux.dev/share",
             why: error.to_string(),
         })?;
+        let api_version = patch.api_version.as_deref().unwrap_or(API_VERSION);
+        let kind = patch.kind.as_deref().unwrap_or(KIND);
+        if (api_version, kind) != (API_VERSION, KIND) {
+            return Err(ShareError::Kind {
+                api_version: api_version.to_owned(),
+                kind: kind.to_owned(),
+            });
+        }
         GpuShare::default().patched(&patch).check()?;
         Ok(patch)
     }
@@ -425,18 +464,30 @@ mod tests {
     }
 
     #[test]
-    fn what_the_daemon_has_no_means_for_is_refused() {
-        for fields in [
-            json!({"trustDomain": "team"}),
-            json!({"sleep": {"afterSeconds": 60}}),
-        ] {
-            let error = share(fields)
-                .unwrap()
-                .spec(&allocated(0), None)
-                .unwrap_err()
-                .to_string();
-            assert!(error.contains("leave it out"), "{error}");
-        }
+    fn the_daemon_gets_what_it_has_means_for_and_the_rest_is_refused() {
+        let share = share(json!({"trustDomain": "team", "sleep": {"afterSeconds": 60}})).unwrap();
+        let known = |fields: &[&str]| fields.iter().map(|field| (*field).to_owned()).collect();
+        let all = known(&[
+            "guaranteed",
+            "memory_guaranteed",
+            "sleep_after_s",
+            "trust_domain",
+        ]);
+        let extra = share.extra(&allocated(0), &all).unwrap();
+        assert_eq!(
+            Value::Object(extra),
+            json!({"memory_guaranteed": 1 << 30, "sleep_after_s": 60, "trust_domain": "team"})
+        );
+        let error = |fields: &[&str]| {
+            let refused = share.extra(&allocated(0), &known(fields));
+            refused.unwrap_err().to_string()
+        };
+        assert!(error(&["sleep_after_s"]).starts_with("trustDomain cannot be kept"));
+        assert!(error(&["trust_domain"]).starts_with("sleep cannot be kept"));
+        let plain = GpuShare::default()
+            .extra(&allocated(0), &known(&[]))
+            .unwrap();
+        assert!(plain.is_empty());
     }
 
     #[test]
@@ -450,6 +501,9 @@ mod tests {
         let spec = resize(r#"{"compute": 200, "weight": 4}"#).unwrap();
         assert_eq!((spec.guaranteed, spec.limit, spec.weight), (0.2, 0.8, 4.0));
         assert_eq!(resize(r#"{"burst": 100}"#).unwrap().limit, 0.6);
+        let whole =
+            r#"{"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare", "limit": 900}"#;
+        assert_eq!(resize(whole).unwrap().limit, 0.9);
         for (patch, message) in [
             (
                 r#"{"compute": 600}"#,
@@ -460,6 +514,7 @@ mod tests {
                 "limit 400 is out of range: use 500 to 1000",
             ),
             (r#"{"memory": 1}"#, "unknown field `memory`"),
+            (r#"{"kind": "GpuConfig"}"#, "write apiVersion"),
             ("faster", "cannot read annotation"),
         ] {
             let error = resize(patch).unwrap_err();

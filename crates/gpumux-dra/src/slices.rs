@@ -239,7 +239,7 @@ fn attributes(device: &Device) -> BTreeMap<String, DeviceAttribute> {
         ("uuid".to_owned(), string(&device.uuid)),
         (
             "type".to_owned(),
-            string(if device.mig { "mig" } else { "gpu" }),
+            string(if device.mig.is_some() { "mig" } else { "gpu" }),
         ),
         ("emulated".to_owned(), flag(device.emulated)),
     ]);
@@ -359,7 +359,7 @@ pub(crate) mod tests {
             pcie_root: Some("pci0000:3a".into()),
             memory_bytes: 80 << 30,
             minor: Some(minor),
-            mig: false,
+            mig: None,
             emulated: false,
             fault: None,
             evict: false,

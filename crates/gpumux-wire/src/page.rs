@@ -64,6 +64,17 @@ impl HintCounts {
             held_ns: self.held_ns.saturating_add(other.held_ns),
         }
     }
+
+    /// What was added since it was `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            given: self.given.saturating_sub(before.given),
+            useful: self.useful.saturating_sub(before.useful),
+            wasted: self.wasted.saturating_sub(before.wasted),
+            held_ns: self.held_ns.saturating_sub(before.held_ns),
+        }
+    }
 }
 
 /// What a slot says.
@@ -143,9 +154,9 @@ struct Layout {
 }
 
 /// Steps of the histogram of request times per doubling.
-const STEPS: usize = 8;
+pub const STEPS: usize = 8;
 /// Its doublings: from 1 µs to more than an hour.
-const DOUBLINGS: usize = 32;
+pub const DOUBLINGS: usize = 32;
 
 /// How long the program's requests took, where it marks them: a histogram whose steps are an eighth
 /// of a doubling apart.
@@ -161,11 +172,10 @@ impl Requests {
         self.0[step.min(STEPS * DOUBLINGS - 1)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Adds the counts to `all`, whatever the writer put there.
-    pub fn add_to(&self, all: &mut RequestTimes) {
-        for (sum, own) in all.0.iter_mut().zip(&self.0) {
-            *sum = sum.saturating_add(own.load(Ordering::Relaxed));
-        }
+    /// The counts, whatever the writer put there; none is believed to be so high that sums could overflow.
+    pub fn times(&self) -> RequestTimes {
+        let count = |n: usize| self.0[n].load(Ordering::Relaxed).min(1 << 40);
+        RequestTimes(std::array::from_fn(count))
     }
 }
 
@@ -187,6 +197,37 @@ impl RequestTimes {
             .fold(0, |sum, count| sum.saturating_add(*count))
     }
 
+    /// Steps with requests in them, the shortest first, and how many. Step `n` ends at 2^((n + 1) / [`STEPS`]) µs.
+    pub fn steps(&self) -> impl Iterator<Item = (usize, u64)> {
+        let all = self.0.iter().copied().enumerate();
+        all.filter(|(_, count)| *count > 0)
+    }
+
+    /// How long all of them took, in µs, to half a step.
+    pub fn total_us(&self) -> f64 {
+        self.steps()
+            .map(|(step, count)| middle_us(step) * count as f64)
+            .sum()
+    }
+
+    /// Both together.
+    #[must_use]
+    pub fn plus(mut self, other: &Self) -> Self {
+        for (sum, more) in self.0.iter_mut().zip(&other.0) {
+            *sum = sum.saturating_add(*more);
+        }
+        self
+    }
+
+    /// What was added since it was `before`.
+    #[must_use]
+    pub fn since(mut self, before: &Self) -> Self {
+        for (now, before) in self.0.iter_mut().zip(&before.0) {
+            *now = now.saturating_sub(*before);
+        }
+        self
+    }
+
     /// The time in µs that this part of the requests did not exceed, to a step.
     pub fn quantile_us(&self, part: f64) -> f64 {
         let rank = (self.count() as f64 * part).ceil().max(1.0) as u64;
@@ -195,9 +236,12 @@ impl RequestTimes {
             seen = seen.saturating_add(*count);
             seen >= rank
         });
-        // The middle of the step.
-        step.map_or(0.0, |step| ((step as f64 + 0.5) / STEPS as f64).exp2())
+        step.map_or(0.0, middle_us)
     }
+}
+
+fn middle_us(step: usize) -> f64 {
+    ((step as f64 + 0.5) / STEPS as f64).exp2()
 }
 
 /// A mapped page.
@@ -332,22 +376,27 @@ mod tests {
         for us in 1..=100 {
             writer.requests().record(us * 1000);
         }
-        let mut times = RequestTimes::default();
-        reader.requests().add_to(&mut times);
-        assert_eq!(times.count(), 100);
-        let p50 = times.quantile_us(0.5);
+        let before = reader.requests().times();
+        assert_eq!(before.count(), 100);
+        let p50 = before.quantile_us(0.5);
         assert!((45.0..56.0).contains(&p50), "{p50}");
+        // 1 + 2 + … + 100, to half a step.
+        let total = before.total_us();
+        assert!((4800.0..5300.0).contains(&total), "{total}");
         writer.requests().record(0);
         writer.requests().record(u64::MAX);
-        reader.requests().add_to(&mut times);
-        assert_eq!(times.count(), 202);
+        let times = reader.requests().times();
+        assert_eq!(times.clone().plus(&before).count(), 202);
+        let new: Vec<_> = times.since(&before).steps().collect();
+        assert_eq!(new, [(0, 1), (STEPS * DOUBLINGS - 1, 1)]);
         // Whatever a hostile writer counts, nothing overflows.
         for count in &writer.requests().0 {
             count.store(u64::MAX, Ordering::Relaxed);
         }
-        reader.requests().add_to(&mut times);
-        assert_eq!(times.count(), u64::MAX);
-        assert!(times.quantile_us(0.99) >= 1.0);
+        let most = reader.requests().times().plus(&before);
+        assert!(most.count() > 1 << 48);
+        assert!(most.quantile_us(0.99) >= 1.0 && most.total_us().is_finite());
+        assert_eq!(before.since(&most), RequestTimes::default());
         let most = HintCounts {
             given: u64::MAX,
             ..one

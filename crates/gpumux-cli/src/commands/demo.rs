@@ -19,6 +19,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
+use super::client;
 use crate::{emulated::Server, output};
 
 const EXAMPLES: &str = "\
@@ -94,13 +95,17 @@ const SLACK: Duration = Duration::from_secs(30);
 const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let shared = !args.emulated && Server::here().is_some();
     let emulated = args.emulated
         || Server::here().is_some()
         || !gpumux_cuda::Device::count().is_ok_and(|count| count > 0);
+    if shared || !emulated {
+        refuse_company()?;
+    }
     // Where this is allowed, a busy machine's other programs then disturb all three rows less.
     let _ = rustix::process::setpriority_process(None, -10);
     let bar = progress(args.seconds);
-    let demo = play(args.seconds, emulated, &bar);
+    let demo = play(args.seconds, emulated, shared, &bar);
     bar.finish_and_clear();
     let demo = demo?;
     match args.json {
@@ -108,6 +113,21 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         false => output::print(&text(&demo))?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Another daemon on a device whose tenants run would bring it to a stop: each would let one batch tenant run
+/// with the least slice, and the device would switch between the two for ever.
+fn refuse_company() -> anyhow::Result<()> {
+    let dir = paths::find();
+    let tenants = client::block(async |client| client.tenants().await).unwrap_or_default();
+    if let Some(tenant) = tenants.iter().find(|tenant| !tenant.domains.is_empty()) {
+        bail!(
+            "tenant {} of the daemon in {} uses the device, and a demo has a daemon of its own: end its tenants first, or use --emulated",
+            tenant.name,
+            dir.display()
+        );
+    }
+    Ok(())
 }
 
 fn progress(seconds: u64) -> ProgressBar {
@@ -131,7 +151,7 @@ struct Round {
     managed: (Report, Report),
 }
 
-fn play(seconds: u64, emulated: bool, bar: &ProgressBar) -> anyhow::Result<Demo> {
+fn play(seconds: u64, emulated: bool, shared: bool, bar: &ProgressBar) -> anyhow::Result<Demo> {
     // A round has three long measurements and one half as long. The rest is what starting everything takes.
     let long = (seconds as f64 - 4.0) / f64::from(ROUNDS) / 3.5;
     let mut done = 0.0;
@@ -142,7 +162,7 @@ fn play(seconds: u64, emulated: bool, bar: &ProgressBar) -> anyhow::Result<Demo>
     };
 
     next(1.0, "measuring the kernels");
-    let stage = Stage::set(emulated)?;
+    let stage = Stage::set(emulated, shared)?;
     let load = format!("latency --kernels {REQUEST_KERNELS} --period-us {PERIOD_US} --jitter 0.5");
     let requests = Program::new(&stage, Class::Latency, &load, REQUEST_KERNEL_US)?;
     let batch = Program::new(&stage, Class::Batch, "batch --in-flight 2", BATCH_KERNEL_US)?;
@@ -229,9 +249,9 @@ struct Stage {
 }
 
 impl Stage {
-    fn set(emulated: bool) -> anyhow::Result<Self> {
+    fn set(emulated: bool, shared: bool) -> anyhow::Result<Self> {
         let dir = tempfile::Builder::new().prefix("gpumux-demo-").tempdir()?;
-        let device = match (emulated, Server::here()) {
+        let device = match (emulated, Server::here().filter(|_| shared)) {
             (false, _) => None,
             (true, Some(server)) => Some(server),
             (true, None) => Some(Server::start(dir.path(), Vec::new())?),

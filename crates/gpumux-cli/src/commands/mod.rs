@@ -1,5 +1,6 @@
 //! The commands, one file each.
 
+pub(crate) mod cdi;
 pub(crate) mod completions;
 pub(crate) mod daemon;
 pub(crate) mod demo;

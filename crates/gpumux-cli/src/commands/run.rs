@@ -106,7 +106,7 @@ fn create(args: &Args) -> Result<Created, Failure> {
     let tenant = NewTenant {
         name: args.name.clone(),
         program: program.map(|name| name.to_string_lossy().into_owned()),
-        spec: args.spec.spec(),
+        spec: args.spec.change(),
         ..NewTenant::default()
     };
     let ask = || client::block(async |client| client.create(&tenant).await);

@@ -2,7 +2,7 @@
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use gpumux_core::{Class, Hints};
-use gpumux_daemon::api::types::{Spec, SpecChange};
+use gpumux_daemon::api::types::SpecChange;
 
 #[derive(clap::Args, Clone, Debug)]
 pub(crate) struct SpecArgs {
@@ -62,19 +62,6 @@ impl SpecArgs {
             weight: self.weight,
             latency_objective_us: self.latency_objective,
             hints: self.hints,
-        }
-    }
-
-    /// The whole promise; what was not said has its default.
-    pub(crate) fn spec(&self) -> Spec {
-        let default = Spec::default();
-        Spec {
-            class: self.class.unwrap_or(default.class),
-            guaranteed: self.guaranteed.unwrap_or(default.guaranteed),
-            limit: self.limit.unwrap_or(default.limit),
-            weight: self.weight.unwrap_or(default.weight),
-            latency_objective_us: self.latency_objective,
-            hints: self.hints.unwrap_or(default.hints),
         }
     }
 }

@@ -9,8 +9,10 @@ use prometheus_client::{
     registry::{Registry, Unit},
 };
 
-use super::types::{Domain, LeverCost, Status, Tenant};
-use crate::scheduler::{LEVER_BUCKETS_US, Totals};
+use gpumux_wire::page::STEPS;
+
+use super::types::{Domain, RequestFigures, Status, Tenant};
+use crate::scheduler::{BUCKETS_US, Totals};
 
 /// How the answer is to be read.
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -225,6 +227,45 @@ const PROMISED: [Told<Tenant>; 4] = [
     ),
 ];
 
+/// What a tenant's processes count.
+const HINTS: [Told<Tenant>; 4] = [
+    (
+        (
+            "gpumux_tenant_hints",
+            None,
+            "Times that a device was held ahead of work.",
+        ),
+        |t| t.hints.given as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_useful_hints",
+            None,
+            "Holds that work found in place.",
+        ),
+        |t| t.hints.useful as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_wasted_hints",
+            None,
+            "Holds that ended before work came.",
+        ),
+        |t| t.hints.wasted as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_hint_held",
+            Some("seconds"),
+            "Device time that holds took.",
+        ),
+        |t| t.hints.held_us as f64 / 1e6,
+    ),
+];
+
+/// Doublings of 1 µs at which the classes of request times end: 64 µs to 67 s.
+const REQUEST_DOUBLINGS: std::ops::RangeInclusive<i32> = 6..=26;
+
 /// What is counted of the scheduling thread.
 const SCHEDULER: [Told<Status>; 3] = [
     (
@@ -314,7 +355,16 @@ impl Scrape {
                 f.sample(vec![], value(&self.status))
             })?;
         }
-        Ok(())
+        let name = (
+            "gpumux_scheduler_step",
+            Some("seconds"),
+            "What one look of the scheduling thread took, with the levers that it pulled.",
+        );
+        let thread = &self.status.scheduler;
+        family(encoder, name, MetricType::Histogram, |f| {
+            let (sum, counts) = (thread.steps_total_us, &thread.steps_histogram);
+            durations(&mut f.metric, sum, thread.steps, counts)
+        })
     }
 
     fn devices(&self, encoder: &mut DescriptorEncoder<'_>) -> fmt::Result {
@@ -382,7 +432,8 @@ impl Scrape {
         );
         family(encoder, pulls, MetricType::Histogram, |f| {
             pairs().try_for_each(|(labels, lever)| {
-                histogram(&mut f.metric.encode_family(&labels)?, lever)
+                let metric = &mut f.metric.encode_family(&labels)?;
+                durations(metric, lever.total_us, lever.pulls, &lever.histogram)
             })
         })
     }
@@ -410,6 +461,25 @@ impl Scrape {
                     .try_for_each(|t| f.sample(vec![("tenant", &t.name)], value(t)))
             })?;
         }
+        for (name, value) in HINTS {
+            family(encoder, name, MetricType::Counter, |f| {
+                self.tenants
+                    .iter()
+                    .try_for_each(|t| f.sample(vec![("tenant", &t.name)], value(t)))
+            })?;
+        }
+        let name = (
+            "gpumux_tenant_request",
+            Some("seconds"),
+            "Time of a request that the program marked with gpumux_begin and gpumux_end.",
+        );
+        family(encoder, name, MetricType::Histogram, |f| {
+            let marked = self.tenants.iter().filter(|t| t.requests.count > 0);
+            marked.into_iter().try_for_each(|t| {
+                let labels: Labels<'_> = vec![("tenant", &t.name)];
+                requests(&mut f.metric.encode_family(&labels)?, &t.requests)
+            })
+        })?;
         for (name, value) in SHOWN {
             family(encoder, name, MetricType::Gauge, |f| {
                 for tenant in &self.tenants {
@@ -439,14 +509,32 @@ impl Scrape {
     }
 }
 
-fn histogram(metric: &mut MetricEncoder<'_>, lever: &LeverCost) -> fmt::Result {
-    let ends = LEVER_BUCKETS_US
+/// Durations that were counted in the classes of [`BUCKETS_US`].
+fn durations(
+    metric: &mut MetricEncoder<'_>,
+    total_us: u64,
+    count: u64,
+    counts: &[u64],
+) -> fmt::Result {
+    let ends = BUCKETS_US
         .iter()
         .map(|end| *end as f64 / 1e6)
         .chain([f64::INFINITY]);
-    let buckets: Vec<(f64, u64)> = ends.zip(lever.histogram.iter().copied()).collect();
-    let sum = lever.total_us as f64 / 1e6;
-    metric.encode_histogram::<NoLabelSet>(sum, lever.pulls, &buckets, None)
+    let buckets: Vec<(f64, u64)> = ends.zip(counts.iter().copied()).collect();
+    metric.encode_histogram::<NoLabelSet>(total_us as f64 / 1e6, count, &buckets, None)
+}
+
+fn requests(metric: &mut MetricEncoder<'_>, figures: &RequestFigures) -> fmt::Result {
+    let ends = REQUEST_DOUBLINGS.map(|doublings| f64::from(doublings).exp2() / 1e6);
+    let mut buckets: Vec<(f64, u64)> = ends.chain([f64::INFINITY]).map(|end| (end, 0)).collect();
+    for [step, count] in &figures.histogram {
+        // Step 0 begins at 1 µs, so the first eight end at or below the first doubling.
+        let doublings = (*step as usize / STEPS + 1).max(*REQUEST_DOUBLINGS.start() as usize);
+        let bucket = (doublings - *REQUEST_DOUBLINGS.start() as usize).min(buckets.len() - 1);
+        buckets[bucket].1 = buckets[bucket].1.saturating_add(*count);
+    }
+    let sum = figures.total_us / 1e6;
+    metric.encode_histogram::<NoLabelSet>(sum, figures.count, &buckets, None)
 }
 
 #[cfg(test)]
@@ -456,7 +544,7 @@ pub(crate) mod tests {
     use gpumux_core::Class;
 
     use super::*;
-    use crate::api::types::{Device, Scheduler, Spec, TenantState};
+    use crate::api::types::{Device, HintFigures, LeverCost, Scheduler, Spec, TenantState};
 
     pub(crate) fn example() -> Scrape {
         let lever = |lever: &str| LeverCost {
@@ -503,6 +591,8 @@ pub(crate) mod tests {
                     plans: 2,
                     busy_s: 0.5,
                     plan_max_us: 80,
+                    steps_total_us: 1_000_300,
+                    steps_histogram: vec![0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 1],
                 },
             },
             tenants: vec![Tenant {
@@ -515,8 +605,19 @@ pub(crate) mod tests {
                 domains: Vec::new(),
                 since: 0,
                 state: TenantState::Idle,
-                hints: Default::default(),
-                requests: Default::default(),
+                hints: HintFigures {
+                    given: 4,
+                    useful: 3,
+                    wasted: 1,
+                    held_us: 250,
+                },
+                // 1 µs, 4 ms, and more than an hour.
+                requests: RequestFigures {
+                    count: 6,
+                    total_us: 3.6e9,
+                    histogram: vec![[0, 2], [95, 3], [255, 1]],
+                    ..RequestFigures::default()
+                },
             }],
             totals: vec![("web".into(), "GPU-0".into(), totals)],
             started: 1e9,
@@ -603,6 +704,15 @@ pub(crate) mod tests {
             r#"gpumux_tenant_received_seconds_total{tenant="web",device="GPU-0"} 1.5"#,
             r#"gpumux_lever_pull_seconds_bucket{le="0.00005",device="GPU-0",lever="freeze"} 2"#,
             r#"gpumux_lever_pull_seconds_count{device="GPU-1",lever="thaw"} 3"#,
+            r#"gpumux_scheduler_step_seconds_bucket{le="0.1"} 4"#,
+            r#"gpumux_scheduler_step_seconds_bucket{le="+Inf"} 5"#,
+            r#"gpumux_tenant_useful_hints_total{tenant="web"} 3"#,
+            r#"gpumux_tenant_hint_held_seconds_total{tenant="web"} 0.00025"#,
+            r#"gpumux_tenant_request_seconds_bucket{le="0.000064",tenant="web"} 2"#,
+            r#"gpumux_tenant_request_seconds_bucket{le="0.002048",tenant="web"} 2"#,
+            r#"gpumux_tenant_request_seconds_bucket{le="0.004096",tenant="web"} 5"#,
+            r#"gpumux_tenant_request_seconds_bucket{le="+Inf",tenant="web"} 6"#,
+            r#"gpumux_tenant_request_seconds_sum{tenant="web"} 3600"#,
         ] {
             assert!(text.contains(line), "{line} in\n{text}");
         }

@@ -26,10 +26,9 @@ use axum::{
         IntoResponse, Response,
         sse::{Event, Sse},
     },
-    routing::{get, patch, post},
+    routing::{delete, get, patch, post},
 };
 use gpumux_core::Micros;
-use gpumux_wire::page::HintCounts;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -210,8 +209,9 @@ impl Drop for Place {
 fn router(api: Arc<Api>) -> Router {
     readable()
         .route("/v1/tenants", post(create))
-        .route("/v1/tenants/{name}", patch(change).delete(delete))
+        .route("/v1/tenants/{name}", patch(change).delete(remove))
         .route("/v1/tenants/{name}/hint", post(hint))
+        .route("/v1/settings/{name}", delete(forget))
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(api)
 }
@@ -254,7 +254,8 @@ fn readable() -> Router<Arc<Api>> {
         metrics,
         create,
         change,
-        delete,
+        remove,
+        forget,
         hint
     ),
     components(schemas(Problem))
@@ -279,14 +280,17 @@ impl IntoResponse for Refused {
 impl From<TenantError> for Refused {
     fn from(error: TenantError) -> Self {
         let status = match &error {
-            TenantError::Unknown(_) | TenantError::UnknownToken => StatusCode::NOT_FOUND,
+            TenantError::Unknown(_) | TenantError::UnknownToken | TenantError::NothingSet(_) => {
+                StatusCode::NOT_FOUND
+            }
             TenantError::NotYours(_) | TenantError::NotTrusted => StatusCode::FORBIDDEN,
             TenantError::Taken(_) | TenantError::Busy(..) | TenantError::HintsOff(_) => {
                 StatusCode::CONFLICT
             }
-            TenantError::BadName(_) | TenantError::BadToken | TenantError::Spec(_) => {
-                StatusCode::UNPROCESSABLE_ENTITY
-            }
+            TenantError::BadName(_)
+            | TenantError::BadToken
+            | TenantError::Spec(_)
+            | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
             TenantError::Invisible => StatusCode::BAD_REQUEST,
             TenantError::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
             TenantError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
@@ -505,7 +509,8 @@ async fn create(
     Ok((StatusCode::CREATED, Json(created)))
 }
 
-/// Changes what a tenant is promised: in force at once, or refused and nothing changed.
+/// Changes what a tenant is promised: in force at once, or refused and nothing changed. If somebody chose its
+/// name, its owner's next tenant of this name has the same.
 #[utoipa::path(
     patch, path = "/v1/tenants/{name}", request_body = SpecChange,
     params(("name" = String, Path, description = "Name of the tenant")),
@@ -528,12 +533,27 @@ async fn change(
     params(("name" = String, Path, description = "Name of the tenant")),
     responses((status = 204), (status = "4XX", body = Problem))
 )]
-async fn delete(
+async fn remove(
     State(api): State<Arc<Api>>,
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
     api.tenants.delete(peer.uid, &name).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Forgets what was set for tenants of this name: the next one has the defaults.
+#[utoipa::path(
+    delete, path = "/v1/settings/{name}",
+    params(("name" = String, Path, description = "Name of tenants")),
+    responses((status = 204), (status = "4XX", body = Problem))
+)]
+async fn forget(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+) -> Result<StatusCode, Refused> {
+    api.tenants.forget(peer.uid, &name).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -623,11 +643,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     } else {
         TenantState::Idle
     };
-    let mut hints = HintCounts::default();
-    for (_, counts) in view.hints.iter().filter(|(id, _)| *id == tenant.id) {
-        hints = hints.plus(*counts);
-    }
-    let requests = view.requests.get(&tenant.id);
+    let counted = view.counted.get(&tenant.id);
     types::Tenant {
         name: tenant.name,
         class: tenant.spec.class,
@@ -638,8 +654,10 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         domains,
         since: tenant.since,
         state,
-        hints: hints.into(),
-        requests: requests.map(Into::into).unwrap_or_default(),
+        hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
+        requests: counted
+            .map(|all| (&all.requests).into())
+            .unwrap_or_default(),
     }
 }
 

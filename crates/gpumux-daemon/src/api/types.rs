@@ -46,6 +46,12 @@ pub struct Scheduler {
     pub busy_s: f64,
     /// The longest plan of all devices in µs.
     pub plan_max_us: u64,
+    /// Time of all steps, levers included, in µs.
+    #[serde(default)]
+    pub steps_total_us: u64,
+    /// How many steps took up to 20, 50, 100, 200, 500 µs, 1, 2, 5, 20, 100 ms, and longer.
+    #[serde(default)]
+    pub steps_histogram: Vec<u64>,
 }
 
 /// A device that is shared.
@@ -195,6 +201,19 @@ pub struct SpecChange {
 }
 
 impl SpecChange {
+    /// Both changes, where this one comes after the other.
+    #[must_use]
+    pub fn after(&self, other: &Self) -> Self {
+        Self {
+            class: self.class.or(other.class),
+            guaranteed: self.guaranteed.or(other.guaranteed),
+            limit: self.limit.or(other.limit),
+            weight: self.weight.or(other.weight),
+            latency_objective_us: self.latency_objective_us.or(other.latency_objective_us),
+            hints: self.hints.or(other.hints),
+        }
+    }
+
     /// The spec after the change.
     pub fn apply(&self, spec: &TenantSpec) -> TenantSpec {
         TenantSpec {
@@ -216,8 +235,9 @@ pub struct NewTenant {
     pub name: Option<String>,
     /// Without a name: the program that it is named after, with a number if that is taken.
     pub program: Option<String>,
-    /// Its promise.
-    pub spec: Spec,
+    /// Its promise, as far as it differs from what was [set](SpecChange) for this name before, and from the
+    /// defaults.
+    pub spec: SpecChange,
     /// It lives until it is deleted, and any process with its secret belongs to it, whatever its user: for
     /// containers, whose processes come and go. Only root and the daemon's own user may ask
     /// for it.
@@ -265,7 +285,7 @@ pub struct Tenant {
     pub requests: RequestFigures,
 }
 
-/// Holds of a device ahead of work, by processes that live.
+/// Holds of a device ahead of work, since the daemon knows the tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HintFigures {
     /// How many there were.
@@ -289,8 +309,8 @@ impl From<HintCounts> for HintFigures {
     }
 }
 
-/// Requests that a program marks with `gpumux_begin` and `gpumux_end`.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+/// Requests that a program marks with `gpumux_begin` and `gpumux_end`, since the daemon knows the tenant.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RequestFigures {
     /// How many ended.
     pub count: u64,
@@ -298,6 +318,12 @@ pub struct RequestFigures {
     pub p50_us: f64,
     /// 99% took no longer, in µs, within 5%.
     pub p99_us: f64,
+    /// How long all of them took, in µs, within 5%.
+    #[serde(default)]
+    pub total_us: f64,
+    /// `[n, count]` of every step of time that has requests: step n ends at 2^((n + 1) / 8) µs.
+    #[serde(default)]
+    pub histogram: Vec<[u64; 2]>,
 }
 
 impl From<&RequestTimes> for RequestFigures {
@@ -308,6 +334,10 @@ impl From<&RequestTimes> for RequestFigures {
                 count,
                 p50_us: times.quantile_us(0.5),
                 p99_us: times.quantile_us(0.99),
+                total_us: times.total_us(),
+                histogram: (times.steps())
+                    .map(|(step, count)| [step as u64, count])
+                    .collect(),
             },
         }
     }

@@ -12,7 +12,7 @@ use gpumux_wire::page::SLOTS;
 use super::{
     Clock, Reaper, SessionId,
     domain::Domain,
-    record::{Record, Totals, What},
+    record::{Durations, Record, Totals, What},
 };
 use crate::api::types::LeverCost;
 
@@ -386,19 +386,12 @@ pub(super) struct LeverCosts {
     read: Cost,
 }
 
-/// Upper ends of the classes in which levers' durations are counted, in µs.
-pub(crate) const LEVER_BUCKETS_US: [u64; 10] =
-    [20, 50, 100, 200, 500, 1000, 2000, 5000, 20_000, 100_000];
-
 #[derive(Default)]
 struct Cost {
-    pulls: u64,
+    pulls: Durations,
     failures: u64,
     min: Micros,
     max: Micros,
-    /// Pulls by duration: up to each of [`LEVER_BUCKETS_US`], and longer.
-    histogram: [u64; LEVER_BUCKETS_US.len() + 1],
-    total: Micros,
     /// The recent ones count most.
     recent: f64,
 }
@@ -409,11 +402,9 @@ impl Cost {
             self.failures += 1;
             return;
         }
-        self.pulls += 1;
-        self.total += took;
+        self.pulls.record(took);
         self.max = self.max.max(took);
-        self.histogram[LEVER_BUCKETS_US.partition_point(|end| *end < took.0)] += 1;
-        if self.pulls == 1 {
+        if self.pulls.count == 1 {
             (self.min, self.recent) = (took, took.0 as f64);
         }
         self.min = self.min.min(took);
@@ -421,7 +412,7 @@ impl Cost {
     }
 
     fn or(&self, assumed: Micros) -> Micros {
-        match self.pulls {
+        match self.pulls.count {
             0 => assumed,
             _ => Micros((self.recent as u64).max(1)),
         }
@@ -450,13 +441,13 @@ impl LeverCosts {
         ];
         all.map(|(lever, cost)| LeverCost {
             lever: lever.into(),
-            pulls: cost.pulls,
+            pulls: cost.pulls.count,
             failures: cost.failures,
             min_us: cost.min.0,
-            mean_us: cost.total.0 / cost.pulls.max(1),
+            mean_us: cost.pulls.total.0 / cost.pulls.count.max(1),
             max_us: cost.max.0,
-            total_us: cost.total.0,
-            histogram: cost.histogram.into(),
+            total_us: cost.pulls.total.0,
+            histogram: cost.pulls.histogram.into(),
         })
         .into()
     }

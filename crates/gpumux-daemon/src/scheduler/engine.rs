@@ -11,16 +11,13 @@ use gpumux_core::{
     policy::{self, Claim, Division, MaxMin, Priority, Weighted},
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
-use gpumux_wire::{
-    Daemon,
-    page::{HintCounts, Page, RequestTimes, SLOTS, Slot},
-};
+use gpumux_wire::{Daemon, page::Page};
 
 use super::{
     Clock, Reaper, SessionId,
     device::Device,
     domain::{Domain, Member, NewGroup},
-    record::{History, Totals, What},
+    record::{Counted, Durations, History, Totals, What},
 };
 use crate::{api::types, config::Config};
 
@@ -33,10 +30,13 @@ pub(crate) struct Engine {
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
+    /// What processes that are gone counted, of tenants that live.
+    ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
     /// What a step cost lately, levers apart.
     cost: Micros,
     stats: types::Scheduler,
+    steps: Durations,
     stopped: bool,
 }
 
@@ -54,6 +54,8 @@ struct CopyGroup {
 pub(crate) struct Met {
     tenant: TenantId,
     page: Arc<Page>,
+    /// What the page had counted when the process came: one that comes again brings it along.
+    before: Counted,
     /// Tells it something, without waiting. Whether that was possible.
     speak: Box<dyn Fn(&Daemon) -> bool + Send>,
     /// What it knows of [`Daemon::Hints`].
@@ -68,10 +70,15 @@ impl Met {
     ) -> Self {
         Self {
             tenant,
+            before: Counted::of(&page),
             page,
             speak,
             told: (0, false),
         }
+    }
+
+    fn counted(&self) -> Counted {
+        Counted::of(&self.page).since(&self.before)
     }
 }
 
@@ -84,9 +91,8 @@ pub(crate) struct View {
     /// Without what only NVML knows.
     pub(crate) devices: Vec<types::Device>,
     pub(crate) scheduler: types::Scheduler,
-    /// By process.
-    pub(crate) hints: Vec<(TenantId, HintCounts)>,
-    pub(crate) requests: BTreeMap<TenantId, RequestTimes>,
+    /// What each tenant's processes counted so far, those that are gone too.
+    pub(crate) counted: BTreeMap<TenantId, Counted>,
 }
 
 /// A group that cannot be managed.
@@ -108,9 +114,11 @@ impl Engine {
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
+            ended: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
             stats: types::Scheduler::default(),
+            steps: Durations::default(),
             stopped: false,
         }
     }
@@ -200,6 +208,7 @@ impl Engine {
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        self.ended.remove(&tenant);
         for device in self.devices.values_mut() {
             device.ended.remove(&tenant);
         }
@@ -296,7 +305,12 @@ impl Engine {
     /// A session has ended. Its files are closed; if its process lives on, its groups are given
     /// back as they were made.
     pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
-        self.sessions.remove(&session);
+        if let Some(met) = self.sessions.remove(&session)
+            && self.tenants.contains_key(&met.tenant)
+        {
+            let ended = self.ended.entry(met.tenant).or_default();
+            *ended = met.counted().plus(ended);
+        }
         self.remove(session, None, alive);
     }
 
@@ -355,7 +369,6 @@ impl Engine {
             return None;
         }
         let start = self.now();
-        self.stats.steps += 1;
         for device in self.devices.values_mut() {
             device.observe(start, &self.clock, self.cost);
         }
@@ -378,6 +391,7 @@ impl Engine {
         let took = observed.saturating_sub(start) + planning;
         self.cost = Micros((self.cost.0 * 7 + took.0).div_ceil(8));
         self.stats.busy_s += took.as_secs_f64();
+        self.steps.record(self.now().saturating_sub(start));
         self.devices
             .values()
             .filter_map(|device| device.due(self.cost))
@@ -483,18 +497,17 @@ impl Engine {
             domains: Vec::new(),
             totals: BTreeMap::new(),
             devices: Vec::new(),
-            scheduler: self.stats.clone(),
-            hints: Vec::new(),
-            requests: BTreeMap::new(),
+            scheduler: types::Scheduler {
+                steps: self.steps.count,
+                steps_total_us: self.steps.total.0,
+                steps_histogram: self.steps.histogram.into(),
+                ..self.stats.clone()
+            },
+            counted: self.ended.clone(),
         };
         for met in self.sessions.values() {
-            let slots = (0..SLOTS as u32).filter_map(|slot| met.page.slot(slot));
-            let hints = slots
-                .map(Slot::hints)
-                .fold(HintCounts::default(), HintCounts::plus);
-            view.hints.push((met.tenant, hints));
-            let requests = view.requests.entry(met.tenant).or_default();
-            met.page.requests().add_to(requests);
+            let all = view.counted.entry(met.tenant).or_default();
+            *all = met.counted().plus(all);
         }
         for (uuid, device) in &mut self.devices {
             device.sample(now);

@@ -21,10 +21,9 @@ use gpumux_core::Micros;
 use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
-pub(crate) use device::LEVER_BUCKETS_US;
 pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::{Engine, GroupError, Met, View};
-pub(crate) use record::{Event, History, Now, Totals, What, Who};
+pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
 
 use crate::config::Config;
 

@@ -1,8 +1,9 @@
-//! What happened on a device lately, for traces; and what its domains had in all, for metrics.
+//! What happened on a device lately, for traces; and what its domains had and its tenants counted in all, for metrics.
 
 use std::{collections::VecDeque, sync::Arc};
 
 use gpumux_core::{Demand, DomainId, Micros, TenantId};
+use gpumux_wire::page::{HintCounts, Page, RequestTimes, SLOTS, Slot};
 
 /// Most events kept per device: half a minute of a device whose turns change every 10 ms, in about 1 MiB.
 const CAPACITY: usize = 16 * 1024;
@@ -110,6 +111,60 @@ impl std::ops::AddAssign for Totals {
         self.thaws += other.thaws;
         self.slice_changes += other.slice_changes;
         self.tampered += other.tampered;
+    }
+}
+
+/// What a tenant's processes counted themselves.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Counted {
+    pub(crate) hints: HintCounts,
+    pub(crate) requests: RequestTimes,
+}
+
+impl Counted {
+    /// One process's counts.
+    pub(super) fn of(page: &Page) -> Self {
+        let slots = (0..SLOTS as u32).filter_map(|slot| page.slot(slot));
+        Self {
+            hints: slots
+                .map(Slot::hints)
+                .fold(HintCounts::default(), HintCounts::plus),
+            requests: page.requests().times(),
+        }
+    }
+
+    pub(super) fn plus(self, other: &Self) -> Self {
+        Self {
+            hints: self.hints.plus(other.hints),
+            requests: self.requests.plus(&other.requests),
+        }
+    }
+
+    pub(super) fn since(self, before: &Self) -> Self {
+        Self {
+            hints: self.hints.since(before.hints),
+            requests: self.requests.since(&before.requests),
+        }
+    }
+}
+
+/// Upper ends of the classes in which durations are counted, in µs.
+pub(crate) const BUCKETS_US: [u64; 10] = [20, 50, 100, 200, 500, 1000, 2000, 5000, 20_000, 100_000];
+
+/// How long something took, again and again.
+#[derive(Debug, Default)]
+pub(super) struct Durations {
+    pub(super) count: u64,
+    pub(super) total: Micros,
+    /// Up to each of [`BUCKETS_US`], and longer.
+    pub(super) histogram: [u64; BUCKETS_US.len() + 1],
+}
+
+impl Durations {
+    pub(super) fn record(&mut self, took: Micros) {
+        self.count += 1;
+        self.total += took;
+        self.histogram[BUCKETS_US.partition_point(|end| *end < took.0)] += 1;
     }
 }
 

@@ -7,9 +7,9 @@ use std::{
 
 use gpumux_core::{Class, Micros, TenantId, TenantSpec, Timeslice};
 use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
-use gpumux_wire::page::Page;
+use gpumux_wire::page::{HintCounts, Page};
 
-use super::{Engine, GroupError, Member, NewGroup, SessionId};
+use super::{Engine, GroupError, Member, Met, NewGroup, SessionId};
 use crate::{api::types, config::Config};
 
 /// What each lever takes on this device.
@@ -302,6 +302,50 @@ fn a_dead_process_is_closed_at_once_and_untouched() {
         !bench.hardware().groups[&3].frozen,
         "the other has the device"
     );
+}
+
+#[test]
+fn what_processes_count_is_kept_when_they_are_gone_and_never_counted_twice() {
+    let mut bench = Bench::new();
+    bench.spec(1, TenantSpec::default()).unwrap();
+    let (page, file) = Page::create().unwrap();
+    let come = |bench: &mut Bench, session| {
+        let page = Arc::new(Page::open(&file).unwrap());
+        let met = Met::new(TenantId(1), page, Box::new(|_| true));
+        bench.engine.meet(SessionId(session), met);
+    };
+    let count = |bench: &mut Bench| {
+        let view = bench.engine.view();
+        let all = view.counted.get(&TenantId(1));
+        all.map(|all| (all.hints.given, all.requests.count()))
+    };
+    let hint = HintCounts {
+        given: 1,
+        ..HintCounts::default()
+    };
+    come(&mut bench, 1);
+    page.requests().record(5000);
+    page.slot(3).unwrap().count_hints(hint);
+    assert_eq!(count(&mut bench), Some((1, 1)));
+    bench.engine.leave(SessionId(1), true);
+    page.requests().record(5000);
+    // The same process comes again, with the same page; what it did alone is not the daemon's business.
+    come(&mut bench, 2);
+    assert_eq!(count(&mut bench), Some((1, 1)));
+    page.requests().record(5000);
+    bench.engine.leave(SessionId(2), false);
+    assert_eq!(count(&mut bench), Some((1, 2)));
+    bench.engine.step();
+    let steps = bench.engine.view().scheduler;
+    assert_eq!(
+        (steps.steps, steps.steps_histogram.iter().sum::<u64>()),
+        (1, 1)
+    );
+    // A tenant that has ended before its last process leaves nothing.
+    come(&mut bench, 3);
+    bench.engine.forget(TenantId(1));
+    bench.engine.leave(SessionId(3), false);
+    assert_eq!(count(&mut bench), None);
 }
 
 #[test]

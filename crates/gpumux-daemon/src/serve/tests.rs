@@ -10,7 +10,7 @@ use tokio::{sync::oneshot, task::JoinHandle};
 
 use super::*;
 use crate::{
-    api::types::{Created, NewTenant, Spec, SpecChange, Tenant, TenantState},
+    api::types::{Created, NewTenant, SpecChange, Tenant, TenantState},
     client::{Client, ClientError},
     fake::{self, Driver},
 };
@@ -44,9 +44,9 @@ impl Running {
     }
 
     async fn create(&self, name: &str, class: Class) -> Result<Created, ClientError> {
-        let spec = Spec {
-            class,
-            ..Spec::default()
+        let spec = SpecChange {
+            class: Some(class),
+            ..SpecChange::default()
         };
         self.client
             .create(&NewTenant {
@@ -196,9 +196,9 @@ async fn what_cannot_be_promised_is_refused_and_changes_nothing() {
     assert_eq!((status, said.contains("no name")), (422, true), "{said}");
     let new = |guaranteed| NewTenant {
         program: Some("/usr/bin/python3".into()),
-        spec: Spec {
-            guaranteed,
-            ..Spec::default()
+        spec: SpecChange {
+            guaranteed: Some(guaranteed),
+            ..SpecChange::default()
         },
         ..NewTenant::default()
     };
@@ -251,11 +251,15 @@ async fn a_restarted_daemon_knows_its_tenants() {
         .await;
     daemon.stop().await;
 
-    // One whose tenants make no sense starts too.
-    std::fs::write(dir.path().join("tenants.json"), "{").unwrap();
+    // One whose files make no sense starts too.
+    for file in ["tenants.json", "settings.json"] {
+        std::fs::write(dir.path().join(file), "{").unwrap();
+    }
     let daemon = Running::start(dir.path(), &driver).await;
     assert_eq!(daemon.client.tenants().await.unwrap(), []);
-    assert!(dir.path().join("tenants.json.bad").exists());
+    for file in ["tenants.json.bad", "settings.json.bad"] {
+        assert!(dir.path().join(file).exists(), "{file}");
+    }
     daemon.stop().await;
 }
 

@@ -37,8 +37,11 @@ impl Node {
             ..Config::default()
         };
         let scheduler = scheduler::start(Arc::new(config.clone())).unwrap();
-        let file = dir.path().join("tenants.json");
-        let tenants = Tenants::load(file, String::new(), scheduler.clone())
+        let files = crate::tenants::Files {
+            tenants: dir.path().join("tenants.json"),
+            settings: dir.path().join("settings.json"),
+        };
+        let tenants = Tenants::load(files, String::new(), scheduler.clone())
             .await
             .unwrap();
         let hello = Duration::from_millis(200);

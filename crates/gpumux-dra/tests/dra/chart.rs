@@ -20,7 +20,7 @@ fn deploy() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy")
 }
 
-fn documents(text: &str) -> Vec<Value> {
+pub(crate) fn documents(text: &str) -> Vec<Value> {
     serde_saphyr::from_multiple::<Value>(text).unwrap_or_else(|error| panic!("{error}\n{text}"))
 }
 
@@ -67,7 +67,7 @@ fn template_value(value: &Value) -> TemplateValue {
 }
 
 /// The chart's objects, as `helm template` would print them.
-fn render() -> Vec<Value> {
+pub(crate) fn render() -> Vec<Value> {
     let chart = deploy().join("helm/gpumux");
     let values = read(&std::fs::read_to_string(chart.join("values.yaml")).unwrap());
     let names = std::fs::read_to_string(chart.join("templates/_names.tpl")).unwrap();
@@ -246,6 +246,29 @@ fn the_drivers_command_line_is_one_that_it_takes() {
             .iter()
             .all(|name| variables.contains(name))
     );
+}
+
+#[test]
+fn the_image_has_what_the_chart_looks_for() {
+    let recipe = std::fs::read_to_string(deploy().join("Containerfile")).unwrap();
+    let values = std::fs::read_to_string(deploy().join("helm/gpumux/values.yaml")).unwrap();
+    let libraries = read(&values)["image"]["libraries"]
+        .as_str()
+        .unwrap()
+        .to_owned();
+    let copied = |file: &str, to: &str| {
+        let mut lines = recipe
+            .lines()
+            .filter(|line| line.starts_with("COPY --from=build"));
+        lines.any(|line| line.contains(&format!("/{file} ")) && line.ends_with(&format!(" {to}/")))
+    };
+    assert!(copied("gpumux", "/usr/bin"));
+    for library in ["libgpumux.so", "libgpumux_emu.so"] {
+        assert!(copied(library, &libraries), "{library}");
+    }
+    // The compiler is the one that the workspace needs.
+    let compiler = format!("rust:{}-", env!("CARGO_PKG_RUST_VERSION"));
+    assert!(recipe.contains(&compiler), "{compiler}");
 }
 
 #[test]

@@ -1,6 +1,6 @@
 //! Programs in containers on the emulated device, with the shares that their claims were allocated. `gpumux dra`,
-//! `gpumux daemon` and `gpumux emu` are the real ones; the containers are runc's where the machine has it, else
-//! namespaces made by hand. What the CDI file adds is applied by the library of the CDI project.
+//! `gpumux daemon` and `gpumux emu` are the real ones. The containers are containerd's, started through CRI with CDI devices
+//! as the kubelet does, where the machine has a containerd that knows CDI; else namespaces made by hand.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,143 +8,141 @@ use std::{
     time::{Duration, Instant},
 };
 
-use container_device_interface::{cache::new_cache, spec_dirs::with_spec_dirs};
 use gpumux_daemon::api::types::Tenant;
-use gpumux_tests::{Node as Machine, Process, binary, library};
+use gpumux_tests::{Node as Machine, Process, Run, binary, library};
 use serde_json::{Value, json};
 
-use crate::support::{kubelet::Kubelet, node::Node, scheduler::Scheduler};
+use crate::support::{
+    cri::{self, Containerd, Pod},
+    kubelet::Kubelet,
+    node::Node,
+    scheduler::Scheduler,
+};
 
-/// A container's files and its process. Ends with the value.
+/// What runs containers.
+enum Runtime {
+    Containerd(Containerd),
+    ByHand,
+}
+
+/// A container, and a directory of its own on the host. What is mounted there goes with the value.
 struct Container {
-    process: Option<Process>,
+    running: Option<Running>,
     dir: PathBuf,
 }
 
-impl Container {
-    /// Runs a program in a container whose image is this machine's file system, with the devices of a claim.
-    fn start(dir: &Path, cdi_dir: &Path, devices: &[String], args: &[&str]) -> Self {
-        for sub in ["upper", "work", "root"] {
-            std::fs::create_dir_all(dir.join(sub)).unwrap();
-        }
-        let overlay = format!(
-            "lowerdir=/,upperdir={0}/upper,workdir={0}/work",
-            dir.display()
-        );
-        let mounted = Command::new("mount")
-            .args(["-t", "overlay", "overlay", "-o", &overlay])
-            .arg(dir.join("root"))
-            .status();
-        assert!(mounted.unwrap().success(), "overlay");
-        let spec = json!({
-            "ociVersion": "1.0.2",
-            "root": {"path": "root", "readonly": false},
-            "process": {"user": {"uid": 1000, "gid": 1000}, "cwd": "/", "args": args,
-                "env": ["PATH=/usr/sbin:/usr/bin:/sbin:/bin"], "noNewPrivileges": true},
-            "mounts": [
-                {"destination": "/proc", "type": "proc", "source": "proc"},
-                {"destination": "/dev", "type": "tmpfs", "source": "tmpfs", "options": ["mode=755"]},
-                {"destination": "/dev/shm", "type": "tmpfs", "source": "shm", "options": ["mode=1777"]},
-                {"destination": "/gpumux", "type": "bind", "source": binary(), "options": ["rbind", "ro"]}
-            ],
-            "linux": {"namespaces": [{"type": "pid"}, {"type": "ipc"}, {"type": "uts"}, {"type": "mount"}]}
-        });
-        let mut spec: oci_spec::runtime::Spec = serde_json::from_value(spec).unwrap();
-        let cache = new_cache(vec![with_spec_dirs(&[cdi_dir.to_str().unwrap()])]);
-        cache
-            .lock()
-            .unwrap()
-            .inject_devices(Some(&mut spec), devices.to_vec())
-            .expect("devices that CDI resolves");
-        let spec = serde_json::to_value(spec).unwrap();
-        std::fs::write(dir.join("config.json"), spec.to_string()).unwrap();
-        let mut command = match Command::new("runc")
-            .arg("--version")
-            .stdout(Stdio::null())
-            .status()
-        {
-            Ok(status) if status.success() => {
-                let mut runc = Command::new("runc");
-                runc.arg("--root")
-                    .arg(dir.join("state"))
-                    .arg("run")
-                    .arg("--bundle")
-                    .arg(dir);
-                runc.arg(name(dir));
-                runc
+enum Running {
+    Pod(Pod),
+    Process(Process),
+}
+
+impl Runtime {
+    /// Runs a program in a container that has this machine's /usr and the devices of a claim.
+    async fn run(
+        &self,
+        dir: &Path,
+        cdi_dir: &Path,
+        devices: &[String],
+        args: &[&str],
+    ) -> Container {
+        let own = ["upper", "work", "usr"].map(|sub| dir.join(sub));
+        own.iter()
+            .for_each(|sub| std::fs::create_dir_all(sub).unwrap());
+        let running = match self {
+            Self::Containerd(containerd) => {
+                // Mounts of a CDI file need places below it.
+                let mounted = Command::new("sh")
+                    .args(["-c", &overlay(dir, "/usr", "usr")])
+                    .status();
+                assert!(mounted.unwrap().success(), "overlay");
+                let binds = [(own[2].as_path(), "/usr"), (&binary(), "/gpumux")];
+                let name = dir.file_name().unwrap().to_str().unwrap();
+                Running::Pod(containerd.run(name, devices, &binds, args).await)
             }
-            _ => by_hand(dir, &spec),
+            Self::ByHand => {
+                Running::Process(Process::start(&mut by_hand(dir, cdi_dir, devices, args)))
+            }
         };
-        Self {
-            process: Some(Process::start(&mut command)),
+        Container {
+            running: Some(running),
             dir: dir.to_owned(),
         }
     }
 
-    /// What the program said until it ended by itself.
-    fn finish(mut self) -> gpumux_tests::Finished {
-        self.process.take().unwrap().finish()
+    /// What a container said, if it has ended.
+    async fn ended(&self, container: &mut Container) -> Option<String> {
+        match (self, container.running.as_mut()?) {
+            (Self::Containerd(containerd), Running::Pod(pod)) => containerd
+                .ended(pod)
+                .await
+                .map(|code| format!("{}{code}", pod.out())),
+            (_, Running::Process(process)) => {
+                let status = process.poll()?;
+                Some(format!(
+                    "{}{}{}",
+                    process.out(),
+                    process.err(),
+                    status.code().unwrap_or(-1)
+                ))
+            }
+            _ => unreachable!("a pod is containerd's"),
+        }
+    }
+
+    async fn stop(&self, mut container: Container) {
+        match (self, container.running.take()) {
+            (Self::Containerd(containerd), Some(Running::Pod(pod))) => containerd.stop(pod).await,
+            (_, Some(Running::Process(process))) => process.kill(),
+            _ => {}
+        }
     }
 }
 
 impl Drop for Container {
     fn drop(&mut self) {
-        if let Some(process) = self.process.take() {
-            process.kill();
-            // A killed runc leaves its container.
-            let mut runc = Command::new("runc");
-            runc.arg("--root")
-                .arg(self.dir.join("state"))
-                .args(["delete", "--force"])
-                .arg(name(&self.dir));
-            let _ = runc.stderr(Stdio::null()).status();
-        }
-        let _ = Command::new("umount")
+        let mut umount = Command::new("umount");
+        let _ = umount
             .arg("-l")
-            .arg(self.dir.join("root"))
+            .arg(self.dir.join("usr"))
+            .stderr(Stdio::null())
             .status();
     }
 }
 
-fn name(dir: &Path) -> String {
-    format!("gm-{}", dir.file_name().unwrap().display())
+/// The command that makes a tree writable without changing it.
+fn overlay(dir: &Path, of: &str, to: &str) -> String {
+    let dir = dir.display();
+    format!(
+        "mount -t overlay overlay -o lowerdir={of},upperdir={dir}/upper,workdir={dir}/work {dir}/{to}"
+    )
 }
 
-/// The same without a runtime: mount and pid namespaces, the mounts of the specification, another root and user.
-fn by_hand(dir: &Path, spec: &Value) -> Command {
-    let root = dir.join("root");
-    let mut script = String::from("set -e\n");
-    for mount in spec["mounts"].as_array().unwrap() {
-        let text = |name: &str| mount[name].as_str().unwrap_or_default().to_owned();
-        let to = format!("{}{}", root.display(), text("destination"));
-        let from = text("source");
-        match mount["type"].as_str() {
-            Some("proc") => script += &format!("mkdir -p {to}; mount -t proc proc {to}\n"),
-            Some("tmpfs") => script += &format!("mkdir -p {to}; mount -t tmpfs tmpfs {to}\n"),
-            _ if Path::new(&from).is_dir() => {
-                script += &format!("mkdir -p {to}; mount --bind {from} {to}\n")
-            }
-            _ => {
-                script +=
-                    &format!("mkdir -p $(dirname {to}); touch {to}; mount --bind {from} {to}\n")
-            }
-        }
-    }
-    let words = |value: &Value| -> String {
-        value
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|word| format!("'{}' ", word.as_str().unwrap()))
-            .collect()
+/// The same without a runtime: mount and pid namespaces, what the CDI file adds, another root and user.
+fn by_hand(dir: &Path, cdi_dir: &Path, devices: &[String], args: &[&str]) -> Command {
+    let root = dir.join("usr");
+    let mut script = format!("set -e\n{}\n", overlay(dir, "/", "usr"));
+    let mut bind = |from: &str, to: &str| {
+        let to = format!("{}{to}", root.display());
+        let place = match Path::new(from).is_dir() {
+            true => format!("mkdir -p {to}"),
+            false => format!("mkdir -p $(dirname {to}); touch {to}"),
+        };
+        script += &format!("{place}; mount --bind {from} {to}\n");
     };
-    let (env, args) = (
-        words(&spec["process"]["env"]),
-        words(&spec["process"]["args"]),
-    );
+    bind(binary().to_str().unwrap(), "/gpumux");
+    let mut env = vec!["PATH=/usr/sbin:/usr/bin:/sbin:/bin".to_owned()];
+    for edits in devices.iter().flat_map(|device| edits(cdi_dir, device)) {
+        let all = |name: &str| edits[name].as_array().cloned().unwrap_or_default();
+        let text = |value: &Value| value.as_str().unwrap().to_owned();
+        for mount in all("mounts") {
+            bind(&text(&mount["hostPath"]), &text(&mount["containerPath"]));
+        }
+        env.extend(all("env").iter().map(text));
+    }
+    let root = root.display();
+    script += &format!("mount -t proc proc {root}/proc; mount -t tmpfs tmpfs {root}/dev\n");
     script += &format!(
-        "exec chroot --userspec=1000:1000 {} /usr/bin/env -i {env} {args}\n",
-        root.display()
+        "mkdir -m 1777 {root}/dev/shm; exec chroot --userspec=1000:1000 {root} /usr/bin/env -i \"$@\""
     );
     let mut command = Command::new("unshare");
     command.args([
@@ -155,8 +153,26 @@ fn by_hand(dir: &Path, spec: &Value) -> Command {
         "sh",
         "-c",
         &script,
+        "sh",
     ]);
+    command.args(env).args(args);
     command
+}
+
+/// What a CDI device adds to a container: its file's edits, and its own.
+fn edits(cdi_dir: &Path, device: &str) -> [Value; 2] {
+    let (kind, name) = device.split_once('=').unwrap();
+    for file in std::fs::read_dir(cdi_dir).unwrap() {
+        let bytes = std::fs::read(file.unwrap().path()).unwrap();
+        let spec: Value = serde_json::from_slice(&bytes).unwrap();
+        let mut devices = spec["devices"].as_array().unwrap().iter();
+        if spec["kind"] == kind
+            && let Some(found) = devices.find(|device| device["name"] == name)
+        {
+            return [&spec, found].map(|of| of["containerEdits"].clone());
+        }
+    }
+    panic!("no CDI device {device}");
 }
 
 /// Whether this machine lets its user make namespaces and overlays at all.
@@ -174,6 +190,7 @@ fn containers_can_be_made(dir: &Path) -> bool {
 
 async fn until(
     node: &Node,
+    runtime: &Runtime,
     containers: &mut [Container],
     what: &str,
     mut good: impl FnMut(&[Tenant]) -> bool,
@@ -185,13 +202,9 @@ async fn until(
             return;
         }
         for container in containers.iter_mut() {
-            let process = container.process.as_mut().unwrap();
-            assert!(
-                process.poll().is_none(),
-                "a container ended: {} {}",
-                process.out(),
-                process.err()
-            );
+            if let Some(out) = runtime.ended(container).await {
+                panic!("a container ended: {out}");
+            }
         }
         assert!(Instant::now() < end, "{what} does not come: {tenants:#?}");
         tokio::time::sleep(Duration::from_millis(100)).await;
@@ -265,28 +278,41 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
         node.claim("batch", "gpumux-preemptible", json!({}), None),
     ];
     let cdi_dir = machine.dir().join("cdi");
+    let runtime = match cri::find() {
+        Ok(programs) => {
+            let dir = scratch.path().join("containerd");
+            Runtime::Containerd(Containerd::start(&programs, &dir, &cdi_dir))
+        }
+        Err(why) => {
+            eprintln!("namespaces by hand instead of containers: {why}");
+            Runtime::ByHand
+        }
+    };
     let mut containers = Vec::new();
     for claim in &claims {
         let devices = kubelet.prepare_one(claim).await.unwrap();
         let program = ["/gpumux", "workload", "batch", "--seconds", "600"];
         let dir = scratch.path().join(&claim.name);
-        containers.push(Container::start(
-            &dir,
-            &cdi_dir,
-            &devices[0].cdi_device_ids,
-            &program,
-        ));
+        let devices = &devices[0].cdi_device_ids;
+        containers.push(runtime.run(&dir, &cdi_dir, devices, &program).await);
     }
     // What is in a container: who it is, and no way to the daemon's API.
     let look = "ls /usr/local/gpumux/run; env; id -u; ls /dev";
     let devices = kubelet.prepare_one(&claims[0]).await.unwrap();
-    let looking = Container::start(
-        &scratch.path().join("look"),
-        &cdi_dir,
-        &devices[0].cdi_device_ids,
-        &["/bin/sh", "-c", look],
-    );
-    let seen = looking.finish().ok().out;
+    let dir = scratch.path().join("look");
+    let program = ["/bin/sh", "-c", look];
+    let mut looking = runtime
+        .run(&dir, &cdi_dir, &devices[0].cdi_device_ids, &program)
+        .await;
+    let end = Instant::now() + Duration::from_secs(30);
+    let seen = loop {
+        if let Some(seen) = runtime.ended(&mut looking).await {
+            break seen;
+        }
+        assert!(Instant::now() < end, "it does not end");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    runtime.stop(looking).await;
     assert!(
         seen.lines().next() == Some("session.sock") && !seen.contains("api.sock"),
         "{seen}"
@@ -314,6 +340,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     };
     until(
         &node,
+        &runtime,
         &mut containers,
         "three running shares in the order of their promises",
         |tenants| {
@@ -337,6 +364,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     );
     until(
         &node,
+        &runtime,
         &mut containers,
         "the first below the second",
         |tenants| {
@@ -353,6 +381,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     let kubelet = Kubelet::register(&machine.dir().join("kubelet/plugins_registry")).await;
     until(
         &node,
+        &runtime,
         &mut containers,
         "work while the driver was away",
         |tenants| {
@@ -367,7 +396,9 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     // While a container runs, its claim cannot be taken from it.
     let error = kubelet.unprepare_one(&claims[0]).await.unwrap_err();
     assert!(error.contains("connected process"), "{error}");
-    drop(containers);
+    for container in containers {
+        runtime.stop(container).await;
+    }
     for claim in &claims {
         let end = Instant::now() + Duration::from_secs(30);
         // As the kubelet: again until it works.
@@ -380,4 +411,31 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     assert_eq!(std::fs::read_dir(&cdi_dir).unwrap().count(), 0);
     driver.signal(rustix::process::Signal::TERM);
     assert_eq!(driver.finish().code(), 0);
+}
+
+/// Without a cluster: what `gpumux cdi generate` writes makes a tenant of a program in any container.
+#[test]
+fn a_container_has_a_gpu_by_cdi_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    if !containers_can_be_made(dir.path()) {
+        eprintln!("SKIPPED: this user may make no namespaces");
+        return;
+    }
+    let machine = Machine::start();
+    let (cdi, inside) = (dir.path().join("cdi"), dir.path().join("inside"));
+    let file = cdi.join("gpumux.json");
+    let mut generate = machine.on_device([binary().to_str().unwrap(), "cdi", "generate", "-o"]);
+    generate.arg(&file).run().ok();
+    let devices = ["gpumux.dev/gpu=all".to_owned()];
+    let args = ["/gpumux", "workload", "batch", "--seconds", "600"];
+    for sub in ["upper", "work", "usr"] {
+        std::fs::create_dir_all(inside.join(sub)).unwrap();
+    }
+    let mut process = Process::start(&mut by_hand(&inside, &cdi, &devices, &args));
+    gpumux_tests::wait_for("a tenant of the container", gpumux_tests::PATIENCE, || {
+        assert!(process.poll().is_none(), "{}", process.err());
+        let tenants = machine.ps()["tenants"].as_array().unwrap().clone();
+        let tenant = tenants.first()?;
+        (tenant["uid"] == 1000 && tenant["domains"][0]["demand"] == "busy").then_some(())
+    });
 }

@@ -20,6 +20,8 @@ const NODE: &str = "GPUMUX_TEST_NODE";
 const URI: &str = "GPUMUX_TEST_URI";
 /// The step after which the driver kills itself.
 const DIE_AFTER: &str = "GPUMUX_TEST_DIE_AFTER";
+/// The instance that it is: the uid of its pod.
+const INSTANCE: &str = "GPUMUX_TEST_INSTANCE";
 
 static DIE: OnceLock<String> = OnceLock::new();
 
@@ -32,6 +34,7 @@ async fn the_driver_as_a_process() {
     DIE.set(std::env::var(DIE_AFTER).unwrap_or_default())
         .unwrap();
     let mut config = config(dir.as_ref(), vec![device(0)]);
+    config.places.instance = std::env::var(INSTANCE).ok();
     config.after = |step| {
         if DIE.get().is_some_and(|die| *die == format!("{step:?}")) {
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
@@ -52,11 +55,12 @@ async fn the_driver_as_a_process() {
 struct Driver(Child);
 
 impl Driver {
-    fn start(node: &Node, die_after: Option<Step>) -> Self {
+    fn start(node: &Node, instance: &str, die_after: Option<Step>) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "crash::the_driver_as_a_process", "--nocapture"])
             .env(NODE, node.dir.path())
             .env(URI, &node.api.uri)
+            .env(INSTANCE, instance)
             .env(
                 DIE_AFTER,
                 die_after
@@ -97,7 +101,7 @@ impl Drop for Driver {
 #[tokio::test(flavor = "multi_thread")]
 async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
     let mut node = Node::new().await;
-    let first = Driver::start(&node, None);
+    let first = Driver::start(&node, "pod-a", None);
     node.api.until_published().await;
     let neighbour = node.claim(
         "neighbour",
@@ -121,7 +125,7 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
             None,
         );
         if going {
-            let driver = Driver::start(&node, None);
+            let driver = Driver::start(&node, "pod-a", None);
             driver
                 .kubelet(&node)
                 .await
@@ -129,7 +133,7 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
                 .await
                 .unwrap();
         }
-        let driver = Driver::start(&node, Some(step));
+        let driver = Driver::start(&node, "pod-a", Some(step));
         let kubelet = driver.kubelet(&node).await;
         let error = match going {
             true => kubelet.unprepare_one(&claim).await.unwrap_err(),
@@ -137,8 +141,9 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
         };
         assert_eq!(error, "Closed", "{step:?}");
         driver.died();
-        // The kubelet asks again until it gets an answer.
-        let driver = Driver::start(&node, None);
+        // The kubelet asks again until it gets an answer: of the same instance, or of one that is to replace it.
+        let successor = ["pod-a", "pod-b"][round % 2];
+        let driver = Driver::start(&node, successor, None);
         let kubelet = driver.kubelet(&node).await;
         if going {
             kubelet.unprepare_one(&claim).await.unwrap();

@@ -4,6 +4,7 @@ mod chart;
 mod containers;
 mod crash;
 mod node;
+mod policies;
 mod recordings;
 #[allow(unreachable_pub)]
 mod support;

@@ -2,6 +2,10 @@
 
 use std::{os::unix::fs::PermissionsExt, path::Path};
 
+use axum::{
+    Json,
+    routing::{delete, get, post},
+};
 use gpumux_dra::{
     Config, Error,
     device::Device,
@@ -12,6 +16,7 @@ use gpumux_dra::{
     slices, start,
 };
 use serde_json::{Value, json};
+use tokio::sync::mpsc;
 
 use crate::support::{
     api::Api,
@@ -33,6 +38,7 @@ async fn two_guarantees_and_a_preemptible_share_one_gpu_from_registration_to_the
         [
             "v1.DRAPlugin",
             "v1beta1.DRAPlugin",
+            "v1.DRAResourceHealth",
             "v1alpha1.DRAResourceHealth"
         ]
     );
@@ -308,13 +314,6 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
     errors.push((unknown, "unknown field `prio`"));
     let nothing = node.claim("nothing", "gpumux-guaranteed", json!({}), None);
     errors.push((nothing, "tier `guaranteed` needs guaranteed compute"));
-    let sleepy = node.claim(
-        "sleepy",
-        "gpumux-preemptible",
-        json!({}),
-        Some(json!({"sleep": {"afterSeconds": 5}})),
-    );
-    errors.push((sleepy, "sleep cannot be kept by this version"));
     let below = node.claim(
         "below",
         "gpumux-guaranteed",
@@ -390,6 +389,93 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
     driver.stop().await;
 }
 
+/// A daemon whose promises have the given fields; it tells what it was asked to make.
+async fn daemon_with(runtime_dir: &Path, fields: &[&str]) -> mpsc::UnboundedReceiver<Value> {
+    let fields: serde_json::Map<_, _> = fields
+        .iter()
+        .map(|field| ((*field).to_owned(), json!({})))
+        .collect();
+    let document = json!({"components": {"schemas": {"Spec": {"properties": fields}}}});
+    let (made, asked) = mpsc::unbounded_channel();
+    let create = async move |Json(new): Json<Value>| {
+        let created = json!({"name": new["name"], "token": new["token"], "socket": ""});
+        made.send(new).unwrap();
+        Json(created)
+    };
+    let router = axum::Router::new()
+        .route("/openapi.json", get(async move || Json(document)))
+        .route("/v1/tenants", post(create).get(async || Json(json!([]))))
+        .route("/v1/tenants/{name}", delete(async || "null"));
+    std::fs::create_dir_all(runtime_dir).unwrap();
+    let listener = tokio::net::UnixListener::bind(runtime_dir.join("api.sock")).unwrap();
+    tokio::spawn(async move { axum::serve(listener, router).await });
+    asked
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sleep_and_trust_go_to_a_daemon_that_knows_them_and_are_refused_by_another() {
+    let mut node = Node::new().await;
+    let parameters = json!({"trustDomain": "team-a", "sleep": {"afterSeconds": 30}});
+    for (round, (fields, refused)) in [
+        (
+            &[
+                "guaranteed",
+                "memory_guaranteed",
+                "sleep_after_s",
+                "trust_domain",
+            ][..],
+            None,
+        ),
+        (
+            &["guaranteed", "sleep_after_s"],
+            Some("trustDomain cannot be kept by the gpumuxd"),
+        ),
+        (&["guaranteed"], Some("sleep cannot be kept by the gpumuxd")),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let mut config = node.config();
+        config.runtime_dir = node.path(&format!("run{round}"));
+        let mut asked = daemon_with(&config.runtime_dir, fields).await;
+        let driver = start(config, node.api.client.clone()).await.unwrap();
+        let kubelet = Kubelet::register(&node.path("plugins_registry")).await;
+        node.api.until_published().await;
+        let name = format!("c{round}");
+        let capacity = json!({"memory": "2Gi"});
+        let claim = node.claim(
+            &name,
+            "gpumux-preemptible",
+            capacity,
+            Some(parameters.clone()),
+        );
+        let result = kubelet.prepare_one(&claim).await;
+        match refused {
+            None => {
+                result.unwrap();
+                let spec = asked.recv().await.unwrap()["spec"].clone();
+                assert_eq!(
+                    (
+                        &spec["trust_domain"],
+                        &spec["sleep_after_s"],
+                        &spec["memory_guaranteed"]
+                    ),
+                    (&json!("team-a"), &json!(30), &json!(2u64 << 30))
+                );
+            }
+            Some(message) => {
+                let error = result.unwrap_err();
+                assert!(error.contains(message), "{error}");
+                assert!(!node.cdi_file(&claim).exists());
+                assert!(asked.try_recv().is_err(), "nothing was made");
+            }
+        }
+        kubelet.unprepare_one(&claim).await.unwrap();
+        assert_eq!(node.records(), 0);
+        driver.stop().await;
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn without_the_api_server_claims_can_still_go() {
     let mut node = Node::new().await;
@@ -414,38 +500,101 @@ async fn without_the_api_server_claims_can_still_go() {
     driver.stop().await;
 }
 
+/// A small disk of its own under a directory. Goes with the value.
+struct SmallDisk(std::path::PathBuf);
+
+impl SmallDisk {
+    /// None where this user may not mount.
+    fn mount(dir: std::path::PathBuf) -> Option<Self> {
+        std::fs::create_dir_all(&dir).unwrap();
+        let mut mount = std::process::Command::new("mount");
+        mount
+            .args(["-t", "tmpfs", "-o", "size=64k", "tmpfs"])
+            .arg(&dir);
+        let mounted = mount.stderr(std::process::Stdio::null()).status();
+        mounted
+            .is_ok_and(|status| status.success())
+            .then_some(Self(dir))
+    }
+
+    fn fill(&self) {
+        use std::io::Write;
+        let mut file = std::fs::File::create(self.0.join("filler")).unwrap();
+        while file.write_all(&[0; 512]).is_ok() {}
+    }
+
+    fn clear(&self) {
+        std::fs::remove_file(self.0.join("filler")).unwrap();
+    }
+}
+
+impl Drop for SmallDisk {
+    fn drop(&mut self) {
+        let _ = std::process::Command::new("umount")
+            .arg("-l")
+            .arg(&self.0)
+            .status();
+    }
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_disk_that_takes_nothing_leaves_nothing() {
+async fn a_full_disk_leaves_nothing_and_lets_claims_go() {
     let mut node = Node::new().await;
+    let disks = ["plugins", "cdi"].map(|dir| SmallDisk::mount(node.path(dir)));
+    let [Some(plugins), Some(cdi)] = disks else {
+        eprintln!("skipped: this user may not mount");
+        return;
+    };
     let (driver, kubelet) = node.start().await;
-    let claim = node.claim(
-        "first",
-        "gpumux-guaranteed",
-        json!({"compute": "500"}),
-        None,
+    let claims: Vec<_> = (0..8)
+        .map(|n| {
+            node.claim(
+                &format!("c{n}"),
+                "gpumux-guaranteed",
+                json!({"compute": "10"}),
+                None,
+            )
+        })
+        .collect();
+    let there = &claims[7];
+    kubelet.prepare_one(there).await.unwrap();
+    for (disk, message) in [
+        (&cdi, "cannot write the CDI file in"),
+        (&plugins, "cannot keep the claim in"),
+    ] {
+        disk.fill();
+        // The last page of the file may have room for some.
+        let mut refused = 0;
+        for claim in &claims[..7] {
+            let Err(error) = kubelet.prepare_one(claim).await else {
+                continue;
+            };
+            refused += 1;
+            assert!(
+                error.contains(message) && error.contains("No space left"),
+                "{error}"
+            );
+            assert!(node.tenant(claim).await.is_none() && !node.cdi_file(claim).exists());
+        }
+        assert!(refused > 0, "{message}");
+        assert_eq!(node.records(), 8 - refused);
+        for claim in &claims[..7] {
+            kubelet.unprepare_one(claim).await.unwrap();
+        }
+        assert_eq!(
+            (node.records(), node.daemon.tenants().await.unwrap().len()),
+            (1, 1)
+        );
+        disk.clear();
+        kubelet.prepare_one(&claims[0]).await.unwrap();
+        kubelet.unprepare_one(&claims[0]).await.unwrap();
+    }
+    plugins.fill();
+    kubelet.unprepare_one(there).await.unwrap();
+    assert_eq!(
+        (node.records(), node.daemon.tenants().await.unwrap().len()),
+        (0, 0)
     );
-    // No place for the CDI file: a file is where the directory should be.
-    std::fs::write(node.path("cdi"), "").unwrap();
-    let error = kubelet.prepare_one(&claim).await.unwrap_err();
-    assert!(error.contains("cannot write the CDI file"), "{error}");
-    assert!(node.tenant(&claim).await.is_none());
-    // No place for the record.
-    std::fs::remove_file(node.path("cdi")).unwrap();
-    let beside = node.path(&format!(
-        "plugins/gpumux.dev/claims/{}.tmp-{}",
-        claim.uid,
-        std::process::id()
-    ));
-    let _ =
-        std::fs::remove_file(node.path(&format!("plugins/gpumux.dev/claims/{}.claim", claim.uid)));
-    std::fs::create_dir(&beside).unwrap();
-    let error = kubelet.prepare_one(&claim).await.unwrap_err();
-    assert!(error.contains("cannot keep the claim in"), "{error}");
-    assert!(node.tenant(&claim).await.is_none() && !node.cdi_file(&claim).exists());
-    assert_eq!(node.records(), 0);
-    // With room again, it goes.
-    std::fs::remove_dir(&beside).unwrap();
-    kubelet.prepare_one(&claim).await.unwrap();
     driver.stop().await;
 }
 
@@ -530,14 +679,24 @@ async fn a_damaged_record_is_made_anew_or_cleaned_up() {
         json!({"compute": "500"}),
         None,
     );
-    let record = node.path(&format!("plugins/gpumux.dev/claims/{}.claim", claim.uid));
+    let log = node.path("plugins/gpumux.dev/claims/claims.log");
+    let damage = || {
+        let mut bytes = std::fs::read(&log).unwrap();
+        let place = bytes.len() - 9;
+        bytes[place] ^= 4;
+        std::fs::write(&log, bytes).unwrap();
+    };
     kubelet.prepare_one(&claim).await.unwrap();
     let before = cdi_env(&node.cdi_file(&claim));
-    std::fs::write(&record, "gpumux-claim-v1 00000000\n{}\n").unwrap();
+    driver.stop().await;
+    damage();
+    let (driver, kubelet) = node.start().await;
     kubelet.prepare_one(&claim).await.unwrap();
     assert_ne!(cdi_env(&node.cdi_file(&claim)), before, "a new secret");
     assert_eq!(node.daemon.tenants().await.unwrap().len(), 1);
-    std::fs::write(&record, "").unwrap();
+    driver.stop().await;
+    damage();
+    let (driver, kubelet) = node.start().await;
     kubelet.unprepare_one(&claim).await.unwrap();
     assert_eq!(
         (node.daemon.tenants().await.unwrap().len(), node.records()),
@@ -578,18 +737,20 @@ async fn the_kubelet_hears_of_health() {
     let registry = config.places.registry.clone();
     let driver = start(config, node.api.client.clone()).await.unwrap();
     let kubelet = Kubelet::register(&registry).await;
-    let health = kubelet.health().await;
-    let of = |name: &str| {
-        let device = health
-            .devices
-            .iter()
-            .find(|device| device.device.as_ref().unwrap().device_name == name)
-            .unwrap();
-        (device.health(), device.message.as_str())
-    };
-    assert_eq!(of("gpu-0"), (HealthStatus::Healthy, ""));
-    for name in ["gpu-1", "gpu-1-whole"] {
-        assert_eq!(of(name), (HealthStatus::Unhealthy, "Xid 79"));
+    for version in ["v1", "v1alpha1"] {
+        let health = kubelet.health(version).await;
+        let of = |name: &str| {
+            let device = health
+                .devices
+                .iter()
+                .find(|device| device.device.as_ref().unwrap().device_name == name)
+                .unwrap();
+            (device.health(), device.message.as_str())
+        };
+        assert_eq!(of("gpu-0"), (HealthStatus::Healthy, ""));
+        for name in ["gpu-1", "gpu-1-whole"] {
+            assert_eq!(of(name), (HealthStatus::Unhealthy, "Xid 79"));
+        }
     }
     driver.stop().await;
 }
@@ -723,5 +884,28 @@ async fn two_hundred_tenants_on_eight_gpus() {
     assert_eq!(devices.values().sum::<usize>(), 200);
     assert_eq!(devices.len(), 8, "26 of 3 GiB fill a device: {devices:?}");
     assert_eq!(node.daemon.tenants().await.unwrap().len(), 200);
+    // The API's limits: what a claim's status may hold, and how often anybody is asked.
+    let said = |api: &Api| {
+        let status = |claim: &v1::Claim| {
+            let devices = api.claim("team", &claim.name)?["status"]["devices"].clone();
+            let device = devices.as_array()?.first()?.clone();
+            assert!(device["data"].to_string().len() <= 10 << 10, "{device}");
+            assert!(device["conditions"].as_array()?.len() <= 8, "{device}");
+            Some(())
+        };
+        claims.iter().map(status).collect::<Option<Vec<_>>>()
+    };
+    node.api.until(said).await;
+    for slice in node.api.slices() {
+        crate::support::api::check(&slice).unwrap();
+        assert_eq!(
+            slice.spec.pool.generation, 1,
+            "tenants do not change slices"
+        );
+    }
+    let watches = node.api.calls("watch resourceclaims");
+    assert!(watches <= 1, "one for a namespace: {watches}");
+    let patches = node.api.calls("patch resourceclaims/status");
+    assert!((200..400).contains(&patches), "{patches}");
     driver.stop().await;
 }

@@ -150,6 +150,18 @@ impl Scratch {
     fn timeslice(&self) -> Result<String, String> {
         let levers = &self.levers;
         let found = levers.timeslice().map_err(why)?;
+        // A second group with a slice of 1 µs would bring the device to a stop: the program is off it meanwhile. Where it
+        // cannot be frozen, nobody else has such a slice.
+        let frozen = levers.freeze().is_ok();
+        let answer = self.set_and_read_back(found);
+        match levers.thaw() {
+            Err(error) if frozen => Err(why(error)),
+            _ => answer,
+        }
+    }
+
+    fn set_and_read_back(&self, found: u64) -> Result<String, String> {
+        let levers = &self.levers;
         for slice in [1, 1_000_000, found] {
             let started = Instant::now();
             levers.set_timeslice(slice).map_err(why)?;

@@ -68,8 +68,12 @@ fn describe(device: &Device, view: &View) -> Line<'static> {
     let used: f64 = rows
         .filter(|row| row.device == device.uuid)
         .map(|row| row.received)
-        .sum();
-    let kind = if device.emulated { " (emulated)" } else { "" };
+        .fold(0.0, |sum, part| sum + part);
+    // The emulated device's own name says it.
+    let kind = match device.emulated && !device.name.contains("emulated") {
+        true => " (emulated)",
+        false => "",
+    };
     let text = format!(
         " {:12} {}{kind}   {:.0}% used   {} domains",
         short(&device.uuid),

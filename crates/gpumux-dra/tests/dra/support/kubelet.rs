@@ -7,7 +7,7 @@ use std::{
 };
 
 use fluke_hpack::{Decoder, Encoder};
-use gpumux_dra::proto::{health, registration, v1, v1beta1};
+use gpumux_dra::proto::{health, registration, v1};
 use prost::Message;
 use tokio::{
     io::{AsyncReadExt, AsyncWriteExt},
@@ -280,16 +280,12 @@ impl Kubelet {
     }
 
     /// The same in the version for older kubelets.
-    pub async fn prepare_old(&self, claim: &v1::Claim) -> Result<Vec<v1beta1::Device>, String> {
+    pub async fn prepare_old(&self, claim: &v1::Claim) -> Result<Vec<v1::Device>, String> {
         let mut connection = Connection::unix(&self.endpoint).await.unwrap();
-        let claims = vec![v1beta1::Claim {
-            namespace: claim.namespace.clone(),
-            uid: claim.uid.clone(),
-            name: claim.name.clone(),
-        }];
+        let claims = vec![claim.clone()];
         let method = "/k8s.io.kubelet.pkg.apis.dra.v1beta1.DRAPlugin/NodePrepareResources";
-        let mut response: v1beta1::NodePrepareResourcesResponse = connection
-            .call(method, &v1beta1::NodePrepareResourcesRequest { claims })
+        let mut response: v1::NodePrepareResourcesResponse = connection
+            .call(method, &v1::NodePrepareResourcesRequest { claims })
             .await
             .unwrap();
         let answer = response
@@ -303,12 +299,12 @@ impl Kubelet {
         }
     }
 
-    /// The first message of the health stream.
-    pub async fn health(&self) -> health::NodeWatchResourcesResponse {
+    /// The first message of the health stream of a version of the service.
+    pub async fn health(&self, version: &str) -> health::NodeWatchResourcesResponse {
         let mut connection = Connection::unix(&self.endpoint).await.unwrap();
-        let method = "/v1alpha1.DRAResourceHealth/NodeWatchResources";
+        let method = format!("/{version}.DRAResourceHealth/NodeWatchResources");
         connection
-            .call(method, &health::NodeWatchResourcesRequest {})
+            .call(&method, &health::NodeWatchResourcesRequest {})
             .await
             .unwrap()
     }

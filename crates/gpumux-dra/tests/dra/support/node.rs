@@ -7,8 +7,8 @@ use std::{
 
 use gpumux_daemon::{client::Client as Daemon, paths};
 use gpumux_dra::{
-    Config, cdi, device::Device, inventory::Inventory, kubelet::Places, prepare::Step, proto::v1,
-    start,
+    Config, cdi, checkpoint::Store, device::Device, inventory::Inventory, kubelet::Places,
+    prepare::Step, proto::v1, start,
 };
 use serde_json::{Value, json};
 
@@ -32,7 +32,7 @@ pub fn device(minor: u32) -> Device {
         pcie_root: Some("pci0000:00".into()),
         memory_bytes: 80 << 30,
         minor: Some(minor),
-        mig: false,
+        mig: None,
         emulated: false,
         fault: None,
         evict: false,
@@ -163,12 +163,9 @@ impl Node {
         cdi::path(&self.path("cdi"), &claim.uid)
     }
 
-    /// Files of prepared claims.
+    /// How many claims are remembered.
     pub fn records(&self) -> usize {
-        let files = std::fs::read_dir(self.path("plugins/gpumux.dev/claims")).unwrap();
-        files
-            .flatten()
-            .filter(|entry| entry.path().extension().is_some_and(|ext| ext == "claim"))
-            .count()
+        let store = Store::open(self.path("plugins/gpumux.dev/claims")).unwrap();
+        store.all().unwrap().len()
     }
 }

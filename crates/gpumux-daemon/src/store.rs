@@ -1,0 +1,119 @@
+//! Files that outlive the daemon: JSON behind a line with its checksum, replaced whole or not at all. One
+//! that makes no sense is moved aside, because a daemon without its past is better than none.
+
+use std::{
+    fs::{self, File, OpenOptions},
+    io::{self, Write},
+    os::unix::fs::OpenOptionsExt,
+    path::Path,
+};
+
+use serde::{Serialize, de::DeserializeOwned};
+
+/// What the first line begins with; the checksum (CRC-32, hexadecimal) follows.
+const HEAD: &str = "gpumux 1 ";
+
+/// Whether a file must be on the disk before the daemon goes on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Sync {
+    /// It means something after the machine has lost its power.
+    Disk,
+    /// It speaks of living processes.
+    No,
+}
+
+/// What a file says; nothing if there is none, or none that makes sense.
+pub(crate) fn read<T: DeserializeOwned + Default>(file: &Path) -> T {
+    let problem = match fs::read(file) {
+        Ok(bytes) => match parse(&bytes) {
+            Ok(value) => return value,
+            Err(problem) => problem,
+        },
+        Err(error) if error.kind() == io::ErrorKind::NotFound => return T::default(),
+        Err(error) => error.to_string(),
+    };
+    let aside = file.with_extension("json.bad");
+    tracing::warn!(
+        problem,
+        "{} cannot be read: moved to {}, and begun anew",
+        file.display(),
+        aside.display()
+    );
+    let _ = fs::rename(file, aside);
+    T::default()
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
+    let text = std::str::from_utf8(bytes).map_err(|error| error.to_string())?;
+    let parts = text
+        .strip_prefix(HEAD)
+        .and_then(|rest| rest.split_once('\n'));
+    let (sum, body) = parts.ok_or("its first line is not one of gpumux")?;
+    if sum != checksum(body) {
+        return Err("its checksum is wrong".into());
+    }
+    serde_json::from_str(body).map_err(|error| error.to_string())
+}
+
+/// Replaces a file. Only its owner can read it: there are secrets in some.
+///
+/// # Errors
+/// The disk; then the old one is still there.
+pub(crate) fn write(file: &Path, value: &impl Serialize, sync: Sync) -> io::Result<()> {
+    let body = serde_json::to_string(value)?;
+    let new = file.with_extension("json.new");
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true).mode(0o600);
+    let mut out = options.open(&new)?;
+    out.write_all(format!("{HEAD}{}\n{body}", checksum(&body)).as_bytes())?;
+    if sync == Sync::Disk {
+        out.sync_all()?;
+    }
+    fs::rename(new, file)?;
+    match file.parent() {
+        Some(dir) if sync == Sync::Disk => File::open(dir)?.sync_all(),
+        _ => Ok(()),
+    }
+}
+
+fn checksum(body: &str) -> String {
+    format!("{:08x}", crc32fast::hash(body.as_bytes()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NONE: [u32; 0] = [];
+
+    fn numbers(file: &Path) -> Vec<u32> {
+        read(file)
+    }
+
+    #[test]
+    fn what_was_written_is_read_and_what_was_damaged_is_moved_aside() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("some.json");
+        assert_eq!(numbers(&file), NONE);
+        for sync in [Sync::No, Sync::Disk] {
+            write(&file, &[1, 2], sync).unwrap();
+            assert_eq!(numbers(&file), [1, 2]);
+        }
+        let good = fs::read(&file).unwrap();
+        // Each bit, and each length, matters.
+        for at in 0..good.len() {
+            let mut flipped = good.clone();
+            flipped[at] ^= 1;
+            for bad in [&flipped[..], &good[..at]] {
+                fs::write(&file, bad).unwrap();
+                assert_eq!(numbers(&file), NONE, "{at}");
+                assert_eq!(fs::read(dir.path().join("some.json.bad")).unwrap(), bad);
+                assert!(!file.exists());
+            }
+        }
+        // What is of another kind is no better.
+        write(&file, &"text", Sync::No).unwrap();
+        assert_eq!(numbers(&file), NONE);
+        assert!(!file.exists());
+    }
+}
