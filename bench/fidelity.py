@@ -1,82 +1,225 @@
 #!/usr/bin/env python3
-"""Runs the driver-level tests on the device at hand and writes what they gave and how long they took.
+"""Runs the driver-level tests on the device at hand, and writes what held and what things took.
 
-    python3 bench/fidelity.py                                  # the emulated device
-    python3 bench/fidelity.py --real                           # this machine's GPU
-    python3 bench/fidelity.py --real --tests .bundle/tests/e2e # without Rust; GPUMUX_BIN_DIR names the programs
+    python3 bench/fidelity.py                          # the emulated device, through cargo
+    python3 bench/fidelity.py --real                   # this machine's GPU
+    .bundle/fidelity                                   # the same from a bundle, without Rust (bench/bundle.sh)
+
+The report is bench/results/fidelity-DEVICE.json; `python3 bench/plot.py` makes the table of docs/fidelity.md from all of
+them. What does not fit into --seconds is left out and said.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import re
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-# What looks at the driver and the device rather than at the command line.
-GROUPS = ["cuda::", "levers::", "contracts::", "faults::", "hints::"]
-LINE = re.compile(r"^test (\S+) \.\.\. (ok|FAILED|ignored)")
+import common
+from common import say
 
-
-def parse(output: str) -> dict[str, str]:
-    """Result by test."""
-    found = (LINE.match(line) for line in output.splitlines())
-    return {match[1]: match[2] for match in found if match}
+# What looks at the driver and the device rather than at the command line; the first matter most.
+GROUPS = ["timings::", "cuda::", "levers::", "faults::", "hints::"]
+BEGIN, RESULT = re.compile(r"^test (\S+) \.\.\. ?(.*)$"), re.compile(r"^(ok|FAILED|ignored)\b")
+TABLE_BEGIN, TABLE_END = "<!-- fidelity:begin -->", "<!-- fidelity:end -->"
 
 
-def run(command: list[str], group: str, env: dict[str, str]) -> dict:
-    """One group, test by test in one thread: on a real device they take turns anyway."""
-    begin = time.monotonic()
-    done = subprocess.run(
-        [*command, group, "--test-threads=1"], env=env, cwd=ROOT, text=True, capture_output=True, check=False
-    )
-    results = parse(done.stdout)
-    for name, result in results.items():
-        print(f"{result:8} {name}")
-    if not results:
-        print(done.stdout, done.stderr, sep="\n", file=sys.stderr)
-    return {
-        "seconds": round(time.monotonic() - begin, 1),
-        "skipped": done.stderr.count("SKIPPED"),
-        "tests": results,
-        "output": "" if done.returncode == 0 else done.stdout[-8000:],
+def lines(process: subprocess.Popen[str], deadline: float) -> Iterator[str]:
+    """Standard output as it comes, until its end or the deadline."""
+    found: queue.Queue[str | None] = queue.Queue()
+
+    def read() -> None:
+        for line in process.stdout or ():
+            found.put(line)
+        found.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            line = found.get(timeout=left)
+        except queue.Empty:
+            return
+        if line is None:
+            return
+        yield line
+
+
+def logged(output: Iterable[str], log: Path) -> Iterator[str]:
+    """The same, kept in a file."""
+    with log.open("w") as file:
+        for line in output:
+            file.write(line)
+            file.flush()
+            yield line
+
+
+def results(output: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Each test's name and result; what a test says comes between the two."""
+    name, skipped = "", False
+    for line in output:
+        text = line.rstrip()
+        if begin := BEGIN.match(text):
+            name, text, skipped = begin[1], begin[2], False
+        skipped |= "SKIPPED" in text
+        if name and (result := RESULT.match(text)):
+            yield name, "skipped" if skipped or result[1] == "ignored" else result[1]
+            name = ""
+
+
+def kill_session(session: int) -> None:
+    """Kills what a test executable has started, too: each program has a process group of its own."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            if int(stat.read_text().rsplit(")", 1)[1].split()[3]) == session:
+                os.kill(int(stat.parent.name), signal.SIGKILL)
+
+
+def run_tests(command: list[str], env: dict[str, str], log: Path, deadline: float) -> tuple[list[dict[str, Any]], bool]:
+    """Test by test, as on a real device they take turns anyway: a row for each, and whether all could end."""
+    rows = []
+    with subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        cwd=common.BENCH.parent,
+    ) as process:
+        begin = time.monotonic()
+        for name, result in results(logged(lines(process, deadline), log)):
+            now = time.monotonic()
+            values = {"ok": float(result == "ok"), "skipped": float(result == "skipped"), "seconds": now - begin}
+            rows.append({"case": "test", "mode": name, "values": values})
+            say(f"{result:8} {now - begin:6.1f} s  {name}")
+            begin = now
+        try:
+            process.wait(1)
+        except subprocess.TimeoutExpired:
+            kill_session(process.pid)
+            return rows, False
+    return rows, True
+
+
+def report(args: argparse.Namespace) -> int:
+    """Runs everything and writes the report."""
+    end = time.monotonic() + args.seconds
+    env = {key: value for key, value in os.environ.items() if key != "GPUMUX_TEST_REAL"}
+    if args.real:
+        env["GPUMUX_TEST_REAL"] = "1"
+    command = [str(args.tests)] if args.tests else ["cargo", "test", "-p", "gpumux-tests", "--test", "e2e", "--"]
+    logs = args.logs or Path(tempfile.mkdtemp(prefix="fidelity-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {
+        "bench": "fidelity",
+        "device": "unknown",
+        "driver": common.device_and_driver()[1] if args.real else "emulated",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "commit": common.commit(),
+        "command": "python3 bench/fidelity.py" + (" --real" if args.real else ""),
+        "rows": [],
     }
+    args.out.mkdir(parents=True, exist_ok=True)
+    complete = True
+    for group in args.groups:
+        timings = logs / "timings.jsonl"
+        timings.unlink(missing_ok=True)
+        env |= {"GPUMUX_TIMINGS": str(timings), "GPUMUX_TIMINGS_SECONDS": str(args.each)}
+        log = logs / f"{group.strip(':')}.log"
+        rows, ended = run_tests([*command, group, "--test-threads=1", "--nocapture"], env, log, end)
+        for row in map(json.loads, timings.read_text().splitlines() if timings.exists() else []):
+            if "device" in row:
+                data |= row
+            else:
+                rows.append(row)
+        if not rows:
+            say(f"{group} gave nothing: {common.tail(log)}")
+        data["rows"] += rows
+        complete &= ended and bool(rows)
+        data["rows"] = [rounded(row) for row in data["rows"]]
+        common.check_results(data)
+        out = args.out / f"fidelity-{common.slug(data['device'])}.json"
+        out.write_text(json.dumps(data, indent=1) + "\n")
+    tests = [row["values"] for row in data["rows"] if row["case"] == "test"]
+    held, skipped = sum(row["ok"] for row in tests), sum(row["skipped"] for row in tests)
+    say(f"{held:.0f} of {len(tests)} tests hold, {skipped:.0f} were skipped; {out}; logs in {logs}")
+    if not complete:
+        say(f"not everything ran within {args.seconds:.0f} s: --seconds gives it more")
+    return 0 if tests and held + skipped == len(tests) else 1
 
 
-def device(real: bool, gpumux: str) -> str:
-    line = [gpumux, "workload", "latency", "--seconds", "0.2", "--json"]
-    line = line if real else [gpumux, "emu", "--", *line]
-    done = subprocess.run(line, text=True, capture_output=True, check=True)
-    return json.loads(done.stdout)["device"]
+def rounded(row: dict[str, Any]) -> dict[str, Any]:
+    """Six digits are plenty."""
+    return row | {"values": {name: float(f"{value:.6g}") for name, value in row["values"].items()}}
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+def switches(data: dict[str, Any]) -> dict[tuple[str, str, str], float]:
+    """What a switch takes: how much later half of the requests are done when the device must be taken first."""
+    p50 = {row["mode"]: row["values"]["p50_us"] for row in data["rows"] if row["case"] == "preemption"}
+    found = {}
+    for mode, kernel in {"1 s and 1 µs": "full device", "1 s and 1 µs, one warp": "one warp"}.items():
+        if mode in p50 and "alone" in p50:
+            found["switch", f"from a kernel of {'the ' * (kernel == 'full device')}{kernel}", "p50_us"] = p50[mode] - p50["alone"]
+    return found
+
+
+def times(data: dict[str, Any]) -> dict[tuple[str, str, str], float]:
+    """All times of a report by case, mode and name."""
+    rows = [row for row in data["rows"] if row["case"] != "test"]
+    return switches(data) | {(row["case"], row["mode"], name): value for row in rows for name, value in row["values"].items()}
+
+
+def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
+    """Reports side by side: the emulated device last."""
+    reports = sorted(reports, key=lambda it: ("emulated" in it["device"], it["device"]))
+    every = [times(data) for data in reports]
+    keys = list(dict.fromkeys(key for one in every for key in one))
+    names = [data["device"].removeprefix("NVIDIA ") for data in reports]
+    text = [f"- {data['device']}, driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`" for data in reports]
+    text += ["", "| | | | " + " | ".join(names) + " |", "|---|---|---|" + "---:|" * len(names)]
+    last = None
+    for case, mode, name in keys:
+        cells = [number(one[case, mode, name]) if (case, mode, name) in one else "" for one in every]
+        text.append(f"| {case if case != last else ''} | {mode} | {title(name)} | " + " | ".join(cells) + " |")
+        last = case
+    tests = [{row["mode"]: row["values"] for row in data["rows"] if row["case"] == "test"} for data in reports]
+    text += ["", "| tests | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    for group in dict.fromkeys(name.split("::")[0] for one in tests for name in one):
+        cells = []
+        for one in tests:
+            mine = [values for name, values in one.items() if name.startswith(group + "::")]
+            held, skipped = sum(it["ok"] for it in mine), sum(it["skipped"] for it in mine)
+            cells.append(f"{held:.0f} of {len(mine)} hold" + (f", {skipped:.0f} skipped" if skipped else "") if mine else "")
+        text.append(f"| {group} | " + " | ".join(cells) + " |")
+    return "\n".join(text)
 
 
 def main() -> int:
-    arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    arguments.add_argument("--real", action="store_true", help="this machine's GPU")
-    arguments.add_argument("--tests", help="the test executable [default: through cargo]")
-    arguments.add_argument("--out", type=Path, help="[default: bench/results/fidelity-DEVICE.json]")
-    args = arguments.parse_args()
-    env = dict(os.environ)
-    if args.real:
-        env["GPUMUX_TEST_REAL"] = "1"
-    command = [args.tests] if args.tests else ["cargo", "test", "-q", "-p", "gpumux-tests", "--test", "e2e", "--"]
-    if not args.tests:
-        command.remove("-q")
-    gpumux = str(Path(env.get("GPUMUX_BIN_DIR", "target/debug")) / "gpumux")
-    name = device(args.real, gpumux)
-    report = {"device": name, "real": args.real, "groups": {group.strip(":"): run(command, group, env) for group in GROUPS}}
-    slug = re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-")
-    out = args.out or ROOT / "bench" / "results" / f"fidelity-{slug}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(report, indent=1) + "\n")
-    results = [result for group in report["groups"].values() for result in group["tests"].values()]
-    print(f"{results.count('ok')} of {len(results)} hold; {out}")
-    return 0 if results and "FAILED" not in results else 1
+    """Runs all, with what the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--real", action="store_true", help="this machine's GPU")
+    parser.add_argument("--tests", type=Path, help="the test executable [default: through cargo]")
+    parser.add_argument("--groups", type=common.listed(GROUPS), default=GROUPS, help="comma-separated [%(default)s]")
+    parser.add_argument("--each", type=float, default=2.0, metavar="S", help="length of one distribution [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=900.0, help="time for all [%(default)s]")
+    parser.add_argument("--out", type=Path, default=common.BENCH / "results", help="folder of the report")
+    parser.add_argument("--logs", type=Path, help="folder of what the tests say [a new one]")
+    return report(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-// A grid whose blocks wait for each other, and memory by the virtual memory calls of the driver.
+// A grid whose blocks wait for each other.
 #include "check.h"
 #include <cooperative_groups.h>
-#include <cuda.h>
 
 namespace cg = cooperative_groups;
 

@@ -9,10 +9,12 @@ mod faults;
 mod hints;
 mod hostile;
 mod levers;
+mod on_demand;
 mod packages;
 mod run;
 mod seen;
 mod soak;
+mod timings;
 mod transparency;
 mod users;
 

@@ -1,10 +1,11 @@
 //! Many processes on few devices for a while: what they leave behind, and what they cost when they only wait.
 //!
-//! `GPUMUX_SOAK_SECONDS=60` makes it a soak; without that it is as short as the rest.
+//! `GPUMUX_SOAK_SECONDS=60 cargo test -p gpumux-tests --test e2e soak` makes it a soak; without that it is as short as the
+//! rest.
 
 use std::{fs, time::Duration};
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, real, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
 
 const PROCESSES: usize = 16;
 /// At most this part of one CPU for all of them, device included, when they only wait.
@@ -34,9 +35,28 @@ fn files(pid: u32) -> usize {
         .count()
 }
 
+/// Bytes that the device's server has in memory.
+fn resident(pid: u32) -> u64 {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).expect("it lives");
+    let pages = statm.split(' ').nth(1).and_then(|it| it.parse().ok());
+    4096 * pages.unwrap_or(0_u64)
+}
+
+/// Free bytes of each device.
+fn free(node: &Node) -> Vec<String> {
+    let of = |device: usize| {
+        let gpumux = gpumux_tests::binary().into_os_string();
+        let mut command = node.on_device([gpumux, "scratch".into(), "--memory".into()]);
+        command.env("CUDA_VISIBLE_DEVICES", device.to_string());
+        command.run().ok().out
+    };
+    (0..2).map(of).collect()
+}
+
 #[test]
 fn sixteen_processes_on_two_devices() {
     if real() {
+        eprintln!("SKIPPED: it needs the emulated device");
         return;
     }
     let node = Node::with(Options {
@@ -45,7 +65,7 @@ fn sixteen_processes_on_two_devices() {
         ..Options::default()
     });
     let server = node.emulated_pid();
-    let before = files(server);
+    let (free_before, before) = (free(&node), files(server));
     let start = |line: &str, i: usize| {
         let mut command = node.on_device(line.split(' ').map(str::to_owned));
         Process::start(command.env("CUDA_VISIBLE_DEVICES", (i % 2).to_string()))
@@ -68,6 +88,9 @@ fn sixteen_processes_on_two_devices() {
     wait_for("all files are closed", PATIENCE, || {
         (files(server) == before).then_some(())
     });
+
+    // What the first round needed is enough for all others.
+    let (settled, most) = (resident(server), 4 << 20);
 
     // They wait: each has a context and memory.
     let ready = |i: usize| node.dir().join(format!("ready-{i}"));
@@ -95,4 +118,7 @@ fn sixteen_processes_on_two_devices() {
     wait_for("all files are closed", PATIENCE, || {
         (files(server) == before).then_some(())
     });
+    assert_eq!(free(&node), free_before);
+    let grown = resident(server).saturating_sub(settled);
+    assert!(grown <= most, "the server has grown by {grown} bytes");
 }

@@ -2,11 +2,12 @@
 //!
 //! The packages are installed once into `cuda/` beside the test's target folder. Where that cannot be done (no network, no
 //! Python) the tests that need it say so and pass. `GPUMUX_CUDA_PROGRAMS` names a folder with programs that were compiled
-//! elsewhere, for machines without a compiler.
+//! elsewhere, for machines without a compiler; [`collect`] fills it.
 
 use std::{
     env,
     fs::{self, File},
+    io::{self, Write},
     path::{Path, PathBuf},
     process::{Command, Stdio},
     sync::Mutex,
@@ -98,74 +99,144 @@ pub fn program(name: &str, runtime: Runtime) -> Option<Program> {
             libraries: dir,
         });
     }
-    let test = env::current_exe().expect("the test's own path");
-    let target = test
-        .ancestors()
-        .nth(3)
-        .expect("<target>/<profile>/deps/<test>");
-    let dir = target.join("cuda");
-    fs::create_dir_all(&dir).expect("a folder for the compiler");
+    let packages = install(runtime.version(), runtime.packages())?;
+    let toolkit = packages.join("nvidia/cu13");
     let _alone = ONE_AT_A_TIME
         .lock()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
-    // Other test processes want the same.
-    let lock = File::create(dir.join("lock")).expect("a lock file");
+    let lock = File::create(home().join("lock")).expect("a lock file");
     flock(&lock, FlockOperation::LockExclusive).expect("the lock");
-    let Some(toolkit) = toolkit(&dir, runtime) else {
-        eprintln!(
-            "SKIPPED: no CUDA compiler could be installed for {file}; see {}",
-            dir.display()
-        );
-        return None;
-    };
+    // The linker asks for a name without a version.
+    let _ = std::os::unix::fs::symlink("libcudart.so.13", toolkit.join("lib/libcudart.so"));
     let libraries = match runtime {
-        Runtime::Shared128 => dir.join("13.0/nvidia/cuda_runtime/lib"),
+        Runtime::Shared128 => packages.join("nvidia/cuda_runtime/lib"),
         _ => toolkit.join("lib"),
     };
     let program = Program {
-        path: dir.join(file),
+        path: home().join(file),
         libraries,
     };
     compile(name, runtime, &toolkit, &program);
     Some(program)
 }
 
-/// The compiler's folder.
-fn toolkit(dir: &Path, runtime: Runtime) -> Option<PathBuf> {
-    let home = dir.join(runtime.version());
-    let toolkit = home.join("nvidia/cu13");
-    if home.join("complete").exists() {
-        return Some(toolkit);
+/// Copies a program and the libraries that it may need into a folder for `GPUMUX_CUDA_PROGRAMS`.
+///
+/// # Errors
+/// When they cannot be copied.
+pub fn collect(program: &Program, into: &Path) -> io::Result<()> {
+    fs::create_dir_all(into)?;
+    let copy = |path: &Path| {
+        let name = path.file_name().unwrap_or_default();
+        fs::copy(path, into.join(name)).map(drop)
+    };
+    copy(&program.path)?;
+    for entry in fs::read_dir(&program.libraries)?.flatten() {
+        let name = entry.file_name();
+        if name.to_string_lossy().starts_with("libcudart.so.") {
+            copy(&entry.path())?;
+        }
     }
-    let installed = Command::new("python3")
-        .args([
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-        ])
-        .args(["--timeout", "20", "--retries", "1", "--target"])
-        .arg(&home)
-        .args(runtime.packages())
-        .stdin(Stdio::null())
-        .status();
-    if !installed.is_ok_and(|status| status.success()) {
+    Ok(())
+}
+
+/// The folder with NVIDIA's Python binding of NVML, and a script that uses it; `None`, with a line on standard error, where
+/// it is not to be had.
+pub fn nvml_script() -> Option<(PathBuf, PathBuf)> {
+    if let Some(dir) = env::var_os("GPUMUX_CUDA_PROGRAMS") {
+        let dir = PathBuf::from(dir);
+        return Some((dir.clone(), dir.join("nvml.py")));
+    }
+    let binding = install("nvml", &["nvidia-ml-py==13.580.82"])?;
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda/nvml.py");
+    Some((binding, script))
+}
+
+/// Copies both into a folder for `GPUMUX_CUDA_PROGRAMS`.
+///
+/// # Errors
+/// When they cannot be copied.
+pub fn collect_nvml_script(into: &Path) -> io::Result<()> {
+    if let Some((binding, script)) = nvml_script() {
+        fs::create_dir_all(into)?;
+        fs::copy(binding.join("pynvml.py"), into.join("pynvml.py"))?;
+        fs::copy(script, into.join("nvml.py"))?;
+    }
+    Ok(())
+}
+
+/// Where programs and packages are.
+fn home() -> PathBuf {
+    let test = env::current_exe().expect("the test's own path");
+    let target = test.ancestors().nth(3);
+    target.expect("<target>/<profile>/deps/<test>").join("cuda")
+}
+
+/// Installs Python packages into a folder, once; says so where that cannot be done.
+fn install(name: &'static str, packages: &[&str]) -> Option<PathBuf> {
+    // Once per process is enough to know that it cannot be.
+    static FAILED: Mutex<Vec<&str>> = Mutex::new(Vec::new());
+    let into = home().join(name);
+    fs::create_dir_all(&into).expect("a folder for packages");
+    // Other threads and test processes want the same.
+    let mut failed = FAILED
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    let lock = File::create(into.with_extension("lock")).expect("a lock file");
+    flock(&lock, FlockOperation::LockExclusive).expect("the lock");
+    if into.join("complete").exists() {
+        return Some(into);
+    }
+    if !failed.contains(&name) {
+        let mut pip = Command::new("python3");
+        pip.args(["-m", "pip", "install", "--quiet", "--no-deps"])
+            .args(["--disable-pip-version-check", "--root-user-action=ignore"])
+            .args(["--timeout", "20", "--retries", "1", "--target"])
+            .arg(&into)
+            .args(packages);
+        let installed = pip.stdin(Stdio::null()).status();
+        if installed.is_ok_and(|status| status.success()) {
+            File::create(into.join("complete")).ok()?;
+            return Some(into);
+        }
+        failed.push(name);
+    }
+    // Not through `eprintln`, which a passing test swallows.
+    let line = format!("SKIPPED: cannot install {}\n", packages.join(" "));
+    let _ = io::stderr().write_all(line.as_bytes());
+    None
+}
+
+/// The PTX of a program's kernels as the compiler of 13.0 makes it; `None` where there is none.
+pub fn ptx(name: &str) -> Option<String> {
+    if env::var_os("GPUMUX_CUDA_PROGRAMS").is_some() {
         return None;
     }
-    // The linker asks for a name without a version.
-    let _ = std::os::unix::fs::symlink("libcudart.so.13", toolkit.join("lib/libcudart.so"));
-    File::create(home.join("complete")).ok()?;
-    Some(toolkit)
+    let program = program(name, Runtime::Static130)?;
+    let nvcc = program.libraries.with_file_name("bin/nvcc");
+    let out = program.path.with_extension("ptx");
+    let compiled = Command::new(nvcc)
+        .args(["-std=c++17", "-arch=sm_90", "-ptx"])
+        .arg(source(name))
+        .arg("-o")
+        .arg(&out)
+        .status();
+    assert!(compiled.is_ok_and(|status| status.success()), "{name}");
+    fs::read_to_string(out).ok()
+}
+
+fn source(name: &str) -> PathBuf {
+    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
+    sources.join(format!("{name}.cu"))
 }
 
 fn compile(name: &str, runtime: Runtime, toolkit: &Path, program: &Program) {
     let out = &program.path;
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("cuda");
-    let source = sources.join(format!("{name}.cu"));
+    let source = source(name);
+    let text = fs::read_to_string(&source).expect("a program");
+    let flags = text.lines().find_map(|it| it.strip_prefix("// nvcc: "));
     let changed = |path: &Path| fs::metadata(path).and_then(|it| it.modified()).ok();
-    let newest = changed(&source).max(changed(&sources.join("check.h")));
+    let newest = changed(&source).max(changed(&source.with_file_name("check.h")));
     if changed(out).is_some_and(|built| Some(built) > newest) {
         return;
     }
@@ -185,6 +256,7 @@ fn compile(name: &str, runtime: Runtime, toolkit: &Path, program: &Program) {
         ])
         .arg(toolkit.join("lib"))
         .args(older.iter().flatten())
+        .args(flags.iter().flat_map(|it| it.split(' ')))
         .arg(source)
         .arg("-o")
         .arg(&made)

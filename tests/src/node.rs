@@ -26,6 +26,8 @@ pub struct Options {
     pub devices: u32,
     /// Further arguments of `gpumux daemon`.
     pub daemon: Vec<String>,
+    /// Profile of the emulated device, where it differs from the default.
+    pub profile: &'static str,
     /// No daemon at first.
     pub without_daemon: bool,
 }
@@ -82,6 +84,11 @@ impl Node {
             .args(["emu", "serve", "--socket"])
             .arg(self.emulated_socket());
         command.args(["--devices", &self.options.devices.max(1).to_string()]);
+        if !self.options.profile.is_empty() {
+            let profile = self.dir().join("profile.toml");
+            fs::write(&profile, self.options.profile).expect("a profile");
+            command.arg("--profile").arg(profile);
+        }
         let mut process = Process::start(&mut command);
         wait_for("the emulated device", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());

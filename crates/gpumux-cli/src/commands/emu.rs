@@ -23,7 +23,7 @@ use tokio::{
 };
 
 use super::become_program;
-use crate::emulated::Server;
+use crate::emulated::{self, Server};
 
 /// How long a daemon may take to end with the device.
 const DAEMON_END: Duration = Duration::from_secs(5);
@@ -165,6 +165,7 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         None => Profile::default(),
     };
     profile.devices = args.device.devices.unwrap_or(profile.devices);
+    emulated::make_links(&args.socket)?;
     let server = gpumux_emu::server::Server::bind(profile, &args.socket)?;
     // Whoever may enter the folder may use the device, as with the files of a real one.
     fs::set_permissions(&args.socket, Permissions::from_mode(0o666))
@@ -175,6 +176,7 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         .build()?
         .block_on(end(args.owner))?;
     server.stop()?;
+    emulated::remove_links(&args.socket);
     if let (Some(_), Some(dir)) = (args.owner, args.socket.parent()) {
         end_daemon(dir);
         let _ = fs::remove_dir_all(dir);

@@ -75,6 +75,13 @@ impl Core {
             .lever(call.caller, call.escape, &call.arg, &call.params)
         {
             Some((device, lever)) => {
+                self.levers += 1;
+                let every = self.devices.profile.controls.fail_every;
+                if every > 0 && self.levers.is_multiple_of(every) {
+                    *pending -= 1;
+                    wire::send_once(&call.reply, &answer(libc::EIO as u32, &[], &[]));
+                    return Some(());
+                }
                 let cost = self.cost(lever);
                 let device = self.devices.all.get_mut(device as usize)?;
                 let due = device.control_until.max(now) + cost;
