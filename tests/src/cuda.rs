@@ -201,15 +201,20 @@ fn install(name: &'static str, packages: &[&str]) -> Option<PathBuf> {
         }
         failed.push(name);
     }
-    // Not through `eprintln`, which a passing test swallows.
-    let line = format!("SKIPPED: cannot install {}\n", packages.join(" "));
-    let _ = io::stderr().write_all(line.as_bytes());
+    skipped(&format!("install {}", packages.join(" ")));
     None
+}
+
+/// Says so, but not through `eprintln`, which a passing test swallows.
+fn skipped(what: &str) {
+    let line = format!("SKIPPED: cannot {what}\n");
+    let _ = io::stderr().write_all(line.as_bytes());
 }
 
 /// The PTX of a program's kernels as the compiler of 13.0 makes it; `None` where there is none.
 pub fn ptx(name: &str) -> Option<String> {
     if env::var_os("GPUMUX_CUDA_PROGRAMS").is_some() {
+        skipped("compile PTX");
         return None;
     }
     let program = program(name, Runtime::Static130)?;
