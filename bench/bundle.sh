@@ -3,7 +3,7 @@
 #   bench/bundle.sh [FOLDER]        (default: .bundle)
 # There: GPUMUX=FOLDER/bin/gpumux python3 bench/colocation.py …
 #        GPUMUX_BIN_DIR=FOLDER/bin GPUMUX_CUDA_PROGRAMS=FOLDER/cuda GPUMUX_TEST_REAL=1 FOLDER/tests/NAME --test-threads=1
-#        FOLDER/fidelity                  the report of bench/fidelity.py, with the checkout's bench/ beside it
+#        FOLDER/fidelity [--no-real]      the report of bench/fidelity.py, with bench/ beside FOLDER
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-.bundle}

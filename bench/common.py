@@ -402,9 +402,10 @@ class Worker:
         mode: Mode,
         klass: str | None = None,
         program: Sequence[str] = (sys.executable, str(WORKER)),
+        promise: Sequence[str] = (),
     ) -> None:
         self.name, self.log = name, mode.logs / f"{mode.name}-{name}.log"
-        command = mode.command([*program, *arguments], name, klass)
+        command = mode.command([*program, *arguments], name, klass, promise)
         with open(self.log, "w") as log:
             self.process = subprocess.Popen(
                 command,

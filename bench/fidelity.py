@@ -3,7 +3,7 @@
 
     python3 bench/fidelity.py                          # the emulated device, through cargo
     python3 bench/fidelity.py --real                   # this machine's GPU
-    .bundle/fidelity                                   # the same from a bundle, without Rust (bench/bundle.sh)
+    .bundle/fidelity [--no-real]                       # the same from a bundle, without Rust (bench/bundle.sh)
 
 The report is bench/results/fidelity-DEVICE.json; `python3 bench/plot.py` makes the table of docs/fidelity.md from all of
 them. What does not fit into --seconds is left out and said.
@@ -168,37 +168,49 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
 # --- the table ----------------------------------------------------------------------------------
 
 
-def switches(data: dict[str, Any]) -> dict[tuple[str, str, str], float]:
+QUANTILES = ["p50_us", "p90_us", "p99_us", "p999_us", "max_us"]
+
+
+def switches(data: dict[str, Any]) -> list[dict[str, Any]]:
     """What a switch takes: how much later half of the requests are done when the device must be taken first."""
     p50 = {row["mode"]: row["values"]["p50_us"] for row in data["rows"] if row["case"] == "preemption"}
+    kernels = {"1 s and 1 µs": "from a kernel of the full device", "1 s and 1 µs, one warp": "from a kernel of one warp"}
+    return [
+        {"case": "switch", "mode": kernel, "values": {"p50_us": p50[mode] - p50["alone"]}}
+        for mode, kernel in kernels.items()
+        if {mode, "alone"} <= p50.keys()
+    ]
+
+
+def times(data: dict[str, Any]) -> dict[tuple[str, str, tuple[str, ...]], list[float]]:
+    """All that was measured, by case, mode and the values' names."""
     found = {}
-    for mode, kernel in {"1 s and 1 µs": "full device", "1 s and 1 µs, one warp": "one warp"}.items():
-        if mode in p50 and "alone" in p50:
-            found["switch", f"from a kernel of {'the ' * (kernel == 'full device')}{kernel}", "p50_us"] = p50[mode] - p50["alone"]
+    for row in [*switches(data), *(row for row in data["rows"] if row["case"] != "test")]:
+        names = sorted(row["values"], key=lambda name: QUANTILES.index(name) if name in QUANTILES else -1)
+        found[row["case"], row["mode"], tuple(names)] = [row["values"][name] for name in names]
     return found
-
-
-def times(data: dict[str, Any]) -> dict[tuple[str, str, str], float]:
-    """All times of a report by case, mode and name."""
-    rows = [row for row in data["rows"] if row["case"] != "test"]
-    return switches(data) | {(row["case"], row["mode"], name): value for row in rows for name, value in row["values"].items()}
 
 
 def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
     """Reports side by side: the emulated device last."""
     reports = sorted(reports, key=lambda it: ("emulated" in it["device"], it["device"]))
     every = [times(data) for data in reports]
-    keys = list(dict.fromkeys(key for one in every for key in one))
-    names = [data["device"].removeprefix("NVIDIA ") for data in reports]
-    text = [f"- {data['device']}, driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`" for data in reports]
-    text += ["", "| | | | " + " | ".join(names) + " |", "|---|---|---|" + "---:|" * len(names)]
+    devices = [data["device"].removeprefix("NVIDIA ") for data in reports]
+    text = [
+        f"- {data['device']}, driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`"
+        for data in reports
+    ]
+    text += ["", "| | | | " + " | ".join(devices) + " |", "|---|---|---|" + "---:|" * len(devices)]
     last = None
-    for case, mode, name in keys:
-        cells = [number(one[case, mode, name]) if (case, mode, name) in one else "" for one in every]
-        text.append(f"| {case if case != last else ''} | {mode} | {title(name)} | " + " | ".join(cells) + " |")
+    for key in dict.fromkeys(key for one in every for key in one):
+        case, mode, names = key
+        titles = [title(name).strip() for name in names]
+        shown = " / ".join([*(it.split(" ")[0] for it in titles[:-1]), titles[-1]])
+        cells = [" / ".join(map(number, one.get(key, []))) for one in every]
+        text.append(f"| {case if case != last else ''} | {mode} | {shown} | " + " | ".join(cells) + " |")
         last = case
     tests = [{row["mode"]: row["values"] for row in data["rows"] if row["case"] == "test"} for data in reports]
-    text += ["", "| tests | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    text += ["", "| tests | " + " | ".join(devices) + " |", "|---|" + "---:|" * len(devices)]
     for group in dict.fromkeys(name.split("::")[0] for one in tests for name in one):
         cells = []
         for one in tests:
@@ -212,7 +224,7 @@ def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
 def main() -> int:
     """Runs all, with what the command line says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--real", action="store_true", help="this machine's GPU")
+    parser.add_argument("--real", action=argparse.BooleanOptionalAction, default=False, help="this machine's GPU")
     parser.add_argument("--tests", type=Path, help="the test executable [default: through cargo]")
     parser.add_argument("--groups", type=common.listed(GROUPS), default=GROUPS, help="comma-separated [%(default)s]")
     parser.add_argument("--each", type=float, default=2.0, metavar="S", help="length of one distribution [%(default)s]")

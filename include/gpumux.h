@@ -47,6 +47,23 @@ uint64_t gpumux_begin(void) __attribute__((weak));
 /* The request of a gpumux_begin is done. */
 void gpumux_end(uint64_t request) __attribute__((weak));
 
+/* What a program may say of its device memory, and the answers. */
+enum {
+    GPUMUX_KEEP = 0,         /* its contents count; this is so at first */
+    GPUMUX_COLD = 1,         /* it is rarely used: it is moved to the host before others */
+    GPUMUX_DISCARDABLE = 2,  /* its contents need not survive a move: a cache, say. It is not copied */
+
+    GPUMUX_DONE = 0,
+    GPUMUX_LOST = 1,         /* to GPUMUX_KEEP: some of it was discardable and has been moved: its contents are undefined */
+    GPUMUX_UNKNOWN = -1      /* no memory of cuMemAlloc or cudaMalloc that gpumux can move, or no such advice */
+};
+
+/*
+ * Says something of `bytes` of device memory from `address` on, up to the end of their allocation. Say GPUMUX_KEEP, and look
+ * at the answer, before contents that were discardable are used again.
+ */
+int gpumux_advise(uint64_t address, uint64_t bytes, int advice) __attribute__((weak));
+
 /* The same, for programs that may run without gpumux. */
 static inline int gpumux_hint_if_there(int device, unsigned expected_us)
 {
@@ -62,6 +79,11 @@ static inline void gpumux_end_if_there(uint64_t request)
 {
     if (gpumux_end)
         gpumux_end(request);
+}
+
+static inline int gpumux_advise_if_there(uint64_t address, uint64_t bytes, int advice)
+{
+    return gpumux_advise ? gpumux_advise(address, bytes, advice) : GPUMUX_UNKNOWN;
 }
 
 #ifdef __cplusplus

@@ -5,6 +5,7 @@
     gpumux.hint(expected_us=300)      # a request came in: its work reaches the GPU in about 300 µs
     with gpumux.request():            # `gpumux ps --json` shows count, median and 99% of request times
         model(prepare(data))
+    gpumux.advise(cache.data_ptr(), cache.nbytes, gpumux.DISCARDABLE)  # its contents need not survive a move
 """
 
 from __future__ import annotations
@@ -16,13 +17,19 @@ from collections.abc import Iterator
 HELD, ALREADY, NEEDLESS, TOO_EARLY, IMPOSSIBLE = 0, 1, 2, 3, -1
 """What became of a hint: see include/gpumux.h."""
 
+KEEP, COLD, DISCARDABLE = 0, 1, 2
+DONE, LOST, UNKNOWN = 0, 1, -1
+"""What may be said of memory, and the answers: see include/gpumux.h."""
+
 # The process itself: the preloaded library is part of it.
 _process = ctypes.CDLL(None)
 try:
     _hint, _begin, _end = _process.gpumux_hint, _process.gpumux_begin, _process.gpumux_end
+    _advise = _process.gpumux_advise
 except AttributeError:
-    _hint = _begin = _end = None
+    _hint = _begin = _end = _advise = None
 else:
+    _advise.argtypes, _advise.restype = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int], ctypes.c_int
     _hint.argtypes, _hint.restype = [ctypes.c_int, ctypes.c_uint], ctypes.c_int
     _begin.argtypes, _begin.restype = [], ctypes.c_uint64
     _end.argtypes, _end.restype = [ctypes.c_uint64], None
@@ -36,6 +43,11 @@ def present() -> bool:
 def hint(device: int = 0, expected_us: int = 0) -> int:
     """Says that work for a device (its CUDA ordinal) comes in so many µs, 0 if that is not known."""
     return _hint(device, max(0, expected_us)) if _hint else NEEDLESS
+
+
+def advise(address: int, size: int, advice: int) -> int:
+    """Says something of device memory. `LOST`: it was discardable, and its contents are gone."""
+    return _advise(address, size, advice) if _advise else UNKNOWN
 
 
 def begin() -> int:

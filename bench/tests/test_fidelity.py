@@ -32,7 +32,7 @@ def report(device: str, alone: float, late: float) -> dict[str, object]:
         {"case": "test", "mode": "cuda::a", "values": {"ok": 1.0, "skipped": 0.0, "seconds": 1.0}},
         {"case": "test", "mode": "cuda::b", "values": {"ok": 0.0, "skipped": 1.0, "seconds": 1.0}},
         {"case": "preemption", "mode": "alone", "values": {"p50_us": alone}},
-        {"case": "preemption", "mode": "1 s and 1 µs", "values": {"p50_us": late}},
+        {"case": "preemption", "mode": "1 s and 1 µs", "values": {"max_us": 2 * late, "p50_us": late}},
     ]
     head = dict.fromkeys(("driver", "date", "commit", "command"), "x")
     return {"bench": "fidelity", "device": device, **head, "rows": rows}
@@ -59,6 +59,8 @@ class Fidelity(unittest.TestCase):
         table = fidelity.table(reports, plot.number, plot.title)
         self.assertIn("| | | | H100 | H100 (emulated) |", table)
         self.assertIn("| switch | from a kernel of the full device | p50 (µs) | 180 | 150 |", table)
+        self.assertIn("| preemption | alone | p50 (µs) | 140 | 200 |", table)
+        self.assertIn("|  | 1 s and 1 µs | p50 / max (µs) | 320 / 640 | 350 / 700 |", table)
         self.assertIn("| cuda | 1 of 2 hold, 1 skipped | 1 of 2 hold, 1 skipped |", table)
 
     def test_a_report_goes_into_the_book_and_not_into_the_readme(self) -> None:

@@ -32,6 +32,8 @@ int main(int argc, char **argv) {
     say("limits", stack == 1024);
     say("no such device", cudaSetDevice(count) == cudaErrorInvalidDevice);
     cudaGetLastError();
+    int *data;
+    CHECK(cudaMalloc(&data, 4));
     if (argc > 1 && !strcmp(argv[1], "trap")) {
         stop<<<1, 1>>>();
         printf("trap: %s\n", cudaGetErrorName(cudaDeviceSynchronize()));
@@ -39,7 +41,7 @@ int main(int argc, char **argv) {
         store<<<1, 1>>>((int *)16);
         printf("wild store: %s\n", cudaGetErrorName(cudaDeviceSynchronize()));
     }
-    int *gone;
-    say("nothing works any more", cudaMalloc(&gone, 4) != cudaSuccess);
+    store<<<1, 1>>>(data);
+    say("nothing works any more", cudaDeviceSynchronize() != cudaSuccess && cudaMemset(data, 0, 4) != cudaSuccess);
     printf("done\n");
 }

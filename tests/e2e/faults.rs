@@ -237,6 +237,7 @@ fn with_another_protocol_programs_run_with_one_warning() {
         Daemon::Welcome {
             protocol: other,
             tenant: "x".into(),
+            memory: false,
         },
     ]
     .into_iter()

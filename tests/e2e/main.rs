@@ -9,6 +9,7 @@ mod faults;
 mod hints;
 mod hostile;
 mod levers;
+mod memory;
 mod on_demand;
 mod packages;
 mod run;

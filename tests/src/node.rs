@@ -28,6 +28,8 @@ pub struct Options {
     pub daemon: Vec<String>,
     /// Profile of the emulated device, where it differs from the default.
     pub profile: &'static str,
+    /// Memory of each emulated device in bytes; 0 means the profile's. Contexts are small there then.
+    pub memory: u64,
     /// No daemon at first.
     pub without_daemon: bool,
 }
@@ -51,6 +53,15 @@ impl Node {
     #[track_caller]
     pub fn start() -> Self {
         Self::with(Options::default())
+    }
+
+    /// A node whose emulated device has so much memory.
+    #[track_caller]
+    pub fn with_memory(bytes: u64) -> Self {
+        Self::with(Options {
+            memory: bytes,
+            ..Options::default()
+        })
     }
 
     /// A node as `options` say.
@@ -84,9 +95,14 @@ impl Node {
             .args(["emu", "serve", "--socket"])
             .arg(self.emulated_socket());
         command.args(["--devices", &self.options.devices.max(1).to_string()]);
-        if !self.options.profile.is_empty() {
+        let mut text = self.options.profile.to_owned();
+        if self.options.memory != 0 {
+            let memory = self.options.memory;
+            text = format!("memory = {memory}\ncontext_memory = {}\n{text}", 8 << 20);
+        }
+        if !text.is_empty() {
             let profile = self.dir().join("profile.toml");
-            fs::write(&profile, self.options.profile).expect("a profile");
+            fs::write(&profile, text).expect("a profile");
             command.arg("--profile").arg(profile);
         }
         let mut process = Process::start(&mut command);

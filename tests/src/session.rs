@@ -56,6 +56,7 @@ impl Listener {
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: "test".into(),
+            memory: false,
         };
         let session = self.accept(&welcome);
         loop {

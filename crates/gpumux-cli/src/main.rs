@@ -11,8 +11,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{
-    cdi, completions, daemon, demo, doctor, dra, emu, explain, hint, man, ps, run, set, sim, top,
-    trace, workload,
+    cdi, completions, daemon, demo, doctor, dra, emu, explain, hint, man, memory, ps, run, set,
+    sim, top, trace, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -48,6 +48,11 @@ enum Command {
     Ps(ps::Args),
     Set(set::Args),
     Hint(hint::Args),
+    Memory(memory::Args),
+    /// Move a tenant's memory to the host
+    Sleep(memory::Move),
+    /// Bring a tenant's memory back
+    Wake(memory::Move),
     Explain(explain::Args),
     Top(top::Args),
     Trace(trace::Args),
@@ -79,6 +84,9 @@ fn main() -> ExitCode {
         Command::Ps(args) => ps::run(&args),
         Command::Set(args) => set::run(&args),
         Command::Hint(args) => hint::run(&args),
+        Command::Memory(args) => memory::run(&args),
+        Command::Sleep(args) => memory::sleep(&args),
+        Command::Wake(args) => memory::wake(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Top(args) => top::run(&args),
         Command::Trace(args) => trace::run(&args),

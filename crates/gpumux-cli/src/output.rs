@@ -66,6 +66,16 @@ pub(crate) fn watched() -> bool {
     io::stderr().is_terminal()
 }
 
+/// Bytes with a unit, short: `512 MiB`, `7.5 GiB`.
+pub(crate) fn bytes(bytes: u64) -> String {
+    let mib = bytes as f64 / f64::from(1 << 20);
+    match mib {
+        0.0 => "0".into(),
+        _ if mib < 1024.0 => format!("{mib:.0} MiB"),
+        _ => format!("{:.1} GiB", mib / 1024.0),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -14,11 +14,12 @@ mod testing;
 mod units;
 
 pub mod gang;
+pub mod ledger;
 pub mod policy;
 
 pub use accounts::{Account, Accounts, fractions};
 pub use plan::{DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
-pub use tenant::{Class, Hints, ParseClassError, SpecError, TenantSpec, admit};
+pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec, admit};
 pub use units::{DomainId, Micros, TenantId, Timeslice};

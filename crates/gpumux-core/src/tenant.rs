@@ -4,6 +4,8 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+use crate::ledger::{OverPromised, Share};
+
 /// How a tenant takes its turn.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
@@ -81,6 +83,33 @@ impl Hints {
     }
 }
 
+/// What becomes of a request for memory that the device has no room for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "kebab-case")]
+pub enum MemoryPolicy {
+    /// Others' memory is moved to the host where the rules allow it; else it waits, a while.
+    #[default]
+    SwapOthers,
+    /// It waits, a while, until others free some.
+    Wait,
+    /// It fails at once, with CUDA's own error.
+    Fail,
+}
+
+impl MemoryPolicy {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::SwapOthers, Self::Wait, Self::Fail];
+
+    /// The name used in the CLI, the API and configuration files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::SwapOthers => "swap-others",
+            Self::Wait => "wait",
+            Self::Fail => "fail",
+        }
+    }
+}
+
 /// A tenant's promise: what it gets whenever it wants it, and what bounds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -102,6 +131,14 @@ pub struct TenantSpec {
     pub latency_objective_us: Option<u64>,
     /// Who may take the device before its work arrives.
     pub hints: Hints,
+    /// Bytes of each device's memory that it always gets when it wants them.
+    pub memory_guaranteed: u64,
+    /// Bytes of each device's memory that it never exceeds; none: what the device has.
+    pub memory_limit: Option<u64>,
+    /// What becomes of a request for memory that the device has no room for.
+    pub memory_policy: MemoryPolicy,
+    /// After how many seconds without work its memory is moved to the host; none: never by itself.
+    pub sleep_after_s: Option<u64>,
 }
 
 impl Default for TenantSpec {
@@ -113,6 +150,10 @@ impl Default for TenantSpec {
             weight: 1.0,
             latency_objective_us: None,
             hints: Hints::Auto,
+            memory_guaranteed: 0,
+            memory_limit: None,
+            memory_policy: MemoryPolicy::default(),
+            sleep_after_s: None,
         }
     }
 }
@@ -141,6 +182,19 @@ pub enum SpecError {
         /// What was asked as limit.
         limit: f64,
     },
+    /// Guaranteed more memory than the limit allows.
+    #[error(
+        "memory guaranteed {guaranteed} is more than memory limit {limit}: raise the limit or lower the guarantee"
+    )]
+    MemoryAboveLimit {
+        /// What was asked as guarantee, in bytes.
+        guaranteed: u64,
+        /// What was asked as limit, in bytes.
+        limit: u64,
+    },
+    /// The promises of memory together exceed the device.
+    #[error(transparent)]
+    Memory(#[from] OverPromised),
     /// The promises together exceed the device.
     #[error(
         "cannot promise {asked:.3} of {device}: {promised:.3} is promised to others and {free:.3} is free"
@@ -180,7 +234,21 @@ impl TenantSpec {
                 limit: self.limit,
             });
         }
-        Ok(())
+        match self.memory_limit {
+            Some(limit) if self.memory_guaranteed > limit => Err(SpecError::MemoryAboveLimit {
+                guaranteed: self.memory_guaranteed,
+                limit,
+            }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Its promise of memory.
+    pub fn memory(&self) -> Share {
+        Share {
+            guaranteed: self.memory_guaranteed,
+            limit: self.memory_limit.unwrap_or(u64::MAX),
+        }
     }
 }
 

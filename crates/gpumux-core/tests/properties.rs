@@ -42,7 +42,7 @@ fn spec() -> impl Strategy<Value = TenantSpec> {
             limit: if limit < 0.5 { 1.0 } else { limit },
             weight: 10.0 * weight,
             latency_objective_us: (limit > 0.3).then_some((limit * 1e5) as u64),
-            hints: Default::default(),
+            ..TenantSpec::default()
         }
     })
 }

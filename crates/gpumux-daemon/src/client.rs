@@ -11,13 +11,16 @@ use tokio::net::UnixStream;
 
 use crate::{
     api::types::{
-        Created, Device, Explanation, Hinted, NewHint, Problem, SpecChange, Status, Tenant,
+        Created, Device, DeviceMemory, Explanation, Hinted, NewHint, Problem, SpecChange, Status,
+        Tenant,
     },
     paths,
 };
 
 /// How long a request may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long moving a tenant's memory may take.
+const MOVE: Duration = Duration::from_secs(330);
 /// Largest answer in bytes.
 const MAX_ANSWER: usize = 64 << 20;
 
@@ -181,6 +184,38 @@ impl Client {
     pub async fn hint(&self, name: &str, hint: &NewHint) -> Result<Hinted, ClientError> {
         let path = of(name) + "/hint";
         self.ask(Method::POST, &path, Some(hint)).await
+    }
+
+    /// Who has what of each device's memory.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn memory(&self) -> Result<Vec<DeviceMemory>, ClientError> {
+        self.ask(Method::GET, "/v1/memory", None::<&()>).await
+    }
+
+    /// Moves a tenant's memory to the host, and returns when that is done.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn sleep(&self, name: &str) -> Result<(), ClientError> {
+        self.moved(&(of(name) + "/sleep")).await
+    }
+
+    /// Brings a tenant's memory back, and returns when that is done.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn wake(&self, name: &str) -> Result<(), ClientError> {
+        self.moved(&(of(name) + "/wake")).await
+    }
+
+    async fn moved(&self, path: &str) -> Result<(), ClientError> {
+        let exchange = self.exchange(Method::POST, path, None::<&()>);
+        tokio::time::timeout(MOVE, exchange)
+            .await
+            .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
+            .map(drop)
     }
 
     /// Ends a tenant that has no connected process.

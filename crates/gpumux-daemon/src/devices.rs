@@ -19,6 +19,8 @@ pub(crate) struct Known {
     pub(crate) uuid: String,
     pub(crate) name: String,
     pub(crate) memory_bytes: u64,
+    /// Bytes in use, by whomever.
+    pub(crate) memory_used: u64,
     pub(crate) driver: String,
     /// `ok`, or what is wrong.
     pub(crate) state: String,
@@ -68,12 +70,13 @@ impl Devices {
         let old = self.list();
         let new: Vec<Known> = (0..nvml.device_count().unwrap_or(0))
             .filter_map(|index| match describe(nvml, index) {
-                Ok((uuid, name, memory_bytes)) => {
+                Ok((uuid, name, memory_bytes, memory_used)) => {
                     let state = "ok".into();
                     Some(Known {
                         uuid,
                         name,
                         memory_bytes,
+                        memory_used,
                         driver: driver.clone(),
                         state,
                     })
@@ -106,7 +109,8 @@ fn init(library: Option<&std::path::Path>) -> Result<Nvml, NvmlError> {
     }
 }
 
-fn describe(nvml: &Nvml, index: u32) -> Result<(String, String, u64), NvmlError> {
+fn describe(nvml: &Nvml, index: u32) -> Result<(String, String, u64, u64), NvmlError> {
     let device = nvml.device_by_index(index)?;
-    Ok((device.uuid()?, device.name()?, device.memory_info()?.total))
+    let memory = device.memory_info()?;
+    Ok((device.uuid()?, device.name()?, memory.total, memory.used))
 }

@@ -127,6 +127,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     )
     .await?;
     let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());
+    tokio::spawn(Arc::clone(&sessions.memory).watch());
     let listen = |error| Error::Listen(session_socket.clone(), error);
     let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
     paths::open_to_all(&session_socket).map_err(listen)?;
@@ -242,9 +243,9 @@ async fn keep_house(
 }
 
 async fn know(devices: &Devices, scheduler: &Handle) -> Result<(), Stopped> {
-    let uuids: Vec<String> = devices.list().into_iter().map(|known| known.uuid).collect();
+    let known = devices.list();
     scheduler
-        .call(move |engine| engine.know_devices(uuids))
+        .call(move |engine| engine.know_devices(known))
         .await
 }
 

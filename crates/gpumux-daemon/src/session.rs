@@ -30,6 +30,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 
 use crate::{
     config::Config,
+    memory::Memory,
     peer::{Peer, credentials, readable},
     scheduler::{GroupError, Handle, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
@@ -40,7 +41,7 @@ use crate::{
 pub(crate) const HELLO: Duration = Duration::from_secs(5);
 
 /// Packets a session may send at once, and per second after that. Later ones wait in its socket.
-const RATE: (f64, f64) = (1024.0, 200.0);
+const RATE: (f64, f64) = (1024.0, 1000.0);
 
 /// Groups that were not what they were said to be (because the program freed them meanwhile)
 /// before a session counts as hostile.
@@ -53,6 +54,7 @@ const SPARE_FILES: u64 = 128;
 pub(crate) struct Sessions {
     tenants: Arc<Tenants>,
     scheduler: Handle,
+    pub(crate) memory: Arc<Memory>,
     emulated: Option<PathBuf>,
     max: usize,
     max_per_user: usize,
@@ -114,6 +116,7 @@ impl Sessions {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         Arc::new(Self {
             tenants,
+            memory: Memory::new(scheduler.clone()),
             scheduler,
             emulated: config.emulated.clone(),
             max: config.max_sessions,
@@ -259,6 +262,7 @@ impl Sessions {
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: name.clone(),
+            memory: true,
         };
         let _ = say(socket, &welcome);
         tracing::info!(pid = peer.pid, tenant = name, "session");
@@ -271,6 +275,7 @@ impl Sessions {
             .call(move |engine| engine.meet(id, met))
             .await;
         self.voices().insert((tenant, id), Arc::clone(socket));
+        self.memory.meet(id, tenant, Arc::clone(socket));
         let mut session = Session {
             sessions: self,
             id,
@@ -303,6 +308,7 @@ impl Sessions {
             .scheduler
             .call(move |engine| engine.leave(id, alive))
             .await;
+        self.memory.leave(id).await;
         self.tenants.leave(id, tenant, peer.pid).await;
         result
     }
@@ -406,6 +412,7 @@ impl Session<'_> {
                 self.keys.remove(&key);
                 scheduler.call(move |engine| engine.gone(id, key)).await?;
             }
+            message => self.sessions.memory.hear(id, self.tenant, message).await?,
         }
         Ok(())
     }
@@ -490,7 +497,7 @@ async fn receive(events: &Events<'_>) -> Result<Option<(Shim, Option<OwnedFd>)>,
 }
 
 /// Tells the other side something, unless it does not listen. Whether it was sent.
-fn say(socket: &OwnedFd, message: &Daemon) -> bool {
+pub(crate) fn say(socket: &OwnedFd, message: &Daemon) -> bool {
     socket::send(socket, message, None, SendFlags::DONTWAIT).is_ok()
 }
 

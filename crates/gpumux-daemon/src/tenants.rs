@@ -499,6 +499,12 @@ impl Tenants {
         }
     }
 
+    /// The tenant of this name, if this user may say what becomes of it.
+    pub(crate) async fn own(&self, uid: u32, name: &str) -> Result<TenantId, TenantError> {
+        let table = self.table.lock().await;
+        table.owned(uid, name).map(|tenant| tenant.id)
+    }
+
     /// Ends a tenant that has no connected process.
     pub(crate) async fn delete(&self, uid: u32, name: &str) -> Result<(), TenantError> {
         let mut table = self.table.lock().await;

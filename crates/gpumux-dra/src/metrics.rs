@@ -435,6 +435,9 @@ mod tests {
             state: TenantState::Running,
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
+            moves: Default::default(),
             domains: vec![Domain {
                 id: 1,
                 device: device(0).uuid,

@@ -484,6 +484,7 @@ fn change(spec: &TenantSpec) -> SpecChange {
         latency_objective_us: spec.latency_objective_us,
         // A claim does not say who gives hints.
         hints: None,
+        ..SpecChange::default()
     }
 }
 

@@ -49,7 +49,7 @@ pub struct Controls {
     pub thaw_us: (u64, u64),
     /// Preempting a group.
     pub preempt_us: (u64, u64),
-    /// Every so many-th call that pulls a lever fails with `EIO`; 0: none.
+    /// Every so many-th call that freezes or thaws fails with `EIO`; 0: none.
     pub fail_every: u64,
 }
 

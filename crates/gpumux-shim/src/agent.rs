@@ -31,10 +31,11 @@ use rustix::{
 
 use crate::{
     control_files::Kind,
-    guard, hold,
+    gate, guard, hold, lease, memory,
     notice::say,
     own::OwnFd,
     process::{Agent, Process},
+    swap::Mover,
     work,
 };
 
@@ -54,8 +55,8 @@ const SETTLED: Duration = Duration::from_millis(500);
 /// Tries for a lever that must move, and the pause between them.
 const LEVER_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
 
-/// Enough for a packet on the stack and libraries' thread-local storage.
-const STACK: usize = 256 * 1024;
+/// Enough for the driver library, which the thread calls to move memory.
+const STACK: usize = 2 << 20;
 
 /// Starts the thread. It gets no signal of the program's: all are blocked from its first instruction.
 pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Result<()> {
@@ -79,6 +80,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     decided: false,
                     warned: false,
                     poller_started: false,
+                    mover: Mover::new(),
                 }
                 .run();
             });
@@ -132,6 +134,7 @@ struct Session {
     decided: bool,
     warned: bool,
     poller_started: bool,
+    mover: Mover,
 }
 
 impl Session {
@@ -140,11 +143,13 @@ impl Session {
         loop {
             let path = self.process.config.socket();
             let end = match self.connect(&path) {
-                Ok(session) => {
+                Ok((session, memory)) => {
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
+                    lease::set_up(memory, if memory { memory::holds() } else { Vec::new() });
                     let end = self.serve(&session);
+                    lease::set_up(false, Vec::new());
                     drop(session);
                     self.rescue();
                     if let End::Lost(error) = &end {
@@ -186,10 +191,11 @@ impl Session {
         self.warned = true;
         self.decided = true;
         self.process.decide();
+        lease::set_up(false, Vec::new());
     }
 
-    /// Introduces this process and waits for the daemon's answer.
-    fn connect(&self, path: &std::path::Path) -> Result<OwnFd, End> {
+    /// Introduces this process and waits for the daemon's answer. Says whether it keeps books of memory.
+    fn connect(&self, path: &std::path::Path) -> Result<(OwnFd, bool), End> {
         // Does not wait: a daemon whose queue is full answers EAGAIN.
         let session = OwnFd::new(|| socket::connect(path, SocketFlags::NONBLOCK))?;
         let hello = Shim::Hello {
@@ -204,18 +210,21 @@ impl Session {
             match socket::recv::<Daemon>(&session, RecvFlags::empty()) {
                 Ok(Some((
                     Daemon::Welcome {
-                        protocol: PROTOCOL, ..
+                        protocol: PROTOCOL,
+                        memory,
+                        ..
                     },
                     _,
-                ))) => return Ok(session),
+                ))) => return Ok((session, memory)),
                 Ok(Some((Daemon::Welcome { protocol, .. }, _))) => {
                     return Err(End::Refused(format!(
                         "it speaks protocol {protocol}, this library {PROTOCOL}"
                     )));
                 }
                 Ok(Some((Daemon::Refused { reason }, _))) => return Err(End::Refused(reason)),
-                Ok(Some((Daemon::Hints { .. } | Daemon::Hint { .. }, _))) => {}
                 Ok(Some((Daemon::Bye, _))) => return Err(End::Left),
+                // What comes before the welcome is for nobody.
+                Ok(Some(_)) => {}
                 Ok(None) => {
                     return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
                 }
@@ -268,6 +277,21 @@ impl Session {
                         _,
                     ))) => hold::set_policy(contended, automatic),
                     Ok(Some((Daemon::Hint { expected_us }, _))) => hold::from_outside(expected_us),
+                    Ok(Some((Daemon::Granted { ticket, bytes }, _))) => {
+                        lease::answered(ticket, (bytes, 0));
+                    }
+                    Ok(Some((
+                        Daemon::Seen {
+                            ticket,
+                            free,
+                            total,
+                        },
+                        _,
+                    ))) => {
+                        lease::answered(ticket, (free, total));
+                    }
+                    Ok(Some((Daemon::Trim, _))) => memory::trim(),
+                    Ok(Some((order, _))) => self.obey(&order),
                     Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     Err(error) => return error.into(),
@@ -276,9 +300,40 @@ impl Session {
         }
     }
 
+    /// Carries out an order about memory, and tells what came of it.
+    fn obey(&mut self, order: &Daemon) {
+        let busy = |op, reason| Shim::Busy { op, reason };
+        let (op, moved) = match *order {
+            Daemon::Quiesce { op, least } => {
+                return lease::tell(match self.mover.quiesce(least) {
+                    Ok(idle) => Shim::Quiet { op, idle },
+                    Err(why) => busy(op, why),
+                });
+            }
+            Daemon::Resume { .. } => return self.mover.resume(),
+            Daemon::SwapOut { op, least } => (op, self.mover.out(least)),
+            Daemon::SwapIn { op } => (op, self.mover.back()),
+            _ => return,
+        };
+        memory::holds().into_iter().for_each(lease::tell);
+        lease::tell(match moved {
+            Ok(()) => Shim::Moved { op },
+            Err(why) => busy(op, why),
+        });
+    }
+
     /// Tells what has changed. Says how soon a group under construction may be taken as it is.
     fn tell(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
         let send = |packet: &Shim| socket::send(session, packet, None, SendFlags::empty());
+        if self.mover.is_out() && gate::take_knock() {
+            lease::tell(Shim::Knock);
+        }
+        while let Some(packet) = lease::next() {
+            if let Err(error) = send(&packet) {
+                lease::put_back(packet);
+                return Err(error.into());
+            }
+        }
         let mut picture = self.process.picture();
         let groups = picture.groups();
         let gone = |id: &GroupId| !groups.iter().any(|(other, _)| other == id);
@@ -359,6 +414,7 @@ impl Session {
     /// Thaws all groups that a daemon knew, then gives them their slices back.
     fn rescue(&mut self) {
         hold::set_policy(0, false);
+        self.mover.rescue();
         let known = std::mem::take(&mut self.told);
         for id in known.keys() {
             self.pull(*id, |levers, _| levers.thaw().is_ok());
@@ -366,6 +422,7 @@ impl Session {
         for id in known.keys() {
             self.pull(*id, |levers, us| levers.set_timeslice(us).is_ok());
         }
+        self.mover.resume();
     }
 
     /// Pulls a lever of a group, a few times if need be, given the slice that its library gave it.

@@ -19,7 +19,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering},
 };
 
-use crate::{foresee::Call, next, work};
+use crate::{foresee::Call, gate, memory, next, trace, work};
 
 pub(crate) type CUresult = c_int;
 pub(crate) type CUstream = *mut c_void;
@@ -42,6 +42,25 @@ struct LaunchConfig {
     block: [c_uint; 3],
     shared_bytes: c_uint,
     stream: CUstream,
+}
+
+/// `CUmemAllocationProp`: what memory is made.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct AllocationProp {
+    pub(crate) kind: c_int,
+    pub(crate) handles: c_int,
+    pub(crate) location: Location,
+    pub(crate) win32: u64,
+    pub(crate) flags: [u8; 8],
+}
+
+/// `CUmemLocation`: where memory is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Location {
+    pub(crate) kind: c_int,
+    pub(crate) id: c_int,
 }
 
 /// libcuda, once something was found in it. Never closed.
@@ -301,7 +320,13 @@ macro_rules! hooks {
                 };
                 // SAFETY: the program's own call.
                 let $real = || unsafe { function($($arg),*) };
-                $body
+                let call = || $body;
+                if trace::calls() {
+                    let result = call();
+                    trace::called(stringify!($name), &[$((stringify!($arg), &$arg)),*], result);
+                    return result;
+                }
+                call()
             }
         )*
     };
@@ -357,10 +382,11 @@ hooks! {
         function_: *mut c_void, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: CUstream, args: *mut *mut c_void,
     ) real => work::submit(stream, OWN, real);
+    // A graph may have copies in it.
     cuGraphLaunch [c"cuGraphLaunch" 10000] (graph: *mut c_void, stream: CUstream)
-        real => work::submit(stream, LEGACY, real);
+        real => work::copy(stream, LEGACY, || work::submit(stream, LEGACY, real));
     cuGraphLaunch_ptsz [c"cuGraphLaunch" 10000 PER_THREAD] (graph: *mut c_void, stream: CUstream)
-        real => work::submit(stream, OWN, real);
+        real => work::copy(stream, OWN, || work::submit(stream, OWN, real));
     cuMemsetD8Async [c"cuMemsetD8Async" 3020] (
         to: CUdeviceptr, value: u8, count: usize, stream: CUstream,
     ) real => work::submit(stream, LEGACY, real);
@@ -380,28 +406,316 @@ hooks! {
         to: CUdeviceptr, value: c_uint, count: usize, stream: CUstream,
     ) real => work::submit(stream, OWN, real);
 
+    // Other work that touches memory, maybe on copy engines. Only the stream matters here: what else there is
+    // is passed on as it came. (Every argument is an integer or a pointer and takes one register, or
+    // one eight-byte place on the stack.)
+    cuGraphUpload [c"cuGraphUpload" 11010] (a: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuGraphUpload_ptsz [c"cuGraphUpload" 11010 PER_THREAD] (a: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuLaunch [c"cuLaunch" 2000] (a: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuLaunchCooperativeKernelMultiDevice [c"cuLaunchCooperativeKernelMultiDevice" 9000] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuLaunchGrid [c"cuLaunchGrid" 2000] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuLaunchGridAsync [c"cuLaunchGridAsync" 2000] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemBatchDecompressAsync [c"cuMemBatchDecompressAsync" 12060] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemBatchDecompressAsync_ptsz [c"cuMemBatchDecompressAsync" 12060 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemDiscardAndPrefetchBatchAsync [c"cuMemDiscardAndPrefetchBatchAsync" 13000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemDiscardAndPrefetchBatchAsync_ptsz [c"cuMemDiscardAndPrefetchBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemDiscardBatchAsync [c"cuMemDiscardBatchAsync" 13000] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemDiscardBatchAsync_ptsz [c"cuMemDiscardBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemMapArrayAsync [c"cuMemMapArrayAsync" 11010] (a: u64, b: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemMapArrayAsync_ptsz [c"cuMemMapArrayAsync" 11010 PER_THREAD] (a: u64, b: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemPrefetchAsync [c"cuMemPrefetchAsync" 8000] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemPrefetchAsync_ptsz [c"cuMemPrefetchAsync" 8000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemPrefetchAsync_v2 [c"cuMemPrefetchAsync" 12020] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemPrefetchAsync_v2_ptsz [c"cuMemPrefetchAsync" 12020 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemPrefetchBatchAsync [c"cuMemPrefetchBatchAsync" 13000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemPrefetchBatchAsync_ptsz [c"cuMemPrefetchBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpy2DAsync_v2 [c"cuMemcpy2DAsync" 3020] (a: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpy2DAsync_v2_ptsz [c"cuMemcpy2DAsync" 7000 PER_THREAD] (a: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpy2DUnaligned_v2 [c"cuMemcpy2DUnaligned" 3020] (a: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpy2DUnaligned_v2_ptds [c"cuMemcpy2DUnaligned" 7000 PER_THREAD] (a: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpy2D_v2 [c"cuMemcpy2D" 3020] (a: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpy2D_v2_ptds [c"cuMemcpy2D" 7000 PER_THREAD] (a: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpy3DAsync_v2 [c"cuMemcpy3DAsync" 3020] (a: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpy3DAsync_v2_ptsz [c"cuMemcpy3DAsync" 7000 PER_THREAD] (a: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpy3DBatchAsync [c"cuMemcpy3DBatchAsync" 12080] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpy3DBatchAsync_ptsz [c"cuMemcpy3DBatchAsync" 12080 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpy3DBatchAsync_v2 [c"cuMemcpy3DBatchAsync" 13000] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpy3DBatchAsync_v2_ptsz [c"cuMemcpy3DBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpy3DPeer [c"cuMemcpy3DPeer" 4000] (a: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpy3DPeerAsync [c"cuMemcpy3DPeerAsync" 4000] (a: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpy3DPeerAsync_ptsz [c"cuMemcpy3DPeerAsync" 7000 PER_THREAD] (a: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpy3DPeer_ptds [c"cuMemcpy3DPeer" 7000 PER_THREAD] (a: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpy3D_v2 [c"cuMemcpy3D" 3020] (a: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpy3D_v2_ptds [c"cuMemcpy3D" 7000 PER_THREAD] (a: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyAtoA_v2 [c"cuMemcpyAtoA" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyAtoA_v2_ptds [c"cuMemcpyAtoA" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyAtoD_v2 [c"cuMemcpyAtoD" 3020] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyAtoD_v2_ptds [c"cuMemcpyAtoD" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyAtoHAsync_v2 [c"cuMemcpyAtoHAsync" 3020] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyAtoHAsync_v2_ptsz [c"cuMemcpyAtoHAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyAtoH_v2 [c"cuMemcpyAtoH" 3020] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyAtoH_v2_ptds [c"cuMemcpyAtoH" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyBatchAsync [c"cuMemcpyBatchAsync" 12080] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyBatchAsync_ptsz [c"cuMemcpyBatchAsync" 12080 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyBatchAsync_v2 [c"cuMemcpyBatchAsync" 13000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyBatchAsync_v2_ptsz [c"cuMemcpyBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyDtoA_v2 [c"cuMemcpyDtoA" 3020] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyDtoA_v2_ptds [c"cuMemcpyDtoA" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyDtoDAsync [c"cuMemcpyDtoDAsync" 3000] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyDtoDAsync_v2 [c"cuMemcpyDtoDAsync" 3020] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyDtoDAsync_v2_ptsz [c"cuMemcpyDtoDAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyDtoD_v2 [c"cuMemcpyDtoD" 3020] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyDtoD_v2_ptds [c"cuMemcpyDtoD" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyDtoHAsync_v2 [c"cuMemcpyDtoHAsync" 3020] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyDtoHAsync_v2_ptsz [c"cuMemcpyDtoHAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyHtoAAsync_v2 [c"cuMemcpyHtoAAsync" 3020] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyHtoAAsync_v2_ptsz [c"cuMemcpyHtoAAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyHtoA_v2 [c"cuMemcpyHtoA" 3020] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyHtoA_v2_ptds [c"cuMemcpyHtoA" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemcpyPeer [c"cuMemcpyPeer" 4000] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemcpyPeerAsync [c"cuMemcpyPeerAsync" 4000] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemcpyPeerAsync_ptsz [c"cuMemcpyPeerAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemcpyPeer_ptds [c"cuMemcpyPeer" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemsetD16_v2 [c"cuMemsetD16" 3020] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemsetD16_v2_ptds [c"cuMemsetD16" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemsetD2D16Async [c"cuMemsetD2D16Async" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemsetD2D16Async_ptsz [c"cuMemsetD2D16Async" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemsetD2D16_v2 [c"cuMemsetD2D16" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemsetD2D16_v2_ptds [c"cuMemsetD2D16" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemsetD2D32Async [c"cuMemsetD2D32Async" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemsetD2D32Async_ptsz [c"cuMemsetD2D32Async" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemsetD2D32_v2 [c"cuMemsetD2D32" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemsetD2D32_v2_ptds [c"cuMemsetD2D32" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemsetD2D8Async [c"cuMemsetD2D8Async" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, LEGACY, real);
+    cuMemsetD2D8Async_ptsz [c"cuMemsetD2D8Async" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
+        real => work::copy(stream, OWN, real);
+    cuMemsetD2D8_v2 [c"cuMemsetD2D8" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemsetD2D8_v2_ptds [c"cuMemsetD2D8" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemsetD32_v2 [c"cuMemsetD32" 3020] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemsetD32_v2_ptds [c"cuMemsetD32" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuMemsetD8_v2 [c"cuMemsetD8" 3020] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), LEGACY, real);
+    cuMemsetD8_v2_ptds [c"cuMemsetD8" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
+        real => work::copy(ptr::null_mut(), OWN, real);
+    cuStreamAttachMemAsync [c"cuStreamAttachMemAsync" 6000] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamAttachMemAsync_ptsz [c"cuStreamAttachMemAsync" 7000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamBatchMemOp [c"cuStreamBatchMemOp" 8000] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamBatchMemOp_ptsz [c"cuStreamBatchMemOp" 8000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamBatchMemOp_v2 [c"cuStreamBatchMemOp" 11070] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamBatchMemOp_v2_ptsz [c"cuStreamBatchMemOp" 11070 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWaitValue32 [c"cuStreamWaitValue32" 8000] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWaitValue32_ptsz [c"cuStreamWaitValue32" 8000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWaitValue32_v2 [c"cuStreamWaitValue32" 11070] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWaitValue32_v2_ptsz [c"cuStreamWaitValue32" 11070 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWaitValue64 [c"cuStreamWaitValue64" 9000] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWaitValue64_ptsz [c"cuStreamWaitValue64" 9000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWaitValue64_v2 [c"cuStreamWaitValue64" 11070] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWaitValue64_v2_ptsz [c"cuStreamWaitValue64" 11070 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWriteValue32 [c"cuStreamWriteValue32" 8000] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWriteValue32_ptsz [c"cuStreamWriteValue32" 8000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWriteValue32_v2 [c"cuStreamWriteValue32" 11070] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWriteValue32_v2_ptsz [c"cuStreamWriteValue32" 11070 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWriteValue64 [c"cuStreamWriteValue64" 9000] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWriteValue64_ptsz [c"cuStreamWriteValue64" 9000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+    cuStreamWriteValue64_v2 [c"cuStreamWriteValue64" 11070] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, LEGACY, real);
+    cuStreamWriteValue64_v2_ptsz [c"cuStreamWriteValue64" 11070 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
+        real => work::copy(stream, OWN, real);
+
+    // Device memory.
+    cuMemAlloc_v2 [c"cuMemAlloc" 3020] (out: *mut CUdeviceptr, bytes: usize)
+        // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc(out, bytes, real) };
+    cuMemAllocPitch_v2 [c"cuMemAllocPitch" 3020] (
+        out: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_pitch(out, pitch, width, height, element, real) };
+    cuMemAllocManaged [c"cuMemAllocManaged" 6000] (
+        out: *mut CUdeviceptr, bytes: usize, flags: c_uint,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
+    cuMemFree_v2 [c"cuMemFree" 3020] (address: CUdeviceptr) real => memory::free(address, real);
+    cuMemAllocAsync [c"cuMemAllocAsync" 11020] (
+        out: *mut CUdeviceptr, bytes: usize, stream: CUstream,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
+    cuMemAllocAsync_ptsz [c"cuMemAllocAsync" 11020 PER_THREAD] (
+        out: *mut CUdeviceptr, bytes: usize, stream: CUstream,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
+    cuMemAllocFromPoolAsync [c"cuMemAllocFromPoolAsync" 11020] (
+        out: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: CUstream,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
+    cuMemAllocFromPoolAsync_ptsz [c"cuMemAllocFromPoolAsync" 11020 PER_THREAD] (
+        out: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: CUstream,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::alloc_native(out, bytes, real) };
+    cuMemFreeAsync [c"cuMemFreeAsync" 11020] (address: CUdeviceptr, stream: CUstream)
+        real => memory::free_async(address, real);
+    cuMemFreeAsync_ptsz [c"cuMemFreeAsync" 11020 PER_THREAD] (
+        address: CUdeviceptr, stream: CUstream,
+    ) real => memory::free_async(address, real);
+    cuMemCreate [c"cuMemCreate" 10020] (
+        handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::create(handle, bytes, prop, real) };
+    cuMemRelease [c"cuMemRelease" 10020] (handle: u64) real => memory::release_handle(handle, real);
+    cuMemRetainAllocationHandle [c"cuMemRetainAllocationHandle" 11000] (
+        handle: *mut u64, address: CUdeviceptr,
+    ) real => memory::pin(address, real);
+    cuMemGetHandleForAddressRange [c"cuMemGetHandleForAddressRange" 11070] (
+        handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64,
+    ) real => memory::pin(address, real);
+    cuIpcGetMemHandle [c"cuIpcGetMemHandle" 4010] (handle: *mut c_void, address: CUdeviceptr)
+        real => memory::share(address, real);
+    cuCtxEnablePeerAccess [c"cuCtxEnablePeerAccess" 4000] (peer: CUcontext, flags: c_uint)
+        real => memory::enable_peer(peer, real);
+
+    // What a program is told of it.
+    cuMemGetInfo_v2 [c"cuMemGetInfo" 3020] (free: *mut usize, total: *mut usize)
+        // SAFETY: the program's own arguments.
+    real => unsafe { memory::info(free, total, real) };
+    cuDeviceTotalMem_v2 [c"cuDeviceTotalMem" 3020] (bytes: *mut usize, device: CUdevice)
+        // SAFETY: the program's own arguments.
+    real => unsafe { memory::total(bytes, device, real) };
+    cuMemGetAddressRange_v2 [c"cuMemGetAddressRange" 3020] (
+        base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::range(base, bytes, address, real) };
+    cuPointerGetAttribute [c"cuPointerGetAttribute" 4000] (
+        data: *mut c_void, attribute: c_int, address: CUdeviceptr,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::pointer_attribute(data, attribute, address, real) };
+    cuPointerGetAttributes [c"cuPointerGetAttributes" 7000] (
+        count: c_uint, attributes: *const c_int, data: *const *mut c_void, address: CUdeviceptr,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { memory::pointer_attributes(count, attributes, data, address, real) };
+
     // What may tell that work is coming.
     cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
-        real => work::input(Call::Copy, bytes, real);
+        real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), LEGACY, real));
     cuMemcpyHtoD_v2_ptds [c"cuMemcpyHtoD" 7000 PER_THREAD] (
         to: CUdeviceptr, from: *const c_void, bytes: usize,
-    ) real => work::input(Call::Copy, bytes, real);
+    ) real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), OWN, real));
     cuMemcpyHtoDAsync_v2 [c"cuMemcpyHtoDAsync" 3020] (
         to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, real);
+    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, LEGACY, real));
     cuMemcpyHtoDAsync_v2_ptsz [c"cuMemcpyHtoDAsync" 7000 PER_THREAD] (
         to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, real);
+    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, OWN, real));
     cuMemcpyAsync [c"cuMemcpyAsync" 4000] (
         to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, real);
+    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, LEGACY, real));
     cuMemcpyAsync_ptsz [c"cuMemcpyAsync" 7000 PER_THREAD] (
         to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, real);
+    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, OWN, real));
     cuMemcpy [c"cuMemcpy" 4000] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
-        real => work::input(Call::Copy, bytes, real);
+        real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), LEGACY, real));
     cuMemcpy_ptds [c"cuMemcpy" 7000 PER_THREAD] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
-        real => work::input(Call::Copy, bytes, real);
+        real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), OWN, real));
     cuMemHostRegister_v2 [c"cuMemHostRegister" 6050] (
         memory: *mut c_void, bytes: usize, flags: c_uint,
     ) real => work::input(Call::Register, bytes, real);
@@ -429,10 +743,10 @@ hooks! {
     cuStreamQuery_ptsz [c"cuStreamQuery" 7000 PER_THREAD] (stream: CUstream)
         real => work::observe_stream(stream, OWN, real);
     cuMemcpyDtoH_v2 [c"cuMemcpyDtoH" 3020] (to: *mut c_void, from: CUdeviceptr, bytes: usize)
-        real => work::observe_stream(ptr::null_mut(), LEGACY, real);
+        real => work::observe_stream(ptr::null_mut(), LEGACY, || gate::through(real));
     cuMemcpyDtoH_v2_ptds [c"cuMemcpyDtoH" 7000 PER_THREAD] (
         to: *mut c_void, from: CUdeviceptr, bytes: usize,
-    ) real => work::observe_stream(ptr::null_mut(), OWN, real);
+    ) real => work::observe_stream(ptr::null_mut(), OWN, || gate::through(real));
     cuCtxSynchronize [c"cuCtxSynchronize" 2000] ()
         real => work::observe_context(ptr::null_mut(), real);
     cuCtxSynchronize_v2 [c"cuCtxSynchronize" 13000] (context: CUcontext)
@@ -483,19 +797,19 @@ hooks! {
     cuStreamDestroy_v2 [c"cuStreamDestroy" 4000] (stream: CUstream)
         real => work::destroy_stream(stream, real);
     cuCtxDestroy [c"cuCtxDestroy" 2000] (context: CUcontext)
-        real => work::destroy_context(context, real);
+        real => memory::destroy_context(context, real);
     cuCtxDestroy_v2 [c"cuCtxDestroy" 4000] (context: CUcontext)
-        real => work::destroy_context(context, real);
+        real => memory::destroy_context(context, real);
     cuGreenCtxDestroy [c"cuGreenCtxDestroy" 12040] (context: CUcontext)
-        real => work::destroy_context(context, real);
+        real => memory::destroy_context(context, real);
     cuDevicePrimaryCtxRelease [c"cuDevicePrimaryCtxRelease" 7000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => memory::release_primary(device, real);
     cuDevicePrimaryCtxRelease_v2 [c"cuDevicePrimaryCtxRelease" 11000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => memory::release_primary(device, real);
     cuDevicePrimaryCtxReset [c"cuDevicePrimaryCtxReset" 7000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => memory::release_primary(device, real);
     cuDevicePrimaryCtxReset_v2 [c"cuDevicePrimaryCtxReset" 11000] (device: CUdevice)
-        real => work::release_primary(device, real);
+        real => memory::release_primary(device, real);
 
     // Which group is whose.
     cuCtxCreate [c"cuCtxCreate" 2000] (
@@ -518,4 +832,98 @@ hooks! {
         out: *mut CUcontext, device: CUdevice,
     // SAFETY: as above.
     ) real => unsafe { work::create_context(out, real) };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{BTreeMap, BTreeSet};
+
+    use super::*;
+
+    /// What the headers declare: exported symbols, each with name, version and flags.
+    fn declared() -> BTreeMap<&'static str, (&'static str, c_int, u64)> {
+        let lines = include_str!("entry_points.txt").lines();
+        lines
+            .filter(|line| !line.starts_with('#'))
+            .map(|line| {
+                let words: Vec<&str> = line.split(' ').collect();
+                let [symbol, name, version, flags] = words[..] else {
+                    panic!("{line}")
+                };
+                let known = (name, version.parse().unwrap(), flags.parse().unwrap());
+                (symbol, known)
+            })
+            .collect()
+    }
+
+    fn listed() -> BTreeMap<&'static str, &'static Row> {
+        let name = |row: &'static Row| row.real.name.to_str().unwrap();
+        ROWS.iter().map(|row| (name(row), row)).collect()
+    }
+
+    #[test]
+    fn what_is_listed_is_declared_so() {
+        let declared = declared();
+        assert_eq!(declared.len(), 634);
+        assert_eq!(listed().len(), ROWS.len(), "something is listed twice");
+        for (symbol, row) in listed() {
+            // Exported, but in no header.
+            if symbol == "cuGetProcAddress_v2_ptsz" {
+                continue;
+            }
+            let known = declared.get(symbol).unwrap_or_else(|| panic!("{symbol}"));
+            let asked = row
+                .ask
+                .map(|(name, version, flags)| (name.to_str().unwrap(), version, flags));
+            if symbol.starts_with("cuGetProcAddress") {
+                continue;
+            }
+            assert_eq!(asked, Some(*known), "{symbol}");
+        }
+    }
+
+    /// What may touch device memory or give it out, by the beginnings of names.
+    const CONCERNS: [&str; 18] = [
+        "cuMemcpy",
+        "cuMemset",
+        "cuMemAlloc",
+        "cuMemFree",
+        "cuMemPrefetch",
+        "cuMemDiscard",
+        "cuMemBatch",
+        "cuMemMapArray",
+        "cuLaunch",
+        "cuGraphLaunch",
+        "cuGraphUpload",
+        "cuStreamWriteValue",
+        "cuStreamWaitValue",
+        "cuStreamBatchMemOp",
+        "cuStreamAttachMem",
+        "cuMemCreate",
+        "cuMemRelease",
+        "cuMemGetInfo",
+    ];
+
+    /// Of those, what is left alone: host memory.
+    const LEFT_ALONE: [&str; 3] = ["cuMemAllocHost", "cuMemAllocHost_v2", "cuMemFreeHost"];
+
+    #[test]
+    fn nothing_that_concerns_memory_is_forgotten() {
+        let (declared, listed) = (declared(), listed());
+        // The first forms have addresses of 32 bits: no driver of today gives such out.
+        let short = |symbol: &str, version: c_int| {
+            version == 2000 && declared.contains_key(&*format!("{symbol}_v2"))
+        };
+        let forgotten: BTreeSet<&str> = declared
+            .iter()
+            .filter(|(symbol, (_, version, _))| {
+                CONCERNS.iter().any(|start| symbol.starts_with(start))
+                    && !listed.contains_key(*symbol)
+                    && !LEFT_ALONE.contains(symbol)
+                    && !short(symbol, *version)
+            })
+            .map(|(symbol, _)| *symbol)
+            .collect();
+        assert_eq!(forgotten, BTreeSet::new());
+    }
 }

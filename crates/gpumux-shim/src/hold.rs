@@ -28,7 +28,7 @@ use std::{
 use gpumux_wire::page::{HintCounts, Work};
 
 use crate::{
-    driver::{CUresult, CUstream, Function, SUCCESS},
+    driver::{CUresult, CUstream, SUCCESS},
     foresee::{Call, Lessons, Site, TIMEOUT},
     notice::say,
     work::{self, bits, current_context, functions, page, within},

@@ -37,6 +37,7 @@ use crate::{
     agent,
     config::Config,
     control_files::{self, Kind},
+    memory,
     notice::say,
     own::{self, OwnFd},
     work,
@@ -141,6 +142,7 @@ fn handle_forks() {
         PROCESS.store(ptr::null_mut(), Ordering::Release);
         own::in_child();
         work::in_child();
+        memory::in_child();
     }
     extern "C" fn before() {
         own::before_fork();
@@ -210,6 +212,11 @@ pub(crate) fn compute_slots() -> u64 {
     let picture = process.picture();
     let slots = picture.keys.values().filter(|key| **key < SLOTS as u32);
     slots.fold(0, |mask, slot| mask | 1 << slot)
+}
+
+/// Whether there is an agent, and so maybe a daemon.
+pub(crate) fn has_agent() -> bool {
+    get().is_some_and(|process| process.picture().agent.is_some())
 }
 
 /// Makes the agent look at everything.

@@ -30,9 +30,9 @@ use std::{
 use gpumux_wire::page::{Page, SLOTS};
 
 use crate::{
-    driver::{self, CUcontext, CUevent, CUresult, CUstream, Function, SUCCESS},
+    driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS},
     foresee::Call,
-    hold, process,
+    gate, hold, process,
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)
@@ -83,6 +83,8 @@ struct Stream {
     green: AtomicU64,
     /// For an orphan: the event to ask instead.
     event: AtomicU64,
+    /// It got copies since it was last seen without work.
+    copies: AtomicBool,
 }
 
 /// The streams' handles, apart from the rest because they are searched.
@@ -97,6 +99,7 @@ static STATES: [Stream; STREAMS] = [const {
         context: AtomicU64::new(0),
         green: AtomicU64::new(0),
         event: AtomicU64::new(0),
+        copies: AtomicBool::new(false),
     }
 }; STREAMS];
 /// How many places have ever been used.
@@ -109,6 +112,8 @@ static SPOILED: AtomicBool = AtomicBool::new(false);
 /// Slots of groups that got work of which nothing more can be known: they stay busy.
 static LOST: AtomicU64 = AtomicU64::new(0);
 const _: () = assert!(SLOTS == 64, "one bit for each slot");
+/// Copies were given to a stream that is not known.
+static COPIES_LOST: AtomicBool = AtomicBool::new(false);
 /// How many captures are going on. While there are any, the poller asks nothing: a query can invalidate
 /// a capture.
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
@@ -144,8 +149,9 @@ thread_local! {
 /// Functions of libcuda that this library calls for itself.
 macro_rules! functions {
     ($($name:ident $symbol:literal ($($type:ty),*);)*) => {$(
-        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> CUresult> {
-            static FUNCTION: Function = Function::new($symbol);
+        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $crate::driver::CUresult> {
+            static FUNCTION: $crate::driver::Function =
+                $crate::driver::Function::new($symbol);
             // SAFETY: the signature is `cuda.h`'s.
             unsafe { FUNCTION.get() }
         }
@@ -289,6 +295,11 @@ impl Stream {
         done >= self.started.load(Ordering::Acquire)
     }
 
+    /// Without work and copies.
+    fn is_clean(&self) -> bool {
+        self.is_idle() && !self.copies.load(Ordering::Acquire)
+    }
+
     /// The first `count` pieces are done.
     fn finish(&self, count: u64) {
         self.done.fetch_max(count, Ordering::AcqRel);
@@ -330,6 +341,11 @@ fn settle(slots: u64) {
 /// The program submits work to a stream.
 #[inline]
 pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+    gate::through(|| submit_inside(stream, own, real))
+}
+
+#[inline]
+fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     let Some(page) = page() else { return real() };
     let key = Key::new(stream, own);
     if key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key)) {
@@ -355,6 +371,66 @@ pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresul
         hold::launched(state.context.load(Ordering::Relaxed), key.handle);
     }
     result
+}
+
+/// The program gives a stream a copy, or something else that may run although the compute group is frozen.
+#[inline]
+pub(crate) fn copy(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+    gate::through(|| {
+        if page().is_some() {
+            match Key::new(stream, own).and_then(|key| key.find().or_else(|| insert(key))) {
+                Some(place) => STATES[place].copies.store(true, Ordering::Release),
+                // A call without context fails, or finds one that is not known here.
+                None => COPIES_LOST.store(true, Ordering::Release),
+            }
+        }
+        real()
+    })
+}
+
+/// Whether copies may be under way on any stream. Asks the driver; not while a capture goes on.
+pub(crate) fn copies_under_way() -> bool {
+    let found = slow(|slow| {
+        if slow.exiting || !slow.captures.is_empty() || COPIES_LOST.load(Ordering::Acquire) {
+            return true;
+        }
+        places().any(|(handle, state)| {
+            if handle == FREE || !state.copies.load(Ordering::Acquire) {
+                return false;
+            }
+            let done = match handle {
+                // The driver knows no such stream from here; an orphan's copies went with its work.
+                PER_THREAD => None,
+                ORPHAN => state.is_idle().then_some(SUCCESS),
+                stream => within(state.context.load(Ordering::Relaxed), || {
+                    // SAFETY: the lock is held, so the program has not destroyed the stream.
+                    stream_query().map(|query| unsafe { query(stream as CUstream) })
+                })
+                .flatten(),
+            };
+            let done = done.is_some_and(|result| result == SUCCESS || is_fatal(result));
+            if done {
+                state.copies.store(false, Ordering::Release);
+            }
+            !done
+        })
+    });
+    found.unwrap_or(true)
+}
+
+/// Whether all work of all streams has ended. Asks the driver; during a capture it cannot be told.
+pub(crate) fn all_idle() -> bool {
+    slow(|slow| {
+        if slow.exiting || !slow.captures.is_empty() {
+            return false;
+        }
+        for (handle, state) in places().filter(|(handle, _)| *handle != FREE) {
+            ask(handle, state);
+        }
+        LOST.load(Ordering::Acquire) == 0
+            && places().all(|(handle, state)| handle == FREE || state.is_idle())
+    })
+    .unwrap_or(false)
 }
 
 /// The program makes a call that may foretell work.
@@ -418,7 +494,7 @@ fn insert(key: Key) -> Option<usize> {
         // Full: an idle stream's place; it gets another with its next work.
         let idle = || {
             (used == STREAMS)
-                .then(|| STATES.iter().position(Stream::is_idle))
+                .then(|| STATES.iter().position(Stream::is_clean))
                 .flatten()
         };
         let place = free.or_else(idle).or((used < STREAMS).then_some(used))?;
@@ -471,6 +547,7 @@ impl Slow {
                     scope: state.scope.load(Ordering::Relaxed),
                 });
                 state.finish(state.started.load(Ordering::Acquire));
+                state.copies.store(false, Ordering::Release);
                 slot.store(FREE, Ordering::Release);
             }
         }
@@ -509,6 +586,10 @@ pub(crate) fn observe_stream(
         && result == SUCCESS
     {
         state.finish(count);
+        if own {
+            // Nobody else gives this stream work, and nobody else can ask about it.
+            state.copies.store(false, Ordering::Release);
+        }
     }
     result
 }
@@ -586,6 +667,26 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
         slow(|slow| slow.forget_context(context as u64));
     }
     real()
+}
+
+/// A device's primary context, if there is one.
+pub(crate) fn primary_context(device: c_int) -> Option<u64> {
+    let (mut flags, mut active) = (0, 0);
+    // SAFETY: two places to write.
+    let result = unsafe { primary_state()?(device, &raw mut flags, &raw mut active) };
+    if result != SUCCESS || active == 0 {
+        return None;
+    }
+    let (retain, release) = (primary_retain()?, primary_release()?);
+    let mut context = ptr::null_mut();
+    // SAFETY: a place to write; what is retained is released.
+    let retained = unsafe {
+        retain(&raw mut context, device) == SUCCESS && {
+            release(device);
+            true
+        }
+    };
+    retained.then_some(context as u64)
 }
 
 /// A device's primary context is released or reset: it may go, with all its streams.
@@ -818,7 +919,9 @@ pub(crate) fn in_child() {
         SPOILED.store(true, Ordering::Release);
     }
     POLLER_WANTED.store(false, Ordering::Release);
+    COPIES_LOST.store(false, Ordering::Release);
     hold::in_child();
+    gate::in_child();
 }
 
 /// Starts the poller when the first stream has appeared. Called by the agent.

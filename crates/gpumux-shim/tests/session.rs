@@ -239,6 +239,7 @@ fn a_daemon_that_is_of_no_use_costs_one_line_or_the_program() {
                 connection.send(&Daemon::Welcome {
                     protocol,
                     tenant: String::new(),
+                    memory: false,
                 });
             }),
         ),

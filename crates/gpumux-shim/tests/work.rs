@@ -254,3 +254,23 @@ fn a_launch_costs_little() {
     // Far above what it is, far below a system call with its consequences in a debug build.
     assert!(with - without < 2000.0, "{without} ns became {with} ns");
 }
+
+#[test]
+fn calls_can_be_watched() {
+    let mut run = run("proc", |command| _ = command.env("GPUMUX_TRACE", "calls"));
+    run.tell("stream s");
+    run.tell("launch s");
+    run.tell("sync s");
+    let (lines, code) = run.app.end();
+    assert_eq!(code, Some(0));
+    let position = |start: &str| {
+        let is = |line: &String| line.starts_with(start) && line.ends_with(" = 0");
+        lines
+            .iter()
+            .position(is)
+            .unwrap_or_else(|| panic!("{start}: {lines:#?}"))
+    };
+    assert!(
+        position("gpumux: call: cuLaunchKernel(") < position("gpumux: call: cuStreamSynchronize(")
+    );
+}

@@ -511,7 +511,7 @@ impl Tenant {
             limit: self.limit,
             weight: self.weight,
             latency_objective_us: self.latency_objective_us,
-            hints: Default::default(),
+            ..TenantSpec::default()
         }
     }
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Version of this protocol. Shim and daemon must have the same.
-pub const PROTOCOL: u32 = 2;
+pub const PROTOCOL: u32 = 3;
 
 /// Largest packet in bytes.
 pub const MAX_PACKET: usize = 16 * 1024;
@@ -62,6 +62,65 @@ pub enum Shim {
         /// Which group.
         key: u32,
     },
+    /// Asks for memory; answered by [`Daemon::Granted`].
+    Ask {
+        /// The shim's name for the question.
+        ticket: u32,
+        /// UUID of the device, as NVML writes it.
+        device: String,
+        /// What it has, in bytes, as the driver says: for a daemon that does not know the device.
+        total: u64,
+        /// Fewer bytes than this are of no use.
+        need: u64,
+        /// More than this are not wanted now.
+        want: u64,
+        /// The memory will not be movable.
+        pinned: bool,
+    },
+    /// All that the process has of a device's memory, used or not. Tells of less than was granted, or, at first, of
+    /// what nobody has granted.
+    Holds {
+        /// UUID of the device.
+        device: String,
+        /// What it has, in bytes.
+        total: u64,
+        /// Bytes that can be moved.
+        movable: u64,
+        /// Bytes that cannot.
+        pinned: u64,
+        /// Bytes on the host.
+        swapped: u64,
+    },
+    /// Asks what the program shall believe of a device's memory; answered by [`Daemon::Seen`].
+    View {
+        /// The shim's name for the question.
+        ticket: u32,
+        /// UUID of the device.
+        device: String,
+        /// What it has, in bytes.
+        total: u64,
+    },
+    /// Nobody touches memory any more, but for kernels that run: see [`Daemon::Quiesce`].
+    Quiet {
+        /// Of which order.
+        op: u64,
+        /// No work is outstanding either.
+        idle: bool,
+    },
+    /// An order cannot be carried out; all is as it was.
+    Busy {
+        /// Of which order.
+        op: u64,
+        /// Why, for people.
+        reason: String,
+    },
+    /// An order to move memory has been carried out; [`Shim::Holds`] came before.
+    Moved {
+        /// Of which order.
+        op: u64,
+    },
+    /// The program waits for memory that was moved away.
+    Knock,
 }
 
 /// From the daemon.
@@ -73,6 +132,8 @@ pub enum Daemon {
         protocol: u32,
         /// Name of the tenant that the process belongs to.
         tenant: String,
+        /// Whether questions about memory are answered; without it memory stays with the driver.
+        memory: bool,
     },
     /// Answer to anything that is not accepted; the daemon closes after it.
     Refused {
@@ -92,6 +153,48 @@ pub enum Daemon {
         /// In how many µs, if that is known.
         expected_us: Option<u32>,
     },
+    /// Answer to [`Shim::Ask`].
+    Granted {
+        /// Of which question.
+        ticket: u32,
+        /// How much more the process may have; 0: nothing.
+        bytes: u64,
+    },
+    /// Answer to [`Shim::View`].
+    Seen {
+        /// Of which question.
+        ticket: u32,
+        /// Bytes that the program may still take.
+        free: u64,
+        /// Bytes that it may have in all.
+        total: u64,
+    },
+    /// Let nobody touch memory until told otherwise; answered by [`Shim::Quiet`] or [`Shim::Busy`].
+    Quiesce {
+        /// The order's name.
+        op: u64,
+        /// Of the order to move that will come.
+        least: u64,
+    },
+    /// The compute groups are frozen: move memory to the host. Answered by [`Shim::Moved`] or [`Shim::Busy`].
+    SwapOut {
+        /// The order's name.
+        op: u64,
+        /// So many bytes of each device must come free, if there are so many.
+        least: u64,
+    },
+    /// There is room for all: bring back what is missing. Answered by [`Shim::Moved`] or [`Shim::Busy`].
+    SwapIn {
+        /// The order's name.
+        op: u64,
+    },
+    /// All goes on as before [`Daemon::Quiesce`].
+    Resume {
+        /// The order's name.
+        op: u64,
+    },
+    /// Others need memory: give back what is granted and not used.
+    Trim,
     /// The daemon leaves in good order: every group is thawed and has its old slice.
     Bye,
 }

@@ -23,6 +23,7 @@ pub mod report;
 
 mod hints;
 mod loops;
+mod memory;
 mod probes;
 
 pub use gate::Gate;
@@ -57,6 +58,8 @@ pub enum Command {
     Batch(Batch),
     /// One long kernel over much memory; verifies every element
     Check(Check),
+    /// A random program that allocates, writes, launches, captures and frees; verifies every byte
+    Memory(Memory),
     /// Empty kernels as fast as they can be launched; measures the launch call
     Launch(Launch),
     /// Holds a context and memory, and does nothing
@@ -217,6 +220,20 @@ pub struct Check {
     pub rounds: Option<u32>,
 }
 
+/// `memory`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Memory {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+    /// Which program
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// Steps of the program instead of --seconds
+    #[arg(long)]
+    pub steps: Option<u64>,
+}
+
 /// `launch`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Launch {
@@ -290,6 +307,7 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Batch(args) => loops::batch(args, &stop),
         Command::Launch(args) => loops::launch(args, &stop),
         Command::Check(args) => probes::check(args, &stop),
+        Command::Memory(args) => memory::memory(args, &stop),
         Command::Idle(args) => probes::idle(args, &stop),
         Command::Fault(args) => probes::fault(args, &stop),
         Command::Hints(args) => hints::probe(args, &stop),

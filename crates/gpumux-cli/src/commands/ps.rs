@@ -5,7 +5,7 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use gpumux_daemon::api::types::{Domain, Tenant, TenantState};
+use gpumux_daemon::api::types::{Domain, MemoryShare, Tenant, TenantState};
 use serde::Serialize;
 
 use super::client;
@@ -17,7 +17,8 @@ Examples:
   gpumux ps --json | jq '.tenants[] | {name, class, pids}'
 
 PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
-A tenant without a device has not used one yet.";
+MEMORY is what it has on the device, SWAPPED what it \
+has on the host. A tenant without a device has not used one yet.";
 
 /// List the tenants
 #[derive(clap::Args)]
@@ -46,7 +47,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// One row per tenant and domain; a tenant without domains has one row.
 fn table(tenants: &[Tenant], now: SystemTime) -> String {
     let head = [
-        "NAME", "CLASS", "STATE", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED", "AGE",
+        "NAME", "CLASS", "STATE", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED", "MEMORY",
+        "LIMIT", "SWAPPED", "AGE",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for tenant in tenants {
@@ -57,12 +59,30 @@ fn table(tenants: &[Tenant], now: SystemTime) -> String {
                 0 => vec![
                     tenant.name.clone(),
                     tenant.class.to_string(),
-                    state(tenant.state).to_owned(),
+                    if tenant.asleep {
+                        "asleep"
+                    } else {
+                        state(tenant.state)
+                    }
+                    .to_owned(),
                     join(&tenant.pids),
                 ],
                 _ => vec![String::new(); 4],
             };
             row.extend(domain.map_or_else(|| vec!["-".to_owned(); 4], columns));
+            // Once per device, however many processes use it.
+            let device = domain.map(|domain| &domain.device);
+            let shown = tenant.domains[..n.min(tenant.domains.len())]
+                .iter()
+                .any(|before| Some(&before.device) == device);
+            let memory = tenant.memory.iter();
+            let memory = memory.filter(|it| Some(&it.device) == device && !shown);
+            row.extend(
+                memory
+                    .map(memory_columns)
+                    .next()
+                    .unwrap_or_else(|| vec!["-".to_owned(); 3]),
+            );
             row.push(if n == 0 {
                 age(tenant.since, now)
             } else {
@@ -84,6 +104,14 @@ fn columns(domain: &Domain) -> Vec<String> {
         slice,
         share(domain.promised_share),
         share(domain.received_share),
+    ]
+}
+
+fn memory_columns(memory: &MemoryShare) -> Vec<String> {
+    vec![
+        output::bytes(memory.in_use),
+        memory.limit.map_or_else(|| "-".to_owned(), output::bytes),
+        output::bytes(memory.swapped),
     ]
 }
 

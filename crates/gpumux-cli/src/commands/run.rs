@@ -29,6 +29,8 @@ Examples:
   gpumux run --class latency -- python serve.py
   gpumux run --class batch --name train -- python train.py
   gpumux run --guaranteed 0.7 -- ./solver
+  gpumux run --memory-guaranteed 8GiB --memory-limit 40GiB -- python train.py
+  gpumux run --sleep-after 30s -- python serve.py
   gpumux run --strict -- ./job        refuse to run unmanaged
 
 The program and all that it starts are one tenant. If no daemon runs, one is started in the \

@@ -11,6 +11,7 @@ Examples:
   gpumux set serve --guaranteed 0.5 --limit 0.9
   gpumux set a --weight 3 --json
   gpumux set serve --hints off
+  gpumux set train --memory-limit 40GiB --sleep-after 30s
   gpumux set train --forget           its next run has the defaults again
 
 What is not named stays as it is. A change that cannot be kept together with the promises to \
@@ -21,14 +22,14 @@ run` says otherwise.";
 /// Change what a running tenant is promised
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "forget"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,
     #[command(flatten)]
     spec: SpecArgs,
     /// Forget what was set for this name; a tenant that runs keeps it
-    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "json"])]
+    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "json"])]
     forget: bool,
     /// Print the tenant as JSON
     #[arg(long)]

@@ -1,7 +1,7 @@
 //! The promise of a tenant, as flags; the same for `run` and `set`.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use gpumux_core::{Class, Hints};
+use gpumux_core::{Class, Hints, MemoryPolicy};
 use gpumux_daemon::api::types::SpecChange;
 
 #[derive(clap::Args, Clone, Debug)]
@@ -24,6 +24,60 @@ pub(crate) struct SpecArgs {
     /// Who may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it foresees work), manual, off
     #[arg(long, value_parser = hints())]
     hints: Option<Hints>,
+    /// Memory of each device that it always gets when it wants it, such as 8GiB
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    memory_guaranteed: Option<u64>,
+    /// Memory of each device that it never exceeds, such as 40GiB
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    memory_limit: Option<u64>,
+    /// When the device has no room for its memory: swap-others moves others' to the host, wait waits a while, fail fails as CUDA does
+    #[arg(long, value_name = "POLICY", value_parser = memory_policy())]
+    memory_policy: Option<MemoryPolicy>,
+    /// Move its memory to the host after so long without work, such as 30s; it comes back with the next work
+    #[arg(long, value_name = "TIME", value_parser = seconds)]
+    sleep_after: Option<u64>,
+}
+
+fn memory_policy() -> impl TypedValueParser<Value = MemoryPolicy> {
+    PossibleValuesParser::new(MemoryPolicy::ALL.map(MemoryPolicy::name)).map(|name| {
+        MemoryPolicy::ALL
+            .into_iter()
+            .find(|it| it.name() == name)
+            .unwrap_or_default()
+    })
+}
+
+/// A number with a unit of `units`.
+fn with_unit(text: &str, units: &[(&str, u64)]) -> Option<u64> {
+    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
+    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
+    let factor = units.iter().find(|(name, _)| *name == unit.trim())?.1;
+    let value = number.parse::<f64>().ok()? * factor as f64;
+    (value.is_finite() && value < 1e15).then_some(value as u64)
+}
+
+/// Bytes as people write them.
+fn bytes(text: &str) -> Result<u64, String> {
+    let units = [
+        ("", 1),
+        ("B", 1),
+        ("KiB", 1 << 10),
+        ("MiB", 1 << 20),
+        ("GiB", 1 << 30),
+        ("TiB", 1 << 40),
+        ("KB", 1_000),
+        ("MB", 1_000_000),
+        ("GB", 1_000_000_000),
+        ("TB", 1_000_000_000_000),
+    ];
+    with_unit(text, &units)
+        .ok_or_else(|| format!("`{text}` is no size: use one such as 512MiB or 8GiB"))
+}
+
+/// A time as people write it, in seconds.
+fn seconds(text: &str) -> Result<u64, String> {
+    let units = [("", 1), ("s", 1), ("m", 60), ("h", 3600)];
+    with_unit(text, &units).ok_or_else(|| format!("`{text}` is no time: use one such as 30s or 5m"))
 }
 
 /// Milliseconds as µs.
@@ -62,6 +116,34 @@ impl SpecArgs {
             weight: self.weight,
             latency_objective_us: self.latency_objective,
             hints: self.hints,
+            memory_guaranteed: self.memory_guaranteed,
+            memory_limit: self.memory_limit,
+            memory_policy: self.memory_policy,
+            sleep_after_s: self.sleep_after,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_and_times_are_read_as_people_write_them() {
+        for (text, value) in [
+            ("0", 0),
+            ("8GiB", 8 << 30),
+            ("1.5 MiB", 3 << 19),
+            ("40GB", 40_000_000_000),
+        ] {
+            assert_eq!(bytes(text), Ok(value), "{text}");
+        }
+        for (text, value) in [("30s", 30), ("5m", 300), ("2h", 7200), ("7", 7)] {
+            assert_eq!(seconds(text), Ok(value), "{text}");
+        }
+        for wrong in ["", "GiB", "-1GiB", "8 giga", "1e99GiB", "1.2.3"] {
+            assert!(bytes(wrong).is_err(), "{wrong}");
+            assert!(seconds(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -231,6 +231,9 @@ mod tests {
             state: TenantState::Running,
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
+            moves: Default::default(),
         }
     }
 

@@ -11,7 +11,7 @@ use prometheus_client::{
 
 use gpumux_wire::page::STEPS;
 
-use super::types::{Domain, RequestFigures, Status, Tenant};
+use super::types::{DeviceMemory, Domain, MemoryShare, RequestFigures, Status, Tenant};
 use crate::scheduler::{BUCKETS_US, Totals};
 
 /// How the answer is to be read.
@@ -24,6 +24,7 @@ pub(crate) struct Scrape {
     pub(crate) tenants: Vec<Tenant>,
     /// Tenant, device, and what it had there.
     pub(crate) totals: Vec<(String, String, Totals)>,
+    pub(crate) memory: Vec<DeviceMemory>,
     /// When the daemon started, in seconds since 1970.
     pub(crate) started: f64,
 }
@@ -263,6 +264,102 @@ const HINTS: [Told<Tenant>; 4] = [
     ),
 ];
 
+/// What is shown of a tenant's memory on a device.
+const MEMORY: [Told<MemoryShare>; 5] = [
+    (
+        (
+            "gpumux_tenant_memory",
+            Some("bytes"),
+            "Memory of the device that the tenant has.",
+        ),
+        |m| m.in_use as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_memory_guaranteed",
+            Some("bytes"),
+            "Memory of the device that the tenant gets whenever it wants it.",
+        ),
+        |m| m.guaranteed as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_memory_borrowed",
+            Some("bytes"),
+            "Memory of the device that the tenant has beyond its guarantee.",
+        ),
+        |m| m.borrowed as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_memory_pinned",
+            Some("bytes"),
+            "Memory of the device that cannot be moved.",
+        ),
+        |m| m.pinned as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_memory_swapped",
+            Some("bytes"),
+            "The device's memory that the tenant has on the host.",
+        ),
+        |m| m.swapped as f64,
+    ),
+];
+
+/// How a tenant's memory was moved.
+const MOVES: [Told<Tenant>; 6] = [
+    (
+        (
+            "gpumux_tenant_swap_outs",
+            None,
+            "Times that memory was moved to the host.",
+        ),
+        |t| t.moves.outs as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_swap_ins",
+            None,
+            "Times that memory came back.",
+        ),
+        |t| t.moves.backs as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_swapped_out",
+            Some("bytes"),
+            "What was moved to the host.",
+        ),
+        |t| t.moves.out_bytes as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_swapped_in",
+            Some("bytes"),
+            "What came back from the host.",
+        ),
+        |t| t.moves.back_bytes as f64,
+    ),
+    (
+        (
+            "gpumux_tenant_swapping_out",
+            Some("seconds"),
+            "Time that moving to the host took.",
+        ),
+        |t| t.moves.out_us as f64 / 1e6,
+    ),
+    (
+        (
+            "gpumux_tenant_swapping_in",
+            Some("seconds"),
+            "Time that coming back took.",
+        ),
+        |t| t.moves.back_us as f64 / 1e6,
+    ),
+];
+
 /// Doublings of 1 µs at which the classes of request times end: 64 µs to 67 s.
 const REQUEST_DOUBLINGS: std::ops::RangeInclusive<i32> = 6..=26;
 
@@ -410,6 +507,31 @@ impl Scrape {
             gauge(),
             |f| each(f, |d| d.memory_bytes as f64),
         )?;
+        let kinds: [Told<DeviceMemory>; 2] = [
+            (
+                (
+                    "gpumux_device_memory_free",
+                    Some("bytes"),
+                    "Memory of the device that nobody has.",
+                ),
+                |m| m.free as f64,
+            ),
+            (
+                (
+                    "gpumux_device_memory_occupied",
+                    Some("bytes"),
+                    "Memory of the device that contexts, and programs that are no tenants, occupy.",
+                ),
+                |m| m.occupied as f64,
+            ),
+        ];
+        for (name, value) in kinds {
+            family(encoder, name, gauge(), |f| {
+                self.memory
+                    .iter()
+                    .try_for_each(|m| f.sample(vec![("device", &m.device)], value(m)))
+            })?;
+        }
         let pairs = || {
             devices.iter().flat_map(|d| {
                 d.levers
@@ -461,7 +583,25 @@ impl Scrape {
                     .try_for_each(|t| f.sample(vec![("tenant", &t.name)], value(t)))
             })?;
         }
-        for (name, value) in HINTS {
+        for (name, value) in MEMORY {
+            family(encoder, name, MetricType::Gauge, |f| {
+                let all = self.tenants.iter().flat_map(|tenant| &tenant.memory);
+                all.into_iter().try_for_each(|m| {
+                    f.sample(vec![("tenant", &m.tenant), ("device", &m.device)], value(m))
+                })
+            })?;
+        }
+        let asleep = (
+            "gpumux_tenant_asleep",
+            None,
+            "Whether some or all of its memory is on the host.",
+        );
+        family(encoder, asleep, MetricType::Gauge, |f| {
+            self.tenants.iter().try_for_each(|t| {
+                f.sample(vec![("tenant", &t.name)], f64::from(u8::from(t.asleep)))
+            })
+        })?;
+        for (name, value) in HINTS.iter().chain(&MOVES).copied() {
             family(encoder, name, MetricType::Counter, |f| {
                 self.tenants
                     .iter()
@@ -544,7 +684,9 @@ pub(crate) mod tests {
     use gpumux_core::Class;
 
     use super::*;
-    use crate::api::types::{Device, HintFigures, LeverCost, Scheduler, Spec, TenantState};
+    use crate::api::types::{
+        Device, HintFigures, LeverCost, MoveFigures, Scheduler, Spec, TenantState,
+    };
 
     pub(crate) fn example() -> Scrape {
         let lever = |lever: &str| LeverCost {
@@ -618,8 +760,34 @@ pub(crate) mod tests {
                     histogram: vec![[0, 2], [95, 3], [255, 1]],
                     ..RequestFigures::default()
                 },
+                memory: vec![MemoryShare {
+                    device: "GPU-0".into(),
+                    tenant: "web".into(),
+                    guaranteed: 4 << 20,
+                    limit: None,
+                    in_use: 5 << 20,
+                    borrowed: 1 << 20,
+                    pinned: 2 << 20,
+                    swapped: 3 << 20,
+                }],
+                asleep: true,
+                moves: MoveFigures {
+                    outs: 2,
+                    backs: 1,
+                    out_bytes: 6 << 20,
+                    back_bytes: 3 << 20,
+                    out_us: 500_000,
+                    back_us: 250_000,
+                },
             }],
             totals: vec![("web".into(), "GPU-0".into(), totals)],
+            memory: vec![DeviceMemory {
+                device: "GPU-0".into(),
+                total: 80 << 20,
+                occupied: 7 << 20,
+                free: 68 << 20,
+                tenants: Vec::new(),
+            }],
             started: 1e9,
         }
     }

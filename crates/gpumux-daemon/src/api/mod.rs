@@ -28,7 +28,7 @@ use axum::{
     },
     routing::{delete, get, patch, post},
 };
-use gpumux_core::Micros;
+use gpumux_core::{Micros, TenantId, ledger::Entry};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -44,15 +44,16 @@ use utoipa::OpenApi;
 use crate::{
     config::Config,
     devices::Devices,
+    memory::MoveError,
     paths,
     peer::{Peer, credentials},
-    scheduler::{Handle, Stopped, View},
+    scheduler::{Handle, Line, Stopped, View},
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
 };
 use types::{
-    Created, Device, Explanation, Hinted, Live, NewHint, NewTenant, Problem, SpecChange, Status,
-    TenantState,
+    Created, Device, DeviceMemory, Explanation, Hinted, Live, MemoryShare, NewHint, NewTenant,
+    Problem, SpecChange, Status, TenantState,
 };
 
 /// Largest request body in bytes.
@@ -211,6 +212,8 @@ fn router(api: Arc<Api>) -> Router {
         .route("/v1/tenants", post(create))
         .route("/v1/tenants/{name}", patch(change).delete(remove))
         .route("/v1/tenants/{name}/hint", post(hint))
+        .route("/v1/tenants/{name}/sleep", post(sleep))
+        .route("/v1/tenants/{name}/wake", post(wake))
         .route("/v1/settings/{name}", delete(forget))
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(api)
@@ -228,6 +231,7 @@ fn readable() -> Router<Arc<Api>> {
         .route("/v1/tenants/{name}", get(tenant))
         .route("/v1/tenants/{name}/explanation", get(explanation))
         .route("/v1/live", get(live))
+        .route("/v1/memory", get(memory))
         .route("/v1/trace", get(trace))
         .fallback(async |request: Request| {
             Refused(
@@ -256,7 +260,10 @@ fn readable() -> Router<Arc<Api>> {
         change,
         remove,
         forget,
-        hint
+        hint,
+        memory,
+        sleep,
+        wake
     ),
     components(schemas(Problem))
 )]
@@ -295,6 +302,16 @@ impl From<TenantError> for Refused {
             TenantError::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
             TenantError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
             TenantError::Save(..) => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        Self(status, error.to_string())
+    }
+}
+
+impl From<MoveError> for Refused {
+    fn from(error: MoveError) -> Self {
+        let status = match &error {
+            MoveError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
+            _ => StatusCode::CONFLICT,
         };
         Self(status, error.to_string())
     }
@@ -353,8 +370,10 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
+    let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
     let scrape = metrics::Scrape {
         totals,
+        memory: memory_map(&view, &names),
         status: api.status(&view, tenants.len()),
         tenants: tenants
             .into_iter()
@@ -387,6 +406,68 @@ async fn live(State(api): State<Arc<Api>>) -> impl IntoResponse {
         ))
     });
     Sse::new(events)
+}
+
+/// Who has what of each device's memory.
+#[utoipa::path(get, path = "/v1/memory", responses((status = 200, body = [DeviceMemory])))]
+async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
+    let names = api.tenants.names().await;
+    Ok(Json(memory_map(&api.view().await?, &names)))
+}
+
+fn memory_map(view: &View, names: &BTreeMap<TenantId, String>) -> Vec<DeviceMemory> {
+    let device = |line: &Line| DeviceMemory {
+        device: line.uuid.clone(),
+        total: line.capacity,
+        occupied: line.occupied,
+        free: line.free,
+        tenants: (line.entries.iter())
+            .map(|(id, entry)| {
+                let name = names.get(id).cloned().unwrap_or_default();
+                memory_share(&line.uuid, name, entry)
+            })
+            .collect(),
+    };
+    view.memory.iter().map(device).collect()
+}
+
+fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
+    MemoryShare {
+        device: device.to_owned(),
+        tenant,
+        guaranteed: entry.share.guaranteed,
+        limit: Some(entry.share.limit).filter(|limit| *limit != u64::MAX),
+        in_use: entry.holding.resident(),
+        borrowed: entry.borrowed(),
+        pinned: entry.holding.pinned,
+        swapped: entry.holding.swapped,
+    }
+}
+
+/// Moves a tenant's memory to the host; answers when that is done.
+#[utoipa::path(post, path = "/v1/tenants/{name}/sleep", params(("name" = String, Path)),
+    responses((status = 204), (status = "4XX", body = Problem)))]
+async fn sleep(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+) -> Result<StatusCode, Refused> {
+    let tenant = api.tenants.own(peer.uid, &name).await?;
+    api.sessions.memory.sleep(tenant, u64::MAX).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Brings a tenant's memory back; answers when that is done.
+#[utoipa::path(post, path = "/v1/tenants/{name}/wake", params(("name" = String, Path)),
+    responses((status = 204), (status = "4XX", body = Problem)))]
+async fn wake(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+) -> Result<StatusCode, Refused> {
+    let tenant = api.tenants.own(peer.uid, &name).await?;
+    api.sessions.memory.wake(tenant).await?;
+    Ok(StatusCode::NO_CONTENT)
 }
 
 /// How much of the past.
@@ -605,7 +686,9 @@ impl Api {
         }
         let view = self.view().await?;
         let tenants = self.tenants.list().await;
+        let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
         let live = Live {
+            memory: memory_map(&view, &names),
             status: self.status(&view, tenants.len()),
             tenants: tenants
                 .into_iter()
@@ -644,7 +727,15 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         TenantState::Idle
     };
     let counted = view.counted.get(&tenant.id);
+    let lines = view.memory.iter().flat_map(|line| {
+        let own = line.entries.iter().filter(|(id, _)| *id == tenant.id);
+        own.map(|(_, entry)| memory_share(&line.uuid, tenant.name.clone(), entry))
+    });
+    let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
+        asleep: view.parked.contains(&tenant.id),
+        moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
+        memory,
         name: tenant.name,
         class: tenant.spec.class,
         spec: tenant.spec.into(),

@@ -1,6 +1,6 @@
 //! What the API says and hears. The CLI uses the same types.
 
-use gpumux_core::{Class, Demand, Hints, TenantSpec};
+use gpumux_core::{Class, Demand, Hints, MemoryPolicy, TenantSpec};
 use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -121,6 +121,15 @@ pub struct Spec {
     /// Who may take the device for a latency tenant before its work arrives.
     #[schema(value_type = String, pattern = "^(auto|manual|off)$")]
     pub hints: Hints,
+    /// Bytes of each device's memory that it always gets when it wants them.
+    pub memory_guaranteed: u64,
+    /// Bytes of each device's memory that it never exceeds; none: what the device has.
+    pub memory_limit: Option<u64>,
+    /// What becomes of a request for memory that the device has no room for.
+    #[schema(value_type = String, pattern = "^(swap-others|wait|fail)$")]
+    pub memory_policy: MemoryPolicy,
+    /// After how many seconds without work its memory is moved to the host; none: never by itself.
+    pub sleep_after_s: Option<u64>,
 }
 
 impl Default for Spec {
@@ -138,6 +147,10 @@ impl From<TenantSpec> for Spec {
             weight,
             latency_objective_us,
             hints,
+            memory_guaranteed,
+            memory_limit,
+            memory_policy,
+            sleep_after_s,
         } = spec;
         Self {
             class,
@@ -146,6 +159,10 @@ impl From<TenantSpec> for Spec {
             weight,
             latency_objective_us,
             hints,
+            memory_guaranteed,
+            memory_limit,
+            memory_policy,
+            sleep_after_s,
         }
     }
 }
@@ -159,6 +176,10 @@ impl From<Spec> for TenantSpec {
             weight,
             latency_objective_us,
             hints,
+            memory_guaranteed,
+            memory_limit,
+            memory_policy,
+            sleep_after_s,
         } = spec;
         Self {
             class,
@@ -167,6 +188,10 @@ impl From<Spec> for TenantSpec {
             weight,
             latency_objective_us,
             hints,
+            memory_guaranteed,
+            memory_limit,
+            memory_policy,
+            sleep_after_s,
         }
     }
 }
@@ -198,6 +223,19 @@ pub struct SpecChange {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, pattern = "^(auto|manual|off)$")]
     pub hints: Option<Hints>,
+    /// Bytes of each device's memory that it always gets when it wants them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_guaranteed: Option<u64>,
+    /// Bytes of each device's memory that it never exceeds.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_limit: Option<u64>,
+    /// What becomes of a request for memory that the device has no room for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    #[schema(value_type = Option<String>, pattern = "^(swap-others|wait|fail)$")]
+    pub memory_policy: Option<MemoryPolicy>,
+    /// After how many seconds without work its memory is moved to the host.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sleep_after_s: Option<u64>,
 }
 
 impl SpecChange {
@@ -211,6 +249,10 @@ impl SpecChange {
             weight: self.weight.or(other.weight),
             latency_objective_us: self.latency_objective_us.or(other.latency_objective_us),
             hints: self.hints.or(other.hints),
+            memory_guaranteed: self.memory_guaranteed.or(other.memory_guaranteed),
+            memory_limit: self.memory_limit.or(other.memory_limit),
+            memory_policy: self.memory_policy.or(other.memory_policy),
+            sleep_after_s: self.sleep_after_s.or(other.sleep_after_s),
         }
     }
 
@@ -223,6 +265,10 @@ impl SpecChange {
             weight: self.weight.unwrap_or(spec.weight),
             latency_objective_us: self.latency_objective_us.or(spec.latency_objective_us),
             hints: self.hints.unwrap_or(spec.hints),
+            memory_guaranteed: self.memory_guaranteed.unwrap_or(spec.memory_guaranteed),
+            memory_limit: self.memory_limit.or(spec.memory_limit),
+            memory_policy: self.memory_policy.unwrap_or(spec.memory_policy),
+            sleep_after_s: self.sleep_after_s.or(spec.sleep_after_s),
         }
     }
 }
@@ -283,6 +329,68 @@ pub struct Tenant {
     pub hints: HintFigures,
     /// The requests that its processes marked.
     pub requests: RequestFigures,
+    /// What it has of each device's memory.
+    #[serde(default)]
+    pub memory: Vec<MemoryShare>,
+    /// Whether some or all of its memory is on the host.
+    #[serde(default)]
+    pub asleep: bool,
+    /// How its memory was moved.
+    #[serde(default)]
+    pub moves: MoveFigures,
+}
+
+/// Moves of a tenant's memory between devices and the host, since the daemon knows the tenant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MoveFigures {
+    /// How often memory was moved to the host.
+    pub outs: u64,
+    /// How often it came back.
+    pub backs: u64,
+    /// Bytes that were moved to the host.
+    pub out_bytes: u64,
+    /// Bytes that came back.
+    pub back_bytes: u64,
+    /// How long moving to the host took, in µs.
+    pub out_us: u64,
+    /// How long coming back took, in µs.
+    pub back_us: u64,
+}
+
+/// What a tenant has of one device's memory, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MemoryShare {
+    /// UUID of the device.
+    pub device: String,
+    /// The tenant.
+    pub tenant: String,
+    /// What it always gets when it wants it.
+    pub guaranteed: u64,
+    /// What it never exceeds, if there is a limit.
+    pub limit: Option<u64>,
+    /// What it has on the device.
+    pub in_use: u64,
+    /// Of that, what it was not promised.
+    pub borrowed: u64,
+    /// Of that, what cannot be moved.
+    pub pinned: u64,
+    /// What it has on the host.
+    pub swapped: u64,
+}
+
+/// One device's memory, in bytes.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct DeviceMemory {
+    /// UUID of the device.
+    pub device: String,
+    /// What it has.
+    pub total: u64,
+    /// What contexts, and programs that are no tenants, occupy, with a small reserve.
+    pub occupied: u64,
+    /// What nobody has.
+    pub free: u64,
+    /// Who has the rest.
+    pub tenants: Vec<MemoryShare>,
 }
 
 /// Holds of a device ahead of work, since the daemon knows the tenant.
@@ -430,6 +538,8 @@ pub struct Live {
     pub status: Status,
     /// All tenants, the oldest first.
     pub tenants: Vec<Tenant>,
+    /// All devices' memory.
+    pub memory: Vec<DeviceMemory>,
 }
 
 /// Why a request was refused; the body of every answer that is not a success.

@@ -236,6 +236,13 @@ impl Device {
     /// stops, since the rest relies on it, and the device needs another plan.
     pub(super) fn apply(&mut self, plan: &Plan, snapshot: &Snapshot, clock: &Clock) {
         self.dirty = false;
+        // Whatever the policy thinks of it.
+        let mut plan = plan.clone();
+        for want in &mut plan.domains {
+            if self.domains.get(&want.id).is_some_and(Domain::is_parked) {
+                want.run = RunState::Frozen;
+            }
+        }
         // Even a policy that is always in a hurry must not keep the thread from everything else.
         self.next = plan.next.map(|next| next.max(snapshot.now + Micros(100)));
         for want in &plan.domains {

@@ -61,6 +61,8 @@ pub(crate) struct Domain {
     /// Device time received at two moments: the last second or two lie after the first.
     window: [(Micros, f64); 2],
     page: Arc<Page>,
+    /// Its memory is on its way or away: it must not run.
+    parked: bool,
 }
 
 /// A lever that did not move: until it does, the domain is left alone.
@@ -107,9 +109,21 @@ impl Domain {
             last_fault: None,
             window: [(now, 0.0); 2],
             page: group.page,
+            parked: false,
         };
         domain.state.demand = domain.demand();
         domain
+    }
+
+    /// Whether it must not run.
+    pub(super) fn is_parked(&self) -> bool {
+        self.parked
+    }
+
+    /// It must not run, or may again.
+    pub(super) fn park(&mut self, parked: bool) {
+        self.parked = parked;
+        self.state.pinned = parked.then_some(RunState::Frozen);
     }
 
     /// What the process says of its work.
@@ -129,8 +143,10 @@ impl Domain {
     /// Gives the domain up for a while, in the state that hurts nobody, as far as it still moves.
     pub(super) fn give_up(&mut self, error: String, now: Micros) {
         let _ = self.levers.set_timeslice(self.default.0);
-        let _ = self.levers.thaw();
-        self.set_run(RunState::Enabled, now);
+        if !self.parked {
+            let _ = self.levers.thaw();
+            self.set_run(RunState::Enabled, now);
+        }
         self.state.timeslice = self.default;
         let calm = |at: Micros| now.saturating_sub(at) > Micros::from_secs(10);
         let backoff = match self.last_fault {
@@ -147,7 +163,11 @@ impl Domain {
     /// Takes the domain up again if its levers move.
     pub(super) fn try_again(&mut self, now: Micros) {
         let moved = self.levers.set_timeslice(self.default.0);
-        match moved.and_then(|()| self.levers.thaw()) {
+        let moved = match self.parked {
+            true => moved.and_then(|()| self.levers.freeze()),
+            false => moved.and_then(|()| self.levers.thaw()),
+        };
+        match moved {
             Ok(()) => self.fault = None,
             Err(error) => self.give_up(error.to_string(), now),
         }
@@ -162,7 +182,11 @@ impl Domain {
         {
             self.state.timeslice = self.default;
         }
-        if (faulty || self.state.run == RunState::Frozen) && self.levers.thaw().is_ok() {
+        // A parked one is thawed by its own process, once its memory is back.
+        if (faulty || self.state.run == RunState::Frozen)
+            && !self.parked
+            && self.levers.thaw().is_ok()
+        {
             self.state.run = RunState::Enabled;
         }
     }

@@ -3,23 +3,26 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
+    time::Duration,
 };
 
 use gpumux_core::{
-    Class, DomainId, Hints, Micros, Snapshot, SpecError, TenantId, TenantSpec, Timeslice, admit,
-    gang,
+    Class, Demand, DomainId, Hints, Micros, RunState, Snapshot, SpecError, TenantId, TenantSpec,
+    Timeslice, admit, gang,
+    ledger::{Denied, Holding},
     policy::{self, Claim, Division, MaxMin, Priority, Weighted},
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
 use gpumux_wire::{Daemon, page::Page};
 
 use super::{
-    Clock, Reaper, SessionId,
+    Ask, Clock, Line, Reaper, SessionId,
+    books::Books,
     device::Device,
     domain::{Domain, Member, NewGroup},
     record::{Counted, Durations, History, Totals, What},
 };
-use crate::{api::types, config::Config};
+use crate::{api::types, config::Config, devices::Known};
 
 /// The state of the scheduling thread.
 pub(crate) struct Engine {
@@ -27,6 +30,10 @@ pub(crate) struct Engine {
     clock: Clock,
     reaper: Reaper,
     tenants: BTreeMap<TenantId, TenantSpec>,
+    books: Books,
+    /// Tenants that stay frozen: their memory is on its way or away.
+    parked: BTreeSet<TenantId>,
+    moves: BTreeMap<TenantId, types::MoveFigures>,
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
@@ -93,6 +100,20 @@ pub(crate) struct View {
     pub(crate) scheduler: types::Scheduler,
     /// What each tenant's processes counted so far, those that are gone too.
     pub(crate) counted: BTreeMap<TenantId, Counted>,
+    pub(crate) memory: Vec<Line>,
+    /// Tenants whose memory is on its way or away.
+    pub(crate) parked: BTreeSet<TenantId>,
+    pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
+}
+
+/// What a tenant does.
+#[derive(Clone, Debug)]
+pub(crate) struct Activity {
+    pub(crate) spec: TenantSpec,
+    /// It has no work.
+    pub(crate) idle: bool,
+    /// For how long.
+    pub(crate) idle_for: Micros,
 }
 
 /// A group that cannot be managed.
@@ -111,6 +132,9 @@ impl Engine {
             clock,
             reaper,
             tenants: BTreeMap::new(),
+            books: Books::default(),
+            parked: BTreeSet::new(),
+            moves: BTreeMap::new(),
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
@@ -128,9 +152,11 @@ impl Engine {
     }
 
     /// Devices that exist although no tenant has shown them yet.
-    pub(crate) fn know_devices(&mut self, uuids: impl IntoIterator<Item = String>) {
-        for uuid in uuids {
-            self.device(uuid);
+    pub(crate) fn know_devices(&mut self, devices: impl IntoIterator<Item = Known>) {
+        for known in devices {
+            self.books
+                .know(&known.uuid, known.memory_bytes, known.memory_used);
+            self.device(known.uuid);
         }
     }
 
@@ -152,6 +178,8 @@ impl Engine {
     /// When the promise makes no sense or cannot be kept; then nothing changes.
     pub(crate) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), SpecError> {
         self.check_spec(tenant, &spec)?;
+        self.books.check(tenant, spec.memory())?;
+        self.books.promise(tenant, spec.memory());
         self.tenants.insert(tenant, spec);
         for device in self.devices.values_mut() {
             device.dirty = true;
@@ -208,6 +236,9 @@ impl Engine {
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        self.books.forget(tenant);
+        self.parked.remove(&tenant);
+        self.moves.remove(&tenant);
         self.ended.remove(&tenant);
         for device in self.devices.values_mut() {
             device.ended.remove(&tenant);
@@ -255,6 +286,7 @@ impl Engine {
         self.domains_made += 1;
         let id = DomainId(self.domains_made);
         let now = self.now();
+        let session = group.member.session;
         let device = self.device(group.device.clone());
         device.emulated |= group.emulated;
         device.account(now);
@@ -264,6 +296,8 @@ impl Engine {
             .push(now, &domain.who, What::Came(domain.now()));
         device.domains.insert(id, domain);
         device.dirty = true;
+        self.count_contexts(session);
+        self.park_domains();
         Ok(())
     }
 
@@ -312,10 +346,126 @@ impl Engine {
             *ended = met.counted().plus(ended);
         }
         self.remove(session, None, alive);
+        self.books.leave(session);
+    }
+
+    /// Tells the books how many contexts a process has on each device.
+    fn count_contexts(&mut self, session: SessionId) {
+        for (uuid, device) in &self.devices {
+            let own = |domain: &&Domain| domain.member.session == session;
+            let count = device.domains.values().filter(own).count();
+            self.books.contexts(session, uuid, count as u32);
+        }
+    }
+
+    /// A process asks for memory.
+    ///
+    /// # Errors
+    /// When it cannot have it, now or ever.
+    pub(crate) fn ask(&mut self, session: SessionId, ask: &Ask) -> Result<u64, Denied> {
+        self.books.ask(session, ask)
+    }
+
+    /// A process says what memory it has.
+    pub(crate) fn holds(&mut self, session: SessionId, uuid: &str, total: u64, holding: Holding) {
+        self.books.holds(session, uuid, total, holding);
+    }
+
+    /// What a process shall believe of a device's memory: free and in all.
+    pub(crate) fn memory_view(&mut self, session: SessionId, uuid: &str, total: u64) -> (u64, u64) {
+        self.books.view(session, uuid, total)
+    }
+
+    /// Makes room for a sleeping tenant.
+    ///
+    /// # Errors
+    /// The device that has none, and why.
+    pub(crate) fn bring_back(&mut self, tenant: TenantId) -> Result<(), (String, Denied)> {
+        self.books.bring_back(tenant)
+    }
+
+    /// What a tenant has on the host, of all devices.
+    pub(crate) fn swapped(&self, tenant: TenantId) -> u64 {
+        self.books.swapped(tenant)
+    }
+
+    /// Memory of a tenant was moved to the host.
+    pub(crate) fn went(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
+        let moves = self.moves.entry(tenant).or_default();
+        moves.outs += 1;
+        moves.out_bytes += bytes;
+        moves.out_us += took.as_micros() as u64;
+    }
+
+    /// Memory of a tenant came back.
+    pub(crate) fn came(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
+        let moves = self.moves.entry(tenant).or_default();
+        moves.backs += 1;
+        moves.back_bytes += bytes;
+        moves.back_us += took.as_micros() as u64;
+    }
+
+    /// The books, and what all tenants do.
+    pub(crate) fn memory(&mut self) -> (Vec<Line>, BTreeMap<TenantId, Activity>) {
+        let now = self.now();
+        let mut activity = BTreeMap::new();
+        for (id, spec) in &self.tenants {
+            let all = self.devices.values().flat_map(|it| it.domains.values());
+            let own: Vec<&Domain> = all.filter(|it| it.state.tenant == *id).collect();
+            // As they are now, not as they were when last sampled.
+            let idle = own.iter().all(|it| it.demand() == Demand::Idle);
+            let since = own.iter().map(|it| it.state.demand_since).max();
+            let idle_for = match idle && own.iter().all(|it| it.state.demand == Demand::Idle) {
+                true => now.saturating_sub(since.unwrap_or(now)),
+                false => Micros::ZERO,
+            };
+            let known = Activity {
+                spec: spec.clone(),
+                idle,
+                idle_for,
+            };
+            activity.insert(*id, known);
+        }
+        (self.books.lines(), activity)
+    }
+
+    /// Freezes a tenant until told otherwise, or lets it go on.
+    pub(crate) fn park(&mut self, tenant: TenantId, parked: bool) {
+        match parked {
+            true => self.parked.insert(tenant),
+            false => self.parked.remove(&tenant),
+        };
+        self.park_domains();
+    }
+
+    fn park_domains(&mut self) {
+        for device in self.devices.values_mut() {
+            for domain in device.domains.values_mut() {
+                let parked = self.parked.contains(&domain.state.tenant);
+                if parked != domain.is_parked() {
+                    domain.park(parked);
+                    device.dirty = true;
+                }
+            }
+        }
+    }
+
+    /// Whether every group of a tenant is frozen. An error names the lever that does not move.
+    pub(crate) fn is_frozen(&self, tenant: TenantId) -> Result<bool, String> {
+        let all = self.devices.values().flat_map(|it| it.domains.values());
+        let mut frozen = true;
+        for domain in all.filter(|it| it.state.tenant == tenant) {
+            if let Some(fault) = &domain.fault {
+                return Err(fault.error.clone());
+            }
+            frozen &= domain.state.run == RunState::Frozen;
+        }
+        Ok(frozen)
     }
 
     /// A process has connected.
     pub(crate) fn meet(&mut self, session: SessionId, met: Met) {
+        self.books.meet(session, met.tenant);
         self.sessions.insert(session, met);
     }
 
@@ -360,6 +510,7 @@ impl Engine {
             }
             let _ = self.reaper.send(copy.levers);
         }
+        self.count_contexts(session);
     }
 
     /// Brings every device to what its policy wants now. Returns when to do so again at the
@@ -504,6 +655,9 @@ impl Engine {
                 ..self.stats.clone()
             },
             counted: self.ended.clone(),
+            memory: self.books.lines(),
+            parked: self.parked.clone(),
+            moves: self.moves.clone(),
         };
         for met in self.sessions.values() {
             let all = view.counted.entry(met.tenant).or_default();
@@ -537,7 +691,7 @@ impl Engine {
                     device: uuid.clone(),
                     pid: domain.member.pid,
                     timeslice_us: domain.state.timeslice.0,
-                    frozen: domain.state.run == gpumux_core::RunState::Frozen,
+                    frozen: domain.state.run == RunState::Frozen,
                     demand: domain.state.demand,
                     promised_share: promised.get(&tenant).copied().unwrap_or_default(),
                     received_share: domain.share(now, account.received_us),

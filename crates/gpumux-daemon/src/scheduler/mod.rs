@@ -4,6 +4,7 @@
 //! policy and pulls levers ([`Engine::step`]). It never waits for a tenant, and if it fails, the
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves.
 
+mod books;
 mod device;
 mod domain;
 mod engine;
@@ -21,8 +22,9 @@ use gpumux_core::Micros;
 use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
+pub(crate) use books::{Ask, Line};
 pub(crate) use domain::{Member, NewGroup};
-pub(crate) use engine::{Engine, GroupError, Met, View};
+pub(crate) use engine::{Activity, Engine, GroupError, Met, View};
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
 
 use crate::config::Config;

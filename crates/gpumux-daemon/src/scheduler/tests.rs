@@ -486,7 +486,14 @@ fn a_promise_that_cannot_be_kept_changes_nothing() {
     assert!((bench.domain(2).promised_share - 0.3).abs() < 1e-6);
     // One that has not used a device yet counts where there is only one.
     assert!(bench.spec(3, promise(0.1)).is_err());
-    bench.engine.know_devices(["GPU-1".to_owned()]);
+    bench.engine.know_devices([crate::devices::Known {
+        uuid: "GPU-1".to_owned(),
+        name: String::new(),
+        memory_bytes: 80 << 30,
+        memory_used: 0,
+        driver: String::new(),
+        state: "ok".into(),
+    }]);
     bench.spec(3, promise(1.0)).unwrap();
 }
 

@@ -75,9 +75,10 @@ impl Core {
             .lever(call.caller, call.escape, &call.arg, &call.params)
         {
             Some((device, lever)) => {
-                self.levers += 1;
                 let every = self.devices.profile.controls.fail_every;
-                if every > 0 && self.levers.is_multiple_of(every) {
+                let counted = matches!(lever, Lever::Freeze | Lever::Thaw);
+                self.switched += u64::from(counted);
+                if counted && every > 0 && self.switched.is_multiple_of(every) {
                     *pending -= 1;
                     wire::send_once(&call.reply, &answer(libc::EIO as u32, &[], &[]));
                     return Some(());

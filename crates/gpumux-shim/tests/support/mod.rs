@@ -184,6 +184,7 @@ impl Listener {
         connection.send(&Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: "test".into(),
+            memory: false,
         });
         (connection, tenant, page)
     }

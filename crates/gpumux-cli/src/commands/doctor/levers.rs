@@ -256,6 +256,7 @@ fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<d
                 let welcome = Daemon::Welcome {
                     protocol: PROTOCOL,
                     tenant: "doctor".into(),
+                    memory: false,
                 };
                 socket::send(&session, &welcome, None, SendFlags::empty())?;
             }

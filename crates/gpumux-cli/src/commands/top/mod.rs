@@ -28,9 +28,9 @@ Examples:
   gpumux top --interval 2
 
 Keys: up and down choose a tenant; l, s, b make it latency, standard or batch; + and - double and \
-halve its weight; q quits. The bar shows what it receives (filled) and is promised (|).";
+halve its weight; z puts it to sleep, w wakes it; q quits. The bar shows what it receives (filled) and is promised (|).";
 
-/// Watch who gets what, and change classes and weights
+/// Watch who gets what; change classes and weights; put to sleep and wake
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -93,15 +93,17 @@ fn watch(
             if key.kind != KeyEventKind::Press {
                 continue;
             }
-            match view.key(key) {
+            let answer = match view.key(key) {
                 view::Key::Quit => return Ok(()),
                 view::Key::Change(name, change) => {
-                    let answer = runtime.block_on(client.change(&name, &change));
-                    view.say(answer.map_or_else(|error| error.to_string(), |_| String::new()));
-                    break;
+                    runtime.block_on(client.change(&name, &change)).map(drop)
                 }
-                view::Key::Nothing => {}
-            }
+                view::Key::Sleep(name) => runtime.block_on(client.sleep(&name)),
+                view::Key::Wake(name) => runtime.block_on(client.wake(&name)),
+                view::Key::Nothing => continue,
+            };
+            view.say(answer.map_or_else(|error| error.to_string(), |()| String::new()));
+            break;
         }
     }
 }

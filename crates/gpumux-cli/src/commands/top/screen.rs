@@ -1,6 +1,6 @@
 //! The picture of [`View`]; it fits 80 columns and 24 lines.
 
-use gpumux_daemon::api::types::{Device, Tenant, TenantState};
+use gpumux_daemon::api::types::{Device, MemoryShare, Tenant, TenantState};
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
@@ -15,7 +15,8 @@ use super::view::{PAST, Row, View};
 const BAR: usize = 16;
 /// Lines for the chosen tenant's explanation.
 const WHY: u16 = 7;
-const KEYS: &str = " ↑↓ choose   l latency   s standard   b batch   + - weight   q quit";
+const KEYS: &str =
+    " ↑↓ choose  l latency  s standard  b batch  + - weight  z sleep  w wake  q quit";
 /// Eighths of a column.
 const LEVELS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
 
@@ -51,13 +52,15 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View) {
     frame.render_widget(Paragraph::new(lines), list);
     tenants(frame, table, view, &answer.tenants);
     let (text, style) = match view.message.is_empty() {
-        true => (&answer.why, Style::default()),
-        false => (&view.message, Style::default().fg(Color::Red)),
+        true => {
+            let chosen = view.chosen(&answer.tenants);
+            let memory = chosen.map_or_else(String::new, memory);
+            (answer.why.clone() + &memory, Style::default())
+        }
+        false => (view.message.clone(), Style::default().fg(Color::Red)),
     };
     frame.render_widget(
-        Paragraph::new(text.as_str())
-            .style(style)
-            .wrap(Wrap { trim: true }),
+        Paragraph::new(text).style(style).wrap(Wrap { trim: true }),
         why,
     );
     frame.render_widget(Line::from(KEYS).reversed(), keys);
@@ -117,7 +120,11 @@ fn tenants(frame: &mut Frame<'_>, area: Rect, view: &View, tenants: &[Tenant]) {
                 0 => (cut(&tenant.name, 14), tenant.class.name()),
                 _ => (cut(&short(&row.device), 14), ""),
             };
-            let state = if n == 0 { state(tenant.state) } else { "" };
+            let state = match (n, tenant.asleep) {
+                (0, true) => "asleep",
+                (0, false) => state(tenant.state),
+                _ => "",
+            };
             let mut spans = vec![Span::styled(
                 format!("{mark}{name:14} {class:8} {state:7} "),
                 style,
@@ -143,6 +150,25 @@ fn tenants(frame: &mut Frame<'_>, area: Rect, view: &View, tenants: &[Tenant]) {
     let mut shown = vec![Line::from(head).style(Style::default().add_modifier(Modifier::DIM))];
     shown.extend(lines.into_iter().skip(first));
     frame.render_widget(Paragraph::new(shown), area);
+}
+
+/// A sentence for each device of whose memory the tenant has some.
+fn memory(tenant: &Tenant) -> String {
+    let bytes = crate::output::bytes;
+    let has = |it: &&MemoryShare| it.in_use + it.swapped > 0;
+    let say = |it: &MemoryShare| {
+        let limit = it
+            .limit
+            .map(|limit| format!(" of at most {}", bytes(limit)));
+        format!(
+            " Memory: {}{} on {}, {} on the host.",
+            bytes(it.in_use),
+            limit.unwrap_or_default(),
+            short(&it.device),
+            bytes(it.swapped)
+        )
+    };
+    tenant.memory.iter().filter(has).map(say).collect()
 }
 
 /// Filled as far as it receives, `|` where its promise ends.
@@ -251,6 +277,9 @@ mod tests {
             state,
             hints: Default::default(),
             requests: Default::default(),
+            memory: Vec::new(),
+            asleep: false,
+            moves: Default::default(),
         }
     }
 
@@ -320,6 +349,34 @@ mod tests {
     #[test]
     fn it_fits_80_by_24() {
         insta::assert_snapshot!("three_tenants", picture(&view(6, 0)));
+    }
+
+    #[test]
+    fn a_sleeper_is_seen_and_woken() {
+        let mut view = view(2, 0);
+        let answer = view.answer.as_mut().unwrap();
+        answer.tenants[0].asleep = true;
+        answer.tenants[0].memory = vec![MemoryShare {
+            device: "GPU-5efc3a7e-70d7-750a".into(),
+            tenant: "web".into(),
+            guaranteed: 0,
+            limit: Some(8 << 30),
+            in_use: 1 << 30,
+            borrowed: 1 << 30,
+            pinned: 0,
+            swapped: 3 << 30,
+        }];
+        answer.why = "web sleeps.".into();
+        let picture = picture(&view);
+        for text in [
+            ">web            latency  asleep",
+            "web sleeps. Memory: 1.0 GiB of at most 8.0 GiB on GPU-5efc3a7e, 3.0 GiB on the",
+        ] {
+            assert!(picture.contains(text), "{picture}");
+        }
+        let key = |view: &mut View, key| view.key(KeyEvent::from(KeyCode::Char(key)));
+        assert!(matches!(key(&mut view, 'w'), Key::Wake(name) if name == "web"));
+        assert!(matches!(key(&mut view, 'z'), Key::Sleep(name) if name == "web"));
     }
 
     #[test]

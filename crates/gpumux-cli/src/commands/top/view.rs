@@ -47,6 +47,9 @@ pub(super) enum Key {
     Nothing,
     Quit,
     Change(String, SpecChange),
+    /// Move its memory to the host, or back.
+    Sleep(String),
+    Wake(String),
 }
 
 impl View {
@@ -156,6 +159,8 @@ impl View {
             KeyCode::Char('b') => return class(Class::Batch),
             KeyCode::Char('+' | '=') => return weight(2.0),
             KeyCode::Char('-') => return weight(0.5),
+            KeyCode::Char('z') => return Key::Sleep(chosen.name.clone()),
+            KeyCode::Char('w') => return Key::Wake(chosen.name.clone()),
             KeyCode::Up | KeyCode::Char('k') => index.saturating_sub(1),
             KeyCode::Down | KeyCode::Char('j') => (index + 1).min(tenants.len() - 1),
             _ => return Key::Nothing,

@@ -1,0 +1,399 @@
+"""What moving memory costs and gains: sleep and wake, more tenants than memory, many models on one card, allocations.
+
+Each part writes a results file of its own:
+
+`swap`: cases are sizes (`8GiB`). Modes `gpumux` (a tenant that holds so much is put to sleep and woken, the best of
+several), `checkpoint` (the driver's calls on the same program), `copy` (plain copies between pinned memory and the GPU). Values
+`out_ms`, `in_ms`, `out_gbps`, `in_gbps`; for `gpumux` also `first_out_ms`, with making and pinning the host memory.
+
+`losses`: one training job, `eager` and as a CUDA `graph`. Modes `alone` and `gpumux`, which puts it to sleep and wakes it all
+the time. Values `total_s` and `moves`; the losses must be the same to the bit.
+
+`oversubscribe`: cases `2x60%` and `4x60%`: so many training jobs of 60% of the card each. Modes `serial` (one after
+another) and `gpumux` (all at once). Values `total_s`; the losses of all runs must be the same to the bit.
+
+`models`: case `Nxgib`: so many models on one card, asked by turns with idle times. Modes `gpumux` (they sleep
+when idle) and `cold` (a process is started for the request). Values: time to the answer, `latency_p50_ms` and `latency_p99_ms`.
+
+`all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.
+
+`alloc`: cases by size and by who allocates. Modes `alone` and `gpumux`. Value `pair_us`: one allocation with its release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import random
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+from common import BenchError, Gpumux, Mode, Results, Worker, say
+
+WORKER = Path(__file__).resolve().parent / "memory_worker.py"
+GIB = 1 << 30
+SIZES = ["1GiB", "2GiB", "4GiB", "8GiB", "16GiB", "32GiB"]
+JOBS = ["2x60%", "4x60%"]
+ALLOCS = {
+    "driver-4KiB": ("driver", 4 << 10),
+    "driver-2MiB": ("driver", 2 << 20),
+    "driver-64MiB": ("driver", 64 << 20),
+    "async-2MiB": ("async", 2 << 20),
+    "torch-2MiB": ("torch", 2 << 20),
+}
+PARTS = {
+    "swap": (SIZES, ["gpumux", "checkpoint", "copy"]),
+    "losses": (["eager", "graph"], ["alone", "gpumux"]),
+    "oversubscribe": (JOBS, ["serial", "gpumux"]),
+    "models": (["8x12GiB"], ["gpumux", "cold"]),
+    "alloc": (list(ALLOCS), ["alone", "gpumux"]),
+}
+
+# Of them, what `all --quick` runs.
+QUICK = {
+    "swap": (["8GiB", "16GiB"], ["gpumux", "checkpoint", "copy"]),
+    "losses": (["eager"], ["alone", "gpumux"]),
+    "oversubscribe": (["2x60%"], ["serial", "gpumux"]),
+    "alloc": (["driver-2MiB", "async-2MiB"], ["alone", "gpumux"]),
+}
+
+
+def gib(case: str) -> int:
+    """`8GiB` is 8."""
+    return int(case.removesuffix("GiB"))
+
+
+def with_rates(values: dict[str, float], size: int) -> dict[str, float]:
+    """Adds gigabytes per second to the times of moving so many bytes."""
+    rates = {f"{way}_gbps": size / values[f"{way}_ms"] / 1e6 for way in ("out", "in")}
+    return values | rates
+
+
+def same(losses: Sequence[Sequence[str]]) -> None:
+    """Raises BenchError unless all jobs had the same losses, to the bit."""
+    if not losses or any(other != losses[0] for other in losses):
+        raise BenchError("the losses differ")
+
+
+class Api(http.client.HTTPConnection):
+    """The daemon's API, without the time that it takes to start a program."""
+
+    def __init__(self, mode: Gpumux) -> None:
+        super().__init__("localhost", timeout=300)
+        self.path = str(mode.folder / "api.sock")
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self.path)
+
+    def ask(self, method: str, path: str) -> Any:
+        """The answer; raises BenchError when it is refused."""
+        self.request(method, path)
+        answer = self.getresponse()
+        body = answer.read()
+        if answer.status >= 300:
+            raise BenchError(f"{method} {path}: {answer.status} {body.decode(errors='replace')}")
+        return json.loads(body) if body else None
+
+    def timed_ms(self, path: str) -> float:
+        """How long a POST takes."""
+        begin = time.monotonic()
+        self.ask("POST", path)
+        return (time.monotonic() - begin) * 1e3
+
+
+@contextlib.contextmanager
+def cell(results: Results, what: str, logs: Path) -> Iterator[None]:
+    """A cell that, when it fails, shows what everybody said last."""
+    begin = time.time()
+
+    def shown() -> None:
+        for log in sorted(logs.glob("*.log")):
+            if log.stat().st_mtime >= begin and (text := common.tail(log, 25)):
+                say(f"end of {log.name}:\n    {text}")
+        kernel = common.run_quietly("dmesg").splitlines()
+        for said in [line for line in kernel if "Xid" in line][-5:]:
+            say(said)
+
+    with results.cell(what):
+        try:
+            yield
+        except Exception:
+            shown()
+            raise
+
+
+@contextlib.contextmanager
+def started(mode: Mode, name: str, command: Sequence[str], promise: Sequence[str] = ()) -> Iterator[Worker]:
+    """A program in this mode, which ends with the block."""
+    worker = Worker(name, [], mode, program=command, promise=promise)
+    try:
+        yield worker
+    finally:
+        worker.close(2.0)
+
+
+def script(what: str, *arguments: str) -> list[str]:
+    """The command of a worker."""
+    return [sys.executable, str(WORKER), what, *arguments]
+
+
+def holder(case: str, ready: Path) -> list[str]:
+    """A program that holds so much memory and does nothing."""
+    held = ["--memory", case, "--seconds", "600", "--ready-file", str(ready)]
+    return [common.gpumux(), "workload", "idle", *held]
+
+
+def wait_for(ready: Path, holding: Worker) -> None:
+    """Waits until a program has made its ready file."""
+    deadline = time.monotonic() + common.REPLY_S
+    while not ready.exists():
+        if holding.process.poll() is not None or time.monotonic() > deadline:
+            raise BenchError(f"the program did not become ready: {common.tail(holding.log)}")
+        time.sleep(0.01)
+
+
+def swap_gpumux(case: str, logs: Path, tries: int) -> dict[str, float]:
+    """Sleeps and wakes of a tenant; the best of some, since the first one makes the host memory."""
+    ready = logs / f"ready-{case}"
+    with Gpumux("gpumux", logs) as mode, started(mode, f"hold-{case}", holder(case, ready)) as holding:
+        wait_for(ready, holding)
+        api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
+        outs, ins = [], []
+        for _ in range(tries):
+            outs.append(api.timed_ms(f"{tenant}/sleep"))
+            moved = sum(it["swapped"] for it in api.ask("GET", tenant)["memory"])
+            if moved < gib(case) * GIB:
+                raise BenchError(f"only {moved} bytes were moved")
+            ins.append(api.timed_ms(f"{tenant}/wake"))
+        values = {"out_ms": min(outs), "in_ms": min(ins), "first_out_ms": outs[0]}
+    return with_rates(values, gib(case) * GIB)
+
+
+def swap_checkpoint(case: str, logs: Path) -> dict[str, float]:
+    """The driver's own calls, from outside the process."""
+    cuda = ctypes.CDLL("libcuda.so.1")
+    if cuda.cuInit(0) or not hasattr(cuda, "cuCheckpointProcessCheckpoint"):
+        raise BenchError("this driver has no checkpoint calls")
+
+    def call(name: str, pid: int) -> None:
+        if result := getattr(cuda, name)(pid, None):
+            raise BenchError(f"{name} answers {result}")
+
+    ready, plain = logs / f"ready-checkpoint-{case}", Mode("checkpoint", logs)
+    with started(plain, f"hold-{case}", holder(case, ready)) as holding:
+        wait_for(ready, holding)
+        pid, begin = holding.process.pid, time.monotonic()
+        call("cuCheckpointProcessLock", pid)
+        call("cuCheckpointProcessCheckpoint", pid)
+        middle = time.monotonic()
+        call("cuCheckpointProcessRestore", pid)
+        call("cuCheckpointProcessUnlock", pid)
+        times = {"out_ms": (middle - begin) * 1e3, "in_ms": (time.monotonic() - middle) * 1e3}
+    return with_rates(times, gib(case) * GIB)
+
+
+def swap_copy(case: str, logs: Path) -> dict[str, float]:
+    """Plain copies."""
+    with started(Mode("copy", logs), case, script("copy", "--gib", str(gib(case)))) as copying:
+        return with_rates(copying.reply(common.READY_S), gib(case) * GIB)
+
+
+def swap(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
+    """All cells of `swap`."""
+    for case in cases:
+        for mode in modes:
+            with cell(results, f"{case} / {mode}", logs):
+                match mode:
+                    case "gpumux":
+                        values = swap_gpumux(case, logs, 3 if quick else 6)
+                    case "checkpoint":
+                        values = swap_checkpoint(case, logs)
+                    case _:
+                        values = swap_copy(case, logs)
+                results.add(case, mode, values)
+
+
+def card_gib() -> float:
+    """Memory of the first GPU."""
+    text = common.run_quietly("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+    if not text:
+        raise BenchError("nvidia-smi does not say how much memory there is")
+    return float(text.splitlines()[0]) / 1024
+
+
+def trained(jobs: Sequence[Worker], patience_s: float) -> list[list[str]]:
+    """Has jobs that are ready train, and returns their losses."""
+    for job in jobs:
+        job.send()
+    return [job.reply(patience_s)["losses"] for job in jobs]
+
+
+def oversubscribe(
+    results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool
+) -> None:
+    """All cells of `oversubscribe`. Starting Python and PyTorch is not measured."""
+    size = 0.6 * card_gib()
+    command = script("train", "--gib", f"{size:.1f}", "--steps", "60" if quick else "200")
+    patience_s = 120.0 if quick else 600.0
+    for case in cases:
+        count = int(case.partition("x")[0])
+        losses: list[list[str]] = []
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs):
+                total = 0.0
+                with common.mode("gpumux" if name == "gpumux" else "alone", logs) as mode:
+                    for group in [range(count)] if name == "gpumux" else [[n] for n in range(count)]:
+                        with contextlib.ExitStack() as stack:
+                            promise = ["--class", "batch"]
+                            enter = stack.enter_context
+                            jobs = [enter(started(mode, f"{name}-job{n}", command, promise)) for n in group]
+                            for job in jobs:
+                                job.reply(common.READY_S)
+                            begin = time.monotonic()
+                            losses += trained(jobs, count * patience_s)
+                            total += time.monotonic() - begin
+                same(losses)
+                results.add(case, name, {"total_s": total})
+
+
+def losses(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
+    """All cells of `losses`: with gpumux, a job is put to sleep and woken all the time."""
+    for case in cases:
+        steps = "600" if quick else "2000"
+        command = script("train", "--gib", "4", "--width", "4096", "--steps", steps)
+        command += ["--graph"] if case == "graph" else []
+        found: list[list[str]] = []
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
+                with started(mode, f"{name}-{case}", command) as job:
+                    job.reply(common.READY_S)
+                    begin, moves = time.monotonic(), 0
+                    if isinstance(mode, Gpumux):
+                        moves = forced(mode, job, f"/v1/tenants/{mode.tenants[f'{name}-{case}']}", 0.3)
+                        found.append(job.reply(common.REPLY_S)["losses"])
+                        if moves < 3:
+                            raise BenchError(f"it was moved only {moves} times")
+                    else:
+                        found += trained([job], common.REPLY_S)
+                    seconds = time.monotonic() - begin
+                same(found)
+                results.add(case, name, {"total_s": seconds, "moves": moves})
+
+
+def forced(mode: Gpumux, job: Worker, tenant: str, pause_s: float) -> int:
+    """Has a job train, and moves its memory away and back until it has ended; how often."""
+    job.send()
+    api, moves = Api(mode), 0
+    deadline = time.monotonic() + common.REPLY_S
+    while job.lines.empty() and time.monotonic() < deadline:
+        time.sleep(pause_s)
+        # Refused while it captures a graph, has no context yet, or has just ended.
+        with contextlib.suppress(BenchError):
+            api.ask("POST", f"{tenant}/sleep")
+            moves += any(it["swapped"] for it in api.ask("GET", tenant)["memory"])
+            api.ask("POST", f"{tenant}/wake")
+    return moves
+
+
+def visits(models: int, requests: int, seed: int) -> list[tuple[int, float]]:
+    """Which model is asked, after which pause; the same for the same seed."""
+    rng = random.Random(seed)
+    return [(rng.randrange(models), rng.uniform(0.2, 2.0)) for _ in range(requests)]
+
+
+def models(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
+    """All cells of `models`."""
+    for case in cases:
+        count, size = int(case.partition("x")[0]), gib(case.partition("x")[2])
+        command = script("model", "--gib", str(size))
+        trace = visits(count, 16 if quick else 80, 1)
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs):
+                ms: list[float] = []
+                if name == "cold":
+                    for _ in range(2 if quick else 5):
+                        begin = time.monotonic()
+                        with started(Mode("cold", logs), "model", command) as process:
+                            process.reply(common.READY_S)
+                            ms.append((time.monotonic() - begin) * 1e3)
+                    results.add(case, name, common.latency_values(ms))
+                    continue
+                with Gpumux("gpumux", logs) as mode, contextlib.ExitStack() as stack:
+                    promise = ["--class", "latency", "--sleep-after", "1s"]
+                    servers = []
+                    for n in range(count):
+                        servers.append(stack.enter_context(started(mode, f"model{n}", command, promise)))
+                        servers[-1].reply(common.READY_S)
+                    for at, pause in trace:
+                        time.sleep(pause)
+                        begin = time.monotonic()
+                        servers[at].send()
+                        answer = servers[at].reply(common.REPLY_S)
+                        ms.append((time.monotonic() - begin) * 1e3)
+                        if not answer["same"]:
+                            raise BenchError(f"model {at} answers otherwise than before it slept")
+                    results.add(case, name, common.latency_values(ms))
+
+
+def alloc(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, quick: bool) -> None:
+    """All cells of `alloc`: by turns, so that drift is shared."""
+    steps = "2000" if quick else "10000"
+    for case in cases:
+        way, size = ALLOCS[case]
+        command = script("alloc", "--way", way, "--bytes", str(size), "--steps", steps)
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
+                best = []
+                for n in range(1 if quick else 3):
+                    with started(mode, f"alloc{n}", command) as process:
+                        best.append(process.reply(common.READY_S)["us"])
+                results.add(case, name, {"pair_us": min(best)})
+
+
+RUN = {"swap": swap, "losses": losses, "oversubscribe": oversubscribe, "models": models, "alloc": alloc}
+
+
+def main() -> int:
+    """Runs one part, or all."""
+    parser = common.parser(
+        "Moving memory: sleep and wake, more tenants than memory, many models, allocations.",
+        "  GPUMUX=target/release/gpumux python3 bench/memory.py all --quick\n"
+        "  GPUMUX=target/release/gpumux python3 bench/memory.py swap --cases 8GiB\n"
+        "  python3 bench/memory.py oversubscribe --quick",
+    )
+    parser.add_argument("part", choices=[*PARTS, "all"])
+    parser.add_argument("--cases", help="a comma-separated selection")
+    parser.add_argument("--modes", help="a comma-separated selection")
+    options = parser.parse_args()
+    if options.part == "all" and (options.cases or options.modes):
+        parser.error("--cases and --modes need one part")
+    logs, worst = common.begin(options), 0
+    for part in PARTS if options.part == "all" else [options.part]:
+        every = QUICK.get(part, ([], [])) if options.part == "all" and options.quick else PARTS[part]
+        try:
+            cases, modes = (
+                common.listed(all_of)(chosen) if chosen else all_of
+                for chosen, all_of in zip((options.cases, options.modes), every, strict=True)
+            )
+        except argparse.ArgumentTypeError as wrong:
+            parser.error(str(wrong))
+        if cases:
+            results = Results(part, options.out, *PARTS[part])
+            RUN[part](results, cases, modes, logs, options.quick)
+            worst = max(worst, results.finish())
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

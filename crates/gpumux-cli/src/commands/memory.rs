@@ -1,0 +1,102 @@
+//! `gpumux memory`: who has what of each device's memory. `gpumux sleep` and `gpumux wake` move it.
+
+use std::process::ExitCode;
+
+use gpumux_daemon::api::types::DeviceMemory;
+use serde::Serialize;
+
+use super::client;
+use crate::output;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux memory
+  gpumux memory --json | jq '.devices[].tenants[] | {tenant, in_use, swapped}'
+
+OCCUPIED is what contexts and programs that are no tenants take. BORROWED is what a tenant has beyond its \
+guarantee: it is taken back when others are entitled to it. PINNED cannot be moved to the host.";
+
+/// Show who has what of each device's memory
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Listing {
+    devices: Vec<DeviceMemory>,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let devices = client::block(async |client| client.memory().await)?;
+    if args.json {
+        output::json(&Listing { devices })?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for device in &devices {
+        output::print(&table(device))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn table(device: &DeviceMemory) -> String {
+    let bytes = output::bytes;
+    let title = format!(
+        "{}: {} in all, {} occupied, {} free\n",
+        device.device,
+        bytes(device.total),
+        bytes(device.occupied),
+        bytes(device.free)
+    );
+    let head = [
+        "TENANT",
+        "IN USE",
+        "GUARANTEED",
+        "LIMIT",
+        "BORROWED",
+        "PINNED",
+        "SWAPPED",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for tenant in &device.tenants {
+        rows.push(vec![
+            tenant.tenant.clone(),
+            bytes(tenant.in_use),
+            bytes(tenant.guaranteed),
+            tenant.limit.map_or_else(|| "-".to_owned(), bytes),
+            bytes(tenant.borrowed),
+            bytes(tenant.pinned),
+            bytes(tenant.swapped),
+        ]);
+    }
+    title + &output::table(&rows)
+}
+
+const MOVES: &str = "\
+Examples:
+  gpumux sleep serve
+  gpumux wake serve
+
+The tenant is frozen, maybe in the middle of a kernel, and its memory is moved to the host. It comes back with \
+its next CUDA call, or with `gpumux wake`. Returns when the move is done.";
+
+/// Which tenant
+#[derive(clap::Args)]
+#[command(after_help = MOVES)]
+pub(crate) struct Move {
+    /// The tenant, as `gpumux ps` names it
+    name: String,
+}
+
+pub(crate) fn sleep(args: &Move) -> anyhow::Result<ExitCode> {
+    client::block(async |client| client.sleep(&args.name).await)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+pub(crate) fn wake(args: &Move) -> anyhow::Result<ExitCode> {
+    client::block(async |client| client.wake(&args.name).await)?;
+    Ok(ExitCode::SUCCESS)
+}

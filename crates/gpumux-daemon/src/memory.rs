@@ -1,0 +1,733 @@
+//! The memory broker: answers processes that ask for memory, and moves tenants' memory to the host and back: all of it when
+//! they sleep, as much as is needed when others lack room. A tenant that lacks a part cannot run.
+//!
+//! A move has steps, each with a bound, and each leaves a state from which both sides can go on:
+//! 1. every process of the tenant closes its gate ([`Daemon::Quiesce`]): nobody touches memory but kernels;
+//! 2. its compute groups are frozen, maybe in the middle of a kernel;
+//! 3. every process copies its memory to the host and lets go of it ([`Daemon::SwapOut`]).
+//!
+//! Back: room is made in the books, every process brings its memory back ([`Daemon::SwapIn`]), the groups are thawed.
+//! Until the third step has begun everything can be undone at any time. From then on the groups
+//! are thawed only when all memory is back; if this daemon dies, each process sees to that itself.
+
+use std::{
+    collections::BTreeMap,
+    os::fd::OwnedFd,
+    pin::Pin,
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use gpumux_core::{
+    Class, MemoryPolicy, TenantId,
+    ledger::{Candidate, Denied, victims},
+};
+use gpumux_wire::{Daemon, Shim};
+use tokio::sync::{Notify, oneshot};
+
+use crate::{
+    scheduler::{Activity, Ask, Engine, Handle, Line, SessionId, Stopped},
+    session::say,
+};
+
+/// How long a process may take to close its gate: submissions under way must return, and copies end.
+const QUIET: Duration = Duration::from_secs(20);
+/// How long freezing may take.
+const FREEZE: Duration = Duration::from_secs(5);
+/// How long moving one process's memory may take: 140 GiB at 1 GiB/s, and as much again.
+const MOVE: Duration = Duration::from_secs(300);
+/// How long a request for memory waits for room.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// How long those who may have unused memory get to give it back.
+const TRIM: Duration = Duration::from_millis(30);
+/// How often room is looked for while nothing is heard.
+const LOOK: Duration = Duration::from_millis(100);
+/// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
+const TURN: u32 = 10;
+/// The least time that a tenant with work keeps its memory.
+const LEAST_TURN: Duration = Duration::from_secs(1);
+/// How often idle tenants are looked for that shall sleep.
+const WATCH: Duration = Duration::from_millis(500);
+
+/// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum MoveError {
+    #[error("the tenant cannot be put to sleep now: {0}")]
+    Busy(String),
+    #[error("its groups cannot be frozen: {0}")]
+    Freeze(String),
+    #[error("its memory cannot come back: {1} on {0}")]
+    NoRoom(String, Denied),
+    #[error("a process of it does not answer: it stays frozen until that one ends")]
+    Stuck,
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+}
+
+/// What a process answers to an order.
+#[derive(Debug)]
+enum Reply {
+    Done {
+        /// It has no work outstanding.
+        idle: bool,
+    },
+    Busy(String),
+    /// It has ended: nothing of it is left to be moved.
+    Gone,
+    Late,
+}
+
+/// What came of bringing a tenant back.
+enum Back {
+    Done,
+    Lacks { device: String, missing: u64 },
+    Refused(String),
+}
+
+/// One tenant's moves.
+struct Place {
+    /// One move at a time. Held only while memory moves, so that everybody may wait for it.
+    turn: tokio::sync::Mutex<()>,
+    /// One who brings it back is enough.
+    waking: tokio::sync::Mutex<()>,
+    asleep: AtomicBool,
+    /// Since when its memory is on the device, and how long it took to bring it there.
+    awake: Mutex<(Instant, Duration)>,
+}
+
+struct Member {
+    tenant: TenantId,
+    voice: Arc<OwnedFd>,
+}
+
+#[derive(Default)]
+struct State {
+    members: BTreeMap<SessionId, Member>,
+    orders: BTreeMap<(SessionId, u64), oneshot::Sender<Reply>>,
+    places: BTreeMap<TenantId, Arc<Place>>,
+}
+
+/// The broker.
+pub(crate) struct Memory {
+    scheduler: Handle,
+    state: Mutex<State>,
+    /// Somebody has given something back.
+    changed: Notify,
+    orders_given: AtomicU64,
+}
+
+impl Memory {
+    pub(crate) fn new(scheduler: Handle) -> Arc<Self> {
+        Arc::new(Self {
+            scheduler,
+            state: Mutex::default(),
+            changed: Notify::new(),
+            orders_given: AtomicU64::new(0),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn place(&self, tenant: TenantId) -> Arc<Place> {
+        let mut state = self.state();
+        let place = state.places.entry(tenant).or_insert_with(|| {
+            Arc::new(Place {
+                turn: tokio::sync::Mutex::default(),
+                waking: tokio::sync::Mutex::default(),
+                asleep: AtomicBool::new(false),
+                awake: Mutex::new((Instant::now(), Duration::ZERO)),
+            })
+        });
+        Arc::clone(place)
+    }
+
+    /// Whether a tenant's memory is on the host.
+    pub(crate) fn is_asleep(&self, tenant: TenantId) -> bool {
+        let state = self.state();
+        let place = state.places.get(&tenant);
+        place.is_some_and(|place| place.asleep.load(Ordering::Acquire))
+    }
+
+    /// A process has connected.
+    pub(crate) fn meet(
+        self: &Arc<Self>,
+        session: SessionId,
+        tenant: TenantId,
+        voice: Arc<OwnedFd>,
+    ) {
+        self.state()
+            .members
+            .insert(session, Member { tenant, voice });
+        // It will want to work, and knows nothing of its siblings' sleep.
+        let memory = Arc::clone(self);
+        tokio::spawn(async move { memory.wake_or_warn(tenant).await });
+    }
+
+    /// A session has ended.
+    pub(crate) async fn leave(&self, session: SessionId) {
+        let last = {
+            let mut state = self.state();
+            let Some(member) = state.members.remove(&session) else {
+                return;
+            };
+            // Whoever waits for it learns that it has gone.
+            state.orders.retain(|(id, _), _| *id != session);
+            let tenant = member.tenant;
+            let others = state.members.values().any(|it| it.tenant == tenant);
+            if !others {
+                state.places.remove(&tenant);
+            }
+            (!others).then_some(tenant)
+        };
+        if let Some(tenant) = last {
+            let _ = self
+                .scheduler
+                .call(move |engine| engine.park(tenant, false))
+                .await;
+        }
+        self.changed.notify_waiters();
+    }
+
+    /// What a process says or asks about memory; the answer comes when there is one.
+    pub(crate) async fn hear(
+        self: &Arc<Self>,
+        session: SessionId,
+        tenant: TenantId,
+        message: Shim,
+    ) -> Result<(), Stopped> {
+        let memory = Arc::clone(self);
+        match message {
+            Shim::Ask {
+                ticket,
+                device,
+                total,
+                need,
+                want,
+                pinned,
+            } => {
+                let kind = match pinned {
+                    true => gpumux_core::ledger::Kind::Pinned,
+                    false => gpumux_core::ledger::Kind::Movable,
+                };
+                let ask = Ask {
+                    device,
+                    total,
+                    need,
+                    want,
+                    kind,
+                };
+                let first = ask.clone();
+                let granted = self
+                    .scheduler
+                    .call(move |engine| engine.ask(session, &first))
+                    .await?;
+                match granted {
+                    Ok(bytes) => self.tell(session, &Daemon::Granted { ticket, bytes }),
+                    Err(_) => {
+                        tokio::spawn(async move {
+                            let bytes = memory.lease(session, tenant, ask).await.unwrap_or(0);
+                            memory.tell(session, &Daemon::Granted { ticket, bytes });
+                        });
+                    }
+                }
+            }
+            Shim::Holds {
+                device,
+                total,
+                movable,
+                pinned,
+                swapped,
+            } => {
+                let holding = gpumux_core::ledger::Holding {
+                    movable,
+                    pinned,
+                    swapped,
+                };
+                self.scheduler
+                    .call(move |engine| engine.holds(session, &device, total, holding))
+                    .await?;
+                self.changed.notify_waiters();
+            }
+            Shim::View {
+                ticket,
+                device,
+                total,
+            } => {
+                let (free, total) = self
+                    .scheduler
+                    .call(move |engine| engine.memory_view(session, &device, total))
+                    .await?;
+                self.tell(
+                    session,
+                    &Daemon::Seen {
+                        ticket,
+                        free,
+                        total,
+                    },
+                );
+            }
+            Shim::Quiet { op, idle } => self.reply(session, op, Reply::Done { idle }),
+            Shim::Moved { op } => self.reply(session, op, Reply::Done { idle: true }),
+            Shim::Busy { op, mut reason } => {
+                reason.truncate(200);
+                self.reply(session, op, Reply::Busy(reason));
+            }
+            Shim::Knock => {
+                tokio::spawn(async move { memory.wake_or_warn(tenant).await });
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    fn reply(&self, session: SessionId, op: u64, reply: Reply) {
+        if let Some(waiting) = self.state().orders.remove(&(session, op)) {
+            let _ = waiting.send(reply);
+        }
+    }
+
+    fn tell(&self, session: SessionId, message: &Daemon) {
+        let voice = self
+            .state()
+            .members
+            .get(&session)
+            .map(|it| Arc::clone(&it.voice));
+        if let Some(voice) = voice {
+            let _ = say(&voice, message);
+        }
+    }
+
+    /// The sessions of a tenant, or of everybody.
+    fn sessions(&self, tenant: Option<TenantId>) -> Vec<SessionId> {
+        let state = self.state();
+        let of = |member: &Member| tenant.is_none_or(|tenant| tenant == member.tenant);
+        let members = state.members.iter().filter(|(_, member)| of(member));
+        members.map(|(id, _)| *id).collect()
+    }
+
+    /// Gives these processes an order and waits for all their answers.
+    async fn order(
+        &self,
+        sessions: &[SessionId],
+        order: impl Fn(u64) -> Daemon,
+        bound: Duration,
+    ) -> Vec<Reply> {
+        let op = self.orders_given.fetch_add(1, Ordering::Relaxed) + 1;
+        let order = order(op);
+        let mut answers = Vec::new();
+        for session in sessions {
+            let (answer, waiting) = oneshot::channel();
+            let voice = {
+                let mut state = self.state();
+                let voice = state.members.get(session).map(|it| Arc::clone(&it.voice));
+                if voice.is_some() {
+                    state.orders.insert((*session, op), answer);
+                }
+                voice
+            };
+            if let Some(voice) = voice
+                && !say(&voice, &order)
+            {
+                self.reply(*session, op, Reply::Busy("it does not listen".into()));
+            }
+            answers.push((*session, waiting));
+        }
+        let deadline = tokio::time::Instant::now() + bound;
+        let mut replies = Vec::new();
+        for (session, waiting) in answers {
+            replies.push(match tokio::time::timeout_at(deadline, waiting).await {
+                Ok(Ok(reply)) => reply,
+                Ok(Err(_)) => Reply::Gone,
+                Err(_) => {
+                    self.state().orders.remove(&(session, op));
+                    Reply::Late
+                }
+            });
+        }
+        replies
+    }
+
+    /// Moves memory of a tenant to the host: so much of each device, or all that there is. Says whether it has no work
+    /// outstanding.
+    ///
+    /// # Errors
+    /// When it cannot be moved now.
+    pub(crate) async fn sleep(&self, tenant: TenantId, least: u64) -> Result<bool, MoveError> {
+        let place = self.place(tenant);
+        let _turn = place.turn.lock().await;
+        self.out(tenant, &place, least).await
+    }
+
+    /// The same for another's sake, unless the tenant has come back since it was chosen.
+    async fn give_way(
+        &self,
+        tenant: TenantId,
+        least: u64,
+        asleep: bool,
+    ) -> Result<bool, MoveError> {
+        let place = self.place(tenant);
+        let _turn = place.turn.lock().await;
+        match asleep && !place.asleep.load(Ordering::Acquire) {
+            true => Ok(true),
+            false => self.out(tenant, &place, least).await,
+        }
+    }
+
+    async fn out(&self, tenant: TenantId, place: &Place, least: u64) -> Result<bool, MoveError> {
+        let sessions = self.sessions(Some(tenant));
+        if sessions.is_empty() {
+            return Err(MoveError::Busy("it has no connected process".into()));
+        }
+        let out = |op| Daemon::SwapOut { op, least };
+        let began = Instant::now();
+        let before = self
+            .scheduler
+            .call(move |engine| engine.swapped(tenant))
+            .await?;
+        if place.asleep.load(Ordering::Acquire) {
+            // It lacks a part already: more of it.
+            let moved = self.order(&sessions, out, MOVE).await;
+            self.went(tenant, before, began).await?;
+            return match refusal(&moved) {
+                None => Ok(true),
+                Some(why) => Err(MoveError::Busy(why)),
+            };
+        }
+        let resume = |why: MoveError| async {
+            self.scheduler
+                .call(move |engine| engine.park(tenant, false))
+                .await?;
+            for session in &sessions {
+                self.tell(*session, &Daemon::Resume { op: 0 });
+            }
+            Err(why)
+        };
+        let quiet = self
+            .order(&sessions, |op| Daemon::Quiesce { op, least }, QUIET)
+            .await;
+        if let Some(why) = refusal(&quiet) {
+            return resume(MoveError::Busy(why)).await;
+        }
+        if let Err(why) = self.freeze(tenant).await {
+            return resume(why).await;
+        }
+        let moved = self.order(&sessions, out, MOVE).await;
+        if moved.iter().any(|reply| matches!(reply, Reply::Late)) {
+            place.asleep.store(true, Ordering::Release);
+            return Err(MoveError::Stuck);
+        }
+        if let Some(why) = refusal(&moved) {
+            // Those who have moved come back; nobody else was given their room yet.
+            if self
+                .scheduler
+                .call(move |engine| engine.bring_back(tenant))
+                .await?
+                .is_err()
+            {
+                place.asleep.store(true, Ordering::Release);
+                return Err(MoveError::Stuck);
+            }
+            self.order(&sessions, |op| Daemon::SwapIn { op }, MOVE)
+                .await;
+            return resume(MoveError::Busy(why)).await;
+        }
+        place.asleep.store(true, Ordering::Release);
+        self.went(tenant, before, began).await?;
+        Ok(quiet
+            .iter()
+            .all(|reply| !matches!(reply, Reply::Done { idle: false })))
+    }
+
+    /// Counts a move to the host and tells everybody who waits for room.
+    async fn went(&self, tenant: TenantId, before: u64, began: Instant) -> Result<(), Stopped> {
+        let took = began.elapsed();
+        let count = move |engine: &mut Engine| {
+            let bytes = engine.swapped(tenant).saturating_sub(before);
+            engine.went(tenant, bytes, took);
+            bytes
+        };
+        let bytes = self.scheduler.call(count).await?;
+        tracing::info!(tenant = tenant.0, bytes, ?took, "memory went to the host");
+        self.changed.notify_waiters();
+        Ok(())
+    }
+
+    async fn freeze(&self, tenant: TenantId) -> Result<(), MoveError> {
+        self.scheduler
+            .call(move |engine| engine.park(tenant, true))
+            .await?;
+        let deadline = Instant::now() + FREEZE;
+        loop {
+            let frozen = self
+                .scheduler
+                .call(move |engine| engine.is_frozen(tenant))
+                .await?;
+            match frozen {
+                Ok(true) => return Ok(()),
+                Ok(false) if Instant::now() < deadline => {
+                    tokio::time::sleep(Duration::from_micros(500)).await;
+                }
+                Ok(false) => return Err(MoveError::Freeze(format!("not within {FREEZE:?}"))),
+                Err(error) => return Err(MoveError::Freeze(error)),
+            }
+        }
+    }
+
+    /// Brings all memory of a tenant back, others' away for it if need be. Waits as long as its processes do.
+    ///
+    /// # Errors
+    /// When there can never be room.
+    pub(crate) async fn wake(self: &Arc<Self>, tenant: TenantId) -> Result<(), MoveError> {
+        let place = self.place(tenant);
+        let _waking = place.waking.lock().await;
+        while place.asleep.load(Ordering::Acquire) {
+            match self.back(tenant, &place).await? {
+                Back::Done => {}
+                Back::Lacks { device, missing } => {
+                    self.make_room(tenant, &device, missing).await?;
+                }
+                Back::Refused(why) => {
+                    // What came back stays; the driver had no room for the rest.
+                    tracing::warn!(why, "memory does not come back: trying again");
+                    tokio::time::sleep(LOOK).await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Brings a sleeping tenant back if there is room.
+    async fn back(&self, tenant: TenantId, place: &Place) -> Result<Back, MoveError> {
+        let _turn = place.turn.lock().await;
+        let sessions = self.sessions(Some(tenant));
+        if sessions.is_empty() {
+            place.asleep.store(false, Ordering::Release);
+            return Ok(Back::Done);
+        }
+        let (bytes, room) = self
+            .scheduler
+            .call(move |engine| (engine.swapped(tenant), engine.bring_back(tenant)))
+            .await?;
+        match room {
+            Ok(()) => {}
+            Err((device, Denied::Full { missing })) => return Ok(Back::Lacks { device, missing }),
+            Err((device, denied)) => return Err(MoveError::NoRoom(device, denied)),
+        }
+        let began = Instant::now();
+        let moved = self
+            .order(&sessions, |op| Daemon::SwapIn { op }, MOVE)
+            .await;
+        if moved.iter().any(|reply| matches!(reply, Reply::Late)) {
+            return Err(MoveError::Stuck);
+        }
+        if let Some(why) = refusal(&moved) {
+            return Ok(Back::Refused(why));
+        }
+        let took = began.elapsed();
+        let thaw = move |engine: &mut Engine| {
+            engine.park(tenant, false);
+            engine.came(tenant, bytes, took);
+        };
+        self.scheduler.call(thaw).await?;
+        *lock(&place.awake) = (Instant::now(), took);
+        place.asleep.store(false, Ordering::Release);
+        tracing::info!(tenant = tenant.0, bytes, ?took, "memory came back");
+        Ok(Back::Done)
+    }
+
+    /// Wakes a tenant that was put to sleep for another's sake, once that one has had the time to take the room.
+    fn wake_soon(self: Arc<Self>, tenant: TenantId) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        Box::pin(async move {
+            tokio::time::sleep(LOOK).await;
+            self.wake_or_warn(tenant).await;
+        })
+    }
+
+    async fn wake_or_warn(self: &Arc<Self>, tenant: TenantId) {
+        if let Err(error) = self.wake(tenant).await {
+            tracing::warn!(%error, "a tenant sleeps on");
+        }
+    }
+
+    /// Grants memory once there is room, as far as the tenant's policy goes.
+    async fn lease(
+        self: &Arc<Self>,
+        session: SessionId,
+        tenant: TenantId,
+        ask: Ask,
+    ) -> Result<u64, Stopped> {
+        let deadline = Instant::now() + PATIENCE;
+        // What is granted and not used comes back at once.
+        self.trim().await;
+        loop {
+            let again = ask.clone();
+            let granted = self
+                .scheduler
+                .call(move |engine| engine.ask(session, &again))
+                .await?;
+            let missing = match granted {
+                Ok(bytes) => return Ok(bytes),
+                Err(Denied::Full { missing }) => missing,
+                Err(denied) => {
+                    tracing::info!(%denied, "memory refused");
+                    return Ok(0);
+                }
+            };
+            let (_, activity) = self.scheduler.call(|engine| engine.memory()).await?;
+            let policy = activity.get(&tenant).map(|it| it.spec.memory_policy);
+            let connected = self.state().members.contains_key(&session);
+            if policy.is_none_or(|it| it == MemoryPolicy::Fail)
+                || Instant::now() >= deadline
+                || !connected
+            {
+                return Ok(0);
+            }
+            match policy {
+                Some(MemoryPolicy::SwapOthers) => {
+                    self.make_room(tenant, &ask.device, missing).await?;
+                }
+                _ => self.wait().await,
+            }
+        }
+    }
+
+    async fn trim(&self) {
+        for session in self.sessions(None) {
+            self.tell(session, &Daemon::Trim);
+        }
+        tokio::time::sleep(TRIM).await;
+    }
+
+    async fn wait(&self) {
+        let _ = tokio::time::timeout(LOOK, self.changed.notified()).await;
+    }
+
+    /// Has others give way so that so much comes free on a device for a tenant, or waits a moment.
+    async fn make_room(
+        self: &Arc<Self>,
+        tenant: TenantId,
+        device: &str,
+        missing: u64,
+    ) -> Result<(), Stopped> {
+        let (lines, activity) = self.scheduler.call(|engine| engine.memory()).await?;
+        let line = lines.iter().find(|line| line.uuid == device);
+        let candidates = line.map_or_else(Vec::new, |line| {
+            self.candidates(tenant, missing, line, &activity)
+        });
+        let Some(chosen) = victims(missing, &candidates) else {
+            self.trim().await;
+            self.wait().await;
+            return Ok(());
+        };
+        for (victim, least) in chosen {
+            let asleep = |it: &Candidate| it.tenant == victim && it.asleep;
+            let asleep = candidates.iter().any(asleep);
+            match self.give_way(victim, least, asleep).await {
+                Ok(true) => {}
+                // Nobody of it may come to its gate: its threads wait for a kernel that is frozen.
+                Ok(false) => {
+                    let memory = Arc::clone(self);
+                    tokio::spawn(async move { memory.wake_soon(victim).await });
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "a tenant does not give way");
+                    self.wait().await;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn candidates(
+        &self,
+        tenant: TenantId,
+        missing: u64,
+        line: &Line,
+        activity: &BTreeMap<TenantId, Activity>,
+    ) -> Vec<Candidate> {
+        let own = line.entries.iter().find(|(id, _)| *id == tenant);
+        let entitled = own.is_some_and(|(_, entry)| {
+            entry.holding.all().saturating_add(missing) <= entry.share.guaranteed
+        });
+        let class = |id| activity.get(&id).map_or(Class::Batch, |it| it.spec.class);
+        let mut candidates = Vec::new();
+        for (id, entry) in line.entries.iter().filter(|(id, _)| *id != tenant) {
+            let Some(known) = activity.get(id) else {
+                continue;
+            };
+            let place = self.place(*id);
+            let (since, took) = *lock(&place.awake);
+            // What it cost to bring it here, and what it will cost to move it away.
+            let turn = LEAST_TURN.max(took * 2 * TURN);
+            let had_its_turn = since.elapsed() >= turn;
+            // `Latency` is the least and the first to be served.
+            let asleep = place.asleep.load(Ordering::Acquire);
+            let may =
+                known.idle || asleep || (had_its_turn && (entitled || class(*id) >= class(tenant)));
+            if may {
+                candidates.push(Candidate {
+                    tenant: *id,
+                    class: class(*id),
+                    asleep,
+                    idle: known.idle,
+                    movable: entry.holding.movable,
+                    borrowed: entry.borrowed(),
+                    // The longer ago, the less.
+                    since: u64::MAX - since.elapsed().as_micros() as u64,
+                });
+            }
+        }
+        candidates
+    }
+
+    /// Puts idle tenants to sleep that want it so, until the daemon ends.
+    pub(crate) async fn watch(self: Arc<Self>) {
+        loop {
+            tokio::time::sleep(WATCH).await;
+            let Ok((lines, activity)) = self.scheduler.call(|engine| engine.memory()).await else {
+                return;
+            };
+            for (tenant, known) in activity {
+                let Some(after) = known.spec.sleep_after_s else {
+                    continue;
+                };
+                let has = |line: &Line| {
+                    let own = |(id, entry): &(TenantId, gpumux_core::ledger::Entry)| {
+                        *id == tenant && entry.holding.movable > 0
+                    };
+                    line.entries.iter().any(own)
+                };
+                let due = known.idle
+                    && known.idle_for.as_secs_f64() >= after as f64
+                    && lines.iter().any(has)
+                    && lock(&self.place(tenant).awake).0.elapsed() >= Duration::from_secs(after);
+                if due && !self.is_asleep(tenant) {
+                    let memory = Arc::clone(&self);
+                    tokio::spawn(async move {
+                        if let Err(error) = memory.sleep(tenant, u64::MAX).await {
+                            tracing::debug!(%error, "an idle tenant stays awake");
+                        }
+                    });
+                }
+            }
+        }
+    }
+}
+
+/// Why an order was not carried out, if it was not.
+fn refusal(replies: &[Reply]) -> Option<String> {
+    replies.iter().find_map(|reply| match reply {
+        Reply::Done { .. } | Reply::Gone => None,
+        Reply::Busy(why) => Some(why.clone()),
+        Reply::Late => Some("a process of it does not answer".into()),
+    })
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}

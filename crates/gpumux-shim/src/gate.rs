@@ -1,0 +1,164 @@
+//! The gate that the program's calls pass before they touch device memory.
+//!
+//! While the memory is being moved away or is away, whoever wants to touch it waits here. Whoever passed before is
+//! counted until the real call returns: so there is a moment at which nobody is inside and nobody gets in. An open
+//! gate costs two additions to a counter that few threads share.
+
+use std::{
+    cell::Cell,
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    },
+    time::Duration,
+};
+
+use crate::process;
+
+/// Counters of threads inside, so that threads rarely share one.
+const SHARDS: usize = 64;
+
+#[repr(align(64))]
+struct Shard(AtomicU32);
+
+static INSIDE: [Shard; SHARDS] = [const { Shard(AtomicU32::new(0)) }; SHARDS];
+static CLOSED: AtomicBool = AtomicBool::new(false);
+/// Somebody waits.
+static KNOCKED: AtomicBool = AtomicBool::new(false);
+static OPENED: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
+
+/// How long a waiting thread sleeps before it looks again by itself.
+const LOOK: Duration = Duration::from_millis(100);
+
+thread_local! {
+    /// This thread's counter, from 1; 0: none yet.
+    static SHARD: Cell<usize> = const { Cell::new(0) };
+    /// How deep in calls this thread is: libcuda may call its own exports through ours.
+    static DEPTH: Cell<u32> = const { Cell::new(0) };
+}
+
+/// Counts this thread until dropped, also by unwinding.
+struct Inside(&'static Shard);
+
+impl Drop for Inside {
+    fn drop(&mut self) {
+        DEPTH.set(0);
+        self.0.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+fn shard() -> &'static Shard {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    if SHARD.get() == 0 {
+        SHARD.set(NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS + 1);
+    }
+    &INSIDE[SHARD.get() - 1]
+}
+
+/// Makes the program's call once the gate is open.
+#[inline]
+pub(crate) fn through<R>(real: impl FnOnce() -> R) -> R {
+    if DEPTH.get() != 0 {
+        return real();
+    }
+    let shard = shard();
+    loop {
+        // Before the look, and both in one order with `close`: either it sees this thread, or this
+        // thread sees it closed.
+        shard.0.fetch_add(1, Ordering::SeqCst);
+        if !CLOSED.load(Ordering::SeqCst) {
+            break;
+        }
+        shard.0.fetch_sub(1, Ordering::SeqCst);
+        wait();
+    }
+    DEPTH.set(1);
+    let _inside = Inside(shard);
+    real()
+}
+
+#[cold]
+fn wait() {
+    loop {
+        if !KNOCKED.swap(true, Ordering::AcqRel) {
+            process::wake_agent();
+        }
+        let guard = lock();
+        if !CLOSED.load(Ordering::SeqCst) {
+            return;
+        }
+        drop(OPENED.1.wait_timeout(guard, LOOK));
+    }
+}
+
+fn lock() -> MutexGuard<'static, ()> {
+    OPENED.0.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Lets nobody in any more.
+pub(crate) fn close() {
+    KNOCKED.store(false, Ordering::Release);
+    CLOSED.store(true, Ordering::SeqCst);
+}
+
+/// Lets everybody in again.
+pub(crate) fn open() {
+    let guard = lock();
+    CLOSED.store(false, Ordering::SeqCst);
+    drop(guard);
+    OPENED.1.notify_all();
+}
+
+/// Whether somebody is inside.
+pub(crate) fn is_occupied() -> bool {
+    INSIDE
+        .iter()
+        .any(|shard| shard.0.load(Ordering::SeqCst) != 0)
+}
+
+/// Whether somebody has come to the closed gate; told once.
+pub(crate) fn take_knock() -> bool {
+    CLOSED.load(Ordering::SeqCst) && KNOCKED.swap(false, Ordering::AcqRel)
+}
+
+/// After a fork, in the child: the others who were inside, or who closed it, do not exist here.
+pub(crate) fn in_child() {
+    for shard in &INSIDE {
+        shard.0.store(0, Ordering::SeqCst);
+    }
+    CLOSED.store(false, Ordering::SeqCst);
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn nobody_is_inside_once_it_is_closed_and_left() {
+        let (entered, is_in) = mpsc::channel();
+        let (leave, may_leave) = mpsc::channel::<()>();
+        let first = std::thread::spawn(move || {
+            through(|| {
+                // Calls within a call do not wait, or it would never return.
+                through(|| entered.send(()).unwrap());
+                may_leave.recv().unwrap();
+                through(|| ());
+            });
+        });
+        is_in.recv().unwrap();
+        close();
+        assert!(is_occupied());
+        let second = std::thread::spawn(|| through(is_occupied));
+        leave.send(()).unwrap();
+        first.join().unwrap();
+        assert!(!second.is_finished());
+        while is_occupied() {
+            std::thread::yield_now();
+        }
+        open();
+        assert!(second.join().unwrap(), "it counts itself");
+        assert!(!is_occupied());
+    }
+}

@@ -1,0 +1,156 @@
+//! What the program's threads ask the daemon, through the agent.
+//!
+//! Every question has an answer within a bound: the daemon's, or *none*, when there is no daemon or it does
+//! not answer; then the program goes on unmanaged.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    time::{Duration, Instant},
+};
+
+use gpumux_wire::Shim;
+
+use crate::process;
+
+/// How long the first question waits for the session.
+const CONNECT: Duration = Duration::from_secs(2);
+/// How long an answer may take: the daemon itself waits at most 60 s for room.
+const ANSWER: Duration = Duration::from_secs(120);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Link {
+    /// The agent has not said.
+    Unknown,
+    Up,
+    Down,
+}
+
+struct State {
+    link: Link,
+    outbox: VecDeque<Shim>,
+    /// By ticket; none yet.
+    answers: HashMap<u32, Option<(u64, u64)>>,
+    tickets: u32,
+}
+
+static STATE: Mutex<Option<State>> = Mutex::new(None);
+static CHANGED: Condvar = Condvar::new();
+
+fn lock() -> MutexGuard<'static, Option<State>> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn state(guard: &mut Option<State>) -> &mut State {
+    guard.get_or_insert_with(|| State {
+        link: Link::Unknown,
+        outbox: VecDeque::new(),
+        answers: HashMap::new(),
+        tickets: 0,
+    })
+}
+
+/// The state once it is known whether there is a session.
+fn settled() -> MutexGuard<'static, Option<State>> {
+    let mut guard = lock();
+    let deadline = Instant::now() + CONNECT;
+    while state(&mut guard).link == Link::Unknown && Instant::now() < deadline {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = CHANGED.wait_timeout(guard, left);
+        guard = waited.unwrap_or_else(PoisonError::into_inner).0;
+    }
+    guard
+}
+
+/// Whether a daemon manages this process; waits for the session's beginning.
+pub(crate) fn await_link() -> bool {
+    state(&mut settled()).link == Link::Up
+}
+
+/// Asks, and waits for the answer: two numbers. None: nobody manages this process.
+pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
+    if !process::has_agent() {
+        return None;
+    }
+    let mut guard = settled();
+    let it = state(&mut guard);
+    if it.link != Link::Up {
+        return None;
+    }
+    it.tickets = it.tickets.wrapping_add(1);
+    let ticket = it.tickets;
+    it.answers.insert(ticket, None);
+    it.outbox.push_back(question(ticket));
+    drop(guard);
+    process::wake_agent();
+    let deadline = Instant::now() + ANSWER;
+    let mut guard = lock();
+    loop {
+        let it = state(&mut guard);
+        match it.answers.get(&ticket) {
+            Some(Some(answer)) => {
+                let answer = *answer;
+                it.answers.remove(&ticket);
+                return Some(answer);
+            }
+            Some(None) if Instant::now() < deadline => {}
+            // The session has ended, or the daemon is silent.
+            _ => {
+                it.answers.remove(&ticket);
+                return None;
+            }
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = CHANGED.wait_timeout(guard, left);
+        guard = waited.unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// Tells, without waiting.
+pub(crate) fn tell(what: Shim) {
+    let mut guard = lock();
+    let it = state(&mut guard);
+    if it.link == Link::Up {
+        it.outbox.push_back(what);
+        drop(guard);
+        process::wake_agent();
+    }
+}
+
+/// Whether a daemon manages this process.
+pub(crate) fn is_up() -> bool {
+    lock().as_ref().is_some_and(|it| it.link == Link::Up)
+}
+
+// ---- The agent's side ----------------------------------------------------------------------------
+
+/// There is a session, which hears these first; or none.
+pub(crate) fn set_up(up: bool, first: Vec<Shim>) {
+    let mut guard = lock();
+    let it = state(&mut guard);
+    it.link = if up { Link::Up } else { Link::Down };
+    it.outbox = first.into();
+    if !up {
+        it.answers.clear();
+    }
+    drop(guard);
+    CHANGED.notify_all();
+}
+
+/// What is to be sent next.
+pub(crate) fn next() -> Option<Shim> {
+    state(&mut lock()).outbox.pop_front()
+}
+
+/// It could not be sent now.
+pub(crate) fn put_back(packet: Shim) {
+    state(&mut lock()).outbox.push_front(packet);
+}
+
+/// The daemon has answered.
+pub(crate) fn answered(ticket: u32, answer: (u64, u64)) {
+    if let Some(waiting) = state(&mut lock()).answers.get_mut(&ticket) {
+        *waiting = Some(answer);
+    }
+    CHANGED.notify_all();
+}

@@ -1,0 +1,1147 @@
+//! The program's device memory: what it was given, at which addresses, and how much of its lease that is.
+//!
+//! `cuMemAlloc` gives out memory that this library maps itself ([`crate::vmm`]), so that it can be moved away and
+//! back without the program's doing ([`crate::swap`]). Small pieces share blocks. Whatever is not plain memory of one
+//! device stays with the driver and is only counted: managed and stream-ordered memory, and the physical
+//! memory that a program handles itself. Where mapping fails, the driver's own call is made.
+//!
+//! Before memory is made, it is taken from the lease ([`crate::lease`]); the daemon grants leases in batches, so this
+//! is mostly a look at two numbers. Blocks that become empty are kept for the next allocation of their size, up to a batch. Beyond the tenant's limit the program gets CUDA's own error.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    ffi::{c_int, c_void},
+    ops::Range,
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+    },
+};
+
+use gpumux_wire::Shim;
+
+use crate::{
+    driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
+    gate, lease,
+    notice::say,
+    process,
+    vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
+    work::{self, current_context, functions, within},
+};
+
+/// Smaller allocations share a block of [`GRANULE`].
+const SMALL: u64 = 1 << 20;
+/// Alignment of small allocations and of rows: the driver's own.
+const UNIT: u64 = 512;
+/// Leases are asked for with so much in advance, and kept with as much unused; on small devices less.
+const BATCH: u64 = 64 << 20;
+/// At most this part of a device (as its reciprocal).
+const BATCH_PART: u64 = 128;
+/// After so many failures to map, the driver's own calls are made at once.
+const MAX_FAILURES: u32 = 3;
+/// Most devices that are told apart.
+const MAX_DEVICES: usize = 32;
+
+functions! {
+    ctx_get_device c"cuCtxGetDevice" (*mut c_int);
+    ctx_synchronize c"cuCtxSynchronize" ();
+    device_uuid c"cuDeviceGetUuid" (*mut [u8; 16], c_int);
+    device_uuid_v2 c"cuDeviceGetUuid_v2" (*mut [u8; 16], c_int);
+    device_total c"cuDeviceTotalMem_v2" (*mut usize, c_int);
+}
+
+/// Memory mapped by this library.
+#[derive(Debug)]
+pub(crate) struct Block {
+    pub(crate) bytes: u64,
+    pub(crate) device: c_int,
+    pub(crate) context: u64,
+    /// Empty while it is away.
+    pub(crate) chunks: Vec<Chunk>,
+    /// Where its contents are while it is away: host addresses and lengths; at 0: nowhere, they were discarded.
+    pub(crate) host: Vec<(usize, usize)>,
+    /// Somebody else knows the physical memory: it stays.
+    pub(crate) pinned: bool,
+    /// Moved before others.
+    pub(crate) cold: bool,
+    /// Ranges by offset whose contents need not be kept, and whether they are lost.
+    pub(crate) discardable: BTreeMap<u64, (u64, bool)>,
+    /// Of a shared block: free ranges by offset.
+    free: Option<BTreeMap<u64, u64>>,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Allocation {
+    bytes: u64,
+    block: u64,
+    context: u64,
+}
+
+/// What the driver keeps and this library only counts.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+enum Native {
+    Address(u64),
+    Handle(u64),
+}
+
+/// One device, and the lease on it.
+struct Device {
+    uuid: String,
+    total: u64,
+    movable: Lease,
+    pinned: Lease,
+    /// Part of the movable that is on the host.
+    away: u64,
+    /// Nothing is mapped by this library from now on.
+    native: bool,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Lease {
+    granted: u64,
+    used: u64,
+}
+
+fn batch(total: u64) -> u64 {
+    BATCH.min(total / BATCH_PART)
+}
+
+impl Lease {
+    const fn unused(self) -> u64 {
+        self.granted.saturating_sub(self.used)
+    }
+}
+
+/// All of it.
+#[derive(Default)]
+pub(crate) struct Space {
+    pub(crate) blocks: BTreeMap<u64, Block>,
+    allocations: BTreeMap<u64, Allocation>,
+    natives: HashMap<Native, (c_int, u64)>,
+    devices: BTreeMap<c_int, Device>,
+    /// Freed while a capture went on: nothing can be waited for then.
+    deferred: Vec<u64>,
+    /// Blocks with nothing in them, for the next allocation like them. They count as used.
+    spares: Vec<u64>,
+}
+
+static SPACE: Mutex<Option<Space>> = Mutex::new(None);
+/// Something was counted.
+static USED: AtomicBool = AtomicBool::new(false);
+/// This process was forked from one that counted: CUDA is unusable here, and so are the tables.
+static SPOILED: AtomicBool = AtomicBool::new(false);
+static FAILURES: AtomicU32 = AtomicU32::new(0);
+
+/// Works on the tables. Never while waiting for anything.
+pub(crate) fn with<R>(work: impl FnOnce(&mut Space) -> R) -> R {
+    let mut guard: MutexGuard<'_, Option<Space>> =
+        SPACE.lock().unwrap_or_else(PoisonError::into_inner);
+    work(guard.get_or_insert_default())
+}
+
+/// After a fork, in the child.
+pub(crate) fn in_child() {
+    if USED.load(Ordering::Acquire) {
+        SPOILED.store(true, Ordering::Release);
+    }
+}
+
+fn off() -> bool {
+    SPOILED.load(Ordering::Acquire) || !driver::enabled() || !process::has_agent()
+}
+
+/// Whether `GPUMUX_MEMORY=native` leaves all memory with the driver.
+fn stays_native() -> bool {
+    static NATIVE: std::sync::OnceLock<bool> = std::sync::OnceLock::new();
+    *NATIVE.get_or_init(|| std::env::var_os("GPUMUX_MEMORY").is_some_and(|value| value == "native"))
+}
+
+fn uuid_text(bytes: [u8; 16]) -> String {
+    let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    let parts = [
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..],
+    ];
+    format!("GPU-{}", parts.join("-"))
+}
+
+/// The current context's device, once it is known to the tables.
+fn current_device() -> Option<c_int> {
+    let mut device = -1;
+    // SAFETY: a place to write.
+    if unsafe { ctx_get_device()?(&raw mut device) } != SUCCESS {
+        return None;
+    }
+    if with(|space| space.devices.contains_key(&device)) {
+        return Some(device);
+    }
+    let (mut uuid, mut total) = ([0; 16], 0);
+    // SAFETY: places to write, for a device that exists.
+    let known = unsafe {
+        device_uuid_v2().or_else(device_uuid)?(&raw mut uuid, device) == SUCCESS
+            && device_total()?(&raw mut total, device) == SUCCESS
+    };
+    known.then(|| {
+        USED.store(true, Ordering::Release);
+        with(|space| {
+            if space.devices.len() < MAX_DEVICES {
+                space.devices.entry(device).or_insert_with(|| Device {
+                    uuid: uuid_text(uuid),
+                    total: total as u64,
+                    movable: Lease::default(),
+                    pinned: Lease::default(),
+                    away: 0,
+                    native: stays_native(),
+                });
+            }
+        });
+    });
+    with(|space| space.devices.contains_key(&device)).then_some(device)
+}
+
+// ---- The lease -----------------------------------------------------------------------------------
+
+impl Device {
+    fn lease(&mut self, pinned: bool) -> &mut Lease {
+        match pinned {
+            true => &mut self.pinned,
+            false => &mut self.movable,
+        }
+    }
+
+    fn holds(&self) -> Shim {
+        Shim::Holds {
+            device: self.uuid.clone(),
+            total: self.total,
+            movable: self.movable.granted.saturating_sub(self.away),
+            pinned: self.pinned.granted,
+            swapped: self.away,
+        }
+    }
+}
+
+/// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
+fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
+    // What is there is taken at once, so that nobody gives it back while more is asked for.
+    let found = with(|space| {
+        let known = space.devices.get_mut(&device)?;
+        let lease = known.lease(pinned);
+        let pocket = lease.unused().min(bytes);
+        lease.used += pocket;
+        Some((pocket, known.uuid.clone(), known.total))
+    });
+    let Some((pocket, uuid, total)) = found else {
+        return true;
+    };
+    let need = bytes - pocket;
+    if need == 0 {
+        return true;
+    }
+    // What is kept for later is of use now.
+    if !pinned && drop_spares(|spare| spare.device == device) {
+        with(|space| {
+            if let Some(known) = space.devices.get_mut(&device) {
+                known.movable.used = known.movable.used.saturating_sub(pocket);
+            }
+        });
+        return take(device, bytes, pinned);
+    }
+    let ask = |ticket| Shim::Ask {
+        ticket,
+        device: uuid,
+        total,
+        need,
+        // What cannot be moved is asked for as it is needed.
+        want: if pinned {
+            need
+        } else {
+            need.saturating_add(batch(total))
+        },
+        pinned,
+    };
+    // When nobody manages this process, it grants itself what it needs.
+    let given = lease::ask(ask).map_or(need, |(bytes, _)| bytes);
+    with(|space| {
+        let Some(known) = space.devices.get_mut(&device) else {
+            return true;
+        };
+        let lease = known.lease(pinned);
+        lease.granted += given;
+        if given < need {
+            lease.used -= pocket.min(lease.used);
+            return false;
+        }
+        lease.used += need;
+        true
+    })
+}
+
+/// Gives so much back.
+fn give(device: c_int, bytes: u64, pinned: bool) {
+    let holds = with(|space| {
+        let known = space.devices.get_mut(&device)?;
+        let keep = if pinned { 0 } else { batch(known.total) };
+        let lease = known.lease(pinned);
+        lease.used = lease.used.saturating_sub(bytes);
+        // Only now and then, so that a program that frees and allocates in turn asks nobody.
+        if lease.unused() <= keep * 2 {
+            return None;
+        }
+        lease.granted = lease.used + keep;
+        Some(known.holds())
+    });
+    if let Some(holds) = holds {
+        lease::tell(holds);
+    }
+}
+
+/// Frees the spare blocks that are meant. Whether there were any.
+pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
+    let dropped: Vec<(u64, Block)> = with(|space| {
+        let Space { spares, blocks, .. } = space;
+        let gone = spares.extract_if(.., |at| blocks.get(at).is_none_or(&meant));
+        let gone: Vec<u64> = gone.collect();
+        let blocks = gone.into_iter().map(|at| (at, blocks.remove(&at)));
+        blocks
+            .filter_map(|(at, block)| Some((at, block?)))
+            .collect()
+    });
+    for (at, block) in &dropped {
+        vmm::unback(*at, &block.chunks);
+        vmm::unreserve(*at, block.bytes);
+        give(block.device, block.bytes, false);
+    }
+    !dropped.is_empty()
+}
+
+/// Gives back all that is granted and not used.
+pub(crate) fn trim() {
+    drop_spares(|_| true);
+    let all = with(|space| {
+        for device in space.devices.values_mut() {
+            device.movable.granted = device.movable.used;
+            device.pinned.granted = device.pinned.used;
+        }
+        space.holds()
+    });
+    all.into_iter().for_each(lease::tell);
+}
+
+/// All that the process has, for a daemon that does not know.
+pub(crate) fn holds() -> Vec<Shim> {
+    with(|space| space.holds())
+}
+
+impl Space {
+    fn holds(&self) -> Vec<Shim> {
+        self.devices.values().map(Device::holds).collect()
+    }
+
+    /// Whether there is nothing in this block.
+    pub(crate) fn is_spare(&self, at: u64) -> bool {
+        self.spares.contains(&at)
+    }
+
+    /// So much of a device's memory is on the host now.
+    pub(crate) fn set_away(&mut self) {
+        for (ordinal, device) in &mut self.devices {
+            let own = self.blocks.values().filter(|it| it.device == *ordinal);
+            device.away = own
+                .filter(|it| it.chunks.is_empty())
+                .map(|it| it.bytes)
+                .sum();
+            if device.away > 0 {
+                device.movable.granted = device.movable.used;
+            }
+        }
+    }
+}
+
+// ---- Allocating ----------------------------------------------------------------------------------
+
+/// `cuMemAlloc`
+///
+/// # Safety
+/// `out` must be what the program passed.
+pub(crate) unsafe fn alloc(
+    out: *mut u64,
+    bytes: usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: the caller's.
+    unsafe { alloc_bytes(out, Some(bytes as u64), real, || ()) }
+}
+
+/// `cuMemAllocPitch`
+///
+/// # Safety
+/// `out` and `pitch` must be what the program passed.
+pub(crate) unsafe fn alloc_pitch(
+    out: *mut u64,
+    pitch: *mut usize,
+    width: usize,
+    height: usize,
+    element: u32,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let row = width.checked_next_multiple_of(UNIT as usize);
+    let row = row.filter(|_| matches!(element, 4 | 8 | 16) && !pitch.is_null());
+    let bytes = row
+        .and_then(|row| row.checked_mul(height))
+        .map(|it| it as u64);
+    // SAFETY: the caller's; written only when the program passed a place.
+    unsafe { alloc_bytes(out, bytes, real, || *pitch = row.unwrap_or(0)) }
+}
+
+/// # Safety
+/// `out` must be what the program passed.
+unsafe fn alloc_bytes(
+    out: *mut u64,
+    bytes: Option<u64>,
+    real: impl FnOnce() -> CUresult,
+    done: impl FnOnce(),
+) -> CUresult {
+    let plain = bytes.filter(|bytes| *bytes != 0 && *bytes < 1 << 46 && !out.is_null());
+    let (Some(bytes), false) = (plain, off()) else {
+        return gate::through(real);
+    };
+    let (Some(device), Some(context)) = (current_device(), current_context()) else {
+        return gate::through(real);
+    };
+    free_deferred();
+    let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
+    // Without a daemon nobody would ever move it.
+    if native || !lease::await_link() {
+        // SAFETY: as above.
+        return unsafe { count_native(device, bytes, out, Native::Address, real) };
+    }
+    match map(device, context, bytes) {
+        Ok(address) => {
+            // SAFETY: the program's place, which is not null.
+            unsafe { *out = address };
+            done();
+            SUCCESS
+        }
+        Err(OUT_OF_MEMORY) => OUT_OF_MEMORY,
+        Err(error) => {
+            failed(error);
+            // SAFETY: as above.
+            unsafe { count_native(device, bytes, out, Native::Address, real) }
+        }
+    }
+}
+
+/// Mapping has failed other than for want of memory.
+#[cold]
+fn failed(error: CUresult) {
+    let failures = FAILURES.fetch_add(1, Ordering::AcqRel) + 1;
+    if failures == 1 {
+        say(format_args!(
+            "cannot map device memory (the driver answers {error}): it will not be movable"
+        ));
+    }
+    if failures >= MAX_FAILURES {
+        with(|space| {
+            for device in space.devices.values_mut() {
+                device.native = true;
+            }
+        });
+    }
+}
+
+/// Memory of the lease, mapped.
+fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
+    let small = bytes < SMALL;
+    let size = bytes.next_multiple_of(GRANULE);
+    let there = with(|space| match small {
+        true => space.carve(device, context, bytes),
+        false => space.reuse(device, context, bytes, size),
+    });
+    if let Some(found) = there {
+        return Ok(found);
+    }
+    if !take(device, size, false) {
+        return Err(OUT_OF_MEMORY);
+    }
+    let mapped = gate::through(|| {
+        let at = vmm::reserve(size)?;
+        let chunks = vmm::back(at, size, device).inspect_err(|_| vmm::unreserve(at, size))?;
+        let free = small.then(|| BTreeMap::from([(0, size)]));
+        with(|space| {
+            let block = Block {
+                bytes: size,
+                device,
+                context,
+                chunks,
+                host: Vec::new(),
+                pinned: false,
+                cold: false,
+                discardable: BTreeMap::new(),
+                free,
+            };
+            space.blocks.insert(at, block);
+            if small {
+                return space.carve_from(at, context, bytes).ok_or(OUT_OF_MEMORY);
+            }
+            let allocation = Allocation {
+                bytes,
+                block: at,
+                context,
+            };
+            space.allocations.insert(at, allocation);
+            Ok(at)
+        })
+    });
+    if mapped.is_err() {
+        give(device, size, false);
+    }
+    mapped
+}
+
+impl Space {
+    /// A small allocation in a block that is there.
+    fn carve(&mut self, device: c_int, context: u64, bytes: u64) -> Option<u64> {
+        let units = bytes.next_multiple_of(UNIT);
+        let fits = |block: &Block| {
+            let free = block.free.as_ref();
+            block.device == device
+                && block.context == context
+                && free.is_some_and(|free| free.values().any(|length| *length >= units))
+        };
+        let at = *self.blocks.iter().find(|(_, block)| fits(block))?.0;
+        self.carve_from(at, context, bytes)
+    }
+
+    /// A spare block of this size.
+    fn reuse(&mut self, device: c_int, context: u64, bytes: u64, size: u64) -> Option<u64> {
+        let fits = |at: &u64| {
+            self.blocks.get(at).is_some_and(|block| {
+                (block.device, block.context, block.bytes) == (device, context, size)
+                    && block.free.is_none()
+            })
+        };
+        let place = self.spares.iter().position(fits)?;
+        let at = self.spares.swap_remove(place);
+        let allocation = Allocation {
+            bytes,
+            block: at,
+            context,
+        };
+        self.allocations.insert(at, allocation);
+        Some(at)
+    }
+
+    fn carve_from(&mut self, at: u64, context: u64, bytes: u64) -> Option<u64> {
+        self.spares.retain(|spare| *spare != at);
+        let units = bytes.next_multiple_of(UNIT);
+        let free = self.blocks.get_mut(&at)?.free.as_mut()?;
+        let fit = free.iter().find(|(_, length)| **length >= units);
+        let (offset, length) = fit.map(|(offset, length)| (*offset, *length))?;
+        free.remove(&offset);
+        if length > units {
+            free.insert(offset + units, length - units);
+        }
+        let allocation = Allocation {
+            bytes,
+            block: at,
+            context,
+        };
+        self.allocations.insert(at + offset, allocation);
+        Some(at + offset)
+    }
+
+    /// Takes an allocation out; its block too if nothing else is in that.
+    fn remove(&mut self, address: u64) -> Option<(u64, Block)> {
+        let allocation = self.allocations.remove(&address)?;
+        let at = allocation.block;
+        let block = self.blocks.get_mut(&at)?;
+        if let Some(free) = &mut block.free {
+            let (mut offset, mut length) = (address - at, allocation.bytes.next_multiple_of(UNIT));
+            if let Some(after) = free.remove(&(offset + length)) {
+                length += after;
+            }
+            if let Some((before, size)) = free.range(..offset).next_back()
+                && before + size == offset
+            {
+                (offset, length) = (*before, length + size);
+            }
+            free.insert(offset, length);
+            let (begin, end) = (address - at, address - at + allocation.bytes);
+            block
+                .discardable
+                .retain(|offset, _| !(begin..end).contains(offset));
+            if length != block.bytes {
+                return None;
+            }
+        }
+        match self.spare(at) {
+            true => None,
+            false => self.blocks.remove(&at).map(|block| (at, block)),
+        }
+    }
+
+    /// Keeps an empty block, if there are not too many.
+    fn spare(&mut self, at: u64) -> bool {
+        let Some(block) = self.blocks.get(&at) else {
+            return false;
+        };
+        let Some(device) = self.devices.get(&block.device) else {
+            return false;
+        };
+        let own = self.spares.iter().filter_map(|at| self.blocks.get(at));
+        let own = own.filter(|spare| spare.device == block.device);
+        let kept: u64 = own.map(|spare| spare.bytes).sum();
+        let keep = !block.pinned
+            && !device.native
+            && !block.chunks.is_empty()
+            && kept + block.bytes <= batch(device.total);
+        if keep && let Some(block) = self.blocks.get_mut(&at) {
+            block.cold = false;
+            block.discardable.clear();
+            self.spares.push(at);
+        }
+        keep
+    }
+
+    fn find(&self, address: u64) -> Option<(u64, Allocation)> {
+        let (start, allocation) = self.allocations.range(..=address).next_back()?;
+        (address - start < allocation.bytes).then_some((*start, *allocation))
+    }
+}
+
+/// `cuMemFree`
+pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    if address == 0 || off() {
+        return gate::through(real);
+    }
+    let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) else {
+        return release_native(Native::Address(address), real);
+    };
+    if work::is_capturing_anywhere() {
+        with(|space| space.deferred.push(address));
+        return SUCCESS;
+    }
+    free_deferred();
+    let result = settle(context);
+    release(address);
+    result
+}
+
+/// Waits until nothing of a context can use memory that is freed, as the driver's own call does.
+fn settle(context: u64) -> CUresult {
+    // If memory is away, this brings it back: else nothing would end.
+    gate::through(|| ());
+    within(context, || {
+        let wait = || match ctx_synchronize() {
+            // SAFETY: no arguments.
+            Some(wait) => unsafe { wait() },
+            None => SUCCESS,
+        };
+        work::observe_context(context as CUcontext, wait)
+    })
+    // The context is gone, and all its work.
+    .unwrap_or(SUCCESS)
+}
+
+fn release(address: u64) {
+    let gone = gate::through(|| {
+        let (at, block) = with(|space| space.remove(address))?;
+        vmm::unback(at, &block.chunks);
+        vmm::unreserve(at, block.bytes);
+        Some(block)
+    });
+    if let Some(block) = gone {
+        give(block.device, block.bytes, block.pinned);
+    }
+}
+
+/// Frees what could not be freed during a capture.
+fn free_deferred() {
+    if work::is_capturing_anywhere() {
+        return;
+    }
+    let deferred = with(|space| std::mem::take(&mut space.deferred));
+    for address in deferred {
+        if let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) {
+            let _ = settle(context);
+            release(address);
+        }
+    }
+}
+
+/// `cuCtxDestroy`: a context's memory goes with it.
+pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = work::destroy_context(context, real);
+    if result == SUCCESS {
+        forget_context(context as u64);
+    }
+    result
+}
+
+/// `cuDevicePrimaryCtxRelease` and `Reset`
+pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
+    let counted = !off() && USED.load(Ordering::Acquire);
+    let context = counted.then(|| work::primary_context(device)).flatten();
+    let result = work::release_primary(device, real);
+    if let Some(context) = context.filter(|_| work::primary_context(device).is_none()) {
+        forget_context(context);
+    }
+    result
+}
+
+/// A context is gone, and all its work: it must not be entered any more.
+fn forget_context(context: u64) {
+    if off() || !USED.load(Ordering::Acquire) {
+        return;
+    }
+    let addresses: Vec<u64> = with(|space| {
+        let all = space.allocations.iter();
+        let own = all.filter(|(_, allocation)| allocation.context == context);
+        own.map(|(address, _)| *address).collect()
+    });
+    addresses.into_iter().for_each(release);
+    drop_spares(|spare| spare.context == context);
+}
+
+// ---- What the program knows of its memory --------------------------------------------------------
+
+/// What a program says of a range (`gpumux.h`): its contents count; it is rarely used, so it is moved before
+/// others; its contents need not survive a move.
+const KEEP: c_int = 0;
+const COLD: c_int = 1;
+const DISCARDABLE: c_int = 2;
+/// The answers.
+const DONE: c_int = 0;
+const LOST: c_int = 1;
+const UNKNOWN: c_int = -1;
+
+/// `gpumux_advise`
+pub(crate) fn advise(address: u64, bytes: u64, advice: c_int) -> c_int {
+    if off() {
+        return UNKNOWN;
+    }
+    let advised = with(|space| {
+        let (start, allocation) = space.find(address)?;
+        let end = (start + allocation.bytes).min(address.saturating_add(bytes));
+        let at = allocation.block;
+        Some(
+            space
+                .blocks
+                .get_mut(&at)?
+                .advise(address - at..end - at, advice),
+        )
+    });
+    advised.unwrap_or(UNKNOWN)
+}
+
+impl Block {
+    fn advise(&mut self, range: Range<u64>, advice: c_int) -> c_int {
+        match advice {
+            KEEP => {
+                self.cold = false;
+                if self.keep(&range) { LOST } else { DONE }
+            }
+            COLD => {
+                self.cold = true;
+                DONE
+            }
+            DISCARDABLE => {
+                let lost = self.keep(&range);
+                if range.start < range.end {
+                    let length = range.end - range.start;
+                    self.discardable.insert(range.start, (length, lost));
+                }
+                DONE
+            }
+            _ => UNKNOWN,
+        }
+    }
+
+    /// What is in this range counts again. Whether some of it was lost.
+    fn keep(&mut self, range: &Range<u64>) -> bool {
+        let mut any = false;
+        for (offset, (length, lost)) in std::mem::take(&mut self.discardable) {
+            let end = offset + length;
+            any |= lost && offset < range.end && range.start < end;
+            for (from, to) in [(offset, end.min(range.start)), (offset.max(range.end), end)] {
+                if from < to {
+                    self.discardable.insert(from, (to - from, lost));
+                }
+            }
+        }
+        any
+    }
+
+    /// All of it in order, in lengths: what must be kept when it moves, and what need not.
+    pub(crate) fn sections(&self) -> Vec<(usize, bool)> {
+        let mut sections = Vec::new();
+        let mut done = 0;
+        for (offset, (length, _)) in &self.discardable {
+            sections.push(((offset - done) as usize, true));
+            sections.push((*length as usize, false));
+            done = offset + length;
+        }
+        sections.push(((self.bytes - done) as usize, true));
+        sections.retain(|(length, _)| *length > 0);
+        sections
+    }
+
+    /// Bytes that must be kept when it moves.
+    pub(crate) fn kept(&self) -> u64 {
+        let discarded: u64 = self.discardable.values().map(|(length, _)| length).sum();
+        self.bytes - discarded
+    }
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_advise(address: u64, bytes: u64, advice: c_int) -> c_int {
+    std::panic::catch_unwind(|| advise(address, bytes, advice)).unwrap_or(UNKNOWN)
+}
+
+// ---- What stays with the driver ------------------------------------------------------------------
+
+/// Counts what the driver gives out itself.
+///
+/// # Safety
+/// `out` must be where `real` writes what it gives, or null.
+unsafe fn count_native(
+    device: c_int,
+    bytes: u64,
+    out: *mut u64,
+    key: fn(u64) -> Native,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    if !take(device, bytes, true) {
+        return OUT_OF_MEMORY;
+    }
+    let result = gate::through(real);
+    if result != SUCCESS || out.is_null() {
+        give(device, bytes, true);
+        return result;
+    }
+    // SAFETY: the driver has just written there.
+    let given = key(unsafe { *out });
+    with(|space| space.natives.insert(given, (device, bytes)));
+    result
+}
+
+/// An allocation that the driver keeps: managed or stream-ordered.
+///
+/// # Safety
+/// `out` must be what the program passed.
+pub(crate) unsafe fn alloc_native(
+    out: *mut u64,
+    bytes: usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // What is captured allocates when its graph runs, and is not seen.
+    let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
+    match counted.then(current_device).flatten() {
+        // SAFETY: the caller's.
+        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Address, real) },
+        None => gate::through(real),
+    }
+}
+
+/// `cuMemCreate`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn create(
+    out: *mut u64,
+    bytes: usize,
+    prop: *const AllocationProp,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    // SAFETY: a program that passes no properties gets the driver's error.
+    let location = unsafe { prop.as_ref() }.map(|prop| prop.location);
+    // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
+    let device = location.filter(|it| it.kind == 1 && !off()).map(|it| it.id);
+    match device.filter(|device| current_device() == Some(*device)) {
+        // SAFETY: the caller's.
+        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Handle, real) },
+        None => gate::through(real),
+    }
+}
+
+/// `cuMemRelease`
+pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    release_native(Native::Handle(handle), real)
+}
+
+/// `cuMemFreeAsync`
+pub(crate) fn free_async(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    // Ours may be freed that way too: the driver has no pool for it.
+    match !off() && with(|space| space.allocations.contains_key(&address)) {
+        true => free(address, real),
+        false => release_native(Native::Address(address), real),
+    }
+}
+
+fn release_native(key: Native, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = gate::through(real);
+    if result == SUCCESS
+        && !off()
+        && let Some((device, bytes)) = with(|space| space.natives.remove(&key))
+    {
+        give(device, bytes, true);
+    }
+    result
+}
+
+/// The program takes hold of physical memory behind an address: that stays where it is from now on.
+pub(crate) fn pin(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    if off() {
+        return gate::through(real);
+    }
+    gate::through(|| {
+        let holds = with(|space| {
+            let (_, allocation) = space.find(address)?;
+            space.pin(allocation.block)
+        });
+        if let Some(holds) = holds {
+            lease::tell(holds);
+        }
+        real()
+    })
+}
+
+impl Space {
+    fn pin(&mut self, at: u64) -> Option<Shim> {
+        let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
+        block.pinned = true;
+        let (bytes, device) = (block.bytes, self.devices.get_mut(&block.device)?);
+        for lease in [&mut device.movable.granted, &mut device.movable.used] {
+            *lease = lease.saturating_sub(bytes);
+        }
+        device.pinned.granted += bytes;
+        device.pinned.used += bytes;
+        Some(device.holds())
+    }
+}
+
+/// `cuIpcGetMemHandle`: only the driver's own memory can be shared so.
+pub(crate) fn share(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = pin(address, real);
+    if result != SUCCESS && !off() && with(|space| space.find(address).is_some()) {
+        say(format_args!(
+            "this program shares device memory with other processes: run it with GPUMUX_MEMORY=native"
+        ));
+        with(|space| {
+            for device in space.devices.values_mut() {
+                device.native = true;
+            }
+        });
+    }
+    result
+}
+
+/// `cuCtxEnablePeerAccess`: from now on memory of the peer's device may be reached from the current one.
+pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let result = gate::through(real);
+    if result != SUCCESS || off() {
+        return result;
+    }
+    let Some(reaching) = current_device() else {
+        return result;
+    };
+    let Some(reached) = within(peer as u64, current_device).flatten() else {
+        return result;
+    };
+    gate::through(|| {
+        let holds = with(|space| {
+            for device in space.devices.values_mut() {
+                device.native = true;
+            }
+            let own = space
+                .blocks
+                .iter()
+                .filter(|(_, block)| block.device == reached);
+            let own: Vec<(u64, u64)> = own.map(|(at, block)| (*at, block.bytes)).collect();
+            for (at, bytes) in &own {
+                vmm::allow(*at, *bytes, reaching);
+            }
+            own.iter().filter_map(|(at, _)| space.pin(*at)).last()
+        });
+        if let Some(holds) = holds {
+            lease::tell(holds);
+        }
+    });
+    result
+}
+
+// ---- What a program is told ----------------------------------------------------------------------
+
+/// What the tenant may believe of a device: free and in all.
+fn view(device: c_int) -> Option<(u64, u64)> {
+    let (uuid, total, unused) = with(|space| {
+        let known = space.devices.get(&device)?;
+        let spares = space.spares.iter().filter_map(|at| space.blocks.get(at));
+        let spare = spares.filter(|it| it.device == device).map(|it| it.bytes);
+        let unused = known.movable.unused() + known.pinned.unused() + spare.sum::<u64>();
+        Some((known.uuid.clone(), known.total, unused))
+    })?;
+    if !lease::is_up() {
+        return None;
+    }
+    let question = |ticket| Shim::View {
+        ticket,
+        device: uuid,
+        total,
+    };
+    let (free, all) = lease::ask(question)?;
+    let all = all.min(total);
+    (all != 0).then(|| (free.saturating_add(unused).min(all), all))
+}
+
+/// `cuMemGetInfo`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn info(
+    free: *mut usize,
+    total: *mut usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    if result == SUCCESS
+        && !off()
+        && let Some((left, all)) = current_device().and_then(view)
+    {
+        for (place, value) in [(free, left), (total, all)] {
+            if !place.is_null() {
+                // SAFETY: the driver has just written there.
+                unsafe { *place = value as usize };
+            }
+        }
+    }
+    result
+}
+
+/// `cuDeviceTotalMem`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn total(
+    bytes: *mut usize,
+    device: c_int,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    // Before its first context a process is nobody's.
+    if result == SUCCESS
+        && !off()
+        && !bytes.is_null()
+        && let Some((_, all)) = view(device)
+    {
+        // SAFETY: the driver has just written there.
+        unsafe { *bytes = (*bytes).min(all as usize) };
+    }
+    result
+}
+
+/// `cuMemGetAddressRange`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn range(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten();
+    let Some((start, allocation)) = found else {
+        return real();
+    };
+    // SAFETY: the program's places.
+    unsafe {
+        if !base.is_null() {
+            *base = start;
+        }
+        if !bytes.is_null() {
+            *bytes = allocation.bytes as usize;
+        }
+    }
+    SUCCESS
+}
+
+/// Attributes that the driver would answer by the mapping, not by the allocation.
+const CONTEXT: c_int = 1;
+const RANGE_START: c_int = 11;
+const RANGE_BYTES: c_int = 12;
+
+/// What an attribute of an allocation of ours is.
+fn attribute(attribute: c_int, start: u64, allocation: Allocation) -> Option<u64> {
+    match attribute {
+        CONTEXT => Some(allocation.context),
+        RANGE_START => Some(start),
+        RANGE_BYTES => Some(allocation.bytes),
+        _ => None,
+    }
+}
+
+/// `cuPointerGetAttribute`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn pointer_attribute(
+    data: *mut c_void,
+    which: c_int,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten();
+    let Some((start, allocation)) = found else {
+        return real();
+    };
+    if let Some(value) = attribute(which, start, allocation)
+        && !data.is_null()
+    {
+        // SAFETY: all three are 64 bits long.
+        unsafe { data.cast::<u64>().write_unaligned(value) };
+        return SUCCESS;
+    }
+    gate::through(real)
+}
+
+/// `cuPointerGetAttributes`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn pointer_attributes(
+    count: u32,
+    attributes: *const c_int,
+    data: *const *mut c_void,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let found = (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten();
+    let Some((start, allocation)) = found else {
+        return real();
+    };
+    let result = gate::through(real);
+    if result == SUCCESS && !attributes.is_null() && !data.is_null() {
+        for n in 0..count as usize {
+            // SAFETY: the driver has just read as many of both.
+            let (which, place) = unsafe { (*attributes.add(n), *data.add(n)) };
+            if let Some(value) = attribute(which, start, allocation)
+                && !place.is_null()
+            {
+                // SAFETY: as above; all three are 64 bits long.
+                unsafe { place.cast::<u64>().write_unaligned(value) };
+            }
+        }
+    }
+    result
+}

@@ -1,0 +1,579 @@
+//! Moving the process's memory to the host and back, by the agent, at the daemon's word.
+//!
+//! First the gate is closed and left by everybody, and copies end ([`Mover::quiesce`]): from then on only kernels can
+//! touch memory. When the daemon has frozen the compute groups, nothing can. Then the contents go to pinned host
+//! memory over the process's own copy engines, and the physical memory is let go of; the addresses stay. Back is the
+//! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
+//! program called cold goes first, and the rest stays on the device, as frozen as its program.
+
+use std::{
+    collections::BTreeMap,
+    ffi::{c_int, c_void},
+    ptr,
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    driver::{CUstream, SUCCESS},
+    gate,
+    memory::{self, Block},
+    notice::say,
+    vmm,
+    work::{self, functions, within},
+};
+
+/// How long to wait until nobody is inside the gate, no copy under way and no capture going on.
+const QUIET: Duration = Duration::from_secs(15);
+/// How long to hope that all work ends by itself, before kernels are frozen in the middle.
+const IDLE: Duration = Duration::from_millis(200);
+/// Pause between looks.
+const LOOK: Duration = Duration::from_micros(200);
+/// Host memory comes in pieces of a multiple of this.
+const PIECE: usize = 256 << 20;
+/// Part of the host's available memory that is left free (as its reciprocal).
+const SPARE: u64 = 10;
+/// Bytes of a copy to try a stream with.
+const TRIAL: usize = 4096;
+/// The host address of contents that were not kept.
+const NOWHERE: usize = 0;
+
+functions! {
+    stream_create c"cuStreamCreate" (*mut CUstream, u32);
+    stream_synchronize c"cuStreamSynchronize" (CUstream);
+    to_host c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, CUstream);
+    to_device c"cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CUstream);
+    host_register c"cuMemHostRegister_v2" (*mut c_void, usize, u32);
+    mem_alloc c"cuMemAlloc_v2" (*mut u64, usize);
+    exchange_capture_mode c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
+}
+
+/// Calls a function of the driver; what it answers otherwise ends the work.
+macro_rules! call {
+    ($function:ident, $($arg:expr),*) => {
+        match $function() {
+            // SAFETY: the signature is `cuda.h`'s; the callers pass memory that outlives the copy.
+            Some(function) => match unsafe { function($($arg),*) } {
+                SUCCESS => Ok(()),
+                error => Err(format!("{} answers {error}", stringify!($function))),
+            },
+            None => Err(format!("the driver has no {}", stringify!($function))),
+        }
+    };
+}
+
+/// Where the process's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Away {
+    No,
+    /// On the device, and nobody may touch it.
+    Quiet,
+    /// On the host, all or a part.
+    Out,
+}
+
+/// Pinned host memory that is reused.
+#[derive(Default)]
+struct Pool {
+    /// Addresses and lengths.
+    pieces: Vec<(usize, usize)>,
+    total: usize,
+}
+
+/// The agent's tool.
+pub(crate) struct Mover {
+    away: Away,
+    pool: Pool,
+    /// How far the pool is in use.
+    filled: Cursor,
+    /// By context: the stream for copies.
+    streams: BTreeMap<u64, usize>,
+    relaxed: bool,
+}
+
+impl Mover {
+    pub(crate) const fn new() -> Self {
+        Self {
+            away: Away::No,
+            pool: Pool {
+                pieces: Vec::new(),
+                total: 0,
+            },
+            filled: Cursor {
+                piece: 0,
+                offset: 0,
+                bytes: 0,
+            },
+            streams: BTreeMap::new(),
+            relaxed: false,
+        }
+    }
+
+    /// Whether memory is on the host.
+    pub(crate) fn is_out(&self) -> bool {
+        self.away == Away::Out
+    }
+
+    /// Makes ready what moving so much of each device needs, then has everybody leave memory alone. Says whether all work
+    /// has ended too.
+    pub(crate) fn quiesce(&mut self, least: u64) -> Result<bool, String> {
+        match self.away {
+            Away::Out => return Err("its memory is on the host already".into()),
+            Away::Quiet => return Ok(work::all_idle()),
+            Away::No => {}
+        }
+        self.prepare(least)?;
+        let deadline = Instant::now() + QUIET;
+        gate::close();
+        let quiet = loop {
+            if work::is_capturing_anywhere() {
+                // It cannot end while its threads wait.
+                gate::open();
+                sleep(LOOK * 10);
+                gate::close();
+            }
+            let quiet =
+                !gate::is_occupied() && !work::is_capturing_anywhere() && !work::copies_under_way();
+            if quiet || Instant::now() > deadline {
+                break quiet;
+            }
+            sleep(LOOK);
+        };
+        // What was allocated meanwhile needs room too.
+        let ready = if quiet {
+            memory::drop_spares(|_| true);
+            self.prepare(least)
+        } else {
+            Err(format!("its copies and calls do not end within {QUIET:?}"))
+        };
+        if let Err(why) = ready {
+            gate::open();
+            return Err(why);
+        }
+        let hope = Instant::now() + IDLE;
+        while !work::all_idle() && Instant::now() < hope {
+            sleep(LOOK);
+        }
+        self.away = Away::Quiet;
+        Ok(work::all_idle())
+    }
+
+    /// Everybody may go on.
+    pub(crate) fn resume(&mut self) {
+        if self.away == Away::Quiet {
+            self.away = Away::No;
+            gate::open();
+        }
+    }
+
+    /// Makes host memory and streams, while the device still works.
+    fn prepare(&mut self, least: u64) -> Result<(), String> {
+        if !std::mem::replace(&mut self.relaxed, true)
+            && let Some(exchange) = exchange_capture_mode()
+        {
+            // `CU_STREAM_CAPTURE_MODE_RELAXED`: this thread's calls spoil nobody's capture.
+            let mut mode = 2;
+            // SAFETY: a place to read and write.
+            unsafe { exchange(&raw mut mode) };
+        }
+        let goods = chosen(least);
+        let bytes: u64 = goods.iter().map(|it| it.kept).sum();
+        let Some(first) = goods.first() else {
+            return Ok(());
+        };
+        // A stream is tried out with host memory.
+        let bytes = self.filled.bytes + (bytes as usize).max(TRIAL);
+        self.pool.grow(bytes, first.context)?;
+        for Good { context, .. } in &goods {
+            if self.streams.contains_key(context) {
+                continue;
+            }
+            let Some(stream) = within(*context, || self.pool.stream()) else {
+                return Err("its context cannot be entered".into());
+            };
+            self.streams.insert(*context, stream?);
+        }
+        Ok(())
+    }
+
+    /// Copies at least so much of each device to the host, if there is so much, and lets go of the physical memory.
+    /// All of that or nothing.
+    pub(crate) fn out(&mut self, least: u64) -> Result<(), String> {
+        match self.away {
+            Away::No => return Err("it was not asked to be quiet".into()),
+            Away::Quiet => {}
+            // More of it.
+            Away::Out => self.prepare(least)?,
+        }
+        let mut filled = self.filled;
+        let mut places = Vec::new();
+        for Good { at, context, .. } in chosen(least) {
+            let sections = memory::with(|space| space.blocks.get(&at).map(Block::sections));
+            let stream = self.stream(context)?;
+            let mut parts: Vec<(usize, usize)> = Vec::new();
+            for (length, kept) in sections.unwrap_or_default() {
+                match kept {
+                    true => parts.extend(
+                        filled
+                            .take(&self.pool, length)
+                            .ok_or("no host memory is left")?,
+                    ),
+                    false => parts.push((NOWHERE, length)),
+                }
+            }
+            within(context, || {
+                let mut from = at;
+                for (to, length) in &parts {
+                    if *to != NOWHERE {
+                        call!(to_host, *to as *mut c_void, from, *length, stream)?;
+                    }
+                    from += *length as u64;
+                }
+                Ok::<_, String>(())
+            })
+            .ok_or("its context cannot be entered")??;
+            places.push((at, parts));
+        }
+        self.await_copies()?;
+        // From here on there is a copy of everything: nothing can fail.
+        (self.away, self.filled) = (Away::Out, filled);
+        for (at, parts) in places {
+            let chunks = memory::with(|space| {
+                let block = space.blocks.get_mut(&at)?;
+                block.host = parts;
+                block
+                    .discardable
+                    .values_mut()
+                    .for_each(|(_, lost)| *lost = true);
+                Some(std::mem::take(&mut block.chunks))
+            });
+            vmm::unback(at, &chunks.unwrap_or_default());
+        }
+        memory::with(|space| space.set_away());
+        Ok(())
+    }
+
+    /// Brings all back and lets everybody go on. What could not be brought back stays on the host.
+    pub(crate) fn back(&mut self) -> Result<(), String> {
+        match self.away {
+            Away::No => return Ok(()),
+            Away::Quiet => {
+                self.resume();
+                return Ok(());
+            }
+            Away::Out => {}
+        }
+        let away = |(at, block): (&u64, &Block)| {
+            let missing = block.chunks.is_empty();
+            missing.then(|| {
+                (
+                    *at,
+                    block.bytes,
+                    block.device,
+                    block.context,
+                    block.host.clone(),
+                )
+            })
+        };
+        let all: Vec<_> = memory::with(|space| space.blocks.iter().filter_map(away).collect());
+        let mut failed = None;
+        let mut backed = Vec::new();
+        for (at, bytes, device, context, parts) in all {
+            let stream = self.stream(context)?;
+            let begun = within(context, || {
+                let chunks = vmm::back(at, bytes, device)
+                    .map_err(|error| format!("the driver gives no memory: {error}"))?;
+                let mut to = at;
+                for (from, length) in &parts {
+                    let copied = match *from {
+                        NOWHERE => Ok(()),
+                        from => call!(to_device, to, from as *const c_void, *length, stream),
+                    };
+                    if let Err(why) = copied {
+                        vmm::unback(at, &chunks);
+                        return Err(why);
+                    }
+                    to += *length as u64;
+                }
+                Ok(chunks)
+            });
+            match begun.unwrap_or_else(|| Err("its context cannot be entered".into())) {
+                Ok(chunks) => backed.push((at, chunks)),
+                Err(why) => {
+                    failed = Some(why);
+                    break;
+                }
+            }
+        }
+        // A copy that fails now has lost nothing: the contents are still on the host.
+        if let Err(why) = self.await_copies() {
+            for (at, chunks) in backed {
+                vmm::unback(at, &chunks);
+            }
+            return Err(why);
+        }
+        memory::with(|space| {
+            for (at, chunks) in backed {
+                if let Some(block) = space.blocks.get_mut(&at) {
+                    block.chunks = chunks;
+                    block.host.clear();
+                }
+            }
+            space.set_away();
+        });
+        match failed {
+            Some(why) => Err(why),
+            None => {
+                (self.away, self.filled) = (Away::No, Cursor::default());
+                gate::open();
+                Ok(())
+            }
+        }
+    }
+
+    /// There is no daemon any more: brings all back, however long that takes. The groups may run only then.
+    pub(crate) fn rescue(&mut self) {
+        let mut told = false;
+        while self.away == Away::Out {
+            if let Err(why) = self.back() {
+                if !std::mem::replace(&mut told, true) {
+                    say(format_args!(
+                        "memory cannot come back yet: {why}; trying on"
+                    ));
+                }
+                sleep(Duration::from_millis(50));
+            }
+        }
+    }
+
+    fn stream(&self, context: u64) -> Result<CUstream, String> {
+        let stream = self.streams.get(&context);
+        stream
+            .map(|stream| *stream as CUstream)
+            .ok_or_else(|| "a context is new".into())
+    }
+
+    fn await_copies(&self) -> Result<(), String> {
+        for (context, stream) in &self.streams {
+            // A context that is gone has no copies.
+            let done = within(*context, || call!(stream_synchronize, *stream as CUstream));
+            done.unwrap_or(Ok(()))?;
+        }
+        Ok(())
+    }
+}
+
+/// A block that is to be moved.
+#[derive(Clone, Copy)]
+struct Good {
+    at: u64,
+    /// Bytes on the device, and those of them whose contents count.
+    bytes: u64,
+    kept: u64,
+    device: c_int,
+    context: u64,
+    cold: bool,
+}
+
+/// What is to be moved so that at least so much of each device comes free, if there is so much.
+fn chosen(least: u64) -> Vec<Good> {
+    let good = |at: &u64, block: &Block| Good {
+        at: *at,
+        bytes: block.bytes,
+        kept: block.kept(),
+        device: block.device,
+        context: block.context,
+        cold: block.cold,
+    };
+    let mut goods: Vec<Good> = memory::with(|space| {
+        let blocks = space.blocks.iter();
+        let movable = blocks.filter(|(at, block)| {
+            !block.pinned && !block.chunks.is_empty() && !space.is_spare(**at)
+        });
+        movable.map(|(at, block)| good(at, block)).collect()
+    });
+    pick(&mut goods, least);
+    goods
+}
+
+/// Cold before warm, then what costs least to move for what comes free, in large pieces.
+fn pick(goods: &mut Vec<Good>, least: u64) {
+    goods.sort_by_key(|it| (!it.cold, it.kept == it.bytes, std::cmp::Reverse(it.bytes)));
+    let mut found: BTreeMap<c_int, u64> = BTreeMap::new();
+    goods.retain(|it| {
+        let found = found.entry(it.device).or_default();
+        let needed = *found < least;
+        *found = found.saturating_add(if needed { it.bytes } else { 0 });
+        needed
+    });
+}
+
+/// How far the pool is filled.
+#[derive(Clone, Copy, Default)]
+struct Cursor {
+    piece: usize,
+    offset: usize,
+    /// In all.
+    bytes: usize,
+}
+
+impl Cursor {
+    /// So many bytes, in parts.
+    fn take(&mut self, pool: &Pool, mut bytes: usize) -> Option<Vec<(usize, usize)>> {
+        let mut parts = Vec::new();
+        while bytes > 0 {
+            let (at, length) = *pool.pieces.get(self.piece)?;
+            let part = bytes.min(length - self.offset);
+            if part == 0 {
+                (self.piece, self.offset) = (self.piece + 1, 0);
+                continue;
+            }
+            parts.push((at + self.offset, part));
+            self.offset += part;
+            self.bytes += part;
+            bytes -= part;
+        }
+        Some(parts)
+    }
+}
+
+impl Pool {
+    /// Makes it hold so many bytes. Registered in a context, for all of them.
+    fn grow(&mut self, bytes: usize, context: u64) -> Result<(), String> {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+        if bytes <= self.total {
+            return Ok(());
+        }
+        let more = (bytes - self.total).next_multiple_of(PIECE);
+        let available = available_memory();
+        if available.is_some_and(|available| more as u64 > available - available / SPARE) {
+            return Err(format!("the host has no room for {bytes} bytes"));
+        }
+        let access = ProtFlags::READ | ProtFlags::WRITE;
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let at = unsafe { mmap_anonymous(ptr::null_mut(), more, access, MapFlags::PRIVATE) }
+            .map_err(|error| format!("the host has no room: {error}"))?;
+        // Faster to pin; and a child must not copy it.
+        for advice in [
+            libc::MADV_HUGEPAGE,
+            libc::MADV_DONTFORK,
+            libc::MADV_POPULATE_WRITE,
+        ] {
+            // SAFETY: the mapping made above. What the kernel does not know it refuses.
+            unsafe { libc::madvise(at, more, advice) };
+        }
+        // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
+        let registered = within(context, || call!(host_register, at, more, 1));
+        if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
+        {
+            // SAFETY: made above, and known to nobody.
+            let _ = unsafe { munmap(at, more) };
+            return Err(why);
+        }
+        self.pieces.push((at as usize, more));
+        self.total += more;
+        Ok(())
+    }
+
+    /// A stream in the current context that has been used in both directions: nothing is left to be set up when the
+    /// device is frozen.
+    fn stream(&self) -> Result<usize, String> {
+        /// `CU_STREAM_NON_BLOCKING`
+        const NON_BLOCKING: u32 = 1;
+        let (mut stream, mut scratch) = (ptr::null_mut(), 0);
+        call!(stream_create, &raw mut stream, NON_BLOCKING)?;
+        // Kept: freeing would wait for the device.
+        call!(mem_alloc, &raw mut scratch, TRIAL)?;
+        let (host, _) = *self.pieces.first().ok_or("no host memory")?;
+        call!(to_device, scratch, host as *const c_void, TRIAL, stream)?;
+        call!(to_host, host as *mut c_void, scratch, TRIAL, stream)?;
+        call!(stream_synchronize, stream)?;
+        Ok(stream as usize)
+    }
+}
+
+/// What the kernel would give without swapping, in bytes: of the machine, and of the control group.
+fn available_memory() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = number(&text, "MemAvailable:")?;
+    Some((kib * 1024).min(group_memory().unwrap_or(u64::MAX)))
+}
+
+/// What this process's control group (version 2; in a container it is the root) may still take.
+fn group_memory() -> Option<u64> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let folder = std::path::Path::new("/sys/fs/cgroup").join(path);
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).ok();
+    let most: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    let cache = number(&read("memory.stat")?, "inactive_file").unwrap_or(0);
+    Some(most.saturating_sub(used.saturating_sub(cache)))
+}
+
+/// The number after this word at the beginning of a line.
+fn number(text: &str, word: &str) -> Option<u64> {
+    let mut lines = text.lines().map(str::split_whitespace);
+    lines.find_map(|mut words| (words.next() == Some(word)).then(|| words.next()?.parse().ok())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_cold_and_the_cheap_go_first_and_no_more_than_needed() {
+        let good = |at, bytes, kept, cold| Good {
+            at,
+            bytes,
+            kept,
+            device: 0,
+            context: 1,
+            cold,
+        };
+        let all = vec![
+            good(1, 10, 10, false),
+            good(2, 30, 30, false),
+            good(3, 5, 5, true),
+            good(4, 8, 2, false),
+            Good {
+                device: 1,
+                ..good(5, 50, 50, false)
+            },
+        ];
+        let ids = |least| {
+            let mut goods = all.clone();
+            pick(&mut goods, least);
+            let mut ids: Vec<u64> = goods.iter().map(|it| it.at).collect();
+            ids.sort_unstable();
+            ids
+        };
+        assert_eq!(ids(0), [0; 0]);
+        assert_eq!(ids(4), [3, 5]);
+        assert_eq!(ids(6), [3, 4, 5]);
+        assert_eq!(ids(14), [2, 3, 4, 5]);
+        assert_eq!(ids(u64::MAX), [1, 2, 3, 4, 5]);
+    }
+
+    #[test]
+    fn numbers_are_found_by_their_word() {
+        let text = "a 1\ninactive_file 42\ninactive_files 7\n";
+        assert_eq!(number(text, "inactive_file"), Some(42));
+        assert_eq!(number(text, "b"), None);
+    }
+
+    #[test]
+    fn parts_cover_the_pool_once() {
+        let pool = Pool {
+            pieces: vec![(1000, 10), (2000, 5), (3000, 20)],
+            total: 35,
+        };
+        let mut cursor = Cursor::default();
+        assert_eq!(cursor.take(&pool, 4), Some(vec![(1000, 4)]));
+        let across = vec![(1004, 6), (2000, 5), (3000, 1)];
+        assert_eq!(cursor.take(&pool, 12), Some(across));
+        assert_eq!(cursor.take(&pool, 19), Some(vec![(3001, 19)]));
+        assert_eq!(cursor.take(&pool, 0), Some(vec![]));
+        assert_eq!(cursor.take(&pool, 1), None);
+    }
+}

@@ -1,0 +1,147 @@
+//! Physical memory at addresses of ours, by the driver's virtual-memory calls.
+
+use std::ffi::c_int;
+
+use crate::{
+    driver::{AllocationProp, CUresult, Location, SUCCESS},
+    work::functions,
+};
+
+/// Physical memory comes in multiples of this on every device that has these calls.
+pub(crate) const GRANULE: u64 = 2 << 20;
+
+/// Size of one piece of physical memory: what a call costs does not depend on it (measured from 2 to 64 MiB), so
+/// large ones make moving cheap; larger would waste more when they are not full.
+pub(crate) const CHUNK: u64 = 64 << 20;
+
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+pub(crate) const OUT_OF_MEMORY: CUresult = 2;
+/// `CUDA_ERROR_NOT_SUPPORTED`: what a driver answers that lacks a call.
+const NOT_SUPPORTED: CUresult = 801;
+
+/// `CUmemAccessDesc`
+#[repr(C)]
+struct Access {
+    location: Location,
+    flags: c_int,
+}
+
+functions! {
+    mem_address_reserve c"cuMemAddressReserve" (*mut u64, usize, usize, u64, u64);
+    mem_address_free c"cuMemAddressFree" (u64, usize);
+    mem_create c"cuMemCreate" (*mut u64, usize, *const AllocationProp, u64);
+    mem_release c"cuMemRelease" (u64);
+    mem_map c"cuMemMap" (u64, usize, usize, u64, u64);
+    mem_unmap c"cuMemUnmap" (u64, usize);
+    mem_set_access c"cuMemSetAccess" (u64, usize, *const Access, usize);
+}
+
+/// Calls a function of the driver that may be missing.
+macro_rules! call {
+    ($function:expr, $($arg:expr),*) => {
+        match $function {
+            // SAFETY: the signature is `cuda.h`'s; pointers are to places that outlive the call.
+            Some(function) => match unsafe { function($($arg),*) } {
+                SUCCESS => Ok(()),
+                error => Err(error),
+            },
+            None => Err(NOT_SUPPORTED),
+        }
+    };
+}
+
+/// A piece of physical memory.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chunk {
+    handle: u64,
+    bytes: u64,
+}
+
+/// Reserves addresses.
+pub(crate) fn reserve(bytes: u64) -> Result<u64, CUresult> {
+    let mut at = 0;
+    call!(
+        mem_address_reserve(),
+        &raw mut at,
+        bytes as usize,
+        GRANULE as usize,
+        0,
+        0
+    )?;
+    Ok(at)
+}
+
+/// Gives addresses back, at which nothing is mapped.
+pub(crate) fn unreserve(at: u64, bytes: u64) {
+    let _: Result<(), CUresult> = call!(mem_address_free(), at, bytes as usize);
+}
+
+/// Puts new physical memory of a device at reserved addresses, all or nothing.
+pub(crate) fn back(at: u64, bytes: u64, device: c_int) -> Result<Vec<Chunk>, CUresult> {
+    let location = Location {
+        // `CU_MEM_LOCATION_TYPE_DEVICE`
+        kind: 1,
+        id: device,
+    };
+    let prop = AllocationProp {
+        // `CU_MEM_ALLOCATION_TYPE_PINNED`
+        kind: 1,
+        location,
+        ..AllocationProp::default()
+    };
+    let mut chunks: Vec<Chunk> = Vec::new();
+    let mut mapped = 0;
+    let mut all = || {
+        while mapped < bytes {
+            let size = CHUNK.min(bytes - mapped);
+            let mut handle = 0;
+            call!(
+                mem_create(),
+                &raw mut handle,
+                size as usize,
+                &raw const prop,
+                0
+            )?;
+            let chunk = Chunk {
+                handle,
+                bytes: size,
+            };
+            if let Err(error) = call!(mem_map(), at + mapped, size as usize, 0, handle, 0) {
+                let _: Result<(), CUresult> = call!(mem_release(), handle);
+                return Err(error);
+            }
+            chunks.push(chunk);
+            mapped += size;
+        }
+        // `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+        let access = Access { location, flags: 3 };
+        call!(mem_set_access(), at, bytes as usize, &raw const access, 1)
+    };
+    match all() {
+        Ok(()) => Ok(chunks),
+        Err(error) => {
+            unback(at, &chunks);
+            Err(error)
+        }
+    }
+}
+
+/// Lets another device reach a mapping.
+pub(crate) fn allow(at: u64, bytes: u64, device: c_int) {
+    let location = Location {
+        kind: 1,
+        id: device,
+    };
+    let access = Access { location, flags: 3 };
+    let _: Result<(), CUresult> = call!(mem_set_access(), at, bytes as usize, &raw const access, 1);
+}
+
+/// Takes physical memory away and lets go of it; the addresses stay reserved. Nothing may be using it.
+pub(crate) fn unback(at: u64, chunks: &[Chunk]) {
+    let mut address = at;
+    for chunk in chunks {
+        let _: Result<(), CUresult> = call!(mem_unmap(), address, chunk.bytes as usize);
+        let _: Result<(), CUresult> = call!(mem_release(), chunk.handle);
+        address += chunk.bytes;
+    }
+}

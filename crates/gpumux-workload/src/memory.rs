@@ -1,0 +1,174 @@
+//! `memory`: a random program that knows what every byte of its memory must be, and looks.
+
+use std::{sync::atomic::AtomicBool, time::Instant};
+
+use anyhow::Context as _;
+use gpumux_cuda::{DeviceBuffer, Graph};
+
+use crate::{Memory, Report, kernels::Gpu, report::Verified, stopped};
+
+const DEFAULT_MEMORY: usize = 64 << 20;
+/// Most buffers at a time.
+const BUFFERS: u64 = 24;
+/// `CUDA_ERROR_OUT_OF_MEMORY`
+const OUT_OF_MEMORY: i32 = 2;
+
+/// Numbers that look random (splitmix64).
+struct Dice(u64);
+
+impl Dice {
+    fn roll(&mut self, sides: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (z ^ (z >> 31)) % sides.max(1)
+    }
+}
+
+struct Buffer {
+    memory: DeviceBuffer,
+    expected: Vec<u32>,
+    /// Adds a number to every element, and which.
+    graph: Option<(Graph, u32)>,
+}
+
+pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report> {
+    let gpu = Gpu::open(args.common.device)?;
+    let mut report = args.common.report("memory", &gpu.name);
+    let most = args.common.memory.unwrap_or(DEFAULT_MEMORY);
+    let mut dice = Dice(args.seed);
+    let mut buffers: Vec<Buffer> = Vec::new();
+    let mut verified = Verified {
+        sum_matches: true,
+        ..Verified::default()
+    };
+    if !args.common.gate.wait(stop)? {
+        return Ok(report);
+    }
+    args.common.gate.ready()?;
+    let begin = Instant::now();
+    let ends = |calls: u64| match args.steps {
+        Some(steps) => calls >= steps,
+        None => begin.elapsed() >= args.common.seconds,
+    };
+    while !ends(report.calls) && !stopped(stop) {
+        report.calls += 1;
+        let full = buffers.len() as u64 >= BUFFERS;
+        match dice.roll(10) {
+            0..=2 if !full => {
+                let held: usize = buffers.iter().map(|it| it.expected.len() * 4).sum();
+                // Small ones, and some that take several pieces of physical memory.
+                let size = match dice.roll(3) {
+                    0 => 4 * (1 + dice.roll(4000)),
+                    1 => 4 * (1 + dice.roll(1 << 18)),
+                    _ => 4 * (1 + dice.roll(most as u64 / 12)),
+                } as usize;
+                if held + size > most {
+                    continue;
+                }
+                match DeviceBuffer::new(&gpu.context, size) {
+                    Ok(memory) => {
+                        let value = dice.roll(1 << 32) as u32;
+                        gpu.fill(&memory, value)?;
+                        let expected = vec![value; size / 4];
+                        buffers.push(Buffer {
+                            memory,
+                            expected,
+                            graph: None,
+                        });
+                    }
+                    // Beyond a limit: what is there must go on.
+                    Err(error) if error.code() == Some(OUT_OF_MEMORY) => {
+                        report.late = Some(report.late.unwrap_or(0) + 1)
+                    }
+                    Err(error) => return Err(error).context("cannot allocate"),
+                }
+            }
+            _ if buffers.is_empty() => {}
+            3 => {
+                let at = dice.roll(buffers.len() as u64) as usize;
+                let buffer = buffers.swap_remove(at);
+                look(&gpu, &buffer, &mut verified)?;
+            }
+            4 => {
+                let at = dice.roll(buffers.len() as u64) as usize;
+                look(&gpu, &buffers[at], &mut verified)?;
+            }
+            5 | 6 => {
+                let at = dice.roll(buffers.len() as u64) as usize;
+                let buffer = &mut buffers[at];
+                let value = dice.roll(1 << 32) as u32;
+                gpu.add(&buffer.memory, value)?;
+                buffer.add(value);
+            }
+            7 => {
+                let at = dice.roll(buffers.len() as u64) as usize;
+                let buffer = &mut buffers[at];
+                let from = dice.roll(buffer.expected.len() as u64) as usize;
+                let most = (buffer.expected.len() - from).min(1 << 14);
+                let count = 1 + dice.roll(most as u64) as usize;
+                let fresh: Vec<u32> = (0..count).map(|_| dice.roll(1 << 32) as u32).collect();
+                let bytes: Vec<u8> = fresh.iter().flat_map(|it| it.to_ne_bytes()).collect();
+                gpu.stream.synchronize()?;
+                buffer.memory.write(from * 4, &bytes)?;
+                buffer.expected[from..from + count].copy_from_slice(&fresh);
+            }
+            8 => {
+                let at = dice.roll(buffers.len() as u64) as usize;
+                let rounds = 1 + dice.roll(20) as u32;
+                gpu.rounds(&buffers[at].memory, rounds)?;
+                buffers[at].add(rounds);
+            }
+            _ => {
+                let at = dice.roll(buffers.len() as u64) as usize;
+                let buffer = &mut buffers[at];
+                if buffer.graph.is_none() {
+                    let value = dice.roll(1 << 32) as u32;
+                    let graph = gpu.stream.capture(|| gpu.add(&buffer.memory, value))?;
+                    buffer.graph = Some((graph, value));
+                }
+                if let Some((graph, value)) = &buffer.graph {
+                    gpu.stream.launch_graph(graph)?;
+                    let value = *value;
+                    buffer.add(value);
+                }
+            }
+        }
+    }
+    for buffer in &buffers {
+        look(&gpu, buffer, &mut verified)?;
+    }
+    report.seconds = begin.elapsed().as_secs_f64();
+    report.rate = report.calls as f64 / report.seconds;
+    report.verified = Some(verified);
+    Ok(report)
+}
+
+impl Buffer {
+    fn add(&mut self, value: u32) {
+        for element in &mut self.expected {
+            *element = element.wrapping_add(value);
+        }
+    }
+}
+
+/// Compares a whole buffer.
+fn look(gpu: &Gpu, buffer: &Buffer, verified: &mut Verified) -> anyhow::Result<()> {
+    gpu.stream.synchronize()?;
+    let mut bytes = vec![0; buffer.expected.len() * 4];
+    buffer.memory.read(0, &mut bytes)?;
+    let found = bytes.chunks_exact(4);
+    let wrong = found
+        .zip(&buffer.expected)
+        .filter(|(found, it)| **found != it.to_ne_bytes());
+    verified.mismatches += wrong.count() as u64;
+    verified.elements += buffer.expected.len() as u64;
+    let sum = buffer
+        .expected
+        .iter()
+        .map(|it| u64::from(*it))
+        .fold(0, u64::wrapping_add);
+    verified.sum_matches &= gpu.sum(&buffer.memory)? == sum;
+    Ok(())
+}

@@ -1,0 +1,252 @@
+//! Memory: limits that hold, tenants that sleep and wake with every byte in place, and more tenants than
+//! memory.
+
+use std::time::{Duration, Instant};
+
+use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, real, wait_for};
+use serde_json::Value;
+
+/// A random program: it ends by itself and says whether every byte was right.
+fn program(seed: u32, memory: &str, steps: u32) -> String {
+    format!("gpumux workload memory --json --seed {seed} --memory {memory} --steps {steps}")
+}
+
+#[track_caller]
+fn verified(finished: &Finished) -> Value {
+    assert!(
+        finished.status.success(),
+        "{}{}",
+        finished.out,
+        finished.err
+    );
+    let report = finished.json();
+    assert_eq!(report["mismatches"], 0, "{report:#}");
+    assert_eq!(report["sum_matches"], true, "{report:#}");
+    assert_ne!(report["elements"], 0, "{report:#}");
+    report
+}
+
+fn bytes(tenant: &Value, field: &str) -> u64 {
+    let memory = tenant["memory"].as_array().expect("an array");
+    memory.iter().filter_map(|it| it[field].as_u64()).sum()
+}
+
+/// What nobody has of the only device.
+fn free(node: &Node) -> u64 {
+    let memory = node.gpumux(["memory", "--json"]).run().ok().json();
+    memory["devices"][0]["free"].as_u64().expect("a number")
+}
+
+fn sleeps(node: &Node, name: &str) -> bool {
+    node.gpumux(["sleep", name]).run().status.success()
+}
+
+#[test]
+fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
+    let node = Node::start();
+    let run = "--name small --memory-limit 16MiB";
+    let finished = node.tenant(run, &program(7, "48MiB", 500)).run();
+    let report = verified(&finished);
+    assert_ne!(report["late"], 0, "it never met its limit: {report:#}");
+    assert!(
+        report["late"].as_u64().is_some(),
+        "it never met its limit: {report:#}"
+    );
+    // The same without a limit is refused nothing.
+    let free = node.tenant("--name free", &program(7, "48MiB", 500)).run();
+    assert_eq!(verified(&free)["late"], Value::Null);
+}
+
+#[test]
+fn what_is_used_is_seen_and_given_back() {
+    let node = Node::start();
+    let before = wait_for("the device's books", PATIENCE, || Some(free(&node)));
+    let idle = "gpumux workload idle --seconds 600 --memory 300MiB";
+    let options = "--name holder --memory-guaranteed 100MiB --memory-limit 2GiB";
+    let holder = Process::start(&mut node.tenant(options, idle));
+    let tenant = node.wait_tenant("holder", |it| bytes(it, "in_use") >= 300 << 20);
+    assert!(bytes(&tenant, "borrowed") >= 200 << 20, "{tenant:#}");
+    assert_eq!(bytes(&tenant, "limit"), 2 << 30, "{tenant:#}");
+    holder.kill();
+    wait_for("the memory of a dead tenant", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+    let beyond = node.tenant("--memory-guaranteed 1000GiB", "true").run();
+    assert_eq!(beyond.status.code(), Some(125), "{}", beyond.err);
+    assert!(beyond.err.contains("cannot promise"), "{}", beyond.err);
+}
+
+#[test]
+fn a_kernel_that_is_moved_away_in_its_middle_ends_right() {
+    let node = Node::start();
+    let check = "gpumux workload check --json --memory 96MiB --seconds 4";
+    let worker = Process::start(&mut node.tenant("--name worker", check));
+    node.wait_tenant("worker", |it| {
+        bytes(it, "in_use") >= 96 << 20 && it["domains"][0]["demand"] == "busy"
+    });
+    // Its calibration comes first; from some try on it is the long kernel.
+    for _ in 0..3 {
+        assert!(sleeps(&node, "worker"));
+        let asleep = node.wait_tenant("worker", |it| it["asleep"] == true);
+        // All but what is too small to be seen.
+        assert!(bytes(&asleep, "swapped") >= 96 << 20, "{asleep:#}");
+        assert_eq!(asleep["domains"][0]["frozen"], true, "{asleep:#}");
+        node.gpumux(["wake", "worker"]).run().ok();
+        let awake = node.wait_tenant("worker", |it| it["asleep"] == false);
+        assert_eq!(bytes(&awake, "swapped"), 0, "{awake:#}");
+    }
+    verified(&worker.finish_within(PATIENCE * 3));
+}
+
+#[test]
+fn random_programs_keep_every_byte_whenever_they_are_moved() {
+    let node = Node::start();
+    let mut programs: Vec<(String, Process)> = (0..3)
+        .map(|seed| {
+            let name = format!("p{seed}");
+            let program = program(seed, "24MiB", 300);
+            let process = Process::start(&mut node.tenant(&format!("--name {name}"), &program));
+            (name, process)
+        })
+        .collect();
+    let started = Instant::now();
+    let mut moves = 0;
+    while programs
+        .iter_mut()
+        .any(|(_, process)| process.poll().is_none())
+    {
+        for (name, _) in &programs {
+            // They wake by themselves, with their next call.
+            moves += u32::from(sleeps(&node, name));
+        }
+        assert!(started.elapsed() < PATIENCE * 6, "they do not end");
+    }
+    assert!(moves >= 1, "nobody was ever moved");
+    for (_, process) in programs {
+        verified(&process.finish());
+    }
+}
+
+#[test]
+fn an_idle_tenant_sleeps_and_wakes_with_its_next_work() {
+    let node = Node::start();
+    let latency = "gpumux workload latency --kernels 1 --kernel-us 10 --period-us 4000000 --seconds 9 --memory 64MiB --json";
+    let serve = Process::start(&mut node.tenant("--name serve --sleep-after 1s", latency));
+    node.wait_tenant("serve", |it| {
+        it["asleep"] == true && bytes(it, "swapped") >= 64 << 20
+    });
+    node.wait_tenant("serve", |it| {
+        it["asleep"] == false && bytes(it, "in_use") >= 64 << 20
+    });
+    let finished = serve.finish_within(PATIENCE * 2);
+    assert!(finished.status.success(), "{}", finished.err);
+    assert_eq!(finished.json()["errors"], 0);
+}
+
+#[test]
+fn a_daemon_that_dies_leaves_no_tenant_asleep() {
+    let mut node = Node::start();
+    let worker = Process::start(&mut node.tenant("--name worker", &program(3, "24MiB", 400)));
+    node.wait_tenant("worker", |it| bytes(it, "in_use") > 0);
+    let idle = "gpumux workload idle --seconds 4 --memory 64MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 64 << 20);
+    assert!(sleeps(&node, "idler"));
+    let _ = sleeps(&node, "worker");
+    node.kill_daemon();
+    verified(&worker.finish_within(PATIENCE * 3));
+    idler.finish_within(PATIENCE * 2).ok();
+}
+
+#[test]
+fn a_sleeper_that_is_killed_leaves_nothing() {
+    let node = Node::start();
+    let before = free(&node);
+    let idle = "gpumux workload idle --seconds 600 --memory 64MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 64 << 20);
+    assert!(sleeps(&node, "idler"));
+    idler.kill();
+    wait_for("the end of a sleeper", PATIENCE, || {
+        (node.find_tenant("idler").is_none() && free(&node) >= before).then_some(())
+    });
+    verified(&node.tenant("--name next", &program(5, "32MiB", 300)).run());
+}
+
+/// Killed at any moment of a move: nothing is lost, and a survivor has every byte.
+#[test]
+fn a_storm_of_kills_harms_nobody_else() {
+    let node = Node::start();
+    let before = free(&node);
+    let survivor = Process::start(&mut node.tenant("--name survivor", &program(11, "24MiB", 300)));
+    for round in 0..6 {
+        let name = format!("victim{round}");
+        let work = program(round, "24MiB", 100_000);
+        let victim = Process::start(&mut node.tenant(&format!("--name {name}"), &work));
+        node.wait_tenant(&name, |it| bytes(it, "in_use") > 0);
+        // The answer comes when the move is done, or the tenant gone.
+        let mover = Process::start(&mut node.gpumux(["sleep", &name]));
+        let _ = sleeps(&node, "survivor");
+        std::thread::sleep(Duration::from_millis(u64::from(round) * 15));
+        victim.kill();
+        let ended = mover.finish_within(PATIENCE * 2);
+        assert!(ended.status.code().is_some(), "{ended:?}");
+    }
+    verified(&survivor.finish_within(PATIENCE * 4));
+    wait_for("the memory of the dead", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+}
+
+#[test]
+fn more_tenants_than_memory_take_turns() {
+    if real() {
+        // The device there is too large to fill in a test: `bench/memory.py oversubscribe` does so.
+        return;
+    }
+    let node = Node::with_memory(256 << 20);
+    let check = "gpumux workload check --json --memory 100MiB --seconds 1";
+    let workers: Vec<Process> = (0..3)
+        .map(|n| Process::start(&mut node.tenant(&format!("--name w{n}"), check)))
+        .collect();
+    for worker in workers {
+        verified(&worker.finish_within(Duration::from_secs(150)));
+    }
+}
+
+#[test]
+fn ten_tenants_that_start_together_never_exceed_the_device() {
+    if real() {
+        return;
+    }
+    let node = Node::with_memory(1 << 30);
+    let idle = "gpumux workload idle --seconds 2 --memory 200MiB";
+    let tenants: Vec<Process> = (0..10)
+        .map(|n| {
+            let options = format!("--name t{n} --memory-policy fail");
+            Process::start(&mut node.tenant(&options, idle))
+        })
+        .collect();
+    let (mut served, mut refused) = (0, 0);
+    for tenant in tenants {
+        let finished = tenant.finish_within(PATIENCE * 3);
+        match finished.status.success() {
+            true => served += 1,
+            false => {
+                // Its own error, not a crash.
+                assert_eq!(finished.status.code(), Some(1), "{}", finished.err);
+                assert!(
+                    finished.err.contains("OUT_OF_MEMORY")
+                        || finished.err.contains("out of memory"),
+                    "{}",
+                    finished.err
+                );
+                refused += 1;
+            }
+        }
+    }
+    assert!(
+        served >= 1 && served + refused == 10,
+        "{served} served, {refused} refused"
+    );
+}
