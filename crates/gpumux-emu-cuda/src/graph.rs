@@ -245,7 +245,16 @@ impl Drop for Executable {
 
 /// How many nodes a graph has.
 pub(crate) fn node_count(graph: usize) -> Result<usize> {
-    Ok(process()?.graphs.get(graph)?.nodes.len())
+    // Marks and waits are edges.
+    let graph = process()?.graphs.get(graph)?;
+    let works = graph.nodes.iter().filter(|node| {
+        !matches!(node.op.effect, Effect::Nothing)
+            || !matches!(
+                node.op.work,
+                OpWork::AfterItem(_) | OpWork::Plain(Work::Record | Work::Wait(_))
+            )
+    });
+    Ok(works.count())
 }
 
 /// Makes a graph launchable.

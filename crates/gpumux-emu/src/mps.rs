@@ -15,7 +15,7 @@ use std::{
     process,
     sync::{Arc, Mutex, MutexGuard, PoisonError},
     thread,
-    time::{SystemTime, UNIX_EPOCH},
+    time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
 use gpumux_rm::{
@@ -44,6 +44,8 @@ const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 const ENGINES: [u32; 4] = [engine::GR0, 11, 12, 13];
 /// What an MPS server sets for its compute group, in µs.
 const TIMESLICE: u64 = 2048;
+/// How long a client waits for an answer.
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// Clients that one server takes.
 const ROOM: usize = 48;
 
@@ -142,6 +144,7 @@ pub fn ask(line: &str) -> io::Result<String> {
 
 fn dial(pipes: &Path) -> io::Result<OwnedFd> {
     let socket = open_control_file(&pipes.join("control"))?;
+    sockopt::set_socket_timeout(&socket, sockopt::Timeout::Recv, Some(TIMEOUT))?;
     Ok(socket)
 }
 

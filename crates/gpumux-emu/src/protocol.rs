@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 4;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -189,6 +189,12 @@ pub enum Work {
         /// ns of running after which it ends by itself.
         timeout: u64,
     },
+    /// The rest of the kernel before it in its stream: begins with unknown length, which the client tells
+    /// ([`Command::Length`]).
+    Rest {
+        /// SMs that it can use.
+        sms: u32,
+    },
     /// A mark in the stream.
     Record,
     /// Waits for other work of this context.
@@ -227,6 +233,13 @@ pub enum Command {
         /// Which.
         id: u64,
     },
+    /// How long a [`Work::Rest`] takes.
+    Length {
+        /// Which.
+        id: u64,
+        /// ns with all of its SMs.
+        duration: u64,
+    },
     /// Effects are where [`Report::Progress`] wanted them.
     Progressed {
         /// That report's token.
@@ -260,6 +273,8 @@ pub enum Report {
         /// Work, done and total.
         works: Vec<(u64, u64, u64)>,
     },
+    /// A frozen group goes on.
+    Thawed,
 }
 
 /// Encodes a message; `None` when it is larger than [`MAX_PACKET`].

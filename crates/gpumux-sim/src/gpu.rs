@@ -91,6 +91,12 @@ pub enum Work {
         /// Longest time it runs.
         timeout: Nanos,
     },
+    /// The rest of the kernel before it in its stream, which has no overhead of its own. How long it takes is told while
+    /// it runs, by [`Gpu::set_length`]; without that it does not end.
+    Rest {
+        /// SMs it can use.
+        sms: u32,
+    },
     /// A copy of this many bytes by the group's copy engine (in a compute group: inside the device).
     Copy {
         /// How many.
@@ -183,6 +189,9 @@ pub enum GpuError {
     Partition(PartitionId),
 }
 
+/// Stands for a length that is not known: centuries, on any number of SMs.
+const UNKNOWN_LENGTH: Nanos = u64::MAX >> 13;
+
 #[derive(Clone, Debug)]
 struct Group {
     engine: Engine,
@@ -209,6 +218,8 @@ struct Ready {
     total: u64,
     left: u64,
     hold: bool,
+    /// Its length is not known.
+    open: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -227,6 +238,8 @@ struct Item {
     work: Work,
     /// A hold or host function whose end was asked for before it began.
     released: bool,
+    /// Length of a [`Work::Rest`], once known.
+    length: Option<Nanos>,
 }
 
 /// One GPU. See the module's documentation.
@@ -502,6 +515,7 @@ impl Gpu {
             group,
             work,
             released: false,
+            length: None,
         });
         self.live.insert(id, stream);
         self.start_head(stream);
@@ -537,6 +551,32 @@ impl Gpu {
         self.settle();
     }
 
+    /// Tells how long a [`Work::Rest`] takes in all. What has passed counts; so it may end at once.
+    pub fn set_length(&mut self, work: WorkId, length: Nanos) {
+        let Some(stream) = self.live.get(&work) else {
+            return;
+        };
+        let queue = self.streams.get_mut(stream).map(|it| &mut it.queue);
+        let item = queue.and_then(|queue| queue.iter_mut().find(|item| item.id == work));
+        let Some(item) = item.filter(|item| matches!(item.work, Work::Rest { .. })) else {
+            return;
+        };
+        item.length = Some(length);
+        if let Some(group) = self.groups.get_mut(&item.group) {
+            let open = group
+                .ready
+                .iter_mut()
+                .filter(|ready| ready.work == work && ready.open);
+            for ready in open {
+                let done = ready.total - ready.left;
+                ready.total = length.saturating_mul(ready.width.into()).max(done + 1);
+                ready.left = ready.total - done;
+                ready.open = false;
+            }
+        }
+        self.settle();
+    }
+
     /// Whether a piece of work is complete (or was dropped).
     pub fn is_complete(&self, work: WorkId) -> bool {
         !self.live.contains_key(&work)
@@ -551,7 +591,8 @@ impl Gpu {
         Ok(state.queue.is_empty())
     }
 
-    /// How far the group's running and interrupted work is. Work that never ran is not listed.
+    /// How far the group's running and interrupted work is. Work that never ran is not listed, unless it is the rest of
+    /// a kernel.
     ///
     /// # Errors
     /// When there is no such group.
@@ -560,7 +601,7 @@ impl Gpu {
             .group(group)?
             .ready
             .iter()
-            .filter(|ready| ready.left < ready.total)
+            .filter(|ready| ready.left < ready.total || ready.open)
             .map(|ready| Progress {
                 work: ready.work,
                 done: ready.total - ready.left,
@@ -654,6 +695,7 @@ impl Gpu {
                 Work::Hold { timeout } => {
                     (1, timeout.saturating_add(self.hardware.kernel_overhead))
                 }
+                Work::Rest { sms } => (sms, head.length.unwrap_or(UNKNOWN_LENGTH)),
                 Work::Copy { bytes } => {
                     let (width, rate) = match group.engine {
                         Engine::Compute => (self.hardware.sms, self.hardware.device_to_device),
@@ -697,6 +739,7 @@ impl Gpu {
                 total,
                 left: total,
                 hold: matches!(head.work, Work::Hold { .. }),
+                open: matches!(head.work, Work::Rest { .. }) && head.length.is_none(),
             });
             return;
         }

@@ -90,6 +90,8 @@ pub(super) struct Core {
     pub(super) next_memory: u64,
     pub(super) processes: HashMap<u32, Process>,
     pub(super) random: u64,
+    /// Calls that froze or thawed so far.
+    pub(super) switched: u64,
 }
 
 impl Core {
@@ -125,6 +127,7 @@ impl Core {
             next_memory: 0,
             processes: HashMap::new(),
             random: 0x2545_f491_4f6c_dd1d,
+            switched: 0,
         })
     }
 

@@ -60,6 +60,7 @@ impl Core {
                         Work::Copy { bytes } => gpu::Work::Copy { bytes },
                         Work::Record => gpu::Work::Record,
                         Work::Hold { timeout } => gpu::Work::Hold { timeout },
+                        Work::Rest { sms } => gpu::Work::Rest { sms },
                         Work::Host => gpu::Work::Host,
                         Work::Wait(other) => match execution.works.get(&other) {
                             Some(other) => gpu::Work::Wait(*other),
@@ -77,6 +78,12 @@ impl Core {
                 device.advance(now);
                 if let Some(work) = execution.works.get(&id) {
                     device.gpu.release(*work);
+                }
+            }
+            Command::Length { id, duration } => {
+                device.advance(now);
+                if let Some(work) = execution.works.get(&id) {
+                    device.gpu.set_length(*work, duration);
                 }
             }
             Command::Progressed { token } => self.progressed(id, token),

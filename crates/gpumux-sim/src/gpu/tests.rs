@@ -646,3 +646,43 @@ mod properties {
         }
     }
 }
+
+#[test]
+fn the_rest_of_a_kernel_takes_what_is_told_while_it_runs() {
+    let mut gpu = Gpu::new(Hardware::default());
+    let group = gpu.add_group(Engine::Compute);
+    let stream = gpu.add_stream();
+    let begin = Work::Kernel {
+        sms: 4,
+        duration: 0,
+    };
+    gpu.submit(group, stream, begin).unwrap();
+    let rest = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
+    let behind = gpu.submit(group, stream, Work::Record).unwrap();
+    gpu.advance(1_000_000);
+    assert!(!gpu.is_complete(rest), "nobody knows its length");
+    assert_eq!(gpu.progress(group).unwrap().len(), 1);
+    // Frozen time does not count.
+    gpu.freeze(group).unwrap();
+    gpu.advance(5_000_000);
+    gpu.set_length(rest, 2_000_000);
+    gpu.advance(9_000_000);
+    assert!(!gpu.is_complete(rest));
+    gpu.thaw(group).unwrap();
+    let events = gpu.advance(20_000_000);
+    let done: Vec<_> = events.iter().map(|event| event.work).collect();
+    assert_eq!(done, [rest, behind]);
+    let overhead = Hardware::default().kernel_overhead;
+    assert!(events[0].at > 9_000_000 + 2_000_000 - 1_000_000 + overhead - 1);
+    // One that is told before it begins, and one whose time has passed already.
+    gpu.submit(group, stream, begin).unwrap();
+    let known = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
+    gpu.set_length(known, 5_000);
+    gpu.advance(21_000_000);
+    assert!(gpu.is_complete(known));
+    let late = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
+    gpu.advance(22_000_000);
+    gpu.set_length(late, 1);
+    gpu.advance(22_000_001);
+    assert!(gpu.is_complete(late));
+}
