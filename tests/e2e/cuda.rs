@@ -10,12 +10,13 @@ use gpumux_tests::{
 };
 
 /// The programs and what they are tried with.
-const PROGRAMS: [(&str, &[Runtime]); 9] = [
+const PROGRAMS: [(&str, &[Runtime]); 10] = [
     ("memory", &Runtime::ALL),
     ("streams", &[Runtime::Static130, Runtime::Shared128]),
     ("kernels", &[Runtime::Static130]),
     ("cooperative", &[Runtime::Static130]),
     ("copies", &[Runtime::Static130]),
+    ("graphs", &[Runtime::Static130]),
     ("per_thread", &[Runtime::Static130]),
     ("vmm", &[Runtime::Static130]),
     ("device", &[Runtime::Static130]),
@@ -121,6 +122,11 @@ fn kernels_compute_what_they_should() {
 #[test]
 fn copies_of_all_shapes() {
     check_all("copies");
+}
+
+#[test]
+fn graphs_node_by_node() {
+    check_all("graphs");
 }
 
 #[test]
