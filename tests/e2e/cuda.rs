@@ -154,6 +154,7 @@ fn programs_whose_memory_is_moved_say_the_same() {
         "streams",
         "kernels",
         "copies",
+        "graphs",
         "per_thread",
         "vmm",
     ] {
