@@ -193,6 +193,8 @@ def times(data: dict[str, Any]) -> dict[tuple[str, str, tuple[str, ...]], list[f
 
 def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
     """Reports side by side: the emulated device last."""
+    if not reports:
+        return "No report is committed yet."
     reports = sorted(reports, key=lambda it: ("emulated" in it["device"], it["device"]))
     every = [times(data) for data in reports]
     devices = [data["device"].removeprefix("NVIDIA ") for data in reports]
