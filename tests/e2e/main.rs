@@ -15,6 +15,7 @@ mod packages;
 mod run;
 mod seen;
 mod soak;
+mod space;
 mod timings;
 mod transparency;
 mod users;

@@ -23,6 +23,7 @@ use crate::{
     api::{self, Api},
     config::{Config, ConfigError},
     devices::Devices,
+    groups::Groups,
     paths::{self, DirError, RuntimeDir},
     scheduler::{self, Handle, Stopped},
     session::{HELLO, Sessions},
@@ -124,6 +125,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         files,
         session_socket.display().to_string(),
         scheduler.clone(),
+        Groups::load(&config, dir.path()),
     )
     .await?;
     let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());

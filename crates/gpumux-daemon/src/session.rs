@@ -269,7 +269,7 @@ impl Sessions {
         let voice = Arc::clone(socket);
         let speak = Box::new(move |message: &Daemon| say(&voice, message));
         let page = Arc::new(page);
-        let met = Met::new(tenant, Arc::clone(&page), speak);
+        let met = Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid);
         let _ = self
             .scheduler
             .call(move |engine| engine.meet(id, met))
@@ -378,6 +378,7 @@ impl Session<'_> {
                 group,
                 channels,
                 timeslice_us,
+                shared,
             } => {
                 let file = file.ok_or(Refusal::NoFile)?;
                 self.sessions.check_files(&file)?;
@@ -392,7 +393,7 @@ impl Session<'_> {
                     group,
                     channels,
                 };
-                self.announce(key, engine, handles, timeslice_us, file)
+                self.announce(key, engine, handles, (timeslice_us, shared), file)
                     .await?;
             }
             Shim::Channels { key, channels } => {
@@ -423,7 +424,7 @@ impl Session<'_> {
         key: u32,
         engine: u32,
         handles: Group,
-        default: u64,
+        (default, shared): (u64, bool),
         file: OwnedFd,
     ) -> Result<(), Refusal> {
         let member = Member {
@@ -455,6 +456,7 @@ impl Session<'_> {
             emulated: verified.emulated,
             levers: verified.levers,
             page: Arc::clone(&self.page),
+            shared,
             timeslice: verified.timeslice,
             default: default.unwrap_or(Timeslice::DEFAULT),
         };

@@ -222,7 +222,7 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
             none => none.insert(Rm::open()?),
         };
         let groups = rm.make_groups(device.index)?;
-        match rm.execution(&groups) {
+        match rm.execution(&groups, device.info.sms) {
             Ok(execution) => (groups, execution),
             Err(error) => {
                 rm.free_groups(&groups);
@@ -524,6 +524,8 @@ impl Context {
                     }
                     let _ = self.execution.send(&Command::Progressed { token });
                 }
+                // As an H100 reports it to every client of an MPS server.
+                Ok(Some(Report::Lost)) => self.fail(CuError::ILLEGAL_ADDRESS),
                 Ok(Some(Report::Thawed)) => self.interpreter.freeze(false),
                 Ok(None) | Err(_) => return self.fail(CuError::DEVICE_UNAVAILABLE),
             }
@@ -594,6 +596,12 @@ impl Context {
     /// Work did what it must not: nothing of this context runs any more.
     pub(crate) fn fault(&self, error: CuError) {
         self.fail(error);
+        // Who shares the group is told after the server that made it.
+        if let Ok(process) = process()
+            && let Some(rm) = &*lock(&process.rm)
+        {
+            rm.faulted(error);
+        }
         let _ = self.execution.send(&Command::Abort);
     }
 

@@ -77,6 +77,8 @@ errors! {
     COOPERATIVE_LAUNCH_TOO_LARGE = 720 "too many blocks in cooperative launch";
     NOT_PERMITTED = 800 "operation not permitted";
     NOT_SUPPORTED = 801 "operation not supported";
+    MPS_CONNECTION_FAILED = 805 "MPS client failed to connect to the MPS control daemon or the MPS server";
+    MPS_SERVER_NOT_READY = 807 "MPS server is not ready to accept new MPS client requests";
     STREAM_CAPTURE_UNSUPPORTED = 900 "operation not permitted when stream is capturing";
     STREAM_CAPTURE_INVALIDATED = 901 "operation failed due to a previous error during capture";
     STREAM_CAPTURE_MERGE = 902 "operation would result in a merge of separate capture sequences";

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -40,6 +40,8 @@ pub struct OpenExecution {
     pub host_to_device: u32,
     /// Group of the copy engine from device to host.
     pub device_to_host: u32,
+    /// SMs that its kernels may use together; 0: all.
+    pub sms: u32,
     /// RM's answer; `NO_MEMORY` when the context's own memory does not fit.
     pub status: u32,
 }
@@ -262,6 +264,8 @@ pub enum Report {
         /// Which.
         id: u64,
     },
+    /// Another program in the same group faulted: all that was under way is gone.
+    Lost,
     /// The group was frozen: bring the effects of its kernels to where they were interrupted, and answer.
     Progress {
         /// For the answer.

@@ -16,7 +16,8 @@
 //! - Kernels of different streams of one group run at the same time when SMs are free, in the order in
 //!   which they became ready.
 //!
-//! Several programs in one group (MPS) are several sets of streams that submit to the same group.
+//! Several programs in one group (MPS) are several sets of streams that submit to the same group. A program can
+//! be confined to a number of SMs ([`Gpu::add_partition`]): all its streams together get no more of them.
 
 mod engine;
 mod hardware;
@@ -40,6 +41,10 @@ pub struct GroupId(u64);
 /// A stream: its work runs in the order of submission, whatever groups it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(u64);
+
+/// A bound on the SMs that some streams have together: an MPS client's percentage, or a green context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PartitionId(u64);
 
 /// One piece of work. Ids rise in the order of submission and are never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -143,6 +148,15 @@ pub struct Received {
     pub preemptions: u64,
 }
 
+/// What a stream has received on the SMs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamReceived {
+    /// ns during which its kernels progressed.
+    pub busy: Nanos,
+    /// SM-ns of progress.
+    pub work: u64,
+}
+
 /// How far a running or interrupted piece of work is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
@@ -170,6 +184,9 @@ pub enum GpuError {
     /// No such stream.
     #[error("there is no stream {0:?}")]
     Stream(StreamId),
+    /// No such partition.
+    #[error("there is no partition {0:?}")]
+    Partition(PartitionId),
 }
 
 /// Stands for a length that is not known: centuries, on any number of SMs.
@@ -192,6 +209,7 @@ struct Group {
 struct Ready {
     work: WorkId,
     stream: StreamId,
+    partition: Option<PartitionId>,
     /// SMs that it can use.
     width: u32,
     /// SMs that it has.
@@ -209,6 +227,8 @@ struct Stream {
     queue: VecDeque<Item>,
     /// The head is in its group's `ready`, or is a host function that was announced.
     head_started: bool,
+    partition: Option<PartitionId>,
+    received: StreamReceived,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -231,6 +251,8 @@ pub struct Gpu {
     schedulers: BTreeMap<Engine, Scheduler>,
     groups: BTreeMap<GroupId, Group>,
     streams: BTreeMap<StreamId, Stream>,
+    /// SMs of each partition.
+    partitions: BTreeMap<PartitionId, u32>,
     /// Work that is not complete, and its stream.
     live: BTreeMap<WorkId, StreamId>,
     /// Streams whose head waits for a piece of work.
@@ -252,6 +274,7 @@ impl Gpu {
             schedulers,
             groups: BTreeMap::new(),
             streams: BTreeMap::new(),
+            partitions: BTreeMap::new(),
             live: BTreeMap::new(),
             waiters: BTreeMap::new(),
             events: Vec::new(),
@@ -368,6 +391,61 @@ impl Gpu {
         let gone: Vec<WorkId> = state.queue.iter().map(|item| item.id).collect();
         self.go_on_without(&gone);
         Ok(())
+    }
+
+    /// Adds a bound of so many SMs, at least one, for streams to be confined to.
+    pub fn add_partition(&mut self, sms: u32) -> PartitionId {
+        let id = PartitionId(self.fresh());
+        self.partitions.insert(id, sms.max(1));
+        id
+    }
+
+    /// Changes a partition's bound, at once, for running kernels too.
+    ///
+    /// # Errors
+    /// When there is no such partition.
+    pub fn resize_partition(&mut self, id: PartitionId, sms: u32) -> Result<(), GpuError> {
+        let bound = self.partitions.get_mut(&id);
+        *bound.ok_or(GpuError::Partition(id))? = sms.max(1);
+        self.settle();
+        Ok(())
+    }
+
+    /// Removes a partition. Streams that were confined to it are free.
+    ///
+    /// # Errors
+    /// When there is no such partition.
+    pub fn remove_partition(&mut self, id: PartitionId) -> Result<(), GpuError> {
+        let gone = self.partitions.remove(&id);
+        gone.ok_or(GpuError::Partition(id))?;
+        self.settle();
+        Ok(())
+    }
+
+    /// Confines a stream's kernels, from the next one on, to a partition that it shares with others; `None`: to none.
+    ///
+    /// # Errors
+    /// When there is no such stream or partition.
+    pub fn confine(
+        &mut self,
+        stream: StreamId,
+        partition: Option<PartitionId>,
+    ) -> Result<(), GpuError> {
+        if let Some(id) = partition.filter(|id| !self.partitions.contains_key(id)) {
+            return Err(GpuError::Partition(id));
+        }
+        let state = self.streams.get_mut(&stream);
+        state.ok_or(GpuError::Stream(stream))?.partition = partition;
+        Ok(())
+    }
+
+    /// What a stream has received so far.
+    ///
+    /// # Errors
+    /// When there is no such stream.
+    pub fn stream_received(&self, stream: StreamId) -> Result<StreamReceived, GpuError> {
+        let state = self.streams.get(&stream);
+        Ok(state.ok_or(GpuError::Stream(stream))?.received)
     }
 
     /// Sets a group's slice, at once.
@@ -655,6 +733,7 @@ impl Gpu {
             group.ready.push(Ready {
                 work: head.id,
                 stream: id,
+                partition: stream.partition,
                 width,
                 sms: 0,
                 total,

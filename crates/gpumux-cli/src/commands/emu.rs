@@ -66,6 +66,7 @@ enum Action {
     /// The same as without `run`
     Run(RunArgs),
     Serve(ServeArgs),
+    Mps(MpsArgs),
 }
 
 #[derive(clap::Args)]
@@ -92,6 +93,14 @@ struct ServeArgs {
     owner: Option<i32>,
 }
 
+/// Play nvidia-cuda-mps-control for programs on the emulated device
+#[derive(clap::Args)]
+struct MpsArgs {
+    /// Serve in the foreground, with the folders that CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_LOG_DIRECTORY name; without it: pass the lines of the standard input on to who does
+    #[arg(short = 'f')]
+    foreground: bool,
+}
+
 #[derive(clap::Args)]
 struct DeviceArgs {
     /// Profile of the device (TOML) [default: an H100]
@@ -113,6 +122,7 @@ struct FaultArgs {
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.action {
         Some(Action::Serve(args)) => serve(&args),
+        Some(Action::Mps(args)) => mps(&args),
         Some(Action::Run(args)) => start(&args.device, &args.fault, &args.command),
         None => start(&args.device, &args.fault, &args.command),
     }
@@ -180,6 +190,19 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     if let (Some(_), Some(dir)) = (args.owner, args.socket.parent()) {
         end_daemon(dir);
         let _ = fs::remove_dir_all(dir);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn mps(args: &MpsArgs) -> anyhow::Result<ExitCode> {
+    if args.foreground {
+        let socket = std::env::var_os(gpumux_emu::SOCKET_VARIABLE);
+        let socket = socket.context("GPUMUX_EMU_SOCKET is not set")?;
+        gpumux_emu::mps::serve(Path::new(&socket))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for line in std::io::stdin().lines() {
+        print!("{}", gpumux_emu::mps::ask(&line?)?);
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -277,10 +277,15 @@ impl Core {
         self.devices
             .take(device, bytes)
             .map_err(|_| RmStatus::NO_MEMORY)?;
+        let partition = match open.sms {
+            0 => None,
+            sms => (self.devices.all.get_mut(device as usize)).map(|it| it.gpu.add_partition(sms)),
+        };
         Ok(Execution {
             device,
             keys,
             groups,
+            partition,
             streams: HashMap::new(),
             ending: BTreeSet::new(),
             works: HashMap::new(),

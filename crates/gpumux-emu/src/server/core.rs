@@ -329,11 +329,11 @@ impl Core {
                 self.tree.close(&mut self.devices, id);
                 self.follow_levers();
             }
-            Role::Execution(execution) => {
+            Role::Execution(mut execution) => {
                 if let Some(device) = self.devices.all.get_mut(execution.device as usize) {
-                    drop_work(device, &execution);
-                    for stream in execution.streams.values().chain(&execution.ending) {
-                        let _ = device.gpu.remove_stream(*stream);
+                    drop_work(device, &mut execution);
+                    if let Some(partition) = execution.partition {
+                        let _ = device.gpu.remove_partition(partition);
                     }
                 }
                 let bytes = self.devices.profile.context_memory;

@@ -208,6 +208,10 @@ impl Hardware for Devices {
         self.removed.push(key);
     }
 
+    fn orphan_group(&mut self, key: GroupKey) {
+        self.removed.push(key);
+    }
+
     fn set_timeslice(&mut self, key: GroupKey, slice: Timeslice) {
         if let Some((device, group, _)) = self.group(key)
             && let Some(device) = self.all.get_mut(device as usize)

@@ -422,6 +422,49 @@ fn in_a_shared_group_a_full_device_makes_every_kernel_wait() {
 }
 
 #[test]
+fn a_partition_bounds_what_its_streams_have_together() {
+    let mut gpu = Gpu::new(Hardware::default());
+    let group = gpu.add_group(Engine::Compute);
+    let partition = gpu.add_partition(32);
+    let confined = [(); 2].map(|()| Program {
+        group,
+        stream: gpu.add_stream(),
+    });
+    let free = Program {
+        group,
+        stream: gpu.add_stream(),
+    };
+    for program in confined {
+        gpu.confine(program.stream, Some(partition)).unwrap();
+        program.saturate(&mut gpu, MILLI, 1);
+    }
+    free.saturate(&mut gpu, MILLI, 1);
+    gpu.advance(100 * MILLI);
+    let work = |gpu: &Gpu, program: Program| gpu.stream_received(program.stream).unwrap().work;
+    let both: u64 = confined.iter().map(|program| work(&gpu, *program)).sum();
+    assert_near(both as f64, 32.0 * 1e8, 0.01, "two streams in 32 SMs");
+    assert_near(
+        work(&gpu, free) as f64,
+        100.0 * 1e8,
+        0.01,
+        "the others' SMs",
+    );
+    gpu.resize_partition(partition, 64).unwrap();
+    gpu.advance(200 * MILLI);
+    let grown: u64 = confined.iter().map(|program| work(&gpu, *program)).sum();
+    assert_near((grown - both) as f64, 64.0 * 1e8, 0.01, "resized");
+    gpu.remove_partition(partition).unwrap();
+    assert_eq!(
+        gpu.resize_partition(partition, 8),
+        Err(GpuError::Partition(partition))
+    );
+    assert_eq!(
+        gpu.confine(free.stream, Some(partition)),
+        Err(GpuError::Partition(partition))
+    );
+}
+
+#[test]
 fn streams_wait_for_each_other_and_for_the_host() {
     let mut gpu = Gpu::new(Hardware::default());
     let one = program(&mut gpu, 2048);
