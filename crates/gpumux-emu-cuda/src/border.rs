@@ -48,6 +48,9 @@ macro_rules! export_one {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub(crate) extern "C" fn $symbol($($arg: $type),*) -> ::std::ffi::c_int {
+            if let Some(code) = $crate::fault::at(stringify!($symbol)) {
+                return code;
+            }
             $call(|| $body)
         }
     };

@@ -18,6 +18,7 @@ mod driver;
 mod effect;
 mod error;
 mod event;
+mod fault;
 mod graph;
 mod hold;
 mod kernel;

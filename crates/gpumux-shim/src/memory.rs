@@ -24,7 +24,7 @@ use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
     gate, lease,
     notice::say,
-    process,
+    process, swap,
     vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
     work::{self, current_context, functions, within},
 };
@@ -674,7 +674,7 @@ fn free_deferred() {
 
 /// `cuCtxDestroy`: a context's memory goes with it.
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = work::destroy_context(context, real);
+    let result = gate::through(|| work::destroy_context(context, real));
     if result == SUCCESS {
         forget_context(context as u64);
     }
@@ -685,7 +685,7 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
 pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
     let counted = !off() && USED.load(Ordering::Acquire);
     let context = counted.then(|| work::primary_context(device)).flatten();
-    let result = work::release_primary(device, real);
+    let result = gate::through(|| work::release_primary(device, real));
     if let Some(context) = context.filter(|_| work::primary_context(device).is_none()) {
         forget_context(context);
     }
@@ -704,6 +704,7 @@ fn forget_context(context: u64) {
     });
     addresses.into_iter().for_each(release);
     drop_spares(|spare| spare.context == context);
+    swap::forget_context(context);
 }
 
 // ---- What the program knows of its memory --------------------------------------------------------
