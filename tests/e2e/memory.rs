@@ -86,15 +86,17 @@ fn a_kernel_that_is_moved_away_in_its_middle_ends_right() {
         bytes(it, "in_use") >= 96 << 20 && it["domains"][0]["demand"] == "busy"
     });
     // Its calibration comes first; from some try on it is the long kernel.
+    let mut moves = 0;
     for _ in 0..3 {
         assert!(sleeps(&node, "worker"));
-        let asleep = node.wait_tenant("worker", |it| it["asleep"] == true);
-        // All but what is too small to be seen.
-        assert!(bytes(&asleep, "swapped") >= 96 << 20, "{asleep:#}");
-        assert_eq!(asleep["domains"][0]["frozen"], true, "{asleep:#}");
+        moves += 1;
         node.gpumux(["wake", "worker"]).run().ok();
         let awake = node.wait_tenant("worker", |it| it["asleep"] == false);
         assert_eq!(bytes(&awake, "swapped"), 0, "{awake:#}");
+        let told = &awake["moves"];
+        let moved = |field: &str| told[field].as_u64().expect("a number");
+        assert!(moved("outs") >= moves && moved("backs") >= moves, "{told}");
+        assert!(moved("out_bytes") >= moves * (96 << 20), "{told}");
     }
     verified(&worker.finish_within(PATIENCE * 3));
 }
@@ -339,7 +341,7 @@ fn more_tenants_than_memory_take_turns() {
         Process::start(&mut node.tenant(&format!("--name r{n}"), &program))
     }));
     for worker in workers {
-        verified(&worker.finish_within(Duration::from_secs(150)));
+        verified(&worker.finish_within(Duration::from_secs(240)));
     }
 }
 

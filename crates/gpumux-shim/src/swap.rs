@@ -213,7 +213,7 @@ impl Mover {
         let mut places = Vec::new();
         let mut begin = || {
             for Good { at, context, .. } in chosen(least) {
-                let sections = memory::with(|space| space.blocks.get(&at).map(Block::sections));
+                let sections = memory::with(|space| space.blocks.get_mut(&at).map(Block::leave));
                 let stream = self.stream(context)?;
                 let mut parts: Vec<(usize, usize)> = Vec::new();
                 for (length, kept) in sections.unwrap_or_default() {
@@ -249,10 +249,6 @@ impl Mover {
             let chunks = memory::with(|space| {
                 let block = space.blocks.get_mut(&at)?;
                 block.host = parts;
-                block
-                    .discardable
-                    .values_mut()
-                    .for_each(|(_, lost)| *lost = true);
                 Some(std::mem::take(&mut block.chunks))
             });
             vmm::unback(at, &chunks.unwrap_or_default());
