@@ -39,8 +39,9 @@ const QUIET: Duration = Duration::from_secs(20);
 const FREEZE: Duration = Duration::from_secs(5);
 /// How long moving one process's memory may take: 140 GiB at 1 GiB/s, and as much again.
 const MOVE: Duration = Duration::from_secs(300);
-/// How long a request for memory waits for room.
+/// How long a request for memory waits until others free some, and until others were moved away: they have their turns first.
 const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE_FOR_TURNS: Duration = Duration::from_secs(300);
 /// How long those who may have unused memory get to give it back.
 const TRIM: Duration = Duration::from_millis(30);
 /// How often room is looked for while nothing is heard.
@@ -110,10 +111,15 @@ struct State {
     places: BTreeMap<TenantId, Arc<Place>>,
 }
 
+/// Those who lack room on a device and have the same right to it are served in the order in which they came: the first has others
+/// moved away. By device, whether it was promised, and class.
+type Queue = (String, bool, Class);
+
 /// The broker.
 pub(crate) struct Memory {
     scheduler: Handle,
     state: Mutex<State>,
+    queues: Mutex<BTreeMap<Queue, Arc<tokio::sync::Mutex<()>>>>,
     /// Somebody has given something back.
     changed: Notify,
     orders_given: AtomicU64,
@@ -124,6 +130,7 @@ impl Memory {
         Arc::new(Self {
             scheduler,
             state: Mutex::default(),
+            queues: Mutex::default(),
             changed: Notify::new(),
             orders_given: AtomicU64::new(0),
         })
@@ -490,11 +497,16 @@ impl Memory {
     pub(crate) async fn wake(self: &Arc<Self>, tenant: TenantId) -> Result<(), MoveError> {
         let place = self.place(tenant);
         let _waking = place.waking.lock().await;
+        let mut first = None;
         while place.asleep.load(Ordering::Acquire) {
             match self.back(tenant, &place).await? {
                 Back::Done => {}
-                Back::Lacks { device, missing } => {
+                Back::Lacks { device, missing } if first.is_some() => {
                     self.make_room(tenant, &device, missing).await?;
+                }
+                Back::Lacks { device, missing } => {
+                    let queue = self.queue(tenant, &device, missing).await?;
+                    first = Some(queue.lock_owned().await);
                 }
                 Back::Refused(why) => {
                     // What came back stays; the driver had no room for the rest.
@@ -566,7 +578,8 @@ impl Memory {
         tenant: TenantId,
         ask: Ask,
     ) -> Result<u64, Stopped> {
-        let deadline = Instant::now() + PATIENCE;
+        let began = Instant::now();
+        let mut first = None;
         // What is granted and not used comes back at once.
         self.trim().await;
         loop {
@@ -586,17 +599,22 @@ impl Memory {
             let (_, activity) = self.scheduler.call(|engine| engine.memory()).await?;
             let policy = activity.get(&tenant).map(|it| it.spec.memory_policy);
             let connected = self.state().members.contains_key(&session);
-            if policy.is_none_or(|it| it == MemoryPolicy::Fail)
-                || Instant::now() >= deadline
-                || !connected
-            {
+            let patience = match policy {
+                Some(MemoryPolicy::SwapOthers) => PATIENCE_FOR_TURNS,
+                Some(MemoryPolicy::Wait) => PATIENCE,
+                Some(MemoryPolicy::Fail) | None => Duration::ZERO,
+            };
+            let Some(left) = patience.checked_sub(began.elapsed()).filter(|_| connected) else {
+                tracing::info!(tenant = tenant.0, missing, "memory refused: no room");
                 return Ok(0);
-            }
-            match policy {
-                Some(MemoryPolicy::SwapOthers) => {
-                    self.make_room(tenant, &ask.device, missing).await?;
-                }
-                _ => self.wait().await,
+            };
+            if policy != Some(MemoryPolicy::SwapOthers) {
+                self.wait().await;
+            } else if first.is_some() {
+                self.make_room(tenant, &ask.device, missing).await?;
+            } else {
+                let queue = self.queue(tenant, &ask.device, missing).await?;
+                first = tokio::time::timeout(left, queue.lock_owned()).await.ok();
             }
         }
     }
@@ -648,6 +666,23 @@ impl Memory {
         Ok(())
     }
 
+    /// Where a tenant waits that lacks so much.
+    async fn queue(
+        &self,
+        tenant: TenantId,
+        device: &str,
+        missing: u64,
+    ) -> Result<Arc<tokio::sync::Mutex<()>>, Stopped> {
+        let (lines, activity) = self.scheduler.call(|engine| engine.memory()).await?;
+        let line = lines.iter().find(|line| line.uuid == device);
+        let entitled = line.is_some_and(|line| is_entitled(tenant, missing, line));
+        let class = activity
+            .get(&tenant)
+            .map_or(Class::Batch, |it| it.spec.class);
+        let key = (device.to_owned(), entitled, class);
+        Ok(Arc::clone(lock(&self.queues).entry(key).or_default()))
+    }
+
     fn candidates(
         &self,
         tenant: TenantId,
@@ -655,10 +690,7 @@ impl Memory {
         line: &Line,
         activity: &BTreeMap<TenantId, Activity>,
     ) -> Vec<Candidate> {
-        let own = line.entries.iter().find(|(id, _)| *id == tenant);
-        let entitled = own.is_some_and(|(_, entry)| {
-            entry.holding.all().saturating_add(missing) <= entry.share.guaranteed
-        });
+        let entitled = is_entitled(tenant, missing, line);
         let class = |id| activity.get(&id).map_or(Class::Batch, |it| it.spec.class);
         let mut candidates = Vec::new();
         for (id, entry) in line.entries.iter().filter(|(id, _)| *id != tenant) {
@@ -723,6 +755,18 @@ impl Memory {
             }
         }
     }
+}
+
+/// Whether a tenant was promised all that it would have with so much more on the device.
+fn is_entitled(tenant: TenantId, missing: u64, line: &Line) -> bool {
+    let own = line.entries.iter().find(|(id, _)| *id == tenant);
+    own.is_some_and(|(_, entry)| {
+        entry
+            .holding
+            .all()
+            .max(entry.holding.resident().saturating_add(missing))
+            <= entry.share.guaranteed
+    })
 }
 
 /// Why an order was not carried out, if it was not.

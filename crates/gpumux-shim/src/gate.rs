@@ -10,7 +10,7 @@ use std::{
         Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::process;
@@ -98,6 +98,20 @@ fn wait() {
             return;
         }
         drop(OPENED.1.wait_timeout(guard, LOOK));
+    }
+}
+
+/// Waits until the gate is open, a while: for those who do not touch memory, but wait for the device.
+pub(crate) fn await_open(patience: Duration) {
+    let deadline = Instant::now() + patience;
+    while CLOSED.load(Ordering::SeqCst) && Instant::now() < deadline {
+        if !KNOCKED.swap(true, Ordering::AcqRel) {
+            process::wake_agent();
+        }
+        let guard = lock();
+        if CLOSED.load(Ordering::SeqCst) {
+            drop(OPENED.1.wait_timeout(guard, LOOK));
+        }
     }
 }
 
