@@ -44,10 +44,14 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const PATIENCE_FOR_TURNS: Duration = Duration::from_secs(300);
 /// How long those who may have unused memory get to give it back.
 const TRIM: Duration = Duration::from_millis(30);
+/// Not more often than this for want of room on a device.
+const TRIM_PAUSE: Duration = Duration::from_secs(1);
 /// How often room is looked for while nothing is heard.
 const LOOK: Duration = Duration::from_millis(100);
 /// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
-const TURN: u32 = 10;
+const TURN: u32 = 20;
+/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
+const EXTRA: u64 = 64;
 /// The least time that a tenant with work keeps its memory.
 const LEAST_TURN: Duration = Duration::from_secs(1);
 /// How often idle tenants are looked for that shall sleep.
@@ -119,6 +123,7 @@ type Queue = (String, bool, Class);
 pub(crate) struct Memory {
     scheduler: Handle,
     state: Mutex<State>,
+    trimmed: Mutex<Option<Instant>>,
     queues: Mutex<BTreeMap<Queue, Arc<tokio::sync::Mutex<()>>>>,
     /// Somebody has given something back.
     changed: Notify,
@@ -130,6 +135,7 @@ impl Memory {
         Arc::new(Self {
             scheduler,
             state: Mutex::default(),
+            trimmed: Mutex::default(),
             queues: Mutex::default(),
             changed: Notify::new(),
             orders_given: AtomicU64::new(0),
@@ -235,8 +241,9 @@ impl Memory {
                     .await?;
                 match granted {
                     Ok(bytes) => self.tell(session, &Daemon::Granted { ticket, bytes }),
-                    Err(_) => {
+                    Err(denied) => {
                         tokio::spawn(async move {
+                            memory.trim_for(denied).await;
                             let bytes = memory.lease(session, tenant, ask).await.unwrap_or(0);
                             memory.tell(session, &Daemon::Granted { ticket, bytes });
                         });
@@ -502,7 +509,7 @@ impl Memory {
             match self.back(tenant, &place).await? {
                 Back::Done => {}
                 Back::Lacks { device, missing } if first.is_some() => {
-                    self.make_room(tenant, &device, missing).await?;
+                    self.make_room(tenant, &device, missing, false).await?;
                 }
                 Back::Lacks { device, missing } => {
                     let queue = self.queue(tenant, &device, missing).await?;
@@ -580,8 +587,6 @@ impl Memory {
     ) -> Result<u64, Stopped> {
         let began = Instant::now();
         let mut first = None;
-        // What is granted and not used comes back at once.
-        self.trim().await;
         loop {
             let again = ask.clone();
             let granted = self
@@ -611,7 +616,7 @@ impl Memory {
             if policy != Some(MemoryPolicy::SwapOthers) {
                 self.wait().await;
             } else if first.is_some() {
-                self.make_room(tenant, &ask.device, missing).await?;
+                self.make_room(tenant, &ask.device, missing, true).await?;
             } else {
                 let queue = self.queue(tenant, &ask.device, missing).await?;
                 first = tokio::time::timeout(left, queue.lock_owned()).await.ok();
@@ -619,7 +624,18 @@ impl Memory {
         }
     }
 
+    /// Has those who were granted more than they use give it back, for one who was denied this.
+    async fn trim_for(&self, denied: Denied) {
+        let last = *lock(&self.trimmed);
+        // Little can have come together since; a limit may be met by what the asker itself does not use.
+        let lately = last.is_some_and(|last| last.elapsed() < TRIM_PAUSE);
+        if !(lately && matches!(denied, Denied::Full { .. })) {
+            self.trim().await;
+        }
+    }
+
     async fn trim(&self) {
+        *lock(&self.trimmed) = Some(Instant::now());
         for session in self.sessions(None) {
             self.tell(session, &Daemon::Trim);
         }
@@ -630,19 +646,22 @@ impl Memory {
         let _ = tokio::time::timeout(LOOK, self.changed.notified()).await;
     }
 
-    /// Has others give way so that so much comes free on a device for a tenant, or waits a moment.
+    /// Has others give way so that so much, or some more, comes free on a device for a tenant, or waits a moment.
     async fn make_room(
         self: &Arc<Self>,
         tenant: TenantId,
         device: &str,
         missing: u64,
+        ahead: bool,
     ) -> Result<(), Stopped> {
         let (lines, activity) = self.scheduler.call(|engine| engine.memory()).await?;
         let line = lines.iter().find(|line| line.uuid == device);
         let candidates = line.map_or_else(Vec::new, |line| {
             self.candidates(tenant, missing, line, &activity)
         });
-        let Some(chosen) = victims(missing, &candidates) else {
+        let extra = line.filter(|_| ahead).map_or(0, |it| it.capacity / EXTRA);
+        let chosen = victims(missing.saturating_add(extra), &candidates);
+        let Some(chosen) = chosen.or_else(|| victims(missing, &candidates)) else {
             self.trim().await;
             self.wait().await;
             return Ok(());

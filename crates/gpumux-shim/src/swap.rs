@@ -34,6 +34,8 @@ const LOOK: Duration = Duration::from_micros(200);
 const PIECE: usize = 256 << 20;
 /// Part of the host's available memory that is left free (as its reciprocal).
 const SPARE: u64 = 10;
+/// Most threads that make host memory ready.
+const POPULATORS: usize = 8;
 /// Bytes of a copy to try a stream with.
 const TRIAL: usize = 4096;
 /// The host address of contents that were not kept.
@@ -539,14 +541,11 @@ impl Pool {
         let at = unsafe { mmap_anonymous(ptr::null_mut(), more, access, MapFlags::PRIVATE) }
             .map_err(|error| format!("the host has no room: {error}"))?;
         // Faster to pin; and a child must not copy it.
-        for advice in [
-            libc::MADV_HUGEPAGE,
-            libc::MADV_DONTFORK,
-            libc::MADV_POPULATE_WRITE,
-        ] {
+        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
             // SAFETY: the mapping made above. What the kernel does not know it refuses.
             unsafe { libc::madvise(at, more, advice) };
         }
+        populate(at as usize, more);
         // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
         let registered = within(context, || call!(host_register, at, more, 1));
         if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
@@ -575,6 +574,29 @@ impl Pool {
         call!(stream_synchronize, stream)?;
         Ok(stream as usize)
     }
+}
+
+/// Has the kernel find and clear pages, on several CPUs: on one this takes most of the time of pinning.
+fn populate(at: usize, bytes: usize) {
+    let threads = std::thread::available_parallelism().map_or(1, |it| it.get().min(POPULATORS));
+    let part = (bytes / threads).next_multiple_of(PIECE / POPULATORS);
+    std::thread::scope(|scope| {
+        for from in (0..bytes).step_by(part) {
+            let length = part.min(bytes - from);
+            let write = move || {
+                // SAFETY: a part of the pool's mapping, which nobody else knows yet.
+                unsafe {
+                    libc::madvise(
+                        (at + from) as *mut c_void,
+                        length,
+                        libc::MADV_POPULATE_WRITE,
+                    )
+                }
+            };
+            // Pages that nobody populates are made when they are pinned.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, write);
+        }
+    });
 }
 
 /// What the kernel would give without swapping, in bytes: of the machine, and of the control group.
