@@ -24,7 +24,7 @@ use tokio::sync::{
 
 use crate::{
     api::types::{Created, Fault, NewTenant, Placement, SpecChange},
-    groups::{self, Groups, Key, Seat},
+    groups::{self, Failure, Groups, Key, Seat},
     peer::{Peer, ProcessFd, ProcessId},
     scheduler::{Crash, Handle, SessionId, Stopped},
     store::{self, Sync},
@@ -210,6 +210,7 @@ impl Tenants {
         }
         tenants.table.lock().await.save(&tenants.files)?;
         let (tell, told) = unbounded_channel();
+        tenants.groups.tell_failures(tell.clone());
         (tenants.scheduler)
             .call(move |engine| engine.tell_crashes(tell))
             .await?;
@@ -398,7 +399,12 @@ impl Tenants {
     }
 
     /// A group has failed: says who caused it and who suffers, and starts it again.
-    async fn crashed(&self, group: &str, mut crashes: Vec<Crash>) -> Result<(), Stopped> {
+    async fn crashed(
+        &self,
+        group: &str,
+        server: bool,
+        mut crashes: Vec<Crash>,
+    ) -> Result<(), Stopped> {
         let begun = Instant::now();
         let at = (SystemTime::now().duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
         let name = group.to_owned();
@@ -413,23 +419,31 @@ impl Tenants {
             String::new()
         });
         let mut table = self.table.lock().await;
-        let members = (table.tenants.values())
+        let seated: Vec<TenantId> = (table.tenants.values())
             .filter(|it| it.seat.as_ref().is_some_and(|seat| *seat.name() == *group))
-            .count();
+            .map(|it| it.id)
+            .collect();
+        let members = seated.len();
         let whose = |pid| {
             let mut all = table.joined.iter().rev();
             all.find(|(it, _)| *it == pid).map(|(_, tenant)| *tenant)
         };
-        let (culprit, evidence) = culprit(&crashes, &said, members, whose);
+        let (culprit, evidence) = match server && crashes.iter().all(|crash| crash.error == 0) {
+            true => (None, "the group's server ended, or hung".into()),
+            false => culprit(&crashes, &said, members, whose),
+        };
         let name_of = |id: TenantId| {
             let mut all = table.ended.iter().chain(table.tenants.values());
             all.find(|it| it.id == id)
                 .map(|it| (it.uid, it.name.clone()))
         };
         let blamed = culprit.and_then(name_of);
-        let mut others: Vec<String> = (crashes.iter())
-            .filter(|crash| Some(crash.tenant) != culprit)
-            .filter_map(|crash| Some(name_of(crash.tenant)?.1))
+        // Some processes ended before they could be asked.
+        let used = seated.into_iter();
+        let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
+        let mut others: Vec<String> = (crashes.iter().map(|crash| crash.tenant).chain(used))
+            .filter(|tenant| Some(*tenant) != culprit)
+            .filter_map(|tenant| Some(name_of(tenant)?.1))
             .collect();
         others.sort();
         others.dedup();
@@ -609,6 +623,18 @@ impl Tenants {
         Ok((id, name))
     }
 
+    /// The group that a process is in although its tenant is not, if there is one. Its environment may say what it will: who
+    /// enters a group that is not its tenant's could end it by a fault.
+    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<String> {
+        let (uid, own) = {
+            let table = self.table.lock().await;
+            let tenant = table.tenants.get(&id)?;
+            let own = tenant.seat.as_ref().map(|seat| seat.name());
+            (tenant.uid, own)
+        };
+        self.groups.intruded(uid, own.as_deref(), pid).await
+    }
+
     /// A session has ended.
     pub(crate) async fn leave(&self, session: SessionId, id: TenantId, pid: u32) {
         if let Some(tenant) = self.table.lock().await.tenants.get_mut(&id)
@@ -760,25 +786,31 @@ impl Tenants {
 }
 
 /// Gathers what is told of one fault, and deals with it.
-async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Crash>) {
+async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failure>) {
     while let Some(first) = told.recv().await {
-        let mut groups = BTreeMap::from([(Arc::clone(&first.group), vec![first])]);
+        let mut groups: BTreeMap<Arc<str>, (bool, Vec<Crash>)> = BTreeMap::new();
         let all_told = tokio::time::sleep(GATHER);
         tokio::pin!(all_told);
+        let mut next = Some(first);
         loop {
-            tokio::select! {
-                () = &mut all_told => break,
-                crash = told.recv() => match crash {
-                    Some(crash) => groups.entry(Arc::clone(&crash.group)).or_default().push(crash),
-                    None => return,
-                },
+            match next {
+                Some(Failure::Process(crash)) => {
+                    let group = groups.entry(Arc::clone(&crash.group)).or_default();
+                    group.1.push(crash);
+                }
+                Some(Failure::Server(group)) => groups.entry(group).or_default().0 = true,
+                None => return,
             }
+            next = tokio::select! {
+                () = &mut all_told => break,
+                failure = told.recv() => failure,
+            };
         }
         let Some(tenants) = tenants.upgrade() else {
             return;
         };
-        for (group, crashes) in groups {
-            if tenants.crashed(&group, crashes).await.is_err() {
+        for (group, (server, crashes)) in groups {
+            if tenants.crashed(&group, server, crashes).await.is_err() {
                 return;
             }
         }
