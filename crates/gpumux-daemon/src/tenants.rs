@@ -1251,6 +1251,63 @@ mod tests {
     }
 
     #[test]
+    fn the_culprit_is_whom_the_evidence_names_and_nobody_else() {
+        let crash = |tenant, error, busy| Crash {
+            group: "0/team".into(),
+            tenant: TenantId(tenant),
+            pid: 100 + tenant as u32,
+            error,
+            busy,
+        };
+        let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
+        let unknown = "Client 77 caused a fatal fault";
+        // What is told, what the server said, how many are in the group, and whom that names.
+        for (crashes, said, members, named) in [
+            (
+                vec![crash(1, 700, true), crash(2, 700, true)],
+                said,
+                2,
+                Some(2),
+            ),
+            (vec![crash(1, 700, true)], unknown, 1, None),
+            (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
+            (
+                vec![crash(1, 810, true), crash(2, 719, false)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                vec![crash(1, 700, false), crash(2, 700, true)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                vec![crash(1, 700, true), crash(1, 700, true)],
+                "",
+                1,
+                Some(1),
+            ),
+            // There is one more, of whom nothing is known.
+            (vec![crash(1, 700, true)], "", 2, None),
+            (vec![], "", 1, None),
+        ] {
+            let whose = |pid: u32| {
+                (101..=102)
+                    .contains(&pid)
+                    .then(|| TenantId(u64::from(pid) - 100))
+            };
+            let (found, evidence) = culprit(&crashes, said, members, whose);
+            assert_eq!(
+                found,
+                named.map(TenantId),
+                "{crashes:?} {said} {members}: {evidence}"
+            );
+        }
+    }
+
+    #[test]
     fn settings_are_bounded_per_user() {
         let mut table = Table::default();
         table.set(1, "other", &SpecChange::default());
