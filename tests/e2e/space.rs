@@ -559,3 +559,40 @@ fn who_is_of_another_trust_domain_cannot_join_whatever_it_sets() {
     inside.wait_lines(lines + 10);
     assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
 }
+
+#[test]
+fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
+    let node = Node::start();
+    let start = |name: &str, options: &str| {
+        let mut command = node.tenant(&format!("{GROUP} --name {name} {options}"), "sh -c");
+        let script = "echo \"percent=$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE\"; exec sleep 600";
+        let mut process = Process::start(command.arg(script));
+        process.wait_lines(1);
+        process
+    };
+    let percent = |process: &Process| process.out().trim().replace("percent=", "");
+    let sure = start("sure", "--guaranteed 0.4");
+    let rest = start("rest", "");
+    let little = start("little", "--limit 0.25");
+    assert_eq!([&sure, &rest, &little].map(percent), ["", "60", "25"]);
+    assert_eq!(
+        node.find_tenant("rest").unwrap()["placement"]["sm_percent"],
+        60
+    );
+    drop((sure, rest, little));
+    for name in ["sure", "rest", "little"] {
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant(name).is_none().then_some(())
+        });
+    }
+    // One that is done with a fifth of the SMs, and one that scales to the last.
+    let small = start("small", "--utility 20:0.9,50:0.95,100:1");
+    let large = start("large", "--utility 25:0.25,50:0.5,75:0.75,100:1");
+    assert_eq!(percent(&large), "80");
+    drop(small);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("small").is_none().then_some(())
+    });
+    let again = start("small", "--utility 20:0.9,50:0.95,100:1");
+    assert_eq!(percent(&again), "20");
+}

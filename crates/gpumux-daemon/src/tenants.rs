@@ -14,7 +14,7 @@ use std::{
 
 use gpumux_core::{
     Hints, SpecError, TenantId, TenantSpec,
-    space::{self, Applicant, Way},
+    space::{self, Applicant, Curve, Way},
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::{
@@ -105,6 +105,7 @@ pub(crate) struct Tenant {
     pub(crate) placement: Placement,
     group: Option<Key>,
     seat: Option<Arc<Seat>>,
+    utility: Vec<(u32, f64)>,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -131,6 +132,8 @@ struct Saved {
     placement: Placement,
     #[serde(default)]
     group: Option<Key>,
+    #[serde(default)]
+    utility: Vec<(u32, f64)>,
     holders: Vec<ProcessId>,
 }
 
@@ -253,6 +256,7 @@ impl Tenants {
             placement: saved.placement,
             group: saved.group,
             seat: None,
+            utility: saved.utility,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
@@ -320,6 +324,7 @@ impl Tenants {
             tenant.placement = placement;
             tenant.group = seat.as_ref().map(|seat| seat.key().clone());
             tenant.seat = seat.map(Arc::new);
+            tenant.utility = new.utility;
         }
         if !new.kept {
             self.hold(&mut table, id, peer.process, fd);
@@ -383,10 +388,22 @@ impl Tenants {
         match self.groups.enter(&key, peer.pid).await {
             Ok(seat) => {
                 let table = self.table.lock().await;
-                let others = (table.tenants.values())
+                let curve = |points: &[(u32, f64)]| {
+                    let points = points.iter().filter(|(percent, _)| *percent <= 100);
+                    Curve::measured(points.copied())
+                };
+                let others: Vec<(&TenantSpec, Curve)> = (table.tenants.values())
                     .filter(|other| other.group.as_ref() == Some(&key))
-                    .map(|other| other.spec.guaranteed);
-                placement.sm_percent = space::percentage(spec, others);
+                    .map(|other| (&other.spec, curve(&other.utility)))
+                    .collect();
+                let own = curve(&new.utility);
+                let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
+                all.push((spec, &own));
+                let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
+                placement.sm_percent = match space::percentages(&all) {
+                    Some(shares) => shares.last().copied().filter(|share| *share < 100),
+                    None => space::percentage(spec, guaranteed),
+                };
                 (placement, Some(seat))
             }
             Err(error) => {
@@ -532,6 +549,7 @@ impl Tenants {
             placement: Placement::default(),
             group: None,
             seat: None,
+            utility: Vec::new(),
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -966,6 +984,7 @@ impl Table {
                 named: tenant.named,
                 placement: tenant.placement.clone(),
                 group: tenant.group.clone(),
+                utility: tenant.utility.clone(),
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
@@ -1372,6 +1391,7 @@ mod tests {
                 placement: Placement::default(),
                 group: None,
                 seat: None,
+                utility: Vec::new(),
                 holders,
             };
             table.insert(tenant);
