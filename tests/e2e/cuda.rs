@@ -1,10 +1,10 @@
 //! Programs of the CUDA runtime, as nvcc makes them: they say the same on the emulated device and on a real one, with and
 //! without gpumux.
 
-use std::path::PathBuf;
+use std::{path::PathBuf, time::Instant};
 
 use gpumux_tests::{
-    Finished, Node, Options, Run,
+    Finished, Node, Options, PATIENCE, Process, Run,
     cuda::{Runtime, collect, collect_nvml_script, nvml_script, program, ptx},
     real,
 };
@@ -136,6 +136,43 @@ fn virtual_memory() {
 #[test]
 fn grids_that_cooperate() {
     check_all("cooperative");
+}
+
+/// The same with a limit, and while all their memory is moved to the host again and again: they notice nothing.
+#[test]
+fn programs_whose_memory_is_moved_say_the_same() {
+    let node = Node::start();
+    let mut moves = 0;
+    for name in [
+        "memory",
+        "streams",
+        "kernels",
+        "copies",
+        "per_thread",
+        "vmm",
+    ] {
+        let Some(program) = program(name, Runtime::Static130) else {
+            return;
+        };
+        let path = program.path.to_str().expect("a plain path");
+        let options = format!("--name {name} --memory-limit 2GiB");
+        let mut tenant = Process::start(&mut node.tenant(&options, path));
+        let (started, mut mine) = (Instant::now(), 0);
+        while tenant.poll().is_none() {
+            assert!(started.elapsed() < 3 * PATIENCE, "{name}: {}", tenant.out());
+            // It wakes by itself, with its next call. Before its first and after its last it is not there.
+            let moved = node.gpumux(["sleep", name]).run().status.success();
+            moves += u32::from(moved);
+            mine += u32::from(moved);
+            if mine == 3 {
+                break;
+            }
+        }
+        let finished = tenant.finish().ok();
+        assert!(finished.out.ends_with("done\n"), "{name}: {finished:#?}");
+        assert!(!finished.out.contains(": NO"), "{name}: {finished:#?}");
+    }
+    assert!(moves > 0, "nothing was ever moved");
 }
 
 /// Several devices, by their numbers, UUIDs and PCI ids, with their memory and processes.
