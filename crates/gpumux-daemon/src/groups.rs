@@ -374,6 +374,20 @@ impl Groups {
         Ok(())
     }
 
+    /// Ends the groups that nobody needs; the others are the next daemon's.
+    pub(crate) async fn close(&self) {
+        let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
+        for group in groups {
+            let _alone = group.change.lock().await;
+            if group.state().seats == 0 {
+                self.table().remove(&group.key);
+                self.end(&group).await;
+                let _ = fs::remove_dir_all(&group.folder);
+            }
+        }
+        self.save();
+    }
+
     /// The control program, in a group's folders and as its user.
     fn command(&self, group: &Group) -> Result<Command, GroupError> {
         let words = (self.control.as_ref()).map_err(|why| GroupError::Unavailable(why.clone()))?;
