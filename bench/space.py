@@ -4,7 +4,8 @@ Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `latency` a user of a ResNet-50 CUDA graph who
 pauses between requests. The jobs are of class batch, the user is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
-`space` (gpumux: the jobs in one group, the user outside).
+`space` (gpumux: the jobs in one group, the user outside), `utility` (the same, with SM shares by curves that are measured first:
+each job alone in an MPS server at some percentages of the SMs).
 `throughput_rel` is the sum of each job's rate over its rate alone; alone it is 1 by definition.
 """
 
@@ -33,7 +34,9 @@ CASES = {
     "inference+train": ["inference", "train"],
     "inference+inference+inference": ["inference", "inference", "inference"],
 }
-MODES = ["alone", "time-slicing", "mps", "time", "space"]
+MODES = ["alone", "time-slicing", "mps", "time", "space", "utility"]
+DEFAULT_MODES = MODES[:-1]  # measuring the curves takes longer than all the rest
+PERCENTAGES = (25, 50, 75)
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
 
 
@@ -84,6 +87,44 @@ class Space(Gpumux):
         super().__exit__(*_)
 
 
+class Utility(Space):
+    """The same with SM shares by curves."""
+
+    def __init__(self, name: str, logs: Path) -> None:
+        super().__init__(name, logs)
+        self.curves: dict[str, str] = {}  # by kind
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        curve = self.curves.get(name.partition("-")[0])
+        shape = ("--utility", curve) if curve else ()
+        return super().command(command, name, klass, [*shape, *promise])
+
+
+class Confined(common.Mps):
+    """MPS whose next client uses so many percent of the SMs."""
+
+    percent = 100
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(self.percent)}
+
+
+def curve(kind: str, whole: float, seconds: float, logs: Path) -> str:
+    """What a kind of job makes of percentages of the SMs, as `gpumux run --utility` wants it."""
+    points = [(100, 1.0)]
+    with Confined("confined", logs) as mode, Crew(mode) as crew:
+        arguments, order = KINDS[kind]
+        for percent in PERCENTAGES:
+            mode.percent = percent
+            name = f"{kind}-{percent}"
+            crew.have({name: (arguments, "batch")})
+            points.append((percent, rate(crew.measure(seconds, {name: order})[name]) / whole))
+    common.say(f"{kind}: " + ", ".join(f"{percent}% of the SMs {it:.3f}" for percent, it in sorted(points)))
+    return ",".join(f"{percent}:{it:.4f}" for percent, it in sorted(points))
+
+
 def mode(name: str, logs: Path) -> Mode:
     """The mode of this name."""
     match name:
@@ -91,6 +132,8 @@ def mode(name: str, logs: Path) -> Mode:
             return Gpumux(name, logs)
         case "space":
             return Space(name, logs)
+        case "utility":
+            return Utility(name, logs)
         case _:
             return common.mode(name, logs)
 
@@ -120,6 +163,15 @@ def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> d
         wanted["server"] = SERVER
         orders["server"] = requests("graph", seconds)
     crew.have(wanted)
+    if isinstance(crew.mode, Utility):
+        # Shares are set when a process starts: now everybody is known.
+        for name in jobs:
+            crew.close(name)
+            crew.have(wanted)
+        percents = {
+            tenant["name"]: tenant["placement"].get("sm_percent") for tenant in crew.mode.tenants_now()
+        }
+        common.say(f"percentages of the SMs: {percents}")
     answers = crew.measure(seconds, orders)
     shares = {name: rate(answers[name]) / rates[kind] for name, kind in jobs.items()}
     common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares.values()))
@@ -141,11 +193,12 @@ def main() -> int:
     parser = common.parser(
         "PyTorch jobs that share one GPU in time and in space: total throughput and the latency of a user outside.",
         "  GPUMUX=target/release/gpumux python3 bench/space.py\n"
-        "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)",
+        "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)\n"
+        "  python3 bench/space.py --cases inference+train --modes space,utility --seconds 8     (about 4 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
@@ -164,6 +217,8 @@ def main() -> int:
     for name in [it for it in MODES if it in options.modes and it != "alone"]:
         before = len(results.failed)
         with results.cell(name), mode(name, logs) as entered, Crew(entered) as crew:
+            if isinstance(entered, Utility):
+                entered.curves = {kind: curve(kind, rates[kind], min(seconds, 4.0), logs) for kind in kinds}
             for case in options.cases:
                 with results.cell(f"{case} / {name}"):
                     results.add(case, name, measure(case, crew, seconds, rates))

@@ -21,6 +21,12 @@ class Modes(unittest.TestCase):
         mode.binary = "gpumux"
         self.assertNotIn("--trust", mode.command(["train"], "train-1", "batch"))
 
+    def test_curves_are_given_to_the_jobs_they_are_of(self) -> None:
+        mode = space.mode("utility", Path("."))
+        mode.binary, mode.curves = "gpumux", {"train": "50:0.5,100:1"}
+        self.assertIn("50:0.5,100:1", mode.command(["x"], "train-1", "batch"))
+        self.assertNotIn("--utility", mode.command(["x"], "inference-2", "batch"))
+
     def test_every_case_names_known_jobs(self) -> None:
         for case, kinds in space.CASES.items():
             self.assertEqual(case.removesuffix("+latency"), "+".join(kinds))

@@ -9,6 +9,7 @@ use std::{
 
 use gpumux_rm::Levers;
 use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Run, Session, real, wait_for};
+use rustix::process::{Pid, Signal};
 use serde_json::Value;
 
 use crate::{REQUESTS, TICKS};
@@ -386,4 +387,212 @@ fn a_servers_end_and_a_new_daemon_leave_a_group_that_can_be_joined() {
         find(&ps, "second")["placement"]["reason"],
         "with 1 other of team"
     );
+}
+
+/// What a program does wrong, and whether it ends those in its group: `None`: the hardware may do either.
+const FAULTS: [(&str, Option<bool>); 6] = [
+    ("illegal-address", Some(true)),
+    ("trap", Some(true)),
+    ("endless", Some(false)),
+    ("exit", None),
+    ("kill", None),
+    ("out-of-memory", Some(false)),
+];
+
+/// Lets a tenant do it, as far as it does anything.
+fn let_fail(node: &Node, options: &str, fault: &str) {
+    let killed = ["endless", "kill"].contains(&fault);
+    let program = match fault {
+        "kill" => LOAD.to_owned(),
+        fault => format!("gpumux workload fault --kind {fault} --seconds 0.7"),
+    };
+    let mut culprit =
+        Process::start(&mut node.tenant(&format!("--name culprit {options}"), &program));
+    if killed {
+        node.wait_tenant("culprit", |it| domain(it)["demand"] == "busy");
+        // So long that its last kernel is the one that does not end.
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(culprit.poll().is_none(), "{}", culprit.err());
+        culprit.kill();
+    } else {
+        culprit.finish();
+    }
+    wait_for("the culprit's end", PATIENCE, || {
+        node.find_tenant("culprit").is_none().then_some(())
+    });
+}
+
+#[test]
+fn the_fault_matrix_in_time() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    for (fault, _) in FAULTS {
+        let_fail(&node, "--class batch", fault);
+        let lines = outside.lines();
+        outside.wait_lines(lines + 10);
+        assert_eq!(
+            node.find_tenant("outside").unwrap()["state"],
+            "running",
+            "{fault}"
+        );
+    }
+    assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn the_fault_matrix_in_a_group() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    for (number, (fault, ends)) in FAULTS.into_iter().enumerate() {
+        // Who took a group down twice would be let into no other one.
+        let trust = format!("--trust team{number} --class batch");
+        let mut inside =
+            Process::start(&mut node.tenant(&format!("{trust} --name inside{number}"), TICKS));
+        inside.wait_lines(3);
+        node.wait_tenant(&format!("inside{number}"), has_domain);
+        let before = node.ps()["faults"].as_array().map_or(0, Vec::len);
+        let_fail(&node, &trust, fault);
+        let faults = || node.ps()["faults"].as_array().map_or(0, Vec::len) - before;
+        let ended = match ends {
+            Some(ends) => ends,
+            None => {
+                let lines = inside.lines();
+                wait_for("the neighbour's progress or end", PATIENCE, || {
+                    (inside.poll().is_some() || inside.lines() > lines + 10).then_some(())
+                });
+                inside.poll().is_some()
+            }
+        };
+        println!("{fault}: ended its neighbour in the group: {ended}");
+        if ended {
+            assert_ne!(inside.finish().code(), 0, "{fault}");
+            wait_for("the fault's record", PATIENCE, || {
+                (faults() == 1).then_some(())
+            });
+        } else {
+            let lines = inside.lines();
+            inside.wait_lines(lines + 10);
+            assert_eq!(faults(), 0, "{fault}");
+        }
+        let lines = outside.lines();
+        outside.wait_lines(lines + 10);
+        let mut new =
+            Process::start(&mut node.tenant(&format!("{trust} --name new{number}"), TICKS));
+        new.wait_lines(3);
+        let group = |tenant: &Value| domain(tenant)["group"].as_u64();
+        node.wait_tenant(&format!("new{number}"), |it| group(it).is_some());
+    }
+}
+
+#[test]
+fn a_server_that_hangs_or_dies_is_replaced() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    for (number, signal) in [Signal::KILL, Signal::STOP].into_iter().enumerate() {
+        let mut again = member(
+            &node,
+            &format!("again{number}"),
+            "--restart on-collateral",
+            TICKS,
+        );
+        again.wait_lines(2);
+        node.wait_tenant(&format!("again{number}"), has_domain);
+        let group = fs::read_dir(node.dir().join("groups"))
+            .unwrap()
+            .flatten()
+            .next()
+            .unwrap();
+        let mut ask = match real() {
+            true => Command::new(control_program()),
+            false => node.gpumux(["emu", "mps"]),
+        };
+        enter(&mut ask, &group.path());
+        let mut asked = Process::start(&mut ask);
+        asked.write("get_server_list\n");
+        let server: i32 = asked.finish().out.trim().parse().unwrap();
+        rustix::process::kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
+        // Only of what is one process it is known that it hangs.
+        if real() {
+            return;
+        }
+        let fault = wait_ps(&node, "the failure", |ps| ps["faults"].get(number).cloned());
+        assert_eq!(fault["culprit"], Value::Null, "{fault:#}");
+        assert!(
+            fault["evidence"].as_str().unwrap().contains("server"),
+            "{fault:#}"
+        );
+        let lines = again.lines();
+        again.wait_lines(lines + 5);
+        let lines = outside.lines();
+        outside.wait_lines(lines + 5);
+        let mut new = member(&node, &format!("new{number}"), "", TICKS);
+        new.wait_lines(2);
+    }
+}
+
+#[test]
+fn who_is_of_another_trust_domain_cannot_join_whatever_it_sets() {
+    let node = Node::start();
+    let mut inside = member(&node, "inside", "", TICKS);
+    inside.wait_lines(3);
+    node.wait_tenant("inside", has_domain);
+    let groups = || fs::read_dir(node.dir().join("groups")).unwrap().flatten();
+    let folder = groups().next().unwrap().path();
+    for options in [
+        "--name outsider",
+        "--name outsider --trust other --sharing space",
+    ] {
+        let script = format!(
+            "CUDA_MPS_PIPE_DIRECTORY={} exec {} scratch",
+            folder.join("pipe").display(),
+            gpumux_tests::binary().display()
+        );
+        let mut command = node.tenant(options, "sh -c");
+        let outsider = Process::start(command.arg(script)).finish_within(PATIENCE);
+        assert_eq!(outsider.code(), 128 + 9, "{outsider:#?}");
+        wait_for("its tenant's end", PATIENCE, || {
+            node.find_tenant("outsider").is_none().then_some(())
+        });
+    }
+    // It was ended before it did harm.
+    let lines = inside.lines();
+    inside.wait_lines(lines + 10);
+    assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
+    let node = Node::start();
+    let start = |name: &str, options: &str| {
+        let mut command = node.tenant(&format!("{GROUP} --name {name} {options}"), "sh -c");
+        let script = "echo \"percent=$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE\"; exec sleep 600";
+        let mut process = Process::start(command.arg(script));
+        process.wait_lines(1);
+        process
+    };
+    let percent = |process: &Process| process.out().trim().replace("percent=", "");
+    let sure = start("sure", "--guaranteed 0.4");
+    let rest = start("rest", "");
+    let little = start("little", "--limit 0.25");
+    assert_eq!([&sure, &rest, &little].map(percent), ["", "60", "25"]);
+    assert_eq!(
+        node.find_tenant("rest").unwrap()["placement"]["sm_percent"],
+        60
+    );
+    drop((sure, rest, little));
+    for name in ["sure", "rest", "little"] {
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant(name).is_none().then_some(())
+        });
+    }
+    // One that is done with a fifth of the SMs, and one that scales to the last.
+    let small = start("small", "--utility 20:0.9,50:0.95,100:1");
+    let large = start("large", "--utility 25:0.25,50:0.5,75:0.75,100:1");
+    assert_eq!(percent(&large), "80");
+    drop(small);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("small").is_none().then_some(())
+    });
+    let again = start("small", "--utility 20:0.9,50:0.95,100:1");
+    assert_eq!(percent(&again), "20");
 }

@@ -278,10 +278,31 @@ impl Node {
     }
 }
 
+impl Node {
+    /// Ends the servers of groups, which outlive a daemon that is killed, and whoever else uses their folders.
+    fn end_groups(&self) {
+        let groups = self.dir().join("groups").display().to_string();
+        if !Path::new(&groups).exists() {
+            return;
+        }
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        for process in processes {
+            let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+            let pid = process.file_name().to_string_lossy().parse().ok();
+            if String::from_utf8_lossy(&environment).contains(&groups)
+                && let Some(pid) = pid.and_then(Pid::from_raw)
+            {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+}
+
 impl Drop for Node {
     /// Ends the daemon that a `run` has started, if one has. Whoever holds the lock is the one whose pid is in it.
     fn drop(&mut self) {
         drop(self.daemon.take());
+        self.end_groups();
         let path = self.dir().join("lock");
         let Ok(lock) = fs::File::open(&path) else {
             return;

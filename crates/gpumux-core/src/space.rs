@@ -40,5 +40,6 @@ pub use curve::Curve;
 pub use divide::{Claimant, Rule, STEP, WORTH, divide, minimum, total, worth_moving};
 pub use explore::{Explorer, Trial};
 pub use sharing::{
-    Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide, percentage,
+    Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide,
+    percentage, percentages,
 };

@@ -14,17 +14,18 @@ use std::{
     os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown},
     path::{Path, PathBuf},
     process::Stdio,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     time::{Duration, Instant},
 };
 
 use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde::{Deserialize, Serialize};
-use tokio::{io::AsyncWriteExt, process::Command, runtime::Handle};
+use tokio::{io::AsyncWriteExt, process::Command, runtime::Handle, sync::mpsc::UnboundedSender};
 
 use crate::{
     config::Config,
     peer::ProcessId,
+    scheduler::Crash,
     store::{self, Sync},
 };
 
@@ -35,7 +36,7 @@ const PLACES: [&str; 2] = ["/usr/bin", "/usr/local/nvidia/bin"];
 /// How long a control daemon may take until it answers.
 const START: Duration = Duration::from_secs(4);
 /// How long it may take for an answer.
-const ANSWER: Duration = Duration::from_secs(3);
+const ANSWER: Duration = Duration::from_secs(2);
 /// How long it may take to end, before it is killed.
 const END: Duration = Duration::from_millis(500);
 /// How long a group without tenants is kept: starting a server takes a second.
@@ -43,11 +44,12 @@ const LINGER: Duration = Duration::from_secs(10);
 /// How often a control daemon is looked at.
 const WATCH: Duration = Duration::from_millis(25);
 /// How often it is asked whether it still answers.
-const PING: Duration = Duration::from_secs(10);
+const PING: Duration = Duration::from_secs(3);
 /// Bytes of a log that are read at most, from its end.
 const MAX_LOG: usize = 64 * 1024;
-/// Starts in a row that may fail, with a second between them.
+/// Starts that may fail, and the time between them.
 const ATTEMPTS: u32 = 5;
+const AGAIN: Duration = Duration::from_secs(1);
 
 /// Clients that one MPS server takes (48 from Volta to Hopper; NVIDIA's MPS documentation).
 pub(crate) const ROOM: usize = 48;
@@ -62,6 +64,15 @@ pub(crate) struct Key {
     pub(crate) trust: String,
 }
 
+/// What can go wrong with a group.
+#[derive(Debug)]
+pub(crate) enum Failure {
+    /// A process in it got an error that ends its context.
+    Process(Crash),
+    /// Its server has ended, or hangs.
+    Server(Arc<str>),
+}
+
 /// All groups.
 pub(crate) struct Groups {
     dir: PathBuf,
@@ -71,6 +82,8 @@ pub(crate) struct Groups {
     emulated: Option<PathBuf>,
     runtime: Handle,
     table: Mutex<BTreeMap<Key, Arc<Group>>>,
+    /// Who wants to know when a server is gone.
+    failures: OnceLock<UnboundedSender<Failure>>,
 }
 
 struct Group {
@@ -138,6 +151,7 @@ impl Groups {
             emulated: config.emulated.clone(),
             runtime: Handle::current(),
             table: Mutex::default(),
+            failures: OnceLock::new(),
         });
         for saved in store::read::<Vec<Saved>>(&groups.file) {
             let alive = saved.process.watch().is_some();
@@ -159,9 +173,36 @@ impl Groups {
         groups
     }
 
+    /// Servers that are gone are told here; who listens restarts the group.
+    pub(crate) fn tell_failures(&self, to: UnboundedSender<Failure>) {
+        let _ = self.failures.set(to);
+    }
+
     /// Why there can be no groups here, if so.
     pub(crate) fn unavailable(&self) -> Option<&str> {
         self.control.as_ref().err().map(String::as_str)
+    }
+
+    /// The group of this user, other than `own`, whose server has this process as a client.
+    pub(crate) async fn intruded(&self, uid: u32, own: Option<&str>, pid: u32) -> Option<String> {
+        let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
+        for group in groups {
+            if group.key.uid != uid || Some(&*group.name()) == own {
+                continue;
+            }
+            let servers = self
+                .ask(&group, "get_server_list")
+                .await
+                .unwrap_or_default();
+            for server in servers.split_whitespace() {
+                let clients = self.ask(&group, &format!("get_client_list {server}")).await;
+                let clients = clients.unwrap_or_default();
+                if clients.split_whitespace().any(|it| it.parse() == Ok(pid)) {
+                    return Some(group.name());
+                }
+            }
+        }
+        None
     }
 
     /// How many have a seat in a group.
@@ -277,6 +318,10 @@ impl Groups {
     /// Starts the control daemon, unless it runs.
     async fn start(self: &Arc<Self>, group: &Arc<Group>) -> Result<(), GroupError> {
         let _alone = group.change.lock().await;
+        self.start_alone(group).await
+    }
+
+    async fn start_alone(self: &Arc<Self>, group: &Arc<Group>) -> Result<(), GroupError> {
         if group.process().is_some() {
             return Ok(());
         }
@@ -329,6 +374,20 @@ impl Groups {
         Ok(())
     }
 
+    /// Ends the groups that nobody needs; the others are the next daemon's.
+    pub(crate) async fn close(&self) {
+        let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
+        for group in groups {
+            let _alone = group.change.lock().await;
+            if group.state().seats == 0 {
+                self.table().remove(&group.key);
+                self.end(&group).await;
+                let _ = fs::remove_dir_all(&group.folder);
+            }
+        }
+        self.save();
+    }
+
     /// The control program, in a group's folders and as its user.
     fn command(&self, group: &Group) -> Result<Command, GroupError> {
         let words = (self.control.as_ref()).map_err(|why| GroupError::Unavailable(why.clone()))?;
@@ -362,17 +421,15 @@ impl Groups {
         let Some(group) = group else {
             return Ok(String::new());
         };
-        let said = {
-            let _alone = group.change.lock().await;
-            let said = fs::read(group.log("server.log")).unwrap_or_default();
-            self.end(&group).await;
-            // Each server begins its own.
-            let _ = fs::rename(group.log("server.log"), group.log("server.log.old"));
-            let from = said.len().saturating_sub(MAX_LOG);
-            String::from_utf8_lossy(&said[from..]).into_owned()
-        };
+        let _alone = group.change.lock().await;
+        let said = fs::read(group.log("server.log")).unwrap_or_default();
+        self.end(&group).await;
+        // Each server begins its own.
+        let _ = fs::rename(group.log("server.log"), group.log("server.log.old"));
+        let from = said.len().saturating_sub(MAX_LOG);
+        let said = String::from_utf8_lossy(&said[from..]).into_owned();
         if group.state().seats > 0 {
-            self.start(&group).await?;
+            self.start_alone(&group).await?;
         }
         Ok(said)
     }
@@ -432,22 +489,23 @@ impl Groups {
         }
     }
 
-    /// Starts the control daemon again whenever it is gone.
+    /// Sees to it that a group that somebody needs has a server that answers.
     fn watch(self: &Arc<Self>, group: &Arc<Group>) {
         if std::mem::replace(&mut group.state().watched, true) {
             return;
         }
         let (groups, group) = (Arc::clone(self), Arc::clone(group));
         self.runtime.spawn(async move {
-            let (mut failed, mut answered) = (0, Instant::now());
+            let (mut failed, mut answered, mut gone) = (0, Instant::now(), None);
             while failed < ATTEMPTS && groups.has(&group) {
                 tokio::time::sleep(WATCH).await;
-                if group.state().seats == 0 {
+                let alone = group.change.try_lock();
+                if alone.is_err() || group.state().seats == 0 {
                     continue;
                 }
                 if group.process().is_some() {
+                    gone = None;
                     if answered.elapsed() > PING {
-                        let _alone = group.change.lock().await;
                         if !groups.answers(&group).await {
                             tracing::warn!(group = group.name(), "the group's server hangs");
                             groups.end(&group).await;
@@ -456,17 +514,21 @@ impl Groups {
                     }
                     continue;
                 }
-                tracing::warn!(
-                    group = group.name(),
-                    "the group's server is gone: starting it again"
-                );
-                match groups.start(&group).await {
-                    Ok(()) => failed = 0,
-                    Err(error) => {
-                        tracing::warn!(group = group.name(), %error, "the group cannot be started");
-                        failed += 1;
-                        tokio::time::sleep(Duration::from_secs(1)).await;
+                drop(alone);
+                // Who is told starts it again. If not, it is done here.
+                let since = *gone.get_or_insert_with(|| {
+                    if let Some(to) = groups.failures.get() {
+                        let _ = to.send(Failure::Server(group.name().into()));
                     }
+                    Instant::now()
+                });
+                if since.elapsed() < AGAIN {
+                    continue;
+                }
+                gone = Some(Instant::now());
+                if let Err(error) = groups.start(&group).await {
+                    tracing::warn!(group = group.name(), %error, "the group cannot be started");
+                    failed += 1;
                 }
             }
             group.state().watched = false;

@@ -31,7 +31,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 use crate::{
     config::Config,
     memory::Memory,
-    peer::{Peer, credentials, readable},
+    peer::{Peer, ProcessFd, credentials, readable},
     scheduler::{GroupError, Handle, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
@@ -94,6 +94,8 @@ enum Refusal {
     TooManyGroups,
     #[error("more than {MAX_CHANNELS} channels in a group")]
     TooManyChannels,
+    #[error("the process entered group {0}, which is not its tenant's: it is ended")]
+    Intruder(String),
     #[error("the group came without its file")]
     NoFile,
     #[error(transparent)]
@@ -281,6 +283,7 @@ impl Sessions {
             id,
             tenant,
             pid: peer.pid,
+            process: peer.fd.as_ref(),
             page,
             keys: BTreeMap::new(),
             rejected: 0,
@@ -336,6 +339,7 @@ struct Session<'a> {
     id: SessionId,
     tenant: TenantId,
     pid: u32,
+    process: Option<&'a ProcessFd>,
     page: Arc<Page>,
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
@@ -436,6 +440,12 @@ impl Session<'_> {
         let emulated = self.sessions.emulated.clone();
         let examined =
             tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;
+        if shared && let Some(group) = self.sessions.tenants.intruded(self.tenant, self.pid).await {
+            if let Some(process) = self.process {
+                process.kill();
+            }
+            return Err(Refusal::Intruder(group));
+        }
         let verified = match examined.map_err(|_| Stopped)? {
             Ok(verified) => verified,
             // The program may have freed it meanwhile. But not for ever.

@@ -14,7 +14,7 @@ use std::{
 
 use gpumux_core::{
     Hints, SpecError, TenantId, TenantSpec,
-    space::{self, Applicant, Way},
+    space::{self, Applicant, Curve, Way},
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::{
@@ -24,7 +24,7 @@ use tokio::sync::{
 
 use crate::{
     api::types::{Created, Fault, NewTenant, Placement, SpecChange},
-    groups::{self, Groups, Key, Seat},
+    groups::{self, Failure, Groups, Key, Seat},
     peer::{Peer, ProcessFd, ProcessId},
     scheduler::{Crash, Handle, SessionId, Stopped},
     store::{self, Sync},
@@ -105,6 +105,7 @@ pub(crate) struct Tenant {
     pub(crate) placement: Placement,
     group: Option<Key>,
     seat: Option<Arc<Seat>>,
+    utility: Vec<(u32, f64)>,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -131,6 +132,8 @@ struct Saved {
     placement: Placement,
     #[serde(default)]
     group: Option<Key>,
+    #[serde(default)]
+    utility: Vec<(u32, f64)>,
     holders: Vec<ProcessId>,
 }
 
@@ -210,6 +213,7 @@ impl Tenants {
         }
         tenants.table.lock().await.save(&tenants.files)?;
         let (tell, told) = unbounded_channel();
+        tenants.groups.tell_failures(tell.clone());
         (tenants.scheduler)
             .call(move |engine| engine.tell_crashes(tell))
             .await?;
@@ -252,6 +256,7 @@ impl Tenants {
             placement: saved.placement,
             group: saved.group,
             seat: None,
+            utility: saved.utility,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
@@ -319,6 +324,7 @@ impl Tenants {
             tenant.placement = placement;
             tenant.group = seat.as_ref().map(|seat| seat.key().clone());
             tenant.seat = seat.map(Arc::new);
+            tenant.utility = new.utility;
         }
         if !new.kept {
             self.hold(&mut table, id, peer.process, fd);
@@ -382,10 +388,22 @@ impl Tenants {
         match self.groups.enter(&key, peer.pid).await {
             Ok(seat) => {
                 let table = self.table.lock().await;
-                let others = (table.tenants.values())
+                let curve = |points: &[(u32, f64)]| {
+                    let points = points.iter().filter(|(percent, _)| *percent <= 100);
+                    Curve::measured(points.copied())
+                };
+                let others: Vec<(&TenantSpec, Curve)> = (table.tenants.values())
                     .filter(|other| other.group.as_ref() == Some(&key))
-                    .map(|other| other.spec.guaranteed);
-                placement.sm_percent = space::percentage(spec, others);
+                    .map(|other| (&other.spec, curve(&other.utility)))
+                    .collect();
+                let own = curve(&new.utility);
+                let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
+                all.push((spec, &own));
+                let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
+                placement.sm_percent = match space::percentages(&all) {
+                    Some(shares) => shares.last().copied().filter(|share| *share < 100),
+                    None => space::percentage(spec, guaranteed),
+                };
                 (placement, Some(seat))
             }
             Err(error) => {
@@ -398,7 +416,12 @@ impl Tenants {
     }
 
     /// A group has failed: says who caused it and who suffers, and starts it again.
-    async fn crashed(&self, group: &str, mut crashes: Vec<Crash>) -> Result<(), Stopped> {
+    async fn crashed(
+        &self,
+        group: &str,
+        server: bool,
+        mut crashes: Vec<Crash>,
+    ) -> Result<(), Stopped> {
         let begun = Instant::now();
         let at = (SystemTime::now().duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
         let name = group.to_owned();
@@ -413,23 +436,31 @@ impl Tenants {
             String::new()
         });
         let mut table = self.table.lock().await;
-        let members = (table.tenants.values())
+        let seated: Vec<TenantId> = (table.tenants.values())
             .filter(|it| it.seat.as_ref().is_some_and(|seat| *seat.name() == *group))
-            .count();
+            .map(|it| it.id)
+            .collect();
+        let members = seated.len();
         let whose = |pid| {
             let mut all = table.joined.iter().rev();
             all.find(|(it, _)| *it == pid).map(|(_, tenant)| *tenant)
         };
-        let (culprit, evidence) = culprit(&crashes, &said, members, whose);
+        let (culprit, evidence) = match server && crashes.iter().all(|crash| crash.error == 0) {
+            true => (None, "the group's server ended, or hung".into()),
+            false => culprit(&crashes, &said, members, whose),
+        };
         let name_of = |id: TenantId| {
             let mut all = table.ended.iter().chain(table.tenants.values());
             all.find(|it| it.id == id)
                 .map(|it| (it.uid, it.name.clone()))
         };
         let blamed = culprit.and_then(name_of);
-        let mut others: Vec<String> = (crashes.iter())
-            .filter(|crash| Some(crash.tenant) != culprit)
-            .filter_map(|crash| Some(name_of(crash.tenant)?.1))
+        // Some processes ended before they could be asked.
+        let used = seated.into_iter();
+        let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
+        let mut others: Vec<String> = (crashes.iter().map(|crash| crash.tenant).chain(used))
+            .filter(|tenant| Some(*tenant) != culprit)
+            .filter_map(|tenant| Some(name_of(tenant)?.1))
             .collect();
         others.sort();
         others.dedup();
@@ -518,6 +549,7 @@ impl Tenants {
             placement: Placement::default(),
             group: None,
             seat: None,
+            utility: Vec::new(),
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -607,6 +639,18 @@ impl Tenants {
         table.joined.drain(..surplus);
         table.save_or_warn(&self.files);
         Ok((id, name))
+    }
+
+    /// The group that a process is in although its tenant is not, if there is one. Its environment may say what it will: who
+    /// enters a group that is not its tenant's could end it by a fault.
+    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<String> {
+        let (uid, own) = {
+            let table = self.table.lock().await;
+            let tenant = table.tenants.get(&id)?;
+            let own = tenant.seat.as_ref().map(|seat| seat.name());
+            (tenant.uid, own)
+        };
+        self.groups.intruded(uid, own.as_deref(), pid).await
     }
 
     /// A session has ended.
@@ -760,25 +804,31 @@ impl Tenants {
 }
 
 /// Gathers what is told of one fault, and deals with it.
-async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Crash>) {
+async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failure>) {
     while let Some(first) = told.recv().await {
-        let mut groups = BTreeMap::from([(Arc::clone(&first.group), vec![first])]);
+        let mut groups: BTreeMap<Arc<str>, (bool, Vec<Crash>)> = BTreeMap::new();
         let all_told = tokio::time::sleep(GATHER);
         tokio::pin!(all_told);
+        let mut next = Some(first);
         loop {
-            tokio::select! {
-                () = &mut all_told => break,
-                crash = told.recv() => match crash {
-                    Some(crash) => groups.entry(Arc::clone(&crash.group)).or_default().push(crash),
-                    None => return,
-                },
+            match next {
+                Some(Failure::Process(crash)) => {
+                    let group = groups.entry(Arc::clone(&crash.group)).or_default();
+                    group.1.push(crash);
+                }
+                Some(Failure::Server(group)) => groups.entry(group).or_default().0 = true,
+                None => return,
             }
+            next = tokio::select! {
+                () = &mut all_told => break,
+                failure = told.recv() => failure,
+            };
         }
         let Some(tenants) = tenants.upgrade() else {
             return;
         };
-        for (group, crashes) in groups {
-            if tenants.crashed(&group, crashes).await.is_err() {
+        for (group, (server, crashes)) in groups {
+            if tenants.crashed(&group, server, crashes).await.is_err() {
                 return;
             }
         }
@@ -934,6 +984,7 @@ impl Table {
                 named: tenant.named,
                 placement: tenant.placement.clone(),
                 group: tenant.group.clone(),
+                utility: tenant.utility.clone(),
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
@@ -1219,6 +1270,63 @@ mod tests {
     }
 
     #[test]
+    fn the_culprit_is_whom_the_evidence_names_and_nobody_else() {
+        let crash = |tenant, error, busy| Crash {
+            group: "0/team".into(),
+            tenant: TenantId(tenant),
+            pid: 100 + tenant as u32,
+            error,
+            busy,
+        };
+        let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
+        let unknown = "Client 77 caused a fatal fault";
+        // What is told, what the server said, how many are in the group, and whom that names.
+        for (crashes, said, members, named) in [
+            (
+                vec![crash(1, 700, true), crash(2, 700, true)],
+                said,
+                2,
+                Some(2),
+            ),
+            (vec![crash(1, 700, true)], unknown, 1, None),
+            (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
+            (
+                vec![crash(1, 810, true), crash(2, 719, false)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                vec![crash(1, 700, false), crash(2, 700, true)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                vec![crash(1, 700, true), crash(1, 700, true)],
+                "",
+                1,
+                Some(1),
+            ),
+            // There is one more, of whom nothing is known.
+            (vec![crash(1, 700, true)], "", 2, None),
+            (vec![], "", 1, None),
+        ] {
+            let whose = |pid: u32| {
+                (101..=102)
+                    .contains(&pid)
+                    .then(|| TenantId(u64::from(pid) - 100))
+            };
+            let (found, evidence) = culprit(&crashes, said, members, whose);
+            assert_eq!(
+                found,
+                named.map(TenantId),
+                "{crashes:?} {said} {members}: {evidence}"
+            );
+        }
+    }
+
+    #[test]
     fn settings_are_bounded_per_user() {
         let mut table = Table::default();
         table.set(1, "other", &SpecChange::default());
@@ -1283,6 +1391,7 @@ mod tests {
                 placement: Placement::default(),
                 group: None,
                 seat: None,
+                utility: Vec::new(),
                 holders,
             };
             table.insert(tenant);

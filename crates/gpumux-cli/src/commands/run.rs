@@ -73,6 +73,9 @@ pub(crate) struct Args {
     /// time: a context of its own, in turns with others; space: the group of its trust domain; auto: what serves it best, without a trust domain always time
     #[arg(long, value_parser = sharing(), default_value = Sharing::default().name())]
     sharing: Sharing,
+    /// What the program makes of so many percent of the SMs, such as 25:0.7,50:0.9,100:1 (throughput in any unit): in a group, SMs go to who makes most of them
+    #[arg(long, value_name = "PERCENT:RATE,…", value_delimiter = ',', value_parser = point)]
+    utility: Vec<(u32, f64)>,
     /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent
     #[arg(long, value_enum, default_value_t)]
     restart: Restart,
@@ -211,6 +214,15 @@ fn enter(args: &Args, program: &mut Command) -> Result<String, Failure> {
     Ok(tenant.name)
 }
 
+fn point(text: &str) -> Result<(u32, f64), String> {
+    let wrong = || format!("`{text}` is no point of a curve: use PERCENT:RATE, such as 50:0.9");
+    let (percent, rate) = text.split_once(':').ok_or_else(wrong)?;
+    match (percent.parse(), rate.parse::<f64>()) {
+        (Ok(percent @ 1..=100), Ok(rate)) if rate.is_finite() && rate >= 0.0 => Ok((percent, rate)),
+        _ => Err(wrong()),
+    }
+}
+
 fn sharing() -> impl TypedValueParser<Value = Sharing> {
     PossibleValuesParser::new(Sharing::ALL.map(Sharing::name))
         .try_map(|name| name.parse::<Sharing>())
@@ -224,6 +236,7 @@ fn create(args: &Args) -> Result<Created, Failure> {
         spec: args.spec.change(),
         trust: args.trust.clone(),
         sharing: args.sharing,
+        utility: args.utility.clone(),
         ..NewTenant::default()
     };
     let ask = || client::block(async |client| client.create(&tenant).await);

@@ -4,6 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
+use super::{Claimant, Curve, Rule, divide, minimum};
 use crate::{Class, TenantSpec};
 
 /// What a tenant wants.
@@ -202,6 +203,27 @@ pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantS
     all
 }
 
+/// Steps in which percentages of the SMs are divided: about what Hopper can separate (8 of 132).
+const PERCENT_STEP: u32 = 5;
+
+/// Percentages of the SMs for all members of a group, by what they make of them; `None` where nothing was measured of any.
+/// The curves count in percent of the SMs.
+pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
+    if members.iter().all(|(_, curve)| curve.is_empty()) {
+        return None;
+    }
+    let claimants: Vec<Claimant> = members
+        .iter()
+        .map(|(spec, curve)| Claimant {
+            weight: spec.weight,
+            min: minimum(spec.guaranteed, 1.0, 100),
+            max: ((spec.limit * 100.0).round() as u32).max(1),
+            curve,
+        })
+        .collect();
+    divide(Rule::Utility, &claimants, 100, PERCENT_STEP)
+}
+
 /// Percentage of the SMs to which a new member of a group is confined for its life, if it is: its limit, and no more than
 /// what the others' guarantees leave. Its own guarantee it has in any case.
 pub fn percentage(
@@ -347,6 +369,23 @@ mod tests {
                 "{spec:?} {others:?}"
             );
         }
+    }
+
+    #[test]
+    fn who_makes_little_of_more_sms_leaves_them_to_others() {
+        let spec = TenantSpec::default();
+        let small = Curve::measured([(20, 0.9), (50, 0.95), (100, 1.0)]);
+        let large = Curve::measured([(25, 0.25), (50, 0.5), (75, 0.75), (100, 1.0)]);
+        let shares = percentages(&[(&spec, &small), (&spec, &large)]);
+        assert_eq!(shares, Some(vec![20, 80]));
+        let half = TenantSpec {
+            guaranteed: 0.5,
+            ..TenantSpec::default()
+        };
+        let shares = percentages(&[(&half, &small), (&spec, &large)]);
+        assert_eq!(shares, Some(vec![50, 50]));
+        let nothing = Curve::default();
+        assert_eq!(percentages(&[(&spec, &nothing), (&spec, &nothing)]), None);
     }
 
     #[test]

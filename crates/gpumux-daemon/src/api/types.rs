@@ -304,6 +304,10 @@ pub struct NewTenant {
     #[serde(default)]
     #[schema(value_type = String, pattern = "^(auto|time|space)$")]
     pub sharing: Sharing,
+    /// What its program makes of so many percent of the SMs: `[percent, throughput]`, in any unit. In a group, SMs go to who
+    /// makes most of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub utility: Vec<(u32, f64)>,
     /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
     pub token: Option<String>,
 }

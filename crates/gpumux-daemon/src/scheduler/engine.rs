@@ -23,7 +23,7 @@ use super::{
     domain::{Domain, Member, NewGroup},
     record::{Counted, Durations, History, Totals, What},
 };
-use crate::{api::types, config::Config, devices::Known};
+use crate::{api::types, config::Config, devices::Known, groups::Failure};
 
 /// The state of the scheduling thread.
 pub(crate) struct Engine {
@@ -41,7 +41,7 @@ pub(crate) struct Engine {
     /// Tenants that were placed in a group, and its name.
     placed: BTreeMap<TenantId, Arc<str>>,
     /// Who wants to know of crashes in groups.
-    crashes: Option<UnboundedSender<Crash>>,
+    crashes: Option<UnboundedSender<Failure>>,
     /// What processes that are gone counted, of tenants that live.
     ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
@@ -258,7 +258,7 @@ impl Engine {
     }
 
     /// Crashes in groups are told here from now on.
-    pub(crate) fn tell_crashes(&mut self, to: UnboundedSender<Crash>) {
+    pub(crate) fn tell_crashes(&mut self, to: UnboundedSender<Failure>) {
         self.crashes = Some(to);
     }
 
@@ -267,7 +267,7 @@ impl Engine {
             return;
         };
         for crash in self.crashed(|met| met.page.fault() != 0) {
-            let _ = to.send(crash);
+            let _ = to.send(Failure::Process(crash));
         }
     }
 
