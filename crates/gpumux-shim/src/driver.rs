@@ -694,34 +694,6 @@ hooks! {
     ) // SAFETY: the program's own arguments.
     real => unsafe { memory::pointer_attributes(count, attributes, data, address, real) };
 
-    // What may wait for the device inside the driver, and keep its locks meanwhile: those are needed to move memory.
-    cuMemAllocHost_v2 [c"cuMemAllocHost" 3020] (a: u64, b: u64) real => gate::through(real);
-    cuMemHostAlloc [c"cuMemHostAlloc" 2020] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuMemFreeHost [c"cuMemFreeHost" 2000] (a: u64) real => gate::through(real);
-    cuMemHostUnregister [c"cuMemHostUnregister" 4000] (a: u64) real => gate::through(real);
-    cuModuleLoad [c"cuModuleLoad" 2000] (a: u64, b: u64) real => gate::through(real);
-    cuModuleLoadData [c"cuModuleLoadData" 2000] (a: u64, b: u64) real => gate::through(real);
-    cuModuleLoadDataEx [c"cuModuleLoadDataEx" 2010] (a: u64, b: u64, c: u64, d: u64, e: u64) real => gate::through(real);
-    cuModuleLoadFatBinary [c"cuModuleLoadFatBinary" 2000] (a: u64, b: u64) real => gate::through(real);
-    cuModuleUnload [c"cuModuleUnload" 2000] (a: u64) real => gate::through(real);
-    cuModuleGetFunction [c"cuModuleGetFunction" 2000] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuLibraryLoadData [c"cuLibraryLoadData" 12000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64) real => gate::through(real);
-    cuLibraryLoadFromFile [c"cuLibraryLoadFromFile" 12000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64) real => gate::through(real);
-    cuLibraryUnload [c"cuLibraryUnload" 12000] (a: u64) real => gate::through(real);
-    cuLibraryGetModule [c"cuLibraryGetModule" 12000] (a: u64, b: u64) real => gate::through(real);
-    cuKernelGetFunction [c"cuKernelGetFunction" 12000] (a: u64, b: u64) real => gate::through(real);
-    cuFuncLoad [c"cuFuncLoad" 12040] (a: u64) real => gate::through(real);
-    cuArrayDestroy [c"cuArrayDestroy" 2000] (a: u64) real => gate::through(real);
-    cuMipmappedArrayDestroy [c"cuMipmappedArrayDestroy" 5000] (a: u64) real => gate::through(real);
-    cuGraphInstantiate [c"cuGraphInstantiate" 10000] (a: u64, b: u64, c: u64, d: u64, e: u64) real => gate::through(real);
-    cuGraphInstantiate_v2 [c"cuGraphInstantiate" 11000] (a: u64, b: u64, c: u64, d: u64, e: u64) real => gate::through(real);
-    cuGraphInstantiateWithFlags [c"cuGraphInstantiateWithFlags" 11040] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuGraphInstantiateWithParams [c"cuGraphInstantiateWithParams" 12000] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuGraphInstantiateWithParams_ptsz [c"cuGraphInstantiateWithParams" 12000 PER_THREAD] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuGraphExecDestroy [c"cuGraphExecDestroy" 10000] (a: u64) real => gate::through(real);
-    cuMemPoolTrimTo [c"cuMemPoolTrimTo" 11020] (a: u64, b: u64) real => gate::through(real);
-    cuMemPoolDestroy [c"cuMemPoolDestroy" 11020] (a: u64) real => gate::through(real);
-
     // What may tell that work is coming.
     cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
         real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), LEGACY, real));
