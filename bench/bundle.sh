@@ -29,7 +29,7 @@ for line in sys.stdin:
   # CUDA programs: compiled here, by the compiler that the tests get for themselves.
   if [ "$name" = e2e ]; then
     GPUMUX_COPY_CUDA_PROGRAMS=$(realpath "$out")/cuda "$executable" --exact cuda::all_programs_compile < /dev/null
-    strip "$out"/cuda/*-13.*
+    find "$out/cuda" -maxdepth 1 -name "*-13.*" -exec strip {} +
   fi
 done
 

@@ -122,10 +122,11 @@ def report(args: argparse.Namespace) -> int:
     command = [str(args.tests)] if args.tests else ["cargo", "test", "-p", "gpumux-tests", "--test", "e2e", "--"]
     logs = args.logs or Path(tempfile.mkdtemp(prefix="fidelity-"))
     logs.mkdir(parents=True, exist_ok=True)
+    device, driver = common.device_and_driver() if args.real else ("unknown", "emulated")
     data: dict[str, Any] = {
         "bench": "fidelity",
-        "device": "unknown",
-        "driver": common.device_and_driver()[1] if args.real else "emulated",
+        "device": device,
+        "driver": driver,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": common.commit(),
         "command": "python3 bench/fidelity.py" + (" --real" if args.real else ""),
@@ -193,6 +194,8 @@ def times(data: dict[str, Any]) -> dict[tuple[str, str, tuple[str, ...]], list[f
 
 def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
     """Reports side by side: the emulated device last."""
+    if not reports:
+        return "No report is committed yet."
     reports = sorted(reports, key=lambda it: ("emulated" in it["device"], it["device"]))
     every = [times(data) for data in reports]
     devices = [data["device"].removeprefix("NVIDIA ") for data in reports]

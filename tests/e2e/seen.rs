@@ -235,6 +235,8 @@ fn the_web_page_in_a_browser() {
         why.as_str().unwrap().starts_with("night is a batch tenant"),
         "{why}"
     );
+    // Contexts, and the memory of somebody.
+    browser.until("document.querySelectorAll('#memory .map i').length > 1");
     // It is live: what it has received grows.
     let received = "parseFloat([...document.querySelectorAll('dt')].find(t => t.textContent === 'device time').nextSibling.textContent)";
     let before = browser.until(&format!("String({received})"));

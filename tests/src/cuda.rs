@@ -26,15 +26,18 @@ pub enum Runtime {
     Shared128,
     /// CUDA 13.5 inside of the program: newer than the driver.
     Static135,
+    /// CUDA 13.5 as a library.
+    Shared135,
 }
 
 impl Runtime {
     /// All that there are.
-    pub const ALL: [Self; 4] = [
+    pub const ALL: [Self; 5] = [
         Self::Static130,
         Self::Shared130,
         Self::Shared128,
         Self::Static135,
+        Self::Shared135,
     ];
 
     fn packages(self) -> &'static [&'static str] {
@@ -47,7 +50,7 @@ impl Runtime {
                 "nvidia-cuda-cccl==13.0.85",
                 "nvidia-cuda-runtime-cu12==12.8.90",
             ],
-            Self::Static135 => &[
+            Self::Static135 | Self::Shared135 => &[
                 "nvidia-cuda-nvcc==13.5.37",
                 "nvidia-cuda-crt==13.5.37",
                 "nvidia-nvvm==13.5.37",
@@ -61,13 +64,13 @@ impl Runtime {
         match self {
             // Only the library is of 12.8: its compiler is not in a package.
             Self::Static130 | Self::Shared130 | Self::Shared128 => "13.0",
-            Self::Static135 => "13.5",
+            Self::Static135 | Self::Shared135 => "13.5",
         }
     }
 
     fn linking(self) -> &'static str {
         match self {
-            Self::Shared130 => "shared",
+            Self::Shared130 | Self::Shared135 => "shared",
             Self::Shared128 => "none",
             Self::Static130 | Self::Static135 => "static",
         }
@@ -96,7 +99,7 @@ pub fn program(name: &str, runtime: Runtime) -> Option<Program> {
         assert!(path.exists(), "{} is missing", path.display());
         return Some(Program {
             path,
-            libraries: dir,
+            libraries: dir.join(runtime.version()),
         });
     }
     let packages = install(runtime.version(), runtime.packages())?;
@@ -124,17 +127,18 @@ pub fn program(name: &str, runtime: Runtime) -> Option<Program> {
 ///
 /// # Errors
 /// When they cannot be copied.
-pub fn collect(program: &Program, into: &Path) -> io::Result<()> {
-    fs::create_dir_all(into)?;
-    let copy = |path: &Path| {
+pub fn collect(program: &Program, runtime: Runtime, into: &Path) -> io::Result<()> {
+    let libraries = into.join(runtime.version());
+    fs::create_dir_all(&libraries)?;
+    let copy = |path: &Path, into: &Path| {
         let name = path.file_name().unwrap_or_default();
         fs::copy(path, into.join(name)).map(drop)
     };
-    copy(&program.path)?;
+    copy(&program.path, into)?;
     for entry in fs::read_dir(&program.libraries)?.flatten() {
         let name = entry.file_name();
         if name.to_string_lossy().starts_with("libcudart.so.") {
-            copy(&entry.path())?;
+            copy(&entry.path(), &libraries)?;
         }
     }
     Ok(())

@@ -39,14 +39,19 @@ const QUIET: Duration = Duration::from_secs(20);
 const FREEZE: Duration = Duration::from_secs(5);
 /// How long moving one process's memory may take: 140 GiB at 1 GiB/s, and as much again.
 const MOVE: Duration = Duration::from_secs(300);
-/// How long a request for memory waits for room.
+/// How long a request for memory waits until others free some, and until others were moved away: they have their turns first.
 const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE_FOR_TURNS: Duration = Duration::from_secs(300);
 /// How long those who may have unused memory get to give it back.
 const TRIM: Duration = Duration::from_millis(30);
+/// Not more often than this for want of room on a device.
+const TRIM_PAUSE: Duration = Duration::from_secs(1);
 /// How often room is looked for while nothing is heard.
 const LOOK: Duration = Duration::from_millis(100);
 /// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
-const TURN: u32 = 10;
+const TURN: u32 = 20;
+/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
+const EXTRA: u64 = 64;
 /// The least time that a tenant with work keeps its memory.
 const LEAST_TURN: Duration = Duration::from_secs(1);
 /// How often idle tenants are looked for that shall sleep.
@@ -110,10 +115,16 @@ struct State {
     places: BTreeMap<TenantId, Arc<Place>>,
 }
 
+/// Those who lack room on a device and have the same right to it are served in the order in which they came: the first has others
+/// moved away. By device, whether it was promised, and class.
+type Queue = (String, bool, Class);
+
 /// The broker.
 pub(crate) struct Memory {
     scheduler: Handle,
     state: Mutex<State>,
+    trimmed: Mutex<Option<Instant>>,
+    queues: Mutex<BTreeMap<Queue, Arc<tokio::sync::Mutex<()>>>>,
     /// Somebody has given something back.
     changed: Notify,
     orders_given: AtomicU64,
@@ -124,6 +135,8 @@ impl Memory {
         Arc::new(Self {
             scheduler,
             state: Mutex::default(),
+            trimmed: Mutex::default(),
+            queues: Mutex::default(),
             changed: Notify::new(),
             orders_given: AtomicU64::new(0),
         })
@@ -228,8 +241,9 @@ impl Memory {
                     .await?;
                 match granted {
                     Ok(bytes) => self.tell(session, &Daemon::Granted { ticket, bytes }),
-                    Err(_) => {
+                    Err(denied) => {
                         tokio::spawn(async move {
+                            memory.trim_for(denied).await;
                             let bytes = memory.lease(session, tenant, ask).await.unwrap_or(0);
                             memory.tell(session, &Daemon::Granted { ticket, bytes });
                         });
@@ -490,11 +504,16 @@ impl Memory {
     pub(crate) async fn wake(self: &Arc<Self>, tenant: TenantId) -> Result<(), MoveError> {
         let place = self.place(tenant);
         let _waking = place.waking.lock().await;
+        let mut first = None;
         while place.asleep.load(Ordering::Acquire) {
             match self.back(tenant, &place).await? {
                 Back::Done => {}
+                Back::Lacks { device, missing } if first.is_some() => {
+                    self.make_room(tenant, &device, missing, false).await?;
+                }
                 Back::Lacks { device, missing } => {
-                    self.make_room(tenant, &device, missing).await?;
+                    let queue = self.queue(tenant, &device, missing).await?;
+                    first = Some(queue.lock_owned().await);
                 }
                 Back::Refused(why) => {
                     // What came back stays; the driver had no room for the rest.
@@ -566,9 +585,8 @@ impl Memory {
         tenant: TenantId,
         ask: Ask,
     ) -> Result<u64, Stopped> {
-        let deadline = Instant::now() + PATIENCE;
-        // What is granted and not used comes back at once.
-        self.trim().await;
+        let began = Instant::now();
+        let mut first = None;
         loop {
             let again = ask.clone();
             let granted = self
@@ -586,22 +604,38 @@ impl Memory {
             let (_, activity) = self.scheduler.call(|engine| engine.memory()).await?;
             let policy = activity.get(&tenant).map(|it| it.spec.memory_policy);
             let connected = self.state().members.contains_key(&session);
-            if policy.is_none_or(|it| it == MemoryPolicy::Fail)
-                || Instant::now() >= deadline
-                || !connected
-            {
+            let patience = match policy {
+                Some(MemoryPolicy::SwapOthers) => PATIENCE_FOR_TURNS,
+                Some(MemoryPolicy::Wait) => PATIENCE,
+                Some(MemoryPolicy::Fail) | None => Duration::ZERO,
+            };
+            let Some(left) = patience.checked_sub(began.elapsed()).filter(|_| connected) else {
+                tracing::info!(tenant = tenant.0, missing, "memory refused: no room");
                 return Ok(0);
-            }
-            match policy {
-                Some(MemoryPolicy::SwapOthers) => {
-                    self.make_room(tenant, &ask.device, missing).await?;
-                }
-                _ => self.wait().await,
+            };
+            if policy != Some(MemoryPolicy::SwapOthers) {
+                self.wait().await;
+            } else if first.is_some() {
+                self.make_room(tenant, &ask.device, missing, true).await?;
+            } else {
+                let queue = self.queue(tenant, &ask.device, missing).await?;
+                first = tokio::time::timeout(left, queue.lock_owned()).await.ok();
             }
         }
     }
 
+    /// Has those who were granted more than they use give it back, for one who was denied this.
+    async fn trim_for(&self, denied: Denied) {
+        let last = *lock(&self.trimmed);
+        // Little can have come together since; a limit may be met by what the asker itself does not use.
+        let lately = last.is_some_and(|last| last.elapsed() < TRIM_PAUSE);
+        if !(lately && matches!(denied, Denied::Full { .. })) {
+            self.trim().await;
+        }
+    }
+
     async fn trim(&self) {
+        *lock(&self.trimmed) = Some(Instant::now());
         for session in self.sessions(None) {
             self.tell(session, &Daemon::Trim);
         }
@@ -612,19 +646,22 @@ impl Memory {
         let _ = tokio::time::timeout(LOOK, self.changed.notified()).await;
     }
 
-    /// Has others give way so that so much comes free on a device for a tenant, or waits a moment.
+    /// Has others give way so that so much, or some more, comes free on a device for a tenant, or waits a moment.
     async fn make_room(
         self: &Arc<Self>,
         tenant: TenantId,
         device: &str,
         missing: u64,
+        ahead: bool,
     ) -> Result<(), Stopped> {
         let (lines, activity) = self.scheduler.call(|engine| engine.memory()).await?;
         let line = lines.iter().find(|line| line.uuid == device);
         let candidates = line.map_or_else(Vec::new, |line| {
             self.candidates(tenant, missing, line, &activity)
         });
-        let Some(chosen) = victims(missing, &candidates) else {
+        let extra = line.filter(|_| ahead).map_or(0, |it| it.capacity / EXTRA);
+        let chosen = victims(missing.saturating_add(extra), &candidates);
+        let Some(chosen) = chosen.or_else(|| victims(missing, &candidates)) else {
             self.trim().await;
             self.wait().await;
             return Ok(());
@@ -648,6 +685,23 @@ impl Memory {
         Ok(())
     }
 
+    /// Where a tenant waits that lacks so much.
+    async fn queue(
+        &self,
+        tenant: TenantId,
+        device: &str,
+        missing: u64,
+    ) -> Result<Arc<tokio::sync::Mutex<()>>, Stopped> {
+        let (lines, activity) = self.scheduler.call(|engine| engine.memory()).await?;
+        let line = lines.iter().find(|line| line.uuid == device);
+        let entitled = line.is_some_and(|line| is_entitled(tenant, missing, line));
+        let class = activity
+            .get(&tenant)
+            .map_or(Class::Batch, |it| it.spec.class);
+        let key = (device.to_owned(), entitled, class);
+        Ok(Arc::clone(lock(&self.queues).entry(key).or_default()))
+    }
+
     fn candidates(
         &self,
         tenant: TenantId,
@@ -655,10 +709,7 @@ impl Memory {
         line: &Line,
         activity: &BTreeMap<TenantId, Activity>,
     ) -> Vec<Candidate> {
-        let own = line.entries.iter().find(|(id, _)| *id == tenant);
-        let entitled = own.is_some_and(|(_, entry)| {
-            entry.holding.all().saturating_add(missing) <= entry.share.guaranteed
-        });
+        let entitled = is_entitled(tenant, missing, line);
         let class = |id| activity.get(&id).map_or(Class::Batch, |it| it.spec.class);
         let mut candidates = Vec::new();
         for (id, entry) in line.entries.iter().filter(|(id, _)| *id != tenant) {
@@ -723,6 +774,18 @@ impl Memory {
             }
         }
     }
+}
+
+/// Whether a tenant was promised all that it would have with so much more on the device.
+fn is_entitled(tenant: TenantId, missing: u64, line: &Line) -> bool {
+    let own = line.entries.iter().find(|(id, _)| *id == tenant);
+    own.is_some_and(|(_, entry)| {
+        entry
+            .holding
+            .all()
+            .max(entry.holding.resident().saturating_add(missing))
+            <= entry.share.guaranteed
+    })
 }
 
 /// Why an order was not carried out, if it was not.

@@ -334,12 +334,6 @@ exports! { FUNCTIONS by cuda;
     cuEventElapsedTime_v2(ms: Out<f32>, start: Handle, end: Handle) => ms.put(event::elapsed(start, end)?);
 
     cuGraphDestroy(graph: Handle) => process()?.graphs.remove(graph).map(drop);
-    cuGraphGetNodes(graph: Handle, nodes: Out<usize>, count: Out<usize>) => {
-        if !nodes.is_null() {
-            return Err(CuError::NOT_SUPPORTED);
-        }
-        count.put(graph::node_count(graph)?)
-    };
     cuGraphInstantiate_v2(executable: Out<Handle>, graph: Handle, node: Out<Handle>, _log: UserData, _bytes: usize) => {
         executable.check()?;
         node.put_if_wanted(0);

@@ -10,7 +10,7 @@ use crate::{
     border::{Address, Out, Text},
     driver,
     error::{CuError, Result},
-    library, missing, plane, pool, tables,
+    library, missing, nodes, plane, pool, tables,
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
@@ -38,6 +38,7 @@ fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
     [
         driver::FUNCTIONS,
         library::FUNCTIONS,
+        nodes::FUNCTIONS,
         plane::FUNCTIONS,
         pool::FUNCTIONS,
         tables::FUNCTIONS,

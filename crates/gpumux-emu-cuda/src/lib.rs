@@ -30,6 +30,7 @@ mod library;
 mod memory;
 mod missing;
 mod module;
+mod nodes;
 mod nvml;
 mod plane;
 mod pool;

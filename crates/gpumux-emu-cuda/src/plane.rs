@@ -5,12 +5,12 @@ use std::ffi::c_uint;
 use gpumux_emu::protocol::{Queue, Work};
 
 use crate::{
-    border::{In, cuda, exports},
+    border::{In, Out, cuda, exports},
     context::Op,
     effect::{Effect, Rows},
     error::{CuError, Result},
     memory,
-    stream::{self, stream},
+    stream::{self, Direction, stream},
 };
 
 type Handle = usize;
@@ -18,7 +18,7 @@ type Address = u64;
 
 /// Words of `CUDA_MEMCPY2D` and of `CUDA_MEMCPY3D`.
 type Plane = In<[u64; 16]>;
-type Volume = In<[u64; 25]>;
+pub(crate) type Volume = In<[u64; 25]>;
 
 /// One side of a copy.
 struct Side {
@@ -67,7 +67,7 @@ fn copy_plane(plane: Plane, stream: Handle, wait: bool) -> Result {
     copy(&to, &from, [width, height, 1], stream, wait)
 }
 
-fn copy_volume(volume: Volume, stream: Handle, wait: bool) -> Result {
+pub(crate) fn copy_volume(volume: Volume, stream: Handle, wait: bool) -> Result {
     let it = volume.get()?;
     let [width, height, depth] = [it[22], it[23], it[24]];
     let or = |value: u64, other: u64| if value == 0 { other } else { value };
@@ -159,7 +159,7 @@ fn copy(
 }
 
 /// Sets rows of elements.
-fn set(
+pub(crate) fn set(
     to: Address,
     pitch: usize,
     width: u64,
@@ -191,7 +191,28 @@ fn set(
     Ok(())
 }
 
+/// Copies many ranges.
+fn copy_all(
+    to: In<Address>,
+    from: In<Address>,
+    sizes: In<usize>,
+    count: usize,
+    stream: Handle,
+) -> Result {
+    for i in 0..count {
+        let (to, from, size) = (to.get_at(i)?, from.get_at(i)?, sizes.get_at(i)?);
+        stream::copy(to, from, size, Direction::Any, stream, false)?;
+    }
+    Ok(())
+}
+
 exports! { FUNCTIONS by cuda;
+    [cuMemcpyBatchAsync_ptsz]cuMemcpyBatchAsync(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, _many: usize, failed: Out<usize>, stream: Handle) => {
+        // Which one: not known.
+        failed.put_if_wanted(usize::MAX);
+        copy_all(to, from, sizes, count, stream)
+    };
+    [cuMemcpyBatchAsync_v2_ptsz]cuMemcpyBatchAsync_v2(to: In<Address>, from: In<Address>, sizes: In<usize>, count: usize, _attributes: Handle, _indices: Handle, _many: usize, stream: Handle) => copy_all(to, from, sizes, count, stream);
     [cuMemcpy2D_v2_ptds]cuMemcpy2D_v2(plane: Plane) => copy_plane(plane, 0, true);
     [cuMemcpy2DUnaligned_v2_ptds]cuMemcpy2DUnaligned_v2(plane: Plane) => copy_plane(plane, 0, true);
     [cuMemcpy2DAsync_v2_ptsz]cuMemcpy2DAsync_v2(plane: Plane, stream: Handle) => copy_plane(plane, stream, false);

@@ -56,6 +56,8 @@ pub(crate) struct Process {
     /// Each device's default pool, and its current one.
     pub(crate) device_pools: Mutex<HashMap<i32, (usize, usize)>>,
     pub(crate) graphs: Registry<Graph>,
+    /// The graphs of nodes that were added one by one.
+    pub(crate) nodes: Registry<Weak<Graph>>,
     pub(crate) executables: Registry<Executable>,
     host_calls: Mutex<mpsc::Sender<HostWork>>,
 }
@@ -193,6 +195,7 @@ fn start() -> std::result::Result<Process, StartError> {
         pools: Registry::default(),
         device_pools: Mutex::default(),
         graphs: Registry::default(),
+        nodes: Registry::default(),
         executables: Registry::default(),
         host_calls: Mutex::new(host_calls),
     })

@@ -1,4 +1,4 @@
-//! The gate that the program's calls pass before they touch device memory.
+//! The gate that the program's calls pass before they touch device memory, or have the driver use the device for itself.
 //!
 //! While the memory is being moved away or is away, whoever wants to touch it waits here. Whoever passed before is
 //! counted until the real call returns: so there is a moment at which nobody is inside and nobody gets in. An open
@@ -10,7 +10,7 @@ use std::{
         Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use crate::process;
@@ -77,6 +77,16 @@ pub(crate) fn through<R>(real: impl FnOnce() -> R) -> R {
     real()
 }
 
+/// Makes the program's call once the gate is open, and does not count it: for calls that only wait for work. They are no
+/// reason not to close the gate, but who begins to wait while its memory is away wants it back.
+#[inline]
+pub(crate) fn after<R>(real: impl FnOnce() -> R) -> R {
+    while DEPTH.get() == 0 && CLOSED.load(Ordering::SeqCst) {
+        wait();
+    }
+    real()
+}
+
 #[cold]
 fn wait() {
     loop {
@@ -88,6 +98,20 @@ fn wait() {
             return;
         }
         drop(OPENED.1.wait_timeout(guard, LOOK));
+    }
+}
+
+/// Waits until the gate is open, a while: for those who do not touch memory, but wait for the device.
+pub(crate) fn await_open(patience: Duration) {
+    let deadline = Instant::now() + patience;
+    while CLOSED.load(Ordering::SeqCst) && Instant::now() < deadline {
+        if !KNOCKED.swap(true, Ordering::AcqRel) {
+            process::wake_agent();
+        }
+        let guard = lock();
+        if CLOSED.load(Ordering::SeqCst) {
+            drop(OPENED.1.wait_timeout(guard, LOOK));
+        }
     }
 }
 

@@ -15,8 +15,8 @@ use crate::process;
 
 /// How long the first question waits for the session.
 const CONNECT: Duration = Duration::from_secs(2);
-/// How long an answer may take: the daemon itself waits at most 60 s for room.
-const ANSWER: Duration = Duration::from_secs(120);
+/// How long an answer may take: the daemon itself waits at most 300 s for room.
+const ANSWER: Duration = Duration::from_secs(330);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Link {

@@ -24,7 +24,7 @@ use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
     gate, lease,
     notice::say,
-    process,
+    process, swap,
     vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
     work::{self, current_context, functions, within},
 };
@@ -674,7 +674,7 @@ fn free_deferred() {
 
 /// `cuCtxDestroy`: a context's memory goes with it.
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = work::destroy_context(context, real);
+    let result = gate::through(|| work::destroy_context(context, real));
     if result == SUCCESS {
         forget_context(context as u64);
     }
@@ -685,7 +685,7 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
 pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
     let counted = !off() && USED.load(Ordering::Acquire);
     let context = counted.then(|| work::primary_context(device)).flatten();
-    let result = work::release_primary(device, real);
+    let result = gate::through(|| work::release_primary(device, real));
     if let Some(context) = context.filter(|_| work::primary_context(device).is_none()) {
         forget_context(context);
     }
@@ -704,6 +704,7 @@ fn forget_context(context: u64) {
     });
     addresses.into_iter().for_each(release);
     drop_spares(|spare| spare.context == context);
+    swap::forget_context(context);
 }
 
 // ---- What the program knows of its memory --------------------------------------------------------
@@ -775,14 +776,15 @@ impl Block {
         any
     }
 
-    /// All of it in order, in lengths: what must be kept when it moves, and what need not.
-    pub(crate) fn sections(&self) -> Vec<(usize, bool)> {
+    /// It is about to move. All of it in order, in lengths: what must be kept, and what is lost from now on.
+    pub(crate) fn leave(&mut self) -> Vec<(usize, bool)> {
         let mut sections = Vec::new();
         let mut done = 0;
-        for (offset, (length, _)) in &self.discardable {
+        for (offset, (length, lost)) in &mut self.discardable {
+            *lost = true;
             sections.push(((offset - done) as usize, true));
             sections.push((*length as usize, false));
-            done = offset + length;
+            done = *offset + *length;
         }
         sections.push(((self.bytes - done) as usize, true));
         sections.retain(|(length, _)| *length > 0);
@@ -1144,4 +1146,43 @@ pub(crate) unsafe fn pointer_attributes(
         }
     }
     result
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn block(bytes: u64) -> Block {
+        Block {
+            bytes,
+            device: 0,
+            context: 1,
+            chunks: Vec::new(),
+            host: Vec::new(),
+            pinned: false,
+            cold: false,
+            discardable: BTreeMap::new(),
+            free: None,
+        }
+    }
+
+    #[test]
+    fn what_is_discardable_is_not_kept_and_known_to_be_lost() {
+        let mut block = block(100);
+        assert_eq!(block.advise(10..30, DISCARDABLE), DONE);
+        assert_eq!(block.advise(50..60, DISCARDABLE), DONE);
+        // A part of it counts again, before anything happened.
+        assert_eq!(block.advise(20..55, KEEP), DONE);
+        assert_eq!(block.kept(), 85);
+        let sections = vec![(10, true), (10, false), (35, true), (5, false), (40, true)];
+        assert_eq!(block.leave(), sections);
+        assert_eq!(block.advise(30..50, KEEP), DONE);
+        assert_eq!(block.advise(0..15, KEEP), LOST);
+        assert_eq!(block.advise(0..15, KEEP), DONE, "it is told once");
+        // What is lost stays so until somebody is told.
+        assert_eq!(block.advise(0..100, DISCARDABLE), DONE);
+        assert_eq!(block.advise(99..100, KEEP), LOST);
+        assert_eq!(block.kept(), 1);
+        assert_eq!(block.advise(0..1, 77), UNKNOWN);
+    }
 }

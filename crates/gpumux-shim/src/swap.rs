@@ -10,6 +10,7 @@ use std::{
     collections::BTreeMap,
     ffi::{c_int, c_void},
     ptr,
+    sync::{Mutex, MutexGuard, PoisonError},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -33,6 +34,8 @@ const LOOK: Duration = Duration::from_micros(200);
 const PIECE: usize = 256 << 20;
 /// Part of the host's available memory that is left free (as its reciprocal).
 const SPARE: u64 = 10;
+/// Most threads that make host memory ready.
+const POPULATORS: usize = 8;
 /// Bytes of a copy to try a stream with.
 const TRIAL: usize = 4096;
 /// The host address of contents that were not kept.
@@ -40,10 +43,12 @@ const NOWHERE: usize = 0;
 
 functions! {
     stream_create c"cuStreamCreate" (*mut CUstream, u32);
+    stream_query c"cuStreamQuery" (CUstream);
     stream_synchronize c"cuStreamSynchronize" (CUstream);
     to_host c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, CUstream);
     to_device c"cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CUstream);
     host_register c"cuMemHostRegister_v2" (*mut c_void, usize, u32);
+    host_unregister c"cuMemHostUnregister" (*mut c_void);
     mem_alloc c"cuMemAlloc_v2" (*mut u64, usize);
     exchange_capture_mode c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
 }
@@ -176,6 +181,7 @@ impl Mover {
             // SAFETY: a place to read and write.
             unsafe { exchange(&raw mut mode) };
         }
+        self.clear_up();
         let goods = chosen(least);
         let bytes: u64 = goods.iter().map(|it| it.kept).sum();
         let Some(first) = goods.first() else {
@@ -207,44 +213,44 @@ impl Mover {
         }
         let mut filled = self.filled;
         let mut places = Vec::new();
-        for Good { at, context, .. } in chosen(least) {
-            let sections = memory::with(|space| space.blocks.get(&at).map(Block::sections));
-            let stream = self.stream(context)?;
-            let mut parts: Vec<(usize, usize)> = Vec::new();
-            for (length, kept) in sections.unwrap_or_default() {
-                match kept {
-                    true => parts.extend(
-                        filled
-                            .take(&self.pool, length)
-                            .ok_or("no host memory is left")?,
-                    ),
-                    false => parts.push((NOWHERE, length)),
-                }
-            }
-            within(context, || {
-                let mut from = at;
-                for (to, length) in &parts {
-                    if *to != NOWHERE {
-                        call!(to_host, *to as *mut c_void, from, *length, stream)?;
+        let mut begin = || {
+            for Good { at, context, .. } in chosen(least) {
+                let sections = memory::with(|space| space.blocks.get_mut(&at).map(Block::leave));
+                let stream = self.stream(context)?;
+                let mut parts: Vec<(usize, usize)> = Vec::new();
+                for (length, kept) in sections.unwrap_or_default() {
+                    match kept {
+                        true => parts.extend(
+                            filled
+                                .take(&self.pool, length)
+                                .ok_or("no host memory is left")?,
+                        ),
+                        false => parts.push((NOWHERE, length)),
                     }
-                    from += *length as u64;
                 }
-                Ok::<_, String>(())
-            })
-            .ok_or("its context cannot be entered")??;
-            places.push((at, parts));
-        }
-        self.await_copies()?;
+                let copy = || {
+                    let mut from = at;
+                    for (to, length) in &parts {
+                        if *to != NOWHERE {
+                            call!(to_host, *to as *mut c_void, from, *length, stream)?;
+                        }
+                        from += *length as u64;
+                    }
+                    Ok::<_, String>(())
+                };
+                within(context, copy).ok_or("its context cannot be entered")??;
+                places.push((at, parts));
+            }
+            Ok::<_, String>(())
+        };
+        let begun = begin();
+        begun.and(self.await_copies())?;
         // From here on there is a copy of everything: nothing can fail.
         (self.away, self.filled) = (Away::Out, filled);
         for (at, parts) in places {
             let chunks = memory::with(|space| {
                 let block = space.blocks.get_mut(&at)?;
                 block.host = parts;
-                block
-                    .discardable
-                    .values_mut()
-                    .for_each(|(_, lost)| *lost = true);
                 Some(std::mem::take(&mut block.chunks))
             });
             vmm::unback(at, &chunks.unwrap_or_default());
@@ -276,41 +282,40 @@ impl Mover {
             })
         };
         let all: Vec<_> = memory::with(|space| space.blocks.iter().filter_map(away).collect());
-        let mut failed = None;
-        let mut backed = Vec::new();
+        let (mut backed, mut doubtful, mut failed) = (Vec::new(), Vec::new(), None);
         for (at, bytes, device, context, parts) in all {
-            let stream = self.stream(context)?;
-            let begun = within(context, || {
-                let chunks = vmm::back(at, bytes, device)
-                    .map_err(|error| format!("the driver gives no memory: {error}"))?;
-                let mut to = at;
-                for (from, length) in &parts {
-                    let copied = match *from {
-                        NOWHERE => Ok(()),
-                        from => call!(to_device, to, from as *const c_void, *length, stream),
-                    };
-                    if let Err(why) = copied {
-                        vmm::unback(at, &chunks);
-                        return Err(why);
-                    }
-                    to += *length as u64;
-                }
-                Ok(chunks)
+            let begun = self.stream(context).and_then(|stream| {
+                within(context, || bring(at, bytes, device, &parts, stream))
+                    .ok_or("its context cannot be entered")
+                    .map_err(str::to_owned)
             });
-            match begun.unwrap_or_else(|| Err("its context cannot be entered".into())) {
-                Ok(chunks) => backed.push((at, chunks)),
-                Err(why) => {
+            match begun {
+                Ok((chunks, Ok(()))) => backed.push((at, chunks)),
+                Ok((chunks, Err(why))) => {
+                    doubtful.push((at, chunks));
                     failed = Some(why);
-                    break;
                 }
+                Err(why) => failed = Some(why),
+            }
+            if failed.is_some() {
+                break;
             }
         }
         // A copy that fails now has lost nothing: the contents are still on the host.
         if let Err(why) = self.await_copies() {
-            for (at, chunks) in backed {
-                vmm::unback(at, &chunks);
-            }
-            return Err(why);
+            doubtful.append(&mut backed);
+            failed = Some(why);
+        }
+        if failed.is_some() && self.is_broken() {
+            // Its contexts have failed for good: the program shall hear of that, and nothing can help it.
+            say(format_args!(
+                "the context has failed while its memory was away"
+            ));
+            backed.append(&mut doubtful);
+            failed = None;
+        }
+        for (at, chunks) in doubtful {
+            vmm::unback(at, &chunks);
         }
         memory::with(|space| {
             for (at, chunks) in backed {
@@ -329,6 +334,17 @@ impl Mover {
                 Ok(())
             }
         }
+    }
+
+    /// Whether a context can do nothing any more but tell its error.
+    fn is_broken(&self) -> bool {
+        self.streams.iter().any(|(context, stream)| {
+            // SAFETY: a stream of ours, in its context.
+            let query = || Some(unsafe { stream_query()?(*stream as CUstream) });
+            within(*context, query)
+                .flatten()
+                .is_some_and(work::is_fatal)
+        })
     }
 
     /// There is no daemon any more: brings all back, however long that takes. The groups may run only then.
@@ -353,14 +369,74 @@ impl Mover {
             .ok_or_else(|| "a context is new".into())
     }
 
+    /// Waits until no copy is under way any more.
     fn await_copies(&self) -> Result<(), String> {
+        let mut result = Ok(());
         for (context, stream) in &self.streams {
-            // A context that is gone has no copies.
-            let done = within(*context, || call!(stream_synchronize, *stream as CUstream));
-            done.unwrap_or(Ok(()))?;
+            // Once more, because nothing may be taken from under a copy; a context that is gone has none.
+            let wait = || {
+                call!(stream_synchronize, *stream as CUstream)
+                    .or_else(|_| call!(stream_synchronize, *stream as CUstream))
+            };
+            result = result.and(within(*context, wait).unwrap_or(Ok(())));
         }
-        Ok(())
+        result
     }
+
+    /// Forgets what went with contexts that are gone.
+    fn clear_up(&mut self) {
+        let gone = std::mem::take(&mut *lock_gone());
+        if gone.is_empty() || self.away == Away::Out {
+            lock_gone().extend(gone);
+            return;
+        }
+        for context in gone {
+            self.streams.remove(&context);
+        }
+        // It may have been pinned by one of them.
+        self.pool.clear();
+    }
+}
+
+/// Contexts that are gone, by handle: another may get the same.
+static GONE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+fn lock_gone() -> MutexGuard<'static, Vec<u64>> {
+    GONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A context is gone.
+pub(crate) fn forget_context(context: u64) {
+    lock_gone().push(context);
+}
+
+/// Puts physical memory at these addresses and begins to copy the contents to it.
+fn bring(
+    at: u64,
+    bytes: u64,
+    device: c_int,
+    parts: &[(usize, usize)],
+    stream: CUstream,
+) -> (Vec<vmm::Chunk>, Result<(), String>) {
+    let chunks = match vmm::back(at, bytes, device) {
+        Ok(chunks) => chunks,
+        Err(error) => {
+            return (
+                Vec::new(),
+                Err(format!("the driver gives no memory: {error}")),
+            );
+        }
+    };
+    let mut to = at;
+    for (from, length) in parts {
+        if *from != NOWHERE
+            && let Err(why) = call!(to_device, to, *from as *const c_void, *length, stream)
+        {
+            return (chunks, Err(why));
+        }
+        to += *length as u64;
+    }
+    (chunks, Ok(()))
 }
 
 /// A block that is to be moved.
@@ -438,6 +514,17 @@ impl Cursor {
 }
 
 impl Pool {
+    /// Lets go of all of it.
+    fn clear(&mut self) {
+        for (at, length) in self.pieces.drain(..) {
+            // Fails where the context that pinned it is gone; what counts is that it is not pinned any more.
+            let _ = call!(host_unregister, at as *mut c_void);
+            // SAFETY: mapped by `grow`; nothing is copied to or from it.
+            let _ = unsafe { rustix::mm::munmap(at as *mut c_void, length) };
+        }
+        self.total = 0;
+    }
+
     /// Makes it hold so many bytes. Registered in a context, for all of them.
     fn grow(&mut self, bytes: usize, context: u64) -> Result<(), String> {
         use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
@@ -454,14 +541,11 @@ impl Pool {
         let at = unsafe { mmap_anonymous(ptr::null_mut(), more, access, MapFlags::PRIVATE) }
             .map_err(|error| format!("the host has no room: {error}"))?;
         // Faster to pin; and a child must not copy it.
-        for advice in [
-            libc::MADV_HUGEPAGE,
-            libc::MADV_DONTFORK,
-            libc::MADV_POPULATE_WRITE,
-        ] {
+        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
             // SAFETY: the mapping made above. What the kernel does not know it refuses.
             unsafe { libc::madvise(at, more, advice) };
         }
+        populate(at as usize, more);
         // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
         let registered = within(context, || call!(host_register, at, more, 1));
         if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
@@ -490,6 +574,29 @@ impl Pool {
         call!(stream_synchronize, stream)?;
         Ok(stream as usize)
     }
+}
+
+/// Has the kernel find and clear pages, on several CPUs: on one this takes most of the time of pinning.
+fn populate(at: usize, bytes: usize) {
+    let threads = std::thread::available_parallelism().map_or(1, |it| it.get().min(POPULATORS));
+    let part = (bytes / threads).next_multiple_of(PIECE / POPULATORS);
+    std::thread::scope(|scope| {
+        for from in (0..bytes).step_by(part) {
+            let length = part.min(bytes - from);
+            let write = move || {
+                // SAFETY: a part of the pool's mapping, which nobody else knows yet.
+                unsafe {
+                    libc::madvise(
+                        (at + from) as *mut c_void,
+                        length,
+                        libc::MADV_POPULATE_WRITE,
+                    )
+                }
+            };
+            // Pages that nobody populates are made when they are pinned.
+            let _ = std::thread::Builder::new().spawn_scoped(scope, write);
+        }
+    });
 }
 
 /// What the kernel would give without swapping, in bytes: of the machine, and of the control group.

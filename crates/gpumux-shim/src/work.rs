@@ -48,7 +48,9 @@ const BUSY_TICK: Duration = Duration::from_millis(8);
 const SILENT_TICK: (Duration, Duration) = (Duration::from_millis(2), Duration::from_millis(16));
 const IDLE_TICK: (Duration, Duration) = (Duration::from_millis(4), Duration::from_millis(32));
 
-/// How long the process's exit waits for the poller to leave libcuda.
+/// How long the process's exit waits for memory that is away to come back.
+const EXIT_AWAKE: Duration = Duration::from_secs(5);
+/// How long it waits for the poller to leave libcuda.
 const EXIT_WAIT: Duration = Duration::from_millis(100);
 
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`, as handles of streams.
@@ -61,7 +63,7 @@ const ORPHAN: u64 = u64::MAX;
 /// Results after which a context's work has ended for good: addresses, assertions, launches and
 /// instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`, but for
 /// those between that are refusals).
-const fn is_fatal(result: CUresult) -> bool {
+pub(crate) const fn is_fatal(result: CUresult) -> bool {
     matches!(result, 700 | 702 | 710 | 714..=719)
 }
 
@@ -954,6 +956,8 @@ pub(crate) fn start_poller(started: &mut bool) {
         .spawn(|| {
             extern "C" fn exiting() {
                 hold::exit();
+                // What libcuda does now may wait for the device.
+                gate::await_open(EXIT_AWAKE);
                 // Registered after libcuda's own handlers, and so called before them.
                 let deadline = Instant::now() + EXIT_WAIT;
                 while Instant::now() < deadline {

@@ -165,7 +165,7 @@ fn function() -> Option<Function> {
 }
 
 /// A symbol of what is loaded, or null.
-fn symbol(name: &CStr) -> *mut c_void {
+pub(crate) fn symbol(name: &CStr) -> *mut c_void {
     // SAFETY: a C string; searches what is loaded.
     unsafe { libc::dlsym(libc::RTLD_DEFAULT, name.as_ptr()) }
 }

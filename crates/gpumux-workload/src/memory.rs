@@ -1,11 +1,12 @@
-//! `memory`: a random program that knows what every byte of its memory must be, and looks.
+//! `memory`: a random program that knows what every byte of its memory must be, and looks. Now and then it says that a part need
+//! not be kept, and later asks whether it was.
 
-use std::{sync::atomic::AtomicBool, time::Instant};
+use std::{ffi::c_int, sync::atomic::AtomicBool, time::Instant};
 
 use anyhow::Context as _;
 use gpumux_cuda::{DeviceBuffer, Graph};
 
-use crate::{Memory, Report, kernels::Gpu, report::Verified, stopped};
+use crate::{Memory, Report, hints::symbol, kernels::Gpu, report::Verified, stopped};
 
 const DEFAULT_MEMORY: usize = 64 << 20;
 /// Most buffers at a time.
@@ -26,11 +27,28 @@ impl Dice {
     }
 }
 
+/// `gpumux_advise` of the preloaded library.
+type Advise = unsafe extern "C" fn(u64, u64, c_int) -> c_int;
+/// Numbers of `gpumux.h`.
+const KEEP: c_int = 0;
+const DISCARDABLE: c_int = 2;
+const LOST: c_int = 1;
+
+fn advise(buffer: &Buffer, (from, count): (usize, usize), advice: c_int) -> Option<c_int> {
+    // SAFETY: null is `None`; else it is the library's function with its documented signature.
+    let function: Option<Advise> = unsafe { std::mem::transmute(symbol(c"gpumux_advise")) };
+    let (address, bytes) = (buffer.memory.address() + from as u64 * 4, count as u64 * 4);
+    // SAFETY: any numbers may be passed.
+    function.map(|function| unsafe { function(address, bytes, advice) })
+}
+
 struct Buffer {
     memory: DeviceBuffer,
     expected: Vec<u32>,
     /// Adds a number to every element, and which.
     graph: Option<(Graph, u32)>,
+    /// Elements that need not be kept: from which on, how many.
+    discardable: Option<(usize, usize)>,
 }
 
 pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report> {
@@ -55,7 +73,8 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
     while !ends(report.calls) && !stopped(stop) {
         report.calls += 1;
         let full = buffers.len() as u64 >= BUFFERS;
-        match dice.roll(10) {
+        let at = dice.roll(buffers.len() as u64) as usize;
+        match dice.roll(11) {
             0..=2 if !full => {
                 let held: usize = buffers.iter().map(|it| it.expected.len() * 4).sum();
                 // Small ones, and some that take several pieces of physical memory.
@@ -76,6 +95,7 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
                             memory,
                             expected,
                             graph: None,
+                            discardable: None,
                         });
                     }
                     // Beyond a limit: what is there must go on.
@@ -86,42 +106,45 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
                 }
             }
             _ if buffers.is_empty() => {}
+            // Everything below uses a buffer.
+            it if it != 9 && buffers[at].settle(&gpu, &mut dice)? => {}
             3 => {
-                let at = dice.roll(buffers.len() as u64) as usize;
                 let buffer = buffers.swap_remove(at);
                 look(&gpu, &buffer, &mut verified)?;
             }
             4 => {
-                let at = dice.roll(buffers.len() as u64) as usize;
                 look(&gpu, &buffers[at], &mut verified)?;
             }
             5 | 6 => {
-                let at = dice.roll(buffers.len() as u64) as usize;
                 let buffer = &mut buffers[at];
                 let value = dice.roll(1 << 32) as u32;
                 gpu.add(&buffer.memory, value)?;
                 buffer.add(value);
             }
             7 => {
-                let at = dice.roll(buffers.len() as u64) as usize;
                 let buffer = &mut buffers[at];
                 let from = dice.roll(buffer.expected.len() as u64) as usize;
                 let most = (buffer.expected.len() - from).min(1 << 14);
                 let count = 1 + dice.roll(most as u64) as usize;
                 let fresh: Vec<u32> = (0..count).map(|_| dice.roll(1 << 32) as u32).collect();
-                let bytes: Vec<u8> = fresh.iter().flat_map(|it| it.to_ne_bytes()).collect();
-                gpu.stream.synchronize()?;
-                buffer.memory.write(from * 4, &bytes)?;
-                buffer.expected[from..from + count].copy_from_slice(&fresh);
+                buffer.write(&gpu, from, &fresh)?;
+            }
+            9 => {
+                let buffer = &mut buffers[at];
+                let from = dice.roll(buffer.expected.len() as u64) as usize;
+                let count = 1 + dice.roll((buffer.expected.len() - from) as u64) as usize;
+                if buffer.discardable.is_none()
+                    && advise(buffer, (from, count), DISCARDABLE) == Some(0)
+                {
+                    buffer.discardable = Some((from, count));
+                }
             }
             8 => {
-                let at = dice.roll(buffers.len() as u64) as usize;
                 let rounds = 1 + dice.roll(20) as u32;
                 gpu.rounds(&buffers[at].memory, rounds)?;
                 buffers[at].add(rounds);
             }
             _ => {
-                let at = dice.roll(buffers.len() as u64) as usize;
                 let buffer = &mut buffers[at];
                 if buffer.graph.is_none() {
                     let value = dice.roll(1 << 32) as u32;
@@ -136,7 +159,8 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
             }
         }
     }
-    for buffer in &buffers {
+    for buffer in &mut buffers {
+        buffer.settle(&gpu, &mut dice)?;
         look(&gpu, buffer, &mut verified)?;
     }
     report.seconds = begin.elapsed().as_secs_f64();
@@ -146,6 +170,27 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
 }
 
 impl Buffer {
+    fn write(&mut self, gpu: &Gpu, from: usize, fresh: &[u32]) -> anyhow::Result<()> {
+        let bytes: Vec<u8> = fresh.iter().flat_map(|it| it.to_ne_bytes()).collect();
+        gpu.stream.synchronize()?;
+        self.memory.write(from * 4, &bytes)?;
+        self.expected[from..from + fresh.len()].copy_from_slice(fresh);
+        Ok(())
+    }
+
+    /// All of it counts again; what is lost is written anew. Whether that was so.
+    fn settle(&mut self, gpu: &Gpu, dice: &mut Dice) -> anyhow::Result<bool> {
+        let Some((from, count)) = self.discardable.take() else {
+            return Ok(false);
+        };
+        let lost = advise(self, (from, count), KEEP) == Some(LOST);
+        if lost {
+            let fresh: Vec<u32> = (0..count).map(|_| dice.roll(1 << 32) as u32).collect();
+            self.write(gpu, from, &fresh)?;
+        }
+        Ok(lost)
+    }
+
     fn add(&mut self, value: u32) {
         for element in &mut self.expected {
             *element = element.wrapping_add(value);

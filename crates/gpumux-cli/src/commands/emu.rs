@@ -114,7 +114,7 @@ struct DeviceArgs {
 #[derive(clap::Args)]
 struct FaultArgs {
     /// What shall go wrong, at which of the program's calls: out-of-memory, illegal-address, trap, endless, device-lost,
-    /// stalled-copy, control or kill
+    /// stalled-copy, control, kill, stop or fail
     #[arg(long = "fault", value_name = "KIND@N", value_delimiter = ',')]
     faults: Vec<String>,
 }
