@@ -536,11 +536,15 @@ def parser(description: str, examples: str) -> argparse.ArgumentParser:
 
 
 def begin(options: argparse.Namespace) -> Path:
-    """Makes the folder of logs, and lets SIGTERM clean up as an interrupt does."""
+    """Makes the folder of logs, keeps the GPUs awake, and lets SIGTERM clean up as an interrupt does."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     logs: Path = options.logs or Path(tempfile.mkdtemp(prefix="bench-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     say(f"logs in {logs}")
+    # While nobody has a GPU open the driver shuts it down, and the next program waits seconds for it.
+    for gpu in Path("/dev").glob("nvidia[0-9]*"):
+        with contextlib.suppress(OSError):
+            os.open(gpu, os.O_RDWR | os.O_CLOEXEC)
     return logs
 
 

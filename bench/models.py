@@ -29,7 +29,8 @@ def vision(name: str, side: int = 224) -> Model:
     network = getattr(torchvision.models, name)
     # GoogLeNet's kin draw their weights one by one, for a minute, unless told not to.
     extra = {"init_weights": False, "aux_logits": False} if name == "inception_v3" else {}
-    return Model(network(**extra).cuda().half().eval(), torch.randn(1, 3, side, side).half())
+    with torch.device("cuda"):  # a big network's weights take seconds to draw on the CPU
+        return Model(network(**extra).half().eval(), torch.randn(1, 3, side, side, device="cpu").half())
 
 
 def distilbert(tokens: int = 128) -> Model:
@@ -38,7 +39,8 @@ def distilbert(tokens: int = 128) -> Model:
     try:
         from transformers import DistilBertConfig, DistilBertModel
 
-        network = DistilBertModel(DistilBertConfig()).cuda().half().eval()
+        with torch.device("cuda"):
+            network = DistilBertModel(DistilBertConfig()).half().eval()
         forward = lambda ids: network(input_ids=ids).last_hidden_state[:, 0]  # noqa: E731
         forward(example.cuda())
         return Model(forward, example)

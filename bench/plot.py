@@ -1,7 +1,7 @@
 """Turns bench/results/*.json into the README's tables and into one SVG per benchmark with latencies.
 
-The tables go between `<!-- results:begin -->` and `<!-- results:end -->`; the pictures beside the results. Running
-it again changes nothing. Needs only Python.
+The tables go between `<!-- results:begin -->` and `<!-- results:end -->`; the pictures beside the results. Reports of
+`fidelity.py` go side by side into docs/fidelity.md. Running it again changes nothing. Needs only Python.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fidelity
 
 ROOT = common.BENCH.parent
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -141,24 +142,34 @@ def picture(data: dict[str, Any]) -> str | None:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def outputs(results: Path, readme: Path) -> dict[Path, str]:
+def between(path: Path, begin: str, end: str, new: str) -> str:
+    """The file's text with what stands between two marks replaced."""
+    text = path.read_text()
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise common.BenchError(f"{path} needs one {begin} and after it one {end}")
+    return text[: text.index(begin) + len(begin)] + "\n" + new + text[text.index(end) :]
+
+
+def outputs(results: Path, readme: Path, book: Path | None = None) -> dict[Path, str]:
     """All files that this program writes, and their text."""
     files: dict[Path, str] = {}
-    sections = []
+    sections, reports = [], []
     for path in sorted(results.glob("*.json")):
         data = json.loads(path.read_text())
         common.check_results(data)
+        if data["bench"] == "fidelity":
+            reports.append(data)
+            continue
         text = section(data)
         if svg := picture(data):
             files[path.with_suffix(".svg")] = svg
             where = path.with_suffix(".svg").relative_to(readme.parent)
             text += f"\n\n![{data['bench']} on {data['device']}]({where.as_posix()})"
         sections.append(text)
-    text = readme.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise common.BenchError(f"{readme} needs one {BEGIN} and after it one {END}")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    files[readme] = before + "\n" + "".join(text + "\n\n" for text in sections) + after
+    files[readme] = between(readme, BEGIN, END, "".join(text + "\n\n" for text in sections))
+    if book:
+        text = fidelity.table(reports, number, title) + "\n"
+        files[book] = between(book, fidelity.TABLE_BEGIN, fidelity.TABLE_END, text)
     return files
 
 
@@ -167,9 +178,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Results into the README's tables and SVG pictures.")
     parser.add_argument("--results", type=Path, default=common.BENCH / "results")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--book", type=Path, default=ROOT / "docs" / "fidelity.md")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if something would")
     options = parser.parse_args()
-    files = outputs(options.results.resolve(), options.readme.resolve())
+    files = outputs(options.results.resolve(), options.readme.resolve(), options.book.resolve())
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
     if options.check:
         for path in stale:

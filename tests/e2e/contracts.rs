@@ -160,6 +160,7 @@ fn doctor_tries_every_lever_on_every_device() {
 #[test]
 fn doctor_without_a_device_says_so() {
     if real() {
+        eprintln!("SKIPPED: it needs the emulated device");
         return;
     }
     let node = Node::with(Options {

@@ -46,6 +46,7 @@ fn group(key: u32, handle: u32, channels: u32) -> Shim {
         group: handle,
         channels: (0..channels).map(|n| n.wrapping_mul(handle)).collect(),
         timeslice_us: 2048,
+        shared: false,
     }
 }
 

@@ -2,6 +2,7 @@
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
 mod contracts;
+mod cuda;
 mod docs;
 mod emu;
 mod faults;
@@ -9,9 +10,13 @@ mod hints;
 mod hostile;
 mod levers;
 mod memory;
+mod on_demand;
 mod packages;
 mod run;
 mod seen;
+mod soak;
+mod space;
+mod timings;
 mod transparency;
 mod users;
 

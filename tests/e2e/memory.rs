@@ -205,7 +205,7 @@ fn broken(
     let mut command = node.tenant(&format!("--name {name}"), &program(seed, "24MiB", 250));
     command.env(
         "GPUMUX_EMU_FAULT",
-        format!("{what} {function} {call} gpumux"),
+        format!("{what}@{call}:{function}:gpumux"),
     );
     let process = Process::start(&mut command);
     node.wait_tenant(name, |it| bytes(it, "swapped") + bytes(it, "in_use") > 0);

@@ -87,3 +87,27 @@ fn an_ordinary_users_doctor_finds_the_levers() {
     let report = doctor.json();
     assert_eq!(report["devices"][0]["emulated"], !real(), "{report:#}");
 }
+
+#[test]
+fn another_users_process_cannot_enter_a_group() {
+    let Some(node) = node_of_root() else { return };
+    let mut inside = Process::start(&mut node.tenant("--name inside --trust team", TICKS));
+    inside.wait_lines(2);
+    let groups = std::fs::read_dir(node.dir().join("groups")).unwrap();
+    let folder = groups.flatten().next().unwrap().path();
+    // The same name is another group for another user, and the folder of this one cannot be entered.
+    let script = format!(
+        "ls {0} 2>&1; export CUDA_MPS_PIPE_DIRECTORY={0}/pipe; exec {1} scratch",
+        folder.display(),
+        binary().display()
+    );
+    let mut command = as_nobody(node.tenant("--name other --trust team", "sh -c"));
+    let mut other = Process::start(command.arg(script));
+    other.wait_lines(3);
+    assert!(other.out().contains("Permission denied"), "{}", other.out());
+    let domain = |tenant: &Value| tenant["domains"][0].clone();
+    let other = node.wait_tenant("other", |it| !domain(it).is_null());
+    assert_eq!(domain(&other)["group"], Value::Null, "{other:#}");
+    let inside = node.wait_tenant("inside", |it| !domain(it).is_null());
+    assert!(domain(&inside)["group"].is_u64(), "{inside:#}");
+}

@@ -9,6 +9,7 @@
 //! - `GPUMUX_TEST_REAL=1` uses the machine's own GPU and driver instead of the emulated device.
 
 mod build;
+pub mod cuda;
 mod node;
 mod process;
 mod session;

@@ -26,6 +26,8 @@ pub struct Options {
     pub devices: u32,
     /// Further arguments of `gpumux daemon`.
     pub daemon: Vec<String>,
+    /// Profile of the emulated device, where it differs from the default.
+    pub profile: &'static str,
     /// Memory of each emulated device in bytes; 0 means the profile's. Contexts are small there then.
     pub memory: u64,
     /// No daemon at first.
@@ -38,7 +40,7 @@ pub struct Node {
     options: Options,
     daemon: Option<Process>,
     // Dropped after the daemon.
-    _emulated: Option<Process>,
+    emulated: Option<Process>,
     dir: tempfile::TempDir,
     _alone: Option<MutexGuard<'static, ()>>,
 }
@@ -74,12 +76,12 @@ impl Node {
         let mut node = Self {
             options,
             daemon: None,
-            _emulated: None,
+            emulated: None,
             dir,
             _alone,
         };
         if !real() {
-            node._emulated = Some(node.start_emulated());
+            node.emulated = Some(node.start_emulated());
         }
         if !node.options.without_daemon {
             node.start_daemon();
@@ -93,13 +95,13 @@ impl Node {
             .args(["emu", "serve", "--socket"])
             .arg(self.emulated_socket());
         command.args(["--devices", &self.options.devices.max(1).to_string()]);
+        let mut text = self.options.profile.to_owned();
         if self.options.memory != 0 {
+            let memory = self.options.memory;
+            text = format!("memory = {memory}\ncontext_memory = {}\n{text}", 8 << 20);
+        }
+        if !text.is_empty() {
             let profile = self.dir().join("profile.toml");
-            let text = format!(
-                "memory = {}\ncontext_memory = {}\n",
-                self.options.memory,
-                8 << 20
-            );
             fs::write(&profile, text).expect("a profile");
             command.arg("--profile").arg(profile);
         }
@@ -157,6 +159,17 @@ impl Node {
     /// The API's socket.
     pub fn api_socket(&self) -> PathBuf {
         self.dir().join("api.sock")
+    }
+
+    /// The emulated device's server.
+    ///
+    /// # Panics
+    /// On a real device.
+    pub fn emulated_pid(&self) -> u32 {
+        self.emulated
+            .as_ref()
+            .expect("the device is emulated")
+            .pid()
     }
 
     fn emulated_socket(&self) -> PathBuf {
@@ -265,10 +278,31 @@ impl Node {
     }
 }
 
+impl Node {
+    /// Ends the servers of groups, which outlive a daemon that is killed, and whoever else uses their folders.
+    fn end_groups(&self) {
+        let groups = self.dir().join("groups").display().to_string();
+        if !Path::new(&groups).exists() {
+            return;
+        }
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        for process in processes {
+            let environment = fs::read(process.path().join("environ")).unwrap_or_default();
+            let pid = process.file_name().to_string_lossy().parse().ok();
+            if String::from_utf8_lossy(&environment).contains(&groups)
+                && let Some(pid) = pid.and_then(Pid::from_raw)
+            {
+                let _ = kill_process(pid, Signal::KILL);
+            }
+        }
+    }
+}
+
 impl Drop for Node {
     /// Ends the daemon that a `run` has started, if one has. Whoever holds the lock is the one whose pid is in it.
     fn drop(&mut self) {
         drop(self.daemon.take());
+        self.end_groups();
         let path = self.dir().join("lock");
         let Ok(lock) = fs::File::open(&path) else {
             return;

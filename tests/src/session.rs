@@ -96,6 +96,12 @@ impl Listener {
 }
 
 impl Session {
+    /// Says something to the process.
+    #[track_caller]
+    pub fn send(&self, message: &Daemon) {
+        socket::send(&self.0, message, None, SendFlags::empty()).expect("it listens");
+    }
+
     /// The next packet and its file; `None` when the process has closed the session.
     #[track_caller]
     pub fn receive(&self) -> Option<(Shim, Option<OwnedFd>)> {

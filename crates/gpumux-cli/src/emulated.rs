@@ -3,6 +3,8 @@
 use std::{
     env,
     ffi::OsString,
+    fs,
+    os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -50,6 +52,12 @@ impl Server {
     /// When the library is missing.
     pub(crate) fn enter(&self, program: &mut Command) -> anyhow::Result<()> {
         let library = libraries::find(libraries::EMULATED)?;
+        let links = links(&self.socket);
+        if links.is_dir() {
+            // For whoever loads NVML by its name, or looks for libcuda before it is loaded.
+            let path = libraries::first("LD_LIBRARY_PATH", &links);
+            program.env("LD_LIBRARY_PATH", path);
+        }
         program
             .env(SOCKET_VARIABLE, &self.socket)
             .env("GPUMUX_NVML", &library)
@@ -57,4 +65,40 @@ impl Server {
             .env("LD_PRELOAD", libraries::last("LD_PRELOAD", &library));
         Ok(())
     }
+}
+
+/// Where the names under which programs load a driver's libraries are: beside the server's socket.
+fn links(socket: &Path) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(".lib");
+    path.into()
+}
+
+/// Makes them. Before the socket: who finds that finds them.
+///
+/// # Errors
+/// When the library is missing, or they cannot be made.
+pub(crate) fn make_links(socket: &Path) -> anyhow::Result<()> {
+    let library = libraries::find(libraries::EMULATED)?;
+    let links = links(socket);
+    let link = |name: &str| {
+        let at = links.join(name);
+        // A server at this socket has made it before.
+        if fs::read_link(&at).is_ok_and(|it| it == library) {
+            return Ok(());
+        }
+        let _ = fs::remove_file(&at);
+        symlink(&library, at)
+    };
+    fs::create_dir_all(&links)
+        .and_then(|()| {
+            let names = ["libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1"];
+            names.into_iter().try_for_each(link)
+        })
+        .with_context(|| format!("cannot make {}", links.display()))
+}
+
+/// Removes them.
+pub(crate) fn remove_links(socket: &Path) {
+    let _ = fs::remove_dir_all(links(socket));
 }

@@ -16,6 +16,7 @@ mod units;
 pub mod gang;
 pub mod ledger;
 pub mod policy;
+pub mod space;
 
 pub use accounts::{Account, Accounts, fractions};
 pub use plan::{DomainPlan, Lever, Plan, RunState};

@@ -25,6 +25,9 @@ pub struct Config {
     pub devices: BTreeMap<String, DeviceConfig>,
     /// NVML's library, if not the system's (default: `GPUMUX_NVML`).
     pub nvml: Option<PathBuf>,
+    /// NVIDIA's MPS control program, which groups are made with, if not the system's (default:
+    /// `GPUMUX_MPS_CONTROL`).
+    pub mps_control: Option<PathBuf>,
     /// Socket of an emulated device's server: its tenants are accepted too (default:
     /// `GPUMUX_EMU_SOCKET`).
     pub emulated: Option<PathBuf>,
@@ -62,6 +65,7 @@ impl Default for Config {
             policy: policy::NAMES[0].into(),
             devices: BTreeMap::new(),
             nvml: path("GPUMUX_NVML"),
+            mps_control: path("GPUMUX_MPS_CONTROL"),
             emulated: path("GPUMUX_EMU_SOCKET"),
             listen: None,
             copy_engines: false,
@@ -176,6 +180,7 @@ mod tests {
         let none = Config {
             state_dir: None,
             nvml: None,
+            mps_control: None,
             emulated: None,
             ..Config::default()
         };

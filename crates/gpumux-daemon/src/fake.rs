@@ -187,5 +187,6 @@ pub(crate) fn group(key: u32, client: u32) -> Shim {
         group: GROUP,
         channels: CHANNELS.collect(),
         timeslice_us: 2048,
+        shared: false,
     }
 }

@@ -13,6 +13,7 @@ pub mod paths;
 mod devices;
 #[cfg(test)]
 mod fake;
+mod groups;
 mod memory;
 mod peer;
 mod scheduler;

@@ -397,6 +397,11 @@ impl Memory {
         if sessions.is_empty() {
             return Err(MoveError::Busy("it has no connected process".into()));
         }
+        let in_group = self.scheduler.call(move |engine| engine.in_group(tenant));
+        if in_group.await? {
+            let why = "it shares a group, whose members can only be frozen together";
+            return Err(MoveError::Busy(why.into()));
+        }
         let out = |op| Daemon::SwapOut { op, least };
         let began = Instant::now();
         let before = self
@@ -708,7 +713,7 @@ impl Memory {
         let class = |id| activity.get(&id).map_or(Class::Batch, |it| it.spec.class);
         let mut candidates = Vec::new();
         for (id, entry) in line.entries.iter().filter(|(id, _)| *id != tenant) {
-            let Some(known) = activity.get(id) else {
+            let Some(known) = activity.get(id).filter(|known| !known.in_group) else {
                 continue;
             };
             let place = self.place(*id);
@@ -754,6 +759,7 @@ impl Memory {
                     line.entries.iter().any(own)
                 };
                 let due = known.idle
+                    && !known.in_group
                     && known.idle_for.as_secs_f64() >= after as f64
                     && lines.iter().any(has)
                     && lock(&self.place(tenant).awake).0.elapsed() >= Duration::from_secs(after);

@@ -13,6 +13,13 @@ use rustix::{
     process::getuid,
 };
 
+/// Variables that lead a program to an MPS server.
+pub const MPS_VARIABLES: [&str; 3] = [
+    "CUDA_MPS_PIPE_DIRECTORY",
+    "CUDA_MPS_LOG_DIRECTORY",
+    "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE",
+];
+
 /// The system daemon's directory.
 const SYSTEM: &str = "/run/gpumux";
 

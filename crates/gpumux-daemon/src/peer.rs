@@ -7,7 +7,7 @@ use std::{
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, pidfd_open},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
@@ -62,6 +62,11 @@ impl ProcessFd {
     /// When there are no files left.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         self.0.try_clone().map(Self)
+    }
+
+    /// Ends the process at once, as far as this daemon may.
+    pub(crate) fn kill(&self) {
+        let _ = pidfd_send_signal(&self.0, Signal::KILL);
     }
 
     /// Whether the process has ended.

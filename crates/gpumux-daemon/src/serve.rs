@@ -23,6 +23,7 @@ use crate::{
     api::{self, Api},
     config::{Config, ConfigError},
     devices::Devices,
+    groups::Groups,
     paths::{self, DirError, RuntimeDir},
     scheduler::{self, Handle, Stopped},
     session::{HELLO, Sessions},
@@ -120,10 +121,12 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         tenants: dir.path().join("tenants.json"),
         settings: state_dir(&config, dir.path())?.join("settings.json"),
     };
+    let groups = Groups::load(&config, dir.path());
     let tenants = Tenants::load(
         files,
         session_socket.display().to_string(),
         scheduler.clone(),
+        Arc::clone(&groups),
     )
     .await?;
     let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());
@@ -183,6 +186,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     };
     let _ = tokio::time::timeout(GOODBYE, gone).await;
     let _ = tokio::join!(api_task, session_task);
+    groups.close().await;
     tracing::info!("stopped");
     result.and(Ok(restored?))
 }

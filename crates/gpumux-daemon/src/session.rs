@@ -31,7 +31,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 use crate::{
     config::Config,
     memory::Memory,
-    peer::{Peer, credentials, readable},
+    peer::{Peer, ProcessFd, credentials, readable},
     scheduler::{GroupError, Handle, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
@@ -94,6 +94,8 @@ enum Refusal {
     TooManyGroups,
     #[error("more than {MAX_CHANNELS} channels in a group")]
     TooManyChannels,
+    #[error("the process entered group {0}, which is not its tenant's: it is ended")]
+    Intruder(String),
     #[error("the group came without its file")]
     NoFile,
     #[error(transparent)]
@@ -269,7 +271,7 @@ impl Sessions {
         let voice = Arc::clone(socket);
         let speak = Box::new(move |message: &Daemon| say(&voice, message));
         let page = Arc::new(page);
-        let met = Met::new(tenant, Arc::clone(&page), speak);
+        let met = Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid);
         let _ = self
             .scheduler
             .call(move |engine| engine.meet(id, met))
@@ -281,6 +283,7 @@ impl Sessions {
             id,
             tenant,
             pid: peer.pid,
+            process: peer.fd.as_ref(),
             page,
             keys: BTreeMap::new(),
             rejected: 0,
@@ -336,6 +339,7 @@ struct Session<'a> {
     id: SessionId,
     tenant: TenantId,
     pid: u32,
+    process: Option<&'a ProcessFd>,
     page: Arc<Page>,
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
@@ -378,6 +382,7 @@ impl Session<'_> {
                 group,
                 channels,
                 timeslice_us,
+                shared,
             } => {
                 let file = file.ok_or(Refusal::NoFile)?;
                 self.sessions.check_files(&file)?;
@@ -392,7 +397,7 @@ impl Session<'_> {
                     group,
                     channels,
                 };
-                self.announce(key, engine, handles, timeslice_us, file)
+                self.announce(key, engine, handles, (timeslice_us, shared), file)
                     .await?;
             }
             Shim::Channels { key, channels } => {
@@ -423,7 +428,7 @@ impl Session<'_> {
         key: u32,
         engine: u32,
         handles: Group,
-        default: u64,
+        (default, shared): (u64, bool),
         file: OwnedFd,
     ) -> Result<(), Refusal> {
         let member = Member {
@@ -435,6 +440,12 @@ impl Session<'_> {
         let emulated = self.sessions.emulated.clone();
         let examined =
             tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;
+        if shared && let Some(group) = self.sessions.tenants.intruded(self.tenant, self.pid).await {
+            if let Some(process) = self.process {
+                process.kill();
+            }
+            return Err(Refusal::Intruder(group));
+        }
         let verified = match examined.map_err(|_| Stopped)? {
             Ok(verified) => verified,
             // The program may have freed it meanwhile. But not for ever.
@@ -455,6 +466,7 @@ impl Session<'_> {
             emulated: verified.emulated,
             levers: verified.levers,
             page: Arc::clone(&self.page),
+            shared,
             timeslice: verified.timeslice,
             default: default.unwrap_or(Timeslice::DEFAULT),
         };

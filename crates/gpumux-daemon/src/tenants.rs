@@ -5,21 +5,28 @@
 //! promised is decided by the scheduler; here is only a copy to show and to keep.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     io,
     path::PathBuf,
-    sync::Arc,
+    sync::{Arc, Weak},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
-use gpumux_core::{Hints, SpecError, TenantId, TenantSpec};
+use gpumux_core::{
+    Hints, SpecError, TenantId, TenantSpec,
+    space::{self, Applicant, Curve, Way},
+};
 use serde::{Deserialize, Serialize};
-use tokio::sync::{Mutex, MutexGuard};
+use tokio::sync::{
+    Mutex, MutexGuard,
+    mpsc::{UnboundedReceiver, unbounded_channel},
+};
 
 use crate::{
-    api::types::{Created, NewTenant, SpecChange},
+    api::types::{Created, Fault, NewTenant, Placement, SpecChange},
+    groups::{self, Failure, Groups, Key, Seat},
     peer::{Peer, ProcessFd, ProcessId},
-    scheduler::{Handle, SessionId, Stopped},
+    scheduler::{Crash, Handle, SessionId, Stopped},
     store::{self, Sync},
 };
 
@@ -31,6 +38,10 @@ const MAX_TENANTS_PER_USER: usize = 2048;
 const MAX_NAME: usize = 64;
 /// Tenants that are remembered after their end.
 const MAX_ENDED: usize = 256;
+/// Faults that are remembered.
+const MAX_FAULTS: usize = 32;
+/// How long reports of one fault are gathered.
+const GATHER: Duration = Duration::from_millis(30);
 /// Names of one user for which what was set is remembered.
 const MAX_SETTINGS: usize = 256;
 
@@ -40,6 +51,7 @@ pub(crate) struct Tenants {
     scheduler: Handle,
     files: Files,
     session_socket: String,
+    groups: Arc<Groups>,
 }
 
 /// What the next daemon knows it all from.
@@ -60,6 +72,12 @@ struct Table {
     /// asked for the tenant.
     ended: VecDeque<Tenant>,
     settings: Vec<Setting>,
+    /// The last processes that joined, and their tenants.
+    joined: VecDeque<(u32, TenantId)>,
+    /// The last faults in groups.
+    faults: VecDeque<Fault>,
+    /// How often a user's tenants of a name took a group down.
+    culprits: BTreeMap<(u32, String), u32>,
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
@@ -83,6 +101,11 @@ pub(crate) struct Tenant {
     kept: bool,
     /// Somebody chose its name.
     named: bool,
+    /// How it shares devices, and its place in a group.
+    pub(crate) placement: Placement,
+    group: Option<Key>,
+    seat: Option<Arc<Seat>>,
+    utility: Vec<(u32, f64)>,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -105,6 +128,12 @@ struct Saved {
     kept: bool,
     #[serde(default)]
     named: bool,
+    #[serde(default)]
+    placement: Placement,
+    #[serde(default)]
+    group: Option<Key>,
+    #[serde(default)]
+    utility: Vec<(u32, f64)>,
     holders: Vec<ProcessId>,
 }
 
@@ -127,6 +156,10 @@ pub(crate) enum TenantError {
     Taken(String),
     #[error("`{0}` is no name for a tenant: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`")]
     BadName(String),
+    #[error(
+        "`{0}` is no name for a trust domain: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`"
+    )]
+    BadTrust(String),
     #[error("{0} tenants live already: let some end first")]
     TooMany(usize),
     #[error("the daemon cannot see your process: ask from the same pid namespace")]
@@ -161,6 +194,7 @@ impl Tenants {
         files: Files,
         session_socket: String,
         scheduler: Handle,
+        groups: Arc<Groups>,
     ) -> Result<Arc<Self>, TenantError> {
         let saved: Vec<Saved> = store::read(&files.tenants);
         let tenants = Arc::new(Self {
@@ -172,11 +206,18 @@ impl Tenants {
             scheduler,
             files,
             session_socket,
+            groups,
         });
         for saved in saved {
             tenants.take_over(saved).await?;
         }
         tenants.table.lock().await.save(&tenants.files)?;
+        let (tell, told) = unbounded_channel();
+        tenants.groups.tell_failures(tell.clone());
+        (tenants.scheduler)
+            .call(move |engine| engine.tell_crashes(tell))
+            .await?;
+        tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
         Ok(tenants)
     }
 
@@ -212,9 +253,14 @@ impl Tenants {
             made_for: saved.made_for,
             kept: saved.kept,
             named: saved.named,
+            placement: saved.placement,
+            group: saved.group,
+            seat: None,
+            utility: saved.utility,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
+        self.sit_again(&mut table, id).await?;
         for (process, fd) in holders {
             self.hold(&mut table, id, Some(process), fd);
         }
@@ -230,8 +276,15 @@ impl Tenants {
         if !trusted(peer.uid) && (new.kept || new.token.is_some()) {
             return Err(TenantError::NotTrusted);
         }
+        if let Some(trust) = new.trust.as_ref().filter(|trust| !is_name(trust)) {
+            return Err(TenantError::BadTrust(trust.clone()));
+        }
+        // It may take a while until the group is there: meanwhile nobody else waits.
+        let (_, spec) = self.table.lock().await.wish(peer.uid, &new);
+        let (placement, seat) = self.place(peer, &new, &spec).await;
         let mut table = self.open_table().await?;
         let named = new.name.is_some();
+        let (set, spec) = table.wish(peer.uid, &new);
         let name = match new.name {
             Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
             Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
@@ -248,14 +301,6 @@ impl Tenants {
             .as_ref()
             .and_then(|fd| fd.try_clone().ok())
             .ok_or(TenantError::Invisible)?;
-        let set = (table.settings.iter())
-            .find(|set| named && !new.kept && set.uid == peer.uid && set.name == name)
-            .map(|set| set.change.clone());
-        let spec = set
-            .clone()
-            .unwrap_or_default()
-            .apply(&TenantSpec::default());
-        let spec = new.spec.apply(&spec);
         let token = new.token.unwrap_or_else(secret);
         let made = self
             .make(&mut table, name.clone(), spec, peer.uid, token, None)
@@ -264,8 +309,22 @@ impl Tenants {
             TenantError::Spec(error) if set.is_some() => TenantError::Set(name.clone(), error),
             error => error,
         })?;
+        let environment = match &seat {
+            Some(seat) => seat.environment(placement.sm_percent),
+            None => BTreeMap::new(),
+        };
+        if let Some(seat) = &seat {
+            let name = seat.name();
+            (self.scheduler)
+                .call(move |engine| engine.place(id, name))
+                .await?;
+        }
         if let Some(tenant) = table.tenants.get_mut(&id) {
             (tenant.kept, tenant.named) = (new.kept, named);
+            tenant.placement = placement;
+            tenant.group = seat.as_ref().map(|seat| seat.key().clone());
+            tenant.seat = seat.map(Arc::new);
+            tenant.utility = new.utility;
         }
         if !new.kept {
             self.hold(&mut table, id, peer.process, fd);
@@ -284,7 +343,170 @@ impl Tenants {
             name,
             token,
             socket: self.session_socket.clone(),
+            environment,
         })
+    }
+
+    /// Time or space, and the seat for the latter.
+    async fn place(
+        &self,
+        peer: &Peer,
+        new: &NewTenant,
+        spec: &TenantSpec,
+    ) -> (Placement, Option<Seat>) {
+        let key = new.trust.as_ref().map(|trust| Key {
+            uid: peer.uid,
+            trust: trust.clone(),
+        });
+        let members = key.as_ref().map_or(0, |key| self.groups.members(key));
+        let name = new
+            .name
+            .as_deref()
+            .or(new.program.as_deref())
+            .unwrap_or_default();
+        let faults = self.table.lock().await.faults_of(peer.uid, name);
+        let decision = space::decide(&Applicant {
+            sharing: new.sharing,
+            trust: new.trust.as_deref(),
+            class: spec.class,
+            members,
+            room: groups::ROOM,
+            unavailable: self.groups.unavailable(),
+            faults,
+            memory: None,
+            interference: None,
+        });
+        let mut placement = Placement {
+            way: decision.way,
+            reason: decision.reason,
+            trust: new.trust.clone(),
+            sm_percent: None,
+        };
+        let Some(key) = key.filter(|_| placement.way == Way::Space) else {
+            return (placement, None);
+        };
+        match self.groups.enter(&key, peer.pid).await {
+            Ok(seat) => {
+                let table = self.table.lock().await;
+                let curve = |points: &[(u32, f64)]| {
+                    let points = points.iter().filter(|(percent, _)| *percent <= 100);
+                    Curve::measured(points.copied())
+                };
+                let others: Vec<(&TenantSpec, Curve)> = (table.tenants.values())
+                    .filter(|other| other.group.as_ref() == Some(&key))
+                    .map(|other| (&other.spec, curve(&other.utility)))
+                    .collect();
+                let own = curve(&new.utility);
+                let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
+                all.push((spec, &own));
+                let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
+                placement.sm_percent = match space::percentages(&all) {
+                    Some(shares) => shares.last().copied().filter(|share| *share < 100),
+                    None => space::percentage(spec, guaranteed),
+                };
+                (placement, Some(seat))
+            }
+            Err(error) => {
+                tracing::warn!(trust = key.trust, %error, "no group");
+                placement.way = Way::Time;
+                placement.reason = format!("the group cannot be had: {error}");
+                (placement, None)
+            }
+        }
+    }
+
+    /// A group has failed: says who caused it and who suffers, and starts it again.
+    async fn crashed(
+        &self,
+        group: &str,
+        server: bool,
+        mut crashes: Vec<Crash>,
+    ) -> Result<(), Stopped> {
+        let begun = Instant::now();
+        let at = (SystemTime::now().duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
+        let name = group.to_owned();
+        let more = self.scheduler.call(move |e| e.give_up(&name)).await?;
+        crashes.extend(more);
+        let restarted = self.groups.restart(group).await;
+        let restarted_ms = restarted
+            .is_ok()
+            .then_some(begun.elapsed().as_millis() as u64);
+        let said = restarted.unwrap_or_else(|error| {
+            tracing::warn!(group, %error, "the group cannot be started again");
+            String::new()
+        });
+        let mut table = self.table.lock().await;
+        let seated: Vec<TenantId> = (table.tenants.values())
+            .filter(|it| it.seat.as_ref().is_some_and(|seat| *seat.name() == *group))
+            .map(|it| it.id)
+            .collect();
+        let members = seated.len();
+        let whose = |pid| {
+            let mut all = table.joined.iter().rev();
+            all.find(|(it, _)| *it == pid).map(|(_, tenant)| *tenant)
+        };
+        let (culprit, evidence) = match server && crashes.iter().all(|crash| crash.error == 0) {
+            true => (None, "the group's server ended, or hung".into()),
+            false => culprit(&crashes, &said, members, whose),
+        };
+        let name_of = |id: TenantId| {
+            let mut all = table.ended.iter().chain(table.tenants.values());
+            all.find(|it| it.id == id)
+                .map(|it| (it.uid, it.name.clone()))
+        };
+        let blamed = culprit.and_then(name_of);
+        // Some processes ended before they could be asked.
+        let used = seated.into_iter();
+        let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
+        let mut others: Vec<String> = (crashes.iter().map(|crash| crash.tenant).chain(used))
+            .filter(|tenant| Some(*tenant) != culprit)
+            .filter_map(|tenant| Some(name_of(tenant)?.1))
+            .collect();
+        others.sort();
+        others.dedup();
+        let error = crashes.iter().map(|crash| crash.error).find(|it| *it != 0);
+        let fault = Fault {
+            at,
+            group: group.to_owned(),
+            error: error.unwrap_or(0),
+            culprit: blamed.as_ref().map(|(_, name)| name.clone()),
+            evidence,
+            others,
+            restarted_ms,
+        };
+        tracing::warn!(group, error, culprit = ?fault.culprit, evidence = fault.evidence, others = ?fault.others,
+            restarted_ms, "a fault ended all processes in a group");
+        if let Some((uid, name)) = blamed {
+            if table.culprits.len() >= MAX_SETTINGS {
+                table.culprits.pop_first();
+            }
+            *table.culprits.entry((uid, name)).or_default() += 1;
+        }
+        table.faults.push_back(fault);
+        let surplus = table.faults.len().saturating_sub(MAX_FAULTS);
+        table.faults.drain(..surplus);
+        Ok(())
+    }
+
+    /// The last faults in groups, the latest last.
+    pub(crate) async fn faults(&self) -> Vec<Fault> {
+        self.table.lock().await.faults.iter().cloned().collect()
+    }
+
+    /// Gives a tenant that was in a group its seat back, if the group is still there.
+    async fn sit_again(&self, table: &mut Table, id: TenantId) -> Result<(), Stopped> {
+        let Some(tenant) = table.tenants.get_mut(&id) else {
+            return Ok(());
+        };
+        let seat = (tenant.group.as_ref()).and_then(|key| self.groups.enter_again(key));
+        if let Some(seat) = seat {
+            let name = seat.name();
+            tenant.seat = Some(Arc::new(seat));
+            (self.scheduler)
+                .call(move |engine| engine.place(id, name))
+                .await?;
+        }
+        Ok(())
     }
 
     /// Makes a tenant that nobody holds yet.
@@ -324,6 +546,10 @@ impl Tenants {
             made_for,
             kept: false,
             named: false,
+            placement: Placement::default(),
+            group: None,
+            seat: None,
+            utility: Vec::new(),
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -380,13 +606,16 @@ impl Tenants {
                     uid,
                     token,
                     named,
+                    placement,
+                    group,
                     ..
                 } = ended.ok_or(TenantError::UnknownToken)?;
                 let name = table.free_name(&name);
                 let id = self.make(&mut table, name, spec, uid, token, None).await?;
                 if let Some(tenant) = table.tenants.get_mut(&id) {
-                    tenant.named = named;
+                    (tenant.named, tenant.placement, tenant.group) = (named, placement, group);
                 }
+                self.sit_again(&mut table, id).await?;
                 id
             }
             (None, None) => {
@@ -405,8 +634,23 @@ impl Tenants {
             .insert(Holder::Session(session), peer.process);
         tenant.pids.push(peer.pid);
         let name = tenant.name.clone();
+        table.joined.push_back((peer.pid, id));
+        let surplus = table.joined.len().saturating_sub(MAX_ENDED);
+        table.joined.drain(..surplus);
         table.save_or_warn(&self.files);
         Ok((id, name))
+    }
+
+    /// The group that a process is in although its tenant is not, if there is one. Its environment may say what it will: who
+    /// enters a group that is not its tenant's could end it by a fault.
+    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<String> {
+        let (uid, own) = {
+            let table = self.table.lock().await;
+            let tenant = table.tenants.get(&id)?;
+            let own = tenant.seat.as_ref().map(|seat| seat.name());
+            (tenant.uid, own)
+        };
+        self.groups.intruded(uid, own.as_deref(), pid).await
     }
 
     /// A session has ended.
@@ -426,6 +670,7 @@ impl Tenants {
         };
         tenant.holders.remove(&holder);
         if tenant.holders.is_empty() && !tenant.kept {
+            tenant.seat = None;
             let ended = tenant.clone();
             self.remove(&mut table, id).await;
             if ended.made_for.is_none() {
@@ -558,6 +803,76 @@ impl Tenants {
     }
 }
 
+/// Gathers what is told of one fault, and deals with it.
+async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failure>) {
+    while let Some(first) = told.recv().await {
+        let mut groups: BTreeMap<Arc<str>, (bool, Vec<Crash>)> = BTreeMap::new();
+        let all_told = tokio::time::sleep(GATHER);
+        tokio::pin!(all_told);
+        let mut next = Some(first);
+        loop {
+            match next {
+                Some(Failure::Process(crash)) => {
+                    let group = groups.entry(Arc::clone(&crash.group)).or_default();
+                    group.1.push(crash);
+                }
+                Some(Failure::Server(group)) => groups.entry(group).or_default().0 = true,
+                None => return,
+            }
+            next = tokio::select! {
+                () = &mut all_told => break,
+                failure = told.recv() => failure,
+            };
+        }
+        let Some(tenants) = tenants.upgrade() else {
+            return;
+        };
+        for (group, (server, crashes)) in groups {
+            if tenants.crashed(&group, server, crashes).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// Errors by which a process learns that its MPS server gave it up (`CUDA_ERROR_MPS_RPC_FAILURE`,
+/// `CUDA_ERROR_MPS_CLIENT_TERMINATED`).
+const COLLATERAL: [u32; 2] = [806, 810];
+
+/// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then, of all
+/// `members`, who alone got an error of its own or had work.
+fn culprit(
+    crashes: &[Crash],
+    said: &str,
+    members: usize,
+    whose: impl Fn(u32) -> Option<TenantId>,
+) -> (Option<TenantId>, String) {
+    let named = said.lines().find_map(|line| {
+        let (before, _) = line.split_once(" caused")?;
+        before.rsplit_once("lient ")?.1.parse::<u32>().ok()
+    });
+    if let Some(pid) = named {
+        return (whose(pid), format!("the server named process {pid}"));
+    }
+    let of = |which: &dyn Fn(&Crash) -> bool| -> BTreeSet<TenantId> {
+        let some = crashes.iter().filter(|crash| which(crash));
+        some.map(|crash| crash.tenant).collect()
+    };
+    // Somebody of whom nothing is known may be the one.
+    if of(&|_| true).len() >= members {
+        let own = |it: &Crash| it.error != 0 && !COLLATERAL.contains(&it.error);
+        for (found, what) in [
+            (of(&own), "only it got an error of its own"),
+            (of(&|it| it.busy), "only it had work"),
+        ] {
+            if let (1, Some(tenant)) = (found.len(), found.first()) {
+                return (Some(*tenant), what.into());
+            }
+        }
+    }
+    (None, "neither the server nor the errors name one".into())
+}
+
 impl Tenant {
     fn may_join(&self, token: &str, peer: &Peer) -> bool {
         self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
@@ -588,6 +903,29 @@ impl Table {
             true => Ok(tenant),
             false => Err(TenantError::NotYours(name.into())),
         }
+    }
+
+    /// How often a user's tenants of this name took a group down.
+    fn faults_of(&self, uid: u32, name: &str) -> u32 {
+        let name = name.rsplit('/').next().unwrap_or_default();
+        self.culprits
+            .get(&(uid, name.to_owned()))
+            .copied()
+            .unwrap_or(0)
+    }
+
+    /// What was set for the name of a new tenant before, and what it is promised with that.
+    fn wish(&self, uid: u32, new: &NewTenant) -> (Option<SpecChange>, TenantSpec) {
+        let set = (self.settings.iter())
+            .find(|set| {
+                set.uid == uid && new.name.as_deref() == Some(set.name.as_str()) && !new.kept
+            })
+            .map(|set| set.change.clone());
+        let spec = set
+            .clone()
+            .unwrap_or_default()
+            .apply(&TenantSpec::default());
+        (set, new.spec.apply(&spec))
     }
 
     /// A name that nobody has, as close to the wish as possible.
@@ -644,6 +982,9 @@ impl Table {
                 made_for: tenant.made_for,
                 kept: tenant.kept,
                 named: tenant.named,
+                placement: tenant.placement.clone(),
+                group: tenant.group.clone(),
+                utility: tenant.utility.clone(),
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
@@ -678,7 +1019,7 @@ fn is_secret(text: &str) -> bool {
 }
 
 /// 128 bits that nobody can guess, in hexadecimal.
-fn secret() -> String {
+pub(crate) fn secret() -> String {
     let mut bytes = [0; 16];
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
@@ -712,7 +1053,8 @@ mod tests {
             tenants: dir.path().join("tenants.json"),
             settings: dir.path().join("settings.json"),
         };
-        Tenants::load(files, String::new(), scheduler)
+        let groups = Groups::load(&crate::Config::default(), dir.path());
+        Tenants::load(files, String::new(), scheduler, groups)
             .await
             .unwrap()
     }
@@ -928,6 +1270,63 @@ mod tests {
     }
 
     #[test]
+    fn the_culprit_is_whom_the_evidence_names_and_nobody_else() {
+        let crash = |tenant, error, busy| Crash {
+            group: "0/team".into(),
+            tenant: TenantId(tenant),
+            pid: 100 + tenant as u32,
+            error,
+            busy,
+        };
+        let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
+        let unknown = "Client 77 caused a fatal fault";
+        // What is told, what the server said, how many are in the group, and whom that names.
+        for (crashes, said, members, named) in [
+            (
+                vec![crash(1, 700, true), crash(2, 700, true)],
+                said,
+                2,
+                Some(2),
+            ),
+            (vec![crash(1, 700, true)], unknown, 1, None),
+            (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
+            (
+                vec![crash(1, 810, true), crash(2, 719, false)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                vec![crash(1, 700, false), crash(2, 700, true)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                vec![crash(1, 700, true), crash(1, 700, true)],
+                "",
+                1,
+                Some(1),
+            ),
+            // There is one more, of whom nothing is known.
+            (vec![crash(1, 700, true)], "", 2, None),
+            (vec![], "", 1, None),
+        ] {
+            let whose = |pid: u32| {
+                (101..=102)
+                    .contains(&pid)
+                    .then(|| TenantId(u64::from(pid) - 100))
+            };
+            let (found, evidence) = culprit(&crashes, said, members, whose);
+            assert_eq!(
+                found,
+                named.map(TenantId),
+                "{crashes:?} {said} {members}: {evidence}"
+            );
+        }
+    }
+
+    #[test]
     fn settings_are_bounded_per_user() {
         let mut table = Table::default();
         table.set(1, "other", &SpecChange::default());
@@ -989,6 +1388,10 @@ mod tests {
                 made_for: None,
                 kept: false,
                 named: false,
+                placement: Placement::default(),
+                group: None,
+                seat: None,
+                utility: Vec::new(),
                 holders,
             };
             table.insert(tenant);

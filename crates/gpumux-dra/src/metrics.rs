@@ -433,6 +433,7 @@ mod tests {
             devices: vec![device(0).uuid],
             since: 0,
             state: TenantState::Running,
+            placement: Default::default(),
             hints: Default::default(),
             requests: Default::default(),
             memory: Vec::new(),
@@ -440,6 +441,7 @@ mod tests {
             moves: Default::default(),
             domains: vec![Domain {
                 id: 1,
+                group: None,
                 device: device(0).uuid,
                 pid: 1,
                 timeslice_us: 2000,

@@ -9,21 +9,20 @@ use std::{
     ffi::{CStr, c_char, c_int, c_void},
     os::fd::BorrowedFd,
     panic::{AssertUnwindSafe, catch_unwind},
-    sync::Arc,
+    sync::{Arc, LazyLock},
 };
 
 use crate::{
     context::Context,
     error::{CuError, Result},
     event::Event,
+    fatbin, fault,
 };
 
-/// Exports functions. A line is a line of the list of what there is: base name and the CUDA version that
-/// introduced this form of it (as in `cudaTypedefs.h`), in brackets the symbol of the variant in which the null
-/// stream means the thread's own, where there is one, and the exported symbol.
+/// Exports functions, a line each. In brackets the symbol of the variant in which the null stream means the
+/// thread's own, where there is one.
 macro_rules! exports {
-    ($list:ident by $call:path;
-     $($base:ident $version:literal $([$per_thread:ident])? = $symbol:ident $args:tt => $body:expr;)*) => {
+    ($list:ident by $call:path; $($([$per_thread:ident])? $symbol:ident $args:tt => $body:expr;)*) => {
         $(
             $crate::border::export_one!($call, $symbol, $args, $body);
             $($crate::border::export_per_thread!($call, $per_thread, $args, $body);)?
@@ -31,15 +30,10 @@ macro_rules! exports {
 
         /// Everything that is exported above.
         #[allow(dead_code)] // one of the lists is for tests only
-        pub(crate) fn $list() -> Vec<$crate::border::Export> {
-            vec![$($crate::border::Export {
-                base: stringify!($base),
-                version: $version,
-                symbol: stringify!($symbol),
-                function: $symbol as *const () as usize,
-                per_thread: [$($per_thread as *const () as usize)?].first().copied(),
-            }),*]
-        }
+        pub(crate) const $list: &[(&str, $crate::border::Address)] = &[$(
+            (stringify!($symbol), $crate::border::Address($symbol as *const ())),
+            $((stringify!($per_thread), $crate::border::Address($per_thread as *const ())),)?
+        )*];
     };
 }
 
@@ -48,10 +42,7 @@ macro_rules! export_one {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub(crate) extern "C" fn $symbol($($arg: $type),*) -> ::std::ffi::c_int {
-            if let Some(code) = $crate::fault::at(stringify!($symbol)) {
-                return code;
-            }
-            $call(|| $body)
+            $call(stringify!($symbol), || $body)
         }
     };
 }
@@ -61,30 +52,36 @@ macro_rules! export_per_thread {
         #[unsafe(no_mangle)]
         #[allow(non_snake_case, clippy::too_many_arguments)]
         pub(crate) extern "C" fn $symbol($($arg: $type),*) -> ::std::ffi::c_int {
-            $call(|| $crate::border::per_thread(|| $body))
+            $call(stringify!($symbol), || $crate::border::per_thread(|| $body))
         }
     };
 }
 
 pub(crate) use {export_one, export_per_thread, exports};
 
-/// An exported function.
-pub(crate) struct Export {
-    pub(crate) base: &'static str,
-    pub(crate) version: i32,
-    #[allow(dead_code)] // for tests
-    pub(crate) symbol: &'static str,
-    pub(crate) function: usize,
-    pub(crate) per_thread: Option<usize>,
-}
+/// Where an exported function is.
+#[derive(Clone, Copy)]
+pub(crate) struct Address(pub(crate) *const ());
 
-/// Runs the body of a driver function. No panic leaves it.
-pub(crate) fn cuda(body: impl FnOnce() -> Result) -> c_int {
-    match catch_unwind(AssertUnwindSafe(body)) {
-        Ok(Ok(())) => 0,
+// SAFETY: the address of code, which is the same for all threads and never written.
+unsafe impl Sync for Address {}
+
+/// Runs the body of a driver function. No panic leaves it. With `GPUMUX_EMU_TRACE` it is named on standard error when it
+/// fails.
+pub(crate) fn cuda(name: &str, body: impl FnOnce() -> Result) -> c_int {
+    if let Some(code) = fault::call(name) {
+        return code;
+    }
+    let code = match catch_unwind(AssertUnwindSafe(body)) {
+        Ok(Ok(())) => return 0,
         Ok(Err(error)) => error.0,
         Err(_) => CuError::UNKNOWN.0,
+    };
+    static TRACE: LazyLock<bool> = LazyLock::new(|| std::env::var_os("GPUMUX_EMU_TRACE").is_some());
+    if *TRACE {
+        eprintln!("gpumux: {name}: {code}");
     }
+    code
 }
 
 thread_local! {
@@ -212,23 +209,53 @@ impl Text {
     }
 }
 
-/// Device code in memory: text, or something else by its first bytes.
+/// Device code in memory: text, or something else by its first word.
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct Image(*const c_void);
 
 impl Image {
-    /// PTX text; an error for binaries.
-    pub(crate) fn text(self) -> Result<String> {
-        let start: u8 = In(self.0.cast()).get()?;
-        // First bytes of ELF files, of fatbinaries and of their wrapper.
-        if [0x7f, 0x50, 0xb1].contains(&start) {
-            eprintln!(
-                "gpumux: the emulated device runs kernels of PTX text only, not of compiled modules"
-            );
-            return Err(CuError::NO_BINARY_FOR_GPU);
+    /// Of a file's content, which ends with 0.
+    pub(crate) fn of(bytes: &[u8]) -> Result<Self> {
+        // What a header says must be there.
+        let whole = match bytes
+            .first_chunk()
+            .filter(|it| it.starts_with(&fatbin::MAGIC.to_le_bytes()))
+        {
+            Some(header) => fatbin::size(header).is_some_and(|size| size <= bytes.len()),
+            None => !bytes.starts_with(&fatbin::WRAPPER.to_le_bytes()) && bytes.last() == Some(&0),
+        };
+        match whole {
+            true => Ok(Self(bytes.as_ptr().cast())),
+            false => Err(CuError::INVALID_IMAGE),
         }
-        Text(self.0.cast()).get()
+    }
+
+    /// Its PTX; an error for compiled code.
+    pub(crate) fn text(self) -> Result<String> {
+        let start = |at: *const c_void| In(at.cast::<[u8; 4]>()).get().map(u32::from_le_bytes);
+        let mut at = self.0;
+        if let [b'.' | b'/' | b'\n' | b' ' | b'\t', ..] = [In(at.cast::<u8>()).get()?] {
+            return Text(at.cast()).get();
+        }
+        if start(at)? == fatbin::WRAPPER {
+            // Magic and version, then the address.
+            at = In(at.cast::<*const c_void>()).get_at(1)?;
+        }
+        let found = match start(at)? {
+            fatbin::MAGIC => {
+                let header = In(at.cast::<[u8; fatbin::HEADER]>()).get()?;
+                let size = fatbin::size(&header).ok_or(CuError::INVALID_IMAGE)?;
+                // The device's architecture.
+                fatbin::ptx(&program_bytes(at as u64, size)?, 90)
+            }
+            fatbin::ELF => Err("it is compiled code".to_owned()),
+            _ => return Text(at.cast()).get(),
+        };
+        found.map_err(|why| {
+            eprintln!("gpumux: the emulated device needs a module's PTX for compute_90 or older, but {why}");
+            CuError::NO_BINARY_FOR_GPU
+        })
     }
 }
 
@@ -325,6 +352,30 @@ pub(crate) struct StreamCallback(Option<extern "C" fn(usize, c_int, *mut c_void)
 #[repr(transparent)]
 #[derive(Clone, Copy)]
 pub(crate) struct UserData(*mut c_void);
+
+/// A function of the program that is called when a context ends (key and value come with it).
+#[repr(transparent)]
+#[derive(Clone, Copy)]
+pub(crate) struct StorageEnd(Option<extern "C" fn(usize, usize, usize)>);
+
+impl StorageEnd {
+    pub(crate) fn call(self, context: usize, key: usize, value: usize) {
+        if let Some(function) = self.0 {
+            function(context, key, value);
+        }
+    }
+}
+
+/// Writes what a kernel printed behind what the program printed.
+pub(crate) fn print(text: &[u8]) {
+    unsafe extern "C" {
+        static stdout: *mut libc::FILE;
+    }
+    if !text.is_empty() {
+        // SAFETY: the C library's own stream, which locks itself.
+        unsafe { libc::fwrite(text.as_ptr().cast(), 1, text.len(), stdout) };
+    }
+}
 
 /// A call into the program.
 #[derive(Clone)]

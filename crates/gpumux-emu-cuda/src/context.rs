@@ -16,9 +16,11 @@ use gpumux_emu::{
 };
 
 use crate::{
+    border::StorageEnd,
     effect::Effect,
     error::{CuError, Result},
     event::Event,
+    interpret::Interpreter,
     memory,
     process::{Device, HostWork, lock, process, spawn},
     rm::{Groups, Rm},
@@ -37,6 +39,9 @@ pub(crate) struct Context {
     pub(crate) flags: u32,
     pub(crate) legacy: Arc<Stream>,
     per_thread: Mutex<HashMap<ThreadId, Arc<Stream>>>,
+    pub(crate) interpreter: Interpreter,
+    /// What the runtime keeps here: values, and whom to tell of the end, by key.
+    pub(crate) storage: Mutex<HashMap<usize, (usize, StorageEnd)>>,
     execution: Execution,
     groups: Mutex<Option<Groups>>,
     /// Number of the last work; held while work is sent, so that it arrives in order.
@@ -144,17 +149,23 @@ thread_local! {
     static CURRENT: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
 }
 
+/// The calling thread's stack of contexts; there is none any more when the thread ends, and libraries call even then.
+fn with_stack<T>(body: impl FnOnce(&mut Vec<Arc<Context>>) -> Option<T>) -> Option<T> {
+    CURRENT
+        .try_with(|stack| body(&mut stack.borrow_mut()))
+        .ok()
+        .flatten()
+}
+
 /// The calling thread's context.
 pub(crate) fn current() -> Result<Arc<Context>> {
     process()?;
-    CURRENT
-        .with_borrow(|stack| stack.last().cloned())
-        .ok_or(CuError::INVALID_CONTEXT)
+    with_stack(|stack| stack.last().cloned()).ok_or(CuError::INVALID_CONTEXT)
 }
 
 /// The calling thread's context, if it has one.
 pub(crate) fn current_handle() -> usize {
-    let found = CURRENT.with_borrow(|stack| stack.last().cloned());
+    let found = with_stack(|stack| stack.last().cloned());
     found.map_or(0, |context| context.handle())
 }
 
@@ -173,14 +184,17 @@ pub(crate) fn push(handle: usize) -> Result {
         return Err(CuError::INVALID_CONTEXT);
     }
     let context = context(handle)?;
-    CURRENT.with_borrow_mut(|stack| stack.push(context));
+    with_stack(|stack| {
+        stack.push(context);
+        Some(())
+    });
     Ok(())
 }
 
 /// Takes the top of the thread's stack.
 pub(crate) fn pop() -> Result<usize> {
     process()?;
-    let popped = CURRENT.with_borrow_mut(Vec::pop);
+    let popped = with_stack(Vec::pop);
     popped
         .map(|context| context.handle())
         .ok_or(CuError::INVALID_CONTEXT)
@@ -192,7 +206,7 @@ pub(crate) fn set_current(handle: usize) -> Result {
     if handle != 0 {
         context(handle)?;
     }
-    CURRENT.with_borrow_mut(Vec::pop);
+    with_stack(Vec::pop);
     if handle == 0 { Ok(()) } else { push(handle) }
 }
 
@@ -208,7 +222,7 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
             none => none.insert(Rm::open()?),
         };
         let groups = rm.make_groups(device.index)?;
-        match rm.execution(&groups) {
+        match rm.execution(&groups, device.info.sms) {
             Ok(execution) => (groups, execution),
             Err(error) => {
                 rm.free_groups(&groups);
@@ -224,6 +238,8 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
         flags,
         legacy: Arc::new(Stream::new(this.clone(), BLOCKING, 0)),
         per_thread: Mutex::new(HashMap::new()),
+        interpreter: Interpreter::default(),
+        storage: Mutex::default(),
         execution,
         groups: Mutex::new(Some(groups)),
         order: Mutex::new(0),
@@ -245,11 +261,7 @@ pub(crate) fn destroy(handle: usize) -> Result {
         .contexts
         .remove(handle)
         .map_err(|_| CuError::INVALID_CONTEXT)?;
-    CURRENT.with_borrow_mut(|stack| {
-        if stack.last().is_some_and(|top| Arc::ptr_eq(top, &context)) {
-            stack.pop();
-        }
-    });
+    with_stack(|stack| stack.pop_if(|top| Arc::ptr_eq(top, &context)));
     context.end();
     Ok(())
 }
@@ -316,7 +328,7 @@ impl Context {
         }
         let mut items = Vec::with_capacity(ops.len());
         let mut numbers = Vec::with_capacity(ops.len());
-        for (stream, op) in ops {
+        for (stream, mut op) in ops {
             let queue = state.queue(stream, op.queue);
             for other in state.barriers(stream, self.legacy.id) {
                 *order += 1;
@@ -331,6 +343,23 @@ impl Context {
                     queue,
                     work: Work::Wait(other),
                     prompt: false,
+                });
+            }
+            // An interpreted kernel is two pieces: see `interpret`.
+            if let (Effect::Interpreted(_), OpWork::Plain(Work::Rest { sms })) =
+                (&op.effect, op.work)
+            {
+                *order += 1;
+                let begin = Work::Kernel { sms, duration: 0 };
+                let effect = std::mem::replace(&mut op.effect, Effect::Nothing);
+                state.add(*order, stream, Op::on(queue, begin, effect));
+                items.push(Submission {
+                    stream,
+                    id: *order,
+                    queue,
+                    work: begin,
+                    // It goes on only when it is known to have begun.
+                    prompt: true,
                 });
             }
             *order += 1;
@@ -453,10 +482,15 @@ impl Context {
         }
         drop(state);
         drop(dropped);
+        self.interpreter.end();
         self.changed.notify_all();
     }
 
     fn end(&self) {
+        let kept = std::mem::take(&mut *lock(&self.storage));
+        for (key, (value, end)) in kept {
+            end.call(self.handle(), key, value);
+        }
         self.fail(CuError::CONTEXT_IS_DESTROYED);
         self.execution.shut_down();
         memory::free_all_of(self.handle());
@@ -481,18 +515,25 @@ impl Context {
                 }
                 Ok(Some(Report::HostReady { id })) => self.call_host(id),
                 Ok(Some(Report::Progress { token, works })) => {
+                    // Kernels stop between two turns; so do all of the context, as they are of one group.
+                    if works.iter().any(|work| self.interpreter.has(work.0)) {
+                        self.interpreter.freeze(true);
+                    }
                     for (id, done, total) in works {
                         self.progress(id, done, total);
                     }
                     let _ = self.execution.send(&Command::Progressed { token });
                 }
+                // As an H100 reports it to every client of an MPS server.
+                Ok(Some(Report::Lost)) => self.fail(CuError::ILLEGAL_ADDRESS),
+                Ok(Some(Report::Thawed)) => self.interpreter.freeze(false),
                 Ok(None) | Err(_) => return self.fail(CuError::DEVICE_UNAVAILABLE),
             }
         }
     }
 
     /// Work is done: does what is left of its effect, then lets everybody know.
-    fn complete(&self, id: u64, at: u64) {
+    fn complete(self: &Arc<Self>, id: u64, at: u64) {
         let rest = {
             let mut state = self.state();
             state.pending.get_mut(&id).map(|pending| {
@@ -503,6 +544,11 @@ impl Context {
         let Some((effect, done)) = rest else {
             return;
         };
+        if let Effect::Interpreted(kernel) = &effect
+            && let Err(error) = self.interpreter.begin(self, id + 1, kernel)
+        {
+            return self.fault(error);
+        }
         if let Err(error) = effect.run(done, effect.steps()) {
             return self.fault(error);
         }
@@ -542,8 +588,20 @@ impl Context {
         }
     }
 
-    fn fault(&self, error: CuError) {
+    /// How long the rest of a kernel takes in all.
+    pub(crate) fn length(&self, id: u64, duration: u64) {
+        let _ = self.execution.send(&Command::Length { id, duration });
+    }
+
+    /// Work did what it must not: nothing of this context runs any more.
+    pub(crate) fn fault(&self, error: CuError) {
         self.fail(error);
+        // Who shares the group is told after the server that made it.
+        if let Ok(process) = process()
+            && let Some(rm) = &*lock(&process.rm)
+        {
+            rm.faulted(error);
+        }
         let _ = self.execution.send(&Command::Abort);
     }
 

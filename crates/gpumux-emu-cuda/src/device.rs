@@ -74,6 +74,21 @@ pub(crate) fn retain_primary(ordinal: i32) -> Result<usize> {
     Ok(context.handle())
 }
 
+/// The primary context, without retaining it.
+pub(crate) fn primary(ordinal: i32) -> Result<usize> {
+    let process = process()?;
+    process.device(ordinal)?;
+    let mut primaries = lock(&process.primaries);
+    let primary = &mut primaries[ordinal as usize];
+    if primary.context.is_none() {
+        primary.context = Some(context::create(ordinal, primary.flags)?);
+    }
+    Ok(primary
+        .context
+        .as_ref()
+        .map_or(0, |context| context.handle()))
+}
+
 /// Gives it back; with the last it is destroyed.
 pub(crate) fn release_primary(ordinal: i32) -> Result {
     let process = process()?;

@@ -53,6 +53,7 @@ errors! {
     NO_BINARY_FOR_GPU = 209 "no kernel image is available for execution on the device";
     NOT_MAPPED = 211 "resource not mapped";
     UNSUPPORTED_LIMIT = 215 "limit is not supported on this architecture";
+    PEER_ACCESS_UNSUPPORTED = 217 "peer access is not supported between these two devices";
     INVALID_PTX = 218 "a PTX JIT compilation failed";
     FILE_NOT_FOUND = 301 "file not found";
     OPERATING_SYSTEM = 304 "OS call failed or operation not supported on this OS";
@@ -63,15 +64,21 @@ errors! {
     ILLEGAL_ADDRESS = 700 "an illegal memory access was encountered";
     LAUNCH_OUT_OF_RESOURCES = 701 "too many resources requested for launch";
     LAUNCH_TIMEOUT = 702 "the launch timed out and was terminated";
+    PEER_ACCESS_NOT_ENABLED = 705 "peer access has not been enabled";
     PRIMARY_CONTEXT_ACTIVE = 708 "cannot set while device is active in this process";
     CONTEXT_IS_DESTROYED = 709 "context is destroyed";
+    ASSERT = 710 "device-side assert triggered";
     HOST_MEMORY_ALREADY_REGISTERED = 712 "part or all of the requested memory range is already mapped";
     HOST_MEMORY_NOT_REGISTERED = 713 "pointer does not correspond to a registered memory region";
+    HARDWARE_STACK_ERROR = 714 "hardware stack error";
     ILLEGAL_INSTRUCTION = 715 "an illegal instruction was encountered";
     MISALIGNED_ADDRESS = 716 "misaligned address";
     LAUNCH_FAILED = 719 "unspecified launch failure";
+    COOPERATIVE_LAUNCH_TOO_LARGE = 720 "too many blocks in cooperative launch";
     NOT_PERMITTED = 800 "operation not permitted";
     NOT_SUPPORTED = 801 "operation not supported";
+    MPS_CONNECTION_FAILED = 805 "MPS client failed to connect to the MPS control daemon or the MPS server";
+    MPS_SERVER_NOT_READY = 807 "MPS server is not ready to accept new MPS client requests";
     STREAM_CAPTURE_UNSUPPORTED = 900 "operation not permitted when stream is capturing";
     STREAM_CAPTURE_INVALIDATED = 901 "operation failed due to a previous error during capture";
     STREAM_CAPTURE_MERGE = 902 "operation would result in a merge of separate capture sequences";
@@ -80,6 +87,7 @@ errors! {
     STREAM_CAPTURE_ISOLATION = 905 "dependency created on uncaptured work in another stream";
     STREAM_CAPTURE_IMPLICIT = 906 "operation would make the legacy stream depend on a capturing blocking stream";
     CAPTURED_EVENT = 907 "operation not permitted on an event last recorded in a capturing stream";
+    GRAPH_EXEC_UPDATE_FAILURE = 910 "the graph update was not performed because it included changes which violated constraints specific to instantiated graph update";
     UNKNOWN = 999 "unknown error";
 }
 

@@ -16,15 +16,18 @@ use crate::{
     context::{Context, Op, OpWork},
     effect::Effect,
     error::{CuError, Result},
+    nodes::{self, AddedNodes},
     process::{lock, process},
     stream::{Stream, stream},
 };
 
 /// What was recorded.
 #[derive(Clone)]
-struct Node {
-    lane: usize,
-    op: Op,
+pub(crate) struct Node {
+    pub(crate) lane: usize,
+    /// The handle of a node that was added; 0: captured.
+    pub(crate) origin: usize,
+    pub(crate) op: Op,
 }
 
 /// A capture that goes on.
@@ -78,6 +81,7 @@ impl Lane {
         }
         capture.nodes.push(Node {
             lane: self.index,
+            origin: 0,
             op: Op {
                 prompt: false,
                 ..op
@@ -174,10 +178,7 @@ pub(crate) fn end(stream_handle: usize) -> Result<usize> {
     if !joined(&nodes, streams.len()) {
         return Err(CuError::STREAM_CAPTURE_UNJOINED);
     }
-    let graph = Graph {
-        nodes,
-        lanes: streams.len(),
-    };
+    let graph = Graph::new(nodes, streams.len());
     Ok(process()?.graphs.add(Arc::new(graph)))
 }
 
@@ -219,13 +220,59 @@ pub(crate) fn exchange_mode(mode: i32) -> Result<i32> {
 
 /// A graph.
 pub(crate) struct Graph {
-    nodes: Vec<Node>,
-    lanes: usize,
+    pub(crate) nodes: Vec<Node>,
+    pub(crate) lanes: usize,
+    /// Nodes that were added by themselves: they come behind those that were captured.
+    pub(crate) added: AddedNodes,
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        nodes::forget(&mut self.added);
+    }
+}
+
+impl Node {
+    /// Marks and waits are edges.
+    fn is_work(&self) -> bool {
+        !matches!(self.op.effect, Effect::Nothing)
+            || !matches!(
+                self.op.work,
+                OpWork::AfterItem(_) | OpWork::Plain(Work::Record | Work::Wait(_))
+            )
+    }
+}
+
+impl Graph {
+    pub(crate) fn new(nodes: Vec<Node>, lanes: usize) -> Self {
+        Self {
+            nodes,
+            lanes,
+            added: AddedNodes::default(),
+        }
+    }
+
+    /// How many captured nodes it has.
+    pub(crate) fn captured(&self) -> usize {
+        self.nodes.iter().filter(|node| node.is_work()).count()
+    }
+
+    /// The captured work, one after the other.
+    pub(crate) fn ops(&self) -> Vec<Op> {
+        let works = self.nodes.iter().filter(|node| node.is_work());
+        works.map(|node| node.op.clone()).collect()
+    }
+
+    /// All that a launch submits.
+    fn flat(&self) -> Result<Vec<Node>> {
+        let added = nodes::as_nodes(&lock(&self.added))?;
+        Ok(self.nodes.iter().cloned().chain(added).collect())
+    }
 }
 
 /// A graph that can be launched.
 pub(crate) struct Executable {
-    nodes: Vec<Node>,
+    pub(crate) nodes: Mutex<Vec<Node>>,
     context: Weak<Context>,
     /// Streams of the lanes but the first.
     streams: Vec<Stream>,
@@ -243,11 +290,6 @@ impl Drop for Executable {
     }
 }
 
-/// How many nodes a graph has.
-pub(crate) fn node_count(graph: usize) -> Result<usize> {
-    Ok(process()?.graphs.get(graph)?.nodes.len())
-}
-
 /// Makes a graph launchable.
 pub(crate) fn instantiate(graph: usize) -> Result<usize> {
     let process = process()?;
@@ -261,11 +303,27 @@ pub(crate) fn instantiate(graph: usize) -> Result<usize> {
         })
         .collect();
     Ok(process.executables.add(Arc::new(Executable {
-        nodes: graph.nodes.clone(),
+        nodes: Mutex::new(graph.flat()?),
         context: Arc::downgrade(&context),
         streams,
         last: Mutex::new(None),
     })))
+}
+
+/// Puts another graph's work into an executable one of the same shape.
+pub(crate) fn update(executable: usize, graph: usize) -> Result {
+    let process = process()?;
+    let executable = process.executables.get(executable)?;
+    let new = process.graphs.get(graph)?.flat()?;
+    let mut nodes = lock(&executable.nodes);
+    let same = |(a, b): (&Node, &Node)| a.lane == b.lane && a.is_work() == b.is_work();
+    if new.len() != nodes.len() || !new.iter().zip(&*nodes).all(same) {
+        return Err(CuError::GRAPH_EXEC_UPDATE_FAILURE);
+    }
+    for (node, new) in nodes.iter_mut().zip(new) {
+        node.op = new.op;
+    }
+    Ok(())
 }
 
 /// Launches a graph.
@@ -277,18 +335,19 @@ pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
         return Err(CuError::INVALID_HANDLE);
     }
     stream.not_captured()?;
-    if executable.nodes.is_empty() {
+    let nodes = lock(&executable.nodes);
+    if nodes.is_empty() {
         return context.check();
     }
     let mut last = lock(&executable.last);
-    let mut ops = Vec::with_capacity(executable.nodes.len() + 1);
+    let mut ops = Vec::with_capacity(nodes.len() + 1);
     // Complete work is waited for at no cost.
     let before = last.unwrap_or(0);
     ops.push((
         stream.id,
         Op::following(Work::Wait(before), Effect::Nothing),
     ));
-    for node in &executable.nodes {
+    for node in &*nodes {
         let lane = match node.lane {
             0 => stream.id,
             lane => executable.streams[lane - 1].id,
@@ -316,6 +375,7 @@ mod tests {
         let work = after.map_or(op.work, OpWork::AfterItem);
         Node {
             lane,
+            origin: 0,
             op: Op { work, ..op },
         }
     }

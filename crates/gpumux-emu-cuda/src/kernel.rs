@@ -86,6 +86,29 @@ impl Shape {
         }
         Ok(Self { blocks, threads })
     }
+
+    /// SMs that a kernel can use, and its blocks that one SM holds at a time.
+    pub(crate) fn width(self, device: &DeviceInfo) -> (u32, u64) {
+        let sms = u64::from(device.sms.max(1));
+        let together = (SM_THREADS / self.threads.next_multiple_of(32)).clamp(1, SM_BLOCKS);
+        let occupied = self.blocks.min(together * sms) * self.threads;
+        (occupied.div_ceil(SM_THREADS).clamp(1, sms) as u32, together)
+    }
+}
+
+/// The kernels that are known by name.
+pub(crate) fn is_known(name: &str) -> bool {
+    [
+        "gpumux_spin",
+        "gpumux_work",
+        "gpumux_fill_u32",
+        "gpumux_add_u32",
+        "gpumux_rounds_u32",
+        "gpumux_sum_u32",
+        "gpumux_trap",
+        "gpumux_hold",
+    ]
+    .contains(&name)
 }
 
 impl Kernel {
@@ -137,12 +160,7 @@ impl Kernel {
                 };
                 (hold, 4)
             }
-            other => {
-                eprintln!(
-                    "gpumux: the emulated device does not know the kernel `{other}`: it runs those of `gpumux workload`"
-                );
-                return Err(CuError::NOT_SUPPORTED);
-            }
+            _ => return Err(CuError::NOT_FOUND),
         };
         if arguments.len() != count {
             return Err(CuError::INVALID_VALUE);
@@ -153,12 +171,11 @@ impl Kernel {
     /// SMs and time.
     pub(crate) fn cost(&self, shape: Shape, device: &DeviceInfo) -> Work {
         let sms = u64::from(device.sms);
-        // Blocks on one SM at a time, and how often all SMs are filled.
-        let together = (SM_THREADS / shape.threads.next_multiple_of(32)).clamp(1, SM_BLOCKS);
+        let (width, together) = shape.width(device);
+        // How often all SMs are filled.
         let waves = shape.blocks.div_ceil(together * sms);
         let busiest = shape.blocks.div_ceil(sms).min(together);
         let occupied = shape.blocks.min(together * sms) * shape.threads;
-        let width = occupied.div_ceil(SM_THREADS).clamp(1, sms) as u32;
         let clock = u64::from(device.clock_khz).max(1);
         let moving = |bytes: u64| {
             let part = (occupied as f64 / (sms * SATURATING) as f64).min(1.0);
@@ -247,11 +264,11 @@ fn rounds(n: u64, from: u64, to: u64) -> [(u64, u64, u32); 3] {
 }
 
 #[cfg(test)]
-mod tests {
+pub(crate) mod tests {
     use super::*;
     use gpumux_emu::Profile;
 
-    fn h100() -> DeviceInfo {
+    pub(crate) fn h100() -> DeviceInfo {
         let profile = Profile::default();
         DeviceInfo {
             name: profile.name.clone(),
@@ -328,7 +345,7 @@ mod tests {
             Kernel::new("gpumux_spin", &[long.clone(), long]),
             Err(CuError::INVALID_VALUE)
         );
-        assert_eq!(Kernel::new("other", &[]), Err(CuError::NOT_SUPPORTED));
+        assert_eq!(Kernel::new("other", &[]), Err(CuError::NOT_FOUND));
     }
 
     proptest::proptest! {

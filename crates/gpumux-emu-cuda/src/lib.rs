@@ -8,7 +8,7 @@
 //! mapped memory ([`memory`]).
 //!
 //! Functions called from C are made by the macros of [`border`]; no panic leaves them, and pointers are touched
-//! nowhere else but there, in [`memory`] and in [`effect`].
+//! nowhere else but there, in [`memory`], in [`effect`] and in [`interpret`].
 
 mod attributes;
 mod border;
@@ -16,17 +16,26 @@ mod context;
 mod device;
 mod driver;
 mod effect;
+mod entries;
 mod error;
 mod event;
+mod fatbin;
 mod fault;
 mod graph;
 mod hold;
+mod integrity;
+mod interpret;
 mod kernel;
+mod library;
 mod memory;
+mod missing;
 mod module;
+mod nodes;
 mod nvml;
+mod plane;
+mod pool;
 mod process;
-mod ptx;
 mod rm;
 mod stream;
 mod system;
+mod tables;

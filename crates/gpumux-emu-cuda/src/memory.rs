@@ -15,6 +15,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprot
 
 use crate::{
     error::{CuError, Result},
+    fault,
     process::{lock, process},
 };
 
@@ -138,6 +139,18 @@ impl Space {
         self.is_device(address, bytes) || self.is_pinned(address, bytes)
     }
 
+    /// The mapping or pinned range around an address that a kernel may touch: start and end.
+    pub(crate) fn reachable_range(&self, address: u64) -> Option<(u64, u64)> {
+        let mapped = find(&self.mapped, address, |mapping| mapping.bytes)
+            .filter(|(_, mapping)| mapping.accessible)
+            .map(|(start, mapping)| (start, start + mapping.bytes));
+        let pinned = || {
+            self.host_range(address)
+                .map(|(start, range)| (start, start + range.bytes))
+        };
+        mapped.or_else(pinned)
+    }
+
     /// The allocation, or the reservation, that contains an address: start and bytes.
     pub(crate) fn range_of(&self, address: u64) -> Option<(u64, u64)> {
         let allocation = find(&self.allocations, address, |allocation| allocation.bytes)
@@ -249,6 +262,10 @@ pub(crate) fn free_reservation(at: u64, bytes: u64) -> Result {
 
 // Physical memory
 
+fn fail_if_due() -> Result {
+    fault::due(fault::At::Allocation).map_or(Ok(()), |kind| Err(kind.code()))
+}
+
 fn create_physical(device: u32, bytes: u64, exportable: bool) -> Result<Arc<Physical>> {
     let (id, file) = lock(&process()?.connection).create_memory(device, bytes)?;
     Ok(Arc::new(Physical {
@@ -262,6 +279,7 @@ fn create_physical(device: u32, bytes: u64, exportable: bool) -> Result<Arc<Phys
 
 /// Creates physical memory; its handle.
 pub(crate) fn create(device: u32, bytes: u64, exportable: bool) -> Result<u64> {
+    fail_if_due()?;
     if bytes == 0 || !bytes.is_multiple_of(GRANULARITY) {
         return Err(CuError::INVALID_VALUE);
     }
@@ -446,6 +464,7 @@ fn map_new(device: u32, bytes: u64) -> Result<u64> {
 
 /// Allocates device memory for a context.
 pub(crate) fn alloc(device: u32, context: usize, bytes: u64) -> Result<u64> {
+    fail_if_due()?;
     if bytes == 0 {
         return Err(CuError::INVALID_VALUE);
     }

@@ -1,79 +1,181 @@
-//! Modules and functions: what was loaded as PTX text.
+//! Modules and functions: PTX, loaded in a context.
 
 use std::{
     collections::HashMap,
     ffi::CString,
-    sync::{Arc, Weak},
+    sync::{Arc, Mutex, OnceLock, Weak},
 };
+
+use gpumux_emu::protocol::Work;
+use gpumux_ptx::Launch;
 
 use crate::{
     border::{Arguments, Image, Text},
-    context::{Context, Op, current},
+    context::{Context, Op, OpWork, current},
     effect::Effect,
     error::{CuError, Result},
+    fault::{self, Kind},
     hold,
-    kernel::{Kernel, Shape},
-    process::process,
-    ptx,
+    interpret::Interpreted,
+    kernel::{self, Kernel, Shape},
+    memory,
+    process::{lock, process},
     stream::stream,
 };
 
-/// A loaded module: handles of its functions by name.
+/// Shared memory of a block, in bytes: without asking for more, at most, and what the system takes of an SM's.
+const SHARED: u32 = 49_152;
+const MOST_SHARED: u32 = 232_448;
+const SM_SHARED: u32 = 233_472;
+const RESERVED_SHARED: u32 = 1024;
+
+/// A loaded module.
 pub(crate) struct Module {
-    functions: HashMap<String, usize>,
+    /// Handles of its functions by name.
+    pub(crate) functions: HashMap<String, usize>,
+    /// Address and size of its variables by name.
+    globals: HashMap<String, (u64, u64)>,
+    /// Memory of its variables.
+    memory: Option<u64>,
 }
 
 /// A kernel of a module.
 pub(crate) struct Function {
     pub(crate) name: CString,
-    parameters: Vec<(usize, usize)>,
+    program: Arc<gpumux_ptx::Module>,
+    kernel: usize,
+    globals: Arc<[u64]>,
     context: Weak<Context>,
+    /// Memory for the barrier of its grids, once it was needed.
+    workspace: OnceLock<u64>,
+    /// What was set: dynamic shared memory, carve-out.
+    settings: Mutex<(i32, i32)>,
 }
 
-/// Loads PTX text; the module's handle.
+/// Bytes of a grid barrier's memory.
+const WORKSPACE: u64 = 64;
+
+/// Parses PTX; says what is wrong with it.
+pub(crate) fn parse(text: &str) -> Result<Arc<gpumux_ptx::Module>> {
+    match gpumux_ptx::Module::parse(text) {
+        Ok(program) => Ok(Arc::new(program)),
+        Err(error) => {
+            eprintln!("gpumux: the PTX of a module is not understood: {error}");
+            Err(CuError::INVALID_PTX)
+        }
+    }
+}
+
+/// Loads PTX or a fat binary into the current context; the module's handle.
 pub(crate) fn load(image: Image) -> Result<usize> {
-    load_text(&image.text()?)
+    let module = load_in(&current()?, &parse(&image.text()?)?)?;
+    Ok(process()?.modules.add(Arc::new(module)))
 }
 
-/// Loads a file of PTX text.
+/// Loads a file.
 pub(crate) fn load_file(path: Text) -> Result<usize> {
-    let text = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
-    load_text(&String::from_utf8(text).map_err(|_| CuError::INVALID_IMAGE)?)
+    let mut bytes = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
+    bytes.push(0);
+    load(Image::of(&bytes)?)
 }
 
-fn load_text(text: &str) -> Result<usize> {
+/// Loads a program into a context.
+pub(crate) fn load_in(context: &Arc<Context>, program: &Arc<gpumux_ptx::Module>) -> Result<Module> {
+    context.check()?;
     let process = process()?;
-    let context = current()?;
-    let entries = ptx::entries(text).ok_or(CuError::INVALID_PTX)?;
-    let functions = entries
-        .into_iter()
-        .map(|entry| {
-            let function = Function {
-                name: CString::new(entry.name.as_str()).unwrap_or_default(),
-                parameters: entry.parameters,
-                context: Arc::downgrade(&context),
-            };
-            (entry.name, process.functions.add(Arc::new(function)))
-        })
-        .collect();
-    Ok(process.modules.add(Arc::new(Module { functions })))
+    let mut size = 0_u64;
+    let mut offsets = Vec::new();
+    for global in &program.globals {
+        size = size.next_multiple_of(global.align.max(1));
+        offsets.push(size);
+        size += global.size;
+    }
+    let memory = match size {
+        0 => None,
+        size => Some(memory::alloc(context.device.index, context.handle(), size)?),
+    };
+    let at = |index: usize| memory.unwrap_or(0) + offsets[index];
+    let addresses: Arc<[u64]> = (0..offsets.len()).map(at).collect();
+    for (index, global) in program.globals.iter().enumerate() {
+        let mut bytes = global.initial.clone();
+        bytes.resize(global.size as usize, 0);
+        for (offset, of, added) in &global.addresses {
+            let value = at(*of).wrapping_add(*added).to_le_bytes();
+            if let Some(place) = bytes.get_mut(*offset..*offset + 8) {
+                place.copy_from_slice(&value);
+            }
+        }
+        let effect = Effect::Write {
+            to: at(index),
+            data: bytes.into(),
+        };
+        effect.run(0, effect.steps())?;
+    }
+    let functions = program.kernels.iter().enumerate().map(|(kernel, of)| {
+        let function = Function {
+            name: CString::new(of.name.as_str()).unwrap_or_default(),
+            program: Arc::clone(program),
+            kernel,
+            globals: Arc::clone(&addresses),
+            context: Arc::downgrade(context),
+            workspace: OnceLock::new(),
+            settings: Mutex::new((0, -1)),
+        };
+        (of.name.clone(), process.functions.add(Arc::new(function)))
+    });
+    let globals = program.globals.iter().enumerate();
+    Ok(Module {
+        functions: functions.collect(),
+        globals: globals
+            .map(|(i, global)| (global.name.clone(), (at(i), global.size)))
+            .collect(),
+        memory,
+    })
+}
+
+impl Module {
+    pub(crate) fn global(&self, name: &str) -> Result<(u64, u64)> {
+        self.globals.get(name).copied().ok_or(CuError::NOT_FOUND)
+    }
+
+    pub(crate) fn function(&self, name: &str) -> Result<usize> {
+        self.functions.get(name).copied().ok_or(CuError::NOT_FOUND)
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let Ok(process) = process() {
+            for function in self.functions.values() {
+                let _ = process.functions.remove(*function);
+            }
+        }
+        if let Some(memory) = self.memory {
+            // The end of its context may have been before.
+            let _ = memory::free(memory);
+        }
+    }
 }
 
 /// Unloads a module with its functions.
 pub(crate) fn unload(module: usize) -> Result {
-    let process = process()?;
-    let module = process.modules.remove(module)?;
-    for function in module.functions.values() {
-        let _ = process.functions.remove(*function);
-    }
-    Ok(())
+    process()?.modules.remove(module).map(drop)
 }
 
 /// A function's handle.
 pub(crate) fn function(module: usize, name: Text) -> Result<usize> {
-    let module = process()?.modules.get(module)?;
-    let found = module.functions.get(name.get()?.as_str());
-    found.copied().ok_or(CuError::NOT_FOUND)
+    process()?.modules.get(module)?.function(&name.get()?)
+}
+
+/// The function of a handle, which may be one of a library's kernel.
+pub(crate) fn resolve(handle: usize, context: &Arc<Context>) -> Result<Arc<Function>> {
+    let process = process()?;
+    if let Ok(function) = process.functions.get(handle) {
+        return Ok(function);
+    }
+    process
+        .functions
+        .get(process.kernels.get(handle)?.function(context)?)
 }
 
 /// Launches a kernel.
@@ -81,41 +183,179 @@ pub(crate) fn launch(
     function: usize,
     grid: [u32; 3],
     block: [u32; 3],
+    shared: u32,
+    cooperative: bool,
     stream_handle: usize,
     arguments: Arguments,
 ) -> Result {
-    let function = process()?.functions.get(function)?;
     let stream = stream(stream_handle)?;
     let context = stream.context()?;
+    let function = resolve(function, &context)?;
     if !Weak::ptr_eq(&function.context, &Arc::downgrade(&context)) {
         return Err(CuError::INVALID_HANDLE);
     }
     let shape = Shape::new(grid, block)?;
-    let name = function.name.to_str().unwrap_or_default();
-    let kernel = Kernel::new(name, &arguments.read(&function.parameters)?)?;
-    let work = kernel.cost(shape, &context.device.info);
-    if let Kernel::Hold {
-        page, ticket, last, ..
-    } = kernel
-        && !stream.is_captured()
-    {
-        hold::begin(page, last)?;
-        let op = Op::compute(work, Effect::Kernel(kernel));
-        let id = context.submit(vec![(stream.id, op)])?;
-        return hold::watch(&context, id, page, ticket);
+    let (sms, together) = shape.width(&context.device.info);
+    match fault::due(fault::At::Launch) {
+        None => {}
+        Some(Kind::Endless) => {
+            // Nobody tells how long it takes.
+            return stream.submit(Op::compute(Work::Rest { sms }, Effect::Nothing));
+        }
+        Some(Kind::DeviceLost) => {
+            context.fault(Kind::DeviceLost.code());
+            return Err(Kind::DeviceLost.code());
+        }
+        Some(kind) => {
+            let work = Work::Kernel {
+                sms,
+                duration: 1000,
+            };
+            return stream.submit(Op::compute(work, Effect::Fault(kind.code())));
+        }
     }
-    stream.submit(Op::compute(work, Effect::Kernel(kernel)))
+    let of = &function.program.kernels[function.kernel];
+    let layout: Vec<_> = of
+        .parameters
+        .iter()
+        .map(|it| (it.offset, it.size))
+        .collect();
+    let arguments = arguments.read(&layout)?;
+    if kernel::is_known(&of.name) {
+        let kernel = Kernel::new(&of.name, &arguments)?;
+        let work = kernel.cost(shape, &context.device.info);
+        if let Kernel::Hold {
+            page, ticket, last, ..
+        } = kernel
+            && !stream.is_captured()
+        {
+            hold::begin(page, last)?;
+            let op = Op::compute(work, Effect::Kernel(kernel));
+            let id = context.submit(vec![(stream.id, op)])?;
+            return hold::watch(&context, id, page, ticket);
+        }
+        return stream.submit(Op::compute(work, Effect::Kernel(kernel)));
+    }
+    if let Err(why) = of.usable() {
+        eprintln!(
+            "gpumux: the emulated device cannot run the kernel `{}`: {why}",
+            of.name
+        );
+        return Err(CuError::NOT_SUPPORTED);
+    }
+    let most = match lock(&function.settings).0 {
+        0 => SHARED,
+        asked => (asked.max(0) as u32).max(SHARED - of.shared.min(SHARED)) + of.shared,
+    };
+    if of.shared.saturating_add(shared) > most.min(MOST_SHARED) {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let mut parameters = vec![0; of.parameter_bytes()];
+    for ((offset, size), bytes) in layout.iter().zip(&arguments) {
+        parameters[*offset..offset + size].copy_from_slice(bytes);
+    }
+    let workspace = match (cooperative, function.workspace.get()) {
+        (false, _) => 0,
+        (true, Some(at)) => *at,
+        (true, None) => {
+            // Goes with the context.
+            let at = memory::alloc(context.device.index, context.handle(), WORKSPACE)?;
+            let effect = Effect::Set {
+                to: at,
+                width: 4,
+                value: 0,
+                count: WORKSPACE / 4,
+            };
+            effect.run(0, WORKSPACE / 4)?;
+            *function.workspace.get_or_init(|| at)
+        }
+    };
+    if cooperative && shape.blocks > together * u64::from(context.device.info.sms) {
+        return Err(CuError::COOPERATIVE_LAUNCH_TOO_LARGE);
+    }
+    let launch = Launch {
+        module: Arc::clone(&function.program),
+        kernel: function.kernel,
+        grid,
+        block,
+        dynamic_shared: shared,
+        parameters,
+        globals: function.globals.to_vec(),
+        resident: (together * u64::from(context.device.info.sms)) as usize,
+        sms: context.device.info.sms,
+        workspace,
+    };
+    let kernel = Interpreted {
+        launch: Arc::new(launch),
+        shape,
+    };
+    stream.submit(Op {
+        work: OpWork::Plain(Work::Rest { sms }),
+        ..Op::compute(Work::Record, Effect::Interpreted(kernel))
+    })
 }
 
 /// `cuFuncGetAttribute`.
-pub(crate) fn attribute(attribute: i32, function: usize) -> Result<i32> {
-    process()?.functions.get(function)?;
+pub(crate) fn attribute(attribute: i32, function: &Function) -> Result<i32> {
+    let kernel = &function.program.kernels[function.kernel];
+    let settings = *lock(&function.settings);
+    Ok(match attribute {
+        // Most threads in a block; shared and local memory, registers; PTX and binary version.
+        0 if kernel.max_threads > 0 => kernel.max_threads as i32,
+        0 => 1024,
+        1 => kernel.shared as i32,
+        3 => kernel.local as i32,
+        4 => 32,
+        5 | 6 => 90,
+        8 if settings.0 == 0 => (SHARED - kernel.shared.min(SHARED)) as i32,
+        8 => settings.0,
+        9 => settings.1,
+        // Constant memory, caches, clusters.
+        2 | 7 | 10..=15 => 0,
+        _ => return Err(CuError::INVALID_VALUE),
+    })
+}
+
+/// `cuFuncSetAttribute`.
+pub(crate) fn set_attribute(attribute: i32, value: i32, function: &Function) -> Result {
+    let mut settings = lock(&function.settings);
     match attribute {
-        0 => Ok(1024),   // most threads in a block
-        4 => Ok(32),     // registers
-        5 => Ok(70),     // PTX version
-        6 => Ok(90),     // binary version
-        1..=15 => Ok(0), // shared, constant and local memory, clusters
-        _ => Err(CuError::INVALID_VALUE),
+        8 if (0..=MOST_SHARED as i32).contains(&value) => settings.0 = value,
+        9 if (-1..=100).contains(&value) => settings.1 = value,
+        // Clusters.
+        10..=15 => {}
+        _ => return Err(CuError::INVALID_VALUE),
     }
+    Ok(())
+}
+
+/// Offset and size of a parameter.
+pub(crate) fn parameter(index: usize, function: &Function) -> Result<(usize, usize)> {
+    let found = function.program.kernels[function.kernel]
+        .parameters
+        .get(index);
+    found
+        .map(|it| (it.offset, it.size))
+        .ok_or(CuError::INVALID_VALUE)
+}
+
+/// How many blocks of a function one SM holds at a time.
+pub(crate) fn occupancy(function: &Function, threads: i32, shared: usize) -> Result<i32> {
+    if !(1..=1024).contains(&threads) {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let declared = function.program.kernels[function.kernel].shared;
+    let each = declared as usize + shared + RESERVED_SHARED as usize;
+    let by_memory = (SM_SHARED as usize / each) as i32;
+    Ok((2048 / (threads as u32).next_multiple_of(32) as i32)
+        .min(32)
+        .min(by_memory))
+}
+
+/// Threads of a block that keep an SM busiest, and blocks that fill the device with them.
+pub(crate) fn best_block(function: &Function, context: &Context, most: i32) -> (i32, i32) {
+    let limit = attribute(0, function).unwrap_or(1024);
+    let threads = if most > 0 { most.min(limit) } else { limit };
+    let together = occupancy(function, threads, 0).unwrap_or(1).max(1);
+    (together * context.device.info.sms as i32, threads)
 }

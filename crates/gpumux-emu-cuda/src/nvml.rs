@@ -72,7 +72,7 @@ impl From<ClientError> for NvmlError {
     }
 }
 
-fn nvml(body: impl FnOnce() -> Result) -> c_int {
+fn nvml(_name: &str, body: impl FnOnce() -> Result) -> c_int {
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(error)) => error.0,
@@ -179,47 +179,47 @@ fn cuda_version(out: Out<c_int>) -> Result {
     Ok(out.put(version.unwrap_or(0))?)
 }
 
-exports! { nvml_functions by nvml;
-    nvmlInit 1 = nvmlInit() => init();
-    nvmlInit 2 = nvmlInit_v2() => init();
-    nvmlInit 3 = nvmlInitWithFlags(_flags: c_uint) => init();
-    nvmlShutdown 1 = nvmlShutdown() => shutdown();
-    nvmlSystemGetDriverVersion 1 = nvmlSystemGetDriverVersion(out: Out<c_char>, length: c_uint) => {
+exports! { FUNCTIONS by nvml;
+    nvmlInit() => init();
+    nvmlInit_v2() => init();
+    nvmlInitWithFlags(_flags: c_uint) => init();
+    nvmlShutdown() => shutdown();
+    nvmlSystemGetDriverVersion(out: Out<c_char>, length: c_uint) => {
         let version = with(|nvml| Ok(nvml.devices.first().map(|it| it.driver_version.clone())))?;
         text(out, length, &version.unwrap_or_default())
     };
-    nvmlSystemGetNVMLVersion 1 = nvmlSystemGetNVMLVersion(out: Out<c_char>, length: c_uint) => {
+    nvmlSystemGetNVMLVersion(out: Out<c_char>, length: c_uint) => {
         let version = with(|nvml| Ok(nvml.devices.first().map(|it| format!("13.{}", it.driver_version))))?;
         text(out, length, &version.unwrap_or_default())
     };
-    nvmlSystemGetCudaDriverVersion 1 = nvmlSystemGetCudaDriverVersion(out: Out<c_int>) => cuda_version(out);
-    nvmlSystemGetCudaDriverVersion 2 = nvmlSystemGetCudaDriverVersion_v2(out: Out<c_int>) => cuda_version(out);
-    nvmlDeviceGetCount 1 = nvmlDeviceGetCount(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
-    nvmlDeviceGetCount 2 = nvmlDeviceGetCount_v2(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
-    nvmlDeviceGetHandleByIndex 1 = nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) => by_index(index, out);
-    nvmlDeviceGetHandleByIndex 2 = nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) => by_index(index, out);
-    nvmlDeviceGetHandleByUUID 1 = nvmlDeviceGetHandleByUUID(uuid: Text, out: Out<Handle>) => {
+    nvmlSystemGetCudaDriverVersion(out: Out<c_int>) => cuda_version(out);
+    nvmlSystemGetCudaDriverVersion_v2(out: Out<c_int>) => cuda_version(out);
+    nvmlDeviceGetCount(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
+    nvmlDeviceGetCount_v2(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
+    nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) => by_index(index, out);
+    nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) => by_index(index, out);
+    nvmlDeviceGetHandleByUUID(uuid: Text, out: Out<Handle>) => {
         let uuid = uuid.get()?;
         find(out, |device| uuid_text(&device.uuid) == uuid)
     };
-    nvmlDeviceGetHandleByPciBusId 1 = nvmlDeviceGetHandleByPciBusId(id: Text, out: Out<Handle>) => by_bus_id(id, out);
-    nvmlDeviceGetHandleByPciBusId 2 = nvmlDeviceGetHandleByPciBusId_v2(id: Text, out: Out<Handle>) => by_bus_id(id, out);
-    nvmlDeviceGetIndex 1 = nvmlDeviceGetIndex(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
-    nvmlDeviceGetMinorNumber 1 = nvmlDeviceGetMinorNumber(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
-    nvmlDeviceGetName 1 = nvmlDeviceGetName(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &it.name));
-    nvmlDeviceGetUUID 1 = nvmlDeviceGetUUID(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &uuid_text(&it.uuid)));
-    nvmlDeviceGetCudaComputeCapability 1 = nvmlDeviceGetCudaComputeCapability(device: Handle, major: Out<c_int>, minor: Out<c_int>) => info(device, |it| {
+    nvmlDeviceGetHandleByPciBusId(id: Text, out: Out<Handle>) => by_bus_id(id, out);
+    nvmlDeviceGetHandleByPciBusId_v2(id: Text, out: Out<Handle>) => by_bus_id(id, out);
+    nvmlDeviceGetIndex(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
+    nvmlDeviceGetMinorNumber(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
+    nvmlDeviceGetName(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &it.name));
+    nvmlDeviceGetUUID(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &uuid_text(&it.uuid)));
+    nvmlDeviceGetCudaComputeCapability(device: Handle, major: Out<c_int>, minor: Out<c_int>) => info(device, |it| {
         major.put(it.compute_capability.0 as c_int)?;
         Ok(minor.put(it.compute_capability.1 as c_int)?)
     });
-    nvmlDeviceGetNumGpuCores 1 = nvmlDeviceGetNumGpuCores(device: Handle, out: Out<c_uint>) => info(device, |it| Ok(out.put(it.sms * 128)?));
-    nvmlDeviceGetPciInfo 2 = nvmlDeviceGetPciInfo_v2(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
-    nvmlDeviceGetPciInfo 3 = nvmlDeviceGetPciInfo_v3(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
-    nvmlDeviceGetMemoryInfo 1 = nvmlDeviceGetMemoryInfo(device: Handle, out: Out<MemoryInfo>) => {
+    nvmlDeviceGetNumGpuCores(device: Handle, out: Out<c_uint>) => info(device, |it| Ok(out.put(it.sms * 128)?));
+    nvmlDeviceGetPciInfo_v2(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
+    nvmlDeviceGetPciInfo_v3(device: Handle, out: Out<PciInfo>) => info(device, |it| Ok(out.put(PciInfo::new(it.pci_bus))?));
+    nvmlDeviceGetMemoryInfo(device: Handle, out: Out<MemoryInfo>) => {
         let (total, used) = memory(device)?;
         Ok(out.put(MemoryInfo { total, free: total - used, used })?)
     };
-    nvmlDeviceGetMemoryInfo 2 = nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<MemoryInfoV2>) => {
+    nvmlDeviceGetMemoryInfo_v2(device: Handle, out: Out<MemoryInfoV2>) => {
         let (total, used) = memory(device)?;
         let version = out.get()?.version;
         if version != MEMORY_INFO_V2 {
@@ -227,19 +227,51 @@ exports! { nvml_functions by nvml;
         }
         Ok(out.put(MemoryInfoV2 { version, total, reserved: 0, free: total - used, used })?)
     };
-    nvmlDeviceGetUtilizationRates 1 = nvmlDeviceGetUtilizationRates(device: Handle, out: Out<Utilization>) => {
+    nvmlDeviceGetUtilizationRates(device: Handle, out: Out<Utilization>) => {
         let status = status(device)?;
         Ok(out.put(Utilization { gpu: status.compute_percent, memory: status.copy_percent })?)
     };
-    nvmlDeviceGetComputeRunningProcesses 2 = nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
-    nvmlDeviceGetComputeRunningProcesses 3 = nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
-    nvmlDeviceGetGraphicsRunningProcesses 3 = nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, _out: Out<ProcessInfo>) => info(device, |_| Ok(count.put(0)?));
-    nvmlDeviceGetProcessUtilization 1 = nvmlDeviceGetProcessUtilization(device: Handle, _samples: Out<u8>, count: Out<c_uint>, _since: c_ulonglong) => {
+    nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
+    nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
+    nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, _out: Out<ProcessInfo>) => info(device, |_| Ok(count.put(0)?));
+    nvmlDeviceGetProcessUtilization(device: Handle, _samples: Out<u8>, count: Out<c_uint>, _since: c_ulonglong) => {
         // The device does not measure by process.
         info(device, |_| Ok(count.put(0)?))?;
         Err(NvmlError::NOT_FOUND)
     };
-    nvmlDeviceGetMigMode 1 = nvmlDeviceGetMigMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => info(device, |_| Err(NvmlError::NOT_SUPPORTED));
+    nvmlDeviceGetBrand(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(14)?)); // NVIDIA
+    nvmlDeviceGetArchitecture(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(9)?)); // Hopper
+    nvmlDeviceGetComputeMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?)); // default
+    nvmlDeviceGetPersistenceMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(1)?));
+    nvmlDeviceGetDisplayMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetDisplayActive(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetMemoryBusWidth(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(5120)?));
+    nvmlDeviceIsMigDeviceHandle(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetMaxMigDeviceCount(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
+    nvmlDeviceGetMaxClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
+    // What only a thing has: no heat, no power, no links, no slot.
+    nvmlDeviceGetTemperature(device: Handle, _sensor: c_uint, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetPowerUsage(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetTotalEnergyConsumption(device: Handle, _out: Out<u64>) => none(device);
+    nvmlDeviceGetEnforcedPowerLimit(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetPowerManagementLimit(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetPerformanceState(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetFanSpeed(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetNvLinkState(device: Handle, _link: c_uint, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetSerial(device: Handle, _out: Out<c_char>, _length: c_uint) => none(device);
+    nvmlDeviceGetEccMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => none(device);
+    nvmlDeviceGetBAR1MemoryInfo(device: Handle, _out: Out<[u64; 3]>) => none(device);
+    nvmlDeviceGetCurrPcieLinkGeneration(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetCurrPcieLinkWidth(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetMaxPcieLinkGeneration(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetMaxPcieLinkWidth(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetCurrentClocksThrottleReasons(device: Handle, out: Out<c_ulonglong>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceGetP2PStatus(device: Handle, other: Handle, _index: c_uint, out: Out<c_uint>) => {
+        info(other, |_| Ok(()))?;
+        info(device, |_| Ok(out.put(1)?)) // not supported by the chip set
+    };
+    nvmlDeviceGetMigMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => info(device, |_| Err(NvmlError::NOT_SUPPORTED));
 }
 
 /// Never fails, so not one of the list.
@@ -247,6 +279,21 @@ exports! { nvml_functions by nvml;
 #[allow(non_snake_case)]
 pub(crate) extern "C" fn nvmlErrorString(code: c_int) -> *const c_char {
     describe(code).as_ptr()
+}
+
+fn none(device: Handle) -> Result {
+    info(device, |_| Err(NvmlError::NOT_SUPPORTED))
+}
+
+/// In MHz: graphics, SM, memory, video. They never change.
+fn clock(device: Handle, kind: c_uint, out: Out<c_uint>) -> Result {
+    info(device, |it| {
+        Ok(out.put(match kind {
+            0 | 1 | 3 => it.clock_khz / 1000,
+            2 => 2619,
+            _ => return Err(NvmlError::INVALID_ARGUMENT),
+        })?)
+    })
 }
 
 fn by_index(index: c_uint, out: Out<Handle>) -> Result {
@@ -375,11 +422,7 @@ mod tests {
     #[test]
     fn nothing_works_before_init() {
         assert_eq!(nvmlShutdown(), NvmlError::UNINITIALIZED.0);
-        assert_eq!(nvml(|| info(1, |_| Ok(()))), NvmlError::UNINITIALIZED.0);
-        assert!(
-            nvml_functions()
-                .iter()
-                .all(|it| it.symbol.starts_with("nvml"))
-        );
+        assert_eq!(nvml("", || info(1, |_| Ok(()))), NvmlError::UNINITIALIZED.0);
+        assert!(FUNCTIONS.iter().all(|it| it.0.starts_with("nvml")));
     }
 }

@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
     thread,
@@ -22,7 +22,9 @@ use crate::{
     error::{CuError, Result},
     event::Event,
     graph::{Executable, Graph},
+    library::{Library, LibraryKernel},
     module::{Function, Module},
+    pool::Pool,
     rm::Rm,
     stream::Stream,
     system,
@@ -48,7 +50,14 @@ pub(crate) struct Process {
     pub(crate) events: Registry<Event>,
     pub(crate) modules: Registry<Module>,
     pub(crate) functions: Registry<Function>,
+    pub(crate) libraries: Registry<Library>,
+    pub(crate) kernels: Registry<LibraryKernel>,
+    pub(crate) pools: Registry<Pool>,
+    /// Each device's default pool, and its current one.
+    pub(crate) device_pools: Mutex<HashMap<i32, (usize, usize)>>,
     pub(crate) graphs: Registry<Graph>,
+    /// The graphs of nodes that were added one by one.
+    pub(crate) nodes: Registry<Weak<Graph>>,
     pub(crate) executables: Registry<Executable>,
     host_calls: Mutex<mpsc::Sender<HostWork>>,
 }
@@ -181,7 +190,12 @@ fn start() -> std::result::Result<Process, StartError> {
         events: Registry::default(),
         modules: Registry::default(),
         functions: Registry::default(),
+        libraries: Registry::default(),
+        kernels: Registry::default(),
+        pools: Registry::default(),
+        device_pools: Mutex::default(),
         graphs: Registry::default(),
+        nodes: Registry::default(),
         executables: Registry::default(),
         host_calls: Mutex::new(host_calls),
     })
@@ -244,13 +258,13 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Things by handle. A wrong handle finds nothing.
 pub(crate) struct Registry<T> {
-    things: Mutex<(usize, HashMap<usize, Arc<T>>)>,
+    things: Mutex<HashMap<usize, Arc<T>>>,
 }
 
 impl<T> Default for Registry<T> {
     fn default() -> Self {
         Self {
-            things: Mutex::new((0, HashMap::new())),
+            things: Mutex::default(),
         }
     }
 }
@@ -260,21 +274,32 @@ impl<T> Registry<T> {
     const FIRST: usize = 0x2000_0000;
 
     pub(crate) fn add(&self, thing: Arc<T>) -> usize {
-        let (next, things) = &mut *lock(&self.things);
-        *next += 1;
-        let handle = Self::FIRST + *next * 16;
-        things.insert(handle, thing);
+        let handle = self.reserve();
+        self.put(handle, thing);
         handle
     }
 
+    /// A handle for something that is not made yet. No two things have the same, of whatever kind they are.
+    pub(crate) fn reserve(&self) -> usize {
+        static NEXT: AtomicUsize = AtomicUsize::new(1);
+        Self::FIRST + NEXT.fetch_add(1, Ordering::Relaxed) * 16
+    }
+
+    pub(crate) fn put(&self, handle: usize, thing: Arc<T>) {
+        lock(&self.things).insert(handle, thing);
+    }
+
     pub(crate) fn get(&self, handle: usize) -> Result<Arc<T>> {
-        let (_, things) = &*lock(&self.things);
-        things.get(&handle).cloned().ok_or(CuError::INVALID_HANDLE)
+        lock(&self.things)
+            .get(&handle)
+            .cloned()
+            .ok_or(CuError::INVALID_HANDLE)
     }
 
     pub(crate) fn remove(&self, handle: usize) -> Result<Arc<T>> {
-        let (_, things) = &mut *lock(&self.things);
-        things.remove(&handle).ok_or(CuError::INVALID_HANDLE)
+        lock(&self.things)
+            .remove(&handle)
+            .ok_or(CuError::INVALID_HANDLE)
     }
 }
 

@@ -8,12 +8,12 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
 };
 
-use gpumux_emu::client::Execution;
+use gpumux_emu::{client::Execution, mps::Member};
 use gpumux_rm::{
     RmStatus,
     layout::{
-        Alloc64, Control, DeviceAllocHead, Free, GroupAlloc, GroupScheduleParams, SubdeviceAlloc,
-        TimesliceParams, class, cmd, engine, escape, iowr,
+        Alloc64, Control, DeviceAllocHead, DupObject, Free, GroupAlloc, GroupScheduleParams,
+        SubdeviceAlloc, TimesliceParams, class, cmd, engine, escape, iowr,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -37,6 +37,8 @@ pub(crate) struct Rm {
     next: u32,
     /// Device and subdevice handles.
     devices: HashMap<u32, (u32, u32)>,
+    /// Its MPS server, whose groups it uses.
+    mps: Option<Member>,
 }
 
 /// The handles of one context.
@@ -71,8 +73,16 @@ impl Rm {
             client: 0,
             next: 0x5c00_0000,
             devices: HashMap::new(),
+            mps: None,
         };
         this.client = this.alloc(0, 0, class::ROOT_CLIENT, &mut [])?;
+        this.mps = Member::join(this.client).map_err(|error| {
+            eprintln!("gpumux: {error}");
+            match error.kind() {
+                io::ErrorKind::ConnectionRefused => CuError::MPS_SERVER_NOT_READY,
+                _ => CuError::MPS_CONNECTION_FAILED,
+            }
+        })?;
         Ok(this)
     }
 
@@ -85,7 +95,15 @@ impl Rm {
             groups: Vec::new(),
             channels: Vec::new(),
         };
-        let result = self.fill(&mut made);
+        let result = match &self.mps {
+            Some(mps) => {
+                let groups = mps
+                    .groups(index)
+                    .map_err(|_| CuError::MPS_CONNECTION_FAILED)?;
+                self.fill_shared(&mut made, groups)
+            }
+            None => self.fill(&mut made),
+        };
         if result.is_err() {
             self.free_groups(&made);
         }
@@ -117,23 +135,52 @@ impl Rm {
         self.control(made.groups[0], cmd::SET_TIMESLICE, slice.as_mut_bytes())
     }
 
-    /// Opens the connection for a context's work.
-    pub(crate) fn execution(&self, groups: &Groups) -> Result<Execution> {
+    /// An MPS client: duplicates of the server's groups, with channels of its own. The server schedules them and sets their slices.
+    fn fill_shared(&mut self, made: &mut Groups, (server, groups): (u32, [u32; 4])) -> Result {
+        for ((_, channels), shared) in GROUPS.into_iter().zip(groups) {
+            self.next += 1;
+            let mut call = DupObject {
+                client: self.client,
+                parent: made.device,
+                object: self.next,
+                client_src: server,
+                object_src: shared,
+                ..Default::default()
+            };
+            self.call(escape::DUP_OBJECT, &mut call)?;
+            check(call.status)?;
+            made.groups.push(call.object);
+            for _ in 0..channels {
+                let channel = self.alloc(self.client, call.object, CHANNEL, &mut [])?;
+                made.channels.push(channel);
+            }
+        }
+        Ok(())
+    }
+
+    /// A context of this process has faulted.
+    pub(crate) fn faulted(&self, error: CuError) {
+        if let Some(mps) = &self.mps {
+            mps.faulted(error.0);
+        }
+    }
+
+    /// Opens the connection for a context's work, confined to the SMs that an MPS client may use.
+    pub(crate) fn execution(&self, groups: &Groups, sms: u32) -> Result<Execution> {
         let [compute, up, down, _] = groups.groups[..] else {
             return Err(CuError::UNKNOWN);
         };
-        Ok(Execution::open(
+        Ok(Execution::open_confined(
             self.file.as_fd(),
             groups.client,
-            compute,
-            up,
-            down,
+            [compute, up, down],
+            self.mps.as_ref().map_or(0, |mps| mps.sms(sms)),
         )?)
     }
 
     /// Frees a context's groups as libcuda does: preempted first, every channel on its own, with the device as parent.
     pub(crate) fn free_groups(&self, groups: &Groups) {
-        if let Some(compute) = groups.groups.first() {
+        if let Some(compute) = groups.groups.first().filter(|_| self.mps.is_none()) {
             let _ = self.control(*compute, cmd::PREEMPT, &mut [1, 0, 0, 0, 0, 0, 0, 0]);
         }
         for object in groups.channels.iter().chain(&groups.groups) {

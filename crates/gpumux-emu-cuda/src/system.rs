@@ -20,6 +20,8 @@ use gpumux_rm::{
 };
 use zerocopy::FromBytes;
 
+use crate::fault;
+
 /// Where the server listens, when the environment says so.
 pub(crate) fn socket_path() -> Option<PathBuf> {
     std::env::var_os(SOCKET_VARIABLE)
@@ -177,6 +179,9 @@ impl Lent {
 
 /// One RM call: copies what its structure points to along.
 fn control(file: BorrowedFd<'_>, number: u32, size: usize, argument: *mut u8) -> io::Result<()> {
+    if fault::due(fault::At::Control).is_some() {
+        return Err(io::Error::from_raw_os_error(libc::EIO));
+    }
     let invalid = || io::Error::from_raw_os_error(libc::EINVAL);
     let mut arg = Lent::new(argument, size)?;
     if number == u32::from(escape::XFER_CMD) {

@@ -715,3 +715,50 @@ fn two_programs_share_the_device() {
     assert!(times.iter().all(|ms| *ms >= 200.0), "{times:?}");
     assert_eq!(device.used(), 0);
 }
+
+#[test]
+fn the_library_exports_every_entry_point() {
+    // SAFETY: it does nothing when it is loaded.
+    let library = unsafe { libloading::Library::new(library_dir().join("libgpumux_emu.so")) };
+    let library = library.unwrap();
+    let mut count = 0;
+    for line in include_str!("../src/entries.txt").lines() {
+        let symbol = line.rsplit(' ').next().unwrap();
+        // SAFETY: only looked up.
+        let found = unsafe { library.get::<*const c_void>(symbol.as_bytes()) };
+        assert!(found.is_ok(), "{symbol}");
+        count += 1;
+    }
+    assert!(count > 600, "{count}");
+}
+
+/// A function that is not there says so, and is counted.
+#[test]
+fn what_is_missing_is_counted() {
+    const NAME: &str = "what_is_missing_is_counted";
+    if is_program(NAME) {
+        // SAFETY: takes no arguments that it looks at.
+        let code = unsafe {
+            let library = libloading::Library::new("libcuda.so.1").unwrap();
+            let call = library
+                .get::<unsafe extern "C" fn() -> c_int>(b"cuGreenCtxDestroy")
+                .unwrap();
+            call() + call()
+        };
+        assert_eq!(code, 2 * 801);
+        return;
+    }
+    let device = Device::new(Profile::default());
+    let counts = device.note();
+    let child = Command::new(std::env::current_exe().unwrap())
+        .args([NAME, "--exact", "--nocapture", "--test-threads=1"])
+        .envs(gpumux_emu::environment(library_dir(), &device.socket()))
+        .env(PROGRAM, NAME)
+        .env("GPUMUX_EMU_MISSING", &counts)
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    finish(child);
+    assert_eq!(fs::read_to_string(counts).unwrap(), "2 cuGreenCtxDestroy\n");
+}

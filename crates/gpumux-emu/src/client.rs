@@ -210,6 +210,24 @@ impl Execution {
         host_to_device: u32,
         device_to_host: u32,
     ) -> Result<Self, ClientError> {
+        Self::open_confined(
+            control,
+            client,
+            [compute, host_to_device, device_to_host],
+            0,
+        )
+    }
+
+    /// The same for work whose kernels may use so many SMs together; 0: all.
+    ///
+    /// # Errors
+    /// As [`Self::open`].
+    pub fn open_confined(
+        control: BorrowedFd<'_>,
+        client: u32,
+        [compute, host_to_device, device_to_host]: [u32; 3],
+        sms: u32,
+    ) -> Result<Self, ClientError> {
         let (mine, theirs) = socketpair(
             AddressFamily::UNIX,
             SocketType::SEQPACKET,
@@ -221,6 +239,7 @@ impl Execution {
             compute,
             host_to_device,
             device_to_host,
+            sms,
             status: 0,
         };
         let head = RequestHead {

@@ -9,6 +9,7 @@
 //! the program's own process, where device addresses are mapped memory.
 
 pub mod client;
+pub mod mps;
 pub mod profile;
 pub mod protocol;
 pub mod server;

@@ -49,6 +49,8 @@ pub struct Controls {
     pub thaw_us: (u64, u64),
     /// Preempting a group.
     pub preempt_us: (u64, u64),
+    /// Every so many-th call that freezes or thaws fails with `EIO`; 0: none.
+    pub fail_every: u64,
 }
 
 impl Default for Controls {
@@ -59,6 +61,7 @@ impl Default for Controls {
             freeze_us: (370, 1300),
             thaw_us: (200, 240),
             preempt_us: (250, 356),
+            fail_every: 0,
         }
     }
 }

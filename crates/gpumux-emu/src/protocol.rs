@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 4;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -40,6 +40,8 @@ pub struct OpenExecution {
     pub host_to_device: u32,
     /// Group of the copy engine from device to host.
     pub device_to_host: u32,
+    /// SMs that its kernels may use together; 0: all.
+    pub sms: u32,
     /// RM's answer; `NO_MEMORY` when the context's own memory does not fit.
     pub status: u32,
 }
@@ -187,6 +189,12 @@ pub enum Work {
         /// ns of running after which it ends by itself.
         timeout: u64,
     },
+    /// The rest of the kernel before it in its stream: begins with unknown length, which the client tells
+    /// ([`Command::Length`]).
+    Rest {
+        /// SMs that it can use.
+        sms: u32,
+    },
     /// A mark in the stream.
     Record,
     /// Waits for other work of this context.
@@ -225,6 +233,13 @@ pub enum Command {
         /// Which.
         id: u64,
     },
+    /// How long a [`Work::Rest`] takes.
+    Length {
+        /// Which.
+        id: u64,
+        /// ns with all of its SMs.
+        duration: u64,
+    },
     /// Effects are where [`Report::Progress`] wanted them.
     Progressed {
         /// That report's token.
@@ -249,6 +264,8 @@ pub enum Report {
         /// Which.
         id: u64,
     },
+    /// Another program in the same group faulted: all that was under way is gone.
+    Lost,
     /// The group was frozen: bring the effects of its kernels to where they were interrupted, and answer.
     Progress {
         /// For the answer.
@@ -256,6 +273,8 @@ pub enum Report {
         /// Work, done and total.
         works: Vec<(u64, u64, u64)>,
     },
+    /// A frozen group goes on.
+    Thawed,
 }
 
 /// Encodes a message; `None` when it is larger than [`MAX_PACKET`].

@@ -224,6 +224,8 @@ pub struct Seen {
     pub ready: bool,
     /// How often the program itself has set the slice since then.
     pub touched: u32,
+    /// Somebody else made it, and shares it: an MPS server.
+    pub shared: bool,
 }
 
 #[derive(Debug)]
@@ -250,6 +252,7 @@ struct GroupState {
     timeslice_us: Option<u64>,
     ready: bool,
     touched: u32,
+    shared: bool,
 }
 
 /// Client and handle.
@@ -416,6 +419,7 @@ impl Capture {
             timeslice_us: state.timeslice_us.unwrap_or(default),
             ready: state.ready,
             touched: state.touched,
+            shared: state.shared,
         })
     }
 
@@ -448,6 +452,7 @@ impl Capture {
             timeslice_us: None,
             ready: false,
             touched: 0,
+            shared: false,
         })
     }
 
@@ -472,7 +477,10 @@ impl Capture {
         };
         let engine = if engine == 0 { engine::GR0 } else { engine };
         self.remove(client, parent, events);
-        let group = self.new_group(engine);
+        let mut group = self.new_group(engine);
+        if let Kind::Group(state) = &mut group {
+            state.shared = true;
+        }
         self.insert((client, parent), grandparent, group);
         self.tell_made((client, parent), events);
     }
@@ -741,7 +749,7 @@ mod tests {
                 panic!("{events:?}")
             };
             let seen = capture.group(id).unwrap();
-            assert_eq!(seen.engine, engine::GR0);
+            assert_eq!((seen.engine, seen.shared), (engine::GR0, true));
             assert_eq!(
                 (seen.group.group, &seen.group.channels[..]),
                 (0x90, &[0x91][..])

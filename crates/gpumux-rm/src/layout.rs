@@ -26,6 +26,8 @@ pub mod escape {
     pub const ALLOC: u8 = 0x2b;
     /// `NV_ESC_RM_DUP_OBJECT`
     pub const DUP_OBJECT: u8 = 0x34;
+    /// `NV_ESC_RM_SHARE`
+    pub const SHARE: u8 = 0x35;
     /// `NV_ESC_IOCTL_XFER_CMD` (`NV_IOCTL_BASE` + 11)
     pub const XFER_CMD: u8 = 211;
 }
@@ -194,6 +196,21 @@ layout! {
         object_src: u32,
         /// Flags.
         flags: u32,
+        /// Answer.
+        status: u32,
+    }
+    /// `NVOS57_PARAMETERS` with an `RS_SHARE_POLICY`: SHARE.
+    Share: 24 {
+        /// Client that owns the object.
+        client: u32,
+        /// What is shared.
+        object: u32,
+        /// Whom with: for type 3 (`RS_SHARE_TYPE_CLIENT`) a client.
+        target: u32,
+        /// What that one may do; bit 0: duplicate it (`RS_ACCESS_DUP_OBJECT`).
+        access: u32,
+        /// Type, and above 16 bits what is done with the policy (0: added).
+        kind: u32,
         /// Answer.
         status: u32,
     }

@@ -394,6 +394,7 @@ impl Session {
                     group: seen.group.group,
                     channels: seen.group.channels.clone(),
                     timeslice_us: seen.timeslice_us,
+                    shared: seen.shared,
                 };
                 socket::send(session, &packet, Some(file), SendFlags::empty())?;
                 let Seen { group, touched, .. } = seen;

@@ -694,34 +694,6 @@ hooks! {
     ) // SAFETY: the program's own arguments.
     real => unsafe { memory::pointer_attributes(count, attributes, data, address, real) };
 
-    // What may wait for the device inside the driver, and keep its locks meanwhile: those are needed to move memory.
-    cuMemAllocHost_v2 [c"cuMemAllocHost" 3020] (a: u64, b: u64) real => gate::through(real);
-    cuMemHostAlloc [c"cuMemHostAlloc" 2020] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuMemFreeHost [c"cuMemFreeHost" 2000] (a: u64) real => gate::through(real);
-    cuMemHostUnregister [c"cuMemHostUnregister" 4000] (a: u64) real => gate::through(real);
-    cuModuleLoad [c"cuModuleLoad" 2000] (a: u64, b: u64) real => gate::through(real);
-    cuModuleLoadData [c"cuModuleLoadData" 2000] (a: u64, b: u64) real => gate::through(real);
-    cuModuleLoadDataEx [c"cuModuleLoadDataEx" 2010] (a: u64, b: u64, c: u64, d: u64, e: u64) real => gate::through(real);
-    cuModuleLoadFatBinary [c"cuModuleLoadFatBinary" 2000] (a: u64, b: u64) real => gate::through(real);
-    cuModuleUnload [c"cuModuleUnload" 2000] (a: u64) real => gate::through(real);
-    cuModuleGetFunction [c"cuModuleGetFunction" 2000] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuLibraryLoadData [c"cuLibraryLoadData" 12000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64) real => gate::through(real);
-    cuLibraryLoadFromFile [c"cuLibraryLoadFromFile" 12000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64) real => gate::through(real);
-    cuLibraryUnload [c"cuLibraryUnload" 12000] (a: u64) real => gate::through(real);
-    cuLibraryGetModule [c"cuLibraryGetModule" 12000] (a: u64, b: u64) real => gate::through(real);
-    cuKernelGetFunction [c"cuKernelGetFunction" 12000] (a: u64, b: u64) real => gate::through(real);
-    cuFuncLoad [c"cuFuncLoad" 12040] (a: u64) real => gate::through(real);
-    cuArrayDestroy [c"cuArrayDestroy" 2000] (a: u64) real => gate::through(real);
-    cuMipmappedArrayDestroy [c"cuMipmappedArrayDestroy" 5000] (a: u64) real => gate::through(real);
-    cuGraphInstantiate [c"cuGraphInstantiate" 10000] (a: u64, b: u64, c: u64, d: u64, e: u64) real => gate::through(real);
-    cuGraphInstantiate_v2 [c"cuGraphInstantiate" 11000] (a: u64, b: u64, c: u64, d: u64, e: u64) real => gate::through(real);
-    cuGraphInstantiateWithFlags [c"cuGraphInstantiateWithFlags" 11040] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuGraphInstantiateWithParams [c"cuGraphInstantiateWithParams" 12000] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuGraphInstantiateWithParams_ptsz [c"cuGraphInstantiateWithParams" 12000 PER_THREAD] (a: u64, b: u64, c: u64) real => gate::through(real);
-    cuGraphExecDestroy [c"cuGraphExecDestroy" 10000] (a: u64) real => gate::through(real);
-    cuMemPoolTrimTo [c"cuMemPoolTrimTo" 11020] (a: u64, b: u64) real => gate::through(real);
-    cuMemPoolDestroy [c"cuMemPoolDestroy" 11020] (a: u64) real => gate::through(real);
-
     // What may tell that work is coming.
     cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
         real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), LEGACY, real));
@@ -763,9 +735,9 @@ hooks! {
 
     // What tells that work is done.
     cuStreamSynchronize [c"cuStreamSynchronize" 2000] (stream: CUstream)
-        real => work::observe_stream(stream, LEGACY, real);
+        real => work::observe_stream(stream, LEGACY, || gate::after(real));
     cuStreamSynchronize_ptsz [c"cuStreamSynchronize" 7000 PER_THREAD] (stream: CUstream)
-        real => work::observe_stream(stream, OWN, real);
+        real => work::observe_stream(stream, OWN, || gate::after(real));
     cuStreamQuery [c"cuStreamQuery" 2000] (stream: CUstream)
         real => work::observe_stream(stream, LEGACY, real);
     cuStreamQuery_ptsz [c"cuStreamQuery" 7000 PER_THREAD] (stream: CUstream)
@@ -776,9 +748,9 @@ hooks! {
         to: *mut c_void, from: CUdeviceptr, bytes: usize,
     ) real => work::observe_stream(ptr::null_mut(), OWN, || gate::through(real));
     cuCtxSynchronize [c"cuCtxSynchronize" 2000] ()
-        real => work::observe_context(ptr::null_mut(), real);
+        real => work::observe_context(ptr::null_mut(), || gate::after(real));
     cuCtxSynchronize_v2 [c"cuCtxSynchronize" 13000] (context: CUcontext)
-        real => work::observe_context(context, real);
+        real => work::observe_context(context, || gate::after(real));
     cuEventRecord [c"cuEventRecord" 2000] (event: CUevent, stream: CUstream)
         real => work::record(event, stream, LEGACY, real);
     cuEventRecord_ptsz [c"cuEventRecord" 7000 PER_THREAD] (event: CUevent, stream: CUstream)
@@ -790,7 +762,7 @@ hooks! {
         event: CUevent, stream: CUstream, flags: c_uint,
     ) real => work::record(event, stream, OWN, real);
     cuEventSynchronize [c"cuEventSynchronize" 2000] (event: CUevent)
-        real => work::observe_event(event, real);
+        real => work::observe_event(event, || gate::after(real));
     cuEventQuery [c"cuEventQuery" 2000] (event: CUevent) real => work::observe_event(event, real);
     cuEventDestroy [c"cuEventDestroy" 2000] (event: CUevent)
         real => work::destroy_event(event, real);
@@ -843,23 +815,200 @@ hooks! {
     cuCtxCreate [c"cuCtxCreate" 2000] (
         out: *mut CUcontext, flags: c_uint, device: CUdevice,
     // SAFETY: for all of these: a call that succeeds has written the context.
-    ) real => unsafe { work::create_context(out, real) };
+    ) real => unsafe { work::create_context(out, || gate::through(real)) };
     cuCtxCreate_v2 [c"cuCtxCreate" 3020] (
         out: *mut CUcontext, flags: c_uint, device: CUdevice,
     // SAFETY: as above.
-    ) real => unsafe { work::create_context(out, real) };
+    ) real => unsafe { work::create_context(out, || gate::through(real)) };
     cuCtxCreate_v3 [c"cuCtxCreate" 11040] (
         out: *mut CUcontext, affinity: *mut c_void, count: c_int, flags: c_uint, device: CUdevice,
     // SAFETY: as above.
-    ) real => unsafe { work::create_context(out, real) };
+    ) real => unsafe { work::create_context(out, || gate::through(real)) };
     cuCtxCreate_v4 [c"cuCtxCreate" 12050] (
         out: *mut CUcontext, params: *mut c_void, flags: c_uint, device: CUdevice,
     // SAFETY: as above.
-    ) real => unsafe { work::create_context(out, real) };
+    ) real => unsafe { work::create_context(out, || gate::through(real)) };
     cuDevicePrimaryCtxRetain [c"cuDevicePrimaryCtxRetain" 7000] (
         out: *mut CUcontext, device: CUdevice,
     // SAFETY: as above.
-    ) real => unsafe { work::create_context(out, real) };
+    ) real => unsafe { work::create_context(out, || gate::through(real)) };
+
+    // What may have the device do something for the driver itself (load code, make a graph's or a stream's own memory), under
+    // the driver's lock: with the compute group frozen it would not return, and no other call either. Arguments are passed on as they came.
+    cuModuleLoad [c"cuModuleLoad" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuModuleLoadData [c"cuModuleLoadData" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuModuleLoadDataEx [c"cuModuleLoadDataEx" 2010] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => gate::through(real);
+    cuModuleLoadFatBinary [c"cuModuleLoadFatBinary" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuModuleUnload [c"cuModuleUnload" 2000] (a: u64)
+        real => gate::through(real);
+    cuModuleGetFunction [c"cuModuleGetFunction" 2000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuModuleGetGlobal [c"cuModuleGetGlobal" 2000] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuModuleGetGlobal_v2 [c"cuModuleGetGlobal" 3020] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuModuleEnumerateFunctions [c"cuModuleEnumerateFunctions" 12040] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuLibraryLoadData [c"cuLibraryLoadData" 12000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64)
+        real => gate::through(real);
+    cuLibraryLoadFromFile [c"cuLibraryLoadFromFile" 12000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64)
+        real => gate::through(real);
+    cuLibraryUnload [c"cuLibraryUnload" 12000] (a: u64)
+        real => gate::through(real);
+    cuLibraryGetKernel [c"cuLibraryGetKernel" 12000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuLibraryGetModule [c"cuLibraryGetModule" 12000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuLibraryGetGlobal [c"cuLibraryGetGlobal" 12000] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuLibraryGetManaged [c"cuLibraryGetManaged" 12000] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuLibraryGetUnifiedFunction [c"cuLibraryGetUnifiedFunction" 12000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuLibraryEnumerateKernels [c"cuLibraryEnumerateKernels" 12040] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuKernelGetFunction [c"cuKernelGetFunction" 12000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuKernelGetAttribute [c"cuKernelGetAttribute" 12000] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuKernelSetAttribute [c"cuKernelSetAttribute" 12000] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuKernelSetCacheConfig [c"cuKernelSetCacheConfig" 12000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuFuncLoad [c"cuFuncLoad" 12040] (a: u64)
+        real => gate::through(real);
+    cuFuncGetAttribute [c"cuFuncGetAttribute" 2020] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuFuncSetAttribute [c"cuFuncSetAttribute" 9000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuFuncSetCacheConfig [c"cuFuncSetCacheConfig" 3000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuFuncSetSharedMemConfig [c"cuFuncSetSharedMemConfig" 4020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuOccupancyAvailableDynamicSMemPerBlock [c"cuOccupancyAvailableDynamicSMemPerBlock" 10020] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuOccupancyMaxActiveBlocksPerMultiprocessor [c"cuOccupancyMaxActiveBlocksPerMultiprocessor" 6050] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags [c"cuOccupancyMaxActiveBlocksPerMultiprocessorWithFlags" 7000] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => gate::through(real);
+    cuOccupancyMaxActiveClusters [c"cuOccupancyMaxActiveClusters" 11070] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuOccupancyMaxPotentialBlockSize [c"cuOccupancyMaxPotentialBlockSize" 6050] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64)
+        real => gate::through(real);
+    cuOccupancyMaxPotentialBlockSizeWithFlags [c"cuOccupancyMaxPotentialBlockSizeWithFlags" 7000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64)
+        real => gate::through(real);
+    cuOccupancyMaxPotentialClusterSize [c"cuOccupancyMaxPotentialClusterSize" 11070] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphInstantiate [c"cuGraphInstantiate" 10000] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => gate::through(real);
+    cuGraphInstantiate_v2 [c"cuGraphInstantiate" 11000] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => gate::through(real);
+    cuGraphInstantiateWithFlags [c"cuGraphInstantiateWithFlags" 11040] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphInstantiateWithParams [c"cuGraphInstantiateWithParams" 12000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphInstantiateWithParams_ptsz [c"cuGraphInstantiateWithParams" 12000 PER_THREAD] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphExecUpdate [c"cuGraphExecUpdate" 10020] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuGraphExecUpdate_v2 [c"cuGraphExecUpdate" 12000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphExecDestroy [c"cuGraphExecDestroy" 10000] (a: u64)
+        real => gate::through(real);
+    cuGraphExecKernelNodeSetParams [c"cuGraphExecKernelNodeSetParams" 10010] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphExecKernelNodeSetParams_v2 [c"cuGraphExecKernelNodeSetParams" 12000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphExecMemcpyNodeSetParams [c"cuGraphExecMemcpyNodeSetParams" 10020] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuGraphExecMemsetNodeSetParams [c"cuGraphExecMemsetNodeSetParams" 10020] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuGraphExecChildGraphNodeSetParams [c"cuGraphExecChildGraphNodeSetParams" 11010] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphExecNodeSetParams [c"cuGraphExecNodeSetParams" 12020] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGraphDestroy [c"cuGraphDestroy" 10000] (a: u64)
+        real => gate::through(real);
+    cuStreamCreate [c"cuStreamCreate" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuStreamCreateWithPriority [c"cuStreamCreateWithPriority" 5050] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuGreenCtxCreate [c"cuGreenCtxCreate" 12040] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuGreenCtxStreamCreate [c"cuGreenCtxStreamCreate" 12050] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuEventCreate [c"cuEventCreate" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemHostAlloc [c"cuMemHostAlloc" 2020] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuMemAllocHost [c"cuMemAllocHost" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemAllocHost_v2 [c"cuMemAllocHost" 3020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemFreeHost [c"cuMemFreeHost" 2000] (a: u64)
+        real => gate::through(real);
+    cuMemHostUnregister [c"cuMemHostUnregister" 4000] (a: u64)
+        real => gate::through(real);
+    cuMemMap [c"cuMemMap" 10020] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => gate::through(real);
+    cuMemUnmap [c"cuMemUnmap" 10020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemSetAccess [c"cuMemSetAccess" 10020] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuMemAddressReserve [c"cuMemAddressReserve" 10020] (a: u64, b: u64, c: u64, d: u64, e: u64)
+        real => gate::through(real);
+    cuMemAddressFree [c"cuMemAddressFree" 10020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemPoolCreate [c"cuMemPoolCreate" 11020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemPoolDestroy [c"cuMemPoolDestroy" 11020] (a: u64)
+        real => gate::through(real);
+    cuMemPoolTrimTo [c"cuMemPoolTrimTo" 11020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuMemPoolSetAccess [c"cuMemPoolSetAccess" 11020] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuDeviceGraphMemTrim [c"cuDeviceGraphMemTrim" 11040] (a: u64)
+        real => gate::through(real);
+    cuArrayCreate [c"cuArrayCreate" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuArrayCreate_v2 [c"cuArrayCreate" 3020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuArray3DCreate [c"cuArray3DCreate" 2000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuArray3DCreate_v2 [c"cuArray3DCreate" 3020] (a: u64, b: u64)
+        real => gate::through(real);
+    cuArrayDestroy [c"cuArrayDestroy" 2000] (a: u64)
+        real => gate::through(real);
+    cuMipmappedArrayCreate [c"cuMipmappedArrayCreate" 5000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
+    cuMipmappedArrayDestroy [c"cuMipmappedArrayDestroy" 5000] (a: u64)
+        real => gate::through(real);
+    cuTexObjectCreate [c"cuTexObjectCreate" 5000] (a: u64, b: u64, c: u64, d: u64)
+        real => gate::through(real);
+    cuTexObjectDestroy [c"cuTexObjectDestroy" 5000] (a: u64)
+        real => gate::through(real);
+    cuSurfObjectCreate [c"cuSurfObjectCreate" 5000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuSurfObjectDestroy [c"cuSurfObjectDestroy" 5000] (a: u64)
+        real => gate::through(real);
+    cuCtxSetLimit [c"cuCtxSetLimit" 3010] (a: u64, b: u64)
+        real => gate::through(real);
+    cuCtxDisablePeerAccess [c"cuCtxDisablePeerAccess" 4000] (a: u64)
+        real => gate::through(real);
+    cuCtxResetPersistingL2Cache [c"cuCtxResetPersistingL2Cache" 11000] ()
+        real => gate::through(real);
+    cuIpcCloseMemHandle [c"cuIpcCloseMemHandle" 4010] (a: u64)
+        real => gate::through(real);
+    cuImportExternalMemory [c"cuImportExternalMemory" 10000] (a: u64, b: u64)
+        real => gate::through(real);
+    cuDestroyExternalMemory [c"cuDestroyExternalMemory" 10000] (a: u64)
+        real => gate::through(real);
+    cuExternalMemoryGetMappedBuffer [c"cuExternalMemoryGetMappedBuffer" 10000] (a: u64, b: u64, c: u64)
+        real => gate::through(real);
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! The gate that the program's calls pass before they touch device memory.
+//! The gate that the program's calls pass before they touch device memory, or have the driver use the device for itself.
 //!
 //! While the memory is being moved away or is away, whoever wants to touch it waits here. Whoever passed before is
 //! counted until the real call returns: so there is a moment at which nobody is inside and nobody gets in. An open
@@ -74,6 +74,16 @@ pub(crate) fn through<R>(real: impl FnOnce() -> R) -> R {
     }
     DEPTH.set(1);
     let _inside = Inside(shard);
+    real()
+}
+
+/// Makes the program's call once the gate is open, and does not count it: for calls that only wait for work. They are no
+/// reason not to close the gate, but who begins to wait while its memory is away wants it back.
+#[inline]
+pub(crate) fn after<R>(real: impl FnOnce() -> R) -> R {
+    while DEPTH.get() == 0 && CLOSED.load(Ordering::SeqCst) {
+        wait();
+    }
     real()
 }
 

@@ -60,11 +60,20 @@ const PER_THREAD: u64 = 2;
 const FREE: u64 = 0;
 const ORPHAN: u64 = u64::MAX;
 
-/// Results after which a context's work has ended for good: addresses, launches and
+/// Results after which a context's work has ended for good: addresses, assertions, launches and
 /// instructions that went wrong (`CUDA_ERROR_ILLEGAL_ADDRESS` to `CUDA_ERROR_LAUNCH_FAILED`, but for
 /// those between that are refusals).
 pub(crate) const fn is_fatal(result: CUresult) -> bool {
-    matches!(result, 700 | 702 | 714..=719)
+    matches!(result, 700 | 702 | 710 | 714..=719)
+}
+
+/// Tells the daemon of an error that ends the context, or (806, 810) of a lost MPS server.
+fn note(result: CUresult) {
+    if (is_fatal(result) || matches!(result, 806 | 810))
+        && let Some(page) = page()
+    {
+        page.set_fault(result as u32);
+    }
 }
 
 /// What is known of one stream. Counts never go down, also when another stream takes the place.
@@ -366,6 +375,9 @@ fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -
     count(page, state.slots.load(Ordering::Relaxed));
     let result = real();
     state.returned.fetch_add(1, Ordering::AcqRel);
+    if result != SUCCESS {
+        note(result);
+    }
     if hold::is_armed()
         && result == SUCCESS
         && let Some(key) = key
@@ -584,6 +596,7 @@ pub(crate) fn observe_stream(
             (state, state.returned.load(Ordering::Acquire))
         });
     let result = real();
+    note(result);
     if let Some((state, count)) = seen
         && result == SUCCESS
     {
@@ -616,6 +629,7 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
         *count = state.returned.load(Ordering::Acquire);
     }
     let result = real();
+    note(result);
     if result == SUCCESS {
         let mut slots = 0;
         for ((_, state), count) in places().zip(&counts).filter(|((_, state), _)| mine(state)) {
@@ -889,6 +903,7 @@ pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> 
     hold::submitted();
     let at = page().and_then(|_| Mark::of(event).get(event));
     let result = real();
+    note(result);
     // Only if it has not been recorded anew meanwhile.
     if let Some(at) = at
         && result == SUCCESS
@@ -1042,6 +1057,7 @@ fn ask(handle: u64, state: &Stream) {
     let Some(result) = result.flatten() else {
         return;
     };
+    note(result);
     if result == SUCCESS || is_fatal(result) {
         state.finish(returned);
         if handle == ORPHAN {

@@ -20,6 +20,7 @@ fn group(connection: &Connection) -> (u32, u32, Group, RmLevers<EmulatedFile>) {
                 group,
                 channels,
                 timeslice_us,
+                shared: false,
             },
             Some(file),
         )) => {

@@ -106,6 +106,20 @@ impl Daemon {
         self.next = Some(now);
     }
 
+    /// What is promised to a domain's tenant changes.
+    pub(crate) fn promise(&mut self, now: Nanos, device: usize, id: DomainId, spec: TenantSpec) {
+        let managed = &mut self.devices[device];
+        managed.account(now);
+        let snapshot = &mut managed.snapshot;
+        let domain = snapshot.domains.iter().find(|domain| domain.id == id);
+        if let Some(tenant) = domain.map(|domain| domain.tenant)
+            && let Some(state) = snapshot.tenants.iter_mut().find(|it| it.id == tenant)
+        {
+            state.spec = spec;
+            self.next = Some(now);
+        }
+    }
+
     /// A domain is gone.
     pub(crate) fn forget(&mut self, now: Nanos, device: usize, id: DomainId) {
         let managed = &mut self.devices[device];

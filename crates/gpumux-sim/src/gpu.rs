@@ -16,7 +16,8 @@
 //! - Kernels of different streams of one group run at the same time when SMs are free, in the order in
 //!   which they became ready.
 //!
-//! Several programs in one group (MPS) are several sets of streams that submit to the same group.
+//! Several programs in one group (MPS) are several sets of streams that submit to the same group. A program can
+//! be confined to a number of SMs ([`Gpu::add_partition`]): all its streams together get no more of them.
 
 mod engine;
 mod hardware;
@@ -40,6 +41,10 @@ pub struct GroupId(u64);
 /// A stream: its work runs in the order of submission, whatever groups it names.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct StreamId(u64);
+
+/// A bound on the SMs that some streams have together: an MPS client's percentage, or a green context.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PartitionId(u64);
 
 /// One piece of work. Ids rise in the order of submission and are never used twice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -85,6 +90,12 @@ pub enum Work {
     Hold {
         /// Longest time it runs.
         timeout: Nanos,
+    },
+    /// The rest of the kernel before it in its stream, which has no overhead of its own. How long it takes is told while
+    /// it runs, by [`Gpu::set_length`]; without that it does not end.
+    Rest {
+        /// SMs it can use.
+        sms: u32,
     },
     /// A copy of this many bytes by the group's copy engine (in a compute group: inside the device).
     Copy {
@@ -137,6 +148,15 @@ pub struct Received {
     pub preemptions: u64,
 }
 
+/// What a stream has received on the SMs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamReceived {
+    /// ns during which its kernels progressed.
+    pub busy: Nanos,
+    /// SM-ns of progress.
+    pub work: u64,
+}
+
 /// How far a running or interrupted piece of work is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
@@ -164,7 +184,13 @@ pub enum GpuError {
     /// No such stream.
     #[error("there is no stream {0:?}")]
     Stream(StreamId),
+    /// No such partition.
+    #[error("there is no partition {0:?}")]
+    Partition(PartitionId),
 }
+
+/// Stands for a length that is not known: centuries, on any number of SMs.
+const UNKNOWN_LENGTH: Nanos = u64::MAX >> 13;
 
 #[derive(Clone, Debug)]
 struct Group {
@@ -183,6 +209,7 @@ struct Group {
 struct Ready {
     work: WorkId,
     stream: StreamId,
+    partition: Option<PartitionId>,
     /// SMs that it can use.
     width: u32,
     /// SMs that it has.
@@ -191,6 +218,8 @@ struct Ready {
     total: u64,
     left: u64,
     hold: bool,
+    /// Its length is not known.
+    open: bool,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -198,6 +227,8 @@ struct Stream {
     queue: VecDeque<Item>,
     /// The head is in its group's `ready`, or is a host function that was announced.
     head_started: bool,
+    partition: Option<PartitionId>,
+    received: StreamReceived,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -207,6 +238,8 @@ struct Item {
     work: Work,
     /// A hold or host function whose end was asked for before it began.
     released: bool,
+    /// Length of a [`Work::Rest`], once known.
+    length: Option<Nanos>,
 }
 
 /// One GPU. See the module's documentation.
@@ -218,6 +251,8 @@ pub struct Gpu {
     schedulers: BTreeMap<Engine, Scheduler>,
     groups: BTreeMap<GroupId, Group>,
     streams: BTreeMap<StreamId, Stream>,
+    /// SMs of each partition.
+    partitions: BTreeMap<PartitionId, u32>,
     /// Work that is not complete, and its stream.
     live: BTreeMap<WorkId, StreamId>,
     /// Streams whose head waits for a piece of work.
@@ -239,6 +274,7 @@ impl Gpu {
             schedulers,
             groups: BTreeMap::new(),
             streams: BTreeMap::new(),
+            partitions: BTreeMap::new(),
             live: BTreeMap::new(),
             waiters: BTreeMap::new(),
             events: Vec::new(),
@@ -357,6 +393,61 @@ impl Gpu {
         Ok(())
     }
 
+    /// Adds a bound of so many SMs, at least one, for streams to be confined to.
+    pub fn add_partition(&mut self, sms: u32) -> PartitionId {
+        let id = PartitionId(self.fresh());
+        self.partitions.insert(id, sms.max(1));
+        id
+    }
+
+    /// Changes a partition's bound, at once, for running kernels too.
+    ///
+    /// # Errors
+    /// When there is no such partition.
+    pub fn resize_partition(&mut self, id: PartitionId, sms: u32) -> Result<(), GpuError> {
+        let bound = self.partitions.get_mut(&id);
+        *bound.ok_or(GpuError::Partition(id))? = sms.max(1);
+        self.settle();
+        Ok(())
+    }
+
+    /// Removes a partition. Streams that were confined to it are free.
+    ///
+    /// # Errors
+    /// When there is no such partition.
+    pub fn remove_partition(&mut self, id: PartitionId) -> Result<(), GpuError> {
+        let gone = self.partitions.remove(&id);
+        gone.ok_or(GpuError::Partition(id))?;
+        self.settle();
+        Ok(())
+    }
+
+    /// Confines a stream's kernels, from the next one on, to a partition that it shares with others; `None`: to none.
+    ///
+    /// # Errors
+    /// When there is no such stream or partition.
+    pub fn confine(
+        &mut self,
+        stream: StreamId,
+        partition: Option<PartitionId>,
+    ) -> Result<(), GpuError> {
+        if let Some(id) = partition.filter(|id| !self.partitions.contains_key(id)) {
+            return Err(GpuError::Partition(id));
+        }
+        let state = self.streams.get_mut(&stream);
+        state.ok_or(GpuError::Stream(stream))?.partition = partition;
+        Ok(())
+    }
+
+    /// What a stream has received so far.
+    ///
+    /// # Errors
+    /// When there is no such stream.
+    pub fn stream_received(&self, stream: StreamId) -> Result<StreamReceived, GpuError> {
+        let state = self.streams.get(&stream);
+        Ok(state.ok_or(GpuError::Stream(stream))?.received)
+    }
+
     /// Sets a group's slice, at once.
     ///
     /// # Errors
@@ -424,6 +515,7 @@ impl Gpu {
             group,
             work,
             released: false,
+            length: None,
         });
         self.live.insert(id, stream);
         self.start_head(stream);
@@ -459,6 +551,32 @@ impl Gpu {
         self.settle();
     }
 
+    /// Tells how long a [`Work::Rest`] takes in all. What has passed counts; so it may end at once.
+    pub fn set_length(&mut self, work: WorkId, length: Nanos) {
+        let Some(stream) = self.live.get(&work) else {
+            return;
+        };
+        let queue = self.streams.get_mut(stream).map(|it| &mut it.queue);
+        let item = queue.and_then(|queue| queue.iter_mut().find(|item| item.id == work));
+        let Some(item) = item.filter(|item| matches!(item.work, Work::Rest { .. })) else {
+            return;
+        };
+        item.length = Some(length);
+        if let Some(group) = self.groups.get_mut(&item.group) {
+            let open = group
+                .ready
+                .iter_mut()
+                .filter(|ready| ready.work == work && ready.open);
+            for ready in open {
+                let done = ready.total - ready.left;
+                ready.total = length.saturating_mul(ready.width.into()).max(done + 1);
+                ready.left = ready.total - done;
+                ready.open = false;
+            }
+        }
+        self.settle();
+    }
+
     /// Whether a piece of work is complete (or was dropped).
     pub fn is_complete(&self, work: WorkId) -> bool {
         !self.live.contains_key(&work)
@@ -473,7 +591,8 @@ impl Gpu {
         Ok(state.queue.is_empty())
     }
 
-    /// How far the group's running and interrupted work is. Work that never ran is not listed.
+    /// How far the group's running and interrupted work is. Work that never ran is not listed, unless it is the rest of
+    /// a kernel.
     ///
     /// # Errors
     /// When there is no such group.
@@ -482,7 +601,7 @@ impl Gpu {
             .group(group)?
             .ready
             .iter()
-            .filter(|ready| ready.left < ready.total)
+            .filter(|ready| ready.left < ready.total || ready.open)
             .map(|ready| Progress {
                 work: ready.work,
                 done: ready.total - ready.left,
@@ -576,6 +695,7 @@ impl Gpu {
                 Work::Hold { timeout } => {
                     (1, timeout.saturating_add(self.hardware.kernel_overhead))
                 }
+                Work::Rest { sms } => (sms, head.length.unwrap_or(UNKNOWN_LENGTH)),
                 Work::Copy { bytes } => {
                     let (width, rate) = match group.engine {
                         Engine::Compute => (self.hardware.sms, self.hardware.device_to_device),
@@ -613,11 +733,13 @@ impl Gpu {
             group.ready.push(Ready {
                 work: head.id,
                 stream: id,
+                partition: stream.partition,
                 width,
                 sms: 0,
                 total,
                 left: total,
                 hold: matches!(head.work, Work::Hold { .. }),
+                open: matches!(head.work, Work::Rest { .. }) && head.length.is_none(),
             });
             return;
         }

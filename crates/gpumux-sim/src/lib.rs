@@ -12,6 +12,7 @@ pub mod gpu;
 mod report;
 mod run;
 mod scenario;
+mod shares;
 
 pub use arrivals::{Request, parse_trace};
 pub use report::{DeviceReport, Latency, ModeReport, Report, TenantReport};

@@ -25,7 +25,7 @@ pub struct Report {
 pub struct ModeReport {
     /// The mode.
     pub mode: Mode,
-    /// The policy, in mode `gpumux`.
+    /// The policy, in modes with a daemon.
     pub policy: Option<String>,
     /// Per tenant, in the scenario's order.
     pub tenants: Vec<TenantReport>,
@@ -44,6 +44,9 @@ pub struct TenantReport {
     pub name: String,
     /// Its guaranteed share of each device.
     pub promised: f64,
+    /// SMs that it had at the end, where the SMs of a group were divided.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub sms: Option<u32>,
     /// Share of its devices' time in which its work progressed.
     pub received: f64,
     /// Share of the time in which its devices worked for anybody: what a promise is measured by.

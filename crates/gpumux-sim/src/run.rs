@@ -1,8 +1,9 @@
 //! Plays a scenario: programs, the simulated daemon and the devices, in one order of time.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
+use gpumux_core::space::{self, Applicant, Rule, Way};
 use gpumux_core::{Class, Demand, DomainId, TenantId, TenantSpec, Timeslice, policy};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -13,6 +14,7 @@ use crate::daemon::Daemon;
 use crate::gpu::{Engine, EventKind, Gpu, GroupId, Nanos, StreamId, Work as GpuWork, WorkId};
 use crate::report::{DeviceReport, Latency, ModeReport, Report, TenantReport};
 use crate::scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};
+use crate::shares::Shares;
 
 /// Plays a scenario in all its modes.
 ///
@@ -126,6 +128,8 @@ struct Place {
     id: DomainId,
     group: GroupId,
     stream: StreamId,
+    /// The trust domain whose group it shares.
+    trust: Option<String>,
     /// Requests launched here and not complete.
     outstanding: usize,
     changed: Nanos,
@@ -140,6 +144,18 @@ struct Place {
     whole_window: bool,
     holds: Vec<WorkId>,
 }
+
+/// A group that several tenants share.
+struct SharedGroup {
+    group: GroupId,
+    id: DomainId,
+    /// Tenants.
+    members: Vec<usize>,
+    shares: Option<Shares>,
+}
+
+/// Most clients of an MPS server.
+const ROOM: usize = 48;
 
 /// A request in flight.
 struct Flight {
@@ -212,6 +228,8 @@ struct Simulation<'a> {
     /// For whom it is that a device's work completes.
     waiting: Vec<BTreeMap<WorkId, Awaited>>,
     used: Vec<Used>,
+    /// By device and trust domain.
+    shared: BTreeMap<(usize, String), SharedGroup>,
     window_start: Nanos,
     trace: Option<&'a mut Trace>,
 }
@@ -243,7 +261,7 @@ impl<'a> Simulation<'a> {
         programs: &'a [Program<'a>],
         mut trace: Option<&'a mut Trace>,
     ) -> Self {
-        let daemon = (mode == Mode::Gpumux).then(|| {
+        let daemon = mode.managed().then(|| {
             let policies = (0..scenario.devices)
                 .filter_map(|_| policy::tuned(&scenario.policy, scenario.tuning));
             Daemon::new(policies.collect(), scenario.costs)
@@ -307,6 +325,7 @@ impl<'a> Simulation<'a> {
             requests: 0,
             waiting: vec![BTreeMap::new(); scenario.devices],
             used: vec![Used::default(); scenario.devices],
+            shared: BTreeMap::new(),
             window_start: 0,
             trace,
         };
@@ -403,10 +422,13 @@ impl<'a> Simulation<'a> {
     fn start(&mut self, tenant: usize) {
         let program = self.players[tenant].program;
         for &device in &program.kind.devices {
+            let trust = self.group_of(program, device);
+            let stream = self.gpus[device].add_stream();
+            let (group, id) = match &trust {
+                Some(trust) => self.join(tenant, device, trust, stream),
+                None => self.domain(device, tenant, &program.spec),
+            };
             let gpu = &mut self.gpus[device];
-            let (group, stream) = (gpu.add_group(Engine::Compute), gpu.add_stream());
-            self.domains += 1;
-            let id = DomainId(self.domains);
             let timeslice = match (self.mode, program.spec.class) {
                 (Mode::Fixed, Class::Latency) => Some(Timeslice::MAX),
                 (Mode::Fixed, _) => Some(Timeslice::MIN),
@@ -416,16 +438,13 @@ impl<'a> Simulation<'a> {
             if let Some(timeslice) = timeslice {
                 gpu.set_timeslice(group, timeslice).expect("just made");
             }
-            if let Some(daemon) = &mut self.daemon {
-                let tenant = TenantId(tenant as u64);
-                daemon.announce(self.now, device, (id, group), (tenant, &program.spec));
-            }
             let place = self.players[tenant].places.len();
             self.players[tenant].places.push(Place {
                 device,
                 id,
                 group,
                 stream,
+                trust,
                 outstanding: 0,
                 changed: self.now,
                 check_due: false,
@@ -457,6 +476,102 @@ impl<'a> Simulation<'a> {
         }
     }
 
+    /// The trust domain whose group a tenant joins, if it joins one.
+    fn group_of(&self, program: &Program, device: usize) -> Option<String> {
+        let trust = match self.mode {
+            Mode::Mps => return Some(String::new()),
+            Mode::Space | Mode::Equal | Mode::Utility => program.kind.trust.clone()?,
+            Mode::Alone | Mode::TimeSlicing | Mode::Fixed | Mode::Gpumux => return None,
+        };
+        let group = self.shared.get(&(device, trust.clone()));
+        let decision = space::decide(&Applicant {
+            sharing: program.kind.sharing,
+            trust: Some(&trust),
+            class: program.spec.class,
+            members: group.map_or(0, |group| group.members.len()),
+            room: ROOM,
+            unavailable: None,
+            faults: 0,
+            memory: None,
+            interference: None,
+        });
+        (decision.way == Way::Space).then_some(trust)
+    }
+
+    /// A new domain of this tenant.
+    fn domain(&mut self, device: usize, tenant: usize, spec: &TenantSpec) -> (GroupId, DomainId) {
+        let group = self.gpus[device].add_group(Engine::Compute);
+        self.domains += 1;
+        let id = DomainId(self.domains);
+        if let Some(daemon) = &mut self.daemon {
+            let tenant = TenantId(tenant as u64);
+            daemon.announce(self.now, device, (id, group), (tenant, spec));
+        }
+        (group, id)
+    }
+
+    /// A tenant joins a group, which is made if it is the first. To the daemon the first one stands for all.
+    fn join(
+        &mut self,
+        tenant: usize,
+        device: usize,
+        trust: &str,
+        stream: StreamId,
+    ) -> (GroupId, DomainId) {
+        let key = (device, trust.to_owned());
+        if !self.shared.contains_key(&key) {
+            let spec = &self.players[tenant].program.spec;
+            let (group, id) = self.domain(device, tenant, spec);
+            let rule = match self.mode {
+                Mode::Equal => Some(Rule::MaxMin),
+                Mode::Utility => Some(Rule::Utility),
+                _ => None,
+            };
+            let made = SharedGroup {
+                group,
+                id,
+                members: Vec::new(),
+                shares: rule.map(Shares::new),
+            };
+            self.shared.insert(key.clone(), made);
+        }
+        let spec = &self.players[tenant].program.spec;
+        let shared = self.shared.get_mut(&key).expect("just made");
+        shared.members.push(tenant);
+        if let Some(shares) = &mut shared.shares {
+            shares.join(&mut self.gpus[device], shared.group, stream, spec);
+        }
+        let made = (shared.group, shared.id);
+        self.promise(&key);
+        made
+    }
+
+    /// A member leaves a group. Whether others stay.
+    fn part(&mut self, tenant: usize, key: (usize, String), stream: StreamId) -> bool {
+        let Some(shared) = self.shared.get_mut(&key) else {
+            return false;
+        };
+        shared.members.retain(|member| *member != tenant);
+        if shared.members.is_empty() {
+            self.shared.remove(&key);
+            return false;
+        }
+        if let Some(shares) = &mut shared.shares {
+            shares.leave(&mut self.gpus[key.0], shared.group, stream);
+        }
+        self.promise(&key);
+        true
+    }
+
+    /// The daemon promises a group what its members are promised together.
+    fn promise(&mut self, key: &(usize, String)) {
+        if let (Some(shared), Some(daemon)) = (self.shared.get(key), &mut self.daemon) {
+            let specs = shared.members.iter();
+            let specs = specs.map(|member| &self.players[*member].program.spec);
+            daemon.promise(self.now, key.0, shared.id, space::combine(specs));
+        }
+    }
+
     /// A tenant goes, in the middle of whatever it does.
     fn stop(&mut self, tenant: usize) {
         let (mut gained, mut preempted) = (0, 0);
@@ -466,15 +581,21 @@ impl<'a> Simulation<'a> {
             let place = &self.players[tenant].places[place];
             let gpu = &mut self.gpus[place.device];
             let received = gpu.received(place.group).expect("its own");
-            self.used[place.device].gone += received.busy;
+            let busy = gpu.stream_received(place.stream).expect("its own").busy;
             if self.now > self.warmup {
-                gained += received.busy - place.base;
+                gained += busy - place.base;
                 preempted += received.preemptions - place.base_preemptions;
             }
-            gpu.remove_stream(place.stream).expect("its own");
-            gpu.remove_group(place.group).expect("its own");
+            let (device, group, id) = (place.device, place.group, place.id);
+            let (stream, trust) = (place.stream, place.trust.clone());
+            gpu.remove_stream(stream).expect("its own");
+            if trust.is_some_and(|trust| self.part(tenant, (device, trust), stream)) {
+                continue;
+            }
+            self.used[device].gone += received.busy;
+            self.gpus[device].remove_group(group).expect("its own");
             if let Some(daemon) = &mut self.daemon {
-                daemon.forget(self.now, place.device, place.id);
+                daemon.forget(self.now, device, id);
             }
         }
         let player = &mut self.players[tenant];
@@ -800,17 +921,25 @@ impl<'a> Simulation<'a> {
         let player = &mut self.players[tenant];
         let state = &mut player.places[place];
         state.check_due = false;
-        let Some(daemon) = self.daemon.as_mut().filter(|_| !player.gone) else {
+        let (device, id, changed) = (state.device, state.id, state.changed);
+        if player.gone {
+            return;
+        }
+        // A group has work if any of its members has.
+        let places = self.players.iter().filter(|player| !player.gone);
+        let busy = places
+            .flat_map(|player| &player.places)
+            .any(|place| place.outstanding > 0 && (place.device, place.id) == (device, id));
+        let Some(daemon) = &mut self.daemon else {
             return;
         };
-        if state.outstanding > 0 {
-            daemon.demand(self.now, state.device, state.id, Demand::Busy);
-        } else if self.now >= state.changed + delay {
-            daemon.demand(self.now, state.device, state.id, Demand::Idle);
+        if busy {
+            daemon.demand(self.now, device, id, Demand::Busy);
+        } else if self.now >= changed + delay {
+            daemon.demand(self.now, device, id, Demand::Idle);
         } else {
-            state.check_due = true;
-            let due = state.changed + delay;
-            self.at(due, Happening::Demand(tenant, place));
+            self.players[tenant].places[place].check_due = true;
+            self.at(changed + delay, Happening::Demand(tenant, place));
         }
     }
 
@@ -829,25 +958,25 @@ impl<'a> Simulation<'a> {
                 continue;
             }
             for place in &mut player.places {
-                let received = self.gpus[place.device]
-                    .received(place.group)
-                    .unwrap_or_default();
-                if received.busy > place.seen || place.outstanding == 0 {
+                let gpu = &self.gpus[place.device];
+                let received = gpu.received(place.group).unwrap_or_default();
+                let busy = gpu.stream_received(place.stream).unwrap_or_default().busy;
+                if busy > place.seen || place.outstanding == 0 {
                     place.progressed = self.now;
                 }
-                place.seen = received.busy;
+                place.seen = busy;
                 if self.now >= self.warmup {
                     let waited = self.now - place.progressed.max(self.warmup);
                     player.longest_wait = player.longest_wait.max(waited);
                 }
                 if ends_warmup {
-                    place.base = received.busy;
+                    place.base = busy;
                     place.base_preemptions = received.preemptions;
                 }
                 if ends_warmup || ends_window {
                     let of = used[place.device] - self.used[place.device].window;
-                    let share = (received.busy - place.window) as f64 / of.max(1) as f64;
-                    place.window = received.busy;
+                    let share = (busy - place.window) as f64 / of.max(1) as f64;
+                    place.window = busy;
                     let whole = std::mem::replace(&mut place.whole_window, true);
                     if whole && !ends_warmup && self.now > self.warmup && of > 0 {
                         player.window_min = player.window_min.min(share);
@@ -857,6 +986,11 @@ impl<'a> Simulation<'a> {
                         trace.share(&player.program.name, self.now, share);
                     }
                 }
+            }
+        }
+        for ((device, _), shared) in &mut self.shared {
+            if let Some(shares) = &mut shared.shares {
+                shares.tick(&mut self.gpus[*device], shared.group);
             }
         }
         for (device, used) in used.into_iter().enumerate() {
@@ -880,12 +1014,19 @@ impl<'a> Simulation<'a> {
             .filter(|player| !player.gone)
             .flat_map(|player| &player.places);
         let here = places.filter(|place| place.device == device);
-        let busy = here.map(|place| {
-            self.gpus[device]
-                .received(place.group)
-                .map_or(0, |received| received.busy)
+        let groups: BTreeSet<GroupId> = here.map(|place| place.group).collect();
+        let busy = groups.into_iter().map(|group| {
+            let received = self.gpus[device].received(group);
+            received.map_or(0, |received| received.busy)
         });
         self.used[device].gone + busy.sum::<Nanos>()
+    }
+
+    /// SMs that a tenant has in its group, where they are divided.
+    fn sms_of(&self, tenant: usize) -> Option<u32> {
+        let place = self.players[tenant].places.first()?;
+        let key = (place.device, place.trust.clone()?);
+        self.shared.get(&key)?.shares.as_ref()?.sms(place.stream)
     }
 
     fn report(mut self) -> ModeReport {
@@ -912,12 +1053,15 @@ impl<'a> Simulation<'a> {
             }
             devices.push(report);
         }
+        let sms: Vec<Option<u32>> = (0..self.players.len())
+            .map(|tenant| self.sms_of(tenant))
+            .collect();
         for tenant in 0..self.players.len() {
             if !self.players[tenant].gone {
                 self.stop(tenant);
             }
         }
-        let report = |player: Player| {
+        let report = |(player, sms): (Player, Option<u32>)| {
             let places = player.places.len().max(1) as f64;
             let of = |time: Nanos| time as f64 / 1e9 / measured / places;
             let of_used: Nanos = player.places.iter().map(|place| used[place.device]).sum();
@@ -925,6 +1069,7 @@ impl<'a> Simulation<'a> {
             TenantReport {
                 name: player.program.name.clone(),
                 promised: player.program.spec.guaranteed,
+                sms,
                 received: of(player.received),
                 received_of_used: player.received as f64 / of_used.max(1) as f64,
                 window_min: if windows { player.window_min } else { 0.0 },
@@ -938,6 +1083,7 @@ impl<'a> Simulation<'a> {
         };
         let tenants = std::mem::take(&mut self.players)
             .into_iter()
+            .zip(sms)
             .map(report)
             .collect();
         let (daemon_busy, plans) = self

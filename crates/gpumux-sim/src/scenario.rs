@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::policy::{self, Tuning};
+use gpumux_core::space::Sharing;
 use gpumux_core::{Class, Costs, SpecError, TenantSpec, admit};
 use serde::{Deserialize, Serialize};
 
@@ -19,8 +20,26 @@ pub enum Mode {
     TimeSlicing,
     /// The published recipe: latency tenants 1 s, all others 1 µs, and nothing after that.
     Fixed,
-    /// A daemon with a policy.
+    /// Everybody in one MPS group, and nothing else.
+    Mps,
+    /// A daemon with a policy; everybody in a context of its own.
     Gpumux,
+    /// The same; who names a trust domain may share its group.
+    Space,
+    /// The same with equal parts of the SMs in groups.
+    Equal,
+    /// The same with parts of the SMs by measured utility.
+    Utility,
+}
+
+impl Mode {
+    /// Whether a daemon runs.
+    pub(crate) fn managed(self) -> bool {
+        matches!(
+            self,
+            Self::Gpumux | Self::Space | Self::Equal | Self::Utility
+        )
+    }
 }
 
 /// A scenario, as written in TOML.
@@ -96,6 +115,11 @@ pub struct Tenant {
     pub weight: f64,
     /// See [`TenantSpec::latency_objective_us`].
     pub latency_objective_us: Option<u64>,
+    /// Its trust domain: with others of the same it may share a group.
+    pub trust: Option<String>,
+    /// Whether it wants to.
+    #[serde(default)]
+    pub sharing: Sharing,
     /// The devices it works on, each request on all of them together.
     #[serde(default = "defaults::devices")]
     pub devices: Vec<usize>,
@@ -269,6 +293,11 @@ pub enum Error {
         /// Why.
         error: SpecError,
     },
+    /// A group works on one device.
+    #[error(
+        "tenant `{0}` names a trust domain and several devices: in a group it could not wait for itself, use one device"
+    )]
+    TrustedGang(String),
     /// A trace was named and not brought.
     #[error("tenant `{tenant}` needs the trace `{name}`, which was not given")]
     NoTrace {
@@ -421,6 +450,9 @@ impl Scenario {
                 sound,
                 "each device once",
             )?;
+            if tenant.trust.is_some() && tenant.devices.len() > 1 {
+                return Err(Error::TrustedGang(name.clone()));
+            }
             let positive = |of: &str, value: f64| {
                 number(
                     &field(of),

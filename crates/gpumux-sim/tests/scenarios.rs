@@ -16,6 +16,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "eager+train-8ms",
     "gang",
     "graph+2train",
+    "graph+2train-group",
     "graph+train",
     "hog",
     "hour",
@@ -35,6 +36,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "slices-500",
     "slices-2048",
     "slices-100000",
+    "utility-2",
 ];
 
 fn scenario(name: &str) -> Scenario {
@@ -214,6 +216,87 @@ fn real_programs_share_as_measured() {
         .expect("requests");
     check("two p50", each.p50_ms, 1.18, 0.10);
     check("two p99", each.p99_ms, 2.3, 0.10);
+}
+
+#[test]
+fn a_latency_task_preempts_a_group_as_a_whole() {
+    let report = play("graph+2train-group");
+    let graph = |of| {
+        tenant(mode(&report, of), "resnet50")
+            .latency
+            .expect("requests")
+    };
+    let trains =
+        |of| ["resnet152-1", "resnet152-2"].map(|name| tenant(mode(&report, of), name).rate);
+    check("p50", graph(Mode::Space).p50_ms, 1.205, 0.10);
+    check("p99", graph(Mode::Space).p99_ms, 1.300, 0.10);
+    let [one, other] = trains(Mode::Space);
+    // Real kernels don't fill every SM, which makes each switch cheaper than the model's.
+    check("training in the group", one + other, 6.77 + 6.77, 0.12);
+    assert!((one - other).abs() <= 0.02 * one, "{one} {other}");
+    let total = |of| trains(of).iter().sum::<f64>();
+    assert!(total(Mode::Space) >= total(Mode::Gpumux), "{report:#?}");
+    // Without a daemon the latency task waits for what the others have queued.
+    assert!(graph(Mode::Mps).p50_ms > 1.5 * graph(Mode::Space).p50_ms);
+}
+
+#[test]
+fn measured_utility_beats_equal_parts_and_costs_the_latency_task_nothing() {
+    let report = play("utility-2");
+    let rate = |of, name| tenant(mode(&report, of), name).rate;
+    let total = |of| {
+        let relative = |name| rate(of, name) / rate(Mode::Alone, name);
+        relative("decode") + relative("train")
+    };
+    assert!(
+        total(Mode::Utility) > 1.1 * total(Mode::Equal),
+        "{report:#?}"
+    );
+    assert!(
+        total(Mode::Utility) > 1.1 * total(Mode::Space),
+        "{report:#?}"
+    );
+    assert!(total(Mode::Equal) > total(Mode::Gpumux), "{report:#?}");
+    let sms = |name| {
+        tenant(mode(&report, Mode::Utility), name)
+            .sms
+            .expect("divided")
+    };
+    assert!((40..=56).contains(&sms("decode")), "{}", sms("decode"));
+    assert!(sms("train") >= 72, "{}", sms("train"));
+    let p99 = |of| {
+        tenant(mode(&report, of), "serve")
+            .latency
+            .expect("requests")
+            .p99_ms
+    };
+    assert!(p99(Mode::Utility) < 1.1 * p99(Mode::Gpumux));
+}
+
+#[test]
+fn members_come_and_go_and_who_wants_time_or_preempts_stays_outside() {
+    let mut scenario = scenario("utility-2");
+    (scenario.seconds, scenario.warmup_s) = (4.0, 3.0);
+    scenario.modes = vec![Mode::Equal];
+    scenario.tenants[0].trust = Some("team-a".into());
+    scenario.tenants[1].stop_s = Some(2.0);
+    let mut third = scenario.tenants[2].clone();
+    (third.name, third.start_s) = ("third".into(), 1.0);
+    let mut apart = scenario.tenants[2].clone();
+    (apart.name, apart.sharing) = ("apart".into(), gpumux_core::space::Sharing::Time);
+    scenario.tenants.extend([third, apart]);
+    let report = run(&scenario).expect("sound");
+    let sms = |name| tenant(&report.modes[0], name).sms;
+    assert_eq!((sms("train"), sms("third")), (Some(64), Some(64)));
+    assert_eq!(
+        (sms("serve"), sms("decode"), sms("apart")),
+        (None, None, None)
+    );
+    let received = |name| tenant(&report.modes[0], name).received;
+    assert!(
+        received("train") > 0.2 && received("apart") > 0.2,
+        "{report:#?}"
+    );
 }
 
 #[test]

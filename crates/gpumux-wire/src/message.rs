@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Version of this protocol. Shim and daemon must have the same.
-pub const PROTOCOL: u32 = 3;
+pub const PROTOCOL: u32 = 4;
 
 /// Largest packet in bytes.
 pub const MAX_PACKET: usize = 16 * 1024;
@@ -44,6 +44,8 @@ pub enum Shim {
         channels: Vec<u32>,
         /// The slice that the driver library gave it, in µs.
         timeslice_us: u64,
+        /// Somebody else made it, and other processes may share it: an MPS server's.
+        shared: bool,
     },
     /// The group's channels are now these.
     Channels {
@@ -254,6 +256,7 @@ mod tests {
             group: 0x5c00_0010,
             channels: (0..MAX_CHANNELS as u32).map(|n| 0x5c00_0100 + n).collect(),
             timeslice_us: 2048,
+            shared: true,
         };
         assert_eq!(decode::<Shim>(&encode(&group).unwrap()).unwrap(), group);
     }

@@ -149,6 +149,8 @@ impl Slot {
 #[repr(C)]
 struct Layout {
     magic: AtomicU64,
+    /// The first driver error after which nothing more could run; 0: none.
+    fault: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
 }
@@ -273,6 +275,17 @@ impl Page {
         let page = Self::map(&file, ProtFlags::READ | ProtFlags::WRITE)?;
         page.layout().magic.store(MAGIC, Ordering::Release);
         Ok((page, file))
+    }
+
+    /// Says that the program got an error after which its context is of no use; the first one stays.
+    pub fn set_fault(&self, error: u32) {
+        let fault = &self.layout().fault;
+        let _ = fault.compare_exchange(0, error.into(), Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// The driver error after which the program's context was of no use, whatever the writer put there; 0: none.
+    pub fn fault(&self) -> u32 {
+        self.layout().fault.load(Ordering::Acquire) as u32
     }
 
     /// Maps a page that somebody sent, for reading.

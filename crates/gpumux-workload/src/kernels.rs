@@ -162,6 +162,15 @@ impl Gpu {
         self.launch(&self.trap, one, &[])
     }
 
+    /// Launches `gpumux_fill_u32` on an address that nobody has.
+    ///
+    /// # Errors
+    /// The driver's; the fault itself is reported by the next wait.
+    pub fn stray(&self) -> Result<()> {
+        let nowhere = Arg::U64(0x10);
+        self.launch_all(&self.fill, &[nowhere, Arg::U32(1), Arg::U64(1)])
+    }
+
     /// Shortest time on the device of one of `count` launches in a row, in µs, over three tries.
     ///
     /// # Errors

@@ -65,7 +65,7 @@ pub enum Command {
     /// Holds a context and memory, and does nothing
     #[command(alias = "sleep")]
     Idle(Idle),
-    /// Works for a while, then faults its context; the error ends it
+    /// Works for a while, then does what a program should not
     Fault(Fault),
     /// Hints that no work follows: from many threads, during captures, after forks; counts those that took the device
     Hints(Hints),
@@ -256,6 +256,25 @@ pub struct Fault {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
+    /// What it does
+    #[arg(long, value_enum, default_value_t)]
+    pub kind: FaultKind,
+}
+
+/// What a program should not do.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+pub enum FaultKind {
+    /// A kernel traps
+    #[default]
+    Trap,
+    /// A kernel writes where nobody has memory
+    IllegalAddress,
+    /// A kernel runs for an hour
+    Endless,
+    /// It exits while a kernel runs
+    Exit,
+    /// It takes memory until there is no more
+    OutOfMemory,
 }
 
 /// `hints`.

@@ -9,7 +9,7 @@ use anyhow::Context as _;
 use gpumux_cuda::DeviceBuffer;
 
 use crate::{
-    Check, Fault, Idle, Report, kernels::Gpu, loops::hold_memory, pace::wait_until,
+    Check, Fault, FaultKind, Idle, Report, kernels::Gpu, loops::hold_memory, pace::wait_until,
     report::Verified, stopped,
 };
 
@@ -108,7 +108,21 @@ pub(crate) fn fault(args: &Fault, stop: &AtomicBool) -> anyhow::Result<Report> {
         if stopped(stop) {
             return Ok(());
         }
-        gpu.trap()?;
+        match args.kind {
+            FaultKind::Trap => gpu.trap()?,
+            FaultKind::IllegalAddress => gpu.stray()?,
+            FaultKind::Endless => gpu.spin(gpu.shape(2, 256), 3_600_000_000_000)?,
+            FaultKind::Exit => {
+                gpu.spin(gpu.shape(2, 256), 10_000_000_000)?;
+                std::process::exit(0)
+            }
+            FaultKind::OutOfMemory => {
+                let mut held = Vec::new();
+                loop {
+                    held.push(DeviceBuffer::new(&gpu.context, 1 << 30)?);
+                }
+            }
+        }
         gpu.stream.synchronize()
     })();
     report.seconds = begin.elapsed().as_secs_f64();

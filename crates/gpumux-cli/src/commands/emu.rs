@@ -23,7 +23,7 @@ use tokio::{
 };
 
 use super::become_program;
-use crate::emulated::Server;
+use crate::emulated::{self, Server};
 
 /// How long a daemon may take to end with the device.
 const DAEMON_END: Duration = Duration::from_secs(5);
@@ -32,6 +32,7 @@ const EXAMPLES: &str = "\
 Examples:
   gpumux emu -- ./cuda-program                 with a device of its own
   gpumux emu --devices 2 -- gpumux doctor
+  gpumux emu --fault out-of-memory@3 -- ./cuda-program
   gpumux emu -- bash                           a shell in which all programs share one device
   gpumux emu serve --socket /tmp/emu.sock &    a device for several shells:
   GPUMUX_EMU_SOCKET=/tmp/emu.sock gpumux emu -- ./cuda-program
@@ -53,6 +54,8 @@ pub(crate) struct Args {
     action: Option<Action>,
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    fault: FaultArgs,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
@@ -63,12 +66,15 @@ enum Action {
     /// The same as without `run`
     Run(RunArgs),
     Serve(ServeArgs),
+    Mps(MpsArgs),
 }
 
 #[derive(clap::Args)]
 struct RunArgs {
     #[command(flatten)]
     device: DeviceArgs,
+    #[command(flatten)]
+    fault: FaultArgs,
     /// The program and its arguments
     #[arg(last = true, required = true, value_name = "CMD")]
     command: Vec<OsString>,
@@ -87,6 +93,14 @@ struct ServeArgs {
     owner: Option<i32>,
 }
 
+/// Play nvidia-cuda-mps-control for programs on the emulated device
+#[derive(clap::Args)]
+struct MpsArgs {
+    /// Serve in the foreground, with the folders that CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_LOG_DIRECTORY name; without it: pass the lines of the standard input on to who does
+    #[arg(short = 'f')]
+    foreground: bool,
+}
+
 #[derive(clap::Args)]
 struct DeviceArgs {
     /// Profile of the device (TOML) [default: an H100]
@@ -97,20 +111,32 @@ struct DeviceArgs {
     devices: Option<u32>,
 }
 
+#[derive(clap::Args)]
+struct FaultArgs {
+    /// What shall go wrong, at which of the program's calls: out-of-memory, illegal-address, trap, endless, device-lost,
+    /// stalled-copy, control, kill, stop or fail
+    #[arg(long = "fault", value_name = "KIND@N", value_delimiter = ',')]
+    faults: Vec<String>,
+}
+
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     match args.action {
         Some(Action::Serve(args)) => serve(&args),
-        Some(Action::Run(args)) => start(&args.device, &args.command),
-        None => start(&args.device, &args.command),
+        Some(Action::Mps(args)) => mps(&args),
+        Some(Action::Run(args)) => start(&args.device, &args.fault, &args.command),
+        None => start(&args.device, &args.fault, &args.command),
     }
 }
 
-fn start(device: &DeviceArgs, command: &[OsString]) -> anyhow::Result<ExitCode> {
+fn start(device: &DeviceArgs, fault: &FaultArgs, command: &[OsString]) -> anyhow::Result<ExitCode> {
     let [program, arguments @ ..] = command else {
         anyhow::bail!("no program was named");
     };
     let mut program = Command::new(program);
     program.args(arguments);
+    if !fault.faults.is_empty() {
+        program.env("GPUMUX_EMU_FAULT", fault.faults.join(","));
+    }
     let server = match Server::here() {
         Some(server) => server,
         None => {
@@ -149,6 +175,7 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         None => Profile::default(),
     };
     profile.devices = args.device.devices.unwrap_or(profile.devices);
+    emulated::make_links(&args.socket)?;
     let server = gpumux_emu::server::Server::bind(profile, &args.socket)?;
     // Whoever may enter the folder may use the device, as with the files of a real one.
     fs::set_permissions(&args.socket, Permissions::from_mode(0o666))
@@ -159,9 +186,23 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
         .build()?
         .block_on(end(args.owner))?;
     server.stop()?;
+    emulated::remove_links(&args.socket);
     if let (Some(_), Some(dir)) = (args.owner, args.socket.parent()) {
         end_daemon(dir);
         let _ = fs::remove_dir_all(dir);
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn mps(args: &MpsArgs) -> anyhow::Result<ExitCode> {
+    if args.foreground {
+        let socket = std::env::var_os(gpumux_emu::SOCKET_VARIABLE);
+        let socket = socket.context("GPUMUX_EMU_SOCKET is not set")?;
+        gpumux_emu::mps::serve(Path::new(&socket))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    for line in std::io::stdin().lines() {
+        print!("{}", gpumux_emu::mps::ask(&line?)?);
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -36,6 +36,11 @@ pub(crate) const CANNOT_START: u8 = 125;
 /// it cannot be executed.
 pub(crate) fn become_program(mut program: Command) -> ExitCode {
     let error = program.exec();
+    cannot_run(&program, &error)
+}
+
+/// Says why a program did not start: 127 when there is no such program, 126 when it cannot be executed.
+fn cannot_run(program: &Command, error: &io::Error) -> ExitCode {
     let name = program.get_program().to_string_lossy();
     eprintln!("gpumux: cannot run {name}: {error}");
     match error.kind() {

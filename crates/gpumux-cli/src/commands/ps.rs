@@ -5,7 +5,8 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use gpumux_daemon::api::types::{Domain, MemoryShare, Tenant, TenantState};
+use gpumux_core::space::Way;
+use gpumux_daemon::api::types::{Domain, Fault, MemoryShare, Placement, Tenant, TenantState};
 use serde::Serialize;
 
 use super::client;
@@ -18,13 +19,14 @@ Examples:
 
 PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
 MEMORY is what it has on the device, SWAPPED what it \
-has on the host. A tenant without a device has not used one yet.";
+has on the host. A tenant without a device has not used one yet. SHARING is `time`, or `space` and the trust domain \
+of the group: `gpumux explain NAME` says why. Faults in groups are listed below the tenants.";
 
 /// List the tenants
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Print JSON: `tenants` with name, class, pids, devices, domains (timeslice_us, frozen, …) and since
+    /// Print JSON: `faults` in groups, and `tenants` with name, class, pids, devices, domains (timeslice_us, frozen, …) and since
     #[arg(long)]
     json: bool,
 }
@@ -32,14 +34,20 @@ pub(crate) struct Args {
 #[derive(Serialize)]
 struct Listing {
     tenants: Vec<Tenant>,
+    faults: Vec<Fault>,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let tenants = client::block(async |client| client.tenants().await)?;
+    let faults = client::block(async |client| client.status().await)?.faults;
     if args.json {
-        output::json(&Listing { tenants })?;
+        output::json(&Listing { tenants, faults })?;
     } else {
-        output::print(&table(&tenants, SystemTime::now()))?;
+        let now = SystemTime::now();
+        output::print(&table(&tenants, now))?;
+        for fault in &faults {
+            output::print(&told(fault, now))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -47,8 +55,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// One row per tenant and domain; a tenant without domains has one row.
 fn table(tenants: &[Tenant], now: SystemTime) -> String {
     let head = [
-        "NAME", "CLASS", "STATE", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED", "MEMORY",
-        "LIMIT", "SWAPPED", "AGE",
+        "NAME", "CLASS", "STATE", "SHARING", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED",
+        "MEMORY", "LIMIT", "SWAPPED", "AGE",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     for tenant in tenants {
@@ -65,9 +73,10 @@ fn table(tenants: &[Tenant], now: SystemTime) -> String {
                         state(tenant.state)
                     }
                     .to_owned(),
+                    sharing(&tenant.placement),
                     join(&tenant.pids),
                 ],
-                _ => vec![String::new(); 4],
+                _ => vec![String::new(); 5],
             };
             row.extend(domain.map_or_else(|| vec!["-".to_owned(); 4], columns));
             // Once per device, however many processes use it.
@@ -105,6 +114,33 @@ fn columns(domain: &Domain) -> Vec<String> {
         share(domain.promised_share),
         share(domain.received_share),
     ]
+}
+
+fn sharing(placement: &Placement) -> String {
+    match (placement.way, &placement.trust) {
+        (Way::Space, Some(trust)) => format!("space {trust}"),
+        (Way::Time | Way::Space, _) => "time".into(),
+    }
+}
+
+/// A line about a fault in a group.
+fn told(fault: &Fault, now: SystemTime) -> String {
+    let culprit = fault.culprit.as_deref().unwrap_or("an unknown member");
+    let others = match fault.others.is_empty() {
+        true => "nobody else".into(),
+        false => fault.others.join(", "),
+    };
+    let after = match fault.restarted_ms {
+        Some(ms) => format!("new members start again since {ms} ms later"),
+        None => "the group could not be started again".into(),
+    };
+    format!(
+        "{} ago in group {}: a fault (error {}) of {culprit} ended {others}; {after} ({})\n",
+        age(fault.at, now),
+        fault.group,
+        fault.error,
+        fault.evidence
+    )
 }
 
 fn memory_columns(memory: &MemoryShare) -> Vec<String> {

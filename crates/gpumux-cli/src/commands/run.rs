@@ -4,21 +4,31 @@
 //! terminal, job control and exit status are the program's own, and nothing of gpumux stays around it.
 
 use std::{
+    env,
     ffi::OsString,
     fs::DirBuilder,
-    os::unix::{fs::DirBuilderExt, net::UnixStream},
+    os::unix::{fs::DirBuilderExt, net::UnixStream, process::ExitStatusExt},
     path::Path,
     process::{Command, ExitCode},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use anyhow::Context;
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+use gpumux_core::space::Sharing;
 use gpumux_daemon::{
-    api::types::{Created, NewTenant},
+    api::types::{Created, Fault, NewTenant},
     client::ClientError,
     paths,
 };
+use rustix::process::{Pid, Signal, kill_process};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use super::{become_program, client, spec::SpecArgs};
+use super::{become_program, cannot_run, client, spec::SpecArgs};
 use crate::{background, libraries, output};
 
 /// A daemon that `run` started ends after so many seconds without tenants.
@@ -32,6 +42,7 @@ Examples:
   gpumux run --memory-guaranteed 8GiB --memory-limit 40GiB -- python train.py
   gpumux run --sleep-after 30s -- python serve.py
   gpumux run --strict -- ./job        refuse to run unmanaged
+  gpumux run --trust team --class batch -- python train.py     beside others of team, at the same time
 
 The program and all that it starts are one tenant. If no daemon runs, one is started in the \
 background; it ends by itself when it has had no tenants for a minute. If none can be started, \
@@ -44,7 +55,8 @@ Exit codes:
   else the program's own (a shell shows 128 + N for signal N)
 
 Environment given to the program: LD_PRELOAD (libgpumux.so is put first), GPUMUX_SOCKET, \
-GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1.";
+GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1; in a group also CUDA_MPS_PIPE_DIRECTORY and \
+CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there.";
 
 /// Run a program as a tenant
 #[derive(clap::Args)]
@@ -55,6 +67,18 @@ pub(crate) struct Args {
     name: Option<String>,
     #[command(flatten)]
     spec: SpecArgs,
+    /// Trust domain: tenants of yours that name the same one may share the SMs at the same time; a crash of one then ends all of them
+    #[arg(long, value_name = "NAME")]
+    trust: Option<String>,
+    /// time: a context of its own, in turns with others; space: the group of its trust domain; auto: what serves it best, without a trust domain always time
+    #[arg(long, value_parser = sharing(), default_value = Sharing::default().name())]
+    sharing: Sharing,
+    /// What the program makes of so many percent of the SMs, such as 25:0.7,50:0.9,100:1 (throughput in any unit): in a group, SMs go to who makes most of them
+    #[arg(long, value_name = "PERCENT:RATE,…", value_delimiter = ',', value_parser = point)]
+    utility: Vec<(u32, f64)>,
+    /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent
+    #[arg(long, value_enum, default_value_t)]
+    restart: Restart,
     /// Do not run the program unmanaged: without daemon it does not start
     #[arg(long)]
     strict: bool,
@@ -63,12 +87,27 @@ pub(crate) struct Args {
     command: Vec<OsString>,
 }
 
+/// When a program is run again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Restart {
+    #[default]
+    Never,
+    /// After a fault of another member of its group
+    OnCollateral,
+}
+
+/// How long the daemon may take to know of a fault after the program has ended.
+const FAULT_KNOWN: Duration = Duration::from_secs(2);
+/// Faults of which nobody knows who caused them, after which a program is run again.
+const UNEXPLAINED: u32 = 2;
+
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut words = args.command.iter();
     let mut program = Command::new(words.next().context("no program was named")?);
     program.args(words);
+    let mut tenant = None;
     match enter(&args, &mut program) {
-        Ok(()) => {}
+        Ok(name) => tenant = Some(name),
         Err(Failure::Refused(error)) => return Err(error.into()),
         Err(Failure::Unmanaged(error)) if args.strict => {
             return Err(error.context("--strict"));
@@ -78,7 +117,68 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             eprintln!("gpumux: {why}; the program runs unmanaged");
         }
     }
-    Ok(become_program(program))
+    match (args.restart, tenant) {
+        (Restart::OnCollateral, Some(tenant)) => Ok(run_again_and_again(program, &tenant)),
+        _ => Ok(become_program(program)),
+    }
+}
+
+/// Runs the program until it ends by itself: success, or a failure that no other member of its group has caused.
+fn run_again_and_again(mut program: Command, tenant: &str) -> ExitCode {
+    // The terminal's signals reach the program too.
+    let [ended, _, _] = [SIGTERM, SIGINT, SIGHUP].map(|signal| {
+        let told = Arc::new(AtomicBool::new(false));
+        let _ = signal_hook::flag::register(signal, Arc::clone(&told));
+        told
+    });
+    let mut unexplained = 0;
+    loop {
+        let began = SystemTime::now();
+        let mut child = match program.spawn() {
+            Ok(child) => child,
+            Err(error) => return cannot_run(&program, &error),
+        };
+        let status = loop {
+            if ended.swap(false, Ordering::AcqRel) {
+                let _ = kill_process(Pid::from_child(&child), Signal::TERM);
+            }
+            match child.try_wait() {
+                Ok(Some(status)) => break status,
+                Ok(None) => std::thread::sleep(Duration::from_millis(20)),
+                Err(_) => return ExitCode::FAILURE,
+            }
+        };
+        let fault = match status.success() {
+            true => None,
+            false => fault_that_ended(tenant, began),
+        };
+        // Perhaps it was its own.
+        unexplained += u32::from(fault.as_ref().is_some_and(|fault| fault.culprit.is_none()));
+        if fault.is_none() || unexplained > UNEXPLAINED {
+            let code = status.code().or(status.signal().map(|signal| 128 + signal));
+            return ExitCode::from(code.unwrap_or(1) as u8);
+        }
+        eprintln!(
+            "gpumux: a fault of another member of the group ended the program; it runs again"
+        );
+    }
+}
+
+/// The fault of another tenant that ended this one's processes. The daemon may need a moment to know.
+fn fault_that_ended(tenant: &str, began: SystemTime) -> Option<Fault> {
+    let began = (began.duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
+    let asked = Instant::now();
+    while asked.elapsed() < FAULT_KNOWN {
+        let status = client::block(async |client| client.status().await).ok()?;
+        let of = |fault: &&Fault, name: &str| {
+            fault.at >= began && fault.others.iter().any(|it| it == name)
+        };
+        if let Some(fault) = status.faults.iter().find(|fault| of(fault, tenant)) {
+            return Some(fault.clone());
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    None
 }
 
 /// Why the program does not become a tenant.
@@ -90,17 +190,42 @@ enum Failure {
 }
 
 /// Makes the tenant and puts what its processes need into the program's environment.
-fn enter(args: &Args, program: &mut Command) -> Result<(), Failure> {
+/// Returns the tenant's name.
+fn enter(args: &Args, program: &mut Command) -> Result<String, Failure> {
     let shim = libraries::find(libraries::SHIM).map_err(Failure::Unmanaged)?;
     let tenant = create(args)?;
+    // A tenant in a group may start one that shall not be in it.
+    let ours = Path::new(&tenant.socket).with_file_name("groups");
+    for variable in paths::MPS_VARIABLES {
+        if env::var_os("CUDA_MPS_PIPE_DIRECTORY")
+            .is_some_and(|at| Path::new(&at).starts_with(&ours))
+        {
+            program.env_remove(variable);
+        }
+    }
     program
+        .envs(tenant.environment)
         .env("LD_PRELOAD", libraries::first("LD_PRELOAD", &shim))
         .env("GPUMUX_SOCKET", tenant.socket)
         .env("GPUMUX_TENANT", tenant.token);
     if args.strict {
         program.env("GPUMUX_STRICT", "1");
     }
-    Ok(())
+    Ok(tenant.name)
+}
+
+fn point(text: &str) -> Result<(u32, f64), String> {
+    let wrong = || format!("`{text}` is no point of a curve: use PERCENT:RATE, such as 50:0.9");
+    let (percent, rate) = text.split_once(':').ok_or_else(wrong)?;
+    match (percent.parse(), rate.parse::<f64>()) {
+        (Ok(percent @ 1..=100), Ok(rate)) if rate.is_finite() && rate >= 0.0 => Ok((percent, rate)),
+        _ => Err(wrong()),
+    }
+}
+
+fn sharing() -> impl TypedValueParser<Value = Sharing> {
+    PossibleValuesParser::new(Sharing::ALL.map(Sharing::name))
+        .try_map(|name| name.parse::<Sharing>())
 }
 
 fn create(args: &Args) -> Result<Created, Failure> {
@@ -109,6 +234,9 @@ fn create(args: &Args) -> Result<Created, Failure> {
         name: args.name.clone(),
         program: program.map(|name| name.to_string_lossy().into_owned()),
         spec: args.spec.change(),
+        trust: args.trust.clone(),
+        sharing: args.sharing,
+        utility: args.utility.clone(),
         ..NewTenant::default()
     };
     let ask = || client::block(async |client| client.create(&tenant).await);

@@ -1,12 +1,13 @@
 //! Why a tenant gets what it gets: one paragraph, made of what the API shows anyway.
 
-use gpumux_core::Class;
+use gpumux_core::{Class, space::Way};
 
-use super::types::{Device, Domain, Spec, Tenant};
+use super::types::{Device, Domain, Placement, Spec, Tenant};
 
 /// One paragraph about `tenant`; `all` are the tenants of the same moment.
 pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> String {
     let mut text = vec![promise(&tenant.name, &tenant.spec)];
+    text.extend(place(&tenant.placement));
     if tenant.domains.is_empty() {
         text.push(match tenant.pids.len() {
             0 => "No process of it has connected yet: a program connects when it makes its first CUDA \
@@ -54,6 +55,34 @@ fn promise(name: &str, spec: &Spec) -> String {
         "{name} is a {} tenant: it {class} (weight {weight}, {guarantee}{limit}).",
         spec.class
     )
+}
+
+/// Time or space, and why, where there was a choice.
+fn place(placement: &Placement) -> Option<String> {
+    if *placement == Placement::default() {
+        return None;
+    }
+    let Placement {
+        way,
+        reason,
+        trust,
+        sm_percent,
+    } = placement;
+    let trust = trust.as_deref().unwrap_or_default();
+    let confined = match sm_percent {
+        None => String::new(),
+        Some(percent) => format!(
+            " Each of its processes is confined to {percent}% of the SMs until it ends: MPS cannot change that \
+             while it runs."
+        ),
+    };
+    Some(match way {
+        Way::Time => format!("It takes turns with others in a context of its own ({reason})."),
+        Way::Space => format!(
+            "It shares the SMs with the others of the group {trust} ({reason}); they run and wait together, and \
+             a fault of one ends all.{confined}"
+        ),
+    })
 }
 
 fn on_device(tenant: &Tenant, uuid: &str, device: Option<&Device>, others: &[&Tenant]) -> String {
@@ -195,6 +224,7 @@ mod tests {
     fn domain(frozen: bool, reason: &str) -> Domain {
         Domain {
             id: 1,
+            group: None,
             device: "GPU-0".into(),
             pid: 7,
             timeslice_us: 1,
@@ -229,6 +259,7 @@ mod tests {
             domains,
             since: 0,
             state: TenantState::Running,
+            placement: Default::default(),
             hints: Default::default(),
             requests: Default::default(),
             memory: Vec::new(),

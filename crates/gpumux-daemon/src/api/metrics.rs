@@ -717,6 +717,7 @@ pub(crate) mod tests {
         };
         Scrape {
             status: Status {
+                faults: Vec::new(),
                 version: "1".into(),
                 protocol: 1,
                 pid: 1,
@@ -747,6 +748,7 @@ pub(crate) mod tests {
                 domains: Vec::new(),
                 since: 0,
                 state: TenantState::Idle,
+                placement: Default::default(),
                 hints: HintFigures {
                     given: 4,
                     useful: 3,

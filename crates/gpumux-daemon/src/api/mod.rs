@@ -52,8 +52,8 @@ use crate::{
     tenants::{Tenant, TenantError, Tenants},
 };
 use types::{
-    Created, Device, DeviceMemory, Explanation, Hinted, Live, MemoryShare, NewHint, NewTenant,
-    Problem, SpecChange, Status, TenantState,
+    Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewHint,
+    NewTenant, Problem, SpecChange, Status, TenantState,
 };
 
 /// Largest request body in bytes.
@@ -295,6 +295,7 @@ impl From<TenantError> for Refused {
                 StatusCode::CONFLICT
             }
             TenantError::BadName(_)
+            | TenantError::BadTrust(_)
             | TenantError::BadToken
             | TenantError::Spec(_)
             | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
@@ -340,7 +341,8 @@ async fn openapi() -> impl IntoResponse {
 async fn status(State(api): State<Arc<Api>>) -> Answer<Status> {
     let view = api.view().await?;
     let tenants = api.tenants.list().await.len();
-    Ok(Json(api.status(&view, tenants)))
+    let faults = api.tenants.faults().await;
+    Ok(Json(api.status(&view, tenants, faults)))
 }
 
 /// The web page.
@@ -374,7 +376,7 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let scrape = metrics::Scrape {
         totals,
         memory: memory_map(&view, &names),
-        status: api.status(&view, tenants.len()),
+        status: api.status(&view, tenants.len(), Vec::new()),
         tenants: tenants
             .into_iter()
             .map(|tenant| show(tenant, &view))
@@ -525,10 +527,11 @@ async fn explanation(State(api): State<Arc<Api>>, Path(name): Path<String>) -> A
 }
 
 impl Api {
-    fn status(&self, view: &View, tenants: usize) -> Status {
+    fn status(&self, view: &View, tenants: usize, faults: Vec<Fault>) -> Status {
         let api = self;
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
+            faults,
             protocol: gpumux_wire::PROTOCOL,
             pid: std::process::id(),
             uptime_s: api.started.elapsed().as_secs(),
@@ -689,7 +692,7 @@ impl Api {
         let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
         let live = Live {
             memory: memory_map(&view, &names),
-            status: self.status(&view, tenants.len()),
+            status: self.status(&view, tenants.len(), self.tenants.faults().await),
             tenants: tenants
                 .into_iter()
                 .map(|tenant| show(tenant, &view))
@@ -745,6 +748,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         domains,
         since: tenant.since,
         state,
+        placement: tenant.placement,
         hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
         requests: counted
             .map(|all| (&all.requests).into())

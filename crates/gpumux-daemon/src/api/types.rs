@@ -1,6 +1,11 @@
 //! What the API says and hears. The CLI uses the same types.
 
-use gpumux_core::{Class, Demand, Hints, MemoryPolicy, TenantSpec};
+use std::collections::BTreeMap;
+
+use gpumux_core::{
+    Class, Demand, Hints, MemoryPolicy, TenantSpec,
+    space::{Sharing, Way},
+};
 use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
@@ -33,6 +38,9 @@ pub struct Status {
     pub devices: Vec<Device>,
     /// The scheduling thread.
     pub scheduler: Scheduler,
+    /// The last faults in groups, the latest last.
+    #[serde(default)]
+    pub faults: Vec<Fault>,
 }
 
 /// What the scheduling thread does.
@@ -288,6 +296,18 @@ pub struct NewTenant {
     /// containers, whose processes come and go. Only root and the daemon's own user may ask
     /// for it.
     pub kept: bool,
+    /// Its trust domain: tenants of the same user and trust domain may share a device in space, where a fault of one
+    /// ends all of them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trust: Option<String>,
+    /// Whether it shares in time or in space.
+    #[serde(default)]
+    #[schema(value_type = String, pattern = "^(auto|time|space)$")]
+    pub sharing: Sharing,
+    /// What its program makes of so many percent of the SMs: `[percent, throughput]`, in any unit. In a group, SMs go to who
+    /// makes most of them.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub utility: Vec<(u32, f64)>,
     /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
     pub token: Option<String>,
 }
@@ -301,6 +321,36 @@ pub struct Created {
     pub token: String,
     /// The socket for its processes (`GPUMUX_SOCKET`).
     pub socket: String,
+    /// What else its processes need in their environment, to share in space.
+    #[serde(default)]
+    pub environment: BTreeMap<String, String>,
+}
+
+/// How a tenant shares devices, decided at its start.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Placement {
+    /// In turns with others, or in space with the members of its group.
+    #[schema(value_type = String, pattern = "^(time|space)$")]
+    pub way: Way,
+    /// Why, for people.
+    pub reason: String,
+    /// Its trust domain.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub trust: Option<String>,
+    /// Percentage of the SMs that each of its processes is confined to, if it is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub sm_percent: Option<u32>,
+}
+
+impl Default for Placement {
+    fn default() -> Self {
+        Self {
+            way: Way::Time,
+            reason: "names no trust domain".into(),
+            trust: None,
+            sm_percent: None,
+        }
+    }
 }
 
 /// A tenant.
@@ -325,6 +375,9 @@ pub struct Tenant {
     pub since: u64,
     /// What it does.
     pub state: TenantState,
+    /// How it shares devices, and why.
+    #[serde(default)]
+    pub placement: Placement,
     /// How its processes took devices before their work arrived.
     pub hints: HintFigures,
     /// The requests that its processes marked.
@@ -466,6 +519,25 @@ pub struct Hinted {
     pub processes: usize,
 }
 
+/// A fault that ended all processes in a group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Fault {
+    /// Seconds since 1970.
+    pub at: u64,
+    /// User and trust domain of the group, as `1000/team`.
+    pub group: String,
+    /// The driver's error.
+    pub error: u32,
+    /// The tenant that caused it, if that is known.
+    pub culprit: Option<String>,
+    /// What says so.
+    pub evidence: String,
+    /// The other tenants whose processes it ended.
+    pub others: Vec<String>,
+    /// How long it took until the group was there again, in ms; none while it is not.
+    pub restarted_ms: Option<u64>,
+}
+
 /// What a tenant does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
@@ -485,6 +557,9 @@ pub enum TenantState {
 pub struct Domain {
     /// Unique in the daemon's life.
     pub id: u64,
+    /// The group whose SMs it shares with other domains; they run and wait together.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub group: Option<u64>,
     /// UUID of its device.
     pub device: String,
     /// Its process.

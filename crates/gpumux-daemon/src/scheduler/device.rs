@@ -1,10 +1,10 @@
 //! One device: its domains, what they have and got, and the pulling of levers.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, sync::Arc};
 
 use gpumux_core::{
-    Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
-    Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
+    Account, Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, space,
 };
 use gpumux_rm::{LeverError, RmStatus};
 use gpumux_wire::page::SLOTS;
@@ -33,6 +33,8 @@ pub(super) struct Device {
     pub(super) memory: Memory,
     pub(super) accounts: Accounts,
     pub(super) domains: BTreeMap<DomainId, Domain>,
+    /// Groups that have members, by name.
+    groups: BTreeMap<Arc<str>, DomainId>,
     pub(super) costs: LeverCosts,
     pub(super) record: Record,
     /// What domains that ended had, of tenants that live.
@@ -56,6 +58,7 @@ impl Device {
             memory: Memory::default(),
             accounts: Accounts::default(),
             domains: BTreeMap::new(),
+            groups: BTreeMap::new(),
             costs: LeverCosts::default(),
             record: Record::default(),
             ended: BTreeMap::new(),
@@ -90,9 +93,11 @@ impl Device {
             let ids: Vec<DomainId> = self.domains.keys().copied().collect();
             for id in ids {
                 self.check(id, clock);
-                let received = self.accounts.get(id).received_us;
-                if let Some(domain) = self.domains.get_mut(&id) {
-                    domain.turn_window(now, received);
+                if let Some(domain) = self.domains.get(&id) {
+                    let received = self.account_of(domain).received_us;
+                    if let Some(domain) = self.domains.get_mut(&id) {
+                        domain.turn_window(now, received);
+                    }
                 }
             }
         }
@@ -117,10 +122,10 @@ impl Device {
         for (id, domain) in &self.domains {
             if domain.member.session == session
                 && domain.member.key < SLOTS as u32
-                && self
-                    .domains
-                    .iter()
-                    .any(|(other, it)| other != id && it.competes(now))
+                && self.domains.iter().any(|(other, it)| {
+                    let together = it.group.is_some() && it.group == domain.group;
+                    other != id && !together && it.competes(now)
+                })
             {
                 slots |= 1 << domain.member.key;
             }
@@ -209,20 +214,33 @@ impl Device {
         // The newest that can be known: also for a domain that is new.
         self.sample(now);
         self.account(now);
-        let managed = self
-            .domains
-            .values()
-            .filter(|domain| domain.fault.is_none());
-        let domains: Vec<DomainState> = managed.map(|domain| domain.state.clone()).collect();
+        let managed = || {
+            self.domains
+                .values()
+                .filter(|domain| domain.fault.is_none())
+        };
+        let domains = together(managed().map(|domain| (domain.group, domain.state.clone())));
         let present = |id: &TenantId| domains.iter().any(|domain| domain.tenant == *id);
-        let tenants = specs
+        let own = specs
             .iter()
             .filter(|(id, _)| present(id))
             .map(|(id, spec)| TenantState {
                 id: *id,
                 spec: spec.clone(),
-            })
-            .collect();
+            });
+        let shared = self.groups.values().map(|group| {
+            let members = managed().filter(|domain| domain.group == Some(*group));
+            let members: BTreeMap<TenantId, &TenantSpec> = members
+                .filter_map(|domain| Some((domain.state.tenant, specs.get(&domain.state.tenant)?)))
+                .collect();
+            TenantState {
+                id: tenant_of(*group),
+                spec: space::combine(members.into_values()),
+            }
+        });
+        let shared = shared.filter(|tenant| present(&tenant.id));
+        let mut tenants: Vec<TenantState> = own.chain(shared).collect();
+        tenants.sort_by_key(|tenant| tenant.id);
         Snapshot {
             now,
             tenants,
@@ -246,20 +264,78 @@ impl Device {
         // Even a policy that is always in a hurry must not keep the thread from everything else.
         self.next = plan.next.map(|next| next.max(snapshot.now + Micros(100)));
         for want in &plan.domains {
-            if let Some(domain) = self.domains.get_mut(&want.id)
-                && domain.reason != want.reason
-            {
-                domain.reason = want.reason;
-                let reason = What::Reason(want.reason);
-                self.record.push(snapshot.now, &domain.who, reason);
+            for id in self.members(want.id) {
+                if let Some(domain) = self.domains.get_mut(&id)
+                    && domain.reason != want.reason
+                {
+                    domain.reason = want.reason;
+                    let reason = What::Reason(want.reason);
+                    self.record.push(snapshot.now, &domain.who, reason);
+                }
             }
         }
         for lever in plan.levers(snapshot) {
-            if let Err(error) = self.pull(lever, clock) {
-                self.fail(lever.domain(), &error, clock());
-                return;
+            // What the driver shares of a group is not relied on: every member gets the same.
+            for id in self.members(lever.domain()) {
+                let lever = match lever {
+                    Lever::Freeze(_) => Lever::Freeze(id),
+                    Lever::Thaw(_) => Lever::Thaw(id),
+                    Lever::SetTimeslice(_, slice) => Lever::SetTimeslice(id, slice),
+                };
+                if let Err(error) = self.pull(lever, clock) {
+                    self.fail(id, &error, clock());
+                    return;
+                }
             }
         }
+    }
+
+    /// The group of this name; made under the given number if it has no member yet.
+    pub(super) fn group(&mut self, name: Arc<str>, number: DomainId) -> DomainId {
+        *self.groups.entry(name).or_insert(number)
+    }
+
+    /// The domains that the policy knows by this name, as far as they can be managed.
+    fn members(&self, id: DomainId) -> Vec<DomainId> {
+        let planned = self.domains.values().filter(|it| it.planned_as() == id);
+        let managed = planned.filter(|domain| domain.fault.is_none());
+        managed.map(|domain| domain.state.id).collect()
+    }
+
+    /// A new member of a group gets what the group has.
+    pub(super) fn conform(&mut self, id: DomainId, clock: &Clock) {
+        let Some(group) = self.domains.get(&id).and_then(|domain| domain.group) else {
+            return;
+        };
+        let others = self.members(group).into_iter().filter(|other| *other != id);
+        let Some((slice, run)) = others
+            .filter_map(|other| self.domains.get(&other))
+            .map(|other| (other.state.timeslice, other.state.run))
+            .next()
+        else {
+            return;
+        };
+        let mut levers = vec![Lever::SetTimeslice(id, slice)];
+        if run == RunState::Frozen {
+            levers.insert(0, Lever::Freeze(id));
+        }
+        for lever in levers {
+            if let Err(error) = self.pull(lever, clock) {
+                return self.fail(id, &error, clock());
+            }
+        }
+    }
+
+    /// What a domain had so far: of a group's member, what the group had since it came.
+    pub(super) fn account_of(&self, domain: &Domain) -> Account {
+        let mut account = self.accounts.get(domain.planned_as());
+        account.received_us = (account.received_us - domain.before.received_us).max(0.0);
+        account.runnable_us = (account.runnable_us - domain.before.runnable_us).max(0.0);
+        account.waited_us = (account.waited_us - domain.before.waited_us).max(0.0);
+        account.preemptions = account
+            .preemptions
+            .saturating_sub(domain.before.preemptions);
+        account
     }
 
     fn pull(&mut self, lever: Lever, clock: &Clock) -> Result<(), LeverError> {
@@ -354,16 +430,33 @@ impl Device {
         }
         self.account(now);
         self.dirty = true;
-        for (id, mut domain) in self.domains.extract_if(.., |_, domain| leaves(domain)) {
-            let totals = domain.totals(now, &self.accounts.get(id));
+        let ids: Vec<DomainId> = self
+            .domains
+            .iter()
+            .filter_map(|(id, domain)| leaves(domain).then_some(*id))
+            .collect();
+        for id in ids {
+            let Some(mut domain) = self.domains.remove(&id) else {
+                continue;
+            };
+            let totals = domain.totals(now, &self.account_of(&domain));
             *self.ended.entry(domain.state.tenant).or_default() += totals;
             self.record.push(now, &domain.who, What::Left);
-            if alive {
-                domain.restore();
+            match domain
+                .group
+                .filter(|group| !self.members(*group).is_empty())
+            {
+                // The slice is the others' too.
+                Some(_) if alive => drop(domain.levers.thaw()),
+                None if alive => domain.restore(),
+                _ => {}
             }
             // Without a reaper it is dropped here and now.
             let _ = reaper.send(domain.levers);
         }
+        let domains = &self.domains;
+        self.groups
+            .retain(|_, group| domains.values().any(|it| it.group == Some(*group)));
     }
 
     /// Accounts for the time in which everything was as it is.
@@ -376,12 +469,52 @@ impl Device {
                 ..domain.state.clone()
             },
         };
-        let states: Vec<DomainState> = self.domains.values().map(state).collect();
+        let states = together(self.domains.values().map(|it| (it.group, state(it))));
         self.accounts.advance(now, &states, &self.costs.costs());
         for domain in self.domains.values_mut() {
-            domain.state.received = self.accounts.get(domain.state.id).received();
+            domain.state.received = self.accounts.get(domain.planned_as()).received();
         }
     }
+}
+
+/// Who stands for a group's members before the policy. No tenant has such a high number.
+fn tenant_of(group: DomainId) -> TenantId {
+    TenantId(u64::MAX - group.0)
+}
+
+/// The domains as the policy sees them, by rising ids: those of one group are one domain, which has work if any of
+/// them has and runs if any does.
+fn together(domains: impl Iterator<Item = (Option<DomainId>, DomainState)>) -> Vec<DomainState> {
+    let rank = |demand: Demand| match demand {
+        Demand::Idle => 0,
+        Demand::Unknown => 1,
+        Demand::Busy => 2,
+    };
+    let mut seen: BTreeMap<DomainId, DomainState> = BTreeMap::new();
+    for (group, mut state) in domains {
+        if let Some(group) = group {
+            (state.id, state.tenant) = (group, tenant_of(group));
+        }
+        let Some(all) = seen.get_mut(&state.id) else {
+            seen.insert(state.id, state);
+            continue;
+        };
+        if state.run == RunState::Enabled {
+            all.run = RunState::Enabled;
+        }
+        all.demand_since = match rank(state.demand).cmp(&rank(all.demand)) {
+            std::cmp::Ordering::Greater => state.demand_since,
+            std::cmp::Ordering::Less => all.demand_since,
+            std::cmp::Ordering::Equal if state.demand == Demand::Idle => {
+                all.demand_since.max(state.demand_since)
+            }
+            std::cmp::Ordering::Equal => all.demand_since.min(state.demand_since),
+        };
+        if rank(state.demand) > rank(all.demand) {
+            all.demand = state.demand;
+        }
+    }
+    seen.into_values().collect()
 }
 
 /// What the levers of a device cost, as measured.

@@ -35,6 +35,8 @@ pub(crate) struct NewGroup {
     pub(crate) emulated: bool,
     pub(crate) levers: Box<dyn Levers>,
     pub(crate) page: Arc<Page>,
+    /// The process has it from an MPS server.
+    pub(crate) shared: bool,
     /// The slice it was found with.
     pub(crate) timeslice: Timeslice,
     /// The slice that the driver library gave it.
@@ -44,6 +46,10 @@ pub(crate) struct NewGroup {
 /// A domain under management.
 pub(crate) struct Domain {
     pub(super) state: DomainState,
+    /// The group to which it belongs: to the policy, all its members are this one domain.
+    pub(super) group: Option<DomainId>,
+    /// What the group had before this member came.
+    pub(super) before: Account,
     pub(super) member: Member,
     pub(super) who: Arc<Who>,
     pub(super) levers: Box<dyn Levers>,
@@ -96,6 +102,8 @@ impl Domain {
                 tenant: group.tenant,
                 pid: group.member.pid,
             }),
+            group: None,
+            before: Account::default(),
             member: group.member,
             levers: group.levers,
             default: group.default,
@@ -113,6 +121,11 @@ impl Domain {
         };
         domain.state.demand = domain.demand();
         domain
+    }
+
+    /// Its name to the policy and in the accounts.
+    pub(super) fn planned_as(&self) -> DomainId {
+        self.group.unwrap_or(self.state.id)
     }
 
     /// Whether it must not run.

@@ -14,15 +14,16 @@ use gpumux_core::{
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
 use gpumux_wire::{Daemon, page::Page};
+use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
-    Ask, Clock, Line, Reaper, SessionId,
+    Ask, Clock, Crash, Line, Reaper, SessionId,
     books::Books,
     device::Device,
     domain::{Domain, Member, NewGroup},
     record::{Counted, Durations, History, Totals, What},
 };
-use crate::{api::types, config::Config, devices::Known};
+use crate::{api::types, config::Config, devices::Known, groups::Failure};
 
 /// The state of the scheduling thread.
 pub(crate) struct Engine {
@@ -37,6 +38,10 @@ pub(crate) struct Engine {
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
+    /// Tenants that were placed in a group, and its name.
+    placed: BTreeMap<TenantId, Arc<str>>,
+    /// Who wants to know of crashes in groups.
+    crashes: Option<UnboundedSender<Failure>>,
     /// What processes that are gone counted, of tenants that live.
     ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
@@ -67,9 +72,17 @@ pub(crate) struct Met {
     speak: Box<dyn Fn(&Daemon) -> bool + Send>,
     /// What it knows of [`Daemon::Hints`].
     told: (u64, bool),
+    pid: u32,
+    /// Its group has failed, and it is told no more what becomes of it.
+    given_up: bool,
 }
 
 impl Met {
+    /// The process's pid.
+    pub(crate) fn with_pid(self, pid: u32) -> Self {
+        Self { pid, ..self }
+    }
+
     pub(crate) fn new(
         tenant: TenantId,
         page: Arc<Page>,
@@ -81,6 +94,8 @@ impl Met {
             page,
             speak,
             told: (0, false),
+            pid: 0,
+            given_up: false,
         }
     }
 
@@ -114,6 +129,8 @@ pub(crate) struct Activity {
     pub(crate) idle: bool,
     /// For how long.
     pub(crate) idle_for: Micros,
+    /// It shares a group: only all of its members can be frozen.
+    pub(crate) in_group: bool,
 }
 
 /// A group that cannot be managed.
@@ -138,6 +155,8 @@ impl Engine {
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
+            placed: BTreeMap::new(),
+            crashes: None,
             ended: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
@@ -233,9 +252,73 @@ impl Engine {
             .map(|(_, spec)| spec)
     }
 
+    /// The tenant's processes share the group of this name, as far as they use its MPS server.
+    pub(crate) fn place(&mut self, tenant: TenantId, group: Arc<str>) {
+        self.placed.insert(tenant, group);
+    }
+
+    /// Crashes in groups are told here from now on.
+    pub(crate) fn tell_crashes(&mut self, to: UnboundedSender<Failure>) {
+        self.crashes = Some(to);
+    }
+
+    fn pass_crashes_on(&mut self) {
+        let Some(to) = self.crashes.clone() else {
+            return;
+        };
+        for crash in self.crashed(|met| met.page.fault() != 0) {
+            let _ = to.send(Failure::Process(crash));
+        }
+    }
+
+    /// All processes in a group that has failed. What happens to them is told no more.
+    pub(crate) fn give_up(&mut self, group: &str) -> Vec<Crash> {
+        let placed = self.placed.clone();
+        self.crashed(|met| placed.get(&met.tenant).is_some_and(|it| **it == *group))
+    }
+
+    /// Processes in groups that are `so`, each once.
+    fn crashed(&mut self, so: impl Fn(&Met) -> bool) -> Vec<Crash> {
+        let mut found = Vec::new();
+        for (id, met) in self
+            .sessions
+            .iter_mut()
+            .filter(|(_, met)| !met.given_up && so(met))
+        {
+            let Some(group) = self.placed.get(&met.tenant) else {
+                continue;
+            };
+            let domains = self
+                .devices
+                .values()
+                .flat_map(|device| device.domains.values());
+            let mut own = domains
+                .filter(|domain| domain.member.session == *id)
+                .peekable();
+            // One with a context of its own does not use the group's server. Of one without any nothing is known.
+            let (mut shares, mut busy) = (own.peek().is_none(), false);
+            for domain in own {
+                shares |= domain.group.is_some();
+                busy |= domain.state.demand == Demand::Busy;
+            }
+            if shares {
+                met.given_up = true;
+                found.push(Crash {
+                    group: Arc::clone(group),
+                    tenant: met.tenant,
+                    pid: met.pid,
+                    error: met.page.fault(),
+                    busy,
+                });
+            }
+        }
+        found
+    }
+
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        self.placed.remove(&tenant);
         self.books.forget(tenant);
         self.parked.remove(&tenant);
         self.moves.remove(&tenant);
@@ -283,18 +366,28 @@ impl Engine {
             self.set_copy_slices();
             return Ok(());
         }
-        self.domains_made += 1;
+        self.device(group.device.clone());
+        let shared = self.placed.get(&group.tenant).filter(|_| group.shared);
+        let shared = shared.cloned();
+        // A group that is made now has a number of its own.
+        self.domains_made += 2;
         let id = DomainId(self.domains_made);
         let now = self.now();
         let session = group.member.session;
-        let device = self.device(group.device.clone());
+        let clock = &self.clock;
+        let Some(device) = self.devices.get_mut(&group.device) else {
+            return Err(GroupError::NoTenant);
+        };
         device.emulated |= group.emulated;
         device.account(now);
-        let domain = Domain::new(id, group, now);
+        let mut domain = Domain::new(id, group, now);
+        domain.group = shared.map(|name| device.group(name, DomainId(id.0 - 1)));
+        domain.before = device.accounts.get(domain.planned_as());
         device
             .record
             .push(now, &domain.who, What::Came(domain.now()));
         device.domains.insert(id, domain);
+        device.conform(id, clock);
         device.dirty = true;
         self.count_contexts(session);
         self.park_domains();
@@ -339,6 +432,8 @@ impl Engine {
     /// A session has ended. Its files are closed; if its process lives on, its groups are given
     /// back as they were made.
     pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
+        // The last words of a process that crashed.
+        self.pass_crashes_on();
         if let Some(met) = self.sessions.remove(&session)
             && self.tenants.contains_key(&met.tenant)
         {
@@ -423,10 +518,18 @@ impl Engine {
                 spec: spec.clone(),
                 idle,
                 idle_for,
+                in_group: own.iter().any(|it| it.group.is_some()),
             };
             activity.insert(*id, known);
         }
         (self.books.lines(), activity)
+    }
+
+    /// Whether a tenant shares a group, so that it can be frozen only with all of its members.
+    pub(crate) fn in_group(&self, tenant: TenantId) -> bool {
+        let all = self.devices.values().flat_map(|it| it.domains.values());
+        let mut own = all.filter(|it| it.state.tenant == tenant);
+        own.any(|it| it.group.is_some())
     }
 
     /// Freezes a tenant until told otherwise, or lets it go on.
@@ -523,6 +626,7 @@ impl Engine {
         for device in self.devices.values_mut() {
             device.observe(start, &self.clock, self.cost);
         }
+        self.pass_crashes_on();
         let observed = self.now();
         // Every round that does not come to rest takes a faulty domain out.
         let rounds = 1 + self
@@ -681,13 +785,14 @@ impl Engine {
             for (tenant, totals) in &device.ended {
                 *view.totals.entry((*tenant, uuid.clone())).or_default() += *totals;
             }
-            for (id, domain) in &device.domains {
-                let account = device.accounts.get(*id);
+            for domain in device.domains.values() {
+                let account = device.account_of(domain);
                 let tenant = domain.state.tenant;
                 let totals = domain.totals(now, &account);
                 *view.totals.entry((tenant, uuid.clone())).or_default() += totals;
                 let shown = types::Domain {
-                    id: id.0,
+                    id: domain.state.id.0,
+                    group: domain.group.map(|group| group.0),
                     device: uuid.clone(),
                     pid: domain.member.pid,
                     timeslice_us: domain.state.timeslice.0,

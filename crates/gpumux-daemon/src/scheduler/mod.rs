@@ -18,7 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_core::Micros;
+use gpumux_core::{Micros, TenantId};
 use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
@@ -32,6 +32,18 @@ use crate::config::Config;
 /// One connection of a tenant's process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SessionId(pub(crate) u64);
+
+/// A process in a group whose context is of no use any more.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Crash {
+    pub(crate) group: Arc<str>,
+    pub(crate) tenant: TenantId,
+    pub(crate) pid: u32,
+    /// The driver's error; 0: it got none yet.
+    pub(crate) error: u32,
+    /// It had work under way.
+    pub(crate) busy: bool,
+}
 
 /// The time, from an origin of its own.
 type Clock = Box<dyn Fn() -> Micros + Send>;

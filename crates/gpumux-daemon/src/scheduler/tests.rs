@@ -186,6 +186,7 @@ impl Bench {
                 hardware: Arc::clone(&self.hardware),
             }),
             page: Arc::new(Page::open(file).unwrap()),
+            shared: false,
             timeslice: Timeslice(2048),
             default: Timeslice(2048),
         }

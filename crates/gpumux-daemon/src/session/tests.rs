@@ -41,7 +41,8 @@ impl Node {
             tenants: dir.path().join("tenants.json"),
             settings: dir.path().join("settings.json"),
         };
-        let tenants = Tenants::load(files, String::new(), scheduler.clone())
+        let groups = crate::groups::Groups::load(&config, dir.path());
+        let tenants = Tenants::load(files, String::new(), scheduler.clone(), groups)
             .await
             .unwrap();
         let hello = Duration::from_millis(200);
@@ -271,6 +272,7 @@ async fn handles_that_the_file_does_not_own_are_refused() {
         group,
         channels,
         timeslice_us: 2048,
+        shared: false,
     };
     for message in [
         wrong(subdevice, group + 1, channels.clone()),

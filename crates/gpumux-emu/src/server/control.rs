@@ -75,6 +75,14 @@ impl Core {
             .lever(call.caller, call.escape, &call.arg, &call.params)
         {
             Some((device, lever)) => {
+                let every = self.devices.profile.controls.fail_every;
+                let counted = matches!(lever, Lever::Freeze | Lever::Thaw);
+                self.switched += u64::from(counted);
+                if counted && every > 0 && self.switched.is_multiple_of(every) {
+                    *pending -= 1;
+                    wire::send_once(&call.reply, &answer(libc::EIO as u32, &[], &[]));
+                    return Some(());
+                }
                 let cost = self.cost(lever);
                 let device = self.devices.all.get_mut(device as usize)?;
                 let due = device.control_until.max(now) + cost;
@@ -149,7 +157,8 @@ impl Core {
     pub(super) fn follow_levers(&mut self) -> BTreeSet<u64> {
         let removed = std::mem::take(&mut self.devices.removed);
         let frozen = std::mem::take(&mut self.devices.frozen);
-        if removed.is_empty() && frozen.is_empty() {
+        let thawed_keys = std::mem::take(&mut self.devices.thawed);
+        if removed.is_empty() && frozen.is_empty() && thawed_keys.is_empty() {
             return BTreeSet::new();
         }
         let with = |keys: &[GroupKey]| -> BTreeSet<u64> {
@@ -160,11 +169,17 @@ impl Core {
             let found = self.connections.iter().filter(|(_, it)| uses(it));
             found.map(|(id, _)| *id).collect()
         };
-        let (orphans, frozen) = (with(&removed), with(&frozen));
+        let (orphans, frozen, thawed) = (with(&removed), with(&frozen), with(&thawed_keys));
         // What was completed before comes first.
         self.dispatch();
         for orphan in orphans {
             self.close(orphan);
+        }
+        // Interpreted kernels are the compute group's.
+        let computes = |core: &Self, id: &u64| matches!(core.connections.get(id).map(|it| &it.role), Some(Role::Execution(it)) if it.keys[..1].iter().any(|key| thawed_keys.contains(key)));
+        let thawed: Vec<u64> = thawed.into_iter().filter(|id| computes(self, id)).collect();
+        for id in thawed {
+            self.send(id, &Report::Thawed, None);
         }
         frozen
             .into_iter()
@@ -262,10 +277,15 @@ impl Core {
         self.devices
             .take(device, bytes)
             .map_err(|_| RmStatus::NO_MEMORY)?;
+        let partition = match open.sms {
+            0 => None,
+            sms => (self.devices.all.get_mut(device as usize)).map(|it| it.gpu.add_partition(sms)),
+        };
         Ok(Execution {
             device,
             keys,
             groups,
+            partition,
             streams: HashMap::new(),
             ending: BTreeSet::new(),
             works: HashMap::new(),

@@ -90,6 +90,8 @@ pub(super) struct Core {
     pub(super) next_memory: u64,
     pub(super) processes: HashMap<u32, Process>,
     pub(super) random: u64,
+    /// Calls that froze or thawed so far.
+    pub(super) switched: u64,
 }
 
 impl Core {
@@ -125,6 +127,7 @@ impl Core {
             next_memory: 0,
             processes: HashMap::new(),
             random: 0x2545_f491_4f6c_dd1d,
+            switched: 0,
         })
     }
 
@@ -326,11 +329,11 @@ impl Core {
                 self.tree.close(&mut self.devices, id);
                 self.follow_levers();
             }
-            Role::Execution(execution) => {
+            Role::Execution(mut execution) => {
                 if let Some(device) = self.devices.all.get_mut(execution.device as usize) {
-                    drop_work(device, &execution);
-                    for stream in execution.streams.values().chain(&execution.ending) {
-                        let _ = device.gpu.remove_stream(*stream);
+                    drop_work(device, &mut execution);
+                    if let Some(partition) = execution.partition {
+                        let _ = device.gpu.remove_partition(partition);
                     }
                 }
                 let bytes = self.devices.profile.context_memory;

@@ -59,9 +59,10 @@ pub(super) struct Devices {
     pub(super) profile: Profile,
     pub(super) all: Vec<Device>,
     groups: BTreeMap<GroupKey, (u32, GroupId, Engine)>,
-    /// Groups that were removed, or frozen, since somebody looked.
+    /// Groups that were removed, frozen or thawed, since somebody looked.
     pub(super) removed: Vec<GroupKey>,
     pub(super) frozen: Vec<GroupKey>,
+    pub(super) thawed: Vec<GroupKey>,
 }
 
 impl Devices {
@@ -84,6 +85,7 @@ impl Devices {
             groups: BTreeMap::new(),
             removed: Vec::new(),
             frozen: Vec::new(),
+            thawed: Vec::new(),
         }
     }
 
@@ -206,6 +208,10 @@ impl Hardware for Devices {
         self.removed.push(key);
     }
 
+    fn orphan_group(&mut self, key: GroupKey) {
+        self.removed.push(key);
+    }
+
     fn set_timeslice(&mut self, key: GroupKey, slice: Timeslice) {
         if let Some((device, group, _)) = self.group(key)
             && let Some(device) = self.all.get_mut(device as usize)
@@ -229,6 +235,7 @@ impl Hardware for Devices {
             self.frozen.push(key);
         } else {
             let _ = device.gpu.thaw(group);
+            self.thawed.push(key);
         }
     }
 }

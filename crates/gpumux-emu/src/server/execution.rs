@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeSet, HashMap};
 
-use gpumux_sim::gpu::{self, EventKind, GroupId, StreamId, WorkId};
+use gpumux_sim::gpu::{self, EventKind, GroupId, PartitionId, StreamId, WorkId};
 
 use super::{
     core::{Core, Role},
@@ -20,6 +20,8 @@ pub(super) struct Execution {
     pub(super) device: u32,
     pub(super) keys: [GroupKey; 3],
     pub(super) groups: [GroupId; 3],
+    /// What its kernels are confined to.
+    pub(super) partition: Option<PartitionId>,
     pub(super) streams: HashMap<u64, StreamId>,
     /// Streams to remove when they are idle.
     pub(super) ending: BTreeSet<StreamId>,
@@ -43,10 +45,11 @@ impl Core {
                 }
                 device.advance(at.min(now));
                 for item in items {
-                    let stream = *execution
-                        .streams
-                        .entry(item.stream)
-                        .or_insert_with(|| device.gpu.add_stream());
+                    let stream = *execution.streams.entry(item.stream).or_insert_with(|| {
+                        let stream = device.gpu.add_stream();
+                        let _ = device.gpu.confine(stream, execution.partition);
+                        stream
+                    });
                     let group = match item.queue {
                         Queue::Compute => execution.groups[0],
                         Queue::HostToDevice => execution.groups[1],
@@ -57,6 +60,7 @@ impl Core {
                         Work::Copy { bytes } => gpu::Work::Copy { bytes },
                         Work::Record => gpu::Work::Record,
                         Work::Hold { timeout } => gpu::Work::Hold { timeout },
+                        Work::Rest { sms } => gpu::Work::Rest { sms },
                         Work::Host => gpu::Work::Host,
                         Work::Wait(other) => match execution.works.get(&other) {
                             Some(other) => gpu::Work::Wait(*other),
@@ -76,6 +80,12 @@ impl Core {
                     device.gpu.release(*work);
                 }
             }
+            Command::Length { id, duration } => {
+                device.advance(now);
+                if let Some(work) = execution.works.get(&id) {
+                    device.gpu.set_length(*work, duration);
+                }
+            }
             Command::Progressed { token } => self.progressed(id, token),
             Command::EndStream { stream } => {
                 let index = execution.device;
@@ -89,11 +99,33 @@ impl Core {
             Command::Abort => {
                 device.advance(now);
                 drop_work(device, execution);
-                execution.works.clear();
-                execution.done.clear();
+                let keys = execution.keys;
+                self.fault_of_another(id, &keys);
             }
         }
         Some(())
+    }
+
+    /// One of a group faulted: so do all that share the group.
+    fn fault_of_another(&mut self, culprit: u64, keys: &[GroupKey]) {
+        let shares = |it: &Execution| it.keys.iter().any(|key| keys.contains(key));
+        let others: Vec<u64> = (self.connections.iter())
+            .filter(|(id, it)| {
+                **id != culprit && matches!(&it.role, Role::Execution(it) if shares(it))
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        for id in others {
+            let Some(Role::Execution(execution)) =
+                self.connections.get_mut(&id).map(|it| &mut it.role)
+            else {
+                continue;
+            };
+            if let Some(device) = self.devices.all.get_mut(execution.device as usize) {
+                drop_work(device, execution);
+            }
+            self.send(id, &Report::Lost, None);
+        }
     }
 
     pub(super) fn progressed(&mut self, id: u64, token: u64) {
@@ -164,12 +196,14 @@ impl Core {
     }
 }
 
-/// Drops all work of an execution from its groups.
-pub(super) fn drop_work(device: &mut Device, execution: &Execution) {
-    for group in execution.groups {
-        let _ = device.gpu.abort(group);
+/// Drops all work of an execution; others that share its groups keep theirs.
+pub(super) fn drop_work(device: &mut Device, execution: &mut Execution) {
+    let streams = execution.streams.drain().map(|(_, stream)| stream);
+    for stream in streams.chain(std::mem::take(&mut execution.ending)) {
+        let _ = device.gpu.remove_stream(stream);
     }
-    for work in execution.works.values() {
-        device.works.remove(work);
+    for work in execution.works.drain().map(|(_, work)| work) {
+        device.works.remove(&work);
     }
+    execution.done.clear();
 }

@@ -11,8 +11,8 @@ use gpumux_rm::{
     RmStatus,
     layout::{
         Alloc21, Alloc64, Control, DisableChannelsParams, DupObject, Free, GidInfoParams,
-        GroupAlloc, GroupScheduleParams, InterleaveParams, PreemptionModeParams, SubdeviceAlloc,
-        TimesliceParams, XferCmd, class, cmd, engine, escape,
+        GroupAlloc, GroupScheduleParams, InterleaveParams, PreemptionModeParams, Share,
+        SubdeviceAlloc, TimesliceParams, XferCmd, class, cmd, engine, escape,
     },
 };
 use zerocopy::{FromBytes, Immutable, IntoBytes};
@@ -34,6 +34,8 @@ pub(crate) trait Hardware {
     fn add_group(&mut self, key: GroupKey, device: u32, engine: u32);
     /// Its last handle is gone.
     fn remove_group(&mut self, key: GroupKey);
+    /// Who made it is gone, while others still have handles: nothing can run there any more.
+    fn orphan_group(&mut self, key: GroupKey);
     /// Its slice.
     fn set_timeslice(&mut self, key: GroupKey, slice: Timeslice);
     /// Whether it is off the device.
@@ -75,6 +77,8 @@ enum Kind {
 struct Group {
     /// Handles that lead to it.
     handles: usize,
+    /// Who made it.
+    file: FileId,
     device: u32,
     /// What GET reports: the last value set, before any a constant.
     reported: u64,
@@ -92,6 +96,9 @@ impl Group {
 /// Reported before any value was set: 128 << 3 (`kernel_channel_group`, Volta and later).
 const UNSET_TIMESLICE: u64 = 1024;
 
+/// A policy that names a client, added to those there are.
+const SHARE_WITH_CLIENT: u32 = 3;
+
 /// Most objects of one file's clients together: far above what programs use.
 const MAX_OBJECTS: usize = 1 << 16;
 
@@ -100,6 +107,8 @@ const MAX_OBJECTS: usize = 1 << 16;
 pub(crate) struct Tree {
     clients: BTreeMap<u32, Client>,
     groups: BTreeMap<GroupKey, Group>,
+    /// Client and object, and a client that may duplicate it.
+    shares: BTreeSet<(u32, u32, u32)>,
     next_client: u32,
     next_object: u32,
     next_group: u64,
@@ -165,6 +174,11 @@ impl Tree {
                 call.status = status(made.map(drop));
                 write(&call, arg);
             }
+            escape::SHARE => {
+                let mut call = read::<Share>(arg)?;
+                call.status = status(self.share(caller, &call));
+                write(&call, arg);
+            }
             escape::CONTROL => {
                 let mut call = read::<Control>(arg)?;
                 call.status = if call.params_size as usize == params.len() {
@@ -218,6 +232,9 @@ impl Tree {
             .collect();
         for client in gone {
             self.free_client(hardware, client);
+        }
+        for (key, _) in self.groups.iter().filter(|(_, group)| group.file == file) {
+            hardware.orphan_group(*key);
         }
     }
 
@@ -306,6 +323,7 @@ impl Tree {
                     key,
                     Group {
                         handles: 0,
+                        file: caller.file,
                         device,
                         reported: UNSET_TIMESLICE,
                         channels: BTreeSet::new(),
@@ -412,10 +430,19 @@ impl Tree {
         call: &DupObject,
     ) -> Result<u32> {
         self.client(caller, call.client)?;
-        // Sharing with other files' clients is what MPS does, by a policy that the owner sets; nobody here can.
-        let source = self
-            .object(caller, call.client_src, call.object_src)?
-            .clone();
+        let source = match self.object(caller, call.client_src, call.object_src) {
+            // Another file's, by the policy that its owner has set: so do MPS servers.
+            Err(_)
+                if self
+                    .shares
+                    .contains(&(call.client_src, call.object_src, call.client)) =>
+            {
+                let owner = self.clients.get(&call.client_src);
+                owner.and_then(|owner| owner.objects.get(&call.object_src))
+            }
+            own => Some(own?),
+        };
+        let source = source.ok_or(RmStatus::INVALID_OBJECT_HANDLE)?.clone();
         if !matches!(source.kind, Kind::Group(_)) {
             return Err(RmStatus::NOT_SUPPORTED);
         }
@@ -431,6 +458,19 @@ impl Tree {
         let new = self.insert(call.client, call.object, object);
         self.follow(hardware, &kind);
         new
+    }
+
+    /// Lets another client duplicate an object.
+    fn share(&mut self, caller: Caller, call: &Share) -> Result<()> {
+        self.object(caller, call.client, call.object)?;
+        if (call.kind, call.access) != (SHARE_WITH_CLIENT, 1) {
+            return Err(RmStatus::NOT_SUPPORTED);
+        }
+        if self.shares.len() >= MAX_OBJECTS {
+            return Err(RmStatus::INSUFFICIENT_RESOURCES);
+        }
+        self.shares.insert((call.client, call.object, call.target));
+        Ok(())
     }
 
     fn free(
@@ -459,6 +499,8 @@ impl Tree {
             self.free_object(hardware, root, object);
         }
         self.clients.remove(&root);
+        let gone = |(owner, _, target): &(u32, u32, u32)| *owner == root || *target == root;
+        self.shares.retain(|share| !gone(share));
     }
 
     /// Frees an object after its children.
@@ -682,6 +724,7 @@ mod tests {
         groups: BTreeMap<GroupKey, (u32, u32)>,
         slices: BTreeMap<GroupKey, u64>,
         frozen: BTreeSet<GroupKey>,
+        orphans: BTreeSet<GroupKey>,
     }
 
     impl Hardware for Fake {
@@ -697,6 +740,9 @@ mod tests {
         fn remove_group(&mut self, key: GroupKey) {
             assert!(self.groups.remove(&key).is_some());
             self.frozen.remove(&key);
+        }
+        fn orphan_group(&mut self, key: GroupKey) {
+            self.orphans.insert(key);
         }
         fn set_timeslice(&mut self, key: GroupKey, slice: Timeslice) {
             self.slices.insert(key, slice.0);
@@ -1006,6 +1052,65 @@ mod tests {
         assert_eq!(answer, RmStatus::OK);
         assert_eq!(driver.free(ME, other, call.object), RmStatus::OK);
         assert_eq!(driver.fake.groups.len(), 1);
+    }
+
+    #[test]
+    fn a_group_is_shared_with_whom_its_owner_names_and_frozen_when_all_are() {
+        let mut driver = Driver::default();
+        let [server, _, _, group, ..] = driver.context(ME);
+        let [client, device, subdevice, ..] = driver.context(OTHER);
+        let duplicate = |driver: &mut Driver| {
+            let mut call = DupObject {
+                client,
+                parent: device,
+                client_src: server,
+                object_src: group,
+                ..Default::default()
+            };
+            let number = escape::DUP_OBJECT.into();
+            (driver.tree)
+                .call(
+                    &mut driver.fake,
+                    OTHER,
+                    number,
+                    call.as_mut_bytes(),
+                    &mut [],
+                )
+                .unwrap();
+            (RmStatus(call.status), call.object)
+        };
+        assert_eq!(duplicate(&mut driver).0, RmStatus::INVALID_CLIENT);
+        for (by, expected) in [(OTHER, RmStatus::INVALID_CLIENT), (ME, RmStatus::OK)] {
+            let mut call = Share {
+                client: server,
+                object: group,
+                target: client,
+                access: 1,
+                kind: SHARE_WITH_CLIENT,
+                status: 0,
+            };
+            let number = escape::SHARE.into();
+            (driver.tree)
+                .call(&mut driver.fake, by, number, call.as_mut_bytes(), &mut [])
+                .unwrap();
+            assert_eq!(RmStatus(call.status), expected);
+        }
+        let (answer, shared) = duplicate(&mut driver);
+        assert_eq!(answer, RmStatus::OK);
+        let mut slice = 7u64.to_le_bytes();
+        let answer = driver.control(OTHER, client, shared, cmd::SET_TIMESLICE, &mut slice);
+        assert_eq!(answer, RmStatus::OK);
+        // The server's channels are not the client's to freeze.
+        let channel = driver.alloc(OTHER, client, shared, 0xc86f, &[]).unwrap();
+        let mut params = disable(true, client, &[channel]);
+        let params = params.as_mut_bytes();
+        let answer = driver.control(OTHER, client, subdevice, cmd::DISABLE_CHANNELS, params);
+        assert_eq!(answer, RmStatus::OK);
+        assert!(driver.fake.frozen.is_empty());
+        driver.tree.close(&mut driver.fake, ME.file);
+        assert_eq!(driver.fake.orphans.len(), 1);
+        driver.tree.close(&mut driver.fake, OTHER.file);
+        assert!(driver.fake.groups.is_empty() && driver.tree.shares.is_empty());
     }
 
     #[test]

@@ -178,6 +178,7 @@ fn a_freeze_waits_for_the_effects_of_interrupted_kernels() {
             .send(&Command::Progressed { token })
             .unwrap();
         answers.recv().unwrap();
+        assert!(matches!(program.report(), Report::Thawed));
         let Report::Done(done) = program.report() else {
             panic!("the kernel does not complete after the thaw");
         };

@@ -5,6 +5,7 @@ use super::{Engine, Gpu, Group, GroupId, Hardware, Nanos, Ready};
 /// The state of one engine.
 #[derive(Clone, Debug)]
 pub(super) struct Scheduler {
+    engine: Engine,
     /// SMs; 1 on a copy engine.
     capacity: u32,
     /// Round robin order.
@@ -36,6 +37,7 @@ enum Phase {
 impl Scheduler {
     pub(super) fn new(engine: Engine, hardware: &Hardware) -> Self {
         Self {
+            engine,
             capacity: match engine {
                 Engine::Compute => hardware.sms.max(1),
                 Engine::HostToDevice | Engine::DeviceToHost => 1,
@@ -111,6 +113,7 @@ impl Gpu {
             let Phase::Running { restored, .. } = scheduler.phase else {
                 continue;
             };
+            let compute = scheduler.engine == Engine::Compute;
             let elapsed = to.saturating_sub(restored.max(self.now));
             let Some(group) = scheduler
                 .resident
@@ -123,6 +126,13 @@ impl Gpu {
                 let work = elapsed.saturating_mul(ready.sms.into()).min(ready.left);
                 ready.left -= work;
                 group.received.work += work;
+                if compute
+                    && ready.sms > 0
+                    && let Some(stream) = self.streams.get_mut(&ready.stream)
+                {
+                    stream.received.work += work;
+                    stream.received.busy += elapsed;
+                }
             }
             group.received.busy += elapsed;
         }
@@ -266,7 +276,7 @@ impl Gpu {
                 if leaves {
                     self.take_off(engine, id);
                 } else {
-                    share(&mut self.groups, id, capacity);
+                    self.share(id, capacity);
                 }
             }
         }
@@ -327,7 +337,7 @@ impl Gpu {
             exhausted: None,
         };
         let capacity = scheduler.capacity;
-        share(&mut self.groups, id, capacity);
+        self.share(id, capacity);
         // Sets when it is exhausted.
         self.decide(engine);
     }
@@ -383,20 +393,26 @@ impl Gpu {
         }
     }
 
+    /// Shares the SMs among a group's kernels: who became ready first gets all that it can use and its partition has left.
+    fn share(&mut self, id: GroupId, capacity: u32) {
+        let Some(group) = self.groups.get_mut(&id) else {
+            return;
+        };
+        let mut free = capacity;
+        let mut left = self.partitions.clone();
+        for ready in &mut group.ready {
+            let bound = ready.partition.and_then(|id| left.get_mut(&id));
+            ready.sms = ready.width.min(free);
+            if let Some(bound) = bound {
+                ready.sms = ready.sms.min(*bound);
+                *bound -= ready.sms;
+            }
+            free -= ready.sms;
+        }
+    }
+
     fn resident(&self, scheduler: &Scheduler) -> Option<&Group> {
         scheduler.resident.and_then(|id| self.groups.get(&id))
-    }
-}
-
-/// Shares the SMs among a group's kernels: who became ready first gets all it can use.
-fn share(groups: &mut std::collections::BTreeMap<GroupId, Group>, id: GroupId, capacity: u32) {
-    let Some(group) = groups.get_mut(&id) else {
-        return;
-    };
-    let mut free = capacity;
-    for ready in &mut group.ready {
-        ready.sms = ready.width.min(free);
-        free -= ready.sms;
     }
 }
 

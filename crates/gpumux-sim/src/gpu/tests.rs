@@ -422,6 +422,49 @@ fn in_a_shared_group_a_full_device_makes_every_kernel_wait() {
 }
 
 #[test]
+fn a_partition_bounds_what_its_streams_have_together() {
+    let mut gpu = Gpu::new(Hardware::default());
+    let group = gpu.add_group(Engine::Compute);
+    let partition = gpu.add_partition(32);
+    let confined = [(); 2].map(|()| Program {
+        group,
+        stream: gpu.add_stream(),
+    });
+    let free = Program {
+        group,
+        stream: gpu.add_stream(),
+    };
+    for program in confined {
+        gpu.confine(program.stream, Some(partition)).unwrap();
+        program.saturate(&mut gpu, MILLI, 1);
+    }
+    free.saturate(&mut gpu, MILLI, 1);
+    gpu.advance(100 * MILLI);
+    let work = |gpu: &Gpu, program: Program| gpu.stream_received(program.stream).unwrap().work;
+    let both: u64 = confined.iter().map(|program| work(&gpu, *program)).sum();
+    assert_near(both as f64, 32.0 * 1e8, 0.01, "two streams in 32 SMs");
+    assert_near(
+        work(&gpu, free) as f64,
+        100.0 * 1e8,
+        0.01,
+        "the others' SMs",
+    );
+    gpu.resize_partition(partition, 64).unwrap();
+    gpu.advance(200 * MILLI);
+    let grown: u64 = confined.iter().map(|program| work(&gpu, *program)).sum();
+    assert_near((grown - both) as f64, 64.0 * 1e8, 0.01, "resized");
+    gpu.remove_partition(partition).unwrap();
+    assert_eq!(
+        gpu.resize_partition(partition, 8),
+        Err(GpuError::Partition(partition))
+    );
+    assert_eq!(
+        gpu.confine(free.stream, Some(partition)),
+        Err(GpuError::Partition(partition))
+    );
+}
+
+#[test]
 fn streams_wait_for_each_other_and_for_the_host() {
     let mut gpu = Gpu::new(Hardware::default());
     let one = program(&mut gpu, 2048);
@@ -602,4 +645,44 @@ mod properties {
             }
         }
     }
+}
+
+#[test]
+fn the_rest_of_a_kernel_takes_what_is_told_while_it_runs() {
+    let mut gpu = Gpu::new(Hardware::default());
+    let group = gpu.add_group(Engine::Compute);
+    let stream = gpu.add_stream();
+    let begin = Work::Kernel {
+        sms: 4,
+        duration: 0,
+    };
+    gpu.submit(group, stream, begin).unwrap();
+    let rest = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
+    let behind = gpu.submit(group, stream, Work::Record).unwrap();
+    gpu.advance(1_000_000);
+    assert!(!gpu.is_complete(rest), "nobody knows its length");
+    assert_eq!(gpu.progress(group).unwrap().len(), 1);
+    // Frozen time does not count.
+    gpu.freeze(group).unwrap();
+    gpu.advance(5_000_000);
+    gpu.set_length(rest, 2_000_000);
+    gpu.advance(9_000_000);
+    assert!(!gpu.is_complete(rest));
+    gpu.thaw(group).unwrap();
+    let events = gpu.advance(20_000_000);
+    let done: Vec<_> = events.iter().map(|event| event.work).collect();
+    assert_eq!(done, [rest, behind]);
+    let overhead = Hardware::default().kernel_overhead;
+    assert!(events[0].at > 9_000_000 + 2_000_000 - 1_000_000 + overhead - 1);
+    // One that is told before it begins, and one whose time has passed already.
+    gpu.submit(group, stream, begin).unwrap();
+    let known = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
+    gpu.set_length(known, 5_000);
+    gpu.advance(21_000_000);
+    assert!(gpu.is_complete(known));
+    let late = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
+    gpu.advance(22_000_000);
+    gpu.set_length(late, 1);
+    gpu.advance(22_000_001);
+    assert!(gpu.is_complete(late));
 }

@@ -237,6 +237,7 @@ mod tests {
     fn domain(id: u64, promised_share: f64, received_us: u64, waited_us: u64) -> Domain {
         Domain {
             id,
+            group: None,
             device: "GPU-5efc3a7e-70d7-750a".into(),
             pid: 7,
             timeslice_us: 1,
@@ -263,6 +264,7 @@ mod tests {
             false => TenantState::Running,
         };
         Tenant {
+            placement: Default::default(),
             name: name.into(),
             class,
             spec: Spec {
@@ -313,6 +315,7 @@ mod tests {
                 levers: vec![],
             };
             let status = Status {
+                faults: Vec::new(),
                 version: "1.2.3".into(),
                 protocol: 1,
                 pid: 1,

@@ -1,0 +1,231 @@
+"""Programs that share the SMs of one GPU at the same time, beside a latency task that is outside.
+
+Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `inference` a server of ResNet-50 requests
+back to back (one image, launched kernel by kernel: it cannot fill the GPU), `latency` a user of a ResNet-50 CUDA graph who
+pauses between requests. The jobs are of class batch, the user is of class latency.
+Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
+`space` (gpumux: the jobs in one group, the user outside), `utility` (the same, with SM shares by curves that are measured first:
+each job alone in an MPS server at some percentages of the SMs).
+`throughput_rel` is the sum of each job's rate over its rate alone; alone it is 1 by definition.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+from colocation import SERVER, STEPS, rate, requests
+from common import BenchError, Crew, Gpumux, Mode, Results
+
+KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "train": (["train", "--model", "resnet152"], STEPS),
+    "inference": (["serve", "--model", "resnet50"], {"op": "repeat", "kind": "eager"}),
+}
+CASES = {
+    "train+train+latency": ["train", "train"],
+    "inference+train": ["inference", "train"],
+    "inference+inference+inference": ["inference", "inference", "inference"],
+}
+MODES = ["alone", "time-slicing", "mps", "time", "space", "utility"]
+DEFAULT_MODES = MODES[:-1]  # measuring the curves takes longer than all the rest
+PERCENTAGES = (25, 50, 75)
+DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
+
+
+class Space(Gpumux):
+    """gpumux with the jobs in one group."""
+
+    GROUP = ("--trust", "bench", "--sharing", "space")
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        group = self.GROUP if klass == "batch" else ()
+        return super().command(command, name, klass, [*group, *promise])
+
+    def tenants_now(self) -> list[dict[str, Any]]:
+        """What `gpumux ps` knows."""
+        asked = subprocess.run(
+            [self.binary, "ps", "--json"],
+            env=os.environ | self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        return json.loads(asked.stdout)["tenants"] if asked.returncode == 0 else []
+
+    def check(self, names: Sequence[str]) -> None:
+        super().check(names)
+        deadline = time.monotonic() + 10
+        while True:
+            own = {self.tenants[name]: name for name in names}
+            found = [tenant for tenant in self.tenants_now() if tenant["name"] in own]
+            wrong = [
+                f"{tenant['name']}: {tenant['placement']}, group {domain.get('group')}"
+                for tenant in found
+                for domain in tenant["domains"]
+                if (tenant["class"] == "batch") != (domain.get("group") is not None)
+            ]
+            if not wrong:
+                return
+            if time.monotonic() > deadline:
+                raise BenchError(f"not shared as it should be: {'; '.join(wrong)}")
+            time.sleep(0.2)
+
+    def __exit__(self, *_: object) -> None:
+        # What the groups' servers said, for whoever wants to know why something failed.
+        for log in sorted(self.folder.glob("groups/*/log/*")):
+            shutil.copy(log, self.logs / f"{self.name}-{log.name}")
+        super().__exit__(*_)
+
+
+class Utility(Space):
+    """The same with SM shares by curves."""
+
+    def __init__(self, name: str, logs: Path) -> None:
+        super().__init__(name, logs)
+        self.curves: dict[str, str] = {}  # by kind
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        curve = self.curves.get(name.partition("-")[0])
+        shape = ("--utility", curve) if curve else ()
+        return super().command(command, name, klass, [*shape, *promise])
+
+
+class Confined(common.Mps):
+    """MPS whose next client uses so many percent of the SMs."""
+
+    percent = 100
+
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(self.percent)}
+
+
+def curve(kind: str, whole: float, seconds: float, logs: Path) -> str:
+    """What a kind of job makes of percentages of the SMs, as `gpumux run --utility` wants it."""
+    points = [(100, 1.0)]
+    with Confined("confined", logs) as mode, Crew(mode) as crew:
+        arguments, order = KINDS[kind]
+        for percent in PERCENTAGES:
+            mode.percent = percent
+            name = f"{kind}-{percent}"
+            crew.have({name: (arguments, "batch")})
+            points.append((percent, rate(crew.measure(seconds, {name: order})[name]) / whole))
+    common.say(f"{kind}: " + ", ".join(f"{percent}% of the SMs {it:.3f}" for percent, it in sorted(points)))
+    return ",".join(f"{percent}:{it:.4f}" for percent, it in sorted(points))
+
+
+def mode(name: str, logs: Path) -> Mode:
+    """The mode of this name."""
+    match name:
+        case "time":
+            return Gpumux(name, logs)
+        case "space":
+            return Space(name, logs)
+        case "utility":
+            return Utility(name, logs)
+        case _:
+            return common.mode(name, logs)
+
+
+def alone(kinds: Sequence[str], latency: bool, seconds: float, logs: Path) -> tuple[dict[str, float], list[float]]:
+    """The rate of each kind of job, and the user's latencies, each with the GPU for itself."""
+    rates: dict[str, float] = {}
+    with Crew(Mode("alone", logs)) as crew:
+        for kind in kinds:
+            arguments, order = KINDS[kind]
+            crew.have({kind: (arguments, "batch")})
+            rates[kind] = rate(crew.measure(seconds, {kind: order})[kind])
+            common.say(f"{kind} alone: {rates[kind]:.3f}/s")
+        if not latency:
+            return rates, []
+        crew.have({"server": SERVER})
+        order = requests("graph", seconds)
+        return rates, crew.measure(seconds, {"server": order})["server"]["latencies_ms"]
+
+
+def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> dict[str, float]:
+    """One cell."""
+    jobs = {f"{kind}-{number + 1}": kind for number, kind in enumerate(CASES[case])}
+    wanted = {name: (KINDS[kind][0], "batch") for name, kind in jobs.items()}
+    orders = {name: KINDS[kind][1] for name, kind in jobs.items()}
+    if case.endswith("+latency"):
+        wanted["server"] = SERVER
+        orders["server"] = requests("graph", seconds)
+    crew.have(wanted)
+    if isinstance(crew.mode, Utility):
+        # Shares are set when a process starts: now everybody is known.
+        for name in jobs:
+            crew.close(name)
+            crew.have(wanted)
+        percents = {
+            tenant["name"]: tenant["placement"].get("sm_percent") for tenant in crew.mode.tenants_now()
+        }
+        common.say(f"percentages of the SMs: {percents}")
+    answers = crew.measure(seconds, orders)
+    shares = {name: rate(answers[name]) / rates[kind] for name, kind in jobs.items()}
+    common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares.values()))
+    values = {"throughput_rel": sum(shares.values()), "least_rel": min(shares.values())}
+    if "server" in answers:
+        values |= common.latency_values(answers["server"]["latencies_ms"])
+    return values
+
+
+def explain_failure(name: str, logs: Path) -> None:
+    """Shows the ends of the logs of a mode, on stderr."""
+    for log in sorted(logs.glob(f"*{name}*")):
+        if text := common.tail(log, lines=6):
+            common.say(f"{log.name}:\n    {text}")
+
+
+def main() -> int:
+    """Runs all cells that were asked for."""
+    parser = common.parser(
+        "PyTorch jobs that share one GPU in time and in space: total throughput and the latency of a user outside.",
+        "  GPUMUX=target/release/gpumux python3 bench/space.py\n"
+        "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)\n"
+        "  python3 bench/space.py --cases inference+train --modes space,utility --seconds 8     (about 4 min)",
+    )
+    parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
+    parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)
+    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    options = parser.parse_args()
+    logs = common.begin(options)
+    seconds = options.seconds / (4 if options.quick else 1)
+    results = Results("space", options.out, list(CASES), MODES)
+
+    # Everything is relative to the rates alone, so they are measured in any case.
+    kinds = list(dict.fromkeys(kind for case in options.cases for kind in CASES[case]))
+    latency = any(case.endswith("+latency") for case in options.cases)
+    rates, latencies = alone(kinds, latency, seconds, logs)
+    for case in options.cases:
+        if "alone" in options.modes:
+            values = {"throughput_rel": 1.0}
+            if case.endswith("+latency"):
+                values |= common.latency_values(latencies)
+            results.add(case, "alone", values)
+    for name in [it for it in MODES if it in options.modes and it != "alone"]:
+        before = len(results.failed)
+        with results.cell(name), mode(name, logs) as entered, Crew(entered) as crew:
+            if isinstance(entered, Utility):
+                entered.curves = {kind: curve(kind, rates[kind], min(seconds, 4.0), logs) for kind in kinds}
+            for case in options.cases:
+                with results.cell(f"{case} / {name}"):
+                    results.add(case, name, measure(case, crew, seconds, rates))
+        if len(results.failed) > before:
+            explain_failure(name, logs)
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""fidelity.py without a device: what it reads, and the table that it makes."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+import unittest
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import common  # noqa: E402
+import fidelity  # noqa: E402
+import plot  # noqa: E402
+
+# What a test executable does: results, a skipped test, timings, and a test that does not end.
+FAKE = """
+import os, sys, time
+print("running 3 tests")
+print("test cuda::a ... ok", flush=True)
+print("test cuda::b ... ", end="", flush=True)
+print("SKIPPED: no compiler", file=sys.stderr, flush=True)
+print("ok", flush=True)
+print("test cuda::c ... FAILED", flush=True)
+time.sleep(60)
+"""
+
+
+def report(device: str, alone: float, late: float) -> dict[str, object]:
+    rows = [
+        {"case": "test", "mode": "cuda::a", "values": {"ok": 1.0, "skipped": 0.0, "seconds": 1.0}},
+        {"case": "test", "mode": "cuda::b", "values": {"ok": 0.0, "skipped": 1.0, "seconds": 1.0}},
+        {"case": "preemption", "mode": "alone", "values": {"p50_us": alone}},
+        {"case": "preemption", "mode": "1 s and 1 µs", "values": {"max_us": 2 * late, "p50_us": late}},
+    ]
+    head = dict.fromkeys(("driver", "date", "commit", "command"), "x")
+    return {"bench": "fidelity", "device": device, **head, "rows": rows}
+
+
+class Fidelity(unittest.TestCase):
+    def test_results_are_told_from_what_tests_say(self) -> None:
+        said = ["running 2 tests", "test a::b ... ", "look: ok", "ok", "test c ... FAILED", "test result: ok. 1 passed"]
+        self.assertEqual(list(fidelity.results(said)), [("a::b", "ok"), ("c", "FAILED")])
+
+    def test_tests_that_do_not_end_are_left_out(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            begin = time.monotonic()
+            rows, ended = fidelity.run_tests([sys.executable, "-c", FAKE], {}, Path(folder, "log"), begin + 5)
+            self.assertLess(time.monotonic() - begin, 30)
+        self.assertFalse(ended)
+        found = {row["mode"]: (row["values"]["ok"], row["values"]["skipped"]) for row in rows}
+        self.assertEqual(found, {"cuda::a": (1, 0), "cuda::b": (0, 1), "cuda::c": (0, 0)})
+
+    def test_reports_stand_side_by_side(self) -> None:
+        reports = [report("NVIDIA H100 (emulated)", 200, 350), report("NVIDIA H100", 140, 320)]
+        for one in reports:
+            common.check_results(one)
+        table = fidelity.table(reports, plot.number, plot.title)
+        self.assertIn("| | | | H100 | H100 (emulated) |", table)
+        self.assertIn("| switch | from a kernel of the full device | p50 (µs) | 180 | 150 |", table)
+        self.assertIn("| preemption | alone | p50 (µs) | 140 | 200 |", table)
+        self.assertIn("|  | 1 s and 1 µs | p50 / max (µs) | 320 / 640 | 350 / 700 |", table)
+        self.assertIn("| cuda | 1 of 2 hold, 1 skipped | 1 of 2 hold, 1 skipped |", table)
+
+    def test_a_report_goes_into_the_book_and_not_into_the_readme(self) -> None:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "fidelity-x.json").write_text(json.dumps(report("NVIDIA X", 1, 2)))
+            readme, book = folder / "README.md", folder / "fidelity.md"
+            readme.write_text(f"{plot.BEGIN}\n{plot.END}\n")
+            book.write_text(f"{fidelity.TABLE_BEGIN}\n{fidelity.TABLE_END}\n")
+            files = plot.outputs(folder, readme, book)
+            self.assertNotIn("fidelity", files[readme])
+            self.assertIn("| preemption | alone |", files[book])
+
+
+if __name__ == "__main__":
+    unittest.main()

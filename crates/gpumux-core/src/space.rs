@@ -1,0 +1,45 @@
+//! Sharing in space: how the SMs of one group are divided among its members, and who joins a group at all.
+//!
+//! # Problem
+//! Kernels of several programs run at the same time only inside one MPS group, which the hardware time-slices as
+//! one domain. There, nothing divides the SMs: whoever comes first takes all it can use. What a program
+//! makes of more SMs differs: a training step may scale to the last one while a decoding model stops at a quarter of
+//! them. A division by heads wastes what the one can't use and the other could.
+//!
+//! # Approach
+//! - A [`Curve`] holds what was measured of a program: throughput at so many SMs. It is made monotone (more SMs never
+//!   hurt; where measurements say so, it is noise) and then concave (its hull). Throughput is compared *relative to the
+//!   whole device*, which makes programs comparable: utility 1 is what a program does alone.
+//! - [`divide`] gives SMs away one step at a time (8 SMs on Hopper, what the hardware can separate), beginning with
+//!   everybody's minimum, always to the one with the best claim to the next step. What "best" means is the
+//!   [`Rule`]: for `utility` the largest weighted gain on the hull. Gains on a hull only fall, so this water-filling reaches
+//!   the largest sum that the hulls allow; it misses the best sum on the curves as measured by at most the distance between hull and
+//!   curve where it stops.
+//! - What was never measured goes on like the last step that was: a program is presumed to scale until it was seen not to.
+//!   With no measurement at all everybody is alike, and the division is that by weight.
+//! - [`Explorer`] measures while programs run, by small excursions: one member gets a step of another's for a moment,
+//!   which teaches a point of both curves. Shares move only for a gain of [`WORTH`] or more: noise moves nobody.
+//! - [`decide`] says who joins a group at all: by what the tenant wants, whom it trusts, its class, memory, faults and what
+//!   was measured.
+//!
+//! # Guarantees
+//! A guaranteed share of the device becomes a minimum of SMs ([`minimum`]): the group as a whole gets its part of the
+//! device's time ([`combine`]), and inside it the member gets the SMs that make up the rest. Minima are rounded up to
+//! steps; where that does not fit (nobody can have less than one step), those that were rounded up most give a step back.
+//!
+//! # Ties
+//! Equal claims: who has the fewest SMs for its weight, then who comes first. SMs that make no whole step (4 of an H100's
+//! 132) are nobody's.
+
+mod curve;
+mod divide;
+mod explore;
+mod sharing;
+
+pub use curve::Curve;
+pub use divide::{Claimant, Rule, STEP, WORTH, divide, minimum, total, worth_moving};
+pub use explore::{Explorer, Trial};
+pub use sharing::{
+    Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide,
+    percentage, percentages,
+};

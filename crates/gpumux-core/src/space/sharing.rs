@@ -1,0 +1,396 @@
+//! Time or space: whether a tenant joins its trust domain's group or gets a context of its own, and why.
+
+use std::{fmt, str::FromStr};
+
+use serde::{Deserialize, Serialize};
+
+use super::{Claimant, Curve, Rule, divide, minimum};
+use crate::{Class, TenantSpec};
+
+/// What a tenant wants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Sharing {
+    /// What serves it best; without a trust domain always time.
+    #[default]
+    Auto,
+    /// A context of its own.
+    Time,
+    /// The group of its trust domain.
+    Space,
+}
+
+impl Sharing {
+    /// All of them, the default first.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::Time, Self::Space];
+
+    /// The name used in the CLI, the API and configuration files.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::Time => "time",
+            Self::Space => "space",
+        }
+    }
+}
+
+impl fmt::Display for Sharing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A name that is none of [`Sharing`].
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("unknown way of sharing `{0}`: use auto, time or space")]
+pub struct ParseSharingError(pub String);
+
+impl FromStr for Sharing {
+    type Err = ParseSharingError;
+    fn from_str(s: &str) -> Result<Self, Self::Err> {
+        Self::ALL
+            .into_iter()
+            .find(|sharing| sharing.name() == s)
+            .ok_or_else(|| ParseSharingError(s.to_owned()))
+    }
+}
+
+/// What was decided.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Way {
+    /// A context of its own.
+    Time,
+    /// The group.
+    Space,
+}
+
+/// Throughput of a program relative to having the device alone, as measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Interference {
+    /// Inside the group.
+    pub in_group: f64,
+    /// In turns with the same neighbours.
+    pub in_turns: f64,
+}
+
+/// All that the decision may know of a tenant that starts.
+#[derive(Clone, Copy, Debug)]
+pub struct Applicant<'a> {
+    /// What it wants.
+    pub sharing: Sharing,
+    /// Its trust domain, if it named one.
+    pub trust: Option<&'a str>,
+    /// Its class.
+    pub class: Class,
+    /// Who else is in the group of that trust domain *and of the same user*.
+    pub members: usize,
+    /// How many members a group can have.
+    pub room: usize,
+    /// Why there can be no groups here, if so.
+    pub unavailable: Option<&'a str>,
+    /// How often it took a group down.
+    pub faults: u32,
+    /// Memory that it is known to need and what the device has free, in bytes.
+    pub memory: Option<(u64, u64)>,
+    /// What was measured of its program.
+    pub interference: Option<Interference>,
+}
+
+/// Time or space, and why.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize)]
+pub struct Decision {
+    /// Which.
+    pub way: Way,
+    /// In a few words, for people.
+    pub reason: String,
+}
+
+/// Who took a group down so often joins none any more.
+const FAULTS: u32 = 2;
+/// A program stays in the group unless turns serve it better by this factor: less may be noise.
+const BETTER: f64 = 1.05;
+
+/// Decides for a tenant at its start. It cannot be moved while it runs. What forbids space comes
+/// first, then what the tenant wants, then what was measured.
+pub fn decide(applicant: &Applicant) -> Decision {
+    let Applicant {
+        sharing,
+        class,
+        members,
+        room,
+        ..
+    } = *applicant;
+    let time = |reason: String| Decision {
+        way: Way::Time,
+        reason,
+    };
+    let space = |reason: String| Decision {
+        way: Way::Space,
+        reason,
+    };
+    if sharing == Sharing::Time {
+        return time("asked for time".into());
+    }
+    let Some(trust) = applicant.trust else {
+        return time("names no trust domain".into());
+    };
+    if let Some(why) = applicant.unavailable {
+        return time(format!("no groups here: {why}"));
+    }
+    if applicant.faults >= FAULTS {
+        return time(format!("took its group down {} times", applicant.faults));
+    }
+    if members >= room {
+        return time(format!("the group of {trust} is full: {members} members"));
+    }
+    if sharing == Sharing::Space {
+        return space(format!("asked for space in {trust}"));
+    }
+    if class == Class::Latency {
+        return time("class latency takes the device from its own context".into());
+    }
+    if let Some((needed, free)) = applicant.memory
+        && needed > free
+    {
+        // Memory is moved out of a frozen domain, and a group freezes as a whole.
+        return time(format!(
+            "needs {} MiB with {} MiB free: its memory must be movable, in a group it isn't",
+            needed >> 20,
+            free >> 20
+        ));
+    }
+    match applicant.interference {
+        Some(Interference { in_group, in_turns }) if in_turns > in_group * BETTER => time(format!(
+            "measured {:.0}% of its speed alone in the group, {:.0}% in turns",
+            in_group * 100.0,
+            in_turns * 100.0
+        )),
+        Some(Interference { in_group, in_turns }) => space(format!(
+            "measured {:.0}% of its speed alone in the group, {:.0}% in turns",
+            in_group * 100.0,
+            in_turns * 100.0
+        )),
+        None => match members {
+            0 => space(format!("first of {trust}: others may join it")),
+            1 => space(format!("with 1 other of {trust}")),
+            more => space(format!("with {more} others of {trust}")),
+        },
+    }
+}
+
+/// The promise of a group to which these members belong: what they are guaranteed and weigh together. Its class is that
+/// of the highest member, for the group runs and waits as a whole.
+pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantSpec {
+    let mut members = members.into_iter();
+    let Some(mut all) = members.next().cloned() else {
+        return TenantSpec::default();
+    };
+    for member in members {
+        all.class = all.class.min(member.class);
+        all.guaranteed += member.guaranteed;
+        all.limit += member.limit;
+        all.weight += member.weight;
+        all.latency_objective_us = match (all.latency_objective_us, member.latency_objective_us) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        };
+    }
+    let (lightest, heaviest) = TenantSpec::WEIGHTS.into_inner();
+    all.weight = all.weight.clamp(lightest, heaviest);
+    all.limit = all.limit.min(1.0);
+    all.guaranteed = all.guaranteed.min(all.limit);
+    all
+}
+
+/// Steps in which percentages of the SMs are divided: about what Hopper can separate (8 of 132).
+const PERCENT_STEP: u32 = 5;
+
+/// Percentages of the SMs for all members of a group, by what they make of them; `None` where nothing was measured of any.
+/// The curves count in percent of the SMs.
+pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
+    if members.iter().all(|(_, curve)| curve.is_empty()) {
+        return None;
+    }
+    let claimants: Vec<Claimant> = members
+        .iter()
+        .map(|(spec, curve)| Claimant {
+            weight: spec.weight,
+            min: minimum(spec.guaranteed, 1.0, 100),
+            max: ((spec.limit * 100.0).round() as u32).max(1),
+            curve,
+        })
+        .collect();
+    divide(Rule::Utility, &claimants, 100, PERCENT_STEP)
+}
+
+/// Percentage of the SMs to which a new member of a group is confined for its life, if it is: its limit, and no more than
+/// what the others' guarantees leave. Its own guarantee it has in any case.
+pub fn percentage(
+    spec: &TenantSpec,
+    others_guaranteed: impl IntoIterator<Item = f64>,
+) -> Option<u32> {
+    let taken: f64 = others_guaranteed.into_iter().sum();
+    let share = spec.limit.min(1.0 - taken).max(spec.guaranteed).min(1.0);
+    (share < 1.0).then_some(((share * 100.0).round() as u32).max(1))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn applicant() -> Applicant<'static> {
+        Applicant {
+            sharing: Sharing::Auto,
+            trust: Some("team-a"),
+            class: Class::Batch,
+            members: 1,
+            room: 48,
+            unavailable: None,
+            faults: 0,
+            memory: None,
+            interference: None,
+        }
+    }
+
+    fn measured(in_group: f64, in_turns: f64) -> Option<Interference> {
+        Some(Interference { in_group, in_turns })
+    }
+
+    /// Every row: what is changed about a batch tenant of team-a, what is decided, and a part of the reason.
+    #[test]
+    fn the_decision_and_its_reason() {
+        use Way::{Space, Time};
+        type Change = fn(&mut Applicant);
+        let rows: &[(Change, Way, &str)] = &[
+            (|_| (), Space, "with 1 other of team-a"),
+            (|it| it.members = 0, Space, "first of team-a"),
+            (|it| it.class = Class::Standard, Space, "with 1 other"),
+            (|it| it.trust = None, Time, "names no trust domain"),
+            (
+                |it| (it.trust, it.sharing) = (None, Sharing::Space),
+                Time,
+                "names no trust domain",
+            ),
+            (|it| it.sharing = Sharing::Time, Time, "asked for time"),
+            (|it| it.sharing = Sharing::Space, Space, "asked for space"),
+            (|it| it.class = Class::Latency, Time, "class latency"),
+            (
+                |it| (it.class, it.sharing) = (Class::Latency, Sharing::Space),
+                Space,
+                "asked for space",
+            ),
+            (
+                |it| (it.unavailable, it.sharing) = (Some("no MPS"), Sharing::Space),
+                Time,
+                "no MPS",
+            ),
+            (|it| it.faults = 1, Space, "with 1 other"),
+            (
+                |it| (it.faults, it.sharing) = (2, Sharing::Space),
+                Time,
+                "took its group down 2 times",
+            ),
+            (|it| it.members = 48, Time, "is full: 48"),
+            (
+                |it| it.memory = Some((1 << 30, 2 << 30)),
+                Space,
+                "with 1 other",
+            ),
+            (
+                |it| it.memory = Some((2 << 30, 1 << 30)),
+                Time,
+                "needs 2048 MiB with 1024 MiB free",
+            ),
+            (
+                |it| it.interference = measured(0.5, 0.49),
+                Space,
+                "50% of its speed",
+            ),
+            (
+                |it| it.interference = measured(0.48, 0.49),
+                Space,
+                "48% of its speed",
+            ),
+            (
+                |it| it.interference = measured(0.38, 0.49),
+                Time,
+                "38% of its speed alone in the group, 49% in turns",
+            ),
+        ];
+        for (change, way, reason) in rows {
+            let mut applicant = applicant();
+            change(&mut applicant);
+            let decision = decide(&applicant);
+            assert_eq!(decision.way, *way, "{applicant:?}: {decision:?}");
+            assert!(decision.reason.contains(reason), "{decision:?}");
+        }
+    }
+
+    #[test]
+    fn a_group_is_promised_what_its_members_are() {
+        let member = |class, guaranteed, weight| TenantSpec {
+            class,
+            guaranteed,
+            weight,
+            ..TenantSpec::default()
+        };
+        let group = combine(&[
+            member(Class::Batch, 0.2, 1.0),
+            member(Class::Standard, 0.3, 2.0),
+        ]);
+        assert_eq!(group.class, Class::Standard);
+        assert_eq!(
+            (group.guaranteed, group.weight, group.limit),
+            (0.5, 3.0, 1.0)
+        );
+        assert_eq!(group.validate(), Ok(()));
+        assert_eq!(combine(&[]), TenantSpec::default());
+    }
+
+    #[test]
+    fn a_member_is_confined_to_what_the_others_are_not_guaranteed() {
+        let member = |guaranteed, limit| TenantSpec {
+            guaranteed,
+            limit,
+            ..TenantSpec::default()
+        };
+        for (spec, others, percent) in [
+            (member(0.0, 1.0), vec![], None),
+            (member(0.0, 1.0), vec![0.0, 0.0], None),
+            (member(0.0, 0.5), vec![], Some(50)),
+            (member(0.0, 1.0), vec![0.3, 0.3], Some(40)),
+            (member(0.6, 1.0), vec![0.6], Some(60)),
+            (member(0.0, 1.0), vec![1.0], Some(1)),
+        ] {
+            assert_eq!(
+                percentage(&spec, others.clone()),
+                percent,
+                "{spec:?} {others:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn who_makes_little_of_more_sms_leaves_them_to_others() {
+        let spec = TenantSpec::default();
+        let small = Curve::measured([(20, 0.9), (50, 0.95), (100, 1.0)]);
+        let large = Curve::measured([(25, 0.25), (50, 0.5), (75, 0.75), (100, 1.0)]);
+        let shares = percentages(&[(&spec, &small), (&spec, &large)]);
+        assert_eq!(shares, Some(vec![20, 80]));
+        let half = TenantSpec {
+            guaranteed: 0.5,
+            ..TenantSpec::default()
+        };
+        let shares = percentages(&[(&half, &small), (&spec, &large)]);
+        assert_eq!(shares, Some(vec![50, 50]));
+        let nothing = Curve::default();
+        assert_eq!(percentages(&[(&spec, &nothing), (&spec, &nothing)]), None);
+    }
+
+    #[test]
+    fn an_unknown_way_is_named() {
+        let error = "mps".parse::<Sharing>().expect_err("unknown");
+        assert!(error.to_string().contains("`mps`"), "{error}");
+    }
+}

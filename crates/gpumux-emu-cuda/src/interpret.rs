@@ -1,0 +1,328 @@
+//! Kernels that are interpreted: the device's memory as they see it, how long they take, and the thread that runs them.
+//!
+//! Such a kernel has two parts for the server: its beginning, which is reported like any completion, and the rest,
+//! whose length is told when the interpreter has come to the end. So it has the device while it is interpreted, in turns with
+//! the context's other kernels and not while its group is frozen, and it takes at least the time of the work model.
+
+use std::{
+    collections::VecDeque,
+    io::Write,
+    sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering},
+    sync::{Arc, Condvar, Mutex, RwLockReadGuard, Weak},
+};
+
+use gpumux_emu::{client, protocol::DeviceInfo};
+use gpumux_ptx::{Fault, FaultKind, Launch, Memory, Run, Stats};
+
+use crate::{
+    border::print,
+    context::Context,
+    error::{CuError, Result},
+    kernel::Shape,
+    memory::{self, Space},
+    process::{lock, spawn},
+};
+
+/// Instructions that a kernel executes before another one of the context goes on, or memory can be mapped.
+const TURN: u64 = 1 << 17;
+/// Lanes of an SM.
+const LANES: u64 = 128;
+
+/// A launch that is interpreted.
+#[derive(Clone, Debug)]
+pub(crate) struct Interpreted {
+    pub(crate) launch: Arc<Launch>,
+    pub(crate) shape: Shape,
+}
+
+/// ns that a kernel takes with all of its SMs.
+pub(crate) fn duration(stats: Stats, shape: Shape, device: &DeviceInfo) -> u64 {
+    let (width, together) = shape.width(device);
+    let waves = shape
+        .blocks
+        .div_ceil(together * u64::from(device.sms))
+        .max(1);
+    let issue = stats.instructions / (LANES * u64::from(width));
+    let cycles = stats.longest_cycles().saturating_mul(waves).max(issue);
+    let computing = cycles as f64 * 1e6 / f64::from(device.clock_khz.max(1));
+    let part = f64::from(width) / f64::from(device.sms.max(1));
+    let moving = stats.bytes as f64 * 1e9 / (device.memory_bandwidth.max(1) as f64 * part);
+    computing.max(moving) as u64
+}
+
+/// The code of a fault.
+pub(crate) fn code(kind: &FaultKind) -> CuError {
+    match kind {
+        FaultKind::IllegalAddress(_) => CuError::ILLEGAL_ADDRESS,
+        FaultKind::Misaligned(_) => CuError::MISALIGNED_ADDRESS,
+        FaultKind::Trap => CuError::LAUNCH_FAILED,
+        FaultKind::Assert(_) => CuError::ASSERT,
+        FaultKind::Stack => CuError::HARDWARE_STACK_ERROR,
+        FaultKind::Stuck => CuError::LAUNCH_TIMEOUT,
+        FaultKind::Unusable(_) => CuError::NOT_SUPPORTED,
+    }
+}
+
+/// Says what happened, as the code alone does not.
+pub(crate) fn explain(fault: &Fault) {
+    // A program's standard error may be closed.
+    let _ = writeln!(std::io::stderr(), "gpumux: {fault}");
+}
+
+/// A context's interpreted kernels.
+#[derive(Default)]
+pub(crate) struct Interpreter {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    jobs: VecDeque<Job>,
+    frozen: bool,
+    ended: bool,
+    started: bool,
+}
+
+struct Job {
+    /// The rest of the kernel.
+    id: u64,
+    shape: Shape,
+    run: Run,
+}
+
+impl Interpreter {
+    /// Begins a kernel whose rest has this number.
+    pub(crate) fn begin(&self, context: &Arc<Context>, id: u64, kernel: &Interpreted) -> Result {
+        let run = Run::new((*kernel.launch).clone()).map_err(|fault| {
+            explain(&fault);
+            code(&fault.kind)
+        })?;
+        let mut state = lock(&self.state);
+        state.jobs.push_back(Job {
+            id,
+            shape: kernel.shape,
+            run,
+        });
+        if !std::mem::replace(&mut state.started, true) {
+            let context = Arc::downgrade(context);
+            spawn("cuda-kernels", move || work(&context)).map_err(|_| CuError::OPERATING_SYSTEM)?;
+        }
+        drop(state);
+        self.changed.notify_all();
+        Ok(())
+    }
+
+    /// Whether the rest with this number is under way.
+    pub(crate) fn has(&self, id: u64) -> bool {
+        lock(&self.state).jobs.iter().any(|job| job.id == id)
+    }
+
+    /// Stops, between two turns, or goes on.
+    pub(crate) fn freeze(&self, frozen: bool) {
+        lock(&self.state).frozen = frozen;
+        self.changed.notify_all();
+    }
+
+    /// Drops all kernels, and the thread.
+    pub(crate) fn end(&self) {
+        let mut state = lock(&self.state);
+        state.ended = true;
+        state.jobs.clear();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// One turn of one kernel: what to tell, and whether there is more to do.
+    fn turn(&self) -> Option<Turn> {
+        let mut state = lock(&self.state);
+        while !state.ended && (state.frozen || state.jobs.is_empty()) {
+            state = self
+                .changed
+                .wait(state)
+                .unwrap_or_else(std::sync::PoisonError::into_inner);
+        }
+        // The state stays locked: who freezes waits for the end of the turn.
+        let mut job = state.jobs.pop_front()?;
+        let result = job.run.step(&mut Reachable::new(), TURN);
+        let output = job.run.take_output();
+        Some(match result {
+            Ok(false) => {
+                state.jobs.push_back(job);
+                Turn { output, end: None }
+            }
+            Ok(true) => {
+                let end = (job.id, job.shape, job.run.stats());
+                Turn {
+                    output,
+                    end: Some(Ok(end)),
+                }
+            }
+            Err(fault) => Turn {
+                output,
+                end: Some(Err(fault)),
+            },
+        })
+    }
+}
+
+struct Turn {
+    output: Vec<u8>,
+    end: Option<std::result::Result<(u64, Shape, Stats), Fault>>,
+}
+
+fn work(context: &Weak<Context>) {
+    while let Some(context) = context.upgrade() {
+        let Some(turn) = context.interpreter.turn() else {
+            return;
+        };
+        print(&turn.output);
+        match turn.end {
+            None => {}
+            Some(Ok((id, shape, stats))) => {
+                context.length(id, duration(stats, shape, &context.device.info));
+            }
+            Some(Err(fault)) => {
+                explain(&fault);
+                context.fault(code(&fault.kind));
+            }
+        }
+    }
+}
+
+/// Memory that a kernel may touch, which stays mapped meanwhile.
+struct Reachable {
+    space: RwLockReadGuard<'static, Space>,
+    /// The range that was last touched.
+    last: (u64, u64),
+}
+
+impl Reachable {
+    fn new() -> Self {
+        Self {
+            space: memory::space(),
+            last: (0, 0),
+        }
+    }
+
+    fn check(&mut self, at: u64, size: u32) -> bool {
+        let Some(end) = at.checked_add(size.into()) else {
+            return false;
+        };
+        if at >= self.last.0 && end <= self.last.1 {
+            return true;
+        }
+        match self.space.reachable_range(at) {
+            Some(range) if end <= range.1 => {
+                self.last = range;
+                true
+            }
+            _ => false,
+        }
+    }
+}
+
+// SAFETY of all that follows: `check` says that the range is the device's or pinned memory, and `space` keeps it
+// mapped; the caller keeps accesses aligned (`Memory` demands it). The program and other kernels may access it at the same
+// time, so all accesses are atomic.
+macro_rules! atomically {
+    ($at:expr, $size:expr, $cell:ident => $body:expr) => {
+        match $size {
+            1 => {
+                // SAFETY: see above.
+                let $cell = unsafe { AtomicU8::from_ptr($at as *mut u8) };
+                $body
+            }
+            2 => {
+                // SAFETY: see above.
+                let $cell = unsafe { AtomicU16::from_ptr($at as *mut u16) };
+                $body
+            }
+            4 => {
+                // SAFETY: see above.
+                let $cell = unsafe { AtomicU32::from_ptr($at as *mut u32) };
+                $body
+            }
+            _ => {
+                // SAFETY: see above.
+                let $cell = unsafe { AtomicU64::from_ptr($at as *mut u64) };
+                $body
+            }
+        }
+    };
+}
+
+#[allow(clippy::unnecessary_cast)] // of the widest
+impl Memory for Reachable {
+    fn load(&mut self, at: u64, size: u32) -> Option<u64> {
+        self.check(at, size)
+            .then(|| atomically!(at, size, cell => cell.load(Ordering::Acquire) as u64))
+    }
+
+    fn store(&mut self, at: u64, size: u32, value: u64) -> bool {
+        let there = self.check(at, size);
+        if there {
+            atomically!(at, size, cell => cell.store(value as _, Ordering::Release));
+        }
+        there
+    }
+
+    fn update(&mut self, at: u64, size: u32, change: &mut dyn FnMut(u64) -> u64) -> Option<u64> {
+        self.check(at, size).then(|| {
+            atomically!(at, size, cell => {
+                let mut old = cell.load(Ordering::Acquire);
+                loop {
+                    let new = change(old as u64);
+                    match cell.compare_exchange_weak(old, new as _, Ordering::AcqRel, Ordering::Acquire) {
+                        Ok(_) => break old as u64,
+                        Err(now) => old = now,
+                    }
+                }
+            })
+        })
+    }
+
+    fn now(&mut self) -> u64 {
+        client::now()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_kernel_takes_as_long_as_its_narrowest_resource() {
+        let device = crate::kernel::tests::h100();
+        let shape = Shape {
+            blocks: 264,
+            threads: 1024,
+        };
+        let time = |stats| duration(stats, shape, &device);
+        let none = Stats::default();
+        // 6 cycles an instruction at 1.755 GHz.
+        assert_eq!(
+            time(Stats {
+                longest: 1755,
+                ..none
+            }),
+            6000
+        );
+        // 132 SMs of 128 lanes.
+        assert_eq!(
+            time(Stats {
+                instructions: 132 * 128 * 1755,
+                ..none
+            }),
+            1000
+        );
+        // 3.35 TB/s.
+        assert_eq!(
+            time(Stats {
+                bytes: 3_350_000,
+                ..none
+            }),
+            1000
+        );
+    }
+}

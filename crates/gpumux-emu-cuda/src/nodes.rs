@@ -1,0 +1,397 @@
+//! Graphs that are built node by node. What a node does is recorded as a capture records it; such nodes run one
+//! after the other, in an order that their edges allow.
+
+use std::{
+    ffi::{c_int, c_uint},
+    sync::{Arc, Mutex, Weak},
+};
+
+use crate::{
+    border::{Arguments, HostFunction, In, Out, Pointers, UserData, cuda, exports},
+    context::Op,
+    error::{CuError, Result},
+    graph::{self, Graph, Node},
+    module, plane,
+    process::{lock, process},
+    stream,
+};
+
+type Handle = usize;
+
+/// `CUgraphNodeType`.
+const KERNEL: c_int = 0;
+const MEMCPY: c_int = 1;
+const MEMSET: c_int = 2;
+const HOST: c_int = 3;
+const GRAPH: c_int = 4;
+const EMPTY: c_int = 5;
+
+/// A node that was added.
+#[derive(Clone)]
+pub(crate) struct Added {
+    handle: Handle,
+    kind: c_int,
+    ops: Vec<Op>,
+    /// Nodes that come before, by their handles.
+    after: Vec<Handle>,
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS`; version 2 has a kernel and a context behind.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct KernelParams {
+    function: Handle,
+    grid: [c_uint; 3],
+    block: [c_uint; 3],
+    shared: c_uint,
+    pointers: Pointers,
+    extra: Pointers,
+}
+
+/// `CUDA_KERNEL_NODE_PARAMS_v2`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct KernelParams2 {
+    first: KernelParams,
+    kernel: Handle,
+    context: Handle,
+}
+
+/// `CUDA_MEMSET_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct MemsetParams {
+    to: u64,
+    pitch: usize,
+    value: c_uint,
+    size: c_uint,
+    columns: usize,
+    rows: usize,
+}
+
+/// `CUDA_HOST_NODE_PARAMS`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct HostParams {
+    function: HostFunction,
+    data: UserData,
+}
+
+const _: () = assert!(size_of::<KernelParams>() == 56 && size_of::<KernelParams2>() == 72);
+const _: () = assert!(size_of::<MemsetParams>() == 40 && size_of::<HostParams>() == 16);
+
+impl KernelParams {
+    fn record(&self) -> Result<Vec<Op>> {
+        let arguments = Arguments {
+            pointers: self.pointers,
+            extra: self.extra,
+        };
+        record(|stream| {
+            module::launch(
+                self.function,
+                self.grid,
+                self.block,
+                self.shared,
+                false,
+                stream,
+                arguments,
+            )
+        })
+    }
+}
+
+impl KernelParams2 {
+    fn first(self) -> KernelParams {
+        let function = match self.first.function {
+            0 => self.kernel,
+            function => function,
+        };
+        KernelParams {
+            function,
+            ..self.first
+        }
+    }
+}
+
+/// What is submitted to a stream meanwhile.
+fn record(body: impl FnOnce(Handle) -> Result) -> Result<Vec<Op>> {
+    const NON_BLOCKING: u32 = 1;
+    const RELAXED: i32 = 2;
+    let handle = stream::create(NON_BLOCKING, 0)?;
+    let recorded = graph::begin(handle, RELAXED).and_then(|()| {
+        let done = body(handle);
+        let graph = process()?.graphs.remove(graph::end(handle)?)?;
+        done.map(|()| graph.ops())
+    });
+    stream::destroy(handle)?;
+    recorded
+}
+
+fn set(params: In<MemsetParams>) -> Result<Vec<Op>> {
+    let it = params.get()?;
+    let size = [it.columns, it.rows.max(1)];
+    record(|stream| plane::set(it.to, it.pitch, it.size.into(), it.value, size, stream))
+}
+
+/// Adds a node behind others of the graph.
+fn add(
+    node: Out<Handle>,
+    graph: Handle,
+    after: In<Handle>,
+    count: usize,
+    kind: c_int,
+    ops: impl FnOnce() -> Result<Vec<Op>>,
+) -> Result {
+    node.check()?;
+    let process = process()?;
+    let graph = process.graphs.get(graph)?;
+    let after = (0..count)
+        .map(|i| after.get_at(i))
+        .collect::<Result<Vec<_>>>()?;
+    let ops = ops()?;
+    let mut added = lock(&graph.added);
+    if !after.iter().all(|it| has(&added, *it)) {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let handle = process.nodes.add(Arc::new(Arc::downgrade(&graph)));
+    added.push(Added {
+        handle,
+        kind,
+        ops,
+        after,
+    });
+    drop(added);
+    node.put(handle)
+}
+
+fn has(added: &[Added], handle: Handle) -> bool {
+    added.iter().any(|it| it.handle == handle)
+}
+
+/// Adds edges to a graph, or takes them away.
+fn edges(
+    graph: Handle,
+    from: In<Handle>,
+    to: In<Handle>,
+    count: usize,
+    change: impl Fn(&mut Vec<Handle>, Handle),
+) -> Result {
+    let graph = process()?.graphs.get(graph)?;
+    let mut added = lock(&graph.added);
+    for i in 0..count {
+        let (from, to) = (from.get_at(i)?, to.get_at(i)?);
+        let known = has(&added, from);
+        let node = added.iter_mut().find(|it| it.handle == to);
+        let node = node.filter(|_| known).ok_or(CuError::INVALID_VALUE)?;
+        change(&mut node.after, from);
+    }
+    Ok(())
+}
+
+fn link(after: &mut Vec<Handle>, from: Handle) {
+    after.push(from);
+}
+
+fn unlink(after: &mut Vec<Handle>, from: Handle) {
+    after.retain(|it| *it != from);
+}
+
+/// The work of added nodes in an order that their edges allow, with the nodes' handles.
+pub(crate) fn in_order(added: &[Added]) -> Result<Vec<(Handle, Op)>> {
+    let mut waiting: Vec<&Added> = added.iter().collect();
+    let mut order: Vec<&Added> = Vec::with_capacity(added.len());
+    let mut done = std::collections::HashSet::new();
+    while !waiting.is_empty() {
+        let ready = |it: &&Added| it.after.iter().all(|before| done.contains(before));
+        let (now, later): (Vec<&Added>, Vec<&Added>) = waiting.into_iter().partition(ready);
+        if now.is_empty() {
+            // A cycle.
+            return Err(CuError::INVALID_VALUE);
+        }
+        done.extend(now.iter().map(|it| it.handle));
+        order.extend(now);
+        waiting = later;
+    }
+    let ops = |it: &Added| {
+        let handle = it.handle;
+        let ops = it.ops.clone();
+        ops.into_iter().map(move |op| (handle, op))
+    };
+    Ok(order.into_iter().flat_map(ops).collect())
+}
+
+/// A copy with nodes of its own.
+fn clone(graph: Handle) -> Result<Handle> {
+    let process = process()?;
+    let graph = process.graphs.get(graph)?;
+    let copy = Arc::new(Graph::new(graph.nodes.clone(), graph.lanes));
+    let mut added = lock(&graph.added).clone();
+    let renamed: Vec<(Handle, Handle)> = added
+        .iter()
+        .map(|it| {
+            let new = process.nodes.add(Arc::new(Arc::downgrade(&copy)));
+            (it.handle, new)
+        })
+        .collect();
+    let new = |old: Handle| renamed.iter().find(|it| it.0 == old).map_or(0, |it| it.1);
+    for node in &mut added {
+        node.handle = new(node.handle);
+        node.after.iter_mut().for_each(|it| *it = new(*it));
+    }
+    *lock(&copy.added) = added;
+    Ok(process.graphs.add(copy))
+}
+
+/// The graph of a node that was added.
+fn graph_of(node: Handle) -> Result<Arc<Graph>> {
+    let of = process()?.nodes.get(node)?;
+    Weak::upgrade(&of).ok_or(CuError::INVALID_HANDLE)
+}
+
+fn kind_of(node: Handle) -> Result<c_int> {
+    let graph = graph_of(node)?;
+    let added = lock(&graph.added);
+    let found = added.iter().find(|it| it.handle == node);
+    found.map(|it| it.kind).ok_or(CuError::INVALID_HANDLE)
+}
+
+fn remove(node: Handle) -> Result {
+    let graph = graph_of(node)?;
+    let mut added = lock(&graph.added);
+    added.retain(|it| it.handle != node);
+    added.iter_mut().for_each(|it| unlink(&mut it.after, node));
+    process()?.nodes.remove(node).map(drop)
+}
+
+/// Answers with as many things as there is room for, or only with how many there are.
+fn list(things: &[Handle], room: Out<Handle>, count: Out<usize>) -> Result {
+    if !room.is_null() {
+        room.put_all(things.iter().copied().take(count.get()?))?;
+    }
+    count.put(things.len())
+}
+
+fn nodes(graph: Handle, roots: bool, room: Out<Handle>, count: Out<usize>) -> Result {
+    let graph = process()?.graphs.get(graph)?;
+    let added = lock(&graph.added);
+    let wanted = added.iter().filter(|it| !roots || it.after.is_empty());
+    let handles: Vec<Handle> = wanted.map(|it| it.handle).collect();
+    // Captured nodes have no handles.
+    match (graph.captured(), room.is_null()) {
+        (0, _) => list(&handles, room, count),
+        (captured, true) if !roots => count.put(captured + handles.len()),
+        _ => Err(CuError::NOT_SUPPORTED),
+    }
+}
+
+/// Gives a kernel of an executable graph other arguments, or another shape.
+fn change(executable: Handle, node: Handle, params: KernelParams) -> Result {
+    let executable = process()?.executables.get(executable)?;
+    let [op] = <[Op; 1]>::try_from(params.record()?).map_err(|_| CuError::INVALID_VALUE)?;
+    let mut nodes = lock(&executable.nodes);
+    let found = nodes.iter_mut().find(|it| it.origin == node);
+    found.ok_or(CuError::INVALID_VALUE)?.op = op;
+    Ok(())
+}
+
+exports! { FUNCTIONS by cuda;
+    cuGraphCreate(graph: Out<Handle>, flags: c_uint) => {
+        graph.check()?;
+        if flags != 0 {
+            return Err(CuError::INVALID_VALUE);
+        }
+        graph.put(process()?.graphs.add(Arc::new(Graph::new(Vec::new(), 1))))
+    };
+    cuGraphClone(copy: Out<Handle>, graph: Handle) => { copy.check()?; copy.put(clone(graph)?) };
+    cuGraphAddKernelNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: In<KernelParams>) => add(node, graph, after, count, KERNEL, || params.get()?.record());
+    cuGraphAddKernelNode_v2(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: In<KernelParams2>) => add(node, graph, after, count, KERNEL, || params.get()?.first().record());
+    cuGraphAddMemcpyNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: plane::Volume, _context: Handle) => add(node, graph, after, count, MEMCPY, || record(|stream| plane::copy_volume(params, stream, false)));
+    cuGraphAddMemsetNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: In<MemsetParams>, _context: Handle) => add(node, graph, after, count, MEMSET, || set(params));
+    cuGraphAddHostNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: In<HostParams>) => add(node, graph, after, count, HOST, || {
+        let it = params.get()?;
+        record(|stream| stream::launch_host(stream, it.function, it.data))
+    });
+    cuGraphAddEmptyNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize) => add(node, graph, after, count, EMPTY, || Ok(Vec::new()));
+    cuGraphAddChildGraphNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, child: Handle) => add(node, graph, after, count, GRAPH, || {
+        let child = process()?.graphs.get(child)?;
+        let added = in_order(&lock(&child.added))?;
+        Ok(child.ops().into_iter().chain(added.into_iter().map(|it| it.1)).collect())
+    });
+    cuGraphAddDependencies(graph: Handle, from: In<Handle>, to: In<Handle>, count: usize) => edges(graph, from, to, count, link);
+    cuGraphAddDependencies_v2(graph: Handle, from: In<Handle>, to: In<Handle>, _data: UserData, count: usize) => edges(graph, from, to, count, link);
+    cuGraphRemoveDependencies(graph: Handle, from: In<Handle>, to: In<Handle>, count: usize) => edges(graph, from, to, count, unlink);
+    cuGraphRemoveDependencies_v2(graph: Handle, from: In<Handle>, to: In<Handle>, _data: UserData, count: usize) => edges(graph, from, to, count, unlink);
+    cuGraphDestroyNode(node: Handle) => remove(node);
+    cuGraphNodeGetType(node: Handle, kind: Out<c_int>) => kind.put(kind_of(node)?);
+    cuGraphGetNodes(graph: Handle, room: Out<Handle>, count: Out<usize>) => nodes(graph, false, room, count);
+    cuGraphGetRootNodes(graph: Handle, room: Out<Handle>, count: Out<usize>) => nodes(graph, true, room, count);
+    cuGraphExecKernelNodeSetParams(executable: Handle, node: Handle, params: In<KernelParams>) => change(executable, node, params.get()?);
+    cuGraphExecKernelNodeSetParams_v2(executable: Handle, node: Handle, params: In<KernelParams2>) => change(executable, node, params.get()?.first());
+    cuGraphExecUpdate_v2(executable: Handle, graph: Handle, result: Out<[u64; 3]>) => {
+        let updated = graph::update(executable, graph);
+        // `CU_GRAPH_EXEC_UPDATE_ERROR_TOPOLOGY_CHANGED`, and which nodes differ.
+        result.put_if_wanted([u64::from(updated.is_err()) * 2, 0, 0]);
+        updated
+    };
+    [cuGraphInstantiateWithParams_ptsz] cuGraphInstantiateWithParams(executable: Out<Handle>, graph: Handle, params: Out<[u64; 4]>) => {
+        executable.check()?;
+        // Flags and a stream for the upload stay; no node is to blame.
+        let [flags, stream, ..] = params.get()?;
+        params.put([flags, stream, 0, 0])?;
+        executable.put(graph::instantiate(graph)?)
+    };
+}
+
+/// Nodes that were added, in the graph that they belong to.
+pub(crate) type AddedNodes = Mutex<Vec<Added>>;
+
+/// Lets the handles of a graph's nodes go.
+pub(crate) fn forget(added: &mut AddedNodes) {
+    let added = added
+        .get_mut()
+        .unwrap_or_else(std::sync::PoisonError::into_inner);
+    if let Ok(process) = process() {
+        for node in added {
+            let _ = process.nodes.remove(node.handle);
+        }
+    }
+}
+
+/// As nodes of an executable graph, all on the launch's stream.
+pub(crate) fn as_nodes(added: &[Added]) -> Result<Vec<Node>> {
+    let node = |(origin, op)| Node {
+        lane: 0,
+        origin,
+        op,
+    };
+    Ok(in_order(added)?.into_iter().map(node).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_emu::protocol::Work;
+
+    use super::*;
+    use crate::effect::Effect;
+
+    fn added(handle: Handle, after: &[Handle]) -> Added {
+        Added {
+            handle,
+            kind: EMPTY,
+            ops: vec![Op::following(Work::Record, Effect::Nothing)],
+            after: after.to_vec(),
+        }
+    }
+
+    #[test]
+    fn nodes_run_in_the_order_of_their_edges() {
+        let order = |nodes: &[Added]| {
+            let order = in_order(nodes).map(|it| it.into_iter().map(|it| it.0));
+            order.map(Iterator::collect::<Vec<_>>)
+        };
+        let nodes = [added(1, &[3]), added(2, &[1]), added(3, &[])];
+        assert_eq!(order(&nodes), Ok(vec![3, 1, 2]));
+        let cycle = [added(1, &[2]), added(2, &[1]), added(3, &[])];
+        assert_eq!(order(&cycle), Err(CuError::INVALID_VALUE));
+    }
+}

@@ -1,0 +1,362 @@
+//! A launch, step by step.
+
+mod thread;
+mod warp;
+
+use std::{collections::VecDeque, sync::Arc};
+
+use crate::code::{Function, Module};
+use thread::{Stop, Thread};
+
+/// Threads of a warp.
+pub(crate) const WARP: usize = 32;
+/// Instructions that a thread executes before another one of its block goes on, and a block before another block.
+const THREAD_TURN: u64 = 4096;
+const BLOCK_TURN: u64 = 1 << 18;
+/// Barriers of a block.
+const BARRIERS: usize = 16;
+/// Cycles between instructions of one thread, on average; what `%clock` counts by.
+pub(crate) const CYCLES: u64 = 6;
+
+/// Addresses of the windows by which generic addresses reach what is not global memory. No process has memory there.
+pub(crate) const WINDOW: u32 = 56;
+pub(crate) const SHARED: u64 = 1 << WINDOW;
+pub(crate) const LOCAL: u64 = 2 << WINDOW;
+pub(crate) const PARAM: u64 = 3 << WINDOW;
+
+/// Global memory. Sizes are 1, 2, 4 or 8 bytes, addresses multiples of them; values are little-endian.
+pub trait Memory {
+    /// Reads; `None` where there is no memory.
+    fn load(&mut self, at: u64, size: u32) -> Option<u64>;
+    /// Writes; false where there is no memory.
+    fn store(&mut self, at: u64, size: u32, value: u64) -> bool;
+    /// Replaces a value at once, and gives what was there; `None` where there is no memory.
+    fn update(&mut self, at: u64, size: u32, change: &mut dyn FnMut(u64) -> u64) -> Option<u64>;
+    /// Nanoseconds of some clock, for `%globaltimer`.
+    fn now(&mut self) -> u64;
+}
+
+/// What is launched.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The module.
+    pub module: Arc<Module>,
+    /// Which of its kernels.
+    pub kernel: usize,
+    /// Blocks.
+    pub grid: [u32; 3],
+    /// Threads of a block, at most 1024.
+    pub block: [u32; 3],
+    /// Bytes of shared memory beside what the kernel declares.
+    pub dynamic_shared: u32,
+    /// All parameters, laid out as the kernel declares.
+    pub parameters: Vec<u8>,
+    /// Addresses of the module's variables.
+    pub globals: Vec<u64>,
+    /// Blocks that are under way at a time, if none ends.
+    pub resident: usize,
+    /// The device's SMs, which kernels can ask for.
+    pub sms: u32,
+    /// Memory for the barrier of a cooperative grid; 0: there is none.
+    pub workspace: u64,
+}
+
+/// What a kernel did wrong.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum FaultKind {
+    /// No memory at this address.
+    #[error("illegal address {0:#x}")]
+    IllegalAddress(u64),
+    /// An address that is no multiple of the size.
+    #[error("misaligned address {0:#x}")]
+    Misaligned(u64),
+    /// `trap`.
+    #[error("trap")]
+    Trap,
+    /// `assert`.
+    #[error("assertion failed: {0}")]
+    Assert(String),
+    /// Calls without end.
+    #[error("the stack is full")]
+    Stack,
+    /// All threads wait for something that never comes.
+    #[error("all threads wait at barriers that the others never reach")]
+    Stuck,
+    /// The kernel cannot be run.
+    #[error("{0}")]
+    Unusable(String),
+}
+
+/// A fault and where it was.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("kernel `{kernel}`, PTX line {line}, block {block:?}, thread {thread}: {kind}")]
+pub struct Fault {
+    /// Name of the kernel.
+    pub kernel: String,
+    /// Line of the module's text; 0 when unknown.
+    pub line: u32,
+    /// Block.
+    pub block: [u32; 3],
+    /// Number of the thread in its block.
+    pub thread: usize,
+    /// What it was.
+    pub kind: FaultKind,
+}
+
+/// What was executed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Instructions of all threads.
+    pub instructions: u64,
+    /// Instructions of the thread that had most.
+    pub longest: u64,
+    /// Bytes read and written in global memory.
+    pub bytes: u64,
+    /// Blocks that have ended.
+    pub blocks: u64,
+}
+
+impl Stats {
+    /// Cycles that the longest thread takes by itself.
+    pub fn longest_cycles(&self) -> u64 {
+        self.longest.saturating_mul(CYCLES)
+    }
+}
+
+/// A launch under way.
+#[derive(Debug)]
+pub struct Run {
+    launch: Launch,
+    function: usize,
+    blocks: u64,
+    next: u64,
+    active: VecDeque<Block>,
+    stats: Stats,
+    output: Vec<u8>,
+}
+
+#[derive(Debug)]
+struct Block {
+    index: [u32; 3],
+    threads: Vec<Thread>,
+    shared: Vec<u8>,
+    barriers: [Barrier; BARRIERS],
+    live: usize,
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Barrier {
+    arrived: u32,
+    /// Predicates that were true.
+    count: u32,
+    /// As many are awaited; 0: all that live.
+    expected: u32,
+    waiting: u32,
+}
+
+/// What all instructions of a block have in common.
+pub(crate) struct Shared<'a> {
+    pub(crate) launch: &'a Launch,
+    pub(crate) functions: &'a [Function],
+    pub(crate) index: [u32; 3],
+    pub(crate) declared: u32,
+    pub(crate) stats: &'a mut Stats,
+    pub(crate) output: &'a mut Vec<u8>,
+}
+
+impl Run {
+    /// Prepares a launch.
+    ///
+    /// # Errors
+    /// When the kernel cannot be run, names the instruction.
+    pub fn new(launch: Launch) -> Result<Self, Fault> {
+        let unusable = |name: &str, why: &str| Fault {
+            kernel: name.to_owned(),
+            line: 0,
+            block: [0; 3],
+            thread: 0,
+            kind: FaultKind::Unusable(why.to_owned()),
+        };
+        let Some(kernel) = launch.module.kernels.get(launch.kernel) else {
+            return Err(unusable("?", "there is no such kernel"));
+        };
+        let function = match &kernel.function {
+            Ok(function) => *function,
+            Err(why) => return Err(unusable(&kernel.name, why)),
+        };
+        let threads: u64 = launch.block.iter().map(|it| u64::from(*it)).product();
+        if launch.parameters.len() < kernel.parameter_bytes()
+            || !(1..=1024).contains(&threads)
+            || launch.globals.len() != launch.module.globals.len()
+        {
+            return Err(unusable(&kernel.name, "the launch does not fit the kernel"));
+        }
+        let blocks = launch.grid.iter().map(|it| u64::from(*it)).product();
+        Ok(Self {
+            function,
+            blocks,
+            next: 0,
+            active: VecDeque::new(),
+            stats: Stats::default(),
+            output: Vec::new(),
+            launch,
+        })
+    }
+
+    /// What was executed so far.
+    pub fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    /// What the kernel printed since this was last called.
+    pub fn take_output(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.output)
+    }
+
+    /// Executes some `budget` instructions; true when the launch is done.
+    ///
+    /// # Errors
+    /// What a thread did wrong. The run is of no use then.
+    pub fn step(&mut self, memory: &mut impl Memory, budget: u64) -> Result<bool, Fault> {
+        let until = self.stats.instructions.saturating_add(budget);
+        while self.stats.instructions < until {
+            let mut block = match self.active.pop_front() {
+                Some(block) => block,
+                None if self.next < self.blocks => self.begin(),
+                None => return Ok(true),
+            };
+            if self.turn(&mut block, memory)? {
+                self.stats.blocks += 1;
+                continue;
+            }
+            self.active.push_back(block);
+            // The others must go on even if this one waits for them.
+            if self.active.len() < self.launch.resident.max(1) && self.next < self.blocks {
+                let block = self.begin();
+                self.active.push_front(block);
+            }
+        }
+        Ok(self.active.is_empty() && self.next == self.blocks)
+    }
+
+    fn begin(&mut self) -> Block {
+        let [x, y, _] = self.launch.grid.map(u64::from);
+        let number = self.next;
+        self.next += 1;
+        let index = [number % x, number / x % y, number / (x * y)].map(|it| it as u32);
+        let count = self.launch.block.iter().product::<u32>() as usize;
+        let function = &self.launch.module.functions[self.function];
+        let threads = (0..count)
+            .map(|number| Thread::new(number, self.launch.block, self.function, function))
+            .collect();
+        let declared = self.launch.module.kernels[self.launch.kernel].shared;
+        let shared = declared.next_multiple_of(16) + self.launch.dynamic_shared;
+        Block {
+            index,
+            threads,
+            shared: vec![0; shared as usize],
+            barriers: Default::default(),
+            live: count,
+        }
+    }
+
+    /// Lets a block go on; true when it has ended.
+    fn turn(&mut self, block: &mut Block, memory: &mut impl Memory) -> Result<bool, Fault> {
+        let until = self.stats.instructions + BLOCK_TURN;
+        let module = Arc::clone(&self.launch.module);
+        let kernel = &module.kernels[self.launch.kernel];
+        while self.stats.instructions < until {
+            let before = self.stats.instructions;
+            let mut shared = Shared {
+                launch: &self.launch,
+                functions: &module.functions,
+                index: block.index,
+                declared: kernel.shared,
+                stats: &mut self.stats,
+                output: &mut self.output,
+            };
+            let fault = |thread: usize, line: u32, kind: FaultKind| Fault {
+                kernel: kernel.name.clone(),
+                line,
+                block: shared_index(block.index),
+                thread,
+                kind,
+            };
+            let mut resumed = false;
+            for first in (0..block.threads.len()).step_by(WARP) {
+                let last = (first + WARP).min(block.threads.len());
+                for number in first..last {
+                    if !block.threads[number].is_ready() {
+                        continue;
+                    }
+                    let thread = &mut block.threads[number];
+                    let stop = thread
+                        .run(&mut shared, &mut block.shared, memory, THREAD_TURN)
+                        .map_err(|(line, kind)| fault(number, line, kind))?;
+                    match stop {
+                        Stop::Turn | Stop::Warp => {}
+                        Stop::Exit => block.live -= 1,
+                        Stop::Barrier {
+                            id,
+                            threads,
+                            arrive,
+                            flag,
+                        } => {
+                            let barrier = &mut block.barriers[id % BARRIERS];
+                            barrier.arrived += 1;
+                            barrier.count += u32::from(flag);
+                            barrier.waiting += u32::from(!arrive);
+                            barrier.expected = threads;
+                        }
+                    }
+                }
+                resumed |= warp::settle(&mut block.threads[first..last], &module.functions);
+            }
+            if block.live == 0 {
+                return Ok(true);
+            }
+            resumed |= block.open_barriers();
+            if self.stats.instructions == before && !resumed {
+                let number = block
+                    .threads
+                    .iter()
+                    .position(|it| !it.is_done())
+                    .unwrap_or(0);
+                let line = block.threads[number].line(&module.functions);
+                return Err(Fault {
+                    kernel: kernel.name.clone(),
+                    line,
+                    block: block.index,
+                    thread: number,
+                    kind: FaultKind::Stuck,
+                });
+            }
+        }
+        Ok(false)
+    }
+}
+
+fn shared_index(index: [u32; 3]) -> [u32; 3] {
+    index
+}
+
+impl Block {
+    /// Lets go who waits at complete barriers; whether there was one.
+    fn open_barriers(&mut self) -> bool {
+        let mut opened = false;
+        for (id, barrier) in self.barriers.iter_mut().enumerate() {
+            let expected = match barrier.expected {
+                0 => self.live as u32,
+                expected => expected,
+            };
+            if barrier.waiting == 0 || barrier.arrived < expected {
+                continue;
+            }
+            for thread in &mut self.threads {
+                opened |= thread.pass_barrier(id, barrier.count, barrier.arrived);
+            }
+            *barrier = Barrier::default();
+        }
+        opened
+    }
+}

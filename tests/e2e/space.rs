@@ -1,0 +1,598 @@
+//! Sharing in space: groups of a trust domain, the levers on a group, and what its faults end.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use gpumux_rm::Levers;
+use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Run, Session, real, wait_for};
+use rustix::process::{Pid, Signal};
+use serde_json::Value;
+
+use crate::{REQUESTS, TICKS};
+
+const GROUP: &str = "--class batch --trust team";
+/// Long kernels back to back, on every SM.
+const LOAD: &str = "gpumux workload batch --kernel-us 10000 --seconds 600";
+
+#[track_caller]
+fn member(node: &Node, name: &str, more: &str, program: &str) -> Process {
+    Process::start(&mut node.tenant(&format!("{GROUP} --name {name} {more}"), program))
+}
+
+fn domain(tenant: &Value) -> &Value {
+    &tenant["domains"][0]
+}
+
+fn has_domain(tenant: &Value) -> bool {
+    !domain(tenant).is_null()
+}
+
+fn find<'a>(ps: &'a Value, name: &str) -> &'a Value {
+    let tenants = ps["tenants"].as_array().unwrap();
+    tenants.iter().find(|it| it["name"] == name).unwrap()
+}
+
+/// Waits until one look at all tenants shows what `accept` takes.
+#[track_caller]
+fn wait_ps<T>(node: &Node, what: &str, mut accept: impl FnMut(&Value) -> Option<T>) -> T {
+    let mut last = Value::Null;
+    let started = Instant::now();
+    while started.elapsed() < PATIENCE {
+        last = node.ps();
+        if let Some(found) = accept(&last) {
+            return found;
+        }
+    }
+    panic!("{what} never came to be: {last:#}");
+}
+
+#[test]
+fn tenants_of_a_trust_domain_share_a_group_and_others_do_not() {
+    let node = Node::start();
+    let mut first = member(&node, "a", "", TICKS);
+    first.wait_lines(1);
+    let mut all = [
+        first,
+        member(&node, "b", "", TICKS),
+        Process::start(&mut node.tenant("--class batch --trust other --name c", TICKS)),
+        Process::start(&mut node.tenant("--class batch --name d", TICKS)),
+        member(&node, "e", "--sharing time", TICKS),
+    ];
+    for process in &mut all {
+        process.wait_lines(3);
+    }
+    let [a, b, c, d, e] = ["a", "b", "c", "d", "e"].map(|name| node.wait_tenant(name, has_domain));
+    let group = |tenant: &Value| domain(tenant)["group"].as_u64();
+    assert!(group(&a).is_some(), "{a:#}");
+    assert_eq!(group(&a), group(&b));
+    assert!(group(&c).is_some() && group(&c) != group(&a), "{c:#}");
+    assert_eq!((group(&d), group(&e)), (None, None));
+    for (tenant, way, reason) in [
+        (&a, "space", "first of team"),
+        (&b, "space", "with 1 other of team"),
+        (&c, "space", "first of other"),
+        (&d, "time", "names no trust domain"),
+        (&e, "time", "asked for time"),
+    ] {
+        assert_eq!(tenant["placement"]["way"], way, "{tenant:#}");
+        let said = tenant["placement"]["reason"].as_str().unwrap();
+        assert!(said.contains(reason), "{said}");
+    }
+    let explained = node.gpumux(["explain", "b"]).run().ok().out;
+    assert!(
+        explained.contains("group team (with 1 other of team)"),
+        "{explained}"
+    );
+    for process in &mut all {
+        let lines = process.lines();
+        process.wait_lines(lines + 10);
+    }
+}
+
+#[test]
+fn a_group_is_frozen_and_thawed_as_one_and_all_progress() {
+    let node = Node::start();
+    let mut all = [
+        member(&node, "a", "", TICKS),
+        member(&node, "b", "", TICKS),
+        Process::start(&mut node.tenant("--class batch --name outside", TICKS)),
+    ];
+    for name in ["a", "b", "outside"] {
+        node.wait_tenant(name, has_domain);
+    }
+    // Beside a latency tenant, batch domains take turns by freezing.
+    let _serve = Process::start(&mut node.tenant("--class latency --name serve", REQUESTS));
+    node.wait_tenant("serve", has_domain);
+    let frozen = |ps: &Value, name: &str| domain(find(ps, name))["frozen"].as_bool();
+    for state in [true, false, true] {
+        wait_ps(&node, "the group's turn", |ps| {
+            let both = ["a", "b"].map(|name| frozen(ps, name));
+            assert_eq!(both[0], both[1], "{ps:#}");
+            (both[0] == Some(state)).then_some(())
+        });
+    }
+    let slice = |tenant: &Value| domain(tenant)["timeslice_us"].as_u64();
+    assert_eq!(
+        slice(&node.wait_tenant("b", |it| slice(it) == Some(1))),
+        Some(1)
+    );
+    for process in &mut all {
+        let lines = process.lines();
+        process.wait_lines(lines + 20);
+    }
+    // Who comes into a group that is there has what the group has.
+    let mut late = member(&node, "late", "", TICKS);
+    late.wait_lines(10);
+    node.wait_tenant("late", |it| slice(it) == Some(1));
+}
+
+#[test]
+fn a_latency_tenant_outside_preempts_the_group() {
+    let node = Node::start();
+    let loads = ["a", "b"].map(|name| member(&node, name, "", LOAD));
+    for name in ["a", "b"] {
+        node.wait_tenant(name, |it| domain(it)["demand"] == "busy");
+    }
+    let serve =
+        "gpumux workload latency --kernels 10 --kernel-us 10 --period-us 10000 --seconds 3 --json";
+    let report = node
+        .tenant("--class latency --name serve", serve)
+        .run()
+        .ok()
+        .json();
+    println!("latency outside a busy group of two: {report:#}");
+    // Kernels of 10 ms without preemption would let requests wait for as long.
+    let p50 = report["p50_us"].as_f64().unwrap();
+    assert!(p50 < 5000.0, "{report:#}");
+    drop(loads);
+}
+
+/// Programs in an MPS of the test's own, whose sessions the test itself holds.
+struct Puppets {
+    node: Node,
+    listener: Listener,
+    folder: PathBuf,
+    _control: Process,
+}
+
+impl Puppets {
+    #[track_caller]
+    fn new() -> Self {
+        let node = Node::with(Options {
+            without_daemon: true,
+            ..Options::default()
+        });
+        let listener = Listener::new(node.session_socket());
+        let folder = node.dir().join("mps");
+        for part in ["pipe", "log"] {
+            fs::create_dir_all(folder.join(part)).unwrap();
+        }
+        let mut control = match real() {
+            true => Command::new(control_program()),
+            false => node.gpumux(["emu", "mps"]),
+        };
+        control.arg("-f");
+        enter(&mut control, &folder);
+        let control = Process::start(&mut control);
+        wait_for("the control daemon", PATIENCE, || {
+            folder.join("pipe/control").exists().then_some(())
+        });
+        Self {
+            node,
+            listener,
+            folder,
+            _control: control,
+        }
+    }
+
+    #[track_caller]
+    fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
+        let mut command = self.node.shimmed(program, &self.listener.path);
+        enter(&mut command, &self.folder);
+        let process = Process::start(&mut command);
+        let (session, levers) = self.listener.levers();
+        (process, session, levers)
+    }
+}
+
+/// NVIDIA's, where it may be.
+fn control_program() -> PathBuf {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let more = ["/usr/bin", "/usr/local/nvidia/bin"].map(PathBuf::from);
+    let mut places = std::env::split_paths(&path).chain(more);
+    let found = places.find_map(|place| {
+        let program = place.join("nvidia-cuda-mps-control");
+        program.is_file().then_some(program)
+    });
+    found.expect("nvidia-cuda-mps-control is installed")
+}
+
+fn enter(command: &mut Command, folder: &Path) {
+    command
+        .env("CUDA_MPS_PIPE_DIRECTORY", folder.join("pipe"))
+        .env("CUDA_MPS_LOG_DIRECTORY", folder.join("log"));
+}
+
+#[test]
+fn the_groups_levers_are_at_every_clients_handles() {
+    let puppets = Puppets::new();
+    let mut clients = Vec::new();
+    for count in [1, 2, 8] {
+        while clients.len() < count {
+            let mut client = puppets.start(TICKS);
+            client.0.wait_lines(2);
+            clients.push(client);
+        }
+        let levers: Vec<&dyn Levers> = clients.iter().map(|(_, _, levers)| &**levers).collect();
+        levers[0].set_timeslice(1000 + count as u64).unwrap();
+        let read: Vec<_> = levers.iter().map(|it| it.timeslice()).collect();
+        println!("{count} clients; slice set through the first, read through each: {read:?}");
+        for levers in &levers {
+            levers.set_timeslice(3000).unwrap();
+        }
+        for levers in &levers {
+            assert_eq!(levers.timeslice().unwrap(), 3000);
+        }
+    }
+    let progress = |clients: &[(Process, Session, Box<dyn Levers>)], time| -> Vec<usize> {
+        let before: Vec<usize> = clients.iter().map(|it| it.0.lines()).collect();
+        std::thread::sleep(time);
+        clients
+            .iter()
+            .zip(before)
+            .map(|(it, before)| it.0.lines() - before)
+            .collect()
+    };
+    let time = Duration::from_millis(500);
+    clients[0].2.freeze().unwrap();
+    std::thread::sleep(Duration::from_millis(50));
+    println!(
+        "progress with the first of 8 frozen: {:?}",
+        progress(&clients, time)
+    );
+    for (_, _, levers) in &clients[1..] {
+        levers.freeze().unwrap();
+    }
+    std::thread::sleep(Duration::from_millis(50));
+    let frozen = progress(&clients, time);
+    assert!(frozen.iter().all(|lines| *lines == 0), "{frozen:?}");
+    for (_, _, levers) in &clients {
+        levers.thaw().unwrap();
+    }
+    for (process, _, _) in &mut clients {
+        let lines = process.lines();
+        process.wait_lines(lines + 3);
+    }
+}
+
+/// Everything under the logs of the daemon's groups, for the reader of a failed test.
+fn logs(node: &Node) -> String {
+    let mut text = String::new();
+    let groups = fs::read_dir(node.dir().join("groups"))
+        .into_iter()
+        .flatten()
+        .flatten();
+    for group in groups {
+        let logs = fs::read_dir(group.path().join("log"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        for log in logs {
+            let said = fs::read_to_string(log.path()).unwrap_or_default();
+            text += &format!("--- {}\n{said}", log.path().display());
+        }
+    }
+    text
+}
+
+#[test]
+fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    let mut victim = member(&node, "victim", "", TICKS);
+    outside.wait_lines(3);
+    victim.wait_lines(3);
+    let mut again = member(&node, "again", "--restart on-collateral", TICKS);
+    again.wait_lines(3);
+    let fault = member(
+        &node,
+        "culprit",
+        "",
+        "gpumux workload fault --kind illegal-address --seconds 1",
+    )
+    .finish();
+    assert_ne!(fault.code(), 0, "{fault:#?}");
+    let ended = Instant::now();
+    let victim = victim.finish();
+    assert_ne!(victim.code(), 0, "{victim:#?}");
+    println!(
+        "the victim was gone {:?} after the culprit: {}",
+        ended.elapsed(),
+        victim.err
+    );
+    let fault = wait_ps(&node, "the fault", |ps| ps["faults"].get(0).cloned());
+    println!("{fault:#}\n{}", logs(&node));
+    assert!(fault["restarted_ms"].as_u64() < Some(2000), "{fault:#}");
+    let others: Vec<&str> = fault["others"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .filter_map(Value::as_str)
+        .collect();
+    assert!(
+        others.contains(&"victim") && others.contains(&"again"),
+        "{fault:#}"
+    );
+    if !real() {
+        assert_eq!(fault["culprit"], "culprit", "{fault:#}");
+        assert!(!others.contains(&"culprit"), "{fault:#}");
+    }
+    // What was outside did not notice; what asked for it runs again; who is new can join.
+    let lines = outside.lines();
+    outside.wait_lines(lines + 20);
+    let lines = again.lines();
+    again.wait_lines(lines + 5);
+    let mut new = member(&node, "new", "", TICKS);
+    new.wait_lines(5);
+    let group = |tenant: &Value| domain(tenant)["group"].as_u64();
+    let new = node.wait_tenant("new", has_domain);
+    let again = node.wait_tenant("again", has_domain);
+    assert!(
+        group(&new).is_some() && group(&new) == group(&again),
+        "{new:#} {again:#}"
+    );
+    assert_eq!(node.find_tenant("outside").unwrap()["state"], "running");
+}
+
+#[test]
+fn who_takes_groups_down_joins_none_any_more() {
+    if real() {
+        // Who caused a fault is known for sure on the emulated device only.
+        return;
+    }
+    let node = Node::start();
+    for round in 1..=2 {
+        member(&node, "culprit", "", "gpumux workload fault --seconds 0.1").finish();
+        wait_ps(&node, "the fault", |ps| {
+            ps["faults"].get(round - 1).map(|_| ())
+        });
+    }
+    let mut moved = member(&node, "culprit", "", TICKS);
+    moved.wait_lines(1);
+    let moved = node.wait_tenant("culprit", has_domain);
+    assert_eq!(moved["placement"]["way"], "time");
+    let reason = moved["placement"]["reason"].as_str().unwrap();
+    assert!(reason.contains("took its group down 2 times"), "{reason}");
+}
+
+#[test]
+fn a_servers_end_and_a_new_daemon_leave_a_group_that_can_be_joined() {
+    let mut node = Node::start();
+    let mut first = member(&node, "first", "", TICKS);
+    first.wait_lines(2);
+    node.kill_daemon();
+    node.start_daemon();
+    let mut second = member(&node, "second", "", TICKS);
+    second.wait_lines(2);
+    let group = |tenant: &Value| domain(tenant)["group"].as_u64();
+    let ps = wait_ps(&node, "one group", |ps| {
+        let both = ["first", "second"].map(|name| group(find(ps, name)));
+        (both[0].is_some() && both[0] == both[1]).then(|| ps.clone())
+    });
+    assert_eq!(
+        find(&ps, "second")["placement"]["reason"],
+        "with 1 other of team"
+    );
+}
+
+/// What a program does wrong, and whether it ends those in its group: `None`: the hardware may do either.
+const FAULTS: [(&str, Option<bool>); 6] = [
+    ("illegal-address", Some(true)),
+    ("trap", Some(true)),
+    ("endless", Some(false)),
+    ("exit", None),
+    ("kill", None),
+    ("out-of-memory", Some(false)),
+];
+
+/// Lets a tenant do it, as far as it does anything.
+fn let_fail(node: &Node, options: &str, fault: &str) {
+    let killed = ["endless", "kill"].contains(&fault);
+    let program = match fault {
+        "kill" => LOAD.to_owned(),
+        fault => format!("gpumux workload fault --kind {fault} --seconds 0.7"),
+    };
+    let mut culprit =
+        Process::start(&mut node.tenant(&format!("--name culprit {options}"), &program));
+    if killed {
+        node.wait_tenant("culprit", |it| domain(it)["demand"] == "busy");
+        // So long that its last kernel is the one that does not end.
+        std::thread::sleep(Duration::from_secs(1));
+        assert!(culprit.poll().is_none(), "{}", culprit.err());
+        culprit.kill();
+    } else {
+        culprit.finish();
+    }
+    wait_for("the culprit's end", PATIENCE, || {
+        node.find_tenant("culprit").is_none().then_some(())
+    });
+}
+
+#[test]
+fn the_fault_matrix_in_time() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    for (fault, _) in FAULTS {
+        let_fail(&node, "--class batch", fault);
+        let lines = outside.lines();
+        outside.wait_lines(lines + 10);
+        assert_eq!(
+            node.find_tenant("outside").unwrap()["state"],
+            "running",
+            "{fault}"
+        );
+    }
+    assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn the_fault_matrix_in_a_group() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    for (number, (fault, ends)) in FAULTS.into_iter().enumerate() {
+        // Who took a group down twice would be let into no other one.
+        let trust = format!("--trust team{number} --class batch");
+        let mut inside =
+            Process::start(&mut node.tenant(&format!("{trust} --name inside{number}"), TICKS));
+        inside.wait_lines(3);
+        node.wait_tenant(&format!("inside{number}"), has_domain);
+        let before = node.ps()["faults"].as_array().map_or(0, Vec::len);
+        let_fail(&node, &trust, fault);
+        let faults = || node.ps()["faults"].as_array().map_or(0, Vec::len) - before;
+        let ended = match ends {
+            Some(ends) => ends,
+            None => {
+                let lines = inside.lines();
+                wait_for("the neighbour's progress or end", PATIENCE, || {
+                    (inside.poll().is_some() || inside.lines() > lines + 10).then_some(())
+                });
+                inside.poll().is_some()
+            }
+        };
+        println!("{fault}: ended its neighbour in the group: {ended}");
+        if ended {
+            assert_ne!(inside.finish().code(), 0, "{fault}");
+            wait_for("the fault's record", PATIENCE, || {
+                (faults() == 1).then_some(())
+            });
+        } else {
+            let lines = inside.lines();
+            inside.wait_lines(lines + 10);
+            assert_eq!(faults(), 0, "{fault}");
+        }
+        let lines = outside.lines();
+        outside.wait_lines(lines + 10);
+        let mut new =
+            Process::start(&mut node.tenant(&format!("{trust} --name new{number}"), TICKS));
+        new.wait_lines(3);
+        let group = |tenant: &Value| domain(tenant)["group"].as_u64();
+        node.wait_tenant(&format!("new{number}"), |it| group(it).is_some());
+    }
+}
+
+#[test]
+fn a_server_that_hangs_or_dies_is_replaced() {
+    let node = Node::start();
+    let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
+    for (number, signal) in [Signal::KILL, Signal::STOP].into_iter().enumerate() {
+        let mut again = member(
+            &node,
+            &format!("again{number}"),
+            "--restart on-collateral",
+            TICKS,
+        );
+        again.wait_lines(2);
+        node.wait_tenant(&format!("again{number}"), has_domain);
+        let group = fs::read_dir(node.dir().join("groups"))
+            .unwrap()
+            .flatten()
+            .next()
+            .unwrap();
+        let mut ask = match real() {
+            true => Command::new(control_program()),
+            false => node.gpumux(["emu", "mps"]),
+        };
+        enter(&mut ask, &group.path());
+        let mut asked = Process::start(&mut ask);
+        asked.write("get_server_list\n");
+        let server: i32 = asked.finish().out.trim().parse().unwrap();
+        rustix::process::kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
+        // Only of what is one process it is known that it hangs.
+        if real() {
+            return;
+        }
+        let fault = wait_ps(&node, "the failure", |ps| ps["faults"].get(number).cloned());
+        assert_eq!(fault["culprit"], Value::Null, "{fault:#}");
+        assert!(
+            fault["evidence"].as_str().unwrap().contains("server"),
+            "{fault:#}"
+        );
+        let lines = again.lines();
+        again.wait_lines(lines + 5);
+        let lines = outside.lines();
+        outside.wait_lines(lines + 5);
+        let mut new = member(&node, &format!("new{number}"), "", TICKS);
+        new.wait_lines(2);
+    }
+}
+
+#[test]
+fn who_is_of_another_trust_domain_cannot_join_whatever_it_sets() {
+    let node = Node::start();
+    let mut inside = member(&node, "inside", "", TICKS);
+    inside.wait_lines(3);
+    node.wait_tenant("inside", has_domain);
+    let groups = || fs::read_dir(node.dir().join("groups")).unwrap().flatten();
+    let folder = groups().next().unwrap().path();
+    for options in [
+        "--name outsider",
+        "--name outsider --trust other --sharing space",
+    ] {
+        let script = format!(
+            "CUDA_MPS_PIPE_DIRECTORY={} exec {} scratch",
+            folder.join("pipe").display(),
+            gpumux_tests::binary().display()
+        );
+        let mut command = node.tenant(options, "sh -c");
+        let outsider = Process::start(command.arg(script)).finish_within(PATIENCE);
+        assert_eq!(outsider.code(), 128 + 9, "{outsider:#?}");
+        wait_for("its tenant's end", PATIENCE, || {
+            node.find_tenant("outsider").is_none().then_some(())
+        });
+    }
+    // It was ended before it did harm.
+    let lines = inside.lines();
+    inside.wait_lines(lines + 10);
+    assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
+    let node = Node::start();
+    let start = |name: &str, options: &str| {
+        let mut command = node.tenant(&format!("{GROUP} --name {name} {options}"), "sh -c");
+        let script = "echo \"percent=$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE\"; exec sleep 600";
+        let mut process = Process::start(command.arg(script));
+        process.wait_lines(1);
+        process
+    };
+    let percent = |process: &Process| process.out().trim().replace("percent=", "");
+    let sure = start("sure", "--guaranteed 0.4");
+    let rest = start("rest", "");
+    let little = start("little", "--limit 0.25");
+    assert_eq!([&sure, &rest, &little].map(percent), ["", "60", "25"]);
+    assert_eq!(
+        node.find_tenant("rest").unwrap()["placement"]["sm_percent"],
+        60
+    );
+    drop((sure, rest, little));
+    for name in ["sure", "rest", "little"] {
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant(name).is_none().then_some(())
+        });
+    }
+    // One that is done with a fifth of the SMs, and one that scales to the last.
+    let small = start("small", "--utility 20:0.9,50:0.95,100:1");
+    let large = start("large", "--utility 25:0.25,50:0.5,75:0.75,100:1");
+    assert_eq!(percent(&large), "80");
+    drop(small);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("small").is_none().then_some(())
+    });
+    let again = start("small", "--utility 20:0.9,50:0.95,100:1");
+    assert_eq!(percent(&again), "20");
+}

@@ -1,0 +1,182 @@
+//! What the device takes: levers, preemption, calls. Here it only has to work; `bench/fidelity.py` collects the
+//! times, on an emulated and on a real device.
+//!
+//! `GPUMUX_TIMINGS=FILE` appends one JSON object a line, `{"case", "mode", "values"}` or `{"device"}`;
+//! `GPUMUX_TIMINGS_SECONDS` is how long each distribution is measured.
+
+use std::{
+    env,
+    fs::OpenOptions,
+    io::Write,
+    time::{Duration, Instant},
+};
+
+use gpumux_rm::Levers;
+use gpumux_tests::{
+    Listener, Node, Options, PATIENCE, Process, Session,
+    cuda::{Runtime, program},
+    wait_for,
+};
+use gpumux_wire::Daemon;
+use serde_json::{Value, json};
+
+fn seconds() -> f64 {
+    let asked = env::var("GPUMUX_TIMINGS_SECONDS").ok();
+    asked.and_then(|text| text.parse().ok()).unwrap_or(0.5)
+}
+
+fn note(row: &Value) {
+    let Some(file) = env::var_os("GPUMUX_TIMINGS") else {
+        return;
+    };
+    let file = OpenOptions::new().create(true).append(true).open(file);
+    writeln!(file.expect("GPUMUX_TIMINGS names a file"), "{row}").expect("room for a line");
+}
+
+/// A node whose daemon is the test.
+struct Bench {
+    node: Node,
+    listener: Listener,
+}
+
+impl Bench {
+    fn new() -> Self {
+        let node = Node::with(Options {
+            without_daemon: true,
+            ..Options::default()
+        });
+        let listener = Listener::new(node.session_socket());
+        Self { node, listener }
+    }
+
+    fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
+        let mut command = self.node.shimmed(program, &self.listener.path);
+        let process = Process::start(&mut command);
+        let (session, levers) = self.listener.levers();
+        (process, session, levers)
+    }
+
+    /// A batch program that is in its measurement.
+    fn start_batch(&self, name: &str, arguments: &str) -> (Process, Session, Box<dyn Levers>) {
+        let ready = self.node.dir().join(name);
+        let batch = self.start(&format!(
+            "gpumux workload batch --kernel-us 10000 --seconds 600 --ready-file {} {arguments}",
+            ready.display()
+        ));
+        wait_for("the batch program", PATIENCE, || {
+            ready.exists().then_some(())
+        });
+        batch
+    }
+
+    /// Runs the latency program, with its group's slice and perhaps hints: its report.
+    fn latency(&self, mode: &str, slice: Option<u64>, hints: bool, arguments: &str) -> Value {
+        let seconds = seconds();
+        let (process, session, levers) = self.start(&format!(
+            "gpumux workload latency --json --period-us 5000 --seconds {seconds} {arguments}"
+        ));
+        if let Some(slice) = slice {
+            levers.set_timeslice(slice).unwrap();
+        }
+        if hints {
+            session.send(&Daemon::Hints {
+                contended: u64::MAX,
+                automatic: false,
+            });
+        }
+        let report = process.finish().ok().json();
+        assert!(report["calls"].as_u64() > Some(0), "{mode}: {report:#}");
+        let quantiles = ["p50_us", "p90_us", "p99_us", "p999_us", "max_us"];
+        let values: Value = quantiles
+            .map(|it| (it.to_owned(), report[it].clone()))
+            .into_iter()
+            .collect::<serde_json::Map<_, _>>()
+            .into();
+        note(&json!({"case": "preemption", "mode": mode, "values": values}));
+        report
+    }
+}
+
+/// The slice of a group that shall give way, and of one that shall not, in µs.
+const SHORT: u64 = 1;
+const LONG: u64 = 1_000_000;
+
+/// A small latency program (10 kernels of 10 µs) beside kernels of 10 ms.
+#[test]
+fn preemption() {
+    let bench = Bench::new();
+    let alone = bench.latency("alone", None, false, "");
+    note(&json!({"device": alone["device"]}));
+    let work = format!("--iterations {}", alone["iterations"]);
+    {
+        let (mut batch, _session, levers) = bench.start_batch("full", "");
+        bench.latency("driver's time slicing", None, false, &work);
+        levers.set_timeslice(SHORT).unwrap();
+        bench.latency("1 s and 1 µs", Some(LONG), false, &work);
+        let hinting = format!("{work} --hint manual --prepare-us 300");
+        bench.latency("1 s and 1 µs, hints", Some(LONG), true, &hinting);
+        assert!(batch.poll().is_none(), "{}", batch.err());
+    }
+    let (mut batch, _session, levers) = bench.start_batch("narrow", "--blocks 1 --threads 32");
+    levers.set_timeslice(SHORT).unwrap();
+    bench.latency("1 s and 1 µs, one warp", Some(LONG), false, &work);
+    assert!(batch.poll().is_none(), "{}", batch.err());
+}
+
+/// Levers on a group that is busy with full-size kernels, which it survives.
+#[test]
+fn levers() {
+    const ROUNDS: usize = 30;
+    let bench = Bench::new();
+    let (mut batch, _session, levers) = bench.start_batch("busy", "");
+    let mut times: [Vec<Duration>; 4] = Default::default();
+    for round in 0..ROUNDS {
+        let timed = |pull: &dyn Fn()| {
+            let begin = Instant::now();
+            pull();
+            begin.elapsed()
+        };
+        let slice = [SHORT, 2048][round % 2];
+        times[0].push(timed(&|| levers.set_timeslice(slice).unwrap()));
+        times[1].push(timed(&|| {
+            assert_eq!(levers.timeslice().unwrap(), slice);
+        }));
+        times[2].push(timed(&|| levers.freeze().unwrap()));
+        times[3].push(timed(&|| levers.thaw().unwrap()));
+    }
+    assert!(batch.poll().is_none(), "{}", batch.err());
+    for (mode, mut times) in ["set slice", "get slice", "freeze", "thaw"]
+        .into_iter()
+        .zip(times)
+    {
+        times.sort_unstable();
+        let us = |part: usize| times[(ROUNDS * part / 100).min(ROUNDS - 1)].as_secs_f64() * 1e6;
+        let values = json!({"p50_us": us(50), "p99_us": us(99)});
+        note(&json!({"case": "lever", "mode": mode, "values": values}));
+    }
+}
+
+/// Virtual memory, copies, launches.
+#[test]
+fn calls() {
+    let Some(program) = program("timings", Runtime::Static130) else {
+        return;
+    };
+    let bench = Bench::new();
+    let mut command = bench
+        .node
+        .on_device([program.path.to_str().expect("a plain path")]);
+    let finished = Process::start(&mut command).finish().ok();
+    let mut rows = 0;
+    for line in finished.out.lines().filter(|line| line.starts_with('{')) {
+        let row: Value = serde_json::from_str(line).expect("one JSON object a line");
+        let values = row["values"].as_object().expect("values");
+        assert!(values.values().all(|it| it.as_f64() > Some(0.0)), "{row}");
+        note(&row);
+        rows += 1;
+    }
+    assert!(
+        rows > 10 && finished.out.ends_with("done\n"),
+        "{finished:#?}"
+    );
+}
