@@ -1,6 +1,6 @@
-"""Turns bench/results/*.json into the README's tables and into one SVG per benchmark with latencies.
+"""Turns bench/results/*.json into tables and into one SVG per benchmark with latencies.
 
-The tables go between `<!-- results:begin -->` and `<!-- results:end -->`; the pictures beside the results. Reports of
+What tells most goes into the README, the rest into docs/results.md, the driver-level report into docs/fidelity.md. Tables go between `<!-- results:begin -->` and `<!-- results:end -->`; the pictures beside the results. Reports of
 `fidelity.py` go side by side into docs/fidelity.md. Running it again changes nothing. Needs only Python.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterable
 from html import escape
@@ -18,6 +19,7 @@ import common
 import fidelity
 
 ROOT = common.BENCH.parent
+FRONT = ["colocation", "space", "swap"]
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 COLOURS = {
     "alone": "#8c8c8c",
@@ -150,23 +152,26 @@ def between(path: Path, begin: str, end: str, new: str) -> str:
     return text[: text.index(begin) + len(begin)] + "\n" + new + text[text.index(end) :]
 
 
-def outputs(results: Path, readme: Path, book: Path | None = None) -> dict[Path, str]:
-    """All files that this program writes, and their text."""
+def outputs(results: Path, readme: Path, rest: Path | None = None, book: Path | None = None) -> dict[Path, str]:
+    """All files that this program writes, and their text. Without `rest`, all tables go into the README."""
     files: dict[Path, str] = {}
-    sections, reports = [], []
+    sections: dict[Path, list[str]] = {path: [] for path in (readme, rest) if path}
+    reports = []
     for path in sorted(results.glob("*.json")):
         data = json.loads(path.read_text())
         common.check_results(data)
         if data["bench"] == "fidelity":
             reports.append(data)
             continue
+        page = rest if rest and data["bench"] not in FRONT else readme
         text = section(data)
         if svg := picture(data):
             files[path.with_suffix(".svg")] = svg
-            where = path.with_suffix(".svg").relative_to(readme.parent)
-            text += f"\n\n![{data['bench']} on {data['device']}]({where.as_posix()})"
-        sections.append(text)
-    files[readme] = between(readme, BEGIN, END, "".join(text + "\n\n" for text in sections))
+            where = os.path.relpath(path.with_suffix(".svg"), page.parent)
+            text += f"\n\n![{data['bench']} on {data['device']}]({where})"
+        sections[page].append(text)
+    for page, texts in sections.items():
+        files[page] = between(page, BEGIN, END, "".join(text + "\n\n" for text in texts))
     if book:
         text = fidelity.table(reports, number, title) + "\n"
         files[book] = between(book, fidelity.TABLE_BEGIN, fidelity.TABLE_END, text)
@@ -175,13 +180,14 @@ def outputs(results: Path, readme: Path, book: Path | None = None) -> dict[Path,
 
 def main() -> int:
     """Writes the files, or checks that they are up to date."""
-    parser = argparse.ArgumentParser(description="Results into the README's tables and SVG pictures.")
+    parser = argparse.ArgumentParser(description="Results into tables and SVG pictures.")
     parser.add_argument("--results", type=Path, default=common.BENCH / "results")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--rest", type=Path, default=ROOT / "docs" / "results.md")
     parser.add_argument("--book", type=Path, default=ROOT / "docs" / "fidelity.md")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if something would")
     options = parser.parse_args()
-    files = outputs(options.results.resolve(), options.readme.resolve(), options.book.resolve())
+    files = outputs(*(path.resolve() for path in (options.results, options.readme, options.rest, options.book)))
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
     if options.check:
         for path in stale:

@@ -70,7 +70,7 @@ class Fidelity(unittest.TestCase):
             readme, book = folder / "README.md", folder / "fidelity.md"
             readme.write_text(f"{plot.BEGIN}\n{plot.END}\n")
             book.write_text(f"{fidelity.TABLE_BEGIN}\n{fidelity.TABLE_END}\n")
-            files = plot.outputs(folder, readme, book)
+            files = plot.outputs(folder, readme, book=book)
             self.assertNotIn("fidelity", files[readme])
             self.assertIn("| preemption | alone |", files[book])
 

@@ -52,6 +52,16 @@ class Plot(unittest.TestCase):
         self.assertTrue(once.startswith("# Title\n") and once.endswith("the end\n"))
         self.assertIn("![colocation on NVIDIA <H100>](bench/results/colocation-h100.svg)", once)
 
+    def test_only_what_tells_most_is_in_the_readme(self) -> None:
+        rest = self.results.parent.parent / "docs" / "results.md"
+        rest.parent.mkdir()
+        rest.write_text(f"{plot.BEGIN}\n{plot.END}\n")
+        (self.results / "kernels-h100.json").write_text(json.dumps(DATA | {"bench": "kernels"}))
+        files = plot.outputs(self.results, self.readme, rest)
+        self.assertIn("### colocation:", files[self.readme])
+        self.assertNotIn("### kernels:", files[self.readme])
+        self.assertIn("![kernels on NVIDIA <H100>](../bench/results/kernels-h100.svg)", files[rest])
+
     def test_without_results_the_block_is_empty(self) -> None:
         self.write()
         (self.results / "colocation-h100.json").unlink()
