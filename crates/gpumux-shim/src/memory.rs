@@ -39,6 +39,8 @@ const BATCH: u64 = 64 << 20;
 const BATCH_PART: u64 = 128;
 /// After so many failures to map, the driver's own calls are made at once.
 const MAX_FAILURES: u32 = 3;
+/// How often an allocation asks for more room than it needs, twice as much each time, when the driver finds none.
+const STEPS: u32 = 6;
 /// Most devices that are told apart.
 const MAX_DEVICES: usize = 32;
 
@@ -466,7 +468,26 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
     if !take(device, size, false) {
         return Err(OUT_OF_MEMORY);
     }
-    let mapped = gate::through(|| {
+    let mut mapped = place(device, context, bytes, size);
+    // The daemon says that there is room, and the driver that there is none: contexts are larger than foreseen, or
+    // somebody who is no tenant has come. So others must give more than that.
+    let (mut step, mut more) = (size, 0);
+    while mapped == Err(OUT_OF_MEMORY) && step <= size << STEPS && take(device, step, false) {
+        more += step;
+        step *= 2;
+        mapped = place(device, context, bytes, size);
+    }
+    give(device, more, false);
+    if mapped.is_err() {
+        give(device, size, false);
+    }
+    mapped
+}
+
+/// Maps memory that was taken from the lease.
+fn place(device: c_int, context: u64, bytes: u64, size: u64) -> Result<u64, CUresult> {
+    let small = bytes < SMALL;
+    gate::through(|| {
         let at = vmm::reserve(size)?;
         let chunks = vmm::back(at, size, device).inspect_err(|_| vmm::unreserve(at, size))?;
         let free = small.then(|| BTreeMap::from([(0, size)]));
@@ -494,11 +515,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
             space.allocations.insert(at, allocation);
             Ok(at)
         })
-    });
-    if mapped.is_err() {
-        give(device, size, false);
-    }
-    mapped
+    })
 }
 
 impl Space {

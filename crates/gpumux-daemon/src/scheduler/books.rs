@@ -15,7 +15,8 @@ use super::SessionId;
 /// 580.159), and some for what libraries load into it.
 pub(crate) const CONTEXT: u64 = 544 << 20;
 
-/// Left free on every device, for what cannot be foreseen; at most a 64th of it.
+/// Left free on every device, for what cannot be foreseen; at most a 64th of it. Besides, there is always room for one context
+/// more, or no further program could begin.
 const RESERVE: u64 = 256 << 20;
 
 /// Most devices that a process may name: all that a machine can have, and some.
@@ -73,7 +74,7 @@ impl Device {
         let reserve = RESERVE.min(self.capacity / 64);
         // A device this small is an emulated one, whose contexts are small too.
         let context = CONTEXT.min(self.capacity / 16);
-        let occupied = contexts.saturating_mul(context);
+        let occupied = (contexts + 1).saturating_mul(context);
         self.ledger.occupy(
             occupied
                 .saturating_add(self.strangers)
@@ -374,7 +375,8 @@ mod tests {
         books.forget(tenant);
         books.leave(SessionId(2));
         let line = &books.lines()[0];
-        assert_eq!((line.occupied, line.free), (RESERVE, 80 * GIB - RESERVE));
+        let kept = RESERVE + CONTEXT;
+        assert_eq!((line.occupied, line.free), (kept, 80 * GIB - kept));
     }
 
     #[test]
