@@ -193,7 +193,7 @@ impl Browser {
 
     fn click(&mut self, selector: &str) {
         let place = self.until(&format!(
-            "(r => [r.x + 20, r.y + r.height / 2])(document.querySelector({selector:?}).getBoundingClientRect())"
+            "(e => {{ e.scrollIntoView({{block: 'center'}}); const r = e.getBoundingClientRect(); return [r.x + 20, r.y + r.height / 2]; }})(document.querySelector({selector:?}))"
         ));
         for kind in ["mousePressed", "mouseReleased"] {
             let params = json!({"type": kind, "x": place[0], "y": place[1], "button": "left", "clickCount": 1});

@@ -10,8 +10,8 @@ use std::{
 use nvml_wrapper::{Nvml, error::NvmlError};
 use tokio::sync::watch;
 
-/// How often NVML is asked whether the devices are well.
-const EVERY: Duration = Duration::from_secs(10);
+/// How often NVML is asked whether the devices are well, and how much of their memory is used.
+const EVERY: Duration = Duration::from_secs(1);
 
 /// One device.
 #[derive(Clone, Debug, PartialEq)]

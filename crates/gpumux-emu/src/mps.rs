@@ -46,6 +46,8 @@ const ENGINES: [u32; 4] = [engine::GR0, 11, 12, 13];
 const TIMESLICE: u64 = 2048;
 /// How long a client waits for an answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// How often the server looks whether its folder is still there.
+const LOOK: Duration = Duration::from_secs(1);
 /// Clients that one server takes.
 const ROOM: usize = 48;
 
@@ -220,6 +222,13 @@ pub fn serve(emulated: &Path) -> io::Result<()> {
     bind(&listener, &address)?;
     listen(&listener, 128)?;
     server.log("control", "Start");
+    // Without its folder nobody can find it, or tell it to quit.
+    thread::spawn(move || {
+        while path.exists() {
+            thread::sleep(LOOK);
+        }
+        process::exit(0)
+    });
     loop {
         let socket = accept_with(&listener, SocketFlags::CLOEXEC)?;
         let server = Arc::clone(&server);

@@ -102,7 +102,7 @@ fn wait() {
 }
 
 /// Waits until the gate is open, a while: for those who do not touch memory, but wait for the device.
-pub(crate) fn await_open(patience: Duration) {
+fn await_open(patience: Duration) {
     let deadline = Instant::now() + patience;
     while CLOSED.load(Ordering::SeqCst) && Instant::now() < deadline {
         if !KNOCKED.swap(true, Ordering::AcqRel) {
@@ -145,12 +145,50 @@ pub(crate) fn take_knock() -> bool {
     CLOSED.load(Ordering::SeqCst) && KNOCKED.swap(false, Ordering::AcqRel)
 }
 
+/// Nobody moves memory, the agent is about to, or nobody may any more.
+const NOBODY: u32 = 0;
+const MOVER: u32 = 1;
+const LEFT: u32 = 2;
+static MOVES: AtomicU32 = AtomicU32::new(NOBODY);
+
+/// The agent makes ready to move memory, until this is dropped.
+pub(crate) struct Moving(());
+
+impl Drop for Moving {
+    fn drop(&mut self) {
+        let _ = MOVES.compare_exchange(MOVER, NOBODY, Ordering::SeqCst, Ordering::SeqCst);
+    }
+}
+
+/// Before the agent calls the driver in order to move memory; not while the process ends.
+pub(crate) fn begin_move() -> Option<Moving> {
+    let begun = MOVES.compare_exchange(NOBODY, MOVER, Ordering::SeqCst, Ordering::SeqCst);
+    begun.is_ok().then(|| Moving(()))
+}
+
+/// The process ends: from here on nobody moves memory, since the driver is about to go. Whoever is doing so is awaited.
+pub(crate) fn leave(patience: Duration) {
+    let deadline = Instant::now() + patience;
+    while MOVES
+        .compare_exchange(NOBODY, LEFT, Ordering::SeqCst, Ordering::SeqCst)
+        .is_err_and(|found| found == MOVER)
+    {
+        if Instant::now() > deadline {
+            MOVES.store(LEFT, Ordering::SeqCst);
+            break;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    await_open(patience);
+}
+
 /// After a fork, in the child: the others who were inside, or who closed it, do not exist here.
 pub(crate) fn in_child() {
     for shard in &INSIDE {
         shard.0.store(0, Ordering::SeqCst);
     }
     CLOSED.store(false, Ordering::SeqCst);
+    MOVES.store(NOBODY, Ordering::SeqCst);
 }
 
 #[cfg(test)]
@@ -158,6 +196,18 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
+
+    #[test]
+    fn who_leaves_waits_for_the_mover_and_nobody_moves_afterwards() {
+        let moving = begin_move().expect("nobody has left");
+        assert!(begin_move().is_none());
+        let leaving = std::thread::spawn(|| leave(Duration::from_secs(60)));
+        std::thread::yield_now();
+        assert!(!leaving.is_finished());
+        drop(moving);
+        leaving.join().unwrap();
+        assert!(begin_move().is_none());
+    }
 
     #[test]
     fn nobody_is_inside_once_it_is_closed_and_left() {

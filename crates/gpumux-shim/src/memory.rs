@@ -16,6 +16,8 @@ use std::{
         Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
+    thread::sleep,
+    time::Duration,
 };
 
 use gpumux_wire::Shim;
@@ -39,8 +41,10 @@ const BATCH: u64 = 64 << 20;
 const BATCH_PART: u64 = 128;
 /// After so many failures to map, the driver's own calls are made at once.
 const MAX_FAILURES: u32 = 3;
-/// How often an allocation asks for more room than it needs, twice as much each time, when the driver finds none.
-const STEPS: u32 = 6;
+/// How often, and after which pause, memory is asked for that the driver refuses although the books have it: the daemon
+/// compares them with the driver every second, and believes what it sees twice.
+const TRIES: u32 = 5;
+const NOTICED: Duration = Duration::from_millis(700);
 /// Most devices that are told apart.
 const MAX_DEVICES: usize = 32;
 
@@ -420,7 +424,7 @@ unsafe fn alloc_bytes(
         // SAFETY: as above.
         return unsafe { count_native(device, bytes, out, Native::Address, real) };
     }
-    match map(device, context, bytes) {
+    match map_in_time(device, context, bytes) {
         Ok(address) => {
             // SAFETY: the program's place, which is not null.
             unsafe { *out = address };
@@ -454,8 +458,27 @@ fn failed(error: CUresult) {
     }
 }
 
+/// Maps; if the driver has less than the books say, once more when they have noticed.
+fn map_in_time(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
+    for _ in 0..TRIES {
+        match map(device, context, bytes) {
+            Err(Refused::ByDriver(OUT_OF_MEMORY)) => sleep(NOTICED),
+            Err(Refused::ByDriver(error)) => return Err(error),
+            Err(Refused::ByBooks) => return Err(OUT_OF_MEMORY),
+            Ok(address) => return Ok(address),
+        }
+    }
+    Err(OUT_OF_MEMORY)
+}
+
+/// Who gives no memory.
+enum Refused {
+    ByBooks,
+    ByDriver(CUresult),
+}
+
 /// Memory of the lease, mapped.
-fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
+fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
     let small = bytes < SMALL;
     let size = bytes.next_multiple_of(GRANULE);
     let there = with(|space| match small {
@@ -466,28 +489,9 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
         return Ok(found);
     }
     if !take(device, size, false) {
-        return Err(OUT_OF_MEMORY);
+        return Err(Refused::ByBooks);
     }
-    let mut mapped = place(device, context, bytes, size);
-    // The daemon says that there is room, and the driver that there is none: contexts are larger than foreseen, or
-    // somebody who is no tenant has come. So others must give more than that.
-    let (mut step, mut more) = (size, 0);
-    while mapped == Err(OUT_OF_MEMORY) && step <= size << STEPS && take(device, step, false) {
-        more += step;
-        step *= 2;
-        mapped = place(device, context, bytes, size);
-    }
-    give(device, more, false);
-    if mapped.is_err() {
-        give(device, size, false);
-    }
-    mapped
-}
-
-/// Maps memory that was taken from the lease.
-fn place(device: c_int, context: u64, bytes: u64, size: u64) -> Result<u64, CUresult> {
-    let small = bytes < SMALL;
-    gate::through(|| {
+    let mapped = gate::through(|| {
         let at = vmm::reserve(size)?;
         let chunks = vmm::back(at, size, device).inspect_err(|_| vmm::unreserve(at, size))?;
         let free = small.then(|| BTreeMap::from([(0, size)]));
@@ -515,6 +519,10 @@ fn place(device: c_int, context: u64, bytes: u64, size: u64) -> Result<u64, CUre
             space.allocations.insert(at, allocation);
             Ok(at)
         })
+    });
+    mapped.map_err(|error| {
+        give(device, size, false);
+        Refused::ByDriver(error)
     })
 }
 

@@ -127,6 +127,8 @@ impl Mover {
             Away::Quiet => return Ok(work::all_idle()),
             Away::No => {}
         }
+        work::guard_exit();
+        let _moving = gate::begin_move().ok_or("the program is ending")?;
         self.prepare(least)?;
         let deadline = Instant::now() + QUIET;
         gate::close();

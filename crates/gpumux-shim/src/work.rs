@@ -20,7 +20,7 @@ use std::{
     panic::AssertUnwindSafe,
     ptr,
     sync::{
-        Mutex, PoisonError,
+        Mutex, Once, PoisonError,
         atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -941,6 +941,28 @@ pub(crate) fn in_child() {
     gate::in_child();
 }
 
+/// Keeps this library's threads from calling the driver when the process ends. To be called when the driver has been loaded
+/// and used: handlers run in the reverse order of their registration, and this one must come before libcuda's own.
+pub(crate) fn guard_exit() {
+    static REGISTERED: Once = Once::new();
+    extern "C" fn exiting() {
+        hold::exit();
+        gate::leave(EXIT_AWAKE);
+        let deadline = Instant::now() + EXIT_WAIT;
+        while Instant::now() < deadline {
+            if let Ok(mut slow) = SLOW.try_lock() {
+                slow.exiting = true;
+                return;
+            }
+            thread::yield_now();
+        }
+    }
+    // SAFETY: the handler is never unloaded.
+    REGISTERED.call_once(|| unsafe {
+        libc::atexit(exiting);
+    });
+}
+
 /// Starts the poller when the first stream has appeared. Called by the agent.
 ///
 /// It is a thread of its own because libcuda may keep it waiting for the device: the agent
@@ -954,22 +976,7 @@ pub(crate) fn start_poller(started: &mut bool) {
     let _ = thread::Builder::new()
         .name("gpumux-poll".to_owned())
         .spawn(|| {
-            extern "C" fn exiting() {
-                hold::exit();
-                // What libcuda does now may wait for the device.
-                gate::await_open(EXIT_AWAKE);
-                // Registered after libcuda's own handlers, and so called before them.
-                let deadline = Instant::now() + EXIT_WAIT;
-                while Instant::now() < deadline {
-                    if let Ok(mut slow) = SLOW.try_lock() {
-                        slow.exiting = true;
-                        return;
-                    }
-                    thread::yield_now();
-                }
-            }
-            // SAFETY: the handler is never unloaded.
-            unsafe { libc::atexit(exiting) };
+            guard_exit();
             if let Some(exchange) = exchange_capture_mode() {
                 // `CU_STREAM_CAPTURE_MODE_RELAXED`: this thread's calls spoil nobody's capture.
                 let mut relaxed = 2;

@@ -247,8 +247,11 @@ async fn end(owner: Option<i32>) -> anyhow::Result<()> {
 /// Drops `sender` when the process has ended.
 fn tell_end(pid: i32, sender: oneshot::Sender<()>) -> anyhow::Result<()> {
     let pid = Pid::from_raw(pid).context("0 is no process")?;
-    let process = pidfd_open(pid, PidfdFlags::empty())
-        .with_context(|| format!("cannot watch process {pid}"))?;
+    let process = match pidfd_open(pid, PidfdFlags::empty()) {
+        // It was killed before we came this far.
+        Err(Errno::SRCH) => return Ok(()),
+        opened => opened.with_context(|| format!("cannot watch process {pid}"))?,
+    };
     std::thread::spawn(move || {
         while poll(&mut [PollFd::new(&process, PollFlags::IN)], None) == Err(Errno::INTR) {}
         drop(sender);

@@ -30,6 +30,10 @@ struct Device {
     strangers: u64,
     /// Processes with a context, by session.
     contexts: BTreeMap<SessionId, u32>,
+    /// What the driver says is used beyond all that is booked: code, and contexts larger than most.
+    hidden: u64,
+    /// The same as it was at the last look but one.
+    hinted: u64,
 }
 
 /// What a process has, and whose it is.
@@ -64,35 +68,56 @@ impl Device {
             capacity,
             strangers: 0,
             contexts: BTreeMap::new(),
+            hidden: 0,
+            hinted: 0,
         };
         device.occupy();
         device
     }
 
     fn occupy(&mut self) {
-        let contexts: u64 = self.contexts.values().map(|n| u64::from(*n)).sum();
         let reserve = RESERVE.min(self.capacity / 64);
-        // A device this small is an emulated one, whose contexts are small too.
-        let context = CONTEXT.min(self.capacity / 16);
-        let occupied = (contexts + 1).saturating_mul(context);
         self.ledger.occupy(
-            occupied
-                .saturating_add(self.strangers)
-                .saturating_add(reserve),
+            self.foreseen()
+                .saturating_add(self.hidden)
+                .saturating_add(reserve)
+                .saturating_add(self.context()),
         );
+    }
+
+    /// What is occupied as far as can be told without asking the driver.
+    fn foreseen(&self) -> u64 {
+        let contexts: u64 = self.contexts.values().map(|n| u64::from(*n)).sum();
+        contexts
+            .saturating_mul(self.context())
+            .saturating_add(self.strangers)
+    }
+
+    /// What one context occupies. A device this small is an emulated one, whose contexts are small too.
+    fn context(&self) -> u64 {
+        CONTEXT.min(self.capacity / 16)
+    }
+
+    /// The driver says that so much is used. What is freed or moved in this moment is in one account and not yet in the
+    /// other, so more counts only when it is seen twice.
+    fn reconcile(&mut self, used: u64) {
+        if self.contexts.is_empty() && self.ledger.resident() == 0 {
+            (self.strangers, self.hidden, self.hinted) = (used, 0, 0);
+        } else {
+            let booked = self.foreseen().saturating_add(self.ledger.resident());
+            let now = used.saturating_sub(booked);
+            self.hidden = now.min(self.hinted);
+            self.hinted = now;
+        }
+        self.occupy();
     }
 }
 
 impl Books {
     /// A device has so much memory, of which so much is used.
     pub(super) fn know(&mut self, uuid: &str, capacity: u64, used: u64) {
-        let device = self.device(uuid, capacity);
-        if let Some(device) = device
-            && device.contexts.is_empty()
-            && device.ledger.resident() == 0
-        {
-            device.strangers = used;
-            device.occupy();
+        if let Some(device) = self.device(uuid, capacity) {
+            device.reconcile(used);
         }
     }
 
@@ -398,6 +423,29 @@ mod tests {
         books.know("GPU-2", 80 * GIB, 0);
         // A promise holds wherever its tenant goes, so the second device helps only those who come later.
         assert!(books.check(TenantId(2), share(29 * GIB)).is_ok());
+    }
+
+    #[test]
+    fn what_the_driver_uses_beyond_the_books_is_not_handed_out() {
+        let mut books = Books::default();
+        let session = SessionId(1);
+        books.know(DEVICE, 80 * GIB, GIB);
+        books.meet(session, TenantId(1));
+        books.contexts(session, DEVICE, 1);
+        books
+            .ask(session, &ask(10 * GIB, Kind::Movable))
+            .expect("room");
+        let free = |books: &Books| books.lines()[0].free;
+        let before = free(&books);
+        // A lease that is not used yet does not hide anything.
+        books.know(DEVICE, 80 * GIB, 2 * GIB);
+        books.know(DEVICE, 80 * GIB, 14 * GIB);
+        assert_eq!(free(&books), before, "seen once");
+        books.know(DEVICE, 80 * GIB, 15 * GIB);
+        let hidden = 14 * GIB - (11 * GIB + CONTEXT);
+        assert_eq!(free(&books), before - hidden, "the lesser of two looks");
+        books.know(DEVICE, 80 * GIB, 11 * GIB);
+        assert_eq!(free(&books), before);
     }
 
     #[test]

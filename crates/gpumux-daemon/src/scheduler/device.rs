@@ -446,8 +446,8 @@ impl Device {
                 .group
                 .filter(|group| !self.members(*group).is_empty())
             {
-                // The slice is the others' too.
-                Some(_) if alive => drop(domain.levers.thaw()),
+                // The slice is the others' too; its own library thaws its channels.
+                Some(_) => {}
                 None if alive => domain.restore(),
                 _ => {}
             }

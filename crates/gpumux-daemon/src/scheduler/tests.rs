@@ -192,6 +192,26 @@ impl Bench {
         }
     }
 
+    /// A busy tenant whose process shares the hardware's group `handle` as a member of the group of this name.
+    fn member(&mut self, n: u32, handle: u32, name: &str) {
+        let spec = TenantSpec {
+            class: Class::Batch,
+            ..TenantSpec::default()
+        };
+        self.spec(n, spec).unwrap();
+        self.engine.place(TenantId(n.into()), name.into());
+        let before = self.hardware().groups.get(&handle).copied();
+        let group = NewGroup {
+            shared: true,
+            ..self.group(n, handle, 1)
+        };
+        if let Some(before) = before {
+            self.hardware().groups.insert(handle, before);
+        }
+        self.engine.add(group).unwrap();
+        self.pages.last().unwrap().slot(n).unwrap().submit();
+    }
+
     /// Steps as the thread would, for this long.
     fn run(&mut self, time: Micros) {
         let end = self.engine.now() + time;
@@ -260,6 +280,101 @@ fn batch_tenants_take_turns_and_freeze_before_they_thaw() {
     assert!(domain.preemptions >= 5 && domain.freezes >= 5, "{domain:?}");
     assert!(domain.waited_us > domain.received_us, "{domain:?}");
     assert!((0.2..0.5).contains(&domain.received_share), "{domain:?}");
+}
+
+#[test]
+fn a_group_is_one_domain_to_the_policy() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.pages[0].slot(1).unwrap().complete(1);
+    bench.member(2, 50, "team");
+    bench.member(3, 50, "team");
+    bench.add(4, Class::Batch);
+    bench.run(Micros::from_secs(3));
+    let [a, b, alone] = [2, 3, 4].map(|n| bench.domain(n));
+    assert!(a.group.is_some() && a.group == b.group && alone.group.is_none());
+    assert_eq!((a.frozen, a.timeslice_us), (b.frozen, b.timeslice_us));
+    assert_ne!(a.frozen, alone.frozen, "they take turns");
+    // It weighs what its members weigh together, and each has what the group has.
+    let part = a.received_us as f64 / (a.received_us + alone.received_us) as f64;
+    assert!((0.62..0.71).contains(&part), "{part}");
+    assert!(
+        a.received_us.abs_diff(b.received_us) < 50_000,
+        "{a:?} {b:?}"
+    );
+    // Every member's levers are pulled.
+    let pulls = bench.take_pulls();
+    let freezes = pulls
+        .iter()
+        .filter(|pull| **pull == Pull::Freeze(50))
+        .count() as u64;
+    assert_eq!(freezes, a.freezes + b.freezes);
+}
+
+#[test]
+fn members_come_and_go_without_changing_what_the_group_has() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.pages[0].slot(1).unwrap().complete(1);
+    bench.add(4, Class::Batch);
+    bench.member(2, 50, "team");
+    while !bench.domain(2).frozen {
+        bench.run(Micros::from_millis(5));
+    }
+    bench.take_pulls();
+    bench.member(3, 50, "team");
+    assert_eq!(bench.take_pulls(), [Pull::Freeze(50), Pull::Set(50, 1)]);
+    assert!(bench.domain(3).frozen);
+    // One leaves, alive: the slice is the other's too.
+    bench.engine.leave(SessionId(3), true);
+    assert_eq!(bench.take_pulls(), []);
+    bench.engine.leave(SessionId(2), true);
+    assert!(bench.take_pulls().contains(&Pull::Set(50, 2048)));
+}
+
+#[test]
+fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
+    let mut bench = Bench::new();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    bench.engine.tell_crashes(tell);
+    let come = |bench: &mut Bench, n: u32| {
+        let (page, file) = Page::create().unwrap();
+        let page_of_daemon = Arc::new(Page::open(file).unwrap());
+        let met = Met::new(TenantId(n.into()), page_of_daemon, Box::new(|_| true));
+        bench
+            .engine
+            .meet(SessionId(n.into()), met.with_pid(1000 + n));
+        page
+    };
+    bench.member(2, 50, "team");
+    bench.member(3, 50, "team");
+    // Placed in the group, but with a context of its own.
+    bench.member(5, 60, "team");
+    bench.engine.leave(SessionId(5), false);
+    let own = bench.group(5, 60, 1);
+    bench.engine.add(own).unwrap();
+    bench.add(4, Class::Batch);
+    let pages = [2, 3, 4, 5].map(|n| come(&mut bench, n));
+    pages[0].set_fault(700);
+    pages[0].set_fault(719);
+    pages[2].set_fault(700);
+    pages[3].set_fault(700);
+    for _ in 0..2 {
+        bench.engine.step();
+    }
+    let crash = match told.try_recv() {
+        Ok(crate::groups::Failure::Process(crash)) => crash,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!((crash.pid, crash.error, &*crash.group), (1002, 700, "team"));
+    assert!(told.try_recv().is_err());
+    let pids: Vec<u32> = bench
+        .engine
+        .give_up("team")
+        .iter()
+        .map(|it| it.pid)
+        .collect();
+    assert_eq!(pids, [1003], "who was told of is not told again");
 }
 
 #[test]
