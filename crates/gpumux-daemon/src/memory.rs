@@ -23,7 +23,7 @@ use std::{
 
 use gpumux_core::{
     Class, MemoryPolicy, TenantId,
-    ledger::{Candidate, Denied, victims},
+    ledger::{Candidate, Denied, Entry, victims},
 };
 use gpumux_wire::{Daemon, Shim};
 use tokio::sync::{Notify, oneshot};
@@ -516,9 +516,14 @@ impl Memory {
                     first = Some(queue.lock_owned().await);
                 }
                 Back::Refused(why) => {
-                    // What came back stays; the driver had no room for the rest.
-                    tracing::warn!(why, "memory does not come back: trying again");
+                    // What came back stays; the driver had no room for the rest, whatever the books say.
+                    tracing::warn!(
+                        tenant = tenant.0,
+                        why,
+                        "memory does not come back: trying again"
+                    );
                     tokio::time::sleep(LOOK).await;
+                    self.make_more_room(tenant).await?;
                 }
             }
         }
@@ -644,6 +649,20 @@ impl Memory {
 
     async fn wait(&self) {
         let _ = tokio::time::timeout(LOOK, self.changed.notified()).await;
+    }
+
+    /// Has others give way on all devices where a tenant lacks something, although the books show room.
+    async fn make_more_room(self: &Arc<Self>, tenant: TenantId) -> Result<(), Stopped> {
+        let (lines, _) = self.scheduler.call(|engine| engine.memory()).await?;
+        for line in lines {
+            let lacks =
+                |(id, entry): &(TenantId, Entry)| *id == tenant && entry.holding.swapped > 0;
+            if line.entries.iter().any(lacks) {
+                self.make_room(tenant, &line.uuid, line.capacity / EXTRA, false)
+                    .await?;
+            }
+        }
+        Ok(())
     }
 
     /// Has others give way so that so much, or some more, comes free on a device for a tenant, or waits a moment.

@@ -15,7 +15,8 @@ use super::SessionId;
 /// 580.159), and some for what libraries load into it.
 pub(crate) const CONTEXT: u64 = 544 << 20;
 
-/// Left free on every device, for what cannot be foreseen; at most a 64th of it.
+/// Left free on every device, for what cannot be foreseen; at most a 64th of it. Besides, there is always room for one context
+/// more, or no further program could begin.
 const RESERVE: u64 = 256 << 20;
 
 /// Most devices that a process may name: all that a machine can have, and some.
@@ -79,18 +80,22 @@ impl Device {
         self.ledger.occupy(
             self.foreseen()
                 .saturating_add(self.hidden)
-                .saturating_add(reserve),
+                .saturating_add(reserve)
+                .saturating_add(self.context()),
         );
     }
 
     /// What is occupied as far as can be told without asking the driver.
     fn foreseen(&self) -> u64 {
         let contexts: u64 = self.contexts.values().map(|n| u64::from(*n)).sum();
-        // A device this small is an emulated one, whose contexts are small too.
-        let context = CONTEXT.min(self.capacity / 16);
         contexts
-            .saturating_mul(context)
+            .saturating_mul(self.context())
             .saturating_add(self.strangers)
+    }
+
+    /// What one context occupies. A device this small is an emulated one, whose contexts are small too.
+    fn context(&self) -> u64 {
+        CONTEXT.min(self.capacity / 16)
     }
 
     /// The driver says that so much is used. What is freed or moved in this moment is in one account and not yet in the
@@ -395,7 +400,8 @@ mod tests {
         books.forget(tenant);
         books.leave(SessionId(2));
         let line = &books.lines()[0];
-        assert_eq!((line.occupied, line.free), (RESERVE, 80 * GIB - RESERVE));
+        let kept = RESERVE + CONTEXT;
+        assert_eq!((line.occupied, line.free), (kept, 80 * GIB - kept));
     }
 
     #[test]
