@@ -92,6 +92,7 @@ driver_functions! {
     cuDeviceGetCount(count: *mut c_int);
     cuDeviceGet(device: *mut CUdevice, ordinal: c_int);
     cuDeviceGetName(name: *mut c_char, bytes: c_int, device: CUdevice);
+    cuDeviceGetUuid(uuid: *mut CUuuid, device: CUdevice);
     cuDeviceGetUuid_v2(uuid: *mut CUuuid, device: CUdevice);
     cuDeviceGetAttribute(value: *mut c_int, attribute: c_int, device: CUdevice);
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice);

@@ -83,7 +83,7 @@ impl Device {
             .unwrap_or_default())
     }
 
-    /// The UUID as NVML writes it: `GPU-xxxxxxxx-xxxx-…`. A MIG instance gives its own bytes.
+    /// The UUID as NVML writes it: `GPU-xxxxxxxx-xxxx-…`, or `MIG-…` of an instance.
     ///
     /// # Errors
     /// The driver's.
@@ -91,7 +91,12 @@ impl Device {
         let mut uuid = CUuuid::default();
         // SAFETY: the pointer is valid for the call.
         unsafe { self.driver.cuDeviceGetUuid_v2(&mut uuid, self.handle) }?;
-        Ok(format_uuid(&uuid))
+        // The older function knows GPUs only.
+        let mut gpu = uuid;
+        // SAFETY: the pointer is valid for the call.
+        let _ = unsafe { self.driver.cuDeviceGetUuid(&mut gpu, self.handle) };
+        let whole = gpu.bytes == uuid.bytes;
+        Ok(format_uuid(if whole { "GPU" } else { "MIG" }, &uuid))
     }
 
     /// One of CUDA's device attributes (`DEVICE_ATTRIBUTE_*`).
@@ -129,14 +134,14 @@ impl Device {
     }
 }
 
-fn format_uuid(uuid: &CUuuid) -> String {
+fn format_uuid(prefix: &str, uuid: &CUuuid) -> String {
     let hex: String = uuid
         .bytes
         .iter()
         .map(|byte| format!("{byte:02x}"))
         .collect();
     format!(
-        "GPU-{}-{}-{}-{}-{}",
+        "{prefix}-{}-{}-{}-{}-{}",
         &hex[..8],
         &hex[8..12],
         &hex[12..16],
@@ -929,7 +934,7 @@ mod tests {
             bytes: bytes.try_into().unwrap(),
         };
         assert_eq!(
-            format_uuid(&uuid),
+            format_uuid("GPU", &uuid),
             "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
         );
     }

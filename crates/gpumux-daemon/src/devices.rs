@@ -1,23 +1,26 @@
-//! The devices as NVML knows them. Without NVML, devices are known once a tenant shows them.
+//! The devices as NVML knows them: GPUs and MIG instances, which are only looked at, never made. Without NVML, devices are known once a tenant shows them.
 
 use std::{
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
     thread,
     time::Duration,
 };
 
-use nvml_wrapper::{Nvml, error::NvmlError};
+use nvml_wrapper::{Device, Nvml, error::NvmlError};
+use nvml_wrapper_sys::bindings::NvmlLib;
 use tokio::sync::watch;
 
 /// How often NVML is asked whether the devices are well, and how much of their memory is used.
 const EVERY: Duration = Duration::from_secs(1);
 
-/// One device.
+/// One GPU that is not partitioned, or one MIG instance.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Known {
     pub(crate) uuid: String,
     pub(crate) name: String,
+    /// NVML's index of the GPU that it is, or is a part of.
+    pub(crate) gpu: u32,
     pub(crate) memory_bytes: u64,
     /// Bytes in use, by whomever.
     pub(crate) memory_used: u64,
@@ -45,8 +48,8 @@ impl Devices {
         let (looked, changes) = watch::channel(false);
         let own = devices.clone();
         let body = move || {
-            let nvml = match init(library.as_deref()) {
-                Ok(nvml) => nvml,
+            let (nvml, raw) = match init(library.as_deref()) {
+                Ok(found) => found,
                 Err(error) => {
                     tracing::info!(%error, "no NVML: devices are known once a tenant uses them");
                     let _ = looked.send(true);
@@ -54,7 +57,7 @@ impl Devices {
                 }
             };
             while !looked.is_closed() {
-                own.look(&nvml);
+                own.look(&nvml, raw.as_ref());
                 let _ = looked.send(true);
                 thread::park_timeout(EVERY);
             }
@@ -65,29 +68,29 @@ impl Devices {
         (devices, changes)
     }
 
-    fn look(&self, nvml: &Nvml) {
+    fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>) {
         let driver = nvml.sys_driver_version().unwrap_or_default();
         let old = self.list();
         let new: Vec<Known> = (0..nvml.device_count().unwrap_or(0))
-            .filter_map(|index| match describe(nvml, index) {
-                Ok((uuid, name, memory_bytes, memory_used)) => {
-                    let state = "ok".into();
-                    Some(Known {
-                        uuid,
-                        name,
-                        memory_bytes,
-                        memory_used,
+            .flat_map(|gpu| match describe(nvml, raw, gpu) {
+                Ok(found) => found
+                    .into_iter()
+                    .map(|known| Known {
                         driver: driver.clone(),
-                        state,
-                    })
-                }
-                Err(error) => {
-                    let known = old.get(index as usize)?.clone();
-                    tracing::error!(device = known.uuid, %error, "a device is in trouble");
-                    Some(Known {
-                        state: error.to_string(),
                         ..known
                     })
+                    .collect::<Vec<_>>(),
+                Err(error) => {
+                    let of_gpu = old.iter().filter(|known| known.gpu == gpu).cloned();
+                    of_gpu
+                        .map(|known| {
+                            tracing::error!(device = known.uuid, %error, "a device is in trouble");
+                            Known {
+                                state: error.to_string(),
+                                ..known
+                            }
+                        })
+                        .collect()
                 }
             })
             .collect();
@@ -98,19 +101,62 @@ impl Devices {
     }
 }
 
-fn init(library: Option<&std::path::Path>) -> Result<Nvml, NvmlError> {
-    match library {
-        Some(path) => Nvml::builder().lib_path(path.as_os_str()).init(),
-        // Its plain name comes with the development files only.
-        None => Nvml::builder()
-            .lib_path("libnvidia-ml.so.1".as_ref())
-            .init()
-            .or_else(|_| Nvml::init()),
+/// NVML, and its functions that the wrapper does not have.
+fn init(library: Option<&Path>) -> Result<(Nvml, Option<NvmlLib>), NvmlError> {
+    // Its plain name comes with the development files only.
+    let path = library.unwrap_or(Path::new("libnvidia-ml.so.1"));
+    match Nvml::builder().lib_path(path.as_os_str()).init() {
+        // SAFETY: the library is NVML, which was just loaded, so this only counts another user of it.
+        Ok(nvml) => Ok((nvml, unsafe { NvmlLib::new(path) }.ok())),
+        Err(_) if library.is_none() => Ok((Nvml::init()?, None)),
+        Err(error) => Err(error),
     }
 }
 
-fn describe(nvml: &Nvml, index: u32) -> Result<(String, String, u64, u64), NvmlError> {
-    let device = nvml.device_by_index(index)?;
-    let memory = device.memory_info()?;
-    Ok((device.uuid()?, device.name()?, memory.total, memory.used))
+/// The GPU, or where it is partitioned, its MIG instances: those are what programs use.
+fn describe(nvml: &Nvml, raw: Option<&NvmlLib>, gpu: u32) -> Result<Vec<Known>, NvmlError> {
+    let device = nvml.device_by_index(gpu)?;
+    let partitioned = device.mig_mode().is_ok_and(|mode| mode.current == 1);
+    let of = |device: Device<'_>| {
+        let memory = device.memory_info()?;
+        Ok(Known {
+            uuid: device.uuid()?,
+            name: device.name()?,
+            gpu,
+            memory_bytes: memory.total,
+            memory_used: memory.used,
+            driver: String::new(),
+            state: "ok".into(),
+        })
+    };
+    match raw.filter(|_| partitioned) {
+        Some(raw) => instances(nvml, raw, &device).into_iter().map(of).collect(),
+        None => Ok(vec![of(device)?]),
+    }
+}
+
+fn instances<'nvml>(nvml: &'nvml Nvml, raw: &NvmlLib, gpu: &Device<'_>) -> Vec<Device<'nvml>> {
+    let (Ok(max), Ok(by_index)) = (
+        raw.nvmlDeviceGetMaxMigDeviceCount.as_ref(),
+        raw.nvmlDeviceGetMigDeviceHandleByIndex.as_ref(),
+    ) else {
+        return Vec::new();
+    };
+    // SAFETY: the handle is used while NVML is there, as below.
+    let gpu = unsafe { gpu.handle() };
+    let mut count = 0;
+    // SAFETY: a handle of this NVML, and a place to write.
+    if unsafe { max(gpu, &mut count) } != 0 {
+        return Vec::new();
+    }
+    // An index without an instance is an error; later ones may have one.
+    (0..count)
+        .filter_map(|index| {
+            let mut handle = std::ptr::null_mut();
+            // SAFETY: as above.
+            let found = unsafe { by_index(gpu, index, &mut handle) } == 0;
+            // SAFETY: a handle that this NVML gave for the instance.
+            found.then(|| unsafe { Device::new(handle, nvml) })
+        })
+        .collect()
 }

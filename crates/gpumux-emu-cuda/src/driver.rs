@@ -43,7 +43,11 @@ exports! { FUNCTIONS by cuda;
     cuDeviceGetCount(count: Out<c_int>) => count.put(process()?.devices.len() as c_int);
     cuDeviceGet(device: Out<c_int>, ordinal: c_int) => process()?.device(ordinal).and_then(|_| device.put(ordinal));
     cuDeviceGetName(name: Out<c_char>, length: c_int, device: c_int) => name.put_text(length, &process()?.device(device)?.info.name);
-    cuDeviceGetUuid(uuid: Out<CUuuid>, device: c_int) => uuid.put(CUuuid { bytes: process()?.device(device)?.info.uuid });
+    cuDeviceGetUuid(uuid: Out<CUuuid>, device: c_int) => {
+        // The GPU's, where the later function gives that of the MIG instance.
+        let info = &process()?.device(device)?.info;
+        uuid.put(CUuuid { bytes: info.instance.as_ref().map_or(info.uuid, |it| it.gpu_uuid) })
+    };
     cuDeviceGetUuid_v2(uuid: Out<CUuuid>, device: c_int) => uuid.put(CUuuid { bytes: process()?.device(device)?.info.uuid });
     cuDeviceGetAttribute(value: Out<c_int>, attribute: c_int, device: c_int) => value.put(attributes::get(&process()?.device(device)?.info, attribute)?);
     cuDeviceTotalMem_v2(bytes: Out<usize>, device: c_int) => bytes.put(process()?.device(device)?.info.memory as usize);

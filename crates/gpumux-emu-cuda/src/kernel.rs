@@ -269,19 +269,7 @@ pub(crate) mod tests {
     use gpumux_emu::Profile;
 
     pub(crate) fn h100() -> DeviceInfo {
-        let profile = Profile::default();
-        DeviceInfo {
-            name: profile.name.clone(),
-            uuid: profile.uuid(0),
-            pci_bus: 1,
-            memory: profile.memory,
-            sms: profile.hardware.sms,
-            compute_capability: profile.compute_capability,
-            clock_khz: profile.clock_khz,
-            memory_bandwidth: profile.memory_bandwidth,
-            driver_version: profile.driver_version.clone(),
-            cuda_version: profile.cuda_version,
-        }
+        Profile::default().infos().remove(0)
     }
 
     #[test]

@@ -10,8 +10,8 @@ use std::{
 
 use gpumux_emu::{
     client::{ClientError, ProcessConnection},
-    profile::uuid_text,
-    protocol::{DeviceInfo, DeviceStatus},
+    mig::MAX_INSTANCES,
+    protocol::{DeviceInfo, DeviceStatus, Instance},
 };
 
 use crate::{
@@ -156,6 +156,42 @@ fn status(device: Handle) -> Result<DeviceStatus> {
     Ok(nvml.connection.status(index)?)
 }
 
+/// Of GPUs that are no instances.
+fn count(out: Out<c_uint>) -> Result {
+    let gpus = with(|nvml| {
+        let gpus = nvml.devices.iter().filter(|it| it.instance.is_none());
+        Ok(gpus.count())
+    })?;
+    Ok(out.put(gpus as c_uint)?)
+}
+
+/// The handles of a GPU's instances, in the order of their MIG indices; none of what is no partitioned GPU.
+fn instances(device: Handle) -> Result<Vec<Handle>> {
+    info(device, |_| Ok(()))?;
+    with(|nvml| {
+        let all = (1..).zip(&nvml.devices);
+        let own = all.filter(|(_, it)| it.is_part_of(device as u32 - 1));
+        Ok(own.map(|(handle, _)| handle).collect())
+    })
+}
+
+fn instance<T>(device: Handle, body: impl FnOnce(&Instance) -> T) -> Result<T> {
+    info(device, |it| {
+        it.instance
+            .as_ref()
+            .map(body)
+            .ok_or(NvmlError::NOT_SUPPORTED)
+    })
+}
+
+/// What NVML says of GPUs only.
+fn whole<T>(device: Handle, body: impl FnOnce(&DeviceInfo) -> Result<T>) -> Result<T> {
+    info(device, |it| match it.instance {
+        None => body(it),
+        Some(_) => Err(NvmlError::NOT_SUPPORTED),
+    })
+}
+
 fn find(out: Out<Handle>, matches: impl Fn(&DeviceInfo) -> bool) -> Result {
     let at = with(|nvml| {
         let found = nvml.devices.iter().position(matches);
@@ -194,20 +230,27 @@ exports! { FUNCTIONS by nvml;
     };
     nvmlSystemGetCudaDriverVersion(out: Out<c_int>) => cuda_version(out);
     nvmlSystemGetCudaDriverVersion_v2(out: Out<c_int>) => cuda_version(out);
-    nvmlDeviceGetCount(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
-    nvmlDeviceGetCount_v2(count: Out<c_uint>) => Ok(count.put(with(|nvml| Ok(nvml.devices.len()))? as c_uint)?);
+    nvmlDeviceGetCount(out: Out<c_uint>) => count(out);
+    nvmlDeviceGetCount_v2(out: Out<c_uint>) => count(out);
     nvmlDeviceGetHandleByIndex(index: c_uint, out: Out<Handle>) => by_index(index, out);
     nvmlDeviceGetHandleByIndex_v2(index: c_uint, out: Out<Handle>) => by_index(index, out);
     nvmlDeviceGetHandleByUUID(uuid: Text, out: Out<Handle>) => {
         let uuid = uuid.get()?;
-        find(out, |device| uuid_text(&device.uuid) == uuid)
+        find(out, |device| device.uuid_text() == uuid)
     };
     nvmlDeviceGetHandleByPciBusId(id: Text, out: Out<Handle>) => by_bus_id(id, out);
     nvmlDeviceGetHandleByPciBusId_v2(id: Text, out: Out<Handle>) => by_bus_id(id, out);
-    nvmlDeviceGetIndex(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
-    nvmlDeviceGetMinorNumber(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(device as c_uint - 1)?));
+    nvmlDeviceGetIndex(device: Handle, out: Out<c_uint>) => {
+        // Of an instance: among its GPU's.
+        let index = match instance(device, |it| it.gpu) {
+            Ok(gpu) => instances(gpu as usize + 1)?.iter().position(|it| *it == device).ok_or(NvmlError::UNKNOWN)?,
+            Err(_) => info(device, |_| Ok(device - 1))?,
+        };
+        Ok(out.put(index as c_uint)?)
+    };
+    nvmlDeviceGetMinorNumber(device: Handle, out: Out<c_uint>) => whole(device, |_| Ok(out.put(device as c_uint - 1)?));
     nvmlDeviceGetName(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &it.name));
-    nvmlDeviceGetUUID(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &uuid_text(&it.uuid)));
+    nvmlDeviceGetUUID(device: Handle, out: Out<c_char>, length: c_uint) => info(device, |it| text(out, length, &it.uuid_text()));
     nvmlDeviceGetCudaComputeCapability(device: Handle, major: Out<c_int>, minor: Out<c_int>) => info(device, |it| {
         major.put(it.compute_capability.0 as c_int)?;
         Ok(minor.put(it.compute_capability.1 as c_int)?)
@@ -228,6 +271,11 @@ exports! { FUNCTIONS by nvml;
         Ok(out.put(MemoryInfoV2 { version, total, reserved: 0, free: total - used, used })?)
     };
     nvmlDeviceGetUtilizationRates(device: Handle, out: Out<Utilization>) => {
+        // Not known of instances, nor of GPUs that are partitioned.
+        whole(device, |_| Ok(()))?;
+        if !instances(device)?.is_empty() {
+            return Err(NvmlError::NOT_SUPPORTED);
+        }
         let status = status(device)?;
         Ok(out.put(Utilization { gpu: status.compute_percent, memory: status.copy_percent })?)
     };
@@ -246,8 +294,36 @@ exports! { FUNCTIONS by nvml;
     nvmlDeviceGetDisplayMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
     nvmlDeviceGetDisplayActive(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
     nvmlDeviceGetMemoryBusWidth(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(5120)?));
-    nvmlDeviceIsMigDeviceHandle(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
-    nvmlDeviceGetMaxMigDeviceCount(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?));
+    nvmlDeviceIsMigDeviceHandle(device: Handle, out: Out<c_uint>) => info(device, |it| Ok(out.put(it.instance.is_some().into())?));
+    nvmlDeviceGetMaxMigDeviceCount(device: Handle, out: Out<c_uint>) => {
+        let partitioned = !instances(device)?.is_empty();
+        whole(device, |_| Ok(out.put(if partitioned { MAX_INSTANCES } else { 0 })?))
+    };
+    nvmlDeviceGetMigMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) => {
+        let partitioned = !instances(device)?.is_empty();
+        whole(device, |_| {
+            current.put(partitioned.into())?;
+            Ok(pending.put(partitioned.into())?)
+        })
+    };
+    nvmlDeviceGetMigDeviceHandleByIndex(device: Handle, index: c_uint, out: Out<Handle>) => {
+        whole(device, |_| Ok(()))?;
+        let all = instances(device)?;
+        match all.get(index as usize) {
+            Some(instance) => Ok(out.put(*instance)?),
+            None if all.is_empty() => Err(NvmlError::NOT_SUPPORTED),
+            None if index < MAX_INSTANCES => Err(NvmlError::NOT_FOUND),
+            None => Err(NvmlError::INVALID_ARGUMENT),
+        }
+    };
+    nvmlDeviceGetDeviceHandleFromMigDeviceHandle(device: Handle, out: Out<Handle>) => match instance(device, |it| it.gpu) {
+        Err(NvmlError::NOT_SUPPORTED) => Err(NvmlError::INVALID_ARGUMENT),
+        gpu => Ok(out.put(gpu? as usize + 1)?),
+    };
+    nvmlDeviceGetGpuInstanceId(device: Handle, out: Out<c_uint>) => Ok(out.put(instance(device, |it| it.gpu_instance)?)?);
+    nvmlDeviceGetComputeInstanceId(device: Handle, out: Out<c_uint>) => Ok(out.put(instance(device, |it| it.compute_instance)?)?);
+    nvmlDeviceGetAttributes(device: Handle, out: Out<Attributes>) => attributes(device, out);
+    nvmlDeviceGetAttributes_v2(device: Handle, out: Out<Attributes>) => attributes(device, out);
     nvmlDeviceGetClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
     nvmlDeviceGetMaxClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
     // What only a thing has: no heat, no power, no links, no slot.
@@ -271,7 +347,6 @@ exports! { FUNCTIONS by nvml;
         info(other, |_| Ok(()))?;
         info(device, |_| Ok(out.put(1)?)) // not supported by the chip set
     };
-    nvmlDeviceGetMigMode(device: Handle, _current: Out<c_uint>, _pending: Out<c_uint>) => info(device, |_| Err(NvmlError::NOT_SUPPORTED));
 }
 
 /// Never fails, so not one of the list.
@@ -298,12 +373,33 @@ fn clock(device: Handle, kind: c_uint, out: Out<c_uint>) -> Result {
 
 fn by_index(index: c_uint, out: Out<Handle>) -> Result {
     let handle = index as usize + 1;
-    info(handle, |_| Ok(out.put(handle)?))
+    info(handle, |it| match it.instance {
+        None => Ok(out.put(handle)?),
+        Some(_) => Err(NvmlError::INVALID_ARGUMENT),
+    })
+}
+
+fn attributes(device: Handle, out: Out<Attributes>) -> Result {
+    let (slices, sms, memory) = info(device, |it| {
+        let instance = it.instance.as_ref().ok_or(NvmlError::NOT_SUPPORTED)?;
+        Ok((instance.slices, it.sms, it.memory))
+    })?;
+    Ok(out.put(Attributes {
+        sms,
+        // The model has one for each direction.
+        copy_engines: 2,
+        codecs: [0; 4],
+        gpu_slices: slices,
+        compute_slices: slices,
+        memory_mib: memory >> 20,
+    })?)
 }
 
 fn by_bus_id(id: Text, out: Out<Handle>) -> Result {
     let id = id.get()?;
-    find(out, |device| same_bus_id(&id, device.pci_bus))
+    find(out, |device| {
+        device.instance.is_none() && same_bus_id(&id, device.pci_bus)
+    })
 }
 
 /// Total and used bytes.
@@ -313,7 +409,23 @@ fn memory(device: Handle) -> Result<(u64, u64)> {
 }
 
 fn processes(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) -> Result {
-    let running = status(device)?.processes;
+    let mut running = Vec::new();
+    let all = match instances(device)? {
+        none if none.is_empty() => vec![device],
+        parts => parts,
+    };
+    for device in all {
+        // Those of a GPU that is whole are on no instance.
+        let ids = instance(device, |it| (it.gpu_instance, it.compute_instance));
+        let (gpu_instance, compute_instance) = ids.unwrap_or((u32::MAX, u32::MAX));
+        let processes = status(device)?.processes.into_iter();
+        running.extend(processes.map(|(pid, used)| ProcessInfo {
+            pid,
+            used,
+            gpu_instance,
+            compute_instance,
+        }));
+    }
     let room = count.get()? as usize;
     count.put(running.len() as c_uint)?;
     if room < running.len() {
@@ -322,14 +434,7 @@ fn processes(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) -> Resul
     if running.is_empty() {
         return Ok(());
     }
-    let all = running.into_iter().map(|(pid, used)| ProcessInfo {
-        pid,
-        used,
-        // Not on a MIG instance.
-        gpu_instance: u32::MAX,
-        compute_instance: u32::MAX,
-    });
-    Ok(out.put_all(all)?)
+    Ok(out.put_all(running)?)
 }
 
 /// `nvmlMemory_t`.
@@ -355,6 +460,20 @@ pub(crate) struct MemoryInfoV2 {
 /// `NVML_STRUCT_VERSION(Memory, 2)`: size and version.
 const MEMORY_INFO_V2: c_uint = size_of::<MemoryInfoV2>() as c_uint | 2 << 24;
 const _: () = assert!(size_of::<MemoryInfoV2>() == 40);
+
+/// `nvmlDeviceAttributes_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Attributes {
+    sms: c_uint,
+    copy_engines: c_uint,
+    /// Decoders, encoders, JPEG, optical flow.
+    codecs: [c_uint; 4],
+    gpu_slices: c_uint,
+    compute_slices: c_uint,
+    memory_mib: u64,
+}
+const _: () = assert!(size_of::<Attributes>() == 40);
 
 /// `nvmlUtilization_t`.
 #[repr(C)]

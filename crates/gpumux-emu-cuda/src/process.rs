@@ -12,7 +12,6 @@ use std::{
 
 use gpumux_emu::{
     client::{ClientError, ProcessConnection},
-    profile::uuid_text,
     protocol::DeviceInfo,
 };
 
@@ -161,20 +160,15 @@ fn start() -> std::result::Result<Process, StartError> {
     let lost = |error| StartError::Client(error, socket.display().to_string());
     let connection = ProcessConnection::open(&socket).map_err(lost)?;
     let devices = connection.devices().map_err(lost)?;
-    let devices: Vec<Device> = (0..)
+    let all: Vec<Device> = (0..)
         .zip(devices)
         .map(|(index, info)| Device { index, info })
         .collect();
-    let devices = match std::env::var("CUDA_VISIBLE_DEVICES") {
-        Ok(list) => {
-            let visible = visible(&devices, &list);
-            if visible.is_empty() {
-                return Err(StartError::NoneVisible(list));
-            }
-            visible
-        }
-        Err(_) => devices,
-    };
+    let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
+    let devices = visible(&all, list.as_deref());
+    if let (Some(list), true) = (list, devices.is_empty()) {
+        return Err(StartError::NoneVisible(list));
+    }
     let (host_calls, queue) = mpsc::channel::<HostWork>();
     spawn("cuda-host-calls", move || {
         queue.into_iter().for_each(HostWork::run)
@@ -202,19 +196,39 @@ fn start() -> std::result::Result<Process, StartError> {
 }
 
 /// The devices that `CUDA_VISIBLE_DEVICES` lists, by number or by (the start of) UUID, up to the first
-/// that does not exist.
-fn visible(devices: &[Device], list: &str) -> Vec<Device> {
-    list.split(',')
-        .map(str::trim)
-        .map_while(|name| match name.parse::<usize>() {
-            Ok(number) => devices.get(number),
-            Err(_) if name.starts_with("GPU-") => devices
-                .iter()
-                .find(|device| uuid_text(&device.info.uuid).starts_with(name)),
-            Err(_) => None,
-        })
-        .cloned()
-        .collect()
+/// that does not exist; without a list all. Partitioned GPUs are none; a MIG instance is seen by its UUID, or where there
+/// is no other device, the first as number 0. Who sees an instance sees nothing else.
+fn visible(devices: &[Device], list: Option<&str>) -> Vec<Device> {
+    let is_instance = |device: &&Device| device.info.instance.is_some();
+    let is_whole = |device: &&Device| {
+        let parts = devices.iter().any(|it| it.info.is_part_of(device.index));
+        !is_instance(device) && !parts
+    };
+    let mut numbered: Vec<&Device> = devices.iter().filter(is_whole).collect();
+    if numbered.is_empty() {
+        numbered.extend(devices.iter().find(is_instance));
+    }
+    let chosen: Vec<&Device> = match list {
+        None => numbered,
+        Some(list) => list
+            .split(',')
+            .map(str::trim)
+            .map_while(|name| match name.parse::<usize>() {
+                Ok(number) => numbered.get(number).copied(),
+                Err(_) if name.starts_with("GPU-") || name.starts_with("MIG-") => devices
+                    .iter()
+                    .filter(|device| is_instance(device) || is_whole(device))
+                    .find(|device| device.info.uuid_text().starts_with(name)),
+                Err(_) => None,
+            })
+            .collect(),
+    };
+    let first = chosen.first().filter(|first| is_instance(first)).copied();
+    let whole = chosen.iter().copied().filter(is_whole);
+    match first {
+        Some(instance) => vec![instance.clone()],
+        None => whole.cloned().collect(),
+    }
 }
 
 impl Process {
@@ -308,31 +322,20 @@ mod tests {
     use super::*;
     use gpumux_emu::Profile;
 
-    fn devices(count: u32) -> Vec<Device> {
-        let profile = Profile::default();
-        (0..count)
-            .map(|index| Device {
-                index,
-                info: DeviceInfo {
-                    name: String::new(),
-                    uuid: profile.uuid(index),
-                    pci_bus: index + 1,
-                    memory: 0,
-                    sms: 1,
-                    compute_capability: (9, 0),
-                    clock_khz: 1,
-                    memory_bandwidth: 1,
-                    driver_version: String::new(),
-                    cuda_version: 0,
-                },
-            })
-            .collect()
+    fn devices(profile: &str) -> Vec<Device> {
+        let infos = Profile::parse(profile).unwrap().infos();
+        let of = |(index, info)| Device { index, info };
+        (0..).zip(infos).map(of).collect()
+    }
+
+    fn numbers(all: &[Device], list: Option<&str>) -> Vec<u32> {
+        visible(all, list).iter().map(|it| it.index).collect()
     }
 
     #[test]
     fn visible_devices_are_chosen_and_ordered_as_cuda_does() {
-        let all = devices(3);
-        let uuid = uuid_text(&all[1].info.uuid);
+        let all = devices("devices = 3");
+        let uuid = all[1].info.uuid_text();
         for (list, expected) in [
             ("0,1,2", vec![0, 1, 2]),
             ("2, 0", vec![2, 0]),
@@ -343,9 +346,31 @@ mod tests {
             (&uuid[..12], vec![1]),
             ("GPU-nonsense,0", vec![]),
         ] {
-            let chosen: Vec<u32> = visible(&all, list).iter().map(|it| it.index).collect();
-            assert_eq!(chosen, expected, "{list}");
+            assert_eq!(numbers(&all, Some(list)), expected, "{list}");
         }
+        assert_eq!(numbers(&all, None), [0, 1, 2]);
+    }
+
+    #[test]
+    fn one_mig_instance_is_seen_alone() {
+        // GPUs 0 and 1; instances 2 and 3 of GPU 0.
+        let all = devices("devices = 2\nmig = [['1g.10gb', '2g.20gb']]");
+        let uuid = |at: usize| all[at].info.uuid_text();
+        let (gpu, whole, second) = (uuid(0), uuid(1), uuid(3));
+        assert_eq!(numbers(&all, None), [1], "the whole one");
+        for (list, expected) in [
+            (second.clone(), vec![3]),
+            (format!("{second},{}", uuid(2)), vec![3]),
+            (format!("{whole},{second}"), vec![1]),
+            (format!("{second},{whole}"), vec![3]),
+            (gpu, vec![]),
+            ("0".to_owned(), vec![1]),
+        ] {
+            assert_eq!(numbers(&all, Some(&list)), expected, "{list}");
+        }
+        let all = devices("mig = [['1g.10gb', '2g.20gb']]");
+        assert_eq!(numbers(&all, None), [1], "the first");
+        assert_eq!(numbers(&all, Some("0,1")), [1]);
     }
 
     #[test]

@@ -5,7 +5,9 @@ use std::path::Path;
 use gpumux_sim::gpu::Hardware;
 use serde::{Deserialize, Serialize};
 
-/// One machine's devices; all are alike. Every key may be left out.
+use crate::{mig, protocol::DeviceInfo};
+
+/// One machine's devices; all are alike, but for their partitions. Every key may be left out.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Profile {
@@ -13,6 +15,9 @@ pub struct Profile {
     pub name: String,
     /// Number of devices, 1 to [`MAX_DEVICES`].
     pub devices: u32,
+    /// For each device in order, the MIG instances it is partitioned into, by the names of their profiles (`1g.10gb`).
+    /// A device with none is whole.
+    pub mig: Vec<Vec<String>>,
     /// Bytes of device memory.
     pub memory: u64,
     /// Bytes that every context occupies. Measured: about 520 MiB.
@@ -71,6 +76,7 @@ impl Default for Profile {
         Self {
             name: "NVIDIA H100 80GB HBM3 (emulated)".into(),
             devices: 1,
+            mig: Vec::new(),
             memory: 80 << 30,
             context_memory: 520 << 20,
             compute_capability: (9, 0),
@@ -148,6 +154,12 @@ impl Profile {
         if self.devices == 0 || self.devices > MAX_DEVICES {
             return wrong("devices", &self.devices, "1 to 16");
         }
+        if self.mig.len() > self.devices as usize {
+            return wrong("mig", &self.mig.len(), "one list per device at most");
+        }
+        if let Some(names) = self.mig.iter().find(|names| !mig::fits(names)) {
+            return wrong("mig", &names.join(", "), mig::ALLOWED);
+        }
         if self.hardware.sms == 0 || self.hardware.sms > 4096 {
             return wrong("hardware.sms", &self.hardware.sms, "1 to 4096");
         }
@@ -180,6 +192,34 @@ impl Profile {
         Ok(())
     }
 
+    /// All devices in order: the GPUs by their index, then the MIG instances of each.
+    pub fn infos(&self) -> Vec<DeviceInfo> {
+        let whole = |index| DeviceInfo {
+            name: self.name.clone(),
+            uuid: self.uuid(index),
+            pci_bus: Self::pci_bus(index),
+            memory: self.memory,
+            sms: self.hardware.sms,
+            compute_capability: self.compute_capability,
+            clock_khz: self.clock_khz,
+            memory_bandwidth: self.memory_bandwidth,
+            driver_version: self.driver_version.clone(),
+            cuda_version: self.cuda_version,
+            instance: None,
+        };
+        let parts = (0..self.devices).flat_map(|gpu| mig::parts(self, gpu));
+        let instances = (self.devices..).zip(parts).map(|(index, part)| DeviceInfo {
+            name: format!("{} MIG {}", self.name, part.instance.profile),
+            uuid: self.uuid(index),
+            memory: part.memory,
+            sms: part.sms,
+            memory_bandwidth: part.memory_bandwidth,
+            instance: Some(part.instance.clone()),
+            ..whole(part.instance.gpu)
+        });
+        (0..self.devices).map(whole).chain(instances).collect()
+    }
+
     /// The UUID of a device: always the same for the same name and index.
     pub fn uuid(&self, index: u32) -> [u8; 16] {
         // FNV-1a, twice, over what tells devices apart.
@@ -205,11 +245,16 @@ impl Profile {
     }
 }
 
-/// A UUID as the driver writes it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
+/// A GPU's UUID as the driver writes it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
 pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    prefixed("GPU", uuid)
+}
+
+/// The same with `MIG`, for an instance, or any other prefix.
+pub(crate) fn prefixed(prefix: &str, uuid: &[u8; 16]) -> String {
     let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
     format!(
-        "GPU-{}-{}-{}-{}-{}",
+        "{prefix}-{}-{}-{}-{}-{}",
         &hex[..8],
         &hex[8..12],
         &hex[12..16],
@@ -231,6 +276,7 @@ mod tests {
     fn a_profile_survives_being_written() {
         let profile = Profile {
             devices: 3,
+            mig: vec![vec![], vec!["1g.10gb".into(), "2g.20gb".into()]],
             ..Profile::default()
         };
         let text = toml::to_string(&profile).unwrap();
@@ -242,6 +288,9 @@ mod tests {
         for (text, key) in [
             ("device = 2", "device"),
             ("devices = 0", "devices"),
+            ("mig = [['1g.10gb'], ['1g.10gb']]", "mig"),
+            ("mig = [['1g.11gb']]", "1g.11gb"),
+            ("mig = [['4g.40gb', '4g.40gb']]", "4g.40gb, 4g.40gb"),
             ("[hardware]\nsms = 0", "hardware.sms"),
             ("[hardware]\nwarps = 1", "warps"),
             ("[controls]\nfreeze_us = [2, 1]", "controls.freeze_us"),
@@ -250,6 +299,26 @@ mod tests {
             let error = Profile::parse(text).unwrap_err().to_string();
             assert!(error.contains(key), "{error}");
         }
+    }
+
+    #[test]
+    fn instances_come_after_all_gpus() {
+        let text = "devices = 2\nmig = [['1g.10gb'], ['2g.20gb', '1g.10gb']]";
+        let devices = Profile::parse(text).unwrap().infos();
+        let of = |info: &DeviceInfo| info.instance.as_ref().map(|it| it.gpu);
+        let found: Vec<_> = devices.iter().map(|it| (of(it), it.pci_bus)).collect();
+        let expected = [
+            (None, 1),
+            (None, 2),
+            (Some(0), 1),
+            (Some(1), 2),
+            (Some(1), 2),
+        ];
+        assert_eq!(found, expected);
+        assert!(devices[0].uuid_text().starts_with("GPU-"));
+        assert!(devices[2].uuid_text().starts_with("MIG-"));
+        assert_ne!(devices[3].uuid, devices[4].uuid);
+        assert!(devices[3].name.ends_with(" MIG 2g.20gb"));
     }
 
     #[test]

@@ -9,8 +9,10 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
+use crate::profile::prefixed;
+
 /// Both sides must have the same.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -143,6 +145,37 @@ pub struct DeviceInfo {
     pub driver_version: String,
     /// CUDA's driver version.
     pub cuda_version: i32,
+    /// Of a MIG instance: which part of which GPU it is.
+    pub instance: Option<Instance>,
+}
+
+/// A MIG instance's place in its GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Instance {
+    /// The GPU's number among the server's devices.
+    pub gpu: u32,
+    /// The GPU's UUID.
+    pub gpu_uuid: [u8; 16],
+    /// Such as `1g.10gb`.
+    pub profile: String,
+    /// The driver's number of the GPU instance: memory and processors.
+    pub gpu_instance: u32,
+    /// Of the compute instance in it.
+    pub compute_instance: u32,
+    /// How many of the GPU's seven slices of processors.
+    pub slices: u32,
+}
+
+impl DeviceInfo {
+    /// Its UUID as the driver writes it: `GPU-…`, or `MIG-…` of an instance.
+    pub fn uuid_text(&self) -> String {
+        prefixed(self.instance.as_ref().map_or("GPU", |_| "MIG"), &self.uuid)
+    }
+
+    /// Whether it is an instance of the GPU with this number.
+    pub fn is_part_of(&self, gpu: u32) -> bool {
+        self.instance.as_ref().is_some_and(|it| it.gpu == gpu)
+    }
 }
 
 /// A device at one moment.

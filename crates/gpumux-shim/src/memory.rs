@@ -162,7 +162,9 @@ fn stays_native() -> bool {
     *NATIVE.get_or_init(|| std::env::var_os("GPUMUX_MEMORY").is_some_and(|value| value == "native"))
 }
 
-fn uuid_text(bytes: [u8; 16]) -> String {
+/// As NVML writes it. The driver's older function gives the GPU's UUID, its later one that of a MIG instance.
+fn uuid_text(gpu: [u8; 16], bytes: [u8; 16]) -> String {
+    let prefix = if gpu == bytes { "GPU" } else { "MIG" };
     let hex: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
     let parts = [
         &hex[..8],
@@ -171,7 +173,7 @@ fn uuid_text(bytes: [u8; 16]) -> String {
         &hex[16..20],
         &hex[20..],
     ];
-    format!("GPU-{}", parts.join("-"))
+    format!("{prefix}-{}", parts.join("-"))
 }
 
 /// The current context's device, once it is known to the tables.
@@ -184,10 +186,11 @@ fn current_device() -> Option<c_int> {
     if with(|space| space.devices.contains_key(&device)) {
         return Some(device);
     }
-    let (mut uuid, mut total) = ([0; 16], 0);
+    let (mut gpu, mut uuid, mut total) = ([0; 16], [0; 16], 0);
     // SAFETY: places to write, for a device that exists.
     let known = unsafe {
         device_uuid_v2().or_else(device_uuid)?(&raw mut uuid, device) == SUCCESS
+            && device_uuid().or_else(device_uuid_v2)?(&raw mut gpu, device) == SUCCESS
             && device_total()?(&raw mut total, device) == SUCCESS
     };
     known.then(|| {
@@ -195,7 +198,7 @@ fn current_device() -> Option<c_int> {
         with(|space| {
             if space.devices.len() < MAX_DEVICES {
                 space.devices.entry(device).or_insert_with(|| Device {
-                    uuid: uuid_text(uuid),
+                    uuid: uuid_text(gpu, uuid),
                     total: total as u64,
                     movable: Lease::default(),
                     pinned: Lease::default(),

@@ -604,6 +604,7 @@ fn a_promise_that_cannot_be_kept_changes_nothing() {
     assert!(bench.spec(3, promise(0.1)).is_err());
     bench.engine.know_devices([crate::devices::Known {
         uuid: "GPU-1".to_owned(),
+        gpu: 1,
         name: String::new(),
         memory_bytes: 80 << 30,
         memory_used: 0,

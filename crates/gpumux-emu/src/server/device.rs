@@ -9,7 +9,6 @@ use gpumux_sim::gpu::{Engine, Event, Gpu, GroupId, StreamId, WorkId};
 use super::rm::{GroupKey, Hardware};
 use crate::{
     Profile,
-    profile::uuid_text,
     protocol::{DeviceInfo, DeviceStatus, Refusal},
 };
 
@@ -57,6 +56,7 @@ impl Device {
 /// All devices and their groups.
 pub(super) struct Devices {
     pub(super) profile: Profile,
+    infos: Vec<DeviceInfo>,
     pub(super) all: Vec<Device>,
     groups: BTreeMap<GroupKey, (u32, GroupId, Engine)>,
     /// Groups that were removed, frozen or thawed, since somebody looked.
@@ -67,9 +67,14 @@ pub(super) struct Devices {
 
 impl Devices {
     pub(super) fn new(profile: Profile, now: u64) -> Self {
-        let all = (0..profile.devices)
-            .map(|_| Device {
-                gpu: Gpu::new(profile.hardware.clone()),
+        let infos = profile.infos();
+        let all = infos
+            .iter()
+            .map(|info| Device {
+                gpu: Gpu::new(gpumux_sim::gpu::Hardware {
+                    sms: info.sms,
+                    ..profile.hardware.clone()
+                }),
                 origin: now,
                 events: Vec::new(),
                 works: HashMap::new(),
@@ -81,6 +86,7 @@ impl Devices {
             .collect();
         Self {
             profile,
+            infos,
             all,
             groups: BTreeMap::new(),
             removed: Vec::new(),
@@ -98,26 +104,15 @@ impl Devices {
     }
 
     pub(super) fn infos(&self) -> Vec<DeviceInfo> {
-        let profile = &self.profile;
-        (0..profile.devices)
-            .map(|index| DeviceInfo {
-                name: profile.name.clone(),
-                uuid: profile.uuid(index),
-                pci_bus: Profile::pci_bus(index),
-                memory: profile.memory,
-                sms: profile.hardware.sms,
-                compute_capability: profile.compute_capability,
-                clock_khz: profile.clock_khz,
-                memory_bandwidth: profile.memory_bandwidth,
-                driver_version: profile.driver_version.clone(),
-                cuda_version: profile.cuda_version,
-            })
-            .collect()
+        self.infos.clone()
     }
 
     /// Takes memory of a device.
     pub(super) fn take(&mut self, device: u32, bytes: u64) -> Result<(), Refusal> {
-        let total = self.profile.memory;
+        let total = (self.infos.get(device as usize)).map_or(0, |info| info.memory);
+        if !self.has(device) {
+            return Err(Refusal::Unknown);
+        }
         let device = self.all.get_mut(device as usize).ok_or(Refusal::Unknown)?;
         let used = device.used.checked_add(bytes).filter(|used| *used <= total);
         device.used = used.ok_or(Refusal::OutOfMemory)?;
@@ -152,8 +147,11 @@ impl Devices {
             device.sample = (now, busy, [percent(0), percent(1)]);
         }
         let [compute_percent, copy_percent] = device.sample.2;
+        let parts = self.infos.iter().zip(&self.all);
+        let parts = parts.filter(|(info, _)| info.is_part_of(index));
+        let used = parts.map(|(_, part)| part.used).sum::<u64>();
         Some(DeviceStatus {
-            used: device.used,
+            used: self.all[index as usize].used + used,
             compute_percent,
             copy_percent,
             processes: Vec::new(),
@@ -174,12 +172,13 @@ impl Devices {
 }
 
 impl Hardware for Devices {
-    fn devices(&self) -> u32 {
-        self.profile.devices
+    fn has(&self, device: u32) -> bool {
+        self.infos.get(device as usize).is_some()
+            && !self.infos.iter().any(|info| info.is_part_of(device))
     }
 
     fn uuid(&self, device: u32) -> String {
-        uuid_text(&self.profile.uuid(device))
+        (self.infos.get(device as usize)).map_or_else(String::new, DeviceInfo::uuid_text)
     }
 
     fn add_group(&mut self, key: GroupKey, device: u32, number: u32) {

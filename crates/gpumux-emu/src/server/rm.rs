@@ -26,8 +26,8 @@ pub(crate) struct GroupKey(u64);
 
 /// What the resource manager asks of the devices.
 pub(crate) trait Hardware {
-    /// How many there are.
-    fn devices(&self) -> u32;
+    /// Whether there is one with this number that can be used: a GPU that is partitioned is used by its instances.
+    fn has(&self, device: u32) -> bool;
     /// UUID text of one.
     fn uuid(&self, device: u32) -> String;
     /// A group was made.
@@ -295,7 +295,7 @@ impl Tree {
                     return Err(RmStatus::INVALID_OBJECT_PARENT);
                 }
                 let device = word(params, 0)?;
-                if device >= hardware.devices() {
+                if !hardware.has(device) {
                     return Err(RmStatus::INVALID_DEVICE);
                 }
                 Kind::Device(device)
@@ -728,8 +728,8 @@ mod tests {
     }
 
     impl Hardware for Fake {
-        fn devices(&self) -> u32 {
-            2
+        fn has(&self, device: u32) -> bool {
+            device < 2
         }
         fn uuid(&self, device: u32) -> String {
             format!("GPU-{device}")
