@@ -26,7 +26,7 @@ const TICK: Micros = Micros::from_millis(1);
 const TICK_COST: u64 = 64;
 
 /// Why a parked domain is frozen, whatever the policy says.
-pub(super) const AWAY: &str = "its memory is away";
+pub(crate) const AWAY: &str = "its memory is away";
 
 /// What it costs to wake the thread, apart from what it then does (measured in a virtual machine).
 const WAKE: Micros = Micros(15);

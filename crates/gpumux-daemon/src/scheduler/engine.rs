@@ -118,6 +118,8 @@ pub(crate) struct View {
     pub(crate) memory: Vec<Line>,
     /// Tenants whose memory is on its way or away.
     pub(crate) parked: BTreeSet<TenantId>,
+    /// Tenants that wait for room; the memory broker says so.
+    pub(crate) waiting: BTreeSet<TenantId>,
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
 }
 
@@ -776,6 +778,7 @@ impl Engine {
             counted: self.ended.clone(),
             memory: self.books.lines(),
             parked: self.parked.clone(),
+            waiting: BTreeSet::new(),
             moves: self.moves.clone(),
         };
         for met in self.sessions.values() {
