@@ -1289,6 +1289,37 @@ mod tests {
         );
     }
 
+    /// Whatever can be set, memory and hints too.
+    #[tokio::test]
+    async fn all_that_can_be_set_is_there_for_the_next_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        // No `..`: what is new must be set here too.
+        let change = SpecChange {
+            class: Some(Class::Latency),
+            guaranteed: Some(0.25),
+            limit: Some(0.5),
+            weight: Some(3.0),
+            latency_objective_us: Some(7000),
+            hints: Some(Hints::Manual),
+            memory_guaranteed: Some(1 << 30),
+            memory_limit: Some(2 << 30),
+            memory_policy: Some(gpumux_core::MemoryPolicy::Wait),
+            sleep_after_s: Some(60),
+        };
+        let first = tenants(&dir).await;
+        first.create(&peer(0), new("serve")).await.unwrap();
+        first.change(0, "serve", &change).await.unwrap();
+        std::fs::remove_file(dir.path().join("tenants.json")).unwrap();
+        let next = tenants(&dir).await;
+        next.create(&peer(0), new("serve")).await.unwrap();
+        let wanted = change.apply(&TenantSpec::default());
+        assert_eq!(next.list().await[0].spec, wanted);
+        // The one that lives is known to the daemon after that, from the other file.
+        std::fs::remove_file(dir.path().join("settings.json")).unwrap();
+        let last = tenants(&dir).await;
+        assert_eq!(last.list().await[0].spec, wanted);
+    }
+
     #[tokio::test]
     async fn an_old_setting_that_cannot_be_kept_is_named() {
         let dir = tempfile::tempdir().unwrap();
