@@ -295,15 +295,15 @@ fn the_commands_of_the_book_work() {
 #[test]
 fn a_node_tells_what_it_would_offer_to_kubernetes() {
     let node = Node::start();
-    let words = ["gpumux", "dra", "--node-name", "n1", "--print-slices"];
-    let slices = node.on_device(words).run().ok().json();
+    let words = ["dra", "--node-name", "n1", "--print-slices"];
+    let slices = node.gpumux(words).run().ok().json();
     let slice = &slices[0]["spec"];
     assert_eq!(
         (&slice["nodeName"], &slice["driver"]),
         (&"n1".into(), &"gpumux.dev".into())
     );
     let empty = tempfile::tempdir().unwrap();
-    let mut alone = node.on_device(words);
+    let mut alone = node.gpumux(words);
     let refused = alone.env("GPUMUX_RUNTIME_DIR", empty.path()).run();
     assert!(
         !refused.status.success() && refused.err.contains("start `gpumux daemon`"),
