@@ -18,8 +18,6 @@ const EXCEPTIONS: [(&str, &str); 1] = [(
     "cargo ",
     "CI itself runs cargo; in here it would build all again, or wait for its own lock",
 )];
-/// Commands whose help has no example, and why.
-const WITHOUT_EXAMPLE: [(&str, &str); 1] = [("dra", "needs a cluster; its own tests have one")];
 /// What is replaced, so that it is short, stays in the test's folder, or needs no screen.
 const REPLACED: [(&str, &str); 10] = [
     ("gpumux demo --seconds 40", "gpumux demo"),
@@ -295,6 +293,25 @@ fn the_commands_of_the_book_work() {
 }
 
 #[test]
+fn a_node_tells_what_it_would_offer_to_kubernetes() {
+    let node = Node::start();
+    let words = ["dra", "--node-name", "n1", "--print-slices"];
+    let slices = node.gpumux(words).run().ok().json();
+    let slice = &slices[0]["spec"];
+    assert_eq!(
+        (&slice["nodeName"], &slice["driver"]),
+        (&"n1".into(), &"gpumux.dev".into())
+    );
+    let empty = tempfile::tempdir().unwrap();
+    let mut alone = node.gpumux(words);
+    let refused = alone.env("GPUMUX_RUNTIME_DIR", empty.path()).run();
+    assert!(
+        !refused.status.success() && refused.err.contains("start `gpumux daemon`"),
+        "{refused:?}"
+    );
+}
+
+#[test]
 fn the_examples_of_every_help_work() {
     if real() {
         eprintln!("SKIPPED: it needs two devices");
@@ -321,13 +338,7 @@ fn the_examples_of_every_help_work() {
     pages.extend(names.iter().map(|name| ((*name).to_owned(), help(&[name]))));
     for (name, text) in pages {
         let examples = (text.split_once("Examples:\n")).or(text.split_once("EXAMPLES:\n"));
-        let Some((_, examples)) = examples else {
-            assert!(
-                WITHOUT_EXAMPLE.iter().any(|(other, _)| *other == name),
-                "{name} has no example"
-            );
-            continue;
-        };
+        let (_, examples) = examples.unwrap_or_else(|| panic!("{name} has no example"));
         println!("{name}");
         // Also what follows the examples may name a command.
         let examples = examples.split("Exit codes:").next().unwrap().lines();

@@ -147,6 +147,50 @@ fn an_idle_tenant_sleeps_and_wakes_with_its_next_work() {
 }
 
 #[test]
+fn sleep_and_want_of_room_are_explained_and_traced() {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    let node = Node::with_memory(256 << 20);
+    let idle = |name: &str, policy: &str| {
+        let options = format!("--name {name} --memory-policy {policy}");
+        let program = "gpumux workload idle --seconds 600 --memory 150MiB";
+        Process::start(&mut node.tenant(&options, program))
+    };
+    let _first = idle("first", "wait");
+    node.wait_tenant("first", |it| bytes(it, "in_use") >= 150 << 20);
+    let explain = |name: &str| node.gpumux(["explain", name]).run().ok().out;
+    // There is no room for a second one, and it does not take any.
+    let _second = idle("second", "wait");
+    node.wait_tenant("second", |it| it["waits_for_memory"] == true);
+    let why = explain("second");
+    assert!(why.contains("(memory policy wait)"), "{why}");
+    assert!(sleeps(&node, "first"));
+    let asleep = node.wait_tenant("first", |it| it["asleep"] == true);
+    assert_eq!(asleep["waits_for_memory"], false, "{asleep:#}");
+    let why = explain("first");
+    assert!(why.contains("It sleeps: 0.1 GiB"), "{why}");
+    node.wait_tenant("second", |it| {
+        it["waits_for_memory"] == false && bytes(it, "in_use") >= 150 << 20
+    });
+    node.gpumux(["wake", "first"]).run().ok();
+    let file = node.dir().join("moves.json");
+    let words = ["trace", "--seconds", "100", "-o", file.to_str().unwrap()];
+    node.gpumux(words).run().ok();
+    let trace: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    for name in ["memory goes to the host", "memory comes back"] {
+        let has = |phase| {
+            events
+                .iter()
+                .any(|it| it["name"] == name && it["ph"] == phase)
+        };
+        assert!(has("b") && has("e"), "{name}: {trace:#}");
+    }
+}
+
+#[test]
 fn a_daemon_that_dies_leaves_no_tenant_asleep() {
     let mut node = Node::start();
     let worker = Process::start(&mut node.tenant("--name worker", &program(3, "24MiB", 400)));

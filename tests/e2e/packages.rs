@@ -83,6 +83,26 @@ fn a_debian_package_comes_works_and_goes() {
     ] {
         assert!(root.join(file).is_file(), "{file}");
     }
+    // Every command has a man page, and completes.
+    let help = installed(&["--help"]).out;
+    let list = help.split_once("Commands:\n").unwrap().1;
+    let list = list.split("\n\n").next().unwrap();
+    let commands = (list.lines())
+        .filter(|line| !line.starts_with("   "))
+        .filter_map(|line| line.split_whitespace().next())
+        .filter(|name| *name != "help");
+    let complete = root.join("usr/share/bash-completion/completions/gpumux");
+    let complete = fs::read_to_string(complete).unwrap();
+    let mut seen = 0;
+    for name in commands {
+        let page = root.join(format!("usr/share/man/man1/gpumux-{name}.1.gz"));
+        assert!(
+            page.is_file() && complete.contains(&format!("gpumux,{name})")),
+            "{name}"
+        );
+        seen += 1;
+    }
+    assert!(seen > 15, "{help}");
     // An upgrade in place, then away with it.
     dpkg(&["--install", deb.to_str().unwrap()]);
     dpkg(&["--purge", "gpumux"]);
@@ -116,7 +136,11 @@ fn systemd_understands_the_units() {
             .filter(|line| line.contains("gpumuxd.service"))
             .collect();
         assert!(ours.is_empty(), "{file}: {said}");
-        assert!(unit.contains("StateDirectory=gpumux"), "{file}");
+        // A restart must not end the MPS servers of groups, and SIGTERM thaws everybody.
+        for line in ["StateDirectory=gpumux", "KillMode=process"] {
+            assert!(unit.lines().any(|it| it == line), "{file}: {line}");
+        }
+        assert!(!unit.contains("KillSignal"), "{file}");
     }
     let system = fs::read_to_string(repository().join("deploy/systemd/gpumuxd.service")).unwrap();
     assert!(system.contains("RuntimeDirectoryPreserve=yes"));

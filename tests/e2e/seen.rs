@@ -228,7 +228,7 @@ fn the_web_page_in_a_browser() {
         browser.until("document.querySelectorAll('#tenants tr').length"),
         2
     );
-    browser.until("document.querySelectorAll('canvas').length === 1");
+    browser.until("document.querySelectorAll('#devices canvas').length === 1");
     browser.click("tr[data-name=night]");
     let why = browser.until("document.querySelector('#why').textContent");
     assert!(
@@ -237,6 +237,9 @@ fn the_web_page_in_a_browser() {
     );
     // Contexts, and the memory of somebody.
     browser.until("document.querySelectorAll('#memory .map i').length > 1");
+    browser.until("[...document.querySelectorAll('dt')].find(t => t.textContent === 'sharing').nextSibling.textContent === 'in time'");
+    // Its own timeline is drawn.
+    browser.until("(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))(document.querySelector('#own'))");
     // It is live: what it has received grows.
     let received = "parseFloat([...document.querySelectorAll('dt')].find(t => t.textContent === 'device time').nextSibling.textContent)";
     let before = browser.until(&format!("String({received})"));

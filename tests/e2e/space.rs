@@ -389,6 +389,34 @@ fn a_servers_end_and_a_new_daemon_leave_a_group_that_can_be_joined() {
     );
 }
 
+#[test]
+fn groups_that_no_daemon_will_find_can_be_ended() {
+    let mut node = Node::start();
+    let mut first = member(&node, "first", "", TICKS);
+    first.wait_lines(2);
+    let refused = node.gpumux(["daemon", "--end-groups"]).run();
+    assert!(refused.err.contains("already"), "{refused:?}");
+    node.stop_daemon();
+    let file = node.dir().join("groups.json");
+    // The first line is its checksum.
+    let saved = || {
+        let text = fs::read_to_string(&file).unwrap();
+        let groups = text.lines().nth(1).map(serde_json::from_str);
+        groups.unwrap().unwrap()
+    };
+    let groups: Value = saved();
+    let pid = groups[0]["process"]["pid"].as_i64().unwrap();
+    let folder = PathBuf::from(groups[0]["folder"].as_str().unwrap());
+    let server = PathBuf::from(format!("/proc/{pid}/cmdline"));
+    // Of one that has ended but was not waited for nothing is left.
+    let lives = || fs::read(&server).is_ok_and(|words| !words.is_empty());
+    assert!(lives() && folder.is_dir(), "it outlives the daemon");
+    node.gpumux(["daemon", "--end-groups"]).run().ok();
+    wait_for("the server's end", PATIENCE, || (!lives()).then_some(()));
+    assert!(!folder.exists());
+    assert_eq!(saved(), Value::Array(Vec::new()));
+}
+
 /// What a program does wrong, and whether it ends those in its group: `None`: the hardware may do either.
 const FAULTS: [(&str, Option<bool>); 6] = [
     ("illegal-address", Some(true)),

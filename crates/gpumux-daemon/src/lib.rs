@@ -24,4 +24,4 @@ mod tenants;
 mod verify;
 
 pub use config::Config;
-pub use serve::{Error, run};
+pub use serve::{Error, end_groups, run};

@@ -11,7 +11,7 @@
 //! are thawed only when all memory is back; if this daemon dies, each process sees to that itself.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     os::fd::OwnedFd,
     pin::Pin,
     sync::{
@@ -99,6 +99,8 @@ struct Place {
     /// One who brings it back is enough.
     waking: tokio::sync::Mutex<()>,
     asleep: AtomicBool,
+    /// Requests of its processes that wait for room.
+    asks: AtomicU64,
     /// Since when its memory is on the device, and how long it took to bring it there.
     awake: Mutex<(Instant, Duration)>,
 }
@@ -153,6 +155,7 @@ impl Memory {
                 turn: tokio::sync::Mutex::default(),
                 waking: tokio::sync::Mutex::default(),
                 asleep: AtomicBool::new(false),
+                asks: AtomicU64::new(0),
                 awake: Mutex::new((Instant::now(), Duration::ZERO)),
             })
         });
@@ -164,6 +167,18 @@ impl Memory {
         let state = self.state();
         let place = state.places.get(&tenant);
         place.is_some_and(|place| place.asleep.load(Ordering::Acquire))
+    }
+
+    /// Tenants that wait for room: for memory that they asked for, or to come back.
+    pub(crate) fn waiting(&self) -> BTreeSet<TenantId> {
+        let waits = |place: &Place| {
+            let comes_back =
+                place.asleep.load(Ordering::Acquire) && place.waking.try_lock().is_err();
+            comes_back || place.asks.load(Ordering::Relaxed) > 0
+        };
+        let state = self.state();
+        let places = state.places.iter().filter(|(_, place)| waits(place));
+        places.map(|(tenant, _)| *tenant).collect()
     }
 
     /// A process has connected.
@@ -244,7 +259,10 @@ impl Memory {
                     Err(denied) => {
                         tokio::spawn(async move {
                             memory.trim_for(denied).await;
+                            let place = memory.place(tenant);
+                            place.asks.fetch_add(1, Ordering::Relaxed);
                             let bytes = memory.lease(session, tenant, ask).await.unwrap_or(0);
+                            place.asks.fetch_sub(1, Ordering::Relaxed);
                             memory.tell(session, &Daemon::Granted { ticket, bytes });
                         });
                     }

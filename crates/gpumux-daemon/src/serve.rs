@@ -79,11 +79,7 @@ impl From<Stopped> for Error {
 /// # Errors
 /// When it cannot start.
 pub fn run(config: Config) -> Result<(), Error> {
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        .worker_threads(2)
-        .max_blocking_threads(16)
-        .enable_all()
-        .build()?;
+    let runtime = runtime()?;
     let result = runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
@@ -100,16 +96,41 @@ pub fn run(config: Config) -> Result<(), Error> {
     result
 }
 
+/// Ends the groups that a daemon has left to the next one, with the processes in them: for when none comes any more.
+///
+/// # Errors
+/// When a daemon runs, or the runtime directory cannot be had.
+pub fn end_groups(config: &Config) -> Result<(), Error> {
+    config.check()?;
+    let runtime = runtime()?;
+    runtime.block_on(async {
+        let dir = runtime_dir(config)?;
+        // Nobody takes a seat in them.
+        Groups::load(config, dir.path()).close().await;
+        Ok::<_, Error>(())
+    })?;
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    Ok(())
+}
+
+fn runtime() -> io::Result<tokio::runtime::Runtime> {
+    tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .max_blocking_threads(16)
+        .enable_all()
+        .build()
+}
+
+fn runtime_dir(config: &Config) -> Result<RuntimeDir, DirError> {
+    let dir = config.runtime_dir.clone();
+    RuntimeDir::take(dir.unwrap_or_else(paths::runtime_dir))
+}
+
 /// The daemon, until `ended` says so.
 async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Error> {
     config.check()?;
     raise_file_limit();
-    let dir = RuntimeDir::take(
-        config
-            .runtime_dir
-            .clone()
-            .unwrap_or_else(paths::runtime_dir),
-    )?;
+    let dir = runtime_dir(&config)?;
     let config = Arc::new(config);
     let scheduler = scheduler::start(Arc::clone(&config))?;
     let (devices, mut looked) = Devices::watch(config.nvml.clone());

@@ -76,12 +76,26 @@ struct Table {
     joined: VecDeque<(u32, TenantId)>,
     /// The last faults in groups.
     faults: VecDeque<Fault>,
+    /// What became of groups, those that have ended too, by name.
+    counts: BTreeMap<String, GroupCounts>,
     /// How often a user's tenants of a name took a group down.
     culprits: BTreeMap<(u32, String), u32>,
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
     empty_since: Option<Instant>,
+}
+
+/// A group in figures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GroupCounts {
+    /// Tenants with a seat in it.
+    pub(crate) members: usize,
+    /// Faults that ended its members' processes.
+    pub(crate) faults: u64,
+    /// How often it was there again after one, and how long that took.
+    pub(crate) restarts: u64,
+    pub(crate) restarting: Duration,
 }
 
 /// One tenant.
@@ -428,9 +442,8 @@ impl Tenants {
         let more = self.scheduler.call(move |e| e.give_up(&name)).await?;
         crashes.extend(more);
         let restarted = self.groups.restart(group).await;
-        let restarted_ms = restarted
-            .is_ok()
-            .then_some(begun.elapsed().as_millis() as u64);
+        let took = restarted.is_ok().then(|| begun.elapsed());
+        let restarted_ms = took.map(|took| took.as_millis() as u64);
         let said = restarted.unwrap_or_else(|error| {
             tracing::warn!(group, %error, "the group cannot be started again");
             String::new()
@@ -482,6 +495,7 @@ impl Tenants {
             }
             *table.culprits.entry((uid, name)).or_default() += 1;
         }
+        table.count_fault(group, took);
         table.faults.push_back(fault);
         let surplus = table.faults.len().saturating_sub(MAX_FAULTS);
         table.faults.drain(..surplus);
@@ -491,6 +505,17 @@ impl Tenants {
     /// The last faults in groups, the latest last.
     pub(crate) async fn faults(&self) -> Vec<Fault> {
         self.table.lock().await.faults.iter().cloned().collect()
+    }
+
+    /// All groups in figures, by name.
+    pub(crate) async fn groups(&self) -> BTreeMap<String, GroupCounts> {
+        let table = self.table.lock().await;
+        let mut groups = table.counts.clone();
+        for seat in table.tenants.values().filter_map(|it| it.seat.as_ref()) {
+            let name = seat.name().to_string();
+            groups.entry(name).or_default().members += 1;
+        }
+        groups
     }
 
     /// Gives a tenant that was in a group its seat back, if the group is still there.
@@ -880,6 +905,19 @@ impl Tenant {
 }
 
 impl Table {
+    /// A group has failed, and was there again after so long, if it was.
+    fn count_fault(&mut self, group: &str, took: Option<Duration>) {
+        if self.counts.len() >= MAX_SETTINGS && !self.counts.contains_key(group) {
+            self.counts.pop_first();
+        }
+        let counts = self.counts.entry(group.to_owned()).or_default();
+        counts.faults += 1;
+        if let Some(took) = took {
+            counts.restarts += 1;
+            counts.restarting += took;
+        }
+    }
+
     fn next_id(&mut self) -> TenantId {
         self.made += 1;
         TenantId(self.made)
@@ -1251,6 +1289,37 @@ mod tests {
         );
     }
 
+    /// Whatever can be set, memory and hints too.
+    #[tokio::test]
+    async fn all_that_can_be_set_is_there_for_the_next_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        // No `..`: what is new must be set here too.
+        let change = SpecChange {
+            class: Some(Class::Latency),
+            guaranteed: Some(0.25),
+            limit: Some(0.5),
+            weight: Some(3.0),
+            latency_objective_us: Some(7000),
+            hints: Some(Hints::Manual),
+            memory_guaranteed: Some(1 << 30),
+            memory_limit: Some(2 << 30),
+            memory_policy: Some(gpumux_core::MemoryPolicy::Wait),
+            sleep_after_s: Some(60),
+        };
+        let first = tenants(&dir).await;
+        first.create(&peer(0), new("serve")).await.unwrap();
+        first.change(0, "serve", &change).await.unwrap();
+        std::fs::remove_file(dir.path().join("tenants.json")).unwrap();
+        let next = tenants(&dir).await;
+        next.create(&peer(0), new("serve")).await.unwrap();
+        let wanted = change.apply(&TenantSpec::default());
+        assert_eq!(next.list().await[0].spec, wanted);
+        // The one that lives is known to the daemon after that, from the other file.
+        std::fs::remove_file(dir.path().join("settings.json")).unwrap();
+        let last = tenants(&dir).await;
+        assert_eq!(last.list().await[0].spec, wanted);
+    }
+
     #[tokio::test]
     async fn an_old_setting_that_cannot_be_kept_is_named() {
         let dir = tempfile::tempdir().unwrap();
@@ -1324,6 +1393,25 @@ mod tests {
                 "{crashes:?} {said} {members}: {evidence}"
             );
         }
+    }
+
+    #[test]
+    fn faults_of_groups_are_counted_and_bounded() {
+        let mut table = Table::default();
+        for n in 0..=MAX_SETTINGS {
+            table.count_fault(&format!("{n:04}/team"), None);
+        }
+        let took = Duration::from_millis(5);
+        table.count_fault("0001/team", Some(took));
+        assert_eq!(table.counts.len(), MAX_SETTINGS);
+        assert!(!table.counts.contains_key("0000/team"));
+        let counts = GroupCounts {
+            members: 0,
+            faults: 2,
+            restarts: 1,
+            restarting: took,
+        };
+        assert_eq!(table.counts["0001/team"], counts);
     }
 
     #[test]

@@ -26,4 +26,4 @@ pub mod slices;
 /// The driver's name, which is also the domain of its attributes, taints and annotations.
 pub const DRIVER: &str = "gpumux.dev";
 
-pub use run::{Args, Config, Driver, Error, run, start};
+pub use run::{Args, Config, Driver, Error, run, slices_json, start};

@@ -438,6 +438,7 @@ mod tests {
             requests: Default::default(),
             memory: Vec::new(),
             asleep: false,
+            waits_for_memory: false,
             moves: Default::default(),
             domains: vec![Domain {
                 id: 1,

@@ -18,7 +18,7 @@ use crate::{
     metrics::{self, Endpoints},
     prepare::{Engine, Step},
     publish::{self, Published},
-    slices::Node,
+    slices::{self, Node},
 };
 
 /// How often the daemon is checked for tenants that it should have.
@@ -28,8 +28,15 @@ const FIND_EVERY: Duration = Duration::from_secs(2);
 /// How often an instance that waits for another to end looks.
 const WAIT_EVERY: Duration = Duration::from_secs(1);
 
+const EXAMPLES: &str = "\
+Examples:
+  gpumux dra --node-name n1 --print-slices   what this node would offer; needs no cluster
+
+In a cluster its Helm chart runs it: see docs/kubernetes.md.";
+
 /// Run the Kubernetes DRA driver of this node
 #[derive(Clone, Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
 pub struct Args {
     /// Name of the Kubernetes node.
     #[arg(long, env = "NODE_NAME")]
@@ -61,6 +68,9 @@ pub struct Args {
     /// NVML's library, if not the system's.
     #[arg(long, env = "GPUMUX_NVML", value_name = "FILE")]
     pub nvml: Option<PathBuf>,
+    /// Only print the ResourceSlices that the node would publish, as JSON.
+    #[arg(long)]
+    pub print_slices: bool,
 }
 
 /// Everything that the driver must know.
@@ -128,6 +138,11 @@ pub enum Error {
     /// No way to the API server.
     #[error("no API server: {0}; run in a pod, or set KUBECONFIG")]
     NoCluster(String),
+    /// Nothing to offer.
+    #[error(
+        "no daemon in {0} has a device: start `gpumux daemon`, or name its folder with --runtime-dir"
+    )]
+    NoDevices(PathBuf),
     /// What must be remembered.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
@@ -167,6 +182,33 @@ pub fn run(config: Config) -> Result<(), Error> {
         driver.stop().await;
         Ok(())
     })
+}
+
+/// The ResourceSlices that the driver would publish now, as a JSON list, without any cluster.
+///
+/// # Errors
+/// There are no devices.
+pub fn slices_json(config: Config) -> Result<String, Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let devices = runtime.block_on(async {
+        let daemon = Daemon::new(&config.runtime_dir);
+        let devices = inventory::watch(config.inventory, daemon).await;
+        Arc::clone(&devices.borrow())
+    });
+    if devices.is_empty() {
+        return Err(Error::NoDevices(config.runtime_dir));
+    }
+    let node = Node {
+        name: config.node,
+        uid: String::new(),
+    };
+    let specs = slices::build(&node, &devices, 1).into_iter().enumerate();
+    let objects: Vec<_> = specs
+        .map(|(index, spec)| slices::object(&node, index, spec))
+        .collect();
+    Ok(serde_json::to_string_pretty(&objects).map_err(std::io::Error::from)?)
 }
 
 /// A running driver.

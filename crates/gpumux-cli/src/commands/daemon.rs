@@ -43,6 +43,9 @@ pub(crate) struct Args {
     /// End after so many seconds without tenants
     #[arg(long, value_name = "SECONDS")]
     idle_exit: Option<u64>,
+    /// Run no daemon, but end the groups (see `--trust` of `gpumux run`) that the last one left to the next, and all programs in them
+    #[arg(long, conflicts_with_all = ["policy", "listen", "idle_exit"])]
+    end_groups: bool,
 }
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -63,6 +66,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if config.emulated.is_some() && config.nvml.is_none() {
         config.nvml = Some(libraries::find(libraries::EMULATED)?);
     }
-    gpumux_daemon::run(config)?;
+    match args.end_groups {
+        true => gpumux_daemon::end_groups(&config)?,
+        false => gpumux_daemon::run(config)?,
+    }
     Ok(ExitCode::SUCCESS)
 }

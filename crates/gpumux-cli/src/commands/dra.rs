@@ -17,6 +17,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .init();
+    if args.print_slices {
+        println!("{}", gpumux_dra::slices_json(args.into())?);
+        return Ok(ExitCode::SUCCESS);
+    }
     gpumux_dra::run(args.into())?;
     Ok(ExitCode::SUCCESS)
 }

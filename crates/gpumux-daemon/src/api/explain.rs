@@ -2,12 +2,15 @@
 
 use gpumux_core::{Class, space::Way};
 
-use super::types::{Device, Domain, Placement, Spec, Tenant};
+use super::types::{Device, Domain, Fault, Placement, Spec, Tenant};
+use crate::scheduler::AWAY;
 
-/// One paragraph about `tenant`; `all` are the tenants of the same moment.
-pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> String {
+/// One paragraph about `tenant`; `all` are the tenants of the same moment, `faults` the last ones in groups.
+pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device], faults: &[Fault]) -> String {
     let mut text = vec![promise(&tenant.name, &tenant.spec)];
     text.extend(place(&tenant.placement));
+    text.extend(fault(&tenant.name, faults));
+    text.extend(memory(tenant));
     if tenant.domains.is_empty() {
         text.push(match tenant.pids.len() {
             0 => "No process of it has connected yet: a program connects when it makes its first CUDA \
@@ -82,6 +85,51 @@ fn place(placement: &Placement) -> Option<String> {
             "It shares the SMs with the others of the group {trust} ({reason}); they run and wait together, and \
              a fault of one ends all.{confined}"
         ),
+    })
+}
+
+/// The last fault in a group that ended processes of a tenant.
+fn fault(name: &str, faults: &[Fault]) -> Option<String> {
+    let concerns = |fault: &&Fault| {
+        fault.culprit.as_deref() == Some(name) || fault.others.iter().any(|other| other == name)
+    };
+    let fault = faults.iter().rev().find(concerns)?;
+    let whose = match fault.culprit.as_deref() {
+        Some(culprit) if culprit == name => "of its own".into(),
+        Some(culprit) => format!("of {culprit}"),
+        None => "whose cause is not known".into(),
+    };
+    let after = match fault.restarted_ms {
+        Some(ms) => format!("the group was there again after {ms} ms"),
+        None => "the group could not be started again".into(),
+    };
+    Some(format!(
+        "A fault {whose} (error {}: {}) has ended its processes in the group {}; {after}, and programs that are \
+         started again are in it.",
+        fault.error, fault.evidence, fault.group
+    ))
+}
+
+/// Where its memory is, if that is why it waits.
+fn memory(tenant: &Tenant) -> Option<String> {
+    let swapped: u64 = tenant.memory.iter().map(|share| share.swapped).sum();
+    let gib = swapped as f64 / f64::from(1 << 30);
+    Some(match (tenant.asleep, tenant.waits_for_memory) {
+        (true, true) => format!(
+            "It cannot run now: {gib:.1} GiB of its memory is on the host and comes back as soon as others have made \
+             room."
+        ),
+        (true, false) => format!(
+            "It sleeps: {gib:.1} GiB of its memory is on the host, since somebody put it to sleep, it had no work for \
+             long, or others needed the room. It comes back when it has work, or with `gpumux wake {}`.",
+            tenant.name
+        ),
+        (false, true) => format!(
+            "One of its processes asked for memory that the device has no room for, and waits until others have \
+             made some (memory policy {}).",
+            tenant.spec.memory_policy.name()
+        ),
+        (false, false) => return None,
     })
 }
 
@@ -174,6 +222,7 @@ fn now(domain: &Domain) -> String {
                                                 wanted the device, and goes on once they have caught up."
             .into(),
         "waits for its gang" => "It waits, frozen, until it can run on all its devices.".into(),
+        AWAY => "It is frozen while its memory is away, or on its way.".into(),
         "runs with its gang" => "It may run, together with its domains on other devices.".into(),
         reason => format!("The policy's reason: {reason}."),
     }
@@ -219,7 +268,7 @@ mod tests {
     use gpumux_core::Demand;
 
     use super::*;
-    use crate::api::types::TenantState;
+    use crate::api::types::{MemoryShare, TenantState};
 
     fn domain(frozen: bool, reason: &str) -> Domain {
         Domain {
@@ -264,6 +313,7 @@ mod tests {
             requests: Default::default(),
             memory: Vec::new(),
             asleep: false,
+            waits_for_memory: false,
             moves: Default::default(),
         }
     }
@@ -284,14 +334,14 @@ mod tests {
             tenant("day", Class::Batch, vec![domain(false, "has its turn")]),
         ];
         assert_eq!(
-            explain(&all[0], &all, &[]),
+            explain(&all[0], &all, &[], &[]),
             "night is a batch tenant: it gets what the others leave (weight 1, nothing guaranteed). \
              On GPU-0 (policy ) it gets 50% if everybody wants the device; in the last second it \
              received 25%, beside web (latency, 25%) and day (batch, 25%). It waits, frozen: of those \
              that give way only one may run at a time, and it's another's turn. Now the device is with web \
              and day. So far it had work for 10.0 s, waited 4.0 s of that (40%) and was preempted 12 times."
         );
-        let alone = explain(&all[1], &all[1..2], &[]);
+        let alone = explain(&all[1], &all[1..2], &[], &[]);
         assert!(alone.contains("It has GPU-0 for itself"), "{alone}");
         assert!(!alone.contains("Now the device is with"), "{alone}");
     }
@@ -301,14 +351,69 @@ mod tests {
         let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its turn")]);
         broken.domains[0].error = Some("cannot freeze".into());
         broken.domains[0].tampered = 2;
-        let text = explain(&broken, &[], &[]);
+        let text = explain(&broken, &[], &[], &[]);
         assert!(
             text.contains("a lever does not move: cannot freeze")
                 && text.contains("changed its slice 2 times"),
             "{text}"
         );
-        let new = explain(&tenant("b", Class::Batch, vec![]), &[], &[]);
+        let new = explain(&tenant("b", Class::Batch, vec![]), &[], &[], &[]);
         assert!(new.contains("No process of it has connected yet"), "{new}");
+    }
+
+    #[test]
+    fn memory_and_groups_are_named_where_they_are_the_reason() {
+        let mut sleeper = tenant("big", Class::Batch, vec![domain(true, AWAY)]);
+        sleeper.memory = vec![MemoryShare {
+            device: "GPU-0".into(),
+            tenant: "big".into(),
+            guaranteed: 0,
+            limit: None,
+            in_use: 0,
+            borrowed: 0,
+            pinned: 0,
+            swapped: 3 << 30,
+        }];
+        sleeper.asleep = true;
+        let said = |tenant: &Tenant, faults: &[Fault]| explain(tenant, &[], &[], faults);
+        let text = said(&sleeper, &[]);
+        for part in [
+            "It sleeps: 3.0 GiB of its memory is on the host",
+            "or with `gpumux wake big`",
+            "It is frozen while its memory is away",
+        ] {
+            assert!(text.contains(part), "{text}");
+        }
+        sleeper.waits_for_memory = true;
+        let text = said(&sleeper, &[]);
+        assert!(text.contains("comes back as soon as others"), "{text}");
+        sleeper.asleep = false;
+        let text = said(&sleeper, &[]);
+        assert!(text.contains("(memory policy swap-others)"), "{text}");
+
+        let fault = |culprit: Option<&str>, others: &[&str]| Fault {
+            at: 0,
+            group: "0/team".into(),
+            error: 700,
+            culprit: culprit.map(Into::into),
+            evidence: "its server says so".into(),
+            others: others.iter().map(|it| (*it).into()).collect(),
+            restarted_ms: Some(40),
+        };
+        let web = tenant("web", Class::Latency, vec![]);
+        let faults = [fault(Some("web"), &["bad"]), fault(Some("bad"), &["web"])];
+        let text = said(&web, &faults);
+        assert!(
+            text.contains("A fault of bad (error 700: its server says so)"),
+            "{text}"
+        );
+        assert!(
+            text.contains("there again after 40 ms") && !text.contains("of its own"),
+            "{text}"
+        );
+        assert!(said(&web, &faults[..1]).contains("A fault of its own"));
+        let stranger = [fault(Some("bad"), &["other"])];
+        assert!(!said(&web, &stranger).contains("A fault"));
     }
 
     /// The reasons are the policies' own words: each that is explained must still be one of them.

@@ -1,6 +1,6 @@
 //! `/metrics` in OpenMetrics text, made at each scrape from what the scheduler knows.
 
-use std::fmt;
+use std::{collections::BTreeMap, fmt};
 
 use prometheus_client::{
     collector::Collector,
@@ -12,7 +12,10 @@ use prometheus_client::{
 use gpumux_wire::page::STEPS;
 
 use super::types::{DeviceMemory, Domain, MemoryShare, RequestFigures, Status, Tenant};
-use crate::scheduler::{BUCKETS_US, Totals};
+use crate::{
+    scheduler::{BUCKETS_US, Totals},
+    tenants::GroupCounts,
+};
 
 /// How the answer is to be read.
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -25,6 +28,8 @@ pub(crate) struct Scrape {
     /// Tenant, device, and what it had there.
     pub(crate) totals: Vec<(String, String, Totals)>,
     pub(crate) memory: Vec<DeviceMemory>,
+    /// What became of groups, by name.
+    pub(crate) groups: BTreeMap<String, GroupCounts>,
     /// When the daemon started, in seconds since 1970.
     pub(crate) started: f64,
 }
@@ -360,6 +365,54 @@ const MOVES: [Told<Tenant>; 6] = [
     ),
 ];
 
+/// What is told of groups that share devices in space.
+const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
+    (
+        (
+            (
+                "gpumux_group_members",
+                None,
+                "Tenants that share devices in space in this group.",
+            ),
+            |g| g.members as f64,
+        ),
+        MetricType::Gauge,
+    ),
+    (
+        (
+            (
+                "gpumux_group_faults",
+                None,
+                "Faults that ended the processes of all members.",
+            ),
+            |g| g.faults as f64,
+        ),
+        MetricType::Counter,
+    ),
+    (
+        (
+            (
+                "gpumux_group_restarts",
+                None,
+                "Times that the group was there again after a fault.",
+            ),
+            |g| g.restarts as f64,
+        ),
+        MetricType::Counter,
+    ),
+    (
+        (
+            (
+                "gpumux_group_restarting",
+                Some("seconds"),
+                "Time from faults until the group was there again.",
+            ),
+            |g| g.restarting.as_secs_f64(),
+        ),
+        MetricType::Counter,
+    ),
+];
+
 /// Doublings of 1 µs at which the classes of request times end: 64 µs to 67 s.
 const REQUEST_DOUBLINGS: std::ops::RangeInclusive<i32> = 6..=26;
 
@@ -396,7 +449,14 @@ impl Collector for Scrape {
         let encoder = &mut encoder;
         self.daemon(encoder)?;
         self.devices(encoder)?;
-        self.tenants(encoder)
+        self.tenants(encoder)?;
+        for ((name, value), kind) in GROUPS {
+            family(encoder, name, kind, |f| {
+                let mut groups = self.groups.iter();
+                groups.try_for_each(|(name, it)| f.sample(vec![("group", name)], value(it)))
+            })?;
+        }
+        Ok(())
     }
 }
 
@@ -601,6 +661,17 @@ impl Scrape {
                 f.sample(vec![("tenant", &t.name)], f64::from(u8::from(t.asleep)))
             })
         })?;
+        let waits = (
+            "gpumux_tenant_waits_for_memory",
+            None,
+            "Whether it waits for room on a device, for memory that it asked for or to come back.",
+        );
+        family(encoder, waits, MetricType::Gauge, |f| {
+            self.tenants.iter().try_for_each(|t| {
+                let waits = f64::from(u8::from(t.waits_for_memory));
+                f.sample(vec![("tenant", &t.name)], waits)
+            })
+        })?;
         for (name, value) in HINTS.iter().chain(&MOVES).copied() {
             family(encoder, name, MetricType::Counter, |f| {
                 self.tenants
@@ -773,6 +844,7 @@ pub(crate) mod tests {
                     swapped: 3 << 20,
                 }],
                 asleep: true,
+                waits_for_memory: true,
                 moves: MoveFigures {
                     outs: 2,
                     backs: 1,
@@ -790,6 +862,15 @@ pub(crate) mod tests {
                 free: 68 << 20,
                 tenants: Vec::new(),
             }],
+            groups: BTreeMap::from([(
+                "1000/team".into(),
+                GroupCounts {
+                    members: 2,
+                    faults: 3,
+                    restarts: 2,
+                    restarting: std::time::Duration::from_millis(1500),
+                },
+            )]),
             started: 1e9,
         }
     }
@@ -883,6 +964,10 @@ pub(crate) mod tests {
             r#"gpumux_tenant_request_seconds_bucket{le="0.004096",tenant="web"} 5"#,
             r#"gpumux_tenant_request_seconds_bucket{le="+Inf",tenant="web"} 6"#,
             r#"gpumux_tenant_request_seconds_sum{tenant="web"} 3600"#,
+            r#"gpumux_tenant_waits_for_memory{tenant="web"} 1"#,
+            r#"gpumux_group_members{group="1000/team"} 2"#,
+            r#"gpumux_group_faults_total{group="1000/team"} 3"#,
+            r#"gpumux_group_restarting_seconds_total{group="1000/team"} 1.5"#,
         ] {
             assert!(text.contains(line), "{line} in\n{text}");
         }
@@ -912,6 +997,15 @@ pub(crate) mod tests {
             for name in names {
                 assert!(known.contains(name), "{file} asks for {name}");
             }
+        }
+        // What an operator must hear of has an alert.
+        for name in [
+            "gpumux_tenant_swapping_in_seconds_total",
+            "gpumux_tenant_waits_for_memory",
+            "gpumux_group_faults_total",
+        ] {
+            let alerts = include_str!("../../../../deploy/alerts.yml");
+            assert!(alerts.contains(name), "{name}");
         }
         let dashboard: serde_json::Value =
             serde_json::from_str(include_str!("../../../../deploy/grafana.json")).unwrap();

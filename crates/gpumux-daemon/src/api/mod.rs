@@ -375,6 +375,7 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
     let scrape = metrics::Scrape {
         totals,
+        groups: api.tenants.groups().await,
         memory: memory_map(&view, &names),
         status: api.status(&view, tenants.len(), Vec::new()),
         tenants: tenants
@@ -522,7 +523,7 @@ async fn explanation(State(api): State<Arc<Api>>, Path(name): Path<String>) -> A
     let Some(tenant) = all.iter().find(|tenant| tenant.name == name) else {
         return Err(TenantError::Unknown(name).into());
     };
-    let text = explain::explain(tenant, &all, &view.devices);
+    let text = explain::explain(tenant, &all, &view.devices, &api.tenants.faults().await);
     Ok(Json(Explanation { name, text }))
 }
 
@@ -663,6 +664,7 @@ impl Api {
     /// What the scheduler sees, and of the devices what only NVML knows.
     async fn view(&self) -> Result<View, Stopped> {
         let mut view = self.scheduler.call(|engine| engine.view()).await?;
+        view.waiting = self.sessions.memory.waiting();
         let known = self.devices.list();
         for device in &mut view.devices {
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
@@ -737,6 +739,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
         asleep: view.parked.contains(&tenant.id),
+        waits_for_memory: view.waiting.contains(&tenant.id),
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
         memory,
         name: tenant.name,

@@ -126,6 +126,16 @@ impl Line<'_> {
         let mut since = device.from.0;
         for event in &self.events {
             let then = after(now, event.what);
+            if let Some((name, bytes, took_us)) = moved(event.what) {
+                // On a line of its own: it overlaps with the states.
+                let from = event.at.0.saturating_sub(took_us);
+                for (phase, ts) in [("b", from), ("e", event.at.0)] {
+                    events.push(json!({
+                        "ph": phase, "cat": "memory", "id": format!("{tid} {}", event.at.0), "name": name, "pid": pid, "tid": tid,
+                        "ts": ts, "args": {"bytes": bytes},
+                    }));
+                }
+            }
             if let Some(mark) = mark(event.what) {
                 events.push(json!({
                     "ph": "i", "s": "t", "cat": "event", "name": mark, "pid": pid, "tid": tid,
@@ -171,6 +181,7 @@ fn after(now: Option<Now>, what: What) -> Option<Now> {
         What::Demand(demand) => Now { demand, ..now },
         What::Reason(reason) => Now { reason, ..now },
         What::Came(now) => now,
+        What::Held(_) | What::WentAway { .. } | What::CameBack { .. } => now,
     })
 }
 
@@ -192,7 +203,19 @@ fn mark(what: What) -> Option<String> {
         What::Slice(us) => Some(format!("slice {us} µs")),
         What::Tampered(us) => Some(format!("somebody else set the slice to {us} µs")),
         What::Fault => Some("a lever did not move".into()),
+        What::Held(1) => Some("hint".into()),
+        What::Held(times) => Some(format!("{times} hints")),
         What::Frozen | What::Thawed | What::Demand(_) | What::Reason(_) => None,
+        What::WentAway { .. } | What::CameBack { .. } => None,
+    }
+}
+
+/// What is drawn of a move of memory: its name, bytes and µs.
+fn moved(what: What) -> Option<(&'static str, u64, u64)> {
+    match what {
+        What::WentAway { bytes, took_us } => Some(("memory goes to the host", bytes, took_us)),
+        What::CameBack { bytes, took_us } => Some(("memory comes back", bytes, took_us)),
+        _ => None,
     }
 }
 
@@ -234,7 +257,16 @@ mod tests {
                 event(1300, &new, What::Slice(1)),
                 event(1300, &new, What::Reason("waits for its turn")),
                 event(1400, &new, What::Frozen),
+                event(1450, &old, What::Held(1)),
                 event(1500, &old, What::Demand(Demand::Idle)),
+                event(
+                    1550,
+                    &old,
+                    What::WentAway {
+                        bytes: 4096,
+                        took_us: 200,
+                    },
+                ),
                 event(1600, &new, What::Left),
             ],
             present: vec![(
@@ -288,6 +320,21 @@ mod tests {
             events
                 .iter()
                 .any(|e| e["name"] == "slice 1 µs" && e["ph"] == "i")
+        );
+        assert!(
+            (events.iter()).any(|e| e["name"] == "hint" && e["ts"] == 1450 && e["tid"] == 1),
+            "{events:?}"
+        );
+        let moves: Vec<_> = events.iter().filter(|e| e["cat"] == "memory").collect();
+        let ends = moves.iter().map(|e| (e["ph"].as_str(), e["ts"].as_u64()));
+        assert_eq!(
+            ends.collect::<Vec<_>>(),
+            [(Some("b"), Some(1350)), (Some("e"), Some(1550))]
+        );
+        assert!(
+            moves
+                .iter()
+                .all(|e| e["id"] == moves[0]["id"] && e["args"]["bytes"] == 4096)
         );
     }
 

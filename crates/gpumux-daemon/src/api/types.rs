@@ -388,6 +388,9 @@ pub struct Tenant {
     /// Whether some or all of its memory is on the host.
     #[serde(default)]
     pub asleep: bool,
+    /// Whether it waits for room on a device: for memory that it asked for, or to come back.
+    #[serde(default)]
+    pub waits_for_memory: bool,
     /// How its memory was moved.
     #[serde(default)]
     pub moves: MoveFigures,

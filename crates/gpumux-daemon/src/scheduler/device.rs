@@ -25,6 +25,9 @@ const TICK: Micros = Micros::from_millis(1);
 /// Looking costs at most this part of one CPU (as its reciprocal).
 const TICK_COST: u64 = 64;
 
+/// Why a parked domain is frozen, whatever the policy says.
+pub(crate) const AWAY: &str = "its memory is away";
+
 /// What it costs to wake the thread, apart from what it then does (measured in a virtual machine).
 const WAKE: Micros = Micros(15);
 
@@ -156,6 +159,11 @@ impl Device {
     /// Takes over what the processes say of their work.
     pub(super) fn sample(&mut self, now: Micros) {
         self.sampled = now;
+        for domain in self.domains.values_mut() {
+            if let Some(times) = domain.new_holds() {
+                self.record.push(now, &domain.who, What::Held(times));
+            }
+        }
         if self
             .domains
             .values()
@@ -259,6 +267,7 @@ impl Device {
         for want in &mut plan.domains {
             if self.domains.get(&want.id).is_some_and(Domain::is_parked) {
                 want.run = RunState::Frozen;
+                want.reason = AWAY;
             }
         }
         // Even a policy that is always in a hurry must not keep the thread from everything else.

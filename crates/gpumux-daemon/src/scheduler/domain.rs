@@ -69,6 +69,8 @@ pub(crate) struct Domain {
     page: Arc<Page>,
     /// Its memory is on its way or away: it must not run.
     parked: bool,
+    /// Holds that its process had counted at the last look.
+    holds: u64,
 }
 
 /// A lever that did not move: until it does, the domain is left alone.
@@ -118,8 +120,11 @@ impl Domain {
             window: [(now, 0.0); 2],
             page: group.page,
             parked: false,
+            holds: 0,
         };
         domain.state.demand = domain.demand();
+        // What it did before is nobody's business.
+        domain.new_holds();
         domain
     }
 
@@ -146,6 +151,14 @@ impl Domain {
             Some(Work::Idle(_)) => Demand::Idle,
             Some(Work::Unknown) | None => Demand::Unknown,
         }
+    }
+
+    /// How often its process took the device ahead of work since this was asked last, if it did.
+    pub(super) fn new_holds(&mut self) -> Option<u64> {
+        let given = self.page.slot(self.member.key)?.hints().given;
+        let before = std::mem::replace(&mut self.holds, given);
+        // Whatever the process wrote there.
+        given.checked_sub(before).filter(|times| *times > 0)
     }
 
     /// Whether it has, or had a moment ago, work to compete with.

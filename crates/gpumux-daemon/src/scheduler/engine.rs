@@ -118,6 +118,8 @@ pub(crate) struct View {
     pub(crate) memory: Vec<Line>,
     /// Tenants whose memory is on its way or away.
     pub(crate) parked: BTreeSet<TenantId>,
+    /// Tenants that wait for room; the memory broker says so.
+    pub(crate) waiting: BTreeSet<TenantId>,
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
 }
 
@@ -487,17 +489,32 @@ impl Engine {
     /// Memory of a tenant was moved to the host.
     pub(crate) fn went(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
         let moves = self.moves.entry(tenant).or_default();
+        let took_us = took.as_micros() as u64;
         moves.outs += 1;
         moves.out_bytes += bytes;
-        moves.out_us += took.as_micros() as u64;
+        moves.out_us += took_us;
+        self.write_down(tenant, What::WentAway { bytes, took_us });
     }
 
     /// Memory of a tenant came back.
     pub(crate) fn came(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
         let moves = self.moves.entry(tenant).or_default();
+        let took_us = took.as_micros() as u64;
         moves.backs += 1;
         moves.back_bytes += bytes;
-        moves.back_us += took.as_micros() as u64;
+        moves.back_us += took_us;
+        self.write_down(tenant, What::CameBack { bytes, took_us });
+    }
+
+    /// Something happened to a tenant just now, wherever it has domains: told once per device.
+    fn write_down(&mut self, tenant: TenantId, what: What) {
+        let now = self.now();
+        for device in self.devices.values_mut() {
+            let mut domains = device.domains.values();
+            if let Some(domain) = domains.find(|it| it.state.tenant == tenant) {
+                device.record.push(now, &domain.who, what);
+            }
+        }
     }
 
     /// The books, and what all tenants do.
@@ -761,6 +778,7 @@ impl Engine {
             counted: self.ended.clone(),
             memory: self.books.lines(),
             parked: self.parked.clone(),
+            waiting: BTreeSet::new(),
             moves: self.moves.clone(),
         };
         for met in self.sessions.values() {

@@ -23,6 +23,7 @@ use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
 pub(crate) use books::{Ask, Line};
+pub(crate) use device::AWAY;
 pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::{Activity, Engine, GroupError, Met, View};
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};

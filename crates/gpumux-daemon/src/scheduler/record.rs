@@ -33,6 +33,18 @@ pub(crate) enum What {
     Reason(&'static str),
     /// A lever did not move.
     Fault,
+    /// So often since the last look the process took the device ahead of its work.
+    Held(u64),
+    /// So many bytes of its tenant's memory, on all devices, went to the host.
+    WentAway {
+        bytes: u64,
+        took_us: u64,
+    },
+    /// So many came back.
+    CameBack {
+        bytes: u64,
+        took_us: u64,
+    },
 }
 
 /// What a domain has at one moment.

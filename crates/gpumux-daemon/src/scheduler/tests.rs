@@ -3,13 +3,14 @@
 use std::{
     collections::BTreeMap,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    time::Duration,
 };
 
 use gpumux_core::{Class, Micros, TenantId, TenantSpec, Timeslice};
 use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
 use gpumux_wire::page::{HintCounts, Page};
 
-use super::{Engine, GroupError, Member, Met, NewGroup, SessionId};
+use super::{Engine, GroupError, Member, Met, NewGroup, SessionId, What};
 use crate::{api::types, config::Config};
 
 /// What each lever takes on this device.
@@ -462,6 +463,39 @@ fn what_processes_count_is_kept_when_they_are_gone_and_never_counted_twice() {
     bench.engine.forget(TenantId(1));
     bench.engine.leave(SessionId(3), false);
     assert_eq!(count(&mut bench), None);
+}
+
+#[test]
+fn hints_and_moves_of_memory_are_in_the_history() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.engine.step();
+    let page = bench.pages.first().unwrap();
+    page.slot(1).unwrap().count_hints(HintCounts {
+        given: 2,
+        ..HintCounts::default()
+    });
+    bench.run(Micros::from_millis(50));
+    let (tenant, took) = (TenantId(2), Duration::from_millis(3));
+    bench.engine.park(tenant, true);
+    bench.run(Micros::from_millis(50));
+    assert_eq!(bench.domain(2).reason, "its memory is away");
+    bench.engine.went(tenant, 4096, took);
+    bench.engine.park(tenant, false);
+    bench.engine.came(tenant, 4096, took);
+    let (bytes, took_us) = (4096, 3000);
+    let all = bench.engine.history(Micros::from_secs(10));
+    let of = |n: u64| -> Vec<What> {
+        let events = all[0].events.iter().filter(|it| it.who.tenant.0 == n);
+        events.map(|it| it.what).collect()
+    };
+    assert!(of(1).contains(&What::Held(2)), "{:?}", of(1));
+    assert!(of(2).contains(&What::Reason("its memory is away")));
+    assert!(of(2).ends_with(&[
+        What::WentAway { bytes, took_us },
+        What::CameBack { bytes, took_us }
+    ]));
 }
 
 #[test]

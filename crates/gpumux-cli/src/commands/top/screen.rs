@@ -281,6 +281,7 @@ mod tests {
             requests: Default::default(),
             memory: Vec::new(),
             asleep: false,
+            waits_for_memory: false,
             moves: Default::default(),
         }
     }
