@@ -10,6 +10,7 @@ mod hints;
 mod hostile;
 mod levers;
 mod memory;
+mod mig;
 mod on_demand;
 mod packages;
 mod run;

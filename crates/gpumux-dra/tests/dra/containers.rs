@@ -237,6 +237,54 @@ fn dra(machine: &Machine, node: &Node) -> Process {
     process
 }
 
+/// The driver's own look at NVML, which knows which part of which GPU an instance is.
+#[tokio::test(flavor = "multi_thread")]
+async fn mig_instances_are_published_instead_of_their_gpu() {
+    let machine = Machine::with(gpumux_tests::Options {
+        devices: 2,
+        profile: "mig = [['1g.10gb', '2g.20gb']]\n",
+        ..Default::default()
+    });
+    let node = Node {
+        api: crate::support::api::Api::start().await,
+        scheduler: Scheduler::default(),
+        daemon: gpumux_daemon::client::Client::new(machine.dir()),
+        dir: tempfile::tempdir().unwrap(),
+    };
+    let end = Instant::now() + Duration::from_secs(60);
+    while node.daemon.devices().await.unwrap().len() < 3 {
+        assert!(Instant::now() < end, "the daemon finds no instances");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    let _driver = dra(&machine, &node);
+    let _kubelet = Kubelet::register(&machine.dir().join("kubelet/plugins_registry")).await;
+    node.api.until_published().await;
+    let published = serde_json::to_value(node.api.slices()).unwrap();
+    let slices = published.as_array().unwrap().iter();
+    let devices = slices.filter_map(|slice| slice["spec"]["devices"].as_array());
+    let mut found = std::collections::BTreeSet::new();
+    for device in devices.flatten() {
+        let attributes = &device["attributes"];
+        let uuid = attributes["uuid"]["string"].as_str().unwrap();
+        let kind = attributes["type"]["string"].as_str().unwrap();
+        assert_eq!(uuid.starts_with("MIG-"), kind == "mig", "{device}");
+        let capability = &attributes["cudaComputeCapability"]["version"];
+        assert_eq!(capability, "9.0.0", "{device}");
+        let product = attributes["productName"]["string"].as_str().unwrap();
+        let profile = product
+            .split_once(" MIG ")
+            .map(|(_, profile)| profile.to_owned());
+        found.insert((kind.to_owned(), profile, uuid.to_owned()));
+    }
+    let found: Vec<_> = found.iter().map(|it| (&*it.0, it.1.as_deref())).collect();
+    let expected = [
+        ("gpu", None),
+        ("mig", Some("1g.10gb")),
+        ("mig", Some("2g.20gb")),
+    ];
+    assert_eq!(found, expected);
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn programs_in_containers_get_the_shares_of_their_claims() {
     let scratch = tempfile::tempdir_in("/tmp").unwrap();
