@@ -102,6 +102,25 @@ fn a_kernel_that_is_moved_away_in_its_middle_ends_right() {
 }
 
 #[test]
+fn who_asked_for_a_move_may_go_away_in_its_middle() {
+    let node = Node::start();
+    let check = "gpumux workload check --json --memory 96MiB --seconds 4";
+    let worker = Process::start(&mut node.tenant("--name worker", check));
+    node.wait_tenant("worker", |it| {
+        bytes(it, "in_use") >= 96 << 20 && it["domains"][0]["demand"] == "busy"
+    });
+    for _ in 0..5 {
+        let mover = Process::start(&mut node.gpumux(["sleep", "worker"]));
+        // Frozen, and its memory still to be moved.
+        node.wait_tenant("worker", |it| it["asleep"] == true);
+        mover.kill();
+        node.gpumux(["wake", "worker"]).run().ok();
+        node.wait_tenant("worker", |it| it["asleep"] == false);
+    }
+    verified(&worker.finish_within(PATIENCE * 3));
+}
+
+#[test]
 fn random_programs_keep_every_byte_whenever_they_are_moved() {
     let node = Node::start();
     let mut programs: Vec<(String, Process)> = (0..3)

@@ -548,6 +548,16 @@ impl Memory {
         Ok(())
     }
 
+    /// The same for somebody who says so, and not because it has work: a move that is under way ends first.
+    ///
+    /// # Errors
+    /// As above.
+    pub(crate) async fn wake_asked(self: &Arc<Self>, tenant: TenantId) -> Result<(), MoveError> {
+        let place = self.place(tenant);
+        drop(place.turn.lock().await);
+        self.wake(tenant).await
+    }
+
     /// Brings a sleeping tenant back if there is room.
     async fn back(&self, tenant: TenantId, place: &Place) -> Result<Back, MoveError> {
         let _turn = place.turn.lock().await;

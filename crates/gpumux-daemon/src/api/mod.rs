@@ -456,7 +456,8 @@ async fn sleep(
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
     let tenant = api.tenants.own(peer.uid, &name).await?;
-    api.sessions.memory.sleep(tenant, u64::MAX).await?;
+    let memory = Arc::clone(&api.sessions.memory);
+    to_its_end(async move { memory.sleep(tenant, u64::MAX).await.map(drop) }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -469,8 +470,19 @@ async fn wake(
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
     let tenant = api.tenants.own(peer.uid, &name).await?;
-    api.sessions.memory.wake(tenant).await?;
+    let memory = Arc::clone(&api.sessions.memory);
+    to_its_end(async move { memory.wake_asked(tenant).await }).await?;
     Ok(StatusCode::NO_CONTENT)
+}
+
+/// A move of memory: who asked for it may go away in its middle, and what it began must not stay half done.
+async fn to_its_end(
+    work: impl Future<Output = Result<(), MoveError>> + Send + 'static,
+) -> Result<(), Refused> {
+    let failed = |error: tokio::task::JoinError| {
+        Refused(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
+    };
+    Ok(tokio::spawn(work).await.map_err(failed)??)
 }
 
 /// How much of the past.

@@ -22,6 +22,9 @@ use tokio::runtime::Runtime;
 
 use view::{Answer, View};
 
+/// How long a move of memory is waited for.
+const MOVE: Duration = Duration::from_secs(1);
+
 const EXAMPLES: &str = "\
 Examples:
   gpumux top
@@ -98,14 +101,21 @@ fn watch(
                 view::Key::Change(name, change) => {
                     runtime.block_on(client.change(&name, &change)).map(drop)
                 }
-                view::Key::Sleep(name) => runtime.block_on(client.sleep(&name)),
-                view::Key::Wake(name) => runtime.block_on(client.wake(&name)),
+                view::Key::Sleep(name) => runtime.block_on(patiently(client.sleep(&name))),
+                view::Key::Wake(name) => runtime.block_on(patiently(client.wake(&name))),
                 view::Key::Nothing => continue,
             };
             view.say(answer.map_or_else(|error| error.to_string(), |()| String::new()));
             break;
         }
     }
+}
+
+/// A move of memory, which may take long: the picture and the keys must not wait for it, and the daemon goes on with it.
+async fn patiently(
+    moved: impl Future<Output = Result<(), ClientError>>,
+) -> Result<(), ClientError> {
+    tokio::time::timeout(MOVE, moved).await.unwrap_or(Ok(()))
 }
 
 async fn look(client: &Client, view: &View) -> Result<Answer, ClientError> {
@@ -122,6 +132,7 @@ async fn look(client: &Client, view: &View) -> Result<Answer, ClientError> {
     Ok(Answer {
         status,
         tenants,
+        memory: client.memory().await?,
         why,
     })
 }

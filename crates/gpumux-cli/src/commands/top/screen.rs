@@ -1,6 +1,6 @@
 //! The picture of [`View`]; it fits 80 columns and 24 lines.
 
-use gpumux_daemon::api::types::{Device, MemoryShare, Tenant, TenantState};
+use gpumux_daemon::api::types::{Device, DeviceMemory, MemoryShare, Tenant, TenantState};
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
@@ -15,6 +15,10 @@ use super::view::{PAST, Row, View};
 const BAR: usize = 16;
 /// Lines for the chosen tenant's explanation.
 const WHY: u16 = 7;
+/// Columns of a device's memory.
+const MAP: usize = 48;
+/// With more devices there is no room for the memory of each.
+const MAPS: usize = 4;
 const KEYS: &str =
     " ↑↓ choose  l latency  s standard  b batch  + - weight  z sleep  w wake  q quit";
 /// Eighths of a column.
@@ -31,9 +35,13 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View) {
         return;
     };
     let devices = &answer.status.devices;
+    let used = |it: &&DeviceMemory| it.tenants.iter().any(|it| it.in_use > 0);
+    let maps = answer.memory.iter().filter(used);
+    let maps: Vec<_> = maps.filter(|_| devices.len() <= MAPS).collect();
+    let above = devices.len().min(8) + maps.len();
     let [head, list, table, why, keys] = Layout::vertical([
         Constraint::Length(1),
-        Constraint::Length(devices.len().min(8) as u16),
+        Constraint::Length(above as u16),
         Constraint::Min(3),
         Constraint::Length(WHY),
         Constraint::Length(1),
@@ -47,7 +55,10 @@ pub(super) fn draw(frame: &mut Frame<'_>, view: &View) {
     frame.render_widget(Line::from(text).reversed(), head);
     let lines: Vec<Line<'_>> = devices
         .iter()
-        .map(|device| describe(device, view))
+        .flat_map(|device| {
+            let own = maps.iter().filter(|it| it.device == device.uuid);
+            std::iter::once(describe(device, view)).chain(own.map(|it| map(it)))
+        })
         .collect();
     frame.render_widget(Paragraph::new(lines), list);
     tenants(frame, table, view, &answer.tenants);
@@ -88,6 +99,38 @@ fn describe(device: &Device, view: &View) -> Line<'static> {
         "ok" => Line::from(text),
         trouble => Line::from(format!("{text}   {trouble}")).red(),
     }
+}
+
+/// Who has a device's memory: each tenant's part is as wide as it is large and begins with its name.
+fn map(memory: &DeviceMemory) -> Line<'static> {
+    const COLORS: [Color; 5] = [
+        Color::Green,
+        Color::Cyan,
+        Color::Yellow,
+        Color::Magenta,
+        Color::Blue,
+    ];
+    let columns = |bytes: u64| {
+        let part = bytes as f64 / memory.total.max(1) as f64;
+        (part * MAP as f64).round() as usize
+    };
+    let mut spans = vec![Span::raw("   memory     ")];
+    let occupied = columns(memory.occupied).min(MAP);
+    spans.push(Span::raw("░".repeat(occupied)));
+    let mut left = MAP - occupied;
+    for (n, share) in memory.tenants.iter().enumerate() {
+        let wide = columns(share.in_use).min(left);
+        left -= wide;
+        if wide > 0 {
+            let name = format!("{:█<wide$}", cut(&share.tenant, wide));
+            let style = Style::default().fg(COLORS[n % COLORS.len()]);
+            spans.push(Span::styled(name, style));
+        }
+    }
+    spans.push(Span::raw("·".repeat(left)));
+    let free = crate::output::bytes(memory.free);
+    spans.push(Span::raw(format!(" {free} free")));
+    Line::from(spans)
 }
 
 fn tenants(frame: &mut Frame<'_>, area: Rect, view: &View, tenants: &[Tenant]) {
@@ -336,6 +379,7 @@ mod tests {
                 Answer {
                     status,
                     tenants,
+                    memory: Vec::new(),
                     why,
                 },
                 Duration::from_millis(500 * look),
@@ -381,6 +425,35 @@ mod tests {
         let key = |view: &mut View, key| view.key(KeyEvent::from(KeyCode::Char(key)));
         assert!(matches!(key(&mut view, 'w'), Key::Wake(name) if name == "web"));
         assert!(matches!(key(&mut view, 'z'), Key::Sleep(name) if name == "web"));
+    }
+
+    #[test]
+    fn the_memory_of_a_device_is_a_map() {
+        let mut view = view(2, 0);
+        let share = |tenant: &str, in_use| MemoryShare {
+            device: "GPU-5efc3a7e-70d7-750a".into(),
+            tenant: tenant.into(),
+            guaranteed: 0,
+            limit: None,
+            in_use,
+            borrowed: 0,
+            pinned: 0,
+            swapped: 0,
+        };
+        view.answer.as_mut().unwrap().memory = vec![DeviceMemory {
+            device: "GPU-5efc3a7e-70d7-750a".into(),
+            total: 48 << 30,
+            occupied: 2 << 30,
+            free: 18 << 30,
+            tenants: vec![
+                share("web", 8 << 30),
+                share("sleeper", 0),
+                share("a-training-with-a-long-name", 20 << 30),
+            ],
+        }];
+        let picture = picture(&view);
+        let map = "   memory     ░░web█████a-training-with-a-l…·················· 18.0 GiB free";
+        assert!(picture.contains(map), "{picture}");
     }
 
     #[test]

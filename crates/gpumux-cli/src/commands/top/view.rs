@@ -6,7 +6,7 @@ use std::{
 };
 
 use gpumux_core::{Class, TenantSpec};
-use gpumux_daemon::api::types::{Domain, SpecChange, Status, Tenant};
+use gpumux_daemon::api::types::{DeviceMemory, Domain, SpecChange, Status, Tenant};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 /// Looks that the timeline goes back.
@@ -16,6 +16,7 @@ pub(super) const PAST: usize = 64;
 pub(super) struct Answer {
     pub(super) status: Status,
     pub(super) tenants: Vec<Tenant>,
+    pub(super) memory: Vec<DeviceMemory>,
     /// About the chosen tenant.
     pub(super) why: String,
 }
