@@ -2,6 +2,8 @@
 
 use std::{
     fs,
+    io::{Read, Write},
+    os::unix::net::UnixStream,
     path::{Path, PathBuf},
     process::Command,
     time::{Duration, Instant},
@@ -367,6 +369,19 @@ fn who_takes_groups_down_joins_none_any_more() {
     assert_eq!(moved["placement"]["way"], "time");
     let reason = moved["placement"]["reason"].as_str().unwrap();
     assert!(reason.contains("took its group down 2 times"), "{reason}");
+    let why = node.gpumux(["explain", "culprit"]).run().ok().out;
+    assert!(why.contains("A fault of its own (error "), "{why}");
+    let mut api = UnixStream::connect(node.api_socket()).unwrap();
+    api.write_all(b"GET /metrics HTTP/1.0\r\nhost: gpumux\r\n\r\n")
+        .unwrap();
+    let mut metrics = String::new();
+    api.read_to_string(&mut metrics).unwrap();
+    for name in ["gpumux_group_faults_total", "gpumux_group_restarts_total"] {
+        let lines = metrics.lines();
+        let mut own = lines.filter(|it| it.starts_with(name) && it.contains("/team\""));
+        let line = own.next().unwrap_or_else(|| panic!("no {name}: {metrics}"));
+        assert!(line.ends_with("} 2.0"), "{line}");
+    }
 }
 
 #[test]

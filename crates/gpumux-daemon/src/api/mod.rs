@@ -475,14 +475,17 @@ async fn wake(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// A move of memory: who asked for it may go away in its middle, and what it began must not stay half done.
-async fn to_its_end(
-    work: impl Future<Output = Result<(), MoveError>> + Send + 'static,
-) -> Result<(), Refused> {
-    let failed = |error: tokio::task::JoinError| {
-        Refused(StatusCode::INTERNAL_SERVER_ERROR, error.to_string())
-    };
-    Ok(tokio::spawn(work).await.map_err(failed)??)
+/// Who asks may go away in the middle of it; what was begun must not stay half done.
+async fn to_its_end<T: Send + 'static, E: Into<Refused> + Send + 'static>(
+    work: impl Future<Output = Result<T, E>> + Send + 'static,
+) -> Result<T, Refused> {
+    match tokio::spawn(work).await {
+        Ok(done) => done.map_err(Into::into),
+        Err(error) => {
+            let status = StatusCode::INTERNAL_SERVER_ERROR;
+            Err(Refused(status, error.to_string()))
+        }
+    }
 }
 
 /// How much of the past.
@@ -602,7 +605,8 @@ async fn create(
     new: Result<Json<NewTenant>, JsonRejection>,
 ) -> Result<(StatusCode, Json<Created>), Refused> {
     let Json(new) = new?;
-    let created = api.tenants.create(&peer, new).await?;
+    // A group may be started for it.
+    let created = to_its_end(async move { api.tenants.create(&peer, new).await }).await?;
     Ok((StatusCode::CREATED, Json(created)))
 }
 
@@ -787,6 +791,24 @@ pub(crate) use metrics::tests::lint as lint_metrics;
 
 #[cfg(test)]
 mod tests {
+    #[tokio::test]
+    async fn what_was_begun_goes_on_when_nobody_waits_for_it() {
+        let (begin, begun) = tokio::sync::oneshot::channel();
+        let (end, ended) = tokio::sync::oneshot::channel();
+        let work = async move {
+            let _ = begun.await;
+            let _ = end.send(());
+            Ok::<_, super::TenantError>(())
+        };
+        tokio::select! {
+            biased;
+            _ = super::to_its_end(work) => panic!("it has not begun"),
+            () = std::future::ready(()) => {}
+        }
+        begin.send(()).unwrap();
+        ended.await.unwrap();
+    }
+
     #[test]
     fn the_document_is_up_to_date() {
         let file = concat!(env!("CARGO_MANIFEST_DIR"), "/openapi.json");
