@@ -35,10 +35,31 @@ for index in range(count):
     say("memory", memory.total > 60 << 30 and memory.used + memory.free <= memory.total)
     exact = pynvml.nvmlDeviceGetMemoryInfo(device, pynvml.nvmlMemory_v2)
     say("memory with what is reserved", exact.used + exact.free + exact.reserved == exact.total)
-    rates = pynvml.nvmlDeviceGetUtilizationRates(device)
-    say("rates", 0 <= rates.gpu <= 100)
+    partitioned = pynvml.nvmlDeviceGetMigMode(device)[0] == 1
+    if not partitioned:
+        rates = pynvml.nvmlDeviceGetUtilizationRates(device)
+        say("rates", 0 <= rates.gpu <= 100)
     say("processes", isinstance(pynvml.nvmlDeviceGetComputeRunningProcesses(device), list))
     say("no MIG instance itself", pynvml.nvmlDeviceIsMigDeviceHandle(device).value == 0)
+    instances = []
+    for at in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(device)):
+        try:
+            instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(device, at))
+        except pynvml.NVMLError_NotFound:
+            continue
+    say("instances of what is partitioned only", partitioned or not instances)
+    parts = 0
+    for instance in instances:
+        uuid = pynvml.nvmlDeviceGetUUID(instance)
+        say("an instance", uuid.startswith("MIG-") and pynvml.nvmlDeviceIsMigDeviceHandle(instance).value == 1)
+        say("its GPU", pynvml.nvmlDeviceGetIndex(pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance)) == index)
+        again = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        numbers = [(pynvml.nvmlDeviceGetGpuInstanceId(it), pynvml.nvmlDeviceGetComputeInstanceId(it)) for it in (instance, again)]
+        say("found again", numbers[0] == numbers[1])
+        attributes = pynvml.nvmlDeviceGetAttributes(instance)
+        say("processors", 0 < attributes.multiprocessorCount <= 132 and attributes.gpuInstanceSliceCount in range(1, 8))
+        parts += pynvml.nvmlDeviceGetMemoryInfo(instance).total
+    say("memory of its instances", parts <= memory.total)
 say("all different", len(seen) == 2 * count)
 say("no such index", refused(pynvml.NVML_ERROR_INVALID_ARGUMENT, pynvml.nvmlDeviceGetHandleByIndex, count))
 say("no such UUID", refused(pynvml.NVML_ERROR_NOT_FOUND, pynvml.nvmlDeviceGetHandleByUUID, "GPU-00000000-0000-0000-0000-000000000000"))

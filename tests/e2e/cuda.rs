@@ -182,7 +182,7 @@ fn programs_whose_memory_is_moved_say_the_same() {
     }
 }
 
-/// Several devices, by their numbers, UUIDs and PCI ids, with their memory and processes.
+/// Several devices, one of them partitioned, by their numbers, UUIDs and PCI ids, with their memory and processes.
 #[test]
 fn nvml_answers_nvidias_own_binding() {
     let Some((binding, script)) = nvml_script() else {
@@ -191,6 +191,7 @@ fn nvml_answers_nvidias_own_binding() {
     let devices = if real() { 1 } else { 2 };
     let node = Node::with(Options {
         devices,
+        profile: "mig = [['1g.10gb', '2g.20gb']]\n",
         ..Options::default()
     });
     let script = script.to_str().expect("a plain path");

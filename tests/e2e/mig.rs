@@ -109,3 +109,32 @@ fn memory_is_the_instances_own() {
     assert!(much.err.contains("OUT_OF_MEMORY"), "{much:#?}");
     on(&node, &large, "--name fits", check).finish().ok();
 }
+
+/// Sharing in space, inside of an instance.
+#[test]
+fn a_trust_domain_is_a_group_in_its_instance() {
+    let Some((node, [_, large])) = partitioned(0) else {
+        return;
+    };
+    let start = |name: &str| {
+        on(
+            &node,
+            &large,
+            &format!("--class batch --trust team --name {name}"),
+            TICKS,
+        )
+    };
+    let mut members = ["a", "b"].map(start);
+    for member in &mut members {
+        member.wait_lines(5);
+    }
+    let [a, b] = ["a", "b"].map(|name| {
+        let tenant = node.wait_tenant(name, |it| it["domains"][0]["group"].is_u64());
+        tenant["domains"][0].clone()
+    });
+    assert_eq!(a["group"], b["group"]);
+    assert_eq!(
+        (a["device"].as_str(), b["device"].as_str()),
+        (Some(&*large), Some(&*large))
+    );
+}
