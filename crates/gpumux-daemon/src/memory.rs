@@ -48,6 +48,9 @@ const TRIM: Duration = Duration::from_millis(30);
 const TRIM_PAUSE: Duration = Duration::from_secs(1);
 /// How often room is looked for while nothing is heard.
 const LOOK: Duration = Duration::from_millis(100);
+/// How long somebody waits for those who came before. They may wait for the very memory that it was given and, being
+/// asleep, has not taken: then only its own coming back lets anybody go on.
+const OVERTAKE: Duration = Duration::from_secs(5);
 /// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
 const TURN: u32 = 20;
 /// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
@@ -429,10 +432,12 @@ impl Memory {
         if place.asleep.load(Ordering::Acquire) {
             // It lacks a part already: more of it.
             let moved = self.order(&sessions, out, MOVE).await;
-            self.went(tenant, before, began).await?;
+            let bytes = self.went(tenant, before, began).await?;
             return match refusal(&moved) {
-                None => Ok(true),
                 Some(why) => Err(MoveError::Busy(why)),
+                // What it was given and has not taken yet cannot be moved.
+                None if bytes == 0 => Err(MoveError::Busy("it has nothing more".into())),
+                None => Ok(true),
             };
         }
         let resume = |why: MoveError| async {
@@ -481,7 +486,7 @@ impl Memory {
     }
 
     /// Counts a move to the host and tells everybody who waits for room.
-    async fn went(&self, tenant: TenantId, before: u64, began: Instant) -> Result<(), Stopped> {
+    async fn went(&self, tenant: TenantId, before: u64, began: Instant) -> Result<u64, Stopped> {
         let took = began.elapsed();
         let count = move |engine: &mut Engine| {
             let bytes = engine.swapped(tenant).saturating_sub(before);
@@ -491,7 +496,7 @@ impl Memory {
         let bytes = self.scheduler.call(count).await?;
         tracing::info!(tenant = tenant.0, bytes, ?took, "memory went to the host");
         self.changed.notify_waiters();
-        Ok(())
+        Ok(bytes)
     }
 
     async fn freeze(&self, tenant: TenantId) -> Result<(), MoveError> {
@@ -531,7 +536,8 @@ impl Memory {
                 }
                 Back::Lacks { device, missing } => {
                     let queue = self.queue(tenant, &device, missing).await?;
-                    first = Some(queue.lock_owned().await);
+                    let served = tokio::time::timeout(OVERTAKE, queue.lock_owned()).await;
+                    first = Some(served.ok());
                 }
                 Back::Refused(why) => {
                     // What came back stays; the driver had no room for the rest, whatever the books say.
@@ -652,7 +658,9 @@ impl Memory {
                 self.make_room(tenant, &ask.device, missing, true).await?;
             } else {
                 let queue = self.queue(tenant, &ask.device, missing).await?;
-                first = tokio::time::timeout(left, queue.lock_owned()).await.ok();
+                let patience = left.min(OVERTAKE);
+                let served = tokio::time::timeout(patience, queue.lock_owned()).await;
+                first = Some(served.ok());
             }
         }
     }
