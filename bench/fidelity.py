@@ -129,7 +129,7 @@ def report(args: argparse.Namespace) -> int:
         "driver": driver,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "commit": common.commit(),
-        "command": "python3 bench/fidelity.py" + (" --real" if args.real else ""),
+        "command": common.shown_command(sys.argv),
         "rows": [],
     }
     args.out.mkdir(parents=True, exist_ok=True)
