@@ -107,9 +107,9 @@ def shown_command(argv: Sequence[str]) -> str:
     for word in argv[1:]:
         if skip:
             skip = False
-        elif word in ("--out", "--logs"):
+        elif word in ("--out", "--logs", "--tests"):
             skip = True
-        elif not word.startswith(("--out=", "--logs=")):
+        elif not word.startswith(("--out=", "--logs=", "--tests=")):
             words.append(Path(word).name if word.startswith("/") else word)
     return shlex.join(words)
 
@@ -358,23 +358,29 @@ class Gpumux(Mode):
             *command,
         ]
 
+    def tenants_now(self) -> list[dict[str, Any]]:
+        """What `gpumux ps` knows; nothing, with a line on stderr, if it fails."""
+        asked = subprocess.run(
+            [self.binary, "ps", "--json"],
+            env=os.environ | self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=20,
+        )
+        if asked.returncode != 0:
+            say(f"gpumux ps: {asked.stderr.strip()}")
+            return []
+        return json.loads(asked.stdout)["tenants"]
+
     def check(self, names: Sequence[str]) -> None:
         deadline = time.monotonic() + 10
         while True:
-            asked = subprocess.run(
-                [self.binary, "ps", "--json"],
-                env=os.environ | self.environment(),
-                capture_output=True,
-                text=True,
-                timeout=20,
-            )
-            tenants = json.loads(asked.stdout)["tenants"] if asked.returncode == 0 else []
-            managed = {tenant["name"] for tenant in tenants if tenant["domains"]}
+            managed = {tenant["name"] for tenant in self.tenants_now() if tenant["domains"]}
             missing = [name for name in names if self.tenants[name] not in managed]
             if not missing:
                 return
             if time.monotonic() > deadline:
-                raise BenchError(f"not managed by gpumux: {', '.join(missing)} {asked.stderr}")
+                raise BenchError(f"not managed by gpumux: {', '.join(missing)}")
             time.sleep(0.2)
 
 

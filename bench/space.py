@@ -11,10 +11,7 @@ each job alone in an MPS server at some percentages of the SMs).
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -50,17 +47,6 @@ class Space(Gpumux):
     ) -> list[str]:
         group = self.GROUP if klass == "batch" else ()
         return super().command(command, name, klass, [*group, *promise])
-
-    def tenants_now(self) -> list[dict[str, Any]]:
-        """What `gpumux ps` knows."""
-        asked = subprocess.run(
-            [self.binary, "ps", "--json"],
-            env=os.environ | self.environment(),
-            capture_output=True,
-            text=True,
-            timeout=20,
-        )
-        return json.loads(asked.stdout)["tenants"] if asked.returncode == 0 else []
 
     def check(self, names: Sequence[str]) -> None:
         super().check(names)

@@ -2,36 +2,10 @@
 
 use std::time::Duration;
 
-use gpumux_rm::Levers;
-use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Session, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Puppet, wait_for};
 use serde_json::Value;
 
 use crate::{REQUESTS, TICKS};
-
-/// A program under the shim whose session the test itself holds.
-struct Puppet {
-    node: Node,
-    listener: Listener,
-}
-
-impl Puppet {
-    fn new() -> Self {
-        let node = Node::with(Options {
-            without_daemon: true,
-            ..Options::default()
-        });
-        let listener = Listener::new(node.session_socket());
-        Self { node, listener }
-    }
-
-    #[track_caller]
-    fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
-        let mut command = self.node.shimmed(program, &self.listener.path);
-        let process = Process::start(&mut command);
-        let (session, levers) = self.listener.levers();
-        (process, session, levers)
-    }
-}
 
 /// Counts how many kernels a program finishes in a while.
 fn progress(process: &Process, time: Duration) -> usize {

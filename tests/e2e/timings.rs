@@ -13,7 +13,7 @@ use std::{
 
 use gpumux_rm::Levers;
 use gpumux_tests::{
-    Listener, Node, Options, PATIENCE, Process, Session,
+    PATIENCE, Process, Puppet, Session,
     cuda::{Runtime, program},
     wait_for,
 };
@@ -33,33 +33,14 @@ fn note(row: &Value) {
     writeln!(file.expect("GPUMUX_TIMINGS names a file"), "{row}").expect("room for a line");
 }
 
-/// A node whose daemon is the test.
-struct Bench {
-    node: Node,
-    listener: Listener,
-}
+/// What is measured on.
+struct Bench(Puppet);
 
 impl Bench {
-    fn new() -> Self {
-        let node = Node::with(Options {
-            without_daemon: true,
-            ..Options::default()
-        });
-        let listener = Listener::new(node.session_socket());
-        Self { node, listener }
-    }
-
-    fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
-        let mut command = self.node.shimmed(program, &self.listener.path);
-        let process = Process::start(&mut command);
-        let (session, levers) = self.listener.levers();
-        (process, session, levers)
-    }
-
     /// A batch program that is in its measurement.
     fn start_batch(&self, name: &str, arguments: &str) -> (Process, Session, Box<dyn Levers>) {
-        let ready = self.node.dir().join(name);
-        let batch = self.start(&format!(
+        let ready = self.0.node.dir().join(name);
+        let batch = self.0.start(&format!(
             "gpumux workload batch --kernel-us 10000 --seconds 600 --ready-file {} {arguments}",
             ready.display()
         ));
@@ -72,7 +53,7 @@ impl Bench {
     /// Runs the latency program, with its group's slice and perhaps hints: its report.
     fn latency(&self, mode: &str, slice: Option<u64>, hints: bool, arguments: &str) -> Value {
         let seconds = seconds();
-        let (process, session, levers) = self.start(&format!(
+        let (process, session, levers) = self.0.start(&format!(
             "gpumux workload latency --json --period-us 5000 --seconds {seconds} {arguments}"
         ));
         if let Some(slice) = slice {
@@ -104,7 +85,7 @@ const LONG: u64 = 1_000_000;
 /// A small latency program (10 kernels of 10 µs) beside kernels of 10 ms.
 #[test]
 fn preemption() {
-    let bench = Bench::new();
+    let bench = Bench(Puppet::new());
     let alone = bench.latency("alone", None, false, "");
     note(&json!({"device": alone["device"]}));
     let work = format!("--iterations {}", alone["iterations"]);
@@ -127,7 +108,7 @@ fn preemption() {
 #[test]
 fn levers() {
     const ROUNDS: usize = 30;
-    let bench = Bench::new();
+    let bench = Bench(Puppet::new());
     let (mut batch, _session, levers) = bench.start_batch("busy", "");
     let mut times: [Vec<Duration>; 4] = Default::default();
     for round in 0..ROUNDS {
@@ -162,8 +143,9 @@ fn calls() {
     let Some(program) = program("timings", Runtime::Static130) else {
         return;
     };
-    let bench = Bench::new();
+    let bench = Bench(Puppet::new());
     let mut command = bench
+        .0
         .node
         .on_device([program.path.to_str().expect("a plain path")]);
     let finished = Process::start(&mut command).finish().ok();

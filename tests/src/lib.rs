@@ -17,7 +17,7 @@ mod session;
 pub use build::{binary, build, library};
 pub use node::{Node, Options};
 pub use process::{Finished, Process, Run};
-pub use session::{Listener, Session, readable};
+pub use session::{Listener, Puppet, Session, readable};
 
 use std::time::{Duration, Instant};
 

@@ -15,7 +15,7 @@ use rustix::{
     net::{RecvFlags, SendFlags},
 };
 
-use crate::{PATIENCE, real};
+use crate::{Node, Options, PATIENCE, Process, real};
 
 /// A session socket that a test serves itself.
 #[derive(Debug)]
@@ -23,6 +23,37 @@ pub struct Listener {
     socket: OwnedFd,
     /// Where it is.
     pub path: PathBuf,
+}
+
+/// A node whose daemon is the test: it holds the sessions of the programs itself.
+#[derive(Debug)]
+pub struct Puppet {
+    /// The node.
+    pub node: Node,
+    listener: Listener,
+}
+
+impl Puppet {
+    /// Starts the node.
+    #[track_caller]
+    #[expect(clippy::new_without_default, reason = "it starts processes")]
+    pub fn new() -> Self {
+        let node = Node::with(Options {
+            without_daemon: true,
+            ..Options::default()
+        });
+        let listener = Listener::new(node.session_socket());
+        Self { node, listener }
+    }
+
+    /// Starts a program under the shim, and waits until its compute group is known.
+    #[track_caller]
+    pub fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
+        let mut command = self.node.shimmed(program, &self.listener.path);
+        let process = Process::start(&mut command);
+        let (session, levers) = self.listener.levers();
+        (process, session, levers)
+    }
 }
 
 /// One process's connection.

@@ -463,9 +463,12 @@ fn failed(error: CUresult) {
 
 /// Maps; if the driver has less than the books say, once more when they have noticed.
 fn map_in_time(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
-    for _ in 0..TRIES {
+    for attempt in 0..TRIES {
+        if attempt != 0 {
+            sleep(NOTICED);
+        }
         match map(device, context, bytes) {
-            Err(Refused::ByDriver(OUT_OF_MEMORY)) => sleep(NOTICED),
+            Err(Refused::ByDriver(OUT_OF_MEMORY)) => {}
             Err(Refused::ByDriver(error)) => return Err(error),
             Err(Refused::ByBooks) => return Err(OUT_OF_MEMORY),
             Ok(address) => return Ok(address),
@@ -1084,10 +1087,7 @@ pub(crate) unsafe fn range(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let found = (!off())
-        .then(|| with(|space| space.find(address)))
-        .flatten();
-    let Some((start, allocation)) = found else {
+    let Some((start, allocation)) = ours(address) else {
         return real();
     };
     // SAFETY: the program's places.
@@ -1100,6 +1100,13 @@ pub(crate) unsafe fn range(
         }
     }
     SUCCESS
+}
+
+/// The allocation of ours that this address lies in, with its start.
+fn ours(address: u64) -> Option<(u64, Allocation)> {
+    (!off())
+        .then(|| with(|space| space.find(address)))
+        .flatten()
 }
 
 /// Attributes that the driver would answer by the mapping, not by the allocation.
@@ -1127,10 +1134,7 @@ pub(crate) unsafe fn pointer_attribute(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let found = (!off())
-        .then(|| with(|space| space.find(address)))
-        .flatten();
-    let Some((start, allocation)) = found else {
+    let Some((start, allocation)) = ours(address) else {
         return real();
     };
     if let Some(value) = attribute(which, start, allocation)
@@ -1154,10 +1158,7 @@ pub(crate) unsafe fn pointer_attributes(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let found = (!off())
-        .then(|| with(|space| space.find(address)))
-        .flatten();
-    let Some((start, allocation)) = found else {
+    let Some((start, allocation)) = ours(address) else {
         return real();
     };
     let result = gate::through(real);
