@@ -199,8 +199,8 @@ impl Table {
 /// What a tenant had done at one moment.
 #[derive(Clone, Debug, PartialEq)]
 struct Sight {
-    /// Its domain, the device, and the group that it shares.
-    domain: u64,
+    /// Its domains, the device that they are all on, and the group that they share.
+    domains: Vec<u64>,
     device: String,
     group: Option<u64>,
     work: u64,
@@ -239,24 +239,33 @@ pub(crate) async fn watch(tenants: Weak<Tenants>) {
     }
 }
 
-/// Tenants that have just one domain. What several do together says little about any of them.
+/// Tenants of whose domains one is like the other: all in one group, where a process has several, or just one. What several in turns do
+/// together says little about any of them.
 fn sights(view: &View) -> BTreeMap<TenantId, Sight> {
-    let mut sights = BTreeMap::new();
-    let mut several = Vec::new();
+    let mut sights: BTreeMap<TenantId, Sight> = BTreeMap::new();
+    let mut mixed = Vec::new();
     for (tenant, domain) in &view.domains {
-        let sight = Sight {
-            domain: domain.id,
-            device: domain.device.clone(),
-            group: domain.group,
-            work: view.counted.get(tenant).map_or(0, |counted| counted.work),
-            waited_us: domain.waited_us,
-            received_us: domain.received_us,
+        let Some(sight) = sights.get_mut(tenant) else {
+            let sight = Sight {
+                domains: vec![domain.id],
+                device: domain.device.clone(),
+                group: domain.group,
+                work: view.counted.get(tenant).map_or(0, |counted| counted.work),
+                waited_us: domain.waited_us,
+                received_us: domain.received_us,
+            };
+            sights.insert(*tenant, sight);
+            continue;
         };
-        if sights.insert(*tenant, sight).is_some() {
-            several.push(*tenant);
+        if domain.group.is_none() || (domain.group, &domain.device) != (sight.group, &sight.device)
+        {
+            mixed.push(*tenant);
         }
+        sight.domains.push(domain.id);
+        sight.waited_us = sight.waited_us.max(domain.waited_us);
+        sight.received_us = sight.received_us.max(domain.received_us);
     }
-    sights.retain(|tenant, _| !several.contains(tenant));
+    sights.retain(|tenant, _| !mixed.contains(tenant));
     sights
 }
 
@@ -272,7 +281,7 @@ fn observations<'a>(
         let (Some(was), Some(is)) = (before.get(&tenant.id), now.get(&tenant.id)) else {
             continue;
         };
-        if tenant.placement.fingerprint.is_none() || was.domain != is.domain {
+        if tenant.placement.fingerprint.is_none() || was.domains != is.domains {
             continue;
         }
         // Neighbours that came or went in between count as there: so nothing disturbed passes for undisturbed.
@@ -305,6 +314,75 @@ fn observations<'a>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn sight(domain: u64, group: Option<u64>, work: u64) -> Sight {
+        Sight {
+            domains: vec![domain],
+            device: "GPU-0".into(),
+            group,
+            work,
+            waited_us: 10 * work,
+            received_us: 1000 * work,
+        }
+    }
+
+    fn tenant(id: u64, fingerprint: &str, sm_percent: Option<u32>) -> Tenant {
+        let placement = types::Placement {
+            fingerprint: Some(fingerprint.into()),
+            sm_percent,
+            ..types::Placement::default()
+        };
+        Tenant::example(TenantId(id), placement)
+    }
+
+    /// Who was seen, at what percentage, and beside how many.
+    type Seen = (u64, u32, u32);
+
+    #[test]
+    fn who_is_alone_in_a_group_and_who_is_not() {
+        let tenants = [
+            tenant(1, "half", Some(50)),
+            tenant(2, "whole", None),
+            tenant(3, "turns", Some(50)),
+        ];
+        let look = |sights: &[(u64, Sight)]| -> BTreeMap<TenantId, Sight> {
+            let all = sights.iter().cloned();
+            all.map(|(id, sight)| (TenantId(id), sight)).collect()
+        };
+        let seen = |before: &[(u64, Sight)], now: &[(u64, Sight)]| -> Vec<Seen> {
+            let (before, now) = (look(before), look(now));
+            let all = observations(&tenants, &before, &now, 2.0);
+            all.iter()
+                .map(|(tenant, seen)| (tenant.id.0, seen.percent, seen.beside))
+                .collect()
+        };
+        let (group, other) = (Some(7), Some(8));
+        let before = [
+            (1, sight(1, group, 0)),
+            (2, sight(2, group, 0)),
+            (3, sight(3, None, 0)),
+            (4, sight(4, other, 0)),
+        ];
+        let now = |second: u64| {
+            [
+                (1, sight(1, group, 100)),
+                (2, sight(2, group, second)),
+                (3, sight(3, None, 100)),
+                (4, sight(4, other, 100)),
+            ]
+        };
+        // A neighbour without work disturbs nobody.
+        let idle = [(1, 50, 0), (2, 100, 1), (3, 100, 0)];
+        assert_eq!(seen(&before, &now(0)), idle);
+        let busy = [(1, 50, 1), (2, 100, 1), (3, 100, 0)];
+        assert_eq!(seen(&before, &now(50)), busy);
+        // Whoever came or went meanwhile was there.
+        assert_eq!(seen(&before[..1], &now(50)[..2]), [(1, 50, 1)]);
+        assert_eq!(seen(&before[..2], &now(50)[..1]), [(1, 50, 1)]);
+        // Another process is another matter.
+        let again = [(1, sight(9, group, 200))];
+        assert_eq!(seen(&before[..1], &again), []);
+    }
 
     fn programs(dir: &tempfile::TempDir) -> Programs {
         Programs::load(dir.path().join("programs.json"))

@@ -972,6 +972,28 @@ fn culprit(
 }
 
 impl Tenant {
+    /// One whose process holds nothing.
+    #[cfg(test)]
+    pub(crate) fn example(id: TenantId, placement: Placement) -> Self {
+        Self {
+            id,
+            name: "example".into(),
+            spec: TenantSpec::default(),
+            uid: 0,
+            since: 0,
+            pids: Vec::new(),
+            token: String::new(),
+            made_for: None,
+            kept: false,
+            named: false,
+            placement,
+            group: None,
+            seat: None,
+            utility: Vec::new(),
+            holders: BTreeMap::new(),
+        }
+    }
+
     fn may_join(&self, token: &str, peer: &Peer) -> bool {
         self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
     }
@@ -1577,25 +1599,9 @@ mod tests {
         for name in ["python3", "python3-2"] {
             let name = name.to_owned();
             let id = table.next_id();
-            let holders = BTreeMap::new();
-            let (pids, token) = (Vec::new(), String::new());
-            let spec = TenantSpec::default();
             let tenant = Tenant {
-                id,
                 name,
-                spec,
-                uid: 0,
-                since: 0,
-                pids,
-                token,
-                made_for: None,
-                kept: false,
-                named: false,
-                placement: Placement::default(),
-                group: None,
-                seat: None,
-                utility: Vec::new(),
-                holders,
+                ..Tenant::example(id, Placement::default())
             };
             table.insert(tenant);
         }

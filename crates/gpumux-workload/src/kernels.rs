@@ -12,6 +12,7 @@
 //! | `gpumux_rounds_u32` | `u64 ptr, u64 n, u32 rounds` | adds 1 to every element, round by round |
 //! | `gpumux_sum_u32` | `u64 ptr, u64 n, u64 out` | adds the sum of all elements to the `u64` at `out` |
 //! | `gpumux_trap` | | faults the context |
+//! | `gpumux_assert` | | faults the context by an assertion |
 //!
 //! `n` counts elements; pointers are device addresses. The model of `gpumux_work`: one iteration is two
 //! dependent multiply-adds (4 cycles each) and 2.75 instructions to issue on sm_90, so with `w` warps on each of an
@@ -55,6 +56,7 @@ pub struct Gpu {
     rounds: Function,
     sum: Function,
     trap: Function,
+    assert: Function,
     scratch: DeviceBuffer,
 }
 
@@ -78,6 +80,7 @@ impl Gpu {
             rounds: module.function("gpumux_rounds_u32")?,
             sum: module.function("gpumux_sum_u32")?,
             trap: module.function("gpumux_trap")?,
+            assert: module.function("gpumux_assert")?,
             scratch: DeviceBuffer::new(&context, 256)?,
             context,
         })
@@ -162,6 +165,18 @@ impl Gpu {
         self.launch(&self.trap, one, &[])
     }
 
+    /// Launches `gpumux_assert`: the context is of no use afterwards.
+    ///
+    /// # Errors
+    /// The driver's; the fault itself is reported by the next wait.
+    pub fn assert(&self) -> Result<()> {
+        let one = Shape {
+            blocks: 1,
+            threads: 1,
+        };
+        self.launch(&self.assert, one, &[])
+    }
+
     /// Launches `gpumux_fill_u32` on an address that nobody has.
     ///
     /// # Errors
@@ -228,13 +243,14 @@ mod tests {
             "gpumux_rounds_u32(.param .u64 ptr, .param .u64 n, .param .u32 rounds)",
             "gpumux_sum_u32(.param .u64 ptr, .param .u64 n, .param .u64 out)",
             "gpumux_trap()",
+            "gpumux_assert()",
         ] {
             assert!(
                 text.contains(&format!(".visible .entry {entry}")),
                 "{entry}"
             );
         }
-        assert_eq!(text.matches(".entry").count(), 7);
+        assert_eq!(text.matches(".entry").count(), 8);
         assert!(text.contains(".version 7.0\n.target sm_70\n"));
     }
 }

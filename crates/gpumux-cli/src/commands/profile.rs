@@ -35,9 +35,9 @@ use crate::{fingerprint, libraries, output};
 const EXAMPLES: &str = "\
 Examples:
   gpumux profile -- python train.py
-  gpumux profile --points 10,25,50,100 --warmup 30 -- python train.py
+  gpumux profile --fingerprint train --points 10,25,50,100 --warmup 30 -- python train.py
   gpumux profile --list
-  gpumux profile --forget train.py-5f1d0c3e9a7b2468
+  gpumux profile --forget train
 
 The program runs once for every point, alone in a group, confined to so many percent of the SMs, and is ended \
 (SIGTERM) when it was measured. Throughput is the work (kernels, graphs) that it gives to the device per second in which no other \

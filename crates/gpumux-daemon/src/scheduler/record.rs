@@ -129,7 +129,8 @@ impl std::ops::AddAssign for Totals {
 /// What a tenant's processes counted themselves.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counted {
-    /// Pieces of work given to devices.
+    /// Pieces of work given to devices. Work of which it is not sure for which of a context's groups it is counts
+    /// for each of them, so the largest count is nearest.
     pub(crate) work: u64,
     pub(crate) hints: HintCounts,
     pub(crate) requests: RequestTimes,
@@ -140,7 +141,7 @@ impl Counted {
     pub(super) fn of(page: &Page) -> Self {
         let slots = (0..SLOTS as u32).filter_map(|slot| page.slot(slot));
         Self {
-            work: (slots.clone().map(Slot::submitted)).fold(0, u64::saturating_add),
+            work: slots.clone().map(Slot::submitted).max().unwrap_or(0),
             hints: slots
                 .map(Slot::hints)
                 .fold(HintCounts::default(), HintCounts::plus),
