@@ -1273,6 +1273,69 @@ mod tests {
     }
 
     #[tokio::test]
+    async fn what_makes_no_sense_of_a_program_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        for (wish, wrong) in [
+            (
+                NewTenant {
+                    fingerprint: Some("../x".into()),
+                    ..new("a")
+                },
+                "`../x` is no fingerprint",
+            ),
+            (
+                NewTenant {
+                    sm_percent: Some(101),
+                    ..new("a")
+                },
+                "101% is no part",
+            ),
+            (
+                NewTenant {
+                    utility: vec![(0, 1.0)],
+                    ..new("a")
+                },
+                "no curve",
+            ),
+        ] {
+            let error = tenants.create(&peer(0), wish).await.unwrap_err();
+            assert!(error.to_string().contains(wrong), "{error}");
+        }
+        for curve in [&[][..], &[(50, -1.0)], &[(50, f64::NAN)], &[(1, 1.0); 101]] {
+            let error = tenants.teach(0, "train", curve).unwrap_err();
+            assert!(matches!(error, TenantError::BadCurve), "{error}");
+        }
+        tenants.teach(1000, "train", &[(100, 1.0)]).unwrap();
+        let error = tenants.unlearn(1001, "train").unwrap_err();
+        assert!(matches!(error, TenantError::NothingKnown(_)), "{error}");
+        tenants.unlearn(1000, "train").unwrap();
+    }
+
+    #[test]
+    fn what_is_said_of_a_program_comes_before_what_is_known() {
+        let mut known = Program::default();
+        let said = NewTenant {
+            utility: vec![(50, 1.0), (100, 1.5)],
+            ..new("a")
+        };
+        assert_eq!(utility(&new("a"), Some(&known)), (Vec::new(), None));
+        known.set_curve([(100, 2.0)]);
+        assert_eq!(
+            utility(&new("a"), Some(&known)).1,
+            None,
+            "one point is no curve"
+        );
+        known.set_curve([(25, 1.0), (100, 2.0)]);
+        assert_eq!(
+            utility(&new("a"), Some(&known)),
+            (vec![(25, 1.0), (100, 2.0)], Some(CurveFrom::Measured))
+        );
+        assert_eq!(utility(&said, Some(&known)).1, Some(CurveFrom::Given));
+        assert_eq!(utility(&said, None).0, said.utility);
+    }
+
+    #[tokio::test]
     async fn a_kept_tenant_needs_no_holder_and_is_open_to_whoever_has_its_secret() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = tenants(&dir).await;
