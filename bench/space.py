@@ -190,7 +190,7 @@ def main() -> int:
         "PyTorch jobs that share one GPU in time and in space: total throughput and the latency of a user outside.",
         "  GPUMUX=target/release/gpumux python3 bench/space.py\n"
         "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)\n"
-        "  python3 bench/space.py --cases inference+train --modes space,utility --seconds 8     (about 4 min)",
+        "  python3 bench/space.py --cases inference+train --modes alone,mps,space,utility --seconds 8     (about 7 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)

@@ -761,7 +761,7 @@ fn who_loses_more_in_the_group_than_by_turns_gets_turns_at_its_next_start() {
     let node = Node::start();
     // One kernel after the other, each of which waits until the neighbour's long ones leave SMs.
     let program =
-        "gpumux workload batch --iterations 250000 --blocks 66 --in-flight 1 --seconds 600";
+        "gpumux workload batch --iterations 120000 --blocks 66 --in-flight 1 --seconds 600";
     let start = |options: &str| {
         let options = format!("--fingerprint short {options}");
         member(&node, "short", &options, program)

@@ -211,6 +211,7 @@ struct Sight {
 /// Learns of running programs, until the daemon ends.
 pub(crate) async fn watch(tenants: Weak<Tenants>) {
     let mut before = (Instant::now(), BTreeMap::new());
+    let mut beside = BTreeMap::new();
     let mut saved = Instant::now();
     loop {
         tokio::time::sleep(WINDOW).await;
@@ -226,7 +227,8 @@ pub(crate) async fn watch(tenants: Weak<Tenants>) {
             };
             let now = (Instant::now(), sights(&view));
             let seconds = now.0.duration_since(before.0).as_secs_f64();
-            for (tenant, seen) in observations(&list, &before.1, &now.1, seconds) {
+            let seen = observations(&list, &before.1, &now.1, seconds);
+            for (tenant, seen) in steady(&mut beside, seen) {
                 let fingerprint = tenant.placement.fingerprint.as_deref().unwrap_or_default();
                 tenants.programs.learn(tenant.uid, fingerprint, &seen);
             }
@@ -284,7 +286,7 @@ fn observations<'a>(
         if tenant.placement.fingerprint.is_none() || was.domains != is.domains {
             continue;
         }
-        // Neighbours that came or went in between count as there: so nothing disturbed passes for undisturbed.
+        // Neighbours that came or went in between count as there.
         let beside = |id: &TenantId| {
             let sight = now.get(id).or_else(|| before.get(id));
             let near = |it: &Sight| it.group == is.group && it.device == is.device;
@@ -309,6 +311,19 @@ fn observations<'a>(
         found.push((tenant, seen));
     }
     found
+}
+
+/// Those who had as many working neighbours as in the while before, which `beside` says: where one began or ended to work in between,
+/// it is not known for how much of the time it did. So the first while of a program, in which it gets ready, is left out too.
+fn steady<'a>(
+    beside: &mut BTreeMap<TenantId, u32>,
+    seen: Vec<(&'a Tenant, Observation)>,
+) -> Vec<(&'a Tenant, Observation)> {
+    let now = seen.iter().map(|(tenant, seen)| (tenant.id, seen.beside));
+    let before = std::mem::replace(beside, now.collect());
+    let same =
+        |(tenant, seen): &(&Tenant, Observation)| before.get(&tenant.id) == Some(&seen.beside);
+    seen.into_iter().filter(same).collect()
 }
 
 #[cfg(test)]
@@ -397,6 +412,22 @@ mod tests {
             percent: 100,
             beside,
         }
+    }
+
+    #[test]
+    fn a_while_in_which_a_neighbour_came_is_left_out() {
+        let tenant = tenant(1, "train", None);
+        let mut beside = BTreeMap::new();
+        let mut counts = |others: u32| -> usize {
+            let seen = vec![(&tenant, seen(100, others))];
+            steady(&mut beside, seen).len()
+        };
+        assert_eq!(
+            [0, 0, 1, 1, 2, 0, 0].map(&mut counts),
+            [0, 1, 0, 1, 0, 0, 1]
+        );
+        assert_eq!(steady(&mut beside, Vec::new()).len(), 0);
+        assert!(beside.is_empty(), "who is gone is forgotten");
     }
 
     #[test]
