@@ -15,8 +15,12 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+import gpumux
 import models
 import torch
 
@@ -85,9 +89,10 @@ class Server:
         """Requests at given times after `start`, until `stop`: the latency of each.
 
         Latency runs from the submission, or from the arrival when the request before was still going on then.
-        `prepare_us` is spent on the CPU before the submission, as a server does to decode its input.
+        `prepare_us` is spent on the CPU before the submission, as a server does to decode its input; with `hint`, gpumux is
+        told of the work when that begins.
         """
-        prepare = order.get("prepare_us", 0) / 1e6
+        prepare, hint = order.get("prepare_us", 0) / 1e6, order.get("hint", False)
         latencies: list[float] = []
         for arrival in order["arrivals"]:
             due = order["start"] + arrival
@@ -96,6 +101,8 @@ class Server:
             if time.monotonic() >= order["stop"]:
                 break
             begin = time.monotonic()
+            if hint:
+                gpumux.hint(expected_us=int(prepare * 1e6))
             while time.monotonic() - begin < prepare:
                 pass
             begin = due + prepare if late else time.monotonic()
