@@ -59,6 +59,36 @@ fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
 }
 
 #[test]
+fn what_was_set_for_memory_can_be_cleared() {
+    let node = Node::start();
+    let idle = "gpumux workload idle --seconds 600 --memory 32MiB";
+    let options = "--name holder --memory-guaranteed 16MiB --memory-limit 64MiB --sleep-after 1h";
+    let holder = Process::start(&mut node.tenant(options, idle));
+    let tenant = node.wait_tenant("holder", |it| bytes(it, "in_use") >= 32 << 20);
+    assert_eq!(tenant["spec"]["sleep_after_s"], 3600, "{tenant:#}");
+    let clear = "holder --memory-guaranteed 0 --memory-limit none --sleep-after never";
+    let spec = crate::contracts::set(&node, clear)["spec"].clone();
+    assert_eq!(spec["memory_guaranteed"], 0, "{spec:#}");
+    assert!(spec["memory_limit"].is_null() && spec["sleep_after_s"].is_null());
+    let tenant = node.wait_tenant("holder", |it| it["memory"][0]["limit"].is_null());
+    assert_eq!(bytes(&tenant, "guaranteed"), 0, "{tenant:#}");
+    let wrong = node
+        .gpumux(["set", "holder", "--sleep-after", "none"])
+        .run();
+    assert_eq!(wrong.status.code(), Some(2), "{}", wrong.err);
+    assert!(wrong.err.contains("or never"), "{}", wrong.err);
+    // A name's setting does not hold for a run that says otherwise.
+    crate::contracts::set(&node, "holder --memory-limit 48MiB");
+    holder.kill();
+    wait_for("the end of it", PATIENCE, || {
+        node.find_tenant("holder").is_none().then_some(())
+    });
+    let _again = Process::start(&mut node.tenant("--name holder --memory-limit none", idle));
+    let tenant = node.wait_tenant("holder", |it| bytes(it, "in_use") >= 32 << 20);
+    assert!(tenant["spec"]["memory_limit"].is_null(), "{tenant:#}");
+}
+
+#[test]
 fn what_is_used_is_seen_and_given_back() {
     let node = Node::start();
     let before = wait_for("the device's books", PATIENCE, || Some(free(&node)));
