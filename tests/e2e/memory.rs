@@ -1,9 +1,14 @@
 //! Memory: limits that hold, tenants that sleep and wake with every byte in place, and more tenants than
 //! memory.
 
-use std::time::{Duration, Instant};
+use std::{
+    fs::File,
+    os::unix::fs::FileExt,
+    path::Path,
+    time::{Duration, Instant},
+};
 
-use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, real, wait_for};
+use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -236,6 +241,173 @@ fn sleep_and_want_of_room_are_explained_and_traced() {
                 .any(|it| it["name"] == name && it["ph"] == phase)
         };
         assert!(has("b") && has("e"), "{name}: {trace:#}");
+    }
+}
+
+/// A node whose daemon has this configuration.
+fn configured(memory: u64, text: &str) -> (Node, tempfile::NamedTempFile) {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), text).expect("room");
+    let path = file.path().display().to_string();
+    let node = Node::with(Options {
+        memory,
+        daemon: vec!["--config".into(), path],
+        ..Options::default()
+    });
+    (node, file)
+}
+
+/// What moved memory takes on the host.
+fn on_host(node: &Node) -> u64 {
+    let memory = node.gpumux(["memory", "--json"]).run().ok().json();
+    memory["host"]["used"].as_u64().expect("a number")
+}
+
+#[test]
+fn moved_memory_never_takes_more_of_the_host_than_it_may() {
+    const LIMIT: u64 = 200 << 20;
+    let (node, _file) = configured(0, "[host_memory]\nlimit = '200MiB'");
+    let idle = |name: &str| {
+        let program = "gpumux workload idle --seconds 600 --memory 128MiB";
+        let tenant = Process::start(&mut node.tenant(&format!("--name {name}"), program));
+        node.wait_tenant(name, |it| bytes(it, "in_use") >= 128 << 20);
+        tenant
+    };
+    let (first, _second) = (idle("first"), idle("second"));
+    assert_eq!(on_host(&node), 0);
+    node.gpumux(["sleep", "first"]).run().ok();
+    assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    let refused = node.gpumux(["sleep", "second"]).run();
+    assert!(!refused.status.success(), "{}", refused.out);
+    for word in ["209715200 bytes on the host", "`limit` of `[host_memory]`"] {
+        assert!(refused.err.contains(word), "{}", refused.err);
+    }
+    let second = node.wait_tenant("second", |it| it["asleep"] == false);
+    assert_eq!(bytes(&second, "swapped"), 0, "nothing of it was moved");
+    // Awake, the first needs it no more, and lets go of it for the other.
+    node.gpumux(["wake", "first"]).run().ok();
+    node.gpumux(["sleep", "second"]).run().ok();
+    assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    // What ends keeps nothing.
+    node.gpumux(["wake", "second"]).run().ok();
+    node.gpumux(["sleep", "first"]).run().ok();
+    first.kill();
+    wait_for("the host memory of the dead", PATIENCE, || {
+        (on_host(&node) == 0).then_some(())
+    });
+}
+
+/// What a process has mapped of files in a folder, where it may be looked at.
+fn mapped(pid: u64, folder: &Path) -> Option<Vec<u8>> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
+    let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
+    let mut all = Vec::new();
+    for line in maps.lines() {
+        let mut words = line.split_whitespace();
+        let (range, path) = (words.next()?, words.nth(4));
+        if path.is_none_or(|path| !Path::new(path).starts_with(folder)) {
+            continue;
+        }
+        let (from, to) = range.split_once('-')?;
+        let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).expect("hex"));
+        let mut contents = vec![1; (to - from) as usize];
+        memory.read_exact_at(&mut contents, from).ok()?;
+        all.append(&mut contents);
+    }
+    Some(all)
+}
+
+#[test]
+fn moved_memory_is_where_the_configuration_says_and_zero_after_use() {
+    let Ok(folder) = tempfile::Builder::new().tempdir_in("/dev/shm") else {
+        eprintln!("SKIPPED: there is no /dev/shm");
+        return;
+    };
+    // Whoever runs the tests may run their tenants as somebody else.
+    let all = std::os::unix::fs::PermissionsExt::from_mode(0o1777);
+    std::fs::set_permissions(folder.path(), all).expect("it is ours");
+    let text = format!(
+        "[host_memory]\nlimit = '32MiB'\nscrub = true\nlocation = '{}'",
+        folder.path().display()
+    );
+    let (node, _file) = configured(0, &text);
+    let check = "gpumux workload check --json --memory 24MiB --seconds 3";
+    let worker = Process::start(&mut node.tenant("--name worker", check));
+    let tenant = node.wait_tenant("worker", |it| {
+        bytes(it, "in_use") >= 24 << 20 && it["domains"][0]["demand"] == "busy"
+    });
+    let pid = tenant["pids"][0].as_u64().expect("a number");
+    node.gpumux(["sleep", "worker"]).run().ok();
+    assert_eq!(on_host(&node), 32 << 20);
+    if let Some(contents) = mapped(pid, folder.path()) {
+        assert_eq!(contents.len(), 32 << 20);
+        let used = contents.iter().filter(|it| **it != 0).count();
+        assert!(used > 1 << 20, "{used} bytes are not zero");
+    }
+    // It wakes by itself, or so.
+    node.gpumux(["wake", "worker"]).run().ok();
+    wait_for("zeros", PATIENCE, || {
+        let contents = mapped(pid, folder.path()).unwrap_or_default();
+        contents.iter().all(|it| *it == 0).then_some(())
+    });
+    verified(&worker.finish_within(PATIENCE * 3));
+    // Its files had no names.
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn caches_are_given_back_before_anything_is_moved() {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    let node = Node::with_memory(256 << 20);
+    let program = "gpumux workload idle --seconds 600 --memory 16MiB --cache 160MiB --json";
+    let first = Process::start(&mut node.tenant("--name first", program));
+    node.wait_tenant("first", |it| bytes(it, "in_use") >= 176 << 20);
+    let idle = "gpumux workload idle --seconds 600 --memory 128MiB";
+    let second = Process::start(&mut node.tenant("--name second", idle));
+    node.wait_tenant("second", |it| bytes(it, "in_use") >= 128 << 20);
+    let tenant = node.wait_tenant("first", |it| bytes(it, "in_use") < 128 << 20);
+    assert!(bytes(&tenant, "in_use") >= 16 << 20, "{tenant:#}");
+    assert_eq!(tenant["asleep"], false, "{tenant:#}");
+    assert_eq!(tenant["moves"]["outs"], 0, "{tenant:#}");
+    // When they do not suffice, the rest is moved as ever.
+    let _third = Process::start(&mut node.tenant("--name third", idle));
+    node.wait_tenant("third", |it| bytes(it, "in_use") >= 128 << 20);
+    drop(second);
+    first.signal(Signal::TERM);
+    let report = first.finish_within(PATIENCE).json();
+    assert_ne!(report["calls"], 0, "{report:#}");
+}
+
+#[test]
+fn memory_that_the_driver_refuses_is_awaited_unless_the_policy_is_to_fail() {
+    if real() {
+        return;
+    }
+    let node = Node::start();
+    let idle = |policy: &str| {
+        let options = format!("--memory-policy {policy}");
+        let program = "gpumux workload idle --seconds 0 --memory 32MiB";
+        let mut command = node.tenant(&options, program);
+        command.env("GPUMUX_EMU_FAULT", "out-of-memory@1");
+        command.run()
+    };
+    idle("wait").ok();
+    let failed = idle("fail");
+    assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
+    assert!(failed.err.contains("OUT_OF_MEMORY"), "{}", failed.err);
+}
+
+#[test]
+fn a_context_that_has_failed_hands_out_nothing_that_was_kept() {
+    let node = Node::start();
+    for kind in ["trap", "illegal-address"] {
+        let program =
+            format!("gpumux workload fault --json --kind {kind} --seconds 0.1 --memory 3MiB");
+        let report = node.tenant("", &program).run().json();
+        assert_eq!(report["errors"], 1, "{report:#}");
     }
 }
 

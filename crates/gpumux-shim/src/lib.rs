@@ -29,6 +29,7 @@ mod next;
 mod notice;
 mod own;
 mod process;
+mod reclaim;
 mod swap;
 mod trace;
 mod vmm;

@@ -339,6 +339,15 @@ pub(crate) fn trim() {
     all.into_iter().for_each(lease::tell);
 }
 
+/// The ordinal of a device of which the process has memory.
+pub(crate) fn ordinal(uuid: &str) -> Option<c_int> {
+    with(|space| {
+        let mut devices = space.devices.iter();
+        let found = devices.find(|(_, device)| device.uuid == uuid);
+        found.map(|(ordinal, _)| *ordinal)
+    })
+}
+
 /// All that the process has, for a daemon that does not know.
 pub(crate) fn holds() -> Vec<Shim> {
     with(|space| space.holds())
@@ -420,6 +429,9 @@ unsafe fn alloc_bytes(
     let (Some(device), Some(context)) = (current_device(), current_context()) else {
         return gate::through(real);
     };
+    if let Some(error) = broken() {
+        return error;
+    }
     free_deferred();
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
     // Without a daemon nobody would ever move it.
@@ -441,6 +453,18 @@ unsafe fn alloc_bytes(
             unsafe { count_native(device, bytes, out, Native::Address, real) }
         }
     }
+}
+
+/// What the current context answers to everything, since a kernel of it has failed: nothing is handed out in it any more,
+/// not even of what is kept.
+fn broken() -> Option<CUresult> {
+    if !work::has_failed() {
+        return None;
+    }
+    let wait = ctx_synchronize()?;
+    // SAFETY: no arguments.
+    let result = gate::through(|| unsafe { wait() });
+    work::is_fatal(result).then_some(result)
 }
 
 /// Mapping has failed other than for want of memory.
@@ -465,6 +489,11 @@ fn failed(error: CUresult) {
 fn map_in_time(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
     for attempt in 0..TRIES {
         if attempt != 0 {
+            // Whoever wants to know at once is told at once; so is everybody without a daemon.
+            let answer = lease::ask(|ticket| Shim::Missing { ticket });
+            if answer.is_none_or(|(again, _)| again == 0) {
+                break;
+            }
             sleep(NOTICED);
         }
         match map(device, context, bytes) {

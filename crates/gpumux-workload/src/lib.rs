@@ -248,6 +248,9 @@ pub struct Idle {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
+    /// Device memory to hold besides, which is given back when gpumux asks for it
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub cache: Option<usize>,
 }
 
 /// `fault`.

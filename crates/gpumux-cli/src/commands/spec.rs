@@ -1,7 +1,7 @@
 //! The promise of a tenant, as flags; the same for `run` and `set`.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use gpumux_core::{Class, Hints, MemoryPolicy};
+use gpumux_core::{Class, Hints, MemoryPolicy, parse_bytes, parse_with_unit};
 use gpumux_daemon::api::types::SpecChange;
 
 /// A value, or none: whatever was set before does not hold any more.
@@ -50,37 +50,16 @@ fn memory_policy() -> impl TypedValueParser<Value = MemoryPolicy> {
     })
 }
 
-/// A number with a unit of `units`.
-fn with_unit(text: &str, units: &[(&str, u64)]) -> Option<u64> {
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
-    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
-    let factor = units.iter().find(|(name, _)| *name == unit.trim())?.1;
-    let value = number.parse::<f64>().ok()? * factor as f64;
-    (value.is_finite() && value < 1e15).then_some(value as u64)
-}
-
 /// Bytes as people write them.
 fn bytes(text: &str) -> Result<u64, String> {
-    let units = [
-        ("", 1),
-        ("B", 1),
-        ("KiB", 1 << 10),
-        ("MiB", 1 << 20),
-        ("GiB", 1 << 30),
-        ("TiB", 1 << 40),
-        ("KB", 1_000),
-        ("MB", 1_000_000),
-        ("GB", 1_000_000_000),
-        ("TB", 1_000_000_000_000),
-    ];
-    with_unit(text, &units)
-        .ok_or_else(|| format!("`{text}` is no size: use one such as 512MiB or 8GiB"))
+    parse_bytes(text).ok_or_else(|| format!("`{text}` is no size: use one such as 512MiB or 8GiB"))
 }
 
 /// A time as people write it, in seconds.
 fn seconds(text: &str) -> Result<u64, String> {
     let units = [("", 1), ("s", 1), ("m", 60), ("h", 3600)];
-    with_unit(text, &units).ok_or_else(|| format!("`{text}` is no time: use one such as 30s or 5m"))
+    parse_with_unit(text, &units)
+        .ok_or_else(|| format!("`{text}` is no time: use one such as 30s or 5m"))
 }
 
 /// A limit of memory.

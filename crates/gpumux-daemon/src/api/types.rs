@@ -41,6 +41,22 @@ pub struct Status {
     /// The last faults in groups, the latest last.
     #[serde(default)]
     pub faults: Vec<Fault>,
+    /// What moved memory takes on the host.
+    #[serde(default)]
+    pub host_memory: HostMemory,
+}
+
+/// What moved memory takes on the host, for all tenants together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostMemory {
+    /// Bytes that processes keep, in use or for the next time.
+    pub used: u64,
+    /// Most that they may keep; none: what the host has.
+    pub limit: Option<u64>,
+    /// The folder where it is; none: the processes' own memory.
+    pub location: Option<String>,
+    /// It is overwritten after use.
+    pub scrub: bool,
 }
 
 /// What the scheduling thread does.
