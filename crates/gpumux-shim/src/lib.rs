@@ -28,6 +28,7 @@ mod memory;
 mod next;
 mod notice;
 mod own;
+mod physical;
 mod process;
 mod reclaim;
 mod swap;

@@ -2,8 +2,8 @@
 //!
 //! `cuMemAlloc` gives out memory that this library maps itself ([`crate::vmm`]), so that it can be moved away and
 //! back without the program's doing ([`crate::swap`]). Small pieces share blocks. Whatever is not plain memory of one
-//! device stays with the driver and is only counted: managed and stream-ordered memory, and the physical
-//! memory that a program handles itself. Where mapping fails, the driver's own call is made.
+//! device stays with the driver and is only counted: managed and stream-ordered memory. The physical
+//! memory that a program handles itself moves where it is plain ([`crate::physical`]). Where mapping fails, the driver's own call is made.
 //!
 //! Before memory is made, it is taken from the lease ([`crate::lease`]); the daemon grants leases in batches, so this
 //! is mostly a look at two numbers. Blocks that become empty are kept for the next allocation of their size, up to a batch. Beyond the tenant's limit the program gets CUDA's own error.
@@ -26,6 +26,7 @@ use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
     gate, lease,
     notice::say,
+    physical::{self, Physical},
     process, swap,
     vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
     work::{self, current_context, functions, within},
@@ -124,6 +125,10 @@ pub(crate) struct Space {
     pub(crate) blocks: BTreeMap<u64, Block>,
     allocations: BTreeMap<u64, Allocation>,
     natives: HashMap<Native, (c_int, u64)>,
+    /// Memory that the program handles itself, by its handles.
+    pub(crate) physicals: BTreeMap<u64, Physical>,
+    /// Where that is mapped: bytes and handle by address.
+    pub(crate) mapped: BTreeMap<u64, (u64, u64)>,
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
@@ -289,7 +294,7 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
 }
 
 /// Gives so much back.
-fn give(device: c_int, bytes: u64, pinned: bool) {
+pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
     let holds = with(|space| {
         let known = space.devices.get_mut(&device)?;
         let keep = if pinned { 0 } else { batch(known.total) };
@@ -367,10 +372,10 @@ impl Space {
     pub(crate) fn set_away(&mut self) {
         for (ordinal, device) in &mut self.devices {
             let own = self.blocks.values().filter(|it| it.device == *ordinal);
-            device.away = own
-                .filter(|it| it.chunks.is_empty())
-                .map(|it| it.bytes)
-                .sum();
+            let blocks = own.filter(|it| it.chunks.is_empty()).map(|it| it.bytes);
+            let own = self.physicals.values().filter(|it| it.device == *ordinal);
+            let physicals = own.filter(|it| it.is_away()).map(|it| it.bytes);
+            device.away = blocks.chain(physicals).sum();
             if device.away > 0 {
                 device.movable.granted = device.movable.used;
             }
@@ -764,6 +769,7 @@ fn forget_context(context: u64) {
     });
     addresses.into_iter().for_each(release);
     drop_spares(|spare| spare.context == context);
+    physical::forget_context(context);
     swap::forget_context(context);
 }
 
@@ -917,22 +923,46 @@ pub(crate) unsafe fn create(
     out: *mut u64,
     bytes: usize,
     prop: *const AllocationProp,
+    flags: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     // SAFETY: a program that passes no properties gets the driver's error.
-    let location = unsafe { prop.as_ref() }.map(|prop| prop.location);
+    let prop = unsafe { prop.as_ref() };
     // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
-    let device = location.filter(|it| it.kind == 1 && !off()).map(|it| it.id);
-    match device.filter(|device| current_device() == Some(*device)) {
+    let prop = prop.filter(|it| it.location.kind == 1 && !off());
+    let Some(prop) = prop.filter(|it| current_device() == Some(it.location.id)) else {
+        return gate::through(real);
+    };
+    let (device, bytes) = (prop.location.id, bytes as u64);
+    let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
+    let plain = !native && !out.is_null() && physical::may_move(bytes, prop, flags);
+    let Some(context) = current_context().filter(|_| plain && lease::await_link()) else {
         // SAFETY: the caller's.
-        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Handle, real) },
-        None => gate::through(real),
+        return unsafe { count_native(device, bytes, out, Native::Handle, real) };
+    };
+    if !take(device, bytes, false) {
+        return OUT_OF_MEMORY;
     }
+    let result = gate::through(|| {
+        let result = real();
+        if result == SUCCESS {
+            // SAFETY: the driver has just written there.
+            unsafe { *out = physical::made(*out, bytes, context, *prop) };
+        }
+        result
+    });
+    if result != SUCCESS {
+        give(device, bytes, false);
+    }
+    result
 }
 
 /// `cuMemRelease`
 pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    release_native(Native::Handle(handle), real)
+    match physical::release(handle) {
+        Some(result) => result,
+        None => release_native(Native::Handle(handle), real),
+    }
 }
 
 /// `cuMemFreeAsync`
@@ -968,6 +998,7 @@ pub(crate) fn pin(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
         if let Some(holds) = holds {
             lease::tell(holds);
         }
+        physical::pin(address);
         real()
     })
 }
@@ -976,7 +1007,13 @@ impl Space {
     fn pin(&mut self, at: u64) -> Option<Shim> {
         let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
         block.pinned = true;
-        let (bytes, device) = (block.bytes, self.devices.get_mut(&block.device)?);
+        let (device, bytes) = (block.device, block.bytes);
+        self.book_as_pinned(device, bytes)
+    }
+
+    /// So much of a device does not move any more. What the daemon must hear.
+    pub(crate) fn book_as_pinned(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
+        let device = self.devices.get_mut(&device)?;
         for lease in [&mut device.movable.granted, &mut device.movable.used] {
             *lease = lease.saturating_sub(bytes);
         }
@@ -1117,7 +1154,7 @@ pub(crate) unsafe fn range(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some((start, allocation)) = ours(address) else {
-        return real();
+        return when_there(address, real);
     };
     // SAFETY: the program's places.
     unsafe {
@@ -1136,6 +1173,14 @@ fn ours(address: u64) -> Option<(u64, Allocation)> {
     (!off())
         .then(|| with(|space| space.find(address)))
         .flatten()
+}
+
+/// A question about an address: memory that the program handles must be there for it.
+fn when_there(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    match !off() && physical::is_mapped(address) {
+        true => gate::through(real),
+        false => real(),
+    }
 }
 
 /// Attributes that the driver would answer by the mapping, not by the allocation.
@@ -1164,7 +1209,7 @@ pub(crate) unsafe fn pointer_attribute(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some((start, allocation)) = ours(address) else {
-        return real();
+        return when_there(address, real);
     };
     if let Some(value) = attribute(which, start, allocation)
         && !data.is_null()
@@ -1188,7 +1233,7 @@ pub(crate) unsafe fn pointer_attributes(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some((start, allocation)) = ours(address) else {
-        return real();
+        return when_there(address, real);
     };
     let result = gate::through(real);
     if result == SUCCESS && !attributes.is_null() && !data.is_null() {

@@ -25,7 +25,7 @@ use crate::{
     memory::{self, Block},
     notice::say,
     own::OwnFd,
-    vmm,
+    physical, vmm,
     work::{self, functions, within},
 };
 
@@ -277,8 +277,18 @@ impl Mover {
         let mut filled = self.filled;
         let mut places = Vec::new();
         let mut begin = || {
-            for Good { at, context, .. } in chosen(least) {
-                let sections = memory::with(|space| space.blocks.get_mut(&at).map(Block::leave));
+            for Good {
+                at,
+                handle,
+                bytes,
+                context,
+                ..
+            } in chosen(least)
+            {
+                let sections = match handle {
+                    None => memory::with(|space| space.blocks.get_mut(&at).map(Block::leave)),
+                    Some(_) => Some(vec![(bytes as usize, true)]),
+                };
                 let stream = self.stream(context)?;
                 let mut parts: Vec<(usize, usize)> = Vec::new();
                 for (length, kept) in sections.unwrap_or_default() {
@@ -302,7 +312,7 @@ impl Mover {
                     Ok::<_, String>(())
                 };
                 within(context, copy).ok_or("its context cannot be entered")??;
-                places.push((at, parts));
+                places.push((at, handle, parts));
             }
             Ok::<_, String>(())
         };
@@ -311,7 +321,11 @@ impl Mover {
         begun.and(self.await_copies())?;
         // From here on there is a copy of everything: nothing can fail.
         (self.away, self.filled) = (Away::Out, filled);
-        for (at, parts) in places {
+        for (at, handle, parts) in places {
+            if let Some(handle) = handle {
+                physical::leave(handle, parts);
+                continue;
+            }
             let chunks = memory::with(|space| {
                 let block = space.blocks.get_mut(&at)?;
                 block.host = parts;
@@ -333,30 +347,17 @@ impl Mover {
             }
             Away::Out => {}
         }
-        let away = |(at, block): (&u64, &Block)| {
-            let missing = block.chunks.is_empty();
-            missing.then(|| {
-                (
-                    *at,
-                    block.bytes,
-                    block.device,
-                    block.context,
-                    block.host.clone(),
-                )
-            })
-        };
-        let all: Vec<_> = memory::with(|space| space.blocks.iter().filter_map(away).collect());
         let (mut backed, mut doubtful, mut failed) = (Vec::new(), Vec::new(), None);
-        for (at, bytes, device, context, parts) in all {
-            let begun = self.stream(context).and_then(|stream| {
-                within(context, || bring(at, bytes, device, &parts, stream))
+        for gone in gone() {
+            let begun = self.stream(gone.context).and_then(|stream| {
+                within(gone.context, || bring(&gone, stream))
                     .ok_or("its context cannot be entered")
                     .map_err(str::to_owned)
             });
             match begun {
-                Ok((chunks, Ok(()))) => backed.push((at, chunks)),
-                Ok((chunks, Err(why))) => {
-                    doubtful.push((at, chunks));
+                Ok((made, Ok(()))) => backed.push((gone.key, made)),
+                Ok((made, Err(why))) => {
+                    doubtful.push((gone.key, made));
                     failed = Some(why);
                 }
                 Err(why) => failed = Some(why),
@@ -378,18 +379,28 @@ impl Mover {
             backed.append(&mut doubtful);
             failed = None;
         }
-        for (at, chunks) in doubtful {
-            vmm::unback(at, &chunks);
-        }
-        memory::with(|space| {
-            for (at, chunks) in backed {
-                if let Some(block) = space.blocks.get_mut(&at) {
-                    block.chunks = chunks;
-                    block.host.clear();
+        for (key, made) in doubtful {
+            match (key, made) {
+                (Key::Block(at), Made::Block(chunks)) => vmm::unback(at, &chunks),
+                (Key::Physical(handle), Made::Physical(Some(made))) => {
+                    physical::give_up(handle, made);
                 }
+                _ => {}
             }
-            space.set_away();
-        });
+        }
+        for (key, made) in backed {
+            match (key, made) {
+                (Key::Block(at), Made::Block(chunks)) => memory::with(|space| {
+                    if let Some(block) = space.blocks.get_mut(&at) {
+                        block.chunks = chunks;
+                        block.host.clear();
+                    }
+                }),
+                (Key::Physical(handle), Made::Physical(made)) => physical::arrived(handle, made),
+                _ => {}
+            }
+        }
+        memory::with(|space| space.set_away());
         match failed {
             Some(why) => Err(why),
             None => {
@@ -475,39 +486,97 @@ pub(crate) fn forget_context(context: u64) {
     lock_gone().push(context);
 }
 
-/// Puts physical memory at these addresses and begins to copy the contents to it.
-fn bring(
+/// Of what is moved: a block of this library, by address, or memory that the program handles, by its handle.
+#[derive(Clone, Copy, Debug)]
+enum Key {
+    Block(u64),
+    Physical(u64),
+}
+
+/// Physical memory in place of what is away.
+enum Made {
+    Block(Vec<vmm::Chunk>),
+    /// None: the driver has none.
+    Physical(Option<u64>),
+}
+
+/// What is away.
+struct Gone {
+    key: Key,
     at: u64,
-    bytes: u64,
-    device: c_int,
-    parts: &[(usize, usize)],
-    stream: CUstream,
-) -> (Vec<vmm::Chunk>, Result<(), String>) {
-    let chunks = match vmm::back(at, bytes, device) {
-        Ok(chunks) => chunks,
-        Err(error) => {
-            return (
-                Vec::new(),
-                Err(format!("the driver gives no memory: {error}")),
-            );
+    context: u64,
+    parts: Vec<(usize, usize)>,
+}
+
+fn gone() -> Vec<Gone> {
+    memory::with(|space| {
+        let blocks = space.blocks.iter();
+        let blocks = blocks.filter(|(_, block)| block.chunks.is_empty());
+        let blocks = blocks.map(|(at, block)| Gone {
+            key: Key::Block(*at),
+            at: *at,
+            context: block.context,
+            parts: block.host.clone(),
+        });
+        let physicals = space.physicals.iter().filter(|(_, it)| it.is_away());
+        let physicals = physicals.filter_map(|(handle, physical)| {
+            Some(Gone {
+                key: Key::Physical(*handle),
+                at: physical.address()?,
+                context: physical.context,
+                parts: physical.host.clone(),
+            })
+        });
+        blocks.chain(physicals).collect()
+    })
+}
+
+/// Puts physical memory where something was and begins to copy the contents to it.
+fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
+    let made = match gone.key {
+        Key::Block(at) => {
+            let known = memory::with(|space| {
+                let block = space.blocks.get(&at)?;
+                Some((block.bytes, block.device))
+            });
+            let (bytes, device) = known.unwrap_or_default();
+            let chunks = vmm::back(at, bytes, device);
+            (
+                chunks.as_ref().err().copied(),
+                Made::Block(chunks.unwrap_or_default()),
+            )
+        }
+        Key::Physical(handle) => {
+            let known = memory::with(|space| space.physicals.get(&handle).cloned());
+            let made = known.map(|known| physical::remake(&known)).transpose();
+            (
+                made.as_ref().err().copied(),
+                Made::Physical(made.unwrap_or_default()),
+            )
         }
     };
-    let mut to = at;
-    for (from, length) in parts {
+    let made = match made {
+        (Some(error), made) => return (made, Err(format!("the driver gives no memory: {error}"))),
+        (None, made) => made,
+    };
+    let mut to = gone.at;
+    for (from, length) in &gone.parts {
         if *from != NOWHERE
             && let Err(why) = call!(to_device, to, *from as *const c_void, *length, stream)
         {
-            return (chunks, Err(why));
+            return (made, Err(why));
         }
         to += *length as u64;
     }
-    (chunks, Ok(()))
+    (made, Ok(()))
 }
 
 /// A block that is to be moved.
 #[derive(Clone, Copy)]
 struct Good {
     at: u64,
+    /// Of what the program handles itself.
+    handle: Option<u64>,
     /// Bytes on the device, and those of them whose contents count.
     bytes: u64,
     kept: u64,
@@ -520,6 +589,7 @@ struct Good {
 fn chosen(least: u64) -> Vec<Good> {
     let good = |at: &u64, block: &Block| Good {
         at: *at,
+        handle: None,
         bytes: block.bytes,
         kept: block.kept(),
         device: block.device,
@@ -531,7 +601,20 @@ fn chosen(least: u64) -> Vec<Good> {
         let movable = blocks.filter(|(at, block)| {
             !block.pinned && !block.chunks.is_empty() && !space.is_spare(**at)
         });
-        movable.map(|(at, block)| good(at, block)).collect()
+        let blocks = movable.map(|(at, block)| good(at, block));
+        let physicals = space.physicals.iter().filter(|(_, it)| it.is_movable());
+        let physicals = physicals.filter_map(|(handle, it)| {
+            Some(Good {
+                at: it.address()?,
+                handle: Some(*handle),
+                bytes: it.bytes,
+                kept: it.bytes,
+                device: it.device,
+                context: it.context,
+                cold: false,
+            })
+        });
+        blocks.chain(physicals).collect()
     });
     pick(&mut goods, least);
     goods
@@ -782,6 +865,7 @@ mod tests {
     fn the_cold_and_the_cheap_go_first_and_no_more_than_needed() {
         let good = |at, bytes, kept, cold| Good {
             at,
+            handle: None,
             bytes,
             kept,
             device: 0,
