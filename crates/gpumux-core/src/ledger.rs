@@ -11,7 +11,14 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, TenantId};
+use crate::{Class, Micros, TenantId};
+
+/// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
+const TURN: u64 = 20;
+/// The least time that a tenant with work keeps its memory.
+const LEAST_TURN: Micros = Micros(1_000_000);
+/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
+pub const EXTRA: u64 = 64;
 
 /// What a tenant was promised of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -405,6 +412,30 @@ impl HostPool {
     }
 }
 
+/// How long a tenant keeps its memory that took so long to come here, and will take as long to go.
+pub fn turn(took: Micros) -> Micros {
+    Micros(took.0.saturating_mul(2 * TURN)).max(LEAST_TURN)
+}
+
+/// What a tenant that has memory does with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// It has no work.
+    pub idle: bool,
+    /// It lacks a part already, and so cannot run.
+    pub asleep: bool,
+    /// It has had its memory for a [`turn`].
+    pub had_its_turn: bool,
+}
+
+impl Standing {
+    /// Whether it may be asked to give way to somebody of this class, who was promised what it asks for, or was not.
+    pub fn may_give_way(self, own: Class, asker: Class, entitled: bool) -> bool {
+        // `Latency` is the least and the first to be served.
+        self.idle || self.asleep || (self.had_its_turn && (entitled || own >= asker))
+    }
+}
+
 /// A tenant whose memory may be moved away for another's sake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
@@ -532,6 +563,27 @@ mod tests {
         assert_eq!(full, Denied::Full { missing: 50 });
         let error = ledger.promise(B, share(50, u64::MAX)).unwrap_err();
         assert_eq!((error.promised, error.usable), (60, 100));
+    }
+
+    #[test]
+    fn who_works_keeps_its_memory_for_a_turn() {
+        assert_eq!(turn(Micros(300_000)), Micros(12_000_000));
+        assert_eq!(turn(Micros(1)), LEAST_TURN);
+        let working = |had_its_turn| Standing {
+            idle: false,
+            asleep: false,
+            had_its_turn,
+        };
+        let (latency, batch) = (Class::Latency, Class::Batch);
+        assert!(!working(false).may_give_way(batch, latency, true));
+        assert!(working(true).may_give_way(batch, latency, false));
+        assert!(!working(true).may_give_way(latency, batch, false));
+        assert!(working(true).may_give_way(latency, batch, true));
+        let idle = Standing {
+            idle: true,
+            ..working(false)
+        };
+        assert!(idle.may_give_way(latency, batch, false));
     }
 
     #[test]

@@ -22,8 +22,10 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, MemoryPolicy, TenantId,
-    ledger::{Candidate, Denied, Entry, HostFull, HostPool, in_order, victims},
+    Class, MemoryPolicy, Micros, TenantId,
+    ledger::{
+        Candidate, Denied, EXTRA, Entry, HostFull, HostPool, Standing, in_order, turn, victims,
+    },
 };
 use gpumux_wire::{Daemon, Shim, message::HOST_PIECE};
 use tokio::sync::{Notify, oneshot};
@@ -52,12 +54,6 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long somebody waits for those who came before. They may wait for the very memory that it was given and, being
 /// asleep, has not taken: then only its own coming back lets anybody go on.
 const OVERTAKE: Duration = Duration::from_secs(5);
-/// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
-const TURN: u32 = 20;
-/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
-const EXTRA: u64 = 64;
-/// The least time that a tenant with work keeps its memory.
-const LEAST_TURN: Duration = Duration::from_secs(1);
 /// How long a process may take to let go of host memory.
 const DROP: Duration = Duration::from_secs(10);
 /// How long a program may take to give caches back, and how long it is not asked again.
@@ -946,14 +942,14 @@ impl Memory {
             };
             let place = self.place(*id);
             let (since, took) = *lock(&place.awake);
-            // What it cost to bring it here, and what it will cost to move it away.
-            let turn = LEAST_TURN.max(took * 2 * TURN);
-            let had_its_turn = since.elapsed() >= turn;
-            // `Latency` is the least and the first to be served.
+            let turn = turn(Micros(took.as_micros() as u64));
             let asleep = place.asleep.load(Ordering::Acquire);
-            let may =
-                known.idle || asleep || (had_its_turn && (entitled || class(*id) >= class(tenant)));
-            if may {
+            let standing = Standing {
+                idle: known.idle,
+                asleep,
+                had_its_turn: since.elapsed() >= Duration::from_micros(turn.0),
+            };
+            if standing.may_give_way(class(*id), class(tenant), entitled) {
                 candidates.push(Candidate {
                     tenant: *id,
                     class: class(*id),
