@@ -6,6 +6,7 @@ use std::{
     fs::File,
     os::unix::fs::FileExt,
     path::Path,
+    process::Command,
     time::{Duration, Instant},
 };
 
@@ -502,6 +503,62 @@ fn caches_are_given_back_before_anything_is_moved() {
     first.signal(Signal::TERM);
     let report = first.finish_within(PATIENCE).json();
     assert_ne!(report["calls"], 0, "{report:#}");
+}
+
+/// `python/gpumux.py` with nothing but the driver: a cache that is given back.
+#[test]
+fn a_python_program_gives_its_cache_back() {
+    const PROGRAM: &str = r#"
+import ctypes, sys, time
+sys.path.insert(0, sys.argv[1])
+import gpumux
+cuda = ctypes.CDLL("libcuda.so.1")
+context, cache = ctypes.c_void_p(), []
+def call(name, *args):
+    error = getattr(cuda, name)(*args)
+    assert error == 0, f"{name} answers {error}"
+call("cuInit", 0)
+call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+call("cuCtxSetCurrent", context)
+for _ in range(10):
+    address = ctypes.c_uint64()
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(16 << 20))
+    cache.append(address)
+def free(device, missing):
+    call("cuCtxSetCurrent", context)
+    freed = len(cache)
+    while cache:
+        call("cuMemFree_v2", cache.pop())
+    return freed * (16 << 20)
+def broken(device, missing):
+    raise ValueError("of mine")
+assert gpumux.on_reclaim(broken) and gpumux.on_reclaim(free)
+while cache:
+    time.sleep(0.01)
+print("given back", flush=True)
+"#;
+    if real() || Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: a large device, or no python3");
+        return;
+    }
+    let node = Node::with_memory(256 << 20);
+    let script = node.dir().join("cache.py");
+    std::fs::write(&script, PROGRAM).expect("room");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
+    let text = format!("python3 {} {folder}", script.display());
+    let cache = Process::start(&mut node.tenant("--name cache", &text));
+    node.wait_tenant("cache", |it| bytes(it, "in_use") >= 160 << 20);
+    let idle = "gpumux workload idle --seconds 600 --memory 128MiB";
+    let _second = Process::start(&mut node.tenant("--name second", idle));
+    node.wait_tenant("second", |it| bytes(it, "in_use") >= 128 << 20);
+    let finished = cache.finish_within(PATIENCE).ok();
+    assert_eq!(finished.out, "given back\n", "{}", finished.err);
+    // The other one failed, and was heard of.
+    assert!(
+        finished.err.contains("ValueError('of mine')"),
+        "{}",
+        finished.err
+    );
 }
 
 #[test]

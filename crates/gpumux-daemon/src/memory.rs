@@ -63,6 +63,8 @@ const RECLAIM_PAUSE: Duration = Duration::from_secs(5);
 const TELL_AGAIN: Duration = Duration::from_secs(60);
 /// How often idle tenants are looked for that shall sleep.
 const WATCH: Duration = Duration::from_millis(500);
+/// How long an idle tenant that could not be put to sleep is left alone.
+const SLEEP_AGAIN: Duration = Duration::from_secs(10);
 
 /// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
 #[derive(Debug, thiserror::Error)]
@@ -112,6 +114,8 @@ struct Place {
     asleep: AtomicBool,
     /// Requests of its processes that wait for room.
     asks: AtomicU64,
+    /// When it could not be put to sleep for being idle.
+    stayed: Mutex<Option<Instant>>,
     /// Since when its memory is on the device, and how long it took to bring it there.
     awake: Mutex<(Instant, Duration)>,
 }
@@ -176,6 +180,7 @@ impl Memory {
                 waking: tokio::sync::Mutex::default(),
                 asleep: AtomicBool::new(false),
                 asks: AtomicU64::new(0),
+                stayed: Mutex::default(),
                 awake: Mutex::new((Instant::now(), Duration::ZERO)),
             })
         });
@@ -987,11 +992,15 @@ impl Memory {
                     && known.idle_for.as_secs_f64() >= after as f64
                     && lines.iter().any(has)
                     && lock(&self.place(tenant).awake).0.elapsed() >= Duration::from_secs(after);
-                if due && !self.is_asleep(tenant) {
+                let place = self.place(tenant);
+                let stayed = *lock(&place.stayed);
+                let lately = stayed.is_some_and(|stayed| stayed.elapsed() < SLEEP_AGAIN);
+                if due && !lately && !self.is_asleep(tenant) {
                     let memory = Arc::clone(&self);
                     tokio::spawn(async move {
                         if let Err(error) = memory.sleep(tenant, u64::MAX).await {
-                            tracing::debug!(%error, "an idle tenant stays awake");
+                            *lock(&place.stayed) = Some(Instant::now());
+                            memory.tell_of(&error);
                         }
                     });
                 }
