@@ -390,14 +390,14 @@ fn on_host(node: &Node) -> u64 {
 #[test]
 fn moved_memory_never_takes_more_of_the_host_than_it_may() {
     const LIMIT: u64 = 200 << 20;
-    let (node, _file) = configured(0, "[host_memory]\nlimit = '200MiB'");
-    let idle = |name: &str| {
+    let (mut node, _file) = configured(0, "[host_memory]\nlimit = '200MiB'");
+    let idle = |node: &Node, name: &str| {
         let program = "gpumux workload idle --seconds 600 --memory 128MiB";
         let tenant = Process::start(&mut node.tenant(&format!("--name {name}"), program));
         node.wait_tenant(name, |it| bytes(it, "in_use") >= 128 << 20);
         tenant
     };
-    let (first, _second) = (idle("first"), idle("second"));
+    let (first, second) = (idle(&node, "first"), idle(&node, "second"));
     assert_eq!(on_host(&node), 0);
     node.gpumux(["sleep", "first"]).run().ok();
     assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
@@ -406,15 +406,25 @@ fn moved_memory_never_takes_more_of_the_host_than_it_may() {
     for word in ["209715200 bytes on the host", "`limit` of `[host_memory]`"] {
         assert!(refused.err.contains(word), "{}", refused.err);
     }
-    let second = node.wait_tenant("second", |it| it["asleep"] == false);
-    assert_eq!(bytes(&second, "swapped"), 0, "nothing of it was moved");
+    let awake = node.wait_tenant("second", |it| it["asleep"] == false);
+    assert_eq!(bytes(&awake, "swapped"), 0, "nothing of it was moved");
     // Awake, the first needs it no more, and lets go of it for the other.
     node.gpumux(["wake", "first"]).run().ok();
     node.gpumux(["sleep", "second"]).run().ok();
     assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    // What the next daemon did not allow is not kept.
+    node.kill_daemon();
+    node.start_daemon();
+    for name in ["first", "second"] {
+        node.wait_tenant(name, |it| bytes(it, "in_use") >= 128 << 20);
+    }
+    wait_for("host memory of before", PATIENCE, || {
+        (on_host(&node) == 0).then_some(())
+    });
     // What ends keeps nothing.
-    node.gpumux(["wake", "second"]).run().ok();
     node.gpumux(["sleep", "first"]).run().ok();
+    assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    drop(second);
     first.kill();
     wait_for("the host memory of the dead", PATIENCE, || {
         (on_host(&node) == 0).then_some(())

@@ -403,7 +403,15 @@ impl HostPool {
         Ok(most)
     }
 
-    /// One keeps so much, as it says.
+    /// One says that it keeps so much. That counts as far as it was allowed to, so that nobody takes the room of others by
+    /// saying so. Whether it was allowed to keep any.
+    pub fn hear(&mut self, session: u64, bytes: u64) -> bool {
+        let allowed = self.kept_by(session);
+        self.set(session, bytes.min(allowed));
+        bytes == 0 || allowed > 0
+    }
+
+    /// One keeps so much.
     pub fn set(&mut self, session: u64, bytes: u64) {
         match bytes {
             0 => drop(self.kept.remove(&session)),
@@ -603,7 +611,9 @@ mod tests {
         assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Err(full));
         pool.set(1, 20);
         assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Ok(needs(&[(2, 80)])));
-        pool.set(2, 0);
+        assert!(pool.hear(2, 0));
+        assert!(!pool.hear(3, 50), "nobody allowed it to");
+        assert!(pool.hear(1, 90));
         assert_eq!(pool.kept(), 20);
         let mut boundless = HostPool::new(u64::MAX);
         assert!(boundless.reserve(&needs(&[(1, u64::MAX)]), 40).is_ok());

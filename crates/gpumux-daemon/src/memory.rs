@@ -354,7 +354,13 @@ impl Memory {
             Shim::Knock => {
                 tokio::spawn(async move { memory.wake_or_warn(tenant).await });
             }
-            Shim::Keeps { bytes } => lock(&self.host).set(session.0, bytes),
+            Shim::Keeps { bytes } => {
+                let allowed = lock(&self.host).hear(session.0, bytes);
+                // Made for an earlier daemon, and not in use now: it is made anew when it is needed.
+                if !allowed {
+                    self.tell(session, &Daemon::DropHost { op: 0 });
+                }
+            }
             Shim::Reclaims => {
                 if let Some(member) = self.state().members.get_mut(&session) {
                     member.reclaims.get_or_insert(None);
