@@ -675,13 +675,17 @@ impl DeviceBuffer {
     /// The driver's; a range outside the buffer is refused.
     pub fn write(&self, offset: usize, data: &[u8]) -> Result<()> {
         self.check("cuMemcpyHtoD", offset, data.len())?;
-        // SAFETY: both ranges are valid.
+        let driver = self.context.driver();
+        // From pageable memory it may return before the data has arrived, and streams that do not wait for the
+        // default stream could overtake it (seen on an H100 whose copy engines were busy).
+        // SAFETY: both ranges are valid; null is the default stream.
         unsafe {
-            self.context.driver().cuMemcpyHtoD_v2(
+            driver.cuMemcpyHtoD_v2(
                 self.address + offset as u64,
                 data.as_ptr().cast(),
                 data.len(),
-            )
+            )?;
+            driver.cuStreamSynchronize(null_mut())
         }
     }
 

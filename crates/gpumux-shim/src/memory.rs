@@ -739,29 +739,46 @@ fn free_deferred() {
 
 /// `cuCtxDestroy`: a context's memory goes with it.
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = gate::through(|| work::destroy_context(context, real));
-    if result == SUCCESS {
-        forget_context(context as u64);
-    }
-    result
+    let gone = |result: &CUresult| (*result == SUCCESS).then_some(context as u64);
+    end_context(|| work::destroy_context(context, real), gone)
 }
 
 /// `cuDevicePrimaryCtxRelease` and `Reset`
 pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
     let counted = !off() && USED.load(Ordering::Acquire);
     let context = counted.then(|| work::primary_context(device)).flatten();
-    let result = gate::through(|| work::release_primary(device, real));
-    if let Some(context) = context.filter(|_| work::primary_context(device).is_none()) {
+    let gone = |_: &CUresult| context.filter(|_| work::primary_context(device).is_none());
+    end_context(|| work::release_primary(device, real), gone)
+}
+
+/// A call after which a context may be gone, with all its streams and work.
+fn end_context(
+    real: impl FnOnce() -> CUresult,
+    gone: impl FnOnce(&CUresult) -> Option<u64>,
+) -> CUresult {
+    if off() {
+        return gate::through(real);
+    }
+    // Still inside, or a mover would find nobody there and enter a context that is no more.
+    let (result, gone) = gate::through(|| {
+        swap::without_preparing(|| {
+            let result = real();
+            let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
+            if let Some(context) = gone {
+                swap::forget_context(context);
+                physical::forget_context(context);
+            }
+            (result, gone)
+        })
+    });
+    if let Some(context) = gone {
         forget_context(context);
     }
     result
 }
 
-/// A context is gone, and all its work: it must not be entered any more.
+/// A context's memory goes with it.
 fn forget_context(context: u64) {
-    if off() || !USED.load(Ordering::Acquire) {
-        return;
-    }
     let addresses: Vec<u64> = with(|space| {
         let all = space.allocations.iter();
         let own = all.filter(|(_, allocation)| allocation.context == context);
@@ -769,8 +786,6 @@ fn forget_context(context: u64) {
     });
     addresses.into_iter().for_each(release);
     drop_spares(|spare| spare.context == context);
-    physical::forget_context(context);
-    swap::forget_context(context);
 }
 
 // ---- What the program knows of its memory --------------------------------------------------------
@@ -847,10 +862,13 @@ impl Block {
         let mut sections = Vec::new();
         let mut done = 0;
         for (offset, (length, lost)) in &mut self.discardable {
+            let Some(dropped) = whole_grains(*offset, *length) else {
+                continue;
+            };
             *lost = true;
-            sections.push(((offset - done) as usize, true));
-            sections.push((*length as usize, false));
-            done = *offset + *length;
+            sections.push(((dropped.start - done) as usize, true));
+            sections.push(((dropped.end - dropped.start) as usize, false));
+            done = dropped.end;
         }
         sections.push(((self.bytes - done) as usize, true));
         sections.retain(|(length, _)| *length > 0);
@@ -859,9 +877,17 @@ impl Block {
 
     /// Bytes that must be kept when it moves.
     pub(crate) fn kept(&self) -> u64 {
-        let discarded: u64 = self.discardable.values().map(|(length, _)| length).sum();
-        self.bytes - discarded
+        let ranges = self.discardable.iter();
+        let dropped = ranges.filter_map(|(offset, (length, _))| whole_grains(*offset, *length));
+        self.bytes - dropped.map(|it| it.end - it.start).sum::<u64>()
     }
+}
+
+/// The part of a range that is dropped when it moves, so that what is copied around it comes in whole grains too.
+fn whole_grains(offset: u64, length: u64) -> Option<Range<u64>> {
+    let start = offset.next_multiple_of(swap::GRAIN);
+    let end = (offset + length) / swap::GRAIN * swap::GRAIN;
+    (start < end).then_some(start..end)
 }
 
 /// See `include/gpumux.h`.
@@ -1271,21 +1297,26 @@ mod tests {
 
     #[test]
     fn what_is_discardable_is_not_kept_and_known_to_be_lost() {
-        let mut block = block(100);
-        assert_eq!(block.advise(10..30, DISCARDABLE), DONE);
-        assert_eq!(block.advise(50..60, DISCARDABLE), DONE);
+        const MIB: u64 = 1 << 20;
+        let mut block = block(100 * MIB);
+        assert_eq!(block.advise(10 * MIB - 5..30 * MIB, DISCARDABLE), DONE);
+        assert_eq!(block.advise(50 * MIB..60 * MIB + 5, DISCARDABLE), DONE);
+        // Too small to be worth a copy of its own.
+        assert_eq!(block.advise(80 * MIB + 1..81 * MIB, DISCARDABLE), DONE);
         // A part of it counts again, before anything happened.
-        assert_eq!(block.advise(20..55, KEEP), DONE);
-        assert_eq!(block.kept(), 85);
-        let sections = vec![(10, true), (10, false), (35, true), (5, false), (40, true)];
+        assert_eq!(block.advise(20 * MIB..55 * MIB, KEEP), DONE);
+        assert_eq!(block.kept(), 85 * MIB);
+        let sections = [(10, true), (10, false), (35, true), (5, false), (40, true)];
+        let sections = sections.map(|(length, kept)| ((length * MIB) as usize, kept));
         assert_eq!(block.leave(), sections);
-        assert_eq!(block.advise(30..50, KEEP), DONE);
-        assert_eq!(block.advise(0..15, KEEP), LOST);
-        assert_eq!(block.advise(0..15, KEEP), DONE, "it is told once");
+        assert_eq!(block.advise(30 * MIB..50 * MIB, KEEP), DONE);
+        assert_eq!(block.advise(80 * MIB..82 * MIB, KEEP), DONE);
+        assert_eq!(block.advise(0..15 * MIB, KEEP), LOST);
+        assert_eq!(block.advise(0..15 * MIB, KEEP), DONE, "it is told once");
         // What is lost stays so until somebody is told.
-        assert_eq!(block.advise(0..100, DISCARDABLE), DONE);
-        assert_eq!(block.advise(99..100, KEEP), LOST);
-        assert_eq!(block.kept(), 1);
+        assert_eq!(block.advise(0..100 * MIB, DISCARDABLE), DONE);
+        assert_eq!(block.advise(99 * MIB..100 * MIB, KEEP), LOST);
+        assert_eq!(block.kept(), MIB);
         assert_eq!(block.advise(0..1, 77), UNKNOWN);
     }
 }

@@ -47,8 +47,9 @@ const HUGETLBFS: u32 = 0x9584_58f6;
 const SPARE: u64 = 10;
 /// Most threads that make host memory ready.
 const POPULATORS: usize = 8;
-/// Bytes of a copy to try a stream with.
-const TRIAL: usize = 4096;
+/// Contents are copied in multiples of this. The driver has small copies made by the compute group itself, which
+/// is frozen then: they would not end.
+pub(crate) const GRAIN: u64 = 1 << 20;
 /// The host address of contents that were not kept.
 const NOWHERE: usize = 0;
 
@@ -158,6 +159,12 @@ impl Mover {
             return;
         }
         while self.scrub() {}
+        // The driver may be about to go, with the process.
+        let Some(_moving) = gate::begin_move() else {
+            return;
+        };
+        let _alone = lock(&PREPARING);
+        self.clear_up();
         // Pinned for all contexts: any one will do.
         let pool = &mut self.pool;
         let mut contexts = self.streams.keys();
@@ -235,6 +242,7 @@ impl Mover {
 
     /// Makes host memory and streams, while the device still works.
     fn prepare(&mut self, least: u64) -> Result<(), String> {
+        let _alone = lock(&PREPARING);
         if !std::mem::replace(&mut self.relaxed, true)
             && let Some(exchange) = exchange_capture_mode()
         {
@@ -250,9 +258,14 @@ impl Mover {
             return Ok(());
         };
         // A stream is tried out with host memory.
-        let bytes = self.filled.bytes + (bytes as usize).max(TRIAL);
+        let bytes = self.filled.bytes + bytes.max(GRAIN) as usize;
         self.pool.grow(bytes, first.context)?;
-        for Good { context, .. } in &goods {
+        if self.away == Away::Out {
+            // All streams are there: new ones could not be tried out now.
+            return Ok(());
+        }
+        // Also of those that this time may stay.
+        for Good { context, .. } in &chosen(u64::MAX) {
             if self.streams.contains_key(context) {
                 continue;
             }
@@ -460,9 +473,11 @@ impl Mover {
 
     /// Forgets what went with contexts that are gone.
     fn clear_up(&mut self) {
-        let gone = std::mem::take(&mut *lock_gone());
-        if gone.is_empty() || self.away == Away::Out {
-            lock_gone().extend(gone);
+        if self.away == Away::Out {
+            return;
+        }
+        let gone = std::mem::take(&mut *lock(&GONE));
+        if gone.is_empty() {
             return;
         }
         for context in gone {
@@ -476,14 +491,23 @@ impl Mover {
 
 /// Contexts that are gone, by handle: another may get the same.
 static GONE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+/// Held while the agent enters contexts although the gate is open.
+static PREPARING: Mutex<()> = Mutex::new(());
 
-fn lock_gone() -> MutexGuard<'static, Vec<u64>> {
-    GONE.lock().unwrap_or_else(PoisonError::into_inner)
+fn lock<T>(mutex: &'static Mutex<T>) -> MutexGuard<'static, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// A context is gone.
 pub(crate) fn forget_context(context: u64) {
-    lock_gone().push(context);
+    lock(&GONE).push(context);
+}
+
+/// Does what may end a context, while the agent is in none. To be called inside the gate: behind a closed one the
+/// agent enters contexts at any time.
+pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
+    let _alone = lock(&PREPARING);
+    work()
 }
 
 /// Of what is moved: a block of this library, by address, or memory that the program handles, by its handle.
@@ -755,10 +779,11 @@ impl Pool {
         let (mut stream, mut scratch) = (ptr::null_mut(), 0);
         call!(stream_create, &raw mut stream, NON_BLOCKING)?;
         // Kept: freeing would wait for the device.
-        call!(mem_alloc, &raw mut scratch, TRIAL)?;
+        let bytes = GRAIN as usize;
+        call!(mem_alloc, &raw mut scratch, bytes)?;
         let (host, _) = *self.pieces.first().ok_or("no host memory")?;
-        call!(to_device, scratch, host as *const c_void, TRIAL, stream)?;
-        call!(to_host, host as *mut c_void, scratch, TRIAL, stream)?;
+        call!(to_device, scratch, host as *const c_void, bytes, stream)?;
+        call!(to_host, host as *mut c_void, scratch, bytes, stream)?;
         call!(stream_synchronize, stream)?;
         Ok(stream as usize)
     }
