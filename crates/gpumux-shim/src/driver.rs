@@ -689,7 +689,8 @@ hooks! {
     ) real => memory::pin(address, real);
     cuMemRetainAllocationHandle [c"cuMemRetainAllocationHandle" 11000] (
         handle: *mut u64, address: CUdeviceptr,
-    ) real => memory::pin(address, real);
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { physical::retain(handle, address, real) };
     cuMemGetHandleForAddressRange [c"cuMemGetHandleForAddressRange" 11070] (
         handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64,
     ) real => memory::pin(address, real);

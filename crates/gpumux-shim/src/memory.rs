@@ -961,7 +961,9 @@ pub(crate) unsafe fn create(
     };
     let (device, bytes) = (prop.location.id, bytes as u64);
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
-    let plain = !native && !out.is_null() && physical::may_move(bytes, prop, flags);
+    // What the driver makes for itself it knows by its own handle.
+    let own = gate::is_nested();
+    let plain = !native && !own && !out.is_null() && physical::may_move(bytes, prop, flags);
     let Some(context) = current_context().filter(|_| plain && lease::await_link()) else {
         // SAFETY: the caller's.
         return unsafe { count_native(device, bytes, out, Native::Handle, real) };

@@ -41,8 +41,8 @@ pub(crate) struct Physical {
     pub(crate) prop: AllocationProp,
     /// The driver's handle, unless the memory is away or the program has let go of it.
     handle: Option<u64>,
-    /// The program has let go of its handle: the memory lives as long as it is mapped.
-    released: bool,
+    /// How often the program holds its handle. At 0 the memory lives as long as it is mapped.
+    references: u32,
     /// By address where it is mapped: whether it may be touched there.
     pub(crate) mappings: BTreeMap<u64, bool>,
     /// It stays where it is.
@@ -102,7 +102,7 @@ pub(crate) fn made(handle: u64, bytes: u64, context: u64, prop: AllocationProp) 
         context,
         prop,
         handle: Some(handle),
-        released: false,
+        references: 1,
         mappings: BTreeMap::new(),
         pinned: false,
         host: Vec::new(),
@@ -118,19 +118,22 @@ pub(crate) fn release(handle: u64) -> Option<CUresult> {
         return None;
     }
     let (result, gone) = gate::through(|| {
-        let real = match real_handle(handle) {
-            Ok(real) => real,
-            Err(error) => return (error, None),
-        };
-        let result = vmm::release(real);
-        let gone = (result == SUCCESS).then(|| {
-            with(|space| {
-                let physical = space.physicals.get_mut(&handle)?;
-                (physical.handle, physical.released) = (None, true);
-                space.end_unmapped(handle)
+        let last = with(|space| {
+            let physical = space.physicals.get_mut(&handle)?;
+            physical.references = physical.references.checked_sub(1)?;
+            Some(match physical.references {
+                0 => physical.handle.take(),
+                _ => None,
             })
         });
-        (result, gone.flatten())
+        match last {
+            None => (INVALID_VALUE, None),
+            Some(None) => (SUCCESS, None),
+            Some(Some(real)) => {
+                let result = vmm::release(real);
+                (result, with(|space| space.end_unmapped(handle)))
+            }
+        }
     });
     give(gone);
     Some(result)
@@ -146,7 +149,7 @@ impl Space {
     /// Forgets memory that nothing holds any more.
     fn end_unmapped(&mut self, handle: u64) -> Option<Physical> {
         let physical = self.physicals.get(&handle)?;
-        let ended = physical.released && physical.mappings.is_empty();
+        let ended = physical.references == 0 && physical.mappings.is_empty();
         ended.then(|| self.physicals.remove(&handle)).flatten()
     }
 
@@ -304,6 +307,46 @@ pub(crate) unsafe fn set_access(
     })
 }
 
+/// `cuMemRetainAllocationHandle`: the handle of what is mapped at an address, once more.
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn retain(
+    out: *mut u64,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let ours = (!out.is_null()).then(|| with(|space| space.mapped_at(address)));
+    let Some(handle) = ours.flatten() else {
+        // Of a block of this library.
+        return memory::pin(address, real);
+    };
+    gate::through(|| {
+        let held = with(|space| {
+            let physical = space.physicals.get_mut(&handle)?;
+            physical.handle?;
+            physical.references += 1;
+            Some(())
+        });
+        let result = match held {
+            Some(()) => SUCCESS,
+            None => real(),
+        };
+        if result == SUCCESS {
+            // SAFETY: the program's place, which is not null, and where the driver has written if it was asked.
+            let own = unsafe { out.replace(handle) };
+            with(|space| {
+                if let Some(physical) = space.physicals.get_mut(&handle)
+                    && held.is_none()
+                {
+                    (physical.handle, physical.references) = (Some(own), 1);
+                }
+            });
+        }
+        result
+    })
+}
+
 /// A call that passes memory on by its handle: it stays where it is from then on.
 fn passed_on(
     handle: u64,
@@ -427,9 +470,9 @@ pub(crate) fn arrived(handle: u64, made: Option<u64>) {
     let needless = with(|space| {
         let physical = space.physicals.get_mut(&handle)?;
         physical.host.clear();
-        match physical.released {
-            true => made,
-            false => {
+        match physical.references {
+            0 => made,
+            _ => {
                 physical.handle = made;
                 None
             }
