@@ -26,7 +26,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +238,12 @@ class Mode:
 
     def check(self, names: Sequence[str]) -> None:
         """Raises BenchError unless these programs really run in this mode."""
+
+    def before(self, names: Iterable[str]) -> None:
+        """These programs are about to be measured together."""
+
+    def after(self, names: Iterable[str]) -> None:
+        """They have been."""
 
 
 class Mps(Mode):
@@ -505,11 +511,14 @@ class Crew:
 
     def measure(self, seconds: float, orders: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """Gives orders for one common stretch of time, and collects the answers."""
+        self.mode.before(orders)
         start = time.monotonic() + 0.5
         for name, order in orders.items():
             self._worker(name).send(**order, start=start, stop=start + seconds)
+        time.sleep(max(0.0, start + seconds - time.monotonic()))
+        self.mode.after(orders)
         try:
-            return {name: self._worker(name).reply(seconds + REPLY_S) for name in orders}
+            return {name: self._worker(name).reply(REPLY_S) for name in orders}
         except BenchError:
             # The answers of the others would be taken for those of the next measurement.
             self.close(*orders)

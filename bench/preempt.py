@@ -5,24 +5,31 @@ latency-critical, the others are batch tasks; each has a network, batch size 1, 
 continuous or a trace). Every task is a process of its own and serves requests as CUDA graphs. Programs that
 are not networks (`miniweather`, `bfs`, …) are played by stand-ins of the same kind, see models.py.
 
-Modes: `alone` (latency-critical tasks only), `time-slicing`, `mps`, `fixed` (slices of 1 s and 1 µs, the published
-recipe) and `gpumux`. Latencies are pooled over the latency-critical tasks; batch_rate is requests per second over
-all batch tasks.
+Modes: `alone` (latency-critical tasks only), `time-slicing`, `mps`, `gpumux` (the latency-critical tasks hint when they begin to
+prepare a request, as GPreempt's do), `unhinted` (the same with programs that know nothing of gpumux), `space` (as `gpumux`, with
+the batch tasks in one group) and `fixed` (slices of 1 s and 1 µs and nothing else, the published recipe, without hints). Several
+batch tasks with work make no progress at 1 µs (they would not even start: `fixed` slices are set while a cell is measured only),
+so their rate is what they did until then. Latencies are pooled over the latency-critical tasks; batch_rate is requests per second
+over all batch tasks.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from common import BenchError, Crew, Results
+from common import BenchError, Crew, Gpumux, Mode, Results
+from space import Space
 
-MODES = ["alone", "time-slicing", "mps", "fixed", "gpumux"]
+MODES = ["alone", "time-slicing", "mps", "gpumux", "unhinted", "space", "fixed"]
+HINTING = ("gpumux", "space")
 CASES = ["A", "B", "C", "D", "E", "REAL", "Y", "Z"]
 
 
@@ -44,14 +51,53 @@ class Task(NamedTuple):
         """Arguments and class of its process."""
         return ["serve", "--model", self.model], self.klass
 
-    def order(self, seconds: float) -> dict[str, Any]:
+    def order(self, seconds: float, hinting: bool = False) -> dict[str, Any]:
         """What its process is told."""
         return {
             "op": "requests",
             "kind": "graph",
             "arrivals": list(arrivals(self.load, seconds, self.name)),
             "prepare_us": self.prepare_us,
+            "hint": hinting and self.latency,
         }
+
+
+class Fixed(Gpumux):
+    """Slices by class and nothing else, while programs are measured; else the driver's."""
+
+    def __init__(self, name: str, logs: Path) -> None:
+        super().__init__(name, logs, policy="fixed")
+        self.classes: dict[str, str] = {}
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        self.classes[name] = klass or "standard"
+        return super().command(command, name, "standard", promise)
+
+    def _set(self, name: str, klass: str) -> None:
+        command = [self.binary, "set", self.tenants[name], "--class", klass]
+        subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20, stdout=subprocess.DEVNULL)
+
+    def before(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, self.classes[name])
+
+    def after(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, "standard")
+
+
+def mode(name: str, logs: Path) -> Mode:
+    """The mode of this name."""
+    match name:
+        case "fixed":
+            return Fixed(name, logs)
+        case "space":
+            return Space(name, logs)
+        case "unhinted":
+            return Gpumux(name, logs)
+    return common.mode(name, logs)
 
 
 def arrivals(load: dict[str, Any], seconds: float, seed: str) -> Iterator[float]:
@@ -87,9 +133,9 @@ def tasks(definition: Path) -> list[Task]:
     return found
 
 
-def measure(workload: list[Task], crew: Crew, seconds: float) -> dict[str, float]:
+def measure(workload: list[Task], crew: Crew, seconds: float, hinting: bool) -> dict[str, float]:
     """One cell."""
-    answers = crew.measure(seconds, {task.name: task.order(seconds) for task in workload})
+    answers = crew.measure(seconds, {task.name: task.order(seconds, hinting) for task in workload})
     ms = [it for task in workload if task.latency for it in answers[task.name]["latencies_ms"]]
     values = common.latency_values(ms, tail=True)
     if batch := [task for task in workload if not task.latency]:
@@ -122,13 +168,13 @@ def main() -> int:
         with results.cell(f"{case} / {name}"):
             needed = {task.name: task.worker() for task in workload}
             crew.have(needed if options.fresh else everybody)
-            results.add(case, name, measure(workload, crew, seconds))
+            results.add(case, name, measure(workload, crew, seconds, name in HINTING))
 
     # Alone and time slicing use the same processes: what makes it alone is that the batch tasks are idle.
     plain = [mode for mode in ("alone", "time-slicing") if mode in options.modes]
     rest = [[mode] for mode in MODES[2:] if mode in options.modes]
     for names in filter(None, [plain, *rest]):
-        with results.cell(names[-1]), common.mode(names[-1], logs) as mode, Crew(mode) as crew:
+        with results.cell(names[-1]), mode(names[-1], logs) as sharing, Crew(sharing) as crew:
             for case in cases:
                 for name in names:
                     cell(case, name, crew)

@@ -4,14 +4,17 @@ Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `latency` a user of a ResNet-50 CUDA graph who
 pauses between requests. The jobs are of class batch, the user is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
-`space` (gpumux: the jobs in one group, the user outside), `utility` (the same, with SM shares by curves that are measured first:
-each job alone in an MPS server at some percentages of the SMs).
-`throughput_rel` is the sum of each job's rate over its rate alone; alone it is 1 by definition.
+`space` (gpumux: the jobs in one group, the user outside), `utility` (the same, with SM shares by curves that `gpumux profile`
+measures first, and that the daemon finds by the jobs' fingerprints).
+`throughput_rel` is the sum of each job's rate over its rate alone, the total utility; alone it is 1 by definition.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,7 +36,11 @@ CASES = {
 }
 MODES = ["alone", "time-slicing", "mps", "time", "space", "utility"]
 DEFAULT_MODES = MODES[:-1]  # measuring the curves takes longer than all the rest
-PERCENTAGES = (25, 50, 75)
+PERCENTAGES = (25, 50, 75, 100)
+# From a job's first work until it is warm: it builds its network, and lets libraries choose kernels.
+WARM_UP_S = 12.0
+# A measurement whose quarters differ by more is no steady state.
+STEADY = 0.2
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
 
 
@@ -74,41 +81,42 @@ class Space(Gpumux):
 
 
 class Utility(Space):
-    """The same with SM shares by curves."""
-
-    def __init__(self, name: str, logs: Path) -> None:
-        super().__init__(name, logs)
-        self.curves: dict[str, str] = {}  # by kind
+    """The same with SM shares by curves that the daemon knows."""
 
     def command(
         self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
     ) -> list[str]:
-        curve = self.curves.get(name.partition("-")[0])
-        shape = ("--utility", curve) if curve else ()
-        return super().command(command, name, klass, [*shape, *promise])
+        kind = name.partition("-")[0]
+        known = ("--fingerprint", kind) if klass == "batch" else ()
+        return super().command(command, name, klass, [*known, *promise])
 
+    def profile_command(self, kind: str, seconds: float) -> list[str]:
+        """Measures a kind of job, and has the daemon keep the curve under its name."""
+        points = ",".join(str(percent) for percent in PERCENTAGES)
+        options = ["--fingerprint", kind, "--points", points, "--seconds", f"{seconds:g}"]
+        job = [sys.executable, str(common.WORKER), "--free", *KINDS[kind][0]]
+        return [self.binary, "profile", *options, "--warmup", f"{WARM_UP_S:g}", "--json", "--", *job]
 
-class Confined(common.Mps):
-    """MPS whose next client uses so many percent of the SMs."""
-
-    percent = 100
-
-    def environment(self) -> dict[str, str]:
-        return super().environment() | {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(self.percent)}
-
-
-def curve(kind: str, whole: float, seconds: float, logs: Path) -> str:
-    """What a kind of job makes of percentages of the SMs, as `gpumux run --utility` wants it."""
-    points = [(100, 1.0)]
-    with Confined("confined", logs) as mode, Crew(mode) as crew:
-        arguments, order = KINDS[kind]
-        for percent in PERCENTAGES:
-            mode.percent = percent
-            name = f"{kind}-{percent}"
-            crew.have({name: (arguments, "batch")})
-            points.append((percent, rate(crew.measure(seconds, {name: order})[name]) / whole))
-    common.say(f"{kind}: " + ", ".join(f"{percent}% of the SMs {it:.3f}" for percent, it in sorted(points)))
-    return ",".join(f"{percent}:{it:.4f}" for percent, it in sorted(points))
+    def profile(self, kind: str, seconds: float) -> dict[int, float]:
+        """What a kind of job makes of percentages of the SMs, relative to all of them."""
+        log = self.logs / f"{self.name}-profile-{kind}.log"
+        with open(log, "w") as err:
+            asked = subprocess.run(
+                self.profile_command(kind, seconds),
+                env=os.environ | self.environment(),
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                timeout=len(PERCENTAGES) * (common.READY_S + WARM_UP_S + seconds + 30),
+            )
+        if asked.returncode != 0:
+            raise BenchError(f"no profile of {kind}: {common.tail(log)}")
+        points = json.loads(asked.stdout)["points"]
+        if unsteady := [it["percent"] for it in points if it["spread"] > STEADY]:
+            common.say(f"{kind} was not steady at {unsteady}% of the SMs")
+        curve = {it["percent"]: it["relative"] for it in points}
+        common.say(f"{kind}: " + ", ".join(f"{percent}% of the SMs {it:.3f}" for percent, it in curve.items()))
+        return curve
 
 
 def mode(name: str, logs: Path) -> Mode:
@@ -154,10 +162,12 @@ def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> d
         for name in jobs:
             crew.close(name)
             crew.have(wanted)
-        percents = {
-            tenant["name"]: tenant["placement"].get("sm_percent") for tenant in crew.mode.tenants_now()
-        }
+        placements = {tenant["name"]: tenant["placement"] for tenant in crew.mode.tenants_now()}
+        percents = {name: it.get("sm_percent") for name, it in placements.items()}
         common.say(f"percentages of the SMs: {percents}")
+        unknown = [name for name in jobs if placements[crew.mode.tenants[name]].get("curve") != "measured"]
+        if unknown:
+            raise BenchError(f"the daemon has no curve of {', '.join(unknown)}")
     answers = crew.measure(seconds, orders)
     shares = {name: rate(answers[name]) / rates[kind] for name, kind in jobs.items()}
     common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares.values()))
@@ -180,7 +190,7 @@ def main() -> int:
         "PyTorch jobs that share one GPU in time and in space: total throughput and the latency of a user outside.",
         "  GPUMUX=target/release/gpumux python3 bench/space.py\n"
         "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)\n"
-        "  python3 bench/space.py --cases inference+train --modes space,utility --seconds 8     (about 4 min)",
+        "  python3 bench/space.py --cases inference+train --modes alone,mps,space,utility --seconds 8     (about 7 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)
@@ -204,7 +214,8 @@ def main() -> int:
         before = len(results.failed)
         with results.cell(name), mode(name, logs) as entered, Crew(entered) as crew:
             if isinstance(entered, Utility):
-                entered.curves = {kind: curve(kind, rates[kind], min(seconds, 4.0), logs) for kind in kinds}
+                for kind in kinds:
+                    entered.profile(kind, min(seconds, 4.0))
             for case in options.cases:
                 with results.cell(f"{case} / {name}"):
                     results.add(case, name, measure(case, crew, seconds, rates))

@@ -3,7 +3,7 @@
 It prepares itself, prints one line of JSON when it is warm, and then takes orders as lines of JSON on its
 standard input, answering each with one line on its standard output (`common.Worker` is the other end). Times
 `start` and `stop` are CLOCK_MONOTONIC seconds, so that all workers measure the same stretch of time. All other
-output goes to stderr.
+output goes to stderr. With `--free` it takes no orders but works until it is ended, for `gpumux profile`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ import os
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
+
+import gpumux
 import models
 import torch
 
@@ -85,9 +89,10 @@ class Server:
         """Requests at given times after `start`, until `stop`: the latency of each.
 
         Latency runs from the submission, or from the arrival when the request before was still going on then.
-        `prepare_us` is spent on the CPU before the submission, as a server does to decode its input.
+        `prepare_us` is spent on the CPU before the submission, as a server does to decode its input; with `hint`, gpumux is
+        told of the work when that begins.
         """
-        prepare = order.get("prepare_us", 0) / 1e6
+        prepare, hint = order.get("prepare_us", 0) / 1e6, order.get("hint", False)
         latencies: list[float] = []
         for arrival in order["arrivals"]:
             due = order["start"] + arrival
@@ -96,6 +101,8 @@ class Server:
             if time.monotonic() >= order["stop"]:
                 break
             begin = time.monotonic()
+            if hint:
+                gpumux.hint(expected_us=int(prepare * 1e6))
             while time.monotonic() - begin < prepare:
                 pass
             begin = due + prepare if late else time.monotonic()
@@ -103,6 +110,11 @@ class Server:
             latencies.append((time.monotonic() - begin) * 1e3)
         sleep_until(order["stop"])
         return {"latencies_ms": latencies, "seconds": order["stop"] - order["start"]}
+
+    def free(self) -> None:
+        """Requests back to back, launched kernel by kernel, until the process is ended."""
+        while True:
+            self.request("eager")
 
     def repeat(self, order: dict[str, Any]) -> dict[str, Any]:
         """Requests back to back from `start` to `stop`: how many, and the time they took."""
@@ -136,6 +148,11 @@ class Training:
         self.optimizer.step()
         torch.cuda.synchronize()
 
+    def free(self) -> None:
+        """Trains until the process is ended."""
+        while True:
+            self.step()
+
     def steps(self, order: dict[str, Any]) -> dict[str, Any]:
         """Trains from before `start` to after `stop`: steps from the first to the last completion."""
         first, count = 0.0, 0
@@ -153,6 +170,7 @@ class Training:
 def main() -> None:
     """Prepares, says so, and takes orders until the standard input closes."""
     parser = argparse.ArgumentParser(description="A PyTorch process that takes orders on stdin.")
+    parser.add_argument("--free", action="store_true", help="take no orders, but work until ended")
     roles = parser.add_subparsers(dest="role", required=True)
     serve = roles.add_parser("serve")
     serve.add_argument("--model", choices=models.MODELS, default="resnet50")
@@ -184,6 +202,9 @@ def main() -> None:
     gc.collect()
     gc.disable()  # a collection would be measured as latency
     answer(ready=True)
+    if options.free:
+        with torch.no_grad() if options.role == "serve" else torch.enable_grad():
+            worker.free()
     for line in sys.stdin:
         order = json.loads(line)
         try:

@@ -27,14 +27,15 @@ enum {
     GPUMUX_ALREADY = 1,     /* it is held, or being taken, already */
     GPUMUX_NEEDLESS = 2,    /* nothing to gain: nobody competes, the tenant is not of class latency or takes no
                                hints, the program has work on the device, a capture goes on, or there is no daemon */
-    GPUMUX_TOO_EARLY = 3,   /* more than 600 µs ahead: hint later */
+    GPUMUX_TOO_EARLY = 3,   /* more than a second ahead: hint later */
+    GPUMUX_LATER = 4,       /* the device is taken shortly before the work comes */
     GPUMUX_IMPOSSIBLE = -1  /* no context of this process on that device, or its driver refuses */
 };
 
 /*
- * Says that work for a device is coming: the switch from whoever has the device happens now and not when
- * the work is launched. The device is given back when work was launched and, at the latest, `expected_us` + 100 µs after it
- * was taken (500 µs when `expected_us` is 0: unknown).
+ * Says that work for a device is coming: the switch from whoever has the device happens now, or shortly before the
+ * work is expected, and not when it is launched. The device is given back when work was launched and, at the latest, 100 µs after
+ * it was expected (after 500 µs when `expected_us` is 0: unknown).
  *
  * `device` is the CUDA ordinal. The process must have launched something on it before. The first hint of a process may take
  * some milliseconds, because it loads a kernel; later ones take about as long as two launches.

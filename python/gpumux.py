@@ -17,7 +17,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterator
 
-HELD, ALREADY, NEEDLESS, TOO_EARLY, IMPOSSIBLE = 0, 1, 2, 3, -1
+HELD, ALREADY, NEEDLESS, TOO_EARLY, LATER, IMPOSSIBLE = 0, 1, 2, 3, 4, -1
 """What became of a hint: see include/gpumux.h."""
 
 KEEP, COLD, DISCARDABLE = 0, 1, 2

@@ -53,6 +53,8 @@ class Definition(unittest.TestCase):
         self.assertEqual(critical.worker(), (["serve", "--model", "vgg"], "latency"))
         order = critical.order(1.0)
         self.assertEqual((len(order["arrivals"]), order["prepare_us"]), (10, 200))
+        hints = [task.order(1.0, hinting)["hint"] for task in (critical, batch) for hinting in (False, True)]
+        self.assertEqual(hints, [False, True, False, False])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """How `space.py` makes its modes, without a GPU."""
 
+import json
+import subprocess
+import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import space
 
@@ -21,11 +25,35 @@ class Modes(unittest.TestCase):
         mode.binary = "gpumux"
         self.assertNotIn("--trust", mode.command(["train"], "train-1", "batch"))
 
-    def test_curves_are_given_to_the_jobs_they_are_of(self) -> None:
+    def test_jobs_are_known_by_what_they_were_profiled_as(self) -> None:
         mode = space.mode("utility", Path("."))
-        mode.binary, mode.curves = "gpumux", {"train": "50:0.5,100:1"}
-        self.assertIn("50:0.5,100:1", mode.command(["x"], "train-1", "batch"))
-        self.assertNotIn("--utility", mode.command(["x"], "inference-2", "batch"))
+        mode.binary = "gpumux"
+        measured = mode.profile_command("train", 4.0)
+        named = ["--fingerprint", "train"]
+        at = measured.index(named[0])
+        self.assertEqual(measured[at : at + 2], named)
+        self.assertEqual(measured[measured.index("--points") + 1], "25,50,75,100")
+        self.assertEqual(measured[measured.index("--") + 3 :], ["--free", *space.KINDS["train"][0]])
+        job = mode.command(["x"], "train-1", "batch")
+        at = job.index(named[0])
+        self.assertEqual(job[at : at + 2], named)
+        self.assertNotIn("--fingerprint", mode.command(["x"], "server", "latency"))
+
+    def test_a_profile_is_read_and_one_that_failed_is_an_error(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            mode = space.mode("utility", Path(folder))
+            mode.folder = Path(folder)
+            points = [{"percent": 25, "relative": 0.9, "spread": 0.5}, {"percent": 100, "relative": 1.0, "spread": 0}]
+            for code, output in (0, json.dumps({"points": points})), (1, ""):
+                done = subprocess.CompletedProcess([], code, output)
+                mode.binary = "gpumux"
+                with mock.patch("subprocess.run", return_value=done), mock.patch("common.say") as said:
+                    if code:
+                        with self.assertRaises(space.BenchError):
+                            mode.profile("train", 1.0)
+                        continue
+                    self.assertEqual(mode.profile("train", 1.0), {25: 0.9, 100: 1.0})
+                    self.assertIn("not steady at [25]%", said.call_args_list[0].args[0])
 
     def test_every_case_names_known_jobs(self) -> None:
         for case, kinds in space.CASES.items():

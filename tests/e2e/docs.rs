@@ -19,7 +19,7 @@ const EXCEPTIONS: [(&str, &str); 1] = [(
     "CI itself runs cargo; in here it would build all again, or wait for its own lock",
 )];
 /// What is replaced, so that it is short, stays in the test's folder, or needs no screen.
-const REPLACED: [(&str, &str); 10] = [
+const REPLACED: [(&str, &str); 12] = [
     ("gpumux demo --seconds 40", "gpumux demo"),
     // On a busy device it refuses to run.
     ("gpumux demo", "gpumux demo --emulated --seconds 10"),
@@ -29,6 +29,15 @@ const REPLACED: [(&str, &str); 10] = [
     ("/usr/local/share", "share"),
     ("/tmp/emu.sock", "emu.sock"),
     ("/etc/cdi/", "cdi/"),
+    // It measures for seconds what runs for minutes.
+    (
+        "gpumux profile -- python train.py",
+        "gpumux profile --points 50,100 --warmup 0.1 --seconds 0.3 -- gpumux workload batch --seconds 600",
+    ),
+    (
+        "--warmup 30 -- python train.py",
+        "--warmup 0.1 --seconds 0.3 -- gpumux workload batch --seconds 600",
+    ),
     // Both of them run until they are stopped.
     ("watch -n 1 ", ""),
     (
@@ -115,7 +124,7 @@ impl Stage {
                 shell.env_remove(variable);
             }
             shell
-        } else if line.starts_with("gpumux run") {
+        } else if line.starts_with("gpumux run") || line.starts_with("gpumux profile") {
             self.idle.on_device(words)
         } else {
             self.busy.on_device(words)

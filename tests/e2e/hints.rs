@@ -28,6 +28,21 @@ fn work_meets_the_device_held_for_it() {
     node.wait_tenant("serve", |tenant| hints(tenant, "useful") >= 20);
 }
 
+/// Work that is 40 ms away: the device is not held so long.
+#[test]
+fn a_hint_far_ahead_holds_shortly_before_its_work() {
+    let node = Node::start();
+    let _batch = batch(&node);
+    let far =
+        "gpumux workload latency --hint manual --prepare-us 40000 --period-us 60000 --seconds 60";
+    let _serve = Process::start(&mut node.tenant("--class latency --name serve", far));
+    let tenant = node.wait_tenant("serve", |tenant| hints(tenant, "given") >= 20);
+    assert!(
+        hints(&tenant, "held_us") <= 20_000 * hints(&tenant, "given"),
+        "{tenant:#}"
+    );
+}
+
 /// From many threads, during captures, after forks, at exit; and nothing hangs or gets wrong.
 #[test]
 fn hints_without_work_are_bounded_and_safe() {

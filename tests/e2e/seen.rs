@@ -47,17 +47,18 @@ fn a_tenant_is_explained_and_traced() {
         "{text}"
     );
     let file = node.dir().join("out.json");
-    node.gpumux(["trace", "--seconds", "60", "-o"])
-        .arg(&file)
-        .run()
-        .ok();
-    let trace: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
-    let events = trace["traceEvents"].as_array().unwrap();
-    let reasons: Vec<_> = events
-        .iter()
-        .filter_map(|e| e["args"]["reason"].as_str())
-        .collect();
-    assert!(reasons.contains(&"takes the device at once"), "{reasons:?}");
+    // Its next request is on its way.
+    wait_for("a request in the trace", PATIENCE, || {
+        node.gpumux(["trace", "--seconds", "60", "-o"])
+            .arg(&file)
+            .run()
+            .ok();
+        let trace: Value = serde_json::from_slice(&fs::read(&file).unwrap()).unwrap();
+        let mut events = trace["traceEvents"].as_array().unwrap().iter();
+        events
+            .any(|e| e["args"]["reason"] == "takes the device at once")
+            .then_some(())
+    });
     let top = node.gpumux(["top"]).run();
     assert!(
         top.code() == 1 && top.err.contains("needs a terminal"),

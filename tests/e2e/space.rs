@@ -319,6 +319,13 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
     let fault = wait_ps(&node, "the fault", |ps| ps["faults"].get(0).cloned());
     println!("{fault:#}\n{}", logs(&node));
     assert!(fault["restarted_ms"].as_u64() < Some(2000), "{fault:#}");
+    // 100 ms is the aim; a machine with other things to do may need longer.
+    assert!(
+        fault["noticed_after_ms"]
+            .as_u64()
+            .is_some_and(|ms| ms < 2000),
+        "{fault:#}"
+    );
     let others: Vec<&str> = fault["others"]
         .as_array()
         .unwrap()
@@ -433,8 +440,9 @@ fn groups_that_no_daemon_will_find_can_be_ended() {
 }
 
 /// What a program does wrong, and whether it ends those in its group: `None`: the hardware may do either.
-const FAULTS: [(&str, Option<bool>); 6] = [
+const FAULTS: [(&str, Option<bool>); 7] = [
     ("illegal-address", Some(true)),
+    ("assert", Some(true)),
     ("trap", Some(true)),
     ("endless", Some(false)),
     ("exit", None),
@@ -444,15 +452,17 @@ const FAULTS: [(&str, Option<bool>); 6] = [
 
 /// Lets a tenant do it, as far as it does anything.
 fn let_fail(node: &Node, options: &str, fault: &str) {
+    // Of its own name, because who took a group down twice joins none any more.
+    let name = format!("culprit-{fault}");
     let killed = ["endless", "kill"].contains(&fault);
     let program = match fault {
         "kill" => LOAD.to_owned(),
         fault => format!("gpumux workload fault --kind {fault} --seconds 0.7"),
     };
     let mut culprit =
-        Process::start(&mut node.tenant(&format!("--name culprit {options}"), &program));
+        Process::start(&mut node.tenant(&format!("--name {name} {options}"), &program));
     if killed {
-        node.wait_tenant("culprit", |it| domain(it)["demand"] == "busy");
+        node.wait_tenant(&name, |it| domain(it)["demand"] == "busy");
         // So long that its last kernel is the one that does not end.
         std::thread::sleep(Duration::from_secs(1));
         assert!(culprit.poll().is_none(), "{}", culprit.err());
@@ -461,7 +471,7 @@ fn let_fail(node: &Node, options: &str, fault: &str) {
         culprit.finish();
     }
     wait_for("the culprit's end", PATIENCE, || {
-        node.find_tenant("culprit").is_none().then_some(())
+        node.find_tenant(&name).is_none().then_some(())
     });
 }
 
@@ -487,7 +497,6 @@ fn the_fault_matrix_in_a_group() {
     let node = Node::start();
     let mut outside = Process::start(&mut node.tenant("--class standard --name outside", TICKS));
     for (number, (fault, ends)) in FAULTS.into_iter().enumerate() {
-        // Who took a group down twice would be let into no other one.
         let trust = format!("--trust team{number} --class batch");
         let mut inside =
             Process::start(&mut node.tenant(&format!("{trust} --name inside{number}"), TICKS));
@@ -554,6 +563,9 @@ fn a_server_that_hangs_or_dies_is_replaced() {
         asked.write("get_server_list\n");
         let server: i32 = asked.finish().out.trim().parse().unwrap();
         rustix::process::kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
+        // A context of its own does not need it.
+        let lines = outside.lines();
+        outside.wait_lines(lines + 5);
         // Only of what is one process it is known that it hangs.
         if real() {
             return;
@@ -564,6 +576,7 @@ fn a_server_that_hangs_or_dies_is_replaced() {
             fault["evidence"].as_str().unwrap().contains("server"),
             "{fault:#}"
         );
+        assert_eq!(node.find_tenant("outside").unwrap()["state"], "running");
         let lines = again.lines();
         again.wait_lines(lines + 5);
         let lines = outside.lines();
@@ -638,4 +651,149 @@ fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
     });
     let again = start("small", "--utility 20:0.9,50:0.95,100:1");
     assert_eq!(percent(&again), "20");
+}
+
+/// Kernels that need a quarter of an H100's SMs, and such that use all.
+const SMALL: &str =
+    "gpumux workload batch --iterations 400000 --blocks 66 --in-flight 2 --seconds 600";
+const LARGE: &str = "gpumux workload batch --iterations 400000 --in-flight 2 --seconds 600";
+
+/// What `gpumux profile --list` knows of a program.
+fn known(node: &Node, fingerprint: &str) -> Option<Value> {
+    let list = node.gpumux(["profile", "--list", "--json"]).run().ok();
+    let list = list.json();
+    let mut all = list["programs"].as_array().unwrap().iter();
+    all.find(|it| it["fingerprint"] == fingerprint).cloned()
+}
+
+/// `gpumux profile OPTIONS -- PROGRAM`.
+#[track_caller]
+fn profile(node: &Node, options: &str, program: &str) -> Value {
+    let line = format!(
+        "gpumux profile --points 25,100 --warmup 0.5 --seconds 2 --json {options} -- {program}"
+    );
+    let own = gpumux_tests::binary().display().to_string();
+    let words = line.split_whitespace().map(|word| match word {
+        "gpumux" => own.clone(),
+        word => word.to_owned(),
+    });
+    let mut command = node.on_device(words);
+    let finished = Process::start(&mut command).finish_within(PATIENCE * 2);
+    println!("{}", finished.err);
+    finished.ok().json()
+}
+
+#[test]
+fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
+    let mut node = Node::start();
+    let small = profile(&node, "--fingerprint small", SMALL);
+    let large = profile(&node, "", LARGE);
+    let quarter = |profile: &Value| profile["points"][0]["relative"].as_f64().unwrap();
+    assert!(quarter(&large) < 0.75, "{large:#}");
+    assert!(quarter(&small) > quarter(&large), "{small:#} {large:#}");
+    // No tenant of it is left.
+    assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(0));
+
+    // The next daemon knows it too.
+    node.stop_daemon().ok();
+    node.start_daemon();
+    let fingerprint = large["fingerprint"].as_str().unwrap();
+    assert!(fingerprint.starts_with("gpumux-"), "{fingerprint}");
+    let kept = known(&node, fingerprint).unwrap();
+    assert_eq!(
+        (&kept["curve"][0][0], &kept["profiled"]),
+        (&25.into(), &true.into())
+    );
+
+    let placement = |name: &str| node.wait_tenant(name, has_domain)["placement"].clone();
+    let first = member(&node, "first", "--fingerprint small", SMALL);
+    assert_eq!(placement("first")["curve"], "measured");
+    let _large = member(&node, "large", "", LARGE);
+    let of_large = placement("large");
+    assert_eq!(
+        (&of_large["curve"], of_large["fingerprint"].as_str()),
+        (&"measured".into(), Some(fingerprint))
+    );
+    assert!(of_large["sm_percent"].as_u64() > Some(50), "{of_large:#}");
+    let said = node.gpumux(["explain", "large"]).run().ok().out;
+    assert!(
+        said.contains(&format!("by what was measured of {fingerprint}")),
+        "{said}"
+    );
+    drop(first);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("first").is_none().then_some(())
+    });
+    // What is said comes before what was measured.
+    let _second = member(
+        &node,
+        "second",
+        "--fingerprint small --utility 25:0.25,50:0.5,100:1",
+        SMALL,
+    );
+    assert_eq!(placement("second")["curve"], "given");
+
+    node.gpumux(["profile", "--forget", "small"]).run().ok();
+    assert_eq!(known(&node, "small"), None);
+    let again = node.gpumux(["profile", "--forget", "small"]).run();
+    assert!(again.err.contains("nothing is known"), "{again:?}");
+}
+
+#[test]
+fn a_program_that_ends_before_it_was_measured_is_no_profile() {
+    let node = Node::start();
+    let own = gpumux_tests::binary().display().to_string();
+    let short = "workload batch --iterations 1000 --calls 5";
+    let mut words = vec![own.as_str(), "profile", "--points", "50,100", "--", &own];
+    words.extend(short.split_whitespace());
+    let finished = node.on_device(words).run();
+    assert_ne!(finished.code(), 0);
+    assert!(
+        finished.err.contains("ended before it was measured"),
+        "{finished:?}"
+    );
+    let list = node.gpumux(["profile", "--list", "--json"]).run().ok();
+    assert_eq!(list.json()["programs"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn who_loses_more_in_the_group_than_by_turns_gets_turns_at_its_next_start() {
+    let node = Node::start();
+    // One kernel after the other, each of which waits until the neighbour's long ones leave SMs.
+    let program =
+        "gpumux workload batch --iterations 120000 --blocks 66 --in-flight 1 --seconds 600";
+    let start = |options: &str| {
+        let options = format!("--fingerprint short {options}");
+        member(&node, "short", &options, program)
+    };
+    let learnt = |what: &str, so: &dyn Fn(&Value) -> bool| {
+        wait_for(what, PATIENCE, || known(&node, "short").filter(so))
+    };
+    let ended = || {
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant("short").is_none().then_some(())
+        });
+    };
+    let first = start("");
+    learnt("its speed alone", &|it| it["curve"][0][0] == 100);
+    let _long = member(&node, "long", "", LOAD);
+    let known = learnt("its speed beside another", &|it| it["beside"][0][0] == 1);
+    println!("{known:#}");
+    drop(first);
+    ended();
+    let again = start("");
+    let placement = node.wait_tenant("short", has_domain)["placement"].clone();
+    let reason = placement["reason"].as_str().unwrap();
+    assert!(
+        reason.contains("of its speed alone in the group"),
+        "{reason}"
+    );
+    if !real() {
+        assert_eq!(placement["way"], "time", "{placement:#}");
+    }
+    drop(again);
+    ended();
+    let _asked = start("--sharing space");
+    let placement = node.wait_tenant("short", has_domain)["placement"].clone();
+    assert_eq!(placement["way"], "space", "{placement:#}");
 }

@@ -3,6 +3,7 @@
 mod background;
 mod commands;
 mod emulated;
+mod fingerprint;
 mod libraries;
 mod output;
 
@@ -11,8 +12,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{
-    cdi, completions, daemon, demo, doctor, dra, emu, explain, hint, man, memory, ps, run, set,
-    sim, top, trace, workload,
+    cdi, completions, daemon, demo, doctor, dra, emu, explain, hint, man, memory, profile, ps, run,
+    set, sim, top, trace, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -54,6 +55,7 @@ enum Command {
     /// Bring a tenant's memory back
     Wake(memory::Move),
     Explain(explain::Args),
+    Profile(profile::Args),
     Top(top::Args),
     Trace(trace::Args),
     Doctor(doctor::Args),
@@ -88,6 +90,7 @@ fn main() -> ExitCode {
         Command::Sleep(args) => memory::sleep(&args),
         Command::Wake(args) => memory::wake(&args),
         Command::Explain(args) => explain::run(&args),
+        Command::Profile(args) => profile::run(&args),
         Command::Top(args) => top::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Doctor(args) => doctor::run(&args),

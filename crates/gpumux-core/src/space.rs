@@ -17,7 +17,9 @@
 //!   curve where it stops.
 //! - What was never measured goes on like the last step that was: a program is presumed to scale until it was seen not to.
 //!   With no measurement at all everybody is alike, and the division is that by weight.
-//! - [`Explorer`] measures while programs run, by small excursions: one member gets a step of another's for a moment,
+//! - [`Program`] is what was learnt of a program over its runs: throughput at every percentage of the SMs at which it ran, and beside
+//!   neighbours. The daemon uses it at the next start, because the percentages of MPS act only there.
+//! - [`Explorer`] is for the simulator, whose shares can move while programs run: one member gets a step of another's for a moment,
 //!   which teaches a point of both curves. Shares move only for a gain of [`WORTH`] or more: noise moves nobody.
 //! - [`decide`] says who joins a group at all: by what the tenant wants, whom it trusts, its class, memory, faults and what
 //!   was measured.
@@ -34,11 +36,13 @@
 mod curve;
 mod divide;
 mod explore;
+mod program;
 mod sharing;
 
 pub use curve::Curve;
 pub use divide::{Claimant, Rule, STEP, WORTH, divide, minimum, total, worth_moving};
 pub use explore::{Explorer, Trial};
+pub use program::{Observation, Program};
 pub use sharing::{
     Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide,
     percentage, percentages,

@@ -11,8 +11,8 @@ use tokio::net::UnixStream;
 
 use crate::{
     api::types::{
-        Created, Device, DeviceMemory, Explanation, Hinted, NewHint, Problem, SpecChange, Status,
-        Tenant,
+        Created, Device, DeviceMemory, Explanation, Hinted, NewCurve, NewHint, Problem, Program,
+        SpecChange, Status, Tenant,
     },
     paths,
 };
@@ -234,6 +234,34 @@ impl Client {
     /// See [`ClientError`].
     pub async fn forget(&self, name: &str) -> Result<(), ClientError> {
         let path = format!("/v1/settings/{}", escaped(name));
+        self.answer(Method::DELETE, &path, None::<&()>)
+            .await
+            .map(drop)
+    }
+
+    /// What is known of programs.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn programs(&self) -> Result<Vec<Program>, ClientError> {
+        self.ask(Method::GET, "/v1/programs", None::<&()>).await
+    }
+
+    /// Says what a program makes of SMs.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn teach(&self, fingerprint: &str, curve: &NewCurve) -> Result<(), ClientError> {
+        let path = format!("/v1/programs/{}", escaped(fingerprint));
+        self.answer(Method::PUT, &path, Some(curve)).await.map(drop)
+    }
+
+    /// Forgets what is known of a program.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn unlearn(&self, fingerprint: &str) -> Result<(), ClientError> {
+        let path = format!("/v1/programs/{}", escaped(fingerprint));
         self.answer(Method::DELETE, &path, None::<&()>)
             .await
             .map(drop)

@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 pub struct Config {
     /// Where the sockets are; see [`crate::paths::runtime_dir`] for the default.
     pub runtime_dir: Option<PathBuf>,
-    /// Where `settings.json` is, which says what was set for tenants' names; without it, in
-    /// the runtime directory (default: `GPUMUX_STATE_DIR`).
+    /// Where `settings.json` is, which says what was set for tenants' names, and `programs.json`, what is known of programs;
+    /// without it, in the runtime directory (default: `GPUMUX_STATE_DIR`).
     pub state_dir: Option<PathBuf>,
     /// The policy of devices that have none of their own: `priority`, `max-min` or `weighted`.
     pub policy: String,

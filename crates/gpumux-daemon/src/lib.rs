@@ -16,6 +16,7 @@ mod fake;
 mod groups;
 mod memory;
 mod peer;
+mod programs;
 mod scheduler;
 mod serve;
 mod session;

@@ -138,9 +138,11 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         paths::session_socket(dir.path()),
         paths::api_socket(dir.path()),
     );
+    let state = state_dir(&config, dir.path())?;
     let files = Files {
         tenants: dir.path().join("tenants.json"),
-        settings: state_dir(&config, dir.path())?.join("settings.json"),
+        settings: state.join("settings.json"),
+        programs: state.join("programs.json"),
     };
     let groups = Groups::load(&config, dir.path());
     let tenants = Tenants::load(

@@ -14,7 +14,7 @@ use std::{
 
 use gpumux_core::{
     Hints, SpecError, TenantId, TenantSpec,
-    space::{self, Applicant, Curve, Way},
+    space::{self, Applicant, Curve, Interference, Program, Way},
 };
 use serde::{Deserialize, Serialize};
 use tokio::sync::{
@@ -23,10 +23,11 @@ use tokio::sync::{
 };
 
 use crate::{
-    api::types::{Created, Fault, NewTenant, Placement, SpecChange},
+    api::types::{Created, CurveFrom, Fault, NewTenant, Placement, SpecChange},
     groups::{self, Failure, Groups, Key, Seat},
     peer::{Peer, ProcessFd, ProcessId},
-    scheduler::{Crash, Handle, SessionId, Stopped},
+    programs::{self, Programs},
+    scheduler::{Crash, Handle, SessionId, Stopped, View},
     store::{self, Sync},
 };
 
@@ -40,6 +41,8 @@ const MAX_NAME: usize = 64;
 const MAX_ENDED: usize = 256;
 /// Faults that are remembered.
 const MAX_FAULTS: usize = 32;
+/// Points of a curve.
+const MAX_POINTS: usize = 100;
 /// How long reports of one fault are gathered.
 const GATHER: Duration = Duration::from_millis(30);
 /// Names of one user for which what was set is remembered.
@@ -52,6 +55,7 @@ pub(crate) struct Tenants {
     files: Files,
     session_socket: String,
     groups: Arc<Groups>,
+    pub(crate) programs: Programs,
 }
 
 /// What the next daemon knows it all from.
@@ -61,6 +65,8 @@ pub(crate) struct Files {
     pub(crate) tenants: PathBuf,
     /// What was set for their names.
     pub(crate) settings: PathBuf,
+    /// What is known of their programs.
+    pub(crate) programs: PathBuf,
 }
 
 #[derive(Default)]
@@ -174,6 +180,14 @@ pub(crate) enum TenantError {
         "`{0}` is no name for a trust domain: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`"
     )]
     BadTrust(String),
+    #[error("`{0}` is no fingerprint: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`")]
+    BadFingerprint(String),
+    #[error("{0}% is no part of the SMs: use 1 to 100")]
+    BadPercent(u32),
+    #[error("that is no curve: use up to {MAX_POINTS} points of 1 to 100 percent and a throughput")]
+    BadCurve,
+    #[error("nothing is known of a program `{0}` of yours: see `gpumux profile --list`")]
+    NothingKnown(String),
     #[error("{0} tenants live already: let some end first")]
     TooMany(usize),
     #[error("the daemon cannot see your process: ask from the same pid namespace")]
@@ -218,6 +232,7 @@ impl Tenants {
                 ..Table::default()
             }),
             scheduler,
+            programs: Programs::load(files.programs.clone()),
             files,
             session_socket,
             groups,
@@ -232,6 +247,7 @@ impl Tenants {
             .call(move |engine| engine.tell_crashes(tell))
             .await?;
         tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
+        tokio::spawn(programs::watch(Arc::downgrade(&tenants)));
         Ok(tenants)
     }
 
@@ -293,9 +309,26 @@ impl Tenants {
         if let Some(trust) = new.trust.as_ref().filter(|trust| !is_name(trust)) {
             return Err(TenantError::BadTrust(trust.clone()));
         }
+        check_fingerprint(new.fingerprint.as_deref())?;
+        if let Some(percent) = new
+            .sm_percent
+            .filter(|percent| !(1..=100).contains(percent))
+        {
+            return Err(TenantError::BadPercent(percent));
+        }
+        if !new.utility.is_empty() {
+            check_curve(&new.utility)?;
+        }
         // It may take a while until the group is there: meanwhile nobody else waits.
         let (_, spec) = self.table.lock().await.wish(peer.uid, &new);
-        let (placement, seat) = self.place(peer, &new, &spec).await;
+        let known =
+            (new.fingerprint.as_deref()).and_then(|name| self.programs.find(peer.uid, name));
+        let (utility, curve_from) = utility(&new, known.as_ref());
+        let (mut placement, seat) = self
+            .place(peer, &new, &spec, &utility, known.as_ref())
+            .await;
+        placement.curve = curve_from.filter(|_| seat.is_some());
+        placement.fingerprint = new.fingerprint.clone();
         let mut table = self.open_table().await?;
         let named = new.name.is_some();
         let (set, spec) = table.wish(peer.uid, &new);
@@ -338,7 +371,7 @@ impl Tenants {
             tenant.placement = placement;
             tenant.group = seat.as_ref().map(|seat| seat.key().clone());
             tenant.seat = seat.map(Arc::new);
-            tenant.utility = new.utility;
+            tenant.utility = utility;
         }
         if !new.kept {
             self.hold(&mut table, id, peer.process, fd);
@@ -367,6 +400,8 @@ impl Tenants {
         peer: &Peer,
         new: &NewTenant,
         spec: &TenantSpec,
+        utility: &[(u32, f64)],
+        known: Option<&Program>,
     ) -> (Placement, Option<Seat>) {
         let key = new.trust.as_ref().map(|trust| Key {
             uid: peer.uid,
@@ -378,7 +413,12 @@ impl Tenants {
             .as_deref()
             .or(new.program.as_deref())
             .unwrap_or_default();
-        let faults = self.table.lock().await.faults_of(peer.uid, name);
+        let (faults, interference) = {
+            let table = self.table.lock().await;
+            let interference = (key.as_ref().zip(known))
+                .and_then(|(key, known)| table.interference(key, spec, known));
+            (table.faults_of(peer.uid, name), interference)
+        };
         let decision = space::decide(&Applicant {
             sharing: new.sharing,
             trust: new.trust.as_deref(),
@@ -388,13 +428,13 @@ impl Tenants {
             unavailable: self.groups.unavailable(),
             faults,
             memory: None,
-            interference: None,
+            interference,
         });
         let mut placement = Placement {
             way: decision.way,
             reason: decision.reason,
             trust: new.trust.clone(),
-            sm_percent: None,
+            ..Placement::default()
         };
         let Some(key) = key.filter(|_| placement.way == Way::Space) else {
             return (placement, None);
@@ -410,14 +450,16 @@ impl Tenants {
                     .filter(|other| other.group.as_ref() == Some(&key))
                     .map(|other| (&other.spec, curve(&other.utility)))
                     .collect();
-                let own = curve(&new.utility);
+                let own = curve(utility);
                 let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
                 all.push((spec, &own));
                 let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
-                placement.sm_percent = match space::percentages(&all) {
-                    Some(shares) => shares.last().copied().filter(|share| *share < 100),
-                    None => space::percentage(spec, guaranteed),
+                let share = match (new.sm_percent, space::percentages(&all)) {
+                    (Some(percent), _) => Some(percent),
+                    (None, Some(shares)) => shares.last().copied(),
+                    (None, None) => space::percentage(spec, guaranteed),
                 };
+                placement.sm_percent = share.filter(|share| *share < 100);
                 (placement, Some(seat))
             }
             Err(error) => {
@@ -478,6 +520,8 @@ impl Tenants {
         others.sort();
         others.dedup();
         let error = crashes.iter().map(|crash| crash.error).find(|it| *it != 0);
+        // What came later was known to be coming.
+        let noticed_after_ms = crashes.iter().find_map(|crash| crash.age_ms);
         let fault = Fault {
             at,
             group: group.to_owned(),
@@ -485,10 +529,11 @@ impl Tenants {
             culprit: blamed.as_ref().map(|(_, name)| name.clone()),
             evidence,
             others,
+            noticed_after_ms,
             restarted_ms,
         };
         tracing::warn!(group, error, culprit = ?fault.culprit, evidence = fault.evidence, others = ?fault.others,
-            restarted_ms, "a fault ended all processes in a group");
+            noticed_after_ms, restarted_ms, "a fault ended all processes in a group");
         if let Some((uid, name)) = blamed {
             if table.culprits.len() >= MAX_SETTINGS {
                 table.culprits.pop_first();
@@ -500,6 +545,33 @@ impl Tenants {
         let surplus = table.faults.len().saturating_sub(MAX_FAULTS);
         table.faults.drain(..surplus);
         Ok(())
+    }
+
+    /// Says what a program makes of SMs.
+    pub(crate) fn teach(
+        &self,
+        uid: u32,
+        fingerprint: &str,
+        curve: &[(u32, f64)],
+    ) -> Result<(), TenantError> {
+        check_fingerprint(Some(fingerprint))?;
+        check_curve(curve)?;
+        let taught = self.programs.teach(uid, fingerprint, curve);
+        taught.map_err(|error| TenantError::Save(self.files.programs.clone(), error))
+    }
+
+    /// Forgets what is known of a program.
+    pub(crate) fn unlearn(&self, uid: u32, fingerprint: &str) -> Result<(), TenantError> {
+        match self.programs.forget(uid, fingerprint) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(TenantError::NothingKnown(fingerprint.into())),
+            Err(error) => Err(TenantError::Save(self.files.programs.clone(), error)),
+        }
+    }
+
+    /// What the scheduler sees.
+    pub(crate) async fn view(&self) -> Result<View, Stopped> {
+        self.scheduler.call(|engine| engine.view()).await
     }
 
     /// The last faults in groups, the latest last.
@@ -824,6 +896,7 @@ impl Tenants {
 
     /// The daemon leaves: what ends from now on stays in the file for the next one.
     pub(crate) async fn close(&self) {
+        self.programs.save();
         self.table.lock().await.closed = true;
     }
 }
@@ -899,6 +972,28 @@ fn culprit(
 }
 
 impl Tenant {
+    /// One whose process holds nothing.
+    #[cfg(test)]
+    pub(crate) fn example(id: TenantId, placement: Placement) -> Self {
+        Self {
+            id,
+            name: "example".into(),
+            spec: TenantSpec::default(),
+            uid: 0,
+            since: 0,
+            pids: Vec::new(),
+            token: String::new(),
+            made_for: None,
+            kept: false,
+            named: false,
+            placement,
+            group: None,
+            seat: None,
+            utility: Vec::new(),
+            holders: BTreeMap::new(),
+        }
+    }
+
     fn may_join(&self, token: &str, peer: &Peer) -> bool {
         self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
     }
@@ -916,6 +1011,19 @@ impl Table {
             counts.restarts += 1;
             counts.restarting += took;
         }
+    }
+
+    /// What was measured of a program beside as many others as are in a group now, of whom it would have its share by weight in
+    /// turns.
+    fn interference(&self, key: &Key, spec: &TenantSpec, known: &Program) -> Option<Interference> {
+        let others = self
+            .tenants
+            .values()
+            .filter(|it| it.group.as_ref() == Some(key) && it.seat.is_some());
+        let (count, weight) = others.fold((0, spec.weight), |(count, weight), it| {
+            (count + 1, weight + it.spec.weight)
+        });
+        known.interference(count, spec.weight / weight)
     }
 
     fn next_id(&mut self) -> TenantId {
@@ -1037,6 +1145,33 @@ impl Table {
     }
 }
 
+/// What is said of a new tenant's program, or else known of it, and which of both.
+fn utility(new: &NewTenant, known: Option<&Program>) -> (Vec<(u32, f64)>, Option<CurveFrom>) {
+    let measured = known.and_then(Program::utility);
+    match (new.utility.is_empty(), measured) {
+        (false, _) => (new.utility.clone(), Some(CurveFrom::Given)),
+        (true, Some(curve)) => (curve.points().collect(), Some(CurveFrom::Measured)),
+        (true, None) => (Vec::new(), None),
+    }
+}
+
+fn check_fingerprint(fingerprint: Option<&str>) -> Result<(), TenantError> {
+    match fingerprint {
+        Some(name) if !is_name(name) => Err(TenantError::BadFingerprint(name.into())),
+        _ => Ok(()),
+    }
+}
+
+fn check_curve(curve: &[(u32, f64)]) -> Result<(), TenantError> {
+    let good = |(percent, rate): &(u32, f64)| {
+        (1..=100).contains(percent) && rate.is_finite() && *rate >= 0.0
+    };
+    match (1..=MAX_POINTS).contains(&curve.len()) && curve.iter().all(good) {
+        true => Ok(()),
+        false => Err(TenantError::BadCurve),
+    }
+}
+
 fn is_name_char(c: char) -> bool {
     c.is_ascii_alphanumeric() || "._-".contains(c)
 }
@@ -1090,6 +1225,7 @@ mod tests {
         let files = Files {
             tenants: dir.path().join("tenants.json"),
             settings: dir.path().join("settings.json"),
+            programs: dir.path().join("programs.json"),
         };
         let groups = Groups::load(&crate::Config::default(), dir.path());
         Tenants::load(files, String::new(), scheduler, groups)
@@ -1134,6 +1270,69 @@ mod tests {
         let file = std::fs::metadata(dir.path().join("tenants.json")).unwrap();
         let mode = std::os::unix::fs::PermissionsExt::mode(&file.permissions());
         assert_eq!(mode & 0o777, 0o600, "it has secrets in it");
+    }
+
+    #[tokio::test]
+    async fn what_makes_no_sense_of_a_program_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        for (wish, wrong) in [
+            (
+                NewTenant {
+                    fingerprint: Some("../x".into()),
+                    ..new("a")
+                },
+                "`../x` is no fingerprint",
+            ),
+            (
+                NewTenant {
+                    sm_percent: Some(101),
+                    ..new("a")
+                },
+                "101% is no part",
+            ),
+            (
+                NewTenant {
+                    utility: vec![(0, 1.0)],
+                    ..new("a")
+                },
+                "no curve",
+            ),
+        ] {
+            let error = tenants.create(&peer(0), wish).await.unwrap_err();
+            assert!(error.to_string().contains(wrong), "{error}");
+        }
+        for curve in [&[][..], &[(50, -1.0)], &[(50, f64::NAN)], &[(1, 1.0); 101]] {
+            let error = tenants.teach(0, "train", curve).unwrap_err();
+            assert!(matches!(error, TenantError::BadCurve), "{error}");
+        }
+        tenants.teach(1000, "train", &[(100, 1.0)]).unwrap();
+        let error = tenants.unlearn(1001, "train").unwrap_err();
+        assert!(matches!(error, TenantError::NothingKnown(_)), "{error}");
+        tenants.unlearn(1000, "train").unwrap();
+    }
+
+    #[test]
+    fn what_is_said_of_a_program_comes_before_what_is_known() {
+        let mut known = Program::default();
+        let said = NewTenant {
+            utility: vec![(50, 1.0), (100, 1.5)],
+            ..new("a")
+        };
+        assert_eq!(utility(&new("a"), Some(&known)), (Vec::new(), None));
+        known.set_curve([(100, 2.0)]);
+        assert_eq!(
+            utility(&new("a"), Some(&known)).1,
+            None,
+            "one point is no curve"
+        );
+        known.set_curve([(25, 1.0), (100, 2.0)]);
+        assert_eq!(
+            utility(&new("a"), Some(&known)),
+            (vec![(25, 1.0), (100, 2.0)], Some(CurveFrom::Measured))
+        );
+        assert_eq!(utility(&said, Some(&known)).1, Some(CurveFrom::Given));
+        assert_eq!(utility(&said, None).0, said.utility);
     }
 
     #[tokio::test]
@@ -1360,6 +1559,7 @@ mod tests {
             pid: 100 + tenant as u32,
             error,
             busy,
+            age_ms: None,
         };
         let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
         let unknown = "Client 77 caused a fatal fault";
@@ -1476,25 +1676,9 @@ mod tests {
         for name in ["python3", "python3-2"] {
             let name = name.to_owned();
             let id = table.next_id();
-            let holders = BTreeMap::new();
-            let (pids, token) = (Vec::new(), String::new());
-            let spec = TenantSpec::default();
             let tenant = Tenant {
-                id,
                 name,
-                spec,
-                uid: 0,
-                since: 0,
-                pids,
-                token,
-                made_for: None,
-                kept: false,
-                named: false,
-                placement: Placement::default(),
-                group: None,
-                seat: None,
-                utility: Vec::new(),
-                holders,
+                ..Tenant::example(id, Placement::default())
             };
             table.insert(tenant);
         }

@@ -434,6 +434,7 @@ mod tests {
             since: 0,
             state: TenantState::Running,
             placement: Default::default(),
+            work: 0,
             hints: Default::default(),
             requests: Default::default(),
             memory: Vec::new(),

@@ -997,7 +997,7 @@ pub(crate) fn start_poller(started: &mut bool) {
             hold::become_server();
             let (mut tick, mut before) = (BUSY_TICK, 0);
             loop {
-                thread::park_timeout(tick);
+                thread::park_timeout(hold::until_due().map_or(tick, |due| due.min(tick)));
                 if hold::serve() {
                     continue;
                 }

@@ -102,3 +102,59 @@ proptest! {
         }
     }
 }
+
+/// Members of one group that always have work, each with the SMs that its kernels can use and their length in µs.
+fn group(members: &[(u32, u32)]) -> Scenario {
+    let mut text =
+        String::from("seconds = 14\nwarmup_s = 6\nmodes = [\"alone\", \"equal\", \"utility\"]\n");
+    for (at, (sms, kernel_us)) in members.iter().enumerate() {
+        text += &format!(
+            "[[tenant]]\nname = \"{at}\"\nclass = \"batch\"\ntrust = \"team\"\n\
+             arrival = {{ kind = \"closed\", depth = 2 }}\n\
+             work = {{ kind = \"kernels\", kernel_us = {kernel_us}, sms = {sms} }}\n"
+        );
+    }
+    Scenario::from_toml(&text).expect("sound")
+}
+
+/// The sum of each one's rate over its rate alone, by equal parts of the SMs and by utility.
+fn utilities(members: &[(u32, u32)]) -> (f64, f64) {
+    let report = run(&group(members)).expect("sound");
+    let mode = |wanted| {
+        report
+            .modes
+            .iter()
+            .find(|it| it.mode == wanted)
+            .expect("ran")
+    };
+    let total = |wanted| -> f64 {
+        let alone = mode(Mode::Alone).tenants.iter();
+        let rates = mode(wanted).tenants.iter().zip(alone);
+        rates.map(|(it, alone)| it.rate / alone.rate).sum()
+    };
+    (total(Mode::Equal), total(Mode::Utility))
+}
+
+#[test]
+fn one_that_saturates_and_one_that_scales_gain_a_tenth_by_utility() {
+    for members in [[(24, 1000), (132, 4000)], [(16, 500), (132, 2000)]] {
+        let (equal, utility) = utilities(&members);
+        assert!(
+            utility >= 1.1 * equal,
+            "{members:?}: {utility} against {equal}"
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() })]
+
+    /// Excursions cost something and measurements are never exact.
+    #[test]
+    fn by_utility_no_group_loses_more_than_two_percent_against_equal_parts(
+        members in prop::collection::vec((8..=132_u32, 300..6000_u32), 2..4),
+    ) {
+        let (equal, utility) = utilities(&members);
+        prop_assert!(utility >= 0.98 * equal, "{members:?}: {utility} against {equal}");
+    }
+}

@@ -149,7 +149,7 @@ impl Slot {
 #[repr(C)]
 struct Layout {
     magic: AtomicU64,
-    /// The first driver error after which nothing more could run; 0: none.
+    /// The first driver error after which nothing more could run, and above its 32 bits the time, by [`now_ms`]; 0: none.
     fault: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
@@ -246,6 +246,14 @@ fn middle_us(step: usize) -> f64 {
     ((step as f64 + 0.5) / STEPS as f64).exp2()
 }
 
+/// Milliseconds by the machine's monotonic clock, as far as they fit: who compares two must mind that they begin anew.
+fn now_ms() -> u32 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    (now.tv_sec as u32)
+        .wrapping_mul(1000)
+        .wrapping_add((now.tv_nsec / 1_000_000) as u32)
+}
+
 /// A mapped page.
 #[derive(Debug)]
 pub struct Page(NonNull<Layout>);
@@ -280,7 +288,15 @@ impl Page {
     /// Says that the program got an error after which its context is of no use; the first one stays.
     pub fn set_fault(&self, error: u32) {
         let fault = &self.layout().fault;
-        let _ = fault.compare_exchange(0, error.into(), Ordering::AcqRel, Ordering::Relaxed);
+        let told = u64::from(now_ms()) << 32 | u64::from(error);
+        let _ = fault.compare_exchange(0, told, Ordering::AcqRel, Ordering::Relaxed);
+    }
+
+    /// How long ago the program got that error, in ms, whatever the writer put there.
+    pub fn fault_age_ms(&self) -> Option<u64> {
+        let told = self.layout().fault.load(Ordering::Acquire);
+        let age = now_ms().wrapping_sub((told >> 32) as u32);
+        (told as u32 != 0).then_some(age.into())
     }
 
     /// The driver error after which the program's context was of no use, whatever the writer put there; 0: none.
@@ -370,6 +386,18 @@ mod tests {
         ours.complete(1);
         assert_eq!(theirs.work(), Work::Idle(2));
         assert!(writer.slot(SLOTS as u32).is_none());
+    }
+
+    #[test]
+    fn the_first_fault_stays_and_has_an_age() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        assert_eq!((reader.fault(), reader.fault_age_ms()), (0, None));
+        writer.set_fault(719);
+        writer.set_fault(700);
+        assert_eq!(reader.fault(), 719);
+        let age = reader.fault_age_ms().unwrap();
+        assert!(age < 60_000, "{age}");
     }
 
     #[test]

@@ -30,6 +30,13 @@ pub const PTX: &CStr =
         Err(_) => panic!("kernels.ptx contains a zero byte"),
     };
 
+/// The PTX text of a kernel whose assertion fails.
+const ASSERT: &CStr =
+    match CStr::from_bytes_with_nul(concat!(include_str!("assert.ptx"), "\0").as_bytes()) {
+        Ok(text) => text,
+        Err(_) => panic!("assert.ptx contains a zero byte"),
+    };
+
 /// Blocks, and threads in each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -160,6 +167,21 @@ impl Gpu {
             threads: 1,
         };
         self.launch(&self.trap, one, &[])
+    }
+
+    /// Runs a kernel whose assertion fails: the context is of no use afterwards.
+    ///
+    /// # Errors
+    /// The driver's, that fault in the end.
+    pub fn assert(&self) -> Result<()> {
+        let assert = Module::from_ptx(&self.context, ASSERT)?.function("gpumux_assert")?;
+        let one = Shape {
+            blocks: 1,
+            threads: 1,
+        };
+        self.launch(&assert, one, &[])?;
+        // Before its module is unloaded.
+        self.stream.synchronize()
     }
 
     /// Launches `gpumux_fill_u32` on an address that nobody has.

@@ -276,6 +276,8 @@ pub enum FaultKind {
     /// A kernel traps
     #[default]
     Trap,
+    /// A kernel asserts what is false
+    Assert,
     /// A kernel writes where nobody has memory
     IllegalAddress,
     /// A kernel runs for an hour

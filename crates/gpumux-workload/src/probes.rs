@@ -156,6 +156,7 @@ pub(crate) fn fault(args: &Fault, stop: &AtomicBool) -> anyhow::Result<Report> {
         }
         match args.kind {
             FaultKind::Trap => gpu.trap()?,
+            FaultKind::Assert => gpu.assert()?,
             FaultKind::IllegalAddress => gpu.stray()?,
             FaultKind::Endless => gpu.spin(gpu.shape(2, 256), 3_600_000_000_000)?,
             FaultKind::Exit => {

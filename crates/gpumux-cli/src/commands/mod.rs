@@ -11,6 +11,7 @@ pub(crate) mod explain;
 pub(crate) mod hint;
 pub(crate) mod man;
 pub(crate) mod memory;
+pub(crate) mod profile;
 pub(crate) mod ps;
 pub(crate) mod run;
 pub(crate) mod set;

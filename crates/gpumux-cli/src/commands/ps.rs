@@ -20,7 +20,7 @@ Examples:
 PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
 MEMORY is what it has on the device, SWAPPED what it \
 has on the host. A tenant without a device has not used one yet. SHARING is `time`, or `space` and the trust domain \
-of the group: `gpumux explain NAME` says why. Faults in groups are listed below the tenants.";
+of the group, and the part of the SMs that it is confined to: `gpumux explain NAME` says why. Faults in groups are listed below the tenants.";
 
 /// List the tenants
 #[derive(clap::Args)]
@@ -117,9 +117,10 @@ fn columns(domain: &Domain) -> Vec<String> {
 }
 
 fn sharing(placement: &Placement) -> String {
-    match (placement.way, &placement.trust) {
-        (Way::Space, Some(trust)) => format!("space {trust}"),
-        (Way::Time | Way::Space, _) => "time".into(),
+    match (placement.way, &placement.trust, placement.sm_percent) {
+        (Way::Space, Some(trust), Some(percent)) => format!("space {trust} {percent}%"),
+        (Way::Space, Some(trust), None) => format!("space {trust}"),
+        (Way::Time | Way::Space, _, _) => "time".into(),
     }
 }
 

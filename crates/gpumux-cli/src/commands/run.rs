@@ -29,7 +29,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::{become_program, cannot_run, client, spec::SpecArgs};
-use crate::{background, libraries, output};
+use crate::{background, fingerprint, libraries, output};
 
 /// A daemon that `run` started ends after so many seconds without tenants.
 const IDLE_EXIT_S: &str = "60";
@@ -76,6 +76,9 @@ pub(crate) struct Args {
     /// What the program makes of so many percent of the SMs, such as 25:0.7,50:0.9,100:1 (throughput in any unit): in a group, SMs go to who makes most of them
     #[arg(long, value_name = "PERCENT:RATE,…", value_delimiter = ',', value_parser = point)]
     utility: Vec<(u32, f64)>,
+    /// Under what name the daemon remembers what the program makes of SMs; without it, with --trust, one that is made from the command (see `gpumux profile`)
+    #[arg(long, value_name = "NAME")]
+    fingerprint: Option<String>,
     /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent
     #[arg(long, value_enum, default_value_t)]
     restart: Restart,
@@ -182,7 +185,7 @@ fn fault_that_ended(tenant: &str, began: SystemTime) -> Option<Fault> {
 }
 
 /// Why the program does not become a tenant.
-enum Failure {
+pub(super) enum Failure {
     /// The daemon will not have it so.
     Refused(ClientError),
     /// There is no daemon to be had, or no library to preload.
@@ -194,6 +197,16 @@ enum Failure {
 fn enter(args: &Args, program: &mut Command) -> Result<String, Failure> {
     let shim = libraries::find(libraries::SHIM).map_err(Failure::Unmanaged)?;
     let tenant = create(args)?;
+    let name = tenant.name.clone();
+    equip(program, tenant, &shim);
+    if args.strict {
+        program.env("GPUMUX_STRICT", "1");
+    }
+    Ok(name)
+}
+
+/// Puts what a tenant's processes need into a program's environment.
+pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
     // A tenant in a group may start one that shall not be in it.
     let ours = Path::new(&tenant.socket).with_file_name("groups");
     for variable in paths::MPS_VARIABLES {
@@ -205,13 +218,9 @@ fn enter(args: &Args, program: &mut Command) -> Result<String, Failure> {
     }
     program
         .envs(tenant.environment)
-        .env("LD_PRELOAD", libraries::first("LD_PRELOAD", &shim))
+        .env("LD_PRELOAD", libraries::first("LD_PRELOAD", shim))
         .env("GPUMUX_SOCKET", tenant.socket)
         .env("GPUMUX_TENANT", tenant.token);
-    if args.strict {
-        program.env("GPUMUX_STRICT", "1");
-    }
-    Ok(tenant.name)
 }
 
 fn point(text: &str) -> Result<(u32, f64), String> {
@@ -230,16 +239,23 @@ fn sharing() -> impl TypedValueParser<Value = Sharing> {
 
 fn create(args: &Args) -> Result<Created, Failure> {
     let program = Path::new(&args.command[0]).file_name();
-    let tenant = NewTenant {
+    // Without a trust domain nothing is decided by it.
+    let own = args.trust.as_ref().map(|_| fingerprint::of(&args.command));
+    make(&NewTenant {
         name: args.name.clone(),
         program: program.map(|name| name.to_string_lossy().into_owned()),
         spec: args.spec.change(),
         trust: args.trust.clone(),
         sharing: args.sharing,
         utility: args.utility.clone(),
+        fingerprint: args.fingerprint.clone().or(own),
         ..NewTenant::default()
-    };
-    let ask = || client::block(async |client| client.create(&tenant).await);
+    })
+}
+
+/// Has the daemon make a tenant that lives as long as this process; starts one if there is none.
+pub(super) fn make(tenant: &NewTenant) -> Result<Created, Failure> {
+    let ask = || client::block(async |client| client.create(tenant).await);
     let answer = match ask() {
         Err(ClientError::NoDaemon { .. }) => {
             start_daemon()

@@ -11,14 +11,26 @@ const REMEMBERED: f64 = 8.0;
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Curve {
-    points: BTreeMap<u32, Point>,
+    points: BTreeMap<u32, Mean>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-struct Point {
-    rate: f64,
+/// A mean that forgets slowly.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub(super) struct Mean {
+    value: f64,
     /// How many measurements it rests on, at most [`REMEMBERED`].
     samples: f64,
+}
+
+impl Mean {
+    pub(super) fn add(&mut self, value: f64) {
+        self.samples = (self.samples + 1.0).min(REMEMBERED);
+        self.value += (value - self.value) / self.samples;
+    }
+
+    pub(super) fn value(self) -> f64 {
+        self.value
+    }
 }
 
 /// A line through points of rising SMs that begins at the origin and goes on as it ended.
@@ -39,12 +51,7 @@ impl Curve {
         if sms == 0 || !rate.is_finite() || rate < 0.0 {
             return;
         }
-        let point = self
-            .points
-            .entry(sms)
-            .or_insert(Point { rate, samples: 0.0 });
-        point.samples = (point.samples + 1.0).min(REMEMBERED);
-        point.rate += (rate - point.rate) / point.samples;
+        self.points.entry(sms).or_default().add(rate);
     }
 
     /// Whether nothing was measured.
@@ -54,7 +61,7 @@ impl Curve {
 
     /// What was measured, by rising SMs: `(sms, mean rate)`.
     pub fn points(&self) -> impl Iterator<Item = (u32, f64)> + '_ {
-        self.points.iter().map(|(sms, point)| (*sms, point.rate))
+        self.points.iter().map(|(sms, mean)| (*sms, mean.value))
     }
 
     /// Throughput at so many SMs: between measurements on the straight line, beyond the last one as it went before.
@@ -71,7 +78,7 @@ impl Curve {
     /// How much the curve may be trusted at so many SMs: 0 where nothing is known, towards 1 with measurements
     /// there. Between two measured numbers of SMs the weaker one counts; beyond the last it fades with the distance.
     pub fn confidence(&self, sms: u32) -> f64 {
-        let of = |point: &Point| point.samples / (point.samples + 1.0);
+        let of = |point: &Mean| point.samples / (point.samples + 1.0);
         // No SMs, no throughput: that is known.
         let below = self.points.range(..=sms).next_back();
         let above = self.points.range(sms..).next();
@@ -88,7 +95,7 @@ impl Curve {
         // Blocks of SMs with one rate: (sum of rate x samples, samples, the SMs).
         let mut blocks: Vec<(f64, f64, Vec<u32>)> = Vec::new();
         for (sms, point) in &self.points {
-            blocks.push((point.rate * point.samples, point.samples, vec![*sms]));
+            blocks.push((point.value * point.samples, point.samples, vec![*sms]));
             while let [.., a, b] = &blocks[..]
                 && a.0 / a.1 > b.0 / b.1
             {

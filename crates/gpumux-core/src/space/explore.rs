@@ -1,4 +1,5 @@
-//! Learning curves while programs run: small excursions from the shares in force.
+//! Learning curves while programs run: small excursions from the shares in force. Only `gpumux-sim` can make them: on a real
+//! device a share is set when a process starts (docs/space.md says why).
 
 use super::{Claimant, STEP};
 

@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use super::{Claimant, Curve, Rule, divide, minimum};
+use super::{Claimant, Curve, Rule, divide, minimum, total};
 use crate::{Class, TenantSpec};
 
 /// What a tenant wants.
@@ -221,7 +221,11 @@ pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
             curve,
         })
         .collect();
-    divide(Rule::Utility, &claimants, 100, PERCENT_STEP)
+    let by = |rule| divide(rule, &claimants, 100, PERCENT_STEP);
+    let (best, even) = (by(Rule::Utility)?, by(Rule::Weighted)?);
+    // Where a curve has dents, its hull may promise what is not there.
+    let sum = |shares: &[u32]| total(&claimants, shares, 100);
+    Some(if sum(&best) >= sum(&even) { best } else { even })
 }
 
 /// Percentage of the SMs to which a new member of a group is confined for its life, if it is: its limit, and no more than
@@ -237,6 +241,8 @@ pub fn percentage(
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     fn applicant() -> Applicant<'static> {
@@ -386,6 +392,46 @@ mod tests {
         assert_eq!(shares, Some(vec![50, 50]));
         let nothing = Curve::default();
         assert_eq!(percentages(&[(&spec, &nothing), (&spec, &nothing)]), None);
+    }
+
+    #[test]
+    fn by_utility_a_saturated_program_and_one_that_scales_gain_a_tenth_or_more() {
+        let spec = TenantSpec::default();
+        let small = Curve::measured([(25, 0.95), (50, 1.0), (100, 1.0)]);
+        let large = Curve::measured([(25, 0.25), (50, 0.5), (75, 0.75), (100, 1.0)]);
+        let shares = percentages(&[(&spec, &small), (&spec, &large)]).expect("two");
+        let sum = |shares: &[u32]| small.utility(shares[0], 100) + large.utility(shares[1], 100);
+        assert!(sum(&shares) >= 1.1 * sum(&[50, 50]), "{shares:?}");
+    }
+
+    fn curve() -> impl Strategy<Value = Curve> {
+        let point = (1..=20_u32, 0.01..10.0_f64);
+        prop::collection::vec(point, 0..8)
+            .prop_map(|points| Curve::measured(points.into_iter().map(|(n, rate)| (n * 5, rate))))
+    }
+
+    proptest! {
+        #[test]
+        fn by_utility_nothing_is_lost_against_a_division_by_weight(
+            members in prop::collection::vec((0.1..10.0_f64, curve()), 2..7),
+        ) {
+            let specs: Vec<TenantSpec> = members
+                .iter()
+                .map(|(weight, _)| TenantSpec { weight: *weight, ..TenantSpec::default() })
+                .collect();
+            let curves = members.iter().map(|(_, curve)| curve);
+            let pairs: Vec<_> = specs.iter().zip(curves.clone()).collect();
+            let claims: Vec<Claimant> = pairs
+                .iter()
+                .map(|(spec, curve)| Claimant { weight: spec.weight, min: 0, max: 100, curve })
+                .collect();
+            if let Some(shares) = percentages(&pairs) {
+                let even = divide(Rule::Weighted, &claims, 100, PERCENT_STEP).expect("some");
+                let sum = |shares: &[u32]| total(&claims, shares, 100);
+                prop_assert!(sum(&shares) >= sum(&even), "{shares:?} {even:?}");
+                prop_assert_eq!(shares.iter().sum::<u32>(), 100);
+            }
+        }
     }
 
     #[test]

@@ -2,7 +2,7 @@
 
 use gpumux_core::{Class, space::Way};
 
-use super::types::{Device, Domain, Fault, Placement, Spec, Tenant};
+use super::types::{CurveFrom, Device, Domain, Fault, Placement, Spec, Tenant};
 use crate::scheduler::AWAY;
 
 /// One paragraph about `tenant`; `all` are the tenants of the same moment, `faults` the last ones in groups.
@@ -70,12 +70,21 @@ fn place(placement: &Placement) -> Option<String> {
         reason,
         trust,
         sm_percent,
+        curve,
+        fingerprint,
     } = placement;
     let trust = trust.as_deref().unwrap_or_default();
+    let by = match (curve, fingerprint.as_deref()) {
+        (Some(CurveFrom::Given), _) => ", by what was said that members make of SMs".into(),
+        (Some(CurveFrom::Measured), Some(fingerprint)) => {
+            format!(", by what was measured of {fingerprint}")
+        }
+        _ => String::new(),
+    };
     let confined = match sm_percent {
         None => String::new(),
         Some(percent) => format!(
-            " Each of its processes is confined to {percent}% of the SMs until it ends: MPS cannot change that \
+            " Each of its processes is confined to {percent}% of the SMs{by} until it ends: MPS cannot change that \
              while it runs."
         ),
     };
@@ -309,6 +318,7 @@ mod tests {
             since: 0,
             state: TenantState::Running,
             placement: Default::default(),
+            work: 0,
             hints: Default::default(),
             requests: Default::default(),
             memory: Vec::new(),
@@ -398,6 +408,7 @@ mod tests {
             culprit: culprit.map(Into::into),
             evidence: "its server says so".into(),
             others: others.iter().map(|it| (*it).into()).collect(),
+            noticed_after_ms: Some(3),
             restarted_ms: Some(40),
         };
         let web = tenant("web", Class::Latency, vec![]);

@@ -840,6 +840,7 @@ pub(crate) mod tests {
                 since: 0,
                 state: TenantState::Idle,
                 placement: Default::default(),
+                work: 0,
                 hints: HintFigures {
                     given: 4,
                     useful: 3,

@@ -26,7 +26,7 @@ use axum::{
         IntoResponse, Response,
         sse::{Event, Sse},
     },
-    routing::{delete, get, patch, post},
+    routing::{delete, get, patch, post, put},
 };
 use gpumux_core::{Micros, TenantId, ledger::Entry};
 use hyper_util::{
@@ -52,8 +52,8 @@ use crate::{
     tenants::{Tenant, TenantError, Tenants},
 };
 use types::{
-    Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewHint,
-    NewTenant, Problem, SpecChange, Status, TenantState,
+    Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
+    NewHint, NewTenant, Problem, Program, SpecChange, Status, TenantState,
 };
 
 /// Largest request body in bytes.
@@ -215,6 +215,7 @@ fn router(api: Arc<Api>) -> Router {
         .route("/v1/tenants/{name}/sleep", post(sleep))
         .route("/v1/tenants/{name}/wake", post(wake))
         .route("/v1/settings/{name}", delete(forget))
+        .route("/v1/programs/{fingerprint}", put(teach).delete(unlearn))
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .with_state(api)
 }
@@ -232,6 +233,7 @@ fn readable() -> Router<Arc<Api>> {
         .route("/v1/tenants/{name}/explanation", get(explanation))
         .route("/v1/live", get(live))
         .route("/v1/memory", get(memory))
+        .route("/v1/programs", get(programs))
         .route("/v1/trace", get(trace))
         .fallback(async |request: Request| {
             Refused(
@@ -263,7 +265,10 @@ fn readable() -> Router<Arc<Api>> {
         hint,
         memory,
         sleep,
-        wake
+        wake,
+        programs,
+        teach,
+        unlearn
     ),
     components(schemas(Problem))
 )]
@@ -287,15 +292,19 @@ impl IntoResponse for Refused {
 impl From<TenantError> for Refused {
     fn from(error: TenantError) -> Self {
         let status = match &error {
-            TenantError::Unknown(_) | TenantError::UnknownToken | TenantError::NothingSet(_) => {
-                StatusCode::NOT_FOUND
-            }
+            TenantError::Unknown(_)
+            | TenantError::UnknownToken
+            | TenantError::NothingSet(_)
+            | TenantError::NothingKnown(_) => StatusCode::NOT_FOUND,
             TenantError::NotYours(_) | TenantError::NotTrusted => StatusCode::FORBIDDEN,
             TenantError::Taken(_) | TenantError::Busy(..) | TenantError::HintsOff(_) => {
                 StatusCode::CONFLICT
             }
             TenantError::BadName(_)
             | TenantError::BadTrust(_)
+            | TenantError::BadFingerprint(_)
+            | TenantError::BadPercent(_)
+            | TenantError::BadCurve
             | TenantError::BadToken
             | TenantError::Spec(_)
             | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
@@ -670,6 +679,44 @@ async fn forget(
     Ok(StatusCode::NO_CONTENT)
 }
 
+/// What is known of programs, by user and fingerprint.
+#[utoipa::path(get, path = "/v1/programs", responses((status = 200, body = [Program])))]
+async fn programs(State(api): State<Arc<Api>>) -> Json<Vec<Program>> {
+    Json(api.tenants.programs.list())
+}
+
+/// Says what a program of the caller's makes of SMs.
+#[utoipa::path(
+    put, path = "/v1/programs/{fingerprint}", request_body = NewCurve,
+    params(("fingerprint" = String, Path, description = "What its tenants name as their program")),
+    responses((status = 204), (status = "4XX", body = Problem))
+)]
+async fn teach(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(fingerprint): Path<String>,
+    curve: Result<Json<NewCurve>, JsonRejection>,
+) -> Result<StatusCode, Refused> {
+    let Json(NewCurve { curve }) = curve?;
+    api.tenants.teach(peer.uid, &fingerprint, &curve)?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// Forgets what is known of a program of the caller's (root: of anybody's).
+#[utoipa::path(
+    delete, path = "/v1/programs/{fingerprint}",
+    params(("fingerprint" = String, Path, description = "What its tenants name as their program")),
+    responses((status = 204), (status = "4XX", body = Problem))
+)]
+async fn unlearn(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(fingerprint): Path<String>,
+) -> Result<StatusCode, Refused> {
+    api.tenants.unlearn(peer.uid, &fingerprint)?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
 /// Says that a tenant's work is coming: its processes take their devices ahead of it.
 #[utoipa::path(
     post, path = "/v1/tenants/{name}/hint", request_body = NewHint,
@@ -780,6 +827,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         since: tenant.since,
         state,
         placement: tenant.placement,
+        work: counted.map_or(0, |all| all.work),
         hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
         requests: counted
             .map(|all| (&all.requests).into())

@@ -334,6 +334,13 @@ pub struct NewTenant {
     /// makes most of them.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub utility: Vec<(u32, f64)>,
+    /// Under what name to remember what its program makes of SMs, and to look it up.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fingerprint: Option<String>,
+    /// In a group: confined to so many percent of the SMs, whatever others would leave it. For measurements.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[schema(minimum = 1, maximum = 100)]
+    pub sm_percent: Option<u32>,
     /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
     pub token: Option<String>,
 }
@@ -366,6 +373,47 @@ pub struct Placement {
     /// Percentage of the SMs that each of its processes is confined to, if it is.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub sm_percent: Option<u32>,
+    /// Where the curve is from by which SMs were divided for it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub curve: Option<CurveFrom>,
+    /// Under what name it is remembered what its program makes of SMs.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub fingerprint: Option<String>,
+}
+
+/// Where it is known from what a program makes of SMs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum CurveFrom {
+    /// Said when the tenant was made.
+    Given,
+    /// Measured in earlier runs of the program.
+    Measured,
+}
+
+/// What is known of a program: [`NewTenant::fingerprint`] names it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Program {
+    /// Its name here.
+    pub fingerprint: String,
+    /// Whose tenants ran it.
+    pub uid: u32,
+    /// Pieces of work per second at percentages of the SMs, while nobody disturbed it: `[percent, rate]`.
+    pub curve: Vec<(u32, f64)>,
+    /// Throughput relative to that alone beside so many others of its group that had work: `[others, part]`.
+    pub beside: Vec<(u32, f64)>,
+    /// Whether its curve was measured by `gpumux profile`; else it is what was seen of its runs.
+    pub profiled: bool,
+    /// When something was learnt of it last, in seconds since 1970.
+    pub learnt: u64,
+}
+
+/// A curve that was measured: replaces what was known.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewCurve {
+    /// Pieces of work per second at percentages of the SMs: `[percent, rate]`.
+    pub curve: Vec<(u32, f64)>,
 }
 
 impl Default for Placement {
@@ -375,6 +423,8 @@ impl Default for Placement {
             reason: "names no trust domain".into(),
             trust: None,
             sm_percent: None,
+            curve: None,
+            fingerprint: None,
         }
     }
 }
@@ -404,6 +454,9 @@ pub struct Tenant {
     /// How it shares devices, and why.
     #[serde(default)]
     pub placement: Placement,
+    /// Pieces of work (kernels, graphs) that its processes gave to devices.
+    #[serde(default)]
+    pub work: u64,
     /// How its processes took devices before their work arrived.
     pub hints: HintFigures,
     /// The requests that its processes marked.
@@ -563,6 +616,9 @@ pub struct Fault {
     pub evidence: String,
     /// The other tenants whose processes it ended.
     pub others: Vec<String>,
+    /// How long after a program got the error the daemon knew of it, in ms; none if no program got one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub noticed_after_ms: Option<u64>,
     /// How long it took until the group was there again, in ms; none while it is not.
     pub restarted_ms: Option<u64>,
 }

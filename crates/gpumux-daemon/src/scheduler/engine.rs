@@ -311,6 +311,7 @@ impl Engine {
                     pid: met.pid,
                     error: met.page.fault(),
                     busy,
+                    age_ms: met.page.fault_age_ms(),
                 });
             }
         }

@@ -44,6 +44,8 @@ pub(crate) struct Crash {
     pub(crate) error: u32,
     /// It had work under way.
     pub(crate) busy: bool,
+    /// How long ago it got the error, in ms.
+    pub(crate) age_ms: Option<u64>,
 }
 
 /// The time, from an origin of its own.

@@ -129,6 +129,9 @@ impl std::ops::AddAssign for Totals {
 /// What a tenant's processes counted themselves.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Counted {
+    /// Pieces of work given to devices. Work of which it is not sure for which of a context's groups it is counts
+    /// for each of them, so the largest count is nearest.
+    pub(crate) work: u64,
     pub(crate) hints: HintCounts,
     pub(crate) requests: RequestTimes,
 }
@@ -138,6 +141,7 @@ impl Counted {
     pub(super) fn of(page: &Page) -> Self {
         let slots = (0..SLOTS as u32).filter_map(|slot| page.slot(slot));
         Self {
+            work: slots.clone().map(Slot::submitted).max().unwrap_or(0),
             hints: slots
                 .map(Slot::hints)
                 .fold(HintCounts::default(), HintCounts::plus),
@@ -147,6 +151,7 @@ impl Counted {
 
     pub(super) fn plus(self, other: &Self) -> Self {
         Self {
+            work: self.work.saturating_add(other.work),
             hints: self.hints.plus(other.hints),
             requests: self.requests.plus(&other.requests),
         }
@@ -154,6 +159,7 @@ impl Counted {
 
     pub(super) fn since(self, before: &Self) -> Self {
         Self {
+            work: self.work.saturating_sub(before.work),
             hints: self.hints.since(before.hints),
             requests: self.requests.since(&before.requests),
         }

@@ -378,6 +378,28 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
     assert_eq!(pids, [1003], "who was told of is not told again");
 }
 
+/// What `tests/e2e` measures as `noticed_after_ms`, on the engine's own clock.
+#[test]
+fn a_crash_is_told_within_a_tenth_of_a_second_however_many_there_are() {
+    for others in [0, 1, 8] {
+        let mut bench = Bench::new();
+        let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+        bench.engine.tell_crashes(tell);
+        bench.member(2, 50, "team");
+        for other in 0..others {
+            bench.add(3 + other, Class::Standard);
+        }
+        let (page, file) = Page::create().unwrap();
+        let opened = Arc::new(Page::open(file).unwrap());
+        let met = Met::new(TenantId(2), opened, Box::new(|_| true));
+        bench.engine.meet(SessionId(2), met);
+        bench.run(Micros::from_secs(1));
+        page.set_fault(700);
+        bench.run(Micros::from_millis(100));
+        assert!(told.try_recv().is_ok(), "beside {others} others");
+    }
+}
+
 #[test]
 fn nothing_changes_nothing_is_pulled() {
     let mut bench = Bench::new();

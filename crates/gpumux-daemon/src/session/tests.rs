@@ -39,6 +39,7 @@ impl Node {
         let scheduler = scheduler::start(Arc::new(config.clone())).unwrap();
         let files = crate::tenants::Files {
             tenants: dir.path().join("tenants.json"),
+            programs: dir.path().join("programs.json"),
             settings: dir.path().join("settings.json"),
         };
         let groups = crate::groups::Groups::load(&config, dir.path());

@@ -320,6 +320,7 @@ mod tests {
             domains,
             since: 0,
             state,
+            work: 0,
             hints: Default::default(),
             requests: Default::default(),
             memory: Vec::new(),

@@ -1,0 +1,478 @@
+//! `gpumux profile`: measures what a program makes of SMs, for its next runs in a group.
+
+use std::{
+    ffi::OsString,
+    io,
+    os::unix::process::CommandExt,
+    path::Path,
+    process::{Child, Command, ExitCode, ExitStatus, Stdio},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, bail, ensure};
+use gpumux_core::{
+    Class,
+    space::{Sharing, Way},
+};
+use gpumux_daemon::{
+    api::types::{NewCurve, NewTenant, Program, SpecChange},
+    client::ClientError,
+};
+use rustix::process::{Pid, Signal, kill_process_group};
+use serde::Serialize;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+
+use super::{
+    client,
+    run::{self, Failure},
+};
+use crate::{fingerprint, libraries, output};
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux profile -- python train.py
+  gpumux profile --fingerprint train --points 10,25,50,100 --warmup 30 -- python train.py
+  gpumux profile --list
+  gpumux profile --forget train
+
+The program runs once for every point, alone in a group, confined to so many percent of the SMs, and is ended \
+(SIGTERM) when it was measured. Throughput is the work (kernels, graphs) that it gives to the device per second in which no other \
+tenant kept it waiting. Its standard output is thrown away.
+
+The daemon keeps the curve by the program's fingerprint: `gpumux run --trust NAME` of the same program divides the SMs of its \
+group by it, as with --utility. A fingerprint is made from the executable and the arguments, where files count with their whole paths; \
+with --fingerprint it is any name.";
+
+/// Measure what a program makes of SMs
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// The tenants' name; without it, the program's
+    #[arg(long)]
+    name: Option<String>,
+    /// Under what name to keep the curve; without it, one that is made from the command
+    #[arg(long, value_name = "NAME")]
+    fingerprint: Option<String>,
+    /// Percentages of the SMs to measure at
+    #[arg(long, value_name = "PERCENT,…", value_delimiter = ',', default_value = "25,50,75,100", value_parser = clap::value_parser!(u32).range(1..=100))]
+    points: Vec<u32>,
+    /// Seconds to wait at each point after the program's first work
+    #[arg(long, value_name = "S", default_value = "5", value_parser = seconds)]
+    warmup: Duration,
+    /// Seconds to measure at each point
+    #[arg(long, value_name = "S", default_value = "5", value_parser = seconds)]
+    seconds: Duration,
+    /// Measure and print, but keep nothing
+    #[arg(long)]
+    dry_run: bool,
+    /// Show what is known of programs, by `gpumux profile` or from their runs
+    #[arg(long, conflicts_with_all = ["command", "forget"])]
+    list: bool,
+    /// Forget what is known of a program
+    #[arg(long, value_name = "FINGERPRINT", conflicts_with = "command")]
+    forget: Option<String>,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+    /// The program and its arguments
+    #[arg(trailing_var_arg = true, required_unless_present_any = ["list", "forget"], value_name = "CMD")]
+    command: Vec<OsString>,
+}
+
+/// How long a program may take until it has work for the device.
+const START: Duration = Duration::from_secs(600);
+/// How long it may take to end when asked to, and until the daemon knows.
+const END: Duration = Duration::from_secs(10);
+/// How often the daemon is asked.
+const LOOK: Duration = Duration::from_millis(20);
+/// Parts of a measurement that are compared with each other.
+const PARTS: u32 = 4;
+/// A program that was kept waiting for more of the time was not measured.
+const WAITED: f64 = 0.8;
+
+/// What was measured.
+#[derive(Debug, Serialize)]
+struct Profile {
+    fingerprint: String,
+    points: Vec<Point>,
+    /// What `gpumux run --utility` takes.
+    utility: String,
+    /// Whether the daemon keeps it.
+    kept: bool,
+}
+
+#[derive(Clone, Copy, Debug, Serialize)]
+struct Point {
+    percent: u32,
+    /// Pieces of work per second.
+    rate: f64,
+    /// Of the rate at the largest percentage.
+    relative: f64,
+    /// Between the quarters of the measurement, relative to the rate: how steady it was.
+    spread: f64,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    if args.list {
+        let programs = client::block(async |client| client.programs().await)?;
+        match args.json {
+            true => output::json(&serde_json::json!({ "programs": programs }))?,
+            false => output::print(&table(&programs))?,
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    if let Some(fingerprint) = &args.forget {
+        client::block(async |client| client.unlearn(fingerprint).await)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut percents = args.points.clone();
+    percents.sort_unstable();
+    percents.dedup();
+    ensure!(
+        percents.len() > 1,
+        "one point is no curve: name at least two with --points"
+    );
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGTERM, SIGINT, SIGHUP] {
+        signal_hook::flag::register(signal, Arc::clone(&stop))?;
+    }
+    let mut points = Vec::new();
+    for percent in percents {
+        let (rate, spread) = measure(args, percent, &stop)
+            .with_context(|| format!("cannot measure at {percent}% of the SMs"))?;
+        eprintln!(
+            "{percent}% of the SMs: {rate:.1} pieces of work per second (± {:.0}%)",
+            spread * 50.0
+        );
+        points.push(Point {
+            percent,
+            rate,
+            relative: 0.0,
+            spread,
+        });
+    }
+    let profile = profile(args, points)?;
+    match args.json {
+        true => output::json(&profile)?,
+        false => output::print(&shown(&profile))?,
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Puts the points in relation and has the daemon keep them.
+fn profile(args: &Args, mut points: Vec<Point>) -> anyhow::Result<Profile> {
+    let most = points.last().map_or(0.0, |point| point.rate);
+    ensure!(most > 0.0, "the program gave no work to the device");
+    for point in &mut points {
+        point.relative = point.rate / most;
+    }
+    let fingerprint = (args.fingerprint.clone()).unwrap_or_else(|| fingerprint::of(&args.command));
+    if !args.dry_run {
+        let curve = points.iter().map(|point| (point.percent, point.rate));
+        let curve = NewCurve {
+            curve: curve.collect(),
+        };
+        client::block(async |client| client.teach(&fingerprint, &curve).await)?;
+    }
+    let utility = points.iter().map(|it| (it.percent, it.relative));
+    Ok(Profile {
+        utility: listed(utility),
+        fingerprint,
+        points,
+        kept: !args.dry_run,
+    })
+}
+
+/// Throughput at so many percent of the SMs, and how much it differed.
+fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64, f64)> {
+    let shim = libraries::find(libraries::SHIM)?;
+    let program = Path::new(&args.command[0]).file_name().unwrap_or_default();
+    let tenant = NewTenant {
+        name: (args.name.as_ref()).map(|name| format!("{name}-{percent}")),
+        program: Some(program.to_string_lossy().into_owned()),
+        spec: SpecChange {
+            // What others have to do comes first: waiting for them does not count.
+            class: Some(Class::Batch),
+            ..SpecChange::default()
+        },
+        trust: Some(format!("profile-{}", std::process::id())),
+        sharing: Sharing::Space,
+        sm_percent: Some(percent),
+        ..NewTenant::default()
+    };
+    let tenant = run::make(&tenant).map_err(|failure| match failure {
+        Failure::Refused(error) => error.into(),
+        Failure::Unmanaged(error) => error,
+    })?;
+    let name = tenant.name.clone();
+    let placement = client::block(async |client| client.tenant(&name).await)?.placement;
+    ensure!(
+        placement.way == Way::Space,
+        "shares of SMs need a group, and there is none: {}",
+        placement.reason
+    );
+    let mut command = Command::new(&args.command[0]);
+    command
+        .args(&args.command[1..])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .process_group(0);
+    run::equip(&mut command, tenant, &shim);
+    let child = command.spawn().with_context(|| {
+        let program = args.command[0].to_string_lossy();
+        format!("cannot run {program}")
+    })?;
+    let mut running = Running(child);
+    let measured = watch(args, &name, &mut running, stop);
+    running.end();
+    forget(&name)?;
+    measured
+}
+
+fn watch(
+    args: &Args,
+    name: &str,
+    running: &mut Running,
+    stop: &AtomicBool,
+) -> anyhow::Result<(f64, f64)> {
+    let mut pause = |time: Duration| -> anyhow::Result<()> {
+        let begun = Instant::now();
+        loop {
+            ensure!(!stop.load(Ordering::Acquire), "interrupted");
+            if let Some(status) = running.ended()? {
+                bail!(
+                    "the program ended before it was measured ({status}): let it run longer, or use a shorter --warmup \
+                     and --seconds"
+                );
+            }
+            match time.checked_sub(begun.elapsed()) {
+                Some(left) if !left.is_zero() => std::thread::sleep(left.min(LOOK)),
+                _ => return Ok(()),
+            }
+        }
+    };
+    let begun = Instant::now();
+    while look(name)?.work == 0 {
+        ensure!(
+            begun.elapsed() < START,
+            "the program has had no work for the device after {} s",
+            START.as_secs()
+        );
+        pause(LOOK)?;
+    }
+    pause(args.warmup)?;
+    let first = look(name)?;
+    let (mut last, mut rates) = (first, Vec::new());
+    for _ in 0..PARTS {
+        pause(args.seconds / PARTS)?;
+        let next = look(name)?;
+        // One that was kept waiting all the time says nothing.
+        rates.extend(rate(last, next).ok());
+        last = next;
+    }
+    let rate = rate(first, last)?;
+    let most = rates.iter().copied().fold(0.0, f64::max);
+    let least = rates
+        .iter()
+        .copied()
+        .fold(f64::INFINITY, f64::min)
+        .min(most);
+    Ok((
+        rate,
+        if rate > 0.0 {
+            (most - least) / rate
+        } else {
+            0.0
+        },
+    ))
+}
+
+/// What a tenant had done at one moment.
+#[derive(Clone, Copy, Debug)]
+struct Look {
+    at: Instant,
+    work: u64,
+    /// Of its processes' domains, that which was kept waiting most.
+    waited_us: u64,
+}
+
+fn look(name: &str) -> anyhow::Result<Look> {
+    let tenant = client::block(async |client| client.tenant(name).await)?;
+    let waited = tenant.domains.iter().map(|domain| domain.waited_us);
+    Ok(Look {
+        at: Instant::now(),
+        work: tenant.work,
+        waited_us: waited.max().unwrap_or(0),
+    })
+}
+
+/// Pieces of work per second that it was not kept waiting.
+fn rate(from: Look, to: Look) -> anyhow::Result<f64> {
+    let seconds = to.at.duration_since(from.at).as_secs_f64();
+    let waited = to.waited_us.saturating_sub(from.waited_us) as f64 / 1e6;
+    ensure!(
+        waited <= seconds * WAITED,
+        "other tenants kept it waiting for {:.0}% of the time: try again when they need less",
+        waited / seconds * 100.0
+    );
+    Ok(to.work.saturating_sub(from.work) as f64 / (seconds - waited))
+}
+
+/// Waits until the daemon knows that the program has ended, so that the next one is alone.
+fn forget(name: &str) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    loop {
+        match client::block(async |client| client.delete(name).await) {
+            Err(ClientError::Refused { status: 409, .. }) if begun.elapsed() < END => {
+                std::thread::sleep(LOOK);
+            }
+            Err(ClientError::Refused { status: 404, .. }) => return Ok(()),
+            answer => return Ok(answer?),
+        }
+    }
+}
+
+/// The program and all that it started; ended when dropped.
+struct Running(Child);
+
+impl Running {
+    fn ended(&mut self) -> io::Result<Option<ExitStatus>> {
+        self.0.try_wait()
+    }
+
+    fn end(&mut self) {
+        let group = Pid::from_child(&self.0);
+        let _ = kill_process_group(group, Signal::TERM);
+        let begun = Instant::now();
+        while begun.elapsed() < END && matches!(self.0.try_wait(), Ok(None)) {
+            std::thread::sleep(LOOK);
+        }
+        // Also what it started and left.
+        let _ = kill_process_group(group, Signal::KILL);
+        let _ = self.0.wait();
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if matches!(self.0.try_wait(), Ok(None)) {
+            self.end();
+        }
+    }
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let wrong = || format!("`{text}` is no time: use seconds, more than 0 and up to 3600");
+    let seconds: f64 = text.parse().map_err(|_| wrong())?;
+    match seconds > 0.0 && seconds <= 3600.0 {
+        true => Ok(Duration::from_secs_f64(seconds)),
+        false => Err(wrong()),
+    }
+}
+
+/// A curve as `--utility` takes it.
+fn listed(points: impl Iterator<Item = (u32, f64)>) -> String {
+    let points = points.map(|(percent, relative)| format!("{percent}:{relative:.4}"));
+    points.collect::<Vec<_>>().join(",")
+}
+
+fn shown(profile: &Profile) -> String {
+    let head = ["SMS", "WORK/S", "RELATIVE", "SPREAD"];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for point in &profile.points {
+        rows.push(vec![
+            format!("{}%", point.percent),
+            format!("{:.1}", point.rate),
+            format!("{:.3}", point.relative),
+            format!("{:.1}%", point.spread * 100.0),
+        ]);
+    }
+    let kept = match profile.kept {
+        true => format!(
+            "\nKept as {}: `gpumux run --trust NAME` of this program uses it from now on.\n",
+            profile.fingerprint
+        ),
+        false => format!("\n--utility {}\n", profile.utility),
+    };
+    output::table(&rows) + &kept
+}
+
+fn table(programs: &[Program]) -> String {
+    let head = [
+        "FINGERPRINT",
+        "UID",
+        "FROM",
+        "SMS:RELATIVE",
+        "NEIGHBOURS:RELATIVE",
+    ];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for program in programs {
+        let most = program.curve.last().map_or(1.0, |(_, rate)| *rate);
+        let curve = (program.curve.iter()).map(|(percent, rate)| (*percent, rate / most));
+        rows.push(vec![
+            program.fingerprint.clone(),
+            program.uid.to_string(),
+            if program.profiled { "profile" } else { "runs" }.to_owned(),
+            listed(curve),
+            listed(program.beside.iter().copied()),
+        ]);
+    }
+    output::table(&rows)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn time_in_which_others_had_the_device_does_not_count() {
+        let from = Look {
+            at: Instant::now(),
+            work: 100,
+            waited_us: 5_000_000,
+        };
+        let to = |work, waited_us| Look {
+            at: from.at + Duration::from_secs(4),
+            work,
+            waited_us,
+        };
+        assert_eq!(rate(from, to(300, 5_000_000)).unwrap(), 50.0);
+        assert_eq!(rate(from, to(300, 7_000_000)).unwrap(), 100.0);
+        let error = rate(from, to(300, 8_900_000)).unwrap_err().to_string();
+        assert!(error.contains("98% of the time"), "{error}");
+    }
+
+    #[test]
+    fn a_profile_reads_as_it_is_given_to_run() {
+        let point = |percent, relative| Point {
+            percent,
+            rate: relative * 1000.0,
+            relative,
+            spread: 0.02,
+        };
+        let points = vec![point(25, 0.7), point(100, 1.0)];
+        let utility = listed(points.iter().map(|it| (it.percent, it.relative)));
+        assert_eq!(utility, "25:0.7000,100:1.0000");
+        let profile = Profile {
+            fingerprint: "train.py-1".into(),
+            points,
+            utility,
+            kept: true,
+        };
+        let text = shown(&profile);
+        assert!(text.contains("25%   700.0   0.700     2.0%"), "{text}");
+        assert!(text.contains("Kept as train.py-1"), "{text}");
+    }
+
+    #[test]
+    fn times_are_checked() {
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for wrong in ["0", "-1", "NaN", "3601", "x"] {
+            assert!(seconds(wrong).is_err(), "{wrong}");
+        }
+    }
+}

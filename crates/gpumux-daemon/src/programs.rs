@@ -1,0 +1,483 @@
+//! What is known of programs: what they make of SMs and what neighbours cost them, by user and fingerprint. Measured on
+//! purpose (`gpumux profile`), and learnt from every run.
+//!
+//! The measure of throughput is how much work (kernels, graphs) a process gives to its device per second. A process can
+//! run ahead of its device by a queue's length only, so over seconds that is what the device does. It says nothing
+//! about different programs, but compares one with itself.
+
+use std::{
+    collections::BTreeMap,
+    io,
+    path::PathBuf,
+    sync::{Mutex, MutexGuard, PoisonError, Weak},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use gpumux_core::{
+    TenantId,
+    space::{Observation, Program},
+};
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    api::types,
+    scheduler::View,
+    store::{self, Sync},
+    tenants::{Tenant, Tenants},
+};
+
+/// Programs of one user that are remembered.
+const MAX_PROGRAMS: usize = 256;
+/// How long one look at running programs takes.
+const WINDOW: Duration = Duration::from_secs(2);
+/// How often what was learnt is written to the disk, at most.
+const SAVE: Duration = Duration::from_secs(30);
+
+/// All programs.
+#[derive(Debug)]
+pub(crate) struct Programs {
+    file: PathBuf,
+    table: Mutex<Table>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    known: BTreeMap<(u32, String), Known>,
+    /// Learnt and not yet written.
+    unsaved: bool,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct Known {
+    program: Program,
+    /// Its curve was measured on purpose: runs don't change it.
+    profiled: bool,
+    /// Seconds since 1970.
+    learnt: u64,
+}
+
+/// A program in the file.
+#[derive(Serialize, Deserialize)]
+struct Saved {
+    uid: u32,
+    fingerprint: String,
+    known: Known,
+}
+
+impl Programs {
+    pub(crate) fn load(file: PathBuf) -> Self {
+        let saved: Vec<Saved> = store::read(&file);
+        let known = saved
+            .into_iter()
+            .map(|it| ((it.uid, it.fingerprint), it.known));
+        let table = Table {
+            known: known.collect(),
+            unsaved: false,
+        };
+        Self {
+            file,
+            table: Mutex::new(table),
+        }
+    }
+
+    fn table(&self) -> MutexGuard<'_, Table> {
+        self.table.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What is known of one.
+    pub(crate) fn find(&self, uid: u32, fingerprint: &str) -> Option<Program> {
+        let table = self.table();
+        let known = table.known.get(&(uid, fingerprint.to_owned()))?;
+        Some(known.program.clone())
+    }
+
+    /// All, for people.
+    pub(crate) fn list(&self) -> Vec<types::Program> {
+        let table = self.table();
+        let show = |((uid, fingerprint), known): (&(u32, String), &Known)| types::Program {
+            fingerprint: fingerprint.clone(),
+            uid: *uid,
+            curve: known.program.curve().points().collect(),
+            beside: known.program.beside().collect(),
+            profiled: known.profiled,
+            learnt: known.learnt,
+        };
+        table.known.iter().map(show).collect()
+    }
+
+    /// A curve that was measured on purpose.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn teach(
+        &self,
+        uid: u32,
+        fingerprint: &str,
+        curve: &[(u32, f64)],
+    ) -> io::Result<()> {
+        let mut table = self.table();
+        let known = table.entry(uid, fingerprint);
+        // What neighbours cost it was measured against the old one.
+        known.program = Program::default();
+        known.program.set_curve(curve.iter().copied());
+        known.profiled = true;
+        self.write(&mut table)
+    }
+
+    /// Forgets a program of this user (root: of anybody); whether there was one.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) fn forget(&self, uid: u32, fingerprint: &str) -> io::Result<bool> {
+        let mut table = self.table();
+        let before = table.known.len();
+        let its = |(owner, name): &(u32, String)| name == fingerprint && [0, *owner].contains(&uid);
+        table.known.retain(|key, _| !its(key));
+        if table.known.len() == before {
+            return Ok(false);
+        }
+        self.write(&mut table).map(|()| true)
+    }
+
+    fn learn(&self, uid: u32, fingerprint: &str, seen: &Observation) {
+        let mut table = self.table();
+        let known = table.known.get(&(uid, fingerprint.to_owned()));
+        let mut program = known.map(|it| it.program.clone()).unwrap_or_default();
+        let profiled = known.is_some_and(|it| it.profiled);
+        let curve = program.curve().clone();
+        if program.learn(seen) {
+            if profiled {
+                program.set_curve(curve.points());
+            }
+            table.entry(uid, fingerprint).program = program;
+            table.unsaved = true;
+        }
+    }
+
+    /// Writes what was learnt since the last time.
+    pub(crate) fn save(&self) {
+        let mut table = self.table();
+        if table.unsaved
+            && let Err(error) = self.write(&mut table)
+        {
+            tracing::warn!(%error, "a restarted daemon will not know what was learnt of programs");
+        }
+    }
+
+    fn write(&self, table: &mut Table) -> io::Result<()> {
+        let save = |((uid, fingerprint), known): (&(u32, String), &Known)| Saved {
+            uid: *uid,
+            fingerprint: fingerprint.clone(),
+            known: known.clone(),
+        };
+        let saved: Vec<Saved> = table.known.iter().map(save).collect();
+        store::write(&self.file, &saved, Sync::Disk)?;
+        table.unsaved = false;
+        Ok(())
+    }
+}
+
+impl Table {
+    /// The entry of a program, as one that is learnt of now; in place of the user's oldest if there are too many.
+    fn entry(&mut self, uid: u32, fingerprint: &str) -> &mut Known {
+        let key = (uid, fingerprint.to_owned());
+        if !self.known.contains_key(&key) {
+            let own = || self.known.iter().filter(|((owner, _), _)| *owner == uid);
+            let oldest = own().min_by_key(|(_, known)| known.learnt);
+            let oldest = oldest.map(|(key, _)| key.clone());
+            if let Some(oldest) = oldest.filter(|_| own().count() >= MAX_PROGRAMS) {
+                self.known.remove(&oldest);
+            }
+        }
+        let known = self.known.entry(key).or_default();
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        known.learnt = now.map_or(0, |it| it.as_secs());
+        known
+    }
+}
+
+/// What a tenant had done at one moment.
+#[derive(Clone, Debug, PartialEq)]
+struct Sight {
+    /// Its domains, the device that they are all on, and the group that they share.
+    domains: Vec<u64>,
+    device: String,
+    group: Option<u64>,
+    work: u64,
+    waited_us: u64,
+    received_us: u64,
+}
+
+/// Learns of running programs, until the daemon ends.
+pub(crate) async fn watch(tenants: Weak<Tenants>) {
+    let mut before = (Instant::now(), BTreeMap::new());
+    let mut beside = BTreeMap::new();
+    let mut saved = Instant::now();
+    loop {
+        tokio::time::sleep(WINDOW).await;
+        let Some(tenants) = tenants.upgrade() else {
+            return;
+        };
+        let list = tenants.list().await;
+        if list.iter().all(|it| it.placement.fingerprint.is_none()) {
+            before.1.clear();
+        } else {
+            let Ok(view) = tenants.view().await else {
+                return;
+            };
+            let now = (Instant::now(), sights(&view));
+            let seconds = now.0.duration_since(before.0).as_secs_f64();
+            let seen = observations(&list, &before.1, &now.1, seconds);
+            for (tenant, seen) in steady(&mut beside, seen) {
+                let fingerprint = tenant.placement.fingerprint.as_deref().unwrap_or_default();
+                tenants.programs.learn(tenant.uid, fingerprint, &seen);
+            }
+            before = now;
+        }
+        if saved.elapsed() > SAVE {
+            saved = Instant::now();
+            tenants.programs.save();
+        }
+    }
+}
+
+/// Tenants of whose domains one is like the other: all in one group, where a process has several, or just one. What several in turns do
+/// together says little about any of them.
+fn sights(view: &View) -> BTreeMap<TenantId, Sight> {
+    let mut sights: BTreeMap<TenantId, Sight> = BTreeMap::new();
+    let mut mixed = Vec::new();
+    for (tenant, domain) in &view.domains {
+        let Some(sight) = sights.get_mut(tenant) else {
+            let sight = Sight {
+                domains: vec![domain.id],
+                device: domain.device.clone(),
+                group: domain.group,
+                work: view.counted.get(tenant).map_or(0, |counted| counted.work),
+                waited_us: domain.waited_us,
+                received_us: domain.received_us,
+            };
+            sights.insert(*tenant, sight);
+            continue;
+        };
+        if domain.group.is_none() || (domain.group, &domain.device) != (sight.group, &sight.device)
+        {
+            mixed.push(*tenant);
+        }
+        sight.domains.push(domain.id);
+        sight.waited_us = sight.waited_us.max(domain.waited_us);
+        sight.received_us = sight.received_us.max(domain.received_us);
+    }
+    sights.retain(|tenant, _| !mixed.contains(tenant));
+    sights
+}
+
+/// What the programs that have a fingerprint did between two moments.
+fn observations<'a>(
+    tenants: &'a [Tenant],
+    before: &BTreeMap<TenantId, Sight>,
+    now: &BTreeMap<TenantId, Sight>,
+    seconds: f64,
+) -> Vec<(&'a Tenant, Observation)> {
+    let mut found = Vec::new();
+    for tenant in tenants {
+        let (Some(was), Some(is)) = (before.get(&tenant.id), now.get(&tenant.id)) else {
+            continue;
+        };
+        if tenant.placement.fingerprint.is_none() || was.domains != is.domains {
+            continue;
+        }
+        // Neighbours that came or went in between count as there.
+        let beside = |id: &TenantId| {
+            let sight = now.get(id).or_else(|| before.get(id));
+            let near = |it: &Sight| it.group == is.group && it.device == is.device;
+            let worked = now.get(id).map(|it| it.work) != before.get(id).map(|it| it.work);
+            *id != tenant.id && is.group.is_some() && sight.is_some_and(near) && worked
+        };
+        let others = now
+            .keys()
+            .chain(before.keys().filter(|it| !now.contains_key(it)));
+        let seconds_of = |now: u64, before: u64| now.saturating_sub(before) as f64 / 1e6;
+        let seen = Observation {
+            seconds,
+            waited: seconds_of(is.waited_us, was.waited_us),
+            received: seconds_of(is.received_us, was.received_us),
+            work: is.work.saturating_sub(was.work),
+            percent: match is.group {
+                Some(_) => tenant.placement.sm_percent.unwrap_or(100),
+                None => 100,
+            },
+            beside: others.filter(|id| beside(id)).count() as u32,
+        };
+        found.push((tenant, seen));
+    }
+    found
+}
+
+/// Those who had as many working neighbours as in the while before, which `beside` says: where one began or ended to work in between,
+/// it is not known for how much of the time it did. So the first while of a program, in which it gets ready, is left out too.
+fn steady<'a>(
+    beside: &mut BTreeMap<TenantId, u32>,
+    seen: Vec<(&'a Tenant, Observation)>,
+) -> Vec<(&'a Tenant, Observation)> {
+    let now = seen.iter().map(|(tenant, seen)| (tenant.id, seen.beside));
+    let before = std::mem::replace(beside, now.collect());
+    let same =
+        |(tenant, seen): &(&Tenant, Observation)| before.get(&tenant.id) == Some(&seen.beside);
+    seen.into_iter().filter(same).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sight(domain: u64, group: Option<u64>, work: u64) -> Sight {
+        Sight {
+            domains: vec![domain],
+            device: "GPU-0".into(),
+            group,
+            work,
+            waited_us: 10 * work,
+            received_us: 1000 * work,
+        }
+    }
+
+    fn tenant(id: u64, fingerprint: &str, sm_percent: Option<u32>) -> Tenant {
+        let placement = types::Placement {
+            fingerprint: Some(fingerprint.into()),
+            sm_percent,
+            ..types::Placement::default()
+        };
+        Tenant::example(TenantId(id), placement)
+    }
+
+    /// Who was seen, at what percentage, and beside how many.
+    type Seen = (u64, u32, u32);
+
+    #[test]
+    fn who_is_alone_in_a_group_and_who_is_not() {
+        let tenants = [
+            tenant(1, "half", Some(50)),
+            tenant(2, "whole", None),
+            tenant(3, "turns", Some(50)),
+        ];
+        let look = |sights: &[(u64, Sight)]| -> BTreeMap<TenantId, Sight> {
+            let all = sights.iter().cloned();
+            all.map(|(id, sight)| (TenantId(id), sight)).collect()
+        };
+        let seen = |before: &[(u64, Sight)], now: &[(u64, Sight)]| -> Vec<Seen> {
+            let (before, now) = (look(before), look(now));
+            let all = observations(&tenants, &before, &now, 2.0);
+            all.iter()
+                .map(|(tenant, seen)| (tenant.id.0, seen.percent, seen.beside))
+                .collect()
+        };
+        let (group, other) = (Some(7), Some(8));
+        let before = [
+            (1, sight(1, group, 0)),
+            (2, sight(2, group, 0)),
+            (3, sight(3, None, 0)),
+            (4, sight(4, other, 0)),
+        ];
+        let now = |second: u64| {
+            [
+                (1, sight(1, group, 100)),
+                (2, sight(2, group, second)),
+                (3, sight(3, None, 100)),
+                (4, sight(4, other, 100)),
+            ]
+        };
+        // A neighbour without work disturbs nobody.
+        let idle = [(1, 50, 0), (2, 100, 1), (3, 100, 0)];
+        assert_eq!(seen(&before, &now(0)), idle);
+        let busy = [(1, 50, 1), (2, 100, 1), (3, 100, 0)];
+        assert_eq!(seen(&before, &now(50)), busy);
+        // Whoever came or went meanwhile was there.
+        assert_eq!(seen(&before[..1], &now(50)[..2]), [(1, 50, 1)]);
+        assert_eq!(seen(&before[..2], &now(50)[..1]), [(1, 50, 1)]);
+        // Another process is another matter.
+        let again = [(1, sight(9, group, 200))];
+        assert_eq!(seen(&before[..1], &again), []);
+    }
+
+    fn programs(dir: &tempfile::TempDir) -> Programs {
+        Programs::load(dir.path().join("programs.json"))
+    }
+
+    fn seen(work: u64, beside: u32) -> Observation {
+        Observation {
+            seconds: 1.0,
+            waited: 0.0,
+            received: 1.0,
+            work,
+            percent: 100,
+            beside,
+        }
+    }
+
+    #[test]
+    fn a_while_in_which_a_neighbour_came_is_left_out() {
+        let tenant = tenant(1, "train", None);
+        let mut beside = BTreeMap::new();
+        let mut counts = |others: u32| -> usize {
+            let seen = vec![(&tenant, seen(100, others))];
+            steady(&mut beside, seen).len()
+        };
+        assert_eq!(
+            [0, 0, 1, 1, 2, 0, 0].map(&mut counts),
+            [0, 1, 0, 1, 0, 0, 1]
+        );
+        assert_eq!(steady(&mut beside, Vec::new()).len(), 0);
+        assert!(beside.is_empty(), "who is gone is forgotten");
+    }
+
+    #[test]
+    fn what_was_taught_and_learnt_is_known_to_the_next_daemon() {
+        let dir = tempfile::tempdir().unwrap();
+        let first = programs(&dir);
+        first
+            .teach(1000, "train", &[(25, 500.0), (100, 1000.0)])
+            .unwrap();
+        first.learn(1000, "train", &seen(400, 1));
+        // What is seen of runs leaves a curve that was measured on purpose alone.
+        first.learn(1000, "train", &seen(9000, 0));
+        first.learn(1000, "serve", &seen(100, 0));
+        first.learn(1000, "rests", &seen(1, 0));
+        first.save();
+        let next = programs(&dir);
+        let list = next.list();
+        assert_eq!(list, first.list());
+        let names: Vec<_> = list.iter().map(|it| &*it.fingerprint).collect();
+        assert_eq!(names, ["serve", "train"]);
+        assert_eq!(list[1].curve, [(25, 500.0), (100, 1000.0)]);
+        assert_eq!(list[1].beside, [(1, 0.4)]);
+        assert_eq!((list[0].profiled, list[1].profiled), (false, true));
+        assert!(next.find(1000, "train").unwrap().utility().is_some());
+        assert!(next.find(1001, "train").is_none(), "it is another user's");
+    }
+
+    #[test]
+    fn only_its_owner_and_root_make_one_forgotten() {
+        let dir = tempfile::tempdir().unwrap();
+        let programs = programs(&dir);
+        for uid in [1000, 1001] {
+            programs.teach(uid, "train", &[(100, 1.0)]).unwrap();
+        }
+        assert!(!programs.forget(1002, "train").unwrap());
+        assert!(programs.forget(1000, "train").unwrap());
+        assert!(programs.find(1001, "train").is_some());
+        assert!(programs.forget(0, "train").unwrap());
+        assert_eq!(self::programs(&dir).list(), []);
+    }
+
+    #[test]
+    fn a_users_programs_are_bounded_and_the_oldest_goes() {
+        let mut table = Table::default();
+        table.entry(1, "other");
+        for n in 0..=MAX_PROGRAMS {
+            table.entry(0, &format!("{n:04}")).learnt = n as u64;
+        }
+        assert_eq!(table.known.len(), MAX_PROGRAMS + 1);
+        let knows = |uid, name: &str| table.known.contains_key(&(uid, name.to_owned()));
+        assert!(knows(1, "other") && knows(0, "0001") && !knows(0, "0000"));
+    }
+}
