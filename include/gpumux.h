@@ -65,6 +65,20 @@ enum {
  */
 int gpumux_advise(uint64_t address, uint64_t bytes, int advice) __attribute__((weak));
 
+/*
+ * Gives back memory of a device (its CUDA ordinal) that the program can do without, such as the free blocks of a caching
+ * allocator: `missing` bytes are wanted, less or more may be freed. Returns how many bytes were freed.
+ */
+typedef uint64_t (*gpumux_reclaim)(int device, uint64_t missing, void *user);
+
+/*
+ * Has `function` called, with `user`, when others need memory on a device of which the program has some: before anything of the
+ * program's is moved. It is called in a thread of its own, once at a time and rarely, and may free memory as the program
+ * does. Nobody waits for it longer than a second. Null instead of a function: none is called any more.
+ * Returns 0, or -1 where that is impossible: in a forked child, or with more than 64 functions.
+ */
+int gpumux_on_reclaim(gpumux_reclaim function, void *user) __attribute__((weak));
+
 /* The same, for programs that may run without gpumux. */
 static inline int gpumux_hint_if_there(int device, unsigned expected_us)
 {
@@ -85,6 +99,11 @@ static inline void gpumux_end_if_there(uint64_t request)
 static inline int gpumux_advise_if_there(uint64_t address, uint64_t bytes, int advice)
 {
     return gpumux_advise ? gpumux_advise(address, bytes, advice) : GPUMUX_UNKNOWN;
+}
+
+static inline int gpumux_on_reclaim_if_there(gpumux_reclaim function, void *user)
+{
+    return gpumux_on_reclaim ? gpumux_on_reclaim(function, user) : -1;
 }
 
 #ifdef __cplusplus

@@ -6,13 +6,16 @@
     with gpumux.request():            # `gpumux ps --json` shows count, median and 99% of request times
         model(prepare(data))
     gpumux.advise(cache.data_ptr(), cache.nbytes, gpumux.DISCARDABLE)  # its contents need not survive a move
+    gpumux.on_reclaim(gpumux.torch_cache)  # PyTorch's free blocks are given back when others need memory
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 HELD, ALREADY, NEEDLESS, TOO_EARLY, LATER, IMPOSSIBLE = 0, 1, 2, 3, 4, -1
 """What became of a hint: see include/gpumux.h."""
@@ -23,12 +26,15 @@ DONE, LOST, UNKNOWN = 0, 1, -1
 
 # The process itself: the preloaded library is part of it.
 _process = ctypes.CDLL(None)
+_Reclaim = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
+_reclaimers: list = []  # They must live as long as they may be called.
 try:
     _hint, _begin, _end = _process.gpumux_hint, _process.gpumux_begin, _process.gpumux_end
-    _advise = _process.gpumux_advise
+    _advise, _on_reclaim = _process.gpumux_advise, _process.gpumux_on_reclaim
 except AttributeError:
-    _hint = _begin = _end = _advise = None
+    _hint = _begin = _end = _advise = _on_reclaim = None
 else:
+    _on_reclaim.argtypes, _on_reclaim.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
     _advise.argtypes, _advise.restype = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int], ctypes.c_int
     _hint.argtypes, _hint.restype = [ctypes.c_int, ctypes.c_uint], ctypes.c_int
     _begin.argtypes, _begin.restype = [], ctypes.c_uint64
@@ -48,6 +54,36 @@ def hint(device: int = 0, expected_us: int = 0) -> int:
 def advise(address: int, size: int, advice: int) -> int:
     """Says something of device memory. `LOST`: it was discardable, and its contents are gone."""
     return _advise(address, size, advice) if _advise else UNKNOWN
+
+
+def on_reclaim(function: Callable[[int, int], int]) -> bool:
+    """Has `function(device, missing)` called, in a thread of its own, when others need memory on a device: it frees what
+    the program can do without and returns how many bytes that was. Returns whether that is possible.
+    """
+    if not _on_reclaim:
+        return False
+
+    def call(device: int, missing: int, _user: int | None) -> int:
+        try:
+            return max(0, int(function(device, missing)))
+        except Exception as error:  # It cannot be raised anywhere.
+            print(f"gpumux: giving memory back failed: {error!r}", file=sys.stderr)
+            return 0
+
+    if not _reclaimers:
+        # The interpreter must not be entered once it is ending.
+        atexit.register(_on_reclaim, None, None)
+    _reclaimers.append(_Reclaim(call))
+    return _on_reclaim(ctypes.cast(_reclaimers[-1], ctypes.c_void_p), None) == 0
+
+
+def torch_cache(device: int, _missing: int) -> int:
+    """For `on_reclaim`: the free blocks of PyTorch's caching allocator, on all devices."""
+    import torch  # Only programs that have it use this.
+
+    before = torch.cuda.memory_reserved(device)
+    torch.cuda.empty_cache()
+    return before - torch.cuda.memory_reserved(device)
 
 
 def begin() -> int:

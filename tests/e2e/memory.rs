@@ -1,9 +1,20 @@
 //! Memory: limits that hold, tenants that sleep and wake with every byte in place, and more tenants than
 //! memory.
 
-use std::time::{Duration, Instant};
+use std::{
+    cell::Cell,
+    fs::File,
+    os::unix::fs::FileExt,
+    path::Path,
+    process::Command,
+    time::{Duration, Instant},
+};
 
-use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, real, wait_for};
+use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
+use proptest::{
+    prelude::*,
+    test_runner::{Config, TestCaseError, TestRunner},
+};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -56,6 +67,36 @@ fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
     // The same without a limit is refused nothing.
     let free = node.tenant("--name free", &program(7, "48MiB", 500)).run();
     assert_eq!(verified(&free)["late"], Value::Null);
+}
+
+#[test]
+fn what_was_set_for_memory_can_be_cleared() {
+    let node = Node::start();
+    let idle = "gpumux workload idle --seconds 600 --memory 32MiB";
+    let options = "--name holder --memory-guaranteed 16MiB --memory-limit 64MiB --sleep-after 1h";
+    let holder = Process::start(&mut node.tenant(options, idle));
+    let tenant = node.wait_tenant("holder", |it| bytes(it, "in_use") >= 32 << 20);
+    assert_eq!(tenant["spec"]["sleep_after_s"], 3600, "{tenant:#}");
+    let clear = "holder --memory-guaranteed 0 --memory-limit none --sleep-after never";
+    let spec = crate::contracts::set(&node, clear)["spec"].clone();
+    assert_eq!(spec["memory_guaranteed"], 0, "{spec:#}");
+    assert!(spec["memory_limit"].is_null() && spec["sleep_after_s"].is_null());
+    let tenant = node.wait_tenant("holder", |it| it["memory"][0]["limit"].is_null());
+    assert_eq!(bytes(&tenant, "guaranteed"), 0, "{tenant:#}");
+    let wrong = node
+        .gpumux(["set", "holder", "--sleep-after", "none"])
+        .run();
+    assert_eq!(wrong.status.code(), Some(2), "{}", wrong.err);
+    assert!(wrong.err.contains("or never"), "{}", wrong.err);
+    // A name's setting does not hold for a run that says otherwise.
+    crate::contracts::set(&node, "holder --memory-limit 48MiB");
+    holder.kill();
+    wait_for("the end of it", PATIENCE, || {
+        node.find_tenant("holder").is_none().then_some(())
+    });
+    let _again = Process::start(&mut node.tenant("--name holder --memory-limit none", idle));
+    let tenant = node.wait_tenant("holder", |it| bytes(it, "in_use") >= 32 << 20);
+    assert!(tenant["spec"]["memory_limit"].is_null(), "{tenant:#}");
 }
 
 #[test]
@@ -149,6 +190,124 @@ fn random_programs_keep_every_byte_whenever_they_are_moved() {
     }
 }
 
+/// A program of numbers (`gpumux workload memory --script`), which can be made shorter: each line is a step.
+fn scripts() -> impl Strategy<Value = Vec<[u64; 6]>> {
+    // Which buffer, what to do, and with which numbers.
+    let step = (0..24u64, 0..12u64, any::<[u32; 4]>())
+        .prop_map(|(at, what, [a, b, c, d])| [at, what, a.into(), b.into(), c.into(), d.into()]);
+    proptest::collection::vec(step, 1..60)
+}
+
+/// Runs a program of numbers, which is moved whenever it pauses. How often it was.
+fn run_script(node: &Node, steps: &[[u64; 6]]) -> Result<u32, TestCaseError> {
+    let lines = steps
+        .iter()
+        .map(|step| step.map(|it| it.to_string()).join(" ") + "\n");
+    let path = node.dir().join("script");
+    std::fs::write(&path, lines.collect::<String>()).expect("room");
+    let text = format!(
+        "gpumux workload memory --json --memory 32MiB --mapped --script {}",
+        path.display()
+    );
+    let mut program = Process::start(&mut node.tenant("--name script", &text));
+    let (mut pauses, mut moves) = (0, 0);
+    let started = Instant::now();
+    while program.poll().is_none() {
+        prop_assert!(started.elapsed() < PATIENCE * 2, "it does not end");
+        if program.lines() > pauses && !program.out().contains('{') {
+            pauses += 1;
+            moves += u32::from(sleeps(node, "script"));
+            program.write("\n");
+        }
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let finished = program.finish();
+    let (out, err) = (&finished.out, &finished.err);
+    let report = out
+        .find('{')
+        .and_then(|at| serde_json::from_str(&out[at..]).ok());
+    let report: Value = report.unwrap_or_default();
+    prop_assert!(finished.status.success(), "{out}{err}");
+    prop_assert_eq!(&report["mismatches"], 0, "{:#}", report);
+    prop_assert_eq!(&report["sum_matches"], true, "{:#}", report);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("script").is_none().then_some(())
+    });
+    Ok(moves)
+}
+
+/// `PROPTEST_CASES=500` tries more programs; one that goes wrong is made as short as can be.
+#[test]
+fn whatever_a_program_does_between_moves_keeps_every_byte() {
+    let node = Node::start();
+    let cases = std::env::var("PROPTEST_CASES").ok();
+    let mut runner = TestRunner::new(Config {
+        cases: cases.map_or(6, |text| text.parse().expect("a number of cases")),
+        max_shrink_iters: 200,
+        failure_persistence: None,
+        ..Config::default()
+    });
+    let moves = Cell::new(0);
+    let run = runner.run(&scripts(), |steps| {
+        moves.set(moves.get() + run_script(&node, &steps)?);
+        Ok(())
+    });
+    if let Err(error) = run {
+        panic!("{error}");
+    }
+    // A fixed one, so that it is known that some are moved: memory of both kinds, work on it, a pause, a look.
+    let moved = [
+        [0, 0, 2, 999_999, 1, 7],
+        [0, 0, 1, 200_000, 0, 9],
+        [0, 8, 3, 0, 0, 0],
+        [0, 11, 0, 0, 0, 0],
+        [0, 4, 0, 0, 0, 0],
+    ];
+    assert_eq!(run_script(&node, &moved).expect("every byte"), 1);
+}
+
+/// What PyTorch's expandable segments do: addresses reserved and physical memory mapped by the program itself.
+#[test]
+fn memory_that_a_program_maps_itself_moves_too() {
+    let node = Node::start();
+    let before = free(&node);
+    let mut programs: Vec<(String, Process)> = (0..2)
+        .map(|seed| {
+            let name = format!("m{seed}");
+            let program = program(seed, "64MiB", 300) + " --mapped";
+            let process = Process::start(&mut node.tenant(&format!("--name {name}"), &program));
+            (name, process)
+        })
+        .collect();
+    let started = Instant::now();
+    let (mut moves, mut pinned, mut least) = (0, 0, u64::MAX);
+    while programs
+        .iter_mut()
+        .any(|(_, process)| process.poll().is_none())
+    {
+        for (name, _) in &programs {
+            moves += u32::from(sleeps(&node, name));
+            if let Some(tenant) = node.find_tenant(name) {
+                pinned += bytes(&tenant, "pinned");
+                if tenant["asleep"] == true && tenant["waits_for_memory"] == false {
+                    least = least.min(bytes(&tenant, "in_use"));
+                }
+            }
+        }
+        assert!(started.elapsed() < PATIENCE * 6, "they do not end");
+    }
+    assert!(moves >= 1, "nobody was ever moved");
+    assert_eq!(pinned, 0, "some of it was not movable");
+    // If ever it was seen asleep.
+    assert!(matches!(least, 0 | u64::MAX), "{least} bytes stayed");
+    for (_, process) in programs {
+        verified(&process.finish());
+    }
+    wait_for("the memory of all", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+}
+
 #[test]
 fn an_idle_tenant_sleeps_and_wakes_with_its_next_work() {
     let node = Node::start();
@@ -209,6 +368,239 @@ fn sleep_and_want_of_room_are_explained_and_traced() {
     }
 }
 
+/// A node whose daemon has this configuration.
+fn configured(memory: u64, text: &str) -> (Node, tempfile::NamedTempFile) {
+    let file = tempfile::NamedTempFile::new().expect("a file");
+    std::fs::write(file.path(), text).expect("room");
+    let path = file.path().display().to_string();
+    let node = Node::with(Options {
+        memory,
+        daemon: vec!["--config".into(), path],
+        ..Options::default()
+    });
+    (node, file)
+}
+
+/// What moved memory takes on the host.
+fn on_host(node: &Node) -> u64 {
+    let memory = node.gpumux(["memory", "--json"]).run().ok().json();
+    memory["host"]["used"].as_u64().expect("a number")
+}
+
+#[test]
+fn moved_memory_never_takes_more_of_the_host_than_it_may() {
+    const LIMIT: u64 = 200 << 20;
+    let (mut node, _file) = configured(0, "[host_memory]\nlimit = '200MiB'");
+    let idle = |node: &Node, name: &str| {
+        let program = "gpumux workload idle --seconds 600 --memory 128MiB";
+        let tenant = Process::start(&mut node.tenant(&format!("--name {name}"), program));
+        node.wait_tenant(name, |it| bytes(it, "in_use") >= 128 << 20);
+        tenant
+    };
+    let (first, second) = (idle(&node, "first"), idle(&node, "second"));
+    assert_eq!(on_host(&node), 0);
+    node.gpumux(["sleep", "first"]).run().ok();
+    assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    let refused = node.gpumux(["sleep", "second"]).run();
+    assert!(!refused.status.success(), "{}", refused.out);
+    for word in ["209715200 bytes on the host", "`limit` of `[host_memory]`"] {
+        assert!(refused.err.contains(word), "{}", refused.err);
+    }
+    let awake = node.wait_tenant("second", |it| it["asleep"] == false);
+    assert_eq!(bytes(&awake, "swapped"), 0, "nothing of it was moved");
+    // Awake, the first needs it no more, and lets go of it for the other.
+    node.gpumux(["wake", "first"]).run().ok();
+    node.gpumux(["sleep", "second"]).run().ok();
+    assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    // What the next daemon did not allow is not kept.
+    node.kill_daemon();
+    node.start_daemon();
+    for name in ["first", "second"] {
+        node.wait_tenant(name, |it| bytes(it, "in_use") >= 128 << 20);
+    }
+    wait_for("host memory of before", PATIENCE, || {
+        (on_host(&node) == 0).then_some(())
+    });
+    // What ends keeps nothing.
+    node.gpumux(["sleep", "first"]).run().ok();
+    assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
+    drop(second);
+    first.kill();
+    wait_for("the host memory of the dead", PATIENCE, || {
+        (on_host(&node) == 0).then_some(())
+    });
+}
+
+/// What a process has mapped of files in a folder, where it may be looked at.
+fn mapped(pid: u64, folder: &Path) -> Option<Vec<u8>> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).ok()?;
+    let memory = File::open(format!("/proc/{pid}/mem")).ok()?;
+    let mut all = Vec::new();
+    for line in maps.lines() {
+        let mut words = line.split_whitespace();
+        let (range, path) = (words.next()?, words.nth(4));
+        if path.is_none_or(|path| !Path::new(path).starts_with(folder)) {
+            continue;
+        }
+        let (from, to) = range.split_once('-')?;
+        let [from, to] = [from, to].map(|text| u64::from_str_radix(text, 16).expect("hex"));
+        let mut contents = vec![1; (to - from) as usize];
+        memory.read_exact_at(&mut contents, from).ok()?;
+        all.append(&mut contents);
+    }
+    Some(all)
+}
+
+#[test]
+fn moved_memory_is_where_the_configuration_says_and_zero_after_use() {
+    let Ok(folder) = tempfile::Builder::new().tempdir_in("/dev/shm") else {
+        eprintln!("SKIPPED: there is no /dev/shm");
+        return;
+    };
+    // Whoever runs the tests may run their tenants as somebody else.
+    let all = std::os::unix::fs::PermissionsExt::from_mode(0o1777);
+    std::fs::set_permissions(folder.path(), all).expect("it is ours");
+    let text = format!(
+        "[host_memory]\nlimit = '32MiB'\nscrub = true\nlocation = '{}'",
+        folder.path().display()
+    );
+    let (node, _file) = configured(0, &text);
+    let check = "gpumux workload check --json --memory 24MiB --seconds 3";
+    let worker = Process::start(&mut node.tenant("--name worker", check));
+    let tenant = node.wait_tenant("worker", |it| {
+        bytes(it, "in_use") >= 24 << 20 && it["domains"][0]["demand"] == "busy"
+    });
+    let pid = tenant["pids"][0].as_u64().expect("a number");
+    node.gpumux(["sleep", "worker"]).run().ok();
+    assert_eq!(on_host(&node), 32 << 20);
+    if let Some(contents) = mapped(pid, folder.path()) {
+        assert_eq!(contents.len(), 32 << 20);
+        let used = contents.iter().filter(|it| **it != 0).count();
+        assert!(used > 1 << 20, "{used} bytes are not zero");
+    }
+    // It wakes by itself, or so.
+    node.gpumux(["wake", "worker"]).run().ok();
+    wait_for("zeros", PATIENCE, || {
+        let contents = mapped(pid, folder.path()).unwrap_or_default();
+        contents.iter().all(|it| *it == 0).then_some(())
+    });
+    verified(&worker.finish_within(PATIENCE * 3));
+    // Its files had no names.
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn caches_are_given_back_before_anything_is_moved() {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    let node = Node::with_memory(256 << 20);
+    let program = "gpumux workload idle --seconds 600 --memory 16MiB --cache 160MiB --json";
+    let first = Process::start(&mut node.tenant("--name first", program));
+    node.wait_tenant("first", |it| bytes(it, "in_use") >= 176 << 20);
+    let idle = "gpumux workload idle --seconds 600 --memory 128MiB";
+    let second = Process::start(&mut node.tenant("--name second", idle));
+    node.wait_tenant("second", |it| bytes(it, "in_use") >= 128 << 20);
+    let tenant = node.wait_tenant("first", |it| bytes(it, "in_use") < 128 << 20);
+    assert!(bytes(&tenant, "in_use") >= 16 << 20, "{tenant:#}");
+    assert_eq!(tenant["asleep"], false, "{tenant:#}");
+    assert_eq!(tenant["moves"]["outs"], 0, "{tenant:#}");
+    // When they do not suffice, the rest is moved as ever.
+    let _third = Process::start(&mut node.tenant("--name third", idle));
+    node.wait_tenant("third", |it| bytes(it, "in_use") >= 128 << 20);
+    drop(second);
+    first.signal(Signal::TERM);
+    let report = first.finish_within(PATIENCE).json();
+    assert_ne!(report["calls"], 0, "{report:#}");
+}
+
+/// `python/gpumux.py` with nothing but the driver: a cache that is given back.
+#[test]
+fn a_python_program_gives_its_cache_back() {
+    const PROGRAM: &str = r#"
+import ctypes, sys, time
+sys.path.insert(0, sys.argv[1])
+import gpumux
+cuda = ctypes.CDLL("libcuda.so.1")
+context, cache = ctypes.c_void_p(), []
+def call(name, *args):
+    error = getattr(cuda, name)(*args)
+    assert error == 0, f"{name} answers {error}"
+call("cuInit", 0)
+call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+call("cuCtxSetCurrent", context)
+for _ in range(10):
+    address = ctypes.c_uint64()
+    call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(16 << 20))
+    cache.append(address)
+def free(device, missing):
+    call("cuCtxSetCurrent", context)
+    freed = len(cache)
+    while cache:
+        call("cuMemFree_v2", cache.pop())
+    return freed * (16 << 20)
+def broken(device, missing):
+    raise ValueError("of mine")
+assert gpumux.on_reclaim(broken) and gpumux.on_reclaim(free)
+while cache:
+    time.sleep(0.01)
+print("given back", flush=True)
+"#;
+    if real() || Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: a large device, or no python3");
+        return;
+    }
+    let node = Node::with_memory(256 << 20);
+    let script = node.dir().join("cache.py");
+    std::fs::write(&script, PROGRAM).expect("room");
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
+    let text = format!("python3 {} {folder}", script.display());
+    let cache = Process::start(&mut node.tenant("--name cache", &text));
+    node.wait_tenant("cache", |it| bytes(it, "in_use") >= 160 << 20);
+    let idle = "gpumux workload idle --seconds 600 --memory 128MiB";
+    let _second = Process::start(&mut node.tenant("--name second", idle));
+    node.wait_tenant("second", |it| bytes(it, "in_use") >= 128 << 20);
+    let finished = cache.finish_within(PATIENCE).ok();
+    assert_eq!(finished.out, "given back\n", "{}", finished.err);
+    // The other one failed, and was heard of.
+    assert!(
+        finished.err.contains("ValueError('of mine')"),
+        "{}",
+        finished.err
+    );
+}
+
+#[test]
+fn memory_that_the_driver_refuses_is_awaited_unless_the_policy_is_to_fail() {
+    if real() {
+        return;
+    }
+    let node = Node::start();
+    let idle = |policy: &str| {
+        let options = format!("--memory-policy {policy}");
+        let program = "gpumux workload idle --seconds 0 --memory 32MiB";
+        let mut command = node.tenant(&options, program);
+        command.env("GPUMUX_EMU_FAULT", "out-of-memory@1");
+        command.run()
+    };
+    idle("wait").ok();
+    let failed = idle("fail");
+    assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
+    assert!(failed.err.contains("OUT_OF_MEMORY"), "{}", failed.err);
+}
+
+#[test]
+fn a_context_that_has_failed_hands_out_nothing_that_was_kept() {
+    let node = Node::start();
+    for kind in ["trap", "illegal-address"] {
+        let program =
+            format!("gpumux workload fault --json --kind {kind} --seconds 0.1 --memory 3MiB");
+        let report = node.tenant("", &program).run().json();
+        assert_eq!(report["errors"], 1, "{report:#}");
+    }
+}
+
 #[test]
 fn a_daemon_that_dies_leaves_no_tenant_asleep() {
     let mut node = Node::start();
@@ -265,7 +657,11 @@ fn broken(
     what: &str,
     (function, call): (&str, u32),
 ) -> Process {
-    let mut command = node.tenant(&format!("--name {name}"), &program(seed, "24MiB", 250));
+    let mut program = program(seed, "24MiB", 250);
+    if seed % 2 == 1 {
+        program += " --mapped";
+    }
+    let mut command = node.tenant(&format!("--name {name}"), &program);
     command.env(
         "GPUMUX_EMU_FAULT",
         format!("{what}@{call}:{function}:gpumux"),

@@ -11,7 +11,14 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, TenantId};
+use crate::{Class, Micros, TenantId};
+
+/// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
+const TURN: u64 = 20;
+/// The least time that a tenant with work keeps its memory.
+const LEAST_TURN: Micros = Micros(1_000_000);
+/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
+pub const EXTRA: u64 = 64;
 
 /// What a tenant was promised of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -307,6 +314,136 @@ impl Ledger {
     }
 }
 
+/// The host has no room for what would be moved there.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "moved memory takes {kept} of at most {limit} bytes on the host, and {need} more are needed"
+)]
+pub struct HostFull {
+    /// How many bytes more would be kept.
+    pub need: u64,
+    /// What is kept already.
+    pub kept: u64,
+    /// What may be kept.
+    pub limit: u64,
+}
+
+/// The host's memory that moved memory takes, by the number of the session whose process keeps it: to the end of the
+/// process, or until it is told to let go of it.
+#[derive(Clone, Debug)]
+pub struct HostPool {
+    limit: u64,
+    kept: BTreeMap<u64, u64>,
+}
+
+impl HostPool {
+    /// At most so many bytes.
+    pub const fn new(limit: u64) -> Self {
+        Self {
+            limit,
+            kept: BTreeMap::new(),
+        }
+    }
+
+    /// What may be kept.
+    pub const fn limit(&self) -> u64 {
+        self.limit
+    }
+
+    /// What is kept by all.
+    pub fn kept(&self) -> u64 {
+        self.kept
+            .values()
+            .fold(0, |sum, it| sum.saturating_add(*it))
+    }
+
+    /// What is kept by one.
+    pub fn kept_by(&self, session: u64) -> u64 {
+        self.kept.get(&session).copied().unwrap_or(0)
+    }
+
+    /// Lets each of these keep at least so much, and, as far as there is room, up to the next multiple of `piece`. Says
+    /// how much each may keep at most.
+    ///
+    /// # Errors
+    /// When there is no room for all of them; then nothing changes.
+    pub fn reserve(
+        &mut self,
+        needs: &BTreeMap<u64, u64>,
+        piece: u64,
+    ) -> Result<BTreeMap<u64, u64>, HostFull> {
+        let kept = self.kept();
+        let more = |(id, need): (&u64, &u64)| need.saturating_sub(self.kept_by(*id));
+        let need = needs
+            .iter()
+            .map(more)
+            .fold(0u64, |sum, it| sum.saturating_add(it));
+        let mut room = self
+            .limit
+            .saturating_sub(kept)
+            .checked_sub(need)
+            .ok_or(HostFull {
+                need,
+                kept,
+                limit: self.limit,
+            })?;
+        let mut most = BTreeMap::new();
+        for (id, need) in needs {
+            let own = self.kept_by(*id);
+            let mut allowed = own.max(*need);
+            if allowed > own {
+                let whole = allowed.checked_next_multiple_of(piece).unwrap_or(allowed);
+                let rest = (whole - allowed).min(room);
+                room -= rest;
+                allowed += rest;
+            }
+            self.set(*id, allowed);
+            most.insert(*id, allowed);
+        }
+        Ok(most)
+    }
+
+    /// One says that it keeps so much. That counts as far as it was allowed to, so that nobody takes the room of others by
+    /// saying so. Whether it was allowed to keep any.
+    pub fn hear(&mut self, session: u64, bytes: u64) -> bool {
+        let allowed = self.kept_by(session);
+        self.set(session, bytes.min(allowed));
+        bytes == 0 || allowed > 0
+    }
+
+    /// One keeps so much.
+    pub fn set(&mut self, session: u64, bytes: u64) {
+        match bytes {
+            0 => drop(self.kept.remove(&session)),
+            bytes => drop(self.kept.insert(session, bytes)),
+        }
+    }
+}
+
+/// How long a tenant keeps its memory that took so long to come here, and will take as long to go.
+pub fn turn(took: Micros) -> Micros {
+    Micros(took.0.saturating_mul(2 * TURN)).max(LEAST_TURN)
+}
+
+/// What a tenant that has memory does with it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// It has no work.
+    pub idle: bool,
+    /// It lacks a part already, and so cannot run.
+    pub asleep: bool,
+    /// It has had its memory for a [`turn`].
+    pub had_its_turn: bool,
+}
+
+impl Standing {
+    /// Whether it may be asked to give way to somebody of this class, who was promised what it asks for, or was not.
+    pub fn may_give_way(self, own: Class, asker: Class, entitled: bool) -> bool {
+        // `Latency` is the least and the first to be served.
+        self.idle || self.asleep || (self.had_its_turn && (entitled || own >= asker))
+    }
+}
+
 /// A tenant whose memory may be moved away for another's sake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Candidate {
@@ -326,11 +463,8 @@ pub struct Candidate {
     pub since: u64,
 }
 
-/// Who gives way, in this order, so that `missing` bytes come free, and how much of that each gives. Those that lack a part
-/// already, and so cannot run, before all others; idle tenants before those that work; then batch before standard
-/// before latency; then who has borrowed, and who has been there longest. One that works gives way only if it has borrowed.
-/// None if it does not suffice.
-pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<(TenantId, u64)>> {
+/// Those who may be asked to give something up, in the order of [`victims`].
+pub fn in_order(candidates: &[Candidate]) -> Vec<&Candidate> {
     let rank = |class: Class| match class {
         Class::Batch => 0,
         Class::Standard => 1,
@@ -350,9 +484,17 @@ pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<(TenantId, 
             it.tenant,
         )
     });
+    order
+}
+
+/// Who gives way, in this order, so that `missing` bytes come free, and how much of that each gives. Those that lack a part
+/// already, and so cannot run, before all others; idle tenants before those that work; then batch before standard
+/// before latency; then who has borrowed, and who has been there longest. One that works gives way only if it has borrowed.
+/// None if it does not suffice.
+pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<(TenantId, u64)>> {
     let mut left = missing;
     let mut chosen = Vec::new();
-    for candidate in order {
+    for candidate in in_order(candidates) {
         let part = left.min(candidate.movable);
         if part > 0 {
             chosen.push((candidate.tenant, part));
@@ -429,6 +571,52 @@ mod tests {
         assert_eq!(full, Denied::Full { missing: 50 });
         let error = ledger.promise(B, share(50, u64::MAX)).unwrap_err();
         assert_eq!((error.promised, error.usable), (60, 100));
+    }
+
+    #[test]
+    fn who_works_keeps_its_memory_for_a_turn() {
+        assert_eq!(turn(Micros(300_000)), Micros(12_000_000));
+        assert_eq!(turn(Micros(1)), LEAST_TURN);
+        let working = |had_its_turn| Standing {
+            idle: false,
+            asleep: false,
+            had_its_turn,
+        };
+        let (latency, batch) = (Class::Latency, Class::Batch);
+        assert!(!working(false).may_give_way(batch, latency, true));
+        assert!(working(true).may_give_way(batch, latency, false));
+        assert!(!working(true).may_give_way(latency, batch, false));
+        assert!(working(true).may_give_way(latency, batch, true));
+        let idle = Standing {
+            idle: true,
+            ..working(false)
+        };
+        assert!(idle.may_give_way(latency, batch, false));
+    }
+
+    #[test]
+    fn the_host_is_never_promised_more_than_it_may_give() {
+        let needs = |all: &[(u64, u64)]| all.iter().copied().collect::<BTreeMap<_, _>>();
+        let mut pool = HostPool::new(100);
+        assert_eq!(pool.reserve(&needs(&[(1, 30)]), 40), Ok(needs(&[(1, 40)])));
+        // What is kept suffices, or grows by what is missing.
+        assert_eq!(pool.reserve(&needs(&[(1, 35)]), 40), Ok(needs(&[(1, 40)])));
+        let both = needs(&[(1, 50), (2, 45)]);
+        assert_eq!(pool.reserve(&both, 40), Ok(needs(&[(1, 55), (2, 45)])));
+        let full = HostFull {
+            need: 15,
+            kept: 100,
+            limit: 100,
+        };
+        assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Err(full));
+        pool.set(1, 20);
+        assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Ok(needs(&[(2, 80)])));
+        assert!(pool.hear(2, 0));
+        assert!(!pool.hear(3, 50), "nobody allowed it to");
+        assert!(pool.hear(1, 90));
+        assert_eq!(pool.kept(), 20);
+        let mut boundless = HostPool::new(u64::MAX);
+        assert!(boundless.reserve(&needs(&[(1, u64::MAX)]), 40).is_ok());
     }
 
     #[test]

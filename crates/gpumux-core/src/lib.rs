@@ -23,4 +23,4 @@ pub use plan::{DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
 pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec, admit};
-pub use units::{DomainId, Micros, TenantId, Timeslice};
+pub use units::{DomainId, Micros, TenantId, Timeslice, parse_bytes, parse_with_unit};

@@ -628,6 +628,8 @@ pub struct DeviceBuffer {
     context: Context,
     address: CUdeviceptr,
     bytes: usize,
+    /// What it lies in, if that is not memory of its own.
+    mapping: Option<Mapping>,
 }
 
 impl DeviceBuffer {
@@ -643,7 +645,18 @@ impl DeviceBuffer {
             context: context.clone(),
             address,
             bytes,
+            mapping: None,
         })
+    }
+
+    /// The beginning of a mapping that is backed, with as many bytes as it has at most.
+    pub fn of_mapping(mapping: Mapping, bytes: usize) -> Self {
+        Self {
+            context: mapping.context.clone(),
+            address: mapping.address(),
+            bytes: bytes.min(mapping.bytes()),
+            mapping: Some(mapping),
+        }
     }
 
     /// Where it starts.
@@ -703,6 +716,11 @@ impl DeviceBuffer {
 
 impl Drop for DeviceBuffer {
     fn drop(&mut self) {
+        if let Some(mapping) = &self.mapping {
+            // Unlike freeing, unmapping waits for nothing.
+            let _ = mapping.context.synchronize();
+            return;
+        }
         // SAFETY: the memory is ours.
         self.context
             .release(|driver| unsafe { driver.cuMemFree_v2(self.address) });
@@ -774,6 +792,8 @@ pub struct Mapping {
     chunk: usize,
     chunks: usize,
     handles: Vec<CUmemGenericAllocationHandle>,
+    /// The handles are released: the memory lasts as long as it is mapped.
+    released: bool,
 }
 
 impl Mapping {
@@ -804,6 +824,7 @@ impl Mapping {
             chunk,
             chunks,
             handles: Vec::new(),
+            released: false,
         })
     }
 
@@ -856,6 +877,20 @@ impl Mapping {
         unsafe { driver.cuMemSetAccess(self.address, self.bytes(), &access, 1) }
     }
 
+    /// Lets go of the handles; what is mapped stays so.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn release(&mut self) -> Result<()> {
+        if !std::mem::replace(&mut self.released, true) {
+            for handle in &self.handles {
+                // SAFETY: the handle is ours, and not used again.
+                unsafe { self.context.driver().cuMemRelease(*handle) }?;
+            }
+        }
+        Ok(())
+    }
+
     /// Takes the memory away; the addresses stay reserved. Work that uses them must be frozen or done.
     ///
     /// # Errors
@@ -866,9 +901,12 @@ impl Mapping {
             let address = self.address + (self.handles.len() * self.chunk) as u64;
             // SAFETY: this chunk is mapped, by this handle.
             unsafe { driver.cuMemUnmap(address, self.chunk) }?;
-            // SAFETY: the handle is ours.
-            unsafe { driver.cuMemRelease(handle) }?;
+            if !self.released {
+                // SAFETY: the handle is ours.
+                unsafe { driver.cuMemRelease(handle) }?;
+            }
         }
+        self.released = false;
         Ok(())
     }
 

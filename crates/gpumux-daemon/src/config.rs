@@ -23,6 +23,8 @@ pub struct Config {
     pub policy: String,
     /// Settings of single devices, by UUID.
     pub devices: BTreeMap<String, DeviceConfig>,
+    /// The host's memory that moved memory may take.
+    pub host_memory: HostMemory,
     /// NVML's library, if not the system's (default: `GPUMUX_NVML`).
     pub nvml: Option<PathBuf>,
     /// NVIDIA's MPS control program, which groups are made with, if not the system's (default:
@@ -42,6 +44,40 @@ pub struct Config {
     pub max_sessions_per_user: usize,
     /// Exit after so many seconds without a tenant. Unset: never.
     pub idle_exit_s: Option<u64>,
+}
+
+/// Where memory goes that is moved away from devices.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct HostMemory {
+    /// Most that it may take for all tenants together, such as `"64GiB"`; what would exceed it is not moved. Unset: as much
+    /// as the host has available.
+    pub limit: Option<Bytes>,
+    /// Folder on a tmpfs or hugetlbfs, the same for all tenants' processes, to make files without names in. Unset: the
+    /// process's own memory, on huge pages where the system allows it.
+    pub location: Option<PathBuf>,
+    /// Whether it is overwritten with zeros once its contents are back on the device.
+    pub scrub: bool,
+}
+
+/// A size as people write it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Bytes(pub u64);
+
+impl From<Bytes> for String {
+    fn from(bytes: Bytes) -> Self {
+        bytes.0.to_string()
+    }
+}
+
+impl TryFrom<String> for Bytes {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        let wrong = || format!("`{text}` is no size: use one such as \"512MiB\" or \"64GiB\"");
+        gpumux_core::parse_bytes(&text).map(Self).ok_or_else(wrong)
+    }
 }
 
 /// Settings of one device.
@@ -64,6 +100,7 @@ impl Default for Config {
             state_dir: path("GPUMUX_STATE_DIR"),
             policy: policy::NAMES[0].into(),
             devices: BTreeMap::new(),
+            host_memory: HostMemory::default(),
             nvml: path("GPUMUX_NVML"),
             mps_control: path("GPUMUX_MPS_CONTROL"),
             emulated: path("GPUMUX_EMU_SOCKET"),
@@ -88,6 +125,9 @@ pub enum ConfigError {
     /// No policy of this name.
     #[error("unknown policy `{0}`: use {list}", list = policy::NAMES.join(", "))]
     UnknownPolicy(String),
+    /// Other processes would look elsewhere.
+    #[error("the location of host memory must begin with a slash: `{0}` is not absolute")]
+    RelativeLocation(PathBuf),
 }
 
 impl Config {
@@ -126,11 +166,16 @@ impl Config {
         )
     }
 
-    /// Whether every policy named exists.
+    /// Whether every policy named exists, and places are such for everybody.
     ///
     /// # Errors
     /// Names the first that does not.
     pub fn check(&self) -> Result<(), ConfigError> {
+        if let Some(path) = self.host_memory.location.as_ref()
+            && !path.is_absolute()
+        {
+            return Err(ConfigError::RelativeLocation(path.clone()));
+        }
         let own = self
             .devices
             .values()
@@ -191,6 +236,7 @@ mod tests {
             "bool" => "true or false",
             "usize" | "u64" => "number",
             "SocketAddr" => "address:port",
+            "Bytes" => "size",
             _ => "table",
         };
         let mut text = String::from(
@@ -201,14 +247,19 @@ mod tests {
         );
         for (of, title) in [
             ("Config", "Keys"),
+            ("HostMemory", "Keys of `[host_memory]`"),
             ("DeviceConfig", "Keys of `[devices.UUID]`"),
         ] {
             text +=
                 &format!("\n## {title}\n| key | value | default | meaning |\n|---|---|---|---|\n");
             for [name, value, said] in fields(of) {
-                let default = match &defaults[&name] {
+                let values = match of {
+                    "HostMemory" => &defaults["host_memory"],
+                    _ => &defaults,
+                };
+                let default = match &values[&name] {
                     serde_json::Value::Null => "none".into(),
-                    value if of == "Config" && !value.is_object() => format!("`{value}`"),
+                    value if of != "DeviceConfig" && !value.is_object() => format!("`{value}`"),
                     _ => "none".into(),
                 };
                 // Links into the code lead nowhere in a book.
@@ -266,6 +317,8 @@ mod tests {
                 "unknown policy `fair`: use priority, max-min, weighted",
             ),
             ("[devices.GPU-1]\npolicy = 'fair'", "`fair`"),
+            ("[host_memory]\nlimit = 'much'", "`much` is no size"),
+            ("[host_memory]\nlocation = 'here'", "`here` is not absolute"),
         ] {
             let error = load(text).unwrap_err().to_string();
             assert!(error.contains(message), "{error}");

@@ -22,13 +22,16 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, MemoryPolicy, TenantId,
-    ledger::{Candidate, Denied, Entry, victims},
+    Class, MemoryPolicy, Micros, TenantId,
+    ledger::{
+        Candidate, Denied, EXTRA, Entry, HostFull, HostPool, Standing, in_order, turn, victims,
+    },
 };
-use gpumux_wire::{Daemon, Shim};
+use gpumux_wire::{Daemon, Shim, message::HOST_PIECE};
 use tokio::sync::{Notify, oneshot};
 
 use crate::{
+    config::HostMemory,
     scheduler::{Activity, Ask, Engine, Handle, Line, SessionId, Stopped},
     session::say,
 };
@@ -51,20 +54,25 @@ const LOOK: Duration = Duration::from_millis(100);
 /// How long somebody waits for those who came before. They may wait for the very memory that it was given and, being
 /// asleep, has not taken: then only its own coming back lets anybody go on.
 const OVERTAKE: Duration = Duration::from_secs(5);
-/// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
-const TURN: u32 = 20;
-/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
-const EXTRA: u64 = 64;
-/// The least time that a tenant with work keeps its memory.
-const LEAST_TURN: Duration = Duration::from_secs(1);
+/// How long a process may take to let go of host memory.
+const DROP: Duration = Duration::from_secs(10);
+/// How long a program may take to give caches back, and how long it is not asked again.
+const RECLAIM: Duration = Duration::from_secs(1);
+const RECLAIM_PAUSE: Duration = Duration::from_secs(5);
+/// Not more often than this is it said that the host is full.
+const TELL_AGAIN: Duration = Duration::from_secs(60);
 /// How often idle tenants are looked for that shall sleep.
 const WATCH: Duration = Duration::from_millis(500);
+/// How long an idle tenant that could not be put to sleep is left alone.
+const SLEEP_AGAIN: Duration = Duration::from_secs(10);
 
 /// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum MoveError {
     #[error("the tenant cannot be put to sleep now: {0}")]
     Busy(String),
+    #[error("{0}: raise `limit` of `[host_memory]` in the daemon's configuration")]
+    HostFull(#[from] HostFull),
     #[error("its groups cannot be frozen: {0}")]
     Freeze(String),
     #[error("its memory cannot come back: {1} on {0}")]
@@ -83,6 +91,8 @@ enum Reply {
         idle: bool,
     },
     Busy(String),
+    /// So many bytes.
+    Freed(u64),
     /// It has ended: nothing of it is left to be moved.
     Gone,
     Late,
@@ -104,6 +114,8 @@ struct Place {
     asleep: AtomicBool,
     /// Requests of its processes that wait for room.
     asks: AtomicU64,
+    /// When it could not be put to sleep for being idle.
+    stayed: Mutex<Option<Instant>>,
     /// Since when its memory is on the device, and how long it took to bring it there.
     awake: Mutex<(Instant, Duration)>,
 }
@@ -111,6 +123,8 @@ struct Place {
 struct Member {
     tenant: TenantId,
     voice: Arc<OwnedFd>,
+    /// Its program gives caches back, and when it was last asked to.
+    reclaims: Option<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -118,6 +132,8 @@ struct State {
     members: BTreeMap<SessionId, Member>,
     orders: BTreeMap<(SessionId, u64), oneshot::Sender<Reply>>,
     places: BTreeMap<TenantId, Arc<Place>>,
+    /// When somebody was last told that the host is full.
+    told_full: Option<Instant>,
 }
 
 /// Those who lack room on a device and have the same right to it are served in the order in which they came: the first has others
@@ -130,15 +146,20 @@ pub(crate) struct Memory {
     state: Mutex<State>,
     trimmed: Mutex<Option<Instant>>,
     queues: Mutex<BTreeMap<Queue, Arc<tokio::sync::Mutex<()>>>>,
+    rules: HostMemory,
+    host: Mutex<HostPool>,
     /// Somebody has given something back.
     changed: Notify,
     orders_given: AtomicU64,
 }
 
 impl Memory {
-    pub(crate) fn new(scheduler: Handle) -> Arc<Self> {
+    pub(crate) fn new(scheduler: Handle, rules: HostMemory) -> Arc<Self> {
+        let limit = rules.limit.map_or(u64::MAX, |limit| limit.0);
         Arc::new(Self {
             scheduler,
+            rules,
+            host: Mutex::new(HostPool::new(limit)),
             state: Mutex::default(),
             trimmed: Mutex::default(),
             queues: Mutex::default(),
@@ -159,10 +180,17 @@ impl Memory {
                 waking: tokio::sync::Mutex::default(),
                 asleep: AtomicBool::new(false),
                 asks: AtomicU64::new(0),
+                stayed: Mutex::default(),
                 awake: Mutex::new((Instant::now(), Duration::ZERO)),
             })
         });
         Arc::clone(place)
+    }
+
+    /// What moved memory takes on the host, and may take.
+    pub(crate) fn on_host(&self) -> (u64, u64) {
+        let host = lock(&self.host);
+        (host.kept(), host.limit())
     }
 
     /// Whether a tenant's memory is on the host.
@@ -191,9 +219,19 @@ impl Memory {
         tenant: TenantId,
         voice: Arc<OwnedFd>,
     ) {
-        self.state()
-            .members
-            .insert(session, Member { tenant, voice });
+        if self.rules != HostMemory::default() {
+            let rules = Daemon::HostMemory {
+                location: (self.rules.location.as_ref()).map(|it| it.display().to_string()),
+                scrub: self.rules.scrub,
+            };
+            let _ = say(&voice, &rules);
+        }
+        let member = Member {
+            tenant,
+            voice,
+            reclaims: None,
+        };
+        self.state().members.insert(session, member);
         // It will want to work, and knows nothing of its siblings' sleep.
         let memory = Arc::clone(self);
         tokio::spawn(async move { memory.wake_or_warn(tenant).await });
@@ -206,6 +244,7 @@ impl Memory {
             let Some(member) = state.members.remove(&session) else {
                 return;
             };
+            lock(&self.host).set(session.0, 0);
             // Whoever waits for it learns that it has gone.
             state.orders.retain(|(id, _), _| *id != session);
             let tenant = member.tenant;
@@ -315,6 +354,25 @@ impl Memory {
             Shim::Knock => {
                 tokio::spawn(async move { memory.wake_or_warn(tenant).await });
             }
+            Shim::Keeps { bytes } => {
+                let allowed = lock(&self.host).hear(session.0, bytes);
+                // Made for an earlier daemon, and not in use now: it is made anew when it is needed.
+                if !allowed {
+                    self.tell(session, &Daemon::DropHost { op: 0 });
+                }
+            }
+            Shim::Reclaims => {
+                if let Some(member) = self.state().members.get_mut(&session) {
+                    member.reclaims.get_or_insert(None);
+                }
+            }
+            Shim::Reclaimed { op, bytes } => self.reply(session, op, Reply::Freed(bytes)),
+            Shim::Missing { ticket } => {
+                let policy = self.scheduler.call(move |engine| engine.policy(tenant));
+                let again = policy.await? != Some(MemoryPolicy::Fail);
+                let bytes = u64::from(again);
+                self.tell(session, &Daemon::Granted { ticket, bytes });
+            }
             _ => {}
         }
         Ok(())
@@ -352,8 +410,17 @@ impl Memory {
         order: impl Fn(u64) -> Daemon,
         bound: Duration,
     ) -> Vec<Reply> {
+        self.order_each(sessions, |op, _| order(op), bound).await
+    }
+
+    /// The same, with an order for each.
+    async fn order_each(
+        &self,
+        sessions: &[SessionId],
+        order: impl Fn(u64, SessionId) -> Daemon,
+        bound: Duration,
+    ) -> Vec<Reply> {
         let op = self.orders_given.fetch_add(1, Ordering::Relaxed) + 1;
-        let order = order(op);
         let mut answers = Vec::new();
         for session in sessions {
             let (answer, waiting) = oneshot::channel();
@@ -366,7 +433,7 @@ impl Memory {
                 voice
             };
             if let Some(voice) = voice
-                && !say(&voice, &order)
+                && !say(&voice, &order(op, *session))
             {
                 self.reply(*session, op, Reply::Busy("it does not listen".into()));
             }
@@ -423,7 +490,13 @@ impl Memory {
             let why = "it shares a group, whose members can only be frozen together";
             return Err(MoveError::Busy(why.into()));
         }
-        let out = |op| Daemon::SwapOut { op, least };
+        let host = self.host_room(tenant, least).await?;
+        let host = |session: SessionId| host.get(&session.0).copied().unwrap_or(0);
+        let out = |op, session| Daemon::SwapOut {
+            op,
+            least,
+            host: host(session),
+        };
         let began = Instant::now();
         let before = self
             .scheduler
@@ -431,7 +504,7 @@ impl Memory {
             .await?;
         if place.asleep.load(Ordering::Acquire) {
             // It lacks a part already: more of it.
-            let moved = self.order(&sessions, out, MOVE).await;
+            let moved = self.order_each(&sessions, out, MOVE).await;
             let bytes = self.went(tenant, before, began).await?;
             return match refusal(&moved) {
                 Some(why) => Err(MoveError::Busy(why)),
@@ -449,16 +522,19 @@ impl Memory {
             }
             Err(why)
         };
-        let quiet = self
-            .order(&sessions, |op| Daemon::Quiesce { op, least }, QUIET)
-            .await;
+        let quiesce = |op, session| Daemon::Quiesce {
+            op,
+            least,
+            host: host(session),
+        };
+        let quiet = self.order_each(&sessions, quiesce, QUIET).await;
         if let Some(why) = refusal(&quiet) {
             return resume(MoveError::Busy(why)).await;
         }
         if let Err(why) = self.freeze(tenant).await {
             return resume(why).await;
         }
-        let moved = self.order(&sessions, out, MOVE).await;
+        let moved = self.order_each(&sessions, out, MOVE).await;
         if moved.iter().any(|reply| matches!(reply, Reply::Late)) {
             place.asleep.store(true, Ordering::Release);
             return Err(MoveError::Stuck);
@@ -483,6 +559,58 @@ impl Memory {
         Ok(quiet
             .iter()
             .all(|reply| !matches!(reply, Reply::Done { idle: false })))
+    }
+
+    /// How much of the host's memory each process of a tenant may keep for a move. Others let go of what they do not use, if
+    /// need be.
+    async fn host_room(
+        &self,
+        tenant: TenantId,
+        least: u64,
+    ) -> Result<BTreeMap<u64, u64>, MoveError> {
+        let needs = async || {
+            let needs = move |engine: &mut Engine| engine.on_host(tenant, least);
+            let needs = self.scheduler.call(needs).await?.into_iter();
+            Ok::<BTreeMap<_, _>, Stopped>(needs.map(|(id, need)| (id.0, need)).collect())
+        };
+        let reserve = |needs: &BTreeMap<u64, u64>| lock(&self.host).reserve(needs, HOST_PIECE);
+        let granted = needs().await?;
+        if let Ok(most) = reserve(&granted) {
+            return Ok(most);
+        }
+        // What is granted and not used is not moved.
+        for session in self.sessions(Some(tenant)) {
+            self.tell(session, &Daemon::Trim);
+        }
+        tokio::time::sleep(TRIM).await;
+        let used = needs().await?;
+        if let Ok(most) = reserve(&used) {
+            return Ok(most);
+        }
+        let others: BTreeSet<TenantId> = {
+            let state = self.state();
+            let others = state.members.values().map(|it| it.tenant);
+            others.filter(|other| *other != tenant).collect()
+        };
+        for other in others {
+            let place = self.place(other);
+            // Nobody else's move waits for this one.
+            let Ok(_turn) = place.turn.try_lock() else {
+                continue;
+            };
+            let keeps = |id: &SessionId| lock(&self.host).kept_by(id.0) > 0;
+            let sessions = self.sessions(Some(other));
+            let sessions: Vec<_> = sessions.into_iter().filter(keeps).collect();
+            if sessions.is_empty() || place.asleep.load(Ordering::Acquire) {
+                continue;
+            }
+            self.order(&sessions, |op| Daemon::DropHost { op }, DROP)
+                .await;
+            if let Ok(most) = reserve(&used) {
+                return Ok(most);
+            }
+        }
+        Ok(reserve(&used)?)
     }
 
     /// Counts a move to the host and tells everybody who waits for room.
@@ -714,6 +842,9 @@ impl Memory {
         let candidates = line.map_or_else(Vec::new, |line| {
             self.candidates(tenant, missing, line, &activity)
         });
+        if self.reclaim(device, missing, &candidates).await {
+            return Ok(());
+        }
         let extra = line.filter(|_| ahead).map_or(0, |it| it.capacity / EXTRA);
         let chosen = victims(missing.saturating_add(extra), &candidates);
         let Some(chosen) = chosen.or_else(|| victims(missing, &candidates)) else {
@@ -732,12 +863,61 @@ impl Memory {
                     tokio::spawn(async move { memory.wake_soon(victim).await });
                 }
                 Err(error) => {
-                    tracing::debug!(%error, "a tenant does not give way");
+                    self.tell_of(&error);
                     self.wait().await;
                 }
             }
         }
         Ok(())
+    }
+
+    fn tell_of(&self, error: &MoveError) {
+        let mut state = self.state();
+        let lately = (state.told_full).is_some_and(|told| told.elapsed() < TELL_AGAIN);
+        if matches!(error, MoveError::HostFull(_)) && !lately {
+            state.told_full = Some(Instant::now());
+            tracing::warn!(%error, "a tenant cannot give way");
+        } else {
+            tracing::debug!(%error, "a tenant does not give way");
+        }
+    }
+
+    /// Has programs give back caches, in the order in which their tenants would be moved, until so much is free. Whether any
+    /// did: then it is worth looking again.
+    async fn reclaim(&self, device: &str, missing: u64, candidates: &[Candidate]) -> bool {
+        let mut freed = 0u64;
+        for candidate in in_order(candidates).into_iter().filter(|it| !it.asleep) {
+            let sessions: Vec<SessionId> = {
+                let mut state = self.state();
+                let own =
+                    (state.members.iter_mut()).filter(|(_, it)| it.tenant == candidate.tenant);
+                let due = own.filter_map(|(id, member)| {
+                    let last = member.reclaims.as_mut()?;
+                    let due = last.is_none_or(|last| last.elapsed() > RECLAIM_PAUSE);
+                    due.then(|| *last = Some(Instant::now()))?;
+                    Some(*id)
+                });
+                due.collect()
+            };
+            if sessions.is_empty() {
+                continue;
+            }
+            let ask = |op| Daemon::Reclaim {
+                op,
+                device: device.to_owned(),
+                bytes: missing - freed,
+            };
+            for reply in self.order(&sessions, ask, RECLAIM).await {
+                if let Reply::Freed(bytes) = reply {
+                    tracing::info!(tenant = candidate.tenant.0, bytes, "caches were given back");
+                    freed = freed.saturating_add(bytes);
+                }
+            }
+            if freed >= missing {
+                break;
+            }
+        }
+        freed > 0
     }
 
     /// Where a tenant waits that lacks so much.
@@ -773,14 +953,14 @@ impl Memory {
             };
             let place = self.place(*id);
             let (since, took) = *lock(&place.awake);
-            // What it cost to bring it here, and what it will cost to move it away.
-            let turn = LEAST_TURN.max(took * 2 * TURN);
-            let had_its_turn = since.elapsed() >= turn;
-            // `Latency` is the least and the first to be served.
+            let turn = turn(Micros(took.as_micros() as u64));
             let asleep = place.asleep.load(Ordering::Acquire);
-            let may =
-                known.idle || asleep || (had_its_turn && (entitled || class(*id) >= class(tenant)));
-            if may {
+            let standing = Standing {
+                idle: known.idle,
+                asleep,
+                had_its_turn: since.elapsed() >= Duration::from_micros(turn.0),
+            };
+            if standing.may_give_way(class(*id), class(tenant), entitled) {
                 candidates.push(Candidate {
                     tenant: *id,
                     class: class(*id),
@@ -818,11 +998,15 @@ impl Memory {
                     && known.idle_for.as_secs_f64() >= after as f64
                     && lines.iter().any(has)
                     && lock(&self.place(tenant).awake).0.elapsed() >= Duration::from_secs(after);
-                if due && !self.is_asleep(tenant) {
+                let place = self.place(tenant);
+                let stayed = *lock(&place.stayed);
+                let lately = stayed.is_some_and(|stayed| stayed.elapsed() < SLEEP_AGAIN);
+                if due && !lately && !self.is_asleep(tenant) {
                     let memory = Arc::clone(&self);
                     tokio::spawn(async move {
                         if let Err(error) = memory.sleep(tenant, u64::MAX).await {
-                            tracing::debug!(%error, "an idle tenant stays awake");
+                            *lock(&place.stayed) = Some(Instant::now());
+                            memory.tell_of(&error);
                         }
                     });
                 }
@@ -846,7 +1030,7 @@ fn is_entitled(tenant: TenantId, missing: u64, line: &Line) -> bool {
 /// Why an order was not carried out, if it was not.
 fn refusal(replies: &[Reply]) -> Option<String> {
     replies.iter().find_map(|reply| match reply {
-        Reply::Done { .. } | Reply::Gone => None,
+        Reply::Done { .. } | Reply::Freed(_) | Reply::Gone => None,
         Reply::Busy(why) => Some(why.clone()),
         Reply::Late => Some("a process of it does not answer".into()),
     })

@@ -118,7 +118,7 @@ impl Sessions {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         Arc::new(Self {
             tenants,
-            memory: Memory::new(scheduler.clone()),
+            memory: Memory::new(scheduler.clone(), config.host_memory.clone()),
             scheduler,
             emulated: config.emulated.clone(),
             max: config.max_sessions,

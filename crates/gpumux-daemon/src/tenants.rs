@@ -1498,12 +1498,12 @@ mod tests {
             guaranteed: Some(0.25),
             limit: Some(0.5),
             weight: Some(3.0),
-            latency_objective_us: Some(7000),
+            latency_objective_us: Some(Some(7000)),
             hints: Some(Hints::Manual),
             memory_guaranteed: Some(1 << 30),
-            memory_limit: Some(2 << 30),
+            memory_limit: Some(Some(2 << 30)),
             memory_policy: Some(gpumux_core::MemoryPolicy::Wait),
-            sleep_after_s: Some(60),
+            sleep_after_s: Some(Some(60)),
         };
         let first = tenants(&dir).await;
         first.create(&peer(0), new("serve")).await.unwrap();
@@ -1516,6 +1516,20 @@ mod tests {
         // The one that lives is known to the daemon after that, from the other file.
         std::fs::remove_file(dir.path().join("settings.json")).unwrap();
         let last = tenants(&dir).await;
+        assert_eq!(last.list().await[0].spec, wanted);
+        // What is cleared is cleared for the next daemon too.
+        let cleared: SpecChange =
+            serde_json::from_str(r#"{"memory_limit": null, "sleep_after_s": null}"#).unwrap();
+        last.change(0, "serve", &change).await.unwrap();
+        last.change(0, "serve", &cleared).await.unwrap();
+        std::fs::remove_file(dir.path().join("tenants.json")).unwrap();
+        let last = tenants(&dir).await;
+        last.create(&peer(0), new("serve")).await.unwrap();
+        let wanted = TenantSpec {
+            memory_limit: None,
+            sleep_after_s: None,
+            ..wanted
+        };
         assert_eq!(last.list().await[0].spec, wanted);
     }
 

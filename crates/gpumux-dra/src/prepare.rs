@@ -481,7 +481,7 @@ fn change(spec: &TenantSpec) -> SpecChange {
         guaranteed: Some(spec.guaranteed),
         limit: Some(spec.limit),
         weight: Some(spec.weight),
-        latency_objective_us: spec.latency_objective_us,
+        latency_objective_us: Some(spec.latency_objective_us),
         // A claim does not say who gives hints.
         hints: None,
         ..SpecChange::default()

@@ -8,9 +8,7 @@
 use std::{
     collections::BTreeMap,
     io,
-    mem::MaybeUninit,
     os::fd::AsFd,
-    ptr,
     thread::{self, sleep},
     time::{Duration, Instant},
 };
@@ -35,6 +33,7 @@ use crate::{
     notice::say,
     own::OwnFd,
     process::{Agent, Process},
+    reclaim,
     swap::Mover,
     work,
 };
@@ -60,17 +59,11 @@ const STACK: usize = 2 << 20;
 
 /// Starts the thread. It gets no signal of the program's: all are blocked from its first instruction.
 pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Result<()> {
-    let mut all = MaybeUninit::uninit();
-    let mut before = MaybeUninit::uninit();
-    // SAFETY: both sets are written before they are read, and the mask is put back below.
-    unsafe {
-        libc::sigfillset(all.as_mut_ptr());
-        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
-    }
-    let thread = thread::Builder::new()
+    let agent = thread::Builder::new()
         .name("gpumux".to_owned())
-        .stack_size(STACK)
-        .spawn(move || {
+        .stack_size(STACK);
+    let thread = guard::without_signals(|| {
+        agent.spawn(move || {
             guard::enter(|| {
                 Session {
                     process,
@@ -84,9 +77,8 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                 }
                 .run();
             });
-        });
-    // SAFETY: the set was written above.
-    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+        })
+    });
     thread.map(drop)
 }
 
@@ -147,7 +139,7 @@ impl Session {
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
-                    lease::set_up(memory, if memory { memory::holds() } else { Vec::new() });
+                    lease::set_up(memory, if memory { self.introduce() } else { Vec::new() });
                     let end = self.serve(&session);
                     lease::set_up(false, Vec::new());
                     drop(session);
@@ -179,6 +171,19 @@ impl Session {
                 End::Left => sleep(pause),
             }
         }
+    }
+
+    /// What a daemon hears of this process's memory.
+    fn introduce(&self) -> Vec<Shim> {
+        let mut all = memory::holds();
+        all.push(self.keeps());
+        all.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
+        all
+    }
+
+    fn keeps(&self) -> Shim {
+        let bytes = self.mover.keeps();
+        Shim::Keeps { bytes }
     }
 
     /// Says so, once in the process's life. Without a first session, `GPUMUX_STRICT=1` ends it.
@@ -249,6 +254,11 @@ impl Session {
                 Err(End::Lost(error)) if error.kind() == io::ErrorKind::WouldBlock => (true, None),
                 Err(end) => return end,
             };
+            // Only now: the daemon has heard that the memory is back.
+            let settles = match self.mover.scrub() {
+                true => Some(Duration::ZERO),
+                false => settles,
+            };
             let events = if full {
                 PollFlags::IN | PollFlags::OUT
             } else {
@@ -291,6 +301,12 @@ impl Session {
                         lease::answered(ticket, (free, total));
                     }
                     Ok(Some((Daemon::Trim, _))) => memory::trim(),
+                    Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
+                        self.mover.set_rules(location, scrub);
+                    }
+                    Ok(Some((Daemon::Reclaim { op, device, bytes }, _))) => {
+                        reclaim::begin(op, &device, bytes);
+                    }
                     Ok(Some((order, _))) => self.obey(&order),
                     Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
@@ -304,18 +320,25 @@ impl Session {
     fn obey(&mut self, order: &Daemon) {
         let busy = |op, reason| Shim::Busy { op, reason };
         let (op, moved) = match *order {
-            Daemon::Quiesce { op, least } => {
-                return lease::tell(match self.mover.quiesce(least) {
+            Daemon::Quiesce { op, least, host } => {
+                let quiet = self.mover.quiesce(least, host);
+                lease::tell(self.keeps());
+                return lease::tell(match quiet {
                     Ok(idle) => Shim::Quiet { op, idle },
                     Err(why) => busy(op, why),
                 });
             }
             Daemon::Resume { .. } => return self.mover.resume(),
-            Daemon::SwapOut { op, least } => (op, self.mover.out(least)),
+            Daemon::SwapOut { op, least, host } => (op, self.mover.out(least, host)),
             Daemon::SwapIn { op } => (op, self.mover.back()),
+            Daemon::DropHost { op } => {
+                self.mover.drop_host();
+                (op, Ok(()))
+            }
             _ => return,
         };
         memory::holds().into_iter().for_each(lease::tell);
+        lease::tell(self.keeps());
         lease::tell(match moved {
             Ok(()) => Shim::Moved { op },
             Err(why) => busy(op, why),

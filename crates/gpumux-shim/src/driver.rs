@@ -19,7 +19,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU8, Ordering},
 };
 
-use crate::{foresee::Call, gate, memory, next, trace, work};
+use crate::{foresee::Call, gate, memory, next, physical, trace, vmm::Access, work};
 
 pub(crate) type CUresult = c_int;
 pub(crate) type CUstream = *mut c_void;
@@ -661,11 +661,36 @@ hooks! {
     cuMemCreate [c"cuMemCreate" 10020] (
         handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64,
     ) // SAFETY: the program's own arguments.
-    real => unsafe { memory::create(handle, bytes, prop, real) };
+    real => unsafe { memory::create(handle, bytes, prop, flags, real) };
     cuMemRelease [c"cuMemRelease" 10020] (handle: u64) real => memory::release_handle(handle, real);
+    cuMemMap [c"cuMemMap" 10020] (
+        address: CUdeviceptr, bytes: usize, offset: usize, handle: u64, flags: u64,
+    ) real => physical::map(address, bytes, offset, handle, flags, real);
+    cuMemUnmap [c"cuMemUnmap" 10020] (address: CUdeviceptr, bytes: usize)
+        real => physical::unmap(address, bytes, real);
+    cuMemSetAccess [c"cuMemSetAccess" 10020] (
+        address: CUdeviceptr, bytes: usize, access: *const Access, count: usize,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { physical::set_access(address, bytes, access, count, real) };
+    cuMemGetAccess [c"cuMemGetAccess" 10020] (a: u64, b: u64, c: u64) real => gate::through(real);
+    cuMemExportToShareableHandle [c"cuMemExportToShareableHandle" 10020] (
+        out: *mut c_void, handle: u64, kind: c_int, flags: u64,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { physical::export(out, handle, kind, flags, real) };
+    cuMemGetAllocationPropertiesFromHandle [c"cuMemGetAllocationPropertiesFromHandle" 10020] (
+        prop: *mut AllocationProp, handle: u64,
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { physical::properties(prop, handle, real) };
+    cuMulticastBindMem [c"cuMulticastBindMem" 12010] (
+        group: u64, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64,
+    ) real => physical::bind((group, at), handle, (offset, bytes, flags), real);
+    cuMulticastBindAddr [c"cuMulticastBindAddr" 12010] (
+        group: u64, at: usize, address: CUdeviceptr, bytes: usize, flags: u64,
+    ) real => memory::pin(address, real);
     cuMemRetainAllocationHandle [c"cuMemRetainAllocationHandle" 11000] (
         handle: *mut u64, address: CUdeviceptr,
-    ) real => memory::pin(address, real);
+    ) // SAFETY: the program's own arguments.
+    real => unsafe { physical::retain(handle, address, real) };
     cuMemGetHandleForAddressRange [c"cuMemGetHandleForAddressRange" 11070] (
         handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64,
     ) real => memory::pin(address, real);
@@ -952,12 +977,6 @@ hooks! {
     cuMemFreeHost [c"cuMemFreeHost" 2000] (a: u64)
         real => gate::through(real);
     cuMemHostUnregister [c"cuMemHostUnregister" 4000] (a: u64)
-        real => gate::through(real);
-    cuMemMap [c"cuMemMap" 10020] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => gate::through(real);
-    cuMemUnmap [c"cuMemUnmap" 10020] (a: u64, b: u64)
-        real => gate::through(real);
-    cuMemSetAccess [c"cuMemSetAccess" 10020] (a: u64, b: u64, c: u64, d: u64)
         real => gate::through(real);
     cuMemAddressReserve [c"cuMemAddressReserve" 10020] (a: u64, b: u64, c: u64, d: u64, e: u64)
         real => gate::through(real);

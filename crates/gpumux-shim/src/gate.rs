@@ -87,6 +87,11 @@ pub(crate) fn after<R>(real: impl FnOnce() -> R) -> R {
     real()
 }
 
+/// Whether this thread is in a call of the program already: what comes now is the driver's own.
+pub(crate) fn is_nested() -> bool {
+    DEPTH.get() != 0
+}
+
 #[cold]
 fn wait() {
     loop {

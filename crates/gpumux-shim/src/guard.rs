@@ -1,7 +1,7 @@
 //! What every excursion from the program's code into ours keeps: `errno`, no panic across, and not into
 //! itself (a signal handler, or a libc that calls an interposed function).
 
-use std::{cell::Cell, panic::AssertUnwindSafe};
+use std::{cell::Cell, mem::MaybeUninit, panic::AssertUnwindSafe, ptr};
 
 thread_local! {
     // Constant and without destructor: usable in any thread at any time.
@@ -22,4 +22,19 @@ pub(crate) fn enter(work: impl FnOnce()) {
     // SAFETY: as above.
     unsafe { *errno = saved };
     INSIDE.set(false);
+}
+
+/// Does something while no signal reaches this thread, nor any that it makes.
+pub(crate) fn without_signals<R>(work: impl FnOnce() -> R) -> R {
+    let mut all = MaybeUninit::uninit();
+    let mut before = MaybeUninit::uninit();
+    // SAFETY: both sets are written before they are read, and the mask is put back below.
+    unsafe {
+        libc::sigfillset(all.as_mut_ptr());
+        libc::pthread_sigmask(libc::SIG_SETMASK, all.as_ptr(), before.as_mut_ptr());
+    }
+    let result = work();
+    // SAFETY: the set was written above.
+    unsafe { libc::pthread_sigmask(libc::SIG_SETMASK, before.as_ptr(), ptr::null_mut()) };
+    result
 }

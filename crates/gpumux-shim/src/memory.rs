@@ -2,8 +2,8 @@
 //!
 //! `cuMemAlloc` gives out memory that this library maps itself ([`crate::vmm`]), so that it can be moved away and
 //! back without the program's doing ([`crate::swap`]). Small pieces share blocks. Whatever is not plain memory of one
-//! device stays with the driver and is only counted: managed and stream-ordered memory, and the physical
-//! memory that a program handles itself. Where mapping fails, the driver's own call is made.
+//! device stays with the driver and is only counted: managed and stream-ordered memory. The physical
+//! memory that a program handles itself moves where it is plain ([`crate::physical`]). Where mapping fails, the driver's own call is made.
 //!
 //! Before memory is made, it is taken from the lease ([`crate::lease`]); the daemon grants leases in batches, so this
 //! is mostly a look at two numbers. Blocks that become empty are kept for the next allocation of their size, up to a batch. Beyond the tenant's limit the program gets CUDA's own error.
@@ -26,6 +26,7 @@ use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
     gate, lease,
     notice::say,
+    physical::{self, Physical},
     process, swap,
     vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
     work::{self, current_context, functions, within},
@@ -124,6 +125,10 @@ pub(crate) struct Space {
     pub(crate) blocks: BTreeMap<u64, Block>,
     allocations: BTreeMap<u64, Allocation>,
     natives: HashMap<Native, (c_int, u64)>,
+    /// Memory that the program handles itself, by its handles.
+    pub(crate) physicals: BTreeMap<u64, Physical>,
+    /// Where that is mapped: bytes and handle by address.
+    pub(crate) mapped: BTreeMap<u64, (u64, u64)>,
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
@@ -289,7 +294,7 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
 }
 
 /// Gives so much back.
-fn give(device: c_int, bytes: u64, pinned: bool) {
+pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
     let holds = with(|space| {
         let known = space.devices.get_mut(&device)?;
         let keep = if pinned { 0 } else { batch(known.total) };
@@ -339,6 +344,15 @@ pub(crate) fn trim() {
     all.into_iter().for_each(lease::tell);
 }
 
+/// The ordinal of a device of which the process has memory.
+pub(crate) fn ordinal(uuid: &str) -> Option<c_int> {
+    with(|space| {
+        let mut devices = space.devices.iter();
+        let found = devices.find(|(_, device)| device.uuid == uuid);
+        found.map(|(ordinal, _)| *ordinal)
+    })
+}
+
 /// All that the process has, for a daemon that does not know.
 pub(crate) fn holds() -> Vec<Shim> {
     with(|space| space.holds())
@@ -358,10 +372,10 @@ impl Space {
     pub(crate) fn set_away(&mut self) {
         for (ordinal, device) in &mut self.devices {
             let own = self.blocks.values().filter(|it| it.device == *ordinal);
-            device.away = own
-                .filter(|it| it.chunks.is_empty())
-                .map(|it| it.bytes)
-                .sum();
+            let blocks = own.filter(|it| it.chunks.is_empty()).map(|it| it.bytes);
+            let own = self.physicals.values().filter(|it| it.device == *ordinal);
+            let physicals = own.filter(|it| it.is_away()).map(|it| it.bytes);
+            device.away = blocks.chain(physicals).sum();
             if device.away > 0 {
                 device.movable.granted = device.movable.used;
             }
@@ -420,6 +434,9 @@ unsafe fn alloc_bytes(
     let (Some(device), Some(context)) = (current_device(), current_context()) else {
         return gate::through(real);
     };
+    if let Some(error) = broken() {
+        return error;
+    }
     free_deferred();
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
     // Without a daemon nobody would ever move it.
@@ -441,6 +458,18 @@ unsafe fn alloc_bytes(
             unsafe { count_native(device, bytes, out, Native::Address, real) }
         }
     }
+}
+
+/// What the current context answers to everything, since a kernel of it has failed: nothing is handed out in it any more,
+/// not even of what is kept.
+fn broken() -> Option<CUresult> {
+    if !work::has_failed() {
+        return None;
+    }
+    let wait = ctx_synchronize()?;
+    // SAFETY: no arguments.
+    let result = gate::through(|| unsafe { wait() });
+    work::is_fatal(result).then_some(result)
 }
 
 /// Mapping has failed other than for want of memory.
@@ -465,6 +494,11 @@ fn failed(error: CUresult) {
 fn map_in_time(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
     for attempt in 0..TRIES {
         if attempt != 0 {
+            // Whoever wants to know at once is told at once; so is everybody without a daemon.
+            let answer = lease::ask(|ticket| Shim::Missing { ticket });
+            if answer.is_none_or(|(again, _)| again == 0) {
+                break;
+            }
             sleep(NOTICED);
         }
         match map(device, context, bytes) {
@@ -732,6 +766,7 @@ fn end_context(
             let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
             if let Some(context) = gone {
                 swap::forget_context(context);
+                physical::forget_context(context);
             }
             (result, gone)
         })
@@ -914,22 +949,48 @@ pub(crate) unsafe fn create(
     out: *mut u64,
     bytes: usize,
     prop: *const AllocationProp,
+    flags: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     // SAFETY: a program that passes no properties gets the driver's error.
-    let location = unsafe { prop.as_ref() }.map(|prop| prop.location);
+    let prop = unsafe { prop.as_ref() };
     // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
-    let device = location.filter(|it| it.kind == 1 && !off()).map(|it| it.id);
-    match device.filter(|device| current_device() == Some(*device)) {
+    let prop = prop.filter(|it| it.location.kind == 1 && !off());
+    let Some(prop) = prop.filter(|it| current_device() == Some(it.location.id)) else {
+        return gate::through(real);
+    };
+    let (device, bytes) = (prop.location.id, bytes as u64);
+    let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
+    // What the driver makes for itself it knows by its own handle.
+    let own = gate::is_nested();
+    let plain = !native && !own && !out.is_null() && physical::may_move(bytes, prop, flags);
+    let Some(context) = current_context().filter(|_| plain && lease::await_link()) else {
         // SAFETY: the caller's.
-        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Handle, real) },
-        None => gate::through(real),
+        return unsafe { count_native(device, bytes, out, Native::Handle, real) };
+    };
+    if !take(device, bytes, false) {
+        return OUT_OF_MEMORY;
     }
+    let result = gate::through(|| {
+        let result = real();
+        if result == SUCCESS {
+            // SAFETY: the driver has just written there.
+            unsafe { *out = physical::made(*out, bytes, context, *prop) };
+        }
+        result
+    });
+    if result != SUCCESS {
+        give(device, bytes, false);
+    }
+    result
 }
 
 /// `cuMemRelease`
 pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    release_native(Native::Handle(handle), real)
+    match physical::release(handle) {
+        Some(result) => result,
+        None => release_native(Native::Handle(handle), real),
+    }
 }
 
 /// `cuMemFreeAsync`
@@ -965,6 +1026,7 @@ pub(crate) fn pin(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
         if let Some(holds) = holds {
             lease::tell(holds);
         }
+        physical::pin(address);
         real()
     })
 }
@@ -973,7 +1035,13 @@ impl Space {
     fn pin(&mut self, at: u64) -> Option<Shim> {
         let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
         block.pinned = true;
-        let (bytes, device) = (block.bytes, self.devices.get_mut(&block.device)?);
+        let (device, bytes) = (block.device, block.bytes);
+        self.book_as_pinned(device, bytes)
+    }
+
+    /// So much of a device does not move any more. What the daemon must hear.
+    pub(crate) fn book_as_pinned(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
+        let device = self.devices.get_mut(&device)?;
         for lease in [&mut device.movable.granted, &mut device.movable.used] {
             *lease = lease.saturating_sub(bytes);
         }
@@ -1114,7 +1182,7 @@ pub(crate) unsafe fn range(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some((start, allocation)) = ours(address) else {
-        return real();
+        return when_there(address, real);
     };
     // SAFETY: the program's places.
     unsafe {
@@ -1133,6 +1201,14 @@ fn ours(address: u64) -> Option<(u64, Allocation)> {
     (!off())
         .then(|| with(|space| space.find(address)))
         .flatten()
+}
+
+/// A question about an address: memory that the program handles must be there for it.
+fn when_there(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    match !off() && physical::is_mapped(address) {
+        true => gate::through(real),
+        false => real(),
+    }
 }
 
 /// Attributes that the driver would answer by the mapping, not by the allocation.
@@ -1161,7 +1237,7 @@ pub(crate) unsafe fn pointer_attribute(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some((start, allocation)) = ours(address) else {
-        return real();
+        return when_there(address, real);
     };
     if let Some(value) = attribute(which, start, allocation)
         && !data.is_null()
@@ -1185,7 +1261,7 @@ pub(crate) unsafe fn pointer_attributes(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let Some((start, allocation)) = ours(address) else {
-        return real();
+        return when_there(address, real);
     };
     let result = gate::through(real);
     if result == SUCCESS && !attributes.is_null() && !data.is_null() {

@@ -11,7 +11,7 @@ use std::{
     sync::{Mutex, MutexGuard, PoisonError},
 };
 
-/// The most that are ever open: event, page and session.
+/// The most that are ever open: event, page, session, and a file of host memory that is being made.
 const MOST: usize = 4;
 
 type Table = [RawFd; MOST];

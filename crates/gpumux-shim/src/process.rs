@@ -40,7 +40,7 @@ use crate::{
     memory,
     notice::say,
     own::{self, OwnFd},
-    work,
+    reclaim, work,
 };
 
 /// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
@@ -143,6 +143,7 @@ fn handle_forks() {
         own::in_child();
         work::in_child();
         memory::in_child();
+        reclaim::in_child();
     }
     extern "C" fn before() {
         own::before_fork();

@@ -9,18 +9,23 @@
 use std::{
     collections::BTreeMap,
     ffi::{c_int, c_void},
+    io,
+    path::{Path, PathBuf},
     ptr,
     sync::{Mutex, MutexGuard, PoisonError},
     thread::sleep,
     time::{Duration, Instant},
 };
 
+use gpumux_wire::message::HOST_PIECE;
+
 use crate::{
     driver::{CUstream, SUCCESS},
     gate,
     memory::{self, Block},
     notice::say,
-    vmm,
+    own::OwnFd,
+    physical, vmm,
     work::{self, functions, within},
 };
 
@@ -30,8 +35,14 @@ const QUIET: Duration = Duration::from_secs(15);
 const IDLE: Duration = Duration::from_millis(200);
 /// Pause between looks.
 const LOOK: Duration = Duration::from_micros(200);
-/// Host memory comes in pieces of a multiple of this.
-const PIECE: usize = 256 << 20;
+/// Host memory comes in pieces of a multiple of this, where as much is allowed.
+const PIECE: usize = HOST_PIECE as usize;
+/// Size of a huge page, which pieces are multiples of.
+const HUGE: usize = 2 << 20;
+/// So much is overwritten at a time: orders do not wait for more.
+const SCRUB: usize = 256 << 20;
+/// `HUGETLBFS_MAGIC`
+const HUGETLBFS: u32 = 0x9584_58f6;
 /// Part of the host's available memory that is left free (as its reciprocal).
 const SPARE: u64 = 10;
 /// Most threads that make host memory ready.
@@ -84,6 +95,10 @@ struct Pool {
     /// Addresses and lengths.
     pieces: Vec<(usize, usize)>,
     total: usize,
+    /// So many bytes are allowed.
+    most: usize,
+    /// Folder where it is made.
+    location: Option<PathBuf>,
 }
 
 /// The agent's tool.
@@ -92,6 +107,10 @@ pub(crate) struct Mover {
     pool: Pool,
     /// How far the pool is in use.
     filled: Cursor,
+    /// Bytes of the pool, from its beginning, that may have contents.
+    dirty: usize,
+    /// They are overwritten after use.
+    scrubs: bool,
     /// By context: the stream for copies.
     streams: BTreeMap<u64, usize>,
     relaxed: bool,
@@ -104,12 +123,16 @@ impl Mover {
             pool: Pool {
                 pieces: Vec::new(),
                 total: 0,
+                most: usize::MAX,
+                location: None,
             },
             filled: Cursor {
                 piece: 0,
                 offset: 0,
                 bytes: 0,
             },
+            dirty: 0,
+            scrubs: false,
             streams: BTreeMap::new(),
             relaxed: false,
         }
@@ -120,9 +143,52 @@ impl Mover {
         self.away == Away::Out
     }
 
-    /// Makes ready what moving so much of each device needs, then has everybody leave memory alone. Says whether all work
-    /// has ended too.
-    pub(crate) fn quiesce(&mut self, least: u64) -> Result<bool, String> {
+    /// Where host memory is made from now on, and whether it is overwritten after use.
+    pub(crate) fn set_rules(&mut self, location: Option<String>, scrub: bool) {
+        (self.pool.location, self.scrubs) = (location.map(PathBuf::from), scrub);
+    }
+
+    /// Bytes of host memory that are kept.
+    pub(crate) fn keeps(&self) -> u64 {
+        self.pool.total as u64
+    }
+
+    /// Lets go of the host memory if nothing is there.
+    pub(crate) fn drop_host(&mut self) {
+        if self.away != Away::No {
+            return;
+        }
+        while self.scrub() {}
+        // The driver may be about to go, with the process.
+        let Some(_moving) = gate::begin_move() else {
+            return;
+        };
+        let _alone = lock(&PREPARING);
+        self.clear_up();
+        // Pinned for all contexts: any one will do.
+        let pool = &mut self.pool;
+        let mut contexts = self.streams.keys();
+        if !contexts.any(|context| within(*context, || pool.clear()).is_some()) {
+            pool.clear();
+        }
+        self.dirty = 0;
+    }
+
+    /// Overwrites a part of what is not in use any more. Whether there is more of it.
+    pub(crate) fn scrub(&mut self) -> bool {
+        if !self.scrubs || self.away != Away::No || self.dirty == 0 {
+            return false;
+        }
+        let from = self.dirty.saturating_sub(SCRUB);
+        self.pool.zero(from, self.dirty);
+        self.dirty = from;
+        from > 0
+    }
+
+    /// Makes ready what moving so much of each device needs, in so much host memory, then has everybody leave memory alone.
+    /// Says whether all work has ended too.
+    pub(crate) fn quiesce(&mut self, least: u64, host: u64) -> Result<bool, String> {
+        self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
         match self.away {
             Away::Out => return Err("its memory is on the host already".into()),
             Away::Quiet => return Ok(work::all_idle()),
@@ -213,7 +279,8 @@ impl Mover {
 
     /// Copies at least so much of each device to the host, if there is so much, and lets go of the physical memory.
     /// All of that or nothing.
-    pub(crate) fn out(&mut self, least: u64) -> Result<(), String> {
+    pub(crate) fn out(&mut self, least: u64, host: u64) -> Result<(), String> {
+        self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
         match self.away {
             Away::No => return Err("it was not asked to be quiet".into()),
             Away::Quiet => {}
@@ -223,8 +290,18 @@ impl Mover {
         let mut filled = self.filled;
         let mut places = Vec::new();
         let mut begin = || {
-            for Good { at, context, .. } in chosen(least) {
-                let sections = memory::with(|space| space.blocks.get_mut(&at).map(Block::leave));
+            for Good {
+                at,
+                handle,
+                bytes,
+                context,
+                ..
+            } in chosen(least)
+            {
+                let sections = match handle {
+                    None => memory::with(|space| space.blocks.get_mut(&at).map(Block::leave)),
+                    Some(_) => Some(vec![(bytes as usize, true)]),
+                };
                 let stream = self.stream(context)?;
                 let mut parts: Vec<(usize, usize)> = Vec::new();
                 for (length, kept) in sections.unwrap_or_default() {
@@ -248,15 +325,20 @@ impl Mover {
                     Ok::<_, String>(())
                 };
                 within(context, copy).ok_or("its context cannot be entered")??;
-                places.push((at, parts));
+                places.push((at, handle, parts));
             }
             Ok::<_, String>(())
         };
         let begun = begin();
+        self.dirty = self.dirty.max(filled.bytes);
         begun.and(self.await_copies())?;
         // From here on there is a copy of everything: nothing can fail.
         (self.away, self.filled) = (Away::Out, filled);
-        for (at, parts) in places {
+        for (at, handle, parts) in places {
+            if let Some(handle) = handle {
+                physical::leave(handle, parts);
+                continue;
+            }
             let chunks = memory::with(|space| {
                 let block = space.blocks.get_mut(&at)?;
                 block.host = parts;
@@ -278,30 +360,17 @@ impl Mover {
             }
             Away::Out => {}
         }
-        let away = |(at, block): (&u64, &Block)| {
-            let missing = block.chunks.is_empty();
-            missing.then(|| {
-                (
-                    *at,
-                    block.bytes,
-                    block.device,
-                    block.context,
-                    block.host.clone(),
-                )
-            })
-        };
-        let all: Vec<_> = memory::with(|space| space.blocks.iter().filter_map(away).collect());
         let (mut backed, mut doubtful, mut failed) = (Vec::new(), Vec::new(), None);
-        for (at, bytes, device, context, parts) in all {
-            let begun = self.stream(context).and_then(|stream| {
-                within(context, || bring(at, bytes, device, &parts, stream))
+        for gone in gone() {
+            let begun = self.stream(gone.context).and_then(|stream| {
+                within(gone.context, || bring(&gone, stream))
                     .ok_or("its context cannot be entered")
                     .map_err(str::to_owned)
             });
             match begun {
-                Ok((chunks, Ok(()))) => backed.push((at, chunks)),
-                Ok((chunks, Err(why))) => {
-                    doubtful.push((at, chunks));
+                Ok((made, Ok(()))) => backed.push((gone.key, made)),
+                Ok((made, Err(why))) => {
+                    doubtful.push((gone.key, made));
                     failed = Some(why);
                 }
                 Err(why) => failed = Some(why),
@@ -323,18 +392,28 @@ impl Mover {
             backed.append(&mut doubtful);
             failed = None;
         }
-        for (at, chunks) in doubtful {
-            vmm::unback(at, &chunks);
-        }
-        memory::with(|space| {
-            for (at, chunks) in backed {
-                if let Some(block) = space.blocks.get_mut(&at) {
-                    block.chunks = chunks;
-                    block.host.clear();
+        for (key, made) in doubtful {
+            match (key, made) {
+                (Key::Block(at), Made::Block(chunks)) => vmm::unback(at, &chunks),
+                (Key::Physical(handle), Made::Physical(Some(made))) => {
+                    physical::give_up(handle, made);
                 }
+                _ => {}
             }
-            space.set_away();
-        });
+        }
+        for (key, made) in backed {
+            match (key, made) {
+                (Key::Block(at), Made::Block(chunks)) => memory::with(|space| {
+                    if let Some(block) = space.blocks.get_mut(&at) {
+                        block.chunks = chunks;
+                        block.host.clear();
+                    }
+                }),
+                (Key::Physical(handle), Made::Physical(made)) => physical::arrived(handle, made),
+                _ => {}
+            }
+        }
+        memory::with(|space| space.set_away());
         match failed {
             Some(why) => Err(why),
             None => {
@@ -406,6 +485,7 @@ impl Mover {
         }
         // It may have been pinned by one of them.
         self.pool.clear();
+        self.dirty = 0;
     }
 }
 
@@ -430,39 +510,97 @@ pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// Puts physical memory at these addresses and begins to copy the contents to it.
-fn bring(
+/// Of what is moved: a block of this library, by address, or memory that the program handles, by its handle.
+#[derive(Clone, Copy, Debug)]
+enum Key {
+    Block(u64),
+    Physical(u64),
+}
+
+/// Physical memory in place of what is away.
+enum Made {
+    Block(Vec<vmm::Chunk>),
+    /// None: the driver has none.
+    Physical(Option<u64>),
+}
+
+/// What is away.
+struct Gone {
+    key: Key,
     at: u64,
-    bytes: u64,
-    device: c_int,
-    parts: &[(usize, usize)],
-    stream: CUstream,
-) -> (Vec<vmm::Chunk>, Result<(), String>) {
-    let chunks = match vmm::back(at, bytes, device) {
-        Ok(chunks) => chunks,
-        Err(error) => {
-            return (
-                Vec::new(),
-                Err(format!("the driver gives no memory: {error}")),
-            );
+    context: u64,
+    parts: Vec<(usize, usize)>,
+}
+
+fn gone() -> Vec<Gone> {
+    memory::with(|space| {
+        let blocks = space.blocks.iter();
+        let blocks = blocks.filter(|(_, block)| block.chunks.is_empty());
+        let blocks = blocks.map(|(at, block)| Gone {
+            key: Key::Block(*at),
+            at: *at,
+            context: block.context,
+            parts: block.host.clone(),
+        });
+        let physicals = space.physicals.iter().filter(|(_, it)| it.is_away());
+        let physicals = physicals.filter_map(|(handle, physical)| {
+            Some(Gone {
+                key: Key::Physical(*handle),
+                at: physical.address()?,
+                context: physical.context,
+                parts: physical.host.clone(),
+            })
+        });
+        blocks.chain(physicals).collect()
+    })
+}
+
+/// Puts physical memory where something was and begins to copy the contents to it.
+fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
+    let made = match gone.key {
+        Key::Block(at) => {
+            let known = memory::with(|space| {
+                let block = space.blocks.get(&at)?;
+                Some((block.bytes, block.device))
+            });
+            let (bytes, device) = known.unwrap_or_default();
+            let chunks = vmm::back(at, bytes, device);
+            (
+                chunks.as_ref().err().copied(),
+                Made::Block(chunks.unwrap_or_default()),
+            )
+        }
+        Key::Physical(handle) => {
+            let known = memory::with(|space| space.physicals.get(&handle).cloned());
+            let made = known.map(|known| physical::remake(&known)).transpose();
+            (
+                made.as_ref().err().copied(),
+                Made::Physical(made.unwrap_or_default()),
+            )
         }
     };
-    let mut to = at;
-    for (from, length) in parts {
+    let made = match made {
+        (Some(error), made) => return (made, Err(format!("the driver gives no memory: {error}"))),
+        (None, made) => made,
+    };
+    let mut to = gone.at;
+    for (from, length) in &gone.parts {
         if *from != NOWHERE
             && let Err(why) = call!(to_device, to, *from as *const c_void, *length, stream)
         {
-            return (chunks, Err(why));
+            return (made, Err(why));
         }
         to += *length as u64;
     }
-    (chunks, Ok(()))
+    (made, Ok(()))
 }
 
 /// A block that is to be moved.
 #[derive(Clone, Copy)]
 struct Good {
     at: u64,
+    /// Of what the program handles itself.
+    handle: Option<u64>,
     /// Bytes on the device, and those of them whose contents count.
     bytes: u64,
     kept: u64,
@@ -475,6 +613,7 @@ struct Good {
 fn chosen(least: u64) -> Vec<Good> {
     let good = |at: &u64, block: &Block| Good {
         at: *at,
+        handle: None,
         bytes: block.bytes,
         kept: block.kept(),
         device: block.device,
@@ -486,7 +625,20 @@ fn chosen(least: u64) -> Vec<Good> {
         let movable = blocks.filter(|(at, block)| {
             !block.pinned && !block.chunks.is_empty() && !space.is_spare(**at)
         });
-        movable.map(|(at, block)| good(at, block)).collect()
+        let blocks = movable.map(|(at, block)| good(at, block));
+        let physicals = space.physicals.iter().filter(|(_, it)| it.is_movable());
+        let physicals = physicals.filter_map(|(handle, it)| {
+            Some(Good {
+                at: it.address()?,
+                handle: Some(*handle),
+                bytes: it.bytes,
+                kept: it.bytes,
+                device: it.device,
+                context: it.context,
+                cold: false,
+            })
+        });
+        blocks.chain(physicals).collect()
     });
     pick(&mut goods, least);
     goods
@@ -547,36 +699,76 @@ impl Pool {
 
     /// Makes it hold so many bytes. Registered in a context, for all of them.
     fn grow(&mut self, bytes: usize, context: u64) -> Result<(), String> {
-        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
         if bytes <= self.total {
             return Ok(());
         }
-        let more = (bytes - self.total).next_multiple_of(PIECE);
-        let available = available_memory();
+        let need = (bytes - self.total).next_multiple_of(HUGE);
+        let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
+        if need > room {
+            return Err(format!(
+                "it has more to move than was foreseen: {bytes} bytes, of {} on the host",
+                self.most
+            ));
+        }
+        let more = need
+            .checked_next_multiple_of(PIECE)
+            .unwrap_or(need)
+            .min(room);
+        let location = self.location.as_deref();
+        let available = available_memory(location);
         if available.is_some_and(|available| more as u64 > available - available / SPARE) {
             return Err(format!("the host has no room for {bytes} bytes"));
         }
-        let access = ProtFlags::READ | ProtFlags::WRITE;
-        // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let at = unsafe { mmap_anonymous(ptr::null_mut(), more, access, MapFlags::PRIVATE) }
-            .map_err(|error| format!("the host has no room: {error}"))?;
-        // Faster to pin; and a child must not copy it.
-        for advice in [libc::MADV_HUGEPAGE, libc::MADV_DONTFORK] {
+        let at = map(more, location).map_err(|error| match location {
+            None => format!("the host has no room: {error}"),
+            Some(location) => format!("no host memory in {}: {error}", location.display()),
+        })?;
+        // Faster to pin; a child must not copy it, nor must a core file have it.
+        for advice in [
+            libc::MADV_HUGEPAGE,
+            libc::MADV_DONTFORK,
+            libc::MADV_DONTDUMP,
+        ] {
             // SAFETY: the mapping made above. What the kernel does not know it refuses.
             unsafe { libc::madvise(at, more, advice) };
         }
-        populate(at as usize, more);
+        if !populate(at as usize, more) && location.is_some() {
+            // To touch it would be a bus error.
+            // SAFETY: made above, and known to nobody.
+            let _ = unsafe { rustix::mm::munmap(at, more) };
+            return Err(format!("no room for {more} bytes in its location"));
+        }
         // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
         let registered = within(context, || call!(host_register, at, more, 1));
         if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
         {
             // SAFETY: made above, and known to nobody.
-            let _ = unsafe { munmap(at, more) };
+            let _ = unsafe { rustix::mm::munmap(at, more) };
             return Err(why);
         }
         self.pieces.push((at as usize, more));
         self.total += more;
         Ok(())
+    }
+
+    /// Overwrites these bytes of it with zeros.
+    fn zero(&self, from: usize, to: usize) {
+        let mut begin = 0;
+        let mut parts = Vec::new();
+        for (at, length) in &self.pieces {
+            let (low, high) = (from.max(begin), to.min(begin + length));
+            if low < high {
+                parts.push((at + low - begin, high - low));
+            }
+            begin += length;
+        }
+        for (at, length) in parts {
+            spread(length, |offset, length| {
+                // SAFETY: a part of a piece, which no copy reads or writes now.
+                unsafe { ptr::write_bytes((at + offset) as *mut u8, 0, length) };
+                true
+            });
+        }
     }
 
     /// A stream in the current context that has been used in both directions: nothing is left to be set up when the
@@ -597,34 +789,79 @@ impl Pool {
     }
 }
 
-/// Has the kernel find and clear pages, on several CPUs: on one this takes most of the time of pinning.
-fn populate(at: usize, bytes: usize) {
+/// New memory, which nobody else can reach: the process's own, or that of a file without a name.
+fn map(bytes: usize, location: Option<&Path>) -> io::Result<*mut c_void> {
+    use rustix::{
+        fs::{Mode, OFlags, ftruncate, open},
+        mm::{MapFlags, ProtFlags, mmap, mmap_anonymous},
+    };
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let Some(location) = location else {
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let at = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        return Ok(at?);
+    };
+    // `O_EXCL`: it can never get a name.
+    let flags = OFlags::TMPFILE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = OwnFd::new(|| Ok(open(location, flags, Mode::RUSR | Mode::WUSR)?))?;
+    ftruncate(&file, bytes as u64)?;
+    // SAFETY: as above.
+    Ok(unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::SHARED, &file, 0) }?)
+}
+
+/// Has the kernel find and clear pages, on several CPUs: on one this takes most of the time of pinning. Whether it did.
+fn populate(at: usize, bytes: usize) -> bool {
+    spread(bytes, |offset, length| {
+        let from = (at + offset) as *mut c_void;
+        // SAFETY: a part of the pool's mapping, which nobody else knows yet.
+        let done = unsafe { libc::madvise(from, length, libc::MADV_POPULATE_WRITE) };
+        // A kernel that does not know this makes pages when they are pinned.
+        done == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
+    })
+}
+
+/// Does something to all parts of so many bytes, given their offset and length, on several CPUs. Whether all say so.
+fn spread(bytes: usize, work: impl Fn(usize, usize) -> bool + Sync) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, |it| it.get().min(POPULATORS));
     let part = (bytes / threads).next_multiple_of(PIECE / POPULATORS);
     std::thread::scope(|scope| {
-        for from in (0..bytes).step_by(part) {
+        let work = &work;
+        let parts = (0..bytes).step_by(part);
+        let begun = parts.map(|from| {
             let length = part.min(bytes - from);
-            let write = move || {
-                // SAFETY: a part of the pool's mapping, which nobody else knows yet.
-                unsafe {
-                    libc::madvise(
-                        (at + from) as *mut c_void,
-                        length,
-                        libc::MADV_POPULATE_WRITE,
-                    )
-                }
-            };
-            // Pages that nobody populates are made when they are pinned.
-            let _ = std::thread::Builder::new().spawn_scoped(scope, write);
-        }
-    });
+            let thread = std::thread::Builder::new();
+            // Without a thread this one does it.
+            match thread.spawn_scoped(scope, move || work(from, length)) {
+                Ok(thread) => Err(thread),
+                Err(_) => Ok(work(from, length)),
+            }
+        });
+        let begun: Vec<_> = begun.collect();
+        let mut ended = begun.into_iter().map(|it| match it {
+            Ok(done) => done,
+            Err(thread) => thread.join().unwrap_or(false),
+        });
+        ended.all(|done| done)
+    })
 }
 
-/// What the kernel would give without swapping, in bytes: of the machine, and of the control group.
-fn available_memory() -> Option<u64> {
+/// What the kernel would give without swapping, in bytes: of the machine, of the control group, and at this location.
+fn available_memory(location: Option<&Path>) -> Option<u64> {
+    let mut least = None;
+    if let Some(location) = location {
+        let stat = rustix::fs::statfs(location).ok()?;
+        // 0: no size is set.
+        least = (stat.f_blocks != 0).then(|| stat.f_bavail.saturating_mul(stat.f_bsize as u64));
+        if stat.f_type as u32 == HUGETLBFS {
+            return least;
+        }
+    }
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib = number(&text, "MemAvailable:")?;
-    Some((kib * 1024).min(group_memory().unwrap_or(u64::MAX)))
+    [Some(kib * 1024), group_memory(), least]
+        .into_iter()
+        .flatten()
+        .min()
 }
 
 /// What this process's control group (version 2; in a container it is the root) may still take.
@@ -653,6 +890,7 @@ mod tests {
     fn the_cold_and_the_cheap_go_first_and_no_more_than_needed() {
         let good = |at, bytes, kept, cold| Good {
             at,
+            handle: None,
             bytes,
             kept,
             device: 0,
@@ -695,6 +933,7 @@ mod tests {
         let pool = Pool {
             pieces: vec![(1000, 10), (2000, 5), (3000, 20)],
             total: 35,
+            ..Pool::default()
         };
         let mut cursor = Cursor::default();
         assert_eq!(cursor.take(&pool, 4), Some(vec![(1000, 4)]));
@@ -703,5 +942,24 @@ mod tests {
         assert_eq!(cursor.take(&pool, 19), Some(vec![(3001, 19)]));
         assert_eq!(cursor.take(&pool, 0), Some(vec![]));
         assert_eq!(cursor.take(&pool, 1), None);
+    }
+
+    #[test]
+    fn what_is_scrubbed_is_zero_and_nothing_else() {
+        let mut memory = [vec![7u8; 10], vec![7u8; 5], vec![7u8; 20]];
+        let pieces = memory.each_mut();
+        let pool = Pool {
+            pieces: pieces.map(|it| (it.as_mut_ptr() as usize, it.len())).into(),
+            total: 35,
+            ..Pool::default()
+        };
+        pool.zero(8, 17);
+        let zeros = memory
+            .concat()
+            .iter()
+            .enumerate()
+            .filter_map(|(n, it)| (*it == 0).then_some(n))
+            .collect::<Vec<_>>();
+        assert_eq!(zeros, (8..17).collect::<Vec<_>>());
     }
 }

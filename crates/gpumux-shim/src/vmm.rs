@@ -1,6 +1,6 @@
 //! Physical memory at addresses of ours, by the driver's virtual-memory calls.
 
-use std::ffi::c_int;
+use std::{ffi::c_int, ptr};
 
 use crate::{
     driver::{AllocationProp, CUresult, Location, SUCCESS},
@@ -19,11 +19,15 @@ pub(crate) const OUT_OF_MEMORY: CUresult = 2;
 /// `CUDA_ERROR_NOT_SUPPORTED`: what a driver answers that lacks a call.
 const NOT_SUPPORTED: CUresult = 801;
 
+/// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
+pub(crate) const READ_WRITE: c_int = 3;
+
 /// `CUmemAccessDesc`
 #[repr(C)]
-struct Access {
-    location: Location,
-    flags: c_int,
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Access {
+    pub(crate) location: Location,
+    pub(crate) flags: c_int,
 }
 
 functions! {
@@ -113,9 +117,7 @@ pub(crate) fn back(at: u64, bytes: u64, device: c_int) -> Result<Vec<Chunk>, CUr
             chunks.push(chunk);
             mapped += size;
         }
-        // `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
-        let access = Access { location, flags: 3 };
-        call!(mem_set_access(), at, bytes as usize, &raw const access, 1)
+        result(set_access(at, bytes as usize, location))
     };
     match all() {
         Ok(()) => Ok(chunks),
@@ -132,8 +134,49 @@ pub(crate) fn allow(at: u64, bytes: u64, device: c_int) {
         kind: 1,
         id: device,
     };
-    let access = Access { location, flags: 3 };
-    let _: Result<(), CUresult> = call!(mem_set_access(), at, bytes as usize, &raw const access, 1);
+    let _ = set_access(at, bytes as usize, location);
+}
+
+/// Lets the device of this location reach mappings.
+pub(crate) fn set_access(at: u64, bytes: usize, location: Location) -> CUresult {
+    let access = Access {
+        location,
+        flags: READ_WRITE,
+    };
+    number(call!(mem_set_access(), at, bytes, &raw const access, 1))
+}
+
+/// Physical memory as it is asked for; its handle.
+pub(crate) fn create(bytes: usize, prop: &AllocationProp) -> Result<u64, CUresult> {
+    let mut handle = 0;
+    call!(mem_create(), &raw mut handle, bytes, ptr::from_ref(prop), 0)?;
+    Ok(handle)
+}
+
+/// `cuMemRelease`
+pub(crate) fn release(handle: u64) -> CUresult {
+    number(call!(mem_release(), handle))
+}
+
+/// `cuMemMap`
+pub(crate) fn map(at: u64, bytes: usize, offset: usize, handle: u64, flags: u64) -> CUresult {
+    number(call!(mem_map(), at, bytes, offset, handle, flags))
+}
+
+/// `cuMemUnmap`
+pub(crate) fn unmap(at: u64, bytes: u64) {
+    let _: Result<(), CUresult> = call!(mem_unmap(), at, bytes as usize);
+}
+
+fn number(result: Result<(), CUresult>) -> CUresult {
+    result.err().unwrap_or(SUCCESS)
+}
+
+fn result(number: CUresult) -> Result<(), CUresult> {
+    match number {
+        SUCCESS => Ok(()),
+        error => Err(error),
+    }
 }
 
 /// Takes physical memory away and lets go of it; the addresses stay reserved. Nothing may be using it.

@@ -67,8 +67,19 @@ pub(crate) const fn is_fatal(result: CUresult) -> bool {
     matches!(result, 700 | 702 | 710 | 714..=719)
 }
 
+/// A context of this process has seen an error that ends it.
+static FAILED: AtomicBool = AtomicBool::new(false);
+
+/// Whether a context of this process has, or had, seen an error that ends it.
+pub(crate) fn has_failed() -> bool {
+    FAILED.load(Ordering::Acquire)
+}
+
 /// Tells the daemon of an error that ends the context, or (806, 810) of a lost MPS server.
 fn note(result: CUresult) {
+    if is_fatal(result) {
+        FAILED.store(true, Ordering::Release);
+    }
     if (is_fatal(result) || matches!(result, 806 | 810))
         && let Some(page) = page()
     {

@@ -120,6 +120,16 @@ impl Daemon {
         }
     }
 
+    /// A domain must be frozen because its memory is away or on its way, or need not any more.
+    pub(crate) fn park(&mut self, now: Nanos, device: usize, id: DomainId, parked: bool) {
+        let managed = &mut self.devices[device];
+        managed.account(now);
+        if let Some(at) = managed.position(id) {
+            managed.snapshot.domains[at].pinned = parked.then_some(RunState::Frozen);
+            self.next = Some(now);
+        }
+    }
+
     /// A domain is gone.
     pub(crate) fn forget(&mut self, now: Nanos, device: usize, id: DomainId) {
         let managed = &mut self.devices[device];

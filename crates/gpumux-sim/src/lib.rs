@@ -9,12 +9,14 @@ mod arrivals;
 mod chrome;
 mod daemon;
 pub mod gpu;
+mod memory;
 mod report;
 mod run;
 mod scenario;
 mod shares;
 
 pub use arrivals::{Request, parse_trace};
-pub use report::{DeviceReport, Latency, ModeReport, Report, TenantReport};
+pub use memory::MemoryModel;
+pub use report::{DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
 pub use run::{run, run_traced};
 pub use scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};

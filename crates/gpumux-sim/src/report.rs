@@ -65,6 +65,22 @@ pub struct TenantReport {
     pub latency: Option<Latency>,
     /// How often it lost a device in the middle of a kernel, per second.
     pub preemptions: f64,
+    /// How its memory moved in the whole time, if it did.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub moves: Option<Moves>,
+}
+
+/// Moves of a tenant's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
+pub struct Moves {
+    /// How often a part went to the host.
+    pub outs: u64,
+    /// How often it came back.
+    pub backs: u64,
+    /// What went to the host, in GiB.
+    pub out_gib: f64,
+    /// How long that and coming back took.
+    pub moving_s: f64,
 }
 
 /// A distribution of latencies, in ms.

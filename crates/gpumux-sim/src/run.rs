@@ -12,7 +12,8 @@ use crate::arrivals::{Arrivals, Request, nanos, spread};
 use crate::chrome::Trace;
 use crate::daemon::Daemon;
 use crate::gpu::{Engine, EventKind, Gpu, GroupId, Nanos, StreamId, Work as GpuWork, WorkId};
-use crate::report::{DeviceReport, Latency, ModeReport, Report, TenantReport};
+use crate::memory::{Broker, Newcomer, gib};
+use crate::report::{DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
 use crate::scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};
 use crate::shares::Shares;
 
@@ -118,6 +119,8 @@ enum Happening {
     Launch(usize, u64, usize),
     /// The daemon's view of the demand of this tenant's domain number `1` is due.
     Demand(usize, usize),
+    /// A move of memory is done.
+    Moved,
     /// Observe progress.
     Tick,
 }
@@ -143,6 +146,8 @@ struct Place {
     /// Has been there since the window began.
     whole_window: bool,
     holds: Vec<WorkId>,
+    /// Frozen, because its memory is not there.
+    parked: bool,
 }
 
 /// A group that several tenants share.
@@ -210,6 +215,7 @@ struct Player<'a> {
     longest_wait: Nanos,
     window_min: f64,
     window_max: f64,
+    moves: Option<Moves>,
 }
 
 struct Simulation<'a> {
@@ -228,6 +234,10 @@ struct Simulation<'a> {
     /// For whom it is that a device's work completes.
     waiting: Vec<BTreeMap<WorkId, Awaited>>,
     used: Vec<Used>,
+    /// Of each device, where a daemon runs.
+    memory: Vec<Broker>,
+    /// When somebody is told of a move's end.
+    moved: Nanos,
     /// By device and trust domain.
     shared: BTreeMap<(usize, String), SharedGroup>,
     window_start: Nanos,
@@ -300,6 +310,7 @@ impl<'a> Simulation<'a> {
                     longest_wait: 0,
                     window_min: f64::INFINITY,
                     window_max: 0.0,
+                    moves: None,
                 }
             })
             .collect();
@@ -325,6 +336,11 @@ impl<'a> Simulation<'a> {
             requests: 0,
             waiting: vec![BTreeMap::new(); scenario.devices],
             used: vec![Used::default(); scenario.devices],
+            memory: (0..scenario.devices)
+                .filter(|_| mode.managed())
+                .map(|_| Broker::new(scenario.memory))
+                .collect(),
+            moved: 0,
             shared: BTreeMap::new(),
             window_start: 0,
             trace,
@@ -402,7 +418,11 @@ impl<'a> Simulation<'a> {
                 if self.players[tenant].gone => {}
             Happening::Start(tenant) => self.start(tenant),
             Happening::Stop(tenant) => self.stop(tenant),
-            Happening::Tick => self.tick(),
+            Happening::Tick => {
+                self.move_memory();
+                self.tick();
+            }
+            Happening::Moved => self.move_memory(),
             Happening::Demand(tenant, place) => self.demand(tenant, place),
             Happening::Arrive(tenant) => {
                 let request = self.players[tenant].upcoming;
@@ -455,9 +475,12 @@ impl<'a> Simulation<'a> {
                 progressed: self.now,
                 whole_window: false,
                 holds: Vec::new(),
+                parked: false,
             });
             self.check_demand(tenant, place);
+            self.want_memory(tenant, place);
         }
+        self.move_memory();
         match program.kind.arrival {
             Arrival::Closed { depth, .. } => {
                 for _ in 0..depth {
@@ -473,6 +496,54 @@ impl<'a> Simulation<'a> {
                 self.go_on(tenant);
             }
             _ => self.next_arrival(tenant),
+        }
+    }
+
+    /// A tenant needs its memory on a device from now on.
+    fn want_memory(&mut self, tenant: usize, place: usize) {
+        let program = self.players[tenant].program;
+        let place = &self.players[tenant].places[place];
+        let bytes = gib(program.kind.memory_gib);
+        if let Some(broker) = self.memory.get_mut(place.device)
+            && bytes > 0
+            && place.trust.is_none()
+        {
+            let newcomer = Newcomer {
+                tenant: TenantId(tenant as u64),
+                class: program.spec.class,
+                share: program.spec.memory(),
+                bytes,
+            };
+            broker.join(self.now, newcomer);
+        }
+    }
+
+    /// Moves memory as far as it must, and parks those who have not got theirs.
+    fn move_memory(&mut self) {
+        let players = &self.players;
+        let idle = |tenant: TenantId| {
+            let places = &players[tenant.0 as usize].places;
+            places.iter().all(|place| place.outstanding == 0)
+        };
+        let next = (self.memory.iter_mut())
+            .filter_map(|broker| broker.step(self.now, idle))
+            .min();
+        for (tenant, player) in self.players.iter_mut().enumerate() {
+            for place in player.places.iter_mut().filter(|_| !player.gone) {
+                let Some(broker) = self.memory.get(place.device) else {
+                    continue;
+                };
+                let parked = !broker.is_home(TenantId(tenant as u64));
+                if parked != std::mem::replace(&mut place.parked, parked)
+                    && let Some(daemon) = &mut self.daemon
+                {
+                    daemon.park(self.now, place.device, place.id, parked);
+                }
+            }
+        }
+        if let Some(next) = next.filter(|next| *next > self.now && *next != self.moved) {
+            self.moved = next;
+            self.at(next, Happening::Moved);
         }
     }
 
@@ -591,6 +662,11 @@ impl<'a> Simulation<'a> {
             gpu.remove_stream(stream).expect("its own");
             if trust.is_some_and(|trust| self.part(tenant, (device, trust), stream)) {
                 continue;
+            }
+            if let Some(broker) = self.memory.get_mut(device) {
+                let moves = broker.leave(TenantId(tenant as u64));
+                let all = &mut self.players[tenant].moves;
+                *all = moves.or(*all);
             }
             self.used[device].gone += received.busy;
             self.gpus[device].remove_group(group).expect("its own");
@@ -1079,6 +1155,7 @@ impl<'a> Simulation<'a> {
                 rate: player.completed as f64 / measured,
                 latency: Latency::of(player.latencies),
                 preemptions: player.preempted as f64 / measured,
+                moves: player.moves,
             }
         };
         let tenants = std::mem::take(&mut self.players)

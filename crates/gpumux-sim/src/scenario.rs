@@ -9,6 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::arrivals::Request;
 use crate::gpu::Hardware;
+use crate::memory::{MemoryModel, gib};
 
 /// How the devices are run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -84,6 +85,9 @@ pub struct Scenario {
     /// The devices' constants.
     #[serde(default)]
     pub hardware: Hardware,
+    /// Their memory, if tenants have some.
+    #[serde(default)]
+    pub memory: MemoryModel,
     /// Who shares the devices.
     #[serde(rename = "tenant")]
     pub tenants: Vec<Tenant>,
@@ -115,6 +119,12 @@ pub struct Tenant {
     pub weight: f64,
     /// See [`TenantSpec::latency_objective_us`].
     pub latency_objective_us: Option<u64>,
+    /// What it needs of each of its devices' memory to run. Where a daemon runs, and tenants share in time.
+    #[serde(default)]
+    pub memory_gib: f64,
+    /// See [`TenantSpec::memory_guaranteed`].
+    #[serde(default)]
+    pub memory_guaranteed_gib: f64,
     /// Its trust domain: with others of the same it may share a group.
     pub trust: Option<String>,
     /// Whether it wants to.
@@ -393,6 +403,24 @@ impl Scenario {
         if policy::by_name(&self.policy).is_none() {
             return Err(Error::Policy(self.policy.clone()));
         }
+        for (field, value) in [
+            ("memory.device_gib", self.memory.device_gib),
+            ("memory.link_gbps", self.memory.link_gbps),
+        ] {
+            number(
+                field,
+                value,
+                value > 0.0 && value <= 1e6,
+                "a number above 0",
+            )?;
+        }
+        let fixed = self.memory.fixed_ms;
+        number(
+            "memory.fixed_ms",
+            fixed,
+            (0.0..=1e6).contains(&fixed),
+            "0 or more",
+        )?;
         let mut names = BTreeSet::new();
         let mut promised: BTreeMap<usize, Vec<TenantSpec>> = BTreeMap::new();
         for tenant in &self.tenants {
@@ -464,6 +492,14 @@ impl Scenario {
             let zero = |of: &str, value: f64| {
                 number(&field(of), value, (0.0..=1e9).contains(&value), "0 or more")
             };
+            let most = self.memory.device_gib;
+            for (of, value) in [
+                ("memory_gib", tenant.memory_gib),
+                ("memory_guaranteed_gib", tenant.memory_guaranteed_gib),
+            ] {
+                let fits = (0.0..=most).contains(&value);
+                number(&field(of), value, fits, "at most memory.device_gib")?;
+            }
             match &tenant.arrival {
                 Arrival::Periodic { rate } | Arrival::Poisson { rate } => positive("rate", *rate)?,
                 Arrival::Gamma { rate, cv } => {
@@ -543,6 +579,7 @@ impl Tenant {
             limit: self.limit,
             weight: self.weight,
             latency_objective_us: self.latency_objective_us,
+            memory_guaranteed: gib(self.memory_guaranteed_gib),
             ..TenantSpec::default()
         }
     }

@@ -22,6 +22,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "hour",
     "livelock",
     "llm-trace",
+    "oversubscribe-2x60",
     "preempt",
     "preempt-hint",
     "rotation-2",
@@ -396,4 +397,28 @@ fn the_same_seed_gives_the_same_report_and_another_does_not() {
     assert!(trace.contains("\"Freeze(") && trace.contains("resnet50"));
     scenario.seed += 1;
     assert_ne!(first, run(&scenario).expect("sound"));
+}
+
+/// `bench/memory.py oversubscribe` measures the same.
+#[test]
+fn two_that_do_not_fit_lose_little_to_moving_and_share_alike() {
+    let report = run(&scenario("oversubscribe-2x60")).expect("played");
+    let shared = mode(&report, Mode::Gpumux);
+    let received: Vec<f64> = shared.tenants.iter().map(|it| it.received).collect();
+    let total: f64 = received.iter().sum();
+    assert!((0.93..0.97).contains(&total), "{received:?}");
+    for tenant in &shared.tenants {
+        let moves = tenant.moves.expect("they do not fit");
+        let each = moves.out_gib / moves.outs as f64;
+        // What the other lacks, and a 64th of the device ahead of the first request.
+        assert!((15.9..18.0).contains(&each), "{moves:?}");
+        assert!((0.40..0.56).contains(&tenant.received), "{received:?}");
+    }
+    assert_eq!(
+        run(&scenario("oversubscribe-2x60")).expect("played"),
+        report
+    );
+    // Alone nothing moves.
+    let alone = mode(&report, Mode::Alone);
+    assert!(alone.tenants.iter().all(|it| it.moves.is_none()));
 }

@@ -3,13 +3,16 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Version of this protocol. Shim and daemon must have the same.
-pub const PROTOCOL: u32 = 4;
+pub const PROTOCOL: u32 = 5;
 
 /// Largest packet in bytes.
 pub const MAX_PACKET: usize = 16 * 1024;
 
 /// Most channels that one domain may name. (A compute context has 8 on Hopper.)
 pub const MAX_CHANNELS: usize = 512;
+
+/// Host memory for moved memory is made in multiples of this, where the limit allows it.
+pub const HOST_PIECE: u64 = 256 << 20;
 
 /// Most domains of one session.
 pub const MAX_DOMAINS: usize = 256;
@@ -123,6 +126,26 @@ pub enum Shim {
     },
     /// The program waits for memory that was moved away.
     Knock,
+    /// The process keeps so much of the host's memory for what is moved.
+    Keeps {
+        /// Bytes.
+        bytes: u64,
+    },
+    /// The program gives back caches when it is asked to, by [`Daemon::Reclaim`].
+    Reclaims,
+    /// It was asked to.
+    Reclaimed {
+        /// Of which order.
+        op: u64,
+        /// What it says that it has freed.
+        bytes: u64,
+    },
+    /// The driver has no memory although it was granted. Answered by [`Daemon::Granted`]: 0 when the program shall hear of it
+    /// at once.
+    Missing {
+        /// The shim's name for the question.
+        ticket: u32,
+    },
 }
 
 /// From the daemon.
@@ -171,12 +194,21 @@ pub enum Daemon {
         /// Bytes that it may have in all.
         total: u64,
     },
+    /// Where and how moved memory is kept on the host, until told otherwise.
+    HostMemory {
+        /// A folder to make files in; none: the process's own memory.
+        location: Option<String>,
+        /// It is overwritten with zeros after use.
+        scrub: bool,
+    },
     /// Let nobody touch memory until told otherwise; answered by [`Shim::Quiet`] or [`Shim::Busy`].
     Quiesce {
         /// The order's name.
         op: u64,
         /// Of the order to move that will come.
         least: u64,
+        /// So many bytes of the host's memory may be kept.
+        host: u64,
     },
     /// The compute groups are frozen: move memory to the host. Answered by [`Shim::Moved`] or [`Shim::Busy`].
     SwapOut {
@@ -184,6 +216,22 @@ pub enum Daemon {
         op: u64,
         /// So many bytes of each device must come free, if there are so many.
         least: u64,
+        /// So many bytes of the host's memory may be kept.
+        host: u64,
+    },
+    /// Let go of host memory that is not in use. Answered by [`Shim::Moved`]; [`Shim::Keeps`] comes before.
+    DropHost {
+        /// The order's name.
+        op: u64,
+    },
+    /// Others need memory: have the program give caches back. Answered by [`Shim::Reclaimed`].
+    Reclaim {
+        /// The order's name.
+        op: u64,
+        /// UUID of the device.
+        device: String,
+        /// How much is missing there.
+        bytes: u64,
     },
     /// There is room for all: bring back what is missing. Answered by [`Shim::Moved`] or [`Shim::Busy`].
     SwapIn {

@@ -232,6 +232,12 @@ pub struct Memory {
     /// Steps of the program instead of --seconds
     #[arg(long)]
     pub steps: Option<u64>,
+    /// Take the numbers that decide from this file instead: one step a line. At some steps it writes a line and goes on when it has read one
+    #[arg(long, value_name = "FILE", conflicts_with = "steps")]
+    pub script: Option<PathBuf>,
+    /// Reserve addresses and map physical memory for most of it, as PyTorch's expandable segments do
+    #[arg(long)]
+    pub mapped: bool,
 }
 
 /// `launch`.
@@ -248,6 +254,9 @@ pub struct Idle {
     #[command(flatten)]
     #[allow(missing_docs)]
     pub common: Common,
+    /// Device memory to hold besides, which is given back when gpumux asks for it
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub cache: Option<usize>,
 }
 
 /// `fault`.

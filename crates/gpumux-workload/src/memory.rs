@@ -1,24 +1,31 @@
 //! `memory`: a random program that knows what every byte of its memory must be, and looks. Now and then it says that a part need
 //! not be kept, and later asks whether it was.
 
-use std::{ffi::c_int, sync::atomic::AtomicBool, time::Instant};
+use std::{
+    collections::VecDeque, ffi::c_int, fs, io, path::Path, sync::atomic::AtomicBool, time::Instant,
+};
 
 use anyhow::Context as _;
-use gpumux_cuda::{DeviceBuffer, Graph};
+use gpumux_cuda::{DeviceBuffer, Graph, Mapping};
 
 use crate::{Memory, Report, hints::symbol, kernels::Gpu, report::Verified, stopped};
 
 const DEFAULT_MEMORY: usize = 64 << 20;
+/// Least physical memory that is mapped: every device's granularity.
+const PIECE: usize = 2 << 20;
 /// Most buffers at a time.
 const BUFFERS: u64 = 24;
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 const OUT_OF_MEMORY: i32 = 2;
 
-/// Numbers that look random (splitmix64).
-struct Dice(u64);
+/// Numbers that look random (splitmix64), after some that are given.
+struct Dice(u64, VecDeque<u64>);
 
 impl Dice {
     fn roll(&mut self, sides: u64) -> u64 {
+        if let Some(given) = self.1.pop_front() {
+            return given % sides.max(1);
+        }
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
@@ -55,7 +62,11 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
     let gpu = Gpu::open(args.common.device)?;
     let mut report = args.common.report("memory", &gpu.name);
     let most = args.common.memory.unwrap_or(DEFAULT_MEMORY);
-    let mut dice = Dice(args.seed);
+    let mut dice = Dice(args.seed, VecDeque::new());
+    let mut script = match &args.script {
+        None => None,
+        Some(path) => Some(read_script(path)?.into_iter()),
+    };
     let mut buffers: Vec<Buffer> = Vec::new();
     let mut verified = Verified {
         sum_matches: true,
@@ -70,11 +81,21 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
         Some(steps) => calls >= steps,
         None => begin.elapsed() >= args.common.seconds,
     };
-    while !ends(report.calls) && !stopped(stop) {
+    while !stopped(stop) {
+        match &mut script {
+            None if ends(report.calls) => break,
+            None => {}
+            Some(script) => match script.next() {
+                Some(step) => dice = Dice(step.iter().sum(), step.into()),
+                None => break,
+            },
+        }
         report.calls += 1;
         let full = buffers.len() as u64 >= BUFFERS;
         let at = dice.roll(buffers.len() as u64) as usize;
-        match dice.roll(11) {
+        match dice.roll(if script.is_some() { 12 } else { 11 }) {
+            // Work may be under way.
+            11 => pause()?,
             0..=2 if !full => {
                 let held: usize = buffers.iter().map(|it| it.expected.len() * 4).sum();
                 // Small ones, and some that take several pieces of physical memory.
@@ -86,7 +107,11 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
                 if held + size > most {
                     continue;
                 }
-                match DeviceBuffer::new(&gpu.context, size) {
+                let made = match args.mapped && dice.roll(4) != 0 {
+                    true => mapped(&gpu, size, &mut dice),
+                    false => DeviceBuffer::new(&gpu.context, size),
+                };
+                match made {
                     Ok(memory) => {
                         let value = dice.roll(1 << 32) as u32;
                         gpu.fill(&memory, value)?;
@@ -167,6 +192,32 @@ pub(crate) fn memory(args: &Memory, stop: &AtomicBool) -> anyhow::Result<Report>
     report.rate = report.calls as f64 / report.seconds;
     report.verified = Some(verified);
     Ok(report)
+}
+
+/// One step a line, each of numbers.
+fn read_script(path: &Path) -> anyhow::Result<Vec<Vec<u64>>> {
+    let text = fs::read_to_string(path).with_context(|| format!("no {}", path.display()))?;
+    let step = |line: &str| line.split_whitespace().map(str::parse).collect();
+    let steps: Result<Vec<Vec<u64>>, _> = text.lines().map(step).collect();
+    steps.with_context(|| format!("{} is no script of numbers", path.display()))
+}
+
+/// Lets whoever started this do something in between.
+fn pause() -> anyhow::Result<()> {
+    println!("pause");
+    io::stdin().read_line(&mut String::new())?;
+    Ok(())
+}
+
+/// Memory in pieces that are mapped one after another, whose handles are kept or let go of.
+fn mapped(gpu: &Gpu, bytes: usize, dice: &mut Dice) -> gpumux_cuda::Result<DeviceBuffer> {
+    let chunk = PIECE * (1 + dice.roll(3) as usize);
+    let mut mapping = Mapping::reserve(&gpu.context, chunk, bytes.div_ceil(chunk))?;
+    mapping.back()?;
+    if dice.roll(2) == 0 {
+        mapping.release()?;
+    }
+    Ok(DeviceBuffer::of_mapping(mapping, bytes))
 }
 
 impl Buffer {

@@ -2,7 +2,7 @@
 
 use std::process::ExitCode;
 
-use gpumux_daemon::api::types::DeviceMemory;
+use gpumux_daemon::api::types::{DeviceMemory, HostMemory};
 use serde::Serialize;
 
 use super::client;
@@ -28,18 +28,36 @@ pub(crate) struct Args {
 #[derive(Serialize)]
 struct Listing {
     devices: Vec<DeviceMemory>,
+    host: HostMemory,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let devices = client::block(async |client| client.memory().await)?;
+    let (devices, host) = client::block(async |client| {
+        Ok((client.memory().await?, client.status().await?.host_memory))
+    })?;
     if args.json {
-        output::json(&Listing { devices })?;
+        output::json(&Listing { devices, host })?;
         return Ok(ExitCode::SUCCESS);
     }
     for device in &devices {
         output::print(&table(device))?;
     }
+    output::print(&kept(&host))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What moved memory takes on the host.
+fn kept(host: &HostMemory) -> String {
+    let limit = host
+        .limit
+        .map(|it| format!(" of at most {}", output::bytes(it)));
+    let place = host.location.as_ref().map(|it| format!(" in {it}"));
+    format!(
+        "host: {}{}{} kept for memory that is moved there\n",
+        output::bytes(host.used),
+        limit.unwrap_or_default(),
+        place.unwrap_or_default()
+    )
 }
 
 fn table(device: &DeviceMemory) -> String {

@@ -12,6 +12,7 @@ Examples:
   gpumux set a --weight 3 --json
   gpumux set serve --hints off
   gpumux set train --memory-limit 40GiB --sleep-after 30s
+  gpumux set train --memory-limit none --memory-guaranteed 0 --sleep-after never
   gpumux set train --forget           its next run has the defaults again
 
 What is not named stays as it is. A change that cannot be kept together with the promises to \

@@ -106,6 +106,15 @@ fn text(report: &Report) -> String {
         let mut rows = vec![head.map(str::to_owned).to_vec()];
         rows.extend(mode.tenants.iter().map(row));
         text += &output::table(&rows);
+        for tenant in &mode.tenants {
+            let Some(moves) = tenant.moves.filter(|moves| moves.outs > 0) else {
+                continue;
+            };
+            text += &format!(
+                "  {}: {:.1} GiB went to the host in {} moves; {:.1} s on the way\n",
+                tenant.name, moves.out_gib, moves.outs, moves.moving_s
+            );
+        }
     }
     text
 }

@@ -476,7 +476,7 @@ impl Scrape {
             gauge,
             |f| f.sample(vec![("version", version), ("policy", policy)], 1.0),
         )?;
-        let singles: [(Name, f64); 4] = [
+        let singles: [(Name, f64); 6] = [
             (
                 (
                     "gpumux_start_time",
@@ -492,6 +492,22 @@ impl Scrape {
             (
                 ("gpumux_sessions", None, "Connected processes of tenants."),
                 self.status.sessions as f64,
+            ),
+            (
+                (
+                    "gpumux_host_memory",
+                    Some("bytes"),
+                    "Memory of the host that processes keep for what is moved there.",
+                ),
+                self.status.host_memory.used as f64,
+            ),
+            (
+                (
+                    "gpumux_host_memory_limit",
+                    Some("bytes"),
+                    "Most that they may keep; 0: what the host has.",
+                ),
+                self.status.host_memory.limit.unwrap_or(0) as f64,
             ),
             (
                 (
@@ -756,7 +772,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::api::types::{
-        Device, HintFigures, LeverCost, MoveFigures, Scheduler, Spec, TenantState,
+        Device, HintFigures, HostMemory, LeverCost, MoveFigures, Scheduler, Spec, TenantState,
     };
 
     pub(crate) fn example() -> Scrape {
@@ -789,6 +805,10 @@ pub(crate) mod tests {
         Scrape {
             status: Status {
                 faults: Vec::new(),
+                host_memory: HostMemory {
+                    used: 4096,
+                    ..HostMemory::default()
+                },
                 version: "1".into(),
                 protocol: 1,
                 pid: 1,
@@ -966,6 +986,8 @@ pub(crate) mod tests {
             r#"gpumux_tenant_request_seconds_bucket{le="+Inf",tenant="web"} 6"#,
             r#"gpumux_tenant_request_seconds_sum{tenant="web"} 3600"#,
             r#"gpumux_tenant_waits_for_memory{tenant="web"} 1"#,
+            "gpumux_host_memory_bytes 4096",
+            "gpumux_host_memory_limit_bytes 0",
             r#"gpumux_group_members{group="1000/team"} 2"#,
             r#"gpumux_group_faults_total{group="1000/team"} 3"#,
             r#"gpumux_group_restarting_seconds_total{group="1000/team"} 1.5"#,

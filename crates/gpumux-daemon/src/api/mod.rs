@@ -570,6 +570,18 @@ impl Api {
             sessions: api.sessions.count(),
             devices: view.devices.clone(),
             scheduler: view.scheduler.clone(),
+            host_memory: api.host_memory(),
+        }
+    }
+
+    fn host_memory(&self) -> types::HostMemory {
+        let (used, limit) = self.sessions.memory.on_host();
+        let rules = &self.config.host_memory;
+        types::HostMemory {
+            used,
+            limit: Some(limit).filter(|limit| *limit != u64::MAX),
+            location: (rules.location.as_ref()).map(|it| it.display().to_string()),
+            scrub: rules.scrub,
         }
     }
 }

@@ -7,7 +7,7 @@ use gpumux_core::{
     space::{Sharing, Way},
 };
 use gpumux_wire::page::{HintCounts, RequestTimes};
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::ToSchema;
 
 /// The daemon.
@@ -41,6 +41,22 @@ pub struct Status {
     /// The last faults in groups, the latest last.
     #[serde(default)]
     pub faults: Vec<Fault>,
+    /// What moved memory takes on the host.
+    #[serde(default)]
+    pub host_memory: HostMemory,
+}
+
+/// What moved memory takes on the host, for all tenants together.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct HostMemory {
+    /// Bytes that processes keep, in use or for the next time.
+    pub used: u64,
+    /// Most that they may keep; none: what the host has.
+    pub limit: Option<u64>,
+    /// The folder where it is; none: the processes' own memory.
+    pub location: Option<String>,
+    /// It is overwritten after use.
+    pub scrub: bool,
 }
 
 /// What the scheduling thread does.
@@ -224,9 +240,10 @@ pub struct SpecChange {
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 0.001, maximum = 1000)]
     pub weight: Option<f64>,
-    /// Latency objective of one request in µs.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub latency_objective_us: Option<u64>,
+    /// Latency objective of one request in µs; `null`: none.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
+    #[schema(value_type = Option<u64>)]
+    pub latency_objective_us: Option<Option<u64>>,
     /// Who may take the device for a latency tenant before its work arrives.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, pattern = "^(auto|manual|off)$")]
@@ -234,16 +251,23 @@ pub struct SpecChange {
     /// Bytes of each device's memory that it always gets when it wants them.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub memory_guaranteed: Option<u64>,
-    /// Bytes of each device's memory that it never exceeds.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory_limit: Option<u64>,
+    /// Bytes of each device's memory that it never exceeds; `null`: what the device has.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
+    #[schema(value_type = Option<u64>)]
+    pub memory_limit: Option<Option<u64>>,
     /// What becomes of a request for memory that the device has no room for.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, pattern = "^(swap-others|wait|fail)$")]
     pub memory_policy: Option<MemoryPolicy>,
-    /// After how many seconds without work its memory is moved to the host.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub sleep_after_s: Option<u64>,
+    /// After how many seconds without work its memory is moved to the host; `null`: never by itself.
+    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
+    #[schema(value_type = Option<u64>)]
+    pub sleep_after_s: Option<Option<u64>>,
+}
+
+/// A value that is named, if only as `null`.
+fn named<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<u64>>, D::Error> {
+    Option::deserialize(value).map(Some)
 }
 
 impl SpecChange {
@@ -271,12 +295,14 @@ impl SpecChange {
             guaranteed: self.guaranteed.unwrap_or(spec.guaranteed),
             limit: self.limit.unwrap_or(spec.limit),
             weight: self.weight.unwrap_or(spec.weight),
-            latency_objective_us: self.latency_objective_us.or(spec.latency_objective_us),
+            latency_objective_us: self
+                .latency_objective_us
+                .unwrap_or(spec.latency_objective_us),
             hints: self.hints.unwrap_or(spec.hints),
             memory_guaranteed: self.memory_guaranteed.unwrap_or(spec.memory_guaranteed),
-            memory_limit: self.memory_limit.or(spec.memory_limit),
+            memory_limit: self.memory_limit.unwrap_or(spec.memory_limit),
             memory_policy: self.memory_policy.unwrap_or(spec.memory_policy),
-            sleep_after_s: self.sleep_after_s.or(spec.sleep_after_s),
+            sleep_after_s: self.sleep_after_s.unwrap_or(spec.sleep_after_s),
         }
     }
 }

@@ -7,8 +7,8 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, Demand, DomainId, Hints, Micros, RunState, Snapshot, SpecError, TenantId, TenantSpec,
-    Timeslice, admit, gang,
+    Class, Demand, DomainId, Hints, MemoryPolicy, Micros, RunState, Snapshot, SpecError, TenantId,
+    TenantSpec, Timeslice, admit, gang,
     ledger::{Denied, Holding},
     policy::{self, Claim, Division, MaxMin, Priority, Weighted},
 };
@@ -480,6 +480,16 @@ impl Engine {
     /// The device that has none, and why.
     pub(crate) fn bring_back(&mut self, tenant: TenantId) -> Result<(), (String, Denied)> {
         self.books.bring_back(tenant)
+    }
+
+    /// What becomes of a tenant's requests that the device has no room for.
+    pub(crate) fn policy(&self, tenant: TenantId) -> Option<MemoryPolicy> {
+        self.tenants.get(&tenant).map(|spec| spec.memory_policy)
+    }
+
+    /// What each process of a tenant may have on the host once so much of each device has been moved there.
+    pub(crate) fn on_host(&self, tenant: TenantId, least: u64) -> BTreeMap<SessionId, u64> {
+        self.books.on_host(tenant, least)
     }
 
     /// What a tenant has on the host, of all devices.

@@ -267,7 +267,7 @@ mod tests {
     use std::time::Duration;
 
     use gpumux_core::{Class, Demand};
-    use gpumux_daemon::api::types::{Domain, Spec, Status};
+    use gpumux_daemon::api::types::{Domain, HostMemory, Spec, Status};
     use ratatui::{
         Terminal,
         backend::TestBackend,
@@ -361,6 +361,7 @@ mod tests {
             };
             let status = Status {
                 faults: Vec::new(),
+                host_memory: HostMemory::default(),
                 version: "1.2.3".into(),
                 protocol: 1,
                 pid: 1,

@@ -1,0 +1,142 @@
+//! Caches that the program gives back when others need memory, before anything is moved (`gpumux_on_reclaim` in
+//! `include/gpumux.h`).
+//!
+//! The program's function frees device memory, which may have to wait for the device or for the daemon. So it runs in a thread
+//! of its own, made when the first function is registered: the agent goes on meanwhile, and the daemon waits for a while only.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread,
+};
+
+use gpumux_wire::Shim;
+
+use crate::{guard, lease, memory, process};
+
+/// Frees what it can of a device, given its ordinal, the bytes that are missing and what was registered with it. Says how
+/// many bytes it has freed.
+type Function = unsafe extern "C" fn(c_int, u64, *mut c_void) -> u64;
+
+/// Most functions.
+const MAX_FUNCTIONS: usize = 64;
+/// The answers.
+const DONE: c_int = 0;
+const IMPOSSIBLE: c_int = -1;
+
+#[derive(Clone, Copy)]
+struct Registered {
+    function: Function,
+    /// Of the program, which nobody looks at here.
+    user: usize,
+}
+
+struct State {
+    functions: Vec<Registered>,
+    /// There is a thread.
+    running: bool,
+    /// What is to be freed: of which order, on which device, how much.
+    asked: Option<(u64, c_int, u64)>,
+}
+
+static STATE: Mutex<State> = Mutex::new(State {
+    functions: Vec::new(),
+    running: false,
+    asked: None,
+});
+static ASKED: Condvar = Condvar::new();
+/// This process was forked: it has no such thread, CUDA is unusable, and whoever held the lock is not there.
+static SPOILED: AtomicBool = AtomicBool::new(false);
+
+fn lock() -> MutexGuard<'static, State> {
+    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether the program has such a function.
+pub(crate) fn is_asked_for() -> bool {
+    !SPOILED.load(Ordering::Acquire) && !lock().functions.is_empty()
+}
+
+/// After a fork, in the child.
+pub(crate) fn in_child() {
+    SPOILED.store(true, Ordering::Release);
+}
+
+/// Others need so much of a device. The answer comes when the functions have returned.
+pub(crate) fn begin(op: u64, device: &str, bytes: u64) {
+    let ordinal = memory::ordinal(device).filter(|_| is_asked_for());
+    let mut state = ordinal.map(|ordinal| (lock(), ordinal));
+    match &mut state {
+        Some((state, ordinal)) if state.asked.is_none() => {
+            state.asked = Some((op, *ordinal, bytes));
+            ASKED.notify_one();
+        }
+        // It has nothing there, or is still busy with the last one.
+        _ => lease::tell(Shim::Reclaimed { op, bytes: 0 }),
+    }
+}
+
+fn serve() {
+    let mut state = lock();
+    loop {
+        let Some((op, device, bytes)) = state.asked else {
+            state = ASKED.wait(state).unwrap_or_else(PoisonError::into_inner);
+            continue;
+        };
+        let functions = state.functions.clone();
+        drop(state);
+        let mut freed = 0u64;
+        for it in functions {
+            let missing = bytes.saturating_sub(freed);
+            if missing == 0 {
+                break;
+            }
+            // SAFETY: the program's function, with what it has registered for it.
+            let own = unsafe { (it.function)(device, missing, it.user as *mut c_void) };
+            freed = freed.saturating_add(own);
+        }
+        // What is freed is the daemon's to give, and not kept for the next allocation.
+        memory::trim();
+        lease::tell(Shim::Reclaimed { op, bytes: freed });
+        state = lock();
+        state.asked = None;
+    }
+}
+
+fn register(function: Option<Function>, user: *mut c_void) -> c_int {
+    if SPOILED.load(Ordering::Acquire) {
+        return IMPOSSIBLE;
+    }
+    let mut state = lock();
+    let Some(function) = function else {
+        state.functions.clear();
+        return DONE;
+    };
+    if state.functions.len() >= MAX_FUNCTIONS {
+        return IMPOSSIBLE;
+    }
+    if !state.running {
+        let thread = thread::Builder::new().name("gpumux-reclaim".to_owned());
+        if guard::without_signals(|| thread.spawn(serve)).is_err() {
+            return IMPOSSIBLE;
+        }
+        state.running = true;
+    }
+    let user = user as usize;
+    state.functions.push(Registered { function, user });
+    drop(state);
+    // A session that begins later hears of it first.
+    if process::has_agent() {
+        lease::tell(Shim::Reclaims);
+    }
+    DONE
+}
+
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_on_reclaim(function: Option<Function>, user: *mut c_void) -> c_int {
+    std::panic::catch_unwind(|| register(function, user)).unwrap_or(IMPOSSIBLE)
+}
