@@ -73,7 +73,7 @@ class Fixed(Gpumux):
         self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
     ) -> list[str]:
         self.classes[name] = klass or "standard"
-        return super().command(command, name, "standard", promise)
+        return super().command(command, name, "latency", promise)
 
     def _set(self, name: str, klass: str) -> None:
         command = [self.binary, "set", self.tenants[name], "--class", klass]
@@ -85,7 +85,7 @@ class Fixed(Gpumux):
 
     def after(self, names: Iterable[str]) -> None:
         for name in names:
-            self._set(name, "standard")
+            self._set(name, "latency")
 
 
 def mode(name: str, logs: Path) -> Mode:

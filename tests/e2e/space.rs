@@ -653,10 +653,11 @@ fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
     assert_eq!(percent(&again), "20");
 }
 
-/// Kernels that need a quarter of an H100's SMs, and such that use all.
+/// Kernels that need a quarter of an H100's SMs, and such that use all. By themselves they would fit the SMs that they see.
 const SMALL: &str =
-    "gpumux workload batch --iterations 400000 --blocks 66 --in-flight 2 --seconds 600";
-const LARGE: &str = "gpumux workload batch --iterations 400000 --in-flight 2 --seconds 600";
+    "gpumux workload batch --iterations 400000 --blocks 33 --in-flight 2 --seconds 600";
+const LARGE: &str =
+    "gpumux workload batch --iterations 400000 --blocks 264 --in-flight 2 --seconds 600";
 
 /// What `gpumux profile --list` knows of a program.
 fn known(node: &Node, fingerprint: &str) -> Option<Value> {

@@ -1,6 +1,6 @@
 //! Device attributes of an H100 (numbers from `cuda.h`; values as an H100 80GB HBM3 reports them).
 
-use gpumux_emu::protocol::DeviceInfo;
+use gpumux_emu::{mps, protocol::DeviceInfo};
 
 use crate::error::{CuError, Result};
 
@@ -26,7 +26,7 @@ pub(crate) fn get(info: &DeviceInfo, attribute: i32) -> Result<i32> {
         13 => info.clock_khz as i32,
         14 => 512, // texture alignment
         15 => 1,   // copies overlap kernels
-        16 => info.sms as i32,
+        16 => mps::visible_sms(info.sms) as i32,
         19 => 1, // host memory can be mapped
         31 => 1, // concurrent kernels
         32 => 1, // ECC

@@ -13,7 +13,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
     process,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
     thread,
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
@@ -97,12 +97,9 @@ impl Member {
             }
             _ => return Err(io::ErrorKind::InvalidData.into()),
         }
-        let percent = env::var(PERCENTAGE).ok();
         Ok(Some(Self {
             socket,
-            percent: percent
-                .and_then(|text| text.trim().parse::<f64>().ok())
-                .map(|percent| percent.clamp(1.0, 100.0) as u32),
+            percent: percentage(),
         }))
     }
 
@@ -125,11 +122,29 @@ impl Member {
 
     /// How many of a device's SMs the program uses; 0: all.
     pub fn sms(&self, all: u32) -> u32 {
-        match self.percent {
-            None | Some(100) => 0,
-            Some(percent) => (all * percent).div_ceil(100).max(1),
-        }
+        self.percent.map_or(0, |percent| part(all, percent))
     }
+}
+
+fn percentage() -> Option<u32> {
+    let percent: f64 = env::var(PERCENTAGE).ok()?.trim().parse().ok()?;
+    Some(percent.clamp(1.0, 100.0) as u32).filter(|percent| *percent < 100)
+}
+
+fn part(all: u32, percent: u32) -> u32 {
+    (all * percent).div_ceil(100).max(1)
+}
+
+/// How many of a device's SMs this process is told of: under a server its part, as NVIDIA's MPS documentation says of
+/// `cudaDevAttrMultiProcessorCount`.
+pub fn visible_sms(all: u32) -> u32 {
+    static PERCENT: OnceLock<Option<u32>> = OnceLock::new();
+    let percent = PERCENT.get_or_init(|| {
+        let pipes = env::var_os(PIPES).filter(|it| !it.is_empty())?;
+        dial(Path::new(&pipes)).ok()?;
+        percentage()
+    });
+    percent.map_or(all, |percent| part(all, percent))
 }
 
 /// The answer to a line for the control program, such as `get_server_list`.
