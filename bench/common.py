@@ -509,10 +509,10 @@ class Crew:
             raise BenchError(f"{name} is not running")
         return self.workers[name]
 
-    def measure(self, seconds: float, orders: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """Gives orders for one common stretch of time, and collects the answers."""
+    def measure(self, seconds: float, orders: dict[str, dict[str, Any]], lead: float = 0.5) -> dict[str, Any]:
+        """Gives orders for one common stretch of time, which begins in `lead` seconds, and collects the answers."""
         self.mode.before(orders)
-        start = time.monotonic() + 0.5
+        start = time.monotonic() + lead
         for name, order in orders.items():
             self._worker(name).send(**order, start=start, stop=start + seconds)
         time.sleep(max(0.0, start + seconds - time.monotonic()))

@@ -74,7 +74,7 @@ def eager_loop(results: Results, plain: Mode, managed: Mode, rounds: int, second
             found: dict[str, list[float]] = {plain.name: [], managed.name: []}
             for mode in turns([plain, managed], TURNS * rounds):
                 order = {"op": "repeat", "kind": "eager"}
-                answer = crews[mode.name].measure(seconds * PART, {name: order})[name]
+                answer = crews[mode.name].measure(seconds * PART, {name: order}, lead=0.1)[name]
                 found[mode.name].append(answer["calls"] / answer["seconds"])
             for mode_name, turn_rates in found.items():
                 rates[mode_name].append(common.quantile(turn_rates, UNDISTURBED))
