@@ -97,20 +97,14 @@ class Row(NamedTuple):
 
 def latencies(scenario: str, bench: str, case: str, modes: dict[str, str], relative: bool = False) -> Iterator[Row]:
     """p50 and p99 in some modes of the simulator (and what the benchmark calls them)."""
+    value, label, unit = ("slower", " ÷ alone", "") if relative else ("latency", "", "µs")
     for mode, theirs in modes.items():
         for quantile in ("p50", "p99"):
-            if relative:
-                yield Row(
-                    scenario, bench, case, f"{mode}: {quantile} ÷ alone", "",
-                    lambda it, m=mode, q=quantile: it.slower(m, q),
-                    lambda it, m=theirs, q=quantile: it.slower(m, q),
-                )  # fmt: skip
-            else:
-                yield Row(
-                    scenario, bench, case, f"{mode}: {quantile}", "µs",
-                    lambda it, m=mode, q=quantile: it.latency(m, q),
-                    lambda it, m=theirs, q=quantile: it.latency(m, q),
-                )  # fmt: skip
+            yield Row(
+                scenario, bench, case, f"{mode}: {quantile}{label}", unit,
+                lambda it, m=mode, q=quantile: getattr(it, value)(m, q),
+                lambda it, m=theirs, q=quantile: getattr(it, value)(m, q),
+            )  # fmt: skip
 
 
 def total(scenario: str, bench: str, case: str, mode: str, first: int, theirs: str = "") -> Row:
