@@ -74,8 +74,9 @@ typedef uint64_t (*gpumux_reclaim)(int device, uint64_t missing, void *user);
 /*
  * Has `function` called, with `user`, when others need memory on a device of which the program has some: before anything of the
  * program's is moved. It is called in a thread of its own, once at a time and rarely, and may free memory as the program
- * does. Nobody waits for it longer than a second. Null instead of a function: none is called any more.
- * Returns 0, or -1 where that is impossible: in a forked child, or with more than 64 functions.
+ * does. Nobody waits for it longer than a second. Null instead of a function: none is called any more; the call waits until
+ * none runs, at most two seconds. Returns 0, or -1 where that is impossible: in a forked child, with more than 64 functions, when
+ * one still runs.
  */
 int gpumux_on_reclaim(gpumux_reclaim function, void *user) __attribute__((weak));
 

@@ -807,6 +807,23 @@ fn more_tenants_than_memory_take_turns() {
     }
 }
 
+/// One block each: all of it moves, although less is lacking.
+#[test]
+fn tenants_with_large_blocks_take_turns() {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    let node = Node::with_memory(1 << 30);
+    let check = "gpumux workload check --json --memory 600MiB --seconds 1";
+    let workers: Vec<Process> = (0..2)
+        .map(|n| Process::start(&mut node.tenant(&format!("--name w{n}"), check)))
+        .collect();
+    for worker in workers {
+        verified(&worker.finish_within(Duration::from_secs(240)));
+    }
+}
+
 #[test]
 fn ten_tenants_that_start_together_never_exceed_the_device() {
     if real() {

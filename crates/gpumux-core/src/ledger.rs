@@ -362,18 +362,18 @@ impl HostPool {
         self.kept.get(&session).copied().unwrap_or(0)
     }
 
-    /// Lets each of these keep at least so much, and, as far as there is room, up to the next multiple of `piece`. Says
-    /// how much each may keep at most.
+    /// Lets each of these keep at least the first, and, as far as there is room, the second in whole pieces: what moves goes in
+    /// blocks, of which the last may be more than is needed. Says how much each may keep at most.
     ///
     /// # Errors
     /// When there is no room for all of them; then nothing changes.
     pub fn reserve(
         &mut self,
-        needs: &BTreeMap<u64, u64>,
+        needs: &BTreeMap<u64, (u64, u64)>,
         piece: u64,
     ) -> Result<BTreeMap<u64, u64>, HostFull> {
         let kept = self.kept();
-        let more = |(id, need): (&u64, &u64)| need.saturating_sub(self.kept_by(*id));
+        let more = |(id, (need, _)): (&u64, &(u64, u64))| need.saturating_sub(self.kept_by(*id));
         let need = needs
             .iter()
             .map(more)
@@ -388,12 +388,13 @@ impl HostPool {
                 limit: self.limit,
             })?;
         let mut most = BTreeMap::new();
-        for (id, need) in needs {
+        for (id, (need, want)) in needs {
             let own = self.kept_by(*id);
             let mut allowed = own.max(*need);
-            if allowed > own {
-                let whole = allowed.checked_next_multiple_of(piece).unwrap_or(allowed);
-                let rest = (whole - allowed).min(room);
+            let want = want.max(need);
+            if *want > own {
+                let whole = want.checked_next_multiple_of(piece).unwrap_or(*want);
+                let rest = whole.saturating_sub(allowed).min(room);
                 room -= rest;
                 allowed += rest;
             }
@@ -596,13 +597,17 @@ mod tests {
 
     #[test]
     fn the_host_is_never_promised_more_than_it_may_give() {
-        let needs = |all: &[(u64, u64)]| all.iter().copied().collect::<BTreeMap<_, _>>();
+        let all = |all: &[(u64, u64)]| all.iter().copied().collect::<BTreeMap<_, _>>();
+        let needs = |all: &[(u64, u64)]| {
+            let needs = all.iter().map(|(id, need)| (*id, (*need, *need)));
+            needs.collect::<BTreeMap<_, _>>()
+        };
         let mut pool = HostPool::new(100);
-        assert_eq!(pool.reserve(&needs(&[(1, 30)]), 40), Ok(needs(&[(1, 40)])));
+        assert_eq!(pool.reserve(&needs(&[(1, 30)]), 40), Ok(all(&[(1, 40)])));
         // What is kept suffices, or grows by what is missing.
-        assert_eq!(pool.reserve(&needs(&[(1, 35)]), 40), Ok(needs(&[(1, 40)])));
+        assert_eq!(pool.reserve(&needs(&[(1, 35)]), 40), Ok(all(&[(1, 40)])));
         let both = needs(&[(1, 50), (2, 45)]);
-        assert_eq!(pool.reserve(&both, 40), Ok(needs(&[(1, 55), (2, 45)])));
+        assert_eq!(pool.reserve(&both, 40), Ok(all(&[(1, 55), (2, 45)])));
         let full = HostFull {
             need: 15,
             kept: 100,
@@ -610,11 +615,16 @@ mod tests {
         };
         assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Err(full));
         pool.set(1, 20);
-        assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Ok(needs(&[(2, 80)])));
+        assert_eq!(pool.reserve(&needs(&[(2, 60)]), 40), Ok(all(&[(2, 80)])));
         assert!(pool.hear(2, 0));
         assert!(!pool.hear(3, 50), "nobody allowed it to");
         assert!(pool.hear(1, 90));
         assert_eq!(pool.kept(), 20);
+        // A block may be more than is needed: all that it could be, where there is room.
+        let mut wide = HostPool::new(100);
+        let least = BTreeMap::from([(1, (10, 70))]);
+        assert_eq!(wide.reserve(&least, 40), Ok(all(&[(1, 80)])));
+        assert_eq!(HostPool::new(60).reserve(&least, 40), Ok(all(&[(1, 60)])));
         let mut boundless = HostPool::new(u64::MAX);
         assert!(boundless.reserve(&needs(&[(1, u64::MAX)]), 40).is_ok());
     }

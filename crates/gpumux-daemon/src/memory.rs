@@ -125,6 +125,8 @@ struct Member {
     voice: Arc<OwnedFd>,
     /// Its program gives caches back, and when it was last asked to.
     reclaims: Option<Option<Instant>>,
+    /// To let go of host memory that this daemon did not allow.
+    told_to_drop: bool,
 }
 
 #[derive(Default)]
@@ -219,17 +221,17 @@ impl Memory {
         tenant: TenantId,
         voice: Arc<OwnedFd>,
     ) {
-        if self.rules != HostMemory::default() {
-            let rules = Daemon::HostMemory {
-                location: (self.rules.location.as_ref()).map(|it| it.display().to_string()),
-                scrub: self.rules.scrub,
-            };
-            let _ = say(&voice, &rules);
-        }
+        // Also the default ones: the daemon before may have had others.
+        let rules = Daemon::HostMemory {
+            location: (self.rules.location.as_ref()).map(|it| it.display().to_string()),
+            scrub: self.rules.scrub,
+        };
+        let _ = say(&voice, &rules);
         let member = Member {
             tenant,
             voice,
             reclaims: None,
+            told_to_drop: false,
         };
         self.state().members.insert(session, member);
         // It will want to work, and knows nothing of its siblings' sleep.
@@ -348,7 +350,7 @@ impl Memory {
             Shim::Quiet { op, idle } => self.reply(session, op, Reply::Done { idle }),
             Shim::Moved { op } => self.reply(session, op, Reply::Done { idle: true }),
             Shim::Busy { op, mut reason } => {
-                reason.truncate(200);
+                reason.truncate(reason.floor_char_boundary(200));
                 self.reply(session, op, Reply::Busy(reason));
             }
             Shim::Knock => {
@@ -356,8 +358,13 @@ impl Memory {
             }
             Shim::Keeps { bytes } => {
                 let allowed = lock(&self.host).hear(session.0, bytes);
-                // Made for an earlier daemon, and not in use now: it is made anew when it is needed.
-                if !allowed {
+                // Made for an earlier daemon, and not in use now: it is made anew when it is needed. Said once: letting go
+                // takes a while, and what is made meanwhile is allowed.
+                let mut state = self.state();
+                let member = state.members.get_mut(&session).filter(|_| !allowed);
+                let first = member.is_some_and(|it| !std::mem::replace(&mut it.told_to_drop, true));
+                drop(state);
+                if first {
                     self.tell(session, &Daemon::DropHost { op: 0 });
                 }
             }
@@ -573,7 +580,7 @@ impl Memory {
             let needs = self.scheduler.call(needs).await?.into_iter();
             Ok::<BTreeMap<_, _>, Stopped>(needs.map(|(id, need)| (id.0, need)).collect())
         };
-        let reserve = |needs: &BTreeMap<u64, u64>| lock(&self.host).reserve(needs, HOST_PIECE);
+        let reserve = |needs: &BTreeMap<_, _>| lock(&self.host).reserve(needs, HOST_PIECE);
         let granted = needs().await?;
         if let Ok(most) = reserve(&granted) {
             return Ok(most);

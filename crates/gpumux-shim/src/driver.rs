@@ -686,14 +686,14 @@ hooks! {
     ) real => physical::bind((group, at), handle, (offset, bytes, flags), real);
     cuMulticastBindAddr [c"cuMulticastBindAddr" 12010] (
         group: u64, at: usize, address: CUdeviceptr, bytes: usize, flags: u64,
-    ) real => memory::pin(address, real);
+    ) real => memory::pin(address, bytes as u64, real);
     cuMemRetainAllocationHandle [c"cuMemRetainAllocationHandle" 11000] (
         handle: *mut u64, address: CUdeviceptr,
     ) // SAFETY: the program's own arguments.
     real => unsafe { physical::retain(handle, address, real) };
     cuMemGetHandleForAddressRange [c"cuMemGetHandleForAddressRange" 11070] (
         handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64,
-    ) real => memory::pin(address, real);
+    ) real => memory::pin(address, bytes as u64, real);
     cuIpcGetMemHandle [c"cuIpcGetMemHandle" 4010] (handle: *mut c_void, address: CUdeviceptr)
         real => memory::share(address, real);
     cuCtxEnablePeerAccess [c"cuCtxEnablePeerAccess" 4000] (peer: CUcontext, flags: c_uint)

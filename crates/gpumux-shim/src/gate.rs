@@ -171,8 +171,16 @@ pub(crate) fn begin_move() -> Option<Moving> {
     begun.is_ok().then(|| Moving(()))
 }
 
+static LEAVING: AtomicBool = AtomicBool::new(false);
+
+/// Whether the process waits for the mover in order to end.
+pub(crate) fn is_leaving() -> bool {
+    LEAVING.load(Ordering::Acquire)
+}
+
 /// The process ends: from here on nobody moves memory, since the driver is about to go. Whoever is doing so is awaited.
 pub(crate) fn leave(patience: Duration) {
+    LEAVING.store(true, Ordering::Release);
     let deadline = Instant::now() + patience;
     while MOVES
         .compare_exchange(NOBODY, LEFT, Ordering::SeqCst, Ordering::SeqCst)
@@ -194,6 +202,7 @@ pub(crate) fn in_child() {
     }
     CLOSED.store(false, Ordering::SeqCst);
     MOVES.store(NOBODY, Ordering::SeqCst);
+    LEAVING.store(false, Ordering::SeqCst);
 }
 
 #[cfg(test)]

@@ -157,7 +157,7 @@ pub(crate) fn in_child() {
     }
 }
 
-fn off() -> bool {
+pub(crate) fn off() -> bool {
     SPOILED.load(Ordering::Acquire) || !driver::enabled() || !process::has_agent()
 }
 
@@ -648,6 +648,20 @@ impl Space {
         }
     }
 
+    /// A context's memory goes with it.
+    fn take_context(&mut self, context: u64) -> Vec<(u64, Block)> {
+        self.allocations.retain(|_, it| it.context != context);
+        let blocks = self.blocks.extract_if(.., |_, it| it.context == context);
+        let blocks: Vec<_> = blocks.collect();
+        let Self {
+            spares,
+            blocks: left,
+            ..
+        } = self;
+        spares.retain(|at| left.contains_key(at));
+        blocks
+    }
+
     /// Keeps an empty block, if there are not too many.
     fn spare(&mut self, at: u64) -> bool {
         let Some(block) = self.blocks.get(&at) else {
@@ -756,36 +770,29 @@ fn end_context(
     real: impl FnOnce() -> CUresult,
     gone: impl FnOnce(&CUresult) -> Option<u64>,
 ) -> CUresult {
-    if off() {
+    // The driver may end a context by calls of its own exports.
+    if off() || gate::is_nested() {
         return gate::through(real);
     }
-    // Still inside, or a mover would find nobody there and enter a context that is no more.
-    let (result, gone) = gate::through(|| {
-        swap::without_preparing(|| {
+    gate::through(|| {
+        // Still inside, or a mover would find nobody there and enter a context that is no more.
+        let (result, blocks) = swap::without_preparing(|| {
             let result = real();
             let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
-            if let Some(context) = gone {
+            let blocks = gone.map(|context| {
                 swap::forget_context(context);
                 physical::forget_context(context);
-            }
-            (result, gone)
-        })
-    });
-    if let Some(context) = gone {
-        forget_context(context);
-    }
-    result
-}
-
-/// A context's memory goes with it.
-fn forget_context(context: u64) {
-    let addresses: Vec<u64> = with(|space| {
-        let all = space.allocations.iter();
-        let own = all.filter(|(_, allocation)| allocation.context == context);
-        own.map(|(address, _)| *address).collect()
-    });
-    addresses.into_iter().for_each(release);
-    drop_spares(|spare| spare.context == context);
+                with(|space| space.take_context(context))
+            });
+            (result, blocks)
+        });
+        for (at, block) in blocks.into_iter().flatten() {
+            vmm::unback(at, &block.chunks);
+            vmm::unreserve(at, block.bytes);
+            give(block.device, block.bytes, block.pinned);
+        }
+        result
+    })
 }
 
 // ---- What the program knows of its memory --------------------------------------------------------
@@ -952,6 +959,10 @@ pub(crate) unsafe fn create(
     flags: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
+    // What the driver makes for itself it knows by its own handle, and it may hold a lock: nobody can be asked.
+    if gate::is_nested() {
+        return real();
+    }
     // SAFETY: a program that passes no properties gets the driver's error.
     let prop = unsafe { prop.as_ref() };
     // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
@@ -961,9 +972,7 @@ pub(crate) unsafe fn create(
     };
     let (device, bytes) = (prop.location.id, bytes as u64);
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
-    // What the driver makes for itself it knows by its own handle.
-    let own = gate::is_nested();
-    let plain = !native && !own && !out.is_null() && physical::may_move(bytes, prop, flags);
+    let plain = !native && !out.is_null() && physical::may_move(bytes, prop, flags);
     let Some(context) = current_context().filter(|_| plain && lease::await_link()) else {
         // SAFETY: the caller's.
         return unsafe { count_native(device, bytes, out, Native::Handle, real) };
@@ -1014,7 +1023,7 @@ fn release_native(key: Native, real: impl FnOnce() -> CUresult) -> CUresult {
 }
 
 /// The program takes hold of physical memory behind an address: that stays where it is from now on.
-pub(crate) fn pin(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+pub(crate) fn pin(address: u64, bytes: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     if off() {
         return gate::through(real);
     }
@@ -1026,7 +1035,7 @@ pub(crate) fn pin(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
         if let Some(holds) = holds {
             lease::tell(holds);
         }
-        physical::pin(address);
+        physical::pin(address, bytes);
         real()
     })
 }
@@ -1053,7 +1062,7 @@ impl Space {
 
 /// `cuIpcGetMemHandle`: only the driver's own memory can be shared so.
 pub(crate) fn share(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = pin(address, real);
+    let result = pin(address, 1, real);
     if result != SUCCESS && !off() && with(|space| space.find(address).is_some()) {
         say(format_args!(
             "this program shares device memory with other processes: run it with GPUMUX_MEMORY=native"

@@ -114,7 +114,7 @@ pub(crate) fn made(handle: u64, bytes: u64, context: u64, prop: AllocationProp) 
 
 /// `cuMemRelease`; none: it is not ours.
 pub(crate) fn release(handle: u64) -> Option<CUresult> {
-    if !is_ours(handle) {
+    if !is_ours(handle) || memory::off() {
         return None;
     }
     let (result, gone) = gate::through(|| {
@@ -174,11 +174,14 @@ impl Space {
     }
 }
 
-/// What is mapped at an address stays where it is from now on, if the program handles it.
-pub(crate) fn pin(address: u64) {
-    let holds = with(|space| {
-        let handle = space.mapped_at(address)?;
-        space.pin_physical(handle)
+/// What is mapped in a range stays where it is from now on, as far as the program handles it.
+pub(crate) fn pin(address: u64, bytes: u64) {
+    let holds: Vec<_> = with(|space| {
+        let inside = space.mapped_in(address, bytes).into_iter();
+        let all = space.mapped_at(address).into_iter();
+        let all = all.chain(inside.map(|(_, handle)| handle));
+        all.filter_map(|handle| space.pin_physical(handle))
+            .collect()
     });
     holds.into_iter().for_each(lease::tell);
 }
@@ -316,10 +319,10 @@ pub(crate) unsafe fn retain(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let ours = (!out.is_null()).then(|| with(|space| space.mapped_at(address)));
+    let ours = (!out.is_null() && !memory::off()).then(|| with(|space| space.mapped_at(address)));
     let Some(handle) = ours.flatten() else {
         // Of a block of this library.
-        return memory::pin(address, real);
+        return memory::pin(address, 1, real);
     };
     gate::through(|| {
         let held = with(|space| {
@@ -335,13 +338,21 @@ pub(crate) unsafe fn retain(
         if result == SUCCESS {
             // SAFETY: the program's place, which is not null, and where the driver has written if it was asked.
             let own = unsafe { out.replace(handle) };
-            with(|space| {
-                if let Some(physical) = space.physicals.get_mut(&handle)
-                    && held.is_none()
-                {
-                    (physical.handle, physical.references) = (Some(own), 1);
+            let spare = with(|space| {
+                let physical = space
+                    .physicals
+                    .get_mut(&handle)
+                    .filter(|_| held.is_none())?;
+                physical.references += 1;
+                // Somebody else may have asked at the same time: one reference of the driver's is enough.
+                match physical.handle {
+                    None => physical.handle.replace(own),
+                    Some(_) => Some(own),
                 }
             });
+            if let Some(spare) = spare {
+                vmm::release(spare);
+            }
         }
         result
     })

@@ -10,7 +10,8 @@ use std::{
         Condvar, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicBool, Ordering},
     },
-    thread,
+    thread::{self, ThreadId},
+    time::{Duration, Instant},
 };
 
 use gpumux_wire::Shim;
@@ -23,6 +24,8 @@ type Function = unsafe extern "C" fn(c_int, u64, *mut c_void) -> u64;
 
 /// Most functions.
 const MAX_FUNCTIONS: usize = 64;
+/// How long whoever takes the functions back waits for one that runs.
+const PATIENCE: Duration = Duration::from_secs(2);
 /// The answers.
 const DONE: c_int = 0;
 const IMPOSSIBLE: c_int = -1;
@@ -36,18 +39,22 @@ struct Registered {
 
 struct State {
     functions: Vec<Registered>,
-    /// There is a thread.
-    running: bool,
+    /// Their thread.
+    thread: Option<ThreadId>,
+    /// It is in one of them.
+    inside: bool,
     /// What is to be freed: of which order, on which device, how much.
     asked: Option<(u64, c_int, u64)>,
 }
 
 static STATE: Mutex<State> = Mutex::new(State {
     functions: Vec::new(),
-    running: false,
+    thread: None,
+    inside: false,
     asked: None,
 });
-static ASKED: Condvar = Condvar::new();
+/// There is something new in it.
+static NEWS: Condvar = Condvar::new();
 /// This process was forked: it has no such thread, CUDA is unusable, and whoever held the lock is not there.
 static SPOILED: AtomicBool = AtomicBool::new(false);
 
@@ -72,7 +79,7 @@ pub(crate) fn begin(op: u64, device: &str, bytes: u64) {
     match &mut state {
         Some((state, ordinal)) if state.asked.is_none() => {
             state.asked = Some((op, *ordinal, bytes));
-            ASKED.notify_one();
+            NEWS.notify_all();
         }
         // It has nothing there, or is still busy with the last one.
         _ => lease::tell(Shim::Reclaimed { op, bytes: 0 }),
@@ -83,21 +90,25 @@ fn serve() {
     let mut state = lock();
     loop {
         let Some((op, device, bytes)) = state.asked else {
-            state = ASKED.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = NEWS.wait(state).unwrap_or_else(PoisonError::into_inner);
             continue;
         };
-        let functions = state.functions.clone();
-        drop(state);
-        let mut freed = 0u64;
-        for it in functions {
-            let missing = bytes.saturating_sub(freed);
-            if missing == 0 {
-                break;
-            }
-            // SAFETY: the program's function, with what it has registered for it.
-            let own = unsafe { (it.function)(device, missing, it.user as *mut c_void) };
+        let (mut freed, mut next) = (0u64, 0);
+        // One after the other, as they are then: the program may take them back at any time.
+        while freed < bytes
+            && let Some(it) = state.functions.get(next).copied()
+        {
+            next += 1;
+            state.inside = true;
+            drop(state);
+            // SAFETY: the program's function, with what it has registered for it: it waits before it takes them back.
+            let own = unsafe { (it.function)(device, bytes - freed, it.user as *mut c_void) };
             freed = freed.saturating_add(own);
+            state = lock();
+            state.inside = false;
+            NEWS.notify_all();
         }
+        drop(state);
         // What is freed is the daemon's to give, and not kept for the next allocation.
         memory::trim();
         lease::tell(Shim::Reclaimed { op, bytes: freed });
@@ -113,17 +124,26 @@ fn register(function: Option<Function>, user: *mut c_void) -> c_int {
     let mut state = lock();
     let Some(function) = function else {
         state.functions.clear();
+        let deadline = Instant::now() + PATIENCE;
+        while state.inside && state.thread != Some(thread::current().id()) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return IMPOSSIBLE;
+            }
+            let waited = NEWS.wait_timeout(state, left);
+            (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        }
         return DONE;
     };
     if state.functions.len() >= MAX_FUNCTIONS {
         return IMPOSSIBLE;
     }
-    if !state.running {
+    if state.thread.is_none() {
         let thread = thread::Builder::new().name("gpumux-reclaim".to_owned());
-        if guard::without_signals(|| thread.spawn(serve)).is_err() {
+        let Ok(thread) = guard::without_signals(|| thread.spawn(serve)) else {
             return IMPOSSIBLE;
-        }
-        state.running = true;
+        };
+        state.thread = Some(thread.thread().id());
     }
     let user = user as usize;
     state.functions.push(Registered { function, user });

@@ -12,7 +12,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     ptr,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -35,8 +35,12 @@ const QUIET: Duration = Duration::from_secs(15);
 const IDLE: Duration = Duration::from_millis(200);
 /// Pause between looks.
 const LOOK: Duration = Duration::from_micros(200);
+/// How long a context may take to end before a move is given up.
+const SOON: Duration = Duration::from_secs(1);
 /// Host memory comes in pieces of a multiple of this, where as much is allowed.
 const PIECE: usize = HOST_PIECE as usize;
+/// So much is pinned at once: about a third of a second (measured on an H100's host).
+const GROWTH: usize = 1 << 30;
 /// Size of a huge page, which pieces are multiples of.
 const HUGE: usize = 2 << 20;
 /// So much is overwritten at a time: orders do not wait for more.
@@ -163,8 +167,14 @@ impl Mover {
         let Some(_moving) = gate::begin_move() else {
             return;
         };
-        let _alone = lock(&PREPARING);
-        self.clear_up();
+        if let Some(_alone) = lock_soon(&PREPARING) {
+            self.clear_up();
+            self.clear_pool();
+        }
+    }
+
+    /// Lets go of all host memory.
+    fn clear_pool(&mut self) {
         // Pinned for all contexts: any one will do.
         let pool = &mut self.pool;
         let mut contexts = self.streams.keys();
@@ -242,7 +252,7 @@ impl Mover {
 
     /// Makes host memory and streams, while the device still works.
     fn prepare(&mut self, least: u64) -> Result<(), String> {
-        let _alone = lock(&PREPARING);
+        let _alone = lock_soon(&PREPARING).ok_or("a context of it is about to end")?;
         if !std::mem::replace(&mut self.relaxed, true)
             && let Some(exchange) = exchange_capture_mode()
         {
@@ -259,7 +269,14 @@ impl Mover {
         };
         // A stream is tried out with host memory.
         let bytes = self.filled.bytes + bytes.max(GRAIN) as usize;
-        self.pool.grow(bytes, first.context)?;
+        while self.pool.total < bytes {
+            // In steps, for pinning takes long and the program may want to end.
+            if gate::is_leaving() {
+                return Err("the program is ending".into());
+            }
+            let step = bytes.min(self.pool.total + GROWTH);
+            self.pool.grow(step, first.context)?;
+        }
         if self.away == Away::Out {
             // All streams are there: new ones could not be tried out now.
             return Ok(());
@@ -484,8 +501,7 @@ impl Mover {
             self.streams.remove(&context);
         }
         // It may have been pinned by one of them.
-        self.pool.clear();
-        self.dirty = 0;
+        self.clear_pool();
     }
 }
 
@@ -496,6 +512,19 @@ static PREPARING: Mutex<()> = Mutex::new(());
 
 fn lock<T>(mutex: &'static Mutex<T>) -> MutexGuard<'static, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The same, not for long: the agent must stay reachable.
+fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
+    let deadline = Instant::now() + SOON;
+    loop {
+        match mutex.try_lock() {
+            Ok(guard) => return Some(guard),
+            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
+            Err(TryLockError::WouldBlock) if Instant::now() > deadline => return None,
+            Err(TryLockError::WouldBlock) => sleep(LOOK),
+        }
+    }
 }
 
 /// A context is gone.
@@ -644,16 +673,28 @@ fn chosen(least: u64) -> Vec<Good> {
     goods
 }
 
-/// Cold before warm, then what costs least to move for what comes free, in large pieces.
+/// Cold before warm, then what costs least to move for what comes free, in large pieces; the last one no larger than needed.
 fn pick(goods: &mut Vec<Good>, least: u64) {
-    goods.sort_by_key(|it| (!it.cold, it.kept == it.bytes, std::cmp::Reverse(it.bytes)));
+    let rank = |it: &Good| (it.device, !it.cold, it.kept == it.bytes);
+    goods.sort_by_key(|it| (rank(it), std::cmp::Reverse(it.bytes)));
     let mut found: BTreeMap<c_int, u64> = BTreeMap::new();
-    goods.retain(|it| {
-        let found = found.entry(it.device).or_default();
-        let needed = *found < least;
-        *found = found.saturating_add(if needed { it.bytes } else { 0 });
-        needed
-    });
+    let mut picked = Vec::new();
+    for (at, good) in goods.iter().enumerate() {
+        let found = found.entry(good.device).or_default();
+        let missing = least.saturating_sub(*found);
+        if missing == 0 {
+            continue;
+        }
+        // Sorted by size: the last of its rank that is large enough.
+        let alike = goods[at..].iter().take_while(|it| rank(it) == rank(good));
+        let good = alike
+            .take_while(|it| it.bytes >= missing)
+            .last()
+            .unwrap_or(good);
+        *found = found.saturating_add(good.bytes);
+        picked.push(*good);
+    }
+    *goods = picked;
 }
 
 /// How far the pool is filled.
@@ -823,7 +864,7 @@ fn populate(at: usize, bytes: usize) -> bool {
 /// Does something to all parts of so many bytes, given their offset and length, on several CPUs. Whether all say so.
 fn spread(bytes: usize, work: impl Fn(usize, usize) -> bool + Sync) -> bool {
     let threads = std::thread::available_parallelism().map_or(1, |it| it.get().min(POPULATORS));
-    let part = (bytes / threads).next_multiple_of(PIECE / POPULATORS);
+    let part = bytes.div_ceil(threads).next_multiple_of(PIECE / POPULATORS);
     std::thread::scope(|scope| {
         let work = &work;
         let parts = (0..bytes).step_by(part);
@@ -917,7 +958,8 @@ mod tests {
         assert_eq!(ids(0), [0; 0]);
         assert_eq!(ids(4), [3, 5]);
         assert_eq!(ids(6), [3, 4, 5]);
-        assert_eq!(ids(14), [2, 3, 4, 5]);
+        assert_eq!(ids(14), [1, 3, 4, 5]);
+        assert_eq!(ids(25), [2, 3, 4, 5]);
         assert_eq!(ids(u64::MAX), [1, 2, 3, 4, 5]);
     }
 

@@ -314,15 +314,16 @@ impl Books {
         ledgers.map(|it| it.entry(tenant).holding.swapped).sum()
     }
 
-    /// What each process of a tenant may have on the host once so much of each device has been moved there.
-    pub(super) fn on_host(&self, tenant: TenantId, least: u64) -> BTreeMap<SessionId, u64> {
+    /// What each process of a tenant has on the host once so much of each device has been moved there, and once all has.
+    pub(super) fn on_host(&self, tenant: TenantId, least: u64) -> BTreeMap<SessionId, (u64, u64)> {
         let own = self.members.iter().filter(|(_, it)| it.tenant == tenant);
         own.map(|(session, member)| {
-            let parts = member
-                .holdings
-                .values()
-                .map(|it| it.swapped.saturating_add(it.movable.min(least)));
-            (*session, parts.fold(0, u64::saturating_add))
+            let moved = |least: u64| {
+                let holdings = member.holdings.values();
+                let parts = holdings.map(|it| it.swapped.saturating_add(it.movable.min(least)));
+                parts.fold(0, u64::saturating_add)
+            };
+            (*session, (moved(least), moved(u64::MAX)))
         })
         .collect()
     }

@@ -487,8 +487,8 @@ impl Engine {
         self.tenants.get(&tenant).map(|spec| spec.memory_policy)
     }
 
-    /// What each process of a tenant may have on the host once so much of each device has been moved there.
-    pub(crate) fn on_host(&self, tenant: TenantId, least: u64) -> BTreeMap<SessionId, u64> {
+    /// What each process of a tenant has on the host once so much of each device has been moved there, and once all has.
+    pub(crate) fn on_host(&self, tenant: TenantId, least: u64) -> BTreeMap<SessionId, (u64, u64)> {
         self.books.on_host(tenant, least)
     }
 
