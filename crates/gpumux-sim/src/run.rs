@@ -563,7 +563,6 @@ impl<'a> Simulation<'a> {
             room: ROOM,
             unavailable: None,
             faults: 0,
-            memory: None,
             interference: None,
         });
         (decision.way == Way::Space).then_some(trust)
