@@ -167,7 +167,7 @@ def measurements(results: dict[str, Any], case: str) -> Measured:
 
 def shown(value: float, unit: str) -> str:
     """A value as the table shows it."""
-    return f"{value:.0f} {unit}" if unit else f"{value:.3f}"
+    return f"{round(value) + 0} {unit}" if unit else f"{value:.3f}"
 
 
 def table(folder: Path) -> tuple[str, int, int]:
@@ -186,7 +186,7 @@ def table(folder: Path) -> tuple[str, int, int]:
         guess = row.predicted(scenarios[row.scenario])
         # Of something near nothing, a part says nothing: 10 µs are a twentieth of a switch.
         close = row.unit == "µs" and abs(guess - found) <= 10
-        off = guess / found - 1 if not close else 0.0
+        off = round(guess / found - 1, 2) if not close else 0.0
         mark = f"{off:+.0%}" if not close else "within 10 µs"
         if abs(off) > FAR:
             far += 1

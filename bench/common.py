@@ -511,15 +511,15 @@ class Crew:
 
     def measure(self, seconds: float, orders: dict[str, dict[str, Any]], lead: float = 0.5) -> dict[str, Any]:
         """Gives orders for one common stretch of time, which begins in `lead` seconds, and collects the answers."""
-        self.mode.before(orders)
-        start = time.monotonic() + lead
-        for name, order in orders.items():
-            self._worker(name).send(**order, start=start, stop=start + seconds)
-        time.sleep(max(0.0, start + seconds - time.monotonic()))
-        self.mode.after(orders)
         try:
+            self.mode.before(orders)
+            start = time.monotonic() + lead
+            for name, order in orders.items():
+                self._worker(name).send(**order, start=start, stop=start + seconds)
+            time.sleep(max(0.0, start + seconds - time.monotonic()))
+            self.mode.after(orders)
             return {name: self._worker(name).reply(REPLY_S) for name in orders}
-        except BenchError:
+        except BaseException:
             # The answers of the others would be taken for those of the next measurement.
             self.close(*orders)
             raise

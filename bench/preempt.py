@@ -77,7 +77,10 @@ class Fixed(Gpumux):
 
     def _set(self, name: str, klass: str) -> None:
         command = [self.binary, "set", self.tenants[name], "--class", klass]
-        subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20, stdout=subprocess.DEVNULL)
+        try:
+            subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20, stdout=subprocess.DEVNULL)
+        except subprocess.SubprocessError as error:
+            raise BenchError(f"{name} does not become {klass}: {error}") from error
 
     def before(self, names: Iterable[str]) -> None:
         for name in names:
@@ -96,7 +99,7 @@ def mode(name: str, logs: Path) -> Mode:
         case "space":
             return Space(name, logs)
         case "unhinted":
-            return Gpumux(name, logs)
+            return common.mode("gpumux", logs)
     return common.mode(name, logs)
 
 

@@ -27,7 +27,7 @@ enum {
     GPUMUX_ALREADY = 1,     /* it is held, or being taken, already */
     GPUMUX_NEEDLESS = 2,    /* nothing to gain: nobody competes, the tenant is not of class latency or takes no
                                hints, the program has work on the device, a capture goes on, or there is no daemon */
-    GPUMUX_TOO_EARLY = 3,   /* more than a second ahead: hint later */
+    GPUMUX_TOO_EARLY = 3,   /* more than a second ahead, or 64 hints are waiting already: hint later */
     GPUMUX_LATER = 4,       /* the device is taken shortly before the work comes */
     GPUMUX_IMPOSSIBLE = -1  /* no context of this process on that device, or its driver refuses */
 };

@@ -165,8 +165,8 @@ static CONTENDED: AtomicU64 = AtomicU64::new(0);
 static AUTOMATIC: AtomicBool = AtomicBool::new(false);
 /// A hint from outside that nobody has served: 0 none, else the expected µs + 1.
 static OUTSIDE: AtomicU64 = AtomicU64::new(0);
-/// Hints whose time has not come: when it does, and the device.
-static LATER: Mutex<Vec<(u64, Option<c_int>)>> = Mutex::new(Vec::new());
+/// Hints whose time has not come.
+static LATER: Mutex<Vec<Later>> = Mutex::new(Vec::new());
 /// The process ends: the driver is no longer to be called.
 static EXITING: AtomicBool = AtomicBool::new(false);
 /// The thread that serves hints from outside, and those whose time comes.
@@ -184,6 +184,17 @@ functions! {
         *mut c_void, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, CUstream,
         *mut *mut c_void, *mut *mut c_void
     );
+}
+
+/// A hint whose time has not come.
+#[derive(Clone, Copy)]
+struct Later {
+    /// When to take the device, by [`now_us`].
+    at: u64,
+    /// `None`: all.
+    device: Option<c_int>,
+    /// Who hinted.
+    context: Option<u64>,
 }
 
 /// What became of a hint.
@@ -616,42 +627,48 @@ pub(crate) fn before_wait(context: u64) {
 
 // ---- Hints by hand and from outside --------------------------------------------------------------
 
-/// Takes a device for work that is expected in so many µs; 0: soon.
+/// Takes a device for work that is expected in so many µs (0: soon), now or when that is nearly over.
 fn by_hand(device: Option<c_int>, expected_us: u32) -> Hinted {
-    if CONTENDED.load(Ordering::Acquire) == 0 || page().is_none() || work::is_capturing_anywhere() {
+    if page().is_none() {
         return Hinted::Needless;
     }
-    if expected_us > FARTHEST {
-        Hinted::TooEarly
-    } else if expected_us > SOON {
-        remember(device, expected_us)
-    } else {
-        take(device, expected_us)
+    let context = current_context();
+    match expected_us {
+        us if us > FARTHEST => Hinted::TooEarly,
+        us if us > SOON => remember(device, context, us),
+        us => take(device, context, us),
     }
 }
 
 /// Has the server take a device shortly before the work comes.
-fn remember(device: Option<c_int>, expected_us: u32) -> Hinted {
+fn remember(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hinted {
     let Some(server) = SERVER.get() else {
         return Hinted::Impossible;
     };
     let mut later = lock(&LATER);
     if later.len() == REMEMBERED {
-        return Hinted::Already;
+        return Hinted::TooEarly;
     }
-    later.push((now_us() + u64::from(expected_us - LEAD), device));
+    later.push(Later {
+        at: now_us() + u64::from(expected_us - LEAD),
+        device,
+        context,
+    });
     drop(later);
     server.unpark();
     Hinted::Later
 }
 
-/// Takes a device now.
-fn take(device: Option<c_int>, expected_us: u32) -> Hinted {
+/// Takes a device now; that of this context first.
+fn take(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hinted {
+    if CONTENDED.load(Ordering::Acquire) == 0 || work::is_capturing_anywhere() {
+        return Hinted::Needless;
+    }
     let timeout = match expected_us {
         0 => TIMEOUT.1,
         us => us as f32 + MARGIN,
     };
-    let current = current_context().and_then(find);
+    let current = context.and_then(find);
     let mut best = Hinted::Impossible;
     for index in current.into_iter().chain(0..PLACES) {
         let place = &TABLE[index];
@@ -680,7 +697,14 @@ fn take(device: Option<c_int>, expected_us: u32) -> Hinted {
 
 /// A hint from outside has come: the thread that serves them shall look.
 pub(crate) fn from_outside(expected_us: Option<u32>) {
-    OUTSIDE.store(u64::from(expected_us.unwrap_or(0)) + 1, Ordering::Release);
+    let us = expected_us.unwrap_or(0);
+    if us > SOON {
+        if us <= FARTHEST {
+            remember(None, None, us);
+        }
+        return;
+    }
+    OUTSIDE.store(u64::from(us) + 1, Ordering::Release);
     if let Some(server) = SERVER.get() {
         server.unpark();
     }
@@ -696,7 +720,7 @@ pub(crate) fn become_server() {
 
 /// How long until a hint's time comes.
 pub(crate) fn until_due() -> Option<Duration> {
-    let first = lock(&LATER).iter().map(|(at, _)| *at).min()?;
+    let first = lock(&LATER).iter().map(|later| later.at).min()?;
     Some(Duration::from_micros(first.saturating_sub(now_us())))
 }
 
@@ -704,12 +728,18 @@ pub(crate) fn until_due() -> Option<Duration> {
 pub(crate) fn serve() -> bool {
     let hint = OUTSIDE.swap(0, Ordering::AcqRel);
     if hint != 0 {
-        by_hand(None, (hint - 1) as u32);
+        take(None, None, (hint - 1) as u32);
     }
     let now = now_us();
-    let due: Vec<_> = lock(&LATER).extract_if(.., |(at, _)| *at <= now).collect();
-    for (_, device) in &due {
-        take(*device, LEAD);
+    let due: Vec<Later> = lock(&LATER)
+        .extract_if(.., |later| later.at <= now)
+        .collect();
+    for later in &due {
+        // This thread may come late. What remains says how long to hold; nothing does when the work has come.
+        let remains = (later.at + u64::from(LEAD)).saturating_sub(now);
+        if remains > 0 {
+            take(later.device, later.context, remains as u32);
+        }
     }
     hint != 0 || !due.is_empty()
 }

@@ -22,8 +22,8 @@ has just received a request does better to keep a connection open and POST to \
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,
-    /// In how many µs the work is expected
-    #[arg(long, value_name = "US")]
+    /// In how many µs the work is expected, at most a second
+    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(..=i64::from(NewHint::FARTHEST_US)))]
     expected_us: Option<u32>,
     /// Print the answer as JSON
     #[arg(long)]

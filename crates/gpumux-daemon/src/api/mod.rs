@@ -730,6 +730,11 @@ async fn hint(
     hint: Result<Json<NewHint>, JsonRejection>,
 ) -> Result<(StatusCode, Json<Hinted>), Refused> {
     let Json(NewHint { expected_us }) = hint?;
+    if let Some(us) = expected_us.filter(|us| *us > NewHint::FARTHEST_US) {
+        let farthest = NewHint::FARTHEST_US;
+        let message = format!("work in {us} µs is too far away: hint at most {farthest} µs ahead");
+        return Err(Refused(StatusCode::UNPROCESSABLE_ENTITY, message));
+    }
     let tenant = api.tenants.hintable(peer.uid, &name).await?;
     let processes = api.sessions.hint(tenant, expected_us);
     Ok((StatusCode::ACCEPTED, Json(Hinted { processes })))

@@ -590,8 +590,14 @@ impl From<&RequestTimes> for RequestFigures {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct NewHint {
-    /// In how many µs, if that is known.
+    /// In how many µs, if that is known; at most a second.
+    #[schema(maximum = 1_000_000)]
     pub expected_us: Option<u32>,
+}
+
+impl NewHint {
+    /// The farthest work of which the tenant's library takes note (`hold.rs`), in µs.
+    pub const FARTHEST_US: u32 = 1_000_000;
 }
 
 /// A hint that was passed on.
