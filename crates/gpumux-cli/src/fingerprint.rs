@@ -10,13 +10,18 @@ use std::{
 /// Characters of the program's own name in a fingerprint.
 const SHOWN: usize = 40;
 
-/// The fingerprint of a command: its executable and its arguments, where those that name files count with their whole paths. What
-/// is in the files does not count, nor does the environment: a program that was changed a little does much the same.
+/// The fingerprint of a command: its executable and its arguments, where the first that is a file (the script) counts with its
+/// whole path and the others as they are written, for they may name files that the program makes. What is in the files does not count,
+/// nor does the environment: a program that was changed a little does much the same.
 pub(crate) fn of(command: &[OsString]) -> String {
     let program = command.first().map_or(OsStr::new(""), |it| it.as_os_str());
     let arguments = command.get(1..).unwrap_or_default();
-    let files: Vec<PathBuf> = arguments.iter().map(|it| whole(Path::new(it))).collect();
-    let words = std::iter::once(executable(program)).chain(files.iter().cloned());
+    let script = arguments.iter().position(|it| Path::new(it).is_file());
+    let word = |(at, word): (usize, &OsString)| match script == Some(at) {
+        true => whole(Path::new(word)),
+        false => word.into(),
+    };
+    let words = std::iter::once(executable(program)).chain(arguments.iter().enumerate().map(word));
     let hash = words.fold(BASIS, |hash, word| {
         // No word has a zero in it.
         let bytes = word.as_os_str().as_bytes().iter().chain([&0]);
@@ -25,8 +30,7 @@ pub(crate) fn of(command: &[OsString]) -> String {
         })
     });
     // `train.py` tells people more than `python3`.
-    let script = files.iter().find(|it| it.is_absolute() && it.is_file());
-    let name = script.map_or(program, |script| script.as_os_str());
+    let name = script.map_or(program, |at| &arguments[at]);
     let name = Path::new(name)
         .file_name()
         .unwrap_or_default()
@@ -101,6 +105,10 @@ mod tests {
         assert!(named.starts_with("train.py-"), "{named}");
         assert_eq!(named, fingerprint(&["sh", &detour]));
         assert!(fingerprint(&["sh", &other]).starts_with("py-"));
+        let writes = || fingerprint(&["sh", &one, "--out", &format!("{detour}.out")]);
+        let before = writes();
+        script("train.py.out");
+        assert_eq!(before, writes(), "made by its first run");
         assert!(fingerprint(&["__"]).starts_with("program-"));
         assert!(fingerprint(&["x".repeat(500).as_str()]).len() <= 64);
     }

@@ -21,7 +21,7 @@
 //!   neighbours. The daemon uses it at the next start, because the percentages of MPS act only there.
 //! - [`Explorer`] is for the simulator, whose shares can move while programs run: one member gets a step of another's for a moment,
 //!   which teaches a point of both curves. Shares move only for a gain of [`WORTH`] or more: noise moves nobody.
-//! - [`decide`] says who joins a group at all: by what the tenant wants, whom it trusts, its class, memory, faults and what
+//! - [`decide`] says who joins a group at all: by what the tenant wants, whom it trusts, its class, faults and what
 //!   was measured.
 //!
 //! # Guarantees
@@ -39,10 +39,10 @@ mod explore;
 mod program;
 mod sharing;
 
-pub use curve::Curve;
+pub use curve::{Curve, is_point};
 pub use divide::{Claimant, Rule, STEP, WORTH, divide, minimum, total, worth_moving};
 pub use explore::{Explorer, Trial};
-pub use program::{Observation, Program};
+pub use program::{Observation, Program, throughput};
 pub use sharing::{
     Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide,
     percentage, percentages,

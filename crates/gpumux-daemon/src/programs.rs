@@ -6,7 +6,7 @@
 //! about different programs, but compares one with itself.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     io,
     path::PathBuf,
     sync::{Mutex, MutexGuard, PoisonError, Weak},
@@ -121,6 +121,7 @@ impl Programs {
         known.program = Program::default();
         known.program.set_curve(curve.iter().copied());
         known.profiled = true;
+        table.unsaved = true;
         self.write(&mut table)
     }
 
@@ -136,6 +137,7 @@ impl Programs {
         if table.known.len() == before {
             return Ok(false);
         }
+        table.unsaved = true;
         self.write(&mut table).map(|()| true)
     }
 
@@ -144,11 +146,7 @@ impl Programs {
         let known = table.known.get(&(uid, fingerprint.to_owned()));
         let mut program = known.map(|it| it.program.clone()).unwrap_or_default();
         let profiled = known.is_some_and(|it| it.profiled);
-        let curve = program.curve().clone();
-        if program.learn(seen) {
-            if profiled {
-                program.set_curve(curve.points());
-            }
+        if program.learn(seen, profiled) {
             table.entry(uid, fingerprint).program = program;
             table.unsaved = true;
         }
@@ -178,12 +176,13 @@ impl Programs {
 }
 
 impl Table {
-    /// The entry of a program, as one that is learnt of now; in place of the user's oldest if there are too many.
+    /// The entry of a program, as one that is learnt of now; in place of the user's oldest if there are too many; those
+    /// that were measured on purpose go last.
     fn entry(&mut self, uid: u32, fingerprint: &str) -> &mut Known {
         let key = (uid, fingerprint.to_owned());
         if !self.known.contains_key(&key) {
             let own = || self.known.iter().filter(|((owner, _), _)| *owner == uid);
-            let oldest = own().min_by_key(|(_, known)| known.learnt);
+            let oldest = own().min_by_key(|(_, known)| (known.profiled, known.learnt));
             let oldest = oldest.map(|(key, _)| key.clone());
             if let Some(oldest) = oldest.filter(|_| own().count() >= MAX_PROGRAMS) {
                 self.known.remove(&oldest);
@@ -197,15 +196,27 @@ impl Table {
 }
 
 /// What a tenant had done at one moment.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 struct Sight {
-    /// Its domains, the device that they are all on, and the group that they share.
     domains: Vec<u64>,
-    device: String,
-    group: Option<u64>,
+    places: BTreeSet<Place>,
     work: u64,
     waited_us: u64,
-    received_us: u64,
+    /// In which it had work itself.
+    busy_us: u64,
+}
+
+/// A device, and a group there.
+type Place = (String, Option<u64>);
+
+impl Sight {
+    /// Where it is, if one of its domains is like the other: all in one group, where a process has several, or just one. What
+    /// several in turns do together says little about any of them.
+    fn place(&self) -> Option<&Place> {
+        let mut places = self.places.iter();
+        let place = places.next().filter(|_| places.next().is_none())?;
+        (self.domains.len() == 1 || place.1.is_some()).then_some(place)
+    }
 }
 
 /// Learns of running programs, until the daemon ends.
@@ -241,33 +252,18 @@ pub(crate) async fn watch(tenants: Weak<Tenants>) {
     }
 }
 
-/// Tenants of whose domains one is like the other: all in one group, where a process has several, or just one. What several in turns do
-/// together says little about any of them.
+/// What everybody had done until now.
 fn sights(view: &View) -> BTreeMap<TenantId, Sight> {
     let mut sights: BTreeMap<TenantId, Sight> = BTreeMap::new();
-    let mut mixed = Vec::new();
     for (tenant, domain) in &view.domains {
-        let Some(sight) = sights.get_mut(tenant) else {
-            let sight = Sight {
-                domains: vec![domain.id],
-                device: domain.device.clone(),
-                group: domain.group,
-                work: view.counted.get(tenant).map_or(0, |counted| counted.work),
-                waited_us: domain.waited_us,
-                received_us: domain.received_us,
-            };
-            sights.insert(*tenant, sight);
-            continue;
-        };
-        if domain.group.is_none() || (domain.group, &domain.device) != (sight.group, &sight.device)
-        {
-            mixed.push(*tenant);
-        }
+        let sight = sights.entry(*tenant).or_default();
+        let busy_us = view.busy_us.get(&domain.id).copied().unwrap_or(0);
         sight.domains.push(domain.id);
+        sight.places.insert((domain.device.clone(), domain.group));
+        sight.work = view.counted.get(tenant).map_or(0, |counted| counted.work);
         sight.waited_us = sight.waited_us.max(domain.waited_us);
-        sight.received_us = sight.received_us.max(domain.received_us);
+        sight.busy_us = sight.busy_us.max(busy_us);
     }
-    sights.retain(|tenant, _| !mixed.contains(tenant));
     sights
 }
 
@@ -283,15 +279,19 @@ fn observations<'a>(
         let (Some(was), Some(is)) = (before.get(&tenant.id), now.get(&tenant.id)) else {
             continue;
         };
+        let Some(place) = is.place() else {
+            continue;
+        };
         if tenant.placement.fingerprint.is_none() || was.domains != is.domains {
             continue;
         }
-        // Neighbours that came or went in between count as there.
+        // Neighbours that came or went in between count as there, and so does whoever began nothing because it was still at it.
         let beside = |id: &TenantId| {
             let sight = now.get(id).or_else(|| before.get(id));
-            let near = |it: &Sight| it.group == is.group && it.device == is.device;
-            let worked = now.get(id).map(|it| it.work) != before.get(id).map(|it| it.work);
-            *id != tenant.id && is.group.is_some() && sight.is_some_and(near) && worked
+            let near = sight.is_some_and(|it| place.1.is_some() && it.places.contains(place));
+            let done =
+                |sights: &BTreeMap<TenantId, Sight>| sights.get(id).map(|it| (it.work, it.busy_us));
+            *id != tenant.id && near && done(now) != done(before)
         };
         let others = now
             .keys()
@@ -300,9 +300,9 @@ fn observations<'a>(
         let seen = Observation {
             seconds,
             waited: seconds_of(is.waited_us, was.waited_us),
-            received: seconds_of(is.received_us, was.received_us),
+            busy: seconds_of(is.busy_us, was.busy_us),
             work: is.work.saturating_sub(was.work),
-            percent: match is.group {
+            percent: match place.1 {
                 Some(_) => tenant.placement.sm_percent.unwrap_or(100),
                 None => 100,
             },
@@ -333,11 +333,10 @@ mod tests {
     fn sight(domain: u64, group: Option<u64>, work: u64) -> Sight {
         Sight {
             domains: vec![domain],
-            device: "GPU-0".into(),
-            group,
+            places: [("GPU-0".into(), group)].into(),
             work,
             waited_us: 10 * work,
-            received_us: 1000 * work,
+            busy_us: 1000 * work,
         }
     }
 
@@ -391,6 +390,18 @@ mod tests {
         assert_eq!(seen(&before, &now(0)), idle);
         let busy = [(1, 50, 1), (2, 100, 1), (3, 100, 0)];
         assert_eq!(seen(&before, &now(50)), busy);
+        // One that began nothing was still at work.
+        let mut long = now(0);
+        long[1].1.busy_us = 2_000_000;
+        assert_eq!(seen(&before, &long), busy);
+        // Whoever works in other places too is a neighbour, and nothing is learnt of it.
+        let elsewhere = ("GPU-1".to_owned(), None);
+        let mut mixed = (before.clone(), now(50));
+        for sights in [&mut mixed.0, &mut mixed.1] {
+            sights[1].1.places.insert(elsewhere.clone());
+            sights[1].1.domains.push(9);
+        }
+        assert_eq!(seen(&mixed.0, &mixed.1), [(1, 50, 1), (3, 100, 0)]);
         // Whoever came or went meanwhile was there.
         assert_eq!(seen(&before[..1], &now(50)[..2]), [(1, 50, 1)]);
         assert_eq!(seen(&before[..2], &now(50)[..1]), [(1, 50, 1)]);
@@ -407,7 +418,7 @@ mod tests {
         Observation {
             seconds: 1.0,
             waited: 0.0,
-            received: 1.0,
+            busy: 1.0,
             work,
             percent: 100,
             beside,
@@ -428,6 +439,44 @@ mod tests {
         );
         assert_eq!(steady(&mut beside, Vec::new()).len(), 0);
         assert!(beside.is_empty(), "who is gone is forgotten");
+    }
+
+    #[test]
+    fn who_rests_beside_a_busy_neighbour_is_not_slowed_down_by_it() {
+        let tenants = [tenant(1, "rests", None), tenant(2, "works", None)];
+        let look = |works: u64, busy_us: u64| -> BTreeMap<TenantId, Sight> {
+            let mut rests = sight(1, Some(7), works / 10);
+            rests.busy_us = busy_us;
+            [(1, rests), (2, sight(2, Some(7), works))]
+                .map(|(id, sight)| (TenantId(id), sight))
+                .into()
+        };
+        let learnt = |busy_us: u64| -> Vec<bool> {
+            let (before, now) = (look(0, 0), look(2000, busy_us));
+            let all = observations(&tenants, &before, &now, 2.0);
+            all.iter()
+                .map(|(_, seen)| Program::default().learn(seen, false))
+                .collect()
+        };
+        assert_eq!(learnt(200_000), [false, true]);
+        assert_eq!(learnt(1_900_000), [true, true]);
+    }
+
+    #[test]
+    fn what_the_disk_refused_is_written_later() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("late/programs.json");
+        let programs = Programs::load(file.clone());
+        assert!(programs.teach(1000, "train", &[(100, 1.0)]).is_err());
+        std::fs::create_dir(dir.path().join("late")).unwrap();
+        programs.save();
+        assert_eq!(Programs::load(file.clone()).list(), programs.list());
+        assert_eq!(programs.list().len(), 1);
+        std::fs::remove_dir_all(dir.path().join("late")).unwrap();
+        assert!(programs.forget(1000, "train").is_err());
+        std::fs::create_dir(dir.path().join("late")).unwrap();
+        programs.save();
+        assert!(file.exists(), "that nothing is known any more");
     }
 
     #[test]
@@ -479,5 +528,11 @@ mod tests {
         assert_eq!(table.known.len(), MAX_PROGRAMS + 1);
         let knows = |uid, name: &str| table.known.contains_key(&(uid, name.to_owned()));
         assert!(knows(1, "other") && knows(0, "0001") && !knows(0, "0000"));
+        // What was measured on purpose stays longest.
+        table.entry(0, "0001").profiled = true;
+        table.entry(0, "0001").learnt = 1;
+        table.entry(0, "new");
+        let knows = |uid, name: &str| table.known.contains_key(&(uid, name.to_owned()));
+        assert!(knows(0, "0001") && !knows(0, "0002"));
     }
 }

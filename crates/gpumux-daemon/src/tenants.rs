@@ -184,7 +184,9 @@ pub(crate) enum TenantError {
     BadFingerprint(String),
     #[error("{0}% is no part of the SMs: use 1 to 100")]
     BadPercent(u32),
-    #[error("that is no curve: use up to {MAX_POINTS} points of 1 to 100 percent and a throughput")]
+    #[error(
+        "that is no curve: use up to {MAX_POINTS} points of 1 to 100 percent and a throughput, 0 or 1e-6 to 1e15"
+    )]
     BadCurve,
     #[error("nothing is known of a program `{0}` of yours: see `gpumux profile --list`")]
     NothingKnown(String),
@@ -323,11 +325,10 @@ impl Tenants {
         let (_, spec) = self.table.lock().await.wish(peer.uid, &new);
         let known =
             (new.fingerprint.as_deref()).and_then(|name| self.programs.find(peer.uid, name));
-        let (utility, curve_from) = utility(&new, known.as_ref());
+        let utility = utility(&new, known.as_ref());
         let (mut placement, seat) = self
             .place(peer, &new, &spec, &utility, known.as_ref())
             .await;
-        placement.curve = curve_from.filter(|_| seat.is_some());
         placement.fingerprint = new.fingerprint.clone();
         let mut table = self.open_table().await?;
         let named = new.name.is_some();
@@ -371,7 +372,7 @@ impl Tenants {
             tenant.placement = placement;
             tenant.group = seat.as_ref().map(|seat| seat.key().clone());
             tenant.seat = seat.map(Arc::new);
-            tenant.utility = utility;
+            tenant.utility = utility.0;
         }
         if !new.kept {
             self.hold(&mut table, id, peer.process, fd);
@@ -400,7 +401,7 @@ impl Tenants {
         peer: &Peer,
         new: &NewTenant,
         spec: &TenantSpec,
-        utility: &[(u32, f64)],
+        utility: &(Vec<(u32, f64)>, Option<CurveFrom>),
         known: Option<&Program>,
     ) -> (Placement, Option<Seat>) {
         let key = new.trust.as_ref().map(|trust| Key {
@@ -427,7 +428,6 @@ impl Tenants {
             room: groups::ROOM,
             unavailable: self.groups.unavailable(),
             faults,
-            memory: None,
             interference,
         });
         let mut placement = Placement {
@@ -442,24 +442,15 @@ impl Tenants {
         match self.groups.enter(&key, peer.pid).await {
             Ok(seat) => {
                 let table = self.table.lock().await;
-                let curve = |points: &[(u32, f64)]| {
-                    let points = points.iter().filter(|(percent, _)| *percent <= 100);
-                    Curve::measured(points.copied())
-                };
+                let curve = |points: &[(u32, f64)]| Curve::of_percents(points.iter().copied());
                 let others: Vec<(&TenantSpec, Curve)> = (table.tenants.values())
                     .filter(|other| other.group.as_ref() == Some(&key))
                     .map(|other| (&other.spec, curve(&other.utility)))
                     .collect();
-                let own = curve(utility);
+                let own = curve(&utility.0);
                 let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
                 all.push((spec, &own));
-                let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
-                let share = match (new.sm_percent, space::percentages(&all)) {
-                    (Some(percent), _) => Some(percent),
-                    (None, Some(shares)) => shares.last().copied(),
-                    (None, None) => space::percentage(spec, guaranteed),
-                };
-                placement.sm_percent = share.filter(|share| *share < 100);
+                (placement.sm_percent, placement.curve) = confine(new.sm_percent, &all, utility.1);
                 (placement, Some(seat))
             }
             Err(error) => {
@@ -1155,6 +1146,31 @@ fn utility(new: &NewTenant, known: Option<&Program>) -> (Vec<(u32, f64)>, Option
     }
 }
 
+/// To what percentage of the SMs the last of a group's members is confined, given what it asked for; and, where SMs are divided by
+/// curves, where its own is from.
+fn confine(
+    asked: Option<u32>,
+    members: &[(&TenantSpec, &Curve)],
+    from: Option<CurveFrom>,
+) -> (Option<u32>, Option<CurveFrom>) {
+    let Some(((spec, _), others)) = members.split_last() else {
+        return (None, None);
+    };
+    let (share, from) = match (asked, space::percentages(members)) {
+        // Its own limit holds in any case.
+        (Some(percent), _) => {
+            let most = space::percentage(spec, []).unwrap_or(100);
+            (Some(percent.min(most)), None)
+        }
+        (None, Some(shares)) => (shares.last().copied(), from),
+        (None, None) => {
+            let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
+            (space::percentage(spec, guaranteed), None)
+        }
+    };
+    (share.filter(|share| *share < 100), from)
+}
+
 fn check_fingerprint(fingerprint: Option<&str>) -> Result<(), TenantError> {
     match fingerprint {
         Some(name) if !is_name(name) => Err(TenantError::BadFingerprint(name.into())),
@@ -1163,9 +1179,7 @@ fn check_fingerprint(fingerprint: Option<&str>) -> Result<(), TenantError> {
 }
 
 fn check_curve(curve: &[(u32, f64)]) -> Result<(), TenantError> {
-    let good = |(percent, rate): &(u32, f64)| {
-        (1..=100).contains(percent) && rate.is_finite() && *rate >= 0.0
-    };
+    let good = |(percent, rate): &(u32, f64)| space::is_point(*percent, *rate);
     match (1..=MAX_POINTS).contains(&curve.len()) && curve.iter().all(good) {
         true => Ok(()),
         false => Err(TenantError::BadCurve),
@@ -1302,7 +1316,14 @@ mod tests {
             let error = tenants.create(&peer(0), wish).await.unwrap_err();
             assert!(error.to_string().contains(wrong), "{error}");
         }
-        for curve in [&[][..], &[(50, -1.0)], &[(50, f64::NAN)], &[(1, 1.0); 101]] {
+        for curve in [
+            &[][..],
+            &[(50, -1.0)],
+            &[(50, f64::NAN)],
+            &[(50, 5e-324)],
+            &[(50, 1e16)],
+            &[(1, 1.0); 101],
+        ] {
             let error = tenants.teach(0, "train", curve).unwrap_err();
             assert!(matches!(error, TenantError::BadCurve), "{error}");
         }
@@ -1310,6 +1331,30 @@ mod tests {
         let error = tenants.unlearn(1001, "train").unwrap_err();
         assert!(matches!(error, TenantError::NothingKnown(_)), "{error}");
         tenants.unlearn(1000, "train").unwrap();
+    }
+
+    #[test]
+    fn a_curve_is_named_only_where_sms_are_divided_by_it() {
+        let spec = TenantSpec::default();
+        let half = TenantSpec {
+            limit: 0.5,
+            ..TenantSpec::default()
+        };
+        let (small, none) = (
+            Curve::of_percents([(20, 0.9), (100, 1.0)]),
+            Curve::default(),
+        );
+        let from = Some(CurveFrom::Measured);
+        let two = [(&spec, &none), (&spec, &small)];
+        assert_eq!(confine(None, &two, from), (Some(20), from));
+        assert_eq!(confine(None, &two[1..], from), (None, None), "the first");
+        assert_eq!(confine(None, &[two[1]; 20], from), (Some(5), from));
+        assert_eq!(confine(None, &[two[1]; 21], from), (None, None), "too many");
+        // What is asked for comes first, and the limit before that.
+        assert_eq!(confine(Some(30), &two, from), (Some(30), None));
+        assert_eq!(confine(Some(100), &two, from), (None, None));
+        let limited = [two[0], (&half, &small)];
+        assert_eq!(confine(Some(70), &limited, from), (Some(50), None));
     }
 
     #[test]

@@ -88,8 +88,8 @@ impl Broker {
     }
 
     pub(crate) fn join(&mut self, now: Nanos, new: Newcomer) {
-        // A scenario's promises were checked against the device.
-        let _ = self.ledger.promise(new.tenant, new.share);
+        let kept = self.ledger.promise(new.tenant, new.share);
+        debug_assert!(kept.is_ok(), "the scenario was checked: {kept:?}");
         let line = Line {
             class: new.class,
             bytes: new.bytes,

@@ -65,7 +65,7 @@ pub struct TenantReport {
     pub latency: Option<Latency>,
     /// How often it lost a device in the middle of a kernel, per second.
     pub preemptions: f64,
-    /// How its memory moved in the whole time, if it did.
+    /// How its memory moved in the whole time, on all devices, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moves: Option<Moves>,
 }
@@ -81,6 +81,16 @@ pub struct Moves {
     pub out_gib: f64,
     /// How long that and coming back took.
     pub moving_s: f64,
+}
+
+impl Moves {
+    /// Adds those on another device.
+    pub(crate) fn add(&mut self, more: Self) {
+        self.outs += more.outs;
+        self.backs += more.backs;
+        self.out_gib += more.out_gib;
+        self.moving_s += more.moving_s;
+    }
 }
 
 /// A distribution of latencies, in ms.

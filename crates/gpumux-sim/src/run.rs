@@ -215,7 +215,7 @@ struct Player<'a> {
     longest_wait: Nanos,
     window_min: f64,
     window_max: f64,
-    moves: Option<Moves>,
+    moves: Moves,
 }
 
 struct Simulation<'a> {
@@ -310,7 +310,7 @@ impl<'a> Simulation<'a> {
                     longest_wait: 0,
                     window_min: f64::INFINITY,
                     window_max: 0.0,
-                    moves: None,
+                    moves: Moves::default(),
                 }
             })
             .collect();
@@ -563,7 +563,6 @@ impl<'a> Simulation<'a> {
             room: ROOM,
             unavailable: None,
             faults: 0,
-            memory: None,
             interference: None,
         });
         (decision.way == Way::Space).then_some(trust)
@@ -665,8 +664,7 @@ impl<'a> Simulation<'a> {
             }
             if let Some(broker) = self.memory.get_mut(device) {
                 let moves = broker.leave(TenantId(tenant as u64));
-                let all = &mut self.players[tenant].moves;
-                *all = moves.or(*all);
+                self.players[tenant].moves.add(moves.unwrap_or_default());
             }
             self.used[device].gone += received.busy;
             self.gpus[device].remove_group(group).expect("its own");
@@ -1155,7 +1153,7 @@ impl<'a> Simulation<'a> {
                 rate: player.completed as f64 / measured,
                 latency: Latency::of(player.latencies),
                 preemptions: player.preempted as f64 / measured,
-                moves: player.moves,
+                moves: (player.moves != Moves::default()).then_some(player.moves),
             }
         };
         let tenants = std::mem::take(&mut self.players)

@@ -303,6 +303,20 @@ pub enum Error {
         /// Why.
         error: SpecError,
     },
+    /// More memory is guaranteed than there is.
+    #[error(
+        "tenant `{tenant}`: device {device} has {device_gib} GiB of memory, and {promised_gib:.1} GiB would be guaranteed there: lower memory_guaranteed_gib or count"
+    )]
+    Memory {
+        /// Who asks for too much.
+        tenant: String,
+        /// Where.
+        device: usize,
+        /// What it has.
+        device_gib: f64,
+        /// What all up to this tenant are guaranteed.
+        promised_gib: f64,
+    },
     /// A group works on one device.
     #[error(
         "tenant `{0}` names a trust domain and several devices: in a group it could not wait for itself, use one device"
@@ -500,6 +514,17 @@ impl Scenario {
                 let fits = (0.0..=most).contains(&value);
                 number(&field(of), value, fits, "at most memory.device_gib")?;
             }
+            for (&device, specs) in &promised {
+                let promised: u64 = specs.iter().map(|spec| spec.memory_guaranteed).sum();
+                if promised > gib(most) {
+                    return Err(Error::Memory {
+                        tenant: name.clone(),
+                        device,
+                        device_gib: most,
+                        promised_gib: promised as f64 / gib(1.0) as f64,
+                    });
+                }
+            }
             match &tenant.arrival {
                 Arrival::Periodic { rate } | Arrival::Poisson { rate } => positive("rate", *rate)?,
                 Arrival::Gamma { rate, cv } => {
@@ -620,6 +645,19 @@ mod tests {
     }
 
     #[test]
+    fn memory_is_guaranteed_by_each_device_for_itself() {
+        let pair = PAIR.replace("seconds = 10", "seconds = 10\ndevices = 2");
+        let with = |devices: [&str; 2]| {
+            let [serve, train] = devices.map(|it| format!("memory_guaranteed_gib = 50\n{it}"));
+            let text = pair.replace("class = \"latency\"", &serve);
+            Scenario::from_toml(&text.replace("class = \"batch\"", &train))
+        };
+        assert!(with(["devices = [0]", "devices = [1]"]).is_ok());
+        let error = with(["devices = [0, 1]", "devices = [1]"]).expect_err("too much");
+        assert!(error.to_string().contains("`train`: device 1"), "{error}");
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (change, with, message) in [
             ("seconds = 10", "seconds = 0", "seconds 0"),
@@ -651,6 +689,11 @@ mod tests {
                 "class = \"batch\"",
                 "guaranteed = 0.6\ncount = 2",
                 "cannot promise 0.600 of device 0",
+            ),
+            (
+                "class = \"batch\"",
+                "memory_guaranteed_gib = 50\ncount = 2",
+                "tenant `train`: device 0 has 78 GiB of memory, and 100.0 GiB would",
             ),
             (
                 "class = \"batch\"",

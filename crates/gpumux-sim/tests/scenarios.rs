@@ -422,3 +422,40 @@ fn two_that_do_not_fit_lose_little_to_moving_and_share_alike() {
     let alone = mode(&report, Mode::Alone);
     assert!(alone.tenants.iter().all(|it| it.moves.is_none()));
 }
+
+/// One on two devices, of which one is crowded, and one that fits beside it.
+#[test]
+fn moves_on_all_devices_count_and_who_never_moved_has_none() {
+    let text = r#"
+        seconds = 40
+        devices = 2
+        [[tenant]]
+        name = "both"
+        class = "batch"
+        memory_gib = 47
+        devices = [0, 1]
+        arrival = { kind = "closed", depth = 2 }
+        work = { kind = "kernels", kernel_us = 70_000 }
+        [[tenant]]
+        name = "rival"
+        class = "batch"
+        memory_gib = 47
+        devices = [0]
+        arrival = { kind = "closed", depth = 2 }
+        work = { kind = "kernels", kernel_us = 70_000 }
+        [[tenant]]
+        name = "small"
+        class = "batch"
+        memory_gib = 1
+        devices = [1]
+        arrival = { kind = "closed", depth = 2 }
+        work = { kind = "kernels", kernel_us = 70_000 }
+    "#;
+    let report = run(&Scenario::from_toml(text).expect("sound")).expect("played");
+    let shared = mode(&report, Mode::Gpumux);
+    for name in ["both", "rival"] {
+        let moves = tenant(shared, name).moves.expect("they do not fit");
+        assert!(moves.outs > 0 && moves.out_gib > 10.0, "{name}: {moves:?}");
+    }
+    assert_eq!(tenant(shared, "small").moves, None);
+}

@@ -264,6 +264,9 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 /// What keeps a page from shrinking under its reader.
+/// How old the daemon takes a fault to be at most: a clock that began anew or a program that lies says more.
+const FAULT_AGE_MS: u32 = 60_000;
+
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
@@ -292,11 +295,12 @@ impl Page {
         let _ = fault.compare_exchange(0, told, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// How long ago the program got that error, in ms, whatever the writer put there.
+    /// How long ago the program got that error, in ms, whatever the writer put there; none beyond
+    /// a minute.
     pub fn fault_age_ms(&self) -> Option<u64> {
         let told = self.layout().fault.load(Ordering::Acquire);
         let age = now_ms().wrapping_sub((told >> 32) as u32);
-        (told as u32 != 0).then_some(age.into())
+        (told as u32 != 0 && age <= FAULT_AGE_MS).then_some(age.into())
     }
 
     /// The driver error after which the program's context was of no use, whatever the writer put there; 0: none.
@@ -398,6 +402,9 @@ mod tests {
         assert_eq!(reader.fault(), 719);
         let age = reader.fault_age_ms().unwrap();
         assert!(age < 60_000, "{age}");
+        let future = u64::from(now_ms().wrapping_add(1000)) << 32 | 719;
+        writer.layout().fault.store(future, Ordering::Release);
+        assert_eq!((reader.fault(), reader.fault_age_ms()), (719, None));
     }
 
     #[test]

@@ -16,7 +16,7 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use gpumux_core::{
     Class,
-    space::{Sharing, Way},
+    space::{Sharing, Way, throughput},
 };
 use gpumux_daemon::{
     api::types::{NewCurve, NewTenant, Program, SpecChange},
@@ -91,8 +91,6 @@ const END: Duration = Duration::from_secs(10);
 const LOOK: Duration = Duration::from_millis(20);
 /// Parts of a measurement that are compared with each other.
 const PARTS: u32 = 4;
-/// A program that was kept waiting for more of the time was not measured.
-const WAITED: f64 = 0.8;
 
 /// What was measured.
 #[derive(Debug, Serialize)]
@@ -229,8 +227,9 @@ fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64,
     let mut running = Running(child);
     let measured = watch(args, &name, &mut running, stop);
     running.end();
-    forget(&name)?;
-    measured
+    let forgotten = forget(&name);
+    let measured = measured?;
+    forgotten.map(|()| measured)
 }
 
 fn watch(
@@ -314,12 +313,13 @@ fn look(name: &str) -> anyhow::Result<Look> {
 fn rate(from: Look, to: Look) -> anyhow::Result<f64> {
     let seconds = to.at.duration_since(from.at).as_secs_f64();
     let waited = to.waited_us.saturating_sub(from.waited_us) as f64 / 1e6;
-    ensure!(
-        waited <= seconds * WAITED,
-        "other tenants kept it waiting for {:.0}% of the time: try again when they need less",
-        waited / seconds * 100.0
-    );
-    Ok(to.work.saturating_sub(from.work) as f64 / (seconds - waited))
+    let work = to.work.saturating_sub(from.work);
+    throughput(work, seconds, waited).with_context(|| {
+        format!(
+            "other tenants kept it waiting for {:.0}% of the time: try again when they need less",
+            waited / seconds * 100.0
+        )
+    })
 }
 
 /// Waits until the daemon knows that the program has ended, so that the next one is alone.

@@ -19,7 +19,7 @@ use std::{
 
 use anyhow::Context;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use gpumux_core::space::Sharing;
+use gpumux_core::space::{Sharing, is_point};
 use gpumux_daemon::{
     api::types::{Created, Fault, NewTenant},
     client::ClientError,
@@ -227,7 +227,7 @@ fn point(text: &str) -> Result<(u32, f64), String> {
     let wrong = || format!("`{text}` is no point of a curve: use PERCENT:RATE, such as 50:0.9");
     let (percent, rate) = text.split_once(':').ok_or_else(wrong)?;
     match (percent.parse(), rate.parse::<f64>()) {
-        (Ok(percent @ 1..=100), Ok(rate)) if rate.is_finite() && rate >= 0.0 => Ok((percent, rate)),
+        (Ok(percent), Ok(rate)) if is_point(percent, rate) => Ok((percent, rate)),
         _ => Err(wrong()),
     }
 }

@@ -14,6 +14,12 @@ pub struct Curve {
     points: BTreeMap<u32, Mean>,
 }
 
+/// Whether this can be a point of a curve over percentages of the SMs: 1 to 100 percent, and a throughput that
+/// is 0 or has a size of which ratios can be made.
+pub fn is_point(percent: u32, rate: f64) -> bool {
+    (1..=100).contains(&percent) && (rate == 0.0 || (1e-6..=1e15).contains(&rate))
+}
+
 /// A mean that forgets slowly.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Mean {
@@ -44,6 +50,12 @@ impl Curve {
             curve.measure(sms, rate);
         }
         curve
+    }
+
+    /// Of measurements at percentages of the SMs. Those that are no [`is_point`] are left out.
+    pub fn of_percents(points: impl IntoIterator<Item = (u32, f64)>) -> Self {
+        let points = points.into_iter();
+        Self::measured(points.filter(|(percent, rate)| is_point(*percent, *rate)))
     }
 
     /// Adds a measurement. One that makes no sense (no SMs, a rate below 0 or not finite) is ignored.

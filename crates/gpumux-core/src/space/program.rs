@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Curve, Interference, curve::Mean};
+use super::{Curve, Interference, curve::Mean, is_point};
 
 /// What was measured of one program.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
@@ -22,10 +22,10 @@ pub struct Program {
 pub struct Observation {
     /// How long that was, in seconds.
     pub seconds: f64,
-    /// Seconds of that in which it had work and others had the device.
+    /// Seconds of that in which it, or its group, had work and others had the device.
     pub waited: f64,
-    /// Seconds of that in which it had the device.
-    pub received: f64,
+    /// Seconds of that in which it had work itself: while it waits the others of its group may be those who do.
+    pub busy: f64,
     /// Pieces of work that it gave to the device.
     pub work: u64,
     /// Percent of the SMs that it may use.
@@ -34,29 +34,38 @@ pub struct Observation {
     pub beside: u32,
 }
 
-/// A while in which a program was not kept from running for this part of it, or did fewer pieces of work, tells nothing.
-const OWN_TIME: f64 = 0.25;
+/// A while in which a program was kept waiting for more than this part of it, or did fewer pieces of work, tells nothing.
+const WAITED: f64 = 0.75;
 const PIECES: u64 = 10;
 /// Nor does one in which it had nothing to do for most of the time: then its users set its throughput, not the SMs.
 const DUTY: f64 = 0.5;
 
+/// Pieces of work per second in which a program was not kept `waited` of so many `seconds`; `None` where it was for most of
+/// them.
+pub fn throughput(work: u64, seconds: f64, waited: f64) -> Option<f64> {
+    let telling = seconds > 0.0 && waited <= seconds * WAITED;
+    telling.then(|| work as f64 / (seconds - waited))
+}
+
 impl Program {
-    /// Learns from a while of its life; whether that told anything.
-    pub fn learn(&mut self, seen: &Observation) -> bool {
-        let own = seen.seconds - seen.waited;
-        let telling = own >= seen.seconds * OWN_TIME
-            && own > 0.0
-            && seen.work >= PIECES
-            && (1..=100).contains(&seen.percent);
-        let (rate, duty) = (seen.work as f64 / own, seen.received / own);
-        if !telling || !rate.is_finite() || !duty.is_finite() || duty < DUTY {
+    /// Learns from a while of its life, which may leave its curve alone; whether that told anything.
+    pub fn learn(&mut self, seen: &Observation, keep_curve: bool) -> bool {
+        let rate = throughput(seen.work, seen.seconds, seen.waited);
+        let Some(rate) = rate.filter(|rate| is_point(seen.percent, *rate)) else {
+            return false;
+        };
+        // As if it had had work whenever its group waited: what is left is its own in any case.
+        let duty = (seen.busy - seen.waited) / (seen.seconds - seen.waited);
+        if seen.work < PIECES || !duty.is_finite() || duty < DUTY {
             return false;
         }
         if seen.beside > 0 {
             self.beside.entry(seen.beside).or_default().add(rate);
             return true;
         }
-        self.curve.measure(seen.percent, rate);
+        if !keep_curve {
+            self.curve.measure(seen.percent, rate);
+        }
         if seen.percent == 100 {
             self.duty.get_or_insert_default().add(duty.min(1.0));
         }
@@ -65,8 +74,7 @@ impl Program {
 
     /// Replaces the curve by one that was measured on purpose: percent of the SMs, pieces of work per second.
     pub fn set_curve(&mut self, points: impl IntoIterator<Item = (u32, f64)>) {
-        let points = points.into_iter();
-        self.curve = Curve::measured(points.filter(|(percent, _)| *percent <= 100));
+        self.curve = Curve::of_percents(points);
     }
 
     /// All that is known of its curve.
@@ -83,7 +91,8 @@ impl Program {
     pub fn beside(&self) -> impl Iterator<Item = (u32, f64)> + '_ {
         let alone = self.alone();
         let relative = move |(others, mean): (&u32, &Mean)| Some((*others, mean.value() / alone?));
-        self.beside.iter().filter_map(relative)
+        let relative = self.beside.iter().filter_map(relative);
+        relative.filter(|(_, part)| part.is_finite())
     }
 
     /// What is to be expected beside so many others, of whom it would have this share in turns. Of more neighbours than were
@@ -115,7 +124,7 @@ mod tests {
         Observation {
             seconds: 1.0,
             waited: 0.0,
-            received: 1.0,
+            busy: 1.0,
             work,
             percent,
             beside: 0,
@@ -125,9 +134,9 @@ mod tests {
     #[test]
     fn its_curve_grows_with_every_percentage_that_it_ran_at() {
         let mut program = Program::default();
-        assert!(program.learn(&second(1000, 100)));
+        assert!(program.learn(&second(1000, 100), false));
         assert_eq!(program.utility(), None, "one point is no curve");
-        assert!(program.learn(&second(900, 50)));
+        assert!(program.learn(&second(900, 50), false));
         let curve = program.utility().expect("two points");
         assert_eq!(curve.utility(50, 100), 0.9);
         program.set_curve([(25, 1.0), (100, 2.0), (101, 9.0)]);
@@ -139,10 +148,9 @@ mod tests {
         let mut program = Program::default();
         let half = Observation {
             waited: 0.5,
-            received: 0.5,
             ..second(500, 100)
         };
-        assert!(program.learn(&half));
+        assert!(program.learn(&half, false));
         assert_eq!(program.curve().rate(100), 1000.0);
     }
 
@@ -159,7 +167,14 @@ mod tests {
             },
             // Its users let it rest.
             Observation {
-                received: 0.2,
+                busy: 0.2,
+                ..second(1000, 100)
+            },
+            // The same, while its group was busy and waited.
+            Observation {
+                busy: 0.6,
+                waited: 0.5,
+                beside: 1,
                 ..second(1000, 100)
             },
             Observation {
@@ -167,11 +182,12 @@ mod tests {
                 ..second(1000, 100)
             },
             Observation {
-                received: f64::NAN,
+                busy: f64::NAN,
                 ..second(1000, 100)
             },
+            second(u64::MAX, 100),
         ] {
-            assert!(!program.learn(&nothing), "{nothing:?}");
+            assert!(!program.learn(&nothing, false), "{nothing:?}");
         }
         assert_eq!(program, Program::default());
     }
@@ -183,14 +199,14 @@ mod tests {
             beside: others,
             ..second(work, 100)
         };
-        assert!(program.learn(&beside(1, 300)));
+        assert!(program.learn(&beside(1, 300), false));
         assert_eq!(
             program.interference(1, 0.5),
             None,
             "nothing to compare with"
         );
-        assert!(program.learn(&second(1000, 100)));
-        assert!(program.learn(&beside(3, 200)));
+        assert!(program.learn(&second(1000, 100), false));
+        assert!(program.learn(&beside(3, 200), false));
         let of = |others, share| program.interference(others, share);
         let expected = |in_group, in_turns| Some(Interference { in_group, in_turns });
         assert_eq!(of(0, 1.0), None);
@@ -200,14 +216,47 @@ mod tests {
     }
 
     #[test]
+    fn a_curve_that_is_kept_is_not_learnt_from_but_compared_with() {
+        let mut program = Program::default();
+        program.set_curve([(100, 1000.0)]);
+        assert!(program.learn(&second(9000, 100), true));
+        let neighbour = Observation {
+            beside: 1,
+            ..second(500, 100)
+        };
+        assert!(program.learn(&neighbour, true));
+        assert_eq!(program.curve().rate(100), 1000.0);
+        assert_eq!(program.beside().collect::<Vec<_>>(), [(1, 0.5)]);
+    }
+
+    #[test]
+    fn ratios_are_finite_whatever_a_file_says() {
+        let mut program = Program::default();
+        program.curve.measure(100, f64::from_bits(1));
+        program.beside.entry(1).or_default().add(1e3);
+        assert_eq!(program.beside().count(), 0);
+        assert_eq!(program.interference(1, 0.5), None);
+        program.set_curve([(50, 0.0), (75, 1e-7), (99, f64::NAN), (100, 1e16)]);
+        assert_eq!(program.curve().points().collect::<Vec<_>>(), [(50, 0.0)]);
+    }
+
+    #[test]
+    fn throughput_needs_time_of_its_own() {
+        assert_eq!(throughput(300, 4.0, 1.0), Some(100.0));
+        assert_eq!(throughput(300, 4.0, 3.1), None);
+        assert_eq!(throughput(300, 0.0, 0.0), None);
+        assert_eq!(throughput(300, 4.0, f64::NAN), None);
+    }
+
+    #[test]
     fn who_rests_half_of_the_time_loses_less_by_turns() {
         let mut program = Program::default();
         let lazy = Observation {
-            received: 0.5,
+            busy: 0.5,
             ..second(1000, 100)
         };
-        assert!(program.learn(&lazy));
-        assert!(program.learn(&Observation { beside: 1, ..lazy }));
+        assert!(program.learn(&lazy, false));
+        assert!(program.learn(&Observation { beside: 1, ..lazy }, false));
         let measured = program.interference(1, 0.5).expect("both");
         assert_eq!((measured.in_group, measured.in_turns), (1.0, 1.0));
     }

@@ -91,8 +91,6 @@ pub struct Applicant<'a> {
     pub unavailable: Option<&'a str>,
     /// How often it took a group down.
     pub faults: u32,
-    /// Memory that it is known to need and what the device has free, in bytes.
-    pub memory: Option<(u64, u64)>,
     /// What was measured of its program.
     pub interference: Option<Interference>,
 }
@@ -149,16 +147,6 @@ pub fn decide(applicant: &Applicant) -> Decision {
     }
     if class == Class::Latency {
         return time("class latency takes the device from its own context".into());
-    }
-    if let Some((needed, free)) = applicant.memory
-        && needed > free
-    {
-        // Memory is moved out of a frozen domain, and a group freezes as a whole.
-        return time(format!(
-            "needs {} MiB with {} MiB free: its memory must be movable, in a group it isn't",
-            needed >> 20,
-            free >> 20
-        ));
     }
     match applicant.interference {
         Some(Interference { in_group, in_turns }) if in_turns > in_group * BETTER => time(format!(
@@ -254,7 +242,6 @@ mod tests {
             room: 48,
             unavailable: None,
             faults: 0,
-            memory: None,
             interference: None,
         }
     }
@@ -298,16 +285,6 @@ mod tests {
                 "took its group down 2 times",
             ),
             (|it| it.members = 48, Time, "is full: 48"),
-            (
-                |it| it.memory = Some((1 << 30, 2 << 30)),
-                Space,
-                "with 1 other",
-            ),
-            (
-                |it| it.memory = Some((2 << 30, 1 << 30)),
-                Time,
-                "needs 2048 MiB with 1024 MiB free",
-            ),
             (
                 |it| it.interference = measured(0.5, 0.49),
                 Space,

@@ -175,8 +175,7 @@ impl Device {
         for domain in self.domains.values_mut() {
             let demand = domain.demand();
             if demand != domain.state.demand {
-                domain.state.demand = demand;
-                domain.state.demand_since = now;
+                domain.set_demand(demand, now);
                 self.record.push(now, &domain.who, What::Demand(demand));
                 self.dirty = true;
             }

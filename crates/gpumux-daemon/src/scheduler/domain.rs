@@ -50,6 +50,8 @@ pub(crate) struct Domain {
     pub(super) group: Option<DomainId>,
     /// What the group had before this member came.
     pub(super) before: Account,
+    /// How long it had work itself before [`DomainState::demand_since`], in µs.
+    busy_us: u64,
     pub(super) member: Member,
     pub(super) who: Arc<Who>,
     pub(super) levers: Box<dyn Levers>,
@@ -106,6 +108,7 @@ impl Domain {
             }),
             group: None,
             before: Account::default(),
+            busy_us: 0,
             member: group.member,
             levers: group.levers,
             default: group.default,
@@ -151,6 +154,21 @@ impl Domain {
             Some(Work::Idle(_)) => Demand::Idle,
             Some(Work::Unknown) | None => Demand::Unknown,
         }
+    }
+
+    /// It has work now, or none any more.
+    pub(super) fn set_demand(&mut self, demand: Demand, now: Micros) {
+        self.busy_us = self.busy_us(now);
+        (self.state.demand, self.state.demand_since) = (demand, now);
+    }
+
+    /// How long it had work itself, whatever the others of its group had.
+    pub(super) fn busy_us(&self, now: Micros) -> u64 {
+        let still = match self.state.demand {
+            Demand::Busy => now.saturating_sub(self.state.demand_since).0,
+            Demand::Idle | Demand::Unknown => 0,
+        };
+        self.busy_us + still
     }
 
     /// How often its process took the device ahead of work since this was asked last, if it did.

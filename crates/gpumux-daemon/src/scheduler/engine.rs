@@ -108,6 +108,8 @@ impl Met {
 #[derive(Debug)]
 pub(crate) struct View {
     pub(crate) domains: Vec<(TenantId, types::Domain)>,
+    /// How long each domain had work itself, whatever the others of its group had, in µs.
+    pub(crate) busy_us: BTreeMap<u64, u64>,
     /// What each tenant had on each device so far, its ended domains too.
     pub(crate) totals: BTreeMap<(TenantId, String), Totals>,
     /// Without what only NVML knows.
@@ -778,6 +780,7 @@ impl Engine {
         let now = self.now();
         let mut view = View {
             domains: Vec::new(),
+            busy_us: BTreeMap::new(),
             totals: BTreeMap::new(),
             devices: Vec::new(),
             scheduler: types::Scheduler {
@@ -840,6 +843,7 @@ impl Engine {
                     reason: domain.reason.into(),
                     error: domain.fault.as_ref().map(|fault| fault.error.clone()),
                 };
+                view.busy_us.insert(shown.id, domain.busy_us(now));
                 view.domains.push((tenant, shown));
             }
         }

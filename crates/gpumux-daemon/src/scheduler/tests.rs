@@ -313,6 +313,25 @@ fn a_group_is_one_domain_to_the_policy() {
 }
 
 #[test]
+fn a_member_is_busy_only_while_it_has_work_itself() {
+    let mut bench = Bench::new();
+    bench.member(2, 50, "team");
+    bench.member(3, 50, "team");
+    bench.run(Micros::from_secs(1));
+    bench.pages[1].slot(3).unwrap().complete(1);
+    bench.run(Micros::from_secs(1));
+    let received = [2, 3].map(|n| bench.domain(n).received_us / 100_000);
+    assert!(
+        received.iter().all(|it| (19..=20).contains(it)),
+        "{received:?}"
+    );
+    let [works, rests] = [2, 3].map(|n| bench.domain(n).id);
+    let busy = bench.engine.view().busy_us;
+    assert!((1_900_000..=2_000_000).contains(&busy[&works]), "{busy:?}");
+    assert!((900_000..=1_100_000).contains(&busy[&rests]), "{busy:?}");
+}
+
+#[test]
 fn members_come_and_go_without_changing_what_the_group_has() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
