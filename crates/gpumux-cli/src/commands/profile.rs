@@ -44,7 +44,7 @@ The program runs once for every point, alone in a group, confined to so many per
 tenant kept it waiting. Its standard output is thrown away.
 
 The daemon keeps the curve by the program's fingerprint: `gpumux run --trust NAME` of the same program divides the SMs of its \
-group by it, as with --utility. A fingerprint is made from the executable and the arguments, where files count with their whole paths; \
+group by it, as with --utility. A fingerprint is made from the executable and the arguments, where the first that is a file counts with its whole path; \
 with --fingerprint it is any name.";
 
 /// Measure what a program makes of SMs
