@@ -221,12 +221,13 @@ impl Memory {
         tenant: TenantId,
         voice: Arc<OwnedFd>,
     ) {
-        // Also the default ones: the daemon before may have had others.
-        let rules = Daemon::HostMemory {
-            location: (self.rules.location.as_ref()).map(|it| it.display().to_string()),
-            scrub: self.rules.scrub,
-        };
-        let _ = say(&voice, &rules);
+        if self.rules != HostMemory::default() {
+            let rules = Daemon::HostMemory {
+                location: (self.rules.location.as_ref()).map(|it| it.display().to_string()),
+                scrub: self.rules.scrub,
+            };
+            let _ = say(&voice, &rules);
+        }
         let member = Member {
             tenant,
             voice,

@@ -139,6 +139,8 @@ impl Session {
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
+                    // The daemon before may have had others; this one says where its own differ.
+                    self.mover.set_rules(None, false);
                     lease::set_up(memory, if memory { self.introduce() } else { Vec::new() });
                     let end = self.serve(&session);
                     lease::set_up(false, Vec::new());
