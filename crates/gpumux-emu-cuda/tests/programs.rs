@@ -563,16 +563,21 @@ fn functions_are_found_by_name_and_version() {
     });
 }
 
+fn nvml_library() -> std::ffi::OsString {
+    std::env::var_os("GPUMUX_NVML").unwrap()
+}
+
+fn nvml() -> nvml_wrapper::Nvml {
+    let mut builder = nvml_wrapper::Nvml::builder();
+    builder.lib_path(&nvml_library()).init().unwrap()
+}
+
 #[test]
 fn nvml_knows_the_device_and_its_users() {
     on_device("nvml_knows_the_device_and_its_users", || {
         primary();
         let held = alloc(100 * MIB);
-        let path = std::env::var_os("GPUMUX_NVML").unwrap();
-        let nvml = nvml_wrapper::Nvml::builder()
-            .lib_path(Path::new(&path).as_os_str())
-            .init()
-            .unwrap();
+        let nvml = nvml();
         assert_eq!(nvml.device_count().unwrap(), 1);
         assert_eq!(nvml.sys_driver_version().unwrap(), "580.159.04");
         let uuid = uuid_text(&Profile::default().uuid(0));
@@ -616,11 +621,7 @@ fn nvml_knows_mig_instances() {
     }
     primary();
     let held = alloc(100 * MIB);
-    let path = std::env::var_os("GPUMUX_NVML").unwrap();
-    let nvml = nvml_wrapper::Nvml::builder()
-        .lib_path(Path::new(&path).as_os_str())
-        .init()
-        .unwrap();
+    let nvml = nvml();
     assert_eq!(nvml.device_count().unwrap(), 2);
     let by_uuid = |uuid: &String| nvml.device_by_uuid(uuid.as_str()).unwrap();
     assert_eq!(by_uuid(&gpu).mig_mode().unwrap().current, 1);
@@ -658,7 +659,7 @@ fn nvml_knows_mig_instances() {
     );
 
     // SAFETY: NVML is loaded already.
-    let raw = unsafe { nvml_wrapper_sys::bindings::NvmlLib::new(&path) }.unwrap();
+    let raw = unsafe { nvml_wrapper_sys::bindings::NvmlLib::new(nvml_library()) }.unwrap();
     // SAFETY: handles and places to write are of this NVML and this function.
     unsafe {
         let children = raw.nvmlDeviceGetMigDeviceHandleByIndex.as_ref().unwrap();

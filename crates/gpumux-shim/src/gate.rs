@@ -7,13 +7,13 @@
 use std::{
     cell::Cell,
     sync::{
-        Condvar, Mutex, MutexGuard, PoisonError,
+        Condvar, Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
     },
     time::{Duration, Instant},
 };
 
-use crate::process;
+use crate::{guard, process};
 
 /// Counters of threads inside, so that threads rarely share one.
 const SHARDS: usize = 64;
@@ -121,7 +121,7 @@ fn await_open(patience: Duration) {
 }
 
 fn lock() -> MutexGuard<'static, ()> {
-    OPENED.0.lock().unwrap_or_else(PoisonError::into_inner)
+    guard::lock(&OPENED.0)
 }
 
 /// Lets nobody in any more.

@@ -1,7 +1,13 @@
 //! What every excursion from the program's code into ours keeps: `errno`, no panic across, and not into
 //! itself (a signal handler, or a libc that calls an interposed function).
 
-use std::{cell::Cell, mem::MaybeUninit, panic::AssertUnwindSafe, ptr};
+use std::{
+    cell::Cell,
+    mem::MaybeUninit,
+    panic::AssertUnwindSafe,
+    ptr,
+    sync::{Mutex, MutexGuard, PoisonError},
+};
 
 thread_local! {
     // Constant and without destructor: usable in any thread at any time.
@@ -22,6 +28,11 @@ pub(crate) fn enter(work: impl FnOnce()) {
     // SAFETY: as above.
     unsafe { *errno = saved };
     INSIDE.set(false);
+}
+
+/// A lock, also after a panic of whoever held it: [`enter`] lets the program go on, and its calls must.
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Does something while no signal reaches this thread, nor any that it makes.

@@ -18,18 +18,22 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
     sync::{
-        Mutex, MutexGuard, OnceLock, PoisonError, TryLockError,
+        Mutex, MutexGuard, OnceLock, TryLockError,
         atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
     },
     thread::Thread,
     time::{Duration, Instant},
 };
 
-use gpumux_wire::page::{HintCounts, Work};
+use gpumux_wire::{
+    message::FARTHEST_HINT_US,
+    page::{HintCounts, Work},
+};
 
 use crate::{
     driver::{CUresult, CUstream, SUCCESS},
     foresee::{Call, Lessons, Site, TIMEOUT},
+    guard::lock,
     notice::say,
     work::{self, bits, current_context, functions, page, within},
 };
@@ -41,8 +45,7 @@ const PLACES: usize = 16;
 /// 190 (measured on an H100), the launch and the thread's waking the rest.
 const SOON: u32 = 400;
 const LEAD: u32 = 260;
-/// How far ahead a hint may come, and how many are remembered.
-const FARTHEST: u32 = 1_000_000;
+/// How many are remembered.
 const REMEMBERED: usize = 64;
 /// What a hold waits beyond the time at which work is expected, in µs: together with two switches a hold without work
 /// costs less than 1 ms.
@@ -286,10 +289,6 @@ pub(crate) fn forget(context: u64) {
         words.finished.store(ticket, Ordering::Release);
     }
     *state = NOTHING;
-}
-
-fn lock<T>(state: &Mutex<T>) -> MutexGuard<'_, T> {
-    state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn try_lock(state: &Mutex<State>) -> Option<MutexGuard<'_, State>> {
@@ -634,7 +633,7 @@ fn by_hand(device: Option<c_int>, expected_us: u32) -> Hinted {
     }
     let context = current_context();
     match expected_us {
-        us if us > FARTHEST => Hinted::TooEarly,
+        us if us > FARTHEST_HINT_US => Hinted::TooEarly,
         us if us > SOON => remember(device, context, us),
         us => take(device, context, us),
     }
@@ -699,7 +698,7 @@ fn take(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hinted
 pub(crate) fn from_outside(expected_us: Option<u32>) {
     let us = expected_us.unwrap_or(0);
     if us > SOON {
-        if us <= FARTHEST {
+        if us <= FARTHEST_HINT_US {
             remember(None, None, us);
         }
         return;

@@ -11,7 +11,7 @@ use std::{
 
 use gpumux_wire::Shim;
 
-use crate::process;
+use crate::{guard, process};
 
 /// How long the first question waits for the session.
 const CONNECT: Duration = Duration::from_secs(2);
@@ -38,7 +38,7 @@ static STATE: Mutex<Option<State>> = Mutex::new(None);
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Option<State>> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    guard::lock(&STATE)
 }
 
 fn state(guard: &mut Option<State>) -> &mut State {

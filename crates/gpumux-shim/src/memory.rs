@@ -13,7 +13,7 @@ use std::{
     ffi::{c_int, c_void},
     ops::Range,
     sync::{
-        Mutex, MutexGuard, PoisonError,
+        Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
     thread::sleep,
@@ -24,7 +24,7 @@ use gpumux_wire::Shim;
 
 use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
-    gate, lease,
+    gate, guard, lease,
     notice::say,
     physical::{self, Physical},
     process, swap,
@@ -145,8 +145,7 @@ static FAILURES: AtomicU32 = AtomicU32::new(0);
 
 /// Works on the tables. Never while waiting for anything.
 pub(crate) fn with<R>(work: impl FnOnce(&mut Space) -> R) -> R {
-    let mut guard: MutexGuard<'_, Option<Space>> =
-        SPACE.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut guard: MutexGuard<'_, Option<Space>> = guard::lock(&SPACE);
     work(guard.get_or_insert_default())
 }
 
@@ -324,11 +323,16 @@ pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
             .collect()
     });
     for (at, block) in &dropped {
-        vmm::unback(*at, &block.chunks);
-        vmm::unreserve(*at, block.bytes);
-        give(block.device, block.bytes, false);
+        let_go(*at, block);
     }
     !dropped.is_empty()
+}
+
+/// Frees a block that is in the tables no more.
+fn let_go(at: u64, block: &Block) {
+    vmm::unback(at, &block.chunks);
+    vmm::unreserve(at, block.bytes);
+    give(block.device, block.bytes, block.pinned);
 }
 
 /// Gives back all that is granted and not used.
@@ -726,15 +730,11 @@ fn settle(context: u64) -> CUresult {
 }
 
 fn release(address: u64) {
-    let gone = gate::through(|| {
-        let (at, block) = with(|space| space.remove(address))?;
-        vmm::unback(at, &block.chunks);
-        vmm::unreserve(at, block.bytes);
-        Some(block)
+    gate::through(|| {
+        if let Some((at, block)) = with(|space| space.remove(address)) {
+            let_go(at, &block);
+        }
     });
-    if let Some(block) = gone {
-        give(block.device, block.bytes, block.pinned);
-    }
 }
 
 /// Frees what could not be freed during a capture.
@@ -787,9 +787,7 @@ fn end_context(
             (result, blocks)
         });
         for (at, block) in blocks.into_iter().flatten() {
-            vmm::unback(at, &block.chunks);
-            vmm::unreserve(at, block.bytes);
-            give(block.device, block.bytes, block.pinned);
+            let_go(at, &block);
         }
         result
     })

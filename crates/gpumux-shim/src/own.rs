@@ -8,8 +8,10 @@ use std::{
     io,
     mem::ManuallyDrop,
     os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard},
 };
+
+use crate::guard;
 
 /// The most that are ever open: event, page, session, and a file of host memory that is being made.
 const MOST: usize = 4;
@@ -57,7 +59,7 @@ impl Drop for OwnFd {
 }
 
 fn lock() -> MutexGuard<'static, Table> {
-    TABLE.lock().unwrap_or_else(PoisonError::into_inner)
+    guard::lock(&TABLE)
 }
 
 /// The table's lock between the handlers of one fork.

@@ -17,7 +17,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, RawFd},
     ptr,
     sync::{
-        Condvar, Mutex, MutexGuard, PoisonError,
+        Condvar, Mutex, MutexGuard,
         atomic::{AtomicPtr, Ordering},
     },
     time::Duration,
@@ -37,7 +37,7 @@ use crate::{
     agent,
     config::Config,
     control_files::{self, Kind},
-    memory,
+    guard, memory,
     notice::say,
     own::{self, OwnFd},
     reclaim, work,
@@ -242,7 +242,7 @@ fn read_memory(address: u64, out: &mut [u8]) -> bool {
 
 impl Process {
     pub(crate) fn picture(&self) -> MutexGuard<'_, Picture> {
-        self.picture.lock().unwrap_or_else(PoisonError::into_inner)
+        guard::lock(&self.picture)
     }
 
     fn start_agent(&'static self, picture: &mut Picture) -> bool {
@@ -276,12 +276,12 @@ impl Process {
 
     /// The daemon's first answer is known.
     pub(crate) fn decide(&self) {
-        *self.decided.lock().unwrap_or_else(PoisonError::into_inner) = true;
+        *guard::lock(&self.decided) = true;
         self.decision.notify_all();
     }
 
     fn await_decision(&self) {
-        let decided = self.decided.lock().unwrap_or_else(PoisonError::into_inner);
+        let decided = guard::lock(&self.decided);
         let _ = self
             .decision
             .wait_timeout_while(decided, STRICT_WAIT, |decided| !*decided);

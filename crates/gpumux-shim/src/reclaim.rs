@@ -59,7 +59,7 @@ static NEWS: Condvar = Condvar::new();
 static SPOILED: AtomicBool = AtomicBool::new(false);
 
 fn lock() -> MutexGuard<'static, State> {
-    STATE.lock().unwrap_or_else(PoisonError::into_inner)
+    guard::lock(&STATE)
 }
 
 /// Whether the program has such a function.

@@ -12,7 +12,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     ptr,
-    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
+    sync::{Mutex, MutexGuard, TryLockError},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -22,6 +22,7 @@ use gpumux_wire::message::HOST_PIECE;
 use crate::{
     driver::{CUstream, SUCCESS},
     gate,
+    guard::lock,
     memory::{self, Block},
     notice::say,
     own::OwnFd,
@@ -66,7 +67,6 @@ functions! {
     host_register c"cuMemHostRegister_v2" (*mut c_void, usize, u32);
     host_unregister c"cuMemHostUnregister" (*mut c_void);
     mem_alloc c"cuMemAlloc_v2" (*mut u64, usize);
-    exchange_capture_mode c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
 }
 
 /// Calls a function of the driver; what it answers otherwise ends the work.
@@ -253,13 +253,8 @@ impl Mover {
     /// Makes host memory and streams, while the device still works.
     fn prepare(&mut self, least: u64) -> Result<(), String> {
         let _alone = lock_soon(&PREPARING).ok_or("a context of it is about to end")?;
-        if !std::mem::replace(&mut self.relaxed, true)
-            && let Some(exchange) = exchange_capture_mode()
-        {
-            // `CU_STREAM_CAPTURE_MODE_RELAXED`: this thread's calls spoil nobody's capture.
-            let mut mode = 2;
-            // SAFETY: a place to read and write.
-            unsafe { exchange(&raw mut mode) };
+        if !std::mem::replace(&mut self.relaxed, true) {
+            work::relax_captures();
         }
         self.clear_up();
         let goods = chosen(least);
@@ -510,11 +505,7 @@ static GONE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
 /// Held while the agent enters contexts although the gate is open.
 static PREPARING: Mutex<()> = Mutex::new(());
 
-fn lock<T>(mutex: &'static Mutex<T>) -> MutexGuard<'static, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// The same, not for long: the agent must stay reachable.
+/// A lock, but not waited for long: the agent must stay reachable.
 fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
     let deadline = Instant::now() + SOON;
     loop {

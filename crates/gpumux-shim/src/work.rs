@@ -20,7 +20,7 @@ use std::{
     panic::AssertUnwindSafe,
     ptr,
     sync::{
-        Mutex, Once, PoisonError,
+        Mutex, Once,
         atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
@@ -32,7 +32,7 @@ use gpumux_wire::page::{Page, SLOTS};
 use crate::{
     driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS},
     foresee::Call,
-    gate, hold, process,
+    gate, guard, hold, process,
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)
@@ -267,7 +267,7 @@ fn slow<R>(work: impl FnOnce(&mut Slow) -> R) -> Option<R> {
     if IN_SLOW.replace(true) {
         return None;
     }
-    let mut guard = SLOW.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut guard = guard::lock(&SLOW);
     let result = std::panic::catch_unwind(AssertUnwindSafe(|| work(&mut guard)));
     drop(guard);
     IN_SLOW.set(false);
@@ -974,6 +974,16 @@ pub(crate) fn guard_exit() {
     });
 }
 
+/// This thread's calls spoil nobody's capture from now on.
+pub(crate) fn relax_captures() {
+    if let Some(exchange) = exchange_capture_mode() {
+        // `CU_STREAM_CAPTURE_MODE_RELAXED`
+        let mut mode = 2;
+        // SAFETY: a place to read and write.
+        unsafe { exchange(&raw mut mode) };
+    }
+}
+
 /// Starts the poller when the first stream has appeared. Called by the agent.
 ///
 /// It is a thread of its own because libcuda may keep it waiting for the device: the agent
@@ -988,12 +998,7 @@ pub(crate) fn start_poller(started: &mut bool) {
         .name("gpumux-poll".to_owned())
         .spawn(|| {
             guard_exit();
-            if let Some(exchange) = exchange_capture_mode() {
-                // `CU_STREAM_CAPTURE_MODE_RELAXED`: this thread's calls spoil nobody's capture.
-                let mut relaxed = 2;
-                // SAFETY: a place to read and write.
-                unsafe { exchange(&raw mut relaxed) };
-            }
+            relax_captures();
             hold::become_server();
             let (mut tick, mut before) = (BUSY_TICK, 0);
             loop {

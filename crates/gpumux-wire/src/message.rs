@@ -5,6 +5,9 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 /// Version of this protocol. Shim and daemon must have the same.
 pub const PROTOCOL: u32 = 5;
 
+/// How far ahead of its work a hint may come, in µs.
+pub const FARTHEST_HINT_US: u32 = 1_000_000;
+
 /// Largest packet in bytes.
 pub const MAX_PACKET: usize = 16 * 1024;
 

@@ -596,8 +596,8 @@ pub struct NewHint {
 }
 
 impl NewHint {
-    /// The farthest work of which the tenant's library takes note (`hold.rs`), in µs.
-    pub const FARTHEST_US: u32 = 1_000_000;
+    /// The farthest work of which the tenant's library takes note, in µs.
+    pub const FARTHEST_US: u32 = gpumux_wire::message::FARTHEST_HINT_US;
 }
 
 /// A hint that was passed on.
