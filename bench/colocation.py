@@ -1,6 +1,7 @@
 """Two programs on one GPU: ResNet-50 inference (batch 1, fp16) beside ResNet-152 training (batch 128, bf16).
 
-Cases: `graph+train` (requests as one CUDA graph), `eager+train`, `graph+2train` (two training jobs).
+Cases: `graph+train` (requests as one CUDA graph), `eager+train`, `graph+2train` (two training jobs): a user who pauses for 5 to
+20 ms; `graph30+train`: one who pauses for 20 to 40. Each request takes the GPU from training for its own time and two switches.
 Modes: `alone`, `time-slicing` (the driver's default), `mps`, `gpumux` (the server's class is latency, the jobs' batch).
 In mode alone, batch_rate is that of one job alone; elsewhere it is the sum over the jobs.
 """
@@ -14,19 +15,21 @@ from typing import Any
 import common
 from common import Crew, Results
 
-CASES = {"graph+train": 1, "eager+train": 1, "graph+2train": 2}
+CASES = {"graph+train": 1, "eager+train": 1, "graph+2train": 2, "graph30+train": 1}
 MODES = ["alone", "time-slicing", "mps", "gpumux"]
 SERVER = (["serve", "--model", "resnet50"], "latency")
 TRAINING = (["train", "--model", "resnet152"], "batch")
 STEPS = {"op": "steps"}
 # Time alone is measured before and between the other modes, so that drift shows up in it as well.
 ALONE_PARTS = 4
+PAUSES_S = {"graph": (0.005, 0.020), "eager": (0.005, 0.020), "graph30": (0.020, 0.040)}
 
 
 def requests(case: str, seconds: float, seed: int = 1) -> dict[str, Any]:
-    """The order for a server: one user of an interactive service, who pauses for 5 to 20 ms."""
-    pauses = common.pauses(0.005, 0.020, seconds, seed)
-    return {"op": "visits", "kind": case.partition("+")[0], "pauses": pauses}
+    """The order for a server: one user of an interactive service, who pauses between requests."""
+    user = case.partition("+")[0]
+    pauses = common.pauses(*PAUSES_S[user], seconds, seed)
+    return {"op": "visits", "kind": user.rstrip("0123456789"), "pauses": pauses}
 
 
 def rate(answer: dict[str, Any]) -> float:
@@ -57,8 +60,8 @@ class Alone:
         """Writes the rows of mode alone with all that was measured so far."""
         for case in cases:
             if ms := self.ms[case.partition("+")[0]]:
-                values = common.latency_values(ms)
-                results.add(case, "alone", values | {"batch_rate": statistics.fmean(self.rates)})
+                rates = {"batch_rate": statistics.fmean(self.rates), "requests_per_s": len(ms) / self.seconds / self.parts}
+                results.add(case, "alone", common.latency_values(ms) | rates)
 
 
 def measure(case: str, crew: Crew, seconds: float) -> dict[str, float]:
@@ -69,7 +72,9 @@ def measure(case: str, crew: Crew, seconds: float) -> dict[str, float]:
     rates = [rate(answers[job]) for job in jobs]
     if len(jobs) > 1:
         common.say("steps per second of each job: " + ", ".join(f"{it:.3f}" for it in rates))
-    return common.latency_values(answers["server"]["latencies_ms"]) | {"batch_rate": sum(rates)}
+    latencies = answers["server"]["latencies_ms"]
+    both = {"batch_rate": sum(rates), "requests_per_s": len(latencies) / seconds}
+    return common.latency_values(latencies) | both
 
 
 def main() -> int:

@@ -31,6 +31,7 @@ KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
 }
 CASES = {
     "train+train+latency": ["train", "train"],
+    "train+train": ["train", "train"],
     "inference+train": ["inference", "train"],
     "inference+inference+inference": ["inference", "inference", "inference"],
 }

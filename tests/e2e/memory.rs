@@ -571,6 +571,47 @@ print("given back", flush=True)
     );
 }
 
+/// A default stream of the thread's own can be asked about by that thread alone, and it waits for the device only.
+#[test]
+fn who_waits_for_the_device_alone_can_be_moved() {
+    const PROGRAM: &str = r#"
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1")
+context, address, size = ctypes.c_void_p(), ctypes.c_uint64(), 4 << 20
+def call(name, *args):
+    error = getattr(cuda, name)(*args)
+    assert error == 0, f"{name} answers {error}"
+call("cuInit", 0)
+call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+call("cuCtxSetCurrent", context)
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+sent, back = ctypes.create_string_buffer(b"gpumux " * (size // 7), size), ctypes.create_string_buffer(size)
+def copy(name, *args):
+    call(name, *args, ctypes.c_size_t(size), None)
+    call("cuCtxSynchronize")
+copy("cuMemcpyHtoDAsync_v2_ptsz", address, sent)
+print("sent", flush=True)
+sys.stdin.readline()
+copy("cuMemcpyDtoHAsync_v2_ptsz", back, address)
+print("right" if back.raw == sent.raw else "wrong", flush=True)
+"#;
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: no python3");
+        return;
+    }
+    let node = Node::start();
+    let script = node.dir().join("own_stream.py");
+    std::fs::write(&script, PROGRAM).expect("room");
+    let text = format!("python3 {}", script.display());
+    let mut own = Process::start(&mut node.tenant("--name own", &text));
+    own.wait_lines(1);
+    node.gpumux(["sleep", "own"]).run().ok();
+    node.wait_tenant("own", |it| it["asleep"] == true);
+    own.write("\n");
+    let finished = own.finish_within(PATIENCE).ok();
+    assert!(finished.out.ends_with("right\n"), "{}", finished.out);
+}
+
 #[test]
 fn memory_that_the_driver_refuses_is_awaited_unless_the_policy_is_to_fail() {
     if real() {

@@ -647,6 +647,11 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
             state.done.fetch_max(*count, Ordering::AcqRel);
             slots |= state.slots.load(Ordering::Relaxed);
         }
+        // Nobody but this thread gives its own stream work, and nobody else can ask about it.
+        let own = Key::new(PER_THREAD as CUstream, true).and_then(Key::find);
+        if let Some(state) = own.map(|place| &STATES[place]).filter(|state| mine(state)) {
+            state.copies.store(false, Ordering::Release);
+        }
         settle(slots);
     }
     result
