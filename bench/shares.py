@@ -1,7 +1,8 @@
 """Promised and received: the shares of programs that always have work, and what sharing costs them.
 
 Every program repeats the same kernel, so that shares are counts. Cases: `70/30` and `50/25/25` (standard tenants with
-these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic latency tenant beside them),
+these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic latency tenant beside them), `hinted+4batch` (one that prepares each request for
+200 µs, and with gpumux says so when it begins),
 `saturating` (a latency tenant that never stops, guaranteed 0.5, beside two batch tenants with 0.3 and 0.2),
 `one-leaves` (of two batch tenants one ends half way).
 
@@ -36,6 +37,14 @@ class Program(NamedTuple):
     guaranteed: float = 0.0
     ends_early: bool = False
     periodic: bool = False
+    hinted: bool = False
+
+    def arguments(self, mode: Mode, work: Sequence[str]) -> list[str]:
+        """Of its workload."""
+        if not self.periodic:
+            return ["batch", *work]
+        hint = ["--hint", "manual"] if mode.name == "gpumux" else []
+        return [*PERIODIC, *(["--prepare-us", "200", *hint] if self.hinted else [])]
 
 
 BATCH = Program("batch")
@@ -46,6 +55,7 @@ CASES: dict[str, list[Program]] = {
     "3batch": [BATCH] * 3,
     "4batch": [BATCH] * 4,
     "latency+4batch": [Program("latency", periodic=True), *[BATCH] * 4],
+    "hinted+4batch": [Program("latency", periodic=True, hinted=True), *[BATCH] * 4],
     "saturating": [Program("latency", 0.5), Program("batch", 0.3), Program("batch", 0.2)],
     "one-leaves": [BATCH, Program("batch", ends_early=True)],
 }
@@ -91,8 +101,7 @@ def run(mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: f
         try:
             for number, program in enumerate(programs):
                 length = seconds / 2 if program.ends_early else seconds
-                loop = PERIODIC if program.periodic else ["batch", *work]
-                arguments = [*loop, "--seconds", str(length), "--barrier", barrier]
+                arguments = [*program.arguments(mode, work), "--seconds", str(length), "--barrier", barrier]
                 processes.append(start(mode, program, f"{number}", arguments))
             return reports(processes, time.monotonic() + seconds + common.REPLY_S)
         finally:
