@@ -70,8 +70,10 @@ def measure(case: str, crew: Crew, seconds: float) -> dict[str, float]:
     crew.have({"server": SERVER} | dict.fromkeys(jobs, TRAINING))
     answers = crew.measure(seconds, {"server": requests(case, seconds)} | dict.fromkeys(jobs, STEPS))
     rates = [rate(answers[job]) for job in jobs]
-    if len(jobs) > 1:
-        common.say("steps per second of each job: " + ", ".join(f"{it:.3f}" for it in rates))
+    for job in jobs:
+        steps = answers[job]["steps_ms"]
+        median, longest = statistics.median(steps), max(steps)
+        common.say(f"{job}: {rate(answers[job]):.3f} steps/s, of {median:.1f} ms in the middle and {longest:.1f} ms at most")
     latencies = answers["server"]["latencies_ms"]
     both = {"batch_rate": sum(rates), "requests_per_s": len(latencies) / seconds}
     return common.latency_values(latencies) | both

@@ -12,7 +12,7 @@ the time. Values `total_s` and `moves`; the losses must be the same to the bit.
 `oversubscribe`: cases `2x60%` and `4x60%`: so many training jobs of 60% of the card each. Modes `serial` (one after
 another) and `gpumux` (all at once). Values `total_s`; the losses of all runs must be the same to the bit.
 
-`models`: case `Nxgib`: so many models on one card, asked by turns with idle times. Modes `gpumux` (they sleep
+`models`: cases `8x12GiB` (more than the card) and `4x16GiB`: so many models on one card, asked by turns with idle times. Modes `gpumux` (they sleep
 when idle) and `cold` (a process is started for the request). Values: time to the answer, `latency_p50_ms` and `latency_p99_ms`.
 
 `all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.
@@ -54,7 +54,7 @@ PARTS = {
     "swap": (SIZES, ["gpumux", "checkpoint", "copy"]),
     "losses": (["eager", "graph"], ["alone", "gpumux"]),
     "oversubscribe": (JOBS, ["serial", "gpumux"]),
-    "models": (["8x12GiB"], ["gpumux", "cold"]),
+    "models": (["8x12GiB", "4x16GiB"], ["gpumux", "cold"]),
     "alloc": (list(ALLOCS), ["alone", "gpumux"]),
 }
 
@@ -331,10 +331,10 @@ def models(results: Results, cases: Sequence[str], modes: Sequence[str], logs: P
                     continue
                 with Gpumux("gpumux", logs) as mode, contextlib.ExitStack() as stack:
                     promise = ["--class", "latency", "--sleep-after", "1s"]
-                    servers = []
-                    for n in range(count):
-                        servers.append(stack.enter_context(started(mode, f"model{n}", command, promise)))
-                        servers[-1].reply(common.READY_S)
+                    start = [started(mode, f"model{n}", command, promise) for n in range(count)]
+                    servers = [stack.enter_context(it) for it in start]
+                    for server in servers:
+                        server.reply(common.READY_S)
                     for at, pause in trace:
                         time.sleep(pause)
                         begin = time.monotonic()

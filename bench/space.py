@@ -4,7 +4,7 @@ Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `latency` a user of a ResNet-50 CUDA graph who
 pauses between requests. The jobs are of class batch, the user is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
-`space` (gpumux: the jobs in one group, the user outside), `utility` (the same, with SM shares by curves that `gpumux profile`
+`space` (gpumux: the jobs in one group, the user outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by curves that `gpumux profile`
 measures first, and that the daemon finds by the jobs' fingerprints).
 `throughput_rel` is the sum of each job's rate over its rate alone, the total utility; alone it is 1 by definition.
 """
@@ -35,11 +35,11 @@ CASES = {
     "inference+train": ["inference", "train"],
     "inference+inference+inference": ["inference", "inference", "inference"],
 }
-MODES = ["alone", "time-slicing", "mps", "time", "space", "utility"]
-DEFAULT_MODES = MODES[:-1]  # measuring the curves takes longer than all the rest
+MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]
+DEFAULT_MODES = MODES[:-2]  # measuring the curves takes longer than all the rest
 PERCENTAGES = (25, 50, 75, 100)
 # From a job's first work until it is warm: it builds its network, and lets libraries choose kernels.
-WARM_UP_S = 12.0
+WARM_UP_S = 8.0
 # A measurement whose quarters differ by more is no steady state.
 STEADY = 0.2
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
@@ -79,6 +79,18 @@ class Space(Gpumux):
         for log in sorted(self.folder.glob("groups/*/log/*")):
             shutil.copy(log, self.logs / f"{self.name}-{log.name}")
         super().__exit__(*_)
+
+
+class Equal(Space):
+    """The same with an equal part of the SMs for each job."""
+
+    part = 1.0
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        confined = ("--limit", f"{self.part:.3f}") if klass == "batch" else ()
+        return super().command(command, name, klass, [*confined, *promise])
 
 
 class Utility(Space):
@@ -127,6 +139,8 @@ def mode(name: str, logs: Path) -> Mode:
             return Gpumux(name, logs)
         case "space":
             return Space(name, logs)
+        case "equal":
+            return Equal(name, logs)
         case "utility":
             return Utility(name, logs)
         case _:
@@ -157,6 +171,9 @@ def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> d
     if case.endswith("+latency"):
         wanted["server"] = SERVER
         orders["server"] = requests("graph", seconds)
+    if isinstance(crew.mode, Equal):
+        crew.close(*jobs)
+        crew.mode.part = 1 / len(jobs)
     crew.have(wanted)
     if isinstance(crew.mode, Utility):
         # Shares are set when a process starts: now everybody is known.

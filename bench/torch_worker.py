@@ -154,17 +154,16 @@ class Training:
             self.step()
 
     def steps(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Trains from before `start` to after `stop`: steps from the first to the last completion."""
-        first, count = 0.0, 0
+        """Trains from before `start` to after `stop`: steps from the first to the last completion, and the time of each."""
+        ends: list[float] = []
         while True:
             self.step()
             now = time.monotonic()
-            if not first:
-                first = now if now >= order["start"] else 0.0
-                continue
-            count += 1
-            if now >= order["stop"]:
-                return {"calls": count, "seconds": now - first}
+            if now >= order["start"]:
+                ends.append(now)
+            if len(ends) > 1 and now >= order["stop"]:
+                steps_ms = [(end - begin) * 1e3 for begin, end in zip(ends, ends[1:])]
+                return {"calls": len(steps_ms), "seconds": now - ends[0], "steps_ms": steps_ms}
 
 
 def main() -> None:

@@ -25,6 +25,13 @@ class Modes(unittest.TestCase):
         mode.binary = "gpumux"
         self.assertNotIn("--trust", mode.command(["train"], "train-1", "batch"))
 
+    def test_equal_parts_are_limits_of_jobs(self) -> None:
+        mode = space.mode("equal", Path("."))
+        mode.binary, mode.part = "gpumux", 1 / 3
+        job = mode.command(["train"], "train-1", "batch")
+        self.assertEqual(job[job.index("--limit") + 1], "0.333")
+        self.assertNotIn("--limit", mode.command(["serve"], "server", "latency"))
+
     def test_jobs_are_known_by_what_they_were_profiled_as(self) -> None:
         mode = space.mode("utility", Path("."))
         mode.binary = "gpumux"

@@ -225,6 +225,12 @@ impl Device {
         }
     }
 
+    /// Gives back what is not used.
+    const fn trim(&mut self) {
+        self.movable.granted = self.movable.used;
+        self.pinned.granted = self.pinned.used;
+    }
+
     fn holds(&self) -> Shim {
         Shim::Holds {
             device: self.uuid.clone(),
@@ -267,12 +273,7 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
         device: uuid,
         total,
         need,
-        // What cannot be moved is asked for as it is needed.
-        want: if pinned {
-            need
-        } else {
-            need.saturating_add(batch(total))
-        },
+        want: need.saturating_add(batch(total)),
         pinned,
     };
     // When nobody manages this process, it grants itself what it needs.
@@ -296,7 +297,7 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
 pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
     let holds = with(|space| {
         let known = space.devices.get_mut(&device)?;
-        let keep = if pinned { 0 } else { batch(known.total) };
+        let keep = batch(known.total);
         let lease = known.lease(pinned);
         lease.used = lease.used.saturating_sub(bytes);
         // Only now and then, so that a program that frees and allocates in turn asks nobody.
@@ -339,10 +340,7 @@ fn let_go(at: u64, block: &Block) {
 pub(crate) fn trim() {
     drop_spares(|_| true);
     let all = with(|space| {
-        for device in space.devices.values_mut() {
-            device.movable.granted = device.movable.used;
-            device.pinned.granted = device.pinned.used;
-        }
+        space.devices.values_mut().for_each(Device::trim);
         space.holds()
     });
     all.into_iter().for_each(lease::tell);
@@ -381,7 +379,7 @@ impl Space {
             let physicals = own.filter(|it| it.is_away()).map(|it| it.bytes);
             device.away = blocks.chain(physicals).sum();
             if device.away > 0 {
-                device.movable.granted = device.movable.used;
+                device.trim();
             }
         }
     }

@@ -197,7 +197,8 @@ fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64,
             class: Some(Class::Batch),
             ..SpecChange::default()
         },
-        trust: Some(format!("profile-{}", std::process::id())),
+        // Each point in a group of its own: what is ended in the middle of its work may leave a server in a bad state.
+        trust: Some(format!("profile-{}-{percent}", std::process::id())),
         sharing: Sharing::Space,
         sm_percent: Some(percent),
         ..NewTenant::default()
