@@ -52,6 +52,36 @@ def distilbert(tokens: int = 128) -> Model:
     return Model(lambda ids: encoder(embed(ids))[:, 0], example)
 
 
+def decode(tokens: int = 8, prompt: int = 128, layers: int = 12, width: int = 768, device: str = "cuda") -> Model:
+    """The next tokens of a language model of GPT-2's size in fp16, one after the other, with a cache of keys and values."""
+    functional, heads = torch.nn.functional, width // 64
+    with torch.device(device):
+        words = torch.nn.Embedding(50_257, width).half()
+        linear = lambda given, made: torch.nn.Linear(given, made).half()  # noqa: E731
+        blocks = [
+            (linear(width, 3 * width), linear(width, width), linear(width, 4 * width), linear(4 * width, width))
+            for _ in range(layers)
+        ]
+        cache = torch.randn(layers, 2, heads, prompt + tokens, 64).half()
+
+    def step(word: Any, at: int) -> Any:
+        state = words(word)
+        for (inner, outer, up, down), known in zip(blocks, cache):
+            query, key, value = inner(functional.layer_norm(state, (width,))).view(3, heads, 1, 64)
+            known[0, :, at], known[1, :, at] = key[:, 0], value[:, 0]
+            seen = functional.scaled_dot_product_attention(query, known[0, :, : at + 1], known[1, :, : at + 1])
+            state = state + outer(seen.reshape(1, width))
+            state = state + down(functional.gelu(up(functional.layer_norm(state, (width,)))))
+        return (state @ words.weight.T).argmax(-1)
+
+    def forward(word: Any) -> Any:
+        for at in range(prompt, prompt + tokens):
+            word = step(word, at)
+        return word
+
+    return Model(forward, torch.zeros(1, dtype=torch.long, device="cpu"))
+
+
 def weather(steps: int = 10) -> Model:
     """Stand-in for a weather simulation: a five-point stencil on four fields, state kept between calls."""
     state = torch.rand(4, 1024, 2048).cuda()
@@ -102,6 +132,7 @@ MODELS: dict[str, Callable[[], Model]] = {
     "densenet": lambda: vision("densenet201"),
     "inception": lambda: vision("inception_v3", 299),
     "bert": distilbert,
+    "decode": decode,
     "miniweather": weather,
     **{name: (lambda name=name: on_graph(name)) for name in ("bfs", "sssp", "pagerank", "cc")},
 }

@@ -32,6 +32,7 @@ mod missing;
 mod module;
 mod nodes;
 mod nvml;
+mod nvml_missing;
 mod plane;
 mod pool;
 mod process;

@@ -24,14 +24,14 @@ use crate::{
 
 /// An `nvmlReturn_t` other than success.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct NvmlError(c_int);
+pub(crate) struct NvmlError(pub(crate) c_int);
 
 type Result<T = ()> = std::result::Result<T, NvmlError>;
 
 macro_rules! errors {
     ($($name:ident = $code:literal $text:literal;)*) => {
         #[allow(dead_code)]
-        impl NvmlError { $(const $name: Self = Self($code);)* }
+        impl NvmlError { $(pub(crate) const $name: Self = Self($code);)* }
 
         fn describe(code: c_int) -> &'static CStr {
             match code {
@@ -279,6 +279,7 @@ exports! { FUNCTIONS by nvml;
         let status = status(device)?;
         Ok(out.put(Utilization { gpu: status.compute_percent, memory: status.copy_percent })?)
     };
+    nvmlDeviceGetComputeRunningProcesses(device: Handle, count: Out<c_uint>, out: Out<ProcessInfoV1>) => processes(device, count, out);
     nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
     nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
     nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, _out: Out<ProcessInfo>) => info(device, |_| Ok(count.put(0)?));
@@ -408,7 +409,7 @@ fn memory(device: Handle) -> Result<(u64, u64)> {
     Ok((total, status(device)?.used.min(total)))
 }
 
-fn processes(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) -> Result {
+fn processes<T: From<ProcessInfo>>(device: Handle, count: Out<c_uint>, out: Out<T>) -> Result {
     let mut running = Vec::new();
     let all = match instances(device)? {
         none if none.is_empty() => vec![device],
@@ -434,7 +435,7 @@ fn processes(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) -> Resul
     if running.is_empty() {
         return Ok(());
     }
-    Ok(out.put_all(running)?)
+    Ok(out.put_all(running.into_iter().map(T::from))?)
 }
 
 /// `nvmlMemory_t`.
@@ -493,6 +494,20 @@ pub(crate) struct ProcessInfo {
     compute_instance: c_uint,
 }
 const _: () = assert!(size_of::<ProcessInfo>() == 24);
+
+/// `nvmlProcessInfo_v1_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ProcessInfoV1 {
+    pid: c_uint,
+    used: u64,
+}
+
+impl From<ProcessInfo> for ProcessInfoV1 {
+    fn from(ProcessInfo { pid, used, .. }: ProcessInfo) -> Self {
+        Self { pid, used }
+    }
+}
 
 /// `nvmlPciInfo_t`.
 #[repr(C)]

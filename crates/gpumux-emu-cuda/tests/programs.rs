@@ -607,6 +607,25 @@ fn nvml_knows_the_device_and_its_users() {
 const PARTITIONED: &str = "devices = 2\nmig = [['1g.10gb', '2g.20gb']]";
 
 /// GPU 0 has two instances, GPU 1 is whole. The program runs on the second instance.
+/// PyTorch 2.9 looks for these when its memory is first mapped, and ends where one is missing.
+#[test]
+fn nvml_has_what_programs_look_for() {
+    on_device("nvml_has_what_programs_look_for", || {
+        let _nvml = nvml();
+        // SAFETY: the library that is loaded already.
+        let raw = unsafe { nvml_wrapper_sys::bindings::NvmlLib::new(nvml_library()) }.unwrap();
+        assert!(raw.nvmlDeviceGetNvLinkRemotePciInfo_v2.is_ok());
+        let ask = raw.nvmlDeviceGetNvLinkRemoteDeviceType.as_ref().unwrap();
+        let mut kind = 0;
+        // SAFETY: a place to write, which nothing looks at.
+        let answer = unsafe { ask(std::ptr::null_mut(), 0, &raw mut kind) };
+        assert_eq!(
+            answer,
+            nvml_wrapper_sys::bindings::nvmlReturn_enum_NVML_ERROR_NOT_SUPPORTED
+        );
+    });
+}
+
 #[test]
 fn nvml_knows_mig_instances() {
     const NAME: &str = "nvml_knows_mig_instances";
