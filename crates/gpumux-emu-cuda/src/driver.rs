@@ -20,7 +20,7 @@ use crate::{
     context::{self, context, current},
     device, entries,
     error::{self, CuError, Result},
-    event, graph, memory, module,
+    event, graph, link, memory, module,
     process::{self, process},
     stream::{self, Direction},
 };
@@ -168,6 +168,16 @@ exports! { FUNCTIONS by cuda;
     cuModuleLoad(module: Out<Handle>, path: Text) => { module.check()?; module.put(module::load_file(path)?) };
     cuModuleLoadData(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image)?) };
     cuModuleLoadDataEx(module: Out<Handle>, image: Image, _count: c_uint, _options: UserData, _values: UserData) => { module.check()?; module.put(module::load(image)?) };
+    cuLinkCreate_v2(_count: c_uint, _options: UserData, _values: UserData, link: Out<Handle>) => { link.check()?; link.put(link::create()?) };
+    cuLinkAddData_v2(link: Handle, _kind: c_int, data: Address, size: usize, _name: UserData, _count: c_uint, _options: UserData, _values: UserData) => link::add(link, data, size);
+    cuLinkAddFile_v2(link: Handle, _kind: c_int, path: Text, _count: c_uint, _options: UserData, _values: UserData) => link::add_file(link, path);
+    cuLinkComplete(link: Handle, image: Out<usize>, size: Out<usize>) => {
+        image.check()?;
+        let made = link::complete(link)?;
+        size.put_if_wanted(made.1);
+        image.put(made.0)
+    };
+    cuLinkDestroy(link: Handle) => link::destroy(link);
     cuModuleUnload(module: Handle) => module::unload(module);
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: Text) => function.put(module::function(module, name)?);
     cuModuleGetGlobal_v2(address: Out<Address>, bytes: Out<usize>, module: Handle, name: Text) => {

@@ -27,6 +27,7 @@ mod integrity;
 mod interpret;
 mod kernel;
 mod library;
+mod link;
 mod memory;
 mod missing;
 mod module;

@@ -22,6 +22,7 @@ use crate::{
     event::Event,
     graph::{Executable, Graph},
     library::{Library, LibraryKernel},
+    link::Link,
     module::{Function, Module},
     pool::Pool,
     rm::Rm,
@@ -50,6 +51,7 @@ pub(crate) struct Process {
     pub(crate) modules: Registry<Module>,
     pub(crate) functions: Registry<Function>,
     pub(crate) libraries: Registry<Library>,
+    pub(crate) links: Registry<Link>,
     pub(crate) kernels: Registry<LibraryKernel>,
     pub(crate) pools: Registry<Pool>,
     /// Each device's default pool, and its current one.
@@ -185,6 +187,7 @@ fn start() -> std::result::Result<Process, StartError> {
         modules: Registry::default(),
         functions: Registry::default(),
         libraries: Registry::default(),
+        links: Registry::default(),
         kernels: Registry::default(),
         pools: Registry::default(),
         device_pools: Mutex::default(),

@@ -607,6 +607,76 @@ fn nvml_knows_the_device_and_its_users() {
 const PARTITIONED: &str = "devices = 2\nmig = [['1g.10gb', '2g.20gb']]";
 
 /// GPU 0 has two instances, GPU 1 is whole. The program runs on the second instance.
+/// As Numba does: two texts of PTX, of which one calls the other's function, are linked and loaded.
+#[test]
+fn code_is_linked_at_run_time() {
+    const CALLER: &str = "
+        .version 8.0\n.target sm_80\n.address_size 64
+        .extern .func (.param .b32 out) twice (.param .b32 in);
+        .visible .entry store_twice(.param .u64 to, .param .u32 value) {
+            .reg .b32 %r<3>; .reg .b64 %rd<2>; .param .b32 a; .param .b32 b;
+            ld.param.u64 %rd1, [to]; ld.param.u32 %r1, [value];
+            st.param.b32 [a], %r1;
+            call.uni (b), twice, (a);
+            ld.param.b32 %r2, [b];
+            st.global.u32 [%rd1], %r2;
+            ret;
+        }";
+    const CALLED: &str = "
+        .version 8.0\n.target sm_80\n.address_size 64
+        .visible .func (.param .b32 out) twice (.param .b32 in) {
+            .reg .b32 %r<2>;
+            ld.param.b32 %r1, [in]; add.u32 %r1, %r1, %r1; st.param.b32 [out], %r1;
+            ret;
+        }";
+    type Create = unsafe extern "C" fn(u32, *mut c_void, *mut c_void, *mut *mut c_void) -> c_int;
+    type Add = unsafe extern "C" fn(
+        *mut c_void,
+        c_int,
+        *const c_void,
+        usize,
+        *const c_char,
+        u32,
+        *mut c_void,
+        *mut c_void,
+    ) -> c_int;
+    type Complete = unsafe extern "C" fn(*mut c_void, *mut *mut c_void, *mut usize) -> c_int;
+    /// `CU_JIT_INPUT_PTX`
+    const PTX: c_int = 1;
+    on_device("code_is_linked_at_run_time", || {
+        primary();
+        let (mut link, mut image, mut size) = (null_mut(), null_mut(), 0);
+        // SAFETY: the types are `cuda.h`'s, the pointers are valid for the calls.
+        unsafe {
+            let create: Create = symbol("cuLinkCreate_v2");
+            let add: Add = symbol("cuLinkAddData_v2");
+            let complete: Complete = symbol("cuLinkComplete");
+            assert_eq!(create(0, null_mut(), null_mut(), &raw mut link), 0);
+            let mut added = |text: &str| {
+                let (data, name) = (text.as_ptr().cast(), c"text".as_ptr());
+                add(link, PTX, data, text.len(), name, 0, null_mut(), null_mut())
+            };
+            assert_eq!(added(CALLER), 0);
+            assert_ne!(added("\u{7f}ELF"), 0);
+            assert_eq!(added(CALLED), 0);
+            assert_eq!(complete(link, &raw mut image, &raw mut size), 0);
+        }
+        assert!(size > CALLER.len());
+        let (mut module, mut function) = (null_mut(), null_mut());
+        cu!(cuModuleLoadData(&mut module, image));
+        cu!(cuModuleGetFunction(
+            &mut function,
+            module,
+            c"store_twice".as_ptr()
+        ));
+        let to = alloc(4);
+        launch(function, null_mut(), &[to, 21]);
+        let mut found = 0_u32;
+        cu!(cuMemcpyDtoH_v2((&raw mut found).cast(), to, 4));
+        assert_eq!(found, 42);
+    });
+}
+
 /// PyTorch 2.9 looks for these when its memory is first mapped, and ends where one is missing.
 #[test]
 fn nvml_has_what_programs_look_for() {
