@@ -69,6 +69,44 @@ fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
     assert_eq!(verified(&free)["late"], Value::Null);
 }
 
+/// PyTorch asks before it has a context, and remembers the answer.
+#[test]
+fn a_limit_is_all_that_a_program_sees_of_the_device() {
+    const PROGRAM: &str = r#"
+import ctypes
+cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+def total():
+    size = ctypes.c_size_t()
+    assert cuda.cuDeviceTotalMem_v2(ctypes.byref(size), 0) == 0
+    return size.value >> 20
+assert cuda.cuInit(0) == 0
+before = total()
+assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
+assert cuda.cuCtxSetCurrent(context) == 0
+free, all = ctypes.c_size_t(), ctypes.c_size_t()
+assert cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(all)) == 0
+print(before, all.value >> 20, total())
+"#;
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: no python3");
+        return;
+    }
+    let node = Node::start();
+    let script = node.dir().join("total.py");
+    std::fs::write(&script, PROGRAM).expect("room");
+    let run = |options: &str| {
+        let text = format!("python3 {}", script.display());
+        node.tenant(options, &text).run().ok().out
+    };
+    assert_eq!(run("--memory-limit 2GiB"), "2048 2048 2048\n");
+    let whole = run("");
+    let seen: Vec<&str> = whole.split_whitespace().collect();
+    assert!(
+        seen[0] == seen[1] && seen[1] == seen[2] && seen[0] != "2048",
+        "{whole}"
+    );
+}
+
 #[test]
 fn what_was_set_for_memory_can_be_cleared() {
     let node = Node::start();

@@ -16,6 +16,7 @@ use gpumux_core::{
     Hints, SpecError, TenantId, TenantSpec,
     space::{self, Applicant, Curve, Interference, Program, Way},
 };
+use gpumux_wire::MEMORY_LIMIT_VARIABLE;
 use serde::{Deserialize, Serialize};
 use tokio::sync::{
     Mutex, MutexGuard,
@@ -350,6 +351,7 @@ impl Tenants {
             .and_then(|fd| fd.try_clone().ok())
             .ok_or(TenantError::Invisible)?;
         let token = new.token.unwrap_or_else(secret);
+        let memory_limit = spec.memory_limit;
         let made = self
             .make(&mut table, name.clone(), spec, peer.uid, token, None)
             .await;
@@ -357,10 +359,13 @@ impl Tenants {
             TenantError::Spec(error) if set.is_some() => TenantError::Set(name.clone(), error),
             error => error,
         })?;
-        let environment = match &seat {
+        let mut environment = match &seat {
             Some(seat) => seat.environment(placement.sm_percent),
             None => BTreeMap::new(),
         };
+        if let Some(bytes) = memory_limit {
+            environment.insert(MEMORY_LIMIT_VARIABLE.into(), bytes.to_string());
+        }
         if let Some(seat) = &seat {
             let name = seat.name();
             (self.scheduler)

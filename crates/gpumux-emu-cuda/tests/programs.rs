@@ -652,7 +652,7 @@ fn code_is_linked_at_run_time() {
             let add: Add = symbol("cuLinkAddData_v2");
             let complete: Complete = symbol("cuLinkComplete");
             assert_eq!(create(0, null_mut(), null_mut(), &raw mut link), 0);
-            let mut added = |text: &str| {
+            let added = |text: &str| {
                 let (data, name) = (text.as_ptr().cast(), c"text".as_ptr());
                 add(link, PTX, data, text.len(), name, 0, null_mut(), null_mut())
             };

@@ -20,7 +20,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_wire::Shim;
+use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
 
 use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
@@ -1154,6 +1154,14 @@ pub(crate) unsafe fn info(
     result
 }
 
+/// The limit that the environment names.
+fn told() -> Option<u64> {
+    if work::page().is_some() {
+        return None;
+    }
+    std::env::var(MEMORY_LIMIT_VARIABLE).ok()?.parse().ok()
+}
+
 /// `cuDeviceTotalMem`
 ///
 /// # Safety
@@ -1164,11 +1172,14 @@ pub(crate) unsafe fn total(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let result = real();
-    // Before its first context a process is nobody's.
+    // Before its first context a process is nobody's: then what its environment says is all that is known.
     if result == SUCCESS
-        && !off()
         && !bytes.is_null()
-        && let Some((_, all)) = view(device)
+        && let Some(all) = (!off())
+            .then(|| view(device))
+            .flatten()
+            .map(|it| it.1)
+            .or_else(told)
     {
         // SAFETY: the driver has just written there.
         unsafe { *bytes = (*bytes).min(all as usize) };

@@ -9,4 +9,8 @@ pub mod message;
 pub mod page;
 pub mod socket;
 
+/// The variable that tells a tenant's programs in bytes how much of a device's memory they may have, which some ask before they
+/// have a context and so a session. The limit itself is the daemon's.
+pub const MEMORY_LIMIT_VARIABLE: &str = "GPUMUX_MEMORY_LIMIT";
+
 pub use message::{Daemon, PROTOCOL, Shim};

@@ -25,6 +25,7 @@ use gpumux_daemon::{
     client::ClientError,
     paths,
 };
+use gpumux_wire::MEMORY_LIMIT_VARIABLE;
 use rustix::process::{Pid, Signal, kill_process};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
@@ -56,7 +57,8 @@ Exit codes:
 
 Environment given to the program: LD_PRELOAD (libgpumux.so is put first), GPUMUX_SOCKET, \
 GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1; in a group also CUDA_MPS_PIPE_DIRECTORY and \
-CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there.";
+CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there; with \
+--memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device.";
 
 /// Run a program as a tenant
 #[derive(clap::Args)]
@@ -217,6 +219,8 @@ pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
         }
     }
     program
+        // Of a tenant that starts another one.
+        .env_remove(MEMORY_LIMIT_VARIABLE)
         .envs(tenant.environment)
         .env("LD_PRELOAD", libraries::first("LD_PRELOAD", shim))
         .env("GPUMUX_SOCKET", tenant.socket)

@@ -354,7 +354,7 @@ pub struct Created {
     pub token: String,
     /// The socket for its processes (`GPUMUX_SOCKET`).
     pub socket: String,
-    /// What else its processes need in their environment, to share in space.
+    /// What else its processes need in their environment: to share in space, and to know their limit.
     #[serde(default)]
     pub environment: BTreeMap<String, String>,
 }
