@@ -83,9 +83,10 @@ assert cuda.cuInit(0) == 0
 before = total()
 assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
 assert cuda.cuCtxSetCurrent(context) == 0
+with_context = total()
 free, all = ctypes.c_size_t(), ctypes.c_size_t()
 assert cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(all)) == 0
-print(before, all.value >> 20, total())
+print(before, with_context, all.value >> 20, total())
 "#;
     if Command::new("python3").arg("--version").output().is_err() {
         eprintln!("SKIPPED: no python3");
@@ -98,7 +99,7 @@ print(before, all.value >> 20, total())
         let text = format!("python3 {}", script.display());
         node.tenant(options, &text).run().ok().out
     };
-    assert_eq!(run("--memory-limit 2GiB"), "2048 2048 2048\n");
+    assert_eq!(run("--memory-limit 2GiB"), "2048 2048 2048 2048\n");
     let whole = run("");
     let seen: Vec<&str> = whole.split_whitespace().collect();
     assert!(

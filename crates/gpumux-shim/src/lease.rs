@@ -117,11 +117,6 @@ pub(crate) fn tell(what: Shim) {
     }
 }
 
-/// Whether a daemon manages this process.
-pub(crate) fn is_up() -> bool {
-    lock().as_ref().is_some_and(|it| it.link == Link::Up)
-}
-
 // ---- The agent's side ----------------------------------------------------------------------------
 
 /// There is a session, which hears these first; or none.
