@@ -1,7 +1,7 @@
 """What gpumux costs a program that has the GPU to itself.
 
 Each case is measured without (`alone`) and with `gpumux run` (`gpumux`), in turns, so that drift hits both.
-Cases: `eager-loop` (ResNet-50 eager, batch 1: bound by launches), `launch` (empty kernels through the driver API),
+Cases: `eager-loop` (ResNet-50 eager, batch 1: bound by launches), `train-loop` (ResNet-152 training), `launch` (empty kernels through the driver API),
 `start-up-true` (`gpumux run -- true`), `start-up-child` (children of a tenant), `start-up-cuda` (a process that
 opens the device), `64-at-once` (so many such processes starting together).
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import common
 from common import BenchError, Crew, Gpumux, Mode, Results
 
-CASES = ["eager-loop", "launch", "start-up-true", "start-up-child", "start-up-cuda", "64-at-once"]
+CASES = ["eager-loop", "train-loop", "launch", "start-up-true", "start-up-child", "start-up-cuda", "64-at-once"]
 AT_ONCE = 64
 CHILDREN = 100
 PROCESSES = 4
@@ -60,34 +60,37 @@ def run(mode: Mode, name: str, command: Sequence[str]) -> tuple[float, str]:
     return ms, done.stdout
 
 
-def eager_loop(results: Results, plain: Mode, managed: Mode, rounds: int, seconds: float) -> None:
-    """Eager inference back to back, by several pairs of processes, since two equal ones differ by percents.
+def loop(
+    results: Results, case: str, plain: Mode, managed: Mode, rounds: int, seconds: float, workers: Sequence[list[str]]
+) -> None:
+    """Work back to back, by pairs of processes.
 
-    The processes of a pair share two cores and take many short turns; of each the undisturbed turns count.
+    The processes of a pair take many short turns; of each the undisturbed turns count.
     """
+    order = {"op": "steps"} if case == "train-loop" else {"op": "repeat", "kind": "eager"}
+    names = [f"{case}-{number}" for number in range(len(workers))]
     rates: dict[str, list[float]] = {plain.name: [], managed.name: []}
     with Crew(plain) as without, Crew(managed) as within:
         crews = {plain.name: without, managed.name: within}
         for crew in crews.values():
-            crew.have({f"eager-{n}": (eager(n), "standard") for n in range(PROCESSES)})
-        for name in [f"eager-{n}" for n in range(PROCESSES)]:
+            crew.have({name: (worker, "standard") for name, worker in zip(names, workers)})
+        for name in names:
             found: dict[str, list[float]] = {plain.name: [], managed.name: []}
-            for mode in turns([plain, managed], TURNS * rounds):
-                order = {"op": "repeat", "kind": "eager"}
-                answer = crews[mode.name].measure(seconds * PART, {name: order}, lead=0.1)[name]
+            for mode in turns([plain, managed], rounds):
+                answer = crews[mode.name].measure(seconds, {name: order}, lead=0.1)[name]
                 found[mode.name].append(answer["calls"] / answer["seconds"])
             for mode_name, turn_rates in found.items():
                 rates[mode_name].append(common.quantile(turn_rates, UNDISTURBED))
     ratios = [of / to for of, to in zip(rates[managed.name], rates[plain.name], strict=True)]
-    common.say(f"eager-loop: ratio of each pair: {', '.join(f'{it:.4f}' for it in sorted(ratios))}")
+    common.say(f"{case}: ratio of each pair: {', '.join(f'{it:.4f}' for it in sorted(ratios))}")
     middle = {name: statistics.median(found) for name, found in rates.items()}
-    results.add("eager-loop", plain.name, {"iterations_per_s": middle[plain.name]})
+    results.add(case, plain.name, {"iterations_per_s": middle[plain.name]})
     values = {"ratio_to_alone": statistics.median(ratios), "ratio_min": min(ratios), "ratio_max": max(ratios)}
-    results.add("eager-loop", managed.name, {"iterations_per_s": middle[managed.name]} | values)
+    results.add(case, managed.name, {"iterations_per_s": middle[managed.name]} | values)
 
 
 def eager(number: int) -> list[str]:
-    """Arguments of the `number`th pair's processes."""
+    """Arguments of the `number`th pair's processes, which share two cores. Two equal ones differ by percents, so there are several."""
     return ["serve", "--model", "resnet50", "--cores", f"{2 * number},{2 * number + 1}"]
 
 
@@ -182,7 +185,10 @@ def main() -> int:
             with results.cell(case):
                 match case:
                     case "eager-loop":
-                        eager_loop(results, plain, managed, rounds, options.seconds)
+                        pairs = [eager(number) for number in range(PROCESSES)]
+                        loop(results, case, plain, managed, TURNS * rounds, options.seconds * PART, pairs)
+                    case "train-loop":
+                        loop(results, case, plain, managed, rounds, options.seconds, [["train", "--model", "resnet152"]])
                     case "launch":
                         launch(results, plain, managed, max(2, rounds // 2), options.seconds / 2)
                     case "start-up-true":

@@ -1,7 +1,8 @@
 """Programs that share the SMs of one GPU at the same time, beside a latency task that is outside.
 
 Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `inference` a server of ResNet-50 requests
-back to back (one image, launched kernel by kernel: it cannot fill the GPU), `latency` a user of a ResNet-50 CUDA graph who
+back to back (one image, launched kernel by kernel: it cannot fill the GPU), `decode` a language model of GPT-2's size that makes token after token
+(launched kernel by kernel: a few SMs are enough for it), `latency` a user of a ResNet-50 CUDA graph who
 pauses between requests. The jobs are of class batch, the user is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
 `space` (gpumux: the jobs in one group, the user outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by curves that `gpumux profile`
@@ -28,16 +29,18 @@ from common import BenchError, Crew, Gpumux, Mode, Results
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (["train", "--model", "resnet152"], STEPS),
     "inference": (["serve", "--model", "resnet50"], {"op": "repeat", "kind": "eager"}),
+    "decode": (["serve", "--model", "decode"], {"op": "repeat", "kind": "eager"}),
 }
 CASES = {
     "train+train+latency": ["train", "train"],
     "train+train": ["train", "train"],
     "inference+train": ["inference", "train"],
+    "decode+train": ["decode", "train"],
     "inference+inference+inference": ["inference", "inference", "inference"],
 }
 MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]
 DEFAULT_MODES = MODES[:-2]  # measuring the curves takes longer than all the rest
-PERCENTAGES = (25, 50, 75, 100)
+PERCENTAGES = (10, 25, 50, 75, 100)
 # From a job's first work until it is warm: it builds its network, and lets libraries choose kernels.
 WARM_UP_S = 8.0
 # A measurement whose quarters differ by more is no steady state.

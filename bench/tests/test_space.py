@@ -39,7 +39,7 @@ class Modes(unittest.TestCase):
         named = ["--fingerprint", "train"]
         at = measured.index(named[0])
         self.assertEqual(measured[at : at + 2], named)
-        self.assertEqual(measured[measured.index("--points") + 1], "25,50,75,100")
+        self.assertEqual(measured[measured.index("--points") + 1], "10,25,50,75,100")
         self.assertEqual(measured[measured.index("--") + 3 :], ["--free", *space.KINDS["train"][0]])
         job = mode.command(["x"], "train-1", "batch")
         at = job.index(named[0])
