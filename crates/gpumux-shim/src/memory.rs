@@ -465,7 +465,8 @@ unsafe fn alloc_bytes(
 /// What the current context answers to everything, since a kernel of it has failed: nothing is handed out in it any more,
 /// not even of what is kept.
 fn broken() -> Option<CUresult> {
-    if !work::has_failed() {
+    // To wait would end a capture.
+    if !work::has_failed() || work::is_capturing_anywhere() {
         return None;
     }
     let wait = ctx_synchronize()?;

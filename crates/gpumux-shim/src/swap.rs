@@ -393,7 +393,6 @@ impl Mover {
         }
         // A copy that fails now has lost nothing: the contents are still on the host.
         if let Err(why) = self.await_copies() {
-            doubtful.append(&mut backed);
             failed = Some(why);
         }
         if failed.is_some() && self.is_broken() {
@@ -403,6 +402,10 @@ impl Mover {
             ));
             backed.append(&mut doubtful);
             failed = None;
+        }
+        if failed.is_some() {
+            // All or nothing: who waits for room with half of its memory there keeps others from theirs.
+            doubtful.append(&mut backed);
         }
         for (key, made) in doubtful {
             match (key, made) {
