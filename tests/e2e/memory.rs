@@ -657,17 +657,19 @@ fn memory_that_the_driver_refuses_is_awaited_unless_the_policy_is_to_fail() {
         return;
     }
     let node = Node::start();
-    let idle = |policy: &str| {
+    let idle = |policy: &str, kind: &str| {
         let options = format!("--memory-policy {policy}");
         let program = "gpumux workload idle --seconds 0 --memory 32MiB";
         let mut command = node.tenant(&options, program);
         command.env("GPUMUX_EMU_FAULT", "out-of-memory@1");
-        command.run()
+        command.env("GPUMUX_MEMORY", kind).run()
     };
-    idle("wait").ok();
-    let failed = idle("fail");
-    assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
-    assert!(failed.err.contains("OUT_OF_MEMORY"), "{}", failed.err);
+    for kind in ["", "native"] {
+        idle("wait", kind).ok();
+        let failed = idle("fail", kind);
+        assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
+        assert!(failed.err.contains("OUT_OF_MEMORY"), "{}", failed.err);
+    }
 }
 
 #[test]

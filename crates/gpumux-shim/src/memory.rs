@@ -391,11 +391,7 @@ impl Space {
 ///
 /// # Safety
 /// `out` must be what the program passed.
-pub(crate) unsafe fn alloc(
-    out: *mut u64,
-    bytes: usize,
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
+pub(crate) unsafe fn alloc(out: *mut u64, bytes: usize, real: impl Fn() -> CUresult) -> CUresult {
     // SAFETY: the caller's.
     unsafe { alloc_bytes(out, Some(bytes as u64), real, || ()) }
 }
@@ -410,7 +406,7 @@ pub(crate) unsafe fn alloc_pitch(
     width: usize,
     height: usize,
     element: u32,
-    real: impl FnOnce() -> CUresult,
+    real: impl Fn() -> CUresult,
 ) -> CUresult {
     let row = width.checked_next_multiple_of(UNIT as usize);
     let row = row.filter(|_| matches!(element, 4 | 8 | 16) && !pitch.is_null());
@@ -426,7 +422,7 @@ pub(crate) unsafe fn alloc_pitch(
 unsafe fn alloc_bytes(
     out: *mut u64,
     bytes: Option<u64>,
-    real: impl FnOnce() -> CUresult,
+    real: impl Fn() -> CUresult,
     done: impl FnOnce(),
 ) -> CUresult {
     let plain = bytes.filter(|bytes| *bytes != 0 && *bytes < 1 << 46 && !out.is_null());
@@ -446,7 +442,7 @@ unsafe fn alloc_bytes(
         // SAFETY: as above.
         return unsafe { count_native(device, bytes, out, Native::Address, real) };
     }
-    match map_in_time(device, context, bytes) {
+    match in_time(|| map(device, context, bytes)) {
         Ok(address) => {
             // SAFETY: the program's place, which is not null.
             unsafe { *out = address };
@@ -493,10 +489,10 @@ fn failed(error: CUresult) {
     }
 }
 
-/// Maps; if the driver has less than the books say, once more when they have noticed.
-fn map_in_time(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult> {
-    for attempt in 0..TRIES {
-        if attempt != 0 {
+/// Allocates; if the driver has less than the books say, once more when they have noticed.
+fn in_time<T>(mut attempt: impl FnMut() -> Result<T, Refused>) -> Result<T, CUresult> {
+    for tried in 0..TRIES {
+        if tried != 0 {
             // Whoever wants to know at once is told at once; so is everybody without a daemon.
             let answer = lease::ask(|ticket| Shim::Missing { ticket });
             if answer.is_none_or(|(again, _)| again == 0) {
@@ -504,11 +500,11 @@ fn map_in_time(device: c_int, context: u64, bytes: u64) -> Result<u64, CUresult>
             }
             sleep(NOTICED);
         }
-        match map(device, context, bytes) {
+        match attempt() {
             Err(Refused::ByDriver(OUT_OF_MEMORY)) => {}
             Err(Refused::ByDriver(error)) => return Err(error),
             Err(Refused::ByBooks) => return Err(OUT_OF_MEMORY),
-            Ok(address) => return Ok(address),
+            Ok(made) => return Ok(made),
         }
     }
     Err(OUT_OF_MEMORY)
@@ -905,26 +901,33 @@ extern "C" fn gpumux_advise(address: u64, bytes: u64, advice: c_int) -> c_int {
 /// Counts what the driver gives out itself.
 ///
 /// # Safety
-/// `out` must be where `real` writes what it gives, or null.
+/// `out` must be where `real` writes what it gives; if it is null, `real` fails.
 unsafe fn count_native(
     device: c_int,
     bytes: u64,
     out: *mut u64,
     key: fn(u64) -> Native,
-    real: impl FnOnce() -> CUresult,
+    real: impl Fn() -> CUresult,
 ) -> CUresult {
-    if !take(device, bytes, true) {
-        return OUT_OF_MEMORY;
-    }
-    let result = gate::through(real);
-    if result != SUCCESS || out.is_null() {
-        give(device, bytes, true);
+    let made = in_time(|| {
+        if !take(device, bytes, true) {
+            return Err(Refused::ByBooks);
+        }
+        match gate::through(&real) {
+            SUCCESS => Ok(()),
+            result => {
+                give(device, bytes, true);
+                Err(Refused::ByDriver(result))
+            }
+        }
+    });
+    if let Err(result) = made {
         return result;
     }
     // SAFETY: the driver has just written there.
     let given = key(unsafe { *out });
     with(|space| space.natives.insert(given, (device, bytes)));
-    result
+    SUCCESS
 }
 
 /// An allocation that the driver keeps: managed or stream-ordered.
@@ -934,7 +937,7 @@ unsafe fn count_native(
 pub(crate) unsafe fn alloc_native(
     out: *mut u64,
     bytes: usize,
-    real: impl FnOnce() -> CUresult,
+    real: impl Fn() -> CUresult,
 ) -> CUresult {
     // What is captured allocates when its graph runs, and is not seen.
     let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
@@ -954,7 +957,7 @@ pub(crate) unsafe fn create(
     bytes: usize,
     prop: *const AllocationProp,
     flags: u64,
-    real: impl FnOnce() -> CUresult,
+    real: impl Fn() -> CUresult,
 ) -> CUresult {
     // What the driver makes for itself it knows by its own handle, and it may hold a lock: nobody can be asked.
     if gate::is_nested() {
