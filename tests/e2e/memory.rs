@@ -69,36 +69,50 @@ fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
     assert_eq!(verified(&free)["late"], Value::Null);
 }
 
+/// The command of a Python program that calls the driver; `None` where there is no Python.
+fn python(node: &Node, program: &str) -> Option<String> {
+    const DRIVER: &str = r#"
+import ctypes
+cuda = ctypes.CDLL("libcuda.so.1")
+def call(name, *args):
+    error = getattr(cuda, name)(*args)
+    assert error == 0, f"{name} answers {error}"
+def use_device():
+    context = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    call("cuCtxSetCurrent", context)
+    return context
+call("cuInit", 0)
+"#;
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: no python3");
+        return None;
+    }
+    let script = node.dir().join("program.py");
+    std::fs::write(&script, [DRIVER, program].concat()).expect("room");
+    Some(format!("python3 {}", script.display()))
+}
+
 /// PyTorch asks before it has a context, and remembers the answer.
 #[test]
 fn a_limit_is_all_that_a_program_sees_of_the_device() {
     const PROGRAM: &str = r#"
-import ctypes
-cuda, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
 def total():
     size = ctypes.c_size_t()
-    assert cuda.cuDeviceTotalMem_v2(ctypes.byref(size), 0) == 0
+    call("cuDeviceTotalMem_v2", ctypes.byref(size), 0)
     return size.value >> 20
-assert cuda.cuInit(0) == 0
 before = total()
-assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), 0) == 0
-assert cuda.cuCtxSetCurrent(context) == 0
+use_device()
 with_context = total()
 free, all = ctypes.c_size_t(), ctypes.c_size_t()
-assert cuda.cuMemGetInfo_v2(ctypes.byref(free), ctypes.byref(all)) == 0
+call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(all))
 print(before, with_context, all.value >> 20, total())
 "#;
-    if Command::new("python3").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: no python3");
-        return;
-    }
     let node = Node::start();
-    let script = node.dir().join("total.py");
-    std::fs::write(&script, PROGRAM).expect("room");
-    let run = |options: &str| {
-        let text = format!("python3 {}", script.display());
-        node.tenant(options, &text).run().ok().out
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
     };
+    let run = |options: &str| node.tenant(options, &program).run().ok().out;
     assert_eq!(run("--memory-limit 2GiB"), "2048 2048 2048 2048\n");
     let whole = run("");
     let seen: Vec<&str> = whole.split_whitespace().collect();
@@ -558,17 +572,10 @@ fn caches_are_given_back_before_anything_is_moved() {
 #[test]
 fn a_python_program_gives_its_cache_back() {
     const PROGRAM: &str = r#"
-import ctypes, sys, time
+import sys, time
 sys.path.insert(0, sys.argv[1])
 import gpumux
-cuda = ctypes.CDLL("libcuda.so.1")
-context, cache = ctypes.c_void_p(), []
-def call(name, *args):
-    error = getattr(cuda, name)(*args)
-    assert error == 0, f"{name} answers {error}"
-call("cuInit", 0)
-call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-call("cuCtxSetCurrent", context)
+context, cache = use_device(), []
 for _ in range(10):
     address = ctypes.c_uint64()
     call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(16 << 20))
@@ -586,15 +593,15 @@ while cache:
     time.sleep(0.01)
 print("given back", flush=True)
 "#;
-    if real() || Command::new("python3").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: a large device, or no python3");
+    if real() {
         return;
     }
     let node = Node::with_memory(256 << 20);
-    let script = node.dir().join("cache.py");
-    std::fs::write(&script, PROGRAM).expect("room");
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
-    let text = format!("python3 {} {folder}", script.display());
+    let text = format!("{program} {folder}");
     let cache = Process::start(&mut node.tenant("--name cache", &text));
     node.wait_tenant("cache", |it| bytes(it, "in_use") >= 160 << 20);
     let idle = "gpumux workload idle --seconds 600 --memory 128MiB";
@@ -614,15 +621,9 @@ print("given back", flush=True)
 #[test]
 fn who_waits_for_the_device_alone_can_be_moved() {
     const PROGRAM: &str = r#"
-import ctypes, sys
-cuda = ctypes.CDLL("libcuda.so.1")
-context, address, size = ctypes.c_void_p(), ctypes.c_uint64(), 4 << 20
-def call(name, *args):
-    error = getattr(cuda, name)(*args)
-    assert error == 0, f"{name} answers {error}"
-call("cuInit", 0)
-call("cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-call("cuCtxSetCurrent", context)
+import sys
+use_device()
+address, size = ctypes.c_uint64(), 4 << 20
 call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
 sent, back = ctypes.create_string_buffer(b"gpumux " * (size // 7), size), ctypes.create_string_buffer(size)
 def copy(name, *args):
@@ -634,15 +635,11 @@ sys.stdin.readline()
 copy("cuMemcpyDtoHAsync_v2_ptsz", back, address)
 print("right" if back.raw == sent.raw else "wrong", flush=True)
 "#;
-    if Command::new("python3").arg("--version").output().is_err() {
-        eprintln!("SKIPPED: no python3");
-        return;
-    }
     let node = Node::start();
-    let script = node.dir().join("own_stream.py");
-    std::fs::write(&script, PROGRAM).expect("room");
-    let text = format!("python3 {}", script.display());
-    let mut own = Process::start(&mut node.tenant("--name own", &text));
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut own = Process::start(&mut node.tenant("--name own", &program));
     own.wait_lines(1);
     node.gpumux(["sleep", "own"]).run().ok();
     node.wait_tenant("own", |it| it["asleep"] == true);
