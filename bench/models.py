@@ -52,10 +52,10 @@ def distilbert(tokens: int = 128) -> Model:
     return Model(lambda ids: encoder(embed(ids))[:, 0], example)
 
 
-def decode(tokens: int = 8, prompt: int = 128, layers: int = 12, width: int = 768, device: str = "cuda") -> Model:
+def decode(tokens: int = 8, prompt: int = 128, layers: int = 12, width: int = 768) -> Model:
     """The next tokens of a language model of GPT-2's size in fp16, one after the other, with a cache of keys and values."""
     functional, heads = torch.nn.functional, width // 64
-    with torch.device(device):
+    with torch.device("cuda"):
         words = torch.nn.Embedding(50_257, width).half()
         linear = lambda given, made: torch.nn.Linear(given, made).half()  # noqa: E731
         blocks = [

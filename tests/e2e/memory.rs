@@ -117,7 +117,7 @@ print(before, with_context, all.value >> 20, total())
     let whole = run("");
     let seen: Vec<&str> = whole.split_whitespace().collect();
     assert!(
-        seen[0] == seen[1] && seen[1] == seen[2] && seen[0] != "2048",
+        seen.len() == 4 && seen[0] != "2048" && seen.iter().all(|it| *it == seen[0]),
         "{whole}"
     );
 }
@@ -594,6 +594,7 @@ while cache:
 print("given back", flush=True)
 "#;
     if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
         return;
     }
     let node = Node::with_memory(256 << 20);

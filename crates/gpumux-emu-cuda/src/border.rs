@@ -207,6 +207,13 @@ impl Text {
         let text = unsafe { CStr::from_ptr(self.0) };
         Ok(text.to_string_lossy().into_owned())
     }
+
+    /// The content of the file that it names, and a 0 behind it.
+    pub(crate) fn file(self) -> Result<Vec<u8>> {
+        let mut bytes = std::fs::read(self.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
+        bytes.push(0);
+        Ok(bytes)
+    }
 }
 
 /// Device code in memory: text, or something else by its first word.

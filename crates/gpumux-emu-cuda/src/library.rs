@@ -115,9 +115,7 @@ exports! { FUNCTIONS by cuda;
     };
     cuLibraryLoadFromFile(library: Out<Handle>, path: Text, _jit: UserData, _jit_values: UserData, _jit_count: c_uint, _options: UserData, _values: UserData, _count: c_uint) => {
         library.check()?;
-        let mut bytes = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
-        bytes.push(0);
-        library.put(load(Image::of(&bytes)?)?)
+        library.put(load(Image::of(&path.file()?)?)?)
     };
     cuLibraryUnload(library: Handle) => unload(library);
     cuLibraryGetKernel(kernel: Out<Handle>, library: Handle, name: Text) => {

@@ -4,7 +4,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::{
     border::{Image, Text, program_bytes},
-    error::{CuError, Result},
+    error::Result,
     module,
     process::{lock, process},
 };
@@ -27,19 +27,19 @@ pub(crate) fn create() -> Result<usize> {
 
 /// Adds PTX or a fat binary that has some; other kinds of code cannot be run.
 pub(crate) fn add(link: usize, address: u64, size: usize) -> Result {
-    add_bytes(link, program_bytes(address, size)?)
+    let mut bytes = program_bytes(address, size)?;
+    bytes.push(0);
+    add_bytes(link, &bytes)
 }
 
 /// Adds a file.
 pub(crate) fn add_file(link: usize, path: Text) -> Result {
-    let bytes = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
-    add_bytes(link, bytes)
+    add_bytes(link, &path.file()?)
 }
 
-fn add_bytes(link: usize, mut bytes: Vec<u8>) -> Result {
+fn add_bytes(link: usize, bytes: &[u8]) -> Result {
     let link = process()?.links.get(link)?;
-    bytes.push(0);
-    let added = Image::of(&bytes)?.text()?;
+    let added = Image::of(bytes)?.text()?;
     let mut text = lock(&link.text);
     match text.is_empty() {
         true => *text = added,

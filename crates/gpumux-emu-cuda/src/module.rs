@@ -74,9 +74,7 @@ pub(crate) fn load(image: Image) -> Result<usize> {
 
 /// Loads a file.
 pub(crate) fn load_file(path: Text) -> Result<usize> {
-    let mut bytes = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
-    bytes.push(0);
-    load(Image::of(&bytes)?)
+    load(Image::of(&path.file()?)?)
 }
 
 /// Loads a program into a context.

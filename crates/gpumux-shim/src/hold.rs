@@ -45,7 +45,8 @@ const PLACES: usize = 16;
 /// 190 (measured on an H100), the launch the rest.
 const SOON: u32 = 450;
 const LEAD: u32 = 250;
-/// How long before that, in µs, the thread wakes and spins: waking takes 50 µs, and 150 on a bad day.
+/// How long before that, in µs, the thread wakes and spins. Without, work 500 µs ahead lost 9 µs in the middle and 73 at p99, and 5 and 6
+/// with it (`bench/hints.py` 10ms/prep500, H100, 2026-11-21, commits 85f1a9c and 0fed24e).
 const SPIN: u64 = 200;
 /// How many are remembered.
 const REMEMBERED: usize = 64;

@@ -372,7 +372,7 @@ impl Mover {
             }
             Away::Out => {}
         }
-        let (mut backed, mut doubtful, mut failed) = (Vec::new(), Vec::new(), None);
+        let (mut all, mut failed) = (Vec::new(), None);
         for gone in gone() {
             let begun = self.stream(gone.context).and_then(|stream| {
                 within(gone.context, || bring(&gone, stream))
@@ -380,10 +380,9 @@ impl Mover {
                     .map_err(str::to_owned)
             });
             match begun {
-                Ok((made, Ok(()))) => backed.push((gone.key, made)),
-                Ok((made, Err(why))) => {
-                    doubtful.push((gone.key, made));
-                    failed = Some(why);
+                Ok((made, copied)) => {
+                    all.push((gone.key, made));
+                    failed = copied.err();
                 }
                 Err(why) => failed = Some(why),
             }
@@ -400,31 +399,24 @@ impl Mover {
             say(format_args!(
                 "the context has failed while its memory was away"
             ));
-            backed.append(&mut doubtful);
             failed = None;
         }
-        if failed.is_some() {
-            // All or nothing: who waits for room with half of its memory there keeps others from theirs.
-            doubtful.append(&mut backed);
-        }
-        for (key, made) in doubtful {
-            match (key, made) {
-                (Key::Block(at), Made::Block(chunks)) => vmm::unback(at, &chunks),
-                (Key::Physical(handle), Made::Physical(Some(made))) => {
-                    physical::give_up(handle, made);
-                }
-                _ => {}
-            }
-        }
-        for (key, made) in backed {
-            match (key, made) {
-                (Key::Block(at), Made::Block(chunks)) => memory::with(|space| {
+        // All or nothing: who waits for room with half of its memory there keeps others from theirs.
+        for (key, made) in all {
+            match (key, made, &failed) {
+                (Key::Block(at), Made::Block(chunks), Some(_)) => vmm::unback(at, &chunks),
+                (Key::Block(at), Made::Block(chunks), None) => memory::with(|space| {
                     if let Some(block) = space.blocks.get_mut(&at) {
                         block.chunks = chunks;
                         block.host.clear();
                     }
                 }),
-                (Key::Physical(handle), Made::Physical(made)) => physical::arrived(handle, made),
+                (Key::Physical(handle), Made::Physical(Some(made)), Some(_)) => {
+                    physical::give_up(handle, made);
+                }
+                (Key::Physical(handle), Made::Physical(made), None) => {
+                    physical::arrived(handle, made)
+                }
                 _ => {}
             }
         }

@@ -701,12 +701,18 @@ pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresul
     real()
 }
 
-/// A device's primary context, if there is one.
-pub(crate) fn primary_context(device: c_int) -> Option<u64> {
+/// Whether a device has a primary context.
+fn is_active(device: c_int) -> bool {
     let (mut flags, mut active) = (0, 0);
     // SAFETY: two places to write.
-    let result = unsafe { primary_state()?(device, &raw mut flags, &raw mut active) };
-    if result != SUCCESS || active == 0 {
+    primary_state()
+        .is_some_and(|ask| unsafe { ask(device, &raw mut flags, &raw mut active) } == SUCCESS)
+        && active != 0
+}
+
+/// A device's primary context, if there is one. Which one it is can only be learned by retaining it once more.
+pub(crate) fn primary_context(device: c_int) -> Option<u64> {
+    if !is_active(device) {
         return None;
     }
     let (retain, release) = (primary_retain()?, primary_release()?);
@@ -723,32 +729,15 @@ pub(crate) fn primary_context(device: c_int) -> Option<u64> {
 
 /// A device's primary context is released or reset: it may go, with all its streams.
 pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) -> CUresult {
-    let active = || {
-        let (mut flags, mut active) = (0, 0);
-        // SAFETY: two places to write.
-        primary_state()
-            .is_some_and(|ask| unsafe { ask(device, &raw mut flags, &raw mut active) } == SUCCESS)
-            && active != 0
-    };
-    if page().is_none() || !active() {
+    let Some(context) = page().and_then(|_| primary_context(device)) else {
         return real();
-    }
-    // Which context that is can only be learned by retaining it once more.
-    let mut context = ptr::null_mut();
-    if let (Some(retain), Some(release)) = (primary_retain(), primary_release()) {
-        // SAFETY: a place to write; what is retained is released.
-        unsafe {
-            if retain(&raw mut context, device) == SUCCESS {
-                release(device);
-            }
-        }
-    }
+    };
     let mut real = Some(real);
     let result = slow(|slow| {
         // Under the lock, so that the poller is not in a context that goes.
         let result = real.take().map(|real| real());
-        if !active() {
-            slow.forget_context(context as u64);
+        if !is_active(device) {
+            slow.forget_context(context);
         }
         result
     });
