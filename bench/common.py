@@ -389,6 +389,11 @@ class Gpumux(Mode):
                 raise BenchError(f"not managed by gpumux: {', '.join(missing)}")
             time.sleep(0.2)
 
+    def trace(self, file: Path, seconds: float) -> None:
+        """Writes what the scheduler did lately."""
+        command = [self.binary, "trace", "--seconds", f"{seconds:.0f}", "--output", str(file)]
+        subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20)
+
 
 def mode(name: str, logs: Path) -> Mode:
     """The mode of this name. `alone` is plain: what makes it alone is that the others are idle."""

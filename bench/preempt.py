@@ -136,9 +136,13 @@ def tasks(definition: Path) -> list[Task]:
     return found
 
 
-def measure(workload: list[Task], crew: Crew, seconds: float, hinting: bool) -> dict[str, float]:
-    """One cell."""
+def measure(workload: list[Task], crew: Crew, seconds: float, hinting: bool, trace: Path | None) -> dict[str, float]:
+    """One cell; into `trace` go every request and, with gpumux, what the scheduler did."""
     answers = crew.measure(seconds, {task.name: task.order(seconds, hinting) for task in workload})
+    if trace:
+        trace.with_suffix(".requests.json").write_text(json.dumps(answers))
+        if isinstance(crew.mode, Gpumux):
+            crew.mode.trace(trace.with_suffix(".trace.json"), seconds + 1)
     ms = [it for task in workload if task.latency for it in answers[task.name]["latencies_ms"]]
     values = common.latency_values(ms, tail=True)
     if batch := [task for task in workload if not task.latency]:
@@ -159,6 +163,9 @@ def main() -> int:
     parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
     parser.add_argument("--fresh", action="store_true", help="processes of other cases do not even exist")
+    parser.add_argument(
+        "--trace", action="store_true", help="keep every request, and gpumux's trace, with the logs"
+    )
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
@@ -171,7 +178,8 @@ def main() -> int:
         with results.cell(f"{case} / {name}"):
             needed = {task.name: task.worker() for task in workload}
             crew.have(needed if options.fresh else everybody)
-            results.add(case, name, measure(workload, crew, seconds, name in HINTING))
+            trace = logs / f"{case}-{name}" if options.trace else None
+            results.add(case, name, measure(workload, crew, seconds, name in HINTING, trace))
 
     # Alone and time slicing use the same processes: what makes it alone is that the batch tasks are idle.
     plain = [mode for mode in ("alone", "time-slicing") if mode in options.modes]

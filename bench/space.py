@@ -1,6 +1,7 @@
 """Programs that share the SMs of one GPU at the same time, beside a latency task that is outside.
 
-Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `inference` a server of ResNet-50 requests
+Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `vit` ViT-L training (batch 64, bf16: mostly
+matrix products, which need all SMs), `inference` a server of ResNet-50 requests
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `decode` a language model of GPT-2's size that makes token after token
 (launched kernel by kernel: a few SMs are enough for it), `latency` a user of a ResNet-50 CUDA graph who
 pauses between requests. The jobs are of class batch, the user is of class latency.
@@ -28,6 +29,7 @@ from common import BenchError, Crew, Gpumux, Mode, Results
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (["train", "--model", "resnet152"], STEPS),
+    "vit": (["train", "--model", "vit_l_16", "--batch", "64"], STEPS),
     "inference": (["serve", "--model", "resnet50"], {"op": "repeat", "kind": "eager"}),
     "decode": (["serve", "--model", "decode"], {"op": "repeat", "kind": "eager"}),
 }
@@ -36,6 +38,7 @@ CASES = {
     "train+train": ["train", "train"],
     "inference+train": ["inference", "train"],
     "decode+train": ["decode", "train"],
+    "decode+vit": ["decode", "vit"],
     "inference+inference+inference": ["inference", "inference", "inference"],
 }
 MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]

@@ -56,9 +56,9 @@ class Server:
                 self.graph = torch.cuda.CUDAGraph()
                 with torch.cuda.graph(self.graph):
                     self.graph_output = self.forward(self.input)
-        for kind in ("graph", "eager"):
-            for _ in range(WARM_UPS):
-                self.request(kind)
+            for kind in ("graph", "eager"):
+                for _ in range(WARM_UPS):
+                    self.request(kind)
 
     def request(self, kind: str) -> None:
         """Serves one request; `graph` where the model has one."""
@@ -86,13 +86,14 @@ class Server:
         return {"latencies_ms": latencies, "seconds": order["stop"] - order["start"]}
 
     def requests(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Requests at given times after `start`, until `stop`: the latency of each.
+        """Requests at given times after `start`, until `stop`: the latency of each, and when it began.
 
         Latency runs from the submission, or from the arrival when the request before was still going on then.
         `prepare_us` is spent on the CPU before the submission, as a server does to decode its input; with `hint`, gpumux is
         told of the work when that begins.
         """
         prepare, hint = order.get("prepare_us", 0) / 1e6, order.get("hint", False)
+        begins: list[float] = []
         latencies: list[float] = []
         for arrival in order["arrivals"]:
             due = order["start"] + arrival
@@ -108,8 +109,9 @@ class Server:
             begin = due + prepare if late else time.monotonic()
             self.request(order["kind"])
             latencies.append((time.monotonic() - begin) * 1e3)
+            begins.append(begin - order["start"])
         sleep_until(order["stop"])
-        return {"latencies_ms": latencies, "seconds": order["stop"] - order["start"]}
+        return {"latencies_ms": latencies, "begins_s": begins, "seconds": order["stop"] - order["start"]}
 
     def free(self) -> None:
         """Requests back to back, launched kernel by kernel, until the process is ended."""

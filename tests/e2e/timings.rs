@@ -8,6 +8,8 @@ use std::{
     env,
     fs::OpenOptions,
     io::Write,
+    sync::atomic::{AtomicBool, Ordering::Relaxed},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -54,7 +56,7 @@ impl Bench {
     fn latency(&self, mode: &str, slice: Option<u64>, hints: bool, arguments: &str) -> Value {
         let seconds = seconds();
         let (process, session, levers) = self.0.start(&format!(
-            "gpumux workload latency --json --period-us 5000 --seconds {seconds} {arguments}"
+            "gpumux workload latency --json --seconds {seconds} {arguments}"
         ));
         if let Some(slice) = slice {
             levers.set_timeslice(slice).unwrap();
@@ -86,9 +88,10 @@ const LONG: u64 = 1_000_000;
 #[test]
 fn preemption() {
     let bench = Bench(Puppet::new());
-    let alone = bench.latency("alone", None, false, "");
+    let rate = "--period-us 5000";
+    let alone = bench.latency("alone", None, false, rate);
     note(&json!({"device": alone["device"]}));
-    let work = format!("--iterations {}", alone["iterations"]);
+    let work = format!("{rate} --iterations {}", alone["iterations"]);
     {
         let (mut batch, _session, levers) = bench.start_batch("full", "");
         bench.latency("driver's time slicing", None, false, &work);
@@ -135,6 +138,62 @@ fn levers() {
         let values = json!({"p50_us": us(50), "p99_us": us(99)});
         note(&json!({"case": "lever", "mode": mode, "values": values}));
     }
+}
+
+/// What a latency program of 0.7 ms feels of levers that are pulled on a neighbour, which is idle or waits for the device.
+#[test]
+fn neighbours() {
+    type Pull = fn(&dyn Levers);
+    const PAUSE: Duration = Duration::from_micros(1500);
+    const FREEZE: Pull = |levers| {
+        levers.freeze().unwrap();
+        thread::sleep(PAUSE);
+        levers.thaw().unwrap();
+    };
+    const SLICE: Pull = |levers| levers.set_timeslice(SHORT).unwrap();
+    let bench = Bench(Puppet::new());
+    let kernels = "--kernels 70 --period-us 2500";
+    let alone = bench.latency("0.7 ms alone", None, false, kernels);
+    let work = format!("{kernels} --iterations {}", alone["iterations"]);
+    let measure = |state: &str, mut levers: Box<dyn Levers>| {
+        bench.latency(&format!("0.7 ms, one {state}"), Some(LONG), false, &work);
+        for (name, pull) in [("freeze and thaw", FREEZE), ("slice", SLICE)] {
+            let done = AtomicBool::new(false);
+            levers = thread::scope(|scope| {
+                let puller = scope.spawn(|| {
+                    while !done.load(Relaxed) {
+                        pull(&*levers);
+                        thread::sleep(PAUSE);
+                    }
+                    levers
+                });
+                bench.latency(
+                    &format!("0.7 ms, one {state}, {name}"),
+                    Some(LONG),
+                    false,
+                    &work,
+                );
+                done.store(true, Relaxed);
+                puller.join().expect("levers move")
+            });
+        }
+    };
+    {
+        let ready = bench.0.node.dir().join("idle");
+        let idle = format!(
+            "gpumux workload idle --seconds 600 --ready-file {}",
+            ready.display()
+        );
+        let (_idle, _session, levers) = bench.0.start(&idle);
+        wait_for("the idle program", PATIENCE, || {
+            ready.exists().then_some(())
+        });
+        measure("idle", levers);
+    }
+    let (mut batch, _session, levers) = bench.start_batch("waiting", "");
+    levers.set_timeslice(SHORT).unwrap();
+    measure("waiting", levers);
+    assert!(batch.poll().is_none(), "{}", batch.err());
 }
 
 /// Virtual memory, copies, launches.
