@@ -11,6 +11,9 @@ the batch tasks in one group) and `fixed` (slices of 1 s and 1 µs and nothing e
 batch tasks with work make no progress at 1 µs (they would not even start: `fixed` slices are set while a cell is measured only),
 so their rate is what they did until then. Latencies are pooled over the latency-critical tasks; batch_rate is requests per second
 over all batch tasks.
+
+The tasks of all modes run from the beginning; those that are not measured are idle. Each case is measured in rounds of ROUND_S,
+one mode after the other, so that a disturbance from outside reaches all modes alike.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +34,9 @@ from space import Space
 
 MODES = ["alone", "time-slicing", "mps", "gpumux", "unhinted", "space", "fixed"]
 HINTING = ("gpumux", "space")
+# Modes of one sharing differ in what the tasks are told: alone the batch tasks are idle, unhinted nobody hints.
+SHARING = {"alone": "time-slicing", "unhinted": "gpumux"}
+ROUND_S = 2.0
 CASES = ["A", "B", "C", "D", "E", "REAL", "Y", "Z"]
 
 
@@ -51,12 +58,13 @@ class Task(NamedTuple):
         """Arguments and class of its process."""
         return ["serve", "--model", self.model], self.klass
 
-    def order(self, seconds: float, hinting: bool = False) -> dict[str, Any]:
-        """What its process is told."""
+    def order(self, seconds: float, hinting: bool = False, begin: float = 0.0) -> dict[str, Any]:
+        """What its process is told: the arrivals of so many seconds from `begin`."""
+        until_end = arrivals(self.load, begin + seconds, self.name)
         return {
             "op": "requests",
             "kind": "graph",
-            "arrivals": list(arrivals(self.load, seconds, self.name)),
+            "arrivals": [at - begin for at in until_end if at >= begin],
             "prepare_us": self.prepare_us,
             "hint": hinting and self.latency,
         }
@@ -98,8 +106,6 @@ def mode(name: str, logs: Path) -> Mode:
             return Fixed(name, logs)
         case "space":
             return Space(name, logs)
-        case "unhinted":
-            return common.mode("gpumux", logs)
     return common.mode(name, logs)
 
 
@@ -136,19 +142,37 @@ def tasks(definition: Path) -> list[Task]:
     return found
 
 
-def measure(workload: list[Task], crew: Crew, seconds: float, hinting: bool, trace: Path | None) -> dict[str, float]:
-    """One cell; into `trace` go every request and, with gpumux, what the scheduler did."""
-    answers = crew.measure(seconds, {task.name: task.order(seconds, hinting) for task in workload})
-    if trace:
-        trace.with_suffix(".requests.json").write_text(json.dumps(answers))
+class Cell:
+    """One case in one mode, measured in rounds."""
+
+    def __init__(self, case: str, name: str, tasks: list[Task]) -> None:
+        self.case, self.name = case, name
+        self.tasks = [task for task in tasks if task.latency or name != "alone"]
+        self.answers: list[dict[str, dict[str, Any]]] = []
+
+    def measure(self, crew: Crew, seconds: float) -> None:
+        """One more round."""
+        begin = len(self.answers) * seconds
+        orders = {task.name: task.order(seconds, self.name in HINTING, begin) for task in self.tasks}
+        self.answers.append(crew.measure(seconds, orders))
+
+    def keep(self, crew: Crew, logs: Path, seconds: float) -> None:
+        """Writes every request and, with gpumux, what the scheduler did in the last seconds."""
+        (logs / f"{self.case}-{self.name}.requests.json").write_text(json.dumps(self.answers))
         if isinstance(crew.mode, Gpumux):
-            crew.mode.trace(trace.with_suffix(".trace.json"), seconds + 1)
-    ms = [it for task in workload if task.latency for it in answers[task.name]["latencies_ms"]]
-    values = common.latency_values(ms, tail=True)
-    if batch := [task for task in workload if not task.latency]:
-        done = sum(len(answers[task.name]["latencies_ms"]) for task in batch)
-        values["batch_rate"] = done / seconds
-    return values
+            crew.mode.trace(logs / f"{self.case}-{self.name}.trace.json", seconds)
+
+    def values(self) -> dict[str, float]:
+        """Of all rounds."""
+        ms = {
+            task.name: [it for answers in self.answers for it in answers[task.name]["latencies_ms"]]
+            for task in self.tasks
+        }
+        values = common.latency_values([it for task in self.tasks if task.latency for it in ms[task.name]], tail=True)
+        if batch := [task for task in self.tasks if not task.latency]:
+            seconds = sum(answers[batch[0].name]["seconds"] for answers in self.answers)
+            values["batch_rate"] = sum(len(ms[task.name]) for task in batch) / seconds
+        return values
 
 
 def main() -> int:
@@ -162,33 +186,42 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="length of one cell [%(default)s]")
     parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
-    parser.add_argument("--fresh", action="store_true", help="processes of other cases do not even exist")
     parser.add_argument(
         "--trace", action="store_true", help="keep every request, and gpumux's trace, with the logs"
     )
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
+    rounds = max(1, round(seconds / ROUND_S))
     cases = {case: tasks(options.workloads / f"{case}.json") for case in options.cases}
     everybody = {task.name: task.worker() for workload in cases.values() for task in workload}
     results = Results("preempt", options.out, CASES, MODES)
 
-    def cell(case: str, name: str, crew: Crew) -> None:
-        workload = [task for task in cases[case] if task.latency or name != "alone"]
-        with results.cell(f"{case} / {name}"):
-            needed = {task.name: task.worker() for task in workload}
-            crew.have(needed if options.fresh else everybody)
-            trace = logs / f"{case}-{name}" if options.trace else None
-            results.add(case, name, measure(workload, crew, seconds, name in HINTING, trace))
+    def start(name: str, stack: ExitStack) -> Crew | None:
+        with results.cell(name):
+            crew = stack.enter_context(Crew(stack.enter_context(mode(name, logs))))
+            crew.have(everybody)
+            return crew
+        return None
 
-    # Alone and time slicing use the same processes: what makes it alone is that the batch tasks are idle.
-    plain = [mode for mode in ("alone", "time-slicing") if mode in options.modes]
-    rest = [[mode] for mode in MODES[2:] if mode in options.modes]
-    for names in filter(None, [plain, *rest]):
-        with results.cell(names[-1]), mode(names[-1], logs) as sharing, Crew(sharing) as crew:
-            for case in cases:
-                for name in names:
-                    cell(case, name, crew)
+    with ExitStack() as stack:
+        sharings = list(dict.fromkeys(SHARING.get(name, name) for name in options.modes))
+        crews = {name: crew for name in sharings if (crew := start(name, stack))}
+        modes = {name: crew for name in MODES if name in options.modes and (crew := crews.get(SHARING.get(name, name)))}
+        for case, workload in cases.items():
+            cells = {name: Cell(case, name, workload) for name in modes}
+            for number in range(rounds):
+                for name in list(cells):
+                    before = len(results.failed)
+                    with results.cell(f"{case} / {name}"):
+                        modes[name].have(everybody)
+                        cells[name].measure(modes[name], seconds / rounds)
+                        if options.trace and number == rounds - 1:
+                            cells[name].keep(modes[name], logs, seconds / rounds + 1)
+                    if len(results.failed) > before:
+                        del cells[name]
+            for name, cell in cells.items():
+                results.add(case, name, cell.values())
     return results.finish()
 
 

@@ -55,6 +55,23 @@ class Definition(unittest.TestCase):
         self.assertEqual((len(order["arrivals"]), order["prepare_us"]), (10, 200))
         hints = [task.order(1.0, hinting)["hint"] for task in (critical, batch) for hinting in (False, True)]
         self.assertEqual(hints, [False, True, False, False])
+        later = critical.order(1.0, begin=2.0)["arrivals"]
+        whole = [round(at - 2, 6) for at in critical.order(3.0)["arrivals"] if at >= 2]
+        self.assertEqual([round(at, 6) for at in later], whole, "rounds go on where the one before ended")
+
+
+class Rounds(unittest.TestCase):
+    def test_latencies_are_pooled_and_rates_averaged(self) -> None:
+        task = lambda name, latency: preempt.Task(name, "vgg", latency, {}, 0)  # noqa: E731
+        cell = preempt.Cell("A", "gpumux", [task("rt", True), task("be", False)])
+        answer = lambda *ms: {"latencies_ms": list(ms), "seconds": 2.0}  # noqa: E731
+        cell.answers = [
+            {"rt": answer(1.0, 2.0), "be": answer(5.0)},
+            {"rt": answer(3.0), "be": answer(5.0, 6.0, 7.0)},
+        ]
+        self.assertEqual((cell.values()["latency_p50_ms"], cell.values()["batch_rate"]), (2.0, 1.0))
+        alone = preempt.Cell("A", "alone", [task("rt", True), task("be", False)])
+        self.assertEqual([task.name for task in alone.tasks], ["rt"])
 
 
 if __name__ == "__main__":
