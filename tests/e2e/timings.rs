@@ -178,20 +178,29 @@ fn neighbours() {
             });
         }
     };
-    {
+    let start_idle = || {
         let ready = bench.0.node.dir().join("idle");
+        let _ = std::fs::remove_file(&ready);
         let idle = format!(
             "gpumux workload idle --seconds 600 --ready-file {}",
             ready.display()
         );
-        let (_idle, _session, levers) = bench.0.start(&idle);
+        let started = bench.0.start(&idle);
         wait_for("the idle program", PATIENCE, || {
             ready.exists().then_some(())
         });
+        started
+    };
+    {
+        let (_idle, _session, levers) = start_idle();
         measure("idle", levers);
     }
     let (mut batch, _session, levers) = bench.start_batch("waiting", "");
     levers.set_timeslice(SHORT).unwrap();
+    {
+        let (_idle, _session, levers) = start_idle();
+        measure("idle beside one that waits", levers);
+    }
     measure("waiting", levers);
     assert!(batch.poll().is_none(), "{}", batch.err());
 }

@@ -19,7 +19,7 @@ pub mod policy;
 pub mod space;
 
 pub use accounts::{Account, Accounts, fractions};
-pub use plan::{DomainPlan, Lever, Plan, RunState};
+pub use plan::{Calm, DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
 pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec, admit};

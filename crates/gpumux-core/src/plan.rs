@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, Micros, Snapshot, Timeslice};
+use crate::{Class, DomainId, Micros, Snapshot, Timeslice};
 
 /// Whether the hardware may run a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -86,5 +86,68 @@ impl Plan {
             }
         }
         levers
+    }
+}
+
+/// Lets freezes and thaws wait for latency domains that are at work. To freeze or thaw any group, RM interrupts the one that
+/// runs; if another waits, that one runs first: two switches, 0.2 to 0.4 ms, for whoever was at work (`timings::neighbours`,
+/// docs/fidelity.md).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Calm {
+    /// Since when a lever waits.
+    since: Option<Micros>,
+}
+
+impl Calm {
+    /// The longest that a lever waits. Of longer work an interruption takes less than a tenth.
+    pub const MOST: Micros = Micros::from_millis(3);
+
+    /// Whether the next lever of a plan should not be pulled now; those after it rely on it. `at_work` says of a domain
+    /// whether it has work and may run.
+    pub fn awaits(
+        &mut self,
+        lever: Lever,
+        snapshot: &Snapshot,
+        now: Micros,
+        at_work: impl Fn(DomainId) -> bool,
+    ) -> bool {
+        let mut latency = snapshot.domains.iter().filter(|domain| {
+            let tenant = snapshot.tenant(domain.tenant);
+            tenant.is_some_and(|tenant| tenant.spec.class == Class::Latency)
+        });
+        let waits = !matches!(lever, Lever::SetTimeslice(..))
+            && latency.clone().all(|domain| domain.id != lever.domain())
+            && latency.any(|domain| at_work(domain.id))
+            && now.saturating_sub(*self.since.get_or_insert(now)) < Self::MOST;
+        if !waits {
+            self.since = None;
+        }
+        waits
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::testing::{domain, snapshot};
+
+    #[test]
+    fn levers_on_others_wait_for_latency_work_but_not_for_long() {
+        let classes = [Class::Latency, Class::Batch];
+        let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        let awaits = |calm: &mut Calm, lever, at: u64, busy: u64| {
+            calm.awaits(lever, &now, Micros(at), |id| id == DomainId(busy))
+        };
+        let freeze = Lever::Freeze(DomainId(2));
+        let mut calm = Calm::default();
+        assert!(awaits(&mut calm, freeze, 1_000, 1));
+        assert!(awaits(&mut calm, freeze, 3_999, 1));
+        assert!(!awaits(&mut calm, freeze, 4_000, 1), "3 ms are enough");
+        assert!(awaits(&mut calm, freeze, 4_500, 1), "a new wait");
+        assert!(!awaits(&mut calm, freeze, 5_000, 2), "only batch work runs");
+        let own = Lever::Thaw(DomainId(1));
+        assert!(!awaits(&mut calm, own, 5_000, 1), "its own lever");
+        let slice = Lever::SetTimeslice(DomainId(2), Timeslice(1));
+        assert!(!awaits(&mut calm, slice, 5_000, 1));
     }
 }

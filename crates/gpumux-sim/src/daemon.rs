@@ -6,16 +6,20 @@
 
 use gpumux_core::gang::{self, Device};
 use gpumux_core::{
-    Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Policy, RunState,
+    Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Policy, RunState,
     Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
 };
 
 use crate::gpu::{Gpu, GroupId, Nanos};
 use crate::report::DeviceReport;
 
+/// When a lever that waits is looked at again.
+const TICK: Nanos = 1_000_000;
+
 /// One device as the daemon sees it.
 struct Managed {
     policy: Box<dyn Policy>,
+    calm: Calm,
     snapshot: Snapshot,
     /// The group of each domain.
     groups: Vec<GroupId>,
@@ -55,6 +59,7 @@ impl Daemon {
     pub(crate) fn new(policies: Vec<Box<dyn Policy>>, costs: Costs) -> Self {
         let devices = policies.into_iter().map(|policy| Managed {
             policy,
+            calm: Calm::default(),
             snapshot: Snapshot {
                 costs,
                 ..Snapshot::default()
@@ -187,10 +192,22 @@ impl Daemon {
         self.plans += 1;
         let next = plans.iter().filter_map(|plan| plan.next).min();
         self.next = next.map(|next| next.0.saturating_mul(1000).max(now + 1000));
-        let (device, lever) = plans.iter().enumerate().find_map(|(device, plan)| {
-            let levers = plan.levers(&self.devices[device].snapshot);
-            Some((device, levers.first().copied()?))
-        })?;
+        let (device, lever) = self.devices.iter_mut().zip(&plans).enumerate().find_map(
+            |(device, (managed, plan))| {
+                let snapshot = &managed.snapshot;
+                let lever = plan.levers(snapshot).first().copied()?;
+                let busy = |domain: &&DomainState| {
+                    domain.run == RunState::Enabled && domain.demand == Demand::Busy
+                };
+                let at_work = |id| snapshot.domains.iter().filter(busy).any(|it| it.id == id);
+                if managed.calm.awaits(lever, snapshot, snapshot.now, at_work) {
+                    let again = now + TICK;
+                    self.next = Some(self.next.map_or(again, |next| next.min(again)));
+                    return None;
+                }
+                Some((device, lever))
+            },
+        )?;
         let managed = &mut self.devices[device];
         let costs = managed.snapshot.costs;
         let cost = match lever {

@@ -13,6 +13,8 @@
 //!   other work behind it keeps the engine (this is why one hold kernel does not hold, and two do).
 //! - A switch costs more the more SMs the outgoing group fills ([`Hardware::switch`]); kernels are
 //!   interrupted at any instruction and resume where they were. The group that resumes first restores its state, within its slice.
+//! - To freeze or thaw a group, or to set a slice while several have work, RM interrupts the group that runs, whichever it is:
+//!   the round goes on behind it.
 //! - Kernels of different streams of one group run at the same time when SMs are free, in the order in
 //!   which they became ready.
 //!
@@ -455,6 +457,10 @@ impl Gpu {
     pub fn set_timeslice(&mut self, group: GroupId, slice: Timeslice) -> Result<(), GpuError> {
         let state = self.groups.get_mut(&group).ok_or(GpuError::Group(group))?;
         state.timeslice = Timeslice(slice.0.max(1));
+        let engine = state.engine;
+        if self.contended(&self.schedulers[&engine]) {
+            self.interrupt(engine);
+        }
         self.settle();
         Ok(())
     }
@@ -648,7 +654,11 @@ impl Gpu {
 
     fn set_frozen(&mut self, group: GroupId, frozen: bool) -> Result<(), GpuError> {
         let state = self.groups.get_mut(&group).ok_or(GpuError::Group(group))?;
+        let (changes, engine) = (state.frozen != frozen, state.engine);
         state.frozen = frozen;
+        if changes {
+            self.interrupt(engine);
+        }
         if !frozen {
             // Events and waits stood still with their channel.
             let waiting: Vec<StreamId> = self

@@ -3,8 +3,8 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use gpumux_core::{
-    Account, Accounts, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
-    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, space,
+    Account, Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan,
+    Policy, RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, space,
 };
 use gpumux_rm::{LeverError, RmStatus};
 use gpumux_wire::page::SLOTS;
@@ -50,6 +50,7 @@ pub(super) struct Device {
     pub(super) lost: Option<String>,
     /// When the policy wants to be asked again.
     next: Option<Micros>,
+    calm: Calm,
     sampled: Micros,
     checked: Micros,
 }
@@ -69,6 +70,7 @@ impl Device {
             emulated: false,
             lost: None,
             next: None,
+            calm: Calm::default(),
             sampled: now,
             checked: now,
         }
@@ -257,7 +259,7 @@ impl Device {
         }
     }
 
-    /// Pulls the levers between what is and what the plan wants. At a lever that does not move it
+    /// Pulls the levers between what is and what the plan wants. At a lever that does not move, or has to wait, it
     /// stops, since the rest relies on it, and the device needs another plan.
     pub(super) fn apply(&mut self, plan: &Plan, snapshot: &Snapshot, clock: &Clock) {
         self.dirty = false;
@@ -283,6 +285,19 @@ impl Device {
             }
         }
         for lever in plan.levers(snapshot) {
+            // The newest that can be known: other levers take longer than a request.
+            let domains = &self.domains;
+            let at_work = |id| {
+                domains.values().any(|domain| {
+                    domain.planned_as() == id
+                        && domain.state.run == RunState::Enabled
+                        && domain.demand() == Demand::Busy
+                })
+            };
+            if self.calm.awaits(lever, snapshot, clock(), at_work) {
+                self.next = Some(snapshot.now + TICK);
+                return;
+            }
             // What the driver shares of a group is not relied on: every member gets the same.
             for id in self.members(lever.domain()) {
                 let lever = match lever {

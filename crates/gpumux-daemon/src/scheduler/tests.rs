@@ -420,12 +420,38 @@ fn a_crash_is_told_within_a_tenth_of_a_second_however_many_there_are() {
 }
 
 #[test]
+fn levers_wait_for_a_latency_tenant_to_finish_but_not_for_long() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.pages[0].slot(1).unwrap().complete(1);
+    bench.run(Micros::from_millis(5));
+    let (mut at_work, mut between) = (Vec::new(), Vec::new());
+    for request in 2..250 {
+        bench.take_pulls();
+        bench.pages[0].slot(1).unwrap().submit();
+        bench.run(Micros::from_millis(2));
+        at_work.extend(bench.take_pulls());
+        bench.pages[0].slot(1).unwrap().complete(request);
+        bench.run(Micros::from_millis(2));
+        between.extend(bench.take_pulls());
+    }
+    assert_eq!(at_work, []);
+    assert!(between.len() > 10, "{between:?}");
+    bench.pages[0].slot(1).unwrap().submit();
+    bench.run(Micros::from_millis(500));
+    let pulls = bench.take_pulls();
+    assert!(pulls.len() > 1, "{pulls:?}");
+}
+
+#[test]
 fn nothing_changes_nothing_is_pulled() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);
     bench.add(3, Class::Batch);
-    bench.engine.step();
+    bench.run(Micros::from_millis(10));
     assert!(!bench.take_pulls().is_empty());
     let class = Class::Batch;
     bench

@@ -282,6 +282,13 @@ impl Gpu {
         }
     }
 
+    /// Takes the running group off its engine, if one runs; it goes on when its turn comes again.
+    pub(super) fn interrupt(&mut self, engine: Engine) {
+        if let Some(id) = self.schedulers[&engine].running() {
+            self.take_off(engine, id);
+        }
+    }
+
     /// Takes the resident group off its engine.
     fn take_off(&mut self, engine: Engine, id: GroupId) {
         let occupied = self.groups[&id].occupied();
@@ -362,7 +369,7 @@ impl Gpu {
     }
 
     /// Whether a group other than the resident one has work for the engine.
-    fn contended(&self, scheduler: &Scheduler) -> bool {
+    pub(super) fn contended(&self, scheduler: &Scheduler) -> bool {
         scheduler
             .round
             .iter()
