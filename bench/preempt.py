@@ -36,7 +36,7 @@ MODES = ["alone", "time-slicing", "mps", "gpumux", "unhinted", "space", "fixed"]
 HINTING = ("gpumux", "space")
 # Modes of one sharing differ in what the tasks are told: alone the batch tasks are idle, unhinted nobody hints.
 SHARING = {"alone": "time-slicing", "unhinted": "gpumux"}
-ROUND_S = 2.0
+ROUND_S = 1.0
 CASES = ["A", "B", "C", "D", "E", "REAL", "Y", "Z"]
 
 
@@ -154,7 +154,7 @@ class Cell:
         """One more round."""
         begin = len(self.answers) * seconds
         orders = {task.name: task.order(seconds, self.name in HINTING, begin) for task in self.tasks}
-        self.answers.append(crew.measure(seconds, orders))
+        self.answers.append(crew.measure(seconds, orders, lead=0.2))
 
     def keep(self, crew: Crew, logs: Path, seconds: float) -> None:
         """Writes every request and, with gpumux, what the scheduler did in the last seconds."""
