@@ -37,6 +37,8 @@ HINTING = ("gpumux", "space")
 # Modes of one sharing differ in what the tasks are told: alone the batch tasks are idle, unhinted nobody hints.
 SHARING = {"alone": "time-slicing", "unhinted": "gpumux"}
 ROUND_S = 1.0
+# The first request after a pause is slower on an idle GPU: what comes in this first part of a round does not count.
+SETTLE_S = 0.1
 CASES = ["A", "B", "C", "D", "E", "REAL", "Y", "Z"]
 
 
@@ -164,13 +166,14 @@ class Cell:
 
     def values(self) -> dict[str, float]:
         """Of all rounds."""
-        ms = {
-            task.name: [it for answers in self.answers for it in answers[task.name]["latencies_ms"]]
-            for task in self.tasks
-        }
+        ms: dict[str, list[float]] = {task.name: [] for task in self.tasks}
+        for answers in self.answers:
+            for name, found in ms.items():
+                requests = zip(answers[name]["begins_s"], answers[name]["latencies_ms"])
+                found += [it for begin, it in requests if begin >= SETTLE_S]
         values = common.latency_values([it for task in self.tasks if task.latency for it in ms[task.name]], tail=True)
         if batch := [task for task in self.tasks if not task.latency]:
-            seconds = sum(answers[batch[0].name]["seconds"] for answers in self.answers)
+            seconds = sum(answers[batch[0].name]["seconds"] - SETTLE_S for answers in self.answers)
             values["batch_rate"] = sum(len(ms[task.name]) for task in batch) / seconds
         return values
 

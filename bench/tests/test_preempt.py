@@ -64,10 +64,15 @@ class Rounds(unittest.TestCase):
     def test_latencies_are_pooled_and_rates_averaged(self) -> None:
         task = lambda name, latency: preempt.Task(name, "vgg", latency, {}, 0)  # noqa: E731
         cell = preempt.Cell("A", "gpumux", [task("rt", True), task("be", False)])
-        answer = lambda *ms: {"latencies_ms": list(ms), "seconds": 2.0}  # noqa: E731
+
+        def answer(*ms: float) -> dict[str, object]:
+            """The first one comes before things have settled."""
+            begins = [0.0, *(0.5 for _ in ms[1:])]
+            return {"latencies_ms": list(ms), "begins_s": begins, "seconds": 2.0 + preempt.SETTLE_S}
+
         cell.answers = [
-            {"rt": answer(1.0, 2.0), "be": answer(5.0)},
-            {"rt": answer(3.0), "be": answer(5.0, 6.0, 7.0)},
+            {"rt": answer(9.0, 1.0, 2.0), "be": answer(5.0, 5.0)},
+            {"rt": answer(9.0, 3.0), "be": answer(5.0, 5.0, 6.0, 7.0)},
         ]
         self.assertEqual((cell.values()["latency_p50_ms"], cell.values()["batch_rate"]), (2.0, 1.0))
         alone = preempt.Cell("A", "alone", [task("rt", True), task("be", False)])

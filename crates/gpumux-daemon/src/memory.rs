@@ -1009,7 +1009,9 @@ impl Memory {
                 let place = self.place(tenant);
                 let stayed = *lock(&place.stayed);
                 let lately = stayed.is_some_and(|stayed| stayed.elapsed() < SLEEP_AGAIN);
-                if due && !lately && !self.is_asleep(tenant) {
+                // While it moves, another order would only wait behind that.
+                let moves = place.turn.try_lock().is_err();
+                if due && !lately && !moves && !self.is_asleep(tenant) {
                     let memory = Arc::clone(&self);
                     tokio::spawn(async move {
                         if let Err(error) = memory.sleep(tenant, u64::MAX).await {

@@ -196,10 +196,15 @@ impl Daemon {
             |(device, (managed, plan))| {
                 let snapshot = &managed.snapshot;
                 let lever = plan.levers(snapshot).first().copied()?;
-                let busy = |domain: &&DomainState| {
-                    domain.run == RunState::Enabled && domain.demand == Demand::Busy
+                // The real one looks at what programs say just then, not at what it learned before.
+                let groups = snapshot.domains.iter().zip(&managed.groups);
+                let at_work = |id| {
+                    groups.clone().any(|(domain, group)| {
+                        domain.id == id
+                            && domain.run == RunState::Enabled
+                            && gpus[device].has_work(*group) == Ok(true)
+                    })
                 };
-                let at_work = |id| snapshot.domains.iter().filter(busy).any(|it| it.id == id);
                 if managed.calm.awaits(lever, snapshot, snapshot.now, at_work) {
                     let again = now + TICK;
                     self.next = Some(self.next.map_or(again, |next| next.min(again)));
