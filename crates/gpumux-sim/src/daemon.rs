@@ -195,7 +195,10 @@ impl Daemon {
         let (device, lever) = self.devices.iter_mut().zip(&plans).enumerate().find_map(
             |(device, (managed, plan))| {
                 let snapshot = &managed.snapshot;
-                let lever = plan.levers(snapshot).first().copied()?;
+                let Some(lever) = plan.levers(snapshot).first().copied() else {
+                    managed.calm = Calm::default();
+                    return None;
+                };
                 // The real one looks at what programs say just then, not at what it learned before.
                 let groups = snapshot.domains.iter().zip(&managed.groups);
                 let at_work = |id| {

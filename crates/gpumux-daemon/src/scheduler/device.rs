@@ -311,6 +311,7 @@ impl Device {
                 }
             }
         }
+        self.calm = Calm::default();
     }
 
     /// The group of this name; made under the given number if it has no member yet.
