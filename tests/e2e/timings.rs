@@ -8,7 +8,6 @@ use std::{
     env,
     fs::OpenOptions,
     io::Write,
-    sync::atomic::{AtomicBool, Ordering::Relaxed},
     thread,
     time::{Duration, Instant},
 };
@@ -155,26 +154,16 @@ fn neighbours() {
     let kernels = "--kernels 70 --period-us 2500";
     let alone = bench.latency("0.7 ms alone", None, false, kernels);
     let work = format!("{kernels} --iterations {}", alone["iterations"]);
-    let measure = |state: &str, mut levers: Box<dyn Levers>| {
+    let measure = |state: &str, levers: Box<dyn Levers>| {
         bench.latency(&format!("0.7 ms, one {state}"), Some(LONG), false, &work);
         for (name, pull) in [("freeze and thaw", FREEZE), ("slice", SLICE)] {
-            let done = AtomicBool::new(false);
-            levers = thread::scope(|scope| {
-                let puller = scope.spawn(|| {
-                    while !done.load(Relaxed) {
-                        pull(&*levers);
-                        thread::sleep(PAUSE);
-                    }
-                    levers
-                });
-                bench.latency(
-                    &format!("0.7 ms, one {state}, {name}"),
-                    Some(LONG),
-                    false,
-                    &work,
-                );
-                done.store(true, Relaxed);
-                puller.join().expect("levers move")
+            let mode = format!("0.7 ms, one {state}, {name}");
+            thread::scope(|scope| {
+                let measured = scope.spawn(|| bench.latency(&mode, Some(LONG), false, &work));
+                while !measured.is_finished() {
+                    pull(&*levers);
+                    thread::sleep(PAUSE);
+                }
             });
         }
     };

@@ -13,8 +13,8 @@ use gpumux_core::{
 use crate::gpu::{Gpu, GroupId, Nanos};
 use crate::report::DeviceReport;
 
-/// When a lever that waits is looked at again.
-const TICK: Nanos = 1_000_000;
+/// After what time a lever that waits is looked at again.
+const AGAIN: Nanos = 1_000_000;
 
 /// One device as the daemon sees it.
 struct Managed {
@@ -209,7 +209,7 @@ impl Daemon {
                     })
                 };
                 if managed.calm.awaits(lever, snapshot, snapshot.now, at_work) {
-                    let again = now + TICK;
+                    let again = now + AGAIN;
                     self.next = Some(self.next.map_or(again, |next| next.min(again)));
                     return None;
                 }
