@@ -19,7 +19,7 @@ use gpumux_rm::Group;
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
     message::{MAX_CHANNELS, MAX_DOMAINS},
-    page::Page,
+    page::{Page, Work},
     socket,
 };
 use rustix::{
@@ -46,6 +46,14 @@ const RATE: (f64, f64) = (1024.0, 1000.0);
 /// Groups that were not what they were said to be (because the program freed them meanwhile)
 /// before a session counts as hostile.
 const MAX_REJECTED: usize = 64;
+
+/// How long the memory of a process that ended with work in a shared group is held. A kernel that still runs when its memory
+/// goes is a fault of all in the group (an H100, docs/fidelity.md); NVIDIA's MPS leaves it at that. Who runs ahead of the
+/// device has up to a second of work queued.
+pub(crate) const STAY: Duration = Duration::from_secs(2);
+
+/// Files held so per session: a control file, and the two of UVM that libcuda opens.
+const MAX_KEPT: usize = 4;
 
 /// Files that stay free for everything but sessions.
 const SPARE_FILES: u64 = 128;
@@ -287,6 +295,7 @@ impl Sessions {
             page,
             keys: BTreeMap::new(),
             rejected: 0,
+            kept: Vec::new(),
             rate: (RATE.0, Instant::now()),
         };
         let ended = async {
@@ -303,6 +312,13 @@ impl Sessions {
                 Ok(())
             }
         };
+        if session.has_shared_work() {
+            let kept = std::mem::take(&mut session.kept);
+            tokio::spawn(async move {
+                tokio::time::sleep(STAY).await;
+                drop(kept);
+            });
+        }
         let alive = !peer.fd.as_ref().is_some_and(|process| process.has_ended());
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
         self.voices().remove(&(tenant, id));
@@ -344,6 +360,8 @@ struct Session<'a> {
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
     rejected: usize,
+    /// Files that its memory lives with, if it shares a group.
+    kept: Vec<OwnedFd>,
     /// Packets it may send now, and when that was counted.
     rate: (f64, Instant),
 }
@@ -400,6 +418,11 @@ impl Session<'_> {
                 self.announce(key, engine, handles, (timeslice_us, shared), file)
                     .await?;
             }
+            Shim::Uvm => {
+                let file = file.ok_or(Refusal::NoFile)?;
+                self.sessions.check_files(&file)?;
+                self.keep(file);
+            }
             Shim::Channels { key, channels } => {
                 if let Some(compute) = self.keys.get(&key) {
                     check_channels(&channels, *compute)?;
@@ -422,6 +445,22 @@ impl Session<'_> {
         Ok(())
     }
 
+    /// Keeps a file that the process's memory lives with.
+    fn keep(&mut self, file: OwnedFd) {
+        if self.kept.len() < MAX_KEPT {
+            self.kept.push(file);
+        }
+    }
+
+    /// Whether work was under way, as far as is known, in a compute group that others share.
+    fn has_shared_work(&self) -> bool {
+        let busy = |key: &u32| {
+            let slot = self.page.slot(*key);
+            slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
+        };
+        !self.kept.is_empty() && self.keys.keys().any(busy)
+    }
+
     /// Puts a group under management, if it is what it is said to be.
     async fn announce(
         &mut self,
@@ -437,6 +476,12 @@ impl Session<'_> {
             pid: self.pid,
             handles: (handles.client, handles.group),
         };
+        if shared
+            && engine == gpumux_rm::layout::engine::GR0
+            && let Ok(copy) = file.try_clone()
+        {
+            self.keep(copy);
+        }
         let emulated = self.sessions.emulated.clone();
         let examined =
             tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;

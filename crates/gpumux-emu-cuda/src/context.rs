@@ -492,6 +492,7 @@ impl Context {
             end.call(self.handle(), key, value);
         }
         self.fail(CuError::CONTEXT_IS_DESTROYED);
+        let _ = self.execution.send(&Command::End);
         self.execution.shut_down();
         memory::free_all_of(self.handle());
         if let Ok(process) = process()
@@ -595,14 +596,14 @@ impl Context {
 
     /// Work did what it must not: nothing of this context runs any more.
     pub(crate) fn fault(&self, error: CuError) {
-        self.fail(error);
-        // Who shares the group is told after the server that made it.
+        // Who shares the group is told after the server that made it, and before the program, which may end then.
         if let Ok(process) = process()
             && let Some(rm) = &*lock(&process.rm)
         {
             rm.faulted(error);
         }
         let _ = self.execution.send(&Command::Abort);
+        self.fail(error);
     }
 
     fn call_host(self: &Arc<Self>, id: u64) {

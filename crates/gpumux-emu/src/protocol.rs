@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::profile::prefixed;
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -285,6 +285,8 @@ pub enum Command {
     },
     /// A kernel faulted: drop all work of this context.
     Abort,
+    /// The program destroys the context. Who goes without that has died, or left its work behind.
+    End,
 }
 
 /// On an execution connection, from the server.

@@ -8,13 +8,15 @@
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::AsFd,
+    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    path::Path,
     thread::{self, sleep},
     time::{Duration, Instant},
 };
 
 use gpumux_rm::{
-    Levers, RmLevers, capture::GroupId, capture::Seen, emulated::EmulatedFile, real::DeviceFile,
+    Levers, RmLevers, capture::GroupId, capture::Seen, emulated::EmulatedFile, layout::engine,
+    real::DeviceFile,
 };
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
@@ -53,6 +55,9 @@ const SETTLED: Duration = Duration::from_millis(500);
 
 /// Tries for a lever that must move, and the pause between them.
 const LEVER_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
+
+/// The file through which the driver library maps memory on the devices.
+const UVM: &str = "/dev/nvidia-uvm";
 
 /// Enough for the driver library, which the thread calls to move memory.
 const STACK: usize = 2 << 20;
@@ -422,6 +427,9 @@ impl Session {
                     shared: seen.shared,
                 };
                 socket::send(session, &packet, Some(file), SendFlags::empty())?;
+                if seen.shared && seen.engine == engine::GR0 {
+                    hand_over_uvm(session)?;
+                }
                 let Seen { group, touched, .. } = seen;
                 self.told.insert(
                     id,
@@ -477,6 +485,28 @@ impl Session {
         };
         Some((levers, seen.timeslice_us))
     }
+}
+
+/// Hands the process's UVM files on: the daemon holds them for a while when it ends with work in a shared group, as a kernel
+/// that outlives the process's memory is a fault of all in the group.
+fn hand_over_uvm(session: &OwnFd) -> Result<(), End> {
+    let numbers = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
+    for number in numbers
+        .flatten()
+        .filter_map(|it| it.file_name().to_str()?.parse().ok())
+    {
+        // SAFETY: it is used for one call, to which a number that has been closed meanwhile is an error.
+        let file = unsafe { BorrowedFd::borrow_raw(number) };
+        let Ok(copy) = rustix::io::fcntl_dupfd_cloexec(file, 0) else {
+            continue;
+        };
+        // The number may have been another file's a moment ago; the copy is what it is.
+        let path = std::fs::read_link(format!("/proc/self/fd/{}", copy.as_raw_fd()));
+        if path.is_ok_and(|path| path == Path::new(UVM)) {
+            socket::send(session, &Shim::Uvm, Some(copy.as_fd()), SendFlags::empty())?;
+        }
+    }
+    Ok(())
 }
 
 /// Waits until something is ready, or the time is over.

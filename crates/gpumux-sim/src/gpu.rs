@@ -616,6 +616,21 @@ impl Gpu {
             .collect())
     }
 
+    /// How long work that has begun, or is next, would still run with all SMs that it can use; `None` for any other.
+    ///
+    /// # Errors
+    /// When there is no such group.
+    pub fn left(&self, group: GroupId, work: WorkId) -> Result<Option<Nanos>, GpuError> {
+        let ready = &self.group(group)?.ready;
+        Ok(ready
+            .iter()
+            .find(|it| it.work == work)
+            .map(|it| match it.open {
+                true => Nanos::MAX,
+                false => it.left / u64::from(it.width.max(1)),
+            }))
+    }
+
     /// What a group has received so far.
     ///
     /// # Errors

@@ -73,6 +73,8 @@ pub(crate) struct Met {
     /// What it knows of [`Daemon::Hints`].
     told: (u64, bool),
     pid: u32,
+    /// Whether the last compute group that it announced was one of its tenant's group.
+    shared: Option<bool>,
     /// Its group has failed, and it is told no more what becomes of it.
     given_up: bool,
 }
@@ -95,6 +97,7 @@ impl Met {
             speak,
             told: (0, false),
             pid: 0,
+            shared: None,
             given_up: false,
         }
     }
@@ -299,8 +302,10 @@ impl Engine {
             let mut own = domains
                 .filter(|domain| domain.member.session == *id)
                 .peekable();
-            // One with a context of its own does not use the group's server. Of one without any nothing is known.
-            let (mut shares, mut busy) = (own.peek().is_none(), false);
+            // One with a context of its own does not use the group's server, also when that context is gone. Of one that
+            // never had any nothing is known.
+            let (mut shares, mut busy) =
+                (own.peek().is_none() && met.shared.unwrap_or(true), false);
             for domain in own {
                 shares |= domain.group.is_some();
                 busy |= domain.state.demand == Demand::Busy;
@@ -379,6 +384,9 @@ impl Engine {
         let id = DomainId(self.domains_made);
         let now = self.now();
         let session = group.member.session;
+        if let Some(met) = self.sessions.get_mut(&session) {
+            met.shared = Some(shared.is_some());
+        }
         let clock = &self.clock;
         let Some(device) = self.devices.get_mut(&group.device) else {
             return Err(GroupError::NoTenant);

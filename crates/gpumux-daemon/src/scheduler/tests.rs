@@ -395,6 +395,17 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
         .map(|it| it.pid)
         .collect();
     assert_eq!(pids, [1003], "who was told of is not told again");
+
+    // One whose context was its own says so after that has gone.
+    bench.member(6, 60, "team");
+    bench.engine.leave(SessionId(6), false);
+    let page = come(&mut bench, 6);
+    let own = bench.group(6, 61, 1);
+    bench.engine.add(own).unwrap();
+    bench.engine.gone(SessionId(6), 6);
+    page.set_fault(700);
+    bench.engine.step();
+    assert!(told.try_recv().is_err());
 }
 
 /// What `tests/e2e` measures as `noticed_after_ms`, on the engine's own clock.

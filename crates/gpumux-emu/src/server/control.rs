@@ -282,6 +282,8 @@ impl Core {
             sms => (self.devices.all.get_mut(device as usize)).map(|it| it.gpu.add_partition(sms)),
         };
         Ok(Execution {
+            file: caller.file,
+            ended: false,
             device,
             keys,
             groups,

@@ -20,7 +20,7 @@ use rustix::{
 use super::{
     control::{Call, Freeze},
     device::Devices,
-    execution::{Execution, drop_work},
+    execution::Execution,
     process::{Memory, Process},
     rm::Tree,
     wire::{self, Incoming, Packet, now, receive},
@@ -79,6 +79,8 @@ pub(super) struct Core {
     timer: OwnedFd,
     armed: Option<u64>,
     pub(super) connections: HashMap<u64, Connection>,
+    /// Work of programs that died, and their pids, while somebody holds their control files.
+    pub(super) orphans: HashMap<u64, (u32, Box<Execution>)>,
     next_connection: u64,
     timers: BTreeMap<(u64, u64), Action>,
     next_timer: u64,
@@ -117,6 +119,7 @@ impl Core {
             timer,
             armed: None,
             connections: HashMap::new(),
+            orphans: HashMap::new(),
             next_connection: FIRST_CONNECTION,
             timers: BTreeMap::new(),
             next_timer: 0,
@@ -326,24 +329,11 @@ impl Core {
         }
         match connection.role {
             Role::Control(_) => {
+                self.end_orphans(id);
                 self.tree.close(&mut self.devices, id);
                 self.follow_levers();
             }
-            Role::Execution(mut execution) => {
-                if let Some(device) = self.devices.all.get_mut(execution.device as usize) {
-                    drop_work(device, &mut execution);
-                    if let Some(partition) = execution.partition {
-                        let _ = device.gpu.remove_partition(partition);
-                    }
-                }
-                let bytes = self.devices.profile.context_memory;
-                self.devices.give(execution.device, bytes);
-                if let Some(process) = self.processes.get_mut(&connection.pid)
-                    && let Some(contexts) = process.contexts.get_mut(&execution.device)
-                {
-                    *contexts -= 1;
-                }
-            }
+            Role::Execution(execution) => self.leave_execution(id, connection.pid, execution),
             Role::Unknown | Role::Process => {}
         }
         let waited: Vec<u64> = self.freezes.keys().copied().collect();

@@ -15,8 +15,16 @@ use crate::protocol::{Command, MAX_LIVE, MAX_SUBMISSIONS, Queue, Report, Work};
 /// Reports are sent together up to this many.
 const MAX_BATCH: usize = 256;
 
+/// A kernel that a program leaves behind with more ns to run than this still uses the program's memory when that goes: a
+/// fault of everybody in its group. (An H100: of 4 ms so, of 2 ms not; docs/fidelity.md.)
+const OUTLIVES: u64 = 3_000_000;
+
 /// One context's work.
 pub(super) struct Execution {
+    /// The connection of the control file that made it.
+    pub(super) file: u64,
+    /// The program has destroyed it.
+    pub(super) ended: bool,
     pub(super) device: u32,
     pub(super) keys: [GroupKey; 3],
     pub(super) groups: [GroupId; 3],
@@ -102,8 +110,64 @@ impl Core {
                 let keys = execution.keys;
                 self.fault_of_another(id, &keys);
             }
+            Command::End => execution.ended = true,
         }
         Some(())
+    }
+
+    /// The connection is gone. The memory of a program lives as long as its control file, which others may hold.
+    pub(super) fn leave_execution(&mut self, id: u64, pid: u32, execution: Box<Execution>) {
+        if self.is_missed(&execution) && self.connections.contains_key(&execution.file) {
+            self.orphans.insert(id, (pid, execution));
+        } else {
+            self.end_execution(id, pid, execution);
+        }
+    }
+
+    /// The control file is closed, and with it goes the memory of those that died before.
+    pub(super) fn end_orphans(&mut self, file: u64) {
+        let of_file = |_: &u64, (_, it): &mut (u32, Box<Execution>)| it.file == file;
+        let orphans: Vec<_> = self.orphans.extract_if(of_file).collect();
+        for (id, (pid, execution)) in orphans {
+            self.end_execution(id, pid, execution);
+        }
+    }
+
+    fn end_execution(&mut self, id: u64, pid: u32, mut execution: Box<Execution>) {
+        if self.is_missed(&execution) {
+            let keys = execution.keys;
+            self.fault_of_another(id, &keys);
+        }
+        if let Some(device) = self.devices.all.get_mut(execution.device as usize) {
+            drop_work(device, &mut execution);
+            if let Some(partition) = execution.partition {
+                let _ = device.gpu.remove_partition(partition);
+            }
+        }
+        let bytes = self.devices.profile.context_memory;
+        self.devices.give(execution.device, bytes);
+        if let Some(process) = self.processes.get_mut(&pid)
+            && let Some(contexts) = process.contexts.get_mut(&execution.device)
+        {
+            *contexts -= 1;
+        }
+    }
+
+    /// Whether it was left with a kernel that others of its group would suffer from.
+    fn is_missed(&self, execution: &Execution) -> bool {
+        let Some(device) = self.devices.all.get(execution.device as usize) else {
+            return false;
+        };
+        let (group, key) = (execution.groups[0], execution.keys[0]);
+        let shared = self
+            .connections
+            .values()
+            .any(|it| matches!(&it.role, Role::Execution(other) if other.keys[0] == key));
+        let outlives = |work: &WorkId| {
+            let left = device.gpu.left(group, *work).ok().flatten();
+            left.is_some_and(|left| left > OUTLIVES)
+        };
+        !execution.ended && shared && execution.works.values().any(outlives)
     }
 
     /// One of a group faulted: so do all that share the group.
@@ -115,6 +179,12 @@ impl Core {
             })
             .map(|(id, _)| *id)
             .collect();
+        let of_group = |_: &u64, (_, it): &mut (u32, Box<Execution>)| shares(it);
+        let orphans: Vec<_> = self.orphans.extract_if(of_group).collect();
+        for (id, (pid, mut orphan)) in orphans {
+            orphan.ended = true;
+            self.end_execution(id, pid, orphan);
+        }
         for id in others {
             let Some(Role::Execution(execution)) =
                 self.connections.get_mut(&id).map(|it| &mut it.role)

@@ -12,7 +12,7 @@ use std::{
 use gpumux_rm::{
     ControlFile, RmStatus,
     emulated::{self, EmulatedFile, call},
-    layout::{Alloc64, GroupAlloc, TimesliceParams, class, cmd, escape},
+    layout::{Alloc64, DupObject, GroupAlloc, Share, TimesliceParams, class, cmd, escape},
     levers::{Group, Levers, RmLevers},
 };
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
@@ -46,6 +46,8 @@ fn start(profile: Profile) -> Running {
 struct Program {
     file: OwnedFd,
     group: Group,
+    /// Compute, and copies up and down.
+    groups: [u32; 3],
     execution: Execution,
     next: u64,
 }
@@ -68,7 +70,7 @@ impl Program {
         let client = alloc(&file, 0, 0, class::ROOT_CLIENT, &mut []);
         let device = alloc(&file, client, client, class::DEVICE, &mut [0; 4]);
         let subdevice = alloc(&file, client, device, class::SUBDEVICE, &mut [0; 4]);
-        let [compute, up, down] = [1, 11, 12].map(|engine| {
+        let groups = [1, 11, 12].map(|engine| {
             let mut params = GroupAlloc {
                 engine,
                 ..Default::default()
@@ -76,6 +78,11 @@ impl Program {
             let class = class::CHANNEL_GROUP;
             alloc(&file, client, device, class, params.as_mut_bytes())
         });
+        Self::with(file, client, subdevice, groups)
+    }
+
+    fn with(file: OwnedFd, client: u32, subdevice: u32, groups: [u32; 3]) -> Self {
+        let [compute, up, down] = groups;
         let channels = (0..2)
             .map(|_| alloc(&file, client, compute, 0xc86f, &mut []))
             .collect();
@@ -88,9 +95,53 @@ impl Program {
                 group: compute,
                 channels,
             },
+            groups,
             execution,
             next: 0,
         }
+    }
+
+    /// Another program in this one's groups, as a client of an MPS server.
+    fn neighbour(&self, running: &Running) -> Self {
+        let file = open_control_file(&running.path).unwrap();
+        let client = alloc(&file, 0, 0, class::ROOT_CLIENT, &mut []);
+        let device = alloc(&file, client, client, class::DEVICE, &mut [0; 4]);
+        let subdevice = alloc(&file, client, device, class::SUBDEVICE, &mut [0; 4]);
+        let groups = self.groups.map(|group| {
+            let mut share = Share {
+                client: self.group.client,
+                object: group,
+                target: client,
+                access: 1,
+                kind: 3,
+                status: 0,
+            };
+            call(
+                self.file.as_fd(),
+                escape::SHARE,
+                share.as_mut_bytes(),
+                &mut [],
+            )
+            .unwrap();
+            let mut dup = DupObject {
+                client,
+                parent: device,
+                object: 0x5000 + group,
+                client_src: self.group.client,
+                object_src: group,
+                ..Default::default()
+            };
+            call(
+                file.as_fd(),
+                escape::DUP_OBJECT,
+                dup.as_mut_bytes(),
+                &mut [],
+            )
+            .unwrap();
+            assert_eq!([share.status, dup.status], [0; 2]);
+            dup.object
+        });
+        Self::with(file, client, subdevice, groups)
     }
 
     fn levers(&self) -> RmLevers<EmulatedFile> {
@@ -375,4 +426,52 @@ fn a_second_server_is_refused_and_a_dead_ones_socket_is_taken_over() {
         .write_all(b"x")
         .unwrap();
     assert!(Server::bind(Profile::default(), &path).is_err());
+}
+
+#[test]
+fn who_leaves_a_long_kernel_behind_in_a_group_ends_its_neighbours_when_its_memory_goes() {
+    let running = start(Profile::default());
+    // How long the kernel is that is left behind, whether the context is destroyed in order, whether somebody holds
+    // the control file until the kernel has ended, and whether the neighbours are lost.
+    for (length, ends, held, lost) in [
+        (u64::MAX, false, false, true),
+        (1000 * MILLI, false, false, true),
+        (MILLI, false, false, false),
+        (u64::MAX, true, false, false),
+        (300 * MILLI, false, true, false),
+    ] {
+        let mut here = Program::start(&running);
+        let mut gone = here.neighbour(&running);
+        gone.submit(&[kernel(length), Work::Record]);
+        if ends {
+            gone.execution.send(&Command::End).unwrap();
+        }
+        let hold = held.then(|| gone.file.try_clone().unwrap());
+        drop(gone);
+        if let Some(file) = hold {
+            // Both share the device: it ends after the one that was left behind.
+            here.submit(&[kernel(length), Work::Record]);
+            assert!(matches!(here.report(), Report::Done(_)));
+            drop(file);
+        }
+        let ids = here.submit(&[kernel(1), Work::Record]);
+        let report = here.report();
+        match lost {
+            true => assert_eq!(report, Report::Lost, "{length}"),
+            false => assert!(
+                matches!(&report, Report::Done(done) if done.last().unwrap().0 == ids[1]),
+                "{length}: {report:?}"
+            ),
+        }
+    }
+    // Held, but without end: lost when the file goes.
+    let here = Program::start(&running);
+    let mut gone = here.neighbour(&running);
+    gone.submit(&[kernel(u64::MAX)]);
+    let Program {
+        file, execution, ..
+    } = gone;
+    drop(execution);
+    drop(file);
+    assert_eq!(here.report(), Report::Lost);
 }
