@@ -16,6 +16,41 @@ use serde_json::Value;
 
 use crate::{REQUESTS, TICKS};
 
+/// What a plain MPS server does: the reason why the daemon holds files, and the model of the emulated device.
+#[test]
+fn work_that_a_killed_client_leaves_ends_the_others_unless_it_is_short_or_somebody_holds_its_memory()
+ {
+    let puppets = Puppets::new();
+    let endless = "gpumux workload fault --kind endless --seconds 0.5".to_owned();
+    let batch = |us: u32| format!("gpumux workload batch --kernel-us {us} --seconds 600");
+    for (program, held, ends) in [
+        (batch(500), false, false),
+        (batch(20_000), true, false),
+        (endless, false, true),
+    ] {
+        let (mut neighbour, _session, levers) = puppets.start(TICKS);
+        let (killed, session, others_levers) = puppets.start(&program);
+        // Its longest kernels run, and its files have come.
+        std::thread::sleep(Duration::from_secs(2));
+        let files = session.files();
+        // The levers have a control file, too.
+        let kept = held.then_some((files, others_levers));
+        drop(session);
+        killed.kill();
+        std::thread::sleep(Duration::from_secs(1));
+        drop(kept);
+        if ends {
+            let end = neighbour.finish();
+            assert_ne!(end.code(), 0, "{program}");
+            assert!(end.err.contains("ILLEGAL_ADDRESS"), "{program}: {end:#?}");
+        } else {
+            let lines = neighbour.lines();
+            neighbour.wait_lines(lines + 100);
+        }
+        drop(levers);
+    }
+}
+
 const GROUP: &str = "--class batch --trust team";
 /// Long kernels back to back, on every SM.
 const LOAD: &str = "gpumux workload batch --kernel-us 10000 --seconds 600";

@@ -133,6 +133,18 @@ impl Session {
         socket::send(&self.0, message, None, SendFlags::empty()).expect("it listens");
     }
 
+    /// The files of all packets that have come.
+    pub fn files(&self) -> Vec<OwnedFd> {
+        let mut files = Vec::new();
+        while readable(&self.0, Duration::ZERO) {
+            match self.receive() {
+                Some((_, file)) => files.extend(file),
+                None => break,
+            }
+        }
+        files
+    }
+
     /// The next packet and its file; `None` when the process has closed the session.
     #[track_caller]
     pub fn receive(&self) -> Option<(Shim, Option<OwnedFd>)> {
