@@ -182,6 +182,9 @@ fn on_device(tenant: &Tenant, uuid: &str, device: Option<&Device>, others: &[&Te
             }))
         ),
     };
+    if promised + 0.005 < tenant.spec.guaranteed {
+        text += " More is guaranteed to the tenants on it than it has: start this one on another device, or guarantee less.";
+    }
     // Processes in the same situation are described once.
     let mut said = Vec::new();
     for domain in &own {
@@ -326,6 +329,15 @@ mod tests {
             waits_for_memory: false,
             moves: Default::default(),
         }
+    }
+
+    #[test]
+    fn a_promise_that_the_device_cannot_keep_is_admitted() {
+        let short = "More is guaranteed to the tenants on it than it has";
+        let mut all = [1, 2].map(|n| tenant(&n.to_string(), Class::Batch, vec![domain(false, "")]));
+        assert!(!explain(&all[0], &all, &[], &[]).contains(short));
+        all[0].spec.guaranteed = 0.7;
+        assert!(explain(&all[0], &all, &[], &[]).contains(short));
     }
 
     #[test]

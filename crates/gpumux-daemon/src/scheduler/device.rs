@@ -1,6 +1,9 @@
 //! One device: its domains, what they have and got, and the pulling of levers.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::Arc,
+};
 
 use gpumux_core::{
     Account, Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan,
@@ -106,6 +109,12 @@ impl Device {
                 }
             }
         }
+    }
+
+    /// Who uses it.
+    pub(super) fn tenants(&self) -> BTreeSet<TenantId> {
+        let domains = self.domains.values();
+        domains.map(|domain| domain.state.tenant).collect()
     }
 
     /// When [`Self::observe`] or the policy has something to do although nothing happens.

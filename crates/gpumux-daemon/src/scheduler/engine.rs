@@ -224,16 +224,9 @@ impl Engine {
         if spec.guaranteed <= before {
             return spec.validate();
         }
-        let users = |device: &Device| -> BTreeSet<TenantId> {
-            device
-                .domains
-                .values()
-                .map(|domain| domain.state.tenant)
-                .collect()
-        };
-        let used: BTreeSet<TenantId> = self.devices.values().flat_map(users).collect();
+        let used: BTreeSet<TenantId> = self.devices.values().flat_map(Device::tenants).collect();
         let check = |(uuid, device): (&String, &Device)| {
-            let users = users(device);
+            let users = device.tenants();
             let counts = |id: &TenantId| {
                 *id != tenant
                     && (users.contains(id) || (self.devices.len() == 1 && !used.contains(id)))
@@ -242,7 +235,7 @@ impl Engine {
             admit(spec, others.map(|(_, spec)| spec), uuid)
         };
         if used.contains(&tenant) {
-            let own = |(_, device): &(&String, &Device)| users(device).contains(&tenant);
+            let own = |(_, device): &(&String, &Device)| device.tenants().contains(&tenant);
             return self.devices.iter().filter(own).try_for_each(check);
         }
         let mut answers = self.devices.iter().map(check);
@@ -393,6 +386,7 @@ impl Engine {
         };
         device.emulated |= group.emulated;
         device.account(now);
+        let (tenant, name) = (group.tenant, group.device.clone());
         let mut domain = Domain::new(id, group, now);
         domain.group = shared.map(|name| device.group(name, DomainId(id.0 - 1)));
         domain.before = device.accounts.get(domain.planned_as());
@@ -402,9 +396,27 @@ impl Engine {
         device.domains.insert(id, domain);
         device.conform(id, clock);
         device.dirty = true;
+        self.warn_of_promises(tenant, &name);
         self.count_contexts(session);
         self.park_domains();
         Ok(())
+    }
+
+    /// Where a tenant's program goes is its own choice: it may come to a device that cannot keep the promise.
+    fn warn_of_promises(&self, tenant: TenantId, device: &str) {
+        let spec = self
+            .tenants
+            .get(&tenant)
+            .filter(|spec| spec.guaranteed > 0.0);
+        if let Some((spec, users)) = spec.zip(self.devices.get(device).map(Device::tenants))
+            && let others = self
+                .tenants
+                .iter()
+                .filter(|(id, _)| **id != tenant && users.contains(id))
+            && let Err(error) = admit(spec, others.map(|(_, spec)| spec), device)
+        {
+            tracing::warn!(tenant = tenant.0, %error, "the tenants on this device share what is promised in proportion");
+        }
     }
 
     /// The channels of a group are now these.
@@ -874,7 +886,7 @@ fn promised(device: &Device, specs: &BTreeMap<TenantId, TenantSpec>) -> BTreeMap
         "weighted" => &Weighted,
         _ => &Priority,
     };
-    let users: BTreeSet<TenantId> = device.domains.values().map(|d| d.state.tenant).collect();
+    let users = device.tenants();
     let present = specs.iter().filter(|(id, _)| users.contains(id));
     let claims: Vec<Claim> = present.clone().map(|(_, spec)| Claim::from(spec)).collect();
     let shares = division.divide(&claims);
