@@ -1449,7 +1449,9 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
             tenants.create(&peer, auto("sure", 0.6)),
             tenants.create(&peer, auto("plain", 0.0)),
         );
-        (sure.unwrap(), plain.unwrap());
+        for created in [sure, plain] {
+            created.unwrap();
+        }
         let (sure, promised) = placement(&tenants, "sure").await;
         let (plain, confined) = placement(&tenants, "plain").await;
         if sure < plain {
