@@ -82,6 +82,8 @@ pub(crate) struct Met {
     pid: u32,
     /// Its group has failed, and it is told no more what becomes of it.
     given_up: bool,
+    /// When it last freed a part of a group in which it had work: what a process does that exits.
+    freed: Option<Micros>,
 }
 
 impl Met {
@@ -103,6 +105,7 @@ impl Met {
             told: (0, false),
             pid: 0,
             given_up: false,
+            freed: None,
         }
     }
 
@@ -315,6 +318,7 @@ impl Engine {
 
     /// Processes in groups that are `so`, each once.
     fn crashed(&mut self, so: impl Fn(SessionId, &Met) -> bool) -> Vec<Crash> {
+        let now = self.now();
         let mut found = Vec::new();
         for (id, met) in self
             .sessions
@@ -332,7 +336,8 @@ impl Engine {
                 .filter(|domain| domain.member.session == *id)
                 .peekable();
             // One with a context of its own does not use the group's server. Of one without any nothing is known.
-            let (mut shares, mut busy) = (own.peek().is_none(), false);
+            let lately = |at: Micros| now.saturating_sub(at) < LATELY;
+            let (mut shares, mut busy) = (own.peek().is_none(), met.freed.is_some_and(lately));
             for domain in own {
                 shares |= domain.group.is_some();
                 busy |= domain.state.demand == Demand::Busy;
@@ -464,6 +469,15 @@ impl Engine {
 
     /// The process freed a group.
     pub(crate) fn gone(&mut self, session: SessionId, key: u32) {
+        let now = self.now();
+        let mut domains = self.devices.values().flat_map(|it| it.domains.values());
+        let at_work = domains.any(|it| {
+            let member = (it.member.session, it.member.key);
+            member == (session, key) && it.group.is_some() && it.demand() == Demand::Busy
+        });
+        if let Some(met) = self.sessions.get_mut(&session).filter(|_| at_work) {
+            met.freed = Some(now);
+        }
         self.remove(session, Some(key), false);
     }
 

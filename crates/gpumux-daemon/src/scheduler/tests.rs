@@ -401,7 +401,13 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
 fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_for_two_seconds() {
     let mut bench = Bench::new();
     let mut files = Vec::new();
-    for (n, group) in [(2, "team"), (3, "team"), (4, "other"), (5, "team")] {
+    for (n, group) in [
+        (2, "team"),
+        (3, "team"),
+        (4, "other"),
+        (5, "team"),
+        (6, "team"),
+    ] {
         bench.member(n, 50, group);
         let (page, file) = Page::create().unwrap();
         let opened = Arc::new(Page::open(file).unwrap());
@@ -412,7 +418,9 @@ fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_fo
     bench.run(Micros::from_secs(1));
     // Its last piece of work was done, although the daemon has not looked since.
     bench.pages[1].slot(3).unwrap().complete(1);
-    for n in [2, 3, 4] {
+    // Who exits frees what it has first.
+    bench.engine.gone(SessionId(6), 6);
+    for n in [2, 3, 4, 6] {
         bench.engine.leave(SessionId(n), false);
     }
     bench.run(Micros::from_secs(1));
@@ -423,7 +431,12 @@ fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_fo
         .collect();
     assert_eq!(
         seen,
-        [(1002, true, true), (1003, false, true), (1005, true, false)]
+        [
+            (1002, true, true),
+            (1003, false, true),
+            (1005, true, false),
+            (1006, true, true)
+        ]
     );
     assert!(
         (1000..1100).contains(&told[0].ended_ms.unwrap()),
