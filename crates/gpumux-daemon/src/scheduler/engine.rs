@@ -305,6 +305,10 @@ impl Engine {
 
     /// Remembers a process in a group that ends before its group has failed.
     fn remember(&mut self, session: SessionId) {
+        let tenant = self.sessions.get(&session).map(|met| met.tenant);
+        if !tenant.is_some_and(|it| self.placed.contains_key(&it)) {
+            return;
+        }
         let now = self.now();
         // The work that it had at its end.
         for device in self.devices.values_mut() {
