@@ -295,3 +295,61 @@ fn tenants_end_with_their_last_process() {
         node.find_tenant("short").is_none().then_some(())
     });
 }
+
+/// A program that `gpumux run` stays the parent of.
+fn watched(node: &Node, options: &str, script: &str) -> Process {
+    let line = format!("--trust team --restart on-collateral {options}");
+    // Who started the tests may have had signals ignored.
+    let mut command = node.tenant(&line, "env --default-signal sh -c");
+    Process::start(command.arg(script))
+}
+
+#[test]
+fn signals_reach_a_program_that_would_be_run_again_and_it_is_not() {
+    let node = Node::start();
+    let script =
+        "trap 'echo caught; exit 3' TERM INT HUP; echo ready; while :; do sleep 0.01; done";
+    for signal in [Signal::TERM, Signal::INT, Signal::HUP] {
+        let mut process = watched(&node, "", script);
+        process.wait_lines(1);
+        process.signal(signal);
+        let finished = process.finish();
+        assert_eq!(finished.out, "ready\ncaught\n", "{signal:?}");
+        assert_eq!(finished.code(), 3, "{signal:?}");
+    }
+}
+
+#[test]
+fn what_is_ignored_stays_ignored_for_a_program_that_would_be_run_again() {
+    let node = Node::start();
+    let script = format!(
+        "trap '' HUP; {} run --trust team --restart on-collateral -- sh -c 'kill -HUP $$; echo alive'",
+        binary().display()
+    );
+    let finished = node.on_device(["sh", "-c", &script]).run().ok();
+    assert_eq!(finished.out, "alive\n");
+}
+
+#[test]
+fn a_program_that_would_be_run_again_does_not_outlive_its_watcher() {
+    let node = Node::start();
+    let mut process = watched(&node, "", "echo $$; exec sleep 600");
+    process.wait_lines(1);
+    let program = format!("/proc/{}/cmdline", process.out().trim());
+    // Of one that has ended but was not waited for nothing is left.
+    let lives = || fs::read(&program).is_ok_and(|words| !words.is_empty());
+    assert!(lives());
+    process.signal(Signal::KILL);
+    wait_for("the program's end", PATIENCE, || (!lives()).then_some(()));
+}
+
+#[test]
+fn a_percentage_of_the_callers_shell_does_not_reach_members_of_groups() {
+    let node = Node::start();
+    let variable = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
+    for (options, said) in [("--trust team", "\n"), ("", "10\n")] {
+        let mut command = node.tenant(options, "sh -c");
+        command.arg(format!("echo ${variable}")).env(variable, "10");
+        assert_eq!(command.run().ok().out, said, "{options}");
+    }
+}

@@ -427,6 +427,92 @@ fn who_takes_groups_down_joins_none_any_more() {
 }
 
 #[test]
+fn who_takes_groups_down_under_no_name_joins_none_any_more_and_other_programs_do() {
+    if real() {
+        // Who caused a fault is known for sure on the emulated device only.
+        return;
+    }
+    let node = Node::start();
+    let start = |program: &str| Process::start(&mut node.tenant(GROUP, program));
+    // All are called after the same binary, with numbers.
+    let mut first = Process::start(&mut node.tenant("", TICKS));
+    first.wait_lines(1);
+    let bad = "gpumux workload fault --seconds 1";
+    let place = |name: &str| node.wait_tenant(name, has_domain)["placement"].clone();
+    for round in 1..=2 {
+        start(bad).finish();
+        let culprit = wait_ps(&node, "the fault", |ps| {
+            Some(ps["faults"].get(round - 1)?["culprit"].clone())
+        });
+        assert_eq!(culprit, "gpumux-2");
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant("gpumux-2").is_none().then_some(())
+        });
+    }
+    let good = start(TICKS);
+    assert_eq!(place("gpumux-2")["way"], "space");
+    let _third = start(bad);
+    let banned = place("gpumux-3");
+    assert_eq!(banned["way"], "time", "{banned:#}");
+    drop(good);
+}
+
+#[test]
+fn a_fault_runs_a_program_again_once() {
+    let node = Node::start();
+    let flag = node.dir().join("ran");
+    let script = format!(
+        "if [ -e {0} ]; then echo again; exit 3; fi; touch {0}; exec {1} {2}",
+        flag.display(),
+        gpumux_tests::binary().display(),
+        TICKS.strip_prefix("gpumux ").unwrap()
+    );
+    let mut command = node.tenant(
+        &format!("{GROUP} --name again --restart on-collateral"),
+        "sh -c",
+    );
+    let mut again = Process::start(command.arg(script));
+    again.wait_lines(3);
+    member(&node, "culprit", "", "gpumux workload fault --seconds 0.1").finish();
+    let finished = again.finish_within(PATIENCE);
+    assert_eq!(finished.code(), 3, "{finished:#?}");
+    let count = finished.out.lines().filter(|line| *line == "again").count();
+    assert_eq!(count, 1, "{finished:#?}");
+}
+
+#[test]
+fn who_loses_its_server_is_named_although_it_ends_at_once() {
+    // Only of what is one process it is known that it ends.
+    if real() {
+        return;
+    }
+    let node = Node::start();
+    let mut all = ["a", "b"].map(|name| member(&node, name, "", TICKS));
+    for (member, name) in all.iter_mut().zip(["a", "b"]) {
+        member.wait_lines(2);
+        node.wait_tenant(name, has_domain);
+    }
+    // Nobody would miss the server of a group without tenants.
+    let mut last = node.tenant(&format!("{GROUP} --name last"), "sh -c");
+    let mut last = Process::start(last.arg("echo ready; exec sleep 600"));
+    last.wait_lines(1);
+    let group = fs::read_dir(node.dir().join("groups")).unwrap().next();
+    let mut ask = node.gpumux(["emu", "mps"]);
+    enter(&mut ask, &group.unwrap().unwrap().path());
+    let mut asked = Process::start(&mut ask);
+    asked.write("get_server_list\n");
+    let server: i32 = asked.finish().out.trim().parse().unwrap();
+    rustix::process::kill_process(Pid::from_raw(server).unwrap(), Signal::KILL).unwrap();
+    for member in all {
+        // As if the loss of its server had ended it.
+        member.kill();
+    }
+    let fault = wait_ps(&node, "the failure", |ps| ps["faults"].get(0).cloned());
+    assert_eq!(fault["culprit"], Value::Null, "{fault:#}");
+    assert_eq!(fault["others"], serde_json::json!(["a", "b"]), "{fault:#}");
+}
+
+#[test]
 fn a_servers_end_and_a_new_daemon_leave_a_group_that_can_be_joined() {
     let mut node = Node::start();
     let mut first = member(&node, "first", "", TICKS);
@@ -546,6 +632,8 @@ fn the_fault_matrix_in_a_group() {
             wait_for("the fault's record", PATIENCE, || {
                 (faults() == 1).then_some(())
             });
+            let culprit = node.ps()["faults"][before]["culprit"].clone();
+            assert_ne!(culprit, format!("inside{number}"), "{fault}");
         } else {
             // So long that memory that was held has gone.
             std::thread::sleep(Duration::from_millis(2500));
@@ -662,8 +750,25 @@ fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
         node.find_tenant("rest").unwrap()["placement"]["sm_percent"],
         60
     );
-    drop((sure, rest, little));
-    for name in ["sure", "rest", "little"] {
+    // What those who are there keep is not promised to others.
+    let late = start("late", "--guaranteed 0.2");
+    let forced = start("forced", "--guaranteed 0.2 --sharing space");
+    let reason = |name: &str| node.find_tenant(name).unwrap()["placement"]["reason"].clone();
+    let said = reason("late");
+    assert!(said.as_str().unwrap().contains("guarantee"), "{said}");
+    assert_eq!(percent(&late), "");
+    let explained = node.gpumux(["explain", "forced"]).run().ok().out;
+    let table = node.gpumux(["ps"]).run().ok().out;
+    assert!(
+        explained.contains("holds only once sure start anew"),
+        "{explained}"
+    );
+    assert!(
+        table.contains("forced: its guarantee of 20% holds only once these start anew: sure\n"),
+        "{table}"
+    );
+    drop((sure, rest, little, late, forced));
+    for name in ["sure", "rest", "little", "late", "forced"] {
         wait_for("its end", PATIENCE, || {
             node.find_tenant(name).is_none().then_some(())
         });

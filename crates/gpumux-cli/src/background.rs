@@ -1,5 +1,6 @@
 //! Starting `gpumux` itself in the background: in a session of its own, with a log file, and as nobody's
-//! child, so that the program that `run` turns into never meets a child it did not make.
+//! child, so that the program that `run` turns into never meets a child it did not make. And the reverse: a child
+//! that does not outlive its parent.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -14,7 +15,10 @@ use std::{
 use anyhow::{Context, bail, ensure};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, pidfd_open},
+    io::Errno,
+    process::{
+        Pid, PidfdFlags, Signal, getpid, getppid, pidfd_open, set_parent_process_death_signal,
+    },
 };
 
 /// How long a background process may take to be ready.
@@ -70,6 +74,22 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     };
     crate::output::print(&format!("{}\n", command.spawn()?.id()))?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Has a child killed when this process ends, however that comes. It must be started by the first thread.
+pub(crate) fn end_with_this(command: &mut Command) {
+    let this = getpid();
+    // SAFETY: between fork and exec only two system calls are made, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(move || {
+            set_parent_process_death_signal(Some(Signal::KILL))?;
+            // It may have ended before that.
+            match getppid() == Some(this) {
+                true => Ok(()),
+                false => Err(Errno::SRCH.into()),
+            }
+        })
+    };
 }
 
 /// Starts `gpumux ARGS…` in the background and waits, within bounds, until `ready` says so.
@@ -138,7 +158,7 @@ fn ended(process: Option<&OwnedFd>) -> anyhow::Result<bool> {
     };
     match poll(&mut [PollFd::new(process, PollFlags::IN)], Some(&moment)) {
         Ok(events) => Ok(events > 0),
-        Err(rustix::io::Errno::INTR) => Ok(false),
+        Err(Errno::INTR) => Ok(false),
         Err(error) => Err(error.into()),
     }
 }

@@ -27,7 +27,8 @@
 //! # Guarantees
 //! A guaranteed share of the device becomes a minimum of SMs ([`minimum`]): the group as a whole gets its part of the
 //! device's time ([`combine`]), and inside it the member gets the SMs that make up the rest. Minima are rounded up to
-//! steps; where that does not fit (nobody can have less than one step), those that were rounded up most give a step back.
+//! steps, never down; where that does not fit (nobody can have less than one step), nothing is divided, and [`percentages`]
+//! tries finer steps.
 //!
 //! # Ties
 //! Equal claims: who has the fewest SMs for its weight, then who comes first. SMs that make no whole step (4 of an H100's
@@ -44,6 +45,6 @@ pub use divide::{Claimant, Rule, STEP, WORTH, divide, minimum, total, worth_movi
 pub use explore::{Explorer, Trial};
 pub use program::{Observation, Program, throughput};
 pub use sharing::{
-    Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide,
+    Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide, hinders,
     percentage, percentages,
 };

@@ -205,12 +205,6 @@ impl Groups {
         None
     }
 
-    /// How many have a seat in a group.
-    pub(crate) fn members(&self, key: &Key) -> usize {
-        let group = self.table().get(key).cloned();
-        group.map_or(0, |group| group.state().seats)
-    }
-
     /// Takes a seat in a group and sees to it that its server can be reached. `like` is a process of the group's user.
     ///
     /// # Errors

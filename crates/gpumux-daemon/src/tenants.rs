@@ -14,13 +14,16 @@ use std::{
 
 use gpumux_core::{
     Hints, SpecError, TenantId, TenantSpec,
-    space::{self, Applicant, Curve, Interference, Program, Way},
+    space::{self, Applicant, Curve, Decision, Interference, Program, Way},
 };
 use gpumux_wire::MEMORY_LIMIT_VARIABLE;
 use serde::{Deserialize, Serialize};
-use tokio::sync::{
-    Mutex, MutexGuard,
-    mpsc::{UnboundedReceiver, unbounded_channel},
+use tokio::{
+    sync::{
+        Mutex, MutexGuard,
+        mpsc::{UnboundedReceiver, unbounded_channel},
+    },
+    task::JoinSet,
 };
 
 use crate::{
@@ -46,6 +49,8 @@ const MAX_FAULTS: usize = 32;
 const MAX_POINTS: usize = 100;
 /// How long reports of one fault are gathered.
 const GATHER: Duration = Duration::from_millis(30);
+/// How long a server may be gone before that is noticed.
+const UNNOTICED: Duration = Duration::from_millis(500);
 /// Names of one user for which what was set is remembered.
 const MAX_SETTINGS: usize = 256;
 
@@ -81,12 +86,13 @@ struct Table {
     settings: Vec<Setting>,
     /// The last processes that joined, and their tenants.
     joined: VecDeque<(u32, TenantId)>,
-    /// The last faults in groups.
+    /// The last faults in groups, and how many there were.
     faults: VecDeque<Fault>,
+    faults_told: u64,
     /// What became of groups, those that have ended too, by name.
     counts: BTreeMap<String, GroupCounts>,
-    /// How often a user's tenants of a name took a group down.
-    culprits: BTreeMap<(u32, String), u32>,
+    /// Who took a group down how often.
+    culprits: BTreeMap<Repute, u32>,
     /// The daemon is leaving: what ends now must still be known to the next one.
     closed: bool,
     /// When the last tenant ended, or the daemon began.
@@ -164,6 +170,35 @@ struct Setting {
     uid: u32,
     name: String,
     change: SpecChange,
+}
+
+/// A tenant to be made, and what is known of it.
+struct Wish<'a> {
+    uid: u32,
+    new: &'a NewTenant,
+    /// Its group, if it may be in one.
+    key: Option<Key>,
+    known: Option<&'a Program>,
+    utility: &'a (Vec<(u32, f64)>, Option<CurveFrom>),
+}
+
+/// Who is to blame for faults in a group, from one start to the next: its tenants of a name that was chosen, else those that run a program. A name
+/// that was given is no sign: another program may have it next.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Repute {
+    Name(Key, String),
+    Fingerprint(Key, String),
+}
+
+impl Repute {
+    fn of(group: Option<&Key>, name: Option<&str>, fingerprint: Option<&str>) -> Option<Self> {
+        let group = group?.clone();
+        match (name, fingerprint) {
+            (Some(name), _) => Some(Self::Name(group, name.to_owned())),
+            (None, Some(fingerprint)) => Some(Self::Fingerprint(group, fingerprint.to_owned())),
+            (None, None) => None,
+        }
+    }
 }
 
 /// Why nothing was done.
@@ -322,16 +357,28 @@ impl Tenants {
         if !new.utility.is_empty() {
             check_curve(&new.utility)?;
         }
-        // It may take a while until the group is there: meanwhile nobody else waits.
-        let (_, spec) = self.table.lock().await.wish(peer.uid, &new);
         let known =
             (new.fingerprint.as_deref()).and_then(|name| self.programs.find(peer.uid, name));
         let utility = utility(&new, known.as_ref());
-        let (mut placement, seat) = self
-            .place(peer, &new, &spec, &utility, known.as_ref())
-            .await;
-        placement.fingerprint = new.fingerprint.clone();
+        let wish = Wish {
+            uid: peer.uid,
+            new: &new,
+            key: new.trust.as_ref().map(|trust| Key {
+                uid: peer.uid,
+                trust: trust.clone(),
+            }),
+            known: known.as_ref(),
+            utility: &utility,
+        };
+        // It may take a while until the group is there: meanwhile nobody else waits.
+        let decision = (self.table.lock().await).decide(&wish, self.groups.unavailable());
+        let entered = match wish.key.as_ref().filter(|_| decision.way == Way::Space) {
+            Some(key) => Some(self.groups.enter(key, peer.pid).await),
+            None => None,
+        };
         let mut table = self.open_table().await?;
+        // By now others may have come: who is in the table counts until this one is.
+        let (placement, seat) = table.place(&wish, decision, entered, self.groups.unavailable());
         let named = new.name.is_some();
         let (set, spec) = table.wish(peer.uid, &new);
         let name = match new.name {
@@ -400,73 +447,6 @@ impl Tenants {
         })
     }
 
-    /// Time or space, and the seat for the latter.
-    async fn place(
-        &self,
-        peer: &Peer,
-        new: &NewTenant,
-        spec: &TenantSpec,
-        utility: &(Vec<(u32, f64)>, Option<CurveFrom>),
-        known: Option<&Program>,
-    ) -> (Placement, Option<Seat>) {
-        let key = new.trust.as_ref().map(|trust| Key {
-            uid: peer.uid,
-            trust: trust.clone(),
-        });
-        let members = key.as_ref().map_or(0, |key| self.groups.members(key));
-        let name = new
-            .name
-            .as_deref()
-            .or(new.program.as_deref())
-            .unwrap_or_default();
-        let (faults, interference) = {
-            let table = self.table.lock().await;
-            let interference = (key.as_ref().zip(known))
-                .and_then(|(key, known)| table.interference(key, spec, known));
-            (table.faults_of(peer.uid, name), interference)
-        };
-        let decision = space::decide(&Applicant {
-            sharing: new.sharing,
-            trust: new.trust.as_deref(),
-            class: spec.class,
-            members,
-            room: groups::ROOM,
-            unavailable: self.groups.unavailable(),
-            faults,
-            interference,
-        });
-        let mut placement = Placement {
-            way: decision.way,
-            reason: decision.reason,
-            trust: new.trust.clone(),
-            ..Placement::default()
-        };
-        let Some(key) = key.filter(|_| placement.way == Way::Space) else {
-            return (placement, None);
-        };
-        match self.groups.enter(&key, peer.pid).await {
-            Ok(seat) => {
-                let table = self.table.lock().await;
-                let curve = |points: &[(u32, f64)]| Curve::of_percents(points.iter().copied());
-                let others: Vec<(&TenantSpec, Curve)> = (table.tenants.values())
-                    .filter(|other| other.group.as_ref() == Some(&key))
-                    .map(|other| (&other.spec, curve(&other.utility)))
-                    .collect();
-                let own = curve(&utility.0);
-                let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
-                all.push((spec, &own));
-                (placement.sm_percent, placement.curve) = confine(new.sm_percent, &all, utility.1);
-                (placement, Some(seat))
-            }
-            Err(error) => {
-                tracing::warn!(trust = key.trust, %error, "no group");
-                placement.way = Way::Time;
-                placement.reason = format!("the group cannot be had: {error}");
-                (placement, None)
-            }
-        }
-    }
-
     /// A group has failed: says who caused it and who suffers, and starts it again.
     async fn crashed(
         &self,
@@ -491,27 +471,46 @@ impl Tenants {
             .filter(|it| it.seat.as_ref().is_some_and(|seat| *seat.name() == *group))
             .map(|it| it.id)
             .collect();
-        let members = seated.len();
+        // Whoever says so, nobody outside the group can have done it.
         let whose = |pid| {
-            let mut all = table.joined.iter().rev();
-            all.find(|(it, _)| *it == pid).map(|(_, tenant)| *tenant)
+            let told = crashes.iter().find(|crash| crash.pid == pid);
+            let joined = || {
+                let mut all = table.joined.iter().rev();
+                let own = |(it, tenant): &&(u32, TenantId)| *it == pid && seated.contains(tenant);
+                all.find(own).map(|(_, tenant)| *tenant)
+            };
+            told.map(|crash| crash.tenant).or_else(joined)
         };
         let (culprit, evidence) = match server && crashes.iter().all(|crash| crash.error == 0) {
-            true => (None, "the group's server ended, or hung".into()),
-            false => culprit(&crashes, &said, members, whose),
+            true => (None, SERVER.into()),
+            false => culprit(&crashes, &said, &seated, whose),
         };
-        let name_of = |id: TenantId| {
+        let known = |id: TenantId| {
             let mut all = table.ended.iter().chain(table.tenants.values());
             all.find(|it| it.id == id)
-                .map(|it| (it.uid, it.name.clone()))
         };
-        let blamed = culprit.and_then(name_of);
+        let blamed = culprit.and_then(known);
+        let name = blamed.map(|it| it.name.clone());
+        // Whoever ended a program did not make it fault.
+        let was_ended = |id| {
+            crashes
+                .iter()
+                .any(|it| it.tenant == id && it.ended_at_work())
+        };
+        let repute = blamed.filter(|it| !was_ended(it.id)).and_then(|it| {
+            let name = it.named.then_some(it.name.as_str());
+            Repute::of(it.group.as_ref(), name, it.placement.fingerprint.as_deref())
+        });
         // Some processes ended before they could be asked.
         let used = seated.into_iter();
         let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
-        let mut others: Vec<String> = (crashes.iter().map(|crash| crash.tenant).chain(used))
+        // A process that an error ends has said so; one that loses its server may have had no time.
+        let lately = (UNNOTICED + GATHER).as_millis() as u64;
+        let ended_by_it = |crash: &&Crash| crash.ended_ms.is_none_or(|it| server && it <= lately);
+        let crashed = crashes.iter().filter(ended_by_it);
+        let mut others: Vec<String> = (crashed.map(|crash| crash.tenant).chain(used))
             .filter(|tenant| Some(*tenant) != culprit)
-            .filter_map(|tenant| Some(name_of(tenant)?.1))
+            .filter_map(|tenant| Some(known(tenant)?.name.clone()))
             .collect();
         others.sort();
         others.dedup();
@@ -519,10 +518,11 @@ impl Tenants {
         // What came later was known to be coming.
         let noticed_after_ms = crashes.iter().find_map(|crash| crash.age_ms);
         let fault = Fault {
+            number: table.faults_told + 1,
             at,
             group: group.to_owned(),
             error: error.unwrap_or(0),
-            culprit: blamed.as_ref().map(|(_, name)| name.clone()),
+            culprit: name,
             evidence,
             others,
             noticed_after_ms,
@@ -530,12 +530,13 @@ impl Tenants {
         };
         tracing::warn!(group, error, culprit = ?fault.culprit, evidence = fault.evidence, others = ?fault.others,
             noticed_after_ms, restarted_ms, "a fault ended all processes in a group");
-        if let Some((uid, name)) = blamed {
+        if let Some(repute) = repute {
             if table.culprits.len() >= MAX_SETTINGS {
                 table.culprits.pop_first();
             }
-            *table.culprits.entry((uid, name)).or_default() += 1;
+            *table.culprits.entry(repute).or_default() += 1;
         }
+        table.faults_told = fault.number;
         table.count_fault(group, took);
         table.faults.push_back(fault);
         let surplus = table.faults.len().saturating_sub(MAX_FAULTS);
@@ -897,48 +898,84 @@ impl Tenants {
     }
 }
 
-/// Gathers what is told of one fault, and deals with it.
+/// What was told of one fault: whether the server is gone, and who crashed.
+type Told = (bool, Vec<Crash>);
+
+/// Gathers what is told of each fault and deals with it: one after the other in a group, and each group by itself, because
+/// starting one again may take long.
 async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failure>) {
-    while let Some(first) = told.recv().await {
-        let mut groups: BTreeMap<Arc<str>, (bool, Vec<Crash>)> = BTreeMap::new();
-        let all_told = tokio::time::sleep(GATHER);
-        tokio::pin!(all_told);
-        let mut next = Some(first);
-        loop {
-            match next {
-                Some(Failure::Process(crash)) => {
-                    let group = groups.entry(Arc::clone(&crash.group)).or_default();
-                    group.1.push(crash);
+    let mut waiting: BTreeMap<Arc<str>, Told> = BTreeMap::new();
+    let mut busy: BTreeSet<Arc<str>> = BTreeSet::new();
+    // Each ends with its group, and whether that was dealt with, or only time went by until all is told.
+    let mut tasks: JoinSet<(Arc<str>, bool)> = JoinSet::new();
+    loop {
+        let done = tokio::select! {
+            failure = told.recv() => match failure {
+                Some(failure) => {
+                    let group = match failure {
+                        Failure::Process(crash) => {
+                            let group = Arc::clone(&crash.group);
+                            waiting.entry(Arc::clone(&group)).or_default().1.push(crash);
+                            group
+                        }
+                        Failure::Server(group) => {
+                            waiting.entry(Arc::clone(&group)).or_default().0 = true;
+                            group
+                        }
+                    };
+                    if busy.insert(Arc::clone(&group)) {
+                        tasks.spawn(gathered(group));
+                    }
+                    continue;
                 }
-                Some(Failure::Server(group)) => groups.entry(group).or_default().0 = true,
                 None => return,
-            }
-            next = tokio::select! {
-                () = &mut all_told => break,
-                failure = told.recv() => failure,
-            };
-        }
-        let Some(tenants) = tenants.upgrade() else {
-            return;
+            },
+            Some(done) = tasks.join_next() => done,
         };
-        for (group, (server, crashes)) in groups {
-            if tenants.crashed(&group, server, crashes).await.is_err() {
-                return;
+        let Ok((group, dealt_with)) = done else {
+            continue;
+        };
+        match (dealt_with, waiting.contains_key(&group)) {
+            (false, _) => {
+                let Some(tenants) = tenants.upgrade() else {
+                    return;
+                };
+                let (server, crashes) = waiting.remove(&group).unwrap_or_default();
+                tasks.spawn(async move {
+                    // A daemon that stops has nothing more to deal with.
+                    let _ = tenants.crashed(&group, server, crashes).await;
+                    (group, true)
+                });
+            }
+            (true, true) => {
+                tasks.spawn(gathered(group));
+            }
+            (true, false) => {
+                busy.remove(&group);
             }
         }
     }
 }
 
+async fn gathered(group: Arc<str>) -> (Arc<str>, bool) {
+    tokio::time::sleep(GATHER).await;
+    (group, false)
+}
+
 /// Errors by which a process learns that its MPS server gave it up (`CUDA_ERROR_MPS_RPC_FAILURE`,
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`).
 const COLLATERAL: [u32; 2] = [806, 810];
+/// Nobody's fault.
+const SERVER: &str = "the group's server ended, or hung";
+/// A process that goes away while a kernel of it runs ends the others, as a fault does.
+const ENDED: &str = "it ended while its work was under way";
 
-/// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then, of all
-/// `members`, who alone got an error of its own or had work.
+/// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
+/// in the middle of its work, then, of all who have a seat, who alone got an error of its own or had work.
 fn culprit(
     crashes: &[Crash],
     said: &str,
-    members: usize,
+    seated: &[TenantId],
     whose: impl Fn(u32) -> Option<TenantId>,
 ) -> (Option<TenantId>, String) {
     let named = said.lines().find_map(|line| {
@@ -952,8 +989,18 @@ fn culprit(
         let some = crashes.iter().filter(|crash| which(crash));
         some.map(|crash| crash.tenant).collect()
     };
+    let suspects = of(&Crash::ended_at_work);
+    match (suspects.len(), suspects.first()) {
+        (0, _) => {}
+        (1, Some(tenant)) => return (Some(*tenant), ENDED.into()),
+        (several, _) => {
+            let evidence = format!("{several} members ended while their work was under way");
+            return (None, evidence);
+        }
+    }
+    let living = of(&|it| it.ended_ms.is_none());
     // Somebody of whom nothing is known may be the one.
-    if of(&|_| true).len() >= members {
+    if seated.iter().all(|tenant| living.contains(tenant)) {
         let own = |it: &Crash| it.error != 0 && !COLLATERAL.contains(&it.error);
         for (found, what) in [
             (of(&own), "only it got an error of its own"),
@@ -1009,16 +1056,89 @@ impl Table {
         }
     }
 
+    /// Those with a seat in a group.
+    fn seated(&self, key: &Key) -> impl Iterator<Item = &Tenant> {
+        let all = self.tenants.values();
+        all.filter(move |it| it.seat.is_some() && it.group.as_ref() == Some(key))
+    }
+
+    /// Time or space, as things are now.
+    fn decide(&self, wish: &Wish<'_>, unavailable: Option<&str>) -> Decision {
+        let (_, spec) = self.wish(wish.uid, wish.new);
+        let members: Vec<&Tenant> = (wish.key.iter()).flat_map(|key| self.seated(key)).collect();
+        let hinders = |it: &&Tenant| space::hinders(it.placement.sm_percent, spec.guaranteed);
+        let repute = Repute::of(
+            wish.key.as_ref(),
+            wish.new.name.as_deref(),
+            wish.new.fingerprint.as_deref(),
+        );
+        space::decide(&Applicant {
+            sharing: wish.new.sharing,
+            trust: wish.new.trust.as_deref(),
+            class: spec.class,
+            members: members.len(),
+            room: groups::ROOM,
+            unavailable,
+            faults: repute.map_or(0, |it| self.culprits.get(&it).copied().unwrap_or(0)),
+            interference: (wish.key.as_ref().zip(wish.known))
+                .and_then(|(key, known)| self.interference(key, &spec, known)),
+            hindered: members.iter().any(hinders),
+        })
+    }
+
+    /// Where a new tenant goes for good, and its seat: what was decided before its group was `entered` is looked at again, now that
+    /// nobody else can come before it.
+    fn place(
+        &self,
+        wish: &Wish<'_>,
+        before: Decision,
+        entered: Option<Result<Seat, groups::GroupError>>,
+        unavailable: Option<&str>,
+    ) -> (Placement, Option<Seat>) {
+        let mut placement = Placement {
+            way: Way::Time,
+            reason: before.reason,
+            trust: wish.new.trust.clone(),
+            fingerprint: wish.new.fingerprint.clone(),
+            ..Placement::default()
+        };
+        let (Some(entered), Some(key)) = (entered, &wish.key) else {
+            return (placement, None);
+        };
+        let seat = match entered {
+            Ok(seat) => seat,
+            Err(error) => {
+                tracing::warn!(trust = key.trust, %error, "no group");
+                placement.reason = format!("the group cannot be had: {error}");
+                return (placement, None);
+            }
+        };
+        let decision = self.decide(wish, unavailable);
+        (placement.way, placement.reason) = (decision.way, decision.reason);
+        if placement.way == Way::Time {
+            return (placement, None);
+        }
+        let (_, spec) = self.wish(wish.uid, wish.new);
+        let curve = |points: &[(u32, f64)]| Curve::of_percents(points.iter().copied());
+        let others: Vec<(&TenantSpec, Curve)> = (self.seated(key))
+            .map(|other| (&other.spec, curve(&other.utility)))
+            .collect();
+        let (points, from) = wish.utility;
+        let own = curve(points);
+        let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
+        all.push((&spec, &own));
+        (placement.sm_percent, placement.curve) = confine(wish.new.sm_percent, &all, *from);
+        (placement, Some(seat))
+    }
+
     /// What was measured of a program beside as many others as are in a group now, of whom it would have its share by weight in
     /// turns.
     fn interference(&self, key: &Key, spec: &TenantSpec, known: &Program) -> Option<Interference> {
-        let others = self
-            .tenants
-            .values()
-            .filter(|it| it.group.as_ref() == Some(key) && it.seat.is_some());
-        let (count, weight) = others.fold((0, spec.weight), |(count, weight), it| {
-            (count + 1, weight + it.spec.weight)
-        });
+        let (count, weight) = self
+            .seated(key)
+            .fold((0, spec.weight), |(count, weight), it| {
+                (count + 1, weight + it.spec.weight)
+            });
         known.interference(count, spec.weight / weight)
     }
 
@@ -1045,15 +1165,6 @@ impl Table {
             true => Ok(tenant),
             false => Err(TenantError::NotYours(name.into())),
         }
-    }
-
-    /// How often a user's tenants of this name took a group down.
-    fn faults_of(&self, uid: u32, name: &str) -> u32 {
-        let name = name.rsplit('/').next().unwrap_or_default();
-        self.culprits
-            .get(&(uid, name.to_owned()))
-            .copied()
-            .unwrap_or(0)
     }
 
     /// What was set for the name of a new tenant before, and what it is promised with that.
@@ -1239,14 +1350,40 @@ mod tests {
         }
     }
 
+    /// Says that it is a control daemon, as slowly as a file `slow` beside its pipes wants, until its folder is gone.
+    const CONTROL: &str = r#"#!/bin/sh
+[ "$1" = -f ] || { cat >/dev/null; echo 1; exit; }
+cd "$CUDA_MPS_PIPE_DIRECTORY" || exit
+while [ -e "$GPUMUX_TEST_SLOW" ]; do sleep 0.05; done
+: >control
+while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
+"#;
+
     async fn tenants(dir: &tempfile::TempDir) -> Arc<Tenants> {
+        with_control(dir, None).await
+    }
+
+    /// With groups, whose control daemons are this script.
+    async fn with_groups(dir: &tempfile::TempDir, script: &str) -> Arc<Tenants> {
+        let control = dir.path().join("control.sh");
+        std::fs::write(&control, script).unwrap();
+        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
+        std::fs::set_permissions(&control, mode).unwrap();
+        with_control(dir, Some(control)).await
+    }
+
+    async fn with_control(dir: &tempfile::TempDir, mps_control: Option<PathBuf>) -> Arc<Tenants> {
         let scheduler = scheduler::start(Arc::default()).unwrap();
         let files = Files {
             tenants: dir.path().join("tenants.json"),
             settings: dir.path().join("settings.json"),
             programs: dir.path().join("programs.json"),
         };
-        let groups = Groups::load(&crate::Config::default(), dir.path());
+        let config = crate::Config {
+            mps_control,
+            ..crate::Config::default()
+        };
+        let groups = Groups::load(&config, dir.path());
         Tenants::load(files, String::new(), scheduler, groups)
             .await
             .unwrap()
@@ -1257,6 +1394,235 @@ mod tests {
             name: Some(name.into()),
             ..NewTenant::default()
         }
+    }
+
+    /// One that wants to be in a group.
+    fn member(name: &str, trust: &str, guaranteed: f64) -> NewTenant {
+        NewTenant {
+            trust: Some(trust.into()),
+            sharing: space::Sharing::Space,
+            spec: SpecChange {
+                guaranteed: Some(guaranteed),
+                ..SpecChange::default()
+            },
+            ..new(name)
+        }
+    }
+
+    async fn placement(tenants: &Tenants, name: &str) -> (TenantId, Placement) {
+        let table = tenants.table.lock().await;
+        let tenant = table.by_name(name).unwrap();
+        (tenant.id, tenant.placement.clone())
+    }
+
+    #[tokio::test]
+    async fn a_group_has_no_more_members_than_room_however_many_come_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let mut come = JoinSet::new();
+        for n in 0..groups::ROOM + 12 {
+            let tenants = Arc::clone(&tenants);
+            let wish = member(&n.to_string(), "team", 0.0);
+            come.spawn(async move { tenants.create(&peer(0), wish).await.unwrap() });
+        }
+        come.join_all().await;
+        let all = tenants.list().await;
+        let (inside, outside): (Vec<_>, Vec<_>) =
+            all.iter().partition(|it| it.placement.way == Way::Space);
+        assert_eq!((inside.len(), outside.len()), (groups::ROOM, 12));
+        assert!(inside.iter().all(|it| it.seat.is_some()));
+        for tenant in outside {
+            assert!(tenant.placement.reason.contains("is full"), "{tenant:?}");
+            assert!(tenant.seat.is_none());
+        }
+    }
+
+    #[tokio::test]
+    async fn who_comes_at_the_same_time_as_a_guarantee_does_not_get_what_it_promises() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let (peer, auto) = (peer(0), |name: &str, guaranteed| NewTenant {
+            sharing: space::Sharing::Auto,
+            ..member(name, "team", guaranteed)
+        });
+        let (sure, plain) = tokio::join!(
+            tenants.create(&peer, auto("sure", 0.6)),
+            tenants.create(&peer, auto("plain", 0.0)),
+        );
+        for created in [sure, plain] {
+            created.unwrap();
+        }
+        let (sure, promised) = placement(&tenants, "sure").await;
+        let (plain, confined) = placement(&tenants, "plain").await;
+        if sure < plain {
+            assert_eq!((promised.way, confined.sm_percent), (Way::Space, Some(40)));
+        } else {
+            assert_eq!((promised.way, confined.sm_percent), (Way::Time, None));
+        }
+        // One that comes later finds members that keep what they have.
+        tenants.create(&peer, auto("late", 0.1)).await.unwrap();
+        let (_, late) = placement(&tenants, "late").await;
+        assert_eq!(late.way, Way::Time);
+        assert!(late.reason.contains("guarantee leaves"), "{late:?}");
+    }
+
+    #[tokio::test]
+    async fn nobody_outside_a_group_is_named_for_its_faults_whatever_its_log_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let created = tenants.create(&peer(0), new("stranger")).await.unwrap();
+        let mine = peer(0);
+        tenants
+            .join(SessionId(1), &mine, Some(&created.token))
+            .await
+            .unwrap();
+        tenants
+            .create(&peer(0), member("bad", "team", 0.0))
+            .await
+            .unwrap();
+        let (bad, _) = placement(&tenants, "bad").await;
+        let crash = |pid| Crash {
+            group: "0/team".into(),
+            tenant: bad,
+            pid,
+            error: 700,
+            busy: true,
+            age_ms: None,
+            ended_ms: None,
+        };
+        let say = |pid: u32| {
+            let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
+            let log = group.unwrap().unwrap().path().join("log/server.log");
+            std::fs::write(log, format!("Client {pid} caused a fatal fault")).unwrap();
+        };
+        for (named, culprit) in [(mine.pid, None), (7, Some("bad"))] {
+            say(named);
+            let crashes = vec![crash(7)];
+            tenants.crashed("0/team", false, crashes).await.unwrap();
+            let fault = tenants.faults().await.pop().unwrap();
+            assert_eq!(fault.culprit.as_deref(), culprit, "{fault:?}");
+        }
+        let numbers = tenants.faults().await;
+        let numbers: Vec<u64> = numbers.iter().map(|it| it.number).collect();
+        assert_eq!(numbers, [1, 2]);
+    }
+
+    #[tokio::test]
+    async fn who_was_ended_in_its_work_is_named_but_may_join_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        for name in ["killed", "left"] {
+            let wish = member(name, "team", 0.0);
+            tenants.create(&peer(0), wish).await.unwrap();
+        }
+        let (killed, _) = placement(&tenants, "killed").await;
+        let (left, _) = placement(&tenants, "left").await;
+        for _ in 0..3 {
+            let crash = |tenant, error, ended_ms| Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 1,
+                error,
+                busy: true,
+                age_ms: None,
+                ended_ms,
+            };
+            let crashes = vec![crash(left, 700, None), crash(killed, 0, Some(50))];
+            tenants.crashed("0/team", false, crashes).await.unwrap();
+            let fault = tenants.faults().await.pop().unwrap();
+            assert_eq!(fault.culprit.as_deref(), Some("killed"), "{fault:?}");
+            assert_eq!(fault.others, ["left"]);
+        }
+        assert!(tenants.table.lock().await.culprits.is_empty());
+    }
+
+    #[tokio::test]
+    async fn who_took_groups_down_is_known_again_by_its_name_or_else_its_program() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let unnamed = |fingerprint: &str| NewTenant {
+            name: None,
+            program: Some("python3".into()),
+            fingerprint: Some(fingerprint.into()),
+            ..member("", "team", 0.0)
+        };
+        let fail = async |wish: NewTenant| {
+            let name = tenants.create(&peer(0), wish).await.unwrap().name;
+            let (tenant, found) = placement(&tenants, &name).await;
+            let crash = Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 77,
+                error: 719,
+                busy: true,
+                age_ms: None,
+                ended_ms: None,
+            };
+            let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
+            let log = group.unwrap().unwrap().path().join("log/server.log");
+            std::fs::write(log, "Client 77 caused a fatal fault").unwrap();
+            tenants.crashed("0/team", false, vec![crash]).await.unwrap();
+            tenants.delete(0, &name).await.unwrap();
+            found.way
+        };
+        // Another one has the name that they would have.
+        let good = unnamed("good");
+        tenants.create(&peer(0), good.clone()).await.unwrap();
+        for wish in [unnamed("bad"), member("chosen", "team", 0.0)] {
+            let ways = [fail(wish.clone()).await, fail(wish.clone()).await];
+            assert_eq!(ways, [Way::Space; 2], "{wish:?}");
+            assert_eq!(fail(wish).await, Way::Time);
+        }
+        let named = |name: &str, trust: &str| NewTenant {
+            fingerprint: Some("bad".into()),
+            ..member(name, trust, 0.0)
+        };
+        for (wish, way) in [
+            (good, Way::Space),
+            (named("python3-2", "team"), Way::Space),
+            (named("chosen", "other"), Way::Space),
+            (named("chosen", "team"), Way::Time),
+        ] {
+            let name = tenants.create(&peer(0), wish).await.unwrap().name;
+            let (_, found) = placement(&tenants, &name).await;
+            assert_eq!(found.way, way, "{name}: {}", found.reason);
+            tenants.delete(0, &name).await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_group_that_does_not_start_does_not_delay_the_faults_of_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let slow = dir.path().join("slow");
+        let script = CONTROL.replace("$GPUMUX_TEST_SLOW", &slow.display().to_string());
+        let tenants = with_groups(&dir, &script).await;
+        for trust in ["a", "b"] {
+            let wish = member(trust, trust, 0.0);
+            tenants.create(&peer(0), wish).await.unwrap();
+        }
+        // Nobody needs the group of `b` any more: there is nothing to wait for.
+        tenants.delete(0, "b").await.unwrap();
+        std::fs::write(&slow, "").unwrap();
+        let (tell, told) = unbounded_channel();
+        tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
+        for group in ["0/a", "0/b"] {
+            tell.send(Failure::Server(group.into())).unwrap();
+        }
+        let faults = async || {
+            let all = tenants.faults().await;
+            all.into_iter().map(|it| it.group).collect::<Vec<_>>()
+        };
+        while faults().await.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(faults().await, ["0/b"]);
+        // What is told of a group meanwhile is dealt with after that.
+        tell.send(Failure::Server("0/a".into())).unwrap();
+        std::fs::remove_file(&slow).unwrap();
+        while faults().await.len() < 3 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(faults().await[1..], ["0/a", "0/a"]);
     }
 
     #[tokio::test]
@@ -1610,11 +1976,16 @@ mod tests {
             error,
             busy,
             age_ms: None,
+            ended_ms: None,
+        };
+        let ended = |tenant, busy| Crash {
+            ended_ms: Some(60),
+            ..crash(tenant, 0, busy)
         };
         let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
         let unknown = "Client 77 caused a fatal fault";
-        // What is told, what the server said, how many are in the group, and whom that names.
-        for (crashes, said, members, named) in [
+        // What is told, what the server said, up to which number they are in the group, and whom that names.
+        for (crashes, said, last, named) in [
             (
                 vec![crash(1, 700, true), crash(2, 700, true)],
                 said,
@@ -1644,17 +2015,31 @@ mod tests {
             // There is one more, of whom nothing is known.
             (vec![crash(1, 700, true)], "", 2, None),
             (vec![], "", 1, None),
+            // A third one ended in the middle of its work, and is the first suspect, but not if the server knows better.
+            (vec![crash(1, 700, true), ended(3, true)], "", 1, Some(3)),
+            (vec![crash(2, 700, true), ended(3, true)], said, 2, Some(2)),
+            (
+                vec![crash(1, 700, true), ended(3, true), ended(4, true)],
+                "",
+                1,
+                None,
+            ),
+            // One without work, and one that is not in the group any more, say nothing.
+            (vec![crash(1, 700, true), ended(3, false)], "", 1, Some(1)),
+            (vec![crash(1, 700, true), ended(3, false)], "", 2, None),
+            (vec![crash(1, 700, true), crash(3, 810, false)], "", 2, None),
         ] {
             let whose = |pid: u32| {
                 (101..=102)
                     .contains(&pid)
                     .then(|| TenantId(u64::from(pid) - 100))
             };
-            let (found, evidence) = culprit(&crashes, said, members, whose);
+            let seated: Vec<TenantId> = (1..=last).map(TenantId).collect();
+            let (found, evidence) = culprit(&crashes, said, &seated, whose);
             assert_eq!(
                 found,
                 named.map(TenantId),
-                "{crashes:?} {said} {members}: {evidence}"
+                "{crashes:?} {said} {last}: {evidence}"
             );
         }
     }

@@ -564,6 +564,8 @@ impl<'a> Simulation<'a> {
             unavailable: None,
             faults: 0,
             interference: None,
+            // Shares move while programs run.
+            hindered: false,
         });
         (decision.way == Way::Space).then_some(trust)
     }

@@ -20,7 +20,7 @@ Examples:
 PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
 MEMORY is what it has on the device, SWAPPED what it \
 has on the host. A tenant without a device has not used one yet. SHARING is `time`, or `space` and the trust domain \
-of the group, and the part of the SMs that it is confined to: `gpumux explain NAME` says why. Faults in groups are listed below the tenants.";
+of the group, and the part of the SMs that it is confined to: `gpumux explain NAME` says why. Guarantees that do not hold yet, and faults in groups, are listed below the tenants.";
 
 /// List the tenants
 #[derive(clap::Args)]
@@ -45,6 +45,9 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     } else {
         let now = SystemTime::now();
         output::print(&table(&tenants, now))?;
+        for tenant in &tenants {
+            output::print(&hindered(tenant, &tenants))?;
+        }
         for fault in &faults {
             output::print(&told(fault, now))?;
         }
@@ -121,6 +124,20 @@ fn sharing(placement: &Placement) -> String {
         (Way::Space, Some(trust), Some(percent)) => format!("space {trust} {percent}%"),
         (Way::Space, Some(trust), None) => format!("space {trust}"),
         (Way::Time | Way::Space, _, _) => "time".into(),
+    }
+}
+
+/// A line about a guarantee that does not hold inside a group, if it does not.
+fn hindered(tenant: &Tenant, all: &[Tenant]) -> String {
+    let by = tenant.hindered_by(all);
+    match by.is_empty() {
+        true => String::new(),
+        false => format!(
+            "{}: its guarantee of {} holds only once these start anew: {}\n",
+            tenant.name,
+            share(tenant.spec.guaranteed),
+            by.join(", ")
+        ),
     }
 }
 

@@ -6,7 +6,7 @@
 use std::{
     env,
     ffi::OsString,
-    fs::DirBuilder,
+    fs::{self, DirBuilder, File},
     os::unix::{fs::DirBuilderExt, net::UnixStream, process::ExitStatusExt},
     path::Path,
     process::{Command, ExitCode},
@@ -14,7 +14,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    time::{Duration, Instant},
 };
 
 use anyhow::Context;
@@ -26,7 +26,10 @@ use gpumux_daemon::{
     paths,
 };
 use gpumux_wire::MEMORY_LIMIT_VARIABLE;
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::{
+    process::{Pid, Signal, getpgrp, kill_process},
+    termios::tcgetpgrp,
+};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use super::{become_program, cannot_run, client, spec::SpecArgs};
@@ -105,6 +108,20 @@ enum Restart {
 const FAULT_KNOWN: Duration = Duration::from_secs(2);
 /// Faults of which nobody knows who caused them, after which a program is run again.
 const UNEXPLAINED: u32 = 2;
+/// The first pause before a program runs again, and the longest: each is twice as long as the one before.
+const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
+/// After so long a run what was before does not count any more.
+const HEALTHY: Duration = Duration::from_secs(600);
+/// A program that ends so soon after it was told a signal has ended because of that.
+const ENDING: Duration = Duration::from_secs(10);
+/// Between two looks at the program.
+const MOMENT: Duration = Duration::from_millis(20);
+/// What is passed on to the program.
+const SIGNALS: [(i32, Signal); 3] = [
+    (SIGTERM, Signal::TERM),
+    (SIGINT, Signal::INT),
+    (SIGHUP, Signal::HUP),
+];
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut words = args.command.iter();
@@ -130,60 +147,161 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
 
 /// Runs the program until it ends by itself: success, or a failure that no other member of its group has caused.
 fn run_again_and_again(mut program: Command, tenant: &str) -> ExitCode {
-    // The terminal's signals reach the program too.
-    let [ended, _, _] = [SIGTERM, SIGINT, SIGHUP].map(|signal| {
-        let told = Arc::new(AtomicBool::new(false));
-        let _ = signal_hook::flag::register(signal, Arc::clone(&told));
-        told
-    });
-    let mut unexplained = 0;
+    let mut signals = Signals::listen();
+    let mut patience = Patience::default();
+    background::end_with_this(&mut program);
+    let mut last = None;
     loop {
-        let began = SystemTime::now();
+        last = last_fault().or(last);
+        let began = Instant::now();
         let mut child = match program.spawn() {
             Ok(child) => child,
             Err(error) => return cannot_run(&program, &error),
         };
         let status = loop {
-            if ended.swap(false, Ordering::AcqRel) {
-                let _ = kill_process(Pid::from_child(&child), Signal::TERM);
-            }
+            signals.pass(Some(Pid::from_child(&child)));
             match child.try_wait() {
                 Ok(Some(status)) => break status,
-                Ok(None) => std::thread::sleep(Duration::from_millis(20)),
+                Ok(None) => std::thread::sleep(MOMENT),
                 Err(_) => return ExitCode::FAILURE,
             }
         };
-        let fault = match status.success() {
+        let fault = match status.success() || signals.lately().is_some() {
             true => None,
-            false => fault_that_ended(tenant, began),
+            false => fault_that_ended(tenant, last),
         };
-        // Perhaps it was its own.
-        unexplained += u32::from(fault.as_ref().is_some_and(|fault| fault.culprit.is_none()));
-        if fault.is_none() || unexplained > UNEXPLAINED {
+        let pause = fault.and_then(|fault| patience.pause(began.elapsed(), &fault));
+        let Some(pause) = pause else {
             let code = status.code().or(status.signal().map(|signal| 128 + signal));
             return ExitCode::from(code.unwrap_or(1) as u8);
-        }
+        };
         eprintln!(
             "gpumux: a fault of another member of the group ended the program; it runs again"
         );
+        let ended = Instant::now();
+        while ended.elapsed() < pause {
+            signals.pass(None);
+            if let Some(signal) = signals.lately() {
+                return ExitCode::from(128 + signal.as_raw() as u8);
+            }
+            std::thread::sleep(MOMENT);
+        }
     }
 }
 
-/// The fault of another tenant that ended this one's processes. The daemon may need a moment to know.
-fn fault_that_ended(tenant: &str, began: SystemTime) -> Option<Fault> {
-    let began = (began.duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
+/// How often a program is run again, and when.
+struct Patience {
+    unexplained: u32,
+    next: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self {
+            unexplained: 0,
+            next: PAUSES.0,
+        }
+    }
+}
+
+impl Patience {
+    /// How long to wait before a program runs again that a fault has ended after it ran for so long; none: it does not.
+    fn pause(&mut self, ran: Duration, fault: &Fault) -> Option<Duration> {
+        if ran >= HEALTHY {
+            *self = Self::default();
+        }
+        // Perhaps it was its own.
+        self.unexplained += u32::from(fault.culprit.is_none());
+        let pause = self.next;
+        self.next = (pause * 2).min(PAUSES.1);
+        (self.unexplained <= UNEXPLAINED).then_some(pause)
+    }
+}
+
+/// Signals that this process is sent.
+struct Signals {
+    told: Vec<(Signal, Arc<AtomicBool>)>,
+    last: Option<(Signal, Instant)>,
+}
+
+impl Signals {
+    /// From now on. What is ignored (`nohup`) stays so, for the program too.
+    fn listen() -> Self {
+        let ignored = ignored();
+        let heard = SIGNALS.into_iter().filter_map(|(number, signal)| {
+            let told = Arc::new(AtomicBool::new(false));
+            let heard = ignored & 1 << (number - 1) == 0
+                && signal_hook::flag::register(number, Arc::clone(&told)).is_ok();
+            heard.then_some((signal, told))
+        });
+        Self {
+            told: heard.collect(),
+            last: None,
+        }
+    }
+
+    /// Passes on what has come since the last time.
+    fn pass(&mut self, to: Option<Pid>) {
+        for (signal, told) in &self.told {
+            if !told.swap(false, Ordering::AcqRel) {
+                continue;
+            }
+            self.last = Some((*signal, Instant::now()));
+            // What a terminal sends reaches the program too.
+            let has_it = *signal != Signal::TERM && in_foreground();
+            if let Some(to) = to.filter(|_| !has_it) {
+                let _ = kill_process(to, *signal);
+            }
+        }
+    }
+
+    /// The last one, if the program may be about to end because of it.
+    fn lately(&self) -> Option<Signal> {
+        let (signal, at) = self.last?;
+        (at.elapsed() < ENDING).then_some(signal)
+    }
+}
+
+/// The signals that this process ignores, as bits.
+fn ignored() -> u64 {
+    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    ignored.map_or(0, |bits| u64::from_str_radix(bits.trim(), 16).unwrap_or(0))
+}
+
+/// Whether what is typed at the terminal (Ctrl-C) becomes signals to this process and its children.
+fn in_foreground() -> bool {
+    File::open("/dev/tty")
+        .is_ok_and(|terminal| tcgetpgrp(terminal).is_ok_and(|group| group == getpgrp()))
+}
+
+/// When the last fault in a group was, and its number.
+fn last_fault() -> Option<(u64, u64)> {
+    let status = client::block(async |client| client.status().await).ok()?;
+    status.faults.last().map(|fault| (fault.at, fault.number))
+}
+
+/// The fault of another tenant that ended this one's processes, after the `last` one that was known before. The daemon may need a
+/// moment to know.
+fn fault_that_ended(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
     let asked = Instant::now();
     while asked.elapsed() < FAULT_KNOWN {
         let status = client::block(async |client| client.status().await).ok()?;
-        let of = |fault: &&Fault, name: &str| {
-            fault.at >= began && fault.others.iter().any(|it| it == name)
+        let mut faults = status.faults.into_iter();
+        let ended_it = |fault: &Fault| {
+            is_newer(fault, last) && fault.others.iter().any(|other| other == tenant)
         };
-        if let Some(fault) = status.faults.iter().find(|fault| of(fault, tenant)) {
-            return Some(fault.clone());
+        if let Some(fault) = faults.find(ended_it) {
+            return Some(fault);
         }
         std::thread::sleep(Duration::from_millis(50));
     }
     None
+}
+
+/// Whether a fault came after another one. A daemon that restarts counts anew.
+fn is_newer(fault: &Fault, last: Option<(u64, u64)>) -> bool {
+    last.is_none_or(|(at, number)| fault.number > number || fault.at > at)
 }
 
 /// Why the program does not become a tenant.
@@ -209,12 +327,15 @@ fn enter(args: &Args, program: &mut Command) -> Result<String, Failure> {
 
 /// Puts what a tenant's processes need into a program's environment.
 pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
+    let [pipes, _, percentage] = paths::MPS_VARIABLES;
+    // A part of the SMs is what the daemon gives in its groups; that of the caller's shell is for another server.
+    if tenant.environment.contains_key(pipes) {
+        program.env_remove(percentage);
+    }
     // A tenant in a group may start one that shall not be in it.
     let ours = Path::new(&tenant.socket).with_file_name("groups");
     for variable in paths::MPS_VARIABLES {
-        if env::var_os("CUDA_MPS_PIPE_DIRECTORY")
-            .is_some_and(|at| Path::new(&at).starts_with(&ours))
-        {
+        if env::var_os(pipes).is_some_and(|at| Path::new(&at).starts_with(&ours)) {
             program.env_remove(variable);
         }
     }
@@ -295,4 +416,58 @@ fn start_daemon() -> anyhow::Result<()> {
         &dir.join("daemon.log"),
         || UnixStream::connect(&socket).is_ok(),
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fault(at: u64, number: u64, culprit: Option<&str>) -> Fault {
+        Fault {
+            number,
+            at,
+            group: "0/team".into(),
+            error: 700,
+            culprit: culprit.map(Into::into),
+            evidence: String::new(),
+            others: Vec::new(),
+            noticed_after_ms: None,
+            restarted_ms: None,
+        }
+    }
+
+    #[test]
+    fn pauses_grow_and_faults_without_culprit_end_patience_until_a_long_run() {
+        let (known, unknown) = (fault(0, 1, Some("bad")), fault(0, 1, None));
+        let short = Duration::from_secs(1);
+        let mut patience = Patience::default();
+        let pauses: Vec<_> = (0..8)
+            .map(|_| patience.pause(short, &known).unwrap().as_millis())
+            .collect();
+        assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
+        let mut unexplained = || patience.pause(short, &unknown).is_some();
+        assert_eq!(
+            [unexplained(), unexplained(), unexplained()],
+            [true, true, false]
+        );
+        assert_eq!(patience.pause(HEALTHY, &unknown), Some(PAUSES.0));
+    }
+
+    #[test]
+    fn a_fault_counts_once_also_within_a_second_and_after_the_daemons_restart() {
+        let last = Some((100, 7));
+        for (at, number, newer) in [
+            (100, 7, false),
+            (99, 6, false),
+            (100, 8, true),
+            (101, 1, true),
+        ] {
+            assert_eq!(
+                is_newer(&fault(at, number, None), last),
+                newer,
+                "{at} {number}"
+            );
+        }
+        assert!(is_newer(&fault(1, 1, None), None));
+    }
 }

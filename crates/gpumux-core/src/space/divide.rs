@@ -65,19 +65,19 @@ pub fn minimum(guaranteed: f64, group_share: f64, sms: u32) -> u32 {
     (part * f64::from(sms) - 1e-6).ceil().max(0.0) as u32
 }
 
-/// SMs per claimant, multiples of `step`. `None` where nothing is to be divided: nobody, only one, or more members than
-/// steps. Then all may use all.
+/// SMs per claimant, multiples of `step`: everybody's minimum, and of the rest a step for each, at least. `None` where that does not
+/// fit, or nothing is to be divided: nobody, or only one. Then all may use all.
 pub fn divide(rule: Rule, claimants: &[Claimant], sms: u32, step: u32) -> Option<Vec<u32>> {
     let step = step.max(1);
     let steps = sms / step;
-    if claimants.len() < 2 || claimants.len() > steps as usize {
+    if claimants.len() < 2 {
         return None;
     }
     let hulls: Vec<Line> = claimants
         .iter()
         .map(|claim| claim.curve.hull(sms))
         .collect();
-    let mut shares = minima(claimants, steps, step);
+    let mut shares = minima(claimants, steps, step)?;
     let open = |at: usize, share: u32| share < claimants[at].max / step * step;
     for _ in shares.iter().sum::<u32>() / step..steps {
         // Larger is better: the claim by the rule, then few SMs for the weight.
@@ -111,21 +111,13 @@ pub fn divide(rule: Rule, claimants: &[Claimant], sms: u32, step: u32) -> Option
     Some(shares)
 }
 
-/// Everybody's minimum in whole steps, at least one each.
-fn minima(claimants: &[Claimant], steps: u32, step: u32) -> Vec<u32> {
-    let up = |claim: &Claimant| claim.min.div_ceil(step).clamp(1, steps) * step;
-    let mut shares: Vec<u32> = claimants.iter().map(up).collect();
-    while shares.iter().sum::<u32>() > steps * step {
-        let excess = |at: &usize| i64::from(shares[*at]) - i64::from(claimants[*at].min);
-        let most = (0..shares.len())
-            .filter(|at| shares[*at] > step)
-            .max_by_key(excess);
-        match most {
-            Some(most) => shares[most] -= step,
-            None => break,
-        }
-    }
-    shares
+/// Everybody's minimum in whole steps, at least one each; `None` where that is more than there is, because a minimum is
+/// never rounded down.
+fn minima(claimants: &[Claimant], steps: u32, step: u32) -> Option<Vec<u32>> {
+    let least = |claim: &Claimant| u64::from(claim.min.div_ceil(step).max(1));
+    let all: u64 = claimants.iter().map(least).sum();
+    let shares = claimants.iter().map(|claim| least(claim) as u32 * step);
+    (all <= u64::from(steps)).then(|| shares.collect())
 }
 
 /// The sum of weighted utilities, on the curves as measured.
@@ -163,7 +155,7 @@ mod tests {
 
     /// The best sum over all divisions, on the curves as measured: every state of a dynamic programme over members and steps.
     fn exact(claimants: &[Claimant], steps: u32, step: u32) -> f64 {
-        let least = minima(claimants, steps, step);
+        let least = minima(claimants, steps, step).expect("they fit");
         let mut best: Vec<Option<f64>> = vec![None; steps as usize + 1];
         best[0] = Some(0.0);
         for (claim, least) in claimants.iter().zip(least) {
@@ -230,14 +222,25 @@ mod tests {
     }
 
     #[test]
-    fn thirds_fit_although_steps_do_not() {
+    fn what_is_guaranteed_is_not_given_to_who_is_not() {
+        let curve = Curve::measured([(64, 50.0), (132, 100.0)]);
+        let unknown = Curve::default();
+        let mut claims = vec![claim(1.0, minimum(0.9, 1.0, 100), &curve)];
+        claims.extend([claim(1.0, 0, &unknown); 10]);
+        assert_eq!(divide(Rule::Utility, &claims, 100, 5), None);
+        let shares = divide(Rule::Utility, &claims, 100, 1).expect("it fits");
+        assert_eq!((shares[0], &shares[1..]), (90, &[1; 10][..]));
+    }
+
+    #[test]
+    fn thirds_fit_where_steps_are_fine_enough() {
         let unknown = Curve::default();
         let third = minimum(1.0 / 3.0, 1.0, SMS);
         assert_eq!(third, 44);
         let claims = [claim(1.0, third, &unknown); 3];
-        let shares = divide(Rule::Weighted, &claims, SMS, STEP).expect("three");
-        assert_eq!(shares.iter().sum::<u32>(), 128);
-        assert!(shares.iter().all(|share| *share >= 40), "{shares:?}");
+        assert_eq!(divide(Rule::Weighted, &claims, SMS, STEP), None);
+        let shares = divide(Rule::Weighted, &claims, SMS, 4);
+        assert_eq!(shares, Some(vec![44; 3]));
     }
 
     #[test]
@@ -294,7 +297,7 @@ mod tests {
         prop::collection::vec((0.1..10.0_f64, 0.0..0.4_f64, curve), 2..7)
     }
 
-    /// Their guarantees are scaled down so that they fit beside a step for everybody.
+    /// Their guarantees are scaled down so that they fit in whole steps, with one for everybody.
     fn claims(members: &[Member<Curve>]) -> Vec<Claimant<'_>> {
         let sum: f64 = members.iter().map(|member| member.1).sum();
         let room = 1.0 - members.len() as f64 / 16.0;
@@ -307,7 +310,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_steps_are_given_and_minima_kept_but_for_less_than_a_step(
+        fn all_steps_are_given_and_minima_kept(
             members in members(curve()), rule in rule(),
         ) {
             let claims = claims(&members);
@@ -315,7 +318,19 @@ mod tests {
             prop_assert_eq!(shares.iter().sum::<u32>(), 128);
             for (claim, share) in claims.iter().zip(&shares) {
                 prop_assert!(share % STEP == 0 && *share >= STEP);
-                prop_assert!(share + STEP > claim.min, "{shares:?} {claim:?}");
+                prop_assert!(*share >= claim.min, "{shares:?} {claim:?}");
+            }
+        }
+
+        #[test]
+        fn minima_are_kept_or_nothing_is_divided(
+            mins in prop::collection::vec(0..=SMS, 2..40), rule in rule(), step in 1..=STEP,
+        ) {
+            let unknown = Curve::default();
+            let claims: Vec<_> = mins.iter().map(|min| claim(1.0, *min, &unknown)).collect();
+            if let Some(shares) = divide(rule, &claims, SMS, step) {
+                prop_assert!(shares.iter().sum::<u32>() <= SMS);
+                prop_assert!(shares.iter().zip(&mins).all(|(share, min)| share >= min), "{shares:?}");
             }
         }
 

@@ -93,6 +93,8 @@ pub struct Applicant<'a> {
     pub faults: u32,
     /// What was measured of its program.
     pub interference: Option<Interference>,
+    /// Members keep more SMs until they end than its guarantee leaves them (see [`hinders`]).
+    pub hindered: bool,
 }
 
 /// Time or space, and why.
@@ -148,6 +150,9 @@ pub fn decide(applicant: &Applicant) -> Decision {
     if class == Class::Latency {
         return time("class latency takes the device from its own context".into());
     }
+    if applicant.hindered {
+        return time("members keep more SMs until they end than its guarantee leaves".into());
+    }
     match applicant.interference {
         Some(Interference { in_group, in_turns }) if in_turns > in_group * BETTER => time(format!(
             "measured {:.0}% of its speed alone in the group, {:.0}% in turns",
@@ -191,11 +196,12 @@ pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantS
     all
 }
 
-/// Steps in which percentages of the SMs are divided: about what Hopper can separate (8 of 132).
+/// Steps in which percentages of the SMs are divided: about what Hopper can separate (8 of 132). Where guarantees do not fit
+/// in such, in single percents.
 const PERCENT_STEP: u32 = 5;
 
-/// Percentages of the SMs for all members of a group, by what they make of them; `None` where nothing was measured of any.
-/// The curves count in percent of the SMs.
+/// Percentages of the SMs for all members of a group, by what they make of them; `None` where nothing was measured of any, or
+/// guarantees leave less than a percent for each of the others. The curves count in percent of the SMs.
 pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
     if members.iter().all(|(_, curve)| curve.is_empty()) {
         return None;
@@ -204,16 +210,23 @@ pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
         .iter()
         .map(|(spec, curve)| Claimant {
             weight: spec.weight,
-            min: minimum(spec.guaranteed, 1.0, 100),
-            max: ((spec.limit * 100.0).round() as u32).max(1),
+            min: guaranteed(spec),
+            max: limit(spec),
             curve,
         })
         .collect();
-    let by = |rule| divide(rule, &claimants, 100, PERCENT_STEP);
-    let (best, even) = (by(Rule::Utility)?, by(Rule::Weighted)?);
+    let promised = claimants.iter().any(|claim| claim.min > 0);
+    let steps = [Some(PERCENT_STEP), promised.then_some(1)];
+    let (best, even) = steps.into_iter().flatten().find_map(|step| {
+        let by = |rule| divide(rule, &claimants, 100, step);
+        by(Rule::Utility).zip(by(Rule::Weighted))
+    })?;
     // Where a curve has dents, its hull may promise what is not there.
     let sum = |shares: &[u32]| total(&claimants, shares, 100);
-    Some(if sum(&best) >= sum(&even) { best } else { even })
+    let shares = if sum(&best) >= sum(&even) { best } else { even };
+    // A step may be more than a limit allows.
+    let limited = shares.into_iter().zip(&claimants);
+    Some(limited.map(|(share, claim)| share.min(claim.max)).collect())
 }
 
 /// Percentage of the SMs to which a new member of a group is confined for its life, if it is: its limit, and no more than
@@ -223,8 +236,25 @@ pub fn percentage(
     others_guaranteed: impl IntoIterator<Item = f64>,
 ) -> Option<u32> {
     let taken: f64 = others_guaranteed.into_iter().sum();
-    let share = spec.limit.min(1.0 - taken).max(spec.guaranteed).min(1.0);
-    (share < 1.0).then_some(((share * 100.0).round() as u32).max(1))
+    let left = 100_u32.saturating_sub(minimum(taken, 1.0, 100)).max(1);
+    let share = limit(spec).min(left).max(guaranteed(spec));
+    (share < 100).then_some(share)
+}
+
+/// Whether a member that is confined to so many percent of the SMs, if it is, may take some that another one is guaranteed.
+pub fn hinders(sm_percent: Option<u32>, guaranteed: f64) -> bool {
+    guaranteed > 0.0 && sm_percent.unwrap_or(100) + minimum(guaranteed, 1.0, 100) > 100
+}
+
+/// The percentage of the SMs that is guaranteed, rounded up.
+fn guaranteed(spec: &TenantSpec) -> u32 {
+    minimum(spec.guaranteed, 1.0, 100)
+}
+
+/// The percentage of the SMs that is the limit.
+fn limit(spec: &TenantSpec) -> u32 {
+    let limit = (spec.limit * 100.0).round() as u32;
+    limit.max(1).max(guaranteed(spec))
 }
 
 #[cfg(test)]
@@ -243,6 +273,7 @@ mod tests {
             unavailable: None,
             faults: 0,
             interference: None,
+            hindered: false,
         }
     }
 
@@ -285,6 +316,12 @@ mod tests {
                 "took its group down 2 times",
             ),
             (|it| it.members = 48, Time, "is full: 48"),
+            (|it| it.hindered = true, Time, "than its guarantee leaves"),
+            (
+                |it| (it.hindered, it.sharing) = (true, Sharing::Space),
+                Space,
+                "asked for space",
+            ),
             (
                 |it| it.interference = measured(0.5, 0.49),
                 Space,
@@ -345,6 +382,9 @@ mod tests {
             (member(0.0, 1.0), vec![0.3, 0.3], Some(40)),
             (member(0.6, 1.0), vec![0.6], Some(60)),
             (member(0.0, 1.0), vec![1.0], Some(1)),
+            // Rounding takes nothing from a guarantee, its own or another's.
+            (member(0.0, 1.0), vec![0.334], Some(66)),
+            (member(0.334, 0.334), vec![], Some(34)),
         ] {
             assert_eq!(
                 percentage(&spec, others.clone()),
@@ -372,6 +412,34 @@ mod tests {
     }
 
     #[test]
+    fn a_guarantee_is_kept_among_many_and_whatever_the_steps() {
+        let spec = |guaranteed| TenantSpec {
+            guaranteed,
+            ..TenantSpec::default()
+        };
+        let curve = Curve::measured([(25, 0.3), (50, 0.5), (100, 1.0)]);
+        let unknown = Curve::default();
+        let (big, none) = (spec(0.9), spec(0.0));
+        let mut members = vec![(&none, &unknown); 10];
+        members.push((&big, &curve));
+        let shares = percentages(&members).expect("it fits");
+        assert_eq!((shares[10], &shares[..10]), (90, &[1; 10][..]));
+        members.insert(0, (&none, &unknown));
+        assert_eq!(percentages(&members), None, "nothing is left for one");
+        let thirds = [0.34, 0.33, 0.33].map(spec);
+        let members: Vec<_> = thirds.iter().map(|spec| (spec, &curve)).collect();
+        assert_eq!(percentages(&members), Some(vec![34, 33, 33]));
+        // Nobody is promised anything: no member is to live on a percent.
+        assert_eq!(percentages(&[(&none, &curve); 21]), None);
+    }
+
+    #[test]
+    fn who_may_take_what_another_is_guaranteed_hinders_it() {
+        assert!(hinders(None, 0.01) && hinders(Some(11), 0.9) && hinders(Some(67), 0.334));
+        assert!(!hinders(None, 0.0) && !hinders(Some(10), 0.9) && !hinders(Some(66), 0.334));
+    }
+
+    #[test]
     fn by_utility_a_saturated_program_and_one_that_scales_gain_a_tenth_or_more() {
         let spec = TenantSpec::default();
         let small = Curve::measured([(25, 0.95), (50, 1.0), (100, 1.0)]);
@@ -388,6 +456,39 @@ mod tests {
     }
 
     proptest! {
+        #[test]
+        fn everybody_gets_its_guarantee_however_many_there_are(
+            members in prop::collection::vec((0.0..1.0_f64, 0.0..1.0_f64, curve()), 1..48),
+            sum in 0.01..=1.0_f64,
+        ) {
+            let all: f64 = members.iter().map(|it| it.0).sum();
+            let specs: Vec<TenantSpec> = members
+                .iter()
+                .map(|(part, above, _)| {
+                    let guaranteed = part / all.max(1e-9) * sum;
+                    let limit = (guaranteed + above).min(1.0);
+                    TenantSpec { guaranteed, limit, ..TenantSpec::default() }
+                })
+                .collect();
+            let curves = members.iter().map(|it| &it.2);
+            let pairs: Vec<_> = specs.iter().zip(curves).collect();
+            let kept = |spec: &TenantSpec, share: u32| {
+                f64::from(share) >= spec.guaranteed * 100.0 - 1e-6
+                    && f64::from(share) < (spec.limit * 100.0).max(1.0) + 1.0
+            };
+            if let Some(shares) = percentages(&pairs) {
+                prop_assert!(shares.iter().sum::<u32>() <= 100, "{shares:?}");
+                for (spec, share) in specs.iter().zip(&shares) {
+                    prop_assert!(kept(spec, *share), "{shares:?} {spec:?}");
+                }
+            }
+            for (at, spec) in specs.iter().enumerate() {
+                let others = specs.iter().enumerate().filter(|(other, _)| *other != at);
+                let share = percentage(spec, others.map(|(_, other)| other.guaranteed));
+                prop_assert!(kept(spec, share.unwrap_or(100)), "{share:?} {spec:?}");
+            }
+        }
+
         #[test]
         fn by_utility_nothing_is_lost_against_a_division_by_weight(
             members in prop::collection::vec((0.1..10.0_f64, curve()), 2..7),

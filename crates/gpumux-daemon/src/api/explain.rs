@@ -9,6 +9,7 @@ use crate::scheduler::AWAY;
 pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device], faults: &[Fault]) -> String {
     let mut text = vec![promise(&tenant.name, &tenant.spec)];
     text.extend(place(&tenant.placement));
+    text.extend(hindered(tenant, all));
     text.extend(fault(&tenant.name, faults));
     text.extend(memory(tenant));
     if tenant.domains.is_empty() {
@@ -95,6 +96,20 @@ fn place(placement: &Placement) -> Option<String> {
              a fault of one ends all.{confined}"
         ),
     })
+}
+
+/// Why its guarantee does not hold inside its group, if so.
+fn hindered(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
+    let by = tenant.hindered_by(all).into_iter().map(str::to_owned);
+    let by: Vec<String> = by.collect();
+    if by.is_empty() {
+        return None;
+    }
+    Some(format!(
+        "In the group its guarantee of {} holds only once {} start anew: until then they keep more SMs than it leaves.",
+        percent(tenant.spec.guaranteed),
+        list(by)
+    ))
 }
 
 /// The last fault in a group that ended processes of a tenant.
@@ -369,6 +384,38 @@ mod tests {
     }
 
     #[test]
+    fn a_guarantee_that_does_not_hold_in_a_group_is_named_with_whom_it_waits_for() {
+        let member = |name: &str, trust: &str, sm_percent| {
+            let mut member = tenant(name, Class::Batch, vec![]);
+            member.placement = Placement {
+                way: Way::Space,
+                trust: Some(trust.into()),
+                sm_percent,
+                ..Placement::default()
+            };
+            member
+        };
+        let mut all = [
+            member("sure", "team", Some(60)),
+            member("free", "team", None),
+            member("small", "team", Some(60)),
+            member("stranger", "other", None),
+            tenant("turns", Class::Batch, vec![]),
+            member("large", "team", Some(61)),
+        ];
+        let text = |all: &[Tenant]| explain(&all[0], all, &[], &[]);
+        assert!(!text(&all).contains("start anew"), "nothing is guaranteed");
+        all[0].spec.guaranteed = 0.4;
+        let said = text(&all);
+        assert!(
+            said.contains("its guarantee of 40% holds only once free and large start anew"),
+            "{said}"
+        );
+        all[0].placement.way = Way::Time;
+        assert!(!text(&all).contains("start anew"), "it has turns");
+    }
+
+    #[test]
     fn what_is_wrong_is_said() {
         let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its turn")]);
         broken.domains[0].error = Some("cannot freeze".into());
@@ -414,6 +461,7 @@ mod tests {
         assert!(text.contains("(memory policy swap-others)"), "{text}");
 
         let fault = |culprit: Option<&str>, others: &[&str]| Fault {
+            number: 1,
             at: 0,
             group: "0/team".into(),
             error: 700,

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use gpumux_core::{
     Class, Demand, Hints, MemoryPolicy, TenantSpec,
-    space::{Sharing, Way},
+    space::{self, Sharing, Way},
 };
 use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Deserializer, Serialize};
@@ -475,6 +475,24 @@ pub struct Tenant {
     pub moves: MoveFigures,
 }
 
+impl Tenant {
+    /// The members of its group, of all tenants, that keep more SMs until they end than its guarantee leaves them.
+    pub fn hindered_by<'a>(&self, all: &'a [Self]) -> Vec<&'a str> {
+        let group = |it: &Self| match it.placement.way {
+            Way::Space => Some((it.uid, it.placement.trust.clone())),
+            Way::Time => None,
+        };
+        let own = group(self);
+        let hinders = |it: &&Self| {
+            it.name != self.name
+                && own.is_some()
+                && group(it) == own
+                && space::hinders(it.placement.sm_percent, self.spec.guaranteed)
+        };
+        all.iter().filter(hinders).map(|it| &*it.name).collect()
+    }
+}
+
 /// Moves of a tenant's memory between devices and the host, since the daemon knows the tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MoveFigures {
@@ -610,6 +628,9 @@ pub struct Hinted {
 /// A fault that ended all processes in a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Fault {
+    /// How many there were so far in the daemon's life, this one too.
+    #[serde(default)]
+    pub number: u64,
     /// Seconds since 1970.
     pub at: u64,
     /// User and trust domain of the group, as `1000/team`.

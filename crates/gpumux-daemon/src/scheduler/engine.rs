@@ -23,7 +23,12 @@ use super::{
     domain::{Domain, Member, NewGroup},
     record::{Counted, Durations, History, Totals, What},
 };
-use crate::{api::types, config::Config, devices::Known, groups::Failure};
+use crate::{api::types, config::Config, devices::Known, groups::Failure, session::STAY};
+
+/// How long after a process left a group a fault there may be of its making: a second more than its memory is held.
+const LATELY: Micros = Micros(STAY.as_micros() as u64 + 1_000_000);
+/// Processes that left groups that are remembered.
+const MAX_LEFT: usize = 256;
 
 /// The state of the scheduling thread.
 pub(crate) struct Engine {
@@ -40,6 +45,8 @@ pub(crate) struct Engine {
     sessions: BTreeMap<SessionId, Met>,
     /// Tenants that were placed in a group, and its name.
     placed: BTreeMap<TenantId, Arc<str>>,
+    /// Processes in groups that ended lately, and when: others of their groups may fail by it.
+    left: Vec<(Micros, Crash)>,
     /// Who wants to know of crashes in groups.
     crashes: Option<UnboundedSender<Failure>>,
     /// What processes that are gone counted, of tenants that live.
@@ -77,6 +84,8 @@ pub(crate) struct Met {
     shared: Option<bool>,
     /// Its group has failed, and it is told no more what becomes of it.
     given_up: bool,
+    /// When it last freed a part of a group in which it had work: what a process does that exits.
+    freed: Option<Micros>,
 }
 
 impl Met {
@@ -99,6 +108,7 @@ impl Met {
             pid: 0,
             shared: None,
             given_up: false,
+            freed: None,
         }
     }
 
@@ -163,6 +173,7 @@ impl Engine {
             copies: Vec::new(),
             sessions: BTreeMap::new(),
             placed: BTreeMap::new(),
+            left: Vec::new(),
             crashes: None,
             ended: BTreeMap::new(),
             domains_made: 0,
@@ -266,24 +277,53 @@ impl Engine {
         let Some(to) = self.crashes.clone() else {
             return;
         };
-        for crash in self.crashed(|met| met.page.fault() != 0) {
+        for crash in self.crashed(|_, met| met.page.fault() != 0) {
             let _ = to.send(Failure::Process(crash));
         }
     }
 
-    /// All processes in a group that has failed. What happens to them is told no more.
+    /// All processes in a group that has failed, and those that had left it just before. What happens to them is told no more.
     pub(crate) fn give_up(&mut self, group: &str) -> Vec<Crash> {
         let placed = self.placed.clone();
-        self.crashed(|met| placed.get(&met.tenant).is_some_and(|it| **it == *group))
+        let mut all =
+            self.crashed(|_, met| placed.get(&met.tenant).is_some_and(|it| **it == *group));
+        let now = self.now();
+        self.left.retain(|(at, _)| now.saturating_sub(*at) < LATELY);
+        let left = self
+            .left
+            .extract_if(.., |(_, crash)| *crash.group == *group);
+        all.extend(left.map(|(at, crash)| Crash {
+            ended_ms: Some(now.saturating_sub(at).0 / 1000),
+            ..crash
+        }));
+        all
+    }
+
+    /// Remembers a process in a group that ends before its group has failed.
+    fn remember(&mut self, session: SessionId) {
+        let tenant = self.sessions.get(&session).map(|met| met.tenant);
+        if !tenant.is_some_and(|it| self.placed.contains_key(&it)) {
+            return;
+        }
+        let now = self.now();
+        // The work that it had at its end.
+        for device in self.devices.values_mut() {
+            device.sample(now);
+        }
+        let left = self.crashed(|id, _| id == session);
+        self.left.extend(left.into_iter().map(|crash| (now, crash)));
+        let surplus = self.left.len().saturating_sub(MAX_LEFT);
+        self.left.drain(..surplus);
     }
 
     /// Processes in groups that are `so`, each once.
-    fn crashed(&mut self, so: impl Fn(&Met) -> bool) -> Vec<Crash> {
+    fn crashed(&mut self, so: impl Fn(SessionId, &Met) -> bool) -> Vec<Crash> {
+        let now = self.now();
         let mut found = Vec::new();
         for (id, met) in self
             .sessions
             .iter_mut()
-            .filter(|(_, met)| !met.given_up && so(met))
+            .filter(|(id, met)| !met.given_up && so(**id, met))
         {
             let Some(group) = self.placed.get(&met.tenant) else {
                 continue;
@@ -297,8 +337,9 @@ impl Engine {
                 .peekable();
             // One with a context of its own does not use the group's server, also when that context is gone. Of one that
             // never had any nothing is known.
-            let (mut shares, mut busy) =
-                (own.peek().is_none() && met.shared.unwrap_or(true), false);
+            let lately = |at: Micros| now.saturating_sub(at) < LATELY;
+            let mut shares = own.peek().is_none() && met.shared.unwrap_or(true);
+            let mut busy = met.freed.is_some_and(lately);
             for domain in own {
                 shares |= domain.group.is_some();
                 busy |= domain.state.demand == Demand::Busy;
@@ -312,6 +353,7 @@ impl Engine {
                     error: met.page.fault(),
                     busy,
                     age_ms: met.page.fault_age_ms(),
+                    ended_ms: None,
                 });
             }
         }
@@ -451,6 +493,15 @@ impl Engine {
 
     /// The process freed a group.
     pub(crate) fn gone(&mut self, session: SessionId, key: u32) {
+        let now = self.now();
+        let mut domains = self.devices.values().flat_map(|it| it.domains.values());
+        let at_work = domains.any(|it| {
+            let member = (it.member.session, it.member.key);
+            member == (session, key) && it.group.is_some() && it.demand() == Demand::Busy
+        });
+        if let Some(met) = self.sessions.get_mut(&session).filter(|_| at_work) {
+            met.freed = Some(now);
+        }
         self.remove(session, Some(key), false);
     }
 
@@ -459,6 +510,7 @@ impl Engine {
     pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
         // The last words of a process that crashed.
         self.pass_crashes_on();
+        self.remember(session);
         if let Some(met) = self.sessions.remove(&session)
             && self.tenants.contains_key(&met.tenant)
         {

@@ -46,6 +46,15 @@ pub(crate) struct Crash {
     pub(crate) busy: bool,
     /// How long ago it got the error, in ms.
     pub(crate) age_ms: Option<u64>,
+    /// How long ago it ended by itself, in ms; none: it was there when the group failed.
+    pub(crate) ended_ms: Option<u64>,
+}
+
+impl Crash {
+    /// Its process went away by itself while it had work.
+    pub(crate) fn ended_at_work(&self) -> bool {
+        self.ended_ms.is_some() && self.busy
+    }
 }
 
 /// The time, from an origin of its own.

@@ -408,6 +408,56 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
     assert!(told.try_recv().is_err());
 }
 
+#[test]
+fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_for_two_seconds() {
+    let mut bench = Bench::new();
+    let mut files = Vec::new();
+    for (n, group) in [
+        (2, "team"),
+        (3, "team"),
+        (4, "other"),
+        (5, "team"),
+        (6, "team"),
+    ] {
+        bench.member(n, 50, group);
+        let (page, file) = Page::create().unwrap();
+        let opened = Arc::new(Page::open(file).unwrap());
+        let met = Met::new(TenantId(n.into()), opened, Box::new(|_| true)).with_pid(1000 + n);
+        bench.engine.meet(SessionId(n.into()), met);
+        files.push(page);
+    }
+    bench.run(Micros::from_secs(1));
+    // Its last piece of work was done, although the daemon has not looked since.
+    bench.pages[1].slot(3).unwrap().complete(1);
+    // Who exits frees what it has first.
+    bench.engine.gone(SessionId(6), 6);
+    for n in [2, 3, 4, 6] {
+        bench.engine.leave(SessionId(n), false);
+    }
+    bench.run(Micros::from_secs(1));
+    let mut told = bench.engine.give_up("team");
+    told.sort_by_key(|crash| crash.pid);
+    let seen: Vec<_> = (told.iter())
+        .map(|it| (it.pid, it.busy, it.ended_ms.is_some()))
+        .collect();
+    assert_eq!(
+        seen,
+        [
+            (1002, true, true),
+            (1003, false, true),
+            (1005, true, false),
+            (1006, true, true)
+        ]
+    );
+    assert!(
+        (1000..1100).contains(&told[0].ended_ms.unwrap()),
+        "{told:?}"
+    );
+    assert_eq!(bench.engine.give_up("team"), [], "once");
+    bench.run(Micros::from_secs(1));
+    assert_eq!(bench.engine.give_up("other"), [], "too long ago");
+}
+
 /// What `tests/e2e` measures as `noticed_after_ms`, on the engine's own clock.
 #[test]
 fn a_crash_is_told_within_a_tenth_of_a_second_however_many_there_are() {
