@@ -37,7 +37,7 @@ fn snapshot() -> Snapshot {
         tenants: tenants.collect(),
         domains: domains.collect(),
         costs: Costs::default(),
-        rotate: false,
+        ..Snapshot::default()
     }
 }
 

@@ -54,7 +54,7 @@ fn main() {
         tenants: tenants.collect(),
         domains: domains.collect(),
         costs: Costs::default(),
-        rotate: false,
+        ..Snapshot::default()
     };
 
     let plan = Shared::new(Objective).plan(&snapshot, &mut Memory::default());

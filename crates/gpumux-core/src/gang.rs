@@ -3,14 +3,21 @@
 //! Such a tenant's domains wait for each other (collectives spin), so device time without the others is wasted.
 //! A plan knows only its own device; here the plans of all devices are made to agree:
 //! plan each device alone, look for a tenant that runs on one and is frozen on another, decide for it, pin
-//! that, and plan again until none is left. The device on which most domains compete decides for the tenant, because there
-//! its turn costs others most. On a gang's devices who runs, runs alone: shares by slices would let its domains meet
+//! that, and plan again until none is left. The device on which most gangs compete, and then most domains, decides for the tenant,
+//! because there its turn costs others most and is hardest to get. On a gang's devices who runs, runs alone: shares by slices would let its domains meet
 //! only now and then. If two gangs need the same device, the one that is owed more comes first and
-//! the other waits everywhere, so that another tenant may use its devices.
+//! the other waits everywhere, so that another tenant may use its devices. But no gang breaks up one that runs whole: of three in a
+//! ring each would push out the next for ever. It waits until the other's turn is over where they meet, unless it is owed far more.
+//! Who was made to wait for a gang that must then wait itself runs after all, where that takes the device from nobody.
 
 use std::collections::{BTreeMap, BTreeSet};
 
 use crate::{DomainState, Memory, Plan, Policy, RunState, Snapshot, TenantId};
+
+/// What may be put off so that turns on several devices agree, in µs of device time; some turns. A gang that is owed so much
+/// more than another, on each of its devices, may break up that one's turn, or it might wait for ever for turns that end at
+/// the same time. And a gang waits where others of its device are owed so much more.
+const PATIENCE_US: f64 = 200_000.0;
 
 /// One of the devices to plan together.
 pub struct Device<'a> {
@@ -26,53 +33,70 @@ pub struct Device<'a> {
 /// on all. Without such a tenant, the plans are those that the policies make alone.
 pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
     let gangs = gangs(devices);
+    let mut plans = plan_once(devices, &gangs);
+    // Turns that were handed out may let another gang take one: until that is settled.
+    for _ in 0..gangs.len() {
+        let before = std::mem::replace(&mut plans, plan_once(devices, &gangs));
+        let mut pairs = before.iter().zip(&plans);
+        if pairs.all(|(before, after)| before.domains == after.domains) {
+            break;
+        }
+    }
+    plans
+}
+
+fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
     let mut drafts: Vec<Draft> = devices
         .iter()
-        .map(|device| Draft::new(device, &gangs))
+        .map(|device| Draft::new(device, gangs))
         .collect();
     let mut decided: BTreeMap<TenantId, RunState> = BTreeMap::new();
     // Every round decides for one gang more.
     for _ in 0..gangs.len() {
-        let undecided = gangs
-            .iter()
-            .filter(|gang| !decided.contains_key(gang) && split(**gang, &drafts));
-        let owed = |gang: TenantId| drafts.iter().map(|draft| draft.owed(gang)).sum::<f64>();
+        let undecided = |gang: TenantId| !decided.contains_key(&gang) && split(gang, &drafts);
+        let owed = |gang: TenantId| owed(gang, &drafts);
         // Of equals the lowest id: `max_by` takes the last.
-        let Some(gang) = undecided
-            .rev()
-            .copied()
-            .max_by(|a, b| owed(*a).total_cmp(&owed(*b)))
-        else {
+        let mut open = gangs.iter().rev().copied().filter(|gang| undecided(*gang));
+        let most = |a: TenantId, b: TenantId| if owed(b) < owed(a) { a } else { b };
+        let Some(gang) = open.next().map(|first| open.fold(first, most)) else {
             break;
         };
-        let leader = drafts
-            .iter()
-            .rev()
-            .filter(|draft| draft.runs(gang).is_some());
-        let leads = leader
-            .max_by_key(|draft| draft.contenders())
-            .and_then(|draft| draft.runs(gang));
-        let mut fate = leads.unwrap_or(RunState::Frozen);
-        if fate == RunState::Enabled {
-            let tried: Vec<Draft> = drafts
-                .iter()
-                .zip(&*devices)
-                .map(|(draft, device)| draft.pin(device, gang, fate))
-                .collect();
-            let agreed = |gang: &TenantId| !split(*gang, &tried);
-            let kept =
-                |(gang, fate): (&TenantId, &RunState)| *fate == RunState::Frozen || agreed(gang);
-            match agreed(&gang) && decided.iter().all(kept) {
-                true => drafts = tried,
-                false => fate = RunState::Frozen,
+        let gang = first_of_queue(gang, &drafts, undecided);
+        let leads = leader(gang, &drafts).and_then(|draft| draft.runs(gang));
+        let may_run = leads == Some(RunState::Enabled)
+            && !parked(gang, devices)
+            && !drafts.iter().any(|draft| draft.is_taken_from_others(gang));
+        let tried = may_run.then(|| pin(&drafts, devices, gang, RunState::Enabled));
+        // Whether nobody pays for it who should not.
+        let sound = |tried: &Vec<Draft>| {
+            let mut others = gangs.iter().filter(|other| **other != gang);
+            !split(gang, tried)
+                && others.all(|other| match decided.get(other) {
+                    Some(RunState::Enabled) => runs(*other, tried) && !split(*other, tried),
+                    _ => {
+                        let broken = !split(*other, &drafts) && split(*other, tried);
+                        !broken || owed(gang) > owed(*other) + PATIENCE_US
+                    }
+                })
+        };
+        let (fate, planned) = match tried.filter(sound) {
+            Some(tried) => (RunState::Enabled, tried),
+            None => {
+                let fate = RunState::Frozen;
+                (fate, pin(&drafts, devices, gang, fate))
             }
-        }
-        if fate == RunState::Frozen {
-            for (draft, device) in drafts.iter_mut().zip(&*devices) {
-                *draft = draft.pin(device, gang, fate);
-            }
-        }
+        };
+        drafts = planned;
         decided.insert(gang, fate);
+    }
+    for &gang in gangs {
+        if decided.get(&gang) == Some(&RunState::Frozen) && !parked(gang, devices) {
+            let tried = pin(&drafts, devices, gang, RunState::Enabled);
+            let mut own = drafts.iter().filter(|draft| draft.runs(gang).is_some());
+            if !split(gang, &tried) && own.all(Draft::is_free) {
+                drafts = tried;
+            }
+        }
     }
     let commit = |(device, draft): (&mut Device, Draft)| {
         *device.memory = draft.memory;
@@ -92,8 +116,11 @@ impl Draft {
     fn new(device: &Device, gangs: &[TenantId]) -> Self {
         let mut snapshot = device.snapshot.clone();
         // Slices would let one device's part of a gang run while the other's waits.
-        let gang = |domain: &DomainState| gangs.contains(&domain.tenant);
-        snapshot.rotate = snapshot.domains.iter().any(gang);
+        let domains = snapshot.domains.iter();
+        let gangs = domains
+            .map(|domain| domain.tenant)
+            .filter(|tenant| gangs.contains(tenant));
+        snapshot.gangs = gangs.collect();
         Self::with(device, snapshot)
     }
 
@@ -128,12 +155,33 @@ impl Draft {
         domains.map(|(domain, _)| self.memory.lag(domain.id)).sum()
     }
 
-    fn contenders(&self) -> usize {
-        let domains = &self.snapshot.domains;
-        domains
-            .iter()
-            .filter(|domain| domain.demand.may_run())
-            .count()
+    /// How many compete here: gangs, and domains.
+    fn contenders(&self) -> (usize, usize) {
+        let domains = self.snapshot.domains.iter();
+        let domains = domains.filter(|domain| domain.demand.may_run());
+        let tenants: BTreeSet<TenantId> = domains.clone().map(|domain| domain.tenant).collect();
+        let gangs = tenants.intersection(&self.snapshot.gangs);
+        (gangs.count(), domains.count())
+    }
+
+    /// Whether the tenant, whose turn it isn't here, had so much more than somebody who could run at once.
+    fn is_taken_from_others(&self, tenant: TenantId) -> bool {
+        let mut domains = self.snapshot.domains.iter();
+        let limit = self.owed(tenant) + PATIENCE_US;
+        self.runs(tenant) == Some(RunState::Frozen)
+            && domains.any(|other| {
+                let single = !self.snapshot.gangs.contains(&other.tenant);
+                single
+                    && other.demand.may_run()
+                    && other.pinned.is_none()
+                    && self.memory.lag(other.id) > limit
+            })
+    }
+
+    /// Whether nobody runs here.
+    fn is_free(&self) -> bool {
+        let mut domains = self.snapshot.domains.iter().zip(&self.plan.domains);
+        domains.all(|(domain, plan)| !(domain.demand.may_run() && plan.run == RunState::Enabled))
     }
 
     /// The plan anew with the tenant's fate decided. Of several domains here, the one enabled or else
@@ -151,14 +199,18 @@ impl Draft {
             .map(|(domain, _)| domain.id);
         let mut snapshot = self.snapshot.clone();
         for domain in &mut snapshot.domains {
-            let pinned = domain.tenant == tenant
-                && domain.demand.may_run()
-                && (fate == RunState::Frozen || Some(domain.id) == runner);
-            if pinned {
-                domain.pinned = Some(fate);
+            if domain.tenant == tenant && domain.demand.may_run() {
+                let pinned = fate == RunState::Frozen || Some(domain.id) == runner;
+                domain.pinned = pinned.then_some(fate);
             }
         }
-        Self::with(device, snapshot)
+        let mut draft = Self::with(device, snapshot);
+        // The turn for which the tenant waits ends although it is nobody's rival while it is pinned.
+        draft.plan.next = [self.plan.next, draft.plan.next]
+            .into_iter()
+            .flatten()
+            .min();
+        draft
     }
 }
 
@@ -177,6 +229,64 @@ fn gangs(devices: &[Device]) -> Vec<TenantId> {
     }
     counts.retain(|_, count| *count > 1);
     counts.into_keys().collect()
+}
+
+/// The draft that decides for a tenant.
+fn leader(tenant: TenantId, drafts: &[Draft]) -> Option<&Draft> {
+    let drafts = drafts.iter().rev();
+    let concerned = drafts.filter(|draft| draft.runs(tenant).is_some());
+    concerned.max_by_key(|draft| draft.contenders())
+}
+
+/// Of a gang, the one for which it waits, the one for which that one waits, and so on, the last that is open: whether it runs
+/// decides about the others.
+fn first_of_queue(
+    mut gang: TenantId,
+    drafts: &[Draft],
+    open: impl Fn(TenantId) -> bool,
+) -> TenantId {
+    let mut queue = BTreeSet::from([gang]);
+    while let Some(leader) = leader(gang, drafts) {
+        let mut tenants = leader.snapshot.domains.iter().map(|domain| domain.tenant);
+        let runs = |tenant: &TenantId| leader.runs(*tenant) == Some(RunState::Enabled);
+        let before = tenants.find(|tenant| open(*tenant) && runs(tenant));
+        match before {
+            Some(before) if queue.insert(before) => gang = before,
+            _ => break,
+        }
+    }
+    gang
+}
+
+/// All drafts with the tenant's fate decided.
+fn pin(drafts: &[Draft], devices: &[Device], tenant: TenantId, fate: RunState) -> Vec<Draft> {
+    let pairs = drafts.iter().zip(devices);
+    pairs
+        .map(|(draft, device)| draft.pin(device, tenant, fate))
+        .collect()
+}
+
+/// Whether the tenant must not run, whoever's turn it is: its memory is not there.
+fn parked(tenant: TenantId, devices: &[Device]) -> bool {
+    let mut domains = devices.iter().flat_map(|device| &device.snapshot.domains);
+    domains.any(|domain| {
+        domain.tenant == tenant
+            && domain.demand.may_run()
+            && domain.pinned == Some(RunState::Frozen)
+    })
+}
+
+/// The device time that the tenant is owed, per device.
+fn owed(tenant: TenantId, drafts: &[Draft]) -> f64 {
+    let own = || drafts.iter().filter(|draft| draft.runs(tenant).is_some());
+    let sum: f64 = own().map(|draft| draft.owed(tenant)).sum();
+    sum / own().count().max(1) as f64
+}
+
+/// Whether the tenant runs anywhere.
+fn runs(tenant: TenantId, drafts: &[Draft]) -> bool {
+    let mut states = drafts.iter().filter_map(|draft| draft.runs(tenant));
+    states.any(|state| state == RunState::Enabled)
 }
 
 /// Whether the tenant runs on one device and is frozen on another.
@@ -226,6 +336,33 @@ mod tests {
             states(&plan_all(&[first, second])),
             [[Enabled, Enabled, Frozen], [Enabled, Frozen, Enabled]]
         );
+    }
+
+    #[test]
+    fn a_turn_for_which_a_gang_waits_ends() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let first = snapshot(&classes, vec![domain(10, 0), domain(11, 1), domain(12, 2)]);
+        let second = snapshot(&classes, vec![domain(20, 0), domain(22, 2)]);
+        let plans = plan_all(&[first, second]);
+        assert_eq!(states(&plans)[1][1], RunState::Frozen);
+        assert!(plans[0].next.is_some(), "{plans:?}");
+    }
+
+    #[test]
+    fn a_gang_waits_while_its_memory_is_away() {
+        let classes = [Class::Batch, Class::Batch];
+        let mut first = snapshot(&classes, vec![domain(10, 0), domain(11, 1)]);
+        let second = snapshot(&classes, vec![domain(20, 0)]);
+        let running = [RunState::Enabled, RunState::Frozen];
+        let both = [first.clone(), second.clone()];
+        assert_eq!(
+            states(&plan_all(&both)),
+            [running.to_vec(), running[..1].to_vec()]
+        );
+        first.domains[0].pinned = Some(RunState::Frozen);
+        let waiting = [RunState::Frozen, RunState::Enabled];
+        let plans = plan_all(&[first, second]);
+        assert_eq!(states(&plans), [waiting.to_vec(), waiting[..1].to_vec()]);
     }
 
     #[test]

@@ -1,5 +1,7 @@
 //! What is known about one device at one moment.
 
+use std::collections::BTreeSet;
+
 use serde::{Deserialize, Serialize};
 
 use crate::{DomainId, Micros, RunState, TenantId, TenantSpec, Timeslice};
@@ -50,8 +52,8 @@ pub struct DomainState {
     pub timeslice: Timeslice,
     /// Whether it is enabled now.
     pub run: RunState,
-    /// Set by [`crate::gang`] only: what was decided for it together with its tenant's domains
-    /// on other devices.
+    /// Frozen: it must not run, because its memory is not there. [`crate::gang`] also sets here what was
+    /// decided for it together with its tenant's domains on other devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub pinned: Option<RunState>,
 }
@@ -93,9 +95,10 @@ pub struct Snapshot {
     pub domains: Vec<DomainState>,
     /// Measured costs.
     pub costs: Costs,
-    /// Set by [`crate::gang`] only: who runs must run alone, because it has work on other devices too.
+    /// Set by [`crate::gang`] only: the tenants that have work on other devices too. Where there is one, who runs must
+    /// run alone.
     #[serde(default)]
-    pub rotate: bool,
+    pub gangs: BTreeSet<TenantId>,
 }
 
 impl Snapshot {

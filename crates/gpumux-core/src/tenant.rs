@@ -172,6 +172,12 @@ pub enum SpecError {
     /// Weight not within [`TenantSpec::WEIGHTS`].
     #[error("weight {0} is out of range: use a number from 0.001 to 1000, such as 1")]
     BadWeight(f64),
+    /// Latency objective not within [`TenantSpec::OBJECTIVES_US`].
+    #[error(
+        "latency objective {} ms is out of range: use 0.001 to 3600000 (an hour), or none",
+        *.0 as f64 / 1e3
+    )]
+    BadObjective(u64),
     /// Guaranteed more than the limit allows.
     #[error(
         "guaranteed {guaranteed} is more than limit {limit}: raise the limit or lower the guarantee"
@@ -215,6 +221,9 @@ impl TenantSpec {
     /// Weights that make sense: a million to one between the extremes.
     pub const WEIGHTS: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
 
+    /// Latency objectives that make sense, in µs.
+    pub const OBJECTIVES_US: std::ops::RangeInclusive<u64> = 1..=3_600_000_000;
+
     /// Checks the spec by itself (not against other tenants).
     ///
     /// # Errors
@@ -227,6 +236,11 @@ impl TenantSpec {
         }
         if !Self::WEIGHTS.contains(&self.weight) {
             return Err(SpecError::BadWeight(self.weight));
+        }
+        if let Some(objective) = self.latency_objective_us
+            && !Self::OBJECTIVES_US.contains(&objective)
+        {
+            return Err(SpecError::BadObjective(objective));
         }
         if self.guaranteed > self.limit {
             return Err(SpecError::GuaranteeAboveLimit {
@@ -304,6 +318,14 @@ mod tests {
             (|s| s.weight = -2.0, "weight -2"),
             (|s| s.weight = f64::INFINITY, "weight inf"),
             (|s| s.weight = f64::NAN, "weight NaN"),
+            (
+                |s| s.latency_objective_us = Some(0),
+                "latency objective 0 ms is out of range",
+            ),
+            (
+                |s| s.latency_objective_us = Some(u64::MAX),
+                "latency objective 18446744073709552 ms",
+            ),
             (
                 |s| (s.guaranteed, s.limit) = (0.6, 0.5),
                 "guaranteed 0.6 is more than limit 0.5",

@@ -33,6 +33,6 @@ pub(crate) fn snapshot(classes: &[Class], domains: Vec<DomainState>) -> Snapshot
         tenants: classes.iter().enumerate().map(tenant).collect(),
         domains,
         costs: Costs::default(),
-        rotate: false,
+        ..Snapshot::default()
     }
 }

@@ -166,7 +166,21 @@ fn seconds(time: &str) -> Option<f64> {
     let [hours, minutes, seconds] = clock[..] else {
         return None;
     };
-    if !(1..=12).contains(&month) || !(1..=31).contains(&day) || !(0..=9999).contains(&year) {
+    if !(1..=12).contains(&month) || !(0..=9999).contains(&year) {
+        return None;
+    }
+    let leap = year % 4 == 0 && (year % 100 != 0 || year % 400 == 0);
+    let days = match month {
+        2 => 28 + i64::from(leap),
+        4 | 6 | 9 | 11 => 30,
+        _ => 31,
+    };
+    // A leap second is the 60th.
+    let whole = hours.fract() == 0.0 && minutes.fract() == 0.0;
+    let clock = (0.0..24.0).contains(&hours)
+        && (0.0..60.0).contains(&minutes)
+        && (0.0..61.0).contains(&seconds);
+    if !(1..=days).contains(&day) || !whole || !clock {
         return None;
     }
     // Counts years from March, so that a leap day is the last one.
@@ -281,6 +295,13 @@ mod tests {
             ("1,2", 1),
             ("1,-2,3", 1),
             ("2023-13-01 00:00:00,1,1", 1),
+            ("2024-02-29 00:00:00,1,1\n2023-02-29 00:00:00,1,1", 2),
+            ("2023-04-31 00:00:00,1,1", 1),
+            ("2023-02-31 25:61:00,1,1", 1),
+            ("2023-02-01 25:00:00,1,1", 1),
+            ("2023-02-01 00:60:00,1,1", 1),
+            ("2023-02-01 00:00:-1,1,1", 1),
+            ("2023-02-01 00:NaN:00,1,1", 1),
         ] {
             assert_eq!(parse_trace(csv).expect_err(csv).0, line, "{csv}");
         }

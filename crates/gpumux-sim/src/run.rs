@@ -28,8 +28,11 @@ pub fn run(scenario: &Scenario) -> Result<Report, Error> {
 /// Plays a scenario and also returns its last mode as a Chrome trace (JSON).
 ///
 /// # Errors
-/// A trace that it names was not added.
+/// A trace that it names was not added, or its last mode is `alone`, where there is no common time.
 pub fn run_traced(scenario: &Scenario) -> Result<(Report, String), Error> {
+    if scenario.modes.last() == Some(&Mode::Alone) {
+        return Err(Error::TraceOfAlone);
+    }
     let mut trace = Trace::default();
     let report = play(scenario, Some(&mut trace))?;
     Ok((report, trace.finish()))

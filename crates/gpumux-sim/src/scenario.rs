@@ -1,10 +1,11 @@
 //! Scenarios: who shares which devices, what they ask for, and how the devices are run.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
 
 use gpumux_core::policy::{self, Tuning};
 use gpumux_core::space::Sharing;
-use gpumux_core::{Class, Costs, SpecError, TenantSpec, admit};
+use gpumux_core::{Class, Costs, SpecError, TenantSpec, Timeslice, admit};
 use serde::{Deserialize, Serialize};
 
 use crate::arrivals::Request;
@@ -277,8 +278,16 @@ pub enum Error {
         /// What it is.
         value: f64,
         /// What it could be.
-        instead: &'static str,
+        instead: String,
     },
+    /// Nothing to play.
+    #[error("`{0}` is empty: name at least one")]
+    Nothing(&'static str),
+    /// A trace of what has none.
+    #[error(
+        "mode `alone` plays every tenant by itself and has no trace: put another mode last in `modes`"
+    )]
+    TraceOfAlone,
     /// No such policy.
     #[error("unknown policy `{0}`: use priority, max-min or weighted")]
     Policy(String),
@@ -384,199 +393,143 @@ impl Scenario {
 
     /// Checks everything but that traces are there.
     fn check(&self) -> Result<(), Error> {
-        let number = |field: &str, value: f64, ok: bool, instead| match ok && value.is_finite() {
-            true => Ok(()),
-            false => Err(Error::Number {
-                field: field.to_owned(),
-                value,
-                instead,
-            }),
-        };
-        let longest = 1e6;
-        number(
-            "seconds",
-            self.seconds,
-            self.seconds > 0.0 && self.seconds <= longest,
-            "a length above 0",
-        )?;
-        let warmup = (0.0..self.seconds).contains(&self.warmup_s);
-        number("warmup_s", self.warmup_s, warmup, "a time before the end")?;
-        number(
-            "window_s",
-            self.window_s,
-            self.window_s >= 1e-3,
-            "a length of at least 0.001",
-        )?;
-        let devices = (1..=64).contains(&self.devices);
-        number(
-            "devices",
-            self.devices as f64,
-            devices,
-            "a number from 1 to 64",
-        )?;
+        within("seconds", self.seconds, 1e-3..=1e6)?;
+        if !(0.0..self.seconds).contains(&self.warmup_s) {
+            let instead = format!("0 or more, and less than seconds ({})", self.seconds);
+            return Err(Error::number("warmup_s", self.warmup_s, instead));
+        }
+        within("window_s", self.window_s, 1e-3..=1e6)?;
+        within("devices", self.devices as f64, 1.0..=64.0)?;
+        within("demand_delay_us", self.demand_delay_us as f64, 0.0..=1e7)?;
         if policy::by_name(&self.policy).is_none() {
             return Err(Error::Policy(self.policy.clone()));
         }
-        for (field, value) in [
-            ("memory.device_gib", self.memory.device_gib),
-            ("memory.link_gbps", self.memory.link_gbps),
+        for (what, empty) in [
+            ("modes", self.modes.is_empty()),
+            ("tenant", self.tenants.is_empty()),
         ] {
-            number(
-                field,
-                value,
-                value > 0.0 && value <= 1e6,
-                "a number above 0",
-            )?;
+            if empty {
+                return Err(Error::Nothing(what));
+            }
         }
-        let fixed = self.memory.fixed_ms;
-        number(
-            "memory.fixed_ms",
-            fixed,
-            (0.0..=1e6).contains(&fixed),
-            "0 or more",
-        )?;
+        self.check_tuning()?;
+        self.check_costs()?;
+        self.check_hardware()?;
+        within("memory.device_gib", self.memory.device_gib, 1e-3..=1e6)?;
+        within("memory.link_gbps", self.memory.link_gbps, 1e-3..=1e6)?;
+        within("memory.fixed_ms", self.memory.fixed_ms, 0.0..=1e6)?;
         let mut names = BTreeSet::new();
         let mut promised: BTreeMap<usize, Vec<TenantSpec>> = BTreeMap::new();
         for tenant in &self.tenants {
-            let name = &tenant.name;
-            let field = |field: &str| format!("tenant `{name}`: {field}");
-            if !names.insert(name) {
-                return Err(Error::Name(name.clone()));
-            }
-            let count = (1..=1000).contains(&tenant.count);
-            number(
-                &field("count"),
-                tenant.count as f64,
-                count,
-                "a number from 1 to 1000",
-            )?;
-            number(
-                &field("start_s"),
-                tenant.start_s,
-                tenant.start_s >= 0.0,
-                "0 or more",
-            )?;
-            if let Some(stop) = tenant.stop_s {
-                number(
-                    &field("stop_s"),
-                    stop,
-                    stop > tenant.start_s,
-                    "a time after start_s",
-                )?;
-            }
-            for &device in &tenant.devices {
-                if device >= self.devices {
-                    return Err(Error::Device {
-                        tenant: name.clone(),
-                        device,
-                        devices: self.devices,
-                    });
-                }
-                let others = promised.entry(device).or_default();
-                let spec = tenant.spec();
-                for _ in 0..tenant.count {
-                    admit(&spec, others.iter(), &format!("device {device}")).map_err(|error| {
-                        Error::Spec {
-                            tenant: name.clone(),
-                            error,
-                        }
-                    })?;
-                    others.push(spec.clone());
+            within(&tenant.field("count"), tenant.count as f64, 1.0..=1000.0)?;
+            for name in tenant.names() {
+                if !names.insert(name.clone()) {
+                    return Err(Error::Name(name));
                 }
             }
-            let distinct: BTreeSet<_> = tenant.devices.iter().collect();
-            let sound = !distinct.is_empty() && distinct.len() == tenant.devices.len();
-            number(
-                &field("devices"),
-                tenant.devices.len() as f64,
-                sound,
-                "each device once",
-            )?;
-            if tenant.trust.is_some() && tenant.devices.len() > 1 {
-                return Err(Error::TrustedGang(name.clone()));
-            }
-            let positive = |of: &str, value: f64| {
-                number(
-                    &field(of),
-                    value,
-                    value > 0.0 && value <= 1e9,
-                    "a number above 0",
-                )
-            };
-            let zero = |of: &str, value: f64| {
-                number(&field(of), value, (0.0..=1e9).contains(&value), "0 or more")
-            };
-            let most = self.memory.device_gib;
-            for (of, value) in [
-                ("memory_gib", tenant.memory_gib),
-                ("memory_guaranteed_gib", tenant.memory_guaranteed_gib),
-            ] {
-                let fits = (0.0..=most).contains(&value);
-                number(&field(of), value, fits, "at most memory.device_gib")?;
-            }
-            for (&device, specs) in &promised {
-                let promised: u64 = specs.iter().map(|spec| spec.memory_guaranteed).sum();
-                if promised > gib(most) {
-                    return Err(Error::Memory {
-                        tenant: name.clone(),
-                        device,
-                        device_gib: most,
-                        promised_gib: promised as f64 / gib(1.0) as f64,
-                    });
-                }
-            }
-            match &tenant.arrival {
-                Arrival::Periodic { rate } | Arrival::Poisson { rate } => positive("rate", *rate)?,
-                Arrival::Gamma { rate, cv } => {
-                    positive("rate", *rate)?;
-                    positive("cv", *cv)?;
-                }
-                Arrival::OnOff { rate, on_s, off_s } => {
-                    positive("rate", *rate)?;
-                    positive("on_s", *on_s)?;
-                    zero("off_s", *off_s)?;
-                }
-                Arrival::Closed {
-                    think_us,
-                    think_cv,
-                    depth,
-                } => {
-                    zero("think_us", *think_us)?;
-                    zero("think_cv", *think_cv)?;
-                    positive("depth", *depth as f64)?;
-                }
-                Arrival::Trace { speed, .. } => positive("speed", *speed)?,
-            }
-            match &tenant.work {
-                Work::Kernels {
-                    kernels,
-                    kernel_us,
-                    launch_us,
-                    cv,
-                    hint_us,
-                    ..
-                } => {
-                    positive("kernels", *kernels as f64)?;
-                    positive("kernel_us", *kernel_us)?;
-                    zero("launch_us", *launch_us)?;
-                    zero("cv", *cv)?;
-                    zero("hint_us", hint_us.unwrap_or(0.0))?;
-                }
-                Work::Llm {
-                    prefill_us_per_token,
-                    decode_us,
-                    max_batch,
-                } => {
-                    zero("prefill_us_per_token", *prefill_us_per_token)?;
-                    positive("decode_us", *decode_us)?;
-                    positive("max_batch", *max_batch as f64)?;
-                    if !matches!(tenant.arrival, Arrival::Trace { .. }) {
-                        return Err(Error::LlmWithoutTrace(name.clone()));
-                    }
-                }
-            }
+            self.check_devices(tenant, &mut promised)?;
+            tenant.check(self.memory.device_gib)?;
         }
         Ok(())
+    }
+
+    fn check_tuning(&self) -> Result<(), Error> {
+        let tuning = &self.tuning;
+        for (field, value) in [
+            ("tuning.turn_cost", tuning.turn_cost),
+            ("tuning.slice_cost", tuning.slice_cost),
+            ("tuning.batch_slice_cost", tuning.batch_slice_cost),
+        ] {
+            within(field, value, 1e-3..=1.0)?;
+        }
+        within("tuning.period", tuning.period.0 as f64, 1e3..=1e8)?;
+        within("tuning.hog", tuning.hog.0 as f64, 0.0..=1e9)?;
+        within("tuning.recent", tuning.recent.0 as f64, 0.0..=1e9)
+    }
+
+    fn check_costs(&self) -> Result<(), Error> {
+        let costs = &self.costs;
+        for (field, value) in [
+            ("costs.switch", costs.switch),
+            ("costs.freeze", costs.freeze),
+            ("costs.thaw", costs.thaw),
+            ("costs.set_timeslice", costs.set_timeslice),
+        ] {
+            within(field, value.0 as f64, 0.0..=1e6)?;
+        }
+        Ok(())
+    }
+
+    fn check_hardware(&self) -> Result<(), Error> {
+        let hardware = &self.hardware;
+        within("hardware.sms", f64::from(hardware.sms), 1.0..=1e4)?;
+        for (field, ns) in [
+            ("hardware.switch_base", hardware.switch_base),
+            ("hardware.switch_fill", hardware.switch_fill),
+            ("hardware.restore", hardware.restore),
+            ("hardware.linger", hardware.linger),
+            ("hardware.kernel_overhead", hardware.kernel_overhead),
+            ("hardware.hold_exit", hardware.hold_exit),
+            ("hardware.copy_overhead", hardware.copy_overhead),
+            ("hardware.copy_switch", hardware.copy_switch),
+        ] {
+            within(field, ns as f64, 0.0..=1e9)?;
+        }
+        for (field, rate) in [
+            ("hardware.host_to_device", hardware.host_to_device),
+            ("hardware.device_to_host", hardware.device_to_host),
+            ("hardware.device_to_device", hardware.device_to_device),
+        ] {
+            within(field, rate as f64, 1e3..=1e18)?;
+        }
+        Ok(())
+    }
+
+    /// The devices of a tenant, and what is promised there.
+    fn check_devices(
+        &self,
+        tenant: &Tenant,
+        promised: &mut BTreeMap<usize, Vec<TenantSpec>>,
+    ) -> Result<(), Error> {
+        let distinct: BTreeSet<_> = tenant.devices.iter().collect();
+        if distinct.is_empty() || distinct.len() != tenant.devices.len() {
+            let count = tenant.devices.len() as f64;
+            let instead = "one or more, each device once".to_owned();
+            return Err(Error::number(&tenant.field("devices"), count, instead));
+        }
+        for &device in &tenant.devices {
+            if device >= self.devices {
+                return Err(Error::Device {
+                    tenant: tenant.name.clone(),
+                    device,
+                    devices: self.devices,
+                });
+            }
+            let others = promised.entry(device).or_default();
+            let spec = tenant.spec();
+            for _ in 0..tenant.count {
+                let admitted = admit(&spec, others.iter(), &format!("device {device}"));
+                admitted.map_err(|error| Error::Spec {
+                    tenant: tenant.name.clone(),
+                    error,
+                })?;
+                others.push(spec.clone());
+            }
+            let most = self.memory.device_gib;
+            let promised: u64 = others.iter().map(|spec| spec.memory_guaranteed).sum();
+            if promised > gib(most) {
+                return Err(Error::Memory {
+                    tenant: tenant.name.clone(),
+                    device,
+                    device_gib: most,
+                    promised_gib: promised as f64 / gib(1.0) as f64,
+                });
+            }
+        }
+        match tenant.trust.is_some() && tenant.devices.len() > 1 {
+            true => Err(Error::TrustedGang(tenant.name.clone())),
+            false => Ok(()),
+        }
     }
 
     /// Checks that all traces are there.
@@ -595,7 +548,113 @@ impl Scenario {
     }
 }
 
+/// Refuses a number out of a range.
+fn within(field: &str, value: f64, range: RangeInclusive<f64>) -> Result<(), Error> {
+    match range.contains(&value) {
+        true => Ok(()),
+        false => {
+            let instead = format!("a number from {} to {}", range.start(), range.end());
+            Err(Error::number(field, value, instead))
+        }
+    }
+}
+
+impl Error {
+    fn number(field: &str, value: f64, instead: String) -> Self {
+        Self::Number {
+            field: field.to_owned(),
+            value,
+            instead,
+        }
+    }
+}
+
 impl Tenant {
+    /// How errors call one of its fields.
+    fn field(&self, field: &str) -> String {
+        format!("tenant `{}`: {field}", self.name)
+    }
+
+    /// Checks its numbers by themselves.
+    fn check(&self, device_gib: f64) -> Result<(), Error> {
+        let within = |of: &str, value: f64, range| within(&self.field(of), value, range);
+        within("start_s", self.start_s, 0.0..=1e6)?;
+        if let Some(stop) = self.stop_s
+            && !(stop > self.start_s && stop.is_finite())
+        {
+            let instead = format!("a time after start_s ({})", self.start_s);
+            return Err(Error::number(&self.field("stop_s"), stop, instead));
+        }
+        for (of, value) in [
+            ("memory_gib", self.memory_gib),
+            ("memory_guaranteed_gib", self.memory_guaranteed_gib),
+        ] {
+            within(of, value, 0.0..=device_gib)?;
+        }
+        if let Some(slice) = self.timeslice_us {
+            let (min, max) = (Timeslice::MIN.0 as f64, Timeslice::MAX.0 as f64);
+            within("timeslice_us", slice as f64, min..=max)?;
+        }
+        // Bounds beyond which nothing sensible is meant, and a run might not end.
+        let rates = || 1e-6..=1e6;
+        let spreads = || 0.0..=100.0;
+        let pauses_us = || 0.0..=1e9;
+        match &self.arrival {
+            Arrival::Periodic { rate } | Arrival::Poisson { rate } => {
+                within("rate", *rate, rates())
+            }
+            Arrival::Gamma { rate, cv } => {
+                within("rate", *rate, rates())?;
+                within("cv", *cv, 1e-3..=100.0)
+            }
+            Arrival::OnOff { rate, on_s, off_s } => {
+                within("rate", *rate, rates())?;
+                within("on_s", *on_s, 1e-3..=1e6)?;
+                within("off_s", *off_s, 0.0..=1e6)
+            }
+            Arrival::Closed {
+                think_us,
+                think_cv,
+                depth,
+            } => {
+                within("think_us", *think_us, pauses_us())?;
+                within("think_cv", *think_cv, spreads())?;
+                within("depth", *depth as f64, 1.0..=1e4)
+            }
+            Arrival::Trace { speed, .. } => within("speed", *speed, 1e-3..=1e3),
+        }?;
+        match &self.work {
+            Work::Kernels {
+                kernels,
+                kernel_us,
+                sms,
+                launch_us,
+                cv,
+                hint_us,
+            } => {
+                within("kernels", *kernels as f64, 1.0..=1e6)?;
+                within("kernel_us", *kernel_us, 1e-3..=1e9)?;
+                within("sms", sms.map_or(1.0, f64::from), 1.0..=1e4)?;
+                within("launch_us", *launch_us, pauses_us())?;
+                within("cv", *cv, spreads())?;
+                within("hint_us", hint_us.unwrap_or(0.0), pauses_us())
+            }
+            Work::Llm {
+                prefill_us_per_token,
+                decode_us,
+                max_batch,
+            } => {
+                within("prefill_us_per_token", *prefill_us_per_token, 0.0..=1e6)?;
+                within("decode_us", *decode_us, 1e-3..=1e9)?;
+                within("max_batch", *max_batch as f64, 1.0..=1e6)?;
+                match self.arrival {
+                    Arrival::Trace { .. } => Ok(()),
+                    _ => Err(Error::LlmWithoutTrace(self.name.clone())),
+                }
+            }
+        }
+    }
+
     /// Its promise.
     pub fn spec(&self) -> TenantSpec {
         TenantSpec {
@@ -658,9 +717,109 @@ mod tests {
     }
 
     #[test]
+    fn a_run_of_each_alone_has_no_trace() {
+        let modes =
+            |modes: &str| format!("modes = {modes}{PAIR}").replace("seconds = 10", "seconds = 2");
+        let scenario = Scenario::from_toml(&modes(r#"["gpumux", "alone"]"#)).expect("sound");
+        assert_eq!(crate::run_traced(&scenario), Err(Error::TraceOfAlone));
+        let scenario = Scenario::from_toml(&modes(r#"["alone", "gpumux"]"#)).expect("sound");
+        assert!(crate::run_traced(&scenario).is_ok());
+    }
+
+    #[test]
     fn what_is_wrong_is_named() {
         for (change, with, message) in [
-            ("seconds = 10", "seconds = 0", "seconds 0"),
+            ("seconds = 10", "seconds = 0", "seconds 0 makes no sense"),
+            ("seconds = 10", "seconds = 1e7", "from 0.001 to 1000000"),
+            ("seconds = 10", "seconds = nan", "seconds NaN"),
+            (
+                "seconds = 10",
+                "seconds = 10\nwarmup_s = 10",
+                "less than seconds (10)",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\nmodes = []",
+                "`modes` is empty",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\ndemand_delay_us = 18446744073709551615",
+                "demand_delay_us 18446744073709552000",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\nhardware.switch_base = 18446744073709551615",
+                "hardware.switch_base 18446744073709552000",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\nhardware.sms = 0",
+                "hardware.sms 0",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\nhardware.host_to_device = 0",
+                "hardware.host_to_device 0",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\ncosts.freeze = 18446744073709551615",
+                "costs.freeze 18446744073709552000",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\ntuning.turn_cost = -1",
+                "tuning.turn_cost -1 makes no sense: use a number from 0.001 to 1",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\ntuning.slice_cost = nan",
+                "tuning.slice_cost NaN",
+            ),
+            (
+                "seconds = 10",
+                "seconds = 10\ntuning.period = 0",
+                "tuning.period 0",
+            ),
+            (
+                "class = \"batch\"",
+                "timeslice_us = 0",
+                "`train`: timeslice_us 0",
+            ),
+            (
+                "class = \"batch\"",
+                "timeslice_us = 2_000_000",
+                "timeslice_us 2000000 makes no sense: use a number from 1 to 1000000",
+            ),
+            (
+                "class = \"latency\"",
+                "latency_objective_us = 0",
+                "latency objective 0 ms is out of range",
+            ),
+            ("class = \"latency\"", "stop_s = 0", "after start_s (0)"),
+            ("depth = 2", "depth = 1_000_000_000", "depth 1000000000"),
+            (
+                "rate = 100",
+                "rate = 1e12",
+                "rate 1000000000000 makes no sense",
+            ),
+            (
+                "{ kind = \"periodic\", rate = 100 }",
+                "{ kind = \"gamma\", rate = 1, cv = 1e9 }",
+                "cv 1000000000",
+            ),
+            (
+                "kernel_us = 10000",
+                "kernel_us = 1e-9",
+                "kernel_us 0.000000001",
+            ),
+            ("kernel_us = 10000", "kernel_us = 1, sms = 0", "sms 0"),
+            (
+                "class = \"batch\"\n",
+                "class = \"batch\"\ndevices = []\n",
+                "`train`: devices 0",
+            ),
             (
                 "seconds = 10",
                 "seconds = 10\nsecond = 1",
@@ -704,5 +863,11 @@ mod tests {
             let error = Scenario::from_toml(&PAIR.replace(change, with)).expect_err(message);
             assert!(error.to_string().contains(message), "{error}");
         }
+        let text = PAIR.replace("\"serve\"", "\"train-2\"");
+        let text = text.replace("class = \"batch\"", "count = 2");
+        let twice = Scenario::from_toml(&text).expect_err("one name, two tenants");
+        assert!(twice.to_string().contains("called `train-2`"), "{twice}");
+        let nobody = Scenario::from_toml("seconds = 10\ntenant = []").expect_err("nobody");
+        assert!(nobody.to_string().contains("`tenant` is empty"), "{nobody}");
     }
 }

@@ -79,6 +79,17 @@ fn load(args: &Args) -> anyhow::Result<Scenario> {
         .into_iter()
         .map(str::to_owned)
         .collect();
+    if let Some((given, _)) = args
+        .requests
+        .iter()
+        .find(|(given, _)| !names.contains(given))
+    {
+        let needed = match names.is_empty() {
+            true => "no recorded requests".to_owned(),
+            false => names.join(", "),
+        };
+        anyhow::bail!("--requests {given}: the scenario needs {needed}");
+    }
     for name in names {
         let given = args.requests.iter().find(|(given, _)| *given == name);
         let file = given.map_or_else(|| dir.join(format!("{name}.csv")), |(_, file)| file.clone());

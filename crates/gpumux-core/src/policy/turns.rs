@@ -251,9 +251,14 @@ impl Actor<'_> {
         self.claim.class
     }
 
+    /// Must not run now, whoever's turn it is.
+    fn held(&self) -> bool {
+        self.domain.pinned == Some(RunState::Frozen)
+    }
+
     /// May take the turn.
     fn waits(&self) -> bool {
-        !self.front && self.runnable() && self.domain.pinned != Some(RunState::Frozen)
+        !self.front && self.runnable() && !self.held()
     }
 }
 
@@ -289,11 +294,14 @@ impl<'a> Stage<'a> {
             .map(|domain| {
                 let holds = memory.turn.is_some_and(|turn| turn.holder == domain.id);
                 let pause = holds && idle_for(domain) < linger;
+                // Who is held for its gang goes on being owed; who has no memory here can't be given anything.
+                let parked = domain.pinned == Some(RunState::Frozen)
+                    && !snapshot.gangs.contains(&domain.tenant);
                 Actor {
                     domain,
                     claim: specs.get(&domain.tenant).copied().unwrap_or(nobody),
                     front: true,
-                    wants: domain.demand.may_run() || pause,
+                    wants: (domain.demand.may_run() || pause) && !parked,
                     share: 0.0,
                     part: 0.0,
                     slice_share: 0.0,
@@ -305,7 +313,7 @@ impl<'a> Stage<'a> {
 
         let top = cast.iter().map(Actor::class).min().unwrap_or_default();
         let strict = division.strict();
-        let rotate = snapshot.rotate && cast.len() > 1;
+        let rotate = !snapshot.gangs.is_empty() && cast.len() > 1;
         for actor in &mut cast {
             actor.front = match top {
                 Class::Latency => actor.claim.class == top,
@@ -410,7 +418,7 @@ impl<'a> Stage<'a> {
             let rivals = self.cast.iter().enumerate();
             let limited = actor.claim.limit < 1.0;
             let contested = rivals
-                .filter(|(at, rival)| *at != index && rival.wants)
+                .filter(|(at, rival)| *at != index && rival.wants && !rival.held())
                 .any(|(_, rival)| !rival.front || limited);
             let budget = self.budget(index);
             let slack = Tuning::slack(self.costs).min(budget / 4.0);
@@ -430,7 +438,7 @@ impl<'a> Stage<'a> {
             }
         }
         // Nobody pauses for nobody.
-        let others = |actor: &Actor| actor.wants && !actor.over_budget;
+        let others = |actor: &Actor| actor.wants && !actor.over_budget && !actor.held();
         if !self.cast.iter().any(others) {
             for actor in &mut self.cast {
                 actor.over_budget = false;
@@ -501,7 +509,7 @@ impl<'a> Stage<'a> {
     /// Whether the turn's holder keeps it.
     fn keeps(&self, index: usize, turn: Turn, memory: &Memory) -> bool {
         let actor = &self.cast[index];
-        if !actor.wants || actor.domain.pinned == Some(RunState::Frozen) {
+        if !actor.wants || actor.held() {
             return false;
         }
         if self.rivals(index).next().is_none() {
@@ -553,7 +561,8 @@ impl<'a> Stage<'a> {
             left = left.min(level.max(self.tuning.min_turn(self.costs) - used));
         }
         // While the front row runs, the turn hardly gets on.
-        let front_runs = |actor: &Actor| actor.front && actor.runnable() && !actor.over_budget;
+        let front_runs =
+            |actor: &Actor| actor.front && actor.runnable() && !actor.over_budget && !actor.held();
         if self.cast.iter().any(front_runs) {
             left = left.max(self.tuning.min_turn(self.costs));
         }
@@ -813,6 +822,23 @@ mod tests {
         now.domains[1].demand = Demand::Idle;
         now.now = level + Micros::from_secs(1);
         assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
+    }
+
+    #[test]
+    fn nobody_pauses_for_one_that_must_not_run() {
+        let classes = [Class::Latency, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        now.tenants[1].spec.guaranteed = 0.4;
+        now.domains[1].pinned = Some(Frozen);
+        for gangs in [vec![], vec![now.domains[1].tenant]] {
+            now.gangs = gangs.into_iter().collect();
+            let mut memory = Memory::default();
+            plan(&now, &mut memory);
+            let mut later = now.clone();
+            later.now = Micros::from_secs(1);
+            later.domains[0].received = later.now;
+            assert_eq!(shape(&plan(&later, &mut memory))[0], (1_000_000, Enabled));
+        }
     }
 
     #[test]

@@ -1,0 +1,348 @@
+//! What plans of several devices must keep where tenants work on more than one: random gangs, demand, memory that goes and
+//! comes, on devices that obey at once and serve as `Accounts` says.
+
+use std::collections::BTreeSet;
+
+use gpumux_core::gang::{self, Device};
+use gpumux_core::{
+    Accounts, Class, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
+    Snapshot, TenantId, TenantSpec, TenantState, Timeslice, policy,
+};
+use proptest::prelude::*;
+
+/// A tenant and the devices it works on.
+#[derive(Clone, Debug)]
+struct Gang {
+    spec: TenantSpec,
+    devices: BTreeSet<usize>,
+}
+
+/// One thing that happens.
+#[derive(Clone, Debug)]
+enum Event {
+    Demand(usize, Demand),
+    /// On one of its devices only.
+    Part(usize, usize, Demand),
+    /// Its memory leaves one of its devices, or is back.
+    Park(usize, usize, bool),
+    Wait(u64),
+}
+
+const DEVICES: usize = 4;
+
+fn gangs(classes: &'static [Class]) -> impl Strategy<Value = Vec<Gang>> {
+    let devices = prop::collection::btree_set(0..DEVICES, 1..=3);
+    let gang = (
+        prop::sample::select(classes),
+        devices,
+        0.0..0.25f64,
+        any::<bool>(),
+    );
+    let gang = gang.prop_map(|(class, devices, share, promised)| Gang {
+        spec: TenantSpec {
+            class,
+            guaranteed: if promised { share } else { 0.0 },
+            ..TenantSpec::default()
+        },
+        devices,
+    });
+    prop::collection::vec(gang, 2..7)
+}
+
+fn event() -> impl Strategy<Value = Event> {
+    let demand = || {
+        prop::sample::select(vec![
+            Demand::Busy,
+            Demand::Busy,
+            Demand::Idle,
+            Demand::Unknown,
+        ])
+    };
+    prop_oneof![
+        3 => (any::<usize>(), demand()).prop_map(|(at, demand)| Event::Demand(at, demand)),
+        1 => (any::<usize>(), any::<usize>(), demand()).prop_map(|(at, part, demand)| Event::Part(at, part, demand)),
+        1 => (any::<usize>(), any::<usize>(), any::<bool>()).prop_map(|(at, part, away)| Event::Park(at, part, away)),
+        3 => (0..200_000u64).prop_map(Event::Wait),
+    ]
+}
+
+/// Devices that obey at once, and their scheduler.
+struct World {
+    policy: Box<dyn Policy>,
+    devices: Vec<Snapshot>,
+    memories: Vec<Memory>,
+    accounts: Vec<Accounts>,
+    /// Domains by tenant: device and id.
+    domains: Vec<Vec<(usize, DomainId)>>,
+    next: Option<Micros>,
+    now: Micros,
+}
+
+impl World {
+    fn new(policy: &str, gangs: &[Gang]) -> Self {
+        let mut world = Self {
+            policy: policy::by_name(policy).expect("known"),
+            devices: vec![Snapshot::default(); DEVICES],
+            memories: vec![Memory::default(); DEVICES],
+            accounts: vec![Accounts::default(); DEVICES],
+            domains: Vec::new(),
+            next: None,
+            now: Micros::ZERO,
+        };
+        for (at, gang) in gangs.iter().enumerate() {
+            let tenant = TenantId(at as u64);
+            let mut domains = Vec::new();
+            for &device in &gang.devices {
+                let id = DomainId((at * DEVICES + device) as u64);
+                domains.push((device, id));
+                let snapshot = &mut world.devices[device];
+                snapshot.tenants.push(TenantState {
+                    id: tenant,
+                    spec: gang.spec.clone(),
+                });
+                snapshot.domains.push(DomainState {
+                    id,
+                    tenant,
+                    demand: Demand::Busy,
+                    demand_since: Micros::ZERO,
+                    received: Micros::ZERO,
+                    timeslice: Timeslice::DEFAULT,
+                    run: RunState::Enabled,
+                    pinned: None,
+                });
+            }
+            world.domains.push(domains);
+        }
+        world.plan();
+        world
+    }
+
+    fn domain(&mut self, (device, id): (usize, DomainId)) -> &mut DomainState {
+        let mut domains = self.devices[device].domains.iter_mut();
+        domains.find(|domain| domain.id == id).expect("known")
+    }
+
+    fn demand(&mut self, at: (usize, DomainId), demand: Demand) {
+        let now = self.now;
+        let domain = self.domain(at);
+        if domain.demand != demand {
+            domain.demand = demand;
+            domain.demand_since = now;
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        let count = self.domains.len();
+        match event {
+            Event::Demand(at, demand) => {
+                for part in self.domains[at % count].clone() {
+                    self.demand(part, demand);
+                }
+            }
+            Event::Part(at, part, demand) => {
+                let domains = &self.domains[at % count];
+                self.demand(domains[part % domains.len()], demand);
+            }
+            Event::Park(at, part, away) => {
+                let domains = &self.domains[at % count];
+                let part = domains[part % domains.len()];
+                self.domain(part).pinned = away.then_some(RunState::Frozen);
+            }
+            Event::Wait(us) => return self.run_for(us),
+        }
+        self.plan();
+    }
+
+    fn plans(&mut self) -> Vec<Plan> {
+        let both = self.devices.iter().zip(&mut self.memories);
+        let mut devices: Vec<Device> = both
+            .map(|(snapshot, memory)| Device {
+                policy: &*self.policy,
+                snapshot,
+                memory,
+            })
+            .collect();
+        gang::plan(&mut devices)
+    }
+
+    /// Plans, pulls the levers, and checks what is then.
+    fn plan(&mut self) {
+        let plans = self.plans();
+        for (snapshot, plan) in self.devices.iter_mut().zip(&plans) {
+            for lever in plan.levers(snapshot) {
+                let mut domains = snapshot.domains.iter_mut();
+                let domain = domains.find(|domain| domain.id == lever.domain());
+                let domain = domain.expect("a domain of the snapshot");
+                match lever {
+                    Lever::Freeze(_) => domain.run = RunState::Frozen,
+                    Lever::Thaw(_) => domain.run = RunState::Enabled,
+                    Lever::SetTimeslice(_, timeslice) => domain.timeslice = timeslice,
+                }
+            }
+        }
+        self.check();
+        let again = self.plans();
+        for (snapshot, plan) in self.devices.iter().zip(&again) {
+            assert_eq!(
+                plan.levers(snapshot),
+                [],
+                "a plan applied twice pulls levers"
+            );
+        }
+        self.next = again.iter().filter_map(|plan| plan.next).min();
+        assert!(
+            self.next.is_none_or(|next| next > self.now),
+            "asks for the past"
+        );
+    }
+
+    /// Domains with work, on one device.
+    fn runnable(&self, device: usize) -> impl Iterator<Item = &DomainState> {
+        let domains = self.devices[device].domains.iter();
+        domains.filter(|domain| domain.demand.may_run())
+    }
+
+    fn check(&self) {
+        let parked = |domain: &DomainState| domain.pinned.is_some();
+        let runs = |domain: &DomainState| domain.run == RunState::Enabled;
+        for device in 0..DEVICES {
+            let running = || self.runnable(device).filter(|domain| runs(domain));
+            assert!(
+                !running().any(parked),
+                "runs without its memory: {:?}",
+                self.devices
+            );
+            let short = running().filter(|domain| domain.timeslice < Timeslice(500));
+            assert!(short.count() <= 1, "livelock: {:?}", self.devices);
+        }
+        // Whether nobody has the device, nor keeps it through a pause.
+        let costs = &self.devices[0].costs;
+        let linger = costs.freeze + costs.thaw + costs.switch;
+        let free = |device: usize| {
+            let pauses = |domain: &DomainState| {
+                domain.demand == Demand::Idle && self.now < domain.demand_since + linger
+            };
+            let domains = &self.devices[device].domains;
+            !self.runnable(device).any(runs) && !domains.iter().any(pauses)
+        };
+        for tenant in 0..self.domains.len() {
+            let of = |device: usize| {
+                let tenant = TenantId(tenant as u64);
+                self.runnable(device)
+                    .filter(move |domain| domain.tenant == tenant)
+            };
+            let parts = || (0..DEVICES).flat_map(of);
+            let states: BTreeSet<bool> = parts().map(runs).collect();
+            assert!(
+                states.len() < 2,
+                "{tenant} runs in part: {:?}",
+                self.devices
+            );
+            let mut devices = (0..DEVICES).filter(|device| of(*device).count() > 0);
+            let idle = states.contains(&false) && !parts().any(parked) && devices.all(free);
+            assert!(!idle, "{tenant} waits for nobody: {:?}", self.devices);
+        }
+    }
+
+    fn run_for(&mut self, us: u64) {
+        let end = self.now + Micros(us);
+        while self.now < end {
+            self.now = self.next.map_or(end, |next| next.min(end));
+            for (snapshot, accounts) in self.devices.iter_mut().zip(&mut self.accounts) {
+                snapshot.now = self.now;
+                accounts.advance(self.now, &snapshot.domains, &snapshot.costs);
+                for domain in &mut snapshot.domains {
+                    domain.received = accounts.get(domain.id).received();
+                }
+            }
+            self.plan();
+        }
+    }
+
+    /// What part of the time every tenant gets from now on.
+    fn shares(&mut self) -> Vec<f64> {
+        self.run_for(2_000_000);
+        let received = |world: &Self| -> Vec<f64> {
+            (0..world.domains.len())
+                .map(|tenant| world.received(tenant))
+                .collect()
+        };
+        let before = received(self);
+        self.run_for(8_000_000);
+        let after = received(self);
+        let pairs = after.iter().zip(&before);
+        pairs
+            .map(|(after, before)| (after - before) / 8e6)
+            .collect()
+    }
+
+    /// Device time of a tenant's slowest part.
+    fn received(&self, tenant: usize) -> f64 {
+        let parts = self.domains[tenant].iter();
+        let received = parts.map(|(device, id)| self.accounts[*device].get(*id).received_us);
+        received.fold(f64::INFINITY, f64::min)
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 50, failure_persistence: None, ..Default::default() })]
+
+    /// `World::plan` checks every plan on the way.
+    #[test]
+    fn every_plan_is_safe(
+        policy in prop::sample::select(policy::NAMES.to_vec()),
+        gangs in gangs(&Class::ALL),
+        events in prop::collection::vec(event(), 1..40),
+    ) {
+        let mut world = World::new(policy, &gangs);
+        for event in events {
+            world.apply(event);
+        }
+    }
+
+    /// Whatever gangs meet where: each of equals gets on.
+    #[test]
+    fn every_gang_is_served(
+        gangs in gangs(&[Class::Batch]),
+        events in prop::collection::vec(event(), 0..10),
+    ) {
+        let mut world = World::new("priority", &gangs);
+        for event in events {
+            world.apply(event);
+        }
+        for tenant in 0..gangs.len() {
+            for part in world.domains[tenant].clone() {
+                world.domain(part).pinned = None;
+                world.demand(part, Demand::Busy);
+            }
+        }
+        world.plan();
+        for (tenant, got) in world.shares().into_iter().enumerate() {
+            prop_assert!(got > 0.01, "{tenant} got {got}: {gangs:?}");
+        }
+    }
+
+    /// One that needs several devices and others that need one each all have what they are promised, whoever decides for
+    /// the one.
+    #[test]
+    fn a_gang_and_its_neighbours_keep_their_guarantees(
+        devices in prop::collection::btree_set(0..DEVICES, 2..=3),
+        guaranteed in 0.05..0.4f64,
+        singles in prop::collection::vec((0..DEVICES, 0.0..0.19f64), 1..8),
+    ) {
+        let spec = |guaranteed| TenantSpec { class: Class::Batch, guaranteed, ..TenantSpec::default() };
+        let mut gangs = vec![Gang { spec: spec(guaranteed), devices }];
+        for (device, guaranteed) in singles {
+            let there = |gang: &&Gang| gang.devices.contains(&device);
+            // What is left of the device, but for what switching costs and the floor of the others.
+            let promised: f64 = gangs.iter().filter(there).map(|gang| gang.spec.guaranteed).sum();
+            let spec = spec((3.0 * guaranteed).min(0.95 - promised).max(0.0));
+            gangs.push(Gang { spec, devices: BTreeSet::from([device]) });
+        }
+        let mut world = World::new("priority", &gangs);
+        for (gang, got) in gangs.iter().zip(world.shares()) {
+            let promised = gang.spec.guaranteed;
+            prop_assert!(got > promised - 0.03, "{got} of {promised}: {gangs:?}");
+        }
+    }
+}
