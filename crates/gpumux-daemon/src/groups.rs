@@ -703,7 +703,7 @@ impl Group {
 
     fn environment(&self) -> [(&'static str, PathBuf); 2] {
         [
-            ("CUDA_MPS_PIPE_DIRECTORY", self.folder.pipe()),
+            (folder::PIPES, self.folder.pipe()),
             ("CUDA_MPS_LOG_DIRECTORY", self.folder.log()),
         ]
     }

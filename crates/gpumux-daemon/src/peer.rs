@@ -1,7 +1,8 @@
 //! Who is at the other end of a socket.
 
 use std::{
-    io,
+    fs::File,
+    io::{self, Read},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
@@ -14,6 +15,8 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 /// How many ancestors are looked at.
 const LINE: usize = 64;
+/// Bytes of an environment that are looked at: the kernel allows no larger one by default.
+const MAX_ENVIRONMENT: u64 = 8 << 20;
 
 /// A process, told from a later one of the same pid by its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -68,6 +71,19 @@ impl ProcessId {
         let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // The pid may have passed on before it was opened.
         (Self::of(self.pid) == Some(self)).then_some(ProcessFd(fd))
+    }
+
+    /// What a variable was when its program began, unless it has written over that.
+    pub(crate) fn variable(self, name: &str) -> Option<String> {
+        let mut environment = Vec::new();
+        let file = File::open(format!("/proc/{}/environ", self.pid)).ok()?;
+        file.take(MAX_ENVIRONMENT)
+            .read_to_end(&mut environment)
+            .ok()?;
+        let mut variables = environment.split(|byte| *byte == 0);
+        let value = variables
+            .find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
+        Some(String::from_utf8_lossy(value).into_owned())
     }
 
     /// The name its program goes by, for people.
@@ -207,8 +223,11 @@ mod tests {
 
     #[test]
     fn a_process_has_a_user_and_a_line_of_parents() {
-        let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+        let mut command = Command::new("sleep");
+        let mut child = command.arg("100").env("TEST", "a=b").spawn().unwrap();
         let process = ProcessId::of(child.id()).unwrap();
+        assert_eq!(process.variable("TEST").as_deref(), Some("a=b"));
+        assert_eq!(process.variable("TES"), None);
         let own = ProcessId::of(std::process::id()).unwrap();
         assert_eq!(process.line()[..2], [process, own]);
         let uid = rustix::process::getuid().as_raw();
@@ -228,7 +247,7 @@ mod tests {
             .spawn()
             .unwrap();
         let mut said = [0];
-        std::io::Read::read_exact(child.stdout.as_mut().unwrap(), &mut said).unwrap();
+        Read::read_exact(child.stdout.as_mut().unwrap(), &mut said).unwrap();
         let process = ProcessId::of(child.id()).unwrap();
         assert!(process.is_of(rustix::process::getuid().as_raw()));
         assert_eq!(process.line()[1].pid, std::process::id());

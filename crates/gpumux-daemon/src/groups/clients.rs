@@ -1,11 +1,7 @@
 //! Who may be in a group. A process of the same user finds every group, whatever its own is, by its folder: it is ended when
 //! the control daemon says that it has come.
 
-use std::{
-    fs::File,
-    io::Read,
-    sync::{Arc, Weak},
-};
+use std::sync::{Arc, Weak};
 
 use super::{AGAIN, Group, Groups, WATCH, folder::Output};
 use crate::{peer::ProcessId, tenants::Tenants};
@@ -13,9 +9,7 @@ use crate::{peer::ProcessId, tenants::Tenants};
 /// What the control daemon writes before it lets a process in; the pid follows.
 const NEW_CLIENT: &str = "NEW CLIENT ";
 /// Names a process's tenant, by a secret.
-const TOKEN: &[u8] = b"GPUMUX_TENANT=";
-/// Bytes of an environment that are looked at: the kernel allows no larger one by default.
-const MAX_ENVIRONMENT: u64 = 8 << 20;
+const TOKEN: &str = "GPUMUX_TENANT";
 
 impl Groups {
     /// Ends whoever enters a group that is not its tenant's.
@@ -76,7 +70,7 @@ async fn check(group: &Group, pid: u32, tenants: &Tenants) {
     if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
         return;
     }
-    let token = token(pid);
+    let token = process.variable(TOKEN);
     if tenants.belongs(&group.key, token.as_deref(), &line).await || watch.has_ended() {
         return;
     }
@@ -92,18 +86,6 @@ async fn check(group: &Group, pid: u32, tenants: &Tenants) {
         "a process that does not belong to the group has entered it, and is ended"
     );
     watch.kill();
-}
-
-/// Whose process it is, as its environment says.
-fn token(pid: u32) -> Option<String> {
-    let mut environment = Vec::new();
-    let file = File::open(format!("/proc/{pid}/environ")).ok()?;
-    file.take(MAX_ENVIRONMENT)
-        .read_to_end(&mut environment)
-        .ok()?;
-    let mut variables = environment.split(|byte| *byte == 0);
-    let token = variables.find_map(|variable| variable.strip_prefix(TOKEN))?;
-    Some(String::from_utf8_lossy(token).into_owned())
 }
 
 #[cfg(test)]

@@ -28,6 +28,10 @@ const MAX_READ: u64 = 1024 * 1024;
 const MAX_DEPTH: u32 = 8;
 const MAX_REMOVED: u32 = 16 * 1024;
 
+/// How the names of NVIDIA's control program and server begin, as far as the kernel knows them, and what leads them to a folder.
+const PROGRAMS: &str = "nvidia-cuda-mps";
+pub(super) const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
+
 const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
     .union(OFlags::NOFOLLOW)
@@ -112,12 +116,14 @@ impl Folder {
         }
     }
 
-    /// The control daemon and its servers: this user's processes that write the output. Nobody else has had it from the daemon.
+    /// The control daemon and its servers: this user's processes that write the output, which nobody else has had from the daemon,
+    /// and the driver's programs that were told of this folder.
     pub(super) fn servants(&self, uid: u32) -> Vec<ProcessFd> {
         // As the kernel names it.
         let Ok(output) = self.output_path().canonicalize() else {
             return Vec::new();
         };
+        let pipe = self.pipe();
         let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
         let found = processes.filter_map(|process| {
             let pid = process.file_name().to_str()?.parse().ok()?;
@@ -126,7 +132,12 @@ impl Folder {
                 let link = fs::read_link(format!("/proc/{pid}/fd/{fd}"));
                 link.is_ok_and(|link| link == output)
             };
-            (writes(1) || writes(2)).then(|| process.watch())?
+            let serves = || {
+                let folder = || process.variable(PIPES);
+                process.program().starts_with(PROGRAMS)
+                    && folder().is_some_and(|folder| Path::new(&folder) == pipe)
+            };
+            (writes(1) || writes(2) || serves()).then(|| process.watch())?
         });
         found.collect()
     }
@@ -345,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn servants_are_known_by_what_they_write_to() {
+    fn servants_are_known_by_what_they_write_to_or_serve() {
         let (_dir, folder) = folder();
         let uid = rustix::process::geteuid().as_raw();
         let sleep = |out: Stdio| {
@@ -354,10 +365,28 @@ mod tests {
         };
         let mut servant = sleep(folder.begin_output().unwrap().into());
         let mut other = sleep(Stdio::null());
-        assert_eq!(folder.servants(uid).len(), 1);
+        // A server that writes elsewhere, and one of another folder.
+        let program = folder.log().join("nvidia-cuda-mps-server");
+        fs::write(&program, "#!/bin/sh\necho; read line\n").unwrap();
+        fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+        let server = |pipe: PathBuf| {
+            let mut command = Command::new(&program);
+            command.stdin(Stdio::piped()).stdout(Stdio::piped());
+            let mut child = command.env(PIPES, pipe).spawn().unwrap();
+            let mut said = [0];
+            let out = child.stdout.as_mut().unwrap();
+            io::Read::read_exact(out, &mut said).unwrap();
+            child
+        };
+        let (mut own, mut foreign) = (server(folder.pipe()), server(folder.log()));
+        assert_eq!(folder.servants(uid).len(), 2);
         assert_eq!(folder.servants(uid + 1).len(), 0);
         folder.end_servants(uid);
         servant.wait().unwrap();
+        own.wait().unwrap();
+        assert!(foreign.try_wait().unwrap().is_none());
+        foreign.kill().unwrap();
+        foreign.wait().unwrap();
         assert_eq!(folder.servants(uid).len(), 0);
         assert!(other.try_wait().unwrap().is_none());
         other.kill().unwrap();
