@@ -1,7 +1,7 @@
 //! Who is who: a daemon of root and tenants of ordinary users. Needs root; the other tests run as whoever they are.
 
 use std::{
-    fs::{Permissions, set_permissions},
+    fs::{self, Permissions, set_permissions},
     os::unix::{fs::PermissionsExt, process::CommandExt},
     process::Command,
 };
@@ -110,4 +110,67 @@ fn another_users_process_cannot_enter_a_group() {
     assert_eq!(domain(&other)["group"], Value::Null, "{other:#}");
     let inside = node.wait_tenant("inside", |it| !domain(it).is_null());
     assert!(domain(&inside)["group"].is_u64(), "{inside:#}");
+}
+
+/// The daemon of root works beside files of the group's user, who may have put there whatever it likes.
+#[test]
+fn what_a_user_does_to_its_groups_folder_harms_itself_only() {
+    let Some(node) = node_of_root() else { return };
+    let victim = node.dir().join("victim");
+    fs::create_dir(&victim).unwrap();
+    fs::write(victim.join("secret"), "secret\n").unwrap();
+    set_permissions(&victim, Permissions::from_mode(0o700)).unwrap();
+    let tenant = |name: &str| {
+        let options = format!("--class batch --trust team --name {name}");
+        let mut process = Process::start(&mut as_nobody(node.tenant(&options, TICKS)));
+        process.wait_lines(2);
+        process
+    };
+    let _first = tenant("first");
+    let groups = fs::read_dir(node.dir().join("groups")).unwrap();
+    let folder = groups.flatten().next().unwrap().path();
+    let control = || -> i32 {
+        let text = fs::read_to_string(node.dir().join("groups.json")).unwrap();
+        let groups = text.lines().nth(1).map(serde_json::from_str::<Value>);
+        let pid = groups.unwrap().unwrap()[0]["process"]["pid"].as_i64();
+        pid.unwrap_or_default() as i32
+    };
+    let (file, victims) = (victim.join("secret"), victim.display());
+    let secret = file.display();
+    for attack in [
+        format!("mv pipe pipe.old && ln -s {victims} pipe"),
+        "mv log log.old && mkdir log".into(),
+        format!("rm -f control.out && ln -s {secret} control.out"),
+        "echo > control.out".into(),
+        "cat control.out".into(),
+    ] {
+        let mut command = Command::new("sh");
+        let script = format!("cd {} && {attack}", folder.display());
+        let refused = as_nobody({
+            command.args(["-c", &script]);
+            command
+        })
+        .run();
+        assert_ne!(refused.code(), 0, "{attack}: {refused:?}");
+    }
+    // What it may do in its own parts keeps nothing from being started again.
+    let script = format!(
+        "cd {} && rm -rf log/* && ln -s {secret} log/control.log && ln -s {secret} log/server.log && mkfifo log/control.out \
+         && rm -rf pipe/* && ln -s {secret} pipe/control && mkdir -p pipe/a/b && mkfifo pipe/fifo && kill -9 {}",
+        folder.display(),
+        control()
+    );
+    let mut command = Command::new("sh");
+    command.args(["-c", &script]);
+    as_nobody(command).run().ok();
+    let fault = |ps: &Value| ps["faults"].get(0).cloned();
+    gpumux_tests::wait_for("the failure", gpumux_tests::PATIENCE, || fault(&node.ps()));
+    let _second = tenant("second");
+    let domain = |tenant: &Value| tenant["domains"][0]["group"].is_u64();
+    node.wait_tenant("second", domain);
+    for name in ["first", "second"] {
+        let said = as_nobody(node.gpumux(["explain", name])).run();
+        assert!(!said.out.contains("secret"), "{said:?}");
+    }
+    assert_eq!(fs::read_to_string(&file).unwrap(), "secret\n");
 }

@@ -1,33 +1,44 @@
 //! Groups: tenants of one user and one trust domain that share devices in space.
 //!
-//! Every group has an MPS control daemon of its own, with folders of its own that only its user can enter; it runs as that
-//! user. It has nothing to do with an MPS that an administrator runs, and the device's compute mode stays what it is. A
+//! Every group has an MPS control daemon of its own, with folders of its own that only its user can enter ([`folder`]); it runs
+//! as that user. It has nothing to do with an MPS that an administrator runs, and the device's compute mode stays what it is. A
 //! group begins with the first tenant that takes a [`Seat`] in it and ends a while after the last one left.
 //!
 //! The control daemon outlives this daemon, as its tenants do: the next daemon finds it in its file.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::OsString,
-    fs::{self, DirBuilder, File, Permissions},
+    fs::{self, DirBuilder},
     io,
-    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt, chown},
+    os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Stdio,
-    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak},
     time::{Duration, Instant},
 };
 
-use rustix::process::{Pid, Signal, kill_process, kill_process_group};
+use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
-use tokio::{io::AsyncWriteExt, process::Command, runtime::Handle, sync::mpsc::UnboundedSender};
+use tokio::{
+    io::{AsyncReadExt, AsyncWriteExt},
+    process::Command,
+    runtime::Handle,
+    sync::mpsc::UnboundedSender,
+};
 
 use crate::{
     config::Config,
     peer::ProcessId,
     scheduler::Crash,
     store::{self, Sync},
+    tenants::Tenants,
 };
+
+mod clients;
+mod folder;
+
+use folder::Folder;
 
 /// NVIDIA's control program.
 const CONTROL: &str = "nvidia-cuda-mps-control";
@@ -43,10 +54,16 @@ const END: Duration = Duration::from_millis(500);
 const LINGER: Duration = Duration::from_secs(10);
 /// How often a control daemon is looked at.
 const WATCH: Duration = Duration::from_millis(25);
-/// How often it is asked whether it still answers.
+/// How often its servers are asked whether they still answer, and how soon again when they did not.
 const PING: Duration = Duration::from_secs(3);
-/// Bytes of a log that are read at most, from its end.
-const MAX_LOG: usize = 64 * 1024;
+const PING_AGAIN: Duration = Duration::from_millis(250);
+/// Answers in a row that must be missing until servers count as hung.
+const MISSES: u32 = 3;
+/// How long a server that has not answered yet may be starting: on machines with many devices it takes its time.
+const STARTING: Duration = Duration::from_secs(60);
+/// Bytes of an answer that are read at most, and servers that are asked.
+const MAX_ANSWER: u64 = 64 * 1024;
+const MAX_SERVERS: usize = 16;
 /// Starts that may fail, and the time between them.
 const ATTEMPTS: u32 = 5;
 const AGAIN: Duration = Duration::from_secs(1);
@@ -84,11 +101,13 @@ pub(crate) struct Groups {
     table: Mutex<BTreeMap<Key, Arc<Group>>>,
     /// Who wants to know when a server is gone.
     failures: OnceLock<UnboundedSender<Failure>>,
+    /// Who knows whose process is whose.
+    tenants: OnceLock<Weak<Tenants>>,
 }
 
 struct Group {
     key: Key,
-    folder: PathBuf,
+    folder: Folder,
     gid: u32,
     state: Mutex<State>,
     /// Held while it is started or ended.
@@ -98,8 +117,11 @@ struct Group {
 #[derive(Default)]
 struct State {
     seats: usize,
-    /// Its control daemon.
+    /// Its control daemon, and whether that has answered.
     process: Option<ProcessId>,
+    ready: bool,
+    /// An earlier daemon has started that.
+    inherited: bool,
     /// Counts empty moments: who waits for the end of one knows whether it is still the same.
     emptied: u64,
     watched: bool,
@@ -112,6 +134,16 @@ struct Saved {
     folder: PathBuf,
     gid: u32,
     process: ProcessId,
+    ready: bool,
+}
+
+/// Why a control daemon has not answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Unanswered {
+    /// It was asked, and said nothing in time.
+    Late,
+    /// It could not be asked.
+    Failed,
 }
 
 /// A tenant's place in a group; given back when dropped.
@@ -152,25 +184,57 @@ impl Groups {
             runtime: Handle::current(),
             table: Mutex::default(),
             failures: OnceLock::new(),
+            tenants: OnceLock::new(),
         });
         for saved in store::read::<Vec<Saved>>(&groups.file) {
-            let alive = saved.process.watch().is_some();
+            // One that has never answered has nobody in it.
+            let Some(folder) = Folder::find(&saved.folder).filter(|_| saved.ready) else {
+                continue;
+            };
+            let process = saved.process.watch().map(|_| saved.process);
             let group = Arc::new(Group {
                 key: saved.key.clone(),
-                folder: saved.folder,
+                folder,
                 gid: saved.gid,
                 state: Mutex::new(State {
-                    process: alive.then_some(saved.process),
+                    process,
+                    ready: true,
+                    inherited: true,
                     ..State::default()
                 }),
                 change: tokio::sync::Mutex::default(),
             });
             groups.table().insert(saved.key, Arc::clone(&group));
+            if process.is_some() {
+                groups.watch(&group);
+            }
             // Ends it unless a tenant of the last daemon takes its seat again.
             groups.sit(&group);
             groups.stand(&group);
         }
+        groups.sweep();
         groups
+    }
+
+    /// Ends what no group is known of: control daemons that were starting when the last daemon was killed, or all if its file was
+    /// damaged.
+    fn sweep(&self) {
+        let table = self.table();
+        let known: Vec<&Path> = table.values().map(|it| it.folder.path()).collect();
+        let found = fs::read_dir(&self.dir).into_iter().flatten().flatten();
+        for path in found.map(|it| it.path()) {
+            if known.contains(&&*path) {
+                continue;
+            }
+            let Some(folder) = Folder::find(&path) else {
+                continue;
+            };
+            tracing::info!("{} belongs to no group: removed", path.display());
+            if let Some(uid) = folder.user() {
+                folder.end_servants(uid);
+            }
+            folder.remove();
+        }
     }
 
     /// Servers that are gone are told here; who listens restarts the group.
@@ -178,31 +242,50 @@ impl Groups {
         let _ = self.failures.set(to);
     }
 
+    /// From here on it is known whose process is whose.
+    pub(crate) fn know(&self, tenants: Weak<Tenants>) {
+        let _ = self.tenants.set(tenants);
+    }
+
     /// Why there can be no groups here, if so.
     pub(crate) fn unavailable(&self) -> Option<&str> {
         self.control.as_ref().err().map(String::as_str)
     }
 
-    /// The group of this user, other than `own`, whose server has this process as a client.
+    /// The group of this user, other than `own`, whose server has this process as a client; also one that does not say whether it
+    /// has.
     pub(crate) async fn intruded(&self, uid: u32, own: Option<&str>, pid: u32) -> Option<String> {
         let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
-        for group in groups {
-            if group.key.uid != uid || Some(&*group.name()) == own {
-                continue;
-            }
-            let servers = self
-                .ask(&group, "get_server_list")
-                .await
-                .unwrap_or_default();
-            for server in servers.split_whitespace() {
-                let clients = self.ask(&group, &format!("get_client_list {server}")).await;
-                let clients = clients.unwrap_or_default();
-                if clients.split_whitespace().any(|it| it.parse() == Ok(pid)) {
-                    return Some(group.name());
-                }
+        let groups = groups.into_iter().filter(|group| group.key.uid == uid);
+        let (own, others): (Vec<_>, Vec<_>) = groups.partition(|group| Some(&*group.name()) == own);
+        // A process is in one group at most.
+        for group in own {
+            let clients = self.clients(&group).await;
+            if clients.is_ok_and(|clients| clients.contains(&pid)) {
+                return None;
             }
         }
+        for group in others {
+            if group.process().is_none() {
+                continue;
+            }
+            let clients = self.clients(&group).await;
+            if clients.is_ok_and(|clients| !clients.contains(&pid)) {
+                continue;
+            }
+            return Some(group.name());
+        }
         None
+    }
+
+    /// All clients of a group's servers.
+    async fn clients(&self, group: &Group) -> Result<BTreeSet<u32>, Unanswered> {
+        let mut clients = BTreeSet::new();
+        for server in pids(&self.ask(group, "get_server_list").await?).take(MAX_SERVERS) {
+            let question = format!("get_client_list {server}");
+            clients.extend(pids(&self.ask(group, &question).await?));
+        }
+        Ok(clients)
     }
 
     /// Takes a seat in a group and sees to it that its server can be reached. `like` is a process of the group's user.
@@ -256,14 +339,9 @@ impl Groups {
         };
         // Its users pass through, and see nothing of each other.
         make(&self.dir, 0o711).map_err(cannot(&self.dir))?;
-        let folder = self.dir.join(&crate::tenants::secret()[..16]);
+        let path = self.dir.join(&crate::tenants::secret()[..16]);
         let gid = fs::metadata(format!("/proc/{like}")).map_or(key.uid, |of| of.gid());
-        for path in [folder.clone(), folder.join("pipe"), folder.join("log")] {
-            make(&path, 0o700).map_err(cannot(&path))?;
-            if rustix::process::geteuid().is_root() {
-                chown(&path, Some(key.uid), Some(gid)).map_err(cannot(&path))?;
-            }
-        }
+        let folder = Folder::make(&path, key.uid, gid).map_err(cannot(&path))?;
         let group = Arc::new(Group {
             key: key.clone(),
             folder,
@@ -303,7 +381,8 @@ impl Groups {
                 table.remove(&group.key);
             }
             groups.end(&group).await;
-            let _ = fs::remove_dir_all(&group.folder);
+            let folder = group.folder.clone();
+            let _ = tokio::task::spawn_blocking(move || folder.remove()).await;
             groups.save();
             tracing::info!(group = group.name(), "group ended");
         });
@@ -316,18 +395,10 @@ impl Groups {
     }
 
     async fn start_alone(self: &Arc<Self>, group: &Arc<Group>) -> Result<(), GroupError> {
-        if group.process().is_some() {
+        if group.process().is_some() && group.state().ready {
             return Ok(());
         }
         let begun = Instant::now();
-        // What one that was killed left would keep the next from starting.
-        for left in fs::read_dir(group.folder.join("pipe"))
-            .into_iter()
-            .flatten()
-            .flatten()
-        {
-            let _ = fs::remove_file(left.path());
-        }
         let mut command = self.command(group)?;
         let name = command
             .as_std()
@@ -335,7 +406,11 @@ impl Groups {
             .to_string_lossy()
             .into_owned();
         let failed = |error| GroupError::Start(name.clone(), error);
-        let out = File::create(group.log("control.out")).map_err(failed)?;
+        // Servers outlive a control daemon that was killed.
+        self.end(group).await;
+        let folder = group.folder.clone();
+        let _ = tokio::task::spawn_blocking(move || folder.clear_pipe()).await;
+        let out = group.folder.begin_output().map_err(failed)?;
         let mut child = command
             .arg("-f")
             .stdin(Stdio::null())
@@ -345,24 +420,31 @@ impl Groups {
             .spawn()
             .map_err(failed)?;
         let process = child.id().and_then(ProcessId::of);
+        {
+            let mut state = group.state();
+            (state.process, state.ready, state.inherited) = (process, false, false);
+        }
+        // Whatever happens from here on, somebody will end it.
+        self.save();
+        self.watch(group);
         let answers = async {
             while !self.answers(group).await {
                 tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::select! {
-            () = answers => {}
-            _ = child.wait() => return Err(GroupError::Ended(name, group.said())),
-            () = tokio::time::sleep(START) => {
-                let _ = child.start_kill();
-                return Err(GroupError::Silent(name, START, group.said()));
-            }
-        }
+        let started = tokio::select! {
+            () = answers => Ok(()),
+            _ = child.wait() => Err(GroupError::Ended(name, group.said())),
+            () = tokio::time::sleep(START) => Err(GroupError::Silent(name, START, group.said())),
+        };
         // It is waited for when it has ended, whenever that is.
         self.runtime.spawn(async move { child.wait().await });
-        group.state().process = process;
-        self.watch(group);
+        match started {
+            Ok(()) => group.state().ready = true,
+            Err(_) => self.end(group).await,
+        }
         self.save();
+        started?;
         let (pid, took) = (process.map(|it| it.pid), begun.elapsed());
         tracing::info!(group = group.name(), pid, ?took, "group");
         Ok(())
@@ -376,7 +458,7 @@ impl Groups {
             if group.state().seats == 0 {
                 self.table().remove(&group.key);
                 self.end(&group).await;
-                let _ = fs::remove_dir_all(&group.folder);
+                group.folder.remove();
             }
         }
         self.save();
@@ -404,11 +486,10 @@ impl Groups {
 
     /// Whether the control daemon answers.
     async fn answers(&self, group: &Group) -> bool {
-        group.folder.join("pipe/control").exists()
-            && self.ask(group, "get_server_list").await.is_some()
+        group.folder.has_control() && self.ask(group, "get_server_list").await.is_ok()
     }
 
-    /// What a group's server has said since the last time, and starts it anew: after a fault it would let nobody in until
+    /// What a group's control daemon and server have said, and starts them anew: after a fault it would let nobody in until
     /// all clients have gone.
     pub(crate) async fn restart(self: &Arc<Self>, name: &str) -> Result<String, GroupError> {
         let group = self.table().values().find(|it| it.name() == name).cloned();
@@ -416,12 +497,9 @@ impl Groups {
             return Ok(String::new());
         };
         let _alone = group.change.lock().await;
-        let said = fs::read(group.log("server.log")).unwrap_or_default();
         self.end(&group).await;
-        // Each server begins its own.
-        let _ = fs::rename(group.log("server.log"), group.log("server.log.old"));
-        let from = said.len().saturating_sub(MAX_LOG);
-        let said = String::from_utf8_lossy(&said[from..]).into_owned();
+        // The next one begins anew.
+        let said = group.folder.said();
         if group.state().seats > 0 {
             self.start_alone(&group).await?;
         }
@@ -429,115 +507,155 @@ impl Groups {
     }
 
     /// The control daemon's answer to a command, if it gives one in time.
-    async fn ask(&self, group: &Group, question: &str) -> Option<String> {
-        let mut asked = (self.command(group).ok()?)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
+    async fn ask(&self, group: &Group, question: &str) -> Result<String, Unanswered> {
+        let mut command = self.command(group).map_err(|_| Unanswered::Failed)?;
+        let asked = (command.stdin(Stdio::piped()).stdout(Stdio::piped()))
             .stderr(Stdio::null())
             .kill_on_drop(true)
-            .spawn()
-            .ok()?;
+            .spawn();
+        let mut asked = asked.map_err(|error| {
+            tracing::debug!(group = group.name(), %error, "the control daemon cannot be asked");
+            Unanswered::Failed
+        })?;
         let answer = async {
             let mut input = asked.stdin.take()?;
             let line = format!("{question}\n");
             input.write_all(line.as_bytes()).await.ok()?;
             drop(input);
-            let answer = asked.wait_with_output().await.ok()?;
-            let text = String::from_utf8_lossy(&answer.stdout).into_owned();
-            answer.status.success().then_some(text)
+            // Who answers is a process of the user.
+            let mut text = String::new();
+            let mut output = asked.stdout.take()?.take(MAX_ANSWER);
+            output.read_to_string(&mut text).await.ok()?;
+            let status = asked.wait().await.ok()?;
+            status.success().then_some(text)
         };
-        tokio::time::timeout(ANSWER, answer).await.ok().flatten()
+        match tokio::time::timeout(ANSWER, answer).await {
+            Ok(answer) => answer.ok_or(Unanswered::Failed),
+            Err(_) => Err(Unanswered::Late),
+        }
     }
 
-    /// Ends control daemon and server, for sure.
+    /// Ends control daemon and servers, for sure: these would wait for clients that hang.
     async fn end(&self, group: &Group) {
-        let Some(process) = group.state().process.take() else {
-            return;
-        };
-        let Some(watch) = process.watch() else {
-            return;
-        };
-        let Some(pid) = Pid::from_raw(process.pid as i32) else {
-            return;
-        };
-        // The driver's control daemon starts a server for its user; both would wait for clients that hang.
-        let servers = tokio::time::timeout(END, self.ask(group, "get_server_list")).await;
-        let servers = servers.ok().flatten().unwrap_or_default();
-        for signal in [Signal::TERM, Signal::KILL] {
-            let _ = kill_process_group(pid, signal);
-            if tokio::time::timeout(END, watch.ended()).await.is_ok() {
-                break;
-            }
+        let (folder, uid) = (group.folder.clone(), group.key.uid);
+        let servants = tokio::task::spawn_blocking(move || folder.servants(uid)).await;
+        let control = group.state().process.take().and_then(ProcessId::watch);
+        let Ok(mut all) = servants else { return };
+        if let Some(control) = control {
+            control.signal(Signal::TERM);
+            let _ = tokio::time::timeout(END, control.ended()).await;
+            all.push(control);
         }
-        let _ = kill_process_group(pid, Signal::KILL);
-        for server in servers
-            .split_whitespace()
-            .filter_map(|pid| pid.parse().ok())
-        {
-            let is_server = |it: &ProcessId| it.program().starts_with("nvidia-cuda-mps");
-            if let Some(server) = ProcessId::of(server).filter(is_server)
-                && let Some(pid) = Pid::from_raw(server.pid as i32)
-            {
-                let _ = kill_process(pid, Signal::KILL);
-            }
+        for process in &all {
+            process.kill();
+        }
+        for process in &all {
+            let _ = tokio::time::timeout(END, process.ended()).await;
         }
     }
 
-    /// Sees to it that a group that somebody needs has a server that answers.
+    /// Sees to it that a group that somebody needs has a server that answers, and that nobody else enters it.
     fn watch(self: &Arc<Self>, group: &Arc<Group>) {
         if std::mem::replace(&mut group.state().watched, true) {
             return;
         }
         let (groups, group) = (Arc::clone(self), Arc::clone(group));
         self.runtime.spawn(async move {
-            let (mut failed, mut answered, mut gone) = (0, Instant::now(), None);
-            while failed < ATTEMPTS && groups.has(&group) {
-                tokio::time::sleep(WATCH).await;
-                let alone = group.change.try_lock();
-                if alone.is_err() || group.state().seats == 0 {
-                    continue;
-                }
-                if group.process().is_some() {
-                    gone = None;
-                    if answered.elapsed() > PING {
-                        if !groups.answers(&group).await {
-                            tracing::warn!(group = group.name(), "the group's server hangs");
-                            groups.end(&group).await;
-                        }
-                        answered = Instant::now();
-                    }
-                    continue;
-                }
-                drop(alone);
-                // Who is told starts it again. If not, it is done here.
-                let since = *gone.get_or_insert_with(|| {
-                    if let Some(to) = groups.failures.get() {
-                        let _ = to.send(Failure::Server(group.name().into()));
-                    }
-                    Instant::now()
-                });
-                if since.elapsed() < AGAIN {
-                    continue;
-                }
-                gone = Some(Instant::now());
-                if let Err(error) = groups.start(&group).await {
-                    tracing::warn!(group = group.name(), %error, "the group cannot be started");
-                    failed += 1;
-                }
+            tokio::select! {
+                () = groups.keep(&group) => {}
+                () = groups.guard(&group) => {}
             }
             group.state().watched = false;
         });
+    }
+
+    /// Starts a group again whose server is gone or hangs, until that fails too often or nobody knows it any more.
+    async fn keep(self: &Arc<Self>, group: &Arc<Group>) {
+        let (mut failed, mut gone, mut pulse) = (0, None, Pulse::default());
+        while failed < ATTEMPTS && self.has(group) {
+            tokio::time::sleep(WATCH).await;
+            let alone = group.change.try_lock();
+            if alone.is_err() || group.state().seats == 0 {
+                continue;
+            }
+            drop(alone);
+            if let Some(process) = group.process() {
+                gone = None;
+                if self.hangs(group, process, &mut pulse).await {
+                    let _alone = group.change.lock().await;
+                    if group.process() == Some(process) {
+                        tracing::warn!(group = group.name(), "the group's server hangs");
+                        self.tell(group);
+                        self.end(group).await;
+                        gone = Some(Instant::now());
+                    }
+                }
+                continue;
+            }
+            // Who is told starts it again. If not, it is done here.
+            let since = *gone.get_or_insert_with(|| {
+                self.tell(group);
+                Instant::now()
+            });
+            if since.elapsed() < AGAIN {
+                continue;
+            }
+            gone = Some(Instant::now());
+            if let Err(error) = self.start(group).await {
+                tracing::warn!(group = group.name(), %error, "the group cannot be started");
+                failed += 1;
+            }
+        }
+    }
+
+    fn tell(&self, group: &Group) {
+        if let Some(to) = self.failures.get() {
+            let _ = to.send(Failure::Server(group.name().into()));
+        }
+    }
+
+    /// Asks a group's servers whether they answer, when it is time to. A control daemon answers for itself as long as nobody
+    /// asks for what only a server knows.
+    async fn hangs(&self, group: &Group, process: ProcessId, pulse: &mut Pulse) -> bool {
+        if pulse.of != Some(process) {
+            *pulse = Pulse {
+                of: Some(process),
+                felt: Some(Instant::now()),
+                ..Pulse::default()
+            };
+        }
+        if !pulse.is_due() {
+            return false;
+        }
+        let servers: Vec<u32> = match self.ask(group, "get_server_list").await {
+            Ok(servers) => pids(&servers).take(MAX_SERVERS).collect(),
+            Err(why) => return pulse.missed(None, why, Instant::now()),
+        };
+        for server in &servers {
+            let question = format!("get_client_list {server}");
+            match self.ask(group, &question).await {
+                Ok(_) => pulse.answered(*server),
+                Err(why) => return pulse.missed(Some(*server), why, Instant::now()),
+            }
+        }
+        pulse.well(&servers);
+        false
     }
 
     fn save(&self) {
         let groups = self.table();
         let saved: Vec<Saved> = (groups.values())
             .filter_map(|group| {
+                let (process, ready) = {
+                    let state = group.state();
+                    (state.process?, state.ready)
+                };
                 Some(Saved {
                     key: group.key.clone(),
-                    folder: group.folder.clone(),
+                    folder: group.folder.path().to_owned(),
                     gid: group.gid,
-                    process: group.state().process?,
+                    process,
+                    ready,
                 })
             })
             .collect();
@@ -565,14 +683,9 @@ impl Group {
         format!("{}/{}", self.key.uid, self.key.trust)
     }
 
-    fn log(&self, file: &str) -> PathBuf {
-        self.folder.join("log").join(file)
-    }
-
     /// The last words of the control daemon.
     fn said(&self) -> String {
-        let of = |file| fs::read_to_string(self.log(file)).unwrap_or_default();
-        let text = of("control.out") + &of("control.log");
+        let text = self.folder.said();
         let lines: Vec<&str> = text.trim().lines().collect();
         let last = lines[lines.len().saturating_sub(3)..].join("; ");
         if last.is_empty() {
@@ -584,8 +697,8 @@ impl Group {
 
     fn environment(&self) -> [(&'static str, PathBuf); 2] {
         [
-            ("CUDA_MPS_PIPE_DIRECTORY", self.folder.join("pipe")),
-            ("CUDA_MPS_LOG_DIRECTORY", self.folder.join("log")),
+            (folder::PIPES, self.folder.pipe()),
+            ("CUDA_MPS_LOG_DIRECTORY", self.folder.log()),
         ]
     }
 }
@@ -616,10 +729,67 @@ impl Drop for Seat {
     }
 }
 
+/// What is known of whether a group's servers answer.
+#[derive(Debug, Default)]
+struct Pulse {
+    /// The control daemon that was asked, and when.
+    of: Option<ProcessId>,
+    felt: Option<Instant>,
+    /// Servers that have answered before.
+    known: BTreeSet<u32>,
+    misses: u32,
+    /// Since when one that has not does not answer.
+    starting: Option<Instant>,
+}
+
+impl Pulse {
+    fn is_due(&mut self) -> bool {
+        let missing = self.misses > 0 || self.starting.is_some();
+        let pause = if missing { PING_AGAIN } else { PING };
+        let due = self.felt.is_none_or(|felt| felt.elapsed() >= pause);
+        if due {
+            self.felt = Some(Instant::now());
+        }
+        due
+    }
+
+    fn answered(&mut self, server: u32) {
+        self.known.insert(server);
+    }
+
+    /// All have answered.
+    fn well(&mut self, servers: &[u32]) {
+        self.known.retain(|server| servers.contains(server));
+        (self.misses, self.starting) = (0, None);
+    }
+
+    /// This server, or the control daemon, gave no answer. Whether that means that they hang.
+    fn missed(&mut self, server: Option<u32>, why: Unanswered, now: Instant) -> bool {
+        if why == Unanswered::Failed {
+            return false;
+        }
+        if server.is_some_and(|server| !self.known.contains(&server)) {
+            self.starting.get_or_insert(now);
+        }
+        // A control daemon that waits for its server answers nothing.
+        if let Some(since) = self.starting {
+            return now.duration_since(since) > STARTING;
+        }
+        self.misses += 1;
+        self.misses >= MISSES
+    }
+}
+
+/// The pids in a control daemon's answer.
+fn pids(answer: &str) -> impl Iterator<Item = u32> {
+    let words = answer.split_whitespace();
+    words.filter_map(|word| word.parse().ok())
+}
+
 /// Makes a folder that nobody else has made, or that is ours already.
 fn make(path: &Path, mode: u32) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(mode).create(path)?;
-    fs::set_permissions(path, Permissions::from_mode(mode))
+    fs::set_permissions(path, fs::Permissions::from_mode(mode))
 }
 
 /// The control program: the configured one, the emulated device's, or the driver's.
@@ -641,3 +811,6 @@ fn control(config: &Config) -> Result<Vec<OsString>, String> {
         None => Err(format!("{CONTROL} is not installed")),
     }
 }
+
+#[cfg(test)]
+mod tests;

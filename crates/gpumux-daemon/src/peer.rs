@@ -1,7 +1,8 @@
 //! Who is at the other end of a socket.
 
 use std::{
-    io,
+    fs::File,
+    io::{self, Read},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
 };
 
@@ -11,6 +12,11 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
+
+/// How many ancestors are looked at.
+const LINE: usize = 64;
+/// Bytes of an environment that are looked at: the kernel allows no larger one by default.
+const MAX_ENVIRONMENT: u64 = 8 << 20;
 
 /// A process, told from a later one of the same pid by its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -23,11 +29,40 @@ pub(crate) struct ProcessId {
 impl ProcessId {
     /// The process that has this pid now, if the daemon can see it.
     pub(crate) fn of(pid: u32) -> Option<Self> {
-        let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+        Self::with_parent(pid).map(|(process, _)| process)
+    }
+
+    /// The same, and its parent's pid.
+    fn with_parent(pid: u32) -> Option<(Self, u32)> {
+        let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
         // The second field is a name in parentheses, and may contain anything.
+        let stat = String::from_utf8_lossy(&stat);
         let (_, after) = stat.rsplit_once(") ")?;
-        let start = after.split(' ').nth(22 - 3)?.parse().ok()?;
-        Some(Self { pid, start })
+        let field = |number: usize| after.split(' ').nth(number - 3);
+        let (parent, start) = (field(4)?.parse().ok()?, field(22)?.parse().ok()?);
+        Some((Self { pid, start }, parent))
+    }
+
+    /// The process itself, its parent, that one's parent and so on, as far as they live.
+    pub(crate) fn line(self) -> Vec<Self> {
+        let mut line: Vec<Self> = Vec::new();
+        let mut next = self.pid;
+        while let Some((process, parent)) = Self::with_parent(next).filter(|_| line.len() < LINE) {
+            line.push(process);
+            next = parent;
+        }
+        line
+    }
+
+    /// Whether it is nothing but this user's, and may be ended in its name.
+    pub(crate) fn is_of(self, uid: u32) -> bool {
+        let status = std::fs::read(format!("/proc/{}/status", self.pid)).unwrap_or_default();
+        let status = String::from_utf8_lossy(&status);
+        let mut uids = status.lines().filter_map(|line| line.strip_prefix("Uid:"));
+        uids.next().is_some_and(|uids| {
+            let mut all = uids.split_whitespace();
+            all.all(|it| it.parse() == Ok(uid))
+        })
     }
 
     /// A file that says when it ends; none if it has ended.
@@ -36,6 +71,19 @@ impl ProcessId {
         let fd = pidfd_open(pid, PidfdFlags::empty()).ok()?;
         // The pid may have passed on before it was opened.
         (Self::of(self.pid) == Some(self)).then_some(ProcessFd(fd))
+    }
+
+    /// What a variable was when its program began, unless it has written over that.
+    pub(crate) fn variable(self, name: &str) -> Option<String> {
+        let mut environment = Vec::new();
+        let file = File::open(format!("/proc/{}/environ", self.pid)).ok()?;
+        file.take(MAX_ENVIRONMENT)
+            .read_to_end(&mut environment)
+            .ok()?;
+        let mut variables = environment.split(|byte| *byte == 0);
+        let value = variables
+            .find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
+        Some(String::from_utf8_lossy(value).into_owned())
     }
 
     /// The name its program goes by, for people.
@@ -66,7 +114,12 @@ impl ProcessFd {
 
     /// Ends the process at once, as far as this daemon may.
     pub(crate) fn kill(&self) {
-        let _ = pidfd_send_signal(&self.0, Signal::KILL);
+        self.signal(Signal::KILL);
+    }
+
+    /// Sends a signal, as far as this daemon may.
+    pub(crate) fn signal(&self, signal: Signal) {
+        let _ = pidfd_send_signal(&self.0, signal);
     }
 
     /// Whether the process has ended.
@@ -166,6 +219,40 @@ mod tests {
         assert_eq!(peer.uid, rustix::process::getuid().as_raw());
         assert_eq!(peer.process, ProcessId::of(peer.pid));
         assert!(!peer.fd.unwrap().has_ended());
+    }
+
+    #[test]
+    fn a_process_has_a_user_and_a_line_of_parents() {
+        let mut command = Command::new("sleep");
+        let mut child = command.arg("100").env("TEST", "a=b").spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        assert_eq!(process.variable("TEST").as_deref(), Some("a=b"));
+        assert_eq!(process.variable("TES"), None);
+        let own = ProcessId::of(std::process::id()).unwrap();
+        assert_eq!(process.line()[..2], [process, own]);
+        let uid = rustix::process::getuid().as_raw();
+        assert!(process.is_of(uid) && !process.is_of(uid + 1));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!process.is_of(uid), "it is nobody's any more");
+    }
+
+    #[test]
+    fn a_process_is_seen_whatever_it_calls_itself() {
+        let script = r"printf '\377) \377' > /proc/$$/comm; echo; read line";
+        let mut child = Command::new("sh")
+            .args(["-c", script])
+            .stdin(std::process::Stdio::piped())
+            .stdout(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut said = [0];
+        Read::read_exact(child.stdout.as_mut().unwrap(), &mut said).unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        assert!(process.is_of(rustix::process::getuid().as_raw()));
+        assert_eq!(process.line()[1].pid, std::process::id());
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -281,6 +281,7 @@ impl Tenants {
         tenants.table.lock().await.save(&tenants.files)?;
         let (tell, told) = unbounded_channel();
         tenants.groups.tell_failures(tell.clone());
+        tenants.groups.know(Arc::downgrade(&tenants));
         (tenants.scheduler)
             .call(move |engine| engine.tell_crashes(tell))
             .await?;
@@ -745,6 +746,30 @@ impl Tenants {
             (tenant.uid, own)
         };
         self.groups.intruded(uid, own.as_deref(), pid).await
+    }
+
+    /// Whether a process may be in a group: the tenant that its secret names is of it, or, if it has none that is known, that of
+    /// the nearest in its `line` of itself and its parents who is a tenant's. A program may have overwritten its secret.
+    pub(crate) async fn belongs(
+        &self,
+        group: &Key,
+        token: Option<&str>,
+        line: &[ProcessId],
+    ) -> bool {
+        let table = self.table.lock().await;
+        let is_of = |tenant: &Tenant| tenant.group.as_ref() == Some(group);
+        // Processes of one that has ended may come late.
+        let mut all = table.tenants.values().chain(&table.ended);
+        if let Some(tenant) = token.and_then(|token| all.find(|it| it.token == token)) {
+            return is_of(tenant);
+        }
+        let holds = |tenant: &Tenant, process| tenant.holders.values().any(|it| *it == process);
+        let nearest = line.iter().find_map(|process| {
+            let all = table.tenants.values();
+            let held: Vec<_> = all.filter(|it| holds(it, Some(*process))).collect();
+            (!held.is_empty()).then_some(held)
+        });
+        nearest.is_some_and(|held| held.into_iter().any(is_of))
     }
 
     /// A session has ended.
@@ -1792,6 +1817,61 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
             .await
             .unwrap_err();
         assert!(matches!(error, TenantError::UnknownToken), "{error}");
+    }
+
+    #[tokio::test]
+    async fn who_belongs_to_a_group_is_known_by_its_secret_or_else_by_who_started_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let child = || {
+            let mut command = std::process::Command::new("sleep");
+            let child = command.arg("100").spawn().unwrap();
+            let process = ProcessId::of(child.id()).unwrap();
+            let fd = process.watch();
+            let peer = Peer {
+                uid: 0,
+                pid: child.id(),
+                process: Some(process),
+                fd,
+            };
+            (child, process, peer)
+        };
+        let ((mut a, of_a, by_a), (mut b, of_b, by_b)) = (child(), child());
+        let inside = tenants.create(&by_a, new("inside")).await.unwrap().token;
+        let outside = tenants.create(&by_b, new("outside")).await.unwrap().token;
+        let team = Key {
+            uid: 0,
+            trust: "team".into(),
+        };
+        {
+            let mut table = tenants.table.lock().await;
+            let mut all = table.tenants.values_mut();
+            all.find(|it| it.name == "inside").unwrap().group = Some(team.clone());
+        }
+        let nobody = ProcessId { pid: 1, start: 0 };
+        for (token, line, expected) in [
+            (Some(&*inside), &[][..], true),
+            (Some(&*inside), &[of_b], true),
+            (Some(&*outside), &[of_a], false),
+            (None, &[nobody, of_a, of_b], true),
+            (None, &[of_b, of_a], false),
+            (Some("garbage"), &[nobody, of_b], false),
+            (Some("garbage"), &[nobody], false),
+            (None, &[], false),
+        ] {
+            let found = tenants.belongs(&team, token, line).await;
+            assert_eq!(found, expected, "{token:?} {line:?}");
+        }
+        for child in [&mut a, &mut b] {
+            child.kill().unwrap();
+            child.wait().unwrap();
+        }
+        while !tenants.list().await.is_empty() {
+            tokio::task::yield_now().await;
+        }
+        // A process that the tenant has left behind.
+        assert!(tenants.belongs(&team, Some(&inside), &[]).await);
+        assert!(!tenants.belongs(&team, None, &[of_a]).await);
     }
 
     #[tokio::test]

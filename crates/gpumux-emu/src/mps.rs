@@ -1,7 +1,7 @@
 //! The emulated device's MPS: a process that makes channel groups and shares them with its clients.
 //!
-//! [`serve`] plays `nvidia-cuda-mps-control -f` and the server that it starts, in one process: its folders are those
-//! that `CUDA_MPS_PIPE_DIRECTORY` and `CUDA_MPS_LOG_DIRECTORY` name. A program finds it by the same variable
+//! [`serve`] plays `nvidia-cuda-mps-control -f` and the server that it starts, in one process: its folder is the one
+//! that `CUDA_MPS_PIPE_DIRECTORY` names, and what both say goes to the standard output. A program finds it by the same variable
 //! ([`Member::join`]) and gets handles that lead to the server's groups, so that all clients are one to the hardware; its
 //! kernels run at the same time as theirs, on as many SMs as `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` says. As with the real
 //! one, a fault of one client ends all, and nobody new is let in until the last of them has gone.
@@ -36,8 +36,6 @@ use crate::{client::open_control_file, protocol};
 
 /// Where the server's socket is.
 const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
-/// Where it says what it does.
-const LOGS: &str = "CUDA_MPS_LOG_DIRECTORY";
 /// How many percent of the SMs a client uses.
 const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 /// Engines of the groups, in the order in which [`Member::groups`] names them: compute, then copies.
@@ -193,7 +191,6 @@ fn folder(variable: &str) -> io::Result<PathBuf> {
 /// What all connections share.
 struct Server {
     emulated: PathBuf,
-    logs: PathBuf,
     state: Mutex<State>,
 }
 
@@ -213,7 +210,6 @@ struct State {
 pub fn serve(emulated: &Path) -> io::Result<()> {
     let server = Arc::new(Server {
         emulated: emulated.to_owned(),
-        logs: folder(LOGS)?,
         state: Mutex::default(),
     });
     let path = folder(PIPES)?.join("control");
@@ -236,7 +232,7 @@ pub fn serve(emulated: &Path) -> io::Result<()> {
     let _ = fs::remove_file(&path);
     bind(&listener, &address)?;
     listen(&listener, 128)?;
-    server.log("control", "Start");
+    log("Control", "Start");
     // Without its folder nobody can find it, or tell it to quit.
     thread::spawn(move || {
         while path.exists() {
@@ -256,29 +252,19 @@ impl Server {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A line in a log.
-    fn log(&self, of: &str, text: &str) {
-        let path = self.logs.join(format!("{of}.log"));
-        let time = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .unwrap_or_default();
-        let line = format!(
-            "[{:.3} {} {}] {text}\n",
-            time.as_secs_f64(),
-            of,
-            process::id()
-        );
-        let file = fs::OpenOptions::new().create(true).append(true).open(path);
-        let _ = file.and_then(|mut file| file.write_all(line.as_bytes()));
-    }
-
     fn converse(&self, socket: &OwnedFd) {
-        let pid = sockopt::socket_peercred(socket)
-            .map_or(0, |peer| peer.pid.as_raw_nonzero().get() as u32);
+        let (pid, uid) = sockopt::socket_peercred(socket).map_or((0, 0), |peer| {
+            (peer.pid.as_raw_nonzero().get() as u32, peer.uid.as_raw())
+        });
         let mut joined = None;
         while let Ok(Some(request)) = receive::<Request>(socket) {
             let answer = match request {
                 Request::Join { client } => {
+                    let known = "Server already exists";
+                    log(
+                        "Control",
+                        &format!("NEW CLIENT {pid} from user {uid}: {known}"),
+                    );
                     let answer = self.join(pid);
                     joined = matches!(answer, Answer::Joined).then_some(client);
                     answer
@@ -291,10 +277,8 @@ impl Server {
                 },
                 Request::Fault { error } => {
                     self.state().faulted = true;
-                    self.log(
-                        "server",
-                        &format!("Client {pid} caused a fatal fault: error {error}"),
-                    );
+                    let what = format!("Client {pid} caused a fatal fault: error {error}");
+                    log("Server", &what);
                     Answer::Said(String::new())
                 }
                 Request::Ask(line) => Answer::Said(self.say(&line)),
@@ -323,7 +307,7 @@ impl Server {
         }
         state.clients.push(pid);
         drop(state);
-        self.log("server", &format!("Client {pid} connected"));
+        log("Server", &format!("Client {pid} connected"));
         Answer::Joined
     }
 
@@ -336,7 +320,7 @@ impl Server {
             state.driver = None;
         }
         drop(state);
-        self.log("server", &format!("Client {pid} disconnected"));
+        log("Server", &format!("Client process {pid} disconnected"));
     }
 
     fn share(&self, device: u32, with: u32) -> io::Result<Answer> {
@@ -366,12 +350,27 @@ impl Server {
                 .map(|pid| format!("{pid}\n"))
                 .collect(),
             line if line.starts_with("quit") => {
-                self.log("control", "Exiting");
+                log("Control", "Exiting");
                 process::exit(0)
             }
             other => format!("Unknown command: {other}\n"),
         }
     }
+}
+
+/// Says what happens, in lines like the real one's.
+fn log(of: &str, text: &str) {
+    let time = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
+    let line = format!(
+        "[{:.3} {of} {:5}] {text}\n",
+        time.as_secs_f64(),
+        process::id()
+    );
+    // At once, before anybody acts on what is to come.
+    let mut out = io::stdout().lock();
+    let _ = out.write_all(line.as_bytes()).and_then(|()| out.flush());
 }
 
 /// The server's own control file, and the groups that it made.

@@ -96,7 +96,7 @@ struct ServeArgs {
 /// Play nvidia-cuda-mps-control for programs on the emulated device
 #[derive(clap::Args)]
 struct MpsArgs {
-    /// Serve in the foreground, with the folders that CUDA_MPS_PIPE_DIRECTORY and CUDA_MPS_LOG_DIRECTORY name; without it: pass the lines of the standard input on to who does
+    /// Serve in the foreground, in the folder that CUDA_MPS_PIPE_DIRECTORY names; without it: pass the lines of the standard input on to who does
     #[arg(short = 'f')]
     foreground: bool,
 }

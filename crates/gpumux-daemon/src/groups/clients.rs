@@ -1,0 +1,107 @@
+//! Who may be in a group. A process of the same user finds every group, whatever its own is, by its folder: it is ended when
+//! the control daemon says that it has come.
+
+use std::sync::{Arc, Weak};
+
+use super::{AGAIN, Group, Groups, WATCH, folder::Output};
+use crate::{peer::ProcessId, tenants::Tenants};
+
+/// What the control daemon writes before it lets a process in; the pid follows.
+const NEW_CLIENT: &str = "NEW CLIENT ";
+/// Names a process's tenant, by a secret.
+const TOKEN: &str = "GPUMUX_TENANT";
+
+impl Groups {
+    /// Ends whoever enters a group that is not its tenant's.
+    pub(super) async fn guard(&self, group: &Arc<Group>) {
+        let mut output: Option<Output> = None;
+        loop {
+            tokio::time::sleep(WATCH).await;
+            let Some(tenants) = self.tenants.get().and_then(Weak::upgrade) else {
+                continue;
+            };
+            output = output.filter(|output| !output.is_old(&group.folder));
+            if output.is_none() {
+                let inherited = group.state().inherited;
+                output = Output::open(&group.folder, !inherited).ok();
+                // Nobody has read who came before. What is written meanwhile is read after that.
+                if inherited {
+                    self.check_all(group, &tenants).await;
+                }
+            }
+            let said = output.as_mut().and_then(|output| output.next().ok());
+            for pid in said.iter().flat_map(|said| clients(said)) {
+                check(group, pid, &tenants).await;
+            }
+        }
+    }
+
+    async fn check_all(&self, group: &Arc<Group>, tenants: &Tenants) {
+        while group.process().is_some() {
+            if let Ok(clients) = self.clients(group).await {
+                for pid in clients {
+                    check(group, pid, tenants).await;
+                }
+                return;
+            }
+            tokio::time::sleep(AGAIN).await;
+        }
+    }
+}
+
+/// The processes that have come, as a control daemon says.
+fn clients(said: &str) -> impl Iterator<Item = u32> {
+    said.lines().filter_map(|line| {
+        let (_, client) = line.split_once(NEW_CLIENT)?;
+        client.split_once(" from user")?.0.trim().parse().ok()
+    })
+}
+
+/// Ends a process, unless it is of a tenant of the group.
+async fn check(group: &Group, pid: u32, tenants: &Tenants) {
+    let Some(process) = ProcessId::of(pid) else {
+        return;
+    };
+    let Some(watch) = process.watch() else { return };
+    let line = process.line();
+    let control = group.process();
+    // Its server is the control daemon's child.
+    let servant = control.is_some_and(|control| line.iter().take(2).any(|it| *it == control));
+    if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
+        return;
+    }
+    let token = process.variable(TOKEN);
+    if tenants.belongs(&group.key, token.as_deref(), &line).await || watch.has_ended() {
+        return;
+    }
+    let why = match token {
+        Some(_) => "its secret is of no tenant of the group",
+        None => "it has no tenant's secret, and none of the group has started it",
+    };
+    tracing::warn!(
+        group = group.name(),
+        pid,
+        program = process.program(),
+        why,
+        "a process that does not belong to the group has entered it, and is ended"
+    );
+    watch.kill();
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_are_found_in_what_control_daemons_say() {
+        let said = "\
+[2026-11-22 05:38:32.546 Control   419] Accepting connection...
+[2026-11-22 05:38:32.546 Control   419] NEW CLIENT 440 from user 0: Server already exists
+[2026-11-22 05:38:32.546 Server   423] Received new client request for {PID: 440, Context ID: 0}
+[2026-11-22 05:38:33.000 Control   419] NEW CLIENT 441 from user 0: Server is not ready, push client to pending list
+[2026-11-22 05:38:33.000 Control   419] NEW CLIENT -1 from user 0
+[2026-11-22 05:38:33.000 Control   419] NEW CLIENT 442
+";
+        assert_eq!(clients(said).collect::<Vec<_>>(), [440, 441]);
+    }
+}

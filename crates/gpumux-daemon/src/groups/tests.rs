@@ -1,0 +1,198 @@
+use std::os::unix::fs::PermissionsExt;
+
+use super::*;
+
+/// Plays the control program: what it is asked it finds in files beside it, and waits for ever where there is a `.hang`.
+const CONTROL: &str = r#"#!/bin/sh
+here=$(dirname "$0")
+if [ "$1" = -f ]; then
+    [ -e "$here/silent" ] || : > "$CUDA_MPS_PIPE_DIRECTORY/control"
+    exec sleep 600
+fi
+read -r question server
+[ -e "$here/$question.hang" ] && exec sleep 600
+cat "$here/$question"
+"#;
+
+struct Node {
+    dir: tempfile::TempDir,
+    config: Config,
+}
+
+impl Node {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("control");
+        fs::write(&program, CONTROL).unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        let config = Config {
+            mps_control: Some(program),
+            ..Config::default()
+        };
+        let node = Self { dir, config };
+        node.write("get_server_list", "7\n");
+        node.write("get_client_list", "");
+        node
+    }
+
+    fn write(&self, file: &str, text: &str) {
+        fs::write(self.dir.path().join(file), text).unwrap();
+    }
+
+    fn load(&self) -> Arc<Groups> {
+        Groups::load(&self.config, self.dir.path())
+    }
+
+    fn folders(&self) -> usize {
+        fs::read_dir(self.dir.path().join("groups")).map_or(0, Iterator::count)
+    }
+}
+
+fn key() -> Key {
+    Key {
+        uid: rustix::process::geteuid().as_raw(),
+        trust: "team".into(),
+    }
+}
+
+fn only(groups: &Groups) -> Arc<Group> {
+    groups.table().values().next().cloned().unwrap()
+}
+
+async fn ended(process: ProcessId) {
+    if let Some(process) = process.watch() {
+        let ended = tokio::time::timeout(Duration::from_secs(10), process.ended());
+        ended.await.unwrap().unwrap();
+    }
+}
+
+#[tokio::test]
+async fn only_a_control_daemon_that_was_asked_can_be_late() {
+    let node = Node::new();
+    let groups = node.load();
+    let seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let group = only(&groups);
+    let pid = std::process::id();
+    node.write("get_client_list", &format!("{pid}\n1\n"));
+    assert_eq!(groups.clients(&group).await, Ok([1, pid].into()));
+    let intruded = async |own| groups.intruded(key().uid, own, pid).await;
+    let name = seat.name();
+    assert_eq!(intruded(None).await.as_deref(), Some(&*name));
+    assert_eq!(intruded(Some(&*name)).await, None, "it is its own");
+    assert_eq!(groups.intruded(key().uid, None, pid + 1).await, None);
+
+    // No answer is no permission, whatever the reason.
+    let answer = node.dir.path().join("get_client_list");
+    fs::remove_file(&answer).unwrap();
+    assert_eq!(groups.clients(&group).await, Err(Unanswered::Failed));
+    assert_eq!(intruded(None).await.as_deref(), Some(&*name));
+    node.write("get_client_list.hang", "");
+    assert_eq!(groups.clients(&group).await, Err(Unanswered::Late));
+    assert_eq!(intruded(None).await.as_deref(), Some(&*name));
+    let program = node.dir.path().join("control");
+    fs::rename(&program, node.dir.path().join("old")).unwrap();
+    assert_eq!(groups.clients(&group).await, Err(Unanswered::Failed));
+    drop(seat);
+    groups.close().await;
+    assert_eq!(node.folders(), 0);
+}
+
+#[test]
+fn servers_hang_that_gave_no_answer_several_times_but_have_before() {
+    let now = Instant::now();
+    let late = |pulse: &mut Pulse, server| pulse.missed(server, Unanswered::Late, now);
+    let mut pulse = Pulse::default();
+    for _ in 0..100 {
+        assert!(!pulse.missed(None, Unanswered::Failed, now));
+    }
+    // In between it was well.
+    pulse.answered(7);
+    pulse.well(&[7]);
+    for _ in 0..100 {
+        for _ in 1..MISSES {
+            assert!(!late(&mut pulse, Some(7)));
+        }
+        pulse.well(&[7]);
+    }
+    for _ in 1..MISSES {
+        assert!(!late(&mut pulse, Some(7)));
+    }
+    assert!(late(&mut pulse, None), "it hangs");
+
+    // Another server begins, and keeps the control daemon from answering.
+    let mut pulse = Pulse::default();
+    for _ in 0..100 {
+        assert!(!late(&mut pulse, Some(8)));
+        assert!(!late(&mut pulse, None));
+    }
+    let much_later = now + STARTING + Duration::from_secs(1);
+    assert!(pulse.missed(None, Unanswered::Late, much_later));
+    pulse.answered(8);
+    pulse.well(&[8]);
+    for _ in 1..MISSES {
+        assert!(!late(&mut pulse, Some(8)));
+    }
+    assert!(late(&mut pulse, Some(8)));
+}
+
+#[tokio::test]
+async fn a_hung_server_is_told_and_one_that_cannot_be_asked_is_left_alone() {
+    let node = Node::new();
+    let groups = node.load();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    groups.tell_failures(tell);
+    let _seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let first = only(&groups).process().unwrap();
+    // As while a package is replaced.
+    let (program, old) = (node.dir.path().join("control"), node.dir.path().join("old"));
+    fs::rename(&program, &old).unwrap();
+    tokio::time::sleep(PING * 2).await;
+    fs::rename(&old, &program).unwrap();
+    tokio::time::sleep(PING).await;
+    assert_eq!(only(&groups).process(), Some(first));
+    assert!(told.try_recv().is_err());
+
+    node.write("get_client_list.hang", "");
+    let failure = tokio::time::timeout(Duration::from_secs(60), told.recv()).await;
+    assert!(
+        matches!(failure, Ok(Some(Failure::Server(_)))),
+        "{failure:?}"
+    );
+    ended(first).await;
+    groups.end(&only(&groups)).await;
+}
+
+#[tokio::test]
+async fn what_a_killed_daemon_was_starting_is_ended_by_the_next() {
+    let node = Node::new();
+    node.write("silent", "");
+    let groups = node.load();
+    let key = key();
+    let entering = groups.enter(&key, std::process::id());
+    let entering = tokio::time::timeout(Duration::from_millis(500), entering);
+    assert!(entering.await.is_err());
+    let process = only(&groups).process().expect("it is known at once");
+    assert_eq!(node.folders(), 1);
+
+    let next = node.load();
+    ended(process).await;
+    assert!(next.table().is_empty());
+    assert_eq!(node.folders(), 0);
+}
+
+#[tokio::test]
+async fn groups_of_a_damaged_file_are_ended_and_others_kept() {
+    let node = Node::new();
+    let groups = node.load();
+    let _seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let process = only(&groups).process().unwrap();
+    let next = node.load();
+    assert_eq!(only(&next).process(), Some(process));
+    assert_eq!(node.folders(), 1);
+
+    node.write("groups.json", "gpumux 1 00000000\n[]");
+    let last = node.load();
+    ended(process).await;
+    assert!(last.table().is_empty());
+    assert_eq!(node.folders(), 0);
+}
