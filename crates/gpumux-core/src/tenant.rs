@@ -324,7 +324,7 @@ mod tests {
             ),
             (
                 |s| s.latency_objective_us = Some(u64::MAX),
-                "latency objective 18446744073709552 ms",
+                "latency objective 18446744073709550 ms",
             ),
             (
                 |s| (s.guaranteed, s.limit) = (0.6, 0.5),

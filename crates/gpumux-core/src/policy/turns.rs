@@ -389,13 +389,13 @@ impl<'a> Stage<'a> {
         }
     }
 
-    /// The share of the device that a front domain must leave to others.
+    /// The share of the device that a front domain must leave to others: the back row's, and one with a limit all beyond its
+    /// share, whoever is there at the moment, so that what it took too much is not forgotten when others come.
     fn left_to_others(&self, index: usize) -> f64 {
         let back = self.cast.iter().filter(|actor| !actor.front && actor.wants);
         let back: f64 = back.map(|actor| actor.share).sum();
-        let limited = self.cast[index].claim.limit < 1.0;
-        match limited && back == 0.0 {
-            true => 1.0 - self.cast[index].share,
+        match self.cast[index].claim.limit < 1.0 {
+            true => back.max(1.0 - self.cast[index].share),
             false => back,
         }
     }
@@ -839,6 +839,27 @@ mod tests {
             later.domains[0].received = later.now;
             assert_eq!(shape(&plan(&later, &mut memory))[0], (1_000_000, Enabled));
         }
+    }
+
+    #[test]
+    fn what_a_limited_domain_took_too_much_is_not_forgotten_when_another_comes() {
+        let classes = [Class::Latency, Class::Latency, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        now.tenants[0].spec.limit = 0.3;
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.now = Micros::from_millis(100);
+        now.domains[0].received = now.now;
+        assert_eq!(shape(&plan(&now, &mut memory))[0].1, Frozen);
+        let debt = memory.lag(DomainId(1));
+        now.domains[1].demand = Demand::Busy;
+        plan(&now, &mut memory);
+        let later = memory.lag(DomainId(1));
+        assert!(
+            later < -30_000.0 && (later - debt).abs() < 100.0,
+            "{debt}, {later}"
+        );
     }
 
     #[test]
