@@ -207,7 +207,11 @@ fn option<T: Copy>(socket: impl AsFd, name: i32, mut value: T) -> io::Result<T> 
 
 #[cfg(test)]
 mod tests {
-    use std::{os::unix::net::UnixStream, process::Command};
+    use std::{
+        os::unix::net::UnixStream,
+        process::Command,
+        time::{Duration, Instant},
+    };
 
     use super::*;
 
@@ -226,6 +230,11 @@ mod tests {
         let mut command = Command::new("sleep");
         let mut child = command.arg("100").env("TEST", "a=b").spawn().unwrap();
         let process = ProcessId::of(child.id()).unwrap();
+        // `spawn` returns when the new program's memory is there, a moment before its environment is.
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while process.variable("TEST").is_none() && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
         assert_eq!(process.variable("TEST").as_deref(), Some("a=b"));
         assert_eq!(process.variable("TES"), None);
         let own = ProcessId::of(std::process::id()).unwrap();

@@ -312,14 +312,21 @@ impl Sessions {
                 Ok(())
             }
         };
-        if session.has_shared_work() {
+        let held = session.has_shared_work();
+        if held {
             let kept = std::mem::take(&mut session.kept);
+            tracing::info!(
+                pid = peer.pid,
+                files = kept.len(),
+                "it ended with work under way: its memory is held"
+            );
             tokio::spawn(async move {
                 tokio::time::sleep(STAY).await;
                 drop(kept);
             });
         }
-        let alive = !peer.fd.as_ref().is_some_and(|process| process.has_ended());
+        // Its socket closes a moment before it has ended.
+        let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
         self.voices().remove(&(tenant, id));
         // Jobs are done in order: a group that is still on its way is removed by this one.

@@ -1023,10 +1023,13 @@ fn culprit(
             return (None, evidence);
         }
     }
+    let own = |it: &Crash| it.error != 0 && !COLLATERAL.contains(&it.error);
+    if !crashes.iter().any(own) && crashes.iter().any(|it| it.error != 0) {
+        return (None, SERVER.into());
+    }
     let living = of(&|it| it.ended_ms.is_none());
     // Somebody of whom nothing is known may be the one.
     if seated.iter().all(|tenant| living.contains(tenant)) {
-        let own = |it: &Crash| it.error != 0 && !COLLATERAL.contains(&it.error);
         for (found, what) in [
             (of(&own), "only it got an error of its own"),
             (of(&|it| it.busy), "only it had work"),
@@ -1517,7 +1520,7 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
         };
         let say = |pid: u32| {
             let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
-            let log = group.unwrap().unwrap().path().join("log/server.log");
+            let log = group.unwrap().unwrap().path().join("control.out");
             std::fs::write(log, format!("Client {pid} caused a fatal fault")).unwrap();
         };
         for (named, culprit) in [(mine.pid, None), (7, Some("bad"))] {
@@ -1584,7 +1587,7 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
                 ended_ms: None,
             };
             let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
-            let log = group.unwrap().unwrap().path().join("log/server.log");
+            let log = group.unwrap().unwrap().path().join("control.out");
             std::fs::write(log, "Client 77 caused a fatal fault").unwrap();
             tenants.crashed("0/team", false, vec![crash]).await.unwrap();
             tenants.delete(0, &name).await.unwrap();
@@ -2074,6 +2077,8 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
             ),
             (vec![crash(1, 700, true)], unknown, 1, None),
             (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
+            // The server has gone, whoever had work.
+            (vec![crash(1, 806, true)], "", 1, None),
             (
                 vec![crash(1, 810, true), crash(2, 719, false)],
                 "",

@@ -480,6 +480,11 @@ impl Device {
                 .filter(|group| !self.members(*group).is_empty())
             {
                 // The slice is the others' too; its own library thaws its channels.
+                Some(_) if alive => {}
+                // What it left behind shall end, while its memory is held; frozen, it would hold up the others, too.
+                Some(_) if domain.state.run == RunState::Frozen => {
+                    let _ = domain.levers.thaw();
+                }
                 Some(_) => {}
                 None if alive => domain.restore(),
                 _ => {}
