@@ -689,6 +689,10 @@ fn a_server_that_hangs_or_dies_is_replaced() {
         outside.wait_lines(lines + 5);
         let mut new = member(&node, &format!("new{number}"), "", TICKS);
         new.wait_lines(2);
+        // The server of a real device is not stopped here.
+        if real() {
+            return;
+        }
     }
 }
 

@@ -996,7 +996,7 @@ const SERVER: &str = "the group's server ended, or hung";
 const ENDED: &str = "it ended while its work was under way";
 
 /// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
-/// in the middle of its work, then, of all who have a seat, who alone got an error of its own or had work.
+/// in the middle of its work, then, of all who have a seat, who alone got an error of its own.
 fn culprit(
     crashes: &[Crash],
     said: &str,
@@ -1030,13 +1030,9 @@ fn culprit(
     let living = of(&|it| it.ended_ms.is_none());
     // Somebody of whom nothing is known may be the one.
     if seated.iter().all(|tenant| living.contains(tenant)) {
-        for (found, what) in [
-            (of(&own), "only it got an error of its own"),
-            (of(&|it| it.busy), "only it had work"),
-        ] {
-            if let (1, Some(tenant)) = (found.len(), found.first()) {
-                return (Some(*tenant), what.into());
-            }
+        let found = of(&own);
+        if let (1, Some(tenant)) = (found.len(), found.first()) {
+            return (Some(*tenant), "only it got an error of its own".into());
         }
     }
     (None, "neither the server nor the errors name one".into())
@@ -2086,10 +2082,11 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
                 Some(2),
             ),
             (
+                // Who had work need not be who did it.
                 vec![crash(1, 700, false), crash(2, 700, true)],
                 "",
                 2,
-                Some(2),
+                None,
             ),
             (
                 vec![crash(1, 700, true), crash(1, 700, true)],

@@ -270,9 +270,13 @@ impl Server {
                     answer
                 }
                 Request::Groups { device } => match joined {
-                    Some(client) => self
-                        .share(device, client)
-                        .unwrap_or_else(|error| Answer::Refused(error.to_string())),
+                    Some(client) => {
+                        let active =
+                            format!("Status of client {{PID: {pid}, Context ID: 1}} is ACTIVE");
+                        log("Server", &active);
+                        self.share(device, client)
+                            .unwrap_or_else(|error| Answer::Refused(error.to_string()))
+                    }
                     None => break,
                 },
                 Request::Fault { error } => {

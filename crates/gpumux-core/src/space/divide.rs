@@ -24,17 +24,6 @@ pub enum Rule {
     Weighted,
 }
 
-impl Rule {
-    /// The rule inside groups that goes with a policy of this name.
-    pub fn of_policy(name: &str) -> Self {
-        match name {
-            "utility" => Self::Utility,
-            "max-min" => Self::MaxMin,
-            _ => Self::Weighted,
-        }
-    }
-}
-
 /// A member of a group that wants SMs.
 #[derive(Clone, Copy, Debug)]
 pub struct Claimant<'a> {

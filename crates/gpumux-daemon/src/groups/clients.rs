@@ -1,13 +1,23 @@
 //! Who may be in a group. A process of the same user finds every group, whatever its own is, by its folder: it is ended when
-//! the control daemon says that it has come.
+//! the server says that it has a context. Not before, as it can do no harm, and as NVIDIA's server hangs at times when a client
+//! dies while it connects (driver 580.159.04).
 
-use std::sync::{Arc, Weak};
+use std::{
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
 
 use super::{AGAIN, Group, Groups, WATCH, folder::Output};
 use crate::{peer::ProcessId, tenants::Tenants};
 
-/// What the control daemon writes before it lets a process in; the pid follows.
-const NEW_CLIENT: &str = "NEW CLIENT ";
+/// What the control daemon writes before it lets a process in; the pid follows. It should have a context after this time.
+const COMES: (&str, Duration) = ("NEW CLIENT ", Duration::from_secs(1));
+/// What the server writes when a process has a context, around the pid, and the time in which it has told the process.
+const ACTIVE: (&str, &str, Duration) = (
+    "Status of client {PID: ",
+    " is ACTIVE",
+    Duration::from_millis(20),
+);
 /// Names a process's tenant, by a secret.
 const TOKEN: &str = "GPUMUX_TENANT";
 
@@ -15,6 +25,7 @@ impl Groups {
     /// Ends whoever enters a group that is not its tenant's.
     pub(super) async fn guard(&self, group: &Arc<Group>) {
         let mut output: Option<Output> = None;
+        let mut due: Vec<(Instant, u32)> = Vec::new();
         loop {
             tokio::time::sleep(WATCH).await;
             let Some(tenants) = self.tenants.get().and_then(Weak::upgrade) else {
@@ -30,7 +41,10 @@ impl Groups {
                 }
             }
             let said = output.as_mut().and_then(|output| output.next().ok());
-            for pid in said.iter().flat_map(|said| clients(said)) {
+            let now = Instant::now();
+            let new = said.iter().flat_map(|said| clients(said));
+            due.extend(new.map(|(pid, after)| (now + after, pid)));
+            for (_, pid) in due.extract_if(.., |(at, _)| *at <= now) {
                 check(group, pid, &tenants).await;
             }
         }
@@ -49,11 +63,20 @@ impl Groups {
     }
 }
 
-/// The processes that have come, as a control daemon says.
-fn clients(said: &str) -> impl Iterator<Item = u32> {
+/// The processes that have come, as a control daemon and its server say, and when to look at them.
+fn clients(said: &str) -> impl Iterator<Item = (u32, Duration)> {
     said.lines().filter_map(|line| {
-        let (_, client) = line.split_once(NEW_CLIENT)?;
-        client.split_once(" from user")?.0.trim().parse().ok()
+        let (pid, after) = match line.split_once(COMES.0) {
+            Some((_, client)) => (client.split_once(" from user")?.0, COMES.1),
+            None => {
+                let (_, client) = line.split_once(ACTIVE.0)?;
+                (
+                    client.trim_end().strip_suffix(ACTIVE.1)?.split_once(',')?.0,
+                    ACTIVE.2,
+                )
+            }
+        };
+        Some((pid.trim().parse().ok()?, after))
     })
 }
 
@@ -98,10 +121,12 @@ mod tests {
 [2026-11-22 05:38:32.546 Control   419] Accepting connection...
 [2026-11-22 05:38:32.546 Control   419] NEW CLIENT 440 from user 0: Server already exists
 [2026-11-22 05:38:32.546 Server   423] Received new client request for {PID: 440, Context ID: 0}
+[2026-11-22 05:38:32.700 Server   423] Status of client {PID: 440, Context ID: 1} is ACTIVE 
 [2026-11-22 05:38:33.000 Control   419] NEW CLIENT 441 from user 0: Server is not ready, push client to pending list
 [2026-11-22 05:38:33.000 Control   419] NEW CLIENT -1 from user 0
 [2026-11-22 05:38:33.000 Control   419] NEW CLIENT 442
 ";
-        assert_eq!(clients(said).collect::<Vec<_>>(), [440, 441]);
+        let looks = [(440, COMES.1), (440, ACTIVE.2), (441, COMES.1)];
+        assert_eq!(clients(said).collect::<Vec<_>>(), looks);
     }
 }

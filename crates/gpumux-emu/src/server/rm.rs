@@ -89,7 +89,11 @@ struct Group {
 
 impl Group {
     fn frozen(&self) -> bool {
-        !self.channels.is_empty() && self.channels.is_subset(&self.disabled)
+        let stopped = |client: u32| {
+            let mut own = self.channels.range((client, 0)..=(client, u32::MAX));
+            own.all(|channel| self.disabled.contains(channel))
+        };
+        self.channels.iter().any(|(client, _)| stopped(*client))
     }
 }
 
@@ -1106,6 +1110,8 @@ mod tests {
         let params = params.as_mut_bytes();
         let answer = driver.control(OTHER, client, subdevice, cmd::DISABLE_CHANNELS, params);
         assert_eq!(answer, RmStatus::OK);
+        assert_eq!(driver.fake.frozen.len(), 1);
+        let _ = driver.free(OTHER, client, channel);
         assert!(driver.fake.frozen.is_empty());
         driver.tree.close(&mut driver.fake, ME.file);
         assert_eq!(driver.fake.orphans.len(), 1);
