@@ -449,8 +449,8 @@ fn who_leaves_a_long_kernel_behind_in_a_group_ends_its_neighbours_when_its_memor
         let hold = held.then(|| gone.file.try_clone().unwrap());
         drop(gone);
         if let Some(file) = hold {
-            // Both share the device: it ends after the one that was left behind.
-            here.submit(&[kernel(length), Work::Record]);
+            // Both share the device: a longer one ends after the one that was left behind.
+            here.submit(&[kernel(2 * length), Work::Record]);
             assert!(matches!(here.report(), Report::Done(_)));
             drop(file);
         }
