@@ -299,9 +299,19 @@ fn tenants_end_with_their_last_process() {
 /// A program that `gpumux run` stays the parent of.
 fn watched(node: &Node, options: &str, script: &str) -> Process {
     let line = format!("--trust team --restart on-collateral {options}");
+    let mut tenant = node.tenant(&line, "sh -c");
+    tenant.arg(script);
     // Who started the tests may have had signals ignored.
-    let mut command = node.tenant(&line, "env --default-signal sh -c");
-    Process::start(command.arg(script))
+    let mut command = Command::new("env");
+    command.arg("--default-signal").arg(tenant.get_program());
+    command.args(tenant.get_args());
+    for (name, value) in tenant.get_envs() {
+        match value {
+            Some(value) => command.env(name, value),
+            None => command.env_remove(name),
+        };
+    }
+    Process::start(&mut command)
 }
 
 #[test]
