@@ -122,7 +122,10 @@ fn what_a_user_does_to_its_groups_folder_harms_itself_only() {
     set_permissions(&victim, Permissions::from_mode(0o700)).unwrap();
     let tenant = |name: &str| {
         let options = format!("--class batch --trust team --name {name}");
-        let mut process = Process::start(&mut as_nobody(node.tenant(&options, TICKS)));
+        // A group is needed as long as it has a tenant: this one outlives its work.
+        let script = format!("{} scratch; sleep 600", binary().display());
+        let mut command = as_nobody(node.tenant(&options, "sh -c"));
+        let mut process = Process::start(command.arg(script));
         process.wait_lines(2);
         process
     };
