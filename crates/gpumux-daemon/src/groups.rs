@@ -29,6 +29,7 @@ use tokio::{
 
 use crate::{
     config::Config,
+    paths::MPS_VARIABLES,
     peer::ProcessId,
     scheduler::Crash,
     store::{self, Sync},
@@ -70,9 +71,6 @@ const AGAIN: Duration = Duration::from_secs(1);
 
 /// Clients that one MPS server takes (48 from Volta to Hopper; NVIDIA's MPS documentation).
 pub(crate) const ROOM: usize = 48;
-
-/// Confines an MPS client to so many percent of the SMs, from its start on.
-const PERCENTAGE: &str = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE";
 
 /// Whose group it is.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -697,8 +695,8 @@ impl Group {
 
     fn environment(&self) -> [(&'static str, PathBuf); 2] {
         [
-            (folder::PIPES, self.folder.pipe()),
-            ("CUDA_MPS_LOG_DIRECTORY", self.folder.log()),
+            (MPS_VARIABLES[0], self.folder.pipe()),
+            (MPS_VARIABLES[1], self.folder.log()),
         ]
     }
 }
@@ -717,7 +715,7 @@ impl Seat {
     pub(crate) fn environment(&self, sm_percent: Option<u32>) -> BTreeMap<String, String> {
         let paths = self.group.environment().into_iter();
         let paths = paths.map(|(name, path)| (name, path.display().to_string()));
-        let percent = sm_percent.map(|percent| (PERCENTAGE, percent.to_string()));
+        let percent = sm_percent.map(|percent| (MPS_VARIABLES[2], percent.to_string()));
         let all = paths.chain(percent);
         all.map(|(name, value)| (name.to_owned(), value)).collect()
     }

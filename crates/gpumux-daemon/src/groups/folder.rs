@@ -18,7 +18,10 @@ use rustix::{
     io::Errno,
 };
 
-use crate::peer::{ProcessFd, ProcessId};
+use crate::{
+    paths::MPS_VARIABLES,
+    peer::{ProcessFd, ProcessId},
+};
 
 /// Bytes of the output that are kept, and read at once, at most.
 const MAX_LOG: u64 = 64 * 1024;
@@ -28,9 +31,8 @@ const MAX_READ: u64 = 1024 * 1024;
 const MAX_DEPTH: u32 = 8;
 const MAX_REMOVED: u32 = 16 * 1024;
 
-/// How the names of NVIDIA's control program and server begin, as far as the kernel knows them, and what leads them to a folder.
+/// How the names of NVIDIA's control program and server begin, as far as the kernel knows them.
 const PROGRAMS: &str = "nvidia-cuda-mps";
-pub(super) const PIPES: &str = "CUDA_MPS_PIPE_DIRECTORY";
 
 const DIRECTORY: OFlags = OFlags::RDONLY
     .union(OFlags::DIRECTORY)
@@ -133,7 +135,7 @@ impl Folder {
                 link.is_ok_and(|link| link == output)
             };
             let serves = || {
-                let folder = || process.variable(PIPES);
+                let folder = || process.variable(MPS_VARIABLES[0]);
                 process.program().starts_with(PROGRAMS)
                     && folder().is_some_and(|folder| Path::new(&folder) == pipe)
             };
@@ -372,7 +374,7 @@ mod tests {
         let server = |pipe: PathBuf| {
             let mut command = Command::new(&program);
             command.stdin(Stdio::piped()).stdout(Stdio::piped());
-            let mut child = command.env(PIPES, pipe).spawn().unwrap();
+            let mut child = command.env(MPS_VARIABLES[0], pipe).spawn().unwrap();
             let mut said = [0];
             let out = child.stdout.as_mut().unwrap();
             io::Read::read_exact(out, &mut said).unwrap();
