@@ -4,13 +4,13 @@
 use std::{
     collections::BTreeSet,
     fs,
-    os::unix::fs::{PermissionsExt, symlink},
+    os::unix::fs::symlink,
     path::{Path, PathBuf},
     process::Command,
     time::Duration,
 };
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, binary, real, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Run, binary, program, real, wait_for};
 use rustix::process::Signal;
 
 /// What is not executed, and why.
@@ -74,8 +74,7 @@ impl Stage {
         let put = |name: &str, script: &str| {
             let file = dir.path().join(name);
             fs::create_dir_all(file.parent().unwrap()).unwrap();
-            fs::write(&file, format!("#!/bin/sh\n{script}\n")).unwrap();
-            fs::set_permissions(&file, PermissionsExt::from_mode(0o755)).unwrap();
+            program(&file, &format!("#!/bin/sh\n{script}\n"));
         };
         let load = "exec gpumux workload batch --seconds 0.2";
         for program in ["bin/python", "bin/podman", "solver", "job", "cuda-program"] {

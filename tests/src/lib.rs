@@ -19,7 +19,12 @@ pub use node::{Node, Options};
 pub use process::{Finished, Process, Run};
 pub use session::{Listener, Puppet, Session, readable};
 
-use std::time::{Duration, Instant};
+use std::{
+    io::Write,
+    path::Path,
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
 
 /// Longest that anything here waits for something that should happen at once.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -27,6 +32,21 @@ pub const PATIENCE: Duration = Duration::from_secs(20);
 /// Whether the tests run on a real GPU.
 pub fn real() -> bool {
     std::env::var_os("GPUMUX_TEST_REAL").is_some_and(|value| value == "1")
+}
+
+/// Makes a program of a script. Another process writes it: what this one has open for writing may be inherited by a program that
+/// another thread starts at this moment, and could not be started.
+///
+/// # Panics
+/// When it cannot be written.
+pub fn program(path: &Path, script: &str) {
+    let mut install = Command::new("install");
+    install.args(["-m", "755", "/dev/stdin"]).arg(path);
+    let mut writer = install.stdin(Stdio::piped()).spawn().unwrap();
+    let mut stdin = writer.stdin.take().unwrap();
+    stdin.write_all(script.as_bytes()).unwrap();
+    drop(stdin);
+    assert!(writer.wait().unwrap().success(), "{}", path.display());
 }
 
 /// Asks again and again until the answer is there.

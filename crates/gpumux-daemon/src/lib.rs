@@ -14,6 +14,7 @@ mod devices;
 #[cfg(test)]
 mod fake;
 mod groups;
+mod hold;
 mod memory;
 mod peer;
 mod programs;

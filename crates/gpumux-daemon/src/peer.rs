@@ -3,12 +3,15 @@
 use std::{
     fs::File,
     io::{self, Read},
-    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    path::PathBuf,
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+    process::{
+        Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
+    },
 };
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
@@ -86,6 +89,15 @@ impl ProcessId {
         Some(String::from_utf8_lossy(value).into_owned())
     }
 
+    /// The files that it has open: their numbers, and where they lead.
+    pub(crate) fn files(self) -> impl Iterator<Item = (RawFd, PathBuf)> {
+        let files = std::fs::read_dir(format!("/proc/{}/fd", self.pid));
+        files.into_iter().flatten().flatten().filter_map(|file| {
+            let number = file.file_name().to_str()?.parse().ok()?;
+            Some((number, std::fs::read_link(file.path()).ok()?))
+        })
+    }
+
     /// The name its program goes by, for people.
     pub(crate) fn program(self) -> String {
         let name = std::fs::read_to_string(format!("/proc/{}/comm", self.pid)).unwrap_or_default();
@@ -110,6 +122,11 @@ impl ProcessFd {
     /// When there are no files left.
     pub(crate) fn try_clone(&self) -> io::Result<Self> {
         self.0.try_clone().map(Self)
+    }
+
+    /// A file that the process has open under this number, as far as this daemon may have it.
+    pub(crate) fn take(&self, number: RawFd) -> Option<OwnedFd> {
+        pidfd_getfd(&self.0, number, PidfdGetfdFlags::empty()).ok()
     }
 
     /// Ends the process at once, as far as this daemon may.
@@ -208,6 +225,7 @@ fn option<T: Copy>(socket: impl AsFd, name: i32, mut value: T) -> io::Result<T> 
 #[cfg(test)]
 mod tests {
     use std::{
+        io::Write,
         os::unix::net::UnixStream,
         process::Command,
         time::{Duration, Instant},
@@ -244,6 +262,27 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_of(uid), "it is nobody's any more");
+    }
+
+    #[test]
+    fn the_files_of_a_process_outlive_it() {
+        let mut command = Command::new("sleep");
+        let (mut reader, writer) = io::pipe().unwrap();
+        let mut child = command.arg("100").stdout(writer).spawn().unwrap();
+        drop(command);
+        let process = ProcessId::of(child.id()).unwrap();
+        let watch = process.watch().unwrap();
+        let files: Vec<_> = process.files().collect();
+        let (number, path) = files.iter().find(|(number, _)| *number == 1).unwrap();
+        assert!(path.to_str().unwrap().starts_with("pipe:"), "{files:?}");
+        let taken = watch.take(*number).unwrap();
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(watch.take(*number).is_none());
+        File::from(taken).write_all(b"still there").unwrap();
+        let mut said = String::new();
+        reader.read_to_string(&mut said).unwrap();
+        assert_eq!(said, "still there");
     }
 
     #[test]

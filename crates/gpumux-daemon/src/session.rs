@@ -30,6 +30,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 
 use crate::{
     config::Config,
+    hold,
     memory::Memory,
     peer::{Peer, ProcessFd, credentials, readable},
     scheduler::{GroupError, Handle, Member, Met, NewGroup, SessionId, Stopped},
@@ -46,11 +47,6 @@ const RATE: (f64, f64) = (1024.0, 1000.0);
 /// Groups that were not what they were said to be (because the program freed them meanwhile)
 /// before a session counts as hostile.
 const MAX_REJECTED: usize = 64;
-
-/// How long the memory of a process that ended with work in a shared group is held. A kernel that still runs when its memory
-/// goes is a fault of all in the group (an H100, docs/fidelity.md); NVIDIA's MPS leaves it at that. Who runs ahead of the
-/// device has up to a second of work queued.
-pub(crate) const STAY: Duration = Duration::from_secs(2);
 
 /// Files held so per session: a control file, and the two of UVM that libcuda opens.
 const MAX_KEPT: usize = 4;
@@ -320,10 +316,7 @@ impl Sessions {
                 files = kept.len(),
                 "it ended with work under way: its memory is held"
             );
-            tokio::spawn(async move {
-                tokio::time::sleep(STAY).await;
-                drop(kept);
-            });
+            hold::for_a_while(kept);
         }
         // Its socket closes a moment before it has ended.
         let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());

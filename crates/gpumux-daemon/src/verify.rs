@@ -98,7 +98,7 @@ fn examine(levers: Box<dyn Levers>, emulated: bool) -> Result<Verified, Rejectio
 
 /// Whether a socket is connected to the emulated device's server, and not to something that
 /// pretends to be it.
-fn leads_to(file: &OwnedFd, server: &Path) -> io::Result<()> {
+pub(crate) fn leads_to(file: &OwnedFd, server: &Path) -> io::Result<()> {
     let other = |why: &str| Err(io::Error::new(io::ErrorKind::InvalidInput, why));
     let (pid, _) = credentials(file)?;
     let own = gpumux_wire::socket::connect(server, SocketFlags::empty())?;

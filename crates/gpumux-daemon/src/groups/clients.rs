@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{AGAIN, Group, Groups, WATCH, folder::Output};
-use crate::{peer::ProcessId, tenants::Tenants};
+use crate::{hold, peer::ProcessId, tenants::Tenants};
 
 /// What the control daemon writes before it lets a process in; the pid follows. It should have a context after this time.
 const COMES: (&str, Duration) = ("NEW CLIENT ", Duration::from_secs(1));
@@ -45,7 +45,7 @@ impl Groups {
             let new = said.iter().flat_map(|said| clients(said));
             due.extend(new.map(|(pid, after)| (now + after, pid)));
             for (_, pid) in due.extract_if(.., |(at, _)| *at <= now) {
-                check(group, pid, &tenants).await;
+                self.check(group, pid, &tenants).await;
             }
         }
     }
@@ -54,12 +54,45 @@ impl Groups {
         while group.process().is_some() {
             if let Ok(clients) = self.clients(group).await {
                 for pid in clients {
-                    check(group, pid, tenants).await;
+                    self.check(group, pid, tenants).await;
                 }
                 return;
             }
             tokio::time::sleep(AGAIN).await;
         }
+    }
+
+    /// Ends a process, unless it is of a tenant of the group. Nobody else suffers from what it leaves under way.
+    async fn check(&self, group: &Group, pid: u32, tenants: &Tenants) {
+        let Some(process) = ProcessId::of(pid) else {
+            return;
+        };
+        let Some(watch) = process.watch() else { return };
+        let line = process.line();
+        let control = group.process();
+        // Its server is the control daemon's child.
+        let servant = control.is_some_and(|control| line.iter().take(2).any(|it| *it == control));
+        if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
+            return;
+        }
+        let token = process.variable(TOKEN);
+        if tenants.belongs(&group.key, token.as_deref(), &line).await || watch.has_ended() {
+            return;
+        }
+        let why = match token {
+            Some(_) => "its secret is of no tenant of the group",
+            None => "it has no tenant's secret, and none of the group has started it",
+        };
+        tracing::warn!(
+            group = group.name(),
+            pid,
+            program = process.program(),
+            why,
+            "a process that does not belong to the group has entered it, and is ended"
+        );
+        let files = hold::files_of(process, &watch, self.emulated.as_deref());
+        watch.kill();
+        hold::for_a_while(files);
     }
 }
 
@@ -78,37 +111,6 @@ fn clients(said: &str) -> impl Iterator<Item = (u32, Duration)> {
         };
         Some((pid.trim().parse().ok()?, after))
     })
-}
-
-/// Ends a process, unless it is of a tenant of the group.
-async fn check(group: &Group, pid: u32, tenants: &Tenants) {
-    let Some(process) = ProcessId::of(pid) else {
-        return;
-    };
-    let Some(watch) = process.watch() else { return };
-    let line = process.line();
-    let control = group.process();
-    // Its server is the control daemon's child.
-    let servant = control.is_some_and(|control| line.iter().take(2).any(|it| *it == control));
-    if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
-        return;
-    }
-    let token = process.variable(TOKEN);
-    if tenants.belongs(&group.key, token.as_deref(), &line).await || watch.has_ended() {
-        return;
-    }
-    let why = match token {
-        Some(_) => "its secret is of no tenant of the group",
-        None => "it has no tenant's secret, and none of the group has started it",
-    };
-    tracing::warn!(
-        group = group.name(),
-        pid,
-        program = process.program(),
-        why,
-        "a process that does not belong to the group has entered it, and is ended"
-    );
-    watch.kill();
 }
 
 #[cfg(test)]

@@ -369,8 +369,7 @@ mod tests {
         let mut other = sleep(Stdio::null());
         // A server that writes elsewhere, and one of another folder.
         let program = folder.log().join("nvidia-cuda-mps-server");
-        fs::write(&program, "#!/bin/sh\necho; read line\n").unwrap();
-        fs::set_permissions(&program, Permissions::from_mode(0o755)).unwrap();
+        gpumux_tests::program(&program, "#!/bin/sh\necho; read line\n");
         let server = |pipe: PathBuf| {
             let mut command = Command::new(&program);
             command.stdin(Stdio::piped()).stdout(Stdio::piped());

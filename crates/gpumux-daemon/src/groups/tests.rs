@@ -1,5 +1,3 @@
-use std::os::unix::fs::PermissionsExt;
-
 use super::*;
 
 /// Plays the control program: what it is asked it finds in files beside it, and waits for ever where there is a `.hang`.
@@ -23,8 +21,7 @@ impl Node {
     fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let program = dir.path().join("control");
-        fs::write(&program, CONTROL).unwrap();
-        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+        gpumux_tests::program(&program, CONTROL);
         let config = Config {
             mps_control: Some(program),
             ..Config::default()

@@ -23,7 +23,7 @@ use super::{
     domain::{Domain, Member, NewGroup},
     record::{Counted, Durations, History, Totals, What},
 };
-use crate::{api::types, config::Config, devices::Known, groups::Failure, session::STAY};
+use crate::{api::types, config::Config, devices::Known, groups::Failure, hold::STAY};
 
 /// How long after a process left a group a fault there may be of its making: a second more than its memory is held.
 const LATELY: Micros = Micros(STAY.as_micros() as u64 + 1_000_000);
