@@ -27,6 +27,7 @@ fn snapshot() -> Snapshot {
             Demand::Idle
         },
         demand_since: Micros::ZERO,
+        expected: None,
         received: Micros::ZERO,
         timeslice: Timeslice::DEFAULT,
         run: RunState::Enabled,

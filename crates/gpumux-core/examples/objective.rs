@@ -44,6 +44,7 @@ fn main() {
         tenant: TenantId(id),
         demand: Demand::Busy,
         demand_since: Micros::ZERO,
+        expected: None,
         received: Micros::ZERO,
         timeslice: Timeslice::DEFAULT,
         run: RunState::Enabled,

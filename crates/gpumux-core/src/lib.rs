@@ -7,6 +7,7 @@
 
 mod accounts;
 mod plan;
+mod rhythm;
 mod snapshot;
 mod tenant;
 #[cfg(test)]
@@ -21,6 +22,7 @@ pub mod space;
 pub use accounts::{Account, Accounts, fractions};
 pub use plan::{Calm, DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
+pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
 pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec, admit};
 pub use units::{DomainId, Micros, TenantId, Timeslice, parse_bytes, parse_with_unit};

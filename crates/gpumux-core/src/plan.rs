@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, DomainId, Micros, Snapshot, Timeslice};
+use crate::{Class, DomainId, Micros, Rhythm, Snapshot, Timeslice};
 
 /// Whether the hardware may run a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -89,9 +89,9 @@ impl Plan {
     }
 }
 
-/// Lets freezes and thaws wait for latency domains that are at work. To freeze or thaw any group, RM interrupts the one that
-/// runs; if another waits, that one runs first: two switches, 0.2 to 0.4 ms, for whoever was at work (`timings::neighbours`,
-/// docs/fidelity.md).
+/// Lets freezes and thaws wait for latency domains that are at work, or will be before the lever has been pulled. To freeze or thaw
+/// any group, RM interrupts the one that runs; if another waits, that one runs first: two switches, 0.2 to 0.4 ms, for whoever
+/// was at work (`timings::neighbours`, docs/fidelity.md).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calm {
     /// Since when a lever waits.
@@ -115,9 +115,11 @@ impl Calm {
             let tenant = snapshot.tenant(domain.tenant);
             tenant.is_some_and(|tenant| tenant.spec.class == Class::Latency)
         });
+        let pulled = now + snapshot.costs.of(lever) + Rhythm::SLACK;
+        let comes = |at: Micros| now <= at + Rhythm::SLACK && at <= pulled;
         let waits = !matches!(lever, Lever::SetTimeslice(..))
             && latency.clone().all(|domain| domain.id != lever.domain())
-            && latency.any(|domain| at_work(domain.id))
+            && latency.any(|domain| at_work(domain.id) || domain.expected.is_some_and(comes))
             && now.saturating_sub(*self.since.get_or_insert(now)) < Self::MOST;
         if !waits {
             self.since = None;
@@ -129,6 +131,7 @@ impl Calm {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::TenantId;
     use crate::testing::{domain, snapshot};
 
     #[test]
@@ -149,5 +152,23 @@ mod tests {
         assert!(!awaits(&mut calm, own, 5_000, 1), "its own lever");
         let slice = Lever::SetTimeslice(DomainId(2), Timeslice(1));
         assert!(!awaits(&mut calm, slice, 5_000, 1));
+    }
+
+    #[test]
+    fn levers_wait_for_work_that_is_expected_before_they_are_pulled() {
+        let mut now = snapshot(
+            &[Class::Latency, Class::Batch],
+            vec![domain(1, 0), domain(2, 1)],
+        );
+        now.domains[0].expected = Some(Micros(10_000));
+        let freeze = Lever::Freeze(DomainId(2));
+        let awaits = |at: u64| Calm::default().awaits(freeze, &now, Micros(at), |_| false);
+        let begin = 10_000 - now.costs.freeze.0 - Rhythm::SLACK.0;
+        assert!(!awaits(begin - 1), "there is time for it");
+        assert!(awaits(begin) && awaits(10_000 + Rhythm::SLACK.0));
+        assert!(!awaits(10_001 + Rhythm::SLACK.0), "it does not come");
+        now.domains[0].tenant = TenantId(1);
+        let batch = Calm::default().awaits(freeze, &now, Micros(10_000), |_| false);
+        assert!(!batch, "nobody waits for batch work");
     }
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, Micros, RunState, TenantId, TenantSpec, Timeslice};
+use crate::{DomainId, Lever, Micros, RunState, TenantId, TenantSpec, Timeslice};
 
 /// Whether a domain has work for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -46,6 +46,9 @@ pub struct DomainState {
     pub demand: Demand,
     /// Since when `demand` is what it is.
     pub demand_since: Micros,
+    /// When work is expected to come, of a domain where it comes at regular times (see [`crate::Rhythm`]).
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub expected: Option<Micros>,
     /// Device time it has received so far (see [`crate::Accounts`]). Never falls.
     pub received: Micros,
     /// The slice it has now.
@@ -99,6 +102,17 @@ pub struct Snapshot {
     /// run alone.
     #[serde(default)]
     pub gangs: BTreeSet<TenantId>,
+}
+
+impl Costs {
+    /// What pulling this lever costs.
+    pub const fn of(&self, lever: Lever) -> Micros {
+        match lever {
+            Lever::Freeze(_) => self.freeze,
+            Lever::Thaw(_) => self.thaw,
+            Lever::SetTimeslice(..) => self.set_timeslice,
+        }
+    }
 }
 
 impl Snapshot {

@@ -12,6 +12,7 @@ pub(crate) fn domain(id: u64, tenant: u64) -> DomainState {
         tenant: TenantId(tenant),
         demand: Demand::Busy,
         demand_since: Micros::ZERO,
+        expected: None,
         received: Micros::ZERO,
         timeslice: Timeslice::DEFAULT,
         run: RunState::Enabled,

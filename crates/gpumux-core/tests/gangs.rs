@@ -105,6 +105,7 @@ impl World {
                     tenant,
                     demand: Demand::Busy,
                     demand_since: Micros::ZERO,
+                    expected: None,
                     received: Micros::ZERO,
                     timeslice: Timeslice::DEFAULT,
                     run: RunState::Enabled,

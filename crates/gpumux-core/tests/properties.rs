@@ -98,6 +98,7 @@ impl World {
             tenant: TenantId(self.born),
             demand,
             demand_since: self.now.now,
+            expected: None,
             received: Micros::ZERO,
             timeslice: Timeslice::DEFAULT,
             run: RunState::Enabled,

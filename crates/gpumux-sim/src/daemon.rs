@@ -6,8 +6,8 @@
 
 use gpumux_core::gang::{self, Device};
 use gpumux_core::{
-    Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Policy, RunState,
-    Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
+    Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Policy, Rhythm,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
 };
 
 use crate::gpu::{Gpu, GroupId, Nanos};
@@ -21,8 +21,9 @@ struct Managed {
     policy: Box<dyn Policy>,
     calm: Calm,
     snapshot: Snapshot,
-    /// The group of each domain.
+    /// The group of each domain, and when work came.
     groups: Vec<GroupId>,
+    rhythms: Vec<Rhythm>,
     memory: Memory,
     accounts: Accounts,
     pulled: Pulled,
@@ -65,6 +66,7 @@ impl Daemon {
                 ..Snapshot::default()
             },
             groups: Vec::new(),
+            rhythms: Vec::new(),
             memory: Memory::default(),
             accounts: Accounts::default(),
             pulled: Pulled::default(),
@@ -102,12 +104,14 @@ impl Daemon {
             tenant,
             demand: Demand::Unknown,
             demand_since: managed.snapshot.now,
+            expected: None,
             received: Micros::ZERO,
             timeslice: Timeslice::DEFAULT,
             run: RunState::Enabled,
             pinned: None,
         });
         managed.groups.push(group);
+        managed.rhythms.push(Rhythm::default());
         self.next = Some(now);
     }
 
@@ -142,6 +146,7 @@ impl Daemon {
         if let Some(at) = managed.position(id) {
             let gone = managed.snapshot.domains.remove(at);
             managed.groups.remove(at);
+            managed.rhythms.remove(at);
             let tenants = &mut managed.snapshot.tenants;
             tenants.retain(|tenant| tenant.id != gone.tenant);
         }
@@ -160,6 +165,14 @@ impl Daemon {
             domain.demand = demand;
             domain.demand_since = moment;
             self.next = Some(now);
+        }
+    }
+
+    /// Work came, or was said to come, after a pause. The daemon learns the time, if later.
+    pub(crate) fn came(&mut self, now: Nanos, device: usize, id: DomainId) {
+        let managed = &mut self.devices[device];
+        if let Some(at) = managed.position(id) {
+            managed.rhythms[at].came(Micros(now / 1000));
         }
     }
 
@@ -263,8 +276,9 @@ impl Managed {
         snapshot.now = Micros(now / 1000);
         self.accounts
             .advance(snapshot.now, &snapshot.domains, &snapshot.costs);
-        for domain in &mut snapshot.domains {
+        for (domain, rhythm) in snapshot.domains.iter_mut().zip(&self.rhythms) {
             domain.received = self.accounts.get(domain.id).received();
+            domain.expected = rhythm.next(snapshot.now);
         }
     }
 

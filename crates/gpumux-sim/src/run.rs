@@ -978,6 +978,9 @@ impl<'a> Simulation<'a> {
             false => {
                 state.progressed = now;
                 used.outstanding += 1;
+                if let Some(daemon) = &mut self.daemon {
+                    daemon.came(now, state.device, state.id);
+                }
             }
         }
         state.changed = now;

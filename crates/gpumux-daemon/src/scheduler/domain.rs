@@ -96,6 +96,7 @@ impl Domain {
                 tenant: group.tenant,
                 demand: Demand::Unknown,
                 demand_since: now,
+                expected: None,
                 received: Micros::ZERO,
                 timeslice: group.timeslice,
                 run: RunState::Enabled,
