@@ -301,7 +301,11 @@ impl Node {
 impl Drop for Node {
     /// Ends the daemon that a `run` has started, if one has. Whoever holds the lock is the one whose pid is in it.
     fn drop(&mut self) {
-        drop(self.daemon.take());
+        let daemon = self.daemon.take();
+        if let Some(daemon) = daemon.as_ref().filter(|_| std::thread::panicking()) {
+            eprintln!("the daemon said:\n{}", daemon.err());
+        }
+        drop(daemon);
         self.end_groups();
         let path = self.dir().join("lock");
         let Ok(lock) = fs::File::open(&path) else {

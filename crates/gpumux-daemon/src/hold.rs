@@ -9,22 +9,27 @@ use std::{
 
 use crate::{
     peer::{ProcessFd, ProcessId},
+    scheduler::{Handle, Left},
     verify::leads_to,
 };
 
-/// How long it is held. Who runs ahead of the device has up to a second of work queued.
+/// How much time on the device the group gets to end such kernels. Who runs ahead of the device has up to a second of work queued.
 pub(crate) const STAY: Duration = Duration::from_secs(2);
 /// The driver's files that it lives with.
 const FILES: [&str; 2] = ["/dev/nvidiactl", "/dev/nvidia-uvm"];
 /// So many of a process are looked for.
 const MOST: usize = 8;
 
-/// Holds a process's driver files for [`STAY`].
-pub(crate) fn for_a_while(files: Vec<OwnedFd>) {
-    tokio::spawn(async move {
-        tokio::time::sleep(STAY).await;
-        drop(files);
-    });
+/// Holds a process's driver files until its group had [`STAY`] on the device; without a group that is known, for that time.
+pub(crate) async fn until_ended(scheduler: &Handle, of: Left, files: Vec<OwnedFd>) {
+    let rest = scheduler.call(move |engine| engine.hold(&of, files)).await;
+    if let Ok(Some(files)) = rest {
+        tokio::spawn(async move {
+            tokio::time::sleep(STAY).await;
+            // The last one frees memory, which takes the driver long.
+            tokio::task::spawn_blocking(|| drop(files));
+        });
+    }
 }
 
 /// The driver files that a living process has open, as far as this daemon may take them (as `ptrace(2)` says of

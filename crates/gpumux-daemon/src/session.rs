@@ -19,7 +19,7 @@ use gpumux_rm::Group;
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
     message::{MAX_CHANNELS, MAX_DOMAINS},
-    page::{Page, Work},
+    page::{Page, SLOTS, Work},
     socket,
 };
 use rustix::{
@@ -33,7 +33,7 @@ use crate::{
     hold,
     memory::Memory,
     peer::{Peer, ProcessFd, credentials, readable},
-    scheduler::{GroupError, Handle, Member, Met, NewGroup, SessionId, Stopped},
+    scheduler::{GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
 };
@@ -48,8 +48,11 @@ const RATE: (f64, f64) = (1024.0, 1000.0);
 /// before a session counts as hostile.
 const MAX_REJECTED: usize = 64;
 
-/// Files held so per session: a control file, and the two of UVM that libcuda opens.
-const MAX_KEPT: usize = 4;
+/// Files held so per session: a control file, and the two of UVM that libcuda opens, told twice.
+const MAX_KEPT: usize = 8;
+
+/// Packets of a process that has ended that are looked at.
+const MAX_LAST_WORDS: usize = 64;
 
 /// Files that stay free for everything but sessions.
 const SPARE_FILES: u64 = 128;
@@ -308,15 +311,15 @@ impl Sessions {
                 Ok(())
             }
         };
+        session.hear_last_words(socket);
         let held = session.has_shared_work();
         if held {
-            let kept = std::mem::take(&mut session.kept);
             tracing::info!(
                 pid = peer.pid,
-                files = kept.len(),
                 "it ended with work under way: its memory is held"
             );
-            hold::for_a_while(kept);
+            let kept = std::mem::take(&mut session.kept);
+            hold::until_ended(&self.scheduler, Left::Session(id), kept).await;
         }
         // Its socket closes a moment before it has ended.
         let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());
@@ -418,7 +421,7 @@ impl Session<'_> {
                 self.announce(key, engine, handles, (timeslice_us, shared), file)
                     .await?;
             }
-            Shim::Uvm => {
+            Shim::Memory => {
                 let file = file.ok_or(Refusal::NoFile)?;
                 self.sessions.check_files(&file)?;
                 self.keep(file);
@@ -452,13 +455,23 @@ impl Session<'_> {
         }
     }
 
-    /// Whether work was under way, as far as is known, in a compute group that others share.
+    /// Files that a process sent that has ended, before its end was noticed.
+    fn hear_last_words(&mut self, socket: &OwnedFd) {
+        let packets = std::iter::from_fn(|| socket::recv(socket, RecvFlags::DONTWAIT).ok()?);
+        for (packet, file) in packets.take(MAX_LAST_WORDS) {
+            if let (Shim::Memory, Some(file)) = (packet, file) {
+                self.keep(file);
+            }
+        }
+    }
+
+    /// Whether work was under way, as far as is known, of a process that shares a compute group.
     fn has_shared_work(&self) -> bool {
-        let busy = |key: &u32| {
-            let slot = self.page.slot(*key);
+        let busy = |key| {
+            let slot = self.page.slot(key);
             slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
         };
-        !self.kept.is_empty() && self.keys.keys().any(busy)
+        !self.kept.is_empty() && (0..SLOTS as u32).any(busy)
     }
 
     /// Puts a group under management, if it is what it is said to be.
@@ -476,12 +489,6 @@ impl Session<'_> {
             pid: self.pid,
             handles: (handles.client, handles.group),
         };
-        if shared
-            && engine == gpumux_rm::layout::engine::GR0
-            && let Ok(copy) = file.try_clone()
-        {
-            self.keep(copy);
-        }
         let emulated = self.sessions.emulated.clone();
         let examined =
             tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;

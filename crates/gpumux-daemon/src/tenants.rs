@@ -7,6 +7,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
     io,
+    os::fd::OwnedFd,
     path::PathBuf,
     sync::{Arc, Weak},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -29,9 +30,10 @@ use tokio::{
 use crate::{
     api::types::{Created, CurveFrom, Fault, NewTenant, Placement, SpecChange},
     groups::{self, Failure, Groups, Key, Seat},
+    hold,
     peer::{Peer, ProcessFd, ProcessId},
     programs::{self, Programs},
-    scheduler::{Crash, Handle, SessionId, Stopped, View},
+    scheduler::{Crash, Handle, Left, SessionId, Stopped, View},
     store::{self, Sync},
 };
 
@@ -770,6 +772,11 @@ impl Tenants {
             (!held.is_empty()).then_some(held)
         });
         nearest.is_some_and(|held| held.into_iter().any(is_of))
+    }
+
+    /// Holds the memory of a process that was ended in a group of this name.
+    pub(crate) async fn hold_memory(&self, group: Arc<str>, files: Vec<OwnedFd>) {
+        hold::until_ended(&self.scheduler, Left::Group(group), files).await;
     }
 
     /// A session has ended.

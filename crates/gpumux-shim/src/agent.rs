@@ -34,7 +34,7 @@ use crate::{
     gate, guard, hold, lease, memory,
     notice::say,
     own::OwnFd,
-    process::{Agent, Process},
+    process::{Agent, Picture, Process},
     reclaim,
     swap::Mover,
     work,
@@ -402,6 +402,10 @@ impl Session {
             if !seen.ready {
                 let now = Instant::now();
                 let size = seen.group.channels.len();
+                // It may end at work before the group is told.
+                if !self.unsettled.contains_key(&id) {
+                    hand_over_memory(session, &picture, &seen)?;
+                }
                 let since = self.unsettled.entry(id).or_insert((size, now));
                 if since.0 != size {
                     *since = (size, now);
@@ -427,9 +431,7 @@ impl Session {
                     shared: seen.shared,
                 };
                 socket::send(session, &packet, Some(file), SendFlags::empty())?;
-                if seen.shared && seen.engine == engine::GR0 {
-                    hand_over_uvm(session)?;
-                }
+                hand_over_memory(session, &picture, &seen)?;
                 let Seen { group, touched, .. } = seen;
                 self.told.insert(
                     id,
@@ -487,9 +489,17 @@ impl Session {
     }
 }
 
-/// Hands the process's UVM files on: the daemon holds them for a while when it ends with work in a shared group, as a kernel
-/// that outlives the process's memory is a fault of all in the group.
-fn hand_over_uvm(session: &OwnFd) -> Result<(), End> {
+/// Hands on the files that the process's memory lives with, if it shares this compute group: the daemon holds them for a while
+/// when the process ends at work, as a kernel that outlives its memory is a fault of all in the group.
+fn hand_over_memory(session: &OwnFd, picture: &Picture, seen: &Seen) -> Result<(), End> {
+    if !seen.shared || seen.engine != engine::GR0 {
+        return Ok(());
+    }
+    let send =
+        |file: BorrowedFd<'_>| socket::send(session, &Shim::Memory, Some(file), SendFlags::empty());
+    if let Some((control, _)) = picture.descriptor(seen.file) {
+        send(control)?;
+    }
     let numbers = std::fs::read_dir("/proc/self/fd").into_iter().flatten();
     for number in numbers
         .flatten()
@@ -503,7 +513,7 @@ fn hand_over_uvm(session: &OwnFd) -> Result<(), End> {
         // The number may have been another file's a moment ago; the copy is what it is.
         let path = std::fs::read_link(format!("/proc/self/fd/{}", copy.as_raw_fd()));
         if path.is_ok_and(|path| path == Path::new(UVM)) {
-            socket::send(session, &Shim::Uvm, Some(copy.as_fd()), SendFlags::empty())?;
+            send(copy.as_fd())?;
         }
     }
     Ok(())

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
 /// Version of this protocol. Shim and daemon must have the same.
-pub const PROTOCOL: u32 = 6;
+pub const PROTOCOL: u32 = 7;
 
 /// How far ahead of its work a hint may come, in µs.
 pub const FARTHEST_HINT_US: u32 = 1_000_000;
@@ -53,8 +53,8 @@ pub enum Shim {
         /// Somebody else made it, and other processes may share it: an MPS server's.
         shared: bool,
     },
-    /// *file*: an open `/dev/nvidia-uvm`. What the process has mapped on its devices lives as long as that does.
-    Uvm,
+    /// *file*: a driver file of a process that shares a group. What it has mapped on its devices lives as long as all of them.
+    Memory,
     /// The group's channels are now these.
     Channels {
         /// Which group.

@@ -92,7 +92,7 @@ impl Groups {
         );
         let files = hold::files_of(process, &watch, self.emulated.as_deref());
         watch.kill();
-        hold::for_a_while(files);
+        tenants.hold_memory(group.name().into(), files).await;
     }
 }
 

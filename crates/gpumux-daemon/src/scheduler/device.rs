@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    os::fd::OwnedFd,
     sync::Arc,
 };
 
@@ -15,6 +16,7 @@ use gpumux_wire::page::SLOTS;
 use super::{
     Clock, Reaper, SessionId,
     domain::Domain,
+    held::Held,
     record::{Durations, Record, Totals, What},
 };
 use crate::api::types::LeverCost;
@@ -41,6 +43,8 @@ pub(super) struct Device {
     pub(super) domains: BTreeMap<DomainId, Domain>,
     /// Groups that have members, by name.
     groups: BTreeMap<Arc<str>, DomainId>,
+    /// What was left behind in groups.
+    held: Vec<Held>,
     pub(super) costs: LeverCosts,
     pub(super) record: Record,
     /// What domains that ended had, of tenants that live.
@@ -66,6 +70,7 @@ impl Device {
             accounts: Accounts::default(),
             domains: BTreeMap::new(),
             groups: BTreeMap::new(),
+            held: Vec::new(),
             costs: LeverCosts::default(),
             record: Record::default(),
             ended: BTreeMap::new(),
@@ -95,7 +100,7 @@ impl Device {
                 self.dirty = true;
             }
         }
-        if self.checked + CHECK <= now && !self.domains.is_empty() {
+        if self.checked + CHECK <= now {
             self.checked = now;
             self.account(now);
             let ids: Vec<DomainId> = self.domains.keys().copied().collect();
@@ -111,6 +116,41 @@ impl Device {
         }
     }
 
+    /// Holds the memory of a process that left work behind in these groups.
+    pub(super) fn hold(
+        &mut self,
+        now: Micros,
+        groups: impl IntoIterator<Item = DomainId>,
+        files: &Arc<[OwnedFd]>,
+    ) {
+        self.account(now);
+        self.dirty = true;
+        for group in groups {
+            let before = self.accounts.get(group).received_us;
+            let files = Arc::clone(files);
+            self.held.push(Held::new(group, now, before, files));
+        }
+    }
+
+    /// Whether memory is held for the group of this name.
+    pub(super) fn holds(&self, name: &str) -> bool {
+        let group = self.group_named(name);
+        self.held.iter().any(|it| Some(it.group()) == group)
+    }
+
+    /// What need not be held any longer.
+    pub(super) fn release(&mut self, now: Micros) -> Vec<Held> {
+        let (domains, accounts) = (&self.domains, &self.accounts);
+        let received = |group: DomainId| {
+            let lives = domains.values().any(|it| it.group == Some(group));
+            lives.then(|| accounts.get(group).received_us)
+        };
+        let over = |held: &mut Held| held.is_over(now, received(held.group()));
+        let over: Vec<Held> = self.held.extract_if(.., over).collect();
+        self.dirty |= !over.is_empty();
+        over
+    }
+
     /// Who uses it.
     pub(super) fn tenants(&self) -> BTreeSet<TenantId> {
         let domains = self.domains.values();
@@ -119,7 +159,7 @@ impl Device {
 
     /// When [`Self::observe`] or the policy has something to do although nothing happens.
     pub(super) fn due(&self, cost: Micros) -> Option<Micros> {
-        if self.domains.is_empty() {
+        if self.domains.is_empty() && self.held.is_empty() {
             return None;
         }
         let faults = self
@@ -237,7 +277,8 @@ impl Device {
                 .values()
                 .filter(|domain| domain.fault.is_none())
         };
-        let domains = together(managed().map(|domain| (domain.group, domain.state.clone())));
+        let mut domains = together(managed().map(|domain| (domain.group, domain.state.clone())));
+        self.held.iter().for_each(|it| it.count_in(&mut domains));
         let present = |id: &TenantId| domains.iter().any(|domain| domain.tenant == *id);
         let own = specs
             .iter()
@@ -321,6 +362,11 @@ impl Device {
             }
         }
         self.calm = Calm::default();
+    }
+
+    /// The group of this name, if it has members.
+    pub(super) fn group_named(&self, name: &str) -> Option<DomainId> {
+        self.groups.get(name).copied()
     }
 
     /// The group of this name; made under the given number if it has no member yet.
@@ -490,7 +536,7 @@ impl Device {
                 _ => {}
             }
             // Without a reaper it is dropped here and now.
-            let _ = reaper.send(domain.levers);
+            let _ = reaper.send(Box::new(domain.levers));
         }
         let domains = &self.domains;
         self.groups
@@ -507,7 +553,8 @@ impl Device {
                 ..domain.state.clone()
             },
         };
-        let states = together(self.domains.values().map(|it| (it.group, state(it))));
+        let mut states = together(self.domains.values().map(|it| (it.group, state(it))));
+        self.held.iter().for_each(|it| it.count_in(&mut states));
         self.accounts.advance(now, &states, &self.costs.costs());
         for domain in self.domains.values_mut() {
             domain.state.received = self.accounts.get(domain.planned_as()).received();

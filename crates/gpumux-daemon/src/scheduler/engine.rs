@@ -2,6 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
+    os::fd::OwnedFd,
     sync::Arc,
     time::Duration,
 };
@@ -25,10 +26,27 @@ use super::{
 };
 use crate::{api::types, config::Config, devices::Known, groups::Failure, hold::STAY};
 
-/// How long after a process left a group a fault there may be of its making: a second more than its memory is held.
-const LATELY: Micros = Micros(STAY.as_micros() as u64 + 1_000_000);
-/// Processes that left groups that are remembered.
-const MAX_LEFT: usize = 256;
+/// How long after a process left a group a fault there may be of its making: this much longer than its memory is held.
+const AFTERMATH: Micros = Micros::from_secs(1);
+const LATELY: Micros = Micros(STAY.as_micros() as u64 + AFTERMATH.0);
+/// Processes that ended in groups that are remembered.
+const MAX_ENDED: usize = 256;
+
+/// Whom memory is held of.
+pub(crate) enum Left {
+    /// A process with a session.
+    Session(SessionId),
+    /// One without, in the group of this name.
+    Group(Arc<str>),
+}
+
+/// A process in a group that has ended.
+struct Ended {
+    at: Micros,
+    /// Until then a fault of the group may be of its making.
+    matters_until: Micros,
+    crash: Crash,
+}
 
 /// The state of the scheduling thread.
 pub(crate) struct Engine {
@@ -45,8 +63,8 @@ pub(crate) struct Engine {
     sessions: BTreeMap<SessionId, Met>,
     /// Tenants that were placed in a group, and its name.
     placed: BTreeMap<TenantId, Arc<str>>,
-    /// Processes in groups that ended lately, and when: others of their groups may fail by it.
-    left: Vec<(Micros, Crash)>,
+    /// Processes in groups that ended lately: others of their groups may fail by it.
+    ended_in_groups: Vec<Ended>,
     /// Who wants to know of crashes in groups.
     crashes: Option<UnboundedSender<Failure>>,
     /// What processes that are gone counted, of tenants that live.
@@ -173,7 +191,7 @@ impl Engine {
             copies: Vec::new(),
             sessions: BTreeMap::new(),
             placed: BTreeMap::new(),
-            left: Vec::new(),
+            ended_in_groups: Vec::new(),
             crashes: None,
             ended: BTreeMap::new(),
             domains_made: 0,
@@ -288,13 +306,14 @@ impl Engine {
         let mut all =
             self.crashed(|_, met| placed.get(&met.tenant).is_some_and(|it| **it == *group));
         let now = self.now();
-        self.left.retain(|(at, _)| now.saturating_sub(*at) < LATELY);
+        let held = self.devices.values().any(|device| device.holds(group));
         let left = self
-            .left
-            .extract_if(.., |(_, crash)| *crash.group == *group);
-        all.extend(left.map(|(at, crash)| Crash {
-            ended_ms: Some(now.saturating_sub(at).0 / 1000),
-            ..crash
+            .ended_in_groups
+            .extract_if(.., |it| *it.crash.group == *group);
+        let left = left.filter(|it| held || now < it.matters_until);
+        all.extend(left.map(|it| Crash {
+            ended_ms: Some(now.saturating_sub(it.at).0 / 1000),
+            ..it.crash
         }));
         all
     }
@@ -311,9 +330,14 @@ impl Engine {
             device.sample(now);
         }
         let left = self.crashed(|id, _| id == session);
-        self.left.extend(left.into_iter().map(|crash| (now, crash)));
-        let surplus = self.left.len().saturating_sub(MAX_LEFT);
-        self.left.drain(..surplus);
+        self.ended_in_groups
+            .extend(left.into_iter().map(|crash| Ended {
+                at: now,
+                matters_until: now + LATELY,
+                crash,
+            }));
+        let surplus = self.ended_in_groups.len().saturating_sub(MAX_ENDED);
+        self.ended_in_groups.drain(..surplus);
     }
 
     /// Processes in groups that are `so`, each once.
@@ -521,6 +545,30 @@ impl Engine {
         self.books.leave(session);
     }
 
+    /// A process left work behind in a group: its files are held until the group had time to end that. Returns them if nothing
+    /// is known of such a group.
+    pub(crate) fn hold(&mut self, of: &Left, files: Vec<OwnedFd>) -> Option<Arc<[OwnedFd]>> {
+        let (now, files) = (self.now(), Arc::from(files));
+        let mut held = false;
+        for device in self.devices.values_mut() {
+            let groups: BTreeSet<DomainId> = match of {
+                Left::Session(id) => {
+                    let own = device
+                        .domains
+                        .values()
+                        .filter(|it| it.member.session == *id);
+                    own.filter_map(|it| it.group).collect()
+                }
+                Left::Group(name) => device.group_named(name).into_iter().collect(),
+            };
+            if !groups.is_empty() {
+                held = true;
+                device.hold(now, groups, &files);
+            }
+        }
+        (!held).then_some(files)
+    }
+
     /// Tells the books how many contexts a process has on each device.
     fn count_contexts(&mut self, session: SessionId) {
         for (uuid, device) in &self.devices {
@@ -713,7 +761,7 @@ impl Engine {
             if alive {
                 copy.set(copy.default);
             }
-            let _ = self.reaper.send(copy.levers);
+            let _ = self.reaper.send(Box::new(copy.levers));
         }
         self.count_contexts(session);
     }
@@ -727,6 +775,16 @@ impl Engine {
         let start = self.now();
         for device in self.devices.values_mut() {
             device.observe(start, &self.clock, self.cost);
+            let over = device.release(start);
+            for it in &mut self.ended_in_groups {
+                let group = device.group_named(&it.crash.group);
+                if over.iter().any(|held| Some(held.group()) == group) {
+                    it.matters_until = it.matters_until.max(start + AFTERMATH);
+                }
+            }
+            for held in over {
+                let _ = self.reaper.send(Box::new(held));
+            }
         }
         self.pass_crashes_on();
         let observed = self.now();

@@ -8,6 +8,7 @@ mod books;
 mod device;
 mod domain;
 mod engine;
+mod held;
 mod record;
 #[cfg(test)]
 mod tests;
@@ -19,13 +20,12 @@ use std::{
 };
 
 use gpumux_core::{Micros, TenantId};
-use gpumux_rm::Levers;
 use tokio::sync::oneshot;
 
 pub(crate) use books::{Ask, Line};
 pub(crate) use device::AWAY;
 pub(crate) use domain::{Member, NewGroup};
-pub(crate) use engine::{Activity, Engine, GroupError, Met, View};
+pub(crate) use engine::{Activity, Engine, GroupError, Left, Met, View};
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
 
 use crate::config::Config;
@@ -60,9 +60,9 @@ impl Crash {
 /// The time, from an origin of its own.
 type Clock = Box<dyn Fn() -> Micros + Send>;
 
-/// Takes levers that are no longer needed: closing the last file of a dead process frees its
+/// Takes levers and files that are no longer needed: closing the last file of a dead process frees its
 /// memory and takes the driver long.
-type Reaper = mpsc::Sender<Box<dyn Levers>>;
+type Reaper = mpsc::Sender<Box<dyn Send>>;
 
 type Job = Box<dyn FnOnce(&mut Engine) + Send>;
 
@@ -102,7 +102,7 @@ impl Handle {
 /// # Errors
 /// When no thread can be made.
 pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
-    let (reaper, dead) = mpsc::channel::<Box<dyn Levers>>();
+    let (reaper, dead) = mpsc::channel::<Box<dyn Send>>();
     thread::Builder::new()
         .name("reaper".into())
         .spawn(move || dead.into_iter().for_each(drop))?;

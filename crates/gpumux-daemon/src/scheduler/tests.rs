@@ -2,6 +2,7 @@
 
 use std::{
     collections::BTreeMap,
+    io,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
     time::Duration,
 };
@@ -10,7 +11,7 @@ use gpumux_core::{Class, Micros, TenantId, TenantSpec, Timeslice};
 use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
 use gpumux_wire::page::{HintCounts, Page};
 
-use super::{Engine, GroupError, Member, Met, NewGroup, SessionId, What};
+use super::{Engine, GroupError, Left, Member, Met, NewGroup, SessionId, What};
 use crate::{api::types, config::Config};
 
 /// What each lever takes on this device.
@@ -114,7 +115,7 @@ impl Drop for FakeLevers {
 struct Bench {
     engine: Engine,
     hardware: Shared,
-    dead: mpsc::Receiver<Box<dyn Levers>>,
+    dead: mpsc::Receiver<Box<dyn Send>>,
     pages: Vec<Page>,
 }
 
@@ -462,6 +463,71 @@ fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_fo
     assert_eq!(bench.engine.give_up("team"), [], "once");
     bench.run(Micros::from_secs(2));
     assert_eq!(bench.engine.give_up("other"), [], "too long ago");
+}
+
+/// Two members of a group, of which the second ends at work and the first has none, beside a tenant of this class. Also a
+/// file that says whether the memory is held.
+fn left_behind(beside: Class) -> (Bench, io::PipeReader) {
+    let mut bench = Bench::new();
+    bench.add(1, beside);
+    for n in [2, 3] {
+        bench.member(n, 50, "team");
+        let (_, file) = Page::create().unwrap();
+        let page = Arc::new(Page::open(file).unwrap());
+        let met = Met::new(TenantId(n.into()), page, Box::new(|_| true)).with_pid(1000 + n);
+        bench.engine.meet(SessionId(n.into()), met);
+    }
+    bench.pages[1].slot(2).unwrap().complete(1);
+    let (reader, writer) = io::pipe().unwrap();
+    rustix::io::ioctl_fionbio(&reader, true).unwrap();
+    let left = Left::Session(SessionId(3));
+    assert!(bench.engine.hold(&left, vec![writer.into()]).is_none());
+    bench.engine.leave(SessionId(3), false);
+    bench.engine.forget(TenantId(3));
+    (bench, reader)
+}
+
+/// Whether the memory is held still, after this time.
+fn held_after(bench: &mut Bench, seconds: u64, file: &mut io::PipeReader) -> bool {
+    bench.run(Micros::from_secs(seconds));
+    bench.dead.try_iter().for_each(drop);
+    let read = io::Read::read(file, &mut [0]);
+    read.is_err_and(|error| error.kind() == io::ErrorKind::WouldBlock)
+}
+
+#[test]
+fn what_a_member_leaves_behind_is_work_of_its_group_until_that_had_time_for_it() {
+    let (mut bench, mut file) = left_behind(Class::Batch);
+    assert!(held_after(&mut bench, 3, &mut file), "half of 3 s");
+    assert!(!held_after(&mut bench, 3, &mut file));
+    // Nobody else in the group had work.
+    let had = bench.domain(2).received_us;
+    assert!((2_000_000..2_600_000).contains(&had), "{had}");
+    bench.run(Micros::from_secs(1));
+    assert_eq!(bench.domain(2).received_us, had, "it has none any more");
+    assert_eq!(bench.engine.give_up("team").len(), 2);
+}
+
+#[test]
+fn what_is_left_behind_waits_for_higher_classes_but_not_for_ever() {
+    let (mut bench, mut file) = left_behind(Class::Standard);
+    assert!(held_after(&mut bench, 20, &mut file));
+    assert!(!held_after(&mut bench, 11, &mut file));
+    let left: Vec<u32> = (bench.engine.give_up("team").iter())
+        .filter(|it| it.ended_at_work())
+        .map(|it| it.pid)
+        .collect();
+    assert_eq!(left, [1003], "a fault now may be of its making");
+
+    let (mut bench, mut file) = left_behind(Class::Standard);
+    bench.engine.leave(SessionId(2), false);
+    assert!(held_after(&mut bench, 1, &mut file));
+    assert!(
+        !held_after(&mut bench, 2, &mut file),
+        "nobody is left to be hurt"
+    );
+    let none = bench.engine.hold(&Left::Group("team".into()), Vec::new());
+    assert!(none.is_some(), "there is no such group any more");
 }
 
 /// What `tests/e2e` measures as `noticed_after_ms`, on the engine's own clock.

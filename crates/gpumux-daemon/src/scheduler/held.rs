@@ -1,0 +1,52 @@
+//! What a process left behind in a group when it ended at work: its work goes on, as the group's, and its memory stays until
+//! the group had time enough to end it.
+
+use std::{os::fd::OwnedFd, sync::Arc};
+
+use gpumux_core::{Demand, DomainId, DomainState, Micros};
+
+use crate::hold::STAY;
+
+/// The longest that it stays, for a group that gets no time on the device: behind higher classes that always have work.
+const LONGEST: Micros = Micros::from_secs(30);
+
+/// Memory held for a group.
+pub(super) struct Held {
+    group: DomainId,
+    since: Micros,
+    /// Device time that the group had received before.
+    before: f64,
+    _files: Arc<[OwnedFd]>,
+}
+
+impl Held {
+    pub(super) fn new(group: DomainId, since: Micros, before: f64, files: Arc<[OwnedFd]>) -> Self {
+        Self {
+            group,
+            since,
+            before,
+            _files: files,
+        }
+    }
+
+    pub(super) fn group(&self) -> DomainId {
+        self.group
+    }
+
+    /// Whether it is over, given the device time that the group has received; none: it has no members any more.
+    pub(super) fn is_over(&self, now: Micros, received: Option<f64>) -> bool {
+        let held = now.saturating_sub(self.since);
+        let had = received.map_or(held.0 as f64, |received| received - self.before);
+        had >= STAY.as_micros() as f64 || held >= LONGEST
+    }
+
+    /// Its group has work as long as it is held.
+    pub(super) fn count_in(&self, states: &mut [DomainState]) {
+        let of_group = |state: &&mut DomainState| state.id == self.group;
+        if let Some(state) = states.iter_mut().find(of_group)
+            && state.demand != Demand::Busy
+        {
+            (state.demand, state.demand_since) = (Demand::Busy, self.since);
+        }
+    }
+}
