@@ -27,7 +27,7 @@ use std::{
 
 use gpumux_wire::{
     message::FARTHEST_HINT_US,
-    page::{HintCounts, Work},
+    page::{HintCounts, Slot, Work},
 };
 
 use crate::{
@@ -447,6 +447,9 @@ fn hold(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
     }
     state.open = true;
     count(place, |counts| counts.given = 1);
+    bits(place.slots.load(Ordering::Relaxed))
+        .filter_map(|slot| page()?.slot(slot))
+        .for_each(Slot::comes);
     Hinted::Held
 }
 

@@ -12,6 +12,7 @@ use std::{
     os::fd::{AsFd, OwnedFd},
     ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering},
+    time::Duration,
 };
 
 use rustix::{
@@ -23,7 +24,7 @@ use rustix::{
 pub const SLOTS: usize = 64;
 
 /// Says that a page is one, and its layout's version.
-const MAGIC: u64 = 0x0002_6770_756d_7578;
+const MAGIC: u64 = 0x0003_6770_756d_7578;
 
 /// Counters of one channel group, on cache lines of their own.
 #[derive(Debug, Default)]
@@ -38,7 +39,14 @@ pub struct Slot {
     /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
     /// had the device, in ns.
     hints: [AtomicU64; 4],
+    /// When work last came, or was said to come, after a pause; by the machine's monotonic clock, in ns. 0: never.
+    came: AtomicU64,
+    /// When some last came at all while none was there. For the writer.
+    touched: AtomicU64,
 }
+
+/// A domain without work for so long, in ns, has paused: shorter gaps are between the launches of one request.
+const PAUSE: u64 = 1_000_000;
 
 /// Holds of a device ahead of work.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -94,9 +102,30 @@ impl Slot {
         self.counted.store(1, Ordering::Release);
     }
 
-    /// Counts one piece of work. Two processor instructions; no lock.
+    /// Counts one piece of work. A few processor instructions; no lock. Reads the clock where no other work is there.
     pub fn submit(&self) -> u64 {
-        self.submitted.fetch_add(1, Ordering::AcqRel) + 1
+        let before = self.submitted.fetch_add(1, Ordering::AcqRel);
+        if self.completed.load(Ordering::Relaxed) >= before {
+            self.comes();
+        }
+        before + 1
+    }
+
+    /// Work comes, or is about to, and none is there.
+    pub fn comes(&self) {
+        let now = now_ns();
+        let before = self.touched.swap(now, Ordering::Relaxed);
+        if now.saturating_sub(before) >= PAUSE {
+            self.came.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// The last arrival of work after a pause: a name that no other has, and how long ago it was, whatever the writer put there.
+    pub fn came(&self) -> Option<(u64, Duration)> {
+        match self.came.load(Ordering::Relaxed) {
+            0 => None,
+            came => Some((came, Duration::from_nanos(now_ns().checked_sub(came)?))),
+        }
     }
 
     /// Pieces submitted so far.
@@ -246,6 +275,14 @@ fn middle_us(step: usize) -> f64 {
     ((step as f64 + 0.5) / STEPS as f64).exp2()
 }
 
+/// Nanoseconds by the machine's monotonic clock.
+fn now_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    (now.tv_sec as u64)
+        .wrapping_mul(1_000_000_000)
+        .wrapping_add(now.tv_nsec as u64)
+}
+
 /// Milliseconds by the machine's monotonic clock, as far as they fit: who compares two must mind that they begin anew.
 fn now_ms() -> u32 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
@@ -263,10 +300,10 @@ unsafe impl Send for Page {}
 // SAFETY: as above.
 unsafe impl Sync for Page {}
 
-/// What keeps a page from shrinking under its reader.
 /// How old the daemon takes a fault to be at most: a clock that began anew or a program that lies says more.
 const FAULT_AGE_MS: u32 = 60_000;
 
+/// What keeps a page from shrinking under its reader.
 const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
@@ -390,6 +427,31 @@ mod tests {
         ours.complete(1);
         assert_eq!(theirs.work(), Work::Idle(2));
         assert!(writer.slot(SLOTS as u32).is_none());
+    }
+
+    #[test]
+    fn the_reader_sees_when_work_came_after_a_pause() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        let (ours, theirs) = (writer.slot(3).unwrap(), reader.slot(3).unwrap());
+        assert_eq!(theirs.came(), None);
+        let came = || theirs.came().unwrap().0;
+        ours.submit();
+        let first = came();
+        assert!(theirs.came().unwrap().1 < Duration::from_secs(60));
+        std::thread::sleep(Duration::from_millis(2));
+        ours.submit();
+        assert_eq!(came(), first, "some is there");
+        ours.complete(2);
+        ours.submit();
+        let second = came();
+        assert!(second - first >= PAUSE);
+        ours.touched.store(now_ns(), Ordering::Relaxed);
+        ours.complete(3);
+        ours.submit();
+        assert_eq!(came(), second, "no pause");
+        ours.came.store(u64::MAX, Ordering::Relaxed);
+        assert_eq!(theirs.came(), None, "whatever the writer says");
     }
 
     #[test]

@@ -211,6 +211,7 @@ impl Device {
     pub(super) fn sample(&mut self, now: Micros) {
         self.sampled = now;
         for domain in self.domains.values_mut() {
+            domain.follow_rhythm(now);
             if let Some(times) = domain.new_holds() {
                 self.record.push(now, &domain.who, What::Held(times));
             }
@@ -341,7 +342,7 @@ impl Device {
                 domains.values().any(|domain| {
                     domain.planned_as() == id
                         && domain.state.run == RunState::Enabled
-                        && domain.demand() == Demand::Busy
+                        && domain.at_work()
                 })
             };
             if self.calm.awaits(lever, snapshot, clock(), at_work) {
@@ -587,6 +588,7 @@ fn together(domains: impl Iterator<Item = (Option<DomainId>, DomainState)>) -> V
         if state.run == RunState::Enabled {
             all.run = RunState::Enabled;
         }
+        all.expected = all.expected.into_iter().chain(state.expected).min();
         all.demand_since = match rank(state.demand).cmp(&rank(all.demand)) {
             std::cmp::Ordering::Greater => state.demand_since,
             std::cmp::Ordering::Less => all.demand_since,

@@ -1,10 +1,12 @@
 //! One channel group of a tenant's process, with its levers and its counters.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Duration};
 
-use gpumux_core::{Account, Demand, DomainId, DomainState, Micros, RunState, TenantId, Timeslice};
+use gpumux_core::{
+    Account, Demand, DomainId, DomainState, Micros, Rhythm, RunState, TenantId, Timeslice,
+};
 use gpumux_rm::Levers;
-use gpumux_wire::page::{Page, Work};
+use gpumux_wire::page::{Page, Slot, Work};
 
 use super::{
     SessionId,
@@ -73,6 +75,9 @@ pub(crate) struct Domain {
     parked: bool,
     /// Holds that its process had counted at the last look.
     holds: u64,
+    /// The last arrival that is known, and the times of those before.
+    came: u64,
+    rhythm: Rhythm,
 }
 
 /// A lever that did not move: until it does, the domain is left alone.
@@ -81,6 +86,9 @@ pub(super) struct Fault {
     /// When to try again.
     pub(super) until: Micros,
 }
+
+/// Longer than a process holds the device ahead of work that it expects soon.
+const HELD: Duration = Duration::from_micros(600);
 
 /// How long a domain without work still counts as one that competes: many pause between pieces of work.
 const LINGERS: Micros = Micros::from_secs(1);
@@ -125,6 +133,8 @@ impl Domain {
             page: group.page,
             parked: false,
             holds: 0,
+            came: 0,
+            rhythm: Rhythm::default(),
         };
         domain.state.demand = domain.demand();
         // What it did before is nobody's business.
@@ -155,6 +165,29 @@ impl Domain {
             Some(Work::Idle(_)) => Demand::Idle,
             Some(Work::Unknown) | None => Demand::Unknown,
         }
+    }
+
+    /// Whether it has work, or holds the device ahead of some.
+    pub(super) fn at_work(&self) -> bool {
+        let holds = |slot: &Slot| {
+            let hints = slot.hints();
+            let ended = hints.useful.saturating_add(hints.wasted);
+            hints.given > ended && slot.came().is_some_and(|(_, ago)| ago < HELD)
+        };
+        self.demand() == Demand::Busy || self.page.slot(self.member.key).is_some_and(holds)
+    }
+
+    /// Learns when work came, and when it is to be expected.
+    pub(super) fn follow_rhythm(&mut self, now: Micros) {
+        let slot = self.page.slot(self.member.key);
+        if let Some((name, ago)) = slot.and_then(Slot::came)
+            && name != self.came
+        {
+            self.came = name;
+            let ago = Micros(ago.as_micros() as u64);
+            self.rhythm.came(now.saturating_sub(ago));
+        }
+        self.state.expected = self.rhythm.next(now);
     }
 
     /// It has work now, or none any more.
