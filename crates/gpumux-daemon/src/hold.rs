@@ -20,15 +20,20 @@ const FILES: [&str; 2] = ["/dev/nvidiactl", "/dev/nvidia-uvm"];
 /// So many of a process are looked for.
 const MOST: usize = 8;
 
-/// Holds a process's driver files until its group had [`STAY`] on the device; without a group that is known, for that time.
-pub(crate) async fn until_ended(scheduler: &Handle, of: Left, files: Vec<OwnedFd>) {
+/// Holds a process's driver files until its group had [`STAY`] on the device. Without such a group they are held for that time, while
+/// the caller waits for what this returns.
+pub(crate) async fn until_ended(
+    scheduler: &Handle,
+    of: Left,
+    files: Vec<OwnedFd>,
+) -> impl Future<Output = ()> + use<> {
     let rest = scheduler.call(move |engine| engine.hold(&of, files)).await;
-    if let Ok(Some(files)) = rest {
-        tokio::spawn(async move {
+    async move {
+        if let Ok(Some(files)) = rest {
             tokio::time::sleep(STAY).await;
             // The last one frees memory, which takes the driver long.
             tokio::task::spawn_blocking(|| drop(files));
-        });
+        }
     }
 }
 

@@ -313,13 +313,14 @@ impl Sessions {
         };
         session.hear_last_words(socket);
         let held = session.has_shared_work();
+        let mut rest = None;
         if held {
             tracing::info!(
                 pid = peer.pid,
                 "it ended with work under way: its memory is held"
             );
             let kept = std::mem::take(&mut session.kept);
-            hold::until_ended(&self.scheduler, Left::Session(id), kept).await;
+            rest = Some(hold::until_ended(&self.scheduler, Left::Session(id), kept).await);
         }
         // Its socket closes a moment before it has ended.
         let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());
@@ -332,6 +333,10 @@ impl Sessions {
             .await;
         self.memory.leave(id).await;
         self.tenants.leave(id, tenant, peer.pid).await;
+        // Until then it counts among its user's sessions.
+        if let Some(rest) = rest {
+            rest.await;
+        }
         result
     }
 }

@@ -776,7 +776,8 @@ impl Tenants {
 
     /// Holds the memory of a process that was ended in a group of this name.
     pub(crate) async fn hold_memory(&self, group: Arc<str>, files: Vec<OwnedFd>) {
-        hold::until_ended(&self.scheduler, Left::Group(group), files).await;
+        let rest = hold::until_ended(&self.scheduler, Left::Group(group), files).await;
+        tokio::spawn(rest);
     }
 
     /// A session has ended.

@@ -30,6 +30,9 @@ const TICK: Micros = Micros::from_millis(1);
 /// Looking costs at most this part of one CPU (as its reciprocal).
 const TICK_COST: u64 = 64;
 
+/// As many as an MPS server has clients.
+const MAX_HELD: usize = 48;
+
 /// Why a parked domain is frozen, whatever the policy says.
 pub(crate) const AWAY: &str = "its memory is away";
 
@@ -116,20 +119,18 @@ impl Device {
         }
     }
 
-    /// Holds the memory of a process that left work behind in these groups.
-    pub(super) fn hold(
-        &mut self,
-        now: Micros,
-        groups: impl IntoIterator<Item = DomainId>,
-        files: &Arc<[OwnedFd]>,
-    ) {
+    /// Holds the memory of a process that left work behind in a group, unless that of too many is.
+    pub(super) fn hold(&mut self, now: Micros, group: DomainId, files: &Arc<[OwnedFd]>) -> bool {
+        let of_group = |held: &&Held| held.group() == group;
+        if self.held.iter().filter(of_group).count() >= MAX_HELD {
+            return false;
+        }
         self.account(now);
         self.dirty = true;
-        for group in groups {
-            let before = self.accounts.get(group).received_us;
-            let files = Arc::clone(files);
-            self.held.push(Held::new(group, now, before, files));
-        }
+        let before = self.accounts.get(group).received_us;
+        let files = Arc::clone(files);
+        self.held.push(Held::new(group, now, before, files));
+        true
     }
 
     /// Whether memory is held for the group of this name.

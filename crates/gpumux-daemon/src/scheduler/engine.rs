@@ -545,8 +545,8 @@ impl Engine {
         self.books.leave(session);
     }
 
-    /// A process left work behind in a group: its files are held until the group had time to end that. Returns them if nothing
-    /// is known of such a group.
+    /// A process left work behind in a group: its files are held until the group had time to end that. Returns them if
+    /// nothing is known of such a group, or too much is held for it.
     pub(crate) fn hold(&mut self, of: &Left, files: Vec<OwnedFd>) -> Option<Arc<[OwnedFd]>> {
         let (now, files) = (self.now(), Arc::from(files));
         let mut held = false;
@@ -561,9 +561,8 @@ impl Engine {
                 }
                 Left::Group(name) => device.group_named(name).into_iter().collect(),
             };
-            if !groups.is_empty() {
-                held = true;
-                device.hold(now, groups, &files);
+            for group in groups {
+                held |= device.hold(now, group, &files);
             }
         }
         (!held).then_some(files)

@@ -518,6 +518,13 @@ fn what_is_left_behind_waits_for_higher_classes_but_not_for_ever() {
         .collect();
     assert_eq!(left, [1003], "a fault now may be of its making");
 
+    let mut hold = || {
+        let team = Left::Group("team".into());
+        bench.engine.hold(&team, Vec::new()).is_none()
+    };
+    let held = std::iter::repeat_with(&mut hold).take_while(|held| *held);
+    assert_eq!(held.count(), 48, "not of any number");
+
     let (mut bench, mut file) = left_behind(Class::Standard);
     bench.engine.leave(SessionId(2), false);
     assert!(held_after(&mut bench, 1, &mut file));
