@@ -67,6 +67,26 @@ fn a_tenant_is_explained_and_traced() {
 }
 
 #[test]
+fn the_accounts_are_what_the_driver_measures() {
+    let node = Node::start();
+    let _tenants = [("large", 0.7), ("small", 0.3)].map(|(name, guaranteed)| {
+        let options = format!("--name {name} --class standard --guaranteed {guaranteed}");
+        let program = "gpumux workload batch --kernel-us 5000 --seconds 600";
+        Process::start(&mut node.tenant(&options, program))
+    });
+    wait_for("the same shares from both", PATIENCE, || {
+        let shares = ["large", "small"].map(|name| {
+            let tenant = node.find_tenant(name)?;
+            let share = |what: &str| tenant["domains"][0][what].as_f64();
+            Some((share("received_share")?, share("measured_share")?))
+        });
+        let [large, small] = [shares[0]?, shares[1]?];
+        let alike = |(received, measured): (f64, f64)| (received - measured).abs() < 0.15;
+        (alike(large) && alike(small) && large.1 > 1.5 * small.1).then_some(())
+    });
+}
+
+#[test]
 fn doctor_and_demo_disturb_nobody() {
     let (node, mut processes) = busy();
     let gpumux = binary();

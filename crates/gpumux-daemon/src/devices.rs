@@ -1,6 +1,7 @@
 //! The devices as NVML knows them: GPUs and MIG instances, which are only looked at, never made. Without NVML, devices are known once a tenant shows them.
 
 use std::{
+    collections::BTreeMap,
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
     thread,
@@ -27,6 +28,8 @@ pub(crate) struct Known {
     pub(crate) driver: String,
     /// `ok`, or what is wrong.
     pub(crate) state: String,
+    /// The part of the last second in which kernels of each process ran, by pid; none: the driver does not tell.
+    pub(crate) used_by: Option<BTreeMap<u32, f64>>,
 }
 
 /// What is known of all devices.
@@ -56,8 +59,9 @@ impl Devices {
                     return;
                 }
             };
+            let mut seen = BTreeMap::new();
             while !looked.is_closed() {
-                own.look(&nvml, raw.as_ref());
+                own.look(&nvml, raw.as_ref(), &mut seen);
                 let _ = looked.send(true);
                 thread::park_timeout(EVERY);
             }
@@ -68,21 +72,23 @@ impl Devices {
         (devices, changes)
     }
 
-    fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>) {
+    /// `seen` says up to when the use of each GPU was seen, by NVML's clock.
+    fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>, seen: &mut BTreeMap<u32, u64>) {
         let driver = nvml.sys_driver_version().unwrap_or_default();
         let old = self.list();
         let new: Vec<Known> = (0..nvml.device_count().unwrap_or(0))
-            .flat_map(|gpu| match describe(nvml, raw, gpu) {
-                Ok(found) => found
-                    .into_iter()
-                    .map(|known| Known {
-                        driver: driver.clone(),
-                        ..known
-                    })
-                    .collect::<Vec<_>>(),
-                Err(error) => {
-                    let of_gpu = old.iter().filter(|known| known.gpu == gpu).cloned();
-                    of_gpu
+            .flat_map(
+                |gpu| match describe(nvml, raw, gpu, seen.entry(gpu).or_default()) {
+                    Ok(found) => found
+                        .into_iter()
+                        .map(|known| Known {
+                            driver: driver.clone(),
+                            ..known
+                        })
+                        .collect::<Vec<_>>(),
+                    Err(error) => {
+                        let of_gpu = old.iter().filter(|known| known.gpu == gpu).cloned();
+                        of_gpu
                         .map(|known| {
                             tracing::error!(device = known.uuid, %error, "a device is in trouble");
                             Known {
@@ -91,8 +97,9 @@ impl Devices {
                             }
                         })
                         .collect()
-                }
-            })
+                    }
+                },
+            )
             .collect();
         // A driver that does not answer at all has not lost its devices.
         if new != old && !new.is_empty() {
@@ -114,7 +121,12 @@ fn init(library: Option<&Path>) -> Result<(Nvml, Option<NvmlLib>), NvmlError> {
 }
 
 /// The GPU, or where it is partitioned, its MIG instances: those are what programs use.
-fn describe(nvml: &Nvml, raw: Option<&NvmlLib>, gpu: u32) -> Result<Vec<Known>, NvmlError> {
+fn describe(
+    nvml: &Nvml,
+    raw: Option<&NvmlLib>,
+    gpu: u32,
+    seen: &mut u64,
+) -> Result<Vec<Known>, NvmlError> {
     let device = nvml.device_by_index(gpu)?;
     let partitioned = device.mig_mode().is_ok_and(|mode| mode.current == 1);
     let of = |device: Device<'_>| {
@@ -127,12 +139,37 @@ fn describe(nvml: &Nvml, raw: Option<&NvmlLib>, gpu: u32) -> Result<Vec<Known>, 
             memory_used: memory.used,
             driver: String::new(),
             state: "ok".into(),
+            used_by: None,
         })
     };
     match raw.filter(|_| partitioned) {
         Some(raw) => instances(nvml, raw, &device).into_iter().map(of).collect(),
-        None => Ok(vec![of(device)?]),
+        None => {
+            let used_by = used_by(&device, seen);
+            let known = of(device)?;
+            Ok(vec![Known { used_by, ..known }])
+        }
     }
+}
+
+/// Which part of the time since `seen` processes used a GPU.
+fn used_by(device: &Device<'_>, seen: &mut u64) -> Option<BTreeMap<u32, f64>> {
+    let samples = match device.process_utilization_stats(*seen) {
+        Ok(samples) => samples,
+        Err(NvmlError::NotFound) => Vec::new(),
+        Err(_) => return None,
+    };
+    let mut sums: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
+    for sample in samples.iter().filter(|it| it.sm_util <= 100) {
+        *seen = sample.timestamp.max(*seen);
+        let (sum, count) = sums.entry(sample.pid).or_default();
+        (*sum, *count) = (*sum + f64::from(sample.sm_util) / 100.0, *count + 1.0);
+    }
+    Some(
+        sums.into_iter()
+            .map(|(pid, (sum, count))| (pid, sum / count))
+            .collect(),
+    )
 }
 
 fn instances<'nvml>(nvml: &'nvml Nvml, raw: &NvmlLib, gpu: &Device<'_>) -> Vec<Device<'nvml>> {

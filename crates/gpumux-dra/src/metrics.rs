@@ -451,6 +451,7 @@ mod tests {
                 demand: Demand::Busy,
                 promised_share: 0.5,
                 received_share: received,
+                measured_share: None,
                 received_us: 1_500_000,
                 runnable_us: 2_000_000,
                 waited_us: 500_000,

@@ -3,9 +3,11 @@
 //! It has a connection of its own, which is made again when the server was restarted or the process has forked.
 
 use std::{
+    collections::{BTreeMap, VecDeque},
     ffi::{CStr, c_char, c_int, c_uint, c_ulonglong},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Mutex,
+    time::{SystemTime, UNIX_EPOCH},
 };
 
 use gpumux_emu::{
@@ -283,11 +285,7 @@ exports! { FUNCTIONS by nvml;
     nvmlDeviceGetComputeRunningProcesses_v2(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
     nvmlDeviceGetComputeRunningProcesses_v3(device: Handle, count: Out<c_uint>, out: Out<ProcessInfo>) => processes(device, count, out);
     nvmlDeviceGetGraphicsRunningProcesses_v3(device: Handle, count: Out<c_uint>, _out: Out<ProcessInfo>) => info(device, |_| Ok(count.put(0)?));
-    nvmlDeviceGetProcessUtilization(device: Handle, _samples: Out<u8>, count: Out<c_uint>, _since: c_ulonglong) => {
-        // The device does not measure by process.
-        info(device, |_| Ok(count.put(0)?))?;
-        Err(NvmlError::NOT_FOUND)
-    };
+    nvmlDeviceGetProcessUtilization(device: Handle, samples: Out<ProcessUtilization>, count: Out<c_uint>, since: c_ulonglong) => utilization(device, samples, count, since);
     nvmlDeviceGetBrand(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(14)?)); // NVIDIA
     nvmlDeviceGetArchitecture(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(9)?)); // Hopper
     nvmlDeviceGetComputeMode(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(0)?)); // default
@@ -436,6 +434,82 @@ fn processes<T: From<ProcessInfo>>(device: Handle, count: Out<c_uint>, out: Out<
         return Ok(());
     }
     Ok(out.put_all(running.into_iter().map(T::from))?)
+}
+
+/// `nvmlProcessUtilizationSample_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ProcessUtilization {
+    pid: c_uint,
+    /// In µs since 1970.
+    time: u64,
+    sm_percent: c_uint,
+    memory_percent: c_uint,
+    encoder_percent: c_uint,
+    decoder_percent: c_uint,
+}
+
+/// How long each process's kernels had run at some moments, in µs since 1970, of each device.
+static SAMPLES: Mutex<BTreeMap<u32, VecDeque<Sample>>> = Mutex::new(BTreeMap::new());
+type Sample = (u64, BTreeMap<u32, u64>);
+/// So many are kept, and so far apart, in µs: as the driver's.
+const KEPT: usize = 100;
+const APART: u64 = 100_000;
+
+/// What processes used since a moment.
+fn utilization(
+    device: Handle,
+    samples: Out<ProcessUtilization>,
+    count: Out<c_uint>,
+    since: u64,
+) -> Result {
+    whole(device, |_| Ok(()))?;
+    if !instances(device)?.is_empty() {
+        return Err(NvmlError::NOT_SUPPORTED);
+    }
+    let busy: BTreeMap<u32, u64> = status(device)?.busy.into_iter().collect();
+    let epoch = SystemTime::now().duration_since(UNIX_EPOCH);
+    let now = epoch.unwrap_or_default().as_micros() as u64;
+    let mut all = lock(&SAMPLES);
+    let known = all.entry(device as u32).or_default();
+    let before = known.iter().rfind(|(at, _)| *at <= since);
+    let before = before.or(known.front()).cloned();
+    if known.back().is_none_or(|(at, _)| at + APART <= now) {
+        known.push_back((now, busy.clone()));
+        if known.len() > KEPT {
+            known.pop_front();
+        }
+    }
+    drop(all);
+    let percent = |(pid, ran): (u32, u64)| {
+        let (then, before) = before.as_ref()?;
+        let time = now.checked_sub(*then).filter(|time| *time > 0)?;
+        let ran = ran.saturating_sub(before.get(&pid).copied().unwrap_or(0));
+        let percent = (ran / 10).checked_div(time)?.min(100) as c_uint;
+        Some(ProcessUtilization {
+            pid,
+            time: now,
+            sm_percent: percent,
+            memory_percent: 0,
+            encoder_percent: 0,
+            decoder_percent: 0,
+        })
+    };
+    let used: Vec<_> = busy
+        .into_iter()
+        .filter_map(percent)
+        .filter(|it| it.sm_percent > 0)
+        .collect();
+    if used.is_empty() {
+        count.put(0)?;
+        return Err(NvmlError::NOT_FOUND);
+    }
+    let room = count.get()? as usize;
+    count.put(used.len() as c_uint)?;
+    if samples.is_null() || room < used.len() {
+        return Err(NvmlError::INSUFFICIENT_SIZE);
+    }
+    Ok(samples.put_all(used)?)
 }
 
 /// `nvmlMemory_t`.

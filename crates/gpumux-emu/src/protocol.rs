@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 use crate::profile::prefixed;
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -189,6 +189,8 @@ pub struct DeviceStatus {
     pub copy_percent: u32,
     /// Processes with contexts, and the bytes that they use.
     pub processes: Vec<(u32, u64)>,
+    /// How long the kernels of processes with contexts have run, in ns.
+    pub busy: Vec<(u32, u64)>,
 }
 
 /// Which of a context's groups runs a piece of work.

@@ -1,9 +1,14 @@
 //! Why a tenant gets what it gets: one paragraph, made of what the API shows anyway.
 
+use std::collections::BTreeMap;
+
 use gpumux_core::{Class, space::Way};
 
 use super::types::{CurveFrom, Device, Domain, Fault, Placement, Spec, Tenant};
 use crate::scheduler::AWAY;
+
+/// What accounts and the driver's measure may differ by without a word: both are of about a second, but not of the same.
+const DIFFERS: f64 = 0.1;
 
 /// One paragraph about `tenant`; `all` are the tenants of the same moment, `faults` the last ones in groups.
 pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device], faults: &[Fault]) -> String {
@@ -197,6 +202,26 @@ fn on_device(tenant: &Tenant, uuid: &str, device: Option<&Device>, others: &[&Te
             }))
         ),
     };
+    // In a group all members' kernels are the group's.
+    let alone = own.iter().all(|domain| domain.group.is_none());
+    let measured: Option<BTreeMap<u32, f64>> = own
+        .iter()
+        .map(|domain| Some((domain.pid, domain.measured_share?)))
+        .collect();
+    if let Some(measured) = measured.filter(|_| alone) {
+        let measured = measured.values().sum::<f64>();
+        if received - measured > DIFFERS {
+            text += &format!(
+                " By the driver's measure its kernels ran in {} of that second: the rest passed between them, or in switches.",
+                percent(measured)
+            );
+        } else if measured - received > DIFFERS {
+            text += &format!(
+                " By the driver's measure it was {}: the account is too low.",
+                percent(measured)
+            );
+        }
+    }
     if promised + 0.005 < tenant.spec.guaranteed {
         text += " More is guaranteed to the tenants on it than it has: start this one on another device, or guarantee less.";
     }
@@ -308,6 +333,7 @@ mod tests {
             demand: Demand::Busy,
             promised_share: 0.5,
             received_share: 0.25,
+            measured_share: None,
             received_us: 6_000_000,
             runnable_us: 10_000_000,
             waited_us: 4_000_000,
@@ -353,6 +379,40 @@ mod tests {
         assert!(!explain(&all[0], &all, &[], &[]).contains(short));
         all[0].spec.guaranteed = 0.7;
         assert!(explain(&all[0], &all, &[], &[]).contains(short));
+    }
+
+    #[test]
+    fn what_the_driver_measured_is_told_where_it_is_another() {
+        let said = |measured: &[Option<f64>], group| {
+            let with = |measured: &Option<f64>| Domain {
+                measured_share: *measured,
+                group,
+                ..domain(false, "")
+            };
+            let domains = measured.iter().map(with).collect();
+            let all = [tenant("web", Class::Latency, domains)];
+            explain(&all[0], &all, &[], &[])
+        };
+        let low = said(&[Some(0.05)], None);
+        assert!(
+            low.contains("its kernels ran in 5% of that second"),
+            "{low}"
+        );
+        let high = said(&[Some(0.5)], None);
+        assert!(
+            high.contains("it was 50%: the account is too low"),
+            "{high}"
+        );
+        // 25% of each, of one process.
+        let contexts = said(&[Some(0.45), Some(0.45)], None);
+        for text in [
+            said(&[Some(0.3)], None),
+            said(&[None], None),
+            said(&[Some(0.9)], Some(1)),
+            contexts,
+        ] {
+            assert!(!text.contains("the driver's measure"), "{text}");
+        }
     }
 
     #[test]

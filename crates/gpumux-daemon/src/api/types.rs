@@ -687,6 +687,9 @@ pub struct Domain {
     pub promised_share: f64,
     /// Share that it received in the last second or two.
     pub received_share: f64,
+    /// Part of the last second in which its process's kernels ran, as NVML measured it; none where the driver does not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub measured_share: Option<f64>,
     /// Device time received, in µs.
     pub received_us: u64,
     /// Time in which it had work or may have had, in µs.

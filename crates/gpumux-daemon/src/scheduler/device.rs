@@ -58,6 +58,8 @@ pub(super) struct Device {
     pub(super) emulated: bool,
     /// What is wrong with the device.
     pub(super) lost: Option<String>,
+    /// What the driver measured of processes, by pid, if it does.
+    pub(super) used_by: Option<BTreeMap<u32, f64>>,
     /// When the policy wants to be asked again.
     next: Option<Micros>,
     calm: Calm,
@@ -80,6 +82,7 @@ impl Device {
             dirty: false,
             emulated: false,
             lost: None,
+            used_by: None,
             next: None,
             calm: Calm::default(),
             sampled: now,
@@ -150,6 +153,12 @@ impl Device {
         let over: Vec<Held> = self.held.extract_if(.., over).collect();
         self.dirty |= !over.is_empty();
         over
+    }
+
+    /// The share of the device that a process used in the last second, as the driver measured it.
+    pub(super) fn measured(&self, pid: u32) -> Option<f64> {
+        let used_by = self.used_by.as_ref()?;
+        Some(used_by.get(&pid).copied().unwrap_or(0.0))
     }
 
     /// Who uses it.

@@ -211,7 +211,7 @@ impl Engine {
         for known in devices {
             self.books
                 .know(&known.uuid, known.memory_bytes, known.memory_used);
-            self.device(known.uuid);
+            self.device(known.uuid).used_by = known.used_by;
         }
     }
 
@@ -961,6 +961,7 @@ impl Engine {
                     demand: domain.state.demand,
                     promised_share: promised.get(&tenant).copied().unwrap_or_default(),
                     received_share: domain.share(now, account.received_us),
+                    measured_share: device.measured(domain.member.pid),
                     received_us: account.received_us as u64,
                     runnable_us: account.runnable_us as u64,
                     waited_us: account.waited_us as u64,

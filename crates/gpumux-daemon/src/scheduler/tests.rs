@@ -876,6 +876,7 @@ fn a_promise_that_cannot_be_kept_changes_nothing() {
         name: String::new(),
         memory_bytes: 80 << 30,
         memory_used: 0,
+        used_by: None,
         driver: String::new(),
         state: "ok".into(),
     }]);

@@ -155,6 +155,7 @@ impl Devices {
             compute_percent,
             copy_percent,
             processes: Vec::new(),
+            busy: Vec::new(),
         })
     }
 

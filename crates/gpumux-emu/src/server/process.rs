@@ -7,7 +7,10 @@ use std::{
 
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::{core::Core, wire::now};
+use super::{
+    core::{Core, Role},
+    wire::now,
+};
 use crate::protocol::{Answer, Refusal, Request};
 
 pub(super) struct Memory {
@@ -25,6 +28,9 @@ pub(super) struct Process {
     /// Contexts per device.
     pub(super) contexts: BTreeMap<u32, u64>,
 }
+
+/// Processes of which an answer can tell beside its other fields.
+const MOST: usize = 2048;
 
 impl Core {
     /// A process has one connection less; with the last one its memory goes.
@@ -94,6 +100,7 @@ impl Core {
             Request::Status { device } => {
                 let mut status = self.devices.status(device, now()).ok_or(Refusal::Unknown)?;
                 status.processes = self.processes_on(device);
+                status.busy = self.busy_on(device);
                 Ok((Answer::Status(status), None))
             }
         }
@@ -131,10 +138,28 @@ impl Core {
         Ok((id, file))
     }
 
+    /// Processes with contexts on a device, and how long their kernels have run, as far as streams that are there tell.
+    fn busy_on(&self, index: u32) -> Vec<(u32, u64)> {
+        let Some(device) = self.devices.all.get(index as usize) else {
+            return Vec::new();
+        };
+        let mut busy: BTreeMap<u32, u64> = BTreeMap::new();
+        for connection in self.connections.values() {
+            let Role::Execution(execution) = &connection.role else {
+                continue;
+            };
+            if execution.device == index {
+                let streams = execution.streams.values();
+                let received = streams.filter_map(|it| device.gpu.stream_received(*it).ok());
+                let ran: u64 = received.map(|it| it.busy).sum();
+                *busy.entry(connection.pid).or_default() += ran;
+            }
+        }
+        busy.into_iter().take(MOST).collect()
+    }
+
     /// Processes with contexts on a device, and what they use.
     pub(super) fn processes_on(&self, device: u32) -> Vec<(u32, u64)> {
-        /// What an answer can carry beside its other fields.
-        const MOST: usize = 4096;
         let mut found: Vec<(u32, u64)> = self
             .processes
             .iter()

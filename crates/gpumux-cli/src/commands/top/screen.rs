@@ -288,6 +288,7 @@ mod tests {
             demand: Demand::Busy,
             promised_share,
             received_share: 0.5,
+            measured_share: None,
             received_us,
             runnable_us: received_us + waited_us,
             waited_us,
