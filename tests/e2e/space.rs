@@ -487,10 +487,6 @@ fn who_loses_its_server_is_named_although_it_ends_at_once() {
         member.wait_lines(2);
         node.wait_tenant(name, has_domain);
     }
-    // Nobody would miss the server of a group without tenants.
-    let mut last = node.tenant(&format!("{GROUP} --name last"), "sh -c");
-    let mut last = Process::start(last.arg("echo ready; exec sleep 600"));
-    last.wait_lines(1);
     let group = fs::read_dir(node.dir().join("groups")).unwrap().next();
     let mut ask = node.gpumux(["emu", "mps"]);
     enter(&mut ask, &group.unwrap().unwrap().path());

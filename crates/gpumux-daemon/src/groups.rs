@@ -364,6 +364,11 @@ impl Groups {
             if state.seats > 0 {
                 return;
             }
+            // They may all have ended because their server did.
+            let lost = |it: ProcessId| it.watch().is_none_or(|it| it.has_ended());
+            if state.process.take_if(|it| lost(*it)).is_some() {
+                self.tell(group);
+            }
             state.emptied
         };
         let (groups, group) = (Arc::clone(self), Arc::clone(group));

@@ -775,6 +775,7 @@ fn a_class_changes_while_running() {
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);
     bench.engine.step();
+    let set = bench.engine.now();
     let class = Class::Latency;
     bench
         .spec(
@@ -797,6 +798,7 @@ fn a_class_changes_while_running() {
     bench.engine.step();
     assert_eq!(bench.hardware().groups[&1].slice, 1);
     assert!(bench.hardware().groups[&2].slice > 1000);
+    assert!(bench.engine.now() - set < Micros::from_millis(100));
 }
 
 #[test]
