@@ -147,6 +147,37 @@ fn batch_tenants_progress_beside_a_latency_tenant() {
     all_progress(3, true);
 }
 
+/// Small copies from the host, copies in the device and cleared memory are work of the compute group.
+#[test]
+fn who_launches_nothing_takes_turns_too() {
+    const PROGRAM: &str = r#"
+import time
+use_device()
+memory = ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(memory), ctypes.c_size_t(8192))
+size = ctypes.c_size_t(4096)
+other = ctypes.c_uint64(memory.value + 4096)
+while True:
+    call("cuMemcpyHtoD_v2", memory, bytes(4096), size)
+    call("cuMemcpyDtoD_v2", other, memory, size)
+    call("cuMemsetD8_v2", memory, ctypes.c_ubyte(1), size)
+    call("cuCtxSynchronize")
+    print("done", flush=True)
+    time.sleep(0.02)
+"#;
+    let node = Node::start();
+    let Some(program) = crate::memory::python(&node, PROGRAM) else {
+        return;
+    };
+    let _serve = Process::start(&mut node.tenant("--class latency", REQUESTS));
+    let mut train = Process::start(&mut node.tenant("--class batch", TICKS));
+    train.wait_lines(1);
+    let mut copies = Process::start(&mut node.tenant("--class batch", &program));
+    copies.wait_lines(30);
+    let lines = train.lines();
+    train.wait_lines(lines + 5);
+}
+
 #[test]
 fn rotation_interrupts_kernels_and_keeps_them_correct() {
     let node = Node::start();

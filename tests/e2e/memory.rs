@@ -70,7 +70,7 @@ fn a_limit_is_cuda_s_own_error_and_the_tenant_lives() {
 }
 
 /// The command of a Python program that calls the driver; `None` where there is no Python.
-fn python(node: &Node, program: &str) -> Option<String> {
+pub(crate) fn python(node: &Node, program: &str) -> Option<String> {
     const DRIVER: &str = r#"
 import ctypes
 cuda = ctypes.CDLL("libcuda.so.1")

@@ -414,17 +414,17 @@ hooks! {
     cuGraphUpload_ptsz [c"cuGraphUpload" 11010 PER_THREAD] (a: u64, stream: CUstream)
         real => work::copy(stream, OWN, real);
     cuLaunch [c"cuLaunch" 2000] (a: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuLaunchCooperativeKernelMultiDevice [c"cuLaunchCooperativeKernelMultiDevice" 9000] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuLaunchGrid [c"cuLaunchGrid" 2000] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuLaunchGridAsync [c"cuLaunchGridAsync" 2000] (a: u64, b: u64, c: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemBatchDecompressAsync [c"cuMemBatchDecompressAsync" 12060] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemBatchDecompressAsync_ptsz [c"cuMemBatchDecompressAsync" 12060 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemDiscardAndPrefetchBatchAsync [c"cuMemDiscardAndPrefetchBatchAsync" 13000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
         real => work::copy(stream, LEGACY, real);
     cuMemDiscardAndPrefetchBatchAsync_ptsz [c"cuMemDiscardAndPrefetchBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
@@ -450,135 +450,135 @@ hooks! {
     cuMemPrefetchBatchAsync_ptsz [c"cuMemPrefetchBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
         real => work::copy(stream, OWN, real);
     cuMemcpy2DAsync_v2 [c"cuMemcpy2DAsync" 3020] (a: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpy2DAsync_v2_ptsz [c"cuMemcpy2DAsync" 7000 PER_THREAD] (a: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpy2DUnaligned_v2 [c"cuMemcpy2DUnaligned" 3020] (a: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpy2DUnaligned_v2_ptds [c"cuMemcpy2DUnaligned" 7000 PER_THREAD] (a: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpy2D_v2 [c"cuMemcpy2D" 3020] (a: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpy2D_v2_ptds [c"cuMemcpy2D" 7000 PER_THREAD] (a: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpy3DAsync_v2 [c"cuMemcpy3DAsync" 3020] (a: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpy3DAsync_v2_ptsz [c"cuMemcpy3DAsync" 7000 PER_THREAD] (a: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpy3DBatchAsync [c"cuMemcpy3DBatchAsync" 12080] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpy3DBatchAsync_ptsz [c"cuMemcpy3DBatchAsync" 12080 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpy3DBatchAsync_v2 [c"cuMemcpy3DBatchAsync" 13000] (a: u64, b: u64, c: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpy3DBatchAsync_v2_ptsz [c"cuMemcpy3DBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpy3DPeer [c"cuMemcpy3DPeer" 4000] (a: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpy3DPeerAsync [c"cuMemcpy3DPeerAsync" 4000] (a: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpy3DPeerAsync_ptsz [c"cuMemcpy3DPeerAsync" 7000 PER_THREAD] (a: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpy3DPeer_ptds [c"cuMemcpy3DPeer" 7000 PER_THREAD] (a: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpy3D_v2 [c"cuMemcpy3D" 3020] (a: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpy3D_v2_ptds [c"cuMemcpy3D" 7000 PER_THREAD] (a: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyAtoA_v2 [c"cuMemcpyAtoA" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyAtoA_v2_ptds [c"cuMemcpyAtoA" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyAtoD_v2 [c"cuMemcpyAtoD" 3020] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyAtoD_v2_ptds [c"cuMemcpyAtoD" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyAtoHAsync_v2 [c"cuMemcpyAtoHAsync" 3020] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyAtoHAsync_v2_ptsz [c"cuMemcpyAtoHAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpyAtoH_v2 [c"cuMemcpyAtoH" 3020] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyAtoH_v2_ptds [c"cuMemcpyAtoH" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyBatchAsync [c"cuMemcpyBatchAsync" 12080] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyBatchAsync_ptsz [c"cuMemcpyBatchAsync" 12080 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, h: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpyBatchAsync_v2 [c"cuMemcpyBatchAsync" 13000] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyBatchAsync_v2_ptsz [c"cuMemcpyBatchAsync" 13000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, f: u64, g: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpyDtoA_v2 [c"cuMemcpyDtoA" 3020] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyDtoA_v2_ptds [c"cuMemcpyDtoA" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyDtoDAsync [c"cuMemcpyDtoDAsync" 3000] (a: u64, b: u64, c: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyDtoDAsync_v2 [c"cuMemcpyDtoDAsync" 3020] (a: u64, b: u64, c: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyDtoDAsync_v2_ptsz [c"cuMemcpyDtoDAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpyDtoD_v2 [c"cuMemcpyDtoD" 3020] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyDtoD_v2_ptds [c"cuMemcpyDtoD" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyDtoHAsync_v2 [c"cuMemcpyDtoHAsync" 3020] (a: u64, b: u64, c: u64, stream: CUstream)
         real => work::copy(stream, LEGACY, real);
     cuMemcpyDtoHAsync_v2_ptsz [c"cuMemcpyDtoHAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, stream: CUstream)
         real => work::copy(stream, OWN, real);
     cuMemcpyHtoAAsync_v2 [c"cuMemcpyHtoAAsync" 3020] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyHtoAAsync_v2_ptsz [c"cuMemcpyHtoAAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpyHtoA_v2 [c"cuMemcpyHtoA" 3020] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyHtoA_v2_ptds [c"cuMemcpyHtoA" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemcpyPeer [c"cuMemcpyPeer" 4000] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemcpyPeerAsync [c"cuMemcpyPeerAsync" 4000] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemcpyPeerAsync_ptsz [c"cuMemcpyPeerAsync" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemcpyPeer_ptds [c"cuMemcpyPeer" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemsetD16_v2 [c"cuMemsetD16" 3020] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemsetD16_v2_ptds [c"cuMemsetD16" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemsetD2D16Async [c"cuMemsetD2D16Async" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemsetD2D16Async_ptsz [c"cuMemsetD2D16Async" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemsetD2D16_v2 [c"cuMemsetD2D16" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemsetD2D16_v2_ptds [c"cuMemsetD2D16" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemsetD2D32Async [c"cuMemsetD2D32Async" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemsetD2D32Async_ptsz [c"cuMemsetD2D32Async" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemsetD2D32_v2 [c"cuMemsetD2D32" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemsetD2D32_v2_ptds [c"cuMemsetD2D32" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemsetD2D8Async [c"cuMemsetD2D8Async" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, LEGACY, real);
+        real => work::either(stream, LEGACY, real);
     cuMemsetD2D8Async_ptsz [c"cuMemsetD2D8Async" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64, stream: CUstream)
-        real => work::copy(stream, OWN, real);
+        real => work::either(stream, OWN, real);
     cuMemsetD2D8_v2 [c"cuMemsetD2D8" 3020] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemsetD2D8_v2_ptds [c"cuMemsetD2D8" 7000 PER_THREAD] (a: u64, b: u64, c: u64, d: u64, e: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemsetD32_v2 [c"cuMemsetD32" 3020] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemsetD32_v2_ptds [c"cuMemsetD32" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuMemsetD8_v2 [c"cuMemsetD8" 3020] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), LEGACY, real);
+        real => work::either(ptr::null_mut(), LEGACY, real);
     cuMemsetD8_v2_ptds [c"cuMemsetD8" 7000 PER_THREAD] (a: u64, b: u64, c: u64)
-        real => work::copy(ptr::null_mut(), OWN, real);
+        real => work::either(ptr::null_mut(), OWN, real);
     cuStreamAttachMemAsync [c"cuStreamAttachMemAsync" 6000] (stream: CUstream, b: u64, c: u64, d: u64)
         real => work::copy(stream, LEGACY, real);
     cuStreamAttachMemAsync_ptsz [c"cuStreamAttachMemAsync" 7000 PER_THREAD] (stream: CUstream, b: u64, c: u64, d: u64)
@@ -721,26 +721,26 @@ hooks! {
 
     // What may tell that work is coming.
     cuMemcpyHtoD_v2 [c"cuMemcpyHtoD" 3020] (to: CUdeviceptr, from: *const c_void, bytes: usize)
-        real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), LEGACY, real));
+        real => work::input(Call::Copy, bytes, || work::from_host(ptr::null_mut(), LEGACY, bytes, real));
     cuMemcpyHtoD_v2_ptds [c"cuMemcpyHtoD" 7000 PER_THREAD] (
         to: CUdeviceptr, from: *const c_void, bytes: usize,
-    ) real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), OWN, real));
+    ) real => work::input(Call::Copy, bytes, || work::from_host(ptr::null_mut(), OWN, bytes, real));
     cuMemcpyHtoDAsync_v2 [c"cuMemcpyHtoDAsync" 3020] (
         to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, LEGACY, real));
+    ) real => work::input(Call::AsyncCopy, bytes, || work::from_host(stream, LEGACY, bytes, real));
     cuMemcpyHtoDAsync_v2_ptsz [c"cuMemcpyHtoDAsync" 7000 PER_THREAD] (
         to: CUdeviceptr, from: *const c_void, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, OWN, real));
+    ) real => work::input(Call::AsyncCopy, bytes, || work::from_host(stream, OWN, bytes, real));
     cuMemcpyAsync [c"cuMemcpyAsync" 4000] (
         to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, LEGACY, real));
+    ) real => work::input(Call::AsyncCopy, bytes, || work::either(stream, LEGACY, real));
     cuMemcpyAsync_ptsz [c"cuMemcpyAsync" 7000 PER_THREAD] (
         to: CUdeviceptr, from: CUdeviceptr, bytes: usize, stream: CUstream,
-    ) real => work::input(Call::AsyncCopy, bytes, || work::copy(stream, OWN, real));
+    ) real => work::input(Call::AsyncCopy, bytes, || work::either(stream, OWN, real));
     cuMemcpy [c"cuMemcpy" 4000] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
-        real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), LEGACY, real));
+        real => work::input(Call::Copy, bytes, || work::either(ptr::null_mut(), LEGACY, real));
     cuMemcpy_ptds [c"cuMemcpy" 7000 PER_THREAD] (to: CUdeviceptr, from: CUdeviceptr, bytes: usize)
-        real => work::input(Call::Copy, bytes, || work::copy(ptr::null_mut(), OWN, real));
+        real => work::input(Call::Copy, bytes, || work::either(ptr::null_mut(), OWN, real));
     cuMemHostRegister_v2 [c"cuMemHostRegister" 6050] (
         memory: *mut c_void, bytes: usize, flags: c_uint,
     ) real => work::input(Call::Register, bytes, || gate::through(real));

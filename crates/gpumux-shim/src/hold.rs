@@ -409,6 +409,11 @@ fn is_idle(place: &Place) -> bool {
     bits(place.slots.load(Ordering::Relaxed)).all(idle)
 }
 
+/// Whether a hold may gain anything anywhere in this process.
+pub(crate) fn may_pay() -> bool {
+    CONTENDED.load(Ordering::Acquire) != 0
+}
+
 /// Whether a hold in this place may gain anything now.
 fn wanted(place: &Place) -> bool {
     place.slots.load(Ordering::Relaxed) & CONTENDED.load(Ordering::Acquire) != 0

@@ -10,7 +10,7 @@
 //! when as many are proved *done* as have started. The work of a context whose group is not
 //! known for sure counts for every group that it may belong to.
 //!
-//! Left out: copies (they run on the copy engines' groups), work that the device launches itself, and
+//! Left out: copies that copy engines make (their groups are others), work that the device launches itself, and
 //! programs that reach libcuda past [`crate::driver`]; their groups stay *unknown*. The
 //! poller cannot ask about per-thread default streams: those become idle when their thread synchronises.
 
@@ -40,6 +40,9 @@ const STREAMS: usize = 512;
 
 /// Events that are remembered, by a hash of their handle.
 const EVENTS: usize = 1024;
+
+/// Copies from the host of so many bytes may be made by the compute group (an H100, from memory that is not pinned).
+const STAGED: usize = 64 << 10;
 
 /// How often the poller looks while the program submits work.
 const BUSY_TICK: Duration = Duration::from_millis(8);
@@ -368,10 +371,29 @@ pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresul
 
 #[inline]
 fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
-    let Some(page) = page() else { return real() };
+    let (result, counted) = counted(stream, own, real);
+    if hold::is_armed()
+        && result == SUCCESS
+        && let Some((key, state)) = counted
+    {
+        hold::launched(state.context.load(Ordering::Relaxed), key.handle);
+    }
+    result
+}
+
+/// Counts what `real` submits. Also returns for which stream.
+#[inline]
+fn counted(
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> (CUresult, Option<(Key, &'static Stream)>) {
+    let Some(page) = page() else {
+        return (real(), None);
+    };
     let key = Key::new(stream, own);
     if key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key)) {
-        return real();
+        return (real(), None);
     }
     let place = key.and_then(|key| key.find().or_else(|| insert(key)));
     let Some(state) = place.map(|place| &STATES[place]) else {
@@ -380,7 +402,7 @@ fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -
             LOST.fetch_or(slots, Ordering::AcqRel);
             count(page, slots);
         }
-        return real();
+        return (real(), None);
     };
     state.started.fetch_add(1, Ordering::AcqRel);
     count(page, state.slots.load(Ordering::Relaxed));
@@ -389,13 +411,31 @@ fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -
     if result != SUCCESS {
         note(result);
     }
-    if hold::is_armed()
-        && result == SUCCESS
-        && let Some(key) = key
-    {
-        hold::launched(state.context.load(Ordering::Relaxed), key.handle);
+    (result, key.map(|key| (key, state)))
+}
+
+/// The program gives a stream what the compute group may do, or a copy engine. If it were not counted, a neighbour with as short a
+/// slice might be let run beside it, and neither would ever end. Where a hold may pay, slices are long, and only launches count.
+#[inline]
+pub(crate) fn either(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+    copy(stream, own, || match hold::may_pay() {
+        true => real(),
+        false => counted(stream, own, real).0,
+    })
+}
+
+/// The program copies so many bytes from the host: a copy engine does that, unless there are few.
+#[inline]
+pub(crate) fn from_host(
+    stream: CUstream,
+    own: bool,
+    bytes: usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    match bytes <= STAGED {
+        true => either(stream, own, real),
+        false => copy(stream, own, real),
     }
-    result
 }
 
 /// The program gives a stream a copy, or something else that may run although the compute group is frozen.
