@@ -17,6 +17,8 @@ const PATIENCE: u64 = 3;
 pub struct Rhythm {
     last: Option<Micros>,
     distances: VecDeque<Micros>,
+    /// The usual distance, if there is one.
+    period: Option<Micros>,
 }
 
 impl Rhythm {
@@ -30,6 +32,7 @@ impl Rhythm {
                 self.distances.pop_front();
             }
             self.distances.push_back(at.saturating_sub(last));
+            self.period = self.find_period();
         }
         self.last = Some(at);
     }
@@ -37,15 +40,13 @@ impl Rhythm {
     /// When it comes next; none if it comes at irregular times, or has stopped coming. In the past by [`Self::SLACK`]
     /// at most.
     pub fn next(&self, now: Micros) -> Option<Micros> {
-        let last = self.last?;
-        let period = self.period()?;
+        let (last, period) = (self.last?, self.period?);
         let late = now.saturating_sub(last + Self::SLACK).0;
         let periods = late.div_ceil(period.0).max(1);
         (periods <= PATIENCE).then(|| last + Micros(period.0 * periods))
     }
 
-    /// The usual distance, if there is one.
-    fn period(&self) -> Option<Micros> {
+    fn find_period(&self) -> Option<Micros> {
         if self.distances.len() < REMEMBERED {
             return None;
         }

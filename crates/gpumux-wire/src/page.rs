@@ -45,6 +45,17 @@ pub struct Slot {
     touched: AtomicU64,
 }
 
+/// When work came; no other came then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrival(u64);
+
+impl Arrival {
+    /// How long ago that was; none if it was not yet.
+    pub fn ago(self) -> Option<Duration> {
+        now_ns().checked_sub(self.0).map(Duration::from_nanos)
+    }
+}
+
 /// A domain without work for so long, in ns, has paused: shorter gaps are between the launches of one request.
 const PAUSE: u64 = 1_000_000;
 
@@ -120,12 +131,9 @@ impl Slot {
         }
     }
 
-    /// The last arrival of work after a pause: a name that no other has, and how long ago it was, whatever the writer put there.
-    pub fn came(&self) -> Option<(u64, Duration)> {
-        match self.came.load(Ordering::Relaxed) {
-            0 => None,
-            came => Some((came, Duration::from_nanos(now_ns().checked_sub(came)?))),
-        }
+    /// The last arrival of work after a pause, whatever the writer put there.
+    pub fn came(&self) -> Option<Arrival> {
+        Some(Arrival(self.came.load(Ordering::Relaxed))).filter(|came| came.0 != 0)
     }
 
     /// Pieces submitted so far.
@@ -435,23 +443,23 @@ mod tests {
         let reader = Page::open(&file).unwrap();
         let (ours, theirs) = (writer.slot(3).unwrap(), reader.slot(3).unwrap());
         assert_eq!(theirs.came(), None);
-        let came = || theirs.came().unwrap().0;
+        let came = || theirs.came().unwrap();
         ours.submit();
         let first = came();
-        assert!(theirs.came().unwrap().1 < Duration::from_secs(60));
+        assert!(theirs.came().unwrap().ago().unwrap() < Duration::from_secs(60));
         std::thread::sleep(Duration::from_millis(2));
         ours.submit();
         assert_eq!(came(), first, "some is there");
         ours.complete(2);
         ours.submit();
         let second = came();
-        assert!(second - first >= PAUSE);
+        assert!(second.0 - first.0 >= PAUSE);
         ours.touched.store(now_ns(), Ordering::Relaxed);
         ours.complete(3);
         ours.submit();
         assert_eq!(came(), second, "no pause");
         ours.came.store(u64::MAX, Ordering::Relaxed);
-        assert_eq!(theirs.came(), None, "whatever the writer says");
+        assert_eq!(came().ago(), None, "whatever the writer says");
     }
 
     #[test]

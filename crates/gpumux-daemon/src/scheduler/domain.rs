@@ -6,7 +6,7 @@ use gpumux_core::{
     Account, Demand, DomainId, DomainState, Micros, Rhythm, RunState, TenantId, Timeslice,
 };
 use gpumux_rm::Levers;
-use gpumux_wire::page::{Page, Slot, Work};
+use gpumux_wire::page::{Arrival, Page, Slot, Work};
 
 use super::{
     SessionId,
@@ -76,7 +76,7 @@ pub(crate) struct Domain {
     /// Holds that its process had counted at the last look.
     holds: u64,
     /// The last arrival that is known, and the times of those before.
-    came: u64,
+    came: Option<Arrival>,
     rhythm: Rhythm,
 }
 
@@ -133,7 +133,7 @@ impl Domain {
             page: group.page,
             parked: false,
             holds: 0,
-            came: 0,
+            came: None,
             rhythm: Rhythm::default(),
         };
         domain.state.demand = domain.demand();
@@ -172,7 +172,8 @@ impl Domain {
         let holds = |slot: &Slot| {
             let hints = slot.hints();
             let ended = hints.useful.saturating_add(hints.wasted);
-            hints.given > ended && slot.came().is_some_and(|(_, ago)| ago < HELD)
+            let ago = || slot.came().and_then(Arrival::ago);
+            hints.given > ended && ago().is_some_and(|ago| ago < HELD)
         };
         self.demand() == Demand::Busy || self.page.slot(self.member.key).is_some_and(holds)
     }
@@ -180,12 +181,13 @@ impl Domain {
     /// Learns when work came, and when it is to be expected.
     pub(super) fn follow_rhythm(&mut self, now: Micros) {
         let slot = self.page.slot(self.member.key);
-        if let Some((name, ago)) = slot.and_then(Slot::came)
-            && name != self.came
-        {
-            self.came = name;
-            let ago = Micros(ago.as_micros() as u64);
-            self.rhythm.came(now.saturating_sub(ago));
+        let came = slot.and_then(Slot::came);
+        if came != self.came {
+            self.came = came;
+            if let Some(ago) = came.and_then(Arrival::ago) {
+                let ago = Micros(ago.as_micros() as u64);
+                self.rhythm.came(now.saturating_sub(ago));
+            }
         }
         self.state.expected = self.rhythm.next(now);
     }
