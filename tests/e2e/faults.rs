@@ -7,7 +7,7 @@ use gpumux_wire::{Daemon, PROTOCOL};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS};
+use crate::{REQUESTS, TICKS, is_well};
 
 /// Memory that a tenant holds in these tests.
 const HELD: u64 = 1 << 30;
@@ -173,7 +173,7 @@ fn a_faulting_tenant_harms_nobody_else() {
     assert_ne!(fault.code(), 0, "{fault:#?}");
     let lines = other.lines();
     other.wait_lines(lines + 20);
-    assert!(node.find_tenant("other").is_some());
+    assert!(is_well(&node.find_tenant("other").unwrap()));
 }
 
 /// A program under the shim that finds no daemon it can work with.

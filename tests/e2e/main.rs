@@ -24,6 +24,11 @@ mod users;
 /// A tenant program that runs one short kernel after the other and prints a line for each.
 const TICKS: &str = "gpumux scratch";
 
+/// Whether a tenant is as it was: its levers move. Whether it has work at this moment changes all the time.
+fn is_well(tenant: &serde_json::Value) -> bool {
+    ["running", "idle"].iter().any(|it| tenant["state"] == *it)
+}
+
 /// A latency tenant's program that has work now and then. Beside it, batch tenants take turns by freezing.
 const REQUESTS: &str =
     "gpumux workload latency --kernels 1 --iterations 110000 --period-us 20000 --seconds 600";

@@ -14,7 +14,7 @@ use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Run, Session, rea
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS};
+use crate::{REQUESTS, TICKS, is_well};
 
 /// What a plain MPS server does: the reason why the daemon holds files, and the model of the emulated device.
 #[test]
@@ -384,7 +384,7 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
         group(&new).is_some() && group(&new) == group(&again),
         "{new:#} {again:#}"
     );
-    assert!(node.find_tenant("outside").is_some());
+    assert!(is_well(&node.find_tenant("outside").unwrap()));
 }
 
 #[test]
@@ -596,6 +596,7 @@ fn the_fault_matrix_in_time() {
         let_fail(&node, "--class batch", fault);
         let lines = outside.lines();
         outside.wait_lines(lines + 10);
+        assert!(is_well(&node.find_tenant("outside").unwrap()), "{fault}");
     }
     assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
 }
@@ -695,6 +696,7 @@ fn a_server_that_hangs_or_dies_is_replaced() {
             fault["evidence"].as_str().unwrap().contains("server"),
             "{fault:#}"
         );
+        assert!(is_well(&node.find_tenant("outside").unwrap()));
         let lines = again.lines();
         again.wait_lines(lines + 5);
         let lines = outside.lines();

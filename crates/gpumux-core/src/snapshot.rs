@@ -75,6 +75,17 @@ pub struct Costs {
     pub set_timeslice: Micros,
 }
 
+impl Costs {
+    /// What pulling this lever costs.
+    pub const fn of(&self, lever: Lever) -> Micros {
+        match lever {
+            Lever::Freeze(_) => self.freeze,
+            Lever::Thaw(_) => self.thaw,
+            Lever::SetTimeslice(..) => self.set_timeslice,
+        }
+    }
+}
+
 impl Default for Costs {
     /// H100, driver 580.159: the middle of what was measured.
     fn default() -> Self {
@@ -102,17 +113,6 @@ pub struct Snapshot {
     /// run alone.
     #[serde(default)]
     pub gangs: BTreeSet<TenantId>,
-}
-
-impl Costs {
-    /// What pulling this lever costs.
-    pub const fn of(&self, lever: Lever) -> Micros {
-        match lever {
-            Lever::Freeze(_) => self.freeze,
-            Lever::Thaw(_) => self.thaw,
-            Lever::SetTimeslice(..) => self.set_timeslice,
-        }
-    }
 }
 
 impl Snapshot {

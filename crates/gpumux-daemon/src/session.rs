@@ -464,7 +464,9 @@ impl Session<'_> {
     fn hear_last_words(&mut self, socket: &OwnedFd) {
         let packets = std::iter::from_fn(|| socket::recv(socket, RecvFlags::DONTWAIT).ok()?);
         for (packet, file) in packets.take(MAX_LAST_WORDS) {
-            if let (Shim::Memory, Some(file)) = (packet, file) {
+            if let (Shim::Memory, Some(file)) = (packet, file)
+                && self.sessions.check_files(&file).is_ok()
+            {
                 self.keep(file);
             }
         }

@@ -230,16 +230,10 @@ impl Daemon {
             },
         )?;
         let managed = &mut self.devices[device];
-        let costs = managed.snapshot.costs;
-        let cost = match lever {
-            Lever::Freeze(_) => {
-                managed.apply(now, lever, &mut gpus[device]);
-                costs.freeze
-            }
-            Lever::Thaw(_) => costs.thaw,
-            Lever::SetTimeslice(..) => costs.set_timeslice,
-        };
-        let cost = cost.0 * 1000;
+        if matches!(lever, Lever::Freeze(_)) {
+            managed.apply(now, lever, &mut gpus[device]);
+        }
+        let cost = managed.snapshot.costs.of(lever).0 * 1000;
         self.busy += cost;
         let pull = Pull {
             device,

@@ -293,10 +293,7 @@ fn now_ns() -> u64 {
 
 /// Milliseconds by the machine's monotonic clock, as far as they fit: who compares two must mind that they begin anew.
 fn now_ms() -> u32 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    (now.tv_sec as u32)
-        .wrapping_mul(1000)
-        .wrapping_add((now.tv_nsec / 1_000_000) as u32)
+    (now_ns() / 1_000_000) as u32
 }
 
 /// A mapped page.

@@ -774,14 +774,12 @@ impl Engine {
         let start = self.now();
         for device in self.devices.values_mut() {
             device.observe(start, &self.clock, self.cost);
-            let over = device.release(start);
-            for it in &mut self.ended_in_groups {
-                let group = device.group_named(&it.crash.group);
-                if over.iter().any(|held| Some(held.group()) == group) {
-                    it.matters_until = it.matters_until.max(start + AFTERMATH);
+            for held in device.release(start) {
+                for it in &mut self.ended_in_groups {
+                    if device.group_named(&it.crash.group) == Some(held.group()) {
+                        it.matters_until = it.matters_until.max(start + AFTERMATH);
+                    }
                 }
-            }
-            for held in over {
                 let _ = self.reaper.send(Box::new(held));
             }
         }
