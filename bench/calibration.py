@@ -77,7 +77,7 @@ class Measured(Side):
     def total(self, mode: str) -> float:
         """Work of all, relative to one alone."""
         values = self.modes[mode]
-        for name in ("total_rel", "throughput_rel"):
+        for name in ("total_rel", "batch_rel"):
             if name in values:
                 return values[name]
         return values["batch_rate"] / self.modes["alone"]["batch_rate"]

@@ -214,6 +214,43 @@ def end(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+class CpuTime:
+    """Watches the CPU time of a process."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid, self.seen, self.over = pid, [], threading.Event()
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+
+    def _watch(self) -> None:
+        while not self.over.wait(0.1):
+            self.seen.append((time.monotonic(), cpu_seconds(self.pid)))
+
+    def __enter__(self) -> CpuTime:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+
+    def part(self, begin: float, end: float) -> float:
+        """The part of one CPU that it took between two times of the monotonic clock."""
+        within = [it for it in self.seen if begin <= it[0] <= end]
+        if len(within) < 2:
+            raise BenchError("the CPU time was not watched long enough")
+        (first, before), (last, after) = within[0], within[-1]
+        return (after - before) / (last - first)
+
+
 class Mode:
     """How programs share the GPU. This one, plain, leaves it to the driver: time slicing."""
 

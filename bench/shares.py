@@ -2,17 +2,19 @@
 
 Every program repeats the same kernel, so that shares are counts. Cases: `70/30` and `50/25/25` (standard tenants with
 these guarantees), `2batch`, `3batch`, `4batch`, `latency+4batch` (a periodic latency tenant beside them), `hinted+4batch` (one that prepares each request for
-200 µs, and with gpumux says so when it begins),
+200 µs, and with gpumux says so when it begins), `latency+15batch`,
 `saturating` (a latency tenant that never stops, guaranteed 0.5, beside two batch tenants with 0.3 and 0.2),
 `one-leaves` (of two batch tenants one ends half way).
 
 Values: `total_rel` (work done by all, relative to one program alone), `share_N` (of the work done),
 `worst_window_error` (largest difference of a share from its promise, or from equal shares, in any window of one second),
-`rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us`.
+`rest_rel` (`one-leaves`: rate of the one that stays, relative to alone), `latency_p50_us`, `latency_p99_us`,
+`daemon_cpu` (with gpumux: the part of one CPU that the daemon takes meanwhile).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
-from common import BenchError, Mode, Results
+from common import BenchError, CpuTime, Gpumux, Mode, Results
 
 MODES = ["alone", "time-slicing", "mps", "gpumux"]
 KERNEL_US = 2000
@@ -56,6 +58,7 @@ CASES: dict[str, list[Program]] = {
     "4batch": [BATCH] * 4,
     "latency+4batch": [Program("latency", periodic=True), *[BATCH] * 4],
     "hinted+4batch": [Program("latency", periodic=True, hinted=True), *[BATCH] * 4],
+    "latency+15batch": [Program("latency", periodic=True), *[BATCH] * 15],
     "saturating": [Program("latency", 0.5), Program("batch", 0.3), Program("batch", 0.2)],
     "one-leaves": [BATCH, Program("batch", ends_early=True)],
 }
@@ -169,8 +172,14 @@ def main() -> int:
             solo = run(plain, [BATCH], work, seconds / 2)[0]["rate"]
             for case in options.cases:
                 with results.cell(f"{case} / {name}"):
-                    found = run(mode, CASES[case], work, seconds)
-                    results.add(case, name, evaluate(CASES[case], found, solo))
+                    with contextlib.ExitStack() as stack:
+                        watched = stack.enter_context(CpuTime(mode.daemon.pid)) if isinstance(mode, Gpumux) else None
+                        values = evaluate(CASES[case], run(mode, CASES[case], work, seconds), solo)
+                        if watched:
+                            end = time.monotonic()
+                            # Neither the programs' start nor their end.
+                            values["daemon_cpu"] = watched.part(end - seconds + 0.5, end - 0.5)
+                    results.add(case, name, values)
     return results.finish()
 
 

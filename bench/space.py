@@ -8,7 +8,8 @@ pauses between requests. The jobs are of class batch, the user is of class laten
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
 `space` (gpumux: the jobs in one group, the user outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by curves that `gpumux profile`
 measures first, and that the daemon finds by the jobs' fingerprints).
-`throughput_rel` is the sum of each job's rate over its rate alone, the total utility; alone it is 1 by definition.
+`throughput_rel` is the sum of each job's rate over its rate alone, the total utility, the user's requests per second among them; alone it is 1 by
+definition. `batch_rel` is that sum without the user: what is left for the jobs of the device time that the user has to itself.
 """
 
 from __future__ import annotations
@@ -153,8 +154,13 @@ def mode(name: str, logs: Path) -> Mode:
             return common.mode(name, logs)
 
 
+def visits(answer: dict[str, Any]) -> float:
+    """The user's requests per second: one who waits longer asks less often."""
+    return len(answer["latencies_ms"]) / answer["seconds"]
+
+
 def alone(kinds: Sequence[str], latency: bool, seconds: float, logs: Path) -> tuple[dict[str, float], list[float]]:
-    """The rate of each kind of job, and the user's latencies, each with the GPU for itself."""
+    """The rate of each kind of job and of the user (`server`), and the user's latencies, each with the GPU for itself."""
     rates: dict[str, float] = {}
     with Crew(Mode("alone", logs)) as crew:
         for kind in kinds:
@@ -165,8 +171,8 @@ def alone(kinds: Sequence[str], latency: bool, seconds: float, logs: Path) -> tu
         if not latency:
             return rates, []
         crew.have({"server": SERVER})
-        order = requests("graph", seconds)
-        return rates, crew.measure(seconds, {"server": order})["server"]["latencies_ms"]
+        answer = crew.measure(seconds, {"server": requests("graph", seconds)})["server"]
+        return rates | {"server": visits(answer)}, answer["latencies_ms"]
 
 
 def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> dict[str, float]:
@@ -195,9 +201,11 @@ def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> d
     answers = crew.measure(seconds, orders)
     shares = {name: rate(answers[name]) / rates[kind] for name, kind in jobs.items()}
     common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares.values()))
-    values = {"throughput_rel": sum(shares.values()), "least_rel": min(shares.values())}
-    if "server" in answers:
-        values |= common.latency_values(answers["server"]["latencies_ms"])
+    total = sum(shares.values())
+    values = {"throughput_rel": total, "batch_rel": total, "least_rel": min(shares.values())}
+    if user := answers.get("server"):
+        values["throughput_rel"] += visits(user) / rates["server"]
+        values |= common.latency_values(user["latencies_ms"])
     return values
 
 

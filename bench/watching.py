@@ -24,13 +24,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-TICKS = os.sysconf("SC_CLK_TCK")
-
-
-def cpu_seconds(pid):
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+from common import cpu_seconds
 
 
 def wait_for(what, answer, patience=60):

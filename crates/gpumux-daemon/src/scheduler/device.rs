@@ -36,9 +36,6 @@ const MAX_HELD: usize = 48;
 /// Why a parked domain is frozen, whatever the policy says.
 pub(crate) const AWAY: &str = "its memory is away";
 
-/// What it costs to wake the thread, apart from what it then does (measured in a virtual machine).
-const WAKE: Micros = Micros(15);
-
 pub(super) struct Device {
     pub(super) policy: Box<dyn Policy>,
     pub(super) memory: Memory,
@@ -212,7 +209,7 @@ impl Device {
         let contended = self.next.is_some() || self.domains.values().any(gives_way);
         match self.domains.len() {
             0 | 1 => Micros(TICK.0 * 20),
-            _ if contended => TICK.max(Micros((cost + WAKE).0 * TICK_COST)),
+            _ if contended => TICK.max(Micros(cost.0 * TICK_COST)),
             _ => Micros(TICK.0 * 10),
         }
     }

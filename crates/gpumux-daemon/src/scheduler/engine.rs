@@ -72,6 +72,8 @@ pub(crate) struct Engine {
     domains_made: u64,
     /// What a step cost lately, levers apart.
     cost: Micros,
+    /// What it cost lately to wake up for a step.
+    waking: Micros,
     stats: types::Scheduler,
     steps: Durations,
     stopped: bool,
@@ -196,6 +198,7 @@ impl Engine {
             ended: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
+            waking: Micros::ZERO,
             stats: types::Scheduler::default(),
             steps: Durations::default(),
             stopped: false,
@@ -772,8 +775,9 @@ impl Engine {
             return None;
         }
         let start = self.now();
+        let cost = self.cost + self.waking;
         for device in self.devices.values_mut() {
-            device.observe(start, &self.clock, self.cost);
+            device.observe(start, &self.clock, cost);
             for held in device.release(start) {
                 for it in &mut self.ended_in_groups {
                     if device.group_named(&it.crash.group) == Some(held.group()) {
@@ -801,13 +805,18 @@ impl Engine {
         }
         self.tell_hints(observed);
         let took = observed.saturating_sub(start) + planning;
-        self.cost = Micros((self.cost.0 * 7 + took.0).div_ceil(8));
+        self.cost = smooth(self.cost, took);
         self.stats.busy_s += took.as_secs_f64();
         self.steps.record(self.now().saturating_sub(start));
         self.devices
             .values()
-            .filter_map(|device| device.due(self.cost))
+            .filter_map(|device| device.due(self.cost + self.waking))
             .min()
+    }
+
+    /// Takes note of the CPU time that waking up for a step took.
+    pub(crate) fn woke(&mut self, took: Micros) {
+        self.waking = smooth(self.waking, took);
     }
 
     /// Plans the devices that need it and pulls their levers. Returns how long the planning took.
@@ -985,6 +994,11 @@ impl CopyGroup {
             self.timeslice = slice;
         }
     }
+}
+
+/// An average over some eight values.
+fn smooth(average: Micros, value: Micros) -> Micros {
+    Micros((average.0 * 7 + value.0).div_ceil(8))
 }
 
 /// What each tenant of a device gets of it if all of them want it.

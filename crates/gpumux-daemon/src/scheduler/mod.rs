@@ -20,6 +20,7 @@ use std::{
 };
 
 use gpumux_core::{Micros, TenantId};
+use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::oneshot;
 
 pub(crate) use books::{Ask, Line};
@@ -129,10 +130,12 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
 fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>) {
     loop {
         let wait = engine.step().map(|at| at.saturating_sub(engine.now()));
+        let before = used();
         let job = match wait {
             Some(wait) => queue.recv_timeout(Duration::from_micros(wait.0)),
             None => queue.recv().map_err(Into::into),
         };
+        engine.woke(used().saturating_sub(before));
         match job {
             Ok(job) => {
                 job(&mut engine);
@@ -145,6 +148,12 @@ fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>) {
             Err(mpsc::RecvTimeoutError::Disconnected) => return engine.restore(),
         }
     }
+}
+
+/// The CPU time of this thread.
+fn used() -> Micros {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Micros(time.tv_sec as u64 * 1_000_000 + time.tv_nsec as u64 / 1000)
 }
 
 /// A scheduler should not wait for what it schedules. Without the right to it, it is as others.
