@@ -9,15 +9,25 @@
 //! the other waits everywhere, so that another tenant may use its devices. But no gang breaks up one that runs whole: of three in a
 //! ring each would push out the next for ever. It waits until the other's turn is over where they meet, unless it is owed far more.
 //! Who was made to wait for a gang that must then wait itself runs after all, where that takes the device from nobody.
+//!
+//! None of that bounds how long a gang waits: turns may never fit together. So a gang that has waited for [`OVERDUE`] comes before all that,
+//! the longest first, and runs for [`UNDISTURBED`] then.
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{DomainState, Memory, Plan, Policy, RunState, Snapshot, TenantId};
+use crate::policy::Wait;
+use crate::{DomainState, Memory, Micros, Plan, Policy, RunState, Snapshot, TenantId};
 
 /// What may be put off so that turns on several devices agree, in µs of device time; some turns. A gang that is owed so much
 /// more than another, on each of its devices, may break up that one's turn, or it might wait for ever for turns that end at
 /// the same time. And a gang waits where others of its device are owed so much more.
 const PATIENCE_US: f64 = 200_000.0;
+
+/// How long a gang may wait for turns that fit together.
+const OVERDUE: Micros = Micros::from_secs(1);
+
+/// How long one that has waited so long then runs, whoever is owed more: some turns.
+const UNDISTURBED: Micros = Micros::from_millis(50);
 
 /// One of the devices to plan together.
 pub struct Device<'a> {
@@ -51,6 +61,14 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
         .map(|device| Draft::new(device, gangs))
         .collect();
     let mut decided: BTreeMap<TenantId, RunState> = BTreeMap::new();
+    let whole = |gang: TenantId, drafts: &[Draft]| runs(gang, drafts) && !split(gang, drafts);
+    for gang in overdue(devices, gangs) {
+        let tried = pin(&drafts, devices, gang, RunState::Enabled);
+        if whole(gang, &tried) && decided.keys().all(|other| whole(*other, &tried)) {
+            drafts = tried;
+            decided.insert(gang, RunState::Enabled);
+        }
+    }
     // Every round decides for one gang more.
     for _ in 0..gangs.len() {
         let undecided = |gang: TenantId| !decided.contains_key(&gang) && split(gang, &drafts);
@@ -72,9 +90,9 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
             let mut others = gangs.iter().filter(|other| **other != gang);
             !split(gang, tried)
                 && others.all(|other| match decided.get(other) {
-                    Some(RunState::Enabled) => runs(*other, tried) && !split(*other, tried),
+                    Some(RunState::Enabled) => whole(*other, tried),
                     _ => {
-                        let broken = !split(*other, &drafts) && split(*other, tried);
+                        let broken = whole(*other, &drafts) && !whole(*other, tried);
                         !broken || owed(gang) > owed(*other) + PATIENCE_US
                     }
                 })
@@ -98,11 +116,48 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
             }
         }
     }
-    let commit = |(device, draft): (&mut Device, Draft)| {
+    let waiting: BTreeSet<TenantId> = (gangs.iter().copied())
+        .filter(|gang| !runs(*gang, &drafts) && !parked(*gang, devices))
+        .collect();
+    let commit = |(device, mut draft): (&mut Device, Draft)| {
+        let now = draft.snapshot.now;
+        let waiting = waiting.iter().flat_map(|gang| draft.domains(*gang));
+        let waiting = waiting.map(|(domain, _)| domain.id).collect();
+        draft.memory.note_waits(now, &waiting, OVERDUE);
+        let waits = draft.snapshot.domains.iter();
+        let waits = waits.filter_map(|domain| match draft.memory.wait(domain.id)? {
+            Wait::Since(at) => Some(at + OVERDUE),
+            Wait::Over(at) => Some(at + UNDISTURBED),
+        });
+        let next = draft.plan.next.into_iter();
+        draft.plan.next = next.chain(waits.filter(|at| *at > now)).min();
         *device.memory = draft.memory;
         draft.plan
     };
     devices.iter_mut().zip(drafts).map(commit).collect()
+}
+
+/// The gangs that must run now because they had waited too long: first those that have begun to run, then those that still
+/// wait, who has waited longest first.
+fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
+    let since = |gang: TenantId| {
+        let domains = devices.iter().flat_map(|device| {
+            let own = device.snapshot.domains.iter();
+            let own = own.filter(move |domain| domain.tenant == gang && domain.demand.may_run());
+            own.map(move |domain| (device.snapshot.now, device.memory.wait(domain.id)))
+        });
+        let overdue = domains.filter_map(|(now, wait)| match wait? {
+            Wait::Over(at) => (now < at + UNDISTURBED).then_some((false, at)),
+            Wait::Since(at) => (at + OVERDUE <= now).then_some((true, at)),
+        });
+        overdue.min()
+    };
+    let gangs = gangs.iter().filter(|gang| !parked(**gang, devices));
+    let mut overdue: Vec<_> = gangs
+        .filter_map(|gang| Some((since(*gang)?, *gang)))
+        .collect();
+    overdue.sort_unstable();
+    overdue.into_iter().map(|(_, gang)| gang).collect()
 }
 
 /// A device's plan while it isn't final.

@@ -53,6 +53,7 @@ mod turns;
 
 pub use divide::{Claim, Division, MaxMin, Priority, Weighted, fill, guarantees};
 pub use fixed::Fixed;
+pub(crate) use turns::Wait;
 pub use turns::{Memory, Shared, Tuning};
 
 use crate::{Plan, Snapshot};

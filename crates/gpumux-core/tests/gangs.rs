@@ -285,8 +285,9 @@ impl World {
     }
 }
 
+// PROPTEST_CASES runs more of them.
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 50, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 8, max_shrink_iters: 50, failure_persistence: None, ..Default::default() })]
 
     /// `World::plan` checks every plan on the way.
     #[test]
@@ -346,4 +347,21 @@ proptest! {
             prop_assert!(got > promised - 0.03, "{got} of {promised}: {gangs:?}");
         }
     }
+}
+
+/// Whichever device chooses whom: of four that meet in pairs only one can run, and a larger one has no more than the others.
+#[test]
+fn gangs_of_which_only_one_can_run_have_equal_parts() {
+    let gangs = [vec![1, 3], vec![1, 2], vec![2, 3], vec![1, 2, 3]].map(|devices| Gang {
+        spec: TenantSpec {
+            class: Class::Batch,
+            ..TenantSpec::default()
+        },
+        devices: devices.into_iter().collect(),
+    });
+    let shares = World::new("priority", &gangs).shares();
+    assert!(
+        shares.iter().all(|got| (got - 0.25).abs() < 0.02),
+        "{shares:?}"
+    );
 }

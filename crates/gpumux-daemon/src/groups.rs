@@ -10,7 +10,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     ffi::OsString,
     fs::{self, DirBuilder},
-    io,
+    io, mem,
     os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt},
     path::{Path, PathBuf},
     process::Stdio,
@@ -60,6 +60,8 @@ const PING: Duration = Duration::from_secs(3);
 const PING_AGAIN: Duration = Duration::from_millis(250);
 /// Answers in a row that must be missing until servers count as hung.
 const MISSES: u32 = 3;
+/// Looks in a row that must find a server stopped until it counts as hung.
+const STOPPED: u32 = 2;
 /// How long a server that has not answered yet may be starting: on machines with many devices it takes its time.
 const STARTING: Duration = Duration::from_secs(60);
 /// Bytes of an answer that are read at most, and servers that are asked.
@@ -123,6 +125,8 @@ struct State {
     /// Counts empty moments: who waits for the end of one knows whether it is still the same.
     emptied: u64,
     watched: bool,
+    /// Servers that gave somebody a context, and of which that is not yet known where they are watched.
+    serving: BTreeSet<u32>,
 }
 
 /// A group in the file.
@@ -617,8 +621,8 @@ impl Groups {
         }
     }
 
-    /// Asks a group's servers whether they answer, when it is time to. A control daemon answers for itself as long as nobody
-    /// asks for what only a server knows.
+    /// Whether a group's servers were stopped, or do not answer; they are asked when it is time to. A control daemon answers for
+    /// itself as long as nobody asks for what only a server knows.
     async fn hangs(&self, group: &Group, process: ProcessId, pulse: &mut Pulse) -> bool {
         if pulse.of != Some(process) {
             *pulse = Pulse {
@@ -626,6 +630,11 @@ impl Groups {
                 felt: Some(Instant::now()),
                 ..Pulse::default()
             };
+        }
+        (pulse.known).append(&mut mem::take(&mut group.state().serving));
+        let stopped = |server: &u32| process.has_stopped_child(*server);
+        if pulse.has_stopped(pulse.known.iter().any(stopped)) {
+            return true;
         }
         if !pulse.is_due() {
             return false;
@@ -738,14 +747,22 @@ struct Pulse {
     /// The control daemon that was asked, and when.
     of: Option<ProcessId>,
     felt: Option<Instant>,
-    /// Servers that have answered before.
+    /// Servers that have answered before, or have given somebody a context.
     known: BTreeSet<u32>,
     misses: u32,
+    /// Looks in a row that found one stopped.
+    stopped: u32,
     /// Since when one that has not does not answer.
     starting: Option<Instant>,
 }
 
 impl Pulse {
+    /// Takes note of whether a server is stopped, and says whether it stays so.
+    fn has_stopped(&mut self, stopped: bool) -> bool {
+        self.stopped = if stopped { self.stopped + 1 } else { 0 };
+        self.stopped >= STOPPED
+    }
+
     fn is_due(&mut self) -> bool {
         let missing = self.misses > 0 || self.starting.is_some();
         let pause = if missing { PING_AGAIN } else { PING };

@@ -32,27 +32,21 @@ pub(crate) struct ProcessId {
 impl ProcessId {
     /// The process that has this pid now, if the daemon can see it.
     pub(crate) fn of(pid: u32) -> Option<Self> {
-        Self::with_parent(pid).map(|(process, _)| process)
+        Stat::of(pid).map(|stat| stat.process)
     }
 
-    /// The same, and its parent's pid.
-    fn with_parent(pid: u32) -> Option<(Self, u32)> {
-        let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
-        // The second field is a name in parentheses, and may contain anything.
-        let stat = String::from_utf8_lossy(&stat);
-        let (_, after) = stat.rsplit_once(") ")?;
-        let field = |number: usize| after.split(' ').nth(number - 3);
-        let (parent, start) = (field(4)?.parse().ok()?, field(22)?.parse().ok()?);
-        Some((Self { pid, start }, parent))
+    /// Whether the process that has this pid now is a child of this one and was stopped (SIGSTOP).
+    pub(crate) fn has_stopped_child(self, pid: u32) -> bool {
+        Stat::of(pid).is_some_and(|stat| stat.parent == self.pid && stat.stopped)
     }
 
     /// The process itself, its parent, that one's parent and so on, as far as they live.
     pub(crate) fn line(self) -> Vec<Self> {
         let mut line: Vec<Self> = Vec::new();
         let mut next = self.pid;
-        while let Some((process, parent)) = Self::with_parent(next).filter(|_| line.len() < LINE) {
-            line.push(process);
-            next = parent;
+        while let Some(stat) = Stat::of(next).filter(|_| line.len() < LINE) {
+            line.push(stat.process);
+            next = stat.parent;
         }
         line
     }
@@ -102,6 +96,29 @@ impl ProcessId {
     pub(crate) fn program(self) -> String {
         let name = std::fs::read_to_string(format!("/proc/{}/comm", self.pid)).unwrap_or_default();
         name.trim().to_owned()
+    }
+}
+
+/// What `/proc/PID/stat` says (proc(5)).
+struct Stat {
+    process: ProcessId,
+    parent: u32,
+    stopped: bool,
+}
+
+impl Stat {
+    fn of(pid: u32) -> Option<Self> {
+        let stat = std::fs::read(format!("/proc/{pid}/stat")).ok()?;
+        // The second field is a name in parentheses, and may contain anything.
+        let stat = String::from_utf8_lossy(&stat);
+        let (_, after) = stat.rsplit_once(") ")?;
+        let field = |number: usize| after.split(' ').nth(number - 3);
+        let start = field(22)?.parse().ok()?;
+        Some(Self {
+            process: ProcessId { pid, start },
+            parent: field(4)?.parse().ok()?,
+            stopped: field(3)? == "T",
+        })
     }
 }
 

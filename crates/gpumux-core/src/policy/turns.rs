@@ -1,6 +1,6 @@
 //! From shares to slices and freezes: the mechanism common to all policies. Its parent tells why.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
@@ -120,6 +120,15 @@ struct Track {
     exhausted: bool,
     /// When its last turn began.
     turn: Micros,
+    wait: Option<Wait>,
+}
+
+/// That a domain waits for its gang.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Wait {
+    Since(Micros),
+    /// It did so for long, until then.
+    Over(Micros),
 }
 
 impl Memory {
@@ -132,6 +141,23 @@ impl Memory {
     /// it would have had.
     pub fn share(&self, id: DomainId) -> f64 {
         self.domains.get(&id).map_or(0.0, |track| track.share)
+    }
+
+    /// How a domain waits for its gang.
+    pub(crate) fn wait(&self, id: DomainId) -> Option<Wait> {
+        self.domains.get(&id)?.wait
+    }
+
+    /// Takes note of the domains that wait for their gangs from now on, and of the end of waits that were at least so long.
+    pub(crate) fn note_waits(&mut self, now: Micros, waiting: &BTreeSet<DomainId>, long: Micros) {
+        for (id, track) in &mut self.domains {
+            track.wait = match (track.wait, waiting.contains(id)) {
+                (Some(Wait::Since(at)), true) => Some(Wait::Since(at)),
+                (_, true) => Some(Wait::Since(now)),
+                (Some(Wait::Since(at)), false) => (at + long <= now).then_some(Wait::Over(now)),
+                (over, false) => over,
+            };
+        }
     }
 
     /// Forgets domains that are gone and charges the others for the time since the last plan.
@@ -153,6 +179,7 @@ impl Memory {
                     wanted: false,
                     exhausted: false,
                     turn: Micros::ZERO,
+                    wait: None,
                 });
                 let got = domain.received.saturating_sub(track.received).0 as f64;
                 let got = got.min(elapsed);

@@ -18,6 +18,8 @@ const ACTIVE: (&str, &str, Duration) = (
     " is ACTIVE",
     Duration::from_millis(20),
 );
+/// What precedes the server's pid where it says that.
+const SERVER: &str = " Server ";
 /// Names a process's tenant, by a secret.
 const TOKEN: &str = "GPUMUX_TENANT";
 
@@ -42,8 +44,10 @@ impl Groups {
             }
             let said = output.as_mut().and_then(|output| output.next().ok());
             let now = Instant::now();
-            let new = said.iter().flat_map(|said| clients(said));
-            due.extend(new.map(|(pid, after)| (now + after, pid)));
+            for came in said.iter().flat_map(|said| clients(said)) {
+                due.push((now + came.after, came.pid));
+                group.state().serving.extend(came.server);
+            }
             for (_, pid) in due.extract_if(.., |(at, _)| *at <= now) {
                 self.check(group, pid, &tenants).await;
             }
@@ -96,20 +100,38 @@ impl Groups {
     }
 }
 
-/// The processes that have come, as a control daemon and its server say, and when to look at them.
-fn clients(said: &str) -> impl Iterator<Item = (u32, Duration)> {
+/// A process that has come.
+#[derive(Debug, PartialEq, Eq)]
+struct Came {
+    pid: u32,
+    /// When to look at it.
+    after: Duration,
+    /// The server that gave it a context.
+    server: Option<u32>,
+}
+
+/// The processes that have come, as a control daemon and its server say.
+fn clients(said: &str) -> impl Iterator<Item = Came> {
     said.lines().filter_map(|line| {
-        let (pid, after) = match line.split_once(COMES.0) {
-            Some((_, client)) => (client.split_once(" from user")?.0, COMES.1),
+        let (pid, after, server) = match line.split_once(COMES.0) {
+            Some((_, client)) => (client.split_once(" from user")?.0, COMES.1, None),
             None => {
-                let (_, client) = line.split_once(ACTIVE.0)?;
+                let (who, client) = line.split_once(ACTIVE.0)?;
+                let server = who
+                    .split_once(SERVER)
+                    .and_then(|(_, it)| it.split_once(']'));
                 (
                     client.trim_end().strip_suffix(ACTIVE.1)?.split_once(',')?.0,
                     ACTIVE.2,
+                    server.and_then(|(pid, _)| pid.trim().parse().ok()),
                 )
             }
         };
-        Some((pid.trim().parse().ok()?, after))
+        Some(Came {
+            pid: pid.trim().parse().ok()?,
+            after,
+            server,
+        })
     })
 }
 
@@ -128,7 +150,12 @@ mod tests {
 [2026-11-22 05:38:33.000 Control   419] NEW CLIENT -1 from user 0
 [2026-11-22 05:38:33.000 Control   419] NEW CLIENT 442
 ";
-        let looks = [(440, COMES.1), (440, ACTIVE.2), (441, COMES.1)];
+        let looks = [
+            (440, COMES.1, None),
+            (440, ACTIVE.2, Some(423)),
+            (441, COMES.1, None),
+        ];
+        let looks = looks.map(|(pid, after, server)| Came { pid, after, server });
         assert_eq!(clients(said).collect::<Vec<_>>(), looks);
     }
 }

@@ -1,10 +1,16 @@
 use super::*;
 
-/// Plays the control program: what it is asked it finds in files beside it, and waits for ever where there is a `.hang`.
+/// Plays the control program: what it is asked it finds in files beside it, and waits for ever where there is a `.hang`. Where there is
+/// `stopped`, it has a server that was stopped, and writes its pid there.
 const CONTROL: &str = r#"#!/bin/sh
 here=$(dirname "$0")
 if [ "$1" = -f ]; then
     [ -e "$here/silent" ] || : > "$CUDA_MPS_PIPE_DIRECTORY/control"
+    if [ -e "$here/stopped" ]; then
+        sleep 600 &
+        kill -STOP $!
+        echo $! > "$here/stopped"
+    fi
     exec sleep 600
 fi
 read -r question server
@@ -130,6 +136,34 @@ fn servers_hang_that_gave_no_answer_several_times_but_have_before() {
         assert!(!late(&mut pulse, Some(8)));
     }
     assert!(late(&mut pulse, Some(8)));
+}
+
+#[tokio::test]
+async fn a_server_that_is_stopped_is_told_although_it_was_never_asked() {
+    let node = Node::new();
+    node.write("stopped", "");
+    let groups = node.load();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    groups.tell_failures(tell);
+    let _seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let group = only(&groups);
+    let first = group.process().unwrap();
+    let pid = || {
+        fs::read_to_string(node.dir.path().join("stopped"))
+            .ok()?
+            .trim()
+            .parse()
+            .ok()
+    };
+    let pid = gpumux_tests::wait_for("a server", Duration::from_secs(10), pid);
+    group.state().serving.insert(pid);
+    let failure = tokio::time::timeout(PING, told.recv()).await;
+    assert!(
+        matches!(failure, Ok(Some(Failure::Server(_)))),
+        "{failure:?}"
+    );
+    ended(first).await;
+    groups.end(&only(&groups)).await;
 }
 
 #[tokio::test]
