@@ -18,6 +18,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gpumux_core::TenantId;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::{
@@ -88,6 +89,8 @@ pub(crate) enum Failure {
     Process(Crash),
     /// Its server has ended, or hangs.
     Server(Arc<str>),
+    /// A process of this tenant waits for ever for a device that it had from a server that is gone.
+    Stuck { tenant: TenantId, pid: u32 },
 }
 
 /// All groups.

@@ -51,6 +51,8 @@ const MAX_FAULTS: usize = 32;
 const MAX_POINTS: usize = 100;
 /// How long reports of one fault are gathered.
 const GATHER: Duration = Duration::from_millis(30);
+/// How long processes may take to learn that their group has failed (up to 0.5 s on an H100, driver 580.159.04).
+const TOLD: Duration = Duration::from_secs(1);
 /// How long a server may be gone before that is noticed.
 const UNNOTICED: Duration = Duration::from_millis(500);
 /// Names of one user for which what was set is remembered.
@@ -462,6 +464,9 @@ impl Tenants {
         let name = group.to_owned();
         let more = self.scheduler.call(move |e| e.give_up(&name)).await?;
         crashes.extend(more);
+        if !server {
+            self.all_told(group).await?;
+        }
         let restarted = self.groups.restart(group).await;
         let took = restarted.is_ok().then(|| begun.elapsed());
         let restarted_ms = took.map(|took| took.as_millis() as u64);
@@ -545,6 +550,35 @@ impl Tenants {
         let surplus = table.faults.len().saturating_sub(MAX_FAULTS);
         table.faults.drain(..surplus);
         Ok(())
+    }
+
+    /// Waits, though not for long, until all processes of a group that has failed know it: who then waits for a server that is
+    /// ended waits for ever.
+    async fn all_told(&self, group: &str) -> Result<(), Stopped> {
+        let patience = Instant::now() + TOLD;
+        while Instant::now() < patience {
+            let name = group.to_owned();
+            let unaware = self.scheduler.call(move |it| it.unaware(&name)).await?;
+            if unaware.is_empty() {
+                break;
+            }
+            tokio::time::sleep(GATHER).await;
+        }
+        Ok(())
+    }
+
+    /// Ends a process that waits for ever.
+    async fn end_stuck(&self, id: TenantId, pid: u32) {
+        let table = self.table.lock().await;
+        let name = table.tenants.get(&id).map(|it| it.name.as_str());
+        tracing::warn!(
+            tenant = name,
+            pid,
+            "it waits for a device that it lost with its group, and is ended"
+        );
+        if let Some(process) = ProcessId::of(pid).and_then(ProcessId::watch) {
+            process.kill();
+        }
     }
 
     /// Says what a program makes of SMs.
@@ -955,6 +989,12 @@ async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failu
                             waiting.entry(Arc::clone(&group)).or_default().0 = true;
                             group
                         }
+                        Failure::Stuck { tenant, pid } => {
+                            if let Some(tenants) = tenants.upgrade() {
+                                tenants.end_stuck(tenant, pid).await;
+                            }
+                            continue;
+                        }
                     };
                     if busy.insert(Arc::clone(&group)) {
                         tasks.spawn(gathered(group));
@@ -1031,7 +1071,7 @@ fn culprit(
             return (None, evidence);
         }
     }
-    let own = |it: &Crash| it.error != 0 && !COLLATERAL.contains(&it.error);
+    let own = |it: &Crash| Crash::ends_others(it.error) && !COLLATERAL.contains(&it.error);
     if !crashes.iter().any(own) && crashes.iter().any(|it| it.error != 0) {
         return (None, SERVER.into());
     }

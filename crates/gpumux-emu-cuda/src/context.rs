@@ -596,13 +596,16 @@ impl Context {
 
     /// Work did what it must not: nothing of this context runs any more.
     pub(crate) fn fault(&self, error: CuError) {
+        // As on an H100 (driver 580.159.04), where others of an MPS server go on after an assertion.
+        let all = error != CuError::ASSERT;
         // Who shares the group is told after the server that made it, and before the program, which may end then.
-        if let Ok(process) = process()
+        if all
+            && let Ok(process) = process()
             && let Some(rm) = &*lock(&process.rm)
         {
             rm.faulted(error);
         }
-        let _ = self.execution.send(&Command::Abort);
+        let _ = self.execution.send(&Command::Abort { all });
         self.fail(error);
     }
 

@@ -286,7 +286,10 @@ pub enum Command {
         stream: u64,
     },
     /// A kernel faulted: drop all work of this context.
-    Abort,
+    Abort {
+        /// And that of the others in its group.
+        all: bool,
+    },
     /// The program destroys the context. Who goes without that has died, or left its work behind.
     End,
 }

@@ -27,8 +27,11 @@ const CHECK: Micros = Micros::from_secs(1);
 /// How often demand is looked at while it decides who may run: see [`Device::tick`].
 const TICK: Micros = Micros::from_millis(1);
 
-/// Looking costs at most this part of one CPU (as its reciprocal).
-const TICK_COST: u64 = 64;
+/// Looking costs at most this part of one CPU (as its reciprocal), and a part of that once nothing has changed in so many looks: what
+/// is found a few ms later then costs little, as it comes seldom.
+const TICK_COST: f64 = 64.0;
+const CALM: f64 = 3.0;
+const QUIET: u32 = 16;
 
 /// As many as an MPS server has clients.
 const MAX_HELD: usize = 48;
@@ -51,6 +54,8 @@ pub(super) struct Device {
     pub(super) ended: BTreeMap<TenantId, Totals>,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
+    /// Looks in a row that found nobody who makes way with other work than before.
+    quiet: u32,
     /// Whether a tenant came with it through an emulated driver.
     pub(super) emulated: bool,
     /// What is wrong with the device.
@@ -62,6 +67,11 @@ pub(super) struct Device {
     calm: Calm,
     sampled: Micros,
     checked: Micros,
+}
+
+/// Whether a domain runs only when others let it.
+fn gives_way(domain: &Domain) -> bool {
+    domain.state.run == RunState::Frozen || domain.state.timeslice < Timeslice::DEFAULT
 }
 
 impl Device {
@@ -77,6 +87,7 @@ impl Device {
             record: Record::default(),
             ended: BTreeMap::new(),
             dirty: false,
+            quiet: 0,
             emulated: false,
             lost: None,
             used_by: None,
@@ -90,7 +101,8 @@ impl Device {
     /// Looks at what happened by itself: demand, slices that others set, faults that are over.
     pub(super) fn observe(&mut self, now: Micros, clock: &Clock, cost: Micros) {
         // A little early is better than to wake up once more: devices come to share their moments.
-        if self.sampled + Micros(self.tick(cost).0 / 2) <= now {
+        let planned = self.next.is_some_and(|next| next <= now);
+        if planned || self.sampled + Micros(self.tick(cost).0 / 2) <= now {
             self.sample(now);
         }
         for domain in self.domains.values_mut() {
@@ -203,13 +215,11 @@ impl Device {
     /// while it only matters for the accounts; and never so often that looking, which
     /// takes `cost`, takes more than a small part of a CPU.
     fn tick(&self, cost: Micros) -> Micros {
-        let gives_way = |domain: &Domain| {
-            domain.state.run == RunState::Frozen || domain.state.timeslice < Timeslice::DEFAULT
-        };
         let contended = self.next.is_some() || self.domains.values().any(gives_way);
+        let calm = 1.0 + f64::from(self.quiet) / f64::from(QUIET) * (CALM - 1.0);
         match self.domains.len() {
             0 | 1 => Micros(TICK.0 * 20),
-            _ if contended => TICK.max(Micros(cost.0 * TICK_COST)),
+            _ if contended => TICK.max(Micros((cost.0 as f64 * TICK_COST * calm) as u64)),
             _ => Micros(TICK.0 * 10),
         }
     }
@@ -217,6 +227,7 @@ impl Device {
     /// Takes over what the processes say of their work.
     pub(super) fn sample(&mut self, now: Micros) {
         self.sampled = now;
+        self.quiet = QUIET.min(self.quiet + 1);
         for domain in self.domains.values_mut() {
             domain.follow_rhythm(now);
             if let Some(times) = domain.new_holds() {
@@ -234,6 +245,9 @@ impl Device {
         for domain in self.domains.values_mut() {
             let demand = domain.demand();
             if demand != domain.state.demand {
+                if gives_way(domain) {
+                    self.quiet = 0;
+                }
                 domain.set_demand(demand, now);
                 self.record.push(now, &domain.who, What::Demand(demand));
                 self.dirty = true;

@@ -73,6 +73,8 @@ pub(crate) struct Domain {
     page: Arc<Page>,
     /// Its memory is on its way or away: it must not run.
     parked: bool,
+    /// Its context is of no use any more: it wants nothing.
+    lost: bool,
     /// Holds that its process had counted at the last look.
     holds: u64,
     /// The last arrival that is known, and the times of those before.
@@ -132,6 +134,7 @@ impl Domain {
             window: [(now, 0.0); 2],
             page: group.page,
             parked: false,
+            lost: false,
             holds: 0,
             came: None,
             rhythm: Rhythm::default(),
@@ -158,8 +161,22 @@ impl Domain {
         self.state.pinned = parked.then_some(RunState::Frozen);
     }
 
+    /// Its group has failed.
+    pub(super) fn lose_context(&mut self) {
+        self.lost = true;
+    }
+
+    /// Whether its group has failed, and the process waits for work there.
+    pub(super) fn waits_in_vain(&self) -> bool {
+        let slot = self.page.slot(self.member.key);
+        self.lost && slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
+    }
+
     /// What the process says of its work.
     pub(super) fn demand(&self) -> Demand {
+        if self.lost {
+            return Demand::Idle;
+        }
         match self.page.slot(self.member.key).map(|slot| slot.work()) {
             Some(Work::Busy(_)) => Demand::Busy,
             Some(Work::Idle(_)) => Demand::Idle,

@@ -19,6 +19,7 @@ use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
     Ask, Clock, Crash, Line, Reaper, SessionId,
+    alarm::Alarm,
     books::Books,
     device::Device,
     domain::{Domain, Member, NewGroup},
@@ -28,6 +29,8 @@ use crate::{api::types, config::Config, devices::Known, groups::Failure, hold::S
 
 /// How long after a process left a group a fault there may be of its making: this much longer than its memory is held.
 const AFTERMATH: Micros = Micros::from_secs(1);
+/// How long a process may wait for a device that it has lost: NVIDIA's driver does so for ever where a server is gone (580.159.04).
+const STUCK: Micros = Micros::from_secs(2);
 const LATELY: Micros = Micros(STAY.as_micros() as u64 + AFTERMATH.0);
 /// Processes that ended in groups that are remembered.
 const MAX_ENDED: usize = 256;
@@ -61,6 +64,7 @@ pub(crate) struct Engine {
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
+    alarm: Alarm,
     /// Tenants that were placed in a group, and its name.
     placed: BTreeMap<TenantId, Arc<str>>,
     /// Processes in groups that ended lately: others of their groups may fail by it.
@@ -104,6 +108,8 @@ pub(crate) struct Met {
     shared: Option<bool>,
     /// Its group has failed, and it is told no more what becomes of it.
     given_up: bool,
+    /// Since when it has waited for the device nevertheless.
+    waits_since: Option<Micros>,
     /// When it last freed a part of a group in which it had work: what a process does that exits.
     freed: Option<Micros>,
 }
@@ -128,6 +134,7 @@ impl Met {
             pid: 0,
             shared: None,
             given_up: false,
+            waits_since: None,
             freed: None,
         }
     }
@@ -195,6 +202,7 @@ impl Engine {
             placed: BTreeMap::new(),
             ended_in_groups: Vec::new(),
             crashes: None,
+            alarm: Alarm::default(),
             ended: BTreeMap::new(),
             domains_made: 0,
             cost: Micros::ZERO,
@@ -289,6 +297,14 @@ impl Engine {
         self.placed.insert(tenant, group);
     }
 
+    /// Notices errors of programs by a thread of its own from now on.
+    ///
+    /// # Errors
+    /// When no thread can be made.
+    pub(crate) fn start_alarm(&self) -> std::io::Result<()> {
+        self.alarm.start()
+    }
+
     /// Crashes in groups are told here from now on.
     pub(crate) fn tell_crashes(&mut self, to: UnboundedSender<Failure>) {
         self.crashes = Some(to);
@@ -298,8 +314,51 @@ impl Engine {
         let Some(to) = self.crashes.clone() else {
             return;
         };
-        for crash in self.crashed(|_, met| met.page.fault() != 0) {
+        for crash in self.crashed(|_, met| Crash::ends_others(met.page.fault())) {
             let _ = to.send(Failure::Process(crash));
+        }
+    }
+
+    /// Processes that still wait for the device although their group has failed, and know nothing of that.
+    pub(crate) fn unaware(&self, group: &str) -> Vec<u32> {
+        let of_group = |met: &Met| {
+            self.placed
+                .get(&met.tenant)
+                .is_some_and(|it| **it == *group)
+        };
+        let unaware = self.sessions.iter().filter(|(id, met)| {
+            met.given_up && met.page.fault() == 0 && of_group(met) && self.waits_in_vain(**id)
+        });
+        unaware.map(|(_, met)| met.pid).collect()
+    }
+
+    /// Whether it waits for work in a group that has failed.
+    fn waits_in_vain(&self, session: SessionId) -> bool {
+        let mut domains = (self.devices.values()).flat_map(|device| device.domains.values());
+        domains.any(|domain| domain.member.session == session && domain.waits_in_vain())
+    }
+
+    /// Tells of processes that have waited too long for a device that they lost with their group.
+    fn pass_stuck_on(&mut self, now: Micros) {
+        let Some(to) = self.crashes.clone() else {
+            return;
+        };
+        let lost = self.sessions.iter().filter(|(_, met)| met.given_up);
+        for id in lost.map(|(id, _)| *id).collect::<Vec<_>>() {
+            let waits = self.waits_in_vain(id);
+            let Some(met) = self.sessions.get_mut(&id) else {
+                continue;
+            };
+            let waits = waits && met.page.fault() == 0;
+            let since = waits.then(|| met.waits_since.unwrap_or(now));
+            met.waits_since = since;
+            if since.is_some_and(|since| now.saturating_sub(since) >= STUCK) {
+                met.waits_since = Some(now);
+                let _ = to.send(Failure::Stuck {
+                    tenant: met.tenant,
+                    pid: met.pid,
+                });
+            }
         }
     }
 
@@ -343,10 +402,10 @@ impl Engine {
         self.ended_in_groups.drain(..surplus);
     }
 
-    /// Processes in groups that are `so`, each once.
+    /// Processes in groups that are `so`, each once. They want the device no more.
     fn crashed(&mut self, so: impl Fn(SessionId, &Met) -> bool) -> Vec<Crash> {
         let now = self.now();
-        let mut found = Vec::new();
+        let (mut found, mut lost) = (Vec::new(), BTreeSet::new());
         for (id, met) in self
             .sessions
             .iter_mut()
@@ -379,11 +438,16 @@ impl Engine {
                     pid: met.pid,
                     error: met.page.fault(),
                     busy,
-                    age_ms: met.page.fault_age_ms(),
+                    age_ms: (self.alarm.noticed_after_ms(*id)).or_else(|| met.page.fault_age_ms()),
                     ended_ms: None,
                 });
+                lost.insert(*id);
             }
         }
+        let domains = (self.devices.values_mut()).flat_map(|device| device.domains.values_mut());
+        domains
+            .filter(|domain| lost.contains(&domain.member.session))
+            .for_each(Domain::lose_context);
         found
     }
 
@@ -538,6 +602,7 @@ impl Engine {
         // The last words of a process that crashed.
         self.pass_crashes_on();
         self.remember(session);
+        self.alarm.forget(session);
         if let Some(met) = self.sessions.remove(&session)
             && self.tenants.contains_key(&met.tenant)
         {
@@ -721,6 +786,7 @@ impl Engine {
     /// A process has connected.
     pub(crate) fn meet(&mut self, session: SessionId, met: Met) {
         self.books.meet(session, met.tenant);
+        (self.alarm).watch(session, Arc::clone(&met.page), met.pid);
         self.sessions.insert(session, met);
     }
 
@@ -788,6 +854,7 @@ impl Engine {
             }
         }
         self.pass_crashes_on();
+        self.pass_stuck_on(start);
         let observed = self.now();
         // Every round that does not come to rest takes a faulty domain out.
         let rounds = 1 + self

@@ -4,6 +4,7 @@
 //! policy and pulls levers ([`Engine::step`]). It never waits for a tenant, and if it fails, the
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves.
 
+mod alarm;
 mod books;
 mod device;
 mod domain;
@@ -51,7 +52,15 @@ pub(crate) struct Crash {
     pub(crate) ended_ms: Option<u64>,
 }
 
+/// `CUDA_ERROR_ASSERT`: the only error of a kernel that leaves the others of an MPS server alone (H100, driver 580.159.04).
+const ASSERT: u32 = 710;
+
 impl Crash {
+    /// Its error was not its own doing alone, or is one that ends others.
+    pub(crate) fn ends_others(error: u32) -> bool {
+        !matches!(error, 0 | ASSERT)
+    }
+
     /// Its process went away by itself while it had work.
     pub(crate) fn ended_at_work(&self) -> bool {
         self.ended_ms.is_some() && self.busy
@@ -113,6 +122,9 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     let body = move || {
         ask_for_priority();
         let engine = Engine::new(config, clock, reaper);
+        if let Err(error) = engine.start_alarm() {
+            tracing::warn!(%error, "errors of programs are noticed later than they could be");
+        }
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve(engine, &queue))).is_err()
         {
             tracing::error!(

@@ -104,11 +104,13 @@ impl Core {
                     }
                 }
             }
-            Command::Abort => {
+            Command::Abort { all } => {
                 device.advance(now);
                 drop_work(device, execution);
                 let keys = execution.keys;
-                self.fault_of_another(id, &keys);
+                if all {
+                    self.fault_of_another(id, &keys);
+                }
             }
             Command::End => execution.ended = true,
         }

@@ -336,7 +336,10 @@ fn an_abort_drops_everything_and_the_context_goes_on() {
     let running = start(Profile::default());
     let mut program = Program::start(&running);
     program.submit(&[kernel(u64::MAX), Work::Record]);
-    program.execution.send(&Command::Abort).unwrap();
+    program
+        .execution
+        .send(&Command::Abort { all: true })
+        .unwrap();
     let ids = program.submit(&[kernel(1), Work::Record]);
     let Report::Done(done) = program.report() else {
         panic!("no completion");

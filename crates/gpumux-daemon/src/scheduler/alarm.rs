@@ -1,0 +1,147 @@
+//! Notices errors of processes, whatever the scheduling thread does: while the driver recovers from a fault, a lever may
+//! keep that waiting (0.3 s on an H100, driver 580.159.04).
+
+use std::{
+    collections::BTreeMap,
+    io,
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    thread,
+    time::Duration,
+};
+
+use gpumux_wire::page::Page;
+
+use super::SessionId;
+
+/// How often it looks.
+const LOOK: Duration = Duration::from_millis(40);
+
+/// Who is watched; until it is dropped.
+#[derive(Default)]
+pub(super) struct Alarm(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    watched: BTreeMap<SessionId, Watched>,
+    over: bool,
+}
+
+struct Watched {
+    page: Arc<Page>,
+    pid: u32,
+    noticed_after_ms: Option<u64>,
+}
+
+impl Alarm {
+    /// Starts the thread that looks.
+    ///
+    /// # Errors
+    /// When none can be made.
+    pub(super) fn start(&self) -> io::Result<()> {
+        let shared = Arc::clone(&self.0);
+        let thread = thread::Builder::new().name("alarm".into());
+        thread.spawn(move || shared.look()).map(drop)
+    }
+
+    /// Watches a process from now on.
+    pub(super) fn watch(&self, session: SessionId, page: Arc<Page>, pid: u32) {
+        let watched = Watched {
+            page,
+            pid,
+            noticed_after_ms: None,
+        };
+        self.0.state().watched.insert(session, watched);
+        self.0.changed.notify_one();
+    }
+
+    /// It has ended.
+    pub(super) fn forget(&self, session: SessionId) {
+        self.0.state().watched.remove(&session);
+    }
+
+    /// How long after a process got its error that was noticed, in ms.
+    pub(super) fn noticed_after_ms(&self, session: SessionId) -> Option<u64> {
+        self.0.state().watched.get(&session)?.noticed_after_ms
+    }
+}
+
+impl Drop for Alarm {
+    fn drop(&mut self) {
+        self.0.state().over = true;
+        self.0.changed.notify_one();
+    }
+}
+
+impl Shared {
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn look(&self) {
+        loop {
+            let state = self.state();
+            let nobody = |state: &mut State| state.watched.is_empty() && !state.over;
+            let state = self.changed.wait_while(state, nobody);
+            let mut state = state.unwrap_or_else(PoisonError::into_inner);
+            if state.over {
+                return;
+            }
+            for it in state.watched.values_mut() {
+                it.look();
+            }
+            drop(state);
+            thread::sleep(LOOK);
+        }
+    }
+}
+
+impl Watched {
+    fn look(&mut self) {
+        let error = self.page.fault();
+        if error != 0 && self.noticed_after_ms.is_none() {
+            self.noticed_after_ms = self.page.fault_age_ms();
+            let (pid, after_ms) = (self.pid, self.noticed_after_ms);
+            tracing::info!(
+                pid,
+                error,
+                after_ms,
+                "an error has ended a program's context"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_is_noticed_without_the_scheduling_thread() {
+        let alarm = Alarm::default();
+        alarm.start().unwrap();
+        let (page, _file) = Page::create().unwrap();
+        let page = Arc::new(page);
+        let id = SessionId(1);
+        alarm.watch(id, Arc::clone(&page), 7);
+        thread::sleep(LOOK);
+        assert_eq!(alarm.noticed_after_ms(id), None);
+        page.set_fault(719);
+        let noticed = || alarm.noticed_after_ms(id);
+        let after = gpumux_tests::wait_for("the alarm", Duration::from_secs(20), noticed);
+        thread::sleep(2 * LOOK);
+        assert_eq!(noticed(), Some(after), "it counts from then");
+        alarm.forget(id);
+        assert_eq!(noticed(), None);
+        let shared = Arc::downgrade(&alarm.0);
+        drop(alarm);
+        gpumux_tests::wait_for("its end", Duration::from_secs(20), || {
+            (shared.strong_count() == 0).then_some(())
+        });
+    }
+}
