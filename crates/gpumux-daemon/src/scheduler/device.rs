@@ -160,7 +160,10 @@ impl Device {
         };
         let over = |held: &mut Held| held.is_over(now, received(held.group()));
         let over: Vec<Held> = self.held.extract_if(.., over).collect();
-        self.dirty |= !over.is_empty();
+        if !over.is_empty() {
+            self.dirty = true;
+            self.forget_groups();
+        }
         over
     }
 
@@ -386,7 +389,7 @@ impl Device {
         self.calm = Calm::default();
     }
 
-    /// The group of this name, if it has members.
+    /// The group of this name, if it has members, or something is held for it.
     pub(super) fn group_named(&self, name: &str) -> Option<DomainId> {
         self.groups.get(name).copied()
     }
@@ -560,9 +563,16 @@ impl Device {
             // Without a reaper it is dropped here and now.
             let _ = reaper.send(Box::new(domain.levers));
         }
-        let domains = &self.domains;
+        self.forget_groups();
+    }
+
+    /// Forgets groups that have no members, unless something is held: for those who come meanwhile it is held, too.
+    fn forget_groups(&mut self) {
+        let (domains, held) = (&self.domains, &self.held);
+        let lives = |group| domains.values().any(|it| it.group == Some(group));
+        let is_held = |group| held.iter().any(|it| it.group() == group);
         self.groups
-            .retain(|_, group| domains.values().any(|it| it.group == Some(*group)));
+            .retain(|_, group| lives(*group) || is_held(*group));
     }
 
     /// Accounts for the time in which everything was as it is.

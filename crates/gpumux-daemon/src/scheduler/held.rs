@@ -33,10 +33,17 @@ impl Held {
         self.group
     }
 
-    /// Whether it is over, given the device time that the group has received; none: it has no members any more.
-    pub(super) fn is_over(&self, now: Micros, received: Option<f64>) -> bool {
+    /// Whether it is over, given the device time that the group has received; none: it has no members. With those that come
+    /// then it is counted anew.
+    pub(super) fn is_over(&mut self, now: Micros, received: Option<f64>) -> bool {
         let held = now.saturating_sub(self.since);
-        let had = received.map_or(held.0 as f64, |received| received - self.before);
+        let had = match received {
+            Some(received) => received - self.before,
+            None => {
+                self.before = 0.0;
+                held.0 as f64
+            }
+        };
         had >= STAY.as_micros() as f64 || held >= LONGEST
     }
 

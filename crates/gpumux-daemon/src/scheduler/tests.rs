@@ -508,6 +508,18 @@ fn what_a_member_leaves_behind_is_work_of_its_group_until_that_had_time_for_it()
 }
 
 #[test]
+fn what_the_last_member_leaves_behind_is_held_for_those_who_come_then() {
+    let (mut bench, mut file) = left_behind(Class::Standard);
+    bench.engine.leave(SessionId(2), false);
+    assert!(held_after(&mut bench, 1, &mut file));
+    bench.member(4, 50, "team");
+    assert!(held_after(&mut bench, 20, &mut file), "it got no time");
+    bench.engine.leave(SessionId(1), false);
+    assert!(held_after(&mut bench, 1, &mut file));
+    assert!(!held_after(&mut bench, 2, &mut file));
+}
+
+#[test]
 fn what_is_left_behind_waits_for_higher_classes_but_not_for_ever() {
     let (mut bench, mut file) = left_behind(Class::Standard);
     assert!(held_after(&mut bench, 20, &mut file));
