@@ -84,20 +84,29 @@ def start(mode: Mode, program: Program, name: str, arguments: Sequence[str]) -> 
 
 def reports(processes: Sequence[subprocess.Popen[str]], deadline: float) -> list[dict[str, Any]]:
     """What the workloads found, in order."""
-    found = []
-    for process in processes:
-        try:
-            out, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            raise BenchError("a workload did not end in time") from None
-        if process.returncode:
-            raise BenchError(f"a workload ended with {process.returncode}")
-        found.append(json.loads(out))
-    return found
+    return [report(process, deadline) for process in processes]
+
+
+def report(process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
+    """What a workload found."""
+    try:
+        out, _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise BenchError("a workload did not end in time") from None
+    if process.returncode:
+        raise BenchError(f"a workload ended with {process.returncode}")
+    return json.loads(out)
 
 
 def run(mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float) -> list[dict[str, Any]]:
     """Runs programs together: their reports, in order."""
+    return timed_run(mode, programs, work, seconds)[0]
+
+
+def timed_run(
+    mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: float
+) -> tuple[list[dict[str, Any]], float]:
+    """The same, and when the first of them ended."""
     with tempfile.TemporaryDirectory() as folder:
         barrier = f"{len(programs)}:{folder}/barrier"
         processes = []
@@ -106,7 +115,10 @@ def run(mode: Mode, programs: Sequence[Program], work: Sequence[str], seconds: f
                 length = seconds / 2 if program.ends_early else seconds
                 arguments = [*program.arguments(mode, work), "--seconds", str(length), "--barrier", barrier]
                 processes.append(start(mode, program, f"{number}", arguments))
-            return reports(processes, time.monotonic() + seconds + common.REPLY_S)
+            deadline = time.monotonic() + seconds + common.REPLY_S
+            first = report(processes[0], deadline)
+            ended = time.monotonic()
+            return [first, *reports(processes[1:], deadline)], ended
         finally:
             for process in processes:
                 common.end(process, 1.0)
@@ -174,11 +186,11 @@ def main() -> int:
                 with results.cell(f"{case} / {name}"):
                     with contextlib.ExitStack() as stack:
                         watched = stack.enter_context(CpuTime(mode.daemon.pid)) if isinstance(mode, Gpumux) else None
-                        values = evaluate(CASES[case], run(mode, CASES[case], work, seconds), solo)
+                        found, end = timed_run(mode, CASES[case], work, seconds)
+                        values = evaluate(CASES[case], found, solo)
                         if watched:
-                            end = time.monotonic()
                             # Neither the programs' start nor their end.
-                            values["daemon_cpu"] = watched.part(end - seconds + 0.5, end - 0.5)
+                            values["daemon_cpu"] = watched.part(end - seconds + 1, end - 1)
                     results.add(case, name, values)
     return results.finish()
 

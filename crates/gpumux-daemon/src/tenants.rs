@@ -489,7 +489,9 @@ impl Tenants {
             };
             told.map(|crash| crash.tenant).or_else(joined)
         };
-        let (culprit, evidence) = match server && crashes.iter().all(|crash| crash.error == 0) {
+        let lost =
+            |crash: &Crash| !Crash::ends_others(crash.error) || COLLATERAL.contains(&crash.error);
+        let (culprit, evidence) = match server && crashes.iter().all(lost) {
             true => (None, SERVER.into()),
             false => culprit(&crashes, &said, &seated, whose),
         };
