@@ -4,7 +4,7 @@
 //! that `CUDA_MPS_PIPE_DIRECTORY` names, and what both say goes to the standard output. A program finds it by the same variable
 //! ([`Member::join`]) and gets handles that lead to the server's groups, so that all clients are one to the hardware; its
 //! kernels run at the same time as theirs, on as many SMs as `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` says. As with the real
-//! one, a fault of one client ends all, and nobody new is let in until the last of them has gone.
+//! one, a fault of one client ends all (but for an assertion), and nobody new is let in until the last of them has gone.
 
 use std::{
     collections::BTreeMap,
