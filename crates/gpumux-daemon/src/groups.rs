@@ -52,6 +52,8 @@ const START: Duration = Duration::from_secs(4);
 const ANSWER: Duration = Duration::from_secs(2);
 /// How long it may take to end, before it is killed.
 const END: Duration = Duration::from_millis(500);
+/// How long all that were killed may take.
+const KILLED: Duration = Duration::from_millis(200);
 /// How long a group without tenants is kept: starting a server takes a second.
 const LINGER: Duration = Duration::from_secs(10);
 /// How often a control daemon is looked at.
@@ -559,9 +561,13 @@ impl Groups {
         for process in &all {
             process.kill();
         }
-        for process in &all {
-            let _ = tokio::time::timeout(END, process.ended()).await;
-        }
+        // A killed one does nothing more, however long the driver takes to let it go.
+        let gone = async {
+            for process in &all {
+                let _ = process.ended().await;
+            }
+        };
+        let _ = tokio::time::timeout(KILLED, gone).await;
     }
 
     /// Sees to it that a group that somebody needs has a server that answers, and that nobody else enters it.

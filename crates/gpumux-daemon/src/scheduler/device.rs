@@ -30,7 +30,7 @@ const TICK: Micros = Micros::from_millis(1);
 /// Looking costs at most this part of one CPU (as its reciprocal), and a part of that once nothing has changed in so many looks: what
 /// is found a few ms later then costs little, as it comes seldom.
 const TICK_COST: f64 = 64.0;
-const CALM: f64 = 3.0;
+const CALM: f64 = 4.0;
 const QUIET: u32 = 16;
 
 /// As many as an MPS server has clients.
