@@ -560,8 +560,7 @@ impl Tenants {
         let patience = Instant::now() + TOLD;
         while Instant::now() < patience {
             let name = group.to_owned();
-            let unaware = self.scheduler.call(move |it| it.unaware(&name)).await?;
-            if unaware.is_empty() {
+            if !self.scheduler.call(move |it| it.has_unaware(&name)).await? {
                 break;
             }
             tokio::time::sleep(GATHER).await;

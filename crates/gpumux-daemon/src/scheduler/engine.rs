@@ -319,17 +319,13 @@ impl Engine {
         }
     }
 
-    /// Processes that still wait for the device although their group has failed, and know nothing of that.
-    pub(crate) fn unaware(&self, group: &str) -> Vec<u32> {
-        let of_group = |met: &Met| {
-            self.placed
-                .get(&met.tenant)
-                .is_some_and(|it| **it == *group)
-        };
-        let unaware = self.sessions.iter().filter(|(id, met)| {
-            met.given_up && met.page.fault() == 0 && of_group(met) && self.waits_in_vain(**id)
+    /// Whether some process still waits for the device although its group has failed, and knows nothing of that.
+    pub(crate) fn has_unaware(&self, group: &str) -> bool {
+        let mut members = self.sessions.iter().filter(|(_, met)| {
+            let placed = self.placed.get(&met.tenant);
+            placed.is_some_and(|name| **name == *group)
         });
-        unaware.map(|(_, met)| met.pid).collect()
+        members.any(|(id, met)| met.page.fault() == 0 && self.waits_in_vain(*id))
     }
 
     /// Whether it waits for work in a group that has failed.

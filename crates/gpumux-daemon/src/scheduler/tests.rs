@@ -416,6 +416,50 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
 }
 
 #[test]
+fn who_lost_its_group_has_no_more_turns_and_does_not_wait_for_ever() {
+    let mut bench = Bench::new();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    bench.engine.tell_crashes(tell);
+    bench.add(1, Class::Batch);
+    // The second knows it, the third has no work.
+    let mut errors = Vec::new();
+    for n in [2, 3, 4] {
+        bench.member(n, 50, "team");
+        let (page, file) = Page::create().unwrap();
+        let opened = Arc::new(Page::open(file).unwrap());
+        let met = Met::new(TenantId(n.into()), opened, Box::new(|_| true)).with_pid(1000 + n);
+        bench.engine.meet(SessionId(n.into()), met);
+        errors.push(page);
+    }
+    bench.pages[3].slot(4).unwrap().complete(1);
+    bench.run(Micros::from_secs(3));
+    assert!(told.try_recv().is_err(), "nothing has failed");
+    // An assertion is the affair of one alone.
+    errors[1].set_fault(710);
+    bench.run(Micros::from_secs(1));
+    assert!(told.try_recv().is_err());
+    assert!(!bench.engine.has_unaware("team"));
+    assert_eq!(bench.engine.give_up("team").len(), 3);
+    assert!(bench.engine.has_unaware("team"));
+    bench.run(Micros::from_millis(100));
+    let had = bench.domain(2).received_us;
+    bench.run(Micros::from_millis(1800));
+    assert_eq!(bench.domain(2).received_us, had);
+    assert!(told.try_recv().is_err(), "not yet");
+    bench.run(Micros::from_millis(200));
+    let stuck = match told.try_recv() {
+        Ok(crate::groups::Failure::Stuck { pid, .. }) => pid,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!(stuck, 1002);
+    assert!(told.try_recv().is_err());
+    errors[0].set_fault(806);
+    assert!(!bench.engine.has_unaware("team"));
+    bench.run(Micros::from_secs(5));
+    assert!(told.try_recv().is_err(), "it knows it now");
+}
+
+#[test]
 fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_for_a_while() {
     let mut bench = Bench::new();
     let mut files = Vec::new();
