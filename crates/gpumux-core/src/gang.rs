@@ -10,8 +10,8 @@
 //! ring each would push out the next for ever. It waits until the other's turn is over where they meet, unless it is owed far more.
 //! Who was made to wait for a gang that must then wait itself runs after all, where that takes the device from nobody.
 //!
-//! None of that bounds how long a gang waits: turns may never fit together. So a gang that has waited for [`OVERDUE`] comes before all that,
-//! the longest first, and runs for [`UNDISTURBED`] then.
+//! None of that bounds how long a gang waits: turns may never fit together. So a gang that has waited for [`OVERDUE`] and is owed more than
+//! may be put off comes before all that, the longest first, and runs for [`UNDISTURBED`] then.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -137,18 +137,19 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
     devices.iter_mut().zip(drafts).map(commit).collect()
 }
 
-/// The gangs that must run now because they had waited too long: first those that have begun to run, then those that still
+/// The gangs that must run now because they are owed much and had waited too long: first those that have begun to run, then those that still
 /// wait, who has waited longest first.
 fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
     let since = |gang: TenantId| {
-        let domains = devices.iter().flat_map(|device| {
-            let own = device.snapshot.domains.iter();
-            let own = own.filter(move |domain| domain.tenant == gang && domain.demand.may_run());
-            own.map(move |domain| (device.snapshot.now, device.memory.wait(domain.id)))
-        });
-        let overdue = domains.filter_map(|(now, wait)| match wait? {
-            Wait::Over(at) => (now < at + UNDISTURBED).then_some((false, at)),
-            Wait::Since(at) => (at + OVERDUE <= now).then_some((true, at)),
+        let overdue = with_work(gang, devices).filter_map(|(device, domain)| {
+            let now = device.snapshot.now;
+            match device.memory.wait(domain.id)? {
+                Wait::Over(at) => (now < at + UNDISTURBED).then_some((false, at)),
+                Wait::Since(at) => {
+                    let owed = device.memory.lag(domain.id) > PATIENCE_US;
+                    (owed && at + OVERDUE <= now).then_some((true, at))
+                }
+            }
         });
         overdue.min()
     };
@@ -323,12 +324,19 @@ fn pin(drafts: &[Draft], devices: &[Device], tenant: TenantId, fate: RunState) -
 
 /// Whether the tenant must not run, whoever's turn it is: its memory is not there.
 fn parked(tenant: TenantId, devices: &[Device]) -> bool {
-    let mut domains = devices.iter().flat_map(|device| &device.snapshot.domains);
-    domains.any(|domain| {
-        domain.tenant == tenant
-            && domain.demand.may_run()
-            && domain.pinned == Some(RunState::Frozen)
-    })
+    with_work(tenant, devices).any(|(_, domain)| domain.pinned == Some(RunState::Frozen))
+}
+
+/// A tenant's domains that have work, each with its device.
+fn with_work<'a, 'b>(
+    tenant: TenantId,
+    devices: &'a [Device<'b>],
+) -> impl Iterator<Item = (&'a Device<'b>, &'a DomainState)> {
+    let all = devices.iter().flat_map(|device| {
+        let domains = device.snapshot.domains.iter();
+        domains.map(move |domain| (device, domain))
+    });
+    all.filter(move |(_, domain)| domain.tenant == tenant && domain.demand.may_run())
 }
 
 /// The device time that the tenant is owed, per device.

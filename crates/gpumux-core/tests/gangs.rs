@@ -365,3 +365,21 @@ fn gangs_of_which_only_one_can_run_have_equal_parts() {
         "{shares:?}"
     );
 }
+
+/// That gangs wait long because they are many takes nothing from what others are promised.
+#[test]
+fn many_gangs_leave_a_single_its_guarantee() {
+    let gang = |guaranteed, devices: &[usize]| Gang {
+        spec: TenantSpec {
+            class: Class::Batch,
+            guaranteed,
+            ..TenantSpec::default()
+        },
+        devices: devices.iter().copied().collect(),
+    };
+    let mut gangs = vec![gang(0.5, &[0])];
+    gangs.extend(std::iter::repeat_n(gang(0.0, &[0, 1]), 20));
+    let shares = World::new("priority", &gangs).shares();
+    assert!(shares[0] > 0.47, "{shares:?}");
+    assert!(shares.iter().all(|got| *got > 0.01), "{shares:?}");
+}

@@ -489,9 +489,7 @@ impl Tenants {
             };
             told.map(|crash| crash.tenant).or_else(joined)
         };
-        let lost =
-            |crash: &Crash| !Crash::ends_others(crash.error) || COLLATERAL.contains(&crash.error);
-        let (culprit, evidence) = match server && crashes.iter().all(lost) {
+        let (culprit, evidence) = match server && !crashes.iter().any(is_origin) {
             true => (None, SERVER.into()),
             false => culprit(&crashes, &said, &seated, whose),
         };
@@ -571,15 +569,21 @@ impl Tenants {
     /// Ends a process that waits for ever.
     async fn end_stuck(&self, id: TenantId, pid: u32) {
         let table = self.table.lock().await;
-        let name = table.tenants.get(&id).map(|it| it.name.as_str());
+        let Some(tenant) = table.tenants.get(&id) else {
+            return;
+        };
+        // Not whoever may have its pid by now.
+        let mut processes = tenant.holders.values().flatten();
+        let process = processes.find(|process| process.pid == pid);
+        let Some(process) = process.and_then(|process| process.watch()) else {
+            return;
+        };
         tracing::warn!(
-            tenant = name,
+            tenant = tenant.name,
             pid,
             "it waits for a device that it lost with its group, and is ended"
         );
-        if let Some(process) = ProcessId::of(pid).and_then(ProcessId::watch) {
-            process.kill();
-        }
+        process.kill();
     }
 
     /// Says what a program makes of SMs.
@@ -1044,6 +1048,11 @@ const SERVER: &str = "the group's server ended, or hung";
 /// A process that goes away while a kernel of it runs ends the others, as a fault does.
 const ENDED: &str = "it ended while its work was under way";
 
+/// Whether its error may be the one by which the others were lost.
+fn is_origin(crash: &Crash) -> bool {
+    Crash::ends_others(crash.error) && !COLLATERAL.contains(&crash.error)
+}
+
 /// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
 /// in the middle of its work, then, of all who have a seat, who alone got an error of its own.
 fn culprit(
@@ -1072,14 +1081,13 @@ fn culprit(
             return (None, evidence);
         }
     }
-    let own = |it: &Crash| Crash::ends_others(it.error) && !COLLATERAL.contains(&it.error);
-    if !crashes.iter().any(own) && crashes.iter().any(|it| it.error != 0) {
+    if !crashes.iter().any(is_origin) && crashes.iter().any(|it| it.error != 0) {
         return (None, SERVER.into());
     }
     let living = of(&|it| it.ended_ms.is_none());
     // Somebody of whom nothing is known may be the one.
     if seated.iter().all(|tenant| living.contains(tenant)) {
-        let found = of(&own);
+        let found = of(&is_origin);
         if let (1, Some(tenant)) = (found.len(), found.first()) {
             return (Some(*tenant), "only it got an error of its own".into());
         }

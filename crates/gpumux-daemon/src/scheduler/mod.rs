@@ -56,7 +56,7 @@ pub(crate) struct Crash {
 const ASSERT: u32 = 710;
 
 impl Crash {
-    /// Its error was not its own doing alone, or is one that ends others.
+    /// Whether such an error of one ends the others of its group, too.
     pub(crate) fn ends_others(error: u32) -> bool {
         !matches!(error, 0 | ASSERT)
     }
