@@ -81,14 +81,12 @@ fn a_new_daemon_takes_the_tenants_over() {
 #[test]
 fn a_daemon_that_ends_in_good_order_restores_what_it_found() {
     let mut node = Node::start();
-    let start = |options: &str| Process::start(&mut node.tenant(options, TICKS));
-    let mut tenants = [
-        start("--class latency"),
-        start("--class batch"),
-        start("--class batch"),
-    ];
-    for tenant in &mut tenants {
-        tenant.wait_lines(5);
+    // The last one leaves the others next to nothing as long as there is a daemon.
+    let mut tenants = Vec::new();
+    for class in ["batch", "batch", "latency"] {
+        let options = format!("--class {class}");
+        tenants.push(Process::start(&mut node.tenant(&options, TICKS)));
+        tenants.last_mut().expect("it was pushed").wait_lines(5);
     }
     node.stop_daemon().ok();
     for tenant in &mut tenants {

@@ -5,7 +5,7 @@
 //! 1 s beside a batch domain's 1 µs thus counts as nearly all, as it is.
 //!
 //! When another domain than before gets most of the device, it pays for the switch, as far as nobody
-//! ran for that long anyway.
+//! ran for that long anyway. When others are frozen or thawed, whoever runs pays for being interrupted.
 //!
 //! A domain of unknown demand counts only while no enabled domain is known to be busy; then the ones
 //! with the longest possible slice count last, because they would hold the device and are mostly idle.
@@ -58,7 +58,9 @@ impl Accounts {
         self.accounts
             .retain(|id, _| domains.iter().any(|domain| domain.id == *id));
         let fractions = fractions(domains, costs);
-        let worked = elapsed - self.switch(domains, &fractions, elapsed, costs);
+        let levers = domains.iter().filter(|it| self.was_frozen_or_thawed(it));
+        let interruption = levers.count() as f64 * interruption(domains, costs);
+        let worked = elapsed - self.switch(domains, &fractions, elapsed, costs, interruption);
         for (domain, fraction) in domains.iter().zip(fractions) {
             let account = self.accounts.entry(domain.id).or_default();
             account.received_us += fraction * worked;
@@ -72,13 +74,19 @@ impl Accounts {
         }
     }
 
-    /// How much of the elapsed time went into a switch to another domain.
+    fn was_frozen_or_thawed(&self, domain: &DomainState) -> bool {
+        let before = self.accounts.get(&domain.id);
+        before.is_some_and(|it| it.frozen != (domain.run == RunState::Frozen))
+    }
+
+    /// How much of the elapsed time went into a switch to another domain, or into an interruption.
     fn switch(
         &mut self,
         domains: &[DomainState],
         fractions: &[f64],
         elapsed: f64,
         costs: &Costs,
+        interruption: f64,
     ) -> f64 {
         if fractions.iter().all(|fraction| *fraction == 0.0) {
             self.nobody_us += elapsed;
@@ -88,6 +96,8 @@ impl Accounts {
         if let Some(runner) = most.map(|at| domains[at].id) {
             if self.runner.is_some_and(|before| before != runner) {
                 self.switching_us = (costs.switch.0 as f64 - self.nobody_us).max(0.0);
+            } else if self.nobody_us == 0.0 {
+                self.switching_us += interruption;
             }
             self.runner = Some(runner);
         }
@@ -101,6 +111,14 @@ impl Accounts {
     pub fn get(&self, id: DomainId) -> Account {
         self.accounts.get(&id).copied().unwrap_or_default()
     }
+}
+
+/// What a lever on one group costs another that runs, in µs: a switch, and one more if somebody waits, who runs first
+/// (`timings::neighbours`, docs/fidelity.md).
+fn interruption(domains: &[DomainState], costs: &Costs) -> f64 {
+    let wants = |it: &&DomainState| it.run == RunState::Enabled && it.demand == Demand::Busy;
+    let waiting = domains.iter().filter(wants).count() > 1;
+    costs.switch.0 as f64 * if waiting { 2.0 } else { 1.0 }
 }
 
 /// What a group loses of each slice to the restoring of its state, in µs. Fitted to what two groups

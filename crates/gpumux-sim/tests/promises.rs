@@ -36,26 +36,25 @@ fn mixes() -> impl Strategy<Value = Vec<(Class, f64)>> {
     })
 }
 
-/// The time in which everybody has had its budget and its turn, and the longest turn: 100 ms, and if there are
+/// The time in which everybody has had its budget and its turn, and the length of a turn per share: 100 ms, and if there are
 /// several in the back row 50 ms for each, in the part of the device that the back row gets.
 fn period_and_turn(tenants: &[(Class, f64)]) -> (f64, f64) {
     let top = tenants.iter().map(|(class, _)| *class).min();
     let back = tenants.iter().filter(|(class, _)| Some(*class) != top);
     let shares: Vec<f64> = back.map(|(_, share)| *share).collect();
     let sum: f64 = shares.iter().sum();
-    let largest = shares.iter().copied().fold(0.0, f64::max);
     let all = shares.len() as f64 * 0.0514;
     match shares.len() {
         0 | 1 => (0.1, 0.0),
-        _ => (0.1 + all / sum, all * largest / sum),
+        _ => (0.1 + all / sum, all / sum),
     }
 }
 
 proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..Default::default() })]
 
-    /// On the whole every guarantee is kept within 1%. In a window of ten periods, which begins and ends anywhere, it
-    /// is so but for a turn at its edge and 1.5% of the device.
+    /// On the whole every guarantee is kept within 1% but for a turn at the edge. In a window of ten periods, which begins and ends
+    /// anywhere, it is so but for a turn and 1.5% of the device.
     #[test]
     fn guarantees_are_kept_over_any_ten_periods(
         tenants in mixes(),
@@ -66,12 +65,13 @@ proptest! {
         let report = run(&saturated(&tenants, policy, window)).expect("sound");
         for tenant in &report.modes[0].tenants {
             let devices = &report.modes[0].devices;
+            let edge = turn * tenant.promised / window;
             prop_assert!(
-                tenant.received_of_used >= tenant.promised * 0.99 - 0.001,
+                tenant.received_of_used >= tenant.promised * 0.99 - 0.001 - edge / 5.0,
                 "{tenant:?} with {devices:?}"
             );
             prop_assert!(
-                tenant.window_min >= tenant.promised - 0.015 - turn / window,
+                tenant.window_min >= tenant.promised - 0.015 - edge,
                 "{tenant:?} in windows of {window} s with {devices:?}"
             );
         }

@@ -231,10 +231,18 @@ impl<D: Division> Policy for Shared<D> {
 
     fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan {
         memory.charge(snapshot);
-        let mut stage = Stage::new(&self.division, &self.tuning, snapshot, memory);
-        stage.bound_debts(memory);
-        stage.budgets(memory);
-        let holder = stage.turn(memory);
+        let decide = |memory: &mut Memory| {
+            let mut stage = Stage::new(&self.division, &self.tuning, snapshot, memory);
+            stage.bound_debts(memory);
+            stage.budgets(memory);
+            let holder = stage.turn(memory);
+            (stage, holder)
+        };
+        let (mut stage, mut holder) = decide(memory);
+        // A pause counts only as long as its turn: what was decided in view of it is decided anew.
+        if stage.pauses_without_turn(holder) {
+            (stage, holder) = decide(memory);
+        }
         let slices = stage.slices();
         let domains = (0..stage.cast.len())
             .map(|index| {
@@ -511,6 +519,12 @@ impl<'a> Stage<'a> {
             self.ask_at_turn_end(index, turn, memory);
         }
         Some(index)
+    }
+
+    /// Whether somebody paused when it lost its turn.
+    fn pauses_without_turn(&self, holder: Option<usize>) -> bool {
+        let mut cast = self.cast.iter().enumerate();
+        cast.any(|(index, actor)| actor.wants && !actor.runnable() && holder != Some(index))
     }
 
     /// How long a turn of this domain is, in µs of device time.
