@@ -56,11 +56,18 @@ pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
 }
 
 fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
+    let (away, present): (BTreeSet<TenantId>, BTreeSet<TenantId>) =
+        gangs.iter().partition(|gang| parked(**gang, devices));
     let mut drafts: Vec<Draft> = devices
         .iter()
-        .map(|device| Draft::new(device, gangs))
+        .map(|device| Draft::new(device, &present))
         .collect();
     let mut decided: BTreeMap<TenantId, RunState> = BTreeMap::new();
+    // Who has no memory on one device runs on none, and is owed nothing meanwhile.
+    for gang in away {
+        drafts = pin(&drafts, devices, gang, RunState::Frozen);
+        decided.insert(gang, RunState::Frozen);
+    }
     let whole = |gang: TenantId, drafts: &[Draft]| runs(gang, drafts) && !split(gang, drafts);
     for gang in overdue(devices, gangs) {
         let tried = pin(&drafts, devices, gang, RunState::Enabled);
@@ -82,7 +89,6 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
         let gang = first_of_queue(gang, &drafts, undecided);
         let leads = leader(gang, &drafts).and_then(|draft| draft.runs(gang));
         let may_run = leads == Some(RunState::Enabled)
-            && !parked(gang, devices)
             && !drafts.iter().any(|draft| draft.is_taken_from_others(gang));
         let tried = may_run.then(|| pin(&drafts, devices, gang, RunState::Enabled));
         // Whether nobody pays for it who should not.
@@ -169,7 +175,7 @@ struct Draft {
 }
 
 impl Draft {
-    fn new(device: &Device, gangs: &[TenantId]) -> Self {
+    fn new(device: &Device, gangs: &BTreeSet<TenantId>) -> Self {
         let mut snapshot = device.snapshot.clone();
         // Slices would let one device's part of a gang run while the other's waits.
         let domains = snapshot.domains.iter();
@@ -363,7 +369,7 @@ fn split(tenant: TenantId, drafts: &[Draft]) -> bool {
 mod tests {
     use super::*;
     use crate::testing::{domain, snapshot};
-    use crate::{Class, policy};
+    use crate::{Class, DomainId, policy};
 
     fn states(plans: &[Plan]) -> Vec<Vec<RunState>> {
         let run = |plan: &Plan| plan.domains.iter().map(|domain| domain.run).collect();
@@ -426,6 +432,33 @@ mod tests {
         let waiting = [RunState::Frozen, RunState::Enabled];
         let plans = plan_all(&[first, second]);
         assert_eq!(states(&plans), [waiting.to_vec(), waiting[..1].to_vec()]);
+    }
+
+    #[test]
+    fn a_gang_is_owed_nothing_while_its_memory_is_away() {
+        let classes = [Class::Batch, Class::Batch];
+        let mut first = snapshot(&classes, vec![domain(10, 0), domain(11, 1)]);
+        let mut second = snapshot(&classes, vec![domain(20, 0), domain(21, 1)]);
+        first.domains[0].pinned = Some(RunState::Frozen);
+        let policy = policy::by_name("priority").expect("known");
+        let mut memories = [Memory::default(), Memory::default()];
+        for step in 0..100 {
+            for snapshot in [&mut first, &mut second] {
+                snapshot.now = Micros::from_millis(10 * step);
+                snapshot.domains[1].received = snapshot.now;
+            }
+            let both = [&first, &second].into_iter().zip(&mut memories);
+            let mut devices: Vec<Device> = both
+                .map(|(snapshot, memory)| Device {
+                    policy: &*policy,
+                    snapshot,
+                    memory,
+                })
+                .collect();
+            plan(&mut devices);
+        }
+        let owed = [memories[0].lag(DomainId(10)), memories[1].lag(DomainId(20))];
+        assert!(owed.iter().all(|owed| *owed <= 0.0), "{owed:?}");
     }
 
     #[test]
