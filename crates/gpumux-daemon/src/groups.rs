@@ -144,6 +144,14 @@ struct Saved {
     ready: bool,
 }
 
+/// That a process is a client of a group that is not its own.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Intrusion {
+    Seen(String),
+    /// The group does not say.
+    Feared(String),
+}
+
 /// Why a control daemon has not answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Unanswered {
@@ -261,7 +269,12 @@ impl Groups {
 
     /// The group of this user, other than `own`, whose server has this process as a client; also one that does not say whether it
     /// has.
-    pub(crate) async fn intruded(&self, uid: u32, own: Option<&str>, pid: u32) -> Option<String> {
+    pub(crate) async fn intruded(
+        &self,
+        uid: u32,
+        own: Option<&str>,
+        pid: u32,
+    ) -> Option<Intrusion> {
         let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
         let groups = groups.into_iter().filter(|group| group.key.uid == uid);
         let (own, others): (Vec<_>, Vec<_>) = groups.partition(|group| Some(&*group.name()) == own);
@@ -273,16 +286,26 @@ impl Groups {
             }
         }
         for group in others {
-            if group.process().is_none() {
+            // One that has never answered has nobody in it.
+            if group.process().is_none() || !group.state().ready {
                 continue;
             }
-            let clients = self.clients(&group).await;
-            if clients.is_ok_and(|clients| !clients.contains(&pid)) {
-                continue;
+            let group_name = group.name();
+            match self.clients(&group).await {
+                Ok(clients) if !clients.contains(&pid) => {}
+                Ok(_) => return Some(Intrusion::Seen(group_name)),
+                Err(_) => return Some(Intrusion::Feared(group_name)),
             }
-            return Some(group.name());
         }
         None
+    }
+
+    /// Whether a group began after something that was so long ago: its control daemon did. None was very long ago.
+    pub(crate) fn began_after(&self, name: &str, age_ms: Option<u64>) -> bool {
+        let group = self.table().values().find(|it| it.name() == name).cloned();
+        let process = group.and_then(|group| group.process());
+        let old = |it: ProcessId| age_ms.is_none_or(|age| it.age_ms() < age);
+        process.is_some_and(old)
     }
 
     /// All clients of a group's servers.

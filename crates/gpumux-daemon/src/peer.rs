@@ -21,6 +21,9 @@ const LINE: usize = 64;
 /// Bytes of an environment that are looked at: the kernel allows no larger one by default.
 const MAX_ENVIRONMENT: u64 = 8 << 20;
 
+/// Clock ticks in a second: USER_HZ, which is 100 on all machines that NVIDIA's driver runs on (Linux, `asm/param.h`).
+const TICKS: u64 = 100;
+
 /// A process, told from a later one of the same pid by its start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub(crate) struct ProcessId {
@@ -33,6 +36,13 @@ impl ProcessId {
     /// The process that has this pid now, if the daemon can see it.
     pub(crate) fn of(pid: u32) -> Option<Self> {
         Stat::of(pid).map(|stat| stat.process)
+    }
+
+    /// How long ago it began, in ms.
+    pub(crate) fn age_ms(self) -> u64 {
+        let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+        let now_ms = now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000;
+        now_ms.saturating_sub(self.start * 1000 / TICKS)
     }
 
     /// Whether the process that has this pid now is a child of this one and was stopped (SIGSTOP).
@@ -276,6 +286,8 @@ mod tests {
         assert_eq!(process.line()[..2], [process, own]);
         let uid = rustix::process::getuid().as_raw();
         assert!(process.is_of(uid) && !process.is_of(uid + 1));
+        assert!(process.age_ms() <= own.age_ms());
+        assert!(process.age_ms() < 60_000, "{}", process.age_ms());
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_of(uid), "it is nobody's any more");

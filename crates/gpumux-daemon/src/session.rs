@@ -30,6 +30,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 
 use crate::{
     config::Config,
+    groups::Intrusion,
     hold,
     memory::Memory,
     peer::{Peer, ProcessFd, credentials, readable},
@@ -103,6 +104,8 @@ enum Refusal {
     TooManyChannels,
     #[error("the process entered group {0}, which is not its tenant's: it is ended")]
     Intruder(String),
+    #[error("group {0}, of the same user, does not say whether the process is in it")]
+    Unanswered(String),
     #[error("the group came without its file")]
     NoFile,
     #[error(transparent)]
@@ -499,11 +502,18 @@ impl Session<'_> {
         let emulated = self.sessions.emulated.clone();
         let examined =
             tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;
-        if shared && let Some(group) = self.sessions.tenants.intruded(self.tenant, self.pid).await {
-            if let Some(process) = self.process {
-                process.kill();
+        if shared {
+            match self.sessions.tenants.intruded(self.tenant, self.pid).await {
+                Some(Intrusion::Seen(group)) => {
+                    if let Some(process) = self.process {
+                        process.kill();
+                    }
+                    return Err(Refusal::Intruder(group));
+                }
+                // One that did is ended when the group answers.
+                Some(Intrusion::Feared(group)) => return Err(Refusal::Unanswered(group)),
+                None => {}
             }
-            return Err(Refusal::Intruder(group));
         }
         let verified = match examined.map_err(|_| Stopped)? {
             Ok(verified) => verified,

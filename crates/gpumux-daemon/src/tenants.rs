@@ -29,7 +29,7 @@ use tokio::{
 
 use crate::{
     api::types::{Created, CurveFrom, Fault, NewTenant, Placement, SpecChange},
-    groups::{self, Failure, Groups, Key, Seat},
+    groups::{self, Failure, Groups, Intrusion, Key, Seat},
     hold,
     peer::{Peer, ProcessFd, ProcessId},
     programs::{self, Programs},
@@ -202,6 +202,29 @@ impl Repute {
             (None, Some(fingerprint)) => Some(Self::Fingerprint(group, fingerprint.to_owned())),
             (None, None) => None,
         }
+    }
+
+    fn uid(&self) -> u32 {
+        let (Self::Name(group, _) | Self::Fingerprint(group, _)) = self;
+        group.uid
+    }
+}
+
+/// Forgets one of a full map if this key is new: the first of the user who has most.
+fn make_room<K: Ord + Clone, V>(all: &mut BTreeMap<K, V>, new: &K, uid: impl Fn(&K) -> u32) {
+    if all.len() < MAX_SETTINGS || all.contains_key(new) {
+        return;
+    }
+    let mut users: BTreeMap<u32, usize> = BTreeMap::new();
+    for key in all.keys() {
+        *users.entry(uid(key)).or_default() += 1;
+    }
+    let most = users.into_iter().max_by_key(|(_, count)| *count);
+    let surplus = all
+        .keys()
+        .find(|key| Some(uid(key)) == most.map(|(uid, _)| uid));
+    if let Some(surplus) = surplus.cloned() {
+        all.remove(&surplus);
     }
 }
 
@@ -539,9 +562,7 @@ impl Tenants {
         tracing::warn!(group, error, culprit = ?fault.culprit, evidence = fault.evidence, others = ?fault.others,
             noticed_after_ms, restarted_ms, "a fault ended all processes in a group");
         if let Some(repute) = repute {
-            if table.culprits.len() >= MAX_SETTINGS {
-                table.culprits.pop_first();
-            }
+            make_room(&mut table.culprits, &repute, Repute::uid);
             *table.culprits.entry(repute).or_default() += 1;
         }
         table.faults_told = fault.number;
@@ -779,7 +800,7 @@ impl Tenants {
 
     /// The group that a process is in although its tenant is not, if there is one. Its environment may say what it will: who
     /// enters a group that is not its tenant's could end it by a fault.
-    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<String> {
+    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<Intrusion> {
         let (uid, own) = {
             let table = self.table.lock().await;
             let tenant = table.tenants.get(&id)?;
@@ -986,6 +1007,12 @@ async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failu
                 Some(failure) => {
                     let group = match failure {
                         Failure::Process(crash) => {
+                            // Told by an earlier daemon already: the program lives on.
+                            let dealt_with = (tenants.upgrade())
+                                .is_some_and(|it| it.groups.began_after(&crash.group, crash.age_ms));
+                            if dealt_with {
+                                continue;
+                            }
                             let group = Arc::clone(&crash.group);
                             waiting.entry(Arc::clone(&group)).or_default().1.push(crash);
                             group
@@ -1126,10 +1153,12 @@ impl Tenant {
 impl Table {
     /// A group has failed, and was there again after so long, if it was.
     fn count_fault(&mut self, group: &str, took: Option<Duration>) {
-        if self.counts.len() >= MAX_SETTINGS && !self.counts.contains_key(group) {
-            self.counts.pop_first();
-        }
-        let counts = self.counts.entry(group.to_owned()).or_default();
+        let group = group.to_owned();
+        make_room(&mut self.counts, &group, |name| {
+            let uid = name.split('/').next();
+            uid.and_then(|uid| uid.parse().ok()).unwrap_or_default()
+        });
+        let counts = self.counts.entry(group).or_default();
         counts.faults += 1;
         if let Some(took) = took {
             counts.restarts += 1;
@@ -1586,6 +1615,34 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
         let numbers = tenants.faults().await;
         let numbers: Vec<u64> = numbers.iter().map(|it| it.number).collect();
         assert_eq!(numbers, [1, 2]);
+    }
+
+    #[tokio::test]
+    async fn an_error_older_than_its_group_harms_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let wish = member("notebook", "team", 0.0);
+        tenants.create(&peer(0), wish).await.unwrap();
+        let (tenant, _) = placement(&tenants, "notebook").await;
+        let (tell, told) = unbounded_channel();
+        tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
+        let hour = 3_600_000;
+        for (error, age_ms) in [(1, Some(hour)), (2, None), (700, Some(0))] {
+            let crash = Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 7,
+                error,
+                busy: true,
+                age_ms,
+                ended_ms: None,
+            };
+            tell.send(Failure::Process(crash)).unwrap();
+        }
+        while tenants.faults().await.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(tenants.faults().await[0].error, 700);
     }
 
     #[tokio::test]
@@ -2104,6 +2161,26 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
     }
 
     #[test]
+    fn what_a_user_does_does_not_make_another_ones_culprits_forgotten() {
+        let of = |uid, n| {
+            let group = Key {
+                uid,
+                trust: "team".into(),
+            };
+            Repute::Name(group, format!("{n:03}"))
+        };
+        let mut culprits = BTreeMap::from([(of(1, 0), 1), (of(1, 1), 2)]);
+        for n in 0..2 * MAX_SETTINGS {
+            make_room(&mut culprits, &of(2, n), Repute::uid);
+            culprits.insert(of(2, n), 1);
+        }
+        assert_eq!(culprits.len(), MAX_SETTINGS);
+        assert_eq!((culprits[&of(1, 0)], culprits[&of(1, 1)]), (1, 2));
+        make_room(&mut culprits, &of(1, 0), Repute::uid);
+        assert_eq!(culprits.len(), MAX_SETTINGS, "it has its place");
+    }
+
+    #[test]
     fn the_culprit_is_whom_the_evidence_names_and_nobody_else() {
         let crash = |tenant, error, busy| Crash {
             group: "0/team".into(),
@@ -2186,20 +2263,21 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
     #[test]
     fn faults_of_groups_are_counted_and_bounded() {
         let mut table = Table::default();
-        for n in 0..=MAX_SETTINGS {
-            table.count_fault(&format!("{n:04}/team"), None);
+        table.count_fault("0/team", None);
+        for n in 1..=MAX_SETTINGS {
+            table.count_fault(&format!("1000/{n:04}"), None);
         }
         let took = Duration::from_millis(5);
-        table.count_fault("0001/team", Some(took));
+        table.count_fault("0/team", Some(took));
         assert_eq!(table.counts.len(), MAX_SETTINGS);
-        assert!(!table.counts.contains_key("0000/team"));
+        assert!(!table.counts.contains_key("1000/0001"));
         let counts = GroupCounts {
             members: 0,
             faults: 2,
             restarts: 1,
             restarting: took,
         };
-        assert_eq!(table.counts["0001/team"], counts);
+        assert_eq!(table.counts["0/team"], counts);
     }
 
     #[test]

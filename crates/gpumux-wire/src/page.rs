@@ -306,7 +306,7 @@ unsafe impl Send for Page {}
 unsafe impl Sync for Page {}
 
 /// How old the daemon takes a fault to be at most: a clock that began anew or a program that lies says more.
-const FAULT_AGE_MS: u32 = 60_000;
+const FAULT_AGE_MS: u32 = 30 * 24 * 3_600_000;
 
 /// What keeps a page from shrinking under its reader.
 const SEALS: SealFlags = SealFlags::SHRINK

@@ -645,7 +645,8 @@ async fn change(
     change: Result<Json<SpecChange>, JsonRejection>,
 ) -> Answer<types::Tenant> {
     let Json(change) = change?;
-    api.tenants.change(peer.uid, &name, &change).await?;
+    let (tenants, tenant) = (Arc::clone(&api.tenants), name.clone());
+    to_its_end(async move { tenants.change(peer.uid, &tenant, &change).await }).await?;
     api.tenant(&name).await
 }
 
@@ -660,7 +661,7 @@ async fn remove(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    api.tenants.delete(peer.uid, &name).await?;
+    to_its_end(async move { api.tenants.delete(peer.uid, &name).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -675,7 +676,7 @@ async fn forget(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    api.tenants.forget(peer.uid, &name).await?;
+    to_its_end(async move { api.tenants.forget(peer.uid, &name).await }).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 

@@ -80,7 +80,10 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
     assert_eq!(groups.clients(&group).await, Ok([1, pid].into()));
     let intruded = async |own| groups.intruded(key().uid, own, pid).await;
     let name = seat.name();
-    assert_eq!(intruded(None).await.as_deref(), Some(&*name));
+    assert_eq!(
+        intruded(None).await,
+        Some(Intrusion::Seen(name.to_string()))
+    );
     assert_eq!(intruded(Some(&*name)).await, None, "it is its own");
     assert_eq!(groups.intruded(key().uid, None, pid + 1).await, None);
 
@@ -88,10 +91,15 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
     let answer = node.dir.path().join("get_client_list");
     fs::remove_file(&answer).unwrap();
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Failed));
-    assert_eq!(intruded(None).await.as_deref(), Some(&*name));
+    let feared = Some(Intrusion::Feared(name.to_string()));
+    assert_eq!(intruded(None).await, feared);
     node.write("get_client_list.hang", "");
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Late));
-    assert_eq!(intruded(None).await.as_deref(), Some(&*name));
+    assert_eq!(intruded(None).await, feared);
+    // Nobody is in a group that is only just beginning.
+    group.state().ready = false;
+    assert_eq!(intruded(None).await, None);
+    group.state().ready = true;
     let program = node.dir.path().join("control");
     fs::rename(&program, node.dir.path().join("old")).unwrap();
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Failed));

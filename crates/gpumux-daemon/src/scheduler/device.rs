@@ -105,15 +105,15 @@ impl Device {
         if planned || self.sampled + Micros(self.tick(cost).0 / 2) <= now {
             self.sample(now);
         }
-        for domain in self.domains.values_mut() {
-            if domain
-                .fault
-                .as_ref()
-                .is_some_and(|fault| fault.until <= now)
-            {
-                domain.try_again(clock());
-                self.dirty = true;
-            }
+        let due = |it: &&mut Domain| it.fault.as_ref().is_some_and(|fault| fault.until <= now);
+        let mut well = Vec::new();
+        for domain in self.domains.values_mut().filter(due) {
+            domain.try_again(clock());
+            self.dirty = true;
+            well.extend(domain.fault.is_none().then_some(domain.state.id));
+        }
+        for id in well {
+            self.conform(id, clock);
         }
         if self.checked + CHECK <= now {
             self.checked = now;
@@ -499,6 +499,13 @@ impl Device {
             tracing::warn!(pid = domain.member.pid, %error, "a lever does not move");
             domain.give_up(error.to_string(), now);
             self.record.push(now, &domain.who, What::Fault);
+            // A slice is all members'.
+            let (group, default) = (domain.group, domain.state.timeslice);
+            for other in self.domains.values_mut() {
+                if group.is_some() && other.group == group {
+                    other.state.timeslice = default;
+                }
+            }
         }
     }
 

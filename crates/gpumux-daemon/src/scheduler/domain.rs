@@ -260,12 +260,15 @@ impl Domain {
     /// Takes the domain up again if its levers move.
     pub(super) fn try_again(&mut self, now: Micros) {
         let moved = self.levers.set_timeslice(self.default.0);
-        let moved = match self.parked {
-            true => moved.and_then(|()| self.levers.freeze()),
-            false => moved.and_then(|()| self.levers.thaw()),
+        let (run, moved) = match self.parked {
+            true => (RunState::Frozen, moved.and_then(|()| self.levers.freeze())),
+            false => (RunState::Enabled, moved.and_then(|()| self.levers.thaw())),
         };
         match moved {
-            Ok(()) => self.fault = None,
+            Ok(()) => {
+                self.fault = None;
+                self.set_run(run, now);
+            }
             Err(error) => self.give_up(error.to_string(), now),
         }
     }

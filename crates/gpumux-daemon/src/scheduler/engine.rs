@@ -613,18 +613,20 @@ impl Engine {
     /// nothing is known of such a group, or too much is held for it.
     pub(crate) fn hold(&mut self, of: &Left, files: Vec<OwnedFd>) -> Option<Arc<[OwnedFd]>> {
         let (now, files) = (self.now(), Arc::from(files));
+        // Who exits frees its part of the group first.
+        let freed = |id: &SessionId| {
+            let met = self.sessions.get(id).filter(|met| met.freed.is_some())?;
+            self.placed.get(&met.tenant).cloned()
+        };
+        let (session, name) = match of {
+            Left::Session(id) => (Some(*id), freed(id)),
+            Left::Group(name) => (None, Some(Arc::clone(name))),
+        };
         let mut held = false;
         for device in self.devices.values_mut() {
-            let groups: BTreeSet<DomainId> = match of {
-                Left::Session(id) => {
-                    let own = device
-                        .domains
-                        .values()
-                        .filter(|it| it.member.session == *id);
-                    own.filter_map(|it| it.group).collect()
-                }
-                Left::Group(name) => device.group_named(name).into_iter().collect(),
-            };
+            let own = (device.domains.values()).filter(|it| Some(it.member.session) == session);
+            let mut groups: BTreeSet<DomainId> = own.filter_map(|it| it.group).collect();
+            groups.extend(name.as_deref().and_then(|name| device.group_named(name)));
             for group in groups {
                 held |= device.hold(now, group, &files);
             }

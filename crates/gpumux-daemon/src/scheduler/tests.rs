@@ -48,6 +48,14 @@ fn lock(hardware: &Shared) -> MutexGuard<'_, Hardware> {
     hardware.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+fn stuck() -> LeverError {
+    let source = ControlError::Status(RmStatus::INVALID_CHANNEL);
+    LeverError {
+        lever: "fake",
+        source,
+    }
+}
+
 struct FakeLevers {
     group: u32,
     hardware: Shared,
@@ -59,11 +67,7 @@ impl FakeLevers {
         hardware.now += COST;
         let group = hardware.groups.get_mut(&self.group).unwrap();
         if group.broken {
-            let source = ControlError::Status(RmStatus::INVALID_CHANNEL);
-            return Err(LeverError {
-                lever: "fake",
-                source,
-            });
+            return Err(stuck());
         }
         change(group);
         let device = group.device;
@@ -85,7 +89,11 @@ impl Levers for FakeLevers {
         self.pull(Pull::Set(self.group, us), |group| group.slice = us)
     }
     fn timeslice(&self) -> Result<u64, LeverError> {
-        Ok(lock(&self.hardware).groups[&self.group].slice)
+        let group = lock(&self.hardware).groups[&self.group];
+        match group.broken {
+            true => Err(stuck()),
+            false => Ok(group.slice),
+        }
     }
     fn freeze(&self) -> Result<(), LeverError> {
         self.pull(Pull::Freeze(self.group), |group| group.frozen = true)
@@ -512,6 +520,11 @@ fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_fo
 /// Two members of a group, of which the second ends at work and the first has none, beside a tenant of this class. Also a
 /// file that says whether the memory is held.
 fn left_behind(beside: Class) -> (Bench, io::PipeReader) {
+    left_behind_by(beside, |_| {})
+}
+
+/// The same; before its end, the second does something.
+fn left_behind_by(beside: Class, act: impl FnOnce(&mut Engine)) -> (Bench, io::PipeReader) {
     let mut bench = Bench::new();
     bench.add(1, beside);
     for n in [2, 3] {
@@ -524,6 +537,7 @@ fn left_behind(beside: Class) -> (Bench, io::PipeReader) {
     bench.pages[1].slot(2).unwrap().complete(1);
     let (reader, writer) = io::pipe().unwrap();
     rustix::io::ioctl_fionbio(&reader, true).unwrap();
+    act(&mut bench.engine);
     let left = Left::Session(SessionId(3));
     assert!(bench.engine.hold(&left, vec![writer.into()]).is_none());
     bench.engine.leave(SessionId(3), false);
@@ -549,6 +563,17 @@ fn what_a_member_leaves_behind_is_work_of_its_group_until_that_had_time_for_it()
     assert!((2_000_000..2_600_000).contains(&had), "{had}");
     bench.run(Micros::from_secs(1));
     assert_eq!(bench.domain(2).received_us, had, "it has none any more");
+}
+
+#[test]
+fn what_a_member_leaves_behind_that_exits_is_held_as_long() {
+    // It frees its part of the group, as the driver library does.
+    let (mut bench, mut file) = left_behind_by(Class::Batch, |engine| {
+        engine.place(TenantId(3), "team".into());
+        engine.gone(SessionId(3), 3);
+    });
+    assert!(held_after(&mut bench, 3, &mut file), "half of 3 s");
+    assert!(!held_after(&mut bench, 3, &mut file));
 }
 
 #[test]
@@ -904,6 +929,26 @@ fn a_domain_whose_levers_stick_does_not_hold_up_the_others() {
         .filter(|pull| *pull == Pull::Thaw(3))
         .count();
     assert!(thaws > 3, "{thaws}");
+}
+
+#[test]
+fn a_domain_whose_memory_comes_back_while_its_levers_stick_is_frozen_when_it_is_said_to_be() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.pages[0].slot(1).unwrap().complete(1);
+    bench.engine.park(TenantId(3), true);
+    bench.run(Micros::from_millis(100));
+    bench.hardware().groups.get_mut(&3).unwrap().broken = true;
+    bench.run(Micros::from_millis(1_500));
+    assert!(bench.domain(3).error.is_some() && bench.domain(3).frozen);
+    bench.engine.park(TenantId(3), false);
+    bench.hardware().groups.get_mut(&3).unwrap().broken = false;
+    // That never two of them may run is checked at every pull.
+    bench.run(Micros::from_secs(5));
+    assert_eq!(bench.domain(3).error, None);
+    assert_eq!(bench.domain(3).frozen, bench.hardware().groups[&3].frozen);
 }
 
 #[test]
