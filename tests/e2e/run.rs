@@ -327,6 +327,18 @@ fn signals_reach_a_program_that_would_be_run_again_and_it_is_not() {
         assert_eq!(finished.out, "ready\ncaught\n", "{signal:?}");
         assert_eq!(finished.code(), 3, "{signal:?}");
     }
+    let script = "trap 'echo saved' USR1; trap 'echo told' USR2; trap 'echo ended; exit 3' QUIT; echo ready; while :; do sleep 0.01; done";
+    let mut process = watched(&node, "", script);
+    for (lines, signal) in [Signal::USR1, Signal::USR2, Signal::QUIT]
+        .into_iter()
+        .enumerate()
+    {
+        process.wait_lines(lines + 1);
+        process.signal(signal);
+    }
+    let finished = process.finish();
+    assert_eq!(finished.out, "ready\nsaved\ntold\nended\n");
+    assert_eq!(finished.code(), 3);
 }
 
 #[test]

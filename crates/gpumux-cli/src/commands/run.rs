@@ -30,7 +30,7 @@ use rustix::{
     process::{Pid, Signal, getpgrp, kill_process},
     termios::tcgetpgrp,
 };
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::{become_program, cannot_run, client, spec::SpecArgs};
 use crate::{background, fingerprint, libraries, output};
@@ -117,11 +117,18 @@ const ENDING: Duration = Duration::from_secs(10);
 /// Between two looks at the program.
 const MOMENT: Duration = Duration::from_millis(20);
 /// What is passed on to the program.
-const SIGNALS: [(i32, Signal); 3] = [
+const SIGNALS: [(i32, Signal); 6] = [
     (SIGTERM, Signal::TERM),
     (SIGINT, Signal::INT),
     (SIGHUP, Signal::HUP),
+    (SIGQUIT, Signal::QUIT),
+    (SIGUSR1, Signal::USR1),
+    (SIGUSR2, Signal::USR2),
 ];
+/// Of these, what a terminal sends to all that run in it.
+const TYPED: [Signal; 3] = [Signal::INT, Signal::HUP, Signal::QUIT];
+/// Of these, what asks a program for something else than to end: batch systems announce its end so.
+const WORDS: [Signal; 2] = [Signal::USR1, Signal::USR2];
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut words = args.command.iter();
@@ -246,9 +253,11 @@ impl Signals {
             if !told.swap(false, Ordering::AcqRel) {
                 continue;
             }
-            self.last = Some((*signal, Instant::now()));
+            if !WORDS.contains(signal) {
+                self.last = Some((*signal, Instant::now()));
+            }
             // What a terminal sends reaches the program too.
-            let has_it = *signal != Signal::TERM && in_foreground();
+            let has_it = TYPED.contains(signal) && in_foreground();
             if let Some(to) = to.filter(|_| !has_it) {
                 let _ = kill_process(to, *signal);
             }

@@ -192,12 +192,14 @@ impl Device {
         own.into_iter().chain(self.next).chain(faults).min()
     }
 
-    /// The compute groups of a session, by their slots, that compete with somebody for this device.
+    /// The compute groups of a session, by their slots, that compete with somebody for this device; none while its memory is away: it
+    /// gets ready for that then, and must not call the driver.
     pub(super) fn contended(&self, session: SessionId, now: Micros) -> u64 {
         let mut slots = 0;
         for (id, domain) in &self.domains {
             if domain.member.session == session
                 && domain.member.key < SLOTS as u32
+                && !domain.is_parked()
                 && self.domains.iter().any(|(other, it)| {
                     let together = it.group.is_some() && it.group == domain.group;
                     other != id && !together && it.competes(now)
