@@ -653,6 +653,51 @@ print("right" if back.raw == sent.raw else "wrong", flush=True)
     assert!(finished.out.ends_with("right\n"), "{}", finished.out);
 }
 
+/// Its stream is destroyed while the copy has not even begun: who moves the memory waits for it all the same.
+#[test]
+fn a_copy_that_outlives_its_stream_arrives() {
+    const PROGRAM: &str = r#"
+import sys, threading
+use_device()
+address, host, stream, size = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p(), 4 << 20
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(size), 0)
+ctypes.memset(host, 7, size)
+call("cuStreamCreate", ctypes.byref(stream), 1)
+go, done = threading.Event(), threading.Event()
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+wait, tell = function(lambda _: go.wait()), function(lambda _: done.set())
+call("cuLaunchHostFunc", stream, wait, None)
+call("cuMemcpyHtoDAsync_v2", address, host, ctypes.c_size_t(size), stream)
+call("cuLaunchHostFunc", stream, tell, None)
+call("cuStreamDestroy_v2", stream)
+print("destroyed", flush=True)
+sys.stdin.readline()
+go.set()
+done.wait()
+print("arrived", flush=True)
+sys.stdin.readline()
+back = ctypes.create_string_buffer(size)
+call("cuMemcpyDtoH_v2", back, address, ctypes.c_size_t(size))
+print("right" if back.raw == bytes([7]) * size else "wrong", flush=True)
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut tenant = Process::start(&mut node.tenant("--name copier", &program));
+    tenant.wait_lines(1);
+    let mover = Process::start(&mut node.gpumux(["sleep", "copier"]));
+    // Whoever does not wait has moved it by then.
+    std::thread::sleep(Duration::from_secs(1));
+    tenant.write("\n");
+    tenant.wait_lines(2);
+    mover.finish_within(PATIENCE).ok();
+    tenant.write("\n");
+    let finished = tenant.finish_within(PATIENCE).ok();
+    assert!(finished.out.ends_with("right\n"), "{}", finished.out);
+}
+
 #[test]
 fn memory_that_the_driver_refuses_is_awaited_unless_the_policy_is_to_fail() {
     if real() {

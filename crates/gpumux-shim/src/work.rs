@@ -108,8 +108,10 @@ struct Stream {
     green: AtomicU64,
     /// For an orphan: the event to ask instead.
     event: AtomicU64,
-    /// It got copies since it was last seen without work.
-    copies: AtomicBool,
+    /// Copies that the program has given it, counted when the call has returned: until then its thread is inside the gate.
+    copies: AtomicU64,
+    /// Those that are done.
+    landed: AtomicU64,
 }
 
 /// The streams' handles, apart from the rest because they are searched.
@@ -124,7 +126,8 @@ static STATES: [Stream; STREAMS] = [const {
         context: AtomicU64::new(0),
         green: AtomicU64::new(0),
         event: AtomicU64::new(0),
-        copies: AtomicBool::new(false),
+        copies: AtomicU64::new(0),
+        landed: AtomicU64::new(0),
     }
 }; STREAMS];
 /// How many places have ever been used.
@@ -320,14 +323,29 @@ impl Stream {
         done >= self.started.load(Ordering::Acquire)
     }
 
-    /// Without work and copies.
-    fn is_clean(&self) -> bool {
-        self.is_idle() && !self.copies.load(Ordering::Acquire)
+    fn has_copies(&self) -> bool {
+        // As above.
+        let landed = self.landed.load(Ordering::Acquire);
+        landed < self.copies.load(Ordering::Acquire)
     }
 
-    /// The first `count` pieces are done.
-    fn finish(&self, count: u64) {
-        self.done.fetch_max(count, Ordering::AcqRel);
+    /// Without work and copies.
+    fn is_clean(&self) -> bool {
+        self.is_idle() && !self.has_copies()
+    }
+
+    /// The pieces of work, and the copies, whose submission has returned.
+    fn so_far(&self) -> (u64, u64) {
+        (
+            self.returned.load(Ordering::Acquire),
+            self.copies.load(Ordering::Acquire),
+        )
+    }
+
+    /// So much is done.
+    fn finish(&self, (work, copies): (u64, u64)) {
+        self.landed.fetch_max(copies, Ordering::AcqRel);
+        self.done.fetch_max(work, Ordering::AcqRel);
         settle(self.slots.load(Ordering::Relaxed));
     }
 }
@@ -442,15 +460,23 @@ pub(crate) fn from_host(
 #[inline]
 pub(crate) fn copy(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     gate::through(|| {
-        if page().is_some() {
-            match Key::new(stream, own).and_then(|key| key.find().or_else(|| insert(key))) {
-                Some(place) => STATES[place].copies.store(true, Ordering::Release),
-                // A call without context fails, or finds one that is not known here.
-                None => COPIES_LOST.store(true, Ordering::Release),
-            }
-        }
-        real()
+        let result = real();
+        copied(stream, own);
+        result
     })
+}
+
+/// The program has given a stream a copy.
+fn copied(stream: CUstream, own: bool) {
+    if page().is_some() {
+        match Key::new(stream, own).and_then(|key| key.find().or_else(|| insert(key))) {
+            Some(place) => {
+                STATES[place].copies.fetch_add(1, Ordering::AcqRel);
+            }
+            // A call without context fails, or finds one that is not known here.
+            None => COPIES_LOST.store(true, Ordering::Release),
+        }
+    }
 }
 
 /// Whether copies may be under way on any stream. Asks the driver; not while a capture goes on.
@@ -460,24 +486,10 @@ pub(crate) fn copies_under_way() -> bool {
             return true;
         }
         places().any(|(handle, state)| {
-            if handle == FREE || !state.copies.load(Ordering::Acquire) {
-                return false;
+            handle != FREE && state.has_copies() && {
+                ask(handle, state);
+                state.has_copies()
             }
-            let done = match handle {
-                // The driver knows no such stream from here; an orphan's copies went with its work.
-                PER_THREAD => None,
-                ORPHAN => state.is_idle().then_some(SUCCESS),
-                stream => within(state.context.load(Ordering::Relaxed), || {
-                    // SAFETY: the lock is held, so the program has not destroyed the stream.
-                    stream_query().map(|query| unsafe { query(stream as CUstream) })
-                })
-                .flatten(),
-            };
-            let done = done.is_some_and(|result| result == SUCCESS || is_fatal(result));
-            if done {
-                state.copies.store(false, Ordering::Release);
-            }
-            !done
         })
     });
     found.unwrap_or(true)
@@ -553,6 +565,12 @@ fn insert(key: Key) -> Option<usize> {
         }
         let slots = slow.slots_of(context);
         let used = USED.load(Ordering::Acquire);
+        if used == STREAMS && slow.captures.is_empty() {
+            // The poller may not have come to it.
+            for (handle, state) in places().filter(|(handle, _)| *handle == ORPHAN) {
+                ask(handle, state);
+            }
+        }
         let free = HANDLES[..used]
             .iter()
             .position(|handle| handle.load(Ordering::Acquire) == FREE);
@@ -611,8 +629,8 @@ impl Slow {
                     handle,
                     scope: state.scope.load(Ordering::Relaxed),
                 });
-                state.finish(state.started.load(Ordering::Acquire));
-                state.copies.store(false, Ordering::Release);
+                let (_, copies) = state.so_far();
+                state.finish((state.started.load(Ordering::Acquire), copies));
                 slot.store(FREE, Ordering::Release);
             }
         }
@@ -644,18 +662,14 @@ pub(crate) fn observe_stream(
         .and_then(Key::find)
         .map(|place| {
             let state = &STATES[place];
-            (state, state.returned.load(Ordering::Acquire))
+            (state, state.so_far())
         });
     let result = real();
     note(result);
-    if let Some((state, count)) = seen
+    if let Some((state, so_far)) = seen
         && result == SUCCESS
     {
-        state.finish(count);
-        if own {
-            // Nobody else gives this stream work, and nobody else can ask about it.
-            state.copies.store(false, Ordering::Release);
-        }
+        state.finish(so_far);
     }
     result
 }
@@ -690,7 +704,8 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
         // Nobody but this thread gives its own stream work, and nobody else can ask about it.
         let own = Key::new(PER_THREAD as CUstream, true).and_then(Key::find);
         if let Some(state) = own.map(|place| &STATES[place]).filter(|state| mine(state)) {
-            state.copies.store(false, Ordering::Release);
+            let (_, copies) = state.so_far();
+            state.landed.fetch_max(copies, Ordering::AcqRel);
         }
         settle(slots);
     }
@@ -801,13 +816,12 @@ pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) 
                 handle: stream as u64,
                 scope: 0,
             });
-            let count = state.returned.load(Ordering::Acquire);
-            if !state.is_idle() && CAPTURES.load(Ordering::Acquire) == 0 {
+            if !state.is_clean() && CAPTURES.load(Ordering::Acquire) == 0 {
                 within(state.context.load(Ordering::Relaxed), || {
-                    leave_event(state, stream, count)
+                    leave_event(state, stream)
                 });
             }
-            let left = if state.is_idle() { FREE } else { ORPHAN };
+            let left = if state.is_clean() { FREE } else { ORPHAN };
             HANDLES[place].store(left, Ordering::Release);
         });
     }
@@ -815,10 +829,11 @@ pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) 
 }
 
 /// Leaves an event behind the stream's last work, unless that is done.
-fn leave_event(state: &Stream, stream: CUstream, count: u64) {
+fn leave_event(state: &Stream, stream: CUstream) {
+    let so_far = state.so_far();
     // SAFETY: the program's stream, which still exists.
     if stream_query().is_some_and(|ask| unsafe { ask(stream) } == SUCCESS) {
-        return state.finish(count);
+        return state.finish(so_far);
     }
     /// `CU_EVENT_DISABLE_TIMING`
     const NO_TIMING: u32 = 2;
@@ -954,7 +969,7 @@ pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> 
         && result == SUCCESS
         && Mark::of(event).get(event) == Some(at)
     {
-        STATES[(at >> 48) as usize].finish(at & ((1 << 48) - 1));
+        STATES[(at >> 48) as usize].finish((at & ((1 << 48) - 1), 0));
     }
     result
 }
@@ -1087,7 +1102,7 @@ fn look(before: &mut u64) -> Look {
                 continue;
             }
             ask(handle, state);
-            if handle == ORPHAN && state.is_idle() {
+            if handle == ORPHAN && state.is_clean() {
                 slot.store(FREE, Ordering::Release);
             }
         }
@@ -1097,9 +1112,9 @@ fn look(before: &mut u64) -> Look {
 
 /// Asks the driver whether a stream has done what it was given.
 fn ask(handle: u64, state: &Stream) {
-    let returned = state.returned.load(Ordering::Acquire);
+    let so_far = state.so_far();
     // While a submission is under way the answer would prove nothing of use.
-    if state.is_idle() || returned != state.started.load(Ordering::Acquire) {
+    if state.is_clean() || so_far.0 != state.started.load(Ordering::Acquire) {
         return;
     }
     let event = state.event.load(Ordering::Acquire) as CUevent;
@@ -1116,7 +1131,7 @@ fn ask(handle: u64, state: &Stream) {
     };
     note(result);
     if result == SUCCESS || is_fatal(result) {
-        state.finish(returned);
+        state.finish(so_far);
         if handle == ORPHAN {
             state.event.store(0, Ordering::Release);
             if let Some(destroy) = event_destroy() {
@@ -1124,5 +1139,49 @@ fn ask(handle: u64, state: &Stream) {
                 unsafe { destroy(event) };
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stream of no context, at a place of the test's own.
+    fn stream_at(place: usize) -> (CUstream, &'static Stream) {
+        let page = Box::leak(Box::new(Page::create().expect("a page").0));
+        PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+        let handle = 0x1000 + place as u64;
+        HANDLES[place].store(handle, Ordering::Release);
+        USED.fetch_max(place + 1, Ordering::AcqRel);
+        (handle as CUstream, &STATES[place])
+    }
+
+    #[test]
+    fn a_copy_that_begins_while_somebody_asks_is_not_taken_for_done() {
+        let (stream, state) = stream_at(0);
+        for own in [false, true] {
+            copied(stream, own);
+            let asked = || {
+                copied(stream, own);
+                SUCCESS
+            };
+            assert_eq!(observe_stream(stream, own, asked), SUCCESS);
+            assert!(state.has_copies());
+            assert_eq!(observe_stream(stream, own, || SUCCESS), SUCCESS);
+            assert!(!state.has_copies());
+        }
+    }
+
+    #[test]
+    fn a_destroyed_stream_with_copies_is_remembered() {
+        let (stream, state) = stream_at(1);
+        copied(stream, false);
+        assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
+        assert!(state.is_idle() && state.has_copies());
+        assert_eq!(HANDLES[1].load(Ordering::Acquire), ORPHAN);
+        let (stream, _) = stream_at(1);
+        assert_eq!(observe_stream(stream, false, || SUCCESS), SUCCESS);
+        assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
+        assert_eq!(HANDLES[1].load(Ordering::Acquire), FREE);
     }
 }
