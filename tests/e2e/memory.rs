@@ -653,6 +653,63 @@ print("right" if back.raw == sent.raw else "wrong", flush=True)
     assert!(finished.out.ends_with("right\n"), "{}", finished.out);
 }
 
+/// Nobody else can ask about a thread's own default stream: whoever has seen the end of its copies counts, whatever it was
+/// seen by. And a copy that fails for want of a context leaves nothing to wait for.
+#[test]
+fn copies_in_a_threads_own_stream_are_seen_to_end() {
+    const PROGRAM: &str = r#"
+import sys, threading
+OWN, size = ctypes.c_void_p(2), ctypes.c_size_t(4 << 20)
+sent = ctypes.create_string_buffer(b"gpumux " * (size.value // 7), size.value)
+context, address = use_device(), ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(address), size)
+def by_name():
+    call("cuMemcpyHtoDAsync_v2", address, sent, size, OWN)
+    call("cuStreamSynchronize", OWN)
+def by_event():
+    event = ctypes.c_void_p()
+    call("cuCtxSetCurrent", context)
+    call("cuEventCreate", ctypes.byref(event), 0)
+    call("cuMemcpyHtoDAsync_v2_ptsz", address, sent, size, None)
+    call("cuEventRecord_ptsz", event, None)
+    call("cuEventSynchronize", event)
+def by_somebody_else():
+    call("cuCtxSetCurrent", context)
+    call("cuMemcpyHtoDAsync_v2_ptsz", address, sent, size, None)
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+def by_event_in_a_thread():
+    in_a_thread(by_event)
+def by_who_waits_for_all():
+    in_a_thread(by_somebody_else)
+    call("cuCtxSynchronize")
+def without_context():
+    assert cuda.cuMemcpyHtoDAsync_v2(address, sent, size, None) != 0
+def by_its_failure():
+    in_a_thread(without_context)
+for how in by_its_failure, by_name, by_event_in_a_thread, by_who_waits_for_all:
+    how()
+    print(how.__name__, flush=True)
+    sys.stdin.readline()
+    # Back again.
+    call("cuMemcpyDtoH_v2", ctypes.create_string_buffer(8), address, ctypes.c_size_t(8))
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut own = Process::start(&mut node.tenant("--name own", &program));
+    for n in 1..=4 {
+        own.wait_lines(n);
+        node.gpumux(["sleep", "own"]).run().ok();
+        node.wait_tenant("own", |it| it["asleep"] == true);
+        own.write("\n");
+    }
+    own.finish_within(PATIENCE).ok();
+}
+
 /// Its stream is destroyed while the copy has not even begun: who moves the memory waits for it all the same.
 #[test]
 fn a_copy_that_outlives_its_stream_arrives() {

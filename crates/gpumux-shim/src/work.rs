@@ -461,20 +461,21 @@ pub(crate) fn from_host(
 pub(crate) fn copy(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     gate::through(|| {
         let result = real();
-        copied(stream, own);
+        copied(stream, own, result);
         result
     })
 }
 
-/// The program has given a stream a copy.
-fn copied(stream: CUstream, own: bool) {
+/// The program has given a stream a copy, with this result.
+fn copied(stream: CUstream, own: bool, result: CUresult) {
     if page().is_some() {
         match Key::new(stream, own).and_then(|key| key.find().or_else(|| insert(key))) {
             Some(place) => {
                 STATES[place].copies.fetch_add(1, Ordering::AcqRel);
             }
             // A call without context fails, or finds one that is not known here.
-            None => COPIES_LOST.store(true, Ordering::Release),
+            None if result == SUCCESS => COPIES_LOST.store(true, Ordering::Release),
+            None => {}
         }
     }
 }
@@ -683,29 +684,27 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
     if page().is_none() || context == 0 {
         return real();
     }
-    let mut counts = [0; STREAMS];
+    let mut seen = [(0, 0); STREAMS];
     hold::submitted();
     hold::before_wait(context);
     let mine = |state: &Stream| state.context.load(Ordering::Relaxed) == context;
-    for ((_, state), count) in places()
-        .zip(&mut counts)
+    for ((_, state), so_far) in places()
+        .zip(&mut seen)
         .filter(|((_, state), _)| mine(state))
     {
-        *count = state.returned.load(Ordering::Acquire);
+        *so_far = state.so_far();
     }
     let result = real();
     note(result);
     if result == SUCCESS {
         let mut slots = 0;
-        for ((_, state), count) in places().zip(&counts).filter(|((_, state), _)| mine(state)) {
-            state.done.fetch_max(*count, Ordering::AcqRel);
+        // Also of other threads' own streams, about which nobody else can ask.
+        for ((_, state), (work, copies)) in
+            places().zip(&seen).filter(|((_, state), _)| mine(state))
+        {
+            state.landed.fetch_max(*copies, Ordering::AcqRel);
+            state.done.fetch_max(*work, Ordering::AcqRel);
             slots |= state.slots.load(Ordering::Relaxed);
-        }
-        // Nobody but this thread gives its own stream work, and nobody else can ask about it.
-        let own = Key::new(PER_THREAD as CUstream, true).and_then(Key::find);
-        if let Some(state) = own.map(|place| &STATES[place]).filter(|state| mine(state)) {
-            let (_, copies) = state.so_far();
-            state.landed.fetch_max(copies, Ordering::AcqRel);
         }
         settle(slots);
     }
@@ -883,16 +882,18 @@ pub(crate) fn end_capture(
 
 // ---- Events --------------------------------------------------------------------------------------
 
-/// Where an event was last recorded: its handle, and stream's place (16 bits) with how much had returned.
+/// Where an event was last recorded: its handle, stream's place (16 bits) with how much work had returned, and how many copies.
 struct Mark {
     event: AtomicU64,
     at: AtomicU64,
+    copies: AtomicU64,
 }
 
 static MARKS: [Mark; EVENTS] = [const {
     Mark {
         event: AtomicU64::new(0),
         at: AtomicU64::new(0),
+        copies: AtomicU64::new(0),
     }
 }; EVENTS];
 
@@ -906,18 +907,25 @@ impl Mark {
     }
 
     /// Writes it, over whichever event had it.
-    fn set(&self, event: u64, at: u64) {
-        // Two stores long, by threads that record events of the same hash at the same time.
+    fn set(&self, event: u64, (at, copies): (u64, u64)) {
+        // Three stores long, by threads that record events of the same hash at the same time.
         while self.event.swap(WRITING, Ordering::AcqRel) == WRITING {
             thread::yield_now();
         }
         self.at.store(at, Ordering::Release);
+        self.copies.store(copies, Ordering::Release);
         self.event.store(event, Ordering::Release);
     }
 
-    fn get(&self, event: CUevent) -> Option<u64> {
+    fn get(&self, event: CUevent) -> Option<(u64, u64)> {
         let is = || self.event.load(Ordering::Acquire) == event as u64;
-        let at = is().then(|| self.at.load(Ordering::Acquire))?;
+        let read = || {
+            (
+                self.at.load(Ordering::Acquire),
+                self.copies.load(Ordering::Acquire),
+            )
+        };
+        let at = is().then(read)?;
         is().then_some(at)
     }
 
@@ -925,7 +933,7 @@ impl Mark {
     fn clear(event: CUevent) {
         let mark = Self::of(event);
         if mark.event.load(Ordering::Acquire) == event as u64 {
-            mark.set(0, 0);
+            mark.set(0, (0, 0));
         }
     }
 }
@@ -945,8 +953,8 @@ pub(crate) fn record(
     let captured =
         key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key));
     let at = key.and_then(Key::find).map(|place| {
-        let returned = STATES[place].returned.load(Ordering::Acquire);
-        (place as u64) << 48 | returned & ((1 << 48) - 1)
+        let (returned, copies) = STATES[place].so_far();
+        ((place as u64) << 48 | returned & ((1 << 48) - 1), copies)
     });
     let result = real();
     if let Some(at) = at
@@ -961,15 +969,16 @@ pub(crate) fn record(
 /// The program asks or waits for an event.
 pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
-    let at = page().and_then(|_| Mark::of(event).get(event));
+    let mark = page().and_then(|_| Mark::of(event).get(event));
     let result = real();
     note(result);
     // Only if it has not been recorded anew meanwhile.
-    if let Some(at) = at
+    if let Some(mark) = mark
         && result == SUCCESS
-        && Mark::of(event).get(event) == Some(at)
+        && Mark::of(event).get(event) == Some(mark)
     {
-        STATES[(at >> 48) as usize].finish((at & ((1 << 48) - 1), 0));
+        let (at, copies) = mark;
+        STATES[(at >> 48) as usize].finish((at & ((1 << 48) - 1), copies));
     }
     result
 }
@@ -1160,9 +1169,9 @@ mod tests {
     fn a_copy_that_begins_while_somebody_asks_is_not_taken_for_done() {
         let (stream, state) = stream_at(0);
         for own in [false, true] {
-            copied(stream, own);
+            copied(stream, own, SUCCESS);
             let asked = || {
-                copied(stream, own);
+                copied(stream, own, SUCCESS);
                 SUCCESS
             };
             assert_eq!(observe_stream(stream, own, asked), SUCCESS);
@@ -1175,7 +1184,7 @@ mod tests {
     #[test]
     fn a_destroyed_stream_with_copies_is_remembered() {
         let (stream, state) = stream_at(1);
-        copied(stream, false);
+        copied(stream, false, SUCCESS);
         assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
         assert!(state.is_idle() && state.has_copies());
         assert_eq!(HANDLES[1].load(Ordering::Acquire), ORPHAN);
@@ -1183,5 +1192,19 @@ mod tests {
         assert_eq!(observe_stream(stream, false, || SUCCESS), SUCCESS);
         assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
         assert_eq!(HANDLES[1].load(Ordering::Acquire), FREE);
+    }
+
+    #[test]
+    fn an_event_proves_the_copies_before_it() {
+        let (stream, state) = stream_at(2);
+        let event = 0x77 as CUevent;
+        copied(stream, false, SUCCESS);
+        record(event, stream, false, || SUCCESS);
+        copied(stream, false, SUCCESS);
+        observe_event(event, || SUCCESS);
+        assert!(state.has_copies());
+        record(event, stream, false, || SUCCESS);
+        observe_event(event, || SUCCESS);
+        assert!(!state.has_copies());
     }
 }
