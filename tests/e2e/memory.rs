@@ -126,6 +126,30 @@ print(before, with_context, all.value >> 20, total())
 }
 
 #[test]
+fn a_context_that_ends_gives_all_its_memory_back() {
+    const PROGRAM: &str = r#"
+import sys
+size = ctypes.c_size_t(40 << 20)
+for alloc in [
+    lambda at: call("cuMemAllocManaged", at, size, 1),
+    lambda at: call("cuMemAllocAsync", at, size, None),
+    lambda at: call("cuMemAlloc_v2", at, size),
+] * 2:
+    use_device()
+    alloc(ctypes.byref(ctypes.c_uint64()))
+    call("cuDevicePrimaryCtxReset_v2", 0)
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    for kind in ["", "native"] {
+        let mut command = node.tenant("--memory-limit 64MiB", &program);
+        command.env("GPUMUX_MEMORY", kind).run().ok();
+    }
+}
+
+#[test]
 fn what_was_set_for_memory_can_be_cleared() {
     let node = Node::start();
     let idle = "gpumux workload idle --seconds 600 --memory 32MiB";

@@ -91,6 +91,14 @@ enum Native {
     Handle(u64),
 }
 
+/// How much that is, and in which context it was given out.
+#[derive(Clone, Copy)]
+struct Counted {
+    device: c_int,
+    bytes: u64,
+    context: u64,
+}
+
 /// One device, and the lease on it.
 struct Device {
     uuid: String,
@@ -124,7 +132,7 @@ impl Lease {
 pub(crate) struct Space {
     pub(crate) blocks: BTreeMap<u64, Block>,
     allocations: BTreeMap<u64, Allocation>,
-    natives: HashMap<Native, (c_int, u64)>,
+    natives: HashMap<Native, Counted>,
     /// Memory that the program handles itself, by its handles.
     pub(crate) physicals: BTreeMap<u64, Physical>,
     /// Where that is mapped: bytes and handle by address.
@@ -647,8 +655,13 @@ impl Space {
         }
     }
 
-    /// A context's memory goes with it.
-    fn take_context(&mut self, context: u64) -> Vec<(u64, Block)> {
+    /// A context's memory goes with it: this library's, and what is only counted.
+    fn take_context(&mut self, context: u64) -> (Vec<(u64, Block)>, Vec<Counted>) {
+        // Physical memory is no context's.
+        let natives = self
+            .natives
+            .extract_if(|key, it| matches!(key, Native::Address(_)) && it.context == context);
+        let natives = natives.map(|(_, it)| it).collect();
         self.allocations.retain(|_, it| it.context != context);
         let blocks = self.blocks.extract_if(.., |_, it| it.context == context);
         let blocks: Vec<_> = blocks.collect();
@@ -658,7 +671,7 @@ impl Space {
             ..
         } = self;
         spares.retain(|at| left.contains_key(at));
-        blocks
+        (blocks, natives)
     }
 
     /// Keeps an empty block, if there are not too many.
@@ -771,19 +784,21 @@ fn end_context(
     }
     gate::through(|| {
         // Still inside, or a mover would find nobody there and enter a context that is no more.
-        let (result, blocks) = swap::without_preparing(|| {
+        let (result, ended) = swap::without_preparing(|| {
             let result = real();
             let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
-            let blocks = gone.map(|context| {
+            let ended = gone.map(|context| {
                 swap::forget_context(context);
                 physical::forget_context(context);
                 with(|space| space.take_context(context))
             });
-            (result, blocks)
+            (result, ended)
         });
-        for (at, block) in blocks.into_iter().flatten() {
+        let (blocks, natives) = ended.unwrap_or_default();
+        for (at, block) in blocks {
             let_go(at, &block);
         }
+        give_counted(natives);
         result
     })
 }
@@ -926,8 +941,20 @@ unsafe fn count_native(
     }
     // SAFETY: the driver has just written there.
     let given = key(unsafe { *out });
-    with(|space| space.natives.insert(given, (device, bytes)));
+    let counted = Counted {
+        device,
+        bytes,
+        context: current_context().unwrap_or(0),
+    };
+    // What had this key before has gone unseen.
+    give_counted(with(|space| space.natives.insert(given, counted)));
     SUCCESS
+}
+
+fn give_counted(gone: impl IntoIterator<Item = Counted>) {
+    for it in gone {
+        give(it.device, it.bytes, true);
+    }
 }
 
 /// An allocation that the driver keeps: managed or stream-ordered.
@@ -1013,11 +1040,8 @@ pub(crate) fn free_async(address: u64, real: impl FnOnce() -> CUresult) -> CUres
 
 fn release_native(key: Native, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = gate::through(real);
-    if result == SUCCESS
-        && !off()
-        && let Some((device, bytes)) = with(|space| space.natives.remove(&key))
-    {
-        give(device, bytes, true);
+    if result == SUCCESS && !off() {
+        give_counted(with(|space| space.natives.remove(&key)));
     }
     result
 }
