@@ -150,6 +150,43 @@ for alloc in [
 }
 
 #[test]
+fn physical_memory_counts_as_long_as_it_is_held_or_mapped() {
+    const PROGRAM: &str = r#"
+OUT_OF_MEMORY, size, none = 2, ctypes.c_size_t(40 << 20), ctypes.c_uint64(0)
+# Pinned memory of device 0.
+prop = (ctypes.c_int32 * 8)(1, 0, 1, 0)
+def create():
+    handle = ctypes.c_uint64()
+    error = cuda.cuMemCreate(ctypes.byref(handle), size, prop, none)
+    return error or handle
+context, at, again = use_device(), ctypes.c_uint64(), ctypes.c_uint64()
+call("cuMemAddressReserve", ctypes.byref(at), size, none, none, none)
+# Also without a context.
+for current in context, None:
+    call("cuCtxSetCurrent", current)
+    handle = create()
+    assert create() == OUT_OF_MEMORY, "while it is held"
+    call("cuMemMap", at, size, none, handle, none)
+    call("cuMemRelease", handle)
+    assert create() == OUT_OF_MEMORY, "while it is mapped"
+    call("cuMemRetainAllocationHandle", ctypes.byref(again), at)
+    call("cuMemUnmap", at, size)
+    assert create() == OUT_OF_MEMORY, "while it is held again"
+    call("cuMemRelease", again)
+    assert cuda.cuMemRelease(again) != 0
+    call("cuMemRelease", create())
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    for kind in ["native", ""] {
+        let mut command = node.tenant("--memory-limit 64MiB", &program);
+        command.env("GPUMUX_MEMORY", kind).run().ok();
+    }
+}
+
+#[test]
 fn what_was_set_for_memory_can_be_cleared() {
     let node = Node::start();
     let idle = "gpumux workload idle --seconds 600 --memory 32MiB";
