@@ -1,7 +1,11 @@
 //! Taking the device before the work arrives.
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, wait_for};
+use std::time::Duration;
+
+use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for};
 use serde_json::Value;
+
+use crate::memory::python;
 
 /// Somebody to compete with.
 const BATCH: &str = "gpumux workload batch --kernel-us 5000 --seconds 60";
@@ -121,6 +125,46 @@ fn hints_come_from_outside_if_their_owner_allows_them() {
     assert_eq!(refused.code(), 1);
     assert!(refused.err.contains("--hints auto"), "{}", refused.err);
     assert_eq!(node.gpumux(["hint", "nobody"]).run().code(), 1);
+}
+
+/// Loading code into a frozen context would not end, and keep the driver's lock: it waits until the tenant is awake.
+#[test]
+fn nothing_is_made_ready_in_a_tenant_that_sleeps() {
+    const PROGRAM: &str = r#"
+import sys, time
+use_device()
+address = ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(4 << 20))
+def work():
+    call("cuMemsetD8_v2", address, 7, ctypes.c_size_t(4 << 20))
+    call("cuCtxSynchronize")
+work()
+print("idle", flush=True)
+sys.stdin.readline()
+while True:
+    work()
+    time.sleep(0.1)
+"#;
+    if real() {
+        eprintln!("SKIPPED: it needs the emulated device");
+        return;
+    }
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut serve = node.tenant("--class latency --name serve", &program);
+    serve.env("GPUMUX_EMU_FAULT", "kill@1:cuModuleLoadData:gpumux-poll");
+    let mut serve = Process::start(&mut serve);
+    serve.wait_lines(1);
+    node.gpumux(["sleep", "serve"]).run().ok();
+    node.wait_tenant("serve", |tenant| tenant["asleep"] == true);
+    let _batch = batch(&node);
+    // The poller looks every 32 ms.
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(serve.poll().is_none(), "{}", serve.err());
+    serve.write("\n");
+    assert_eq!(serve.finish_within(PATIENCE).code(), 137);
 }
 
 /// A long copy before every request, which the program does not announce.

@@ -126,6 +126,67 @@ print(before, with_context, all.value >> 20, total())
 }
 
 #[test]
+fn a_context_that_ends_gives_all_its_memory_back() {
+    const PROGRAM: &str = r#"
+import sys
+size = ctypes.c_size_t(40 << 20)
+for alloc in [
+    lambda at: call("cuMemAllocManaged", at, size, 1),
+    lambda at: call("cuMemAllocAsync", at, size, None),
+    lambda at: call("cuMemAlloc_v2", at, size),
+] * 2:
+    use_device()
+    alloc(ctypes.byref(ctypes.c_uint64()))
+    call("cuDevicePrimaryCtxReset_v2", 0)
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    for kind in ["", "native"] {
+        let mut command = node.tenant("--memory-limit 64MiB", &program);
+        command.env("GPUMUX_MEMORY", kind).run().ok();
+    }
+}
+
+#[test]
+fn physical_memory_counts_as_long_as_it_is_held_or_mapped() {
+    const PROGRAM: &str = r#"
+OUT_OF_MEMORY, size, none = 2, ctypes.c_size_t(40 << 20), ctypes.c_uint64(0)
+# Pinned memory of device 0.
+prop = (ctypes.c_int32 * 8)(1, 0, 1, 0)
+def create():
+    handle = ctypes.c_uint64()
+    error = cuda.cuMemCreate(ctypes.byref(handle), size, prop, none)
+    return error or handle
+context, at, again = use_device(), ctypes.c_uint64(), ctypes.c_uint64()
+call("cuMemAddressReserve", ctypes.byref(at), size, none, none, none)
+# Also without a context.
+for current in context, None:
+    call("cuCtxSetCurrent", current)
+    handle = create()
+    assert create() == OUT_OF_MEMORY, "while it is held"
+    call("cuMemMap", at, size, none, handle, none)
+    call("cuMemRelease", handle)
+    assert create() == OUT_OF_MEMORY, "while it is mapped"
+    call("cuMemRetainAllocationHandle", ctypes.byref(again), at)
+    call("cuMemUnmap", at, size)
+    assert create() == OUT_OF_MEMORY, "while it is held again"
+    call("cuMemRelease", again)
+    assert cuda.cuMemRelease(again) != 0
+    call("cuMemRelease", create())
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    for kind in ["native", ""] {
+        let mut command = node.tenant("--memory-limit 64MiB", &program);
+        command.env("GPUMUX_MEMORY", kind).run().ok();
+    }
+}
+
+#[test]
 fn what_was_set_for_memory_can_be_cleared() {
     let node = Node::start();
     let idle = "gpumux workload idle --seconds 600 --memory 32MiB";
@@ -650,6 +711,108 @@ print("right" if back.raw == sent.raw else "wrong", flush=True)
     node.wait_tenant("own", |it| it["asleep"] == true);
     own.write("\n");
     let finished = own.finish_within(PATIENCE).ok();
+    assert!(finished.out.ends_with("right\n"), "{}", finished.out);
+}
+
+/// Nobody else can ask about a thread's own default stream: whoever has seen the end of its copies counts, whatever it was
+/// seen by. And a copy that fails for want of a context leaves nothing to wait for.
+#[test]
+fn copies_in_a_threads_own_stream_are_seen_to_end() {
+    const PROGRAM: &str = r#"
+import sys, threading
+OWN, size = ctypes.c_void_p(2), ctypes.c_size_t(4 << 20)
+sent = ctypes.create_string_buffer(b"gpumux " * (size.value // 7), size.value)
+context, address = use_device(), ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(address), size)
+def by_name():
+    call("cuMemcpyHtoDAsync_v2", address, sent, size, OWN)
+    call("cuStreamSynchronize", OWN)
+def by_event():
+    event = ctypes.c_void_p()
+    call("cuCtxSetCurrent", context)
+    call("cuEventCreate", ctypes.byref(event), 0)
+    call("cuMemcpyHtoDAsync_v2_ptsz", address, sent, size, None)
+    call("cuEventRecord_ptsz", event, None)
+    call("cuEventSynchronize", event)
+def by_somebody_else():
+    call("cuCtxSetCurrent", context)
+    call("cuMemcpyHtoDAsync_v2_ptsz", address, sent, size, None)
+def in_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+def by_event_in_a_thread():
+    in_a_thread(by_event)
+def by_who_waits_for_all():
+    in_a_thread(by_somebody_else)
+    call("cuCtxSynchronize")
+def without_context():
+    assert cuda.cuMemcpyHtoDAsync_v2(address, sent, size, None) != 0
+def by_its_failure():
+    in_a_thread(without_context)
+for how in by_its_failure, by_name, by_event_in_a_thread, by_who_waits_for_all:
+    how()
+    print(how.__name__, flush=True)
+    sys.stdin.readline()
+    # Back again.
+    call("cuMemcpyDtoH_v2", ctypes.create_string_buffer(8), address, ctypes.c_size_t(8))
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut own = Process::start(&mut node.tenant("--name own", &program));
+    for n in 1..=4 {
+        own.wait_lines(n);
+        node.gpumux(["sleep", "own"]).run().ok();
+        node.wait_tenant("own", |it| it["asleep"] == true);
+        own.write("\n");
+    }
+    own.finish_within(PATIENCE).ok();
+}
+
+/// Its stream is destroyed while the copy has not even begun: who moves the memory waits for it all the same.
+#[test]
+fn a_copy_that_outlives_its_stream_arrives() {
+    const PROGRAM: &str = r#"
+import sys, threading
+use_device()
+address, host, stream, size = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p(), 4 << 20
+call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
+call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(size), 0)
+ctypes.memset(host, 7, size)
+call("cuStreamCreate", ctypes.byref(stream), 1)
+go, done = threading.Event(), threading.Event()
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+wait, tell = function(lambda _: go.wait()), function(lambda _: done.set())
+call("cuLaunchHostFunc", stream, wait, None)
+call("cuMemcpyHtoDAsync_v2", address, host, ctypes.c_size_t(size), stream)
+call("cuLaunchHostFunc", stream, tell, None)
+call("cuStreamDestroy_v2", stream)
+print("destroyed", flush=True)
+sys.stdin.readline()
+go.set()
+done.wait()
+print("arrived", flush=True)
+sys.stdin.readline()
+back = ctypes.create_string_buffer(size)
+call("cuMemcpyDtoH_v2", back, address, ctypes.c_size_t(size))
+print("right" if back.raw == bytes([7]) * size else "wrong", flush=True)
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut tenant = Process::start(&mut node.tenant("--name copier", &program));
+    tenant.wait_lines(1);
+    let mover = Process::start(&mut node.gpumux(["sleep", "copier"]));
+    // Whoever does not wait has moved it by then.
+    std::thread::sleep(Duration::from_secs(1));
+    tenant.write("\n");
+    tenant.wait_lines(2);
+    mover.finish_within(PATIENCE).ok();
+    tenant.write("\n");
+    let finished = tenant.finish_within(PATIENCE).ok();
     assert!(finished.out.ends_with("right\n"), "{}", finished.out);
 }
 

@@ -817,10 +817,11 @@ hooks! {
     cuStreamEndCapture_ptsz [c"cuStreamEndCapture" 10000 PER_THREAD] (
         stream: CUstream, graph: *mut *mut c_void,
     ) real => work::end_capture(stream, OWN, real);
+    // It may have an event made.
     cuStreamDestroy [c"cuStreamDestroy" 2000] (stream: CUstream)
-        real => work::destroy_stream(stream, real);
+        real => gate::through(|| work::destroy_stream(stream, real));
     cuStreamDestroy_v2 [c"cuStreamDestroy" 4000] (stream: CUstream)
-        real => work::destroy_stream(stream, real);
+        real => gate::through(|| work::destroy_stream(stream, real));
     cuCtxDestroy [c"cuCtxDestroy" 2000] (context: CUcontext)
         real => memory::destroy_context(context, real);
     cuCtxDestroy_v2 [c"cuCtxDestroy" 4000] (context: CUcontext)

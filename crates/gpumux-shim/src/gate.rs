@@ -77,6 +77,18 @@ pub(crate) fn through<R>(real: impl FnOnce() -> R) -> R {
     real()
 }
 
+/// Makes a call of this library's own, which the program does not wait for, unless the gate is closed.
+pub(crate) fn try_through<R>(call: impl FnOnce() -> R) -> Option<R> {
+    if DEPTH.get() != 0 {
+        return Some(call());
+    }
+    let inside = Inside(shard());
+    // As in `through`.
+    inside.0.0.fetch_add(1, Ordering::SeqCst);
+    DEPTH.set(1);
+    (!CLOSED.load(Ordering::SeqCst)).then(call)
+}
+
 /// Makes the program's call once the gate is open, and does not count it: for calls that only wait for work. They are no
 /// reason not to close the gate, but who begins to wait while its memory is away wants it back.
 #[inline]
@@ -238,6 +250,7 @@ mod tests {
         is_in.recv().unwrap();
         close();
         assert!(is_occupied());
+        assert_eq!(try_through(|| ()), None);
         let second = std::thread::spawn(|| through(is_occupied));
         leave.send(()).unwrap();
         first.join().unwrap();
@@ -247,6 +260,8 @@ mod tests {
         }
         open();
         assert!(second.join().unwrap(), "it counts itself");
+        assert!(!is_occupied());
+        assert_eq!(try_through(is_occupied), Some(true));
         assert!(!is_occupied());
     }
 }

@@ -33,6 +33,7 @@ use gpumux_wire::{
 use crate::{
     driver::{CUresult, CUstream, SUCCESS},
     foresee::{Call, Lessons, Site, TIMEOUT},
+    gate,
     guard::lock,
     notice::say,
     work::{self, bits, current_context, functions, page, within},
@@ -212,7 +213,7 @@ pub(crate) enum Hinted {
     /// It is held, or being taken, already.
     Already = 1,
     /// It would gain nothing: nobody competes, the tenant is not of class latency or takes no hints,
-    /// the context has work, or a capture goes on.
+    /// the context has work, its memory is away, or a capture goes on.
     Needless = 2,
     /// The work is too far away.
     TooEarly = 3,
@@ -318,13 +319,13 @@ pub(crate) fn prepare_all() {
 }
 
 /// Loads the kernel into a context. Under the lock of [`work`], so that no capture begins and no
-/// context goes meanwhile.
+/// context goes meanwhile; and inside the gate, because in a frozen group that would never end.
 fn prepare(index: usize) {
     let place = &TABLE[index];
     if try_lock(&place.state).is_none_or(|state| state.ready != Ready::No) {
         return;
     }
-    work::undisturbed(|| {
+    let prepare = || {
         let context = place.context.load(Ordering::Acquire);
         let mut state = lock(&place.state);
         if context == 0 || state.ready != Ready::No {
@@ -341,6 +342,9 @@ fn prepare(index: usize) {
                 "cannot take the GPU ahead of work: the driver answers {error}"
             ));
         }
+    };
+    work::undisturbed(|| {
+        gate::try_through(prepare);
     });
 }
 
@@ -422,8 +426,12 @@ fn wanted(place: &Place) -> bool {
         && is_idle(place)
 }
 
-/// Takes the device.
+/// Takes the device, unless the program's memory is not there.
 fn hold(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
+    gate::try_through(|| hold_inside(index, state, timeout_us)).unwrap_or(Hinted::Needless)
+}
+
+fn hold_inside(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
     let place = &TABLE[index];
     let context = place.context.load(Ordering::Acquire);
     if state.ready != Ready::Yes || context == 0 {

@@ -85,10 +85,11 @@ struct Allocation {
 }
 
 /// What the driver keeps and this library only counts.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
-enum Native {
-    Address(u64),
-    Handle(u64),
+#[derive(Clone, Copy)]
+struct Native {
+    device: c_int,
+    bytes: u64,
+    context: u64,
 }
 
 /// One device, and the lease on it.
@@ -124,7 +125,8 @@ impl Lease {
 pub(crate) struct Space {
     pub(crate) blocks: BTreeMap<u64, Block>,
     allocations: BTreeMap<u64, Allocation>,
-    natives: HashMap<Native, (c_int, u64)>,
+    /// By address.
+    natives: HashMap<u64, Native>,
     /// Memory that the program handles itself, by its handles.
     pub(crate) physicals: BTreeMap<u64, Physical>,
     /// Where that is mapped: bytes and handle by address.
@@ -187,11 +189,16 @@ fn current_device() -> Option<c_int> {
     if unsafe { ctx_get_device()?(&raw mut device) } != SUCCESS {
         return None;
     }
+    known_device(device)
+}
+
+/// A device, once it is known to the tables.
+fn known_device(device: c_int) -> Option<c_int> {
     if with(|space| space.devices.contains_key(&device)) {
         return Some(device);
     }
     let (mut gpu, mut uuid, mut total) = ([0; 16], [0; 16], 0);
-    // SAFETY: places to write, for a device that exists.
+    // SAFETY: places to write; a device that does not exist is refused.
     let known = unsafe {
         device_uuid_v2().or_else(device_uuid)?(&raw mut uuid, device) == SUCCESS
             && device_uuid().or_else(device_uuid_v2)?(&raw mut gpu, device) == SUCCESS
@@ -440,7 +447,7 @@ unsafe fn alloc_bytes(
     // Without a daemon nobody would ever move it.
     if native || !lease::await_link() {
         // SAFETY: as above.
-        return unsafe { count_native(device, bytes, out, Native::Address, real) };
+        return unsafe { count_native(device, bytes, out, real) };
     }
     match in_time(|| map(device, context, bytes)) {
         Ok(address) => {
@@ -453,7 +460,7 @@ unsafe fn alloc_bytes(
         Err(error) => {
             failed(error);
             // SAFETY: as above.
-            unsafe { count_native(device, bytes, out, Native::Address, real) }
+            unsafe { count_native(device, bytes, out, real) }
         }
     }
 }
@@ -647,8 +654,10 @@ impl Space {
         }
     }
 
-    /// A context's memory goes with it.
-    fn take_context(&mut self, context: u64) -> Vec<(u64, Block)> {
+    /// A context's memory goes with it: this library's, and what is only counted.
+    fn take_context(&mut self, context: u64) -> (Vec<(u64, Block)>, Vec<Native>) {
+        let natives = self.natives.extract_if(|_, it| it.context == context);
+        let natives = natives.map(|(_, it)| it).collect();
         self.allocations.retain(|_, it| it.context != context);
         let blocks = self.blocks.extract_if(.., |_, it| it.context == context);
         let blocks: Vec<_> = blocks.collect();
@@ -658,7 +667,7 @@ impl Space {
             ..
         } = self;
         spares.retain(|at| left.contains_key(at));
-        blocks
+        (blocks, natives)
     }
 
     /// Keeps an empty block, if there are not too many.
@@ -696,7 +705,7 @@ pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
         return gate::through(real);
     }
     let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) else {
-        return release_native(Native::Address(address), real);
+        return release_native(address, real);
     };
     if work::is_capturing_anywhere() {
         with(|space| space.deferred.push(address));
@@ -771,19 +780,21 @@ fn end_context(
     }
     gate::through(|| {
         // Still inside, or a mover would find nobody there and enter a context that is no more.
-        let (result, blocks) = swap::without_preparing(|| {
+        let (result, ended) = swap::without_preparing(|| {
             let result = real();
             let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
-            let blocks = gone.map(|context| {
+            let ended = gone.map(|context| {
                 swap::forget_context(context);
                 physical::forget_context(context);
                 with(|space| space.take_context(context))
             });
-            (result, blocks)
+            (result, ended)
         });
-        for (at, block) in blocks.into_iter().flatten() {
+        let (blocks, natives) = ended.unwrap_or_default();
+        for (at, block) in blocks {
             let_go(at, &block);
         }
+        give_natives(natives);
         result
     })
 }
@@ -898,18 +909,9 @@ extern "C" fn gpumux_advise(address: u64, bytes: u64, advice: c_int) -> c_int {
 
 // ---- What stays with the driver ------------------------------------------------------------------
 
-/// Counts what the driver gives out itself.
-///
-/// # Safety
-/// `out` must be where `real` writes what it gives; if it is null, `real` fails.
-unsafe fn count_native(
-    device: c_int,
-    bytes: u64,
-    out: *mut u64,
-    key: fn(u64) -> Native,
-    real: impl Fn() -> CUresult,
-) -> CUresult {
-    let made = in_time(|| {
+/// Has the driver give out memory, booked as what does not move.
+fn make_native(device: c_int, bytes: u64, real: impl Fn() -> CUresult) -> Result<(), CUresult> {
+    in_time(|| {
         if !take(device, bytes, true) {
             return Err(Refused::ByBooks);
         }
@@ -920,14 +922,38 @@ unsafe fn count_native(
                 Err(Refused::ByDriver(result))
             }
         }
-    });
-    if let Err(result) = made {
+    })
+}
+
+/// Counts what the driver gives out itself.
+///
+/// # Safety
+/// `out` must be where `real` writes what it gives; if it is null, `real` fails.
+unsafe fn count_native(
+    device: c_int,
+    bytes: u64,
+    out: *mut u64,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    if let Err(result) = make_native(device, bytes, real) {
         return result;
     }
+    let native = Native {
+        device,
+        bytes,
+        context: current_context().unwrap_or(0),
+    };
     // SAFETY: the driver has just written there.
-    let given = key(unsafe { *out });
-    with(|space| space.natives.insert(given, (device, bytes)));
+    let at = unsafe { *out };
+    // What had this address before has gone unseen.
+    give_natives(with(|space| space.natives.insert(at, native)));
     SUCCESS
+}
+
+fn give_natives(gone: impl IntoIterator<Item = Native>) {
+    for it in gone {
+        give(it.device, it.bytes, true);
+    }
 }
 
 /// An allocation that the driver keeps: managed or stream-ordered.
@@ -943,7 +969,7 @@ pub(crate) unsafe fn alloc_native(
     let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
     match counted.then(current_device).flatten() {
         // SAFETY: the caller's.
-        Some(device) => unsafe { count_native(device, bytes as u64, out, Native::Address, real) },
+        Some(device) => unsafe { count_native(device, bytes as u64, out, real) },
         None => gate::through(real),
     }
 }
@@ -967,15 +993,24 @@ pub(crate) unsafe fn create(
     let prop = unsafe { prop.as_ref() };
     // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
     let prop = prop.filter(|it| it.location.kind == 1 && !off());
-    let Some(prop) = prop.filter(|it| current_device() == Some(it.location.id)) else {
+    let known = prop.and_then(|prop| Some((prop, known_device(prop.location.id)?)));
+    let Some((prop, device)) = known else {
         return gate::through(real);
     };
-    let (device, bytes) = (prop.location.id, bytes as u64);
+    let bytes = bytes as u64;
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
     let plain = !native && !out.is_null() && physical::may_move(bytes, prop, flags);
+    // It is moved in this context: that must be of its device.
+    let plain = plain && current_device() == Some(device);
     let Some(context) = current_context().filter(|_| plain && lease::await_link()) else {
-        // SAFETY: the caller's.
-        return unsafe { count_native(device, bytes, out, Native::Handle, real) };
+        return match make_native(device, bytes, real) {
+            Ok(()) => {
+                // SAFETY: the driver has just written there.
+                physical::counted(unsafe { *out }, bytes, *prop);
+                SUCCESS
+            }
+            Err(result) => result,
+        };
     };
     if !take(device, bytes, false) {
         return OUT_OF_MEMORY;
@@ -998,7 +1033,7 @@ pub(crate) unsafe fn create(
 pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     match physical::release(handle) {
         Some(result) => result,
-        None => release_native(Native::Handle(handle), real),
+        None => gate::through(real),
     }
 }
 
@@ -1007,17 +1042,14 @@ pub(crate) fn free_async(address: u64, real: impl FnOnce() -> CUresult) -> CUres
     // Ours may be freed that way too: the driver has no pool for it.
     match !off() && with(|space| space.allocations.contains_key(&address)) {
         true => free(address, real),
-        false => release_native(Native::Address(address), real),
+        false => release_native(address, real),
     }
 }
 
-fn release_native(key: Native, real: impl FnOnce() -> CUresult) -> CUresult {
+fn release_native(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = gate::through(real);
-    if result == SUCCESS
-        && !off()
-        && let Some((device, bytes)) = with(|space| space.natives.remove(&key))
-    {
-        give(device, bytes, true);
+    if result == SUCCESS && !off() {
+        give_natives(with(|space| space.natives.remove(&address)));
     }
     result
 }

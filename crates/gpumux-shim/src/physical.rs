@@ -2,7 +2,8 @@
 //!
 //! The program gets a handle of this library's making, because the driver's changes when the memory comes back. Where it
 //! is mapped and may be touched is remembered, so that it can be mapped there again. What other devices or processes
-//! may reach, what is no plain memory, and what cannot be copied (because it is mapped nowhere) stays where it is.
+//! may reach, what is no plain memory, and what cannot be copied (because it is mapped nowhere) stays where it is. What is
+//! known never to move keeps the driver's handle, and is only counted until nothing holds it.
 
 use std::{
     collections::BTreeMap,
@@ -52,6 +53,20 @@ pub(crate) struct Physical {
 }
 
 impl Physical {
+    const fn new(handle: u64, bytes: u64, context: u64, prop: AllocationProp) -> Self {
+        Self {
+            bytes,
+            device: prop.location.id,
+            context,
+            prop,
+            handle: Some(handle),
+            references: 1,
+            mappings: BTreeMap::new(),
+            pinned: false,
+            host: Vec::new(),
+        }
+    }
+
     pub(crate) fn is_away(&self) -> bool {
         !self.host.is_empty()
     }
@@ -96,51 +111,53 @@ pub(crate) fn may_move(bytes: u64, prop: &AllocationProp, flags: u64) -> bool {
 
 /// The driver has made memory for the program; the program's handle.
 pub(crate) fn made(handle: u64, bytes: u64, context: u64, prop: AllocationProp) -> u64 {
-    let physical = Physical {
-        bytes,
-        device: prop.location.id,
-        context,
-        prop,
-        handle: Some(handle),
-        references: 1,
-        mappings: BTreeMap::new(),
-        pinned: false,
-        host: Vec::new(),
-    };
+    let physical = Physical::new(handle, bytes, context, prop);
     let name = fresh();
     with(|space| space.physicals.insert(name, physical));
     name
 }
 
-/// `cuMemRelease`; none: it is not ours.
+/// The driver has made memory that does not move; the program has the driver's handle.
+pub(crate) fn counted(handle: u64, bytes: u64, prop: AllocationProp) {
+    let physical = Physical {
+        pinned: true,
+        ..Physical::new(handle, bytes, 0, prop)
+    };
+    with(|space| space.physicals.insert(handle, physical));
+}
+
+/// `cuMemRelease`; none: it is not known.
 pub(crate) fn release(handle: u64) -> Option<CUresult> {
-    if !is_ours(handle) || memory::off() {
+    let known = || is_ours(handle) || with(|space| space.physicals.contains_key(&handle));
+    if memory::off() || !known() {
         return None;
     }
-    let (result, gone) = gate::through(|| {
+    let result = gate::through(|| {
         let last = with(|space| {
             let physical = space.physicals.get_mut(&handle)?;
             physical.references = physical.references.checked_sub(1)?;
             Some(match physical.references {
-                0 => physical.handle.take(),
+                // The driver's own is kept as long as it is mapped, so that nothing else is called so.
+                0 if is_ours(handle) => physical.handle.take(),
                 _ => None,
             })
         });
-        match last {
-            None => (INVALID_VALUE, None),
-            Some(None) => (SUCCESS, None),
-            Some(Some(real)) => {
-                let result = vmm::release(real);
-                (result, with(|space| space.end_unmapped(handle)))
-            }
-        }
+        let Some(real) = last else {
+            return INVALID_VALUE;
+        };
+        let result = real.map_or(SUCCESS, vmm::release);
+        give(with(|space| space.end_unmapped(handle)));
+        result
     });
-    give(gone);
     Some(result)
 }
 
+/// Nothing holds it any more.
 fn give(gone: impl IntoIterator<Item = Physical>) {
     for physical in gone {
+        if let Some(handle) = physical.handle {
+            let _ = vmm::release(handle);
+        }
         memory::give(physical.device, physical.bytes, physical.pinned);
     }
 }
@@ -217,15 +234,12 @@ pub(crate) fn map(
     flags: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    if !is_ours(handle) {
-        return gate::through(real);
-    }
     gate::through(|| {
-        let own = match real_handle(handle) {
-            Ok(own) => own,
-            Err(error) => return error,
+        let result = match (is_ours(handle), real_handle(handle)) {
+            (false, _) => real(),
+            (true, Ok(own)) => vmm::map(at, bytes, offset, own, flags),
+            (true, Err(error)) => error,
         };
-        let result = vmm::map(at, bytes, offset, own, flags);
         if result != SUCCESS {
             return result;
         }
@@ -246,10 +260,10 @@ pub(crate) fn map(
 
 /// `cuMemUnmap`
 pub(crate) fn unmap(at: u64, bytes: usize, real: impl FnOnce() -> CUresult) -> CUresult {
-    let mut gone = Vec::new();
-    let result = gate::through(|| {
+    gate::through(|| {
         let result = real();
         if result == SUCCESS {
+            let mut gone = Vec::new();
             with(|space| {
                 for (at, handle) in space.mapped_in(at, bytes as u64) {
                     space.mapped.remove(&at);
@@ -259,11 +273,10 @@ pub(crate) fn unmap(at: u64, bytes: usize, real: impl FnOnce() -> CUresult) -> C
                     gone.extend(space.end_unmapped(handle));
                 }
             });
+            give(gone);
         }
         result
-    });
-    give(gone);
-    result
+    })
 }
 
 /// `cuMemSetAccess`

@@ -108,8 +108,10 @@ struct Stream {
     green: AtomicU64,
     /// For an orphan: the event to ask instead.
     event: AtomicU64,
-    /// It got copies since it was last seen without work.
-    copies: AtomicBool,
+    /// Copies that the program has given it, counted when the call has returned: until then its thread is inside the gate.
+    copies: AtomicU64,
+    /// Those that are done.
+    landed: AtomicU64,
 }
 
 /// The streams' handles, apart from the rest because they are searched.
@@ -124,7 +126,8 @@ static STATES: [Stream; STREAMS] = [const {
         context: AtomicU64::new(0),
         green: AtomicU64::new(0),
         event: AtomicU64::new(0),
-        copies: AtomicBool::new(false),
+        copies: AtomicU64::new(0),
+        landed: AtomicU64::new(0),
     }
 }; STREAMS];
 /// How many places have ever been used.
@@ -320,14 +323,29 @@ impl Stream {
         done >= self.started.load(Ordering::Acquire)
     }
 
-    /// Without work and copies.
-    fn is_clean(&self) -> bool {
-        self.is_idle() && !self.copies.load(Ordering::Acquire)
+    fn has_copies(&self) -> bool {
+        // As above.
+        let landed = self.landed.load(Ordering::Acquire);
+        landed < self.copies.load(Ordering::Acquire)
     }
 
-    /// The first `count` pieces are done.
-    fn finish(&self, count: u64) {
-        self.done.fetch_max(count, Ordering::AcqRel);
+    /// Without work and copies.
+    fn is_clean(&self) -> bool {
+        self.is_idle() && !self.has_copies()
+    }
+
+    /// The pieces of work, and the copies, whose submission has returned.
+    fn so_far(&self) -> (u64, u64) {
+        (
+            self.returned.load(Ordering::Acquire),
+            self.copies.load(Ordering::Acquire),
+        )
+    }
+
+    /// So much is done.
+    fn finish(&self, (work, copies): (u64, u64)) {
+        self.landed.fetch_max(copies, Ordering::AcqRel);
+        self.done.fetch_max(work, Ordering::AcqRel);
         settle(self.slots.load(Ordering::Relaxed));
     }
 }
@@ -442,15 +460,24 @@ pub(crate) fn from_host(
 #[inline]
 pub(crate) fn copy(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
     gate::through(|| {
-        if page().is_some() {
-            match Key::new(stream, own).and_then(|key| key.find().or_else(|| insert(key))) {
-                Some(place) => STATES[place].copies.store(true, Ordering::Release),
-                // A call without context fails, or finds one that is not known here.
-                None => COPIES_LOST.store(true, Ordering::Release),
-            }
-        }
-        real()
+        let result = real();
+        copied(stream, own, result);
+        result
     })
+}
+
+/// The program has given a stream a copy, with this result.
+fn copied(stream: CUstream, own: bool, result: CUresult) {
+    if page().is_some() {
+        match Key::new(stream, own).and_then(|key| key.find().or_else(|| insert(key))) {
+            Some(place) => {
+                STATES[place].copies.fetch_add(1, Ordering::AcqRel);
+            }
+            // A call without context fails, or finds one that is not known here.
+            None if result == SUCCESS => COPIES_LOST.store(true, Ordering::Release),
+            None => {}
+        }
+    }
 }
 
 /// Whether copies may be under way on any stream. Asks the driver; not while a capture goes on.
@@ -460,24 +487,10 @@ pub(crate) fn copies_under_way() -> bool {
             return true;
         }
         places().any(|(handle, state)| {
-            if handle == FREE || !state.copies.load(Ordering::Acquire) {
-                return false;
+            handle != FREE && state.has_copies() && {
+                ask(handle, state);
+                state.has_copies()
             }
-            let done = match handle {
-                // The driver knows no such stream from here; an orphan's copies went with its work.
-                PER_THREAD => None,
-                ORPHAN => state.is_idle().then_some(SUCCESS),
-                stream => within(state.context.load(Ordering::Relaxed), || {
-                    // SAFETY: the lock is held, so the program has not destroyed the stream.
-                    stream_query().map(|query| unsafe { query(stream as CUstream) })
-                })
-                .flatten(),
-            };
-            let done = done.is_some_and(|result| result == SUCCESS || is_fatal(result));
-            if done {
-                state.copies.store(false, Ordering::Release);
-            }
-            !done
         })
     });
     found.unwrap_or(true)
@@ -553,6 +566,12 @@ fn insert(key: Key) -> Option<usize> {
         }
         let slots = slow.slots_of(context);
         let used = USED.load(Ordering::Acquire);
+        if used == STREAMS && slow.captures.is_empty() {
+            // The poller may not have come to it.
+            for (handle, state) in places().filter(|(handle, _)| *handle == ORPHAN) {
+                ask(handle, state);
+            }
+        }
         let free = HANDLES[..used]
             .iter()
             .position(|handle| handle.load(Ordering::Acquire) == FREE);
@@ -611,8 +630,8 @@ impl Slow {
                     handle,
                     scope: state.scope.load(Ordering::Relaxed),
                 });
-                state.finish(state.started.load(Ordering::Acquire));
-                state.copies.store(false, Ordering::Release);
+                let (_, copies) = state.so_far();
+                state.finish((state.started.load(Ordering::Acquire), copies));
                 slot.store(FREE, Ordering::Release);
             }
         }
@@ -644,18 +663,14 @@ pub(crate) fn observe_stream(
         .and_then(Key::find)
         .map(|place| {
             let state = &STATES[place];
-            (state, state.returned.load(Ordering::Acquire))
+            (state, state.so_far())
         });
     let result = real();
     note(result);
-    if let Some((state, count)) = seen
+    if let Some((state, so_far)) = seen
         && result == SUCCESS
     {
-        state.finish(count);
-        if own {
-            // Nobody else gives this stream work, and nobody else can ask about it.
-            state.copies.store(false, Ordering::Release);
-        }
+        state.finish(so_far);
     }
     result
 }
@@ -669,28 +684,27 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
     if page().is_none() || context == 0 {
         return real();
     }
-    let mut counts = [0; STREAMS];
+    let mut seen = [(0, 0); STREAMS];
     hold::submitted();
     hold::before_wait(context);
     let mine = |state: &Stream| state.context.load(Ordering::Relaxed) == context;
-    for ((_, state), count) in places()
-        .zip(&mut counts)
+    for ((_, state), so_far) in places()
+        .zip(&mut seen)
         .filter(|((_, state), _)| mine(state))
     {
-        *count = state.returned.load(Ordering::Acquire);
+        *so_far = state.so_far();
     }
     let result = real();
     note(result);
     if result == SUCCESS {
         let mut slots = 0;
-        for ((_, state), count) in places().zip(&counts).filter(|((_, state), _)| mine(state)) {
-            state.done.fetch_max(*count, Ordering::AcqRel);
+        // Also of other threads' own streams, about which nobody else can ask.
+        for ((_, state), (work, copies)) in
+            places().zip(&seen).filter(|((_, state), _)| mine(state))
+        {
+            state.landed.fetch_max(*copies, Ordering::AcqRel);
+            state.done.fetch_max(*work, Ordering::AcqRel);
             slots |= state.slots.load(Ordering::Relaxed);
-        }
-        // Nobody but this thread gives its own stream work, and nobody else can ask about it.
-        let own = Key::new(PER_THREAD as CUstream, true).and_then(Key::find);
-        if let Some(state) = own.map(|place| &STATES[place]).filter(|state| mine(state)) {
-            state.copies.store(false, Ordering::Release);
         }
         settle(slots);
     }
@@ -801,13 +815,12 @@ pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) 
                 handle: stream as u64,
                 scope: 0,
             });
-            let count = state.returned.load(Ordering::Acquire);
-            if !state.is_idle() && CAPTURES.load(Ordering::Acquire) == 0 {
+            if !state.is_clean() && CAPTURES.load(Ordering::Acquire) == 0 {
                 within(state.context.load(Ordering::Relaxed), || {
-                    leave_event(state, stream, count)
+                    leave_event(state, stream)
                 });
             }
-            let left = if state.is_idle() { FREE } else { ORPHAN };
+            let left = if state.is_clean() { FREE } else { ORPHAN };
             HANDLES[place].store(left, Ordering::Release);
         });
     }
@@ -815,10 +828,11 @@ pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) 
 }
 
 /// Leaves an event behind the stream's last work, unless that is done.
-fn leave_event(state: &Stream, stream: CUstream, count: u64) {
+fn leave_event(state: &Stream, stream: CUstream) {
+    let so_far = state.so_far();
     // SAFETY: the program's stream, which still exists.
     if stream_query().is_some_and(|ask| unsafe { ask(stream) } == SUCCESS) {
-        return state.finish(count);
+        return state.finish(so_far);
     }
     /// `CU_EVENT_DISABLE_TIMING`
     const NO_TIMING: u32 = 2;
@@ -868,16 +882,18 @@ pub(crate) fn end_capture(
 
 // ---- Events --------------------------------------------------------------------------------------
 
-/// Where an event was last recorded: its handle, and stream's place (16 bits) with how much had returned.
+/// Where an event was last recorded: its handle, stream's place (16 bits) with how much work had returned, and how many copies.
 struct Mark {
     event: AtomicU64,
     at: AtomicU64,
+    copies: AtomicU64,
 }
 
 static MARKS: [Mark; EVENTS] = [const {
     Mark {
         event: AtomicU64::new(0),
         at: AtomicU64::new(0),
+        copies: AtomicU64::new(0),
     }
 }; EVENTS];
 
@@ -891,18 +907,25 @@ impl Mark {
     }
 
     /// Writes it, over whichever event had it.
-    fn set(&self, event: u64, at: u64) {
-        // Two stores long, by threads that record events of the same hash at the same time.
+    fn set(&self, event: u64, (at, copies): (u64, u64)) {
+        // Three stores long, by threads that record events of the same hash at the same time.
         while self.event.swap(WRITING, Ordering::AcqRel) == WRITING {
             thread::yield_now();
         }
         self.at.store(at, Ordering::Release);
+        self.copies.store(copies, Ordering::Release);
         self.event.store(event, Ordering::Release);
     }
 
-    fn get(&self, event: CUevent) -> Option<u64> {
+    fn get(&self, event: CUevent) -> Option<(u64, u64)> {
         let is = || self.event.load(Ordering::Acquire) == event as u64;
-        let at = is().then(|| self.at.load(Ordering::Acquire))?;
+        let read = || {
+            (
+                self.at.load(Ordering::Acquire),
+                self.copies.load(Ordering::Acquire),
+            )
+        };
+        let at = is().then(read)?;
         is().then_some(at)
     }
 
@@ -910,7 +933,7 @@ impl Mark {
     fn clear(event: CUevent) {
         let mark = Self::of(event);
         if mark.event.load(Ordering::Acquire) == event as u64 {
-            mark.set(0, 0);
+            mark.set(0, (0, 0));
         }
     }
 }
@@ -930,8 +953,8 @@ pub(crate) fn record(
     let captured =
         key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key));
     let at = key.and_then(Key::find).map(|place| {
-        let returned = STATES[place].returned.load(Ordering::Acquire);
-        (place as u64) << 48 | returned & ((1 << 48) - 1)
+        let (returned, copies) = STATES[place].so_far();
+        ((place as u64) << 48 | returned & ((1 << 48) - 1), copies)
     });
     let result = real();
     if let Some(at) = at
@@ -946,15 +969,16 @@ pub(crate) fn record(
 /// The program asks or waits for an event.
 pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
     hold::submitted();
-    let at = page().and_then(|_| Mark::of(event).get(event));
+    let mark = page().and_then(|_| Mark::of(event).get(event));
     let result = real();
     note(result);
     // Only if it has not been recorded anew meanwhile.
-    if let Some(at) = at
+    if let Some(mark) = mark
         && result == SUCCESS
-        && Mark::of(event).get(event) == Some(at)
+        && Mark::of(event).get(event) == Some(mark)
     {
-        STATES[(at >> 48) as usize].finish(at & ((1 << 48) - 1));
+        let (at, copies) = mark;
+        STATES[(at >> 48) as usize].finish((at & ((1 << 48) - 1), copies));
     }
     result
 }
@@ -1087,7 +1111,7 @@ fn look(before: &mut u64) -> Look {
                 continue;
             }
             ask(handle, state);
-            if handle == ORPHAN && state.is_idle() {
+            if handle == ORPHAN && state.is_clean() {
                 slot.store(FREE, Ordering::Release);
             }
         }
@@ -1097,9 +1121,9 @@ fn look(before: &mut u64) -> Look {
 
 /// Asks the driver whether a stream has done what it was given.
 fn ask(handle: u64, state: &Stream) {
-    let returned = state.returned.load(Ordering::Acquire);
+    let so_far = state.so_far();
     // While a submission is under way the answer would prove nothing of use.
-    if state.is_idle() || returned != state.started.load(Ordering::Acquire) {
+    if state.is_clean() || so_far.0 != state.started.load(Ordering::Acquire) {
         return;
     }
     let event = state.event.load(Ordering::Acquire) as CUevent;
@@ -1116,7 +1140,7 @@ fn ask(handle: u64, state: &Stream) {
     };
     note(result);
     if result == SUCCESS || is_fatal(result) {
-        state.finish(returned);
+        state.finish(so_far);
         if handle == ORPHAN {
             state.event.store(0, Ordering::Release);
             if let Some(destroy) = event_destroy() {
@@ -1124,5 +1148,63 @@ fn ask(handle: u64, state: &Stream) {
                 unsafe { destroy(event) };
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A stream of no context, at a place of the test's own.
+    fn stream_at(place: usize) -> (CUstream, &'static Stream) {
+        let page = Box::leak(Box::new(Page::create().expect("a page").0));
+        PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+        let handle = 0x1000 + place as u64;
+        HANDLES[place].store(handle, Ordering::Release);
+        USED.fetch_max(place + 1, Ordering::AcqRel);
+        (handle as CUstream, &STATES[place])
+    }
+
+    #[test]
+    fn a_copy_that_begins_while_somebody_asks_is_not_taken_for_done() {
+        let (stream, state) = stream_at(0);
+        for own in [false, true] {
+            copied(stream, own, SUCCESS);
+            let asked = || {
+                copied(stream, own, SUCCESS);
+                SUCCESS
+            };
+            assert_eq!(observe_stream(stream, own, asked), SUCCESS);
+            assert!(state.has_copies());
+            assert_eq!(observe_stream(stream, own, || SUCCESS), SUCCESS);
+            assert!(!state.has_copies());
+        }
+    }
+
+    #[test]
+    fn a_destroyed_stream_with_copies_is_remembered() {
+        let (stream, state) = stream_at(1);
+        copied(stream, false, SUCCESS);
+        assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
+        assert!(state.is_idle() && state.has_copies());
+        assert_eq!(HANDLES[1].load(Ordering::Acquire), ORPHAN);
+        let (stream, _) = stream_at(1);
+        assert_eq!(observe_stream(stream, false, || SUCCESS), SUCCESS);
+        assert_eq!(destroy_stream(stream, || SUCCESS), SUCCESS);
+        assert_eq!(HANDLES[1].load(Ordering::Acquire), FREE);
+    }
+
+    #[test]
+    fn an_event_proves_the_copies_before_it() {
+        let (stream, state) = stream_at(2);
+        let event = 0x77 as CUevent;
+        copied(stream, false, SUCCESS);
+        record(event, stream, false, || SUCCESS);
+        copied(stream, false, SUCCESS);
+        observe_event(event, || SUCCESS);
+        assert!(state.has_copies());
+        record(event, stream, false, || SUCCESS);
+        observe_event(event, || SUCCESS);
+        assert!(!state.has_copies());
     }
 }
