@@ -37,7 +37,7 @@ use crate::{
 };
 
 /// How long a process may take to close its gate: submissions under way must return, and copies end. And for a GiB of host memory that it
-/// may have to make before: 0.31 s on an H100's host (`bench/memory.py swap`).
+/// may have to make before: a third of a second (docs/memory.md).
 const QUIET: Duration = Duration::from_secs(20);
 const QUIET_PER_GIB: Duration = Duration::from_secs(1);
 /// How long freezing may take.
