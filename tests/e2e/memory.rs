@@ -235,6 +235,49 @@ fn what_is_used_is_seen_and_given_back() {
     assert!(beyond.err.contains("cannot promise"), "{}", beyond.err);
 }
 
+/// One thread gets memory while another gives some back: the daemon hears of both.
+#[test]
+fn what_threads_take_and_give_at_the_same_time_is_known() {
+    const PROGRAM: &str = r#"
+import random, sys, threading, time
+context = use_device()
+MIB = 1 << 20
+def work(seed):
+    call("cuCtxSetCurrent", context)
+    numbers = random.Random(seed)
+    blocks = []
+    for _ in range(150):
+        block = ctypes.c_uint64()
+        call("cuMemAlloc_v2", ctypes.byref(block), ctypes.c_size_t(numbers.randint(2, 300) * MIB))
+        blocks.append(block)
+        while len(blocks) > 3 or (blocks and numbers.random() < 0.4):
+            call("cuMemFree_v2", blocks.pop(numbers.randrange(len(blocks))))
+    for block in blocks:
+        call("cuMemFree_v2", block)
+    call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1024 * MIB))
+threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+for it in threads: it.start()
+for it in threads: it.join()
+print("done", flush=True)
+sys.stdin.read()
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    for _ in 0..2 {
+        let mut holder = Process::start(&mut node.tenant("--name threads", &program));
+        holder.wait_lines(1);
+        let tenant = node.find_tenant("threads").expect("it lives");
+        let in_use = bytes(&tenant, "in_use");
+        assert!(in_use >= 4 << 30, "{in_use} of {}", 4u64 << 30);
+        holder.finish();
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant("threads").is_none().then_some(())
+        });
+    }
+}
+
 #[test]
 fn a_kernel_that_is_moved_away_in_its_middle_ends_right() {
     let node = Node::start();

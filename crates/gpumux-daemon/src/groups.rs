@@ -524,21 +524,31 @@ impl Groups {
         group.folder.has_control() && self.ask(group, "get_server_list").await.is_ok()
     }
 
-    /// What a group's control daemon and server have said, and starts them anew: after a fault it would let nobody in until
-    /// all clients have gone.
-    pub(crate) async fn restart(self: &Arc<Self>, name: &str) -> Result<String, GroupError> {
+    /// What a group's control daemon and server have said, and starts them anew once `told` allows it: after a fault it would let
+    /// nobody in until all clients have gone. Who comes meanwhile waits.
+    ///
+    /// # Errors
+    /// Those of `told`; inside, why it does not start.
+    pub(crate) async fn restart<E>(
+        self: &Arc<Self>,
+        name: &str,
+        told: impl Future<Output = Result<(), E>>,
+    ) -> Result<Result<String, GroupError>, E> {
         let group = self.table().values().find(|it| it.name() == name).cloned();
         let Some(group) = group else {
-            return Ok(String::new());
+            return Ok(Ok(String::new()));
         };
         let _alone = group.change.lock().await;
+        told.await?;
         self.end(&group).await;
         // The next one begins anew.
         let said = group.folder.said();
-        if group.state().seats > 0 {
-            self.start_alone(&group).await?;
+        if group.state().seats > 0
+            && let Err(error) = self.start_alone(&group).await
+        {
+            return Ok(Err(error));
         }
-        Ok(said)
+        Ok(Ok(said))
     }
 
     /// The control daemon's answer to a command, if it gives one in time.

@@ -487,10 +487,13 @@ impl Tenants {
         let name = group.to_owned();
         let more = self.scheduler.call(move |e| e.give_up(&name)).await?;
         crashes.extend(more);
-        if !server {
-            self.all_told(group).await?;
-        }
-        let restarted = self.groups.restart(group).await;
+        let told = async {
+            match server {
+                true => Ok(()),
+                false => self.all_told(group).await,
+            }
+        };
+        let restarted = self.groups.restart(group, told).await?;
         let took = restarted.is_ok().then(|| begun.elapsed());
         let restarted_ms = took.map(|took| took.as_millis() as u64);
         let said = restarted.unwrap_or_else(|error| {

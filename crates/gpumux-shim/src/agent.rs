@@ -344,7 +344,7 @@ impl Session {
             }
             _ => return,
         };
-        memory::holds().into_iter().for_each(lease::tell);
+        memory::tell_with(memory::Space::holds);
         lease::tell(self.keeps());
         lease::tell(match moved {
             Ok(()) => Shim::Moved { op },

@@ -102,6 +102,8 @@ struct Device {
     away: u64,
     /// Nothing is mapped by this library from now on.
     native: bool,
+    /// How often the daemon was told what the process has of it.
+    told: u64,
 }
 
 #[derive(Clone, Copy, Default)]
@@ -215,11 +217,17 @@ fn known_device(device: c_int) -> Option<c_int> {
                     pinned: Lease::default(),
                     away: 0,
                     native: stays_native(),
+                    told: 0,
                 });
             }
         });
     });
     with(|space| space.devices.contains_key(&device)).then_some(device)
+}
+
+/// Does something with the tables and tells the daemon what that makes of the process's memory, before anybody else does.
+pub(crate) fn tell_with<I: IntoIterator<Item = Shim>>(work: impl FnOnce(&mut Space) -> I) {
+    with(|space| work(space).into_iter().for_each(lease::tell));
 }
 
 // ---- The lease -----------------------------------------------------------------------------------
@@ -238,7 +246,8 @@ impl Device {
         self.pinned.granted = self.pinned.used;
     }
 
-    fn holds(&self) -> Shim {
+    fn holds(&mut self) -> Shim {
+        self.told += 1;
         Shim::Holds {
             device: self.uuid.clone(),
             total: self.total,
@@ -257,9 +266,9 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
         let lease = known.lease(pinned);
         let pocket = lease.unused().min(bytes);
         lease.used += pocket;
-        Some((pocket, known.uuid.clone(), known.total))
+        Some((pocket, known.uuid.clone(), known.total, known.told))
     });
-    let Some((pocket, uuid, total)) = found else {
+    let Some((pocket, uuid, total, told)) = found else {
         return true;
     };
     let need = bytes - pocket;
@@ -291,18 +300,22 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
         };
         let lease = known.lease(pinned);
         lease.granted += given;
-        if given < need {
-            lease.used -= pocket.min(lease.used);
-            return false;
+        let enough = given >= need;
+        match enough {
+            true => lease.used += need,
+            false => lease.used -= pocket.min(lease.used),
         }
-        lease.used += need;
-        true
+        // What was said meanwhile was without this.
+        if given > 0 && known.told != told {
+            lease::tell(known.holds());
+        }
+        enough
     })
 }
 
 /// Gives so much back.
 pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
-    let holds = with(|space| {
+    tell_with(|space| {
         let known = space.devices.get_mut(&device)?;
         let keep = batch(known.total);
         let lease = known.lease(pinned);
@@ -314,9 +327,6 @@ pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
         lease.granted = lease.used + keep;
         Some(known.holds())
     });
-    if let Some(holds) = holds {
-        lease::tell(holds);
-    }
 }
 
 /// Frees the spare blocks that are meant. Whether there were any.
@@ -346,11 +356,10 @@ fn let_go(at: u64, block: &Block) {
 /// Gives back all that is granted and not used.
 pub(crate) fn trim() {
     drop_spares(|_| true);
-    let all = with(|space| {
+    tell_with(|space| {
         space.devices.values_mut().for_each(Device::trim);
         space.holds()
     });
-    all.into_iter().for_each(lease::tell);
 }
 
 /// The ordinal of a device of which the process has memory.
@@ -364,12 +373,12 @@ pub(crate) fn ordinal(uuid: &str) -> Option<c_int> {
 
 /// All that the process has, for a daemon that does not know.
 pub(crate) fn holds() -> Vec<Shim> {
-    with(|space| space.holds())
+    with(Space::holds)
 }
 
 impl Space {
-    fn holds(&self) -> Vec<Shim> {
-        self.devices.values().map(Device::holds).collect()
+    pub(crate) fn holds(&mut self) -> Vec<Shim> {
+        self.devices.values_mut().map(Device::holds).collect()
     }
 
     /// Whether there is nothing in this block.
@@ -1060,13 +1069,10 @@ pub(crate) fn pin(address: u64, bytes: u64, real: impl FnOnce() -> CUresult) -> 
         return gate::through(real);
     }
     gate::through(|| {
-        let holds = with(|space| {
+        tell_with(|space| {
             let (_, allocation) = space.find(address)?;
             space.pin(allocation.block)
         });
-        if let Some(holds) = holds {
-            lease::tell(holds);
-        }
         physical::pin(address, bytes);
         real()
     })
@@ -1121,7 +1127,7 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
         return result;
     };
     gate::through(|| {
-        let holds = with(|space| {
+        tell_with(|space| {
             for device in space.devices.values_mut() {
                 device.native = true;
             }
@@ -1135,9 +1141,6 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
             }
             own.iter().filter_map(|(at, _)| space.pin(*at)).last()
         });
-        if let Some(holds) = holds {
-            lease::tell(holds);
-        }
     });
     result
 }

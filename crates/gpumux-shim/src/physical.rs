@@ -14,7 +14,7 @@ use std::{
 
 use crate::{
     driver::{AllocationProp, CUresult, SUCCESS},
-    gate, lease,
+    gate,
     memory::{self, Space, with},
     vmm::{self, Access, GRANULE},
     work::functions,
@@ -193,19 +193,17 @@ impl Space {
 
 /// What is mapped in a range stays where it is from now on, as far as the program handles it.
 pub(crate) fn pin(address: u64, bytes: u64) {
-    let holds: Vec<_> = with(|space| {
+    memory::tell_with(|space| {
         let inside = space.mapped_in(address, bytes).into_iter();
         let all = space.mapped_at(address).into_iter();
         let all = all.chain(inside.map(|(_, handle)| handle));
         all.filter_map(|handle| space.pin_physical(handle))
-            .collect()
+            .collect::<Vec<_>>()
     });
-    holds.into_iter().for_each(lease::tell);
 }
 
 fn pin_handle(handle: u64) {
-    let holds = with(|space| space.pin_physical(handle));
-    holds.into_iter().for_each(lease::tell);
+    memory::tell_with(|space| space.pin_physical(handle));
 }
 
 /// Whether an address is of memory that the program handles: the driver knows nothing of it while it is away.
@@ -243,7 +241,7 @@ pub(crate) fn map(
         if result != SUCCESS {
             return result;
         }
-        let holds = with(|space| {
+        memory::tell_with(|space| {
             let physical = space.physicals.get_mut(&handle)?;
             physical.mappings.insert(at, false);
             let whole = (offset, bytes as u64) == (0, physical.bytes);
@@ -253,7 +251,6 @@ pub(crate) fn map(
                 false => space.pin_physical(handle),
             }
         });
-        holds.into_iter().for_each(lease::tell);
         result
     })
 }
@@ -297,8 +294,8 @@ pub(crate) unsafe fn set_access(
         }
         // SAFETY: the driver has just read as many.
         let access = unsafe { slice::from_raw_parts(access, count) };
-        let mut holds = Vec::new();
-        with(|space| {
+        memory::tell_with(|space| {
+            let mut holds = Vec::new();
             for (at, handle) in space.mapped_in(at, bytes as u64) {
                 let Some(physical) = space.physicals.get_mut(&handle) else {
                     continue;
@@ -317,8 +314,8 @@ pub(crate) unsafe fn set_access(
                     holds.extend(space.pin_physical(handle));
                 }
             }
+            holds
         });
-        holds.into_iter().for_each(lease::tell);
         result
     })
 }

@@ -108,6 +108,31 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
     assert_eq!(node.folders(), 0);
 }
 
+#[tokio::test]
+async fn who_comes_to_a_group_that_has_failed_waits_for_the_next_server() {
+    let node = Node::new();
+    let groups = node.load();
+    let seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let failed = only(&groups).process().unwrap();
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let restart = {
+        let (groups, name) = (Arc::clone(&groups), seat.name());
+        tokio::spawn(async move { groups.restart(&name, told).await })
+    };
+    let enter = {
+        let groups = Arc::clone(&groups);
+        tokio::spawn(async move { groups.enter(&key(), std::process::id()).await })
+    };
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    assert!(!enter.is_finished());
+    tell.send(()).unwrap();
+    restart.await.unwrap().unwrap().unwrap();
+    let second = enter.await.unwrap().unwrap();
+    assert_ne!(only(&groups).process(), Some(failed));
+    drop((seat, second));
+    groups.close().await;
+}
+
 #[test]
 fn servers_hang_that_gave_no_answer_several_times_but_have_before() {
     let now = Instant::now();
