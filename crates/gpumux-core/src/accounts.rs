@@ -219,4 +219,27 @@ mod tests {
         accounts.advance(Micros(4000), &[], &costs);
         assert_eq!(accounts.get(DomainId(1)), Account::default());
     }
+
+    #[test]
+    fn whoever_runs_pays_for_levers_on_others() {
+        let costs = Costs::default();
+        let switch = costs.switch.0 as f64;
+        let mut domains = [sliced(1, 1_000_000), sliced(2, 1), sliced(3, 1)];
+        domains[1].demand = Demand::Idle;
+        domains[2].run = RunState::Frozen;
+        let mut accounts = Accounts::default();
+        let mut received = |now, domains: &[DomainState]| {
+            accounts.advance(Micros(now), domains, &costs);
+            accounts.get(DomainId(1)).received_us
+        };
+        received(0, &domains);
+        assert_eq!(received(1_000, &domains), 1_000.0);
+        domains[1].run = RunState::Frozen;
+        assert_eq!(received(2_000, &domains), 2_000.0 - switch);
+        assert_eq!(received(3_000, &domains), 3_000.0 - switch);
+        // Who waits runs first.
+        domains[2].run = RunState::Enabled;
+        let third = received(4_000, &domains);
+        assert!((third - (4_000.0 - 3.0 * switch)).abs() < 1.0, "{third}");
+    }
 }
