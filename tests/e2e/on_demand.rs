@@ -146,10 +146,15 @@ fn a_program_killed_at_any_call_leaves_nothing_behind() {
         let code = faulty(victim, &format!("kill@{n}")).run().code();
         assert!([0, 128 + 9].contains(&code), "kill@{n}: {code}");
         wait_files(&node, before);
+        wait_victim(&node);
     }
     let lines = other.lines();
     other.wait_lines(lines + 5);
-    wait_for("the end of all victims", PATIENCE, || {
+}
+
+/// Until then its name is taken.
+fn wait_victim(node: &Node) {
+    wait_for("the victim's end", PATIENCE, || {
         node.find_tenant("victim").is_none().then_some(())
     });
 }
@@ -173,6 +178,7 @@ fn a_failing_control_is_an_error_or_does_not_matter() {
                 _ => assert!(finished.err.contains("CUDA_ERROR"), "{n}: {finished:#?}"),
             }
             wait_files(&node, before);
+            wait_victim(&node);
         }
     }
 }
