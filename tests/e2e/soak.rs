@@ -95,7 +95,7 @@ fn sixteen_processes_on_two_devices() {
         assert_eq!(finished.json()["mismatches"], 0, "{finished:#?}");
     }
     wait_for("all files are closed", PATIENCE, || {
-        (files(server) <= before).then_some(())
+        (files(server) == before).then_some(())
     });
 
     // What the first round needed is enough for all others.
@@ -125,7 +125,7 @@ fn sixteen_processes_on_two_devices() {
         process.kill();
     }
     wait_for("all files are closed", PATIENCE, || {
-        (files(server) <= before).then_some(())
+        (files(server) == before).then_some(())
     });
     assert_eq!(free(&node), free_before);
     let grown = resident(server).saturating_sub(settled);

@@ -300,10 +300,13 @@ impl Groups {
         None
     }
 
+    fn named(&self, name: &str) -> Option<Arc<Group>> {
+        self.table().values().find(|it| it.name() == name).cloned()
+    }
+
     /// Whether a group began after something that was so long ago: its control daemon did. None was very long ago.
     pub(crate) fn began_after(&self, name: &str, age_ms: Option<u64>) -> bool {
-        let group = self.table().values().find(|it| it.name() == name).cloned();
-        let process = group.and_then(|group| group.process());
+        let process = self.named(name).and_then(|group| group.process());
         let old = |it: ProcessId| age_ms.is_none_or(|age| it.age_ms() < age);
         process.is_some_and(old)
     }
@@ -534,8 +537,7 @@ impl Groups {
         name: &str,
         told: impl Future<Output = Result<(), E>>,
     ) -> Result<Result<String, GroupError>, E> {
-        let group = self.table().values().find(|it| it.name() == name).cloned();
-        let Some(group) = group else {
+        let Some(group) = self.named(name) else {
             return Ok(Ok(String::new()));
         };
         let _alone = group.change.lock().await;

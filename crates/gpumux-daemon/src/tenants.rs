@@ -220,10 +220,9 @@ fn make_room<K: Ord + Clone, V>(all: &mut BTreeMap<K, V>, new: &K, uid: impl Fn(
         *users.entry(uid(key)).or_default() += 1;
     }
     let most = users.into_iter().max_by_key(|(_, count)| *count);
-    let surplus = all
-        .keys()
-        .find(|key| Some(uid(key)) == most.map(|(uid, _)| uid));
-    if let Some(surplus) = surplus.cloned() {
+    let most = most.map(|(user, _)| user);
+    let surplus = all.keys().find(|key| Some(uid(key)) == most).cloned();
+    if let Some(surplus) = surplus {
         all.remove(&surplus);
     }
 }

@@ -233,10 +233,10 @@ pub(crate) fn map(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     gate::through(|| {
-        let result = match (is_ours(handle), real_handle(handle)) {
-            (false, _) => real(),
-            (true, Ok(own)) => vmm::map(at, bytes, offset, own, flags),
-            (true, Err(error)) => error,
+        let result = match is_ours(handle) {
+            true => real_handle(handle)
+                .map_or_else(|error| error, |own| vmm::map(at, bytes, offset, own, flags)),
+            false => real(),
         };
         if result != SUCCESS {
             return result;

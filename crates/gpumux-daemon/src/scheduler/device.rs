@@ -192,8 +192,8 @@ impl Device {
         own.into_iter().chain(self.next).chain(faults).min()
     }
 
-    /// The compute groups of a session, by their slots, that compete with somebody for this device; none while its memory is away: it
-    /// gets ready for that then, and must not call the driver.
+    /// The compute groups of a session, by their slots, that compete with somebody for this device; none while its memory is away: who
+    /// competes gets ready to hold the device, and must not call the driver then.
     pub(super) fn contended(&self, session: SessionId, now: Micros) -> u64 {
         let mut slots = 0;
         for (id, domain) in &self.domains {
