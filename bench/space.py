@@ -1,9 +1,10 @@
-"""Programs that share the SMs of one GPU at the same time, beside a latency task that is outside.
+"""Programs that share GPUs in turns and at the same time, beside a latency task that is outside.
 
 Cases are named by the jobs: `train` is ResNet-152 training (batch 128, bf16), `vit` ViT-L training (batch 64, bf16: mostly
 matrix products, which need all SMs), `inference` a server of ResNet-50 requests
 back to back (one image, launched kernel by kernel: it cannot fill the GPU), `decode` a language model of GPT-2's size that makes token after token
-(launched kernel by kernel: a few SMs are enough for it), `latency` a user of a ResNet-50 CUDA graph who
+(launched kernel by kernel: a few SMs are enough for it), `parallel` a job on all GPUs, matrix products whose results are summed over them after each
+layer, `left` and `right` training as `train` on the first and the second GPU, `latency` a user of a ResNet-50 CUDA graph who
 pauses between requests. The jobs are of class batch, the user is of class latency.
 Modes: `alone`, `time-slicing` (the driver's default), `mps` (all in one MPS server), `time` (gpumux: each in a context of its own),
 `space` (gpumux: the jobs in one group, the user outside), `equal` (the same, with the SMs divided evenly), `utility` (the same, with SM shares by curves that `gpumux profile`
@@ -20,18 +21,22 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import common
-from colocation import SERVER, STEPS, rate, requests
+from colocation import SERVER, STEPS, requests
 from common import BenchError, Crew, Gpumux, Mode, Results
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (["train", "--model", "resnet152"], STEPS),
     "vit": (["train", "--model", "vit_l_16", "--batch", "64"], STEPS),
     "inference": (["serve", "--model", "resnet50"], {"op": "repeat", "kind": "eager"}),
+    "parallel": (["parallel"], STEPS),
+    "left": (["train"], STEPS),
+    "right": (["train", "--device", "1"], STEPS),
     "decode": (["serve", "--model", "decode"], {"op": "repeat", "kind": "eager"}),
 }
 CASES = {
@@ -41,12 +46,15 @@ CASES = {
     "decode+train": ["decode", "train"],
     "decode+vit": ["decode", "vit"],
     "inference+inference+inference": ["inference", "inference", "inference"],
+    "parallel+parallel": ["parallel", "parallel"],
+    "parallel+left+right": ["parallel", "left", "right"],
 }
 MODES = ["alone", "time-slicing", "mps", "time", "space", "equal", "utility"]
 DEFAULT_MODES = MODES[:-2]  # measuring the curves takes longer than all the rest
 PERCENTAGES = (10, 25, 50, 75, 100)
 # From a job's first work until it is warm: it builds its network, and lets libraries choose kernels.
 WARM_UP_S = 8.0
+ROUND_S = 2.0
 # A measurement whose quarters differ by more is no steady state.
 STEADY = 0.2
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
@@ -138,6 +146,14 @@ class Utility(Space):
         common.say(f"{kind}: " + ", ".join(f"{percent}% of the SMs {it:.3f}" for percent, it in curve.items()))
         return curve
 
+    def check_curves(self, names: Iterable[str]) -> None:
+        """Raises BenchError unless these programs have their parts by curves that were measured."""
+        placements = {tenant["name"]: tenant["placement"] for tenant in self.tenants_now()}
+        mine = {name: placements[self.tenants[name]] for name in names}
+        common.say(f"percentages of the SMs: { {name: it.get('sm_percent') for name, it in mine.items()} }")
+        if unknown := [name for name, it in mine.items() if it.get("curve") != "measured"]:
+            raise BenchError(f"the daemon has no curve of {', '.join(unknown)}")
+
 
 def mode(name: str, logs: Path) -> Mode:
     """The mode of this name."""
@@ -154,59 +170,63 @@ def mode(name: str, logs: Path) -> Mode:
             return common.mode(name, logs)
 
 
-def visits(answer: dict[str, Any]) -> float:
-    """The user's requests per second: one who waits longer asks less often."""
-    return len(answer["latencies_ms"]) / answer["seconds"]
+class Cell:
+    """One case in one mode, measured in rounds."""
 
+    def __init__(self, case: str, name: str) -> None:
+        kinds = CASES[case]
+        # Alone, one of each kind has its turn.
+        self.jobs = {kind: kind for kind in kinds} if name == "alone" else {f"{it}-{n + 1}": it for n, it in enumerate(kinds)}
+        self.user = case.endswith("+latency")
+        self.case, self.name = case, name
+        self.answers: list[dict[str, dict[str, Any]]] = []
 
-def alone(kinds: Sequence[str], latency: bool, seconds: float, logs: Path) -> tuple[dict[str, float], list[float]]:
-    """The rate of each kind of job and of the user (`server`), and the user's latencies, each with the GPU for itself."""
-    rates: dict[str, float] = {}
-    with Crew(Mode("alone", logs)) as crew:
-        for kind in kinds:
-            arguments, order = KINDS[kind]
-            crew.have({kind: (arguments, "batch")})
-            rates[kind] = rate(crew.measure(seconds, {kind: order})[kind])
-            common.say(f"{kind} alone: {rates[kind]:.3f}/s")
-        if not latency:
-            return rates, []
-        crew.have({"server": SERVER})
-        answer = crew.measure(seconds, {"server": requests("graph", seconds)})["server"]
-        return rates | {"server": visits(answer)}, answer["latencies_ms"]
+    def have(self, crew: Crew) -> None:
+        """Makes its programs run."""
+        wanted = {name: (KINDS[kind][0], "batch") for name, kind in self.jobs.items()}
+        if self.user:
+            wanted["server"] = SERVER
+        if isinstance(crew.mode, Equal):
+            crew.close(*self.jobs)
+            crew.mode.part = 1 / len(self.jobs)
+        crew.have(wanted)
+        if isinstance(crew.mode, Utility):
+            # Shares are set when a process starts: now everybody is known.
+            for name in self.jobs:
+                crew.close(name)
+                crew.have(wanted)
+            crew.mode.check_curves(self.jobs)
 
+    def measure(self, crew: Crew, seconds: float) -> None:
+        """One more round."""
+        orders = {name: KINDS[kind][1] for name, kind in self.jobs.items()}
+        if self.user:
+            orders["server"] = requests("graph", seconds, seed=len(self.answers))
+        together = [{name: order} for name, order in orders.items()] if self.name == "alone" else [orders]
+        self.answers.append({name: it for part in together for name, it in crew.measure(seconds, part).items()})
 
-def measure(case: str, crew: Crew, seconds: float, rates: dict[str, float]) -> dict[str, float]:
-    """One cell."""
-    jobs = {f"{kind}-{number + 1}": kind for number, kind in enumerate(CASES[case])}
-    wanted = {name: (KINDS[kind][0], "batch") for name, kind in jobs.items()}
-    orders = {name: KINDS[kind][1] for name, kind in jobs.items()}
-    if case.endswith("+latency"):
-        wanted["server"] = SERVER
-        orders["server"] = requests("graph", seconds)
-    if isinstance(crew.mode, Equal):
-        crew.close(*jobs)
-        crew.mode.part = 1 / len(jobs)
-    crew.have(wanted)
-    if isinstance(crew.mode, Utility):
-        # Shares are set when a process starts: now everybody is known.
-        for name in jobs:
-            crew.close(name)
-            crew.have(wanted)
-        placements = {tenant["name"]: tenant["placement"] for tenant in crew.mode.tenants_now()}
-        percents = {name: it.get("sm_percent") for name, it in placements.items()}
-        common.say(f"percentages of the SMs: {percents}")
-        unknown = [name for name in jobs if placements[crew.mode.tenants[name]].get("curve") != "measured"]
-        if unknown:
-            raise BenchError(f"the daemon has no curve of {', '.join(unknown)}")
-    answers = crew.measure(seconds, orders)
-    shares = {name: rate(answers[name]) / rates[kind] for name, kind in jobs.items()}
-    common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares.values()))
-    total = sum(shares.values())
-    values = {"throughput_rel": total, "batch_rel": total, "least_rel": min(shares.values())}
-    if user := answers.get("server"):
-        values["throughput_rel"] += visits(user) / rates["server"]
-        values |= common.latency_values(user["latencies_ms"])
-    return values
+    def rates(self) -> dict[str, float]:
+        """Of each program, per second, over all rounds: steps or requests. A user who waits longer asks less often."""
+        found = {}
+        for name in self.answers[0]:
+            mine = [answers[name] for answers in self.answers]
+            done = sum(len(it["latencies_ms"]) if name == "server" else it["calls"] for it in mine)
+            found[name] = done / sum(it["seconds"] for it in mine)
+        return found
+
+    def values(self, alone: dict[str, float]) -> dict[str, float]:
+        """Of all rounds, with the rates of the same programs alone."""
+        if self.name == "alone":
+            values = {"throughput_rel": 1.0}
+        else:
+            rates = self.rates()
+            shares = [rates[name] / alone[kind] for name, kind in self.jobs.items()]
+            common.say("rate of each job over its rate alone: " + ", ".join(f"{it:.3f}" for it in shares))
+            total = sum(shares) + (rates["server"] / alone["server"] if self.user else 0)
+            values = {"throughput_rel": total, "batch_rel": sum(shares), "least_rel": min(shares)}
+        if self.user:
+            values |= common.latency_values([ms for it in self.answers for ms in it["server"]["latencies_ms"]])
+        return values
 
 
 def explain_failure(name: str, logs: Path) -> None:
@@ -222,37 +242,60 @@ def main() -> int:
         "PyTorch jobs that share one GPU in time and in space: total throughput and the latency of a user outside.",
         "  GPUMUX=target/release/gpumux python3 bench/space.py\n"
         "  python3 bench/space.py --cases train+train+latency --modes alone,mps,space --seconds 8     (about 150 s)\n"
-        "  python3 bench/space.py --cases inference+train --modes alone,mps,space,utility --seconds 8     (about 7 min)",
+        "  python3 bench/space.py --cases inference+train --modes alone,mps,space,utility --seconds 8     (about 7 min)\n"
+        "  python3 bench/space.py --cases decode+vit --modes alone,mps,space --seconds 12 --together     (about 3 min)",
     )
     parser.add_argument("--seconds", type=float, default=10.0, help="length of one cell [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)), default=DEFAULT_CASES)
     parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
+    parser.add_argument(
+        "--together",
+        action="store_true",
+        help="keep the programs of all modes, if the GPU can hold them, and measure in rounds, one mode after the other",
+    )
     options = parser.parse_args()
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
+    rounds = max(1, round(seconds / ROUND_S)) if options.together else 1
     results = Results("space", options.out, list(CASES), MODES)
-
-    # Everything is relative to the rates alone, so they are measured in any case.
     kinds = list(dict.fromkeys(kind for case in options.cases for kind in CASES[case]))
-    latency = any(case.endswith("+latency") for case in options.cases)
-    rates, latencies = alone(kinds, latency, seconds, logs)
-    for case in options.cases:
-        if "alone" in options.modes:
-            values = {"throughput_rel": 1.0}
-            if case.endswith("+latency"):
-                values |= common.latency_values(latencies)
-            results.add(case, "alone", values)
-    for name in [it for it in MODES if it in options.modes and it != "alone"]:
-        before = len(results.failed)
-        with results.cell(name), mode(name, logs) as entered, Crew(entered) as crew:
-            if isinstance(entered, Utility):
+    # Everything is relative to the rates alone, so they are measured in any case.
+    modes = [name for name in MODES if name == "alone" or name in options.modes]
+    alone: dict[str, dict[str, float]] = {}
+
+    def start(name: str, stack: ExitStack) -> Crew | None:
+        with results.cell(name):
+            crew = stack.enter_context(Crew(stack.enter_context(mode(name, logs))))
+            if isinstance(crew.mode, Utility):
                 for kind in kinds:
-                    entered.profile(kind, min(seconds, 4.0))
-            for case in options.cases:
+                    crew.mode.profile(kind, min(seconds, 4.0))
+            return crew
+        explain_failure(name, logs)
+        return None
+
+    def measure(case: str, crews: dict[str, Crew]) -> None:
+        cells = {name: Cell(case, name) for name in crews}
+        for step in range(-1, rounds):
+            for name, cell in list(cells.items()):
                 with results.cell(f"{case} / {name}"):
-                    results.add(case, name, measure(case, crew, seconds, rates))
-        if len(results.failed) > before:
-            explain_failure(name, logs)
+                    if step < 0:
+                        cell.have(crews[name])
+                    else:
+                        cell.measure(crews[name], seconds / rounds)
+                    continue
+                explain_failure(name, logs)
+                del cells[name]
+        for name, cell in cells.items():
+            if name == "alone":
+                alone[case] = cell.rates()
+            if case in alone and name in options.modes:
+                results.add(case, name, cell.values(alone[case]))
+
+    for names in [modes] if options.together else [[name] for name in modes]:
+        with ExitStack() as stack:
+            crews = {name: crew for name in names if (crew := start(name, stack))}
+            for case in options.cases:
+                measure(case, crews)
     return results.finish()
 
 

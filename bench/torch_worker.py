@@ -1,4 +1,4 @@
-"""A PyTorch process under measurement: a server of requests, or a training job.
+"""A PyTorch process under measurement: a server of requests, a training job, or a job on all devices.
 
 It prepares itself, prints one line of JSON when it is warm, and then takes orders as lines of JSON on its
 standard input, answering each with one line on its standard output (`common.Worker` is the other end). Times
@@ -128,10 +128,58 @@ class Server:
         return {"calls": calls, "seconds": time.monotonic() - begin}
 
 
-class Training:
-    """Training steps in bf16, each awaited, as by a program that looks at every loss."""
+class Stepping:
+    """A job of steps, each awaited, as by a program that looks at every loss."""
+
+    def step(self) -> None:
+        """Makes one step."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """Works until the process is ended."""
+        while True:
+            self.step()
+
+    def steps(self, order: dict[str, Any]) -> dict[str, Any]:
+        """Works from before `start` to after `stop`: steps from the first to the last completion, and the time of each."""
+        ends: list[float] = []
+        while True:
+            self.step()
+            now = time.monotonic()
+            if now >= order["start"]:
+                ends.append(now)
+            if len(ends) > 1 and now >= order["stop"]:
+                steps_ms = [(end - begin) * 1e3 for begin, end in zip(ends, ends[1:])]
+                return {"calls": len(steps_ms), "seconds": now - ends[0], "steps_ms": steps_ms}
+
+
+class Parallel(Stepping):
+    """Layers that are split over all devices, with a sum over them after each, as in tensor parallelism."""
 
     def __init__(self, options: argparse.Namespace) -> None:
+        def on_each(*shape: int) -> list[torch.Tensor]:
+            devices = range(torch.cuda.device_count())
+            return [torch.randn(shape, device=device, dtype=torch.bfloat16) for device in devices]
+
+        self.layers = [on_each(options.width, options.width) for _ in range(options.layers)]
+        self.input, self.sums = on_each(options.batch, options.width), on_each(options.batch, options.width)
+        for _ in range(5):
+            self.step()
+
+    def step(self) -> None:
+        """All layers once. They have the same input, so that values stay finite."""
+        for layer in self.layers:
+            parts = [torch.matmul(*each) for each in zip(self.input, layer)]
+            torch.cuda.nccl.all_reduce(parts, self.sums)
+        for device in range(len(self.sums)):
+            torch.cuda.synchronize(device)
+
+
+class Training(Stepping):
+    """Training steps in bf16."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.cuda.set_device(options.device)
         network = getattr(models.torchvision.models, options.model)()
         self.network = network.cuda().to(memory_format=torch.channels_last)
         self.optimizer = torch.optim.SGD(self.network.parameters(), lr=0.01)
@@ -150,23 +198,6 @@ class Training:
         self.optimizer.step()
         torch.cuda.synchronize()
 
-    def free(self) -> None:
-        """Trains until the process is ended."""
-        while True:
-            self.step()
-
-    def steps(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Trains from before `start` to after `stop`: steps from the first to the last completion, and the time of each."""
-        ends: list[float] = []
-        while True:
-            self.step()
-            now = time.monotonic()
-            if now >= order["start"]:
-                ends.append(now)
-            if len(ends) > 1 and now >= order["stop"]:
-                steps_ms = [(end - begin) * 1e3 for begin, end in zip(ends, ends[1:])]
-                return {"calls": len(steps_ms), "seconds": now - ends[0], "steps_ms": steps_ms}
-
 
 def main() -> None:
     """Prepares, says so, and takes orders until the standard input closes."""
@@ -182,6 +213,11 @@ def main() -> None:
     train.add_argument("--model", default="resnet152")
     train.add_argument("--batch", type=int, default=128)
     train.add_argument("--side", type=int, default=224)
+    train.add_argument("--device", type=int, default=0)
+    parallel = roles.add_parser("parallel")
+    parallel.add_argument("--width", type=int, default=8192)
+    parallel.add_argument("--batch", type=int, default=4096)
+    parallel.add_argument("--layers", type=int, default=16)
     options = parser.parse_args()
 
     answers = os.fdopen(os.dup(1), "w")
@@ -195,7 +231,7 @@ def main() -> None:
     if cores := getattr(options, "cores", None):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     try:
-        worker = Server(options) if options.role == "serve" else Training(options)
+        worker = {"serve": Server, "train": Training, "parallel": Parallel}[options.role](options)
     except Exception as error:
         traceback.print_exc()
         answer(error=f"cannot prepare: {error}")

@@ -62,6 +62,19 @@ class Modes(unittest.TestCase):
                     self.assertEqual(mode.profile("train", 1.0), {25: 0.9, 100: 1.0})
                     self.assertIn("not steady at [25]%", said.call_args_list[0].args[0])
 
+    def test_throughput_is_relative_to_the_same_programs_alone(self) -> None:
+        alone, shared = space.Cell("train+train+latency", "alone"), space.Cell("train+train+latency", "mps")
+        user = {"latencies_ms": [1.0] * 100, "seconds": 2.0}
+        alone.answers = [{"train": {"calls": 20, "seconds": 2.0}, "server": user}] * 2
+        self.assertEqual(alone.rates(), {"train": 10, "server": 50})
+        user = {"latencies_ms": [2.0] * 40, "seconds": 2.0}
+        jobs = {"train-1": {"calls": 12, "seconds": 2.0}, "train-2": {"calls": 5, "seconds": 1.0}}
+        shared.answers = [jobs | {"server": user}] * 3
+        values = shared.values(alone.rates())
+        self.assertEqual([round(values[it], 6) for it in ("batch_rel", "least_rel", "throughput_rel")], [1.1, 0.5, 1.5])
+        self.assertEqual(values["latency_p99_ms"], 2.0)
+        self.assertEqual(alone.values(alone.rates())["throughput_rel"], 1.0)
+
     def test_every_case_names_known_jobs(self) -> None:
         for case, kinds in space.CASES.items():
             self.assertEqual(case.removesuffix("+latency"), "+".join(kinds))

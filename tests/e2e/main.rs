@@ -6,6 +6,7 @@ mod cuda;
 mod docs;
 mod emu;
 mod faults;
+mod gangs;
 mod hints;
 mod hostile;
 mod levers;

@@ -34,6 +34,15 @@ pub fn real() -> bool {
     std::env::var_os("GPUMUX_TEST_REAL").is_some_and(|value| value == "1")
 }
 
+/// How many devices the machine has; emulated ones, as many as asked for.
+pub fn devices() -> usize {
+    if !real() {
+        return usize::MAX;
+    }
+    let there = |n: &usize| Path::new(&format!("/dev/nvidia{n}")).exists();
+    (0..64).filter(there).count()
+}
+
 /// Makes a program of a script. Another process writes it: what this one has open for writing may be inherited by a program that
 /// another thread starts at this moment, and could not be started.
 ///
