@@ -61,13 +61,16 @@ impl Lever {
 impl Plan {
     /// The fewest pulls that turn what the snapshot shows into this plan, in the order to pull them:
     /// freezes before slices before thaws, and long slices before short ones, so that two runnable
-    /// domains never share a 1 µs slice on the way.
+    /// domains never share a 1 µs slice on the way. Last come freezes of those without work: nobody need wait for them.
     pub fn levers(&self, snapshot: &Snapshot) -> Vec<Lever> {
-        let mut levers = Vec::new();
         let pairs = || self.domains.iter().zip(&snapshot.domains);
+        let (mut levers, mut last) = (Vec::new(), Vec::new());
         for (want, have) in pairs() {
             if want.run == RunState::Frozen && have.run == RunState::Enabled {
-                levers.push(Lever::Freeze(want.id));
+                match have.demand.may_run() {
+                    true => levers.push(Lever::Freeze(want.id)),
+                    false => last.push(Lever::Freeze(want.id)),
+                }
             }
         }
         let mut slices: Vec<&DomainPlan> = pairs()
@@ -85,6 +88,7 @@ impl Plan {
                 levers.push(Lever::Thaw(want.id));
             }
         }
+        levers.extend(last);
         levers
     }
 }
@@ -102,11 +106,11 @@ impl Calm {
     /// The longest that a lever waits. Of longer work an interruption takes less than a tenth.
     pub const MOST: Micros = Micros::from_millis(3);
 
-    /// Whether the next lever of a plan should not be pulled now; those after it rely on it. `at_work` says of a domain
-    /// whether it has work and may run.
+    /// Whether the first of the levers that are left of a plan should not be pulled now. They belong together: between them the
+    /// device is nobody's, or two domains may meet. `at_work` says of a domain whether it has work and may run.
     pub fn awaits(
         &mut self,
-        lever: Lever,
+        levers: &[Lever],
         snapshot: &Snapshot,
         now: Micros,
         at_work: impl Fn(DomainId) -> bool,
@@ -115,7 +119,11 @@ impl Calm {
             let tenant = snapshot.tenant(domain.tenant);
             tenant.is_some_and(|tenant| tenant.spec.class == Class::Latency)
         });
-        let pulled = now + snapshot.costs.of(lever) + Rhythm::SLACK;
+        let Some(lever) = levers.first() else {
+            return false;
+        };
+        let costs = levers.iter().map(|lever| snapshot.costs.of(*lever).0);
+        let pulled = now + Micros(costs.sum()) + Rhythm::SLACK;
         let comes = |at: Micros| now <= at + Rhythm::SLACK && at <= pulled;
         let waits = !matches!(lever, Lever::SetTimeslice(..))
             && latency.clone().all(|domain| domain.id != lever.domain())
@@ -139,7 +147,7 @@ mod tests {
         let classes = [Class::Latency, Class::Batch];
         let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
         let awaits = |calm: &mut Calm, lever, at: u64, busy: u64| {
-            calm.awaits(lever, &now, Micros(at), |id| id == DomainId(busy))
+            calm.awaits(&[lever], &now, Micros(at), |id| id == DomainId(busy))
         };
         let freeze = Lever::Freeze(DomainId(2));
         let mut calm = Calm::default();
@@ -162,13 +170,19 @@ mod tests {
         );
         now.domains[0].expected = Some(Micros(10_000));
         let freeze = Lever::Freeze(DomainId(2));
-        let awaits = |at: u64| Calm::default().awaits(freeze, &now, Micros(at), |_| false);
+        let all =
+            |at: u64, levers: &[Lever]| Calm::default().awaits(levers, &now, Micros(at), |_| false);
+        let awaits = |at: u64| all(at, &[freeze]);
         let begin = 10_000 - now.costs.freeze.0 - Rhythm::SLACK.0;
         assert!(!awaits(begin - 1), "there is time for it");
+        assert!(
+            all(begin - 1, &[freeze, Lever::Thaw(DomainId(3))]),
+            "not for both"
+        );
         assert!(awaits(begin) && awaits(10_000 + Rhythm::SLACK.0));
         assert!(!awaits(10_001 + Rhythm::SLACK.0), "it does not come");
         now.domains[0].tenant = TenantId(1);
-        let batch = Calm::default().awaits(freeze, &now, Micros(10_000), |_| false);
+        let batch = Calm::default().awaits(&[freeze], &now, Micros(10_000), |_| false);
         assert!(!batch, "nobody waits for batch work");
     }
 }

@@ -208,7 +208,8 @@ impl Daemon {
         let (device, lever) = self.devices.iter_mut().zip(&plans).enumerate().find_map(
             |(device, (managed, plan))| {
                 let snapshot = &managed.snapshot;
-                let Some(lever) = plan.levers(snapshot).first().copied() else {
+                let levers = plan.levers(snapshot);
+                let Some(lever) = levers.first().copied() else {
                     managed.calm = Calm::default();
                     return None;
                 };
@@ -221,7 +222,10 @@ impl Daemon {
                             && gpus[device].has_work(*group) == Ok(true)
                     })
                 };
-                if managed.calm.awaits(lever, snapshot, snapshot.now, at_work) {
+                if managed
+                    .calm
+                    .awaits(&levers, snapshot, snapshot.now, at_work)
+                {
                     let again = now + AGAIN;
                     self.next = Some(self.next.map_or(again, |next| next.min(again)));
                     return None;

@@ -304,15 +304,15 @@ fn members_come_and_go_and_who_wants_time_or_preempts_stays_outside() {
 
 #[test]
 fn who_comes_at_regular_times_meets_few_levers() {
-    // With levers that wait only for work that is there it is 1.47 and 1.70.
-    for (name, most) in [("regular", 1.35), ("regular-short", 1.55)] {
+    // Where those that lost their turn in a pause may be back before anybody looks it is 1.18 and 1.24.
+    for name in ["regular", "regular-short"] {
         let report = run(&scenario(name)).unwrap();
-        let p999 = |of| {
+        let p99 = |of| {
             let user = tenant(mode(&report, of), "user").latency;
-            user.expect("requests").p999_ms
+            user.expect("requests").p99_ms
         };
-        let ratio = p999(Mode::Gpumux) / p999(Mode::Alone);
-        assert!(ratio < most, "{name}: {ratio}");
+        let ratio = p99(Mode::Gpumux) / p99(Mode::Alone);
+        assert!(ratio < 1.05, "{name}: {ratio}");
     }
 }
 

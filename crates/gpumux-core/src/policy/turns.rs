@@ -8,7 +8,7 @@ use super::{Claim, Division, Policy, divide};
 use crate::accounts::RESTORE_US;
 use crate::{
     Class, Costs, Demand, DomainId, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,
-    TenantSpec, Timeslice,
+    TenantId, TenantSpec, Timeslice,
 };
 
 /// What may be traded against what. The defaults suit GPUs whose switch costs 100 µs to 1 ms.
@@ -49,10 +49,14 @@ const MIN_SLICE_US: f64 = 500.0;
 const MAX_ROUND_US: f64 = 200_000.0;
 /// Bounds of the quantum, whatever the costs are said to be.
 const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
+/// Among more than so many, nobody has a turn soon anyway: turns are longer, and switching costs less.
+const MANY: f64 = 8.0;
 /// A turn is over after this many times its length, even if others took most of that time.
 const MAX_STRETCH: f64 = 10.0;
 /// Estimated moments are not asked for sooner than this.
 const MIN_STEP_US: f64 = 2_000.0;
+/// Who has paused for longer is not expected back soon.
+const PAUSE: Micros = Micros::from_millis(100);
 /// Smallest budget: a freeze costs about as much.
 const MIN_BUDGET_US: f64 = 1_000.0;
 /// The part of its objective that a request may wait for one slice of the back row, and the longest such
@@ -120,6 +124,8 @@ struct Track {
     exhausted: bool,
     /// When its last turn began.
     turn: Micros,
+    /// It lost its turn in a pause.
+    paused: bool,
     wait: Option<Wait>,
 }
 
@@ -179,6 +185,7 @@ impl Memory {
                     wanted: false,
                     exhausted: false,
                     turn: Micros::ZERO,
+                    paused: false,
                     wait: None,
                 });
                 let got = domain.received.saturating_sub(track.received).0 as f64;
@@ -231,6 +238,7 @@ impl<D: Division> Policy for Shared<D> {
 
     fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan {
         memory.charge(snapshot);
+        let before = memory.turn.map(|turn| turn.holder);
         let decide = |memory: &mut Memory| {
             let mut stage = Stage::new(&self.division, &self.tuning, snapshot, memory);
             stage.bound_debts(memory);
@@ -243,10 +251,11 @@ impl<D: Division> Policy for Shared<D> {
         if stage.pauses_without_turn(holder) {
             (stage, holder) = decide(memory);
         }
+        stage.pauses(before, holder, &snapshot.gangs, memory);
         let slices = stage.slices();
         let domains = (0..stage.cast.len())
             .map(|index| {
-                let (run, reason) = stage.run_state(index, holder);
+                let (run, reason) = stage.run_state(index, holder, memory);
                 DomainPlan {
                     id: stage.cast[index].domain.id,
                     timeslice: slices[index],
@@ -530,8 +539,9 @@ impl<'a> Stage<'a> {
     /// How long a turn of this domain is, in µs of device time.
     fn turn_length(&self, index: usize) -> f64 {
         let rivals = self.cast.iter().filter(|actor| !actor.front && actor.wants);
-        let quantum = self.tuning.quantum(self.costs);
-        let proportional = self.cast[index].part * rivals.count() as f64 * quantum;
+        let rivals = rivals.count() as f64;
+        let quantum = self.tuning.quantum(self.costs) * (rivals / MANY).max(1.0);
+        let proportional = self.cast[index].part * rivals * quantum;
         proportional.clamp(self.tuning.min_turn(self.costs), 4.0 * quantum)
     }
 
@@ -682,10 +692,49 @@ impl<'a> Stage<'a> {
         slices
     }
 
+    /// Finds the domains that lost their turn in a pause and may be back in the middle of another's: enabled then, the two
+    /// would meet at their short slices until that is seen, and a latency domain that comes meanwhile waits for their switches.
+    /// Whoever is away for longer, or keeps nobody waiting, is enabled: what it does then need not wait for a plan.
+    fn pauses(
+        &mut self,
+        before: Option<DomainId>,
+        holder: Option<usize>,
+        gangs: &BTreeSet<TenantId>,
+        memory: &mut Memory,
+    ) {
+        let taken = holder.map(|index| self.cast[index].domain.id);
+        for actor in &self.cast {
+            let id = actor.domain.id;
+            let Some(track) = memory.domains.get_mut(&id) else {
+                continue;
+            };
+            let expected = actor.domain.demand_since + PAUSE;
+            let another = taken.is_some_and(|taken| taken != id);
+            track.paused = (track.paused || before == Some(id))
+                && another
+                && !actor.front
+                && !actor.runnable()
+                && !gangs.contains(&actor.domain.tenant)
+                && self.now < expected;
+            if track.paused {
+                self.next = earlier(self.next, expected.0);
+            }
+        }
+    }
+
     /// Whether a domain may run, and why.
-    fn run_state(&self, index: usize, holder: Option<usize>) -> (RunState, &'static str) {
+    fn run_state(
+        &self,
+        index: usize,
+        holder: Option<usize>,
+        memory: &Memory,
+    ) -> (RunState, &'static str) {
         use RunState::{Enabled, Frozen};
         let actor = &self.cast[index];
+        let track = memory.domains.get(&actor.domain.id);
+        if track.is_some_and(|track| track.paused) {
+            return (Frozen, "lost its turn in a pause");
+        }
         if !actor.runnable() {
             return (Enabled, "has no work");
         }
@@ -730,6 +779,7 @@ fn divide(division: &dyn Division, cast: &[Actor], counts: impl Fn(&Actor) -> bo
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::Lever;
     use crate::policy::{MaxMin, Priority};
     use crate::testing::{domain, snapshot};
 
@@ -834,10 +884,46 @@ mod tests {
         assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
         assert_eq!(got.next, Some(Micros(4_500 + 1_008)));
         now.now = Micros(5_600);
-        assert_eq!(
-            shape(&plan(&now, &mut memory))[1..],
-            [(1, Enabled), (1, Enabled)]
-        );
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[1..], [(1, Frozen), (1, Enabled)]);
+        let last = Lever::Freeze(DomainId(2));
+        assert_eq!(got.levers(&now).last(), Some(&last), "nobody waits for it");
+    }
+
+    #[test]
+    fn who_lost_its_turn_in_a_pause_stays_away_for_a_while() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch, Class::Batch];
+        let domains = (1..=4).map(|id| domain(id, id - 1)).collect();
+        let mut now = snapshot(&classes, domains);
+        now.domains[3].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.now = Micros(10_000);
+        now.domains[1].demand = Demand::Idle;
+        now.domains[1].demand_since = Micros(5_000);
+        let with = |change: &dyn Fn(&mut Snapshot)| {
+            let (mut later, mut memory) = (now.clone(), memory.clone());
+            plan(&later, &mut memory);
+            later.now = Micros(20_000);
+            change(&mut later);
+            plan(&later, &mut memory)
+        };
+        let states = |plan: &Plan| {
+            plan.domains[1..]
+                .iter()
+                .map(|it| it.run)
+                .collect::<Vec<_>>()
+        };
+        let kept = with(&|_| {});
+        let never_had_it = Enabled;
+        assert_eq!(states(&kept), [Frozen, Enabled, never_had_it]);
+        assert!(kept.next <= Some(Micros(105_000)), "{:?}", kept.next);
+        let long = with(&|now| now.now = Micros(105_000));
+        assert_eq!(states(&long), [Enabled, Enabled, Enabled]);
+        let nobody = with(&|now| now.domains[2].demand = Demand::Idle);
+        assert_eq!(states(&nobody), [Enabled, Enabled, Enabled]);
+        let back = with(&|now| now.domains[1].demand = Demand::Busy);
+        assert_eq!(back.domains[1].reason, "waits for its turn");
     }
 
     #[test]

@@ -361,7 +361,8 @@ impl Device {
                 }
             }
         }
-        for lever in plan.levers(snapshot) {
+        let levers = plan.levers(snapshot);
+        for (n, lever) in levers.iter().copied().enumerate() {
             // The newest that can be known: other levers take longer than a request.
             let domains = &self.domains;
             let at_work = |id| {
@@ -371,7 +372,7 @@ impl Device {
                         && domain.at_work()
                 })
             };
-            if self.calm.awaits(lever, snapshot, clock(), at_work) {
+            if self.calm.awaits(&levers[n..], snapshot, clock(), at_work) {
                 self.next = Some(snapshot.now + TICK);
                 return;
             }
