@@ -14,8 +14,8 @@
 //! 2. **Turns** (the module `turns`, common to all): slices and freezes that bring the shares about.
 //!    The domains of a device stand in two rows. The *front* row has long slices and is enabled: the
 //!    hardware alone serves it, at once. The *back* row has the shortest slices, 1 µs, so it gives way at once; of its domains
-//!    with work exactly one, whose turn it is, is enabled and the others are frozen. Who lost its turn in a pause is frozen, too,
-//!    until it has been away for 100 ms or nobody else wants the turn: it may be back before anybody looks.
+//!    with work exactly one, whose turn it is, is enabled and the others are frozen. Who pauses after it met others there stays frozen
+//!    until it has been away for 100 ms: it may be back before anybody looks.
 //!    While a latency domain exists, the latency domains are the front row and all others the back row.
 //!    Without one, `priority` puts standard and whoever has a guarantee before the other batch domains; otherwise
 //!    everybody stands in front. Then shares come from slices alone: no freezes, no need to know demand.

@@ -124,8 +124,8 @@ struct Track {
     exhausted: bool,
     /// When its last turn began.
     turn: Micros,
-    /// It lost its turn in a pause.
-    paused: bool,
+    /// See [`Stage::rivalry`].
+    rival: bool,
     wait: Option<Wait>,
 }
 
@@ -185,7 +185,7 @@ impl Memory {
                     wanted: false,
                     exhausted: false,
                     turn: Micros::ZERO,
-                    paused: false,
+                    rival: false,
                     wait: None,
                 });
                 let got = domain.received.saturating_sub(track.received).0 as f64;
@@ -251,7 +251,7 @@ impl<D: Division> Policy for Shared<D> {
         if stage.pauses_without_turn(holder) {
             (stage, holder) = decide(memory);
         }
-        stage.pauses(before, holder, &snapshot.gangs, memory);
+        stage.rivalry(before, holder, &snapshot.gangs, memory);
         let slices = stage.slices();
         let domains = (0..stage.cast.len())
             .map(|index| {
@@ -692,10 +692,11 @@ impl<'a> Stage<'a> {
         slices
     }
 
-    /// Finds the domains that lost their turn in a pause and may be back in the middle of another's: enabled then, the two
-    /// would meet at their short slices until that is seen, and a latency domain that comes meanwhile waits for their switches.
-    /// Whoever is away for longer, or keeps nobody waiting, is enabled: what it does then need not wait for a plan.
-    fn pauses(
+    /// Finds the domains whose work met another's lately: they wait for the turn, or lost it in a pause. If they pause they may
+    /// be back in the middle of another's turn: enabled then, the two would meet at their short slices until that is seen, and
+    /// a latency domain that comes meanwhile waits for their switches. Whoever has paused for longer, or met nobody, is
+    /// enabled: what it does then need not wait for a plan.
+    fn rivalry(
         &mut self,
         before: Option<DomainId>,
         holder: Option<usize>,
@@ -703,21 +704,18 @@ impl<'a> Stage<'a> {
         memory: &mut Memory,
     ) {
         let taken = holder.map(|index| self.cast[index].domain.id);
+        let loser = before.filter(|_| taken.is_some());
         for actor in &self.cast {
             let id = actor.domain.id;
             let Some(track) = memory.domains.get_mut(&id) else {
                 continue;
             };
-            let expected = actor.domain.demand_since + PAUSE;
-            let another = taken.is_some_and(|taken| taken != id);
-            track.paused = (track.paused || before == Some(id))
-                && another
-                && !actor.front
-                && !actor.runnable()
-                && !gangs.contains(&actor.domain.tenant)
-                && self.now < expected;
-            if track.paused {
-                self.next = earlier(self.next, expected.0);
+            let forgotten = actor.domain.demand_since + PAUSE;
+            let met = actor.runnable() || loser == Some(id) || track.rival && self.now < forgotten;
+            let alone = actor.front || taken == Some(id) || gangs.contains(&actor.domain.tenant);
+            track.rival = met && !alone;
+            if track.rival && !actor.runnable() {
+                self.next = earlier(self.next, forgotten.0);
             }
         }
     }
@@ -731,12 +729,12 @@ impl<'a> Stage<'a> {
     ) -> (RunState, &'static str) {
         use RunState::{Enabled, Frozen};
         let actor = &self.cast[index];
-        let track = memory.domains.get(&actor.domain.id);
-        if track.is_some_and(|track| track.paused) {
-            return (Frozen, "lost its turn in a pause");
-        }
         if !actor.runnable() {
-            return (Enabled, "has no work");
+            let track = memory.domains.get(&actor.domain.id);
+            return match track.is_some_and(|track| track.rival) {
+                true => (Frozen, "pauses while others want the turn"),
+                false => (Enabled, "has no work"),
+            };
         }
         match (actor.domain.pinned, actor.front) {
             (Some(Frozen), _) => (Frozen, "waits for its gang"),
@@ -891,37 +889,44 @@ mod tests {
     }
 
     #[test]
-    fn who_lost_its_turn_in_a_pause_stays_away_for_a_while() {
-        let classes = [Class::Latency, Class::Batch, Class::Batch, Class::Batch];
-        let domains = (1..=4).map(|id| domain(id, id - 1)).collect();
+    fn who_pauses_while_others_want_the_turn_stays_away_for_a_while() {
+        let classes = [
+            Class::Latency,
+            Class::Batch,
+            Class::Batch,
+            Class::Batch,
+            Class::Batch,
+        ];
+        let mut domains: Vec<_> = (1..=5).map(|id| domain(id, id - 1)).collect();
+        domains[4].demand = Demand::Idle;
         let mut now = snapshot(&classes, domains);
-        now.domains[3].demand = Demand::Idle;
         let mut memory = Memory::default();
-        plan(&now, &mut memory);
+        let states =
+            |plan: &Plan| -> Vec<_> { plan.domains[1..].iter().map(|it| it.run).collect() };
+        let first = plan(&now, &mut memory);
+        assert_eq!(states(&first), [Enabled, Frozen, Frozen, Enabled]);
+        // The second had the turn; the fourth waited for it.
         now.now = Micros(10_000);
-        now.domains[1].demand = Demand::Idle;
-        now.domains[1].demand_since = Micros(5_000);
+        for index in [1, 3] {
+            now.domains[index].demand = Demand::Idle;
+            now.domains[index].demand_since = Micros(5_000);
+        }
+        let handed_over = plan(&now, &mut memory);
+        let apart = [Frozen, Enabled, Frozen, Enabled];
+        assert_eq!(states(&handed_over), apart, "the fifth has met nobody");
         let with = |change: &dyn Fn(&mut Snapshot)| {
             let (mut later, mut memory) = (now.clone(), memory.clone());
-            plan(&later, &mut memory);
             later.now = Micros(20_000);
             change(&mut later);
             plan(&later, &mut memory)
         };
-        let states = |plan: &Plan| {
-            plan.domains[1..]
-                .iter()
-                .map(|it| it.run)
-                .collect::<Vec<_>>()
-        };
         let kept = with(&|_| {});
-        let never_had_it = Enabled;
-        assert_eq!(states(&kept), [Frozen, Enabled, never_had_it]);
+        assert_eq!(states(&kept), apart);
         assert!(kept.next <= Some(Micros(105_000)), "{:?}", kept.next);
+        let pause = with(&|now| now.domains[2].demand = Demand::Idle);
+        assert_eq!(states(&pause), apart, "all may be back at once");
         let long = with(&|now| now.now = Micros(105_000));
-        assert_eq!(states(&long), [Enabled, Enabled, Enabled]);
-        let nobody = with(&|now| now.domains[2].demand = Demand::Idle);
-        assert_eq!(states(&nobody), [Enabled, Enabled, Enabled]);
+        assert_eq!(states(&long), [Enabled; 4]);
         let back = with(&|now| now.domains[1].demand = Demand::Busy);
         assert_eq!(back.domains[1].reason, "waits for its turn");
     }

@@ -270,8 +270,8 @@ fn now(domain: &Domain) -> String {
         "waits for its turn" => "It waits, frozen: of those that give way only one may run at a time, and \
                                  it's another's turn."
             .into(),
-        "lost its turn in a pause" => "It has no work at the moment and is frozen for up to 0.1 s, because another has \
-                                       taken its turn: the two must not meet if it is back soon."
+        "pauses while others want the turn" => "It has no work at the moment and is frozen for up to 0.1 s, because others \
+                                                take turns with it: it must not meet one of them if it is back soon."
             .into(),
         "over its budget while others wait" => "It waits, frozen: it ran ahead of its share while others \
                                                 wanted the device, and goes on once they have caught up."
