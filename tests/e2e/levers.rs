@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use gpumux_tests::{Node, PATIENCE, Process, Puppet, wait_for};
+use gpumux_tests::{Node, PATIENCE, Process, Puppet, Run, wait_for};
 use serde_json::Value;
 
 use crate::{REQUESTS, TICKS};
@@ -233,4 +233,43 @@ fn a_larger_weight_gets_more_done() {
     let calls = |process: Process| process.finish().ok().json()["calls"].as_u64();
     let (much, little) = (calls(much), calls(little));
     assert!(little > Some(0) && much > little, "{much:?} and {little:?}");
+}
+
+#[test]
+fn who_pauses_while_others_want_the_turn_is_frozen_and_goes_on_afterwards() {
+    let node = Node::start();
+    let _serve = Process::start(&mut node.tenant("--class latency", REQUESTS));
+    // Together they want more than there is, and each pauses between its kernels.
+    let batch = |name: &str| {
+        let options = format!("--class batch --name {name}");
+        let program =
+            "gpumux workload latency --kernels 1 --kernel-us 20000 --period-us 35000 --seconds 600";
+        Process::start(&mut node.tenant(&options, program))
+    };
+    let _both = ["one", "two"].map(batch);
+    let file = node.dir().join("trace.json");
+    wait_for("both frozen in pauses, and back", 3 * PATIENCE, || {
+        let mut trace = node.gpumux(["trace", "--seconds", "60", "-o"]);
+        trace.arg(&file).run().ok();
+        let trace: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+        let events = trace["traceEvents"].as_array().unwrap();
+        let seen = |what: &str, why: &str| {
+            let so = events
+                .iter()
+                .filter(|it| it["name"] == what && it["args"]["reason"] == why);
+            let threads: std::collections::BTreeSet<_> = so.map(|it| it["tid"].as_u64()).collect();
+            threads.len() == 2
+        };
+        let paused = seen("frozen, no work", "pauses while others want the turn");
+        (paused && seen("may run", "has its turn")).then_some(())
+    });
+    let received = |name: &str| {
+        let tenant = node.find_tenant(name).expect("it runs");
+        tenant["domains"][0]["received_us"].as_u64()
+    };
+    let before = ["one", "two"].map(received);
+    wait_for("both go on", PATIENCE, || {
+        let now = ["one", "two"].map(received);
+        (now[0] > before[0] && now[1] > before[1]).then_some(())
+    });
 }
