@@ -1859,8 +1859,10 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
         let two = [(&spec, &none), (&spec, &small)];
         assert_eq!(confine(None, &two, from), (Some(20), from));
         assert_eq!(confine(None, &two[1..], from), (None, None), "the first");
-        assert_eq!(confine(None, &[two[1]; 20], from), (Some(5), from));
-        assert_eq!(confine(None, &[two[1]; 21], from), (None, None), "too many");
+        assert_eq!(confine(None, &[two[1]; 3], from), (None, None), "alike");
+        let many = |count| [&[two[0]; 3], &vec![two[1]; count][..]].concat();
+        assert_eq!(confine(None, &many(15), from), (Some(5), from));
+        assert_eq!(confine(None, &many(18), from), (None, None), "too many");
         // What is asked for comes first, and the limit before that.
         assert_eq!(confine(Some(30), &two, from), (Some(30), None));
         assert_eq!(confine(Some(100), &two, from), (None, None));

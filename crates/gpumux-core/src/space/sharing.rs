@@ -225,10 +225,13 @@ pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
     })?;
     // Where a curve has dents, its hull may promise what is not there.
     let sum = |shares: &[u32]| total(&claimants, shares, 100);
-    let shares = if sum(&best) >= sum(&even) { best } else { even };
+    let shares = match sum(&best) >= sum(&even) {
+        true => best,
+        false => even.clone(),
+    };
     let bound = |claim: &Claimant| claim.min > 0 || claim.max < 100;
     let (least, most) = (shares.iter().min()?, shares.iter().max()?);
-    if most - least <= PERCENT_STEP && !claimants.iter().any(bound) {
+    if shares == even && most - least <= PERCENT_STEP && !claimants.iter().any(bound) {
         return None;
     }
     // A step may be more than a limit allows.
