@@ -907,7 +907,7 @@ fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
     let _second = member(
         &node,
         "second",
-        "--fingerprint small --utility 25:0.25,50:0.5,100:1",
+        "--fingerprint small --utility 25:0.9,50:0.95,100:1",
         SMALL,
     );
     assert_eq!(placement("second")["curve"], "given");
