@@ -399,15 +399,24 @@ impl Groups {
             if state.seats > 0 {
                 return;
             }
-            // They may all have ended because their server did.
-            let lost = |it: ProcessId| it.watch().is_none_or(|it| it.has_ended());
-            if state.process.take_if(|it| lost(*it)).is_some() {
-                self.tell(group);
-            }
             state.emptied
         };
+        // They may all have ended because their server did; its control daemon ends after it.
+        let tell_loss = move |groups: &Self, group: &Group| {
+            let lost = |it: ProcessId| it.watch().is_none_or(|it| it.has_ended());
+            let mut state = group.state();
+            let same = state.seats == 0 && state.emptied == emptied;
+            let told = same && state.process.take_if(|it| lost(*it)).is_some();
+            drop(state);
+            if told {
+                groups.tell(group);
+            }
+        };
+        tell_loss(self, group);
         let (groups, group) = (Arc::clone(self), Arc::clone(group));
         self.runtime.spawn(async move {
+            tokio::time::sleep(END).await;
+            tell_loss(&groups, &group);
             tokio::time::sleep(LINGER).await;
             let _alone = group.change.lock().await;
             {
