@@ -181,3 +181,20 @@ fn copies_foretell_work() {
     let tenant = node.wait_tenant("manual", busy);
     assert_eq!(hints(&tenant, "given"), 0, "{tenant:#}");
 }
+
+/// A context that goes takes long, and the device must not be taken there meanwhile.
+#[test]
+fn hints_reach_programs_that_end() {
+    let node = Node::start();
+    let _batch = batch(&node);
+    for _ in 0..4 {
+        let serve = "gpumux workload latency --period-us 2000 --seconds 0.5 --json";
+        let options = "--class latency --hints manual --name serve";
+        let mut serve = Process::start(&mut node.tenant(options, serve));
+        while serve.poll().is_none() {
+            // As soon as it is there, and until it has gone.
+            node.gpumux(["hint", "serve"]).run();
+        }
+        assert!(serve.finish().ok().json()["calls"].as_u64() >= Some(1));
+    }
+}

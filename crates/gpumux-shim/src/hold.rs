@@ -240,9 +240,14 @@ pub(crate) fn in_child() {
     KEPT.store(0, Ordering::Release);
 }
 
-/// The process ends.
-pub(crate) fn exit() {
+/// The process ends. Whoever is just taking a device is waited for until this time: libcuda does not stand calls while it goes.
+pub(crate) fn exit(deadline: Instant) {
     EXITING.store(true, Ordering::Release);
+    for place in &TABLE {
+        while try_lock(&place.state).is_none() && Instant::now() < deadline {
+            std::thread::yield_now();
+        }
+    }
     release_all();
 }
 
@@ -279,20 +284,30 @@ pub(crate) fn know(context: u64, slots: u64) {
 
 /// A context goes. What was made in it goes with it. Called under the lock of [`work`].
 pub(crate) fn forget(context: u64) {
-    let Some(index) = find(context) else { return };
+    end(context, || true);
+}
+
+/// Lets `work` end a context, while nobody takes the device there. It says whether it has. Called under the lock of [`work`].
+pub(crate) fn end(context: u64, work: impl FnOnce() -> bool) -> bool {
+    let Some(index) = find(context) else {
+        return work();
+    };
     let place = &TABLE[index];
-    // Nobody launches into it any more.
     let mut state = lock(&place.state);
+    release(index);
+    if !work() {
+        return false;
+    }
     place.context.store(0, Ordering::Release);
     place.device.store(-1, Ordering::Relaxed);
     ARMED.fetch_and(!(1 << index), Ordering::AcqRel);
     KEPT.fetch_and(!(1 << index), Ordering::AcqRel);
-    release(index);
     if let Some(words) = words(index) {
         let ticket = place.ticket.load(Ordering::Acquire);
         words.finished.store(ticket, Ordering::Release);
     }
     *state = NOTHING;
+    true
 }
 
 fn try_lock(state: &Mutex<State>) -> Option<MutexGuard<'_, State>> {
@@ -436,6 +451,10 @@ fn hold_inside(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
     let context = place.context.load(Ordering::Acquire);
     if state.ready != Ready::Yes || context == 0 {
         return Hinted::Impossible;
+    }
+    // It may have ended since it was asked whether a hold is wanted.
+    if EXITING.load(Ordering::Acquire) {
+        return Hinted::Needless;
     }
     account(index, state);
     if state.open {
@@ -814,6 +833,40 @@ mod tests {
         assert_eq!(std::mem::offset_of!(Words, began), 8);
         assert_eq!(std::mem::offset_of!(Words, held), 16);
         assert_eq!(std::mem::offset_of!(Words, met), 24);
+    }
+
+    #[test]
+    fn nobody_takes_the_device_in_a_context_that_is_about_to_end() {
+        const CONTEXT: u64 = 0xc0;
+        know(CONTEXT, 1);
+        let index = find(CONTEXT).unwrap();
+        let is_closed = || try_lock(&TABLE[index].state).is_none();
+        assert!(!end(CONTEXT, || {
+            assert!(is_closed());
+            false
+        }));
+        assert!(!is_closed() && find(CONTEXT) == Some(index), "it lives");
+        assert!(end(CONTEXT, || true));
+        assert_eq!(find(CONTEXT), None);
+        assert!(end(CONTEXT, || true), "one that never had streams");
+    }
+
+    #[test]
+    fn a_process_ends_when_nobody_is_taking_a_device_any_more() {
+        let state = lock(&TABLE[PLACES - 1].state);
+        let exits = || exit(Instant::now() + Duration::from_secs(60));
+        std::thread::scope(|scope| {
+            let ending = scope.spawn(exits);
+            while !EXITING.load(Ordering::Acquire) {
+                std::thread::yield_now();
+            }
+            std::thread::sleep(Duration::from_millis(20));
+            assert!(!ending.is_finished());
+            drop(state);
+        });
+        // Not for ever.
+        let _state = lock(&TABLE[PLACES - 1].state);
+        exit(Instant::now());
     }
 
     /// The longest hold without work, with the switches to it and back.

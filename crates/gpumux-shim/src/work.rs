@@ -788,9 +788,13 @@ pub(crate) fn release_primary(device: c_int, real: impl FnOnce() -> CUresult) ->
     };
     let mut real = Some(real);
     let result = slow(|slow| {
-        // Under the lock, so that the poller is not in a context that goes.
-        let result = real.take().map(|real| real());
-        if !is_active(device) {
+        // Under both locks, so that the poller is not in a context that goes.
+        let mut result = None;
+        let gone = hold::end(context, || {
+            result = real.take().map(|real| real());
+            !is_active(device)
+        });
+        if gone {
             slow.forget_context(context);
         }
         result
@@ -1015,7 +1019,7 @@ pub(crate) fn in_child() {
 pub(crate) fn guard_exit() {
     static REGISTERED: Once = Once::new();
     extern "C" fn exiting() {
-        hold::exit();
+        hold::exit(Instant::now() + EXIT_WAIT);
         gate::leave(EXIT_AWAKE);
         let deadline = Instant::now() + EXIT_WAIT;
         while Instant::now() < deadline {
