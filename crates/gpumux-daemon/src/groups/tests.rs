@@ -199,6 +199,22 @@ async fn a_server_that_is_stopped_is_told_although_it_was_never_asked() {
     groups.end(&only(&groups)).await;
 }
 
+/// Members that lose their server may all have ended before their control daemon does.
+#[tokio::test]
+async fn who_ends_just_after_the_last_member_has_failed_all_the_same() {
+    let node = Node::new();
+    let groups = node.load();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    groups.tell_failures(tell);
+    let seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let (name, process) = (seat.name(), only(&groups).process().unwrap());
+    drop(seat);
+    process.watch().unwrap().kill();
+    let failure = tokio::time::timeout(Duration::from_secs(5), told.recv());
+    assert!(matches!(failure.await.unwrap(), Some(Failure::Server(of)) if of == name));
+    groups.end(&only(&groups)).await;
+}
+
 #[tokio::test]
 async fn a_hung_server_is_told_and_one_that_cannot_be_asked_is_left_alone() {
     let node = Node::new();
