@@ -845,7 +845,7 @@ mod tests {
             assert!(is_closed());
             false
         }));
-        assert!(!is_closed() && find(CONTEXT) == Some(index), "it lives");
+        assert_eq!(find(CONTEXT), Some(index), "it lives");
         assert!(end(CONTEXT, || true));
         assert_eq!(find(CONTEXT), None);
         assert!(end(CONTEXT, || true), "one that never had streams");
