@@ -255,7 +255,7 @@ impl<D: Division> Policy for Shared<D> {
         let slices = stage.slices();
         let domains = (0..stage.cast.len())
             .map(|index| {
-                let (run, reason) = stage.run_state(index, holder, memory);
+                let (run, reason) = stage.run_state(index, holder);
                 DomainPlan {
                     id: stage.cast[index].domain.id,
                     timeslice: slices[index],
@@ -284,6 +284,8 @@ struct Actor<'a> {
     recent: bool,
     /// Over its budget while others want the device.
     over_budget: bool,
+    /// See [`Stage::rivalry`].
+    rival: bool,
 }
 
 impl Actor<'_> {
@@ -351,6 +353,7 @@ impl<'a> Stage<'a> {
                     slice_share: 0.0,
                     recent: domain.demand.may_run() || idle_for(domain) < tuning.recent,
                     over_budget: false,
+                    rival: false,
                 }
             })
             .collect();
@@ -705,7 +708,7 @@ impl<'a> Stage<'a> {
     ) {
         let taken = holder.map(|index| self.cast[index].domain.id);
         let loser = before.filter(|_| taken.is_some());
-        for actor in &self.cast {
+        for actor in &mut self.cast {
             let id = actor.domain.id;
             let Some(track) = memory.domains.get_mut(&id) else {
                 continue;
@@ -713,25 +716,20 @@ impl<'a> Stage<'a> {
             let forgotten = actor.domain.demand_since + PAUSE;
             let met = actor.runnable() || loser == Some(id) || track.rival && self.now < forgotten;
             let alone = actor.front || taken == Some(id) || gangs.contains(&actor.domain.tenant);
-            track.rival = met && !alone;
-            if track.rival && !actor.runnable() {
+            actor.rival = met && !alone;
+            track.rival = actor.rival;
+            if actor.rival && !actor.runnable() {
                 self.next = earlier(self.next, forgotten.0);
             }
         }
     }
 
     /// Whether a domain may run, and why.
-    fn run_state(
-        &self,
-        index: usize,
-        holder: Option<usize>,
-        memory: &Memory,
-    ) -> (RunState, &'static str) {
+    fn run_state(&self, index: usize, holder: Option<usize>) -> (RunState, &'static str) {
         use RunState::{Enabled, Frozen};
         let actor = &self.cast[index];
         if !actor.runnable() {
-            let track = memory.domains.get(&actor.domain.id);
-            return match track.is_some_and(|track| track.rival) {
+            return match actor.rival {
                 true => (Frozen, "pauses while others want the turn"),
                 false => (Enabled, "has no work"),
             };
