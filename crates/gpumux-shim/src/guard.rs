@@ -6,7 +6,9 @@ use std::{
     mem::MaybeUninit,
     panic::AssertUnwindSafe,
     ptr,
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard, PoisonError, TryLockError},
+    thread::sleep,
+    time::{Duration, Instant},
 };
 
 thread_local! {
@@ -33,6 +35,26 @@ pub(crate) fn enter(work: impl FnOnce()) {
 /// A lock, also after a panic of whoever held it: [`enter`] lets the program go on, and its calls must.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The same if nobody has it.
+pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
+    match mutex.try_lock() {
+        Ok(guard) => Some(guard),
+        Err(TryLockError::Poisoned(guard)) => Some(guard.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+/// The same, waited for until this time.
+pub(crate) fn lock_by<T>(mutex: &Mutex<T>, deadline: Instant) -> Option<MutexGuard<'_, T>> {
+    const LOOK: Duration = Duration::from_micros(200);
+    loop {
+        match try_lock(mutex) {
+            None if Instant::now() < deadline => sleep(LOOK),
+            locked => return locked,
+        }
+    }
 }
 
 /// Does something while no signal reaches this thread, nor any that it makes.

@@ -18,7 +18,7 @@ use std::{
     panic::{AssertUnwindSafe, catch_unwind},
     ptr,
     sync::{
-        Mutex, MutexGuard, OnceLock, TryLockError,
+        Mutex, OnceLock,
         atomic::{AtomicBool, AtomicI32, AtomicU32, AtomicU64, Ordering},
     },
     thread::Thread,
@@ -34,7 +34,7 @@ use crate::{
     driver::{CUresult, CUstream, SUCCESS},
     foresee::{Call, Lessons, Site, TIMEOUT},
     gate,
-    guard::lock,
+    guard::{lock, lock_by, try_lock},
     notice::say,
     work::{self, bits, current_context, functions, page, within},
 };
@@ -244,9 +244,7 @@ pub(crate) fn in_child() {
 pub(crate) fn exit(deadline: Instant) {
     EXITING.store(true, Ordering::Release);
     for place in &TABLE {
-        while try_lock(&place.state).is_none() && Instant::now() < deadline {
-            std::thread::yield_now();
-        }
+        drop(lock_by(&place.state, deadline));
     }
     release_all();
 }
@@ -308,14 +306,6 @@ pub(crate) fn end(context: u64, work: impl FnOnce() -> bool) -> bool {
     }
     *state = NOTHING;
     true
-}
-
-fn try_lock(state: &Mutex<State>) -> Option<MutexGuard<'_, State>> {
-    match state.try_lock() {
-        Ok(state) => Some(state),
-        Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
-        Err(TryLockError::WouldBlock) => None,
-    }
 }
 
 /// Loads the kernel into contexts where it may be needed. Called by the poller while the program is idle.

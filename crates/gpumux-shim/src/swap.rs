@@ -12,7 +12,7 @@ use std::{
     io,
     path::{Path, PathBuf},
     ptr,
-    sync::{Mutex, MutexGuard, TryLockError},
+    sync::{Mutex, MutexGuard},
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -22,7 +22,7 @@ use gpumux_wire::message::HOST_PIECE;
 use crate::{
     driver::{CUstream, SUCCESS},
     gate,
-    guard::lock,
+    guard::{lock, lock_by},
     memory::{self, Block},
     notice::say,
     own::OwnFd,
@@ -502,15 +502,7 @@ static PREPARING: Mutex<()> = Mutex::new(());
 
 /// A lock, but not waited for long: the agent must stay reachable.
 fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
-    let deadline = Instant::now() + SOON;
-    loop {
-        match mutex.try_lock() {
-            Ok(guard) => return Some(guard),
-            Err(TryLockError::Poisoned(guard)) => return Some(guard.into_inner()),
-            Err(TryLockError::WouldBlock) if Instant::now() > deadline => return None,
-            Err(TryLockError::WouldBlock) => sleep(LOOK),
-        }
-    }
+    lock_by(mutex, Instant::now() + SOON)
 }
 
 /// A context is gone.

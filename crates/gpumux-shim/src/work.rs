@@ -1021,13 +1021,8 @@ pub(crate) fn guard_exit() {
     extern "C" fn exiting() {
         hold::exit(Instant::now() + EXIT_WAIT);
         gate::leave(EXIT_AWAKE);
-        let deadline = Instant::now() + EXIT_WAIT;
-        while Instant::now() < deadline {
-            if let Ok(mut slow) = SLOW.try_lock() {
-                slow.exiting = true;
-                return;
-            }
-            thread::yield_now();
+        if let Some(mut slow) = guard::lock_by(&SLOW, Instant::now() + EXIT_WAIT) {
+            slow.exiting = true;
         }
     }
     // SAFETY: the handler is never unloaded.
