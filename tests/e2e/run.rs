@@ -355,10 +355,11 @@ fn what_is_ignored_stays_ignored_for_a_program_that_would_be_run_again() {
 #[test]
 fn a_program_that_would_be_run_again_does_not_outlive_its_watcher() {
     let node = Node::start();
-    let mut process = watched(&node, "", "echo $$; exec sleep 600");
+    let mut process = watched(&node, "", "echo $$; while :; do sleep 0.01; done");
     process.wait_lines(1);
     let program = format!("/proc/{}/cmdline", process.out().trim());
-    // Of one that has ended but was not waited for nothing is left.
+    // Nothing is left of one that has ended but was not waited for, nor,
+    // for a moment, of one that becomes another program.
     let lives = || fs::read(&program).is_ok_and(|words| !words.is_empty());
     assert!(lives());
     process.signal(Signal::KILL);
