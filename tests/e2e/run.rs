@@ -225,12 +225,45 @@ fn many_at_once_start_one_daemon() {
 }
 
 #[test]
+fn who_comes_while_a_daemon_starts_waits_for_it() {
+    let node = no_daemon();
+    // It reads this file when it starts, and so waits for who writes it.
+    let settings = node.dir().join("settings.json");
+    Command::new("mkfifo").arg(&settings).run().ok();
+    let _slow = Process::start(&mut node.gpumux(["daemon"]));
+    let lock = node.dir().join("lock");
+    wait_for("the first daemon's lock", PATIENCE, || {
+        fs::read(&lock)
+            .is_ok_and(|pid| !pid.is_empty())
+            .then_some(())
+    });
+    let mut tenant = Process::start(&mut node.tenant("", "echo ran"));
+    // The daemon that this one starts gives way.
+    let log = node.dir().join("daemon.log");
+    wait_for("the second daemon's end", PATIENCE, || {
+        let said = fs::read_to_string(&log).unwrap_or_default();
+        said.contains("already serves").then_some(())
+    });
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(tenant.poll().is_none(), "{}", tenant.err());
+    fs::write(&settings, "").unwrap();
+    let finished = tenant.finish().ok();
+    assert_eq!(
+        (finished.out.as_str(), finished.err.as_str()),
+        (
+            "ran
+", ""
+        )
+    );
+}
+
+#[test]
 fn a_daemon_without_tenants_ends_by_itself() {
     let node = Node::with(Options {
-        daemon: ["--idle-exit", "3"].map(str::to_owned).into(),
+        daemon: ["--idle-exit", "5"].map(str::to_owned).into(),
         ..Options::default()
     });
-    let tenant = node.tenant("", "sleep 4").run().ok();
+    let tenant = node.tenant("", "sleep 6").run().ok();
     assert_eq!(tenant.err, "");
     wait_for("the daemon's end", PATIENCE, || {
         (!node.api_socket().exists()).then_some(())
@@ -291,7 +324,7 @@ fn tenants_end_with_their_last_process() {
     tenant.wait_lines(1);
     assert_eq!(node.find_tenant("short").unwrap()["state"], "waiting");
     tenant.kill();
-    wait_for("the tenant's end", Duration::from_secs(2), || {
+    wait_for("the tenant's end", PATIENCE, || {
         node.find_tenant("short").is_none().then_some(())
     });
 }

@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, bail, ensure};
+use anyhow::{Context, ensure};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
@@ -23,8 +23,6 @@ use rustix::{
 
 /// How long a background process may take to be ready.
 const READY: Duration = Duration::from_secs(10);
-/// How long another one may take instead.
-const GIVEN_WAY: Duration = Duration::from_millis(300);
 /// Between two looks.
 const MOMENT: Duration = Duration::from_millis(2);
 /// Length in bytes at which a log begins anew.
@@ -92,14 +90,16 @@ pub(crate) fn end_with_this(command: &mut Command) {
     };
 }
 
-/// Starts `gpumux ARGS…` in the background and waits, within bounds, until `ready` says so.
+/// Starts `gpumux ARGS…` in the background and waits, within bounds, until `ready` says so. It may give way to `another` one that
+/// was started at the same moment; then for that.
 ///
 /// # Errors
 /// When it ends before it is ready (with the end of its log), or is not ready in time.
 pub(crate) fn start(
     args: &[impl AsRef<OsStr>],
     log: &Path,
-    mut ready: impl FnMut() -> bool,
+    ready: impl Fn() -> bool,
+    another: impl Fn() -> bool,
 ) -> anyhow::Result<()> {
     let mut middle = Command::new(std::env::current_exe()?)
         .args(["background", "--log"])
@@ -128,21 +128,16 @@ pub(crate) fn start(
         .context("no pid")?;
     let process = pidfd_open(pid, PidfdFlags::empty()).ok();
     let started = Instant::now();
-    let mut ended_at = None;
     while !ready() {
-        if ended_at.is_none() && ended(process.as_ref())? {
-            ended_at = Some(Instant::now());
+        if ended(process.as_ref())? {
+            ensure!(another(), "{}", last_line(log));
+            std::thread::sleep(MOMENT);
         }
-        match ended_at {
-            // It may have given way to another one, started at the same moment.
-            Some(at) if at.elapsed() < GIVEN_WAY => std::thread::sleep(MOMENT),
-            Some(_) => bail!("{}", last_line(log)),
-            None => ensure!(
-                started.elapsed() < READY,
-                "it was not ready within {READY:?}; see {}",
-                log.display()
-            ),
-        }
+        ensure!(
+            started.elapsed() < READY,
+            "it was not ready within {READY:?}; see {}",
+            log.display()
+        );
     }
     Ok(())
 }

@@ -167,6 +167,13 @@ impl RuntimeDir {
     }
 }
 
+/// Whether a daemon has the directory, be it one that only starts.
+pub fn taken(dir: &Path) -> bool {
+    // A shared lock, so that those who ask don't take each other for a daemon.
+    File::open(dir.join("lock"))
+        .is_ok_and(|lock| flock(lock, FlockOperation::NonBlockingLockShared).is_err())
+}
+
 /// Whether the lock could be had. One that is about to end may hold it for a moment yet.
 fn locked(lock: &File) -> bool {
     (0..30).any(|attempt| {
@@ -203,8 +210,10 @@ mod tests {
             error.contains(&format!("pid {}", std::process::id())),
             "{error}"
         );
+        assert!(taken(&path));
         std::fs::write(session_socket(&path), "").unwrap();
         drop(first);
+        assert!(!taken(&path));
         let _second = RuntimeDir::take(path.clone()).unwrap();
         assert!(
             !session_socket(&path).exists(),

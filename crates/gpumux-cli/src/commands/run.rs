@@ -424,6 +424,7 @@ fn start_daemon() -> anyhow::Result<()> {
         &["daemon", "--idle-exit", IDLE_EXIT_S],
         &dir.join("daemon.log"),
         || UnixStream::connect(&socket).is_ok(),
+        || paths::taken(&dir),
     )
 }
 
