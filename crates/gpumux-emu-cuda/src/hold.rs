@@ -31,6 +31,7 @@ struct Watched {
     id: u64,
     page: u64,
     ticket: u32,
+    timeout: u64,
     met: bool,
 }
 
@@ -64,7 +65,13 @@ fn store(at: u64, value: u64) -> Result {
 }
 
 /// Ends a hold when its word says so.
-pub(crate) fn watch(context: &Arc<Context>, id: u64, page: u64, ticket: u32) -> Result {
+pub(crate) fn watch(
+    context: &Arc<Context>,
+    id: u64,
+    page: u64,
+    ticket: u32,
+    timeout: u64,
+) -> Result {
     static WATCHER: Mutex<Option<mpsc::Sender<Watched>>> = Mutex::new(None);
     let mut watcher = lock(&WATCHER);
     let sender = match &mut *watcher {
@@ -83,6 +90,7 @@ pub(crate) fn watch(context: &Arc<Context>, id: u64, page: u64, ticket: u32) -> 
         id,
         page,
         ticket,
+        timeout,
         met: is_met(page, ticket),
     };
     sender.send(watched).map_err(|_| CuError::OPERATING_SYSTEM)
@@ -104,7 +112,7 @@ fn look(new: &mpsc::Receiver<Watched>) {
             };
             if !watched.met && is_met(watched.page, watched.ticket) {
                 watched.met = true;
-                let _ = note_held(watched.page, u64::MAX);
+                let _ = note_held(watched.page, watched.timeout);
             }
             // The low half of the first two words.
             let released = load_u64(watched.page).map_or(watched.ticket, |words| words as u32);

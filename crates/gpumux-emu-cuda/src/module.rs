@@ -223,14 +223,17 @@ pub(crate) fn launch(
         let kernel = Kernel::new(&of.name, &arguments)?;
         let work = kernel.cost(shape, &context.device.info);
         if let Kernel::Hold {
-            page, ticket, last, ..
+            page,
+            ticket,
+            last,
+            timeout,
         } = kernel
             && !stream.is_captured()
         {
             hold::begin(page, last)?;
             let op = Op::compute(work, Effect::Kernel(kernel));
             let id = context.submit(vec![(stream.id, op)])?;
-            return hold::watch(&context, id, page, ticket);
+            return hold::watch(&context, id, page, ticket, timeout);
         }
         return stream.submit(Op::compute(work, Effect::Kernel(kernel)));
     }
