@@ -245,7 +245,7 @@ fn connections_that_are_held_open_and_silent_do_not_lock_others_out() {
         Duration::from_secs(30),
         || {
             let new = node
-                .tenant("--name new", "gpumux workload check --json --seconds 0.1")
+                .tenant("", "gpumux workload check --json --seconds 0.1")
                 .run();
             (new.status.success() && new.err.is_empty()).then_some(())
         },

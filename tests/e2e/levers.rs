@@ -5,14 +5,7 @@ use std::time::Duration;
 use gpumux_tests::{Node, PATIENCE, Process, Puppet, Run, wait_for};
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS};
-
-/// Counts how many kernels a program finishes in a while.
-fn progress(process: &Process, time: Duration) -> usize {
-    let before = process.lines();
-    std::thread::sleep(time);
-    process.lines() - before
-}
+use crate::{REQUESTS, TICKS, a_second, wait_still};
 
 #[test]
 fn timeslices_read_back_as_they_were_set() {
@@ -61,8 +54,7 @@ fn freezing_one_leaves_others_alone() {
     a.wait_lines(3);
     b.wait_lines(3);
     a_levers.freeze().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(progress(&a, Duration::from_millis(300)), 0);
+    wait_still(&a);
     let lines = b.lines();
     b.wait_lines(lines + 20);
     a_levers.thaw().unwrap();
@@ -77,21 +69,16 @@ fn a_lost_daemon_thaws_what_it_froze() {
     process.wait_lines(3);
     levers.set_timeslice(1).unwrap();
     levers.freeze().unwrap();
-    std::thread::sleep(Duration::from_millis(100));
-    assert_eq!(progress(&process, Duration::from_millis(300)), 0);
+    wait_still(&process);
     let lines = process.lines();
     drop(session);
-    wait_for(
-        "the shim to thaw its own process",
-        Duration::from_secs(1),
-        || (process.lines() > lines).then_some(()),
-    );
+    wait_for("the shim to thaw its own process", a_second(), || {
+        (process.lines() > lines).then_some(())
+    });
     // Its file still works in our hands, so we can see what the shim left behind.
-    wait_for(
-        "the slice that libcuda had set",
-        Duration::from_secs(1),
-        || (levers.timeslice().unwrap() == 2048).then_some(()),
-    );
+    wait_for("the slice that libcuda had set", a_second(), || {
+        (levers.timeslice().unwrap() == 2048).then_some(())
+    });
 }
 
 /// Alone, alone of its kind: the slices that the classes stand for.

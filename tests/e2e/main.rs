@@ -22,12 +22,40 @@ mod timings;
 mod transparency;
 mod users;
 
+use std::time::Duration;
+
+use gpumux_tests::{PATIENCE, Process, real, wait_for};
+
 /// A tenant program that runs one short kernel after the other and prints a line for each.
 const TICKS: &str = "gpumux scratch";
 
 /// Whether a tenant is as it was: its levers move. Whether it has work at this moment changes all the time.
 fn is_well(tenant: &serde_json::Value) -> bool {
     ["running", "idle"].iter().any(|it| tenant["state"] == *it)
+}
+
+/// Lines that a program writes in a while.
+fn progress(process: &Process, time: Duration) -> usize {
+    let before = process.lines();
+    std::thread::sleep(time);
+    process.lines() - before
+}
+
+/// Waits until a frozen program stands still. What it had done before may be read later. One that runs writes some fifty lines
+/// in this time.
+#[track_caller]
+fn wait_still(process: &Process) {
+    wait_for("it stands still", PATIENCE, || {
+        (progress(process, Duration::from_millis(300)) == 0).then_some(())
+    });
+}
+
+/// What is promised within a second. The emulated device's machine may stand still for longer: there, that it comes at all.
+fn a_second() -> Duration {
+    match real() {
+        true => Duration::from_secs(1),
+        false => PATIENCE,
+    }
 }
 
 /// A latency tenant's program that has work now and then. Beside it, batch tenants take turns by freezing.

@@ -1,7 +1,7 @@
 //! What goes wrong on demand (`GPUMUX_EMU_FAULT`, the profile's `controls`): it shows as the driver's own error, and stays
 //! where it is.
 
-use std::{fs, process::Command};
+use std::process::Command;
 
 use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
 use rustix::process::Signal;
@@ -45,16 +45,11 @@ fn works(finished: Finished) {
     assert_eq!(finished.json()["mismatches"], 0, "{finished:#?}");
 }
 
-/// Files that the device's server holds: none is left of a program that is gone.
-fn files(node: &Node) -> usize {
-    let files = fs::read_dir(format!("/proc/{}/fd", node.emulated_pid()));
-    files.expect("it lives").count()
-}
-
+/// Nothing is left of a program that is gone: the device's server holds as many files as before it.
 #[track_caller]
 fn wait_files(node: &Node, count: usize) {
     wait_for("files to be closed", PATIENCE, || {
-        (files(node) == count).then_some(())
+        (node.emulated_files() == count).then_some(())
     });
 }
 
@@ -140,7 +135,7 @@ fn a_program_killed_at_any_call_leaves_nothing_behind() {
     let mut other = Process::start(&mut node.tenant("--name other --class batch", TICKS));
     other.wait_lines(3);
     let total = count(&node, "kill");
-    let before = files(&node);
+    let before = node.emulated_files();
     for n in each(total) {
         let victim = node.tenant("--name victim --class latency", CHECK);
         let code = faulty(victim, &format!("kill@{n}")).run().code();
@@ -165,7 +160,7 @@ fn a_failing_control_is_an_error_or_does_not_matter() {
         return;
     };
     let total = count(&node, "control");
-    let before = files(&node);
+    let before = node.emulated_files();
     for n in each(total) {
         for managed in [false, true] {
             let command = match managed {

@@ -29,21 +29,6 @@ fn ticks(pid: u32) -> u64 {
     field(11).unwrap_or(0) + field(12).unwrap_or(0)
 }
 
-fn files(pid: u32) -> usize {
-    fs::read_dir(format!("/proc/{pid}/fd"))
-        .expect("it lives")
-        .count()
-}
-
-/// Its files when it opens and closes none: it closes a program's a moment after that has ended.
-fn files_at_rest(pid: u32) -> usize {
-    wait_for("no files come or go", PATIENCE, || {
-        let before = files(pid);
-        std::thread::sleep(Duration::from_millis(200));
-        (files(pid) == before).then_some(before)
-    })
-}
-
 /// Bytes that the device's server has in memory.
 fn resident(pid: u32) -> u64 {
     let statm = fs::read_to_string(format!("/proc/{pid}/statm")).expect("it lives");
@@ -74,7 +59,7 @@ fn sixteen_processes_on_two_devices() {
         ..Options::default()
     });
     let server = node.emulated_pid();
-    let (free_before, before) = (free(&node), files_at_rest(server));
+    let (free_before, before) = (free(&node), node.emulated_files());
     let start = |line: &str, i: usize| {
         let mut command = node.on_device(line.split(' ').map(str::to_owned));
         Process::start(command.env("CUDA_VISIBLE_DEVICES", (i % 2).to_string()))
@@ -95,7 +80,7 @@ fn sixteen_processes_on_two_devices() {
         assert_eq!(finished.json()["mismatches"], 0, "{finished:#?}");
     }
     wait_for("all files are closed", PATIENCE, || {
-        (files(server) == before).then_some(())
+        (node.emulated_files() == before).then_some(())
     });
 
     // What the first round needed is enough for all others.
@@ -125,7 +110,7 @@ fn sixteen_processes_on_two_devices() {
         process.kill();
     }
     wait_for("all files are closed", PATIENCE, || {
-        (files(server) == before).then_some(())
+        (node.emulated_files() == before).then_some(())
     });
     assert_eq!(free(&node), free_before);
     let grown = resident(server).saturating_sub(settled);

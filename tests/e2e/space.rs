@@ -14,14 +14,14 @@ use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Run, Session, rea
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS, is_well};
+use crate::{REQUESTS, TICKS, is_well, wait_still};
 
 /// What a plain MPS server does: the reason why the daemon holds files, and the model of the emulated device.
 #[test]
 fn work_that_a_killed_client_leaves_ends_the_others_unless_it_is_short_or_somebody_holds_its_memory()
  {
     let puppets = Puppets::new();
-    let endless = "gpumux workload fault --kind endless --seconds 0.5".to_owned();
+    let endless = "gpumux workload fault --kind endless --seconds 0.1".to_owned();
     let batch = |us: u32| format!("gpumux workload batch --kernel-us {us} --seconds 600");
     for (program, held, ends) in [
         (batch(500), false, false),
@@ -170,7 +170,8 @@ fn a_group_is_frozen_and_thawed_as_one_and_all_progress() {
 #[test]
 fn a_latency_tenant_outside_preempts_the_group() {
     let node = Node::start();
-    let loads = ["a", "b"].map(|name| member(&node, name, "", LOAD));
+    let load = "gpumux workload batch --kernel-us 100000 --seconds 600";
+    let loads = ["a", "b"].map(|name| member(&node, name, "", load));
     for name in ["a", "b"] {
         node.wait_tenant(name, |it| domain(it)["demand"] == "busy");
     }
@@ -182,9 +183,9 @@ fn a_latency_tenant_outside_preempts_the_group() {
         .ok()
         .json();
     println!("latency outside a busy group of two: {report:#}");
-    // Kernels of 10 ms without preemption would let requests wait for as long.
+    // Kernels of 100 ms without preemption would let requests wait for as long.
     let p50 = report["p50_us"].as_f64().unwrap();
-    assert!(p50 < 5000.0, "{report:#}");
+    assert!(p50 < 50_000.0, "{report:#}");
     drop(loads);
 }
 
@@ -294,9 +295,9 @@ fn the_groups_levers_are_at_every_clients_handles() {
     for (_, _, levers) in &clients[1..] {
         levers.freeze().unwrap();
     }
-    std::thread::sleep(Duration::from_millis(50));
-    let frozen = progress(&clients, time);
-    assert!(frozen.iter().all(|lines| *lines == 0), "{frozen:?}");
+    for (process, _, _) in &clients {
+        wait_still(process);
+    }
     for (_, _, levers) in &clients {
         levers.thaw().unwrap();
     }
@@ -348,14 +349,13 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
     );
     let fault = wait_ps(&node, "the fault", |ps| ps["faults"].get(0).cloned());
     println!("{fault:#}\n{}", logs(&node));
-    assert!(fault["restarted_ms"].as_u64() < Some(2000), "{fault:#}");
-    // 100 ms is the aim; a machine with other things to do may need longer.
-    assert!(
-        fault["noticed_after_ms"]
-            .as_u64()
-            .is_some_and(|ms| ms < 2000),
-        "{fault:#}"
-    );
+    // 100 ms until it is noticed is the aim; a machine with other things to do may need longer.
+    for took in ["noticed_after_ms", "restarted_ms"] {
+        assert!(
+            fault[took].as_u64().is_some_and(|ms| ms < 10_000),
+            "{fault:#}"
+        );
+    }
     let others: Vec<&str> = fault["others"]
         .as_array()
         .unwrap()
@@ -432,8 +432,8 @@ fn who_takes_groups_down_under_no_name_joins_none_any_more_and_other_programs_do
     // All are called after the same binary, with numbers.
     let mut first = Process::start(&mut node.tenant("", TICKS));
     first.wait_lines(1);
-    let bad = "gpumux workload fault --seconds 1";
-    let place = |name: &str| node.wait_tenant(name, has_domain)["placement"].clone();
+    let bad = "gpumux workload fault --seconds 3";
+    let place = |name: &str| node.wait_tenant(name, |_| true)["placement"].clone();
     for round in 1..=2 {
         start(bad).finish();
         let culprit = wait_ps(&node, "the fault", |ps| {
@@ -570,6 +570,7 @@ fn let_fail(node: &Node, options: &str, fault: &str) {
     let killed = ["endless", "kill"].contains(&fault);
     let program = match fault {
         "kill" => "gpumux workload batch --kernel-us 20000 --seconds 600".to_owned(),
+        "endless" => "gpumux workload fault --kind endless --seconds 0.1".to_owned(),
         fault => format!("gpumux workload fault --kind {fault} --seconds 0.7"),
     };
     let mut culprit =
@@ -577,7 +578,7 @@ fn let_fail(node: &Node, options: &str, fault: &str) {
     if killed {
         node.wait_tenant(&name, |it| domain(it)["demand"] == "busy");
         // So long that its last kernel is the one that does not end.
-        std::thread::sleep(Duration::from_secs(1));
+        std::thread::sleep(Duration::from_secs(2));
         assert!(culprit.poll().is_none(), "{}", culprit.err());
         culprit.kill();
     } else {

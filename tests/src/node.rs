@@ -172,6 +172,21 @@ impl Node {
             .pid()
     }
 
+    /// How many files the device's server holds when it opens and closes none: it closes a program's a moment after that has ended.
+    ///
+    /// # Panics
+    /// On a real device.
+    #[track_caller]
+    pub fn emulated_files(&self) -> usize {
+        let dir = format!("/proc/{}/fd", self.emulated_pid());
+        let count = || fs::read_dir(&dir).expect("the server runs").count();
+        wait_for("no files come or go", PATIENCE, || {
+            let before = count();
+            std::thread::sleep(Duration::from_millis(100));
+            (count() == before).then_some(before)
+        })
+    }
+
     fn emulated_socket(&self) -> PathBuf {
         self.dir().join("emu.sock")
     }

@@ -1,7 +1,7 @@
 //! Child processes whose output is collected, whose end is bounded, and which never outlive their test.
 
 use std::{
-    io::{BufRead, BufReader, Read, Write},
+    io::{BufRead, BufReader, ErrorKind, Read, Write},
     os::unix::process::ExitStatusExt,
     process::{Child, Command, ExitStatus, Stdio},
     sync::{
@@ -96,7 +96,11 @@ impl Process {
     /// Writes to its standard input.
     pub fn write(&mut self, text: &str) {
         let input = self.child.stdin.as_mut().expect("piped");
-        input.write_all(text.as_bytes()).expect("it reads");
+        match input.write_all(text.as_bytes()) {
+            // One that has just ended reads no more; what came of it is looked at later.
+            Err(error) if error.kind() == ErrorKind::BrokenPipe => {}
+            written => written.expect("it reads"),
+        }
     }
 
     /// Closes its standard input.
@@ -124,7 +128,8 @@ impl Process {
     pub fn wait_lines(&mut self, count: usize) {
         let started = Instant::now();
         while self.lines() < count {
-            if self.poll().is_some() && self.lines() < count {
+            // What it wrote last is read a moment after its end.
+            if self.poll().is_some() && self.out.whole().lines().count() < count {
                 panic!(
                     "it ended after {} lines: {}{}",
                     self.lines(),
@@ -244,8 +249,11 @@ impl Stream {
     /// All of it, after the child's end. A grandchild that holds the pipe open is not waited for long.
     fn whole(&mut self) -> String {
         if let Some(reader) = self.reader.take() {
-            let started = Instant::now();
-            while !reader.is_finished() && started.elapsed() < Duration::from_secs(2) {
+            // Counted in rounds: time in which the whole machine stands still is none to read in.
+            for _ in 0..2000 {
+                if reader.is_finished() {
+                    break;
+                }
                 std::thread::sleep(Duration::from_millis(1));
             }
         }

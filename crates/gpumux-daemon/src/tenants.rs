@@ -1478,9 +1478,7 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
     /// With groups, whose control daemons are this script.
     async fn with_groups(dir: &tempfile::TempDir, script: &str) -> Arc<Tenants> {
         let control = dir.path().join("control.sh");
-        std::fs::write(&control, script).unwrap();
-        let mode = std::os::unix::fs::PermissionsExt::from_mode(0o700);
-        std::fs::set_permissions(&control, mode).unwrap();
+        gpumux_tests::program(&control, script);
         with_control(dir, Some(control)).await
     }
 

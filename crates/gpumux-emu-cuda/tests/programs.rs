@@ -346,7 +346,8 @@ fn events_have_the_models_time() {
         let spin = kernel("gpumux_spin");
         let stream = stream(STREAM_NON_BLOCKING);
         let (start, end) = (event(0), event(0));
-        launch(spin, stream, &[1_000_000]);
+        // All else is queued when it ends.
+        launch(spin, stream, &[500_000_000]);
         cu!(cuEventRecord(start, stream));
         launch(spin, stream, &[20_000_000]);
         cu!(cuEventRecord(end, stream));
@@ -494,7 +495,7 @@ fn host_functions_run_in_their_place() {
         type HostFunction = extern "C" fn(*mut c_void);
         let launch_host: unsafe extern "C" fn(CUstream, HostFunction, usize) -> c_int =
             symbol("cuLaunchHostFunc");
-        launch(spin, stream, &[10_000_000]);
+        launch(spin, stream, &[1_000_000_000]);
         for i in 0..3 {
             // SAFETY: the function outlives the stream.
             assert_eq!(unsafe { launch_host(stream, called, i) }, 0);

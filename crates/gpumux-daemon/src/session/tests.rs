@@ -46,7 +46,7 @@ impl Node {
         let tenants = Tenants::load(files, String::new(), scheduler.clone(), groups)
             .await
             .unwrap();
-        let hello = Duration::from_millis(200);
+        let hello = Duration::from_secs(3);
         let sessions = Sessions::new(&config, hello, Arc::clone(&tenants), scheduler.clone());
         let listener = socket::listen(&dir.path().join("session.sock"), 4096).unwrap();
         let (stop, stopped) = watch::channel(false);

@@ -205,7 +205,7 @@ fn work_is_reported_with_the_models_times() {
 fn a_freeze_waits_for_the_effects_of_interrupted_kernels() {
     let running = start(Profile::default());
     let mut program = Program::start(&running);
-    let ids = program.submit(&[kernel(50 * MILLI), Work::Record]);
+    let ids = program.submit(&[kernel(1000 * MILLI), Work::Record]);
     let levers = program.levers();
     let (told, answers) = mpsc::channel();
     thread::scope(|scope| {
