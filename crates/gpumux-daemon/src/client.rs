@@ -64,6 +64,13 @@ pub enum ClientError {
     },
 }
 
+impl ClientError {
+    /// Whether the daemon said that it is about to end.
+    pub fn is_leaving(&self) -> bool {
+        matches!(self, Self::Refused { status, .. } if *status == StatusCode::SERVICE_UNAVAILABLE.as_u16())
+    }
+}
+
 impl Client {
     /// For the daemon in this runtime directory.
     pub fn new(runtime_dir: impl Into<PathBuf>) -> Self {

@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::Context;
+use anyhow::{Context, ensure};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use gpumux_core::space::{Sharing, is_point};
 use gpumux_daemon::{
@@ -35,6 +35,8 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use super::{become_program, cannot_run, client, spec::SpecArgs};
 use crate::{background, fingerprint, libraries, output};
 
+/// How long a daemon that ends may take to make room for the next one.
+const LEAVES: Duration = Duration::from_secs(10);
 /// A daemon that `run` started ends after so many seconds without tenants.
 const IDLE_EXIT_S: &str = "60";
 
@@ -390,17 +392,20 @@ fn create(args: &Args) -> Result<Created, Failure> {
 /// Has the daemon make a tenant that lives as long as this process; starts one if there is none.
 pub(super) fn make(tenant: &NewTenant) -> Result<Created, Failure> {
     let ask = || client::block(async |client| client.create(tenant).await);
-    let answer = match ask() {
-        Err(ClientError::NoDaemon { .. }) => {
-            start_daemon()
-                .context("cannot start the daemon")
-                .map_err(Failure::Unmanaged)?;
-            ask()
-        }
-        answer => answer,
-    };
+    let mut answer = ask();
+    let asked = Instant::now();
+    while answer.as_ref().is_err_and(ClientError::is_leaving) && asked.elapsed() < LEAVES {
+        std::thread::sleep(MOMENT);
+        answer = ask();
+    }
+    if let Err(ClientError::NoDaemon { .. }) = answer {
+        start_daemon()
+            .context("cannot start the daemon")
+            .map_err(Failure::Unmanaged)?;
+        answer = ask();
+    }
     answer.map_err(|error| match error {
-        ClientError::Refused { .. } => Failure::Refused(error),
+        ClientError::Refused { .. } if !error.is_leaving() => Failure::Refused(error),
         error => Failure::Unmanaged(error.into()),
     })
 }
@@ -420,12 +425,23 @@ fn start_daemon() -> anyhow::Result<()> {
         .mode(mode)
         .create(&dir)
         .with_context(|| format!("cannot make {}", dir.display()))?;
-    background::start(
-        &["daemon", "--idle-exit", IDLE_EXIT_S],
-        &dir.join("daemon.log"),
-        || UnixStream::connect(&socket).is_ok(),
-        || paths::taken(&dir),
-    )
+    let ready = || UnixStream::connect(&socket).is_ok();
+    let taken = || paths::taken(&dir);
+    // One that starts, or one that is about to end.
+    let met = Instant::now();
+    while taken() && !ready() {
+        ensure!(
+            met.elapsed() < LEAVES,
+            "a daemon has {} and does not answer: look at its log, or end it",
+            dir.display()
+        );
+        std::thread::sleep(MOMENT);
+    }
+    if ready() {
+        return Ok(());
+    }
+    let log = dir.join("daemon.log");
+    background::start(&["daemon", "--idle-exit", IDLE_EXIT_S], &log, ready, taken)
 }
 
 #[cfg(test)]
