@@ -277,6 +277,21 @@ fn who_comes_while_a_daemon_ends_has_the_next_one() {
     assert_eq!((tenant.out.as_str(), tenant.err.as_str()), ("ran\n", ""));
 }
 
+/// As where systemd starts it again.
+#[test]
+fn who_comes_between_two_daemons_has_the_next_one() {
+    let mut node = Node::start();
+    node.kill_daemon();
+    let mut tenant = node.tenant("--name waits", "sh -c");
+    let mut tenant = Process::start(tenant.arg("echo ready; sleep 60"));
+    std::thread::sleep(Duration::from_millis(300));
+    node.start_daemon();
+    tenant.wait_lines(1);
+    assert_eq!(tenant.err(), "");
+    assert!(node.find_tenant("waits").is_some());
+    assert!(!node.dir().join("daemon.log").exists(), "no other began");
+}
+
 #[test]
 fn a_daemon_without_tenants_ends_by_itself() {
     let node = Node::with(Options {

@@ -17,7 +17,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, ensure};
+use anyhow::Context;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use gpumux_core::space::{Sharing, is_point};
 use gpumux_daemon::{
@@ -35,8 +35,10 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 use super::{become_program, cannot_run, client, spec::SpecArgs};
 use crate::{background, fingerprint, libraries, output};
 
-/// How long a daemon that ends may take to make room for the next one.
+/// How long a daemon may take to end or to start.
 const LEAVES: Duration = Duration::from_secs(10);
+/// How long after one has ended the next may begin to start: systemd waits for 0.2 s.
+const FOLLOWS: Duration = Duration::from_secs(2);
 /// A daemon that `run` started ends after so many seconds without tenants.
 const IDLE_EXIT_S: &str = "60";
 
@@ -392,22 +394,46 @@ fn create(args: &Args) -> Result<Created, Failure> {
 /// Has the daemon make a tenant that lives as long as this process; starts one if there is none.
 pub(super) fn make(tenant: &NewTenant) -> Result<Created, Failure> {
     let ask = || client::block(async |client| client.create(tenant).await);
-    let mut answer = ask();
-    let asked = Instant::now();
-    while answer.as_ref().is_err_and(ClientError::is_leaving) && asked.elapsed() < LEAVES {
-        std::thread::sleep(MOMENT);
-        answer = ask();
-    }
-    if let Err(ClientError::NoDaemon { .. }) = answer {
-        start_daemon()
-            .context("cannot start the daemon")
-            .map_err(Failure::Unmanaged)?;
-        answer = ask();
-    }
+    let answer = match settled(ask) {
+        Err(ClientError::NoDaemon { .. }) => {
+            start_daemon()
+                .context("cannot start the daemon")
+                .map_err(Failure::Unmanaged)?;
+            ask()
+        }
+        answer => answer,
+    };
     answer.map_err(|error| match error {
         ClientError::Refused { .. } if !error.is_leaving() => Failure::Refused(error),
         error => Failure::Unmanaged(error.into()),
     })
+}
+
+/// Asks until it is clear whether there is a daemon: one that starts, ends or has just ended is waited for, and for who follows it. A
+/// second daemon beside that would do harm.
+fn settled<T>(ask: impl Fn() -> Result<T, ClientError>) -> Result<T, ClientError> {
+    let asked = Instant::now();
+    let mut there = None;
+    loop {
+        let answer = ask();
+        let dir = paths::find();
+        let is_there = match &answer {
+            Err(ClientError::NoDaemon { .. }) => paths::taken(&dir),
+            Err(error) if error.is_leaving() => true,
+            _ => return answer,
+        };
+        if is_there {
+            there = Some(Instant::now());
+        } else if paths::api_socket(&dir).exists() {
+            // It was killed.
+            there.get_or_insert(asked);
+        }
+        let follows = there.is_some_and(|there| there.elapsed() < FOLLOWS);
+        if !follows || asked.elapsed() > LEAVES {
+            return answer;
+        }
+        std::thread::sleep(MOMENT);
+    }
 }
 
 /// Starts a daemon of this user in the background.
@@ -425,23 +451,12 @@ fn start_daemon() -> anyhow::Result<()> {
         .mode(mode)
         .create(&dir)
         .with_context(|| format!("cannot make {}", dir.display()))?;
-    let ready = || UnixStream::connect(&socket).is_ok();
-    let taken = || paths::taken(&dir);
-    // One that starts, or one that is about to end.
-    let met = Instant::now();
-    while taken() && !ready() {
-        ensure!(
-            met.elapsed() < LEAVES,
-            "a daemon has {} and does not answer: look at its log, or end it",
-            dir.display()
-        );
-        std::thread::sleep(MOMENT);
-    }
-    if ready() {
-        return Ok(());
-    }
-    let log = dir.join("daemon.log");
-    background::start(&["daemon", "--idle-exit", IDLE_EXIT_S], &log, ready, taken)
+    background::start(
+        &["daemon", "--idle-exit", IDLE_EXIT_S],
+        &dir.join("daemon.log"),
+        || UnixStream::connect(&socket).is_ok(),
+        || paths::taken(&dir),
+    )
 }
 
 #[cfg(test)]
