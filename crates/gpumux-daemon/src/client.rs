@@ -52,6 +52,9 @@ pub enum ClientError {
     /// No answer within five seconds.
     #[error("the daemon at {0} does not answer: look at its log, or restart it")]
     Timeout(PathBuf),
+    /// It took the request and was gone.
+    #[error("the daemon at {0} ended before it answered: try again")]
+    Gone(PathBuf),
     /// Something else answered, or half a daemon.
     #[error(
         "the answer from {socket} cannot be understood ({why}): is the daemon of the same version?"
@@ -65,9 +68,13 @@ pub enum ClientError {
 }
 
 impl ClientError {
-    /// Whether the daemon said that it is about to end.
+    /// Whether the daemon is about to end, or ended when it was asked.
     pub fn is_leaving(&self) -> bool {
-        matches!(self, Self::Refused { status, .. } if *status == StatusCode::SERVICE_UNAVAILABLE.as_u16())
+        match self {
+            Self::Refused { status, .. } => *status == StatusCode::SERVICE_UNAVAILABLE.as_u16(),
+            Self::Gone(_) => true,
+            _ => false,
+        }
     }
 }
 
@@ -319,13 +326,13 @@ impl Client {
             .map_err(|error| self.protocol(error))?;
         let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
             .await
-            .map_err(|error| self.protocol(error))?;
+            .map_err(|error| self.broken(&error))?;
         // The connection must be driven while its answer is awaited.
         let answer = async {
             let answer = sender
                 .send_request(request)
                 .await
-                .map_err(|error| self.protocol(error))?;
+                .map_err(|error| self.broken(&error))?;
             let status = answer.status();
             let body = Limited::new(answer.into_body(), MAX_ANSWER).collect().await;
             Ok((
@@ -337,7 +344,7 @@ impl Client {
         let (status, bytes) = tokio::select! {
             answer = &mut answer => answer?,
             ended = connection => {
-                ended.map_err(|error| self.protocol(error))?;
+                ended.map_err(|error| self.broken(&error))?;
                 answer.await?
             }
         };
@@ -354,6 +361,13 @@ impl Client {
                 message: problem.error,
             },
             Err(_) => self.protocol(status),
+        }
+    }
+
+    fn broken(&self, error: &hyper::Error) -> ClientError {
+        match error.is_parse() || error.is_user() {
+            true => self.protocol(error),
+            false => ClientError::Gone(self.socket.clone()),
         }
     }
 
@@ -379,4 +393,39 @@ fn escaped(name: &str) -> String {
         _ => format!("%{byte:02X}"),
     };
     name.bytes().map(escape).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read, Write},
+        os::unix::net::UnixListener,
+    };
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_daemon_that_ends_is_told_from_one_that_talks_nonsense() {
+        let dir = tempfile::tempdir().unwrap();
+        let client = Client::new(dir.path());
+        let listener = UnixListener::bind(paths::api_socket(dir.path())).unwrap();
+        let answers = ["", "HTTP/1.1 200 OK\r\ncontent-le", "what?\r\n\r\n"];
+        let daemon = std::thread::spawn(move || {
+            for answer in answers {
+                let mut stream = listener.accept().unwrap().0;
+                // What is left unread would break the connection before the answer is read.
+                if !answer.is_empty() {
+                    let _ = stream.read(&mut [0; 4096]).unwrap();
+                }
+                let _ = stream.write_all(answer.as_bytes());
+            }
+        });
+        for gone in [true, true, false] {
+            let error = client.status().await.unwrap_err();
+            assert_eq!(error.is_leaving(), gone, "{error}");
+        }
+        daemon.join().unwrap();
+        let error = client.status().await.unwrap_err();
+        assert!(matches!(error, ClientError::NoDaemon { .. }), "{error}");
+    }
 }
