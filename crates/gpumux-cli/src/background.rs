@@ -90,8 +90,7 @@ pub(crate) fn end_with_this(command: &mut Command) {
     };
 }
 
-/// Starts `gpumux ARGS…` in the background and waits, within bounds, until `ready` says so. It may give way to `another` one that
-/// was started at the same moment; then for that.
+/// Starts `gpumux ARGS…` in the background and waits, within bounds, until `ready` says so.
 ///
 /// # Errors
 /// When it ends before it is ready (with the end of its log), or is not ready in time.
@@ -99,7 +98,6 @@ pub(crate) fn start(
     args: &[impl AsRef<OsStr>],
     log: &Path,
     ready: impl Fn() -> bool,
-    another: impl Fn() -> bool,
 ) -> anyhow::Result<()> {
     let mut middle = Command::new(std::env::current_exe()?)
         .args(["background", "--log"])
@@ -129,10 +127,7 @@ pub(crate) fn start(
     let process = pidfd_open(pid, PidfdFlags::empty()).ok();
     let started = Instant::now();
     while !ready() {
-        if ended(process.as_ref())? {
-            ensure!(another(), "{}", last_line(log));
-            std::thread::sleep(MOMENT);
-        }
+        ensure!(!ended(process.as_ref())?, "{}", last_line(log));
         ensure!(
             started.elapsed() < READY,
             "it was not ready within {READY:?}; see {}",

@@ -39,9 +39,10 @@ impl Server {
         let mut args: Vec<OsString> = ["emu", "serve", "--while", &pid].map(Into::into).into();
         args.extend(["--socket".into(), socket.clone().into()]);
         args.extend(options);
-        let ready = || gpumux_wire::socket::connect(&socket, SocketFlags::NONBLOCK).is_ok();
-        background::start(&args, &dir.join("emu.log"), ready, || false)
-            .context("cannot start the emulated device")?;
+        background::start(&args, &dir.join("emu.log"), || {
+            gpumux_wire::socket::connect(&socket, SocketFlags::NONBLOCK).is_ok()
+        })
+        .context("cannot start the emulated device")?;
         Ok(Self { socket })
     }
 

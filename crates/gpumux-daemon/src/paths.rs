@@ -9,7 +9,7 @@ use std::{
 };
 
 use rustix::{
-    fs::{FlockOperation, flock},
+    fs::{FlockOperation, Mode, OFlags, flock, open},
     process::getuid,
 };
 
@@ -42,11 +42,11 @@ pub fn runtime_dir() -> PathBuf {
 /// one. A directory that belongs to somebody else than this user or root is never taken.
 pub fn find() -> PathBuf {
     let own = runtime_dir();
-    let serves = |dir: &Path| {
-        let trusted = |owner| owner == 0 || owner == getuid().as_raw();
-        std::fs::symlink_metadata(api_socket(dir)).is_ok_and(|socket| trusted(socket.uid()))
-    };
-    if named().is_none() && !serves(&own) && serves(SYSTEM.as_ref()) {
+    let owner = |path: &Path| std::fs::symlink_metadata(path).ok().map(|it| it.uid());
+    let trusted = |owner| owner == 0 || owner == getuid().as_raw();
+    let serves = |dir: &Path| owner(&api_socket(dir)).is_some_and(trusted);
+    let is_foreign = owner(&own).is_some_and(|owner| !trusted(owner));
+    if named().is_none() && (is_foreign || !serves(&own) && serves(SYSTEM.as_ref())) {
         return SYSTEM.into();
     }
     own
@@ -107,6 +107,26 @@ pub enum DirError {
     Io(PathBuf, io::Error),
 }
 
+/// Makes a runtime directory if need be.
+///
+/// # Errors
+/// When it cannot be made, or somebody else has made it.
+pub fn make(dir: &Path) -> Result<(), DirError> {
+    let io = |error| DirError::Io(dir.to_owned(), error);
+    // Tenants of all users must reach a system daemon's sockets.
+    let mode = if getuid().is_root() { 0o755 } else { 0o700 };
+    DirBuilder::new()
+        .recursive(true)
+        .mode(mode)
+        .create(dir)
+        .map_err(io)?;
+    let made = std::fs::symlink_metadata(dir).map_err(io)?;
+    match made.is_dir() && made.uid() == getuid().as_raw() {
+        true => Ok(()),
+        false => Err(DirError::Foreign(dir.to_owned())),
+    }
+}
+
 /// The daemon's hold on its runtime directory: at most one daemon has it.
 #[derive(Debug)]
 pub(crate) struct RuntimeDir {
@@ -118,17 +138,7 @@ impl RuntimeDir {
     /// Makes the directory if need be, takes its lock, and removes sockets that a dead daemon left.
     pub(crate) fn take(path: PathBuf) -> Result<Self, DirError> {
         let io = |error| DirError::Io(path.clone(), error);
-        // Tenants of all users must reach a system daemon's sockets.
-        let mode = if getuid().is_root() { 0o755 } else { 0o700 };
-        DirBuilder::new()
-            .recursive(true)
-            .mode(mode)
-            .create(&path)
-            .map_err(io)?;
-        let directory = std::fs::symlink_metadata(&path).map_err(io)?;
-        if !directory.is_dir() || directory.uid() != getuid().as_raw() {
-            return Err(DirError::Foreign(path));
-        }
+        make(&path)?;
         let mut lock = OpenOptions::new()
             .read(true)
             .write(true)
@@ -169,8 +179,10 @@ impl RuntimeDir {
 
 /// Whether a daemon has the directory, be it one that only starts.
 pub fn taken(dir: &Path) -> bool {
+    // Whoever made the directory may have made a pipe of that name, which nobody shall wait for.
+    let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
     // A shared lock, so that those who ask don't take each other for a daemon.
-    File::open(dir.join("lock"))
+    open(dir.join("lock"), flags, Mode::empty())
         .is_ok_and(|lock| flock(lock, FlockOperation::NonBlockingLockShared).is_err())
 }
 
@@ -198,6 +210,8 @@ pub(crate) fn open_to_all(socket: &Path) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{CWD, FileType, mknodat};
+
     use super::*;
 
     #[test]
@@ -214,6 +228,9 @@ mod tests {
         std::fs::write(session_socket(&path), "").unwrap();
         drop(first);
         assert!(!taken(&path));
+        let pipe = parent.path().join("lock");
+        mknodat(CWD, pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
+        assert!(!taken(parent.path()), "nobody waits for who writes it");
         let _second = RuntimeDir::take(path.clone()).unwrap();
         assert!(
             !session_socket(&path).exists(),

@@ -6,8 +6,8 @@
 use std::{
     env,
     ffi::OsString,
-    fs::{self, DirBuilder, File},
-    os::unix::{fs::DirBuilderExt, net::UnixStream, process::ExitStatusExt},
+    fs::{self, File},
+    os::unix::{net::UnixStream, process::ExitStatusExt},
     path::Path,
     process::{Command, ExitCode},
     sync::{
@@ -394,15 +394,15 @@ fn create(args: &Args) -> Result<Created, Failure> {
 /// Has the daemon make a tenant that lives as long as this process; starts one if there is none.
 pub(super) fn make(tenant: &NewTenant) -> Result<Created, Failure> {
     let ask = || client::block(async |client| client.create(tenant).await);
-    let answer = match settled(ask) {
-        Err(ClientError::NoDaemon { .. }) => {
-            start_daemon()
-                .context("cannot start the daemon")
-                .map_err(Failure::Unmanaged)?;
-            ask()
+    let mut answer = settled(ask);
+    if let Err(ClientError::NoDaemon { .. }) = answer {
+        let started = start_daemon().context("cannot start the daemon");
+        // Another one, started at the same moment, may have been the first.
+        answer = settled(ask);
+        if let (Err(ClientError::NoDaemon { .. }), Err(error)) = (&answer, started) {
+            return Err(Failure::Unmanaged(error));
         }
-        answer => answer,
-    };
+    }
     answer.map_err(|error| match error {
         ClientError::Refused { .. } if !error.is_leaving() => Failure::Refused(error),
         error => Failure::Unmanaged(error.into()),
@@ -441,21 +441,11 @@ fn start_daemon() -> anyhow::Result<()> {
     let dir = paths::runtime_dir();
     let socket = paths::api_socket(&dir);
     // The daemon makes its folder itself; this one only lets its log begin before that.
-    let mode = if rustix::process::geteuid().is_root() {
-        0o755
-    } else {
-        0o700
-    };
-    DirBuilder::new()
-        .recursive(true)
-        .mode(mode)
-        .create(&dir)
-        .with_context(|| format!("cannot make {}", dir.display()))?;
+    paths::make(&dir)?;
     background::start(
         &["daemon", "--idle-exit", IDLE_EXIT_S],
         &dir.join("daemon.log"),
         || UnixStream::connect(&socket).is_ok(),
-        || paths::taken(&dir),
     )
 }
 
