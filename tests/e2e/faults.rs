@@ -2,7 +2,9 @@
 
 use std::time::{Duration, Instant};
 
-use gpumux_tests::{Finished, Listener, Node, Options, PATIENCE, Process, Run, real, wait_for};
+use gpumux_tests::{
+    Finished, Listener, Node, Options, PATIENCE, Process, Run, real, wait_for, wait_settled,
+};
 use gpumux_wire::{Daemon, PROTOCOL};
 use rustix::process::Signal;
 use serde_json::Value;
@@ -130,11 +132,8 @@ fn the_daemon_holds_no_file_of_a_tenant_that_is_gone() {
         files
     };
     // It closes the connection of who asked a moment after that has ended.
-    let before = wait_for("no files come or go", PATIENCE, || {
-        let before = files();
-        std::thread::sleep(Duration::from_millis(100));
-        (files() == before).then_some(before)
-    });
+    let a_while = Duration::from_millis(100);
+    let before = wait_settled("no files come or go", PATIENCE, a_while, files);
     for signal in [Signal::TERM, Signal::KILL] {
         let mut tenant = Process::start(&mut node.tenant("--name gone", TICKS));
         tenant.wait_lines(1);

@@ -24,7 +24,7 @@ mod users;
 
 use std::time::Duration;
 
-use gpumux_tests::{PATIENCE, Process, real, wait_for};
+use gpumux_tests::{PATIENCE, Process, real, wait_settled};
 
 /// A tenant program that runs one short kernel after the other and prints a line for each.
 const TICKS: &str = "gpumux scratch";
@@ -34,20 +34,12 @@ fn is_well(tenant: &serde_json::Value) -> bool {
     ["running", "idle"].iter().any(|it| tenant["state"] == *it)
 }
 
-/// Lines that a program writes in a while.
-fn progress(process: &Process, time: Duration) -> usize {
-    let before = process.lines();
-    std::thread::sleep(time);
-    process.lines() - before
-}
-
 /// Waits until a frozen program stands still. What it had done before may be read later. One that runs writes some fifty lines
 /// in this time.
 #[track_caller]
 fn wait_still(process: &Process) {
-    wait_for("it stands still", PATIENCE, || {
-        (progress(process, Duration::from_millis(300)) == 0).then_some(())
-    });
+    let a_while = Duration::from_millis(300);
+    wait_settled("it stands still", a_second(), a_while, || process.lines());
 }
 
 /// What is promised within a second. The emulated device's machine may stand still for longer: there, that it comes at all.

@@ -278,12 +278,7 @@ sys.stdin.read()
 #[test]
 fn a_kernel_that_is_moved_away_in_its_middle_ends_right() {
     let node = Node::start();
-    let check = "gpumux workload check --json --memory 96MiB --seconds 4";
-    let worker = Process::start(&mut node.tenant("--name worker", check));
-    node.wait_tenant("worker", |it| {
-        bytes(it, "in_use") >= 96 << 20 && it["domains"][0]["demand"] == "busy"
-    });
-    // Its calibration comes first; from some try on it is the long kernel.
+    let worker = checks(&node, "96MiB", 4);
     let mut moves = 0;
     for _ in 0..3 {
         assert!(sleeps(&node, "worker"));

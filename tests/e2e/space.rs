@@ -170,7 +170,15 @@ fn a_group_is_frozen_and_thawed_as_one_and_all_progress() {
 #[test]
 fn a_latency_tenant_outside_preempts_the_group() {
     let node = Node::start();
-    let load = "gpumux workload batch --kernel-us 100000 --seconds 600";
+    // Without preemption, kernels would let requests wait for as long as they take: on a machine that also has to be the device, for
+    // longer than that needs.
+    let (load, most_us) = match real() {
+        true => (LOAD, 5_000.0),
+        false => (
+            "gpumux workload batch --kernel-us 100000 --seconds 600",
+            50_000.0,
+        ),
+    };
     let loads = ["a", "b"].map(|name| member(&node, name, "", load));
     for name in ["a", "b"] {
         node.wait_tenant(name, |it| domain(it)["demand"] == "busy");
@@ -183,9 +191,8 @@ fn a_latency_tenant_outside_preempts_the_group() {
         .ok()
         .json();
     println!("latency outside a busy group of two: {report:#}");
-    // Kernels of 100 ms without preemption would let requests wait for as long.
     let p50 = report["p50_us"].as_f64().unwrap();
-    assert!(p50 < 50_000.0, "{report:#}");
+    assert!(p50 < most_us, "{report:#}");
     drop(loads);
 }
 
@@ -350,9 +357,10 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
     let fault = wait_ps(&node, "the fault", |ps| ps["faults"].get(0).cloned());
     println!("{fault:#}\n{}", logs(&node));
     // 100 ms until it is noticed is the aim; a machine with other things to do may need longer.
+    let most = if real() { 2000 } else { 10_000 };
     for took in ["noticed_after_ms", "restarted_ms"] {
         assert!(
-            fault[took].as_u64().is_some_and(|ms| ms < 10_000),
+            fault[took].as_u64().is_some_and(|ms| ms < most),
             "{fault:#}"
         );
     }

@@ -58,6 +58,24 @@ pub fn program(path: &Path, script: &str) {
     assert!(writer.wait().unwrap().success(), "{}", path.display());
 }
 
+/// Looks until what is seen stays the same for a while, and returns it.
+///
+/// # Panics
+/// With `what`, after `patience`.
+#[track_caller]
+pub fn wait_settled<T: PartialEq>(
+    what: &str,
+    patience: Duration,
+    a_while: Duration,
+    look: impl Fn() -> T,
+) -> T {
+    wait_for(what, patience, || {
+        let before = look();
+        std::thread::sleep(a_while);
+        (look() == before).then_some(before)
+    })
+}
+
 /// Asks again and again until the answer is there.
 ///
 /// # Panics

@@ -17,7 +17,7 @@ use rustix::{
 };
 use serde_json::Value;
 
-use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for};
+use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for, wait_settled};
 
 /// How a node is made.
 #[derive(Clone, Debug, Default)]
@@ -179,11 +179,9 @@ impl Node {
     #[track_caller]
     pub fn emulated_files(&self) -> usize {
         let dir = format!("/proc/{}/fd", self.emulated_pid());
-        let count = || fs::read_dir(&dir).expect("the server runs").count();
-        wait_for("no files come or go", PATIENCE, || {
-            let before = count();
-            std::thread::sleep(Duration::from_millis(100));
-            (count() == before).then_some(before)
+        let a_while = Duration::from_millis(100);
+        wait_settled("no files come or go", PATIENCE, a_while, || {
+            fs::read_dir(&dir).expect("the server runs").count()
         })
     }
 
