@@ -29,6 +29,15 @@ fn product(a: u64, b: u64, kind: Type) -> u128 {
     (wide(a, kind) as u128).wrapping_mul(wide(b, kind) as u128)
 }
 
+/// The product of the lowest 24 bits, 48 bits of it.
+fn product24(a: u64, b: u64, kind: Type) -> i128 {
+    let low = |value: u64| match kind {
+        Type::S(_) => i128::from((value << 40) as i64 >> 40),
+        _ => i128::from(value & 0xff_ffff),
+    };
+    low(a) * low(b)
+}
+
 fn narrow(value: i128, kind: Kind) -> u64 {
     let value = if kind.saturate {
         let (least, most) = range(kind.kind);
@@ -58,46 +67,120 @@ fn float(value: u64, kind: Type) -> f64 {
     }
 }
 
+/// A denormal single as zero.
+pub(crate) fn flushed(value: u64, kind: Type) -> u64 {
+    match kind {
+        Type::F32 if f32::from_bits(value as u32).is_subnormal() => value & 0x8000_0000,
+        _ => value,
+    }
+}
+
 /// Rounds to a float type.
 fn bits(value: f64, kind: Kind) -> u64 {
-    let value = if kind.saturate {
+    rounded(value, 0.0, kind)
+}
+
+/// Rounds what is `value` and a `rest` of that sign, smaller than half of the last place of a double.
+fn rounded(value: f64, rest: f64, kind: Kind) -> u64 {
+    let (value, rest) = match kind.saturate {
         // Not a number becomes 0.
-        if value > 0.0 { value.min(1.0) } else { 0.0 }
-    } else {
-        value
+        true if value > 0.0 && value < 1.0 => (value, rest),
+        true => (if value >= 1.0 { 1.0 } else { 0.0 }, 0.0),
+        false => (value, rest),
     };
     match kind.kind {
-        Type::F64 => value.to_bits(),
-        Type::F32 => {
-            let rounded = directed(value, kind.round);
-            let flushed = kind.flush && rounded.is_subnormal();
-            u64::from(
-                if flushed {
-                    0.0_f32.copysign(rounded)
-                } else {
-                    rounded
-                }
-                .to_bits(),
-            )
+        Type::F64 => {
+            let off = Off::new(0.0, rest);
+            match off.step(kind.round, value > 0.0) {
+                Some(true) if value != f64::INFINITY => value.next_up().to_bits(),
+                Some(false) if value != f64::NEG_INFINITY => value.next_down().to_bits(),
+                _ => value.to_bits(),
+            }
         }
-        Type::F16 => f16::from_f64(value).to_bits().into(),
-        Type::Bf16 => bf16::from_f64(value).to_bits().into(),
+        Type::F32 => {
+            let near = value as f32;
+            let off = Off::new(value - f64::from(near), rest);
+            let result = match off.step(kind.round, value > 0.0) {
+                Some(true) => near.next_up(),
+                Some(false) => near.next_down(),
+                None => near,
+            };
+            let bits = u64::from(result.to_bits());
+            if kind.flush {
+                flushed(bits, Type::F32)
+            } else {
+                bits
+            }
+        }
+        Type::F16 => {
+            let near = f16::from_f64(value);
+            let off = Off::new(value - f64::from(near), rest);
+            half_step(near.to_bits(), off.step(kind.round, value > 0.0))
+        }
+        Type::Bf16 => {
+            let near = bf16::from_f64(value);
+            let off = Off::new(value - f64::from(near), rest);
+            half_step(near.to_bits(), off.step(kind.round, value > 0.0))
+        }
         _ => 0,
     }
 }
 
-/// A double as a single, rounded as asked.
-fn directed(value: f64, round: Round) -> f32 {
-    let near = value as f32;
-    let above = f64::from(near) > value;
-    let below = f64::from(near) < value;
-    match round {
-        Round::Down if above => near.next_down(),
-        Round::Up if below => near.next_up(),
-        Round::Zero if value > 0.0 && above => near.next_down(),
-        Round::Zero if value < 0.0 && below => near.next_up(),
-        _ => near,
+/// Where the exact value lies as seen from the nearest one that there is.
+struct Off {
+    above: bool,
+    below: bool,
+}
+
+impl Off {
+    fn new(difference: f64, rest: f64) -> Self {
+        let by = if difference == 0.0 { rest } else { difference };
+        Self {
+            above: by > 0.0,
+            below: by < 0.0,
+        }
     }
+
+    /// Whether the neighbour above (true) or below is asked for.
+    fn step(&self, round: Round, positive: bool) -> Option<bool> {
+        match round {
+            Round::Down if self.below => Some(false),
+            Round::Up if self.above => Some(true),
+            Round::Zero if positive && self.below => Some(false),
+            Round::Zero if !positive && self.above => Some(true),
+            _ => None,
+        }
+    }
+}
+
+/// A half, or its neighbour above (true) or below.
+fn half_step(bits: u16, step: Option<bool>) -> u64 {
+    let negative = bits & 0x8000 != 0;
+    u64::from(match step {
+        None => bits,
+        Some(up) if bits & 0x7fff == 0 => 1 | u16::from(!up) << 15,
+        Some(up) if up != negative => bits + 1,
+        Some(_) => bits - 1,
+    })
+}
+
+/// A sum and what rounding took from it.
+fn two_sum(x: f64, y: f64) -> (f64, f64) {
+    let sum = x + y;
+    let part = sum - x;
+    (sum, (x - (sum - part)) + (y - part))
+}
+
+/// `x * y + z`, and the sign of what rounding took from it.
+fn fused(x: f64, y: f64, z: f64) -> (f64, f64) {
+    let value = x.mul_add(y, z);
+    let product = x * y;
+    let low = x.mul_add(y, -product);
+    let (sum, first) = two_sum(z, low);
+    let (high, second) = two_sum(product, sum);
+    let rest = ((high - value) + second) + first;
+    // What overflows on the way has none.
+    (value, if rest.is_finite() { rest } else { 0.0 })
 }
 
 fn whole(value: f64, round: Round) -> f64 {
@@ -137,6 +220,7 @@ pub(crate) fn unary(op: Unary, kind: Kind, a: u64) -> u64 {
     let size = kind.kind.size();
     let count = 8 * size;
     if kind.kind.is_float() {
+        let a = if kind.flush { flushed(a, kind.kind) } else { a };
         let x = float(a, kind.kind);
         let truth = |it: bool| u64::from(it);
         // Single precision where the hardware works in it.
@@ -144,8 +228,14 @@ pub(crate) fn unary(op: Unary, kind: Kind, a: u64) -> u64 {
             // Signs change also where nothing is a number.
             Unary::Abs => return cut(a & !(1 << (count - 1)), size),
             Unary::Neg => return a ^ 1 << (count - 1),
-            Unary::Rcp => 1.0 / x,
-            Unary::Sqrt => x.sqrt(),
+            Unary::Rcp => {
+                let value = 1.0 / x;
+                return rounded(value, (-value).mul_add(x, 1.0) * x.signum(), kind);
+            }
+            Unary::Sqrt => {
+                let value = x.sqrt();
+                return rounded(value, (-value).mul_add(value, x), kind);
+            }
             Unary::Rsqrt => 1.0 / x.sqrt(),
             Unary::Sin => x.sin(),
             Unary::Cos => x.cos(),
@@ -225,6 +315,8 @@ pub(crate) fn binary(op: Binary, kind: Kind, a: u64, b: u64) -> u64 {
         Binary::MulHigh => cut((product(a, b, kind.kind) >> (8 * size)) as u64, size),
         Binary::MulWide => cut(product(a, b, kind.kind) as u64, 2 * size),
         Binary::Mul => cut(a.wrapping_mul(b), size),
+        Binary::Mul24 => cut(product24(a, b, kind.kind) as u64, size),
+        Binary::Mul24High => cut((product24(a, b, kind.kind) >> 16) as u64, size),
         // What the hardware gives: all ones.
         Binary::Div if y == 0 => cut(u64::MAX, size),
         Binary::Div => cut((x / y) as u64, size),
@@ -263,12 +355,29 @@ fn float_binary(op: Binary, kind: Kind, a: u64, b: u64) -> u64 {
             return value.to_bits().into();
         }
     }
+    let (a, b) = match kind.flush {
+        true => (flushed(a, kind.kind), flushed(b, kind.kind)),
+        false => (a, b),
+    };
     let (x, y) = (float(a, kind.kind), float(b, kind.kind));
     let value = match op {
-        Binary::Add => x + y,
-        Binary::Sub => x - y,
-        Binary::Mul => x * y,
-        Binary::Div => x / y,
+        Binary::Add | Binary::Sub => {
+            let y = if op == Binary::Sub { -y } else { y };
+            let (value, rest) = two_sum(x, y);
+            // What cancels is -0 if it is rounded down.
+            if value == 0.0 && x != 0.0 && kind.round == Round::Down {
+                return bits(-0.0, kind);
+            }
+            return rounded(value, rest, kind);
+        }
+        Binary::Mul => {
+            let value = x * y;
+            return rounded(value, x.mul_add(y, -value), kind);
+        }
+        Binary::Div => {
+            let value = x / y;
+            return rounded(value, (-value).mul_add(y, x) * y.signum(), kind);
+        }
         Binary::Min => x.min(y),
         Binary::Max => x.max(y),
         Binary::MinNan | Binary::MaxNan if x.is_nan() || y.is_nan() => f64::NAN,
@@ -301,6 +410,11 @@ pub(crate) fn ternary(op: Ternary, kind: Kind, a: u64, b: u64, c: u64) -> u64 {
             let high = cut((product(a, b, kind.kind) >> (8 * size)) as u64, size);
             narrow(wide(high, kind.kind) + wide(c, kind.kind), kind)
         }
+        Ternary::Mad24 => cut((product24(a, b, kind.kind) as u64).wrapping_add(c), size),
+        Ternary::Mad24High => cut(
+            ((product24(a, b, kind.kind) >> 16) as u64).wrapping_add(c),
+            size,
+        ),
         Ternary::MadWide => {
             let product = product(a, b, kind.kind) as u64;
             cut(product.wrapping_add(c), 2 * size)
@@ -369,8 +483,21 @@ fn fma(kind: Kind, a: u64, b: u64, c: u64) -> u64 {
         let of = |value: u64| f32::from_bits(value as u32);
         return of(a).mul_add(of(b), of(c)).to_bits().into();
     }
-    let of = |value| float(value, kind.kind);
-    bits(of(a).mul_add(of(b), of(c)), kind)
+    let of = |value| {
+        let value = if kind.flush {
+            flushed(value, kind.kind)
+        } else {
+            value
+        };
+        float(value, kind.kind)
+    };
+    if kind.kind == Type::F32 && kind.round == Round::Nearest {
+        // Once, not by way of a double.
+        let value = (of(a) as f32).mul_add(of(b) as f32, of(c) as f32);
+        return bits(value.into(), kind);
+    }
+    let (value, rest) = fused(of(a), of(b), of(c));
+    rounded(value, rest, kind)
 }
 
 fn permute(a: u32, b: u32, selector: u32) -> u32 {
@@ -460,10 +587,14 @@ pub(crate) fn convert(kind: Kind, from: Type, a: u64) -> u64 {
             match (kind.kind, kind.round) {
                 // Not through doubles, which would round twice.
                 (Type::F32, Round::Nearest) => u64::from((value as f32).to_bits()),
-                _ => bits(value as f64, kind),
+                _ => {
+                    let near = value as f64;
+                    rounded(near, (value - near as i128) as f64, kind)
+                }
             }
         }
         (true, false) => {
+            let a = if kind.flush { flushed(a, from) } else { a };
             let value = float(a, from);
             let (least, most) = range(kind.kind);
             // Saturates in Rust as on the device; not a number is 0, but the highest bit for 64 bits.
@@ -474,6 +605,7 @@ pub(crate) fn convert(kind: Kind, from: Type, a: u64) -> u64 {
             cut((value as i128).clamp(least, most) as u64, kind.kind.size())
         }
         (true, true) => {
+            let a = if kind.flush { flushed(a, from) } else { a };
             let value = float(a, from);
             let value = match kind.round {
                 Round::WholeNearest | Round::WholeZero | Round::WholeDown | Round::WholeUp => {

@@ -1,7 +1,5 @@
 //! What parsed text is: modules, kernels and resolved instructions.
 
-use std::collections::HashMap;
-
 /// Parsed PTX.
 #[derive(Clone, Debug, Default)]
 pub struct Module {
@@ -187,6 +185,7 @@ pub(crate) enum Special {
     GridId,
     LaneMask(Mask),
     Clock,
+    ClockHigh,
     Clock64,
     Timer,
     TimerLow,
@@ -259,6 +258,8 @@ pub(crate) enum Binary {
     Mul,
     MulHigh,
     MulWide,
+    Mul24,
+    Mul24High,
     Div,
     Rem,
     Min,
@@ -278,6 +279,8 @@ pub(crate) enum Ternary {
     Mad,
     MadHigh,
     MadWide,
+    Mad24,
+    Mad24High,
     Fma,
     Sad,
     Bfe,
@@ -474,6 +477,8 @@ pub(crate) enum Op {
         with: Option<(Binary, Value)>,
         /// What is true for `set`.
         truth: u64,
+        /// Denormals are zeros.
+        flush: bool,
     },
     Select {
         to: u32,
@@ -572,7 +577,26 @@ pub(crate) enum Op {
     Sleep {
         ns: Value,
     },
+    Fence,
+    /// Barriers in memory (`mbarrier`); their word is laid out in `exec::phase`.
+    InitBarrier {
+        at: Address,
+        count: Value,
+    },
+    Arrive {
+        to: u32,
+        at: Address,
+        count: Value,
+        drop: bool,
+    },
+    TestBarrier {
+        to: u32,
+        at: Address,
+        state: Value,
+        parity: bool,
+    },
+    PendingCount {
+        to: u32,
+        state: Value,
+    },
 }
-
-/// Names of functions while calls are resolved.
-pub(crate) type Names = HashMap<String, usize>;

@@ -1,5 +1,6 @@
 //! A launch, step by step.
 
+mod phase;
 mod thread;
 mod warp;
 

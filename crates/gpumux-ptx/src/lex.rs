@@ -83,6 +83,10 @@ fn starts_word(byte: u8) -> bool {
 fn word(rest: &[u8]) -> usize {
     let mut length = 1;
     while let Some(byte) = rest.get(length) {
+        // Directives may follow each other without a space: `.reg.b32`.
+        if rest[0] == b'.' && *byte == b'.' {
+            break;
+        }
         let next = rest.get(length + 2).copied().unwrap_or(0);
         if starts_word(*byte) || byte.is_ascii_digit() {
             length += 1;
@@ -135,7 +139,7 @@ mod tests {
 
     #[test]
     fn words_numbers_and_marks() {
-        let text = "// no\n@%p1 ld.shared::cta.v2.u32 {%r1, %r2}, [%rd1+-4]; /* \n */ 0x1FU 0f3F800000 12 1.5 \"a b\" $L__1:\n.loc 1 2 3\nret;";
+        let text = "// no\n@%p1 ld.shared::cta.v2.u32 {%r1, %r2}, [%rd1+-4]; .reg.b32 /* \n */ 0x1FU 0f3F800000 12 1.5 \"a b\" $L__1:\n.loc 1 2 3\nret;";
         let all = tokens(text).unwrap();
         let words: Vec<&str> = all
             .iter()
@@ -152,6 +156,8 @@ mod tests {
                 "%r1",
                 "%r2",
                 "%rd1",
+                ".reg",
+                ".b32",
                 "$L__1",
                 "ret"
             ]

@@ -5,7 +5,7 @@ mod instruction;
 use std::collections::HashMap;
 
 use crate::{
-    code::{Function, Global, Inst, Kernel, Module, Names, Op, Parameter, Place, Special, Type},
+    code::{Function, Global, Inst, Kernel, Module, Op, Parameter, Place, Special, Type},
     lex::{Token, tokens},
 };
 
@@ -32,20 +32,27 @@ impl Module {
     /// # Errors
     /// Names the line, when it is not PTX. An instruction that is not known is no error here.
     pub fn parse(text: &str) -> Result<Self> {
-        let tokens = tokens(text).map_err(|line| ParseError {
-            line,
-            what: "this is not PTX".into(),
-        })?;
-        let mut parser = Parser::new(tokens);
-        if !parser.is_word(".version") {
-            return parser.fail("PTX begins with .version");
+        Self::link(&[text])
+    }
+
+    /// Reads several texts into one module. Names that are not `.visible`, `.weak` or `.common` belong to their own text.
+    ///
+    /// # Errors
+    /// Names the line, when one is not PTX or defines again what an earlier one has.
+    pub fn link(texts: &[&str]) -> Result<Self> {
+        let mut parser = Parser::default();
+        for text in texts {
+            parser.unit(text)?;
         }
-        while parser.at < parser.tokens.len() {
-            parser.top()?;
+        if texts.iter().any(|text| text.contains(GRID_BARRIER)) {
+            parser.unit(include_str!("grid.ptx"))?;
         }
         Ok(parser.finish())
     }
 }
+
+/// Name of a function of CUDA's device runtime that is there without its library.
+const GRID_BARRIER: &str = "cudaCGSynchronize";
 
 /// What a name means inside a function.
 #[derive(Clone, Copy, Debug)]
@@ -55,6 +62,8 @@ enum Meaning {
     KernelParameter(u32),
     Shared(u32),
     Dynamic,
+    /// A variable that a function declares for itself.
+    Global(u32),
 }
 
 /// An operand as written.
@@ -70,6 +79,7 @@ enum Operand {
     Parameter(u32, i64),
     Shared(u64),
     Dynamic(i64),
+    Global(u32, i64),
     /// Something of the module, or a label: known at the end.
     Name(String, i64),
     Memory(Box<Operand>, i64),
@@ -86,11 +96,55 @@ struct Raw {
     words: String,
     operands: Vec<Operand>,
     line: u32,
+    /// Why it could not be read.
+    problem: Option<String>,
+}
+
+/// Who can see a name of the module.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Linkage {
+    /// Its own text.
+    Own,
+    Visible,
+    /// All, and there may be several of them.
+    Weak,
+    /// It is only declared.
+    Extern,
+}
+
+/// Where names lead: those that all texts see, and those of each text.
+#[derive(Default)]
+struct Directory {
+    shared: HashMap<String, (usize, Linkage)>,
+    own: HashMap<(usize, String), usize>,
+}
+
+impl Directory {
+    fn find(&self, unit: usize, name: &str) -> Option<usize> {
+        let own = self.own.get(&(unit, name.to_owned())).copied();
+        own.or_else(|| self.shared.get(name).map(|it| it.0))
+    }
+
+    /// Enters a definition; false when there is one that it may not stand beside.
+    fn add(&mut self, unit: usize, name: &str, index: usize, linkage: Linkage) -> bool {
+        if linkage == Linkage::Own {
+            return self.own.insert((unit, name.to_owned()), index).is_none();
+        }
+        match self.shared.get(name) {
+            Some((_, Linkage::Weak)) if linkage == Linkage::Weak => {}
+            Some((_, Linkage::Weak)) | None => {
+                self.shared.insert(name.to_owned(), (index, linkage));
+            }
+            Some(_) => return linkage == Linkage::Weak,
+        }
+        true
+    }
 }
 
 /// A function's body, read.
 #[derive(Default)]
 struct Body {
+    unit: usize,
     raw: Vec<Raw>,
     labels: HashMap<String, usize>,
     tables: HashMap<String, Vec<String>>,
@@ -100,20 +154,33 @@ struct Body {
     results: Vec<Place>,
 }
 
+#[derive(Default)]
 struct Parser {
+    /// Number of the text that is read, and its tokens.
+    unit: usize,
     tokens: Vec<(Token, u32)>,
     at: usize,
     kernels: Vec<(Kernel, Option<Body>)>,
-    functions: Vec<(String, Body)>,
+    kernel_names: Directory,
+    functions: Vec<Body>,
+    function_names: Directory,
     globals: Vec<Global>,
-    /// Variables of the module in shared memory.
+    global_names: Directory,
+    /// Variables of the text in shared memory.
     shared: HashMap<String, u32>,
     shared_size: u32,
     dynamic: Vec<String>,
-    global_names: HashMap<String, usize>,
-    /// Addresses in initial values: which variable, offset, of what, and what is added.
-    addresses: Vec<(usize, usize, String, u64)>,
+    addresses: Vec<Reference>,
     scopes: Vec<HashMap<String, Meaning>>,
+}
+
+/// An address in a variable's initial value.
+struct Reference {
+    unit: usize,
+    variable: usize,
+    offset: usize,
+    name: String,
+    added: u64,
 }
 
 /// A declared variable.
@@ -127,20 +194,23 @@ struct Variable {
 }
 
 impl Parser {
-    fn new(tokens: Vec<(Token, u32)>) -> Self {
-        Self {
-            tokens,
-            at: 0,
-            kernels: Vec::new(),
-            functions: Vec::new(),
-            globals: Vec::new(),
-            shared: HashMap::new(),
-            shared_size: 0,
-            dynamic: Vec::new(),
-            global_names: HashMap::new(),
-            addresses: Vec::new(),
-            scopes: Vec::new(),
+    /// Reads one more text.
+    fn unit(&mut self, text: &str) -> Result<()> {
+        self.tokens = tokens(text).map_err(|line| ParseError {
+            line,
+            what: "this is not PTX".into(),
+        })?;
+        self.at = 0;
+        self.shared.clear();
+        self.dynamic.clear();
+        if !self.is_word(".version") {
+            return self.fail("PTX begins with .version");
         }
+        while self.at < self.tokens.len() {
+            self.top()?;
+        }
+        self.unit += 1;
+        Ok(())
     }
 
     // Tokens
@@ -235,7 +305,7 @@ impl Parser {
     // The module
 
     fn top(&mut self) -> Result<()> {
-        let mut outside = false;
+        let mut linkage = Linkage::Own;
         loop {
             let word = match self.next()? {
                 Token::Word(word) => word,
@@ -255,11 +325,12 @@ impl Parser {
                     }
                     return Ok(());
                 }
-                ".visible" | ".weak" | ".common" => {}
-                ".extern" => outside = true,
-                ".entry" => return self.kernel(),
-                ".func" => return self.function(),
-                ".global" | ".const" => return self.global(word == ".const", outside),
+                ".visible" => linkage = Linkage::Visible,
+                ".weak" | ".common" => linkage = Linkage::Weak,
+                ".extern" => linkage = Linkage::Extern,
+                ".entry" => return self.kernel(linkage),
+                ".func" => return self.function(linkage),
+                ".global" | ".const" => return self.global(word == ".const", Some(linkage)),
                 ".shared" => return self.module_shared(),
                 ".section" => return self.skip_block(),
                 ".pragma" | ".alias" => return self.skip_to(';'),
@@ -271,16 +342,21 @@ impl Parser {
     /// Alignment, type, name and dimensions behind a space.
     fn variable(&mut self) -> Result<Variable> {
         let (mut align, mut kind, mut managed, mut vector) = (None, None, false, 1);
+        let mut pointer = false;
         let name = loop {
             let word = self.word()?;
             match word.as_str() {
+                // Behind `.ptr` it is that of what the parameter points to.
+                ".align" if pointer => {
+                    self.number()?;
+                }
                 ".align" => align = Some(self.number()? as u32),
                 ".attribute" => {
                     self.expect('(')?;
                     managed |= self.is_word(".managed");
                     self.skip_to(')')?;
                 }
-                ".ptr" => {}
+                ".ptr" => pointer = true,
                 ".global" | ".const" | ".shared" | ".local" | ".generic" => {}
                 ".v2" => vector = 2,
                 ".v4" => vector = 4,
@@ -324,7 +400,8 @@ impl Parser {
         })
     }
 
-    fn global(&mut self, constant: bool, outside: bool) -> Result<()> {
+    /// A variable of the module; without linkage one of the function that is read.
+    fn global(&mut self, constant: bool, linkage: Option<Linkage>) -> Result<()> {
         loop {
             let variable = self.variable()?;
             let mut initial = Vec::new();
@@ -341,8 +418,23 @@ impl Parser {
                 return self.fail(format!("`{}` is too large", variable.name));
             }
             initial.truncate(size as usize);
-            if !(outside && self.global_names.contains_key(&variable.name)) {
-                self.global_names.insert(variable.name.clone(), index);
+            let known = match linkage {
+                Some(Linkage::Extern) => true,
+                Some(linkage) => {
+                    let (unit, name) = (self.unit, variable.name.as_str());
+                    if !self.global_names.add(unit, name, index, linkage) {
+                        return self.fail(format!("`{name}` is defined twice"));
+                    }
+                    linkage != Linkage::Own && self.global_names.find(unit, name) != Some(index)
+                }
+                None => {
+                    self.declare(variable.name.clone(), Meaning::Global(index as u32));
+                    false
+                }
+            };
+            if known {
+                self.addresses.retain(|it| it.variable != index);
+            } else {
                 self.globals.push(Global {
                     name: variable.name,
                     constant,
@@ -386,7 +478,13 @@ impl Parser {
                 } else {
                     0
                 };
-                self.addresses.push((variable, at, name, added));
+                self.addresses.push(Reference {
+                    unit: self.unit,
+                    variable,
+                    offset: at,
+                    name,
+                    added,
+                });
                 0
             }
             _ => return self.fail("a value is missing"),
@@ -430,7 +528,7 @@ impl Parser {
         Ok(found)
     }
 
-    fn kernel(&mut self) -> Result<()> {
+    fn kernel(&mut self, linkage: Linkage) -> Result<()> {
         let name = self.word()?;
         let variables = if self.is_mark('(') {
             self.parameters()?
@@ -451,9 +549,10 @@ impl Parser {
             scope.insert(variable.name, Meaning::KernelParameter(at as u32));
             at += variable.size;
         }
-        let mut max_threads = 0;
+        let (mut max_threads, mut cluster) = (0, 1);
         while let Some(Token::Word(word)) = self.peek() {
             let counts = word == ".maxntid" || word == ".reqntid";
+            let clusters = word == ".reqnctapercluster" || word == ".maxclusterrank";
             self.at += 1;
             let mut product = 1_u64;
             while let Some(Token::Number(number)) = self.peek() {
@@ -463,6 +562,9 @@ impl Parser {
             }
             if counts {
                 max_threads = product.min(1024) as u32;
+            }
+            if clusters {
+                cluster = product;
             }
         }
         let before = self.shared_size;
@@ -474,7 +576,7 @@ impl Parser {
         let (registers, local) = body.as_ref().map_or((0, 0), |it| (it.registers, it.frame));
         let shared = self.shared_size;
         self.shared_size = before;
-        let kernel = Kernel {
+        let mut kernel = Kernel {
             name,
             parameters,
             shared,
@@ -483,11 +585,35 @@ impl Parser {
             max_threads,
             function: Err("it is only declared".into()),
         };
-        self.kernels.push((kernel, body));
+        if body.is_none() {
+            return Ok(());
+        }
+        let body = match cluster {
+            0 | 1 => body,
+            _ => {
+                kernel.function = Err("clusters of blocks are not known".into());
+                None
+            }
+        };
+        // Kernels are found by their names from outside, whatever their linkage.
+        let linkage = match linkage {
+            Linkage::Weak => Linkage::Weak,
+            _ => Linkage::Visible,
+        };
+        let index = self.kernels.len();
+        if !self
+            .kernel_names
+            .add(self.unit, &kernel.name, index, linkage)
+        {
+            return self.fail(format!("`{}` is defined twice", kernel.name));
+        }
+        if self.kernel_names.find(self.unit, &kernel.name) == Some(index) {
+            self.kernels.push((kernel, body));
+        }
         Ok(())
     }
 
-    fn function(&mut self) -> Result<()> {
+    fn function(&mut self, linkage: Linkage) -> Result<()> {
         let mut body = Body {
             registers: 1,
             ..Body::default()
@@ -522,7 +648,11 @@ impl Parser {
             return Ok(());
         }
         let body = self.body(scope, body)?;
-        self.functions.push((name, body));
+        let index = self.functions.len();
+        if !self.function_names.add(self.unit, &name, index, linkage) {
+            return self.fail(format!("`{name}` is defined twice"));
+        }
+        self.functions.push(body);
         Ok(())
     }
 
@@ -543,6 +673,7 @@ impl Parser {
     fn body(&mut self, scope: HashMap<String, Meaning>, mut body: Body) -> Result<Body> {
         // Register 0 takes what nobody wants.
         body.registers = 1;
+        body.unit = self.unit;
         self.scopes = vec![scope];
         self.expect('{')?;
         while !self.scopes.is_empty() {
@@ -600,7 +731,7 @@ impl Parser {
                 self.declare(variable.name, meaning);
                 return self.skip_to(';');
             }
-            ".global" | ".const" => return self.global(words == ".const", false),
+            ".global" | ".const" => return self.global(words == ".const", None),
             ".extern" if self.take_word(".shared") => {
                 let variable = self.variable()?;
                 self.declare(variable.name, Meaning::Dynamic);
@@ -612,28 +743,37 @@ impl Parser {
         if self.take_mark(':') {
             return self.label(words, body);
         }
-        if words.starts_with('.') {
-            // Prototypes of calls by address and the like.
-            return self.skip_to(';');
+        let from = self.at;
+        let (operands, problem) = match self.operands() {
+            _ if words.starts_with('.') => (Vec::new(), Some("this directive".to_owned())),
+            Ok(operands) => (operands, None),
+            Err(error) => (Vec::new(), Some(error.what)),
+        };
+        if problem.is_some() {
+            // What is not understood makes its own function unusable, and no other.
+            self.at = from;
+            self.skip_to(';')?;
         }
-        let mut operands = Vec::new();
-        if !self.is_mark(';') {
-            loop {
-                operands.push(self.operand()?);
-                if self.take_mark(',') {
-                    continue;
-                }
-                break;
-            }
-        }
-        self.expect(';')?;
         body.raw.push(Raw {
             guard,
             words,
             operands,
             line,
+            problem,
         });
         Ok(())
+    }
+
+    fn operands(&mut self) -> Result<Vec<Operand>> {
+        let mut operands = Vec::new();
+        while !self.is_mark(';') {
+            operands.push(self.operand()?);
+            if !self.take_mark(',') {
+                break;
+            }
+        }
+        self.expect(';')?;
+        Ok(operands)
     }
 
     fn label(&mut self, name: String, body: &mut Body) -> Result<()> {
@@ -645,7 +785,7 @@ impl Parser {
             body.tables.insert(name, targets);
             return self.expect(';');
         }
-        if self.is_word(".callprototype") {
+        if self.is_word(".callprototype") || self.is_word(".calltargets") {
             return self.skip_to(';');
         }
         body.labels.insert(name, body.raw.len());
@@ -741,6 +881,7 @@ impl Parser {
                         Operand::Shared(u64::from(at).wrapping_add(added as u64))
                     }
                     Some(Meaning::Dynamic) => Operand::Dynamic(added),
+                    Some(Meaning::Global(index)) => Operand::Global(index, added),
                     None => Operand::Name(word, added),
                 })
             }
@@ -762,33 +903,34 @@ impl Parser {
     // The end
 
     fn finish(mut self) -> Module {
-        for (variable, offset, name, added) in std::mem::take(&mut self.addresses) {
-            if let (Some(of), Some(global)) =
-                (self.global_names.get(&name), self.globals.get_mut(variable))
-            {
-                global.addresses.push((offset, *of, added));
+        // Variables whose initial value is not known spoil the kernels that use them.
+        let mut unknown = HashMap::new();
+        for it in std::mem::take(&mut self.addresses) {
+            match self.global_names.find(it.unit, &it.name) {
+                Some(of) => {
+                    let global = &mut self.globals[it.variable];
+                    global.addresses.push((it.offset, of, it.added));
+                }
+                None => {
+                    unknown.insert(it.variable, it.name);
+                }
             }
         }
-        let names: Names = self
-            .functions
-            .iter()
-            .enumerate()
-            .map(|(index, (name, _))| (name.clone(), index))
-            .collect();
         let bodies = std::mem::take(&mut self.functions);
         let signatures: Vec<(Vec<Place>, Vec<Place>)> = bodies
             .iter()
-            .map(|(_, body)| (body.parameters.clone(), body.results.clone()))
+            .map(|body| (body.parameters.clone(), body.results.clone()))
             .collect();
         let resolver = Resolver {
-            names: &names,
+            functions: &self.function_names,
             signatures: &signatures,
             globals: &self.global_names,
+            unknown: &unknown,
         };
         // A device function that is not usable spoils only the kernels that call it.
         let mut problems = Vec::new();
         let mut functions = Vec::new();
-        for (_, body) in bodies {
+        for body in bodies {
             let resolved = resolver.function(body);
             problems.push(resolved.as_ref().err().cloned());
             functions.push(resolved.unwrap_or_default());
@@ -842,9 +984,11 @@ fn first_problem(
 }
 
 struct Resolver<'a> {
-    names: &'a Names,
+    functions: &'a Directory,
     signatures: &'a [(Vec<Place>, Vec<Place>)],
-    globals: &'a HashMap<String, usize>,
+    globals: &'a Directory,
+    /// Variables that contain addresses of what is not known.
+    unknown: &'a HashMap<usize, String>,
 }
 
 impl Resolver<'_> {
@@ -905,7 +1049,8 @@ fn special(word: &str) -> Option<Special> {
         ("%lanemask_lt", None) => Special::LaneMask(Mask::Lt),
         ("%lanemask_ge", None) => Special::LaneMask(Mask::Ge),
         ("%lanemask_gt", None) => Special::LaneMask(Mask::Gt),
-        ("%clock" | "%clock_hi", None) => Special::Clock,
+        ("%clock", None) => Special::Clock,
+        ("%clock_hi", None) => Special::ClockHigh,
         ("%clock64", None) => Special::Clock64,
         ("%globaltimer", None) => Special::Timer,
         ("%globaltimer_lo", None) => Special::TimerLow,

@@ -1,6 +1,8 @@
 //! One thread: its registers and what instructions do to them.
 
-use super::{BARRIERS, CYCLES, FaultKind, LOCAL, Memory, PARAM, SHARED, Shared, WARP, WINDOW};
+use super::{
+    BARRIERS, CYCLES, FaultKind, LOCAL, Memory, PARAM, SHARED, Shared, WARP, WINDOW, phase,
+};
 use crate::{
     alu,
     code::{
@@ -251,6 +253,7 @@ impl<M: Memory> Machine<'_, '_, M> {
                 }
             }
             Special::Clock => clock() as u32,
+            Special::ClockHigh => (clock() >> 32) as u32,
             Special::Clock64 => return clock(),
             Special::Timer => return self.memory.now(),
             Special::TimerLow => self.memory.now() as u32,
@@ -267,7 +270,12 @@ impl<M: Memory> Machine<'_, '_, M> {
     // Memory
 
     fn at(&mut self, address: Address) -> (Space, u64) {
-        let at = self.value(address.base).wrapping_add(address.offset as u64);
+        let base = self.value(address.base);
+        let mut at = base.wrapping_add(address.offset as u64);
+        // Addresses of 32 bits wrap around in 32 bits.
+        if !matches!(address.space, Space::Generic | Space::Global) && base >> 32 == 0 {
+            at = alu::cut(at, 4);
+        }
         match (address.space, at >> WINDOW) {
             (Space::Generic, 1) => (Space::Shared, at - SHARED),
             (Space::Generic, 2) => (Space::Local, at - LOCAL),
@@ -490,8 +498,12 @@ impl<M: Memory> Machine<'_, '_, M> {
                 b,
                 with,
                 truth,
+                flush,
             } => {
-                let (a, b) = (self.value(*a), self.value(*b));
+                let (mut a, mut b) = (self.value(*a), self.value(*b));
+                if *flush {
+                    (a, b) = (alu::flushed(a, *kind), alu::flushed(b, *kind));
+                }
                 let found = alu::compare(*how, *kind, a, b);
                 let (mut first, mut second) = (found, !found);
                 if let Some((op, with)) = with {
@@ -615,6 +627,42 @@ impl<M: Memory> Machine<'_, '_, M> {
                     });
                 }
                 return Err(FaultKind::Assert(parts.join(", ")));
+            }
+            Op::Fence => std::sync::atomic::fence(std::sync::atomic::Ordering::SeqCst),
+            Op::InitBarrier { at, count } => {
+                let (space, at) = self.at(*at);
+                let count = self.value(*count);
+                self.store(space, at, 8, phase::new(count))?;
+            }
+            Op::Arrive {
+                to,
+                at,
+                count,
+                drop,
+            } => {
+                let (space, at) = self.at(*at);
+                let count = alu::cut(self.value(*count), 4);
+                let state = self.update(space, at, 8, |old| phase::arrive(old, count, *drop))?;
+                self.set(*to, state);
+            }
+            Op::TestBarrier {
+                to,
+                at,
+                state,
+                parity,
+            } => {
+                let (space, at) = self.at(*at);
+                let (word, state) = (self.load(space, at, 8)?, self.value(*state));
+                let over = phase::is_over(word, state, *parity);
+                self.set(*to, over.into());
+                if !over {
+                    // The others of the block must come to it.
+                    return Ok(Some(Stop::Turn));
+                }
+            }
+            Op::PendingCount { to, state } => {
+                let state = self.value(*state);
+                self.set(*to, phase::pending(state));
             }
             Op::Return => return Ok(self.finish_call()?.then_some(Stop::Exit)),
             Op::Exit => return Ok(Some(Stop::Exit)),

@@ -56,21 +56,81 @@ impl<'a> Words<'a> {
             .unwrap_or(Round::Nearest)
     }
 
-    fn full(&self, kind: Type) -> Result<Kind> {
-        let round = self.round();
-        let exact = matches!(
+    fn full(&self, kind: Type) -> Kind {
+        Kind {
             kind,
-            Type::F64 | Type::F16 | Type::F16x2 | Type::Bf16 | Type::Bf16x2
-        );
-        if exact && matches!(round, Round::Zero | Round::Down | Round::Up) && self.name != "cvt" {
-            return Err(format!("`{}` with this rounding is not known", self.name));
-        }
-        Ok(Kind {
-            kind,
-            round,
-            saturate: self.has("sat") || self.has("satfinite"),
+            round: self.round(),
+            saturate: self.has("sat"),
             flush: self.has("ftz"),
-        })
+        }
+    }
+
+    /// The first modifier that changes what the instruction does in a way that is not known here.
+    fn unknown(&self) -> Option<&'a str> {
+        let known: &[&str] = match self.name {
+            "add" | "sub" => &["cc", "sat", "ftz", "rn", "rz", "rm", "rp"],
+            "addc" | "subc" => &["cc"],
+            "mul" | "mad" | "madc" => &[
+                "lo", "hi", "wide", "cc", "sat", "ftz", "rn", "rz", "rm", "rp",
+            ],
+            "mul24" | "mad24" => &["lo", "hi"],
+            "fma" => &["sat", "ftz", "rn", "rz", "rm", "rp"],
+            "div" | "rcp" | "sqrt" => &["approx", "full", "ftz", "rn", "rz", "rm", "rp"],
+            "rsqrt" | "sin" | "cos" | "lg2" | "ex2" | "tanh" => &["approx", "ftz"],
+            "abs" | "neg" => &["ftz"],
+            "min" | "max" => &["ftz", "NaN"],
+            "shf" => &["l", "r", "clamp", "wrap"],
+            "bfind" => &["shiftamt"],
+            "testp" => &[
+                "finite",
+                "infinite",
+                "number",
+                "notanumber",
+                "normal",
+                "subnormal",
+            ],
+            "slct" => &["ftz"],
+            "set" | "setp" => &[
+                "eq", "ne", "lt", "le", "gt", "ge", "lo", "ls", "hi", "hs", "equ", "neu", "ltu",
+                "leu", "gtu", "geu", "num", "nan", "and", "or", "xor", "ftz",
+            ],
+            "cvt" => &[
+                "rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi", "ftz", "sat",
+            ],
+            "rem" | "and" | "or" | "xor" | "not" | "cnot" | "shl" | "shr" | "popc" | "clz"
+            | "brev" | "sad" | "bfe" | "bfi" | "prmt" | "dp4a" | "lop3" | "selp" | "copysign" => {
+                &[]
+            }
+            "redux" => &["sync", "add", "min", "max", "and", "or", "xor"],
+            "atom" | "red" => &[
+                "add",
+                "min",
+                "max",
+                "and",
+                "or",
+                "xor",
+                "exch",
+                "cas",
+                "inc",
+                "dec",
+                "relaxed",
+                "acquire",
+                "release",
+                "acq_rel",
+                "cta",
+                "cluster",
+                "gpu",
+                "sys",
+                "noftz",
+                "global",
+                "shared",
+                "shared::cta",
+                "L2::cache_hint",
+            ],
+            _ => return None,
+        };
+        let is_known = |word: &str| Type::parse(word).is_some() || known.contains(&word);
+        self.all.iter().copied().find(|word| !is_known(word))
     }
 
     fn vector(&self) -> usize {
@@ -100,9 +160,16 @@ impl<'a> Words<'a> {
 impl Resolver<'_> {
     pub(super) fn op(&self, raw: &Raw, body: &Body) -> Result<Op> {
         let words = Words::new(&raw.words);
+        if let Some(problem) = &raw.problem {
+            return Err(format!("`{}` is not known: {problem}", raw.words));
+        }
+        if let Some(word) = words.unknown() {
+            return Err(format!("`{}` is not known: `.{word}`", raw.words));
+        }
         let it = Operands {
             all: &raw.operands,
             resolver: self,
+            unit: body.unit,
         };
         self.known(&words, &it, body)
             .and_then(|op| op.ok_or_else(|| format!("`{}` is not known", raw.words)))
@@ -126,21 +193,19 @@ impl Resolver<'_> {
             "ld" | "ldu" => {
                 let kind = words.kind()?;
                 let from = it.address(1, words.space())?;
-                let to = if words.vector() == 1 {
-                    vec![it.to(0)?]
-                } else {
-                    it.registers(0)?
-                };
+                let to = it.registers(0)?;
+                if to.len() != words.vector() {
+                    return Err("a vector of another length".into());
+                }
                 Op::Load { to, kind, from }
             }
             "st" => {
                 let kind = words.kind()?;
                 let to = it.address(0, words.space())?;
-                let from = if words.vector() == 1 {
-                    vec![it.value(1, kind)?]
-                } else {
-                    it.values(1, kind)?
-                };
+                let from = it.values(1, kind)?;
+                if from.len() != words.vector() {
+                    return Err("a vector of another length".into());
+                }
                 Op::Store { from, kind, to }
             }
             "atom" | "red" => {
@@ -190,7 +255,16 @@ impl Resolver<'_> {
                 a: it.value(1, Type::U(8))?,
                 space: words.space(),
             },
-            "cp" if words.has("async") && words.has("ca") || words.has("cg") => Op::CopyAsync {
+            // Copies are done already: their arrival is the thread's own, or was not counted.
+            "cp" if words.has("mbarrier") && words.has("noinc") => Op::Arrive {
+                to: SINK,
+                at: it.address(0, words.space())?,
+                count: Value::Const(1),
+                drop: false,
+            },
+            "cp" if words.has("mbarrier") => Op::Nop,
+            "mbarrier" => return self.barrier(words, it),
+            "cp" if words.has("async") && (words.has("ca") || words.has("cg")) => Op::CopyAsync {
                 to: it.address(0, Space::Shared)?,
                 from: it.address(1, Space::Global)?,
                 bytes: it.constant(2)? as u32,
@@ -201,9 +275,10 @@ impl Resolver<'_> {
                 },
             },
             // Copies are done when their instruction is.
-            "cp" if words.has("commit_group")
-                || words.has("wait_group")
-                || words.has("wait_all") =>
+            "cp" if matches!(
+                words.all[..],
+                ["async", "commit_group" | "wait_group" | "wait_all"]
+            ) =>
             {
                 Op::Nop
             }
@@ -228,18 +303,73 @@ impl Resolver<'_> {
                 }
                 _ => return Ok(None),
             },
-            "call" => return self.call(it).map(Some),
+            "call" => return self.call(it, body.unit).map(Some),
             "ret" => Op::Return,
             "exit" => Op::Exit,
             "trap" => Op::Trap,
             "nanosleep" => Op::Sleep {
                 ns: it.value(0, Type::U(4))?,
             },
-            // Nothing is out of order here, and hints are hints.
-            "membar" | "fence" | "prefetch" | "prefetchu" | "discard" | "applypriority"
-            | "brkpt" | "pmevent" | "griddepcontrol" | "setmaxnreg" => Op::Nop,
+            "membar" | "fence" => Op::Fence,
+            // Hints are hints.
+            "prefetch" | "prefetchu" | "discard" | "applypriority" | "brkpt" | "pmevent"
+            | "griddepcontrol" | "setmaxnreg" => Op::Nop,
             _ => return Ok(None),
         }))
+    }
+
+    /// `mbarrier`: without counts of bytes, which only bulk copies need.
+    fn barrier(&self, words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
+        let word = |name| words.has(name);
+        let known = [
+            "init",
+            "inval",
+            "arrive",
+            "arrive_drop",
+            "noComplete",
+            "test_wait",
+            "try_wait",
+            "parity",
+            "pending_count",
+            "release",
+            "acquire",
+            "relaxed",
+            "cta",
+            "shared",
+            "shared::cta",
+            "b64",
+        ];
+        if words.all.iter().any(|word| !known.contains(word)) {
+            return Ok(None);
+        }
+        let count = |i: usize| match it.all.get(i) {
+            Some(_) => it.value(i, Type::U(4)),
+            None => Ok(Value::Const(1)),
+        };
+        Ok(match () {
+            () if word("init") => Some(Op::InitBarrier {
+                at: it.address(0, words.space())?,
+                count: it.value(1, Type::U(4))?,
+            }),
+            () if word("inval") => Some(Op::Nop),
+            () if word("arrive") || word("arrive_drop") => Some(Op::Arrive {
+                to: it.to(0)?,
+                at: it.address(1, words.space())?,
+                count: count(2)?,
+                drop: word("arrive_drop"),
+            }),
+            () if word("test_wait") || word("try_wait") => Some(Op::TestBarrier {
+                to: it.to(0)?,
+                at: it.address(1, words.space())?,
+                state: it.value(2, Type::U(8))?,
+                parity: word("parity"),
+            }),
+            () if word("pending_count") => Some(Op::PendingCount {
+                to: it.to(0)?,
+                state: it.value(1, Type::U(8))?,
+            }),
+            () => None,
+        })
     }
 
     fn movement(&self, words: &Words<'_>, it: &Operands<'_>) -> Result<Op> {
@@ -275,7 +405,7 @@ impl Resolver<'_> {
         }
     }
 
-    fn call(&self, it: &Operands<'_>) -> Result<Op> {
+    fn call(&self, it: &Operands<'_>, unit: usize) -> Result<Op> {
         let place = |operand: &Operand| match operand {
             Operand::Frame(place, 0) => Ok(*place),
             _ => Err("a call's parameter is not in parameter memory".to_owned()),
@@ -304,9 +434,9 @@ impl Resolver<'_> {
             ("__assertfail", _) => return Ok(Op::Assert { arguments }),
             _ => {}
         }
-        let function = *self
-            .names
-            .get(name)
+        let function = self
+            .functions
+            .find(unit, name)
             .ok_or_else(|| format!("there is no device function `{name}`"))?;
         let (parameters, given) = &self.signatures[function];
         let same = |a: &[Place], b: &[Place]| {
@@ -335,7 +465,7 @@ fn arithmetic(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
         let (to, a, b) = (it.to(0)?, it.value(1, kind)?, it.value(2, second)?);
         Ok(Some(Op::Binary {
             op,
-            kind: words.full(kind)?,
+            kind: words.full(kind),
             to,
             a,
             b,
@@ -345,7 +475,7 @@ fn arithmetic(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
         let (to, a) = (it.to(0)?, it.value(1, kind)?);
         Ok(Some(Op::Unary {
             op,
-            kind: words.full(kind)?,
+            kind: words.full(kind),
             to,
             a,
         }))
@@ -359,7 +489,7 @@ fn arithmetic(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
         );
         Ok(Some(Op::Ternary {
             op,
-            kind: words.full(kind)?,
+            kind: words.full(kind),
             to,
             a,
             b,
@@ -403,6 +533,10 @@ fn arithmetic(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
         }
         "add" => binary(Binary::Add),
         "sub" => binary(Binary::Sub),
+        "mul24" if words.has("hi") => binary(Binary::Mul24High),
+        "mul24" => binary(Binary::Mul24),
+        "mad24" if words.has("hi") => ternary(Ternary::Mad24High, words.kind()?, words.kind()?),
+        "mad24" => ternary(Ternary::Mad24, words.kind()?, words.kind()?),
         "mul" if words.has("wide") => binary(Binary::MulWide),
         "mul" if words.has("hi") => binary(Binary::MulHigh),
         "mul" => binary(Binary::Mul),
@@ -461,7 +595,7 @@ fn arithmetic(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
             let (b, c) = (it.value(2, Type::U(4))?, it.value(3, Type::U(4))?);
             Ok(Some(Op::Ternary {
                 op: Ternary::Bfe,
-                kind: words.full(kind)?,
+                kind: words.full(kind),
                 to,
                 a,
                 b,
@@ -576,6 +710,7 @@ fn comparison(words: &Words<'_>, it: &Operands<'_>) -> Result<Op> {
         b: it.value(2, kind)?,
         with,
         truth,
+        flush: words.has("ftz"),
     })
 }
 
@@ -584,9 +719,6 @@ fn conversion(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
     let [to, from] = types[..] else {
         return Ok(None);
     };
-    if words.has("pack") || words.has("relu") || words.has("rs") {
-        return Ok(None);
-    }
     if let (Type::F16x2 | Type::Bf16x2, Type::F32) = (to, from) {
         let (a, b) = (it.value(1, from)?, it.value(2, from)?);
         return Ok(Some(Op::ConvertPair {
@@ -602,7 +734,7 @@ fn conversion(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
     }
     Ok(Some(Op::Convert {
         to: it.to(0)?,
-        kind: words.full(to)?,
+        kind: words.full(to),
         from,
         a: it.value(1, from)?,
     }))
@@ -740,6 +872,8 @@ fn together(words: &Words<'_>, it: &Operands<'_>) -> Result<Option<Op>> {
 struct Operands<'a> {
     all: &'a [Operand],
     resolver: &'a Resolver<'a>,
+    /// The text that they are in.
+    unit: usize,
 }
 
 impl Operands<'_> {
@@ -765,7 +899,7 @@ impl Operands<'_> {
     fn registers(&self, i: usize) -> Result<Vec<u32>> {
         match self.get(i)? {
             Operand::Vector(parts) => parts.iter().map(register).collect(),
-            _ => Err("a vector is missing".into()),
+            single => Ok(vec![register(single)?]),
         }
     }
 
@@ -776,7 +910,7 @@ impl Operands<'_> {
     fn values(&self, i: usize, kind: Type) -> Result<Vec<Value>> {
         match self.get(i)? {
             Operand::Vector(parts) => parts.iter().map(|part| self.resolve(part, kind)).collect(),
-            _ => Err("a vector is missing".into()),
+            single => Ok(vec![self.resolve(single, kind)?]),
         }
     }
 
@@ -815,8 +949,16 @@ impl Operands<'_> {
             Operand::Parameter(at, added) => Value::Param(at.wrapping_add(*added as u32)),
             Operand::Shared(at) => Value::Const(*at),
             Operand::Dynamic(added) => Value::Dynamic(*added as u32),
-            Operand::Name(name, added) => match self.resolver.globals.get(name) {
-                Some(index) => Value::Global(*index as u32, *added as u64),
+            Operand::Global(index, added) => Value::Global(*index, *added as u64),
+            Operand::Name(name, added) => match self.resolver.globals.find(self.unit, name) {
+                Some(index) => match self.resolver.unknown.get(&index) {
+                    None => Value::Global(index as u32, *added as u64),
+                    Some(other) => {
+                        return Err(format!(
+                            "`{name}` holds the address of `{other}`, which is not known"
+                        ));
+                    }
+                },
                 None => return Err(format!("`{name}` is not known")),
             },
             Operand::Sink => Value::Reg(SINK),
