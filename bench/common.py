@@ -167,16 +167,20 @@ class Results:
 
 
 def check_results(data: Any) -> None:
-    """Raises BenchError unless `data` has the shape of every file in bench/results."""
-    head = ("bench", "device", "driver", "date", "commit", "command")
-    if set(data) != {*head, "rows"} or not all(isinstance(data[key], str) for key in head):
-        raise BenchError(f"a results file has exactly {', '.join(head)} (text) and rows")
+    """Raises BenchError unless `data` has the shape of every file in bench/results: one call of one benchmark."""
+    head = {"bench", "device", "driver", "date", "commit", "command"}
+    extra = set(data) - head - {"rows"}
+    if not head < set(data) or not extra <= {"note", "host"} or not all(isinstance(data[key], str) for key in head | extra):
+        raise BenchError(f"a results file has exactly {', '.join(sorted(head))} (text) and rows, and may have note and host")
     for row in data["rows"]:
-        if set(row) != {"case", "mode", "values"} or not row["values"]:
-            raise BenchError(f"a row has case, mode and values: {row}")
+        if not {"case", "mode", "values"} <= set(row) <= {"case", "mode", "values", "interval", "samples"} or not row["values"]:
+            raise BenchError(f"a row has case, mode and values, and may have interval and samples: {row}")
+        if not set(row.get("interval", {})) <= set(row["values"]) or not isinstance(row.get("samples", 0), int):
+            raise BenchError(f"{row['case']} / {row['mode']}: an interval without its value, or no number of samples")
         for name, value in row["values"].items():
-            if not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise BenchError(f"{row['case']} / {row['mode']}: {name} is {value}")
+            around = row.get("interval", {}).get(name, [value, value])
+            if not all(isinstance(it, (int, float)) and math.isfinite(it) for it in (value, *around)):
+                raise BenchError(f"{row['case']} / {row['mode']}: {name} is {value} in {around}")
 
 
 def say(text: str) -> None:

@@ -196,11 +196,14 @@ def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
     """Reports side by side: the emulated device last."""
     if not reports:
         return "No report is committed yet."
-    reports = sorted(reports, key=lambda it: ("emulated" in it["device"], it["device"]))
-    every = [times(data) for data in reports]
-    devices = [data["device"].removeprefix("NVIDIA ") for data in reports]
+    reports = sorted(reports, key=lambda it: ("emulated" in it["device"], it["device"], it["date"]))
+    by_device: dict[str, list[dict[str, Any]]] = {}
+    for data in reports:
+        by_device.setdefault(data["device"].removeprefix("NVIDIA "), []).append(data)
+    devices = list(by_device)
+    every = [{key: value for data in mine for key, value in times(data).items()} for mine in by_device.values()]
     text = [
-        f"- {data['device']}, driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`"
+        f"- {data['device']}, driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`. {data.get('note', '')}".strip()
         for data in reports
     ]
     text += ["", "| | | | " + " | ".join(devices) + " |", "|---|---|---|" + "---:|" * len(devices)]
@@ -212,7 +215,9 @@ def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
         cells = [" / ".join(map(number, one.get(key, []))) for one in every]
         text.append(f"| {case if case != last else ''} | {mode} | {shown} | " + " | ".join(cells) + " |")
         last = case
-    tests = [{row["mode"]: row["values"] for row in data["rows"] if row["case"] == "test"} for data in reports]
+    tests = [
+        {row["mode"]: row["values"] for data in mine for row in data["rows"] if row["case"] == "test"} for mine in by_device.values()
+    ]
     text += ["", "| tests | " + " | ".join(devices) + " |", "|---|" + "---:|" * len(devices)]
     for group in dict.fromkeys(name.split("::")[0] for one in tests for name in one):
         cells = []

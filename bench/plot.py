@@ -1,7 +1,15 @@
-"""Turns bench/results/*.json into tables and into one SVG per benchmark with latencies.
+"""Puts bench/results/*.json into the documents: tables, pictures, and every measured number of the text.
 
-What tells most goes into the README, the rest into docs/results.md, the driver-level report into docs/fidelity.md. Tables go between `<!-- results:begin -->` and `<!-- results:end -->`; the pictures beside the results. Reports of
-`fidelity.py` go side by side into docs/fidelity.md. Running it again changes nothing. Needs only Python.
+A document says what it shows; this program fills it in, and running it again changes nothing:
+
+- `<!-- table NAME; cases A,B; modes a,b -->` ... `<!-- end -->` is the table of results file NAME (`cases` and `modes` select rows).
+- `<!-- runs VALUE; MODE÷BASE; NAME NAME ... -->` ... `<!-- end -->` is a table of one ratio: a row per case, a column per call.
+- `1.06<!--=NAME;CASE;MODE;VALUE-->` is one number. MODE may be `gpumux÷alone`, a ratio, or `gpumux−none`, a difference; CASE may be `A,B,C` or `*`
+  and NAME several names with commas, with `min ` or `max ` before the whole. A `%` after the number makes it a percentage.
+- NAME is the file's name without `.json`; `BENCH-COMMIT` is enough where it is unique on the H100.
+
+`--check` fails where a document would change, where a results file has no table, and where a paragraph that claims a
+measurement holds a number that comes from nowhere. Needs only Python.
 """
 
 from __future__ import annotations
@@ -9,8 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -19,8 +28,6 @@ import common
 import fidelity
 
 ROOT = common.BENCH.parent
-FRONT = ["colocation", "space", "swap"]
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
 COLOURS = {
     "alone": "#8c8c8c",
     "time-slicing": "#d9822b",
@@ -32,6 +39,10 @@ RATIOS = {"latency_p99_ms": "p99 ÷ alone", "batch_rate": "batch rate ÷ alone"}
 UNITS = {"ms": "ms", "us": "µs", "s": "s"}
 # Names that end like a unit but are none.
 RATES = {"batch_rate": "batch rate (1/s)"}
+BLOCK = re.compile(r"(<!-- (table|runs) ([^>]*) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+INLINE = re.compile(r"(-?\d+(?:\.\d+)?)(%?)<!--=([^>]*)-->")
+# Written by other programs.
+GENERATED = {"commands.md", "emulated-functions.md", "SUMMARY.md"}
 
 
 def number(value: float) -> str:
@@ -51,6 +62,59 @@ def title(name: str) -> str:
     if words[-1] in UNITS:
         return " ".join(words[:-1]).replace("p999", "p99.9") + f" ({UNITS[words[-1]]})"
     return " ".join(words)
+
+
+class Store:
+    """All results files, by name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.files: dict[str, dict[str, Any]] = {}
+        for path in sorted(folder.glob("*.json")):
+            self.files[path.stem] = json.loads(path.read_text())
+            common.check_results(self.files[path.stem])
+
+    def named(self, name: str) -> str:
+        """The full name of a file."""
+        bench, _, rest = name.partition("-")
+        found = [name] if name in self.files else [it for it in self.files if re.fullmatch(f"{bench}-h100-[a-z0-9-]*hbm3-{rest}", it)]
+        if len(found) != 1:
+            raise common.BenchError(f"{name} names {len(found)} results files")
+        return found[0]
+
+    def value(self, name: str, case: str, mode: str, what: str) -> float:
+        """One value of one row."""
+        for row in self.files[name]["rows"]:
+            if (row["case"], row["mode"]) == (case, mode) and what in row["values"]:
+                return row["values"][what]
+        raise common.BenchError(f"{name} has no {what} of {case} / {mode}")
+
+    def ratio(self, name: str, case: str, modes: str, what: str) -> float:
+        """A value, or what `gpumux÷alone` or `gpumux−none` make of two."""
+        mode, sign, base = next((modes.partition(sign) for sign in "÷−" if sign in modes), (modes, "", ""))
+        value = self.value(name, case, mode, what)
+        if not sign:
+            return value
+        other = self.value(name, case, base, what)
+        return value / other if sign == "÷" else value - other
+
+    def evaluate(self, text: str) -> float:
+        """What stands in the comment after a number."""
+        chosen, _, rest = text.partition(" ") if text.startswith(("min ", "max ")) else ("", "", text)
+        try:
+            names, cases, modes, what = rest.split(";")
+        except ValueError:
+            raise common.BenchError(f"a number's source is NAME;CASE;MODE;VALUE, not {text}") from None
+        found = []
+        for name in map(self.named, names.split(",")):
+            rows = self.files[name]["rows"]
+            every = dict.fromkeys(row["case"] for row in rows if row["mode"] == re.split("[÷−]", modes)[0])
+            found += [self.ratio(name, case, modes, what) for case in (every if cases == "*" else cases.split(","))]
+        if not chosen and len(found) != 1:
+            raise common.BenchError(f"{text} are {len(found)} numbers")
+        return (min if chosen == "min" else max)(found)
+
+
+# --- tables -------------------------------------------------------------------------------------
 
 
 def columns(rows: list[dict[str, Any]]) -> list[str]:
@@ -75,53 +139,97 @@ def groups(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     return list(found.values())
 
 
+def shown(row: dict[str, Any], name: str) -> str:
+    """A value, with its interval where the row has one."""
+    if name not in row["values"]:
+        return ""
+    low_high = row.get("interval", {}).get(name)
+    return number(row["values"][name]) + (f" ({number(low_high[0])}–{number(low_high[1])})" if low_high else "")
+
+
 def table(rows: list[dict[str, Any]]) -> str:
     """Rows as a Markdown table, with ratios to the mode alone."""
     names = columns(rows)
-    relative = [name for name in ("latency_p99_ms", "batch_rate") if name in names]
+    relative = [name for name in RATIOS if name in names and f"{name.rpartition('_')[0]}_rel" not in names]
     relative = [name for name in relative if any(compared(row, rows, name) for row in rows)]
-    head = ["case", "mode", *map(title, names), *(RATIOS[name] for name in relative)]
+    counted = any("samples" in row for row in rows)
+    head = ["case", "mode", *map(title, names), *(RATIOS[name] for name in relative), *(["samples"] if counted else [])]
     lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     for row in rows:
         ratios = [compared(row, rows, name) for name in relative]
         cells = [
             row["case"],
             row["mode"],
-            *(number(row["values"][name]) if name in row["values"] else "" for name in names),
+            *(shown(row, name) for name in names),
             *(f"{ratio:.2f}" if ratio is not None else "" for ratio in ratios),
+            *([f"{row.get('samples', '')}"] if counted else []),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
-def section(data: dict[str, Any]) -> str:
-    """One results file in Markdown."""
-    return "\n\n".join(
-        [
-            f"### {data['bench']}: {data['device']}",
-            f"Driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`",
-            *map(table, groups(data["rows"])),
-        ]
-    )
+def call(data: dict[str, Any]) -> str:
+    """Where and how it was measured, in one line of Markdown."""
+    text = f"{data['device']}, driver {data['driver']}, {data['date']}, commit `{data['commit'][:12]}`: `{data['command']}`."
+    return " ".join(filter(None, [text, data.get("note", ""), data.get("host", "")]))
+
+
+def selected(data: dict[str, Any], options: Iterable[str]) -> list[dict[str, Any]]:
+    """The rows that `cases A,B` and `modes a,b` choose."""
+    rows = data["rows"]
+    for option in options:
+        key, _, chosen = option.strip().partition(" ")
+        if key not in ("cases", "modes"):
+            raise common.BenchError(f"a table is selected by cases and modes, not by {option}")
+        rows = [row for row in rows if row[key[:-1]] in chosen.split(",")]
+    if not rows:
+        raise common.BenchError(f"no rows of {data['bench']} are selected by {'; '.join(options)}")
+    return rows
+
+
+def runs(store: Store, text: str) -> str:
+    """One ratio by case and call, with the calls' commits in the head."""
+    what, modes, names = (part.strip() for part in text.split(";"))
+    every = [store.named(name) for name in names.split()]
+    mode = modes.partition("÷")[0]
+    cases = dict.fromkeys(row["case"] for name in every for row in store.files[name]["rows"] if row["mode"] == mode)
+    head = [f"{title(what)}, {modes}", *(f"`{store.files[name]['commit'][:7]}`" for name in every)]
+    lines = ["| " + " | ".join(head) + " |", "|---|" + "---:|" * len(every)]
+    for case in sorted(cases):
+        cells = []
+        for name in every:
+            try:
+                cells.append(f"{store.ratio(name, case, modes, what):.2f}")
+            except common.BenchError:
+                cells.append("")
+        lines.append("| " + " | ".join([case, *cells]) + " |")
+    return "\n".join(lines)
+
+
+# --- pictures -----------------------------------------------------------------------------------
 
 
 def bars(data: dict[str, Any], name: str, x: int, width: int) -> Iterable[str]:
-    """One panel: a bar per case and mode."""
+    """One panel: a bar per case and mode, with its interval."""
     rows = [row for row in data["rows"] if name in row["values"]]
-    most = max((row["values"][name] for row in rows), default=0) or 1
+    most = max((row.get("interval", {}).get(name, [0, row["values"][name]])[1] for row in rows), default=0) or 1
     yield f'<text x="{x}" y="44" class="head">{escape(title(name))}</text>'
-    y, case = 54, None
+    y, case, scale = 54, None, (width - 190) / most
     for row in rows:
         if row["case"] != case:
             case, y = row["case"], y + 18
             yield f'<text x="{x}" y="{y}" class="case">{escape(case)}</text>'
             y += 6
         value = row["values"][name]
-        length = max(1.0, value / most * (width - 190))
+        length = end = max(1.0, value * scale)
         colour = COLOURS.get(row["mode"], "#555555")
         yield f'<text x="{x + 96}" y="{y + 12}" text-anchor="end">{escape(row["mode"])}</text>'
         yield f'<rect x="{x + 102}" y="{y + 2}" width="{length:.1f}" height="13" fill="{colour}"/>'
-        yield f'<text x="{x + 108 + length:.1f}" y="{y + 12}">{number(value)}</text>'
+        if between := row.get("interval", {}).get(name):
+            low, end = (x + 102 + it * scale for it in between)
+            yield f'<path d="M{low:.1f} {y + 8}H{end:.1f}" stroke="#24292f" stroke-width="2"/>'
+            end -= x + 102
+        yield f'<text x="{x + 108 + end:.1f}" y="{y + 12}">{number(value)}</text>'
         y += 18
 
 
@@ -137,66 +245,151 @@ def picture(data: dict[str, Any]) -> str | None:
         'font-family="sans-serif" font-size="11">',
         "<style>text{fill:#24292f}.head{font-weight:bold;font-size:13px}.case{font-weight:bold}</style>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"])}</text>',
+        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"])}, {escape(data["commit"][:7])}</text>',
     ]
     for place, name in enumerate(names):
         lines += bars(data, name, 12 + place * width, width)
     return "\n".join([*lines, "</svg>", ""])
 
 
-def between(path: Path, begin: str, end: str, new: str) -> str:
-    """The file's text with what stands between two marks replaced."""
-    text = path.read_text()
+# --- documents ----------------------------------------------------------------------------------
+
+
+def filled(store: Store, page: Path, text: str, shown_tables: set[str]) -> str:
+    """A document's text with its tables and numbers as the results have them."""
+
+    def block(match: re.Match[str]) -> str:
+        head, kind, what, end = match[1], match[2], match[3], match[5]
+        if kind == "runs":
+            return f"{head}{runs(store, what)}\n{end}"
+        name, *options = what.split(";")
+        data = store.files[store.named(name.strip())]
+        shown_tables.add(store.named(name.strip()))
+        tables = "\n\n".join(map(table, groups(selected(data, options))))
+        return f"{head}{call(data)}\n\n{tables}\n{end}"
+
+    def value(match: re.Match[str]) -> str:
+        found = store.evaluate(match[3]) * (100 if match[2] else 1)
+        decimals = len(match[1].partition(".")[2])
+        return f"{found:.{decimals}f}{match[2]}<!--={match[3]}-->"
+
+    try:
+        return INLINE.sub(value, BLOCK.sub(block, text))
+    except common.BenchError as error:
+        raise common.BenchError(f"{page.name}: {error}") from None
+
+
+def between(path: Path, text: str, begin: str, end: str, new: str) -> str:
+    """Text with what stands between two marks replaced."""
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise common.BenchError(f"{path} needs one {begin} and after it one {end}")
     return text[: text.index(begin) + len(begin)] + "\n" + new + text[text.index(end) :]
 
 
-def outputs(results: Path, readme: Path, rest: Path | None = None, book: Path | None = None) -> dict[Path, str]:
-    """All files that this program writes, and their text. Without `rest`, all tables go into the README."""
-    files: dict[Path, str] = {}
-    sections: dict[Path, list[str]] = {path: [] for path in (readme, rest) if path}
-    reports = []
-    for path in sorted(results.glob("*.json")):
-        data = json.loads(path.read_text())
-        common.check_results(data)
-        if data["bench"] == "fidelity":
-            reports.append(data)
-            continue
-        page = rest if rest and data["bench"] not in FRONT else readme
-        text = section(data)
-        if svg := picture(data):
-            files[path.with_suffix(".svg")] = svg
-            where = os.path.relpath(path.with_suffix(".svg"), page.parent)
-            text += f"\n\n![{data['bench']} on {data['device']}]({where})"
-        sections[page].append(text)
-    for page, texts in sections.items():
-        files[page] = between(page, BEGIN, END, "".join(text + "\n\n" for text in texts))
-    if book:
-        text = fidelity.table(reports, number, title) + "\n"
-        files[book] = between(book, fidelity.TABLE_BEGIN, fidelity.TABLE_END, text)
-    return files
+def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list[str]]:
+    """All files that this program writes and their text, and the results that no table shows."""
+    store, files, tables = Store(results), {}, set[str]()
+    for page in pages:
+        text = filled(store, page, page.read_text(), tables)
+        if fidelity.TABLE_BEGIN in text:
+            reports = {name: data for name, data in store.files.items() if data["bench"] == "fidelity"}
+            tables |= reports.keys()
+            report = fidelity.table(list(reports.values()), number, title) + "\n"
+            text = between(page, text, fidelity.TABLE_BEGIN, fidelity.TABLE_END, report)
+        files[page] = text
+        for name in re.findall(r"!\[[^\]]*\]\([^)]*results/([\w.-]+)\.svg\)", text):
+            svg = picture(store.files[name]) if name in store.files else None
+            if svg is None:
+                raise common.BenchError(f"{page.name}: nothing can be drawn of {name}")
+            files[results / f"{name}.svg"] = svg
+    return files, sorted(store.files.keys() - tables)
+
+
+# --- numbers ------------------------------------------------------------------------------------
+
+# A paragraph that holds one of these claims a measurement.
+CLAIM = re.compile(
+    r"\b[HAV][12]00s?\b|\b[Mm]easured\b|\btimes alone\b|\bp(50|90|99)\b|\bEPYC\b|results\.md|fidelity\.md|README\.md#measured|`bench/|commit `"
+)
+# What is no result: code, comments that name a source, links' targets, dates, drivers, products, sections.
+NO_RESULT = re.compile(
+    r"-?\d[\d.,]*%?<!--=[^>]*-->|<!--.*?-->|`[^`]*`|\]\([^)]*\)|https?://\S+|\d{4}-\d\d-\d\d|"
+    r"\b(driver|drivers|branch|branches|PCIe|CUDA|PyTorch|vLLM|MPS v|r|version|case|shape)s? ?\d[\d.]*(( to| and) \d[\d.]*)*|'\d\d|§ ?\d+",
+    re.DOTALL,
+)
+# A number in the text: not a part of a name such as H100, ResNet-50 or 2x60%.
+NUMBER = re.compile(r"(?<![\w.,/#×-])-?\d++(?:[.,]\d++)*+(?![\w-]*[A-Za-z_]\w*-|[A-Za-z×])")
+CITED = re.compile(r"\]\(https?://|<!--cited-->")
+
+
+def paragraphs(text: str) -> Iterator[tuple[int, str]]:
+    """The text's paragraphs, list items and table rows with the numbers of their first lines; no code, nothing generated."""
+    hidden = lambda match: "\n" * match[0].count("\n")  # noqa: E731
+    text = re.sub(r"<!-- (\w+):begin -->.*?<!-- \1:end -->", hidden, text, flags=re.DOTALL)
+    text = re.sub(r"^```.*?^```", hidden, BLOCK.sub(hidden, text), flags=re.DOTALL | re.MULTILINE)
+    first, lines = 1, list[str]()
+    for at, line in enumerate([*text.splitlines(), ""], 1):
+        if lines and (not line.strip() or re.match(r"\s*([-*|]|\d+\.) ?", line)):
+            yield first, "\n".join(lines)
+            lines = []
+        if line.strip():
+            first = first if lines else at
+            lines.append(line)
+
+
+def unsourced(text: str) -> list[tuple[int, str]]:
+    """Numbers in claims of measurements that name no source, with their lines.
+
+    What a table's head or the line before a list claims, their rows and items claim too.
+    """
+    found, above, last = [], False, -1
+    for line, paragraph in paragraphs(text):
+        part = re.match(r"\s*([-*|]|\d+\.) ?", paragraph)
+        claims = bool(CLAIM.search(paragraph))
+        if not part:
+            above = claims and paragraph.rstrip().endswith(":")
+        elif part[1] == "|" and line != last + 1:
+            above |= claims
+        last = line
+        if (claims or part and above) and not CITED.search(paragraph):
+            cleaned = NO_RESULT.sub(lambda match: " " + "\n" * match[0].count("\n"), paragraph)
+            found += [(line + cleaned[: it.start()].count("\n"), it[0]) for it in NUMBER.finditer(cleaned)]
+    return found
+
+
+def documents(root: Path) -> list[Path]:
+    """The README and the pages of the book that people write."""
+    return [root / "README.md", *sorted(path for path in (root / "docs").glob("*.md") if path.name not in GENERATED)]
 
 
 def main() -> int:
-    """Writes the files, or checks that they are up to date."""
-    parser = argparse.ArgumentParser(description="Results into tables and SVG pictures.")
+    """Writes the files, or checks that they are up to date and that every measured number has a source."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, default=common.BENCH / "results")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--rest", type=Path, default=ROOT / "docs" / "results.md")
-    parser.add_argument("--book", type=Path, default=ROOT / "docs" / "fidelity.md")
+    parser.add_argument("--root", type=Path, default=ROOT, help="folder of README.md and docs/")
     parser.add_argument("--check", action="store_true", help="change nothing; fail if something would")
     options = parser.parse_args()
-    files = outputs(*(path.resolve() for path in (options.results, options.readme, options.rest, options.book)))
+    pages = documents(options.root.resolve())
+    try:
+        files, untold = outputs(options.results.resolve(), pages)
+    except common.BenchError as error:
+        sys.exit(f"error: {error}")
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
-    if options.check:
+    if not options.check:
         for path in stale:
-            print(f"{path} does not match bench/results: run python3 bench/plot.py", file=sys.stderr)
-        return 1 if stale else 0
-    for path in stale:
-        path.write_text(files[path])
-        print(path)
-    return 0
+            path.write_text(files[path])
+            print(path)
+        return 0
+    wrong = [f"{path} does not match bench/results: run python3 bench/plot.py" for path in stale]
+    wrong += [f"bench/results/{name}.json has no table in any document" for name in untold]
+    for page in pages:
+        name = os.path.relpath(page, options.root)
+        wrong += [f"{name}:{line}: {found} has no source in bench/results" for line, found in unsourced(files[page])]
+    drawn = {path.name for path in files}
+    wrong += [f"{path} is not shown in any document" for path in options.results.glob("*.svg") if path.name not in drawn]
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Reading of predictions and measurements, and that every row has both."""
 
-import json
 import unittest
 
 import calibration
@@ -29,8 +28,7 @@ class Sides(unittest.TestCase):
     def test_every_row_has_a_scenario_and_a_measurement(self) -> None:
         for row in calibration.ROWS:
             self.assertTrue((calibration.SCENARIOS / f"{row.scenario}.toml").exists(), row.scenario)
-            [path] = (common.BENCH / "results").glob(f"{row.bench}-h100-*hbm3.json")
-            measured = calibration.measurements(json.loads(path.read_text()), row.case)
+            measured = calibration.measurements(calibration.results(common.BENCH / "results", row.bench), row.case)
             self.assertGreater(abs(row.measured(measured)), 0, row)
 
 

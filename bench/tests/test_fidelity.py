@@ -63,16 +63,22 @@ class Fidelity(unittest.TestCase):
         self.assertIn("|  | 1 s and 1 µs | p50 / max (µs) | 320 / 640 | 350 / 700 |", table)
         self.assertIn("| cuda | 1 of 2 hold, 1 skipped | 1 of 2 hold, 1 skipped |", table)
 
-    def test_a_report_goes_into_the_book_and_not_into_the_readme(self) -> None:
+    def test_a_report_goes_into_the_book(self) -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "fidelity-x.json").write_text(json.dumps(report("NVIDIA X", 1, 2)))
-            readme, book = folder / "README.md", folder / "fidelity.md"
-            readme.write_text(f"{plot.BEGIN}\n{plot.END}\n")
+            book = folder / "fidelity.md"
             book.write_text(f"{fidelity.TABLE_BEGIN}\n{fidelity.TABLE_END}\n")
-            files = plot.outputs(folder, readme, book=book)
-            self.assertNotIn("fidelity", files[readme])
+            files, untold = plot.outputs(folder, [book])
             self.assertIn("| preemption | alone |", files[book])
+            self.assertEqual(untold, [])
+
+    def test_two_calls_on_one_device_are_one_column(self) -> None:
+        late = report("NVIDIA X", 1, 2) | {"rows": [{"case": "lever", "mode": "freeze", "values": {"p50_us": 9.0}}], "note": "Late."}
+        table = fidelity.table([report("NVIDIA X", 1, 2), late], plot.number, plot.title)
+        self.assertIn("| | | | X |\n", table)
+        self.assertIn("| lever | freeze | p50 (µs) | 9 |", table)
+        self.assertIn("Late.", table)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,18 @@ DATA = {
 }
 
 
+PAGE = """# Title
+
+<!-- table colocation-h100; cases graph+train -->
+<!-- end -->
+
+p99 is 0<!--=colocation-h100;graph+train;gpumux;latency_p99_ms--> ms, 9.99<!--=colocation-h100;graph+train;gpumux÷alone;latency_p99_ms--> times alone,
+0%<!--=colocation-h100;graph+train;gpumux÷alone;batch_rate--> and 0.00<!--=colocation-h100;graph+train;gpumux−alone;latency_p99_ms-->.
+
+![picture](bench/results/colocation-h100.svg)
+"""
+
+
 class Plot(unittest.TestCase):
     def setUp(self) -> None:
         folder = tempfile.TemporaryDirectory()
@@ -37,49 +49,85 @@ class Plot(unittest.TestCase):
         self.results = Path(folder.name).resolve() / "bench" / "results"
         self.results.mkdir(parents=True)
         self.readme = self.results.parent.parent / "README.md"
-        self.readme.write_text(f"# Title\n\n{plot.BEGIN}\n{plot.END}\n\nthe end\n")
+        self.readme.write_text(PAGE)
         (self.results / "colocation-h100.json").write_text(json.dumps(DATA))
 
-    def write(self) -> None:
-        for path, text in plot.outputs(self.results, self.readme).items():
+    def outputs(self) -> dict[Path, str]:
+        return plot.outputs(self.results, [self.readme])[0]
+
+    def write(self) -> str:
+        for path, text in self.outputs().items():
             path.write_text(text)
+        return self.readme.read_text()
+
+    def filled(self, text: str) -> str:
+        return plot.filled(plot.Store(self.results), self.readme, text, set())
 
     def test_writing_again_changes_nothing(self) -> None:
-        self.write()
-        once = self.readme.read_text()
-        self.write()
-        self.assertEqual(self.readme.read_text(), once)
-        self.assertTrue(once.startswith("# Title\n") and once.endswith("the end\n"))
-        self.assertIn("![colocation on NVIDIA <H100>](bench/results/colocation-h100.svg)", once)
+        once = self.write()
+        self.assertEqual(self.write(), once)
+        self.assertIn("| graph+train | gpumux | 1.500 | 12.15 | 1.20 | 0.90 |", once)
+        self.assertIn("commit `0123456789ab`: `python3 bench/colocation.py`.", once)
+        self.assertNotIn("start-up", once)
 
-    def test_only_what_tells_most_is_in_the_readme(self) -> None:
-        rest = self.results.parent.parent / "docs" / "results.md"
-        rest.parent.mkdir()
-        rest.write_text(f"{plot.BEGIN}\n{plot.END}\n")
+    def test_numbers_of_the_text_keep_their_decimals(self) -> None:
+        text = " ".join(self.write().split("-->"))
+        for number in ("p99 is 2<!--", "1.20<!--", "90%<!--", "0.25<!--"):
+            self.assertIn(number, text)
+
+    def test_least_and_most_of_several_cases(self) -> None:
+        (self.results / "colocation-x.json").write_text(json.dumps(DATA | {"rows": [row("b", "gpumux", x=3.0), row("a", "gpumux", x=2.0)]}))
+        self.assertIn("3.0<!--", self.filled("0.0<!--=max colocation-x;a,b;gpumux;x-->"))
+        self.assertIn("2.0<!--", self.filled("0.0<!--=min colocation-x;*;gpumux;x-->"))
+        with self.assertRaisesRegex(common.BenchError, "2 numbers"):
+            self.filled("0.0<!--=colocation-x;*;gpumux;x-->")
+
+    def test_a_source_that_is_not_there_is_an_error(self) -> None:
+        for source in ("nothing;a;b;c", "colocation-h100;graph+train;mps;latency_p99_ms", "colocation-h100"):
+            with self.assertRaises(common.BenchError, msg=source):
+                self.filled(f"1.0<!--={source}-->")
+        with self.assertRaisesRegex(common.BenchError, "no rows"):
+            self.filled("<!-- table colocation-h100; modes mps -->\n<!-- end -->")
+
+    def test_results_without_a_table_are_found(self) -> None:
         (self.results / "kernels-h100.json").write_text(json.dumps(DATA | {"bench": "kernels"}))
-        files = plot.outputs(self.results, self.readme, rest)
-        self.assertIn("### colocation:", files[self.readme])
-        self.assertNotIn("### kernels:", files[self.readme])
-        self.assertIn("![kernels on NVIDIA <H100>](../bench/results/kernels-h100.svg)", files[rest])
-
-    def test_without_results_the_block_is_empty(self) -> None:
-        self.write()
-        (self.results / "colocation-h100.json").unlink()
-        self.write()
-        self.assertIn(f"{plot.BEGIN}\n{plot.END}", self.readme.read_text())
-
-    def test_ratios_are_to_the_same_case_alone(self) -> None:
-        text = plot.section(DATA)
-        self.assertIn("| graph+train | gpumux | 1.500 | 12.15 | 1.20 | 0.90 |", text)
-        self.assertIn("| case | mode | added p50 (ms) |", text)
+        self.assertEqual(plot.outputs(self.results, [self.readme])[1], ["kernels-h100"])
 
     def test_new_numbers_make_the_files_stale(self) -> None:
         self.write()
         data = copy.deepcopy(DATA)
         data["rows"][1]["values"]["latency_p99_ms"] = 9.0  # type: ignore[index]
         (self.results / "colocation-h100.json").write_text(json.dumps(data))
-        changed = [p.name for p, text in plot.outputs(self.results, self.readme).items() if p.read_text() != text]
+        changed = [path.name for path, text in self.outputs().items() if path.read_text() != text]
         self.assertEqual(sorted(changed), ["README.md", "colocation-h100.svg"])
+
+    def test_measured_numbers_need_a_source(self) -> None:
+        for text in (
+            "On an H100 it takes 12 µs.",
+            "| how | p99 |\n|---|---|\n| fast | 12 µs |",
+            "Measured on a quiet machine:\n\n- it takes 12 µs",
+            "It was measured: 1.0<!--=a;b;c;d-->, then 12.",
+        ):
+            self.assertEqual([number for _, number in plot.unsourced(text)], ["12"], text)
+        for text in (
+            "A turn is 50 ms.",
+            "On an H100 (driver 580.159, 2026-11-22) ResNet-50 takes `12 µs`.",
+            "| A100 | 2.4% | [paper](https://example.org) |",
+            "```\nH100 12\n```",
+            "<!-- table x -->\n| H100 | 12 |\n<!-- end -->",
+        ):
+            self.assertEqual(plot.unsourced(text), [], text)
+        self.assertEqual(plot.unsourced("one\n\nOn an H100\nit takes 12.\n"), [(4, "12")])
+
+    def test_calls_stand_side_by_side_with_their_commits(self) -> None:
+        (self.results / "colocation-y.json").write_text(json.dumps(DATA | {"commit": "abcdef0123"}))
+        text = self.filled("<!-- runs latency_p99_ms; gpumux÷alone; colocation-h100 colocation-y -->\n<!-- end -->")
+        self.assertIn("| latency p99 (ms), gpumux÷alone | `0123456` | `abcdef0` |", text)
+        self.assertIn("| graph+train | 1.20 | 1.20 |", text)
+
+    def test_intervals_and_samples_are_shown(self) -> None:
+        rows = [row("a", "gpumux", latency_p99_ms=2.0) | {"interval": {"latency_p99_ms": [1.5, 2.5]}, "samples": 7}]
+        self.assertIn("| a | gpumux | 2 (1.500–2.500) | 7 |", plot.table(rows))
 
     def test_picture_is_well_formed_and_true_to_scale(self) -> None:
         svg = ElementTree.fromstring(plot.picture(DATA) or "")
@@ -91,11 +139,6 @@ class Plot(unittest.TestCase):
         self.assertEqual(len(widths), 4)
         self.assertAlmostEqual(widths[0] / widths[1], 1.25 / 1.5, places=2)
         self.assertIsNone(plot.picture(DATA | {"rows": DATA["rows"][2:]}))
-
-    def test_a_readme_without_the_marks_is_refused(self) -> None:
-        self.readme.write_text("nothing here")
-        with self.assertRaises(common.BenchError):
-            plot.outputs(self.results, self.readme)
 
     def test_titles_say_the_unit(self) -> None:
         for name, expected in {

@@ -20,7 +20,7 @@ pub enum Mode {
     Alone,
     /// What the driver does: everybody has its default slice.
     TimeSlicing,
-    /// The published recipe: latency tenants 1 s, all others 1 µs, and nothing after that.
+    /// Fixed timeslices, a context per program: latency tenants 1 s, all others 1 µs, and nothing after that.
     Fixed,
     /// Everybody in one MPS group, and nothing else.
     Mps,

@@ -1,8 +1,9 @@
-//! The published recipe, as a baseline to measure against: latency domains 1 s, all others 1 µs, nobody
-//! is ever frozen (GPreempt, USENIX ATC 2025; its artifact sets these values).
+//! Fixed timeslices, a context per program: a baseline to measure against. Latency domains have 1 s, all others
+//! 1 µs (the values of GPreempt's artifact, USENIX ATC 2025), and no domain is ever frozen.
 //!
-//! It breaks the rule that two runnable domains with a 1 µs slice must never meet: with two busy
-//! batch tenants the device switches all the time and neither makes progress. Not for use.
+//! GPreempt is something else: it has two contexts in one process, and all batch work shares the one with 1 µs.
+//! With a context for each batch program, two busy ones preempt each other for ever and neither makes progress,
+//! so this breaks the rule that two runnable domains with a 1 µs timeslice never meet. Not for use.
 
 use super::{Memory, Policy};
 use crate::{Class, DomainPlan, Plan, RunState, Snapshot, Timeslice};
@@ -29,7 +30,7 @@ impl Policy for Fixed {
                 id: domain.id,
                 timeslice,
                 run: RunState::Enabled,
-                reason: "baseline: a slice by class, nothing else",
+                reason: "baseline: a fixed timeslice by class",
             }
         });
         Plan {
