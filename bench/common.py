@@ -138,12 +138,16 @@ class Results:
         rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
         rows.append({"case": case, "mode": mode, "values": rounded})
         self.data["rows"] = sorted(rows, key=lambda row: self.order[row["case"], row["mode"]])
+        self.write()
+        say(f"{case} / {mode}: " + ", ".join(f"{k} {v:.5g}" for k, v in rounded.items()))
+
+    def write(self) -> None:
+        """Writes the file."""
         check_results(self.data)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         part = self.path.with_suffix(".part")
         part.write_text(json.dumps(self.data, indent=1) + "\n")
         part.replace(self.path)
-        say(f"{case} / {mode}: " + ", ".join(f"{k} {v:.5g}" for k, v in rounded.items()))
 
     @contextlib.contextmanager
     def cell(self, what: str) -> Iterator[None]:

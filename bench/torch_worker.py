@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -31,6 +33,12 @@ def sleep_until(when: float) -> None:
     """Sleeps until a CLOCK_MONOTONIC time."""
     while (left := when - time.monotonic()) > 0:
         time.sleep(left)
+
+
+def spend(until: float) -> None:
+    """Works on the CPU until a CLOCK_MONOTONIC time, and leaves Python's lock to other threads meanwhile."""
+    while time.monotonic() < until:
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4)
 
 
 class Server:
@@ -104,8 +112,7 @@ class Server:
             begin = time.monotonic()
             if hint:
                 gpumux.hint(expected_us=int(prepare * 1e6))
-            while time.monotonic() - begin < prepare:
-                pass
+            spend(begin + prepare)
             begin = due + prepare if late else time.monotonic()
             self.request(order["kind"])
             latencies.append((time.monotonic() - begin) * 1e3)
@@ -126,6 +133,51 @@ class Server:
             self.request(order["kind"])
             calls += 1
         return {"calls": calls, "seconds": time.monotonic() - begin}
+
+
+class Many:
+    """Several servers in one process: a thread and a stream for each, in one context."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        sys.setswitchinterval(2e-5)  # a thread that waits for Python's lock gets it soon
+        lowest, highest = torch.cuda.Stream.priority_range()
+        green = self.halves(options.green) if options.green else None
+        self.servers: dict[str, tuple[Server, Any]] = {}
+        for task in options.tasks:
+            name, model, priority = task.split("=")
+            server = Server(argparse.Namespace(model=model, images=1, pageable=False))
+            stream = green[priority].Stream() if green else torch.cuda.Stream(priority=highest if priority == "high" else lowest)
+            self.servers[name] = server, stream
+
+    @staticmethod
+    def halves(part: float) -> dict[str, Any]:
+        """A green context with that part of the SMs for low priority, and one with the rest."""
+        from torch.cuda.green_contexts import GreenContext
+
+        every = torch.cuda.get_device_properties(0).multi_processor_count
+        low = max(8, int(every * part) // 8 * 8)  # SMs come in eights
+        return {"low": GreenContext.create(num_sms=low, device_id=0), "high": GreenContext.create(num_sms=(every - low) // 8 * 8, device_id=0)}
+
+    def many(self, order: dict[str, Any]) -> dict[str, Any]:
+        """`requests` of several servers at once."""
+        answers: dict[str, Any] = {}
+
+        def serve(name: str, mine: dict[str, Any]) -> None:
+            server, stream = self.servers[name]
+            try:
+                with torch.no_grad(), torch.cuda.stream(stream):
+                    answers[name] = server.requests(mine | {"start": order["start"], "stop": order["stop"]})
+            except Exception:
+                traceback.print_exc()
+
+        threads = [threading.Thread(target=serve, args=it) for it in order["tasks"].items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if missing := sorted(order["tasks"].keys() - answers.keys()):
+            raise RuntimeError(f"no answer of {', '.join(missing)}")
+        return {"tasks": answers}
 
 
 class Stepping:
@@ -209,6 +261,9 @@ def main() -> None:
     serve.add_argument("--images", type=int, default=1, help="inputs in one request")
     serve.add_argument("--cores", help="run on these cores only, such as 2,3")
     serve.add_argument("--pageable", action="store_true", help="inputs lie in ordinary memory")
+    many = roles.add_parser("many")
+    many.add_argument("tasks", nargs="+", metavar="NAME=MODEL=high|low")
+    many.add_argument("--green", type=float, help="part of the SMs of a green context for low priority; the rest for high")
     train = roles.add_parser("train")
     train.add_argument("--model", default="resnet152")
     train.add_argument("--batch", type=int, default=128)
@@ -231,7 +286,7 @@ def main() -> None:
     if cores := getattr(options, "cores", None):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     try:
-        worker = {"serve": Server, "train": Training, "parallel": Parallel}[options.role](options)
+        worker = {"serve": Server, "many": Many, "train": Training, "parallel": Parallel}[options.role](options)
     except Exception as error:
         traceback.print_exc()
         answer(error=f"cannot prepare: {error}")
@@ -240,12 +295,12 @@ def main() -> None:
     gc.disable()  # a collection would be measured as latency
     answer(ready=True)
     if options.free:
-        with torch.no_grad() if options.role == "serve" else torch.enable_grad():
+        with torch.no_grad() if options.role in ("serve", "many") else torch.enable_grad():
             worker.free()
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            with torch.no_grad() if options.role == "serve" else torch.enable_grad():
+            with torch.no_grad() if options.role in ("serve", "many") else torch.enable_grad():
                 answer(**getattr(worker, order["op"])(order))
         except Exception as error:
             traceback.print_exc()

@@ -1,13 +1,15 @@
-"""Reading of workload definitions."""
+"""Reading of workload definitions, ways of sharing, and rounds, without a GPU."""
 
 import itertools
 import json
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 import common
 import preempt
+from preempt import Task
 
 
 class Arrivals(unittest.TestCase):
@@ -26,31 +28,32 @@ class Arrivals(unittest.TestCase):
         self.assertAlmostEqual(len(found) / 100, 100, delta=6)  # six standard deviations
         self.assertEqual(found, sorted(found))
 
-    def test_trace_is_in_milliseconds_and_cut(self) -> None:
+    def test_trace_is_in_milliseconds_and_begins_anew(self) -> None:
         self.assertEqual(self.of(0.3, type="trace", trace=[0, 150, 258, 385]), [0, 0.15, 0.258])
+        self.assertEqual(self.of(2.2, type="trace", trace=[100, 900], length=1), [0.1, 0.9, 1.1, 1.9, 2.1])
 
     def test_unknown_load_is_refused(self) -> None:
         with self.assertRaises(common.BenchError):
             self.of(1, type="magic", frequency=1)
 
 
+def definition(folder: Path) -> Path:
+    load = {"type": "periodic", "frequency": 10}
+    client = {"model_name": "vgg", "preprocess_time": 200}
+    tasks = [{"id": f"vgg_{at}", "load": load, "client": client | {"priority": at}} for at in (0, 1)]
+    (folder / "A.json").write_text(json.dumps({"time": 60, "tasks": tasks}))
+    return folder
+
+
 class Definition(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = definition(Path(folder.name))
+
     def test_priority_decides_the_class(self) -> None:
-        load = {"type": "periodic", "frequency": 10}
-        client = {"model_name": "vgg", "preprocess_time": 200}
-        definition = {
-            "time": 60,
-            "tasks": [
-                {"id": "vgg_rt", "load": load, "client": client | {"priority": 0}},
-                {"id": "vgg_be", "load": load, "client": client | {"priority": 1}},
-            ],
-        }
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "A.json"
-            path.write_text(json.dumps(definition))
-            critical, batch = preempt.tasks(path)
+        critical, batch = preempt.tasks(self.folder, "A")
         self.assertEqual((critical.klass, batch.klass), ("latency", "batch"))
-        self.assertEqual(critical.worker(), (["serve", "--model", "vgg"], "latency"))
         order = critical.order(1.0)
         self.assertEqual((len(order["arrivals"]), order["prepare_us"]), (10, 200))
         hints = [task.order(1.0, hinting)["hint"] for task in (critical, batch) for hinting in (False, True)]
@@ -59,24 +62,74 @@ class Definition(unittest.TestCase):
         whole = [round(at - 2, 6) for at in critical.order(3.0)["arrivals"] if at >= 2]
         self.assertEqual([round(at, 6) for at in later], whole, "rounds go on where the one before ended")
 
+    def test_variants_of_the_papers_figures(self) -> None:
+        critical, batch = preempt.tasks(self.folder, "A@prep50")
+        self.assertEqual((critical.prepare_us, batch.prepare_us), (50, 200))
+        critical, batch = preempt.tasks(self.folder, "A@rate300")
+        self.assertEqual((critical.load["frequency"], batch.load["type"]), (300, "continuous"))
+        self.assertLessEqual({"A@prep0", "A@rate300", *preempt.WORKLOADS}, set(preempt.CASES))
 
-class Rounds(unittest.TestCase):
-    def test_latencies_are_pooled_and_rates_averaged(self) -> None:
-        task = lambda name, latency: preempt.Task(name, "vgg", latency, {}, 0)  # noqa: E731
-        cell = preempt.Cell("A", "gpumux", [task("rt", True), task("be", False)])
 
+RT, BE, BE2 = (Task(name, name, name == "rt", {"type": "periodic", "frequency": 10}, 200) for name in ("rt", "be", "be2"))
+
+
+class Sharings(unittest.TestCase):
+    def told(self, mode: str) -> dict[str, object]:
+        return preempt.orders(preempt.SHARINGS[mode], [RT, BE, BE2], mode == "alone", 1.0, 0.0)
+
+    def test_all_batch_tasks_of_gpreempt_share_one_context(self) -> None:
+        together = preempt.processes(preempt.SHARINGS["gpreempt"].together, [RT, BE, BE2])
+        self.assertEqual(together, {"latency": [RT], "batch": [BE, BE2]})
+        self.assertEqual(preempt.worker("gpreempt", "class", [BE, BE2]), (["many", "be=be=low", "be2=be2=low"], "batch"))
+        mode = preempt.mode("gpreempt", Path("."))
+        self.assertEqual((type(mode), mode.policy), (common.Gpumux, "fixed"))
+        self.assertTrue(self.told("gpreempt")["latency"]["tasks"]["rt"]["hint"])  # type: ignore[index]
+        self.assertFalse(self.told("gpreempt-unhinted")["latency"]["tasks"]["rt"]["hint"])  # type: ignore[index]
+
+    def test_streams_and_green_contexts_are_one_process(self) -> None:
+        self.assertEqual(preempt.worker("streams", "all", [RT, BE])[0], ["many", "rt=rt=high", "be=be=low"])
+        self.assertIn("--green", preempt.worker("green", "all", [RT, BE])[0])
+        self.assertEqual([*self.told("streams")], ["all"])
+
+    def test_alone_only_latency_tasks_work(self) -> None:
+        self.assertEqual([*self.told("alone")], ["rt"])
+        self.assertEqual([*self.told("time-slicing")], ["rt", "be", "be2"])
+        self.assertEqual(self.told("alone")["rt"], self.told("time-slicing")["rt"])
+
+    def test_arrivals_are_the_same_in_every_mode(self) -> None:
+        for name in preempt.MODES:
+            sharing = preempt.SHARINGS[name]
+            told = preempt.orders(sharing, [RT, BE], False, 1.0, 4.0)
+            flat = {task: it for process, order in told.items() for task, it in order.get("tasks", {process: order}).items()}
+            self.assertEqual(flat["rt"]["arrivals"], RT.order(1.0, begin=4.0)["arrivals"], name)
+
+    def test_mps_settings_are_of_batch_clients(self) -> None:
+        for stage, variable in {"mps-priority": "CUDA_MPS_CLIENT_PRIORITY=1", "mps-50": "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"}.items():
+            mode = preempt.mode(stage, Path("."))
+            self.assertEqual(mode.command(["x"], "be", "batch"), ["env", variable, "x"])
+            self.assertEqual(mode.command(["x"], "rt", "latency"), ["x"])
+
+    def test_peers_that_cannot_run_say_why(self) -> None:
+        with mock.patch.dict("os.environ", {"XSCHED": "/nowhere"}), self.assertRaisesRegex(common.BenchError, "build XSched"):
+            preempt.mode("xsched", Path(".")).__enter__()
+        refused = mock.Mock(returncode=4, stdout="Insufficient Permissions", stderr="")
+        with mock.patch("subprocess.run", return_value=refused), self.assertRaisesRegex(common.BenchError, "Insufficient Permissions"):
+            preempt.mode("slices-long", Path(".")).__enter__()
+
+
+class Cells(unittest.TestCase):
+    def test_latencies_are_pooled_and_rates_are_of_each_kind(self) -> None:
         def answer(*ms: float) -> dict[str, object]:
             """The first one comes before things have settled."""
             begins = [0.0, *(0.5 for _ in ms[1:])]
             return {"latencies_ms": list(ms), "begins_s": begins, "seconds": 2.0 + preempt.SETTLE_S}
 
-        cell.answers = [
-            {"rt": answer(9.0, 1.0, 2.0), "be": answer(5.0, 5.0)},
-            {"rt": answer(9.0, 3.0), "be": answer(5.0, 5.0, 6.0, 7.0)},
-        ]
-        self.assertEqual((cell.values()["latency_p50_ms"], cell.values()["batch_rate"]), (2.0, 1.0))
-        alone = preempt.Cell("A", "alone", [task("rt", True), task("be", False)])
-        self.assertEqual([task.name for task in alone.tasks], ["rt"])
+        each = {"rt": answer(9.0, 1.0, 2.0), "be": answer(5.0, 6.0), "be2": answer(5.0)}
+        expected = {"latencies_ms": [1.0, 2.0], "rates": {"latency_rate": 1.0, "batch_rate": 0.5}}
+        self.assertEqual(preempt.cell([RT, BE, BE2], each), expected)
+        by_class = {"latency": {"tasks": {"rt": each["rt"]}}, "batch": {"tasks": {name: each[name] for name in ("be", "be2")}}}
+        self.assertEqual(preempt.cell([RT, BE, BE2], by_class), expected)
+        self.assertEqual(preempt.cell([RT, BE], {"rt": each["rt"]})["rates"], {"latency_rate": 1.0})
 
 
 if __name__ == "__main__":

@@ -1,0 +1,272 @@
+"""One driver for benchmarks that compare modes of sharing: cases × modes × seeds, in rounds that can be resumed.
+
+A *round* of a case measures every mode once, `alone` among them, with the same arrivals; its number is the seed, and each round
+begins with another mode. Rounds are kept as they are measured (`NAME.rounds.jsonl`), so a call that ends goes on where it was.
+
+Rules, fixed here before anything is measured:
+- *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent of more than
+  NOISE times their median, or its `alone` has a median that is further than DRIFT from that of the case's rounds. A round with a failed cell is
+  incomplete and does not count either. No other value decides.
+- *Enough* rounds of a case are at least LEAST, and then when the 95% interval of every mode's primary value, relative to alone, is no wider than
+  WIDTH of it; or MOST. (Looking again and again makes intervals a little too narrow.)
+- *Intervals* are 95% by bootstrap over rounds, not over requests: requests of a round are not independent.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+from common import BenchError, Results, say
+
+NOISE, DRIFT = 2.0, 0.15
+LEAST, MOST, WIDTH = 5, 40, 0.10
+RESAMPLES = 200
+PRIMARY = 0.99  # the quantile whose interval decides when there are enough rounds
+QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
+# A quantile is shown when so many requests lie beyond it.
+BEYOND = 3
+
+Round = dict[str, Any]
+
+
+def cell(latencies_ms: Iterable[float] = (), **rates: float) -> dict[str, Any]:
+    """What one mode gave in one round: latencies of all requests, and rates by name (`batch_rate`)."""
+    return {"latencies_ms": [float(f"{it:.5g}") for it in latencies_ms], "rates": {k: float(f"{v:.6g}") for k, v in rates.items()}}
+
+
+# --- statistics ---------------------------------------------------------------------------------
+
+
+class Pool:
+    """The latencies of several rounds, sorted once, of which rounds can be drawn again and again."""
+
+    def __init__(self, rounds: Sequence[Sequence[float]]) -> None:
+        self.counts = [len(one) for one in rounds]
+        self.sums = [math.fsum(one) for one in rounds]
+        self.falling = sorted(((value, at) for at, one in enumerate(rounds) for value in one), reverse=True)
+
+    def quantile(self, times: Sequence[int], q: float) -> float:
+        """The smallest value that at least a part `q` of all does not exceed, with each round taken so many times."""
+        total = sum(count * weight for count, weight in zip(self.counts, times))
+        above = total - max(1, math.ceil(q * total))
+        for value, at in self.falling:
+            above -= times[at]
+            if above < 0:
+                return value
+        raise BenchError("no values were measured")
+
+    def mean(self, times: Sequence[int]) -> float:
+        """Of all values."""
+        return sum(map(lambda it, n: it * n, self.sums, times)) / sum(map(lambda it, n: it * n, self.counts, times))
+
+
+def draws(rounds: int, seed: int = 1) -> list[list[int]]:
+    """How often each round is taken in each of the bootstrap's resamples."""
+    rng, found = random.Random(seed), []
+    for _ in range(RESAMPLES):
+        times = [0] * rounds
+        for at in rng.choices(range(rounds), k=rounds):
+            times[at] += 1
+        found.append(times)
+    return found
+
+
+def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> list[float]:
+    """The 95% interval of a statistic of weighted rounds."""
+    found = sorted(statistic(times) for times in draws(rounds))
+    return [found[int(0.025 * RESAMPLES)], found[int(0.975 * RESAMPLES) - 1]]
+
+
+def statistics_of(cells: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> dict[str, Callable[[Sequence[int]], float]]:
+    """The values of a row, as functions of how often each round is taken; `_rel` ones are relative to alone in the same rounds."""
+    found: dict[str, Callable[[Sequence[int]], float]] = {}
+    if all(it["latencies_ms"] for it in cells):
+        pool, base = (Pool([it["latencies_ms"] for it in side]) for side in (cells, alone))
+        for name, q in QUANTILES.items():
+            if min(sum(pool.counts), sum(base.counts)) * (1 - q) >= BEYOND:
+                found[f"latency_{name}_ms"] = lambda times, q=q: pool.quantile(times, q)
+                if cells is not alone:
+                    found[f"latency_{name}_rel"] = lambda times, q=q: pool.quantile(times, q) / base.quantile(times, q)
+        found["latency_mean_ms"] = pool.mean
+        if cells is not alone:
+            found["latency_mean_rel"] = lambda times: pool.mean(times) / base.mean(times)
+    for name in dict.fromkeys(name for it in cells for name in it["rates"]):
+        mine = [it["rates"].get(name, 0.0) for it in cells]
+        found[name] = lambda times, mine=mine: sum(map(lambda it, n: it * n, mine, times)) / sum(times)
+    return found
+
+
+# --- rules --------------------------------------------------------------------------------------
+
+
+def rejected(rounds: Sequence[Round]) -> dict[int, str]:
+    """Which of a case's rounds do not count, and why."""
+    medians = [statistics.median(it["cells"]["alone"]["latencies_ms"]) for it in rounds if it["cells"].get("alone", {}).get("latencies_ms")]
+    middle = statistics.median(medians) if medians else 0.0
+    found = {}
+    for one in rounds:
+        alone = one["cells"].get("alone", {}).get("latencies_ms")
+        if one["failed"]:
+            found[one["round"]] = "incomplete"
+        elif one["noise"] > NOISE:
+            found[one["round"]] = f"host noise {one['noise']:.2f}"
+        elif alone and abs(statistics.median(alone) / middle - 1) > DRIFT:
+            found[one["round"]] = f"alone at {statistics.median(alone) / middle:.2f} of its median"
+    return found
+
+
+def kept(rounds: Sequence[Round]) -> list[Round]:
+    """The rounds that count."""
+    out = rejected(rounds)
+    return [one for one in rounds if one["round"] not in out]
+
+
+def enough(rounds: Sequence[Round], modes: Sequence[str]) -> bool:
+    """Whether a case needs no more rounds."""
+    if len(rounds) >= MOST:
+        return True
+    good = kept(rounds)
+    if len(good) < LEAST:
+        return False
+    alone = [one["cells"]["alone"] for one in good]
+    for mode in modes:
+        cells = [one["cells"].get(mode, cell()) for one in good]
+        if mode == "alone" or not all(it["latencies_ms"] for it in cells):
+            continue
+        pool, base = (Pool([it["latencies_ms"] for it in side]) for side in (cells, alone))
+        relative = lambda times: pool.quantile(times, PRIMARY) / base.quantile(times, PRIMARY)  # noqa: E731, B023
+        low, high = interval(relative, len(good))
+        if high - low > WIDTH * relative([1] * len(good)):
+            return False
+    return True
+
+
+def row(case: str, mode: str, good: Sequence[Round]) -> dict[str, Any]:
+    """One row of the results."""
+    cells, alone = ([one["cells"][name] for one in good] for name in (mode, "alone"))
+    every = statistics_of(cells if mode != "alone" else alone, alone)
+    digits = lambda value: float(f"{value:.6g}")  # noqa: E731
+    made: dict[str, Any] = {
+        "case": case,
+        "mode": mode,
+        "values": {name: digits(of([1] * len(good))) for name, of in every.items()},
+        "samples": sum(len(it["latencies_ms"]) for it in cells),
+    }
+    if len(good) >= LEAST:
+        made["interval"] = {name: list(map(digits, interval(of, len(good)))) for name, of in every.items()}
+    return made
+
+
+def noise(seconds: float = 0.05) -> float:
+    """How even the host is: the slowest percent of equal pieces of work of a spinning thread, relative to their median."""
+    pieces, end = [], time.perf_counter() + seconds
+    while (begin := time.perf_counter()) < end:
+        for _ in range(500):
+            pass
+        pieces.append(time.perf_counter() - begin)
+    return common.quantile(pieces, 0.99) / common.quantile(pieces, 0.5)
+
+
+# --- the driver ---------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """What is to be measured: `measure(case, mode, round)` gives a cell; `prepare(case)` makes the programs of a case run.
+
+    `least` has cases that need more rounds than LEAST. `modes` may become fewer while programs are prepared."""
+
+    cases: Sequence[str]
+    modes: Sequence[str]
+    measure: Callable[[str, str, int], dict[str, Any]]
+    prepare: Callable[[str], None] = lambda case: None
+    least: Mapping[str, int] = {}
+
+
+class Record:
+    """The rounds so far, on disk after each."""
+
+    def __init__(self, results: Results, modes: Sequence[str]) -> None:
+        self.results, self.modes, self.cases = results, modes, dict[str, list[Round]]()
+        self.path = results.path.with_suffix(".rounds.jsonl")
+        self.head = {key: results.data[key] for key in ("bench", "device", "driver", "commit")} | {"modes": list(modes)}
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        if lines and json.loads(lines[0]) != self.head:
+            raise BenchError(f"{self.path} is of another device, commit or set of modes: use another --out, or remove it")
+        for line in lines[1:]:
+            one = json.loads(line)
+            self.cases.setdefault(one["case"], []).append(one)
+
+    def add(self, one: Round) -> None:
+        """One more round."""
+        self.cases.setdefault(one["case"], []).append(one)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        begun = self.path.exists()
+        with self.path.open("a") as file:
+            for line in ([] if begun else [self.head]) + [one]:
+                file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def write(self, notes: Sequence[str] = ()) -> None:
+        """The results of all rounds that count."""
+        data, rows, lost, good_rounds = self.results.data, [], [], []
+        for case, rounds in self.cases.items():
+            good = kept(rounds)
+            lost += [f"{case} {number}: {why}" for number, why in rejected(rounds).items()]
+            good_rounds += good
+            rows += [row(case, mode, good) for mode in self.modes if good and all(mode in one["cells"] for one in good)]
+        if not rows:
+            return
+        worst, counts = max(one["noise"] for one in good_rounds), [len(kept(rounds)) for rounds in self.cases.values()]
+        data["host"] = (
+            f"{min(counts)} to {max(counts)} rounds a case, host noise at most {worst:.2f}"
+            f" (limit {NOISE:g}); {len(lost)} rounds rejected{': ' + '; '.join(lost) if lost else ''}."
+        )
+        if notes:
+            data["note"] = " ".join(notes)
+        data["rows"] = sorted(rows, key=lambda it: self.results.order[it["case"], it["mode"]])
+        self.results.write()
+
+
+def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: Sequence[str] = ()) -> bool:
+    """Measures rounds, case after case, until all have enough or the budget is spent; whether all have."""
+    if "alone" not in plan.modes:
+        raise BenchError("every round has the mode alone")
+    record, end, longest = Record(results, plan.modes), time.monotonic() + budget_s, 0.0
+    for case in plan.cases:
+        prepared = False
+        while True:
+            rounds = record.cases.get(case, [])
+            least = plan.least.get(case, LEAST)
+            if len(rounds) >= max(most, least) or len(rounds) >= least and enough(rounds, plan.modes):
+                break
+            if time.monotonic() + longest > end:
+                say(f"the budget is spent: call again to go on with {case}")
+                record.write(notes)
+                return False
+            if not prepared:
+                plan.prepare(case)
+                prepared = True
+            begin, number = time.monotonic(), len(rounds)
+            one: Round = {"case": case, "round": number, "noise": 0.0, "failed": {}, "cells": {}}
+            for name in [*plan.modes[number % len(plan.modes) :], *plan.modes[: number % len(plan.modes)]]:
+                one["noise"] = max(one["noise"], float(f"{noise():.4g}"))
+                try:
+                    one["cells"][name] = plan.measure(case, name, number)
+                except BenchError as error:
+                    one["failed"][name] = str(error)
+                    say(f"error: {case} / {name}, round {number}: {error}")
+            record.add(one)
+            record.write(notes)
+            longest = max(longest, time.monotonic() - begin)
+            failing = [name for name in plan.modes if all(name in it["failed"] for it in record.cases[case][-2:])]
+            if number and failing:
+                raise BenchError(f"{case}: {', '.join(failing)} failed twice in a row: leave out with --modes")
+    record.write(notes)
+    return True

@@ -1,0 +1,164 @@
+"""The driver of rounds: its rules, its intervals, and that it can be resumed, with programs that are fakes."""
+
+import contextlib
+import io
+import json
+import random
+import statistics
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import common
+import rounds
+from rounds import Pool, Round
+
+MODES = ["alone", "gpumux"]
+
+
+def one(number: int, alone: list[float], gpumux: list[float], noise: float = 1.0, failed: dict[str, str] = {}) -> Round:
+    cells = {"alone": rounds.cell(alone), "gpumux": rounds.cell(gpumux, batch_rate=float(number))}
+    return {"case": "a", "round": number, "noise": noise, "failed": failed, "cells": {k: v for k, v in cells.items() if k not in failed}}
+
+
+class Statistics(unittest.TestCase):
+    def test_quantiles_of_drawn_rounds_are_those_of_the_pooled_values(self) -> None:
+        rng = random.Random(3)
+        found = [[rng.random() for _ in range(rng.randrange(1, 40))] for _ in range(6)]
+        pool = Pool(found)
+        for times in ([1] * 6, [0, 3, 1, 0, 1, 1], *rounds.draws(6)[:20]):
+            pooled = [value for values, count in zip(found, times) for value in values * count]
+            for q in (0.0, 0.5, 0.99, 0.999, 1.0):
+                self.assertEqual(pool.quantile(times, q), common.quantile(pooled, q), (times, q))
+            self.assertAlmostEqual(pool.mean(times), statistics.fmean(pooled))
+
+    def test_interval_holds_the_true_value_about_as_often_as_it_says(self) -> None:
+        rng, hits = random.Random(5), 0
+        for _ in range(100):
+            found = [[rng.gauss(10, 1)] for _ in range(12)]
+            pool = Pool(found)
+            low, high = rounds.interval(pool.mean, 12)
+            hits += low <= 10 <= high
+        self.assertGreaterEqual(hits, 84)  # by 95%, less what 12 rounds cost; six standard deviations below
+        self.assertLess(hits, 100)
+
+    def test_intervals_widen_with_the_rounds_and_not_with_their_requests(self) -> None:
+        even = [[1.0, 2.0, 3.0]] * 8
+        self.assertEqual(rounds.interval(Pool(even).mean, 8), [2.0, 2.0])
+        low, high = rounds.interval(Pool([[float(at)] * 1000 for at in range(8)]).mean, 8)
+        self.assertGreater(high - low, 1.5)
+
+    def test_ratios_are_to_alone_in_the_same_rounds(self) -> None:
+        good = [one(at, [1.0 + at] * 400, [2.0 + 2 * at] * 400) for at in range(6)]
+        row = rounds.row("a", "gpumux", good)
+        self.assertEqual(row["values"]["latency_mean_rel"], 2.0)
+        self.assertEqual(row["interval"]["latency_mean_rel"], [2.0, 2.0])
+        self.assertLess(*row["interval"]["latency_mean_ms"])
+        self.assertEqual((row["samples"], row["values"]["batch_rate"]), (2400, 2.5))
+        self.assertNotIn("latency_mean_rel", rounds.row("a", "alone", good)["values"])
+
+    def test_no_quantile_without_requests_beyond_it_and_no_interval_of_few_rounds(self) -> None:
+        row = rounds.row("a", "gpumux", [one(0, [1.0] * 200, [1.0] * 200)])
+        self.assertNotIn("latency_p99_ms", row["values"])
+        self.assertIn("latency_p50_ms", row["values"])
+        self.assertNotIn("interval", row)
+        self.assertIn("latency_p99_ms", rounds.row("a", "gpumux", [one(0, [1.0] * 300, [1.0] * 300)])["values"])
+
+
+class Rules(unittest.TestCase):
+    def test_disturbed_and_incomplete_rounds_do_not_count(self) -> None:
+        found = [one(at, [1.0], [1.0]) for at in range(4)]
+        found += [one(4, [1.0], [9.0], noise=2.5), one(5, [1.3], [1.0]), one(6, [1.0], [1.0], failed={"gpumux": "broke"})]
+        found += [one(7, [1.0], [99.0])]
+        out = rounds.rejected(found)
+        self.assertEqual([*out], [4, 5, 6])
+        self.assertIn("host noise", out[4])
+        self.assertIn("alone", out[5])
+        self.assertEqual(len(rounds.kept(found)), 5, "what a mode makes of a round does not decide")
+
+    def test_rounds_are_enough_when_the_interval_is_narrow(self) -> None:
+        steady = [one(at, [1.0] * 20, [2.0] * 20) for at in range(rounds.LEAST)]
+        self.assertTrue(rounds.enough(steady, MODES))
+        self.assertFalse(rounds.enough(steady[1:], MODES))
+        rng = random.Random(1)
+        wild = [one(at, [1.0] * 20, [rng.uniform(1, 3)] * 20) for at in range(rounds.LEAST)]
+        self.assertFalse(rounds.enough(wild, MODES))
+        self.assertTrue(rounds.enough(wild * (rounds.MOST // rounds.LEAST), MODES))
+
+    def test_noise_is_a_ratio_of_at_least_one(self) -> None:
+        self.assertGreaterEqual(rounds.noise(0.01), 1.0)
+
+
+class Driver(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder, self.calls = Path(folder.name), list[tuple[str, str, int]]()
+        for patch in (contextlib.redirect_stderr(io.StringIO()), mock.patch.object(rounds, "noise", return_value=1.0)):
+            patch.__enter__()
+            self.addCleanup(patch.__exit__, None, None, None)
+
+    def results(self, commit: str = "c0") -> common.Results:
+        with mock.patch.object(common, "device_and_driver", return_value=("X", "1")), mock.patch.object(common, "commit", return_value=commit):
+            return common.Results("try", self.folder, ["a", "b"], MODES)
+
+    def measure(self, case: str, mode: str, number: int) -> dict[str, object]:
+        self.calls.append((case, mode, number))
+        return rounds.cell([1.0 if mode == "alone" else 1.2] * 100, batch_rate=5.0)
+
+    def plan(self, measure: object = None) -> rounds.Plan:
+        return rounds.Plan(["a", "b"], MODES, measure or self.measure)
+
+    def rows(self) -> list[dict[str, object]]:
+        data = json.loads(self.results().path.read_text())
+        common.check_results(data)
+        return data["rows"]
+
+    def test_every_round_has_all_modes_and_begins_with_another(self) -> None:
+        self.assertTrue(rounds.run(self.plan(), self.results(), 60))
+        per_case = rounds.LEAST * len(MODES)
+        self.assertEqual(len(self.calls), 2 * per_case)
+        self.assertEqual([mode for _, mode, _ in self.calls[:4]], ["alone", "gpumux", "gpumux", "alone"])
+        self.assertEqual([(row["case"], row["mode"]) for row in self.rows()], [(case, mode) for case in "ab" for mode in MODES])
+
+    def test_a_call_goes_on_where_another_ended(self) -> None:
+        self.assertFalse(rounds.run(self.plan(), self.results(), 0.0))
+        self.assertEqual(self.calls, [])
+
+        def dies(case: str, mode: str, number: int) -> dict[str, object]:
+            if (case, number) == ("a", 3):
+                raise KeyboardInterrupt
+            return self.measure(case, mode, number)
+
+        with self.assertRaises(KeyboardInterrupt):
+            rounds.run(self.plan(dies), self.results(), 60)
+        self.assertEqual(self.rows()[0]["samples"], 300)
+        self.calls.clear()
+        self.assertTrue(rounds.run(self.plan(), self.results(), 60))
+        self.assertEqual(self.calls[0][2], 3)
+        self.assertEqual(self.rows()[0]["samples"], 100 * rounds.LEAST)
+
+    def test_rounds_of_another_commit_are_not_mixed_in(self) -> None:
+        rounds.run(self.plan(), self.results(), 60)
+        with self.assertRaisesRegex(common.BenchError, "another device, commit"):
+            rounds.run(self.plan(), self.results("c1"), 60)
+
+    def test_a_mode_that_fails_twice_ends_the_call_and_keeps_what_there_is(self) -> None:
+        def fails(case: str, mode: str, number: int) -> dict[str, object]:
+            if mode == "gpumux" and number > 1:
+                raise common.BenchError("no luck")
+            return self.measure(case, mode, number)
+
+        with self.assertRaisesRegex(common.BenchError, "gpumux failed twice"):
+            rounds.run(self.plan(fails), self.results(), 60)
+        self.assertEqual(self.rows()[0]["samples"], 200)
+        self.assertIn("2 rounds rejected: a 2: incomplete", json.loads(self.results().path.read_text())["host"])
+
+    def test_alone_is_in_every_round(self) -> None:
+        with self.assertRaisesRegex(common.BenchError, "alone"):
+            rounds.run(rounds.Plan(["a"], ["gpumux"], self.measure), self.results(), 60)
+
+
+if __name__ == "__main__":
+    unittest.main()
