@@ -9,6 +9,7 @@ mod faults;
 mod gangs;
 mod hints;
 mod hostile;
+mod lease;
 mod levers;
 mod memory;
 mod mig;

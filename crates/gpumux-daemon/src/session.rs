@@ -271,17 +271,19 @@ impl Sessions {
         };
         let id = SessionId(self.made.fetch_add(1, Ordering::Relaxed));
         let (tenant, name) = self.tenants.join(id, &peer, token.as_deref()).await?;
+        let voice = Arc::clone(socket);
+        let speak = Box::new(move |message: &Daemon| say(&voice, message));
+        let page = Arc::new(page);
+        // Before the welcome, with which the lease begins: an expiry right after it must be noticed.
+        let met = Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid);
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: name.clone(),
             memory: true,
         };
-        let _ = say(socket, &welcome);
+        let lease = self.scheduler.lease().filter(|_| page.revision() >= 1);
+        let _ = socket::send(socket, &welcome, lease, SendFlags::DONTWAIT);
         tracing::info!(pid = peer.pid, tenant = name, "session");
-        let voice = Arc::clone(socket);
-        let speak = Box::new(move |message: &Daemon| say(&voice, message));
-        let page = Arc::new(page);
-        let met = Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid);
         let _ = self
             .scheduler
             .call(move |engine| engine.meet(id, met))

@@ -1,17 +1,24 @@
 //! A stand-in for the driver in the shim's tests: preloaded behind the shim, it opens
-//! `/dev/nvidiactl` as an emulated control file and answers RM calls on it. Every lever that is
-//! pulled is one line in the file named by `FAKE_RM_LOG`.
+//! `/dev/nvidiactl` as an emulated control file and answers RM calls on it. Every control that changes
+//! something is one line in the file named by `FAKE_RM_LOG`. While there is a file of that name and `.refuse`, no timeslice
+//! can be set.
 
 use std::{
+    collections::BTreeMap,
     ffi::{CStr, c_char, c_int, c_ulong, c_void},
     fs::OpenOptions,
     io::{IoSlice, IoSliceMut, Write},
     mem::MaybeUninit,
     os::fd::{AsFd, BorrowedFd, IntoRawFd, OwnedFd},
-    sync::atomic::{AtomicU32, Ordering},
+    path::PathBuf,
+    sync::{
+        Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use gpumux_rm::{
+    RmStatus,
     emulated::{self, AnswerHead, MAGIC, MAX_BYTES, RequestHead},
     layout::{
         Alloc64, Control, DisableChannelsParams, IOC_MAGIC, TimesliceParams, class, cmd, escape,
@@ -148,15 +155,26 @@ fn act(nr: u8, arg: &mut [u8], params: &mut [u8]) {
             arg.copy_from_slice(alloc.as_bytes());
         }
         escape::CONTROL => {
-            let control = Control::read_from_bytes(arg).unwrap();
+            static SLICES: Mutex<BTreeMap<(u32, u32), u64>> = Mutex::new(BTreeMap::new());
+            let mut control = Control::read_from_bytes(arg).unwrap();
             let mut slice = TimesliceParams::new_zeroed();
             let mut channels = DisableChannelsParams::new_zeroed();
-            if control.cmd == cmd::SET_TIMESLICE {
+            let group = (control.client, control.object);
+            if control.cmd == cmd::SET_TIMESLICE && refuses() {
+                log(&format!("refused {:x}", control.object));
+                control.status = RmStatus::BUSY_RETRY.0;
+                arg.copy_from_slice(control.as_bytes());
+            } else if control.cmd == cmd::SET_TIMESLICE {
                 slice.as_mut_bytes().copy_from_slice(params);
+                SLICES.lock().unwrap().insert(group, slice.timeslice_us);
                 log(&format!(
                     "slice {:x} {}",
                     control.object, slice.timeslice_us
                 ));
+            }
+            if control.cmd == cmd::GET_TIMESLICE {
+                slice.timeslice_us = SLICES.lock().unwrap().get(&group).copied().unwrap_or(2000);
+                params.copy_from_slice(slice.as_bytes());
             }
             if control.cmd == cmd::DISABLE_CHANNELS {
                 channels.as_mut_bytes().copy_from_slice(params);
@@ -171,6 +189,11 @@ fn act(nr: u8, arg: &mut [u8], params: &mut [u8]) {
         }
         _ => {}
     }
+}
+
+fn refuses() -> bool {
+    let log = std::env::var_os("FAKE_RM_LOG").map(PathBuf::from);
+    log.is_some_and(|log| log.with_added_extension("refuse").exists())
 }
 
 fn log(line: &str) {

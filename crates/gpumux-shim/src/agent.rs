@@ -1,8 +1,8 @@
-//! The library's one thread: talks to the daemon, and frees the process when there is none.
+//! The library's first thread: talks to the daemon, and frees the process when there is none.
 //!
-//! It connects, introduces the process, and tells every change of the picture. When the session ends,
-//! for whatever reason, it thaws all groups that the daemon knew and gives them back the slice that
-//! the driver library had set: the daemon may have died with the process frozen. Then it tries
+//! It connects, introduces the process, and reports every change of the picture. When the session ends,
+//! for whatever reason, or the daemon's lease expires, all groups that the daemon knew are freed (see
+//! [`crate::rescue`]): the daemon may have died with the process frozen. Then it tries
 //! again, patiently. The program never waits for any of this.
 
 use std::{
@@ -14,12 +14,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_rm::{
-    Levers, RmLevers, capture::GroupId, capture::Seen, emulated::EmulatedFile, layout::engine,
-    real::DeviceFile,
-};
+use gpumux_rm::{capture::GroupId, capture::Seen, layout::engine};
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
+    lease::Leased,
     message::{MAX_CHANNELS, MAX_DOMAINS},
     socket,
 };
@@ -30,7 +28,6 @@ use rustix::{
 };
 
 use crate::{
-    control_files::Kind,
     gate, guard, hold, lease, memory,
     notice::say,
     own::OwnFd,
@@ -53,8 +50,8 @@ const REFUSED_PAUSE: Duration = Duration::from_secs(10);
 /// that it is finished. (Real libcuda sets the slice about 65 ms after the last channel.)
 const SETTLED: Duration = Duration::from_millis(500);
 
-/// Tries for a lever that must move, and the pause between them.
-const LEVER_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
+/// Tries to free groups, and the pause between them.
+const FREE_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
 
 /// The file through which the driver library maps memory on the devices.
 const UVM: &str = "/dev/nvidia-uvm";
@@ -89,7 +86,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
 
 /// Why there is no session, or no longer.
 enum End {
-    /// Nobody answers at the socket, or the daemon has gone.
+    /// Nobody answers at the socket, or the daemon has gone, or stands still.
     Lost(io::Error),
     /// The daemon does not want this process, or cannot be understood.
     Refused(String),
@@ -141,6 +138,7 @@ impl Session {
             let path = self.process.config.socket();
             let end = match self.connect(&path) {
                 Ok((session, memory)) => {
+                    self.told.clear();
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
@@ -206,7 +204,8 @@ impl Session {
         lease::set_up(false, Vec::new());
     }
 
-    /// Introduces this process and waits for the daemon's answer. Says whether it keeps books of memory.
+    /// Introduces this process and waits for the daemon's answer, which begins its lease. Returns whether it keeps books of
+    /// memory.
     fn connect(&self, path: &std::path::Path) -> Result<(OwnFd, bool), End> {
         // Does not wait: a daemon whose queue is full answers EAGAIN.
         let session = OwnFd::new(|| socket::connect(path, SocketFlags::NONBLOCK))?;
@@ -226,8 +225,13 @@ impl Session {
                         memory,
                         ..
                     },
-                    _,
-                ))) => return Ok((session, memory)),
+                    lease,
+                ))) => {
+                    // A daemon of revision 0 sends none.
+                    let lease = lease.map(Leased::open).transpose()?;
+                    (self.shared.rescue).begin(self.process, self.shared, lease)?;
+                    return Ok((session, memory));
+                }
                 Ok(Some((Daemon::Welcome { protocol, .. }, _))) => {
                     return Err(End::Refused(format!(
                         "it speaks protocol {protocol}, this library {PROTOCOL}"
@@ -279,6 +283,10 @@ impl Session {
                 return error.into();
             }
             let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
+            if self.shared.rescue.has_expired() {
+                let why = "it stands still: it has not renewed its lease";
+                return End::Lost(io::Error::new(io::ErrorKind::TimedOut, why));
+            }
             loop {
                 match socket::recv::<Daemon>(session, RecvFlags::empty()) {
                     Ok(Some((Daemon::Welcome { .. }, _))) => {}
@@ -336,8 +344,19 @@ impl Session {
                 });
             }
             Daemon::Resume { .. } => return self.mover.resume(),
-            Daemon::SwapOut { op, least, host } => (op, self.mover.out(least, host)),
-            Daemon::SwapIn { op } => (op, self.mover.back()),
+            Daemon::SwapOut { op, least, host } => {
+                let moved = match self.shared.rescue.begin_move() {
+                    true => self.mover.out(least, host),
+                    false => Err("the daemon's lease has expired".into()),
+                };
+                self.shared.rescue.end_move(self.mover.is_out());
+                (op, moved)
+            }
+            Daemon::SwapIn { op } => {
+                let moved = self.mover.back();
+                self.shared.rescue.end_move(self.mover.is_out());
+                (op, moved)
+            }
             Daemon::DropHost { op } => {
                 self.mover.drop_host();
                 (op, Ok(()))
@@ -371,6 +390,7 @@ impl Session {
             send(&Shim::Gone {
                 key: self.told[&id].key,
             })?;
+            self.shared.rescue.forget(id);
             self.told.remove(&id);
         }
         self.unsettled.retain(|id, _| !gone(id));
@@ -430,6 +450,7 @@ impl Session {
                     timeslice_us: seen.timeslice_us,
                     shared: seen.shared,
                 };
+                self.shared.rescue.know(id);
                 socket::send(session, &packet, Some(file), SendFlags::empty())?;
                 hand_over_memory(session, &picture, &seen)?;
                 let Seen { group, touched, .. } = seen;
@@ -447,45 +468,21 @@ impl Session {
         Ok(settles)
     }
 
-    /// Thaws all groups that a daemon knew, then gives them their slices back.
+    /// Frees all groups that a daemon knew; those whose memory is away once it is back.
     fn rescue(&mut self) {
         hold::set_policy(0, false);
+        let rescue = &self.shared.rescue;
+        rescue.end(self.process);
         self.mover.rescue();
-        let known = std::mem::take(&mut self.told);
-        for id in known.keys() {
-            self.pull(*id, |levers, _| levers.thaw().is_ok());
-        }
-        for id in known.keys() {
-            self.pull(*id, |levers, us| levers.set_timeslice(us).is_ok());
+        rescue.end_move(false);
+        // What does not work now the thread that watches the lease tries again, where there is one.
+        for _ in 0..FREE_TRIES.0 {
+            if rescue.free(self.process) {
+                break;
+            }
+            sleep(FREE_TRIES.1);
         }
         self.mover.resume();
-    }
-
-    /// Pulls a lever of a group, a few times if need be, given the slice that its library gave it.
-    fn pull(&self, id: GroupId, lever: impl Fn(&dyn Levers, u64) -> bool) {
-        let Some((levers, timeslice_us)) = self.levers(id) else {
-            return;
-        };
-        for _ in 0..LEVER_TRIES.0 {
-            if lever(&*levers, timeslice_us) {
-                return;
-            }
-            sleep(LEVER_TRIES.1);
-        }
-    }
-
-    /// The levers of a group and its own slice, while it exists. They hold a descriptor that lasts
-    /// no longer than they do.
-    fn levers(&self, id: GroupId) -> Option<(Box<dyn Levers>, u64)> {
-        let picture = self.process.picture();
-        let seen = picture.group(id)?;
-        let (file, kind) = picture.descriptor(seen.file)?;
-        let file = file.try_clone_to_owned().ok()?;
-        let levers: Box<dyn Levers> = match kind {
-            Kind::Device => Box::new(RmLevers::new(DeviceFile::new(file).ok()?, seen.group)),
-            Kind::Emulated => Box::new(RmLevers::new(EmulatedFile::new(file).ok()?, seen.group)),
-        };
-        Some((levers, seen.timeslice_us))
     }
 }
 

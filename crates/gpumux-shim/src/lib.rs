@@ -31,6 +31,7 @@ mod own;
 mod physical;
 mod process;
 mod reclaim;
+mod rescue;
 mod swap;
 mod trace;
 mod vmm;

@@ -40,7 +40,9 @@ use crate::{
     guard, memory,
     notice::say,
     own::{self, OwnFd},
-    reclaim, work,
+    reclaim,
+    rescue::Rescue,
+    work,
 };
 
 /// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
@@ -77,9 +79,10 @@ pub(crate) struct Picture {
 /// What the agent shares with the program's threads.
 pub(crate) struct Agent {
     /// Where work is counted for the daemon.
-    page: Page,
+    pub(crate) page: Page,
     pub(crate) page_file: OwnFd,
     pub(crate) wake: OwnFd,
+    pub(crate) rescue: Rescue,
 }
 
 impl Agent {
@@ -95,10 +98,11 @@ impl Agent {
             page: page.ok_or(io::ErrorKind::Other)?,
             page_file,
             wake: OwnFd::new(|| Ok(eventfd(0, flags)?))?,
+            rescue: Rescue::new(),
         })
     }
 
-    fn wake(&self) {
+    pub(crate) fn wake(&self) {
         // Full means that it is awake already.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }

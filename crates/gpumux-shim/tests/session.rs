@@ -5,7 +5,11 @@ mod support;
 use std::process::{Command, Stdio};
 
 use gpumux_rm::{Group, Levers, RmLevers, emulated::EmulatedFile};
-use gpumux_wire::{Daemon, Shim, page::Work};
+use gpumux_wire::{
+    Daemon, REVISION, Shim,
+    lease::{LOOK, LOOKS, Lease},
+    page::Work,
+};
 use support::{Connection, Place, Tenant, example, shim};
 
 /// Key, engine and handles of the next packet, which must announce a group, and its levers.
@@ -151,6 +155,81 @@ fn a_group_whose_library_says_nothing_is_taken_as_it_is() {
     end_quietly(tenant);
 }
 
+/// A group's timeslice was set before the group was thawed, since line `from`.
+#[track_caller]
+fn assert_slice_before_thaw(log: &[String], from: usize, slice: &str, thaw: &str) {
+    let at = |line: &str| log.iter().skip(from).position(|it| it == line);
+    let (slice, thaw) = (at(slice).unwrap(), at(thaw).unwrap());
+    assert!(slice < thaw, "{:#?}", &log[from..]);
+}
+
+const COMPUTE: [&str; 2] = ["slice 100 2048", "thaw 5c000003 [101, 102]"];
+const COPY: [&str; 2] = ["slice 110 1024", "thaw 5c000003 [111, 112]"];
+
+#[test]
+fn expired_lease_frees_groups_while_the_session_is_open() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let (lease, file) = Lease::create().unwrap();
+    let (session, _, page) = listener.session_under(Some(&file));
+    let [compute, _] = context(&session);
+    assert_eq!((page.revision(), page.expired()), (REVISION, 0));
+    compute.3.set_timeslice(1).unwrap();
+    compute.3.freeze().unwrap();
+    lease.renew();
+    place.refuse_timeslices(true);
+    let from = place.log().len();
+    place.await_log(from, &["refused 100"]);
+    assert_eq!(page.expired(), 1, "before any control");
+    place.await_log(place.log().len(), &["refused 100", "refused 110"]);
+    let thawed = |log: Vec<String>| log.iter().skip(from).any(|it| it.starts_with("thaw"));
+    assert!(!thawed(place.log()), "it would run at 1 µs");
+    place.refuse_timeslices(false);
+    place.await_log(from, &COMPUTE);
+    place.await_log(from, &COPY);
+    for [slice, thaw] in [COMPUTE, COPY] {
+        assert_slice_before_thaw(&place.log(), from, slice, thaw);
+    }
+    // A control of the daemon's that was on its way is undone, too.
+    compute.3.freeze().unwrap();
+    place.await_log(place.log().len(), &COMPUTE);
+    // The old session is over, and everything is reported anew under the next lease, which this time is renewed.
+    assert!(session.recv().is_none());
+    let (session, ..) = listener.session_under(Some(&file));
+    let [compute, _] = context(&session);
+    compute.3.freeze().unwrap();
+    let from = place.log().len();
+    for _ in 0..50 {
+        std::thread::sleep(LOOK / 4);
+        lease.renew();
+    }
+    assert_eq!(place.log().len(), from, "its groups are the daemon's");
+    let (errors, code) = tenant.end();
+    assert_eq!((errors.len(), code), (1, Some(0)), "{errors:?}");
+    assert!(errors[0].contains("stands still"), "{errors:?}");
+}
+
+#[test]
+fn library_without_a_lease_stays_with_a_daemon_of_revision_0() {
+    let place = Place::new();
+    let listener = place.listen();
+    let mut tenant = place.tenant();
+    tenant.tell("open");
+    tenant.tell("context 100");
+    let (session, _, page) = listener.session();
+    let [compute, _] = context(&session);
+    compute.3.freeze().unwrap();
+    let from = place.log().len();
+    std::thread::sleep(LOOK * (LOOKS + 5));
+    assert_eq!((place.log().len(), page.expired()), (from, 0));
+    drop((session, listener));
+    place.await_log(from, &COMPUTE);
+    tenant.end();
+}
+
 #[test]
 fn without_a_daemon_everything_is_given_back_and_told_to_the_next() {
     for bye in [false, true] {
@@ -171,15 +250,10 @@ fn without_a_daemon_everything_is_given_back_and_told_to_the_next() {
             listener = None;
         }
         drop(session);
-        place.await_log(
-            from,
-            &[
-                "thaw 5c000003 [101, 102]",
-                "slice 100 2048",
-                "thaw 5c000003 [111, 112]",
-                "slice 110 1024",
-            ],
-        );
+        place.await_log(from, &[COMPUTE, COPY].concat());
+        for [slice, thaw] in [COMPUTE, COPY] {
+            assert_slice_before_thaw(&place.log(), from, slice, thaw);
+        }
         tenant.tell("context 200");
         tenant.tell("free 110");
         let listener = listener.unwrap_or_else(|| place.listen());

@@ -2,9 +2,11 @@
 //!
 //! A session is one connection of a `SOCK_SEQPACKET` socket: [`message`] has the packets,
 //! [`socket`] sends and receives them with their files, [`page`] is the memory in which the shim counts
-//! work. The daemon takes everything that arrives as hostile: packets are bounded and parsed
+//! work, [`lease`] the memory in which the daemon counts its renewals. The daemon takes everything that arrives as hostile: packets are bounded and parsed
 //! without panicking, and the page can neither shrink nor be written by the daemon.
 
+pub mod lease;
+mod mapping;
 pub mod message;
 pub mod page;
 pub mod socket;
@@ -13,4 +15,4 @@ pub mod socket;
 /// have a context and so a session. The limit itself is the daemon's.
 pub const MEMORY_LIMIT_VARIABLE: &str = "GPUMUX_MEMORY_LIMIT";
 
-pub use message::{Daemon, PROTOCOL, Shim};
+pub use message::{Daemon, PROTOCOL, REVISION, Shim};

@@ -5,6 +5,14 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 /// Version of this protocol. Shim and daemon must have the same.
 pub const PROTOCOL: u32 = 7;
 
+/// What was added to [`PROTOCOL`] since. Each side says its own: the shim in its page of counters
+/// ([`crate::page::Page::revision`]), the daemon in its lease ([`crate::lease::Leased::revision`]); who says nothing has 0.
+/// A side sends nothing that the other side's revision lacks, so that libraries and daemons of different revisions work
+/// together, with what both have. Additions stand at the ends of the enumerations.
+///
+/// 1: the lease, a *file* of [`Daemon::Welcome`].
+pub const REVISION: u32 = 1;
+
 /// How far ahead of its work a hint may come, in µs.
 pub const FARTHEST_HINT_US: u32 = 1_000_000;
 
@@ -153,10 +161,11 @@ pub enum Shim {
     },
 }
 
-/// From the daemon.
+/// From the daemon. Packets marked *file* may carry one file.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Daemon {
-    /// Answer to a hello that is accepted.
+    /// Answer to a hello that is accepted; *file*, from revision 1 on: the lease (see [`crate::lease`]). A library of
+    /// revision 0 closes it unseen.
     Welcome {
         /// [`PROTOCOL`].
         protocol: u32,

@@ -10,14 +10,15 @@
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
-    ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering},
     time::Duration,
 };
 
-use rustix::{
-    fs::{MemfdFlags, SealFlags},
-    mm::{MapFlags, ProtFlags},
+use rustix::fs::SealFlags;
+
+use crate::{
+    mapping::{self, Mapping},
+    message::REVISION,
 };
 
 /// Groups that can have a slot.
@@ -188,8 +189,22 @@ struct Layout {
     magic: AtomicU64,
     /// The first driver error after which nothing more could run, and above its 32 bits the time, by [`now_ms`]; 0: none.
     fault: AtomicU64,
+    /// The maker's [`REVISION`]; 0: none that says so.
+    revision: AtomicU64,
+    /// How often the daemon's lease has expired for the process: see [`crate::lease`].
+    expired: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
+}
+
+// SAFETY: `repr(C)`, atomics only.
+unsafe impl mapping::Layout for Layout {
+    const MAGIC: u64 = MAGIC;
+    const NAME: &'static str = "gpumux-page";
+
+    fn magic(&self) -> &AtomicU64 {
+        &self.magic
+    }
 }
 
 /// Steps of the histogram of request times per doubling.
@@ -298,20 +313,10 @@ fn now_ms() -> u32 {
 
 /// A mapped page.
 #[derive(Debug)]
-pub struct Page(NonNull<Layout>);
-
-// SAFETY: the page consists of atomics and stays mapped as long as the value lives.
-unsafe impl Send for Page {}
-// SAFETY: as above.
-unsafe impl Sync for Page {}
+pub struct Page(Mapping<Layout>);
 
 /// How old the daemon takes a fault to be at most: a clock that began anew or a program that lies says more.
 const FAULT_AGE_MS: u32 = 30 * 24 * 3_600_000;
-
-/// What keeps a page from shrinking under its reader.
-const SEALS: SealFlags = SealFlags::SHRINK
-    .union(SealFlags::GROW)
-    .union(SealFlags::SEAL);
 
 impl Page {
     /// Makes a page and maps it for writing. The file is for the daemon.
@@ -319,15 +324,25 @@ impl Page {
     /// # Errors
     /// When there is no memory for it.
     pub fn create() -> io::Result<(Self, OwnedFd)> {
-        let file = rustix::fs::memfd_create(
-            "gpumux-page",
-            MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING,
-        )?;
-        rustix::fs::ftruncate(&file, size_of::<Layout>() as u64)?;
-        rustix::fs::fcntl_add_seals(&file, SEALS)?;
-        let page = Self::map(&file, ProtFlags::READ | ProtFlags::WRITE)?;
-        page.layout().magic.store(MAGIC, Ordering::Release);
-        Ok((page, file))
+        let (made, file) = Mapping::<Layout>::create(SealFlags::empty())?;
+        made.revision.store(REVISION.into(), Ordering::Release);
+        Ok((Self(made), file))
+    }
+
+    /// The maker's [`REVISION`], whatever the writer put there.
+    pub fn revision(&self) -> u32 {
+        let revision = self.layout().revision.load(Ordering::Acquire);
+        u32::try_from(revision).unwrap_or(u32::MAX)
+    }
+
+    /// Records that the daemon's lease has expired. Before the process uses a control itself.
+    pub fn expire(&self) {
+        self.layout().expired.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// How often it has, whatever the writer put there.
+    pub fn expired(&self) -> u64 {
+        self.layout().expired.load(Ordering::Acquire)
     }
 
     /// Says that the program got an error after which its context is of no use; the first one stays.
@@ -355,42 +370,11 @@ impl Page {
     /// # Errors
     /// When it is not a page that is safe to read.
     pub fn open(file: impl AsFd) -> io::Result<Self> {
-        let refuse = |why| Err(io::Error::new(io::ErrorKind::InvalidData, why));
-        // Without these seals its owner could shrink it, and reading would raise SIGBUS.
-        if !rustix::fs::fcntl_get_seals(&file)?.contains(SEALS) {
-            return refuse("the page of counters is not sealed");
-        }
-        if rustix::fs::fstat(&file)?.st_size != size_of::<Layout>() as i64 {
-            return refuse("the page of counters has a wrong size");
-        }
-        let page = Self::map(&file, ProtFlags::READ)?;
-        if page.layout().magic.load(Ordering::Acquire) != MAGIC {
-            return refuse("the page of counters is of another version");
-        }
-        Ok(page)
-    }
-
-    fn map(file: impl AsFd, protection: ProtFlags) -> io::Result<Self> {
-        // SAFETY: a fresh mapping at an address of the kernel's choice; nothing else refers to it.
-        let pointer = unsafe {
-            rustix::mm::mmap(
-                std::ptr::null_mut(),
-                size_of::<Layout>(),
-                protection,
-                MapFlags::SHARED,
-                file,
-                0,
-            )
-        }?;
-        NonNull::new(pointer.cast())
-            .map(Self)
-            .ok_or_else(|| io::ErrorKind::OutOfMemory.into())
+        Ok(Self(Mapping::open(file)?))
     }
 
     fn layout(&self) -> &Layout {
-        // SAFETY: the mapping is page-aligned, as long as `Layout`, sealed against shrinking, and
-        // lives until drop; all fields are atomics, so concurrent change is allowed.
-        unsafe { self.0.as_ref() }
+        &self.0
     }
 
     /// The times of the process's requests. Writing is for the page's maker, as for a slot.
@@ -402,13 +386,6 @@ impl Page {
     /// opened for reading would fault: only its maker may.
     pub fn slot(&self, key: u32) -> Option<&Slot> {
         self.layout().slots.get(key as usize)
-    }
-}
-
-impl Drop for Page {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made by `map` with this size, and no reference outlives `self`.
-        let _ = unsafe { rustix::mm::munmap(self.0.as_ptr().cast(), size_of::<Layout>()) };
     }
 }
 
@@ -521,10 +498,10 @@ mod tests {
 
     #[test]
     fn pages_that_could_hurt_the_reader_are_refused() {
-        let plain = rustix::fs::memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
+        let plain = rustix::fs::memfd_create("x", rustix::fs::MemfdFlags::ALLOW_SEALING).unwrap();
         rustix::fs::ftruncate(&plain, size_of::<Layout>() as u64).unwrap();
         assert!(Page::open(&plain).is_err(), "not sealed");
-        rustix::fs::fcntl_add_seals(&plain, SEALS).unwrap();
+        rustix::fs::fcntl_add_seals(&plain, mapping::SEALS).unwrap();
         assert!(Page::open(&plain).is_err(), "no magic");
         assert!(Page::open(std::fs::File::open("/dev/null").unwrap()).is_err());
     }

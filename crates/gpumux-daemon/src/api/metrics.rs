@@ -417,7 +417,7 @@ const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
 const REQUEST_DOUBLINGS: std::ops::RangeInclusive<i32> = 6..=26;
 
 /// What is counted of the scheduling thread.
-const SCHEDULER: [Told<Status>; 3] = [
+const SCHEDULER: [Told<Status>; 4] = [
     (
         (
             "gpumux_scheduler_steps",
@@ -441,6 +441,14 @@ const SCHEDULER: [Told<Status>; 3] = [
             "Time that the scheduling thread spent other than in levers.",
         ),
         |s| s.scheduler.busy_s,
+    ),
+    (
+        (
+            "gpumux_lease_expiries",
+            None,
+            "Times that a process freed itself, because the scheduling thread stood still.",
+        ),
+        |s| s.scheduler.lease_expiries as f64,
     ),
 ];
 
@@ -827,6 +835,7 @@ pub(crate) mod tests {
                     plan_max_us: 80,
                     steps_total_us: 1_000_300,
                     steps_histogram: vec![0, 0, 4, 0, 0, 0, 0, 0, 0, 0, 1],
+                    lease_expiries: 3,
                 },
             },
             tenants: vec![Tenant {

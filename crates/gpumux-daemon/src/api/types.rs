@@ -76,6 +76,9 @@ pub struct Scheduler {
     /// How many steps took up to 20, 50, 100, 200, 500 µs, 1, 2, 5, 20, 100 ms, and longer.
     #[serde(default)]
     pub steps_histogram: Vec<u64>,
+    /// How often a process freed itself, because the scheduling thread had not renewed its lease for half a second.
+    #[serde(default)]
+    pub lease_expiries: u64,
 }
 
 /// A device that is shared.

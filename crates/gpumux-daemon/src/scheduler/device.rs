@@ -446,7 +446,7 @@ impl Device {
     }
 
     fn pull(&mut self, lever: Lever, clock: &Clock) -> Result<(), LeverError> {
-        let Some(domain) = self.domains.get(&lever.domain()) else {
+        let Some(domain) = self.domains.get(&lever.domain()).filter(|it| !it.is_free()) else {
             return Ok(());
         };
         let before = clock();
@@ -519,7 +519,8 @@ impl Device {
         };
         domain.levers.set_channels(channels);
         // The new ones are not frozen yet.
-        if domain.state.run == RunState::Frozen
+        if !domain.is_free()
+            && domain.state.run == RunState::Frozen
             && let Err(error) = domain.levers.freeze()
         {
             self.fail(id, &error, clock());

@@ -71,6 +71,8 @@ pub(crate) struct Domain {
     /// Device time received at two moments: the last second or two lie after the first.
     window: [(Micros, f64); 2],
     page: Arc<Page>,
+    /// How often the lease had expired for its process when it came.
+    pub(super) epoch: u64,
     /// Its memory is on its way or away: it must not run.
     parked: bool,
     /// Its context is of no use any more: it wants nothing.
@@ -101,6 +103,7 @@ const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5)
 impl Domain {
     pub(super) fn new(id: DomainId, group: NewGroup, now: Micros) -> Self {
         let mut domain = Self {
+            epoch: group.page.expired(),
             state: DomainState {
                 id,
                 tenant: group.tenant,
@@ -159,6 +162,11 @@ impl Domain {
     pub(super) fn park(&mut self, parked: bool) {
         self.parked = parked;
         self.state.pinned = parked.then_some(RunState::Frozen);
+    }
+
+    /// Whether its process has freed it, since its lease had expired: no control is used until the process comes again.
+    pub(super) fn is_free(&self) -> bool {
+        self.page.expired() != self.epoch
     }
 
     /// Its group has failed.

@@ -97,6 +97,8 @@ struct CopyGroup {
 pub(crate) struct Met {
     tenant: TenantId,
     page: Arc<Page>,
+    /// How often the lease had expired for the process when its session began: at any other number it is over.
+    epoch: u64,
     /// What the page had counted when the process came: one that comes again brings it along.
     before: Counted,
     /// Tells it something, without waiting. Whether that was possible.
@@ -106,6 +108,8 @@ pub(crate) struct Met {
     pid: u32,
     /// Whether the last compute group that it announced was one of its tenant's group.
     shared: Option<bool>,
+    /// Its groups were let go, since its lease had expired.
+    left: bool,
     /// Its group has failed, and it is told no more what becomes of it.
     given_up: bool,
     /// Since when it has waited for the device nevertheless.
@@ -127,12 +131,14 @@ impl Met {
     ) -> Self {
         Self {
             tenant,
+            epoch: page.expired(),
             before: Counted::of(&page),
             page,
             speak,
             told: (0, false),
             pid: 0,
             shared: None,
+            left: false,
             given_up: false,
             waits_since: None,
             freed: None,
@@ -141,6 +147,11 @@ impl Met {
 
     fn counted(&self) -> Counted {
         Counted::of(&self.page).since(&self.before)
+    }
+
+    /// Whether the process has freed its groups, since its lease had expired.
+    fn has_expired(&self) -> bool {
+        self.page.expired() != self.epoch
     }
 }
 
@@ -184,6 +195,8 @@ pub(crate) enum GroupError {
     NoTenant,
     #[error("process {0} has announced the same channel group")]
     Claimed(u32),
+    #[error("its lease has expired: the process must begin a new session")]
+    Expired,
 }
 
 impl Engine {
@@ -468,6 +481,9 @@ impl Engine {
         if !self.tenants.contains_key(&group.tenant) {
             return Err(GroupError::NoTenant);
         }
+        if (self.sessions.get(&group.member.session)).is_some_and(Met::has_expired) {
+            return Err(GroupError::Expired);
+        }
         let same = |member: &Member| member.handles == group.member.handles;
         let domains = self
             .devices
@@ -517,6 +533,9 @@ impl Engine {
         device.account(now);
         let (tenant, name) = (group.tenant, group.device.clone());
         let mut domain = Domain::new(id, group, now);
+        if let Some(met) = self.sessions.get(&session) {
+            domain.epoch = met.epoch;
+        }
         domain.group = shared.map(|name| device.group(name, DomainId(id.0 - 1)));
         domain.before = device.accounts.get(domain.planned_as());
         device
@@ -595,8 +614,9 @@ impl Engine {
     /// A session has ended. Its files are closed; if its process lives on, its groups are given
     /// back as they were made.
     pub(crate) fn leave(&mut self, session: SessionId, alive: bool) {
-        // The last words of a process that crashed.
+        // The last words of a process that crashed, and whether it had freed itself.
         self.pass_crashes_on();
+        self.leave_expired();
         self.remember(session);
         self.alarm.forget(session);
         if let Some(met) = self.sessions.remove(&session)
@@ -839,6 +859,7 @@ impl Engine {
             return None;
         }
         let start = self.now();
+        self.leave_expired();
         let cost = self.cost + self.waking;
         for device in self.devices.values_mut() {
             device.observe(start, &self.clock, cost);
@@ -877,6 +898,26 @@ impl Engine {
             .values()
             .filter_map(|device| device.due(self.cost + self.waking))
             .min()
+    }
+
+    /// Lets go of the groups of processes that have freed themselves. One that was frozen meanwhile, by a control that was
+    /// already under way, is given back: its process comes again, with a new session, before it is controlled again.
+    fn leave_expired(&mut self) {
+        let expired = |(_, met): &(&SessionId, &Met)| met.has_expired() && !met.left;
+        let expired = self.sessions.iter().filter(expired);
+        for id in expired.map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.remove(id, None, true);
+            if let Some(met) = self.sessions.get_mut(&id) {
+                met.left = true;
+                self.stats.lease_expiries += 1;
+                tracing::warn!(pid = met.pid, "its lease expired: it has freed itself");
+            }
+        }
+    }
+
+    /// Whether there is a process to control.
+    pub(crate) fn has_sessions(&self) -> bool {
+        !self.sessions.is_empty()
     }
 
     /// Takes note of the CPU time that waking up for a step took.

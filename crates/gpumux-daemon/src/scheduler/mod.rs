@@ -2,7 +2,8 @@
 //!
 //! Everybody else hands it jobs ([`Handle::call`]); between jobs it looks at demand, asks the
 //! policy and pulls levers ([`Engine::step`]). It never waits for a tenant, and if it fails, the
-//! process ends: that closes every session, upon which the tenants' agents thaw themselves.
+//! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
+//! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 
 mod alarm;
 mod books;
@@ -15,12 +16,14 @@ mod record;
 mod tests;
 
 use std::{
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, mpsc},
     thread,
     time::{Duration, Instant},
 };
 
 use gpumux_core::{Micros, TenantId};
+use gpumux_wire::lease::{LOOK, LOOKS, Lease, RENEW};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::oneshot;
 
@@ -76,12 +79,18 @@ type Reaper = mpsc::Sender<Box<dyn Send>>;
 
 type Job = Box<dyn FnOnce(&mut Engine) + Send>;
 
+/// When the lease is renewed although nothing happens.
+const RENEW_AFTER: Micros = Micros(RENEW.as_micros() as u64);
+
 /// Most jobs done between two looks at the devices.
 const JOBS_PER_STEP: usize = 64;
 
 /// The way to the scheduling thread.
 #[derive(Clone)]
-pub(crate) struct Handle(mpsc::Sender<Job>);
+pub(crate) struct Handle {
+    jobs: mpsc::Sender<Job>,
+    lease: Option<Arc<OwnedFd>>,
+}
 
 /// The scheduling thread has ended.
 #[derive(Debug, thiserror::Error)]
@@ -102,8 +111,13 @@ impl Handle {
             // The caller may have gone; the job is done anyway.
             let _ = reply.send(job(engine));
         });
-        self.0.send(job).map_err(|_| Stopped)?;
+        self.jobs.send(job).map_err(|_| Stopped)?;
         answer.await.map_err(|_| Stopped)
+    }
+
+    /// The lease that the thread renews, for the processes under its control; none where the kernel has no such memory.
+    pub(crate) fn lease(&self) -> Option<BorrowedFd<'_>> {
+        self.lease.as_deref().map(AsFd::as_fd)
     }
 }
 
@@ -119,13 +133,24 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     let (jobs, queue) = mpsc::channel();
     let origin = Instant::now();
     let clock = Box::new(move || Micros(origin.elapsed().as_micros() as u64));
+    let (lease, file) = match Lease::create() {
+        Ok((lease, file)) => (Some(lease), Some(Arc::new(file))),
+        Err(error) => {
+            tracing::warn!(%error, "no lease can be made (before Linux 5.1): programs free themselves when the daemon \
+                has ended, but not while it stands still");
+            (None, None)
+        }
+    };
     let body = move || {
         ask_for_priority();
         let engine = Engine::new(config, clock, reaper);
         if let Err(error) = engine.start_alarm() {
             tracing::warn!(%error, "errors of programs are noticed later than they could be");
         }
-        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| serve(engine, &queue))).is_err()
+        if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            serve(engine, &queue, lease.as_ref());
+        }))
+        .is_err()
         {
             tracing::error!(
                 "the scheduling thread failed: the daemon ends, so that nobody stays frozen"
@@ -136,12 +161,29 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     thread::Builder::new()
         .name("scheduler".into())
         .spawn(body)?;
-    Ok(Handle(jobs))
+    Ok(Handle { jobs, lease: file })
 }
 
-fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>) {
+fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>, lease: Option<&Lease>) {
+    /// Some process that looks every [`LOOK`] may have found the lease expired then.
+    const EXPIRES: Micros = Micros((LOOK.as_micros() * (LOOKS as u128 - 1)) as u64);
+    let mut renewed = engine.now();
     loop {
+        // Before any control: who was freed meanwhile is out of it, see `Engine::step`.
+        let stalled = engine.now().saturating_sub(renewed);
+        if stalled >= EXPIRES && engine.has_sessions() {
+            tracing::warn!(
+                ms = stalled.0 / 1000,
+                "the scheduling thread stood still: the processes may have freed themselves"
+            );
+        }
+        lease.inspect(|lease| lease.renew());
+        renewed = engine.now();
         let wait = engine.step().map(|at| at.saturating_sub(engine.now()));
+        let wait = match engine.has_sessions() {
+            true => Some(wait.map_or(RENEW_AFTER, |wait| wait.min(RENEW_AFTER))),
+            false => wait,
+        };
         let before = used();
         let job = match wait {
             Some(wait) => queue.recv_timeout(Duration::from_micros(wait.0)),

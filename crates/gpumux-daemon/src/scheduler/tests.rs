@@ -254,6 +254,58 @@ impl Bench {
 }
 
 #[test]
+fn process_that_freed_itself_is_not_controlled_until_it_comes_again() {
+    let mut bench = Bench::new();
+    for (n, class) in [(1, Class::Latency), (2, Class::Batch), (3, Class::Batch)] {
+        let spec = TenantSpec {
+            class,
+            ..TenantSpec::default()
+        };
+        bench.spec(n, spec).unwrap();
+        let group = bench.group(n, n, 1);
+        let page = Arc::clone(&group.page);
+        let met = Met::new(TenantId(n.into()), page, Box::new(|_| true)).with_pid(1000 + n);
+        bench.engine.meet(SessionId(n.into()), met);
+        bench.engine.add(group).unwrap();
+        if class == Class::Batch {
+            bench.pages.last().unwrap().slot(n).unwrap().submit();
+        }
+    }
+    let group = |bench: &Bench, n: u32| bench.hardware().groups[&n];
+    bench.run(Micros::from_millis(500));
+    let frozen = (2..=3).find(|n| group(&bench, *n).frozen).unwrap();
+    // Its lease expires while the daemon stands still; the daemon's own control was on its way then.
+    bench.pages[frozen as usize - 1].expire();
+    bench.take_pulls();
+    bench.run(Micros::from_millis(500));
+    let own = [
+        Pull::Thaw(frozen),
+        Pull::Set(frozen, 2048),
+        Pull::Freeze(frozen),
+        Pull::Set(frozen, 1),
+    ];
+    let pulls: Vec<Pull> = bench
+        .take_pulls()
+        .into_iter()
+        .filter(|it| own.contains(it))
+        .collect();
+    assert!(!group(&bench, frozen).frozen && group(&bench, frozen).slice == 2048);
+    assert!(
+        !pulls.contains(&own[2]) && !pulls.contains(&own[3]),
+        "{pulls:?}"
+    );
+    assert_eq!(bench.engine.view().scheduler.lease_expiries, 1);
+    let late = bench.group(frozen, 9, 1);
+    assert!(matches!(bench.engine.add(late), Err(GroupError::Expired)));
+    bench.engine.leave(SessionId(frozen.into()), true);
+    assert_eq!(
+        bench.engine.view().scheduler.lease_expiries,
+        1,
+        "counted once"
+    );
+}
+
+#[test]
 fn classes_become_slices() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);

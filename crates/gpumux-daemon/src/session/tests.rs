@@ -6,7 +6,10 @@ use std::{
     process::{Command, Stdio},
 };
 
-use gpumux_wire::message::encode;
+use gpumux_wire::{
+    lease::{LOOK, LOOKS, Leased},
+    message::encode,
+};
 use tempfile::TempDir;
 
 use super::*;
@@ -167,6 +170,55 @@ async fn a_session_brings_its_groups_and_takes_them_away() {
     .await;
     node.until("its place is free", |node| node.sessions.count() == 0)
         .await;
+}
+
+/// The welcome that a library of this revision gets, and its lease.
+async fn welcome(node: &Node, revision: u64) -> (OwnedFd, Option<OwnedFd>) {
+    let session = node.connect();
+    let (hello, _, page) = fake::hello(None);
+    // The page's third word.
+    rustix::io::pwrite(&page, &revision.to_ne_bytes(), 16).unwrap();
+    send(&session, &hello, Some(page.as_fd()));
+    let events = readable(session.as_fd()).unwrap();
+    events.readable().await.unwrap().retain_ready();
+    let packet = socket::recv::<Daemon>(&session, RecvFlags::empty()).unwrap();
+    let (message, lease) = packet.unwrap();
+    assert!(matches!(
+        message,
+        Daemon::Welcome {
+            protocol: PROTOCOL,
+            ..
+        }
+    ));
+    drop(events);
+    (session, lease)
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn lease_comes_with_the_welcome_and_is_renewed_while_there_are_sessions() {
+    let node = Node::start(16).await;
+    let (old, none) = welcome(&node, 0).await;
+    assert!(none.is_none(), "a library of revision 0 knows no lease");
+    drop(old);
+    let (_session, lease) = welcome(&node, gpumux_wire::REVISION.into()).await;
+    let mut lease = Leased::open(lease.expect("a lease")).unwrap();
+    assert_eq!(lease.revision(), gpumux_wire::REVISION);
+    // Twice the looks after which it would have expired, without any group or job.
+    for _ in 0..2 * LOOKS {
+        tokio::time::sleep(LOOK).await;
+        assert!(!lease.look());
+    }
+    // A scheduling thread that does not come to its next step renews nothing.
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let stall = node.scheduler.call(move |_| stopped.recv().is_err());
+    let look = async {
+        while !lease.look() {
+            tokio::time::sleep(LOOK).await;
+        }
+        drop(stop);
+    };
+    let (stalled, ()) = tokio::join!(stall, look);
+    assert!(stalled.unwrap());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -79,6 +79,15 @@ impl Place {
         }
     }
 
+    /// Has the driver refuse to set timeslices from now on, or not.
+    pub(crate) fn refuse_timeslices(&self, refuse: bool) {
+        let file = self.dir.path().join("log.refuse");
+        match refuse {
+            true => std::fs::write(file, "").unwrap(),
+            false => std::fs::remove_file(file).unwrap(),
+        }
+    }
+
     /// A program under the shim, with the driver's stand-in behind it.
     pub(crate) fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = Command::new(program);
@@ -179,13 +188,23 @@ impl Listener {
 
     /// The next session, welcomed; what its hello said.
     pub(crate) fn session(&self) -> (Connection, Option<String>, Page) {
+        self.session_under(None)
+    }
+
+    /// The same, with this file as the lease.
+    pub(crate) fn session_under(
+        &self,
+        lease: Option<&OwnedFd>,
+    ) -> (Connection, Option<String>, Page) {
         let connection = self.accept();
         let (tenant, page) = connection.hello();
-        connection.send(&Daemon::Welcome {
+        let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: "test".into(),
             memory: false,
-        });
+        };
+        let lease = lease.map(AsFd::as_fd);
+        socket::send(&connection.0, &welcome, lease, SendFlags::empty()).unwrap();
         (connection, tenant, page)
     }
 }
