@@ -58,6 +58,12 @@ impl Server {
             let path = libraries::first("LD_LIBRARY_PATH", &links);
             program.env("LD_LIBRARY_PATH", path);
         }
+        // CuPy compiles to code that only a GPU runs, and takes reductions from libraries of such code, unless it is told not to.
+        for (name, value) in [("CUPY_COMPILE_WITH_PTX", "1"), ("CUPY_ACCELERATORS", "")] {
+            if env::var_os(name).is_none() {
+                program.env(name, value);
+            }
+        }
         program
             .env(SOCKET_VARIABLE, &self.socket)
             .env("GPUMUX_NVML", &library)

@@ -17,6 +17,7 @@ use gpumux_emu::{
 
 use crate::{
     border::StorageEnd,
+    device,
     effect::Effect,
     error::{CuError, Result},
     event::Event,
@@ -175,7 +176,7 @@ pub(crate) fn context(handle: usize) -> Result<Arc<Context>> {
         return current();
     }
     let found = process()?.contexts.get(handle);
-    found.map_err(|_| CuError::INVALID_CONTEXT)
+    found.or_else(|_| device::revive(handle))
 }
 
 /// Puts a context on top of the thread's stack.
@@ -210,8 +211,8 @@ pub(crate) fn set_current(handle: usize) -> Result {
     if handle == 0 { Ok(()) } else { push(handle) }
 }
 
-/// Makes a context; its handle.
-pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
+/// Makes a context, with a handle of its own or this one.
+pub(crate) fn create(ordinal: i32, flags: u32, handle: Option<usize>) -> Result<Arc<Context>> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     let process = process()?;
     let device = process.device(ordinal)?.clone();
@@ -249,8 +250,9 @@ pub(crate) fn create(ordinal: i32, flags: u32) -> Result<Arc<Context>> {
     context.add_stream(&context.legacy);
     let worker = Arc::clone(&context);
     spawn("cuda-context", move || worker.work()).map_err(|_| CuError::OPERATING_SYSTEM)?;
-    let handle = process.contexts.add(Arc::clone(&context));
+    let handle = handle.unwrap_or_else(|| process.contexts.reserve());
     let _ = context.handle.set(handle);
+    process.contexts.put(handle, Arc::clone(&context));
     Ok(context)
 }
 
@@ -606,6 +608,12 @@ impl Context {
             rm.faulted(error);
         }
         let _ = self.execution.send(&Command::Abort { all });
+        self.fail(error);
+    }
+
+    /// The program asked for what this device cannot do: nothing of this context runs any more, and no other is concerned.
+    pub(crate) fn spoil(&self, error: CuError) {
+        let _ = self.execution.send(&Command::Abort { all: false });
         self.fail(error);
     }
 

@@ -1,13 +1,15 @@
 //! Devices and their primary contexts.
 
+use std::sync::Arc;
+
 use gpumux_emu::protocol::DeviceStatus;
 
 use crate::{
     border::Text,
-    context::{self, current},
+    context::{self, Context, current},
     error::{CuError, Result},
     memory,
-    process::{Process, lock, process},
+    process::{Primary, Process, lock, process},
 };
 
 /// PCI bus id as text.
@@ -63,13 +65,7 @@ pub(crate) fn retain_primary(ordinal: i32) -> Result<usize> {
     process.device(ordinal)?;
     let mut primaries = lock(&process.primaries);
     let primary = &mut primaries[ordinal as usize];
-    let context = match &primary.context {
-        Some(context) => context.clone(),
-        None => {
-            let made = context::create(ordinal, primary.flags)?;
-            primary.context.insert(made).clone()
-        }
-    };
+    let context = primary.made(ordinal)?;
     primary.retained += 1;
     Ok(context.handle())
 }
@@ -79,14 +75,28 @@ pub(crate) fn primary(ordinal: i32) -> Result<usize> {
     let process = process()?;
     process.device(ordinal)?;
     let mut primaries = lock(&process.primaries);
-    let primary = &mut primaries[ordinal as usize];
-    if primary.context.is_none() {
-        primary.context = Some(context::create(ordinal, primary.flags)?);
+    Ok(primaries[ordinal as usize].made(ordinal)?.handle())
+}
+
+/// The primary context of a handle that it had before it was reset: it is made anew, as long as it is retained.
+pub(crate) fn revive(handle: usize) -> Result<Arc<Context>> {
+    let mut primaries = lock(&process()?.primaries);
+    let is_it = |it: &Primary| it.retained > 0 && it.handle == Some(handle);
+    let at = primaries.iter().position(is_it);
+    let ordinal = at.ok_or(CuError::INVALID_CONTEXT)?;
+    primaries[ordinal].made(ordinal as i32)
+}
+
+impl Primary {
+    /// The context, made if there is none. It has the same handle each time.
+    fn made(&mut self, ordinal: i32) -> Result<Arc<Context>> {
+        if let Some(context) = &self.context {
+            return Ok(Arc::clone(context));
+        }
+        let made = context::create(ordinal, self.flags, self.handle)?;
+        self.handle = Some(made.handle());
+        Ok(Arc::clone(self.context.insert(made)))
     }
-    Ok(primary
-        .context
-        .as_ref()
-        .map_or(0, |context| context.handle()))
 }
 
 /// Gives it back; with the last it is destroyed.
@@ -133,26 +143,27 @@ pub(crate) fn set_primary_flags(ordinal: i32, flags: u32) -> Result {
     Ok(())
 }
 
-/// `cuMemFree`: waits for the context's work, as the driver does.
+/// `cuMemFree`: waits for the work of the memory's context, as the driver does. No context need be current.
 pub(crate) fn free_memory(address: u64) -> Result {
     if address == 0 {
         return Ok(());
     }
-    let context = current()?;
-    if memory::space().allocation(address).is_none() {
-        return Err(CuError::INVALID_VALUE);
-    }
+    let process = process()?;
+    let owner = memory::space().allocation(address).map(|it| it.context);
+    let context = process.contexts.get(owner.ok_or(CuError::INVALID_VALUE)?);
     // After a fault nothing runs any more: freed all the same, and told.
-    let done = context.synchronize();
+    let done = context.map_or(Ok(()), |context| context.synchronize());
     memory::free(address)?;
     done
 }
 
-/// `cuMemFreeHost`, likewise.
+/// `cuMemFreeHost`, likewise; all of the process's contexts may use it.
 pub(crate) fn free_host(address: u64) -> Result {
-    let done = current()?.synchronize();
+    let contexts = process()?.contexts.all();
+    let waited = contexts.iter().map(|context| context.synchronize());
+    let done = waited.collect::<Vec<_>>();
     memory::free_host(address)?;
-    done
+    done.into_iter().collect()
 }
 
 #[cfg(test)]

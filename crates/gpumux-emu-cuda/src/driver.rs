@@ -14,8 +14,8 @@ use gpumux_cuda::types::{
 use crate::{
     attributes,
     border::{
-        self, AnyOut, Arguments, HostFunction, Image, In, Out, Pointers, StreamCallback, Text,
-        UserData, cuda, exports,
+        self, AnyOut, Arguments, HostFunction, Image, In, JitOptions, Out, Pointers,
+        StreamCallback, Text, UserData, cuda, exports,
     },
     context::{self, context, current},
     device, entries,
@@ -166,9 +166,9 @@ exports! { FUNCTIONS by cuda;
     };
 
     cuModuleLoad(module: Out<Handle>, path: Text) => { module.check()?; module.put(module::load_file(path)?) };
-    cuModuleLoadData(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image)?) };
-    cuModuleLoadDataEx(module: Out<Handle>, image: Image, _count: c_uint, _options: UserData, _values: UserData) => { module.check()?; module.put(module::load(image)?) };
-    cuLinkCreate_v2(_count: c_uint, _options: UserData, _values: UserData, link: Out<Handle>) => { link.check()?; link.put(link::create()?) };
+    cuModuleLoadData(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image, JitOptions::NONE)?) };
+    cuModuleLoadDataEx(module: Out<Handle>, image: Image, count: c_uint, options: In<c_int>, values: Out<usize>) => { module.check()?; module.put(module::load(image, JitOptions { count, options, values })?) };
+    cuLinkCreate_v2(count: c_uint, options: In<c_int>, values: Out<usize>, link: Out<Handle>) => { link.check()?; link.put(link::create(JitOptions { count, options, values })?) };
     cuLinkAddData_v2(link: Handle, _kind: c_int, data: Address, size: usize, _name: UserData, _count: c_uint, _options: UserData, _values: UserData) => link::add(link, data, size);
     cuLinkAddFile_v2(link: Handle, _kind: c_int, path: Text, _count: c_uint, _options: UserData, _values: UserData) => link::add_file(link, path);
     cuLinkComplete(link: Handle, image: Out<usize>, size: Out<usize>) => {
@@ -186,7 +186,7 @@ exports! { FUNCTIONS by cuda;
         bytes.put_if_wanted(found.1 as usize);
         Ok(())
     };
-    cuModuleLoadFatBinary(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image)?) };
+    cuModuleLoadFatBinary(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image, JitOptions::NONE)?) };
     cuModuleGetLoadingMode(mode: Out<c_int>) => mode.put(2);
     cuModuleGetFunctionCount(count: Out<c_uint>, module: Handle) => count.put(process()?.modules.get(module)?.functions.len() as c_uint);
     cuModuleEnumerateFunctions(functions: Out<Handle>, most: c_uint, module: Handle) => {
@@ -259,12 +259,12 @@ exports! { FUNCTIONS by cuda;
     [cuMemcpyHtoDAsync_v2_ptsz] cuMemcpyHtoDAsync_v2(to: Address, from: Host, bytes: usize, stream: Handle) => stream::copy(to, from, bytes, Direction::ToDevice, stream, false);
     [cuMemcpyDtoHAsync_v2_ptsz] cuMemcpyDtoHAsync_v2(to: Host, from: Address, bytes: usize, stream: Handle) => stream::copy(to, from, bytes, Direction::ToHost, stream, false);
     [cuMemcpyDtoDAsync_v2_ptsz] cuMemcpyDtoDAsync_v2(to: Address, from: Address, bytes: usize, stream: Handle) => stream::copy(to, from, bytes, Direction::InDevice, stream, false);
-    [cuMemsetD8_v2_ptds] cuMemsetD8_v2(to: Address, value: u8, count: usize) => stream::set(to, 1, value.into(), count, 0);
-    [cuMemsetD16_v2_ptds] cuMemsetD16_v2(to: Address, value: u16, count: usize) => stream::set(to, 2, value.into(), count, 0);
-    [cuMemsetD32_v2_ptds] cuMemsetD32_v2(to: Address, value: c_uint, count: usize) => stream::set(to, 4, value, count, 0);
-    [cuMemsetD8Async_ptsz] cuMemsetD8Async(to: Address, value: u8, count: usize, stream: Handle) => stream::set(to, 1, value.into(), count, stream);
-    [cuMemsetD16Async_ptsz] cuMemsetD16Async(to: Address, value: u16, count: usize, stream: Handle) => stream::set(to, 2, value.into(), count, stream);
-    [cuMemsetD32Async_ptsz] cuMemsetD32Async(to: Address, value: c_uint, count: usize, stream: Handle) => stream::set(to, 4, value, count, stream);
+    [cuMemsetD8_v2_ptds] cuMemsetD8_v2(to: Address, value: u8, count: usize) => stream::set(to, 1, value.into(), count, 0, true);
+    [cuMemsetD16_v2_ptds] cuMemsetD16_v2(to: Address, value: u16, count: usize) => stream::set(to, 2, value.into(), count, 0, true);
+    [cuMemsetD32_v2_ptds] cuMemsetD32_v2(to: Address, value: c_uint, count: usize) => stream::set(to, 4, value, count, 0, true);
+    [cuMemsetD8Async_ptsz] cuMemsetD8Async(to: Address, value: u8, count: usize, stream: Handle) => stream::set(to, 1, value.into(), count, stream, false);
+    [cuMemsetD16Async_ptsz] cuMemsetD16Async(to: Address, value: u16, count: usize, stream: Handle) => stream::set(to, 2, value.into(), count, stream, false);
+    [cuMemsetD32Async_ptsz] cuMemsetD32Async(to: Address, value: c_uint, count: usize, stream: Handle) => stream::set(to, 4, value, count, stream, false);
 
     cuMemAddressReserve(address: Out<Address>, bytes: usize, alignment: usize, hint: Address, _flags: c_ulonglong) => {
         process()?;
@@ -374,12 +374,16 @@ exports! { FUNCTIONS by cuda;
         shared: c_uint, stream: Handle, pointers: Pointers,
     ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, true, stream, Arguments { pointers, extra: Pointers::NONE });
     [cuLaunchKernelEx_ptsz] cuLaunchKernelEx(config: In<LaunchConfig>, function: Handle, pointers: Pointers, extra: Pointers) => {
-        // Other attributes are hints here: none changes what a kernel computes.
         let config = config.get()?;
-        let cooperative = (0..config.attribute_count as usize).any(|i| {
-            let attribute = config.attributes.get_at(i);
-            attribute.is_ok_and(|it| it.id == COOPERATIVE && it.value != 0)
-        });
+        let attributes = (0..config.attribute_count as usize).map(|i| config.attributes.get_at(i));
+        let attributes = attributes.collect::<Result<Vec<_>>>()?;
+        let cooperative = attributes.iter().any(|it| it.id == COOPERATIVE && it.value != 0);
+        // Blocks of a cluster reach each other's memory. Other attributes are hints: none changes what a kernel computes.
+        if attributes.iter().any(|it| it.id == CLUSTER && (it.value > 1 || it.rest[..2].iter().any(|size| *size > 1))) {
+            eprintln!("gpumux: the emulated device cannot run a kernel in clusters of blocks");
+            current()?.spoil(CuError::INVALID_CLUSTER_SIZE);
+            return Err(CuError::INVALID_CLUSTER_SIZE);
+        }
         module::launch(function, config.grid, config.block, config.shared, cooperative, config.stream, Arguments { pointers, extra })
     };
 }
@@ -396,6 +400,8 @@ pub(crate) struct LaunchAttribute {
 
 /// `CU_LAUNCH_ATTRIBUTE_COOPERATIVE`
 const COOPERATIVE: c_int = 2;
+/// `CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION`
+const CLUSTER: c_int = 4;
 const _: () = assert!(size_of::<LaunchAttribute>() == 72);
 
 /// `CUlaunchConfig`.
@@ -445,7 +451,7 @@ fn describe(
 
 fn create_context(out: Out<Handle>, flags: c_uint, ordinal: c_int) -> Result {
     out.check()?;
-    let made = context::create(ordinal, flags)?.handle();
+    let made = context::create(ordinal, flags, None)?.handle();
     context::push(made)?;
     out.put(made)
 }
@@ -552,6 +558,7 @@ fn pointer_attribute(data: AnyOut, attribute: c_int, address: u64) -> Result {
     if host.is_none() && device.is_none() {
         return Err(CuError::INVALID_VALUE);
     }
+    let managed = space.allocation(address).is_some_and(|it| it.managed);
     let ordinal = process
         .devices
         .iter()
@@ -573,10 +580,10 @@ fn pointer_attribute(data: AnyOut, attribute: c_int, address: u64) -> Result {
             .put(if host.is_some() { 1 } else { 2 }),
         // Address on the device; on the host.
         3 => data.typed::<u64>().put(address),
-        4 if host.is_some() => data.typed::<u64>().put(address),
+        4 if host.is_some() || managed => data.typed::<u64>().put(address),
         4 => Err(CuError::INVALID_VALUE),
         // Managed.
-        8 => data.typed::<c_uint>().put(0),
+        8 => data.typed::<c_uint>().put(managed.into()),
         9 => data.typed::<c_int>().put(ordinal),
         // Range; mapped.
         11 => data.typed::<u64>().put(range.0),

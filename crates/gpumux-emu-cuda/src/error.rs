@@ -87,6 +87,7 @@ errors! {
     STREAM_CAPTURE_ISOLATION = 905 "dependency created on uncaptured work in another stream";
     STREAM_CAPTURE_IMPLICIT = 906 "operation would make the legacy stream depend on a capturing blocking stream";
     CAPTURED_EVENT = 907 "operation not permitted on an event last recorded in a capturing stream";
+    INVALID_CLUSTER_SIZE = 912 "the requested cluster size is not supported";
     GRAPH_EXEC_UPDATE_FAILURE = 910 "the graph update was not performed because it included changes which violated constraints specific to instantiated graph update";
     UNKNOWN = 999 "unknown error";
 }

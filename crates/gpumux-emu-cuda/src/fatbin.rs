@@ -8,6 +8,9 @@ use std::io::Read;
 /// First word of a wrapper, and of the binary itself.
 pub(crate) const WRAPPER: u32 = 0x4662_43b1;
 pub(crate) const MAGIC: u32 = 0xba55_ed50;
+/// Version of a wrapper that names a list of binaries: those that were linked to make the one that it points to, each with
+/// its PTX.
+pub(crate) const LINKED: u32 = 2;
 /// First word of compiled code (ELF).
 pub(crate) const ELF: u32 = 0x464c_457f;
 
@@ -29,18 +32,32 @@ pub(crate) fn size(header: &[u8; HEADER]) -> Option<usize> {
     usize::try_from(files.checked_add(own)?).ok()
 }
 
+/// Why a binary cannot be run.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct NoText {
+    pub(crate) why: String,
+    /// A real device of this architecture would run its compiled code.
+    pub(crate) compiled: bool,
+}
+
 /// The PTX of a binary that is for the newest architecture up to `most` (such as 90); or what there is instead.
-pub(crate) fn ptx(binary: &[u8], most: u32) -> Result<String, String> {
+pub(crate) fn ptx(binary: &[u8], most: u32) -> Result<String, NoText> {
+    let damaged = |why: &str| NoText {
+        why: why.to_owned(),
+        compiled: false,
+    };
     let mut best: Option<(u32, &[u8], u64, u64)> = None;
-    let mut others = Vec::new();
+    let (mut others, mut compiled) = (Vec::new(), false);
     let header = usize::from(u16_at(binary, 6).unwrap_or(0));
     let mut rest = binary.get(header..).unwrap_or(&[]);
     while rest.len() >= FILE_HEADER {
         let Some(file) = File::read(rest) else {
-            return Err("its fat binary is damaged".into());
+            return Err(damaged("its fat binary is damaged"));
         };
         rest = &rest[file.length..];
         if file.kind != PTX || file.architecture > most {
+            let same = file.architecture / 10 == most / 10 && file.architecture <= most;
+            compiled |= file.kind != PTX && same;
             let kind = if file.kind == PTX { "compute" } else { "sm" };
             others.push(format!("{kind}_{}", file.architecture));
         } else if best.is_none_or(|best| file.architecture > best.0) {
@@ -49,7 +66,10 @@ pub(crate) fn ptx(binary: &[u8], most: u32) -> Result<String, String> {
     }
     let Some((_, data, flags, uncompressed)) = best else {
         others.dedup();
-        return Err(format!("it has code for {} only", others.join(", ")));
+        return Err(NoText {
+            why: format!("it has code for {} only", others.join(", ")),
+            compiled,
+        });
     };
     let bytes = match () {
         () if uncompressed > MOST => None,
@@ -57,9 +77,9 @@ pub(crate) fn ptx(binary: &[u8], most: u32) -> Result<String, String> {
         () if flags & LZ4 != 0 => lz4(data, uncompressed as usize),
         () => Some(data.to_vec()),
     };
-    let bytes = bytes.ok_or("its PTX cannot be decompressed")?;
+    let bytes = bytes.ok_or_else(|| damaged("its PTX cannot be decompressed"))?;
     let text = bytes.split(|byte| *byte == 0).next().unwrap_or(&[]);
-    String::from_utf8(text.to_vec()).map_err(|_| "its PTX is no text".into())
+    String::from_utf8(text.to_vec()).map_err(|_| damaged("its PTX is no text"))
 }
 
 struct File<'a> {
@@ -196,7 +216,7 @@ mod tests {
         assert_eq!(ptx(&all, 90).unwrap(), "abcdabcdabcde");
         assert_eq!(ptx(&all, 80).unwrap(), "old");
         assert_eq!(
-            ptx(&all, 50).unwrap_err(),
+            ptx(&all, 50).unwrap_err().why,
             "it has code for sm_90, compute_52, compute_90, compute_100 only"
         );
     }

@@ -8,7 +8,7 @@ use std::{
 };
 
 use crate::{
-    border::{Image, Out, Text, UserData, cuda, exports},
+    border::{Image, In, JitOptions, Out, Text, UserData, cuda, exports},
     context::{Context, current},
     error::{CuError, Result},
     module::{self, Function, Module},
@@ -33,9 +33,9 @@ pub(crate) struct LibraryKernel {
     handle: Handle,
 }
 
-fn load(image: Image) -> Result<Handle> {
+fn load(image: Image, options: JitOptions) -> Result<Handle> {
     let process = process()?;
-    let program = module::parse(&image.text()?)?;
+    let program = module::read(image, options)?;
     let handle = process.libraries.reserve();
     let library = Arc::new_cyclic(|library: &Weak<Library>| {
         let kernels = program.kernels.iter().map(|kernel| {
@@ -109,13 +109,13 @@ fn global(library: Handle, name: Text) -> Result<(u64, u64)> {
 }
 
 exports! { FUNCTIONS by cuda;
-    cuLibraryLoadData(library: Out<Handle>, code: Image, _jit: UserData, _jit_values: UserData, _jit_count: c_uint, _options: UserData, _values: UserData, _count: c_uint) => {
+    cuLibraryLoadData(library: Out<Handle>, code: Image, jit: In<c_int>, jit_values: Out<usize>, jit_count: c_uint, _options: UserData, _values: UserData, _count: c_uint) => {
         library.check()?;
-        library.put(load(code)?)
+        library.put(load(code, JitOptions { count: jit_count, options: jit, values: jit_values })?)
     };
-    cuLibraryLoadFromFile(library: Out<Handle>, path: Text, _jit: UserData, _jit_values: UserData, _jit_count: c_uint, _options: UserData, _values: UserData, _count: c_uint) => {
+    cuLibraryLoadFromFile(library: Out<Handle>, path: Text, jit: In<c_int>, jit_values: Out<usize>, jit_count: c_uint, _options: UserData, _values: UserData, _count: c_uint) => {
         library.check()?;
-        library.put(load(Image::of(&path.file()?)?)?)
+        library.put(load(Image::of(&path.file()?)?, JitOptions { count: jit_count, options: jit, values: jit_values })?)
     };
     cuLibraryUnload(library: Handle) => unload(library);
     cuLibraryGetKernel(kernel: Out<Handle>, library: Handle, name: Text) => {

@@ -1,27 +1,30 @@
-//! Linking at run time (`cuLink…`): the PTX of all inputs, joined.
+//! Linking at run time (`cuLink…`): the PTX of all inputs, each of which keeps its own names.
 
 use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::{
-    border::{Image, Text, program_bytes},
-    error::Result,
+    border::{Image, JitOptions, Refused, Text, program_bytes},
+    error::{CuError, Result},
     module,
     process::{lock, process},
 };
 
-/// Directives of which a text has one each, at its head.
-const HEAD: [&str; 3] = [".version", ".target", ".address_size"];
+/// First bytes of a static library.
+const ARCHIVE: &[u8] = b"!<arch>";
+/// Line between the texts of a result; `module::load` takes a result apart again.
+pub(crate) const BETWEEN: &str = "\n//gpumux: the next unit\n";
 
 /// What is being linked.
 #[derive(Default)]
 pub(crate) struct Link {
-    text: Mutex<String>,
+    texts: Mutex<Vec<String>>,
     /// The result, which ends with 0.
     made: OnceLock<Vec<u8>>,
 }
 
 /// Begins; the link's handle.
-pub(crate) fn create() -> Result<usize> {
+pub(crate) fn create(options: JitOptions) -> Result<usize> {
+    options.log("");
     Ok(process()?.links.add(Arc::default()))
 }
 
@@ -39,28 +42,33 @@ pub(crate) fn add_file(link: usize, path: Text) -> Result {
 
 fn add_bytes(link: usize, bytes: &[u8]) -> Result {
     let link = process()?.links.get(link)?;
-    let added = Image::of(bytes)?.text()?;
-    let mut text = lock(&link.text);
-    match text.is_empty() {
-        true => *text = added,
-        false => {
-            let head = |line: &&str| !HEAD.iter().any(|word| line.trim_start().starts_with(word));
-            text.push('\n');
-            added.lines().filter(head).for_each(|line| {
-                text.push_str(line);
-                text.push('\n');
-            });
-        }
+    // CUDA's device runtime: what there is of it, the interpreter has. What a kernel lacks, its launch names.
+    if bytes.starts_with(ARCHIVE) {
+        return Ok(());
     }
+    let added = Image::of(bytes)?.texts().map_err(tell)?;
+    lock(&link.texts).extend(added);
     Ok(())
+}
+
+/// Nothing is loaded yet: the context goes on.
+fn tell(refused: Refused) -> CuError {
+    let compiled = false;
+    Refused {
+        compiled,
+        ..refused
+    }
+    .tell(JitOptions::NONE)
 }
 
 /// Address and size of the result, which lives as long as the link.
 pub(crate) fn complete(link: usize) -> Result<(usize, usize)> {
     let link = process()?.links.get(link)?;
-    let text = lock(&link.text).clone();
-    module::parse(&text)?;
-    let made = link.made.get_or_init(|| [text.as_bytes(), &[0]].concat());
+    let texts = lock(&link.texts).clone();
+    module::parse(&texts).map_err(tell)?;
+    let made = link
+        .made
+        .get_or_init(|| [texts.join(BETWEEN).as_bytes(), &[0]].concat());
     Ok((made.as_ptr() as usize, made.len()))
 }
 

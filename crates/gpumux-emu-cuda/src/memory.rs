@@ -57,6 +57,8 @@ pub(crate) struct Allocation {
     pub(crate) bytes: u64,
     /// Handle of its context.
     pub(crate) context: usize,
+    /// The program uses it as its own, too (`cuMemAllocManaged`).
+    pub(crate) managed: bool,
     /// The shared piece that it is part of.
     piece: Option<u64>,
 }
@@ -132,6 +134,13 @@ impl Space {
     pub(crate) fn is_pinned(&self, address: u64, bytes: u64) -> bool {
         find(&self.host, address, |range| range.bytes)
             .is_some_and(|(start, range)| bytes <= range.bytes - (address - start))
+    }
+
+    /// Whether a part of this range is reserved, and there is no memory that the device may use.
+    pub(crate) fn is_unmapped(&self, address: u64, bytes: u64) -> bool {
+        let touched = |at| find(&self.reserved, at, |bytes| *bytes).is_some();
+        (touched(address) || touched(address.saturating_add(bytes.saturating_sub(1))))
+            && !self.is_device(address, bytes)
     }
 
     /// Whether a kernel may touch this range.
@@ -476,6 +485,7 @@ pub(crate) fn alloc(device: u32, context: usize, bytes: u64) -> Result<u64> {
         let allocation = Allocation {
             bytes,
             context,
+            managed: false,
             piece: None,
         };
         space_mut().allocations.insert(at, allocation);
@@ -495,7 +505,19 @@ pub(crate) fn alloc(device: u32, context: usize, bytes: u64) -> Result<u64> {
     }
 }
 
+/// Marks an allocation as managed memory.
+pub(crate) fn manage(address: u64) {
+    if let Some(allocation) = space_mut().allocations.get_mut(&address) {
+        allocation.managed = true;
+    }
+}
+
 impl Space {
+    /// Whether the program looks at this memory by itself: pinned or managed memory.
+    pub(crate) fn is_hosts(&self, address: u64) -> bool {
+        self.host_range(address).is_some() || self.allocation(address).is_some_and(|it| it.managed)
+    }
+
     fn alloc_small(&mut self, device: u32, context: usize, bytes: u64, units: u64) -> Option<u64> {
         let (start, piece, offset, length) = self
             .pieces
@@ -513,6 +535,7 @@ impl Space {
         let allocation = Allocation {
             bytes,
             context,
+            managed: false,
             piece: Some(start),
         };
         self.allocations.insert(start + offset, allocation);

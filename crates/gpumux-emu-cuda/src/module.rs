@@ -3,14 +3,17 @@
 use std::{
     collections::HashMap,
     ffi::CString,
-    sync::{Arc, Mutex, OnceLock, Weak},
+    sync::{
+        Arc, Mutex, OnceLock, Weak,
+        atomic::{AtomicU32, Ordering},
+    },
 };
 
 use gpumux_emu::protocol::Work;
 use gpumux_ptx::Launch;
 
 use crate::{
-    border::{Arguments, Image, Text},
+    border::{Arguments, Image, JitOptions, MAX_REGISTERS, Refused, Text},
     context::{Context, Op, OpWork, current},
     effect::Effect,
     error::{CuError, Result},
@@ -18,7 +21,7 @@ use crate::{
     hold,
     interpret::Interpreted,
     kernel::{self, Kernel, Shape},
-    memory,
+    link, memory,
     process::{lock, process},
     stream::stream,
 };
@@ -50,31 +53,50 @@ pub(crate) struct Function {
     workspace: OnceLock<u64>,
     /// What was set: dynamic shared memory, carve-out.
     settings: Mutex<(i32, i32)>,
+    /// Registers of a thread, as told.
+    registers: AtomicU32,
 }
+
+/// Registers that a thread is said to have, unless the program asks for fewer: how many a compiler would use is not known.
+const REGISTERS: u32 = 32;
 
 /// Bytes of a grid barrier's memory.
 const WORKSPACE: u64 = 64;
 
-/// Parses PTX; says what is wrong with it.
-pub(crate) fn parse(text: &str) -> Result<Arc<gpumux_ptx::Module>> {
-    match gpumux_ptx::Module::parse(text) {
-        Ok(program) => Ok(Arc::new(program)),
-        Err(error) => {
-            eprintln!("gpumux: the PTX of a module is not understood: {error}");
-            Err(CuError::INVALID_PTX)
-        }
-    }
+/// Parses the PTX of one or several units.
+pub(crate) fn parse(texts: &[String]) -> std::result::Result<Arc<gpumux_ptx::Module>, Refused> {
+    let parts = texts.iter().flat_map(|text| text.split(link::BETWEEN));
+    let texts: Vec<&str> = parts.collect();
+    gpumux_ptx::Module::link(&texts)
+        .map(Arc::new)
+        .map_err(|error| Refused {
+            code: CuError::INVALID_PTX,
+            why: format!("the PTX of a module is not understood: {error}"),
+            compiled: false,
+        })
+}
+
+/// Reads the PTX of an image, and tells what is wrong with it.
+pub(crate) fn read(image: Image, options: JitOptions) -> Result<Arc<gpumux_ptx::Module>> {
+    let program = image.texts().and_then(|texts| parse(&texts));
+    let program = program.map_err(|refused| refused.tell(options))?;
+    options.log("");
+    Ok(program)
 }
 
 /// Loads PTX or a fat binary into the current context; the module's handle.
-pub(crate) fn load(image: Image) -> Result<usize> {
-    let module = load_in(&current()?, &parse(&image.text()?)?)?;
+pub(crate) fn load(image: Image, options: JitOptions) -> Result<usize> {
+    let context = current()?;
+    let mut module = load_in(&context, &read(image, options)?)?;
+    if let Some(most) = options.get(MAX_REGISTERS) {
+        module.limit_registers(most as u32)?;
+    }
     Ok(process()?.modules.add(Arc::new(module)))
 }
 
 /// Loads a file.
 pub(crate) fn load_file(path: Text) -> Result<usize> {
-    load(Image::of(&path.file()?)?)
+    load(Image::of(&path.file()?)?, JitOptions::NONE)
 }
 
 /// Loads a program into a context.
@@ -118,6 +140,7 @@ pub(crate) fn load_in(context: &Arc<Context>, program: &Arc<gpumux_ptx::Module>)
             context: Arc::downgrade(context),
             workspace: OnceLock::new(),
             settings: Mutex::new((0, -1)),
+            registers: AtomicU32::new(REGISTERS),
         };
         (of.name.clone(), process.functions.add(Arc::new(function)))
     });
@@ -134,6 +157,16 @@ pub(crate) fn load_in(context: &Arc<Context>, program: &Arc<gpumux_ptx::Module>)
 impl Module {
     pub(crate) fn global(&self, name: &str) -> Result<(u64, u64)> {
         self.globals.get(name).copied().ok_or(CuError::NOT_FOUND)
+    }
+
+    /// At most so many registers for each thread.
+    fn limit_registers(&mut self, most: u32) -> Result {
+        let process = process()?;
+        for function in self.functions.values() {
+            let function = process.functions.get(*function)?;
+            function.registers.fetch_min(most.max(1), Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     pub(crate) fn function(&self, name: &str) -> Result<usize> {
@@ -242,7 +275,9 @@ pub(crate) fn launch(
             "gpumux: the emulated device cannot run the kernel `{}`: {why}",
             of.name
         );
-        return Err(CuError::NOT_SUPPORTED);
+        // What follows cannot be right: everything fails from now on, as behind an instruction that a device lacks.
+        context.spoil(CuError::ILLEGAL_INSTRUCTION);
+        return Err(CuError::ILLEGAL_INSTRUCTION);
     }
     let most = match lock(&function.settings).0 {
         0 => SHARED,
@@ -306,13 +341,25 @@ pub(crate) fn attribute(attribute: i32, function: &Function) -> Result<i32> {
         0 => 1024,
         1 => kernel.shared as i32,
         3 => kernel.local as i32,
-        4 => 32,
-        5 | 6 => 90,
+        4 => function.registers.load(Ordering::Relaxed) as i32,
+        5 => function.program.target as i32,
+        6 => {
+            let context = function.context.upgrade();
+            let (major, minor) = context.map_or((9, 0), |it| it.device.info.compute_capability);
+            (10 * major + minor) as i32
+        }
         8 if settings.0 == 0 => (SHARED - kernel.shared.min(SHARED)) as i32,
         8 => settings.0,
         9 => settings.1,
-        // Constant memory, caches, clusters.
-        2 | 7 | 10..=15 => 0,
+        // Constant memory is the module's.
+        2 => {
+            let constants = function.program.globals.iter().filter(|it| it.constant);
+            constants.fold(0, |end: u64, it| {
+                end.next_multiple_of(it.align.max(1)) + it.size
+            }) as i32
+        }
+        // Caches, clusters.
+        7 | 10..=15 => 0,
         _ => return Err(CuError::INVALID_VALUE),
     })
 }

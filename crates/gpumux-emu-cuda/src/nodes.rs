@@ -130,7 +130,17 @@ fn record(body: impl FnOnce(Handle) -> Result) -> Result<Vec<Op>> {
 fn set(params: In<MemsetParams>) -> Result<Vec<Op>> {
     let it = params.get()?;
     let size = [it.columns, it.rows.max(1)];
-    record(|stream| plane::set(it.to, it.pitch, it.size.into(), it.value, size, stream))
+    record(|stream| {
+        plane::set(
+            it.to,
+            it.pitch,
+            it.size.into(),
+            it.value,
+            size,
+            stream,
+            false,
+        )
+    })
 }
 
 /// Adds a node behind others of the graph.

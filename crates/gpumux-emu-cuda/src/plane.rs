@@ -22,6 +22,8 @@ pub(crate) type Volume = In<[u64; 25]>;
 
 /// One side of a copy.
 struct Side {
+    /// It must be memory that the device reaches.
+    device: bool,
     at: u64,
     pitch: u64,
     slice: u64,
@@ -54,7 +56,12 @@ impl Side {
         if base == 0 {
             return Err(wrong);
         }
-        Ok(Self { at, pitch, slice })
+        Ok(Self {
+            device: kind & 0xffff_ffff == 2,
+            at,
+            pitch,
+            slice,
+        })
     }
 }
 
@@ -121,6 +128,16 @@ fn copy(
             space.is_device(side.at, width) && space.is_device(last, width)
         };
         let (to_device, from_device) = (device(to, to_last), device(from, from_last));
+        // Reserved addresses without memory are nobody's, and the device's are no others.
+        let wrong = |side: &Side, last: u64, device: bool| {
+            !device
+                && (space.is_unmapped(side.at, width)
+                    || space.is_unmapped(last, width)
+                    || side.device && !space.is_pinned(side.at, width))
+        };
+        if wrong(to, to_last, to_device) || wrong(from, from_last, from_device) {
+            return Err(CuError::INVALID_VALUE);
+        }
         let pinned = (to_device || space.is_pinned(to.at, width))
             && (from_device || space.is_pinned(from.at, width));
         (to_device, from_device, pinned)
@@ -166,6 +183,7 @@ pub(crate) fn set(
     value: u32,
     [columns, rows]: [usize; 2],
     stream: Handle,
+    wait: bool,
 ) -> Result {
     if rows == 1 || pitch as u64 == columns as u64 * width {
         return stream::set(
@@ -174,6 +192,7 @@ pub(crate) fn set(
             value,
             columns.checked_mul(rows).ok_or(CuError::INVALID_VALUE)?,
             stream,
+            wait,
         );
     }
     for row in 0..rows as u64 {
@@ -186,6 +205,7 @@ pub(crate) fn set(
             value,
             columns,
             stream,
+            wait,
         )?;
     }
     Ok(())
@@ -218,10 +238,10 @@ exports! { FUNCTIONS by cuda;
     [cuMemcpy2DAsync_v2_ptsz]cuMemcpy2DAsync_v2(plane: Plane, stream: Handle) => copy_plane(plane, stream, false);
     [cuMemcpy3D_v2_ptds]cuMemcpy3D_v2(volume: Volume) => copy_volume(volume, 0, true);
     [cuMemcpy3DAsync_v2_ptsz]cuMemcpy3DAsync_v2(volume: Volume, stream: Handle) => copy_volume(volume, stream, false);
-    [cuMemsetD2D8_v2_ptds]cuMemsetD2D8_v2(to: Address, pitch: usize, value: u8, columns: usize, rows: usize) => set(to, pitch, 1, value.into(), [columns, rows], 0);
-    [cuMemsetD2D16_v2_ptds]cuMemsetD2D16_v2(to: Address, pitch: usize, value: u16, columns: usize, rows: usize) => set(to, pitch, 2, value.into(), [columns, rows], 0);
-    [cuMemsetD2D32_v2_ptds]cuMemsetD2D32_v2(to: Address, pitch: usize, value: c_uint, columns: usize, rows: usize) => set(to, pitch, 4, value, [columns, rows], 0);
-    [cuMemsetD2D8Async_ptsz]cuMemsetD2D8Async(to: Address, pitch: usize, value: u8, columns: usize, rows: usize, stream: Handle) => set(to, pitch, 1, value.into(), [columns, rows], stream);
-    [cuMemsetD2D16Async_ptsz]cuMemsetD2D16Async(to: Address, pitch: usize, value: u16, columns: usize, rows: usize, stream: Handle) => set(to, pitch, 2, value.into(), [columns, rows], stream);
-    [cuMemsetD2D32Async_ptsz]cuMemsetD2D32Async(to: Address, pitch: usize, value: c_uint, columns: usize, rows: usize, stream: Handle) => set(to, pitch, 4, value, [columns, rows], stream);
+    [cuMemsetD2D8_v2_ptds]cuMemsetD2D8_v2(to: Address, pitch: usize, value: u8, columns: usize, rows: usize) => set(to, pitch, 1, value.into(), [columns, rows], 0, true);
+    [cuMemsetD2D16_v2_ptds]cuMemsetD2D16_v2(to: Address, pitch: usize, value: u16, columns: usize, rows: usize) => set(to, pitch, 2, value.into(), [columns, rows], 0, true);
+    [cuMemsetD2D32_v2_ptds]cuMemsetD2D32_v2(to: Address, pitch: usize, value: c_uint, columns: usize, rows: usize) => set(to, pitch, 4, value, [columns, rows], 0, true);
+    [cuMemsetD2D8Async_ptsz]cuMemsetD2D8Async(to: Address, pitch: usize, value: u8, columns: usize, rows: usize, stream: Handle) => set(to, pitch, 1, value.into(), [columns, rows], stream, false);
+    [cuMemsetD2D16Async_ptsz]cuMemsetD2D16Async(to: Address, pitch: usize, value: u16, columns: usize, rows: usize, stream: Handle) => set(to, pitch, 2, value.into(), [columns, rows], stream, false);
+    [cuMemsetD2D32Async_ptsz]cuMemsetD2D32Async(to: Address, pitch: usize, value: c_uint, columns: usize, rows: usize, stream: Handle) => set(to, pitch, 4, value, [columns, rows], stream, false);
 }

@@ -121,7 +121,9 @@ exports! { FUNCTIONS by cuda;
         }
         let context = crate::context::current()?;
         context.check()?;
-        address.put(crate::memory::alloc(context.device.index, context.handle(), bytes as u64)?)
+        let at = crate::memory::alloc(context.device.index, context.handle(), bytes as u64)?;
+        crate::memory::manage(at);
+        address.put(at)
     };
     [cuMemPrefetchAsync_ptsz]cuMemPrefetchAsync(_at: u64, _bytes: usize, _device: c_int, stream: Handle) => stream::stream(stream).map(drop);
     cuMemAdvise(_at: u64, _bytes: usize, _advice: c_int, _device: c_int) => process().map(drop);

@@ -66,6 +66,8 @@ pub(crate) struct Process {
 #[derive(Default)]
 pub(crate) struct Primary {
     pub(crate) context: Option<Arc<Context>>,
+    /// Once it was made.
+    pub(crate) handle: Option<usize>,
     pub(crate) retained: usize,
     pub(crate) flags: u32,
 }
@@ -311,6 +313,10 @@ impl<T> Registry<T> {
             .get(&handle)
             .cloned()
             .ok_or(CuError::INVALID_HANDLE)
+    }
+
+    pub(crate) fn all(&self) -> Vec<Arc<T>> {
+        lock(&self.things).values().cloned().collect()
     }
 
     pub(crate) fn remove(&self, handle: usize) -> Result<Arc<T>> {

@@ -181,6 +181,9 @@ pub(crate) fn copy(
     }
     let (to_device, from_device, pinned) = {
         let space = memory::space();
+        if space.is_unmapped(to, bytes) || space.is_unmapped(from, bytes) {
+            return Err(CuError::INVALID_VALUE);
+        }
         let (is_to, is_from) = (space.is_device(to, bytes), space.is_device(from, bytes));
         let reachable = [(to, is_to), (from, is_from)]
             .iter()
@@ -238,8 +241,15 @@ pub(crate) fn copy(
     Ok(())
 }
 
-/// Fills memory with elements of `width` bytes.
-pub(crate) fn set(to: u64, width: u64, value: u32, count: usize, stream_handle: usize) -> Result {
+/// Fills memory with elements of `width` bytes. `wait`: memory that the program looks at by itself is filled on return.
+pub(crate) fn set(
+    to: u64,
+    width: u64,
+    value: u32,
+    count: usize,
+    stream_handle: usize,
+    wait: bool,
+) -> Result {
     let stream = stream(stream_handle)?;
     let context = stream.context()?;
     context.check()?;
@@ -262,7 +272,18 @@ pub(crate) fn set(to: u64, width: u64, value: u32, count: usize, stream_handle: 
         value,
         count,
     };
-    stream.submit(Op::compute(work, effect))
+    let wait = wait && memory::space().is_hosts(to);
+    if wait {
+        stream.not_captured()?;
+    }
+    stream.submit(Op {
+        prompt: wait,
+        ..Op::compute(work, effect)
+    })?;
+    if wait {
+        stream.synchronize()?;
+    }
+    Ok(())
 }
 
 /// Stores a number in stream order.

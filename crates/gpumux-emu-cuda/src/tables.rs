@@ -11,7 +11,7 @@ use std::{
 use gpumux_cuda::types::CUuuid;
 
 use crate::{
-    border::{Address, Image, In, Out, StorageEnd, cuda, exports},
+    border::{Address, Image, In, JitOptions, Out, StorageEnd, cuda, exports},
     context::context,
     device, driver,
     error::{CuError, Result},
@@ -110,7 +110,7 @@ extern "C" fn nothing() -> c_int {
 extern "C" fn module_of_binary(module: Out<Handle>, binary: Image) -> c_int {
     cuda("module_of_binary", || {
         module.check()?;
-        module.put(module::load(binary)?)
+        module.put(module::load(binary, JitOptions::NONE)?)
     })
 }
 

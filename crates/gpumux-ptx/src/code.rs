@@ -3,6 +3,8 @@
 /// Parsed PTX.
 #[derive(Clone, Debug, Default)]
 pub struct Module {
+    /// The newest architecture that its texts were made for, such as 90 for `sm_90a`.
+    pub target: u32,
     /// Kernels in order.
     pub kernels: Vec<Kernel>,
     /// Variables of the module, in order.

@@ -158,6 +158,7 @@ struct Body {
 struct Parser {
     /// Number of the text that is read, and its tokens.
     unit: usize,
+    target: u32,
     tokens: Vec<(Token, u32)>,
     at: usize,
     kernels: Vec<(Kernel, Option<Body>)>,
@@ -319,7 +320,9 @@ impl Parser {
                     return Ok(());
                 }
                 ".target" => {
-                    self.word()?;
+                    let target = self.word()?;
+                    let digits = target.trim_matches(|it: char| !it.is_ascii_digit());
+                    self.target = self.target.max(digits.parse().unwrap_or(0));
                     while self.take_mark(',') {
                         self.word()?;
                     }
@@ -953,6 +956,7 @@ impl Parser {
             kernels.push(kernel);
         }
         Module {
+            target: self.target,
             kernels,
             globals: self.globals,
             functions,
