@@ -1,4 +1,4 @@
-//! The CUDA driver API that gpumux's own programs use, and thin wrappers over it.
+//! The CUDA driver API: [`list`] is what there is of it, the rest is what gpumux's own programs use, and thin wrappers over that.
 //!
 //! [`driver`] holds one list of driver functions; from it come the table of function pointers that is
 //! filled from the `libcuda.so.1` at hand (real or emulated), the list of symbol names and one checked
@@ -7,6 +7,7 @@
 //! and give it back when dropped.
 
 pub mod driver;
+pub mod list;
 pub mod types;
 mod wrap;
 

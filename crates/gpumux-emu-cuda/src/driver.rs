@@ -1,5 +1,5 @@
-//! The driver API: the list of what there is, one line per function. `entries.txt` has which versions of CUDA know
-//! them by which names; what is here neither is in [`crate::missing`].
+//! The driver API: the list of what there is, one line per function. The list of entry points
+//! ([`gpumux_cuda::list`]) has which versions of CUDA know them by which names; what nothing here exports is in [`crate::missing`].
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_ulonglong},
@@ -37,6 +37,10 @@ exports! { FUNCTIONS by cuda;
     cuDriverGetVersion(version: Out<c_int>) => version.put(driver_version());
     cuGetProcAddress(symbol: Text, function: Out<usize>, version: c_int, flags: u64) => entries::get_proc_address(symbol, function, version, flags, None);
     cuGetProcAddress_v2(symbol: Text, function: Out<usize>, version: c_int, flags: u64, status: Out<c_int>) => entries::get_proc_address(symbol, function, version, flags, Some(status));
+    cuGetProcAddress_v2_ptsz(symbol: Text, function: Out<usize>, version: c_int, flags: u64, status: Out<c_int>) => {
+        let flags = if flags == 0 { entries::PER_THREAD_DEFAULT_STREAM } else { flags };
+        entries::get_proc_address(symbol, function, version, flags, Some(status))
+    };
     cuGetErrorName(code: c_int, text: Out<*const c_char>) => describe(code, text, |(name, _)| name);
     cuGetErrorString(code: c_int, text: Out<*const c_char>) => describe(code, text, |(_, sentence)| sentence);
 
@@ -253,6 +257,7 @@ exports! { FUNCTIONS by cuda;
 
     [cuMemcpy_ptds] cuMemcpy(to: Address, from: Address, bytes: usize) => stream::copy(to, from, bytes, Direction::Any, 0, true);
     [cuMemcpyAsync_ptsz] cuMemcpyAsync(to: Address, from: Address, bytes: usize, stream: Handle) => stream::copy(to, from, bytes, Direction::Any, stream, false);
+    cuMemcpyFutureAsync(to: Address, from: Address, bytes: usize, stream: Handle) => stream::copy(to, from, bytes, Direction::Any, stream, false);
     [cuMemcpyHtoD_v2_ptds] cuMemcpyHtoD_v2(to: Address, from: Host, bytes: usize) => stream::copy(to, from, bytes, Direction::ToDevice, 0, true);
     [cuMemcpyDtoH_v2_ptds] cuMemcpyDtoH_v2(to: Host, from: Address, bytes: usize) => stream::copy(to, from, bytes, Direction::ToHost, 0, true);
     [cuMemcpyDtoD_v2_ptds] cuMemcpyDtoD_v2(to: Address, from: Address, bytes: usize) => stream::copy(to, from, bytes, Direction::InDevice, 0, false);

@@ -1,10 +1,9 @@
-//! The entry points of the driver, by name and by the CUDA version that introduced a form of them.
-//!
-//! `entries.txt` is the list for CUDA 13.0: base name, version, exported symbol. Its facts come from the headers
-//! (`cudaTypedefs.h` and its neighbours for EGL, GL, VDPAU and the profiler; `cuda.h` for the symbols): per base name, the n-th
-//! version is the n-th symbol.
+//! The entry points of the driver, by name and by the CUDA version that introduced a form of them: those of the one list
+//! ([`gpumux_cuda::list`]).
 
 use std::{collections::HashMap, ffi::c_int, sync::LazyLock};
+
+use gpumux_cuda::list::entry_points;
 
 use crate::{
     border::{Address, Out, Text},
@@ -14,7 +13,10 @@ use crate::{
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
-const PER_THREAD_DEFAULT_STREAM: u64 = 2;
+pub(crate) const PER_THREAD_DEFAULT_STREAM: u64 = 2;
+
+/// A function that no CUDA has: tests take it for one of a newer CUDA than the list knows.
+const FUTURE: (&str, c_int) = ("cuMemcpyFutureAsync", 14_000);
 
 /// One form of a function.
 #[derive(Clone, Copy)]
@@ -23,14 +25,6 @@ struct Form {
     /// Its null stream is the thread's own.
     per_thread: bool,
     symbol: &'static str,
-}
-
-/// Base name, version, symbol of all entry points.
-fn lines() -> impl Iterator<Item = (&'static str, c_int, &'static str)> {
-    include_str!("entries.txt").lines().filter_map(|line| {
-        let mut words = line.split(' ');
-        Some((words.next()?, words.next()?.parse().ok()?, words.next()?))
-    })
 }
 
 /// The functions that do something.
@@ -49,13 +43,20 @@ fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
 
 static FORMS: LazyLock<HashMap<&str, Vec<Form>>> = LazyLock::new(|| {
     let mut forms: HashMap<&str, Vec<Form>> = HashMap::new();
-    for (base, version, symbol) in lines() {
-        forms.entry(base).or_default().push(Form {
-            version,
-            per_thread: symbol.ends_with("_ptds") || symbol.ends_with("_ptsz"),
-            symbol,
+    for it in entry_points() {
+        forms.entry(it.name).or_default().push(Form {
+            version: it.version,
+            per_thread: it.per_thread(),
+            symbol: it.symbol,
         });
     }
+    let (symbol, version) = FUTURE;
+    let future = Form {
+        version,
+        per_thread: false,
+        symbol,
+    };
+    forms.entry(symbol).or_default().push(future);
     forms
 });
 
@@ -86,6 +87,8 @@ pub(crate) fn get_proc_address(
         return Ok(());
     }
     let forms = FORMS.get(name.as_str()).map_or(&[][..], Vec::as_slice);
+    // A driver has nothing of later versions than its own.
+    let version = version.min(driver::driver_version());
     let found = newest(forms, version, flags & PER_THREAD_DEFAULT_STREAM != 0);
     match found.and_then(|form| ADDRESSES.get(form.symbol)) {
         Some(address) => {
@@ -119,15 +122,15 @@ mod tests {
 
     #[test]
     fn every_entry_point_is_exported_once() {
-        let expected: BTreeSet<&str> = lines().map(|(_, _, symbol)| symbol).collect();
+        let expected: BTreeSet<&str> = entry_points().map(|it| it.symbol).collect();
         let all: Vec<&str> = implemented()
             .chain(missing::FUNCTIONS)
             .map(|it| it.0)
             .collect();
         let exported: BTreeSet<&str> = all.iter().copied().collect();
         assert_eq!(all.len(), exported.len(), "a function is there twice");
+        let expected = expected.into_iter().chain([FUTURE.0]).collect();
         assert_eq!(exported, expected);
-        assert_eq!(lines().count(), expected.len());
     }
 
     #[test]
@@ -174,7 +177,10 @@ mod tests {
 
     fn docs() -> String {
         let (mut there, mut missing): (Vec<&str>, Vec<&str>) = (
-            implemented().map(|it| it.0).collect(),
+            implemented()
+                .map(|it| it.0)
+                .filter(|it| *it != FUTURE.0)
+                .collect(),
             missing::FUNCTIONS.iter().map(|it| it.0).collect(),
         );
         let list = |symbols: &mut Vec<&str>| {
@@ -187,7 +193,7 @@ mod tests {
         };
         format!(
             "# Driver functions of the emulated device\n\n\
-             All {} entry points of the CUDA 13.0 driver are exported. Those that are not implemented return \
+             All {} entry points of the CUDA 13.5 driver are exported (`cuGetProcAddress` gives those of the profile's `cuda_version`). Those that are not implemented return \
              `CUDA_ERROR_NOT_SUPPORTED`;\n`GPUMUX_EMU_MISSING=FILE` makes each process append to FILE how often it \
              called which.\n\n## Implemented ({})\n\n{}\n## Not implemented ({})\n\n{}",
             there.len() + missing.len(),

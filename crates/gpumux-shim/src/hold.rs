@@ -31,12 +31,12 @@ use gpumux_wire::{
 };
 
 use crate::{
-    driver::{CUresult, CUstream, SUCCESS},
+    driver::{CUresult, CUstream, SUCCESS, functions},
     foresee::{Call, Lessons, Site, TIMEOUT},
     gate,
     guard::{lock, lock_by, try_lock},
     notice::say,
-    work::{self, bits, current_context, functions, page, within},
+    work::{self, bits, current_context, page, within},
 };
 
 /// Contexts that can be held.

@@ -9,11 +9,11 @@
 
 use std::{
     arch::naked_asm,
-    ffi::{c_char, c_void},
+    ffi::{CStr, c_char, c_void},
     ptr,
 };
 
-use crate::{driver, next};
+use crate::{hooks, next};
 
 /// libc's `dlsym`; for functions of the CUDA driver, ours where there is one.
 ///
@@ -68,6 +68,6 @@ unsafe extern "C" fn driver_function(handle: *mut c_void, name: *const c_char) -
     if address.is_null() {
         return address;
     }
-    // SAFETY: the real `dlsym`'s answer.
-    unsafe { driver::found(address) }
+    // SAFETY: the real `dlsym`'s answer, and what it has just read.
+    unsafe { hooks::found(CStr::from_ptr(name), address) }
 }

@@ -23,13 +23,13 @@ use std::{
 use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
 
 use crate::{
-    driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS},
+    driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS, functions},
     gate, guard, lease,
     notice::say,
     physical::{self, Physical},
     process, swap,
     vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
-    work::{self, current_context, functions, within},
+    work::{self, current_context, within},
 };
 
 /// Smaller allocations share a block of [`GRANULE`].
@@ -145,6 +145,8 @@ static SPACE: Mutex<Option<Space>> = Mutex::new(None);
 static USED: AtomicBool = AtomicBool::new(false);
 /// This process was forked from one that counted: CUDA is unusable here, and so are the tables.
 static SPOILED: AtomicBool = AtomicBool::new(false);
+/// Whatever the process gets stays where it is.
+static STAYS: AtomicBool = AtomicBool::new(false);
 static FAILURES: AtomicU32 = AtomicU32::new(0);
 
 /// Works on the tables. Never while waiting for anything.
@@ -216,7 +218,7 @@ fn known_device(device: c_int) -> Option<c_int> {
                     movable: Lease::default(),
                     pinned: Lease::default(),
                     away: 0,
-                    native: stays_native(),
+                    native: stays_native() || STAYS.load(Ordering::Acquire),
                     told: 0,
                 });
             }
@@ -1076,6 +1078,39 @@ pub(crate) fn pin(address: u64, bytes: u64, real: impl FnOnce() -> CUresult) -> 
         physical::pin(address, bytes);
         real()
     })
+}
+
+/// All that the process has stays where it is from now on, and whatever it gets.
+pub(crate) fn stay() {
+    STAYS.store(true, Ordering::Release);
+    drop_spares(|_| true);
+    tell_with(|space| {
+        space.devices.values_mut().for_each(|it| it.native = true);
+        let blocks: Vec<u64> = space.blocks.keys().copied().collect();
+        let handles: Vec<u64> = space.physicals.keys().copied().collect();
+        for at in blocks {
+            let _ = space.pin(at);
+        }
+        for handle in handles {
+            let _ = space.pin_physical(handle);
+        }
+        space.holds()
+    });
+}
+
+/// `cuPointerSetAttribute`
+pub(crate) fn set_pointer_attribute(
+    which: c_int,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set before other devices on the bus (network adapters, disks) are given the memory's
+    /// pages, which nobody sees.
+    const SYNC_MEMOPS: c_int = 6;
+    match which {
+        SYNC_MEMOPS => pin(address, 1, real),
+        _ => gate::through(real),
+    }
 }
 
 impl Space {

@@ -13,11 +13,10 @@ use std::{
 };
 
 use crate::{
-    driver::{AllocationProp, CUresult, SUCCESS},
+    driver::{AllocationProp, CUresult, SUCCESS, functions},
     gate,
     memory::{self, Space, with},
     vmm::{self, Access, GRANULE},
-    work::functions,
 };
 
 /// The handles of this library begin here: above all addresses, which the driver's are made of.
@@ -31,6 +30,8 @@ functions! {
     export_handle c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
     properties_of c"cuMemGetAllocationPropertiesFromHandle" (*mut AllocationProp, u64);
     bind_mem c"cuMulticastBindMem" (u64, usize, u64, usize, usize, u64);
+    bind_mem_v2 c"cuMulticastBindMem_v2" (u64, c_int, usize, u64, usize, usize, u64);
+    bind_endpoint_mem c"cuLogicalEndpointBindMem" (u64, c_int, usize, u64, usize, usize, u64);
 }
 
 /// What one `cuMemCreate` made.
@@ -171,7 +172,7 @@ impl Space {
     }
 
     /// It stays where it is from now on. What the daemon must hear.
-    fn pin_physical(&mut self, handle: u64) -> Option<gpumux_wire::Shim> {
+    pub(crate) fn pin_physical(&mut self, handle: u64) -> Option<gpumux_wire::Shim> {
         let physical = self.physicals.get_mut(&handle).filter(|it| !it.pinned)?;
         physical.pinned = true;
         let (device, bytes) = (physical.device, physical.bytes);
@@ -429,6 +430,39 @@ pub(crate) fn bind(
     let call = |own| {
         // SAFETY: numbers only.
         bind_mem().map(|bind| unsafe { bind(group.0, group.1, own, offset, bytes, flags) })
+    };
+    passed_on(handle, true, call, real)
+}
+
+/// `cuMulticastBindMem_v2`
+pub(crate) fn bind_v2(
+    group: (u64, c_int, usize),
+    handle: u64,
+    (offset, bytes, flags): (usize, usize, u64),
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let call = |own| {
+        // SAFETY: numbers only.
+        bind_mem_v2()
+            .map(|bind| unsafe { bind(group.0, group.1, group.2, own, offset, bytes, flags) })
+    };
+    passed_on(handle, true, call, real)
+}
+
+/// `cuLogicalEndpointBindMem`
+pub(crate) fn bind_endpoint(
+    endpoint: (u64, c_int, usize),
+    handle: u64,
+    (offset, bytes, flags): (usize, usize, u64),
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let call = |own| {
+        // SAFETY: numbers only.
+        bind_endpoint_mem().map(|bind| unsafe {
+            bind(
+                endpoint.0, endpoint.1, endpoint.2, own, offset, bytes, flags,
+            )
+        })
     };
     passed_on(handle, true, call, real)
 }

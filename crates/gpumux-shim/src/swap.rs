@@ -20,14 +20,14 @@ use std::{
 use gpumux_wire::message::HOST_PIECE;
 
 use crate::{
-    driver::{CUstream, SUCCESS},
+    driver::{CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by},
     memory::{self, Block},
     notice::say,
     own::OwnFd,
     physical, vmm,
-    work::{self, functions, within},
+    work::{self, within},
 };
 
 /// How long to wait until nobody is inside the gate, no copy under way and no capture going on.

@@ -2,10 +2,7 @@
 
 use std::{ffi::c_int, ptr};
 
-use crate::{
-    driver::{AllocationProp, CUresult, Location, SUCCESS},
-    work::functions,
-};
+use crate::driver::{AllocationProp, CUresult, Location, SUCCESS, functions};
 
 /// Physical memory comes in multiples of this on every device that has these calls.
 pub(crate) const GRANULE: u64 = 2 << 20;

@@ -30,7 +30,7 @@ use std::{
 use gpumux_wire::page::{Page, SLOTS};
 
 use crate::{
-    driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS},
+    driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
     foresee::Call,
     gate, guard, hold, process,
 };
@@ -140,6 +140,8 @@ static SPOILED: AtomicBool = AtomicBool::new(false);
 /// Slots of groups that got work of which nothing more can be known: they stay busy.
 static LOST: AtomicU64 = AtomicU64::new(0);
 const _: () = assert!(SLOTS == 64, "one bit for each slot");
+/// The program has called what nobody knows: also of groups that it makes later nothing is known.
+static UNKNOWN: AtomicBool = AtomicBool::new(false);
 /// Copies were given to a stream that is not known.
 static COPIES_LOST: AtomicBool = AtomicBool::new(false);
 /// How many captures are going on. While there are any, the poller asks nothing: a query can invalidate
@@ -173,20 +175,6 @@ thread_local! {
     /// Slots of the compute groups that this thread has made and no context has claimed.
     static MADE: Cell<u64> = const { Cell::new(0) };
 }
-
-/// Functions of libcuda that this library calls for itself.
-macro_rules! functions {
-    ($($name:ident $symbol:literal ($($type:ty),*);)*) => {$(
-        fn $name() -> Option<unsafe extern "C" fn($($type),*) -> $crate::driver::CUresult> {
-            static FUNCTION: $crate::driver::Function =
-                $crate::driver::Function::new($symbol);
-            // SAFETY: the signature is `cuda.h`'s.
-            unsafe { FUNCTION.get() }
-        }
-    )*};
-}
-
-pub(crate) use functions;
 
 functions! {
     ctx_get_current c"cuCtxGetCurrent" (*mut CUcontext);
@@ -416,9 +404,7 @@ fn counted(
     let place = key.and_then(|key| key.find().or_else(|| insert(key)));
     let Some(state) = place.map(|place| &STATES[place]) else {
         if key.is_some() || thread_number().is_none() {
-            let slots = process::compute_slots();
-            LOST.fetch_or(slots, Ordering::AcqRel);
-            count(page, slots);
+            lose(process::compute_slots());
         }
         return (real(), None);
     };
@@ -477,6 +463,22 @@ fn copied(stream: CUstream, own: bool, result: CUresult) {
             None if result == SUCCESS => COPIES_LOST.store(true, Ordering::Release),
             None => {}
         }
+    }
+}
+
+/// Nothing more can be known of the work of this process: it stays busy, and copies may always be under way.
+pub(crate) fn lose_track() {
+    UNKNOWN.store(true, Ordering::Release);
+    COPIES_LOST.store(true, Ordering::Release);
+    lose(process::compute_slots());
+}
+
+/// Nothing more can be known of the work of these groups, which have some.
+fn lose(slots: u64) {
+    if let Some(page) = page() {
+        LOST.fetch_or(slots, Ordering::AcqRel);
+        begin_counting(slots);
+        count(page, slots);
     }
 }
 
@@ -737,6 +739,9 @@ pub(crate) unsafe fn create_context(
             slow.contexts.push((context, slots));
         });
         begin_counting(slots);
+        if UNKNOWN.load(Ordering::Acquire) {
+            lose(slots);
+        }
     }
     result
 }
@@ -968,6 +973,11 @@ pub(crate) fn record(
         Mark::of(event).set(event as u64, at);
     }
     result
+}
+
+/// The program has an event record all of a context's work: what it proved of a stream before no longer holds.
+pub(crate) fn record_all(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
+    destroy_event(event, real)
 }
 
 /// The program asks or waits for an event.
