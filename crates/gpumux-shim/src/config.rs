@@ -25,7 +25,7 @@ pub(crate) struct Config {
     pub(crate) tenant: Option<String>,
     /// `GPUMUX_STRICT=1`: rather end than run without a daemon.
     pub(crate) strict: bool,
-    /// Not `GPUMUX_HINTS=0`: devices may be taken ahead of work, where the daemon allows it.
+    /// Neither `GPUMUX_HINTS=0` nor `CUDA_LAUNCH_BLOCKING=1`: devices may be taken ahead of work, where the daemon allows it.
     pub(crate) hints: bool,
     /// `GPUMUX_TRACE` contains `rm`: print what the RM calls tell.
     pub(crate) trace_rm: bool,
@@ -45,7 +45,9 @@ impl Config {
             user_dir: path("XDG_RUNTIME_DIR"),
             tenant: text("GPUMUX_TENANT"),
             strict: text("GPUMUX_STRICT").is_some_and(|value| value == "1"),
-            hints: text("GPUMUX_HINTS").is_none_or(|value| value != "0"),
+            // Where every launch waits for its kernel, one that waits for the program's own would end by its time-out only.
+            hints: text("GPUMUX_HINTS").is_none_or(|value| value != "0")
+                && text("CUDA_LAUNCH_BLOCKING").is_none_or(|value| value == "0"),
             trace_rm: text("GPUMUX_TRACE")
                 .is_some_and(|value| value.split(',').any(|what| what == "rm")),
         }

@@ -16,7 +16,7 @@ use std::{
 use crate::{guard, process};
 
 /// Counters of threads inside, so that threads rarely share one.
-const SHARDS: usize = 64;
+pub(crate) const SHARDS: usize = 64;
 
 #[repr(align(64))]
 struct Shard(AtomicU32);
@@ -47,12 +47,18 @@ impl Drop for Inside {
     }
 }
 
-fn shard() -> &'static Shard {
+/// This thread's place among [`SHARDS`].
+#[inline]
+pub(crate) fn shard_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     if SHARD.get() == 0 {
         SHARD.set(NEXT.fetch_add(1, Ordering::Relaxed) % SHARDS + 1);
     }
-    &INSIDE[SHARD.get() - 1]
+    SHARD.get() - 1
+}
+
+fn shard() -> &'static Shard {
+    &INSIDE[shard_number()]
 }
 
 /// Makes the program's call once the gate is open.

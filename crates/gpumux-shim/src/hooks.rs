@@ -401,7 +401,7 @@ hooks! {
     cuStreamDestroy_v2(stream: CUstream) (real) => gate::through(|| work::destroy_stream(stream, real));
     cuCtxDestroy(context: CUcontext) (real) => memory::destroy_context(context, real);
     cuCtxDestroy_v2(context: CUcontext) (real) => memory::destroy_context(context, real);
-    cuGreenCtxDestroy(context: CUcontext) (real) => memory::destroy_context(context, real);
+    cuGreenCtxDestroy(context: CUcontext) (real) => memory::destroy_green(context, real);
     cuDevicePrimaryCtxRelease(device: CUdevice) (real) => memory::release_primary(device, real);
     cuDevicePrimaryCtxRelease_v2(device: CUdevice) (real) => memory::release_primary(device, real);
     cuDevicePrimaryCtxReset(device: CUdevice) (real) => memory::release_primary(device, real);

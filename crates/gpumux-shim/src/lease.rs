@@ -5,7 +5,10 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    sync::{Condvar, Mutex, MutexGuard, PoisonError},
+    sync::{
+        Condvar, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -35,6 +38,8 @@ struct State {
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
+/// There is a session.
+static UP: AtomicBool = AtomicBool::new(false);
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Option<State>> {
@@ -64,7 +69,7 @@ fn settled() -> MutexGuard<'static, Option<State>> {
 
 /// Whether a daemon manages this process; waits for the session's beginning.
 pub(crate) fn await_link() -> bool {
-    state(&mut settled()).link == Link::Up
+    UP.load(Ordering::Acquire) || state(&mut settled()).link == Link::Up
 }
 
 /// Asks, and waits for the answer: two numbers. None: nobody manages this process.
@@ -124,6 +129,7 @@ pub(crate) fn set_up(up: bool, first: Vec<Shim>) {
     let mut guard = lock();
     let it = state(&mut guard);
     it.link = if up { Link::Up } else { Link::Down };
+    UP.store(up, Ordering::Release);
     it.outbox = first.into();
     if !up {
         it.answers.clear();

@@ -31,6 +31,7 @@ mod notice;
 mod own;
 mod physical;
 mod process;
+mod ranges;
 mod reclaim;
 mod rescue;
 mod swap;

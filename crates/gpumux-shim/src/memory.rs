@@ -27,7 +27,9 @@ use crate::{
     gate, guard, lease,
     notice::say,
     physical::{self, Physical},
-    process, swap,
+    process,
+    ranges::{self, Allocation},
+    swap,
     vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
     work::{self, current_context, within},
 };
@@ -52,6 +54,7 @@ const MAX_DEVICES: usize = 32;
 functions! {
     ctx_get_device c"cuCtxGetDevice" (*mut c_int);
     ctx_synchronize c"cuCtxSynchronize" ();
+    ctx_from_green c"cuCtxFromGreenCtx" (*mut CUcontext, CUcontext);
     device_uuid c"cuDeviceGetUuid" (*mut [u8; 16], c_int);
     device_uuid_v2 c"cuDeviceGetUuid_v2" (*mut [u8; 16], c_int);
     device_total c"cuDeviceTotalMem_v2" (*mut usize, c_int);
@@ -75,13 +78,6 @@ pub(crate) struct Block {
     pub(crate) discardable: BTreeMap<u64, (u64, bool)>,
     /// Of a shared block: free ranges by offset.
     free: Option<BTreeMap<u64, u64>>,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Allocation {
-    bytes: u64,
-    block: u64,
-    context: u64,
 }
 
 /// What the driver keeps and this library only counts.
@@ -126,13 +122,10 @@ impl Lease {
 #[derive(Default)]
 pub(crate) struct Space {
     pub(crate) blocks: BTreeMap<u64, Block>,
-    allocations: BTreeMap<u64, Allocation>,
     /// By address.
     natives: HashMap<u64, Native>,
     /// Memory that the program handles itself, by its handles.
     pub(crate) physicals: BTreeMap<u64, Physical>,
-    /// Where that is mapped: bytes and handle by address.
-    pub(crate) mapped: BTreeMap<u64, (u64, u64)>,
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
@@ -573,7 +566,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
                 block: at,
                 context,
             };
-            space.allocations.insert(at, allocation);
+            ranges::write(|it| it.allocations.insert(at, allocation));
             Ok(at)
         })
     });
@@ -612,7 +605,7 @@ impl Space {
             block: at,
             context,
         };
-        self.allocations.insert(at, allocation);
+        ranges::write(|it| it.allocations.insert(at, allocation));
         Some(at)
     }
 
@@ -631,13 +624,13 @@ impl Space {
             block: at,
             context,
         };
-        self.allocations.insert(at + offset, allocation);
+        ranges::write(|it| it.allocations.insert(at + offset, allocation));
         Some(at + offset)
     }
 
     /// Takes an allocation out; its block too if nothing else is in that.
     fn remove(&mut self, address: u64) -> Option<(u64, Block)> {
-        let allocation = self.allocations.remove(&address)?;
+        let allocation = ranges::write(|it| it.allocations.remove(&address))?;
         let at = allocation.block;
         let block = self.blocks.get_mut(&at)?;
         if let Some(free) = &mut block.free {
@@ -669,7 +662,7 @@ impl Space {
     fn take_context(&mut self, context: u64) -> (Vec<(u64, Block)>, Vec<Native>) {
         let natives = self.natives.extract_if(|_, it| it.context == context);
         let natives = natives.map(|(_, it)| it).collect();
-        self.allocations.retain(|_, it| it.context != context);
+        ranges::write(|it| it.allocations.retain(|_, it| it.context != context));
         let blocks = self.blocks.extract_if(.., |_, it| it.context == context);
         let blocks: Vec<_> = blocks.collect();
         let Self {
@@ -679,6 +672,19 @@ impl Space {
         } = self;
         spares.retain(|at| left.contains_key(at));
         (blocks, natives)
+    }
+
+    /// What was of one context is another's.
+    fn hand_over(&mut self, from: u64, to: u64) {
+        let blocks = self.blocks.values_mut().map(|it| &mut it.context);
+        let natives = self.natives.values_mut().map(|it| &mut it.context);
+        let physicals = self.physicals.values_mut().map(|it| &mut it.context);
+        let all = blocks.chain(natives).chain(physicals);
+        all.filter(|it| **it == from).for_each(|it| *it = to);
+        ranges::write(|it| {
+            let all = it.allocations.values_mut().map(|it| &mut it.context);
+            all.filter(|it| **it == from).for_each(|it| *it = to);
+        });
     }
 
     /// Keeps an empty block, if there are not too many.
@@ -703,11 +709,16 @@ impl Space {
         }
         keep
     }
+}
 
-    fn find(&self, address: u64) -> Option<(u64, Allocation)> {
-        let (start, allocation) = self.allocations.range(..=address).next_back()?;
-        (address - start < allocation.bytes).then_some((*start, *allocation))
-    }
+/// The allocation of ours that an address lies in, with its start.
+fn find(address: u64) -> Option<(u64, Allocation)> {
+    ranges::read(|it| it.allocation_of(address))
+}
+
+/// The context of an allocation of ours that begins there.
+fn context_of(address: u64) -> Option<u64> {
+    ranges::read(|it| it.allocations.get(&address).map(|it| it.context))
 }
 
 /// `cuMemFree`
@@ -715,7 +726,7 @@ pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     if address == 0 || off() {
         return gate::through(real);
     }
-    let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) else {
+    let Some(context) = context_of(address) else {
         return release_native(address, real);
     };
     if work::is_capturing_anywhere() {
@@ -759,7 +770,7 @@ fn free_deferred() {
     }
     let deferred = with(|space| std::mem::take(&mut space.deferred));
     for address in deferred {
-        if let Some(context) = with(|space| space.allocations.get(&address).map(|it| it.context)) {
+        if let Some(context) = context_of(address) {
             let _ = settle(context);
             release(address);
         }
@@ -770,6 +781,27 @@ fn free_deferred() {
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
     let gone = |result: &CUresult| (*result == SUCCESS).then_some(context as u64);
     end_context(|| work::destroy_context(context, real), gone)
+}
+
+/// `cuGreenCtxDestroy`: its device's primary context has what was allocated in it, while that one is there.
+pub(crate) fn destroy_green(green: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
+    let counted = !off() && USED.load(Ordering::Acquire);
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the program's handle, and a place to write.
+    let asked = || unsafe { ctx_from_green()?(&raw mut context, green) == SUCCESS }.then_some(());
+    let known = counted.then(asked).flatten().and_then(|()| {
+        let device = within(context as u64, current_device).flatten()?;
+        Some((context as u64, device, work::primary_context(device)?))
+    });
+    let gone = |result: &CUresult| {
+        let (context, device, primary) = known.filter(|_| *result == SUCCESS)?;
+        if work::primary_context(device) != Some(primary) {
+            return Some(context);
+        }
+        with(|space| space.hand_over(context, primary));
+        None
+    };
+    end_context(|| work::destroy_context(green, real), gone)
 }
 
 /// `cuDevicePrimaryCtxRelease` and `Reset`
@@ -828,7 +860,7 @@ pub(crate) fn advise(address: u64, bytes: u64, advice: c_int) -> c_int {
         return UNKNOWN;
     }
     let advised = with(|space| {
-        let (start, allocation) = space.find(address)?;
+        let (start, allocation) = find(address)?;
         let end = (start + allocation.bytes).min(address.saturating_add(bytes));
         let at = allocation.block;
         Some(
@@ -879,22 +911,34 @@ impl Block {
         any
     }
 
-    /// It is about to move. All of it in order, in lengths: what must be kept, and what is lost from now on.
-    pub(crate) fn leave(&mut self) -> Vec<(usize, bool)> {
-        let mut sections = Vec::new();
+    /// It is about to move. All of it in order, in lengths: what must be kept, and what is lost from now on; and which ranges are
+    /// newly lost.
+    pub(crate) fn leave(&mut self) -> (Vec<(usize, bool)>, Vec<u64>) {
+        let (mut sections, mut newly) = (Vec::new(), Vec::new());
         let mut done = 0;
         for (offset, (length, lost)) in &mut self.discardable {
             let Some(dropped) = whole_grains(*offset, *length) else {
                 continue;
             };
-            *lost = true;
+            if !std::mem::replace(lost, true) {
+                newly.push(*offset);
+            }
             sections.push(((dropped.start - done) as usize, true));
             sections.push(((dropped.end - dropped.start) as usize, false));
             done = dropped.end;
         }
         sections.push(((self.bytes - done) as usize, true));
         sections.retain(|(length, _)| *length > 0);
-        sections
+        (sections, newly)
+    }
+
+    /// It did not move after all: nothing was lost.
+    pub(crate) fn stay(&mut self, newly: &[u64]) {
+        for offset in newly {
+            if let Some((_, lost)) = self.discardable.get_mut(offset) {
+                *lost = false;
+            }
+        }
     }
 
     /// Bytes that must be kept when it moves.
@@ -1051,7 +1095,7 @@ pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CU
 /// `cuMemFreeAsync`
 pub(crate) fn free_async(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     // Ours may be freed that way too: the driver has no pool for it.
-    match !off() && with(|space| space.allocations.contains_key(&address)) {
+    match !off() && context_of(address).is_some() {
         true => free(address, real),
         false => release_native(address, real),
     }
@@ -1072,7 +1116,7 @@ pub(crate) fn pin(address: u64, bytes: u64, real: impl FnOnce() -> CUresult) -> 
     }
     gate::through(|| {
         tell_with(|space| {
-            let (_, allocation) = space.find(address)?;
+            let (_, allocation) = find(address)?;
             space.pin(allocation.block)
         });
         physical::pin(address, bytes);
@@ -1136,7 +1180,7 @@ impl Space {
 /// `cuIpcGetMemHandle`: only the driver's own memory can be shared so.
 pub(crate) fn share(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = pin(address, 1, real);
-    if result != SUCCESS && !off() && with(|space| space.find(address).is_some()) {
+    if result != SUCCESS && !off() && find(address).is_some() {
         say(format_args!(
             "this program shares device memory with other processes: run it with GPUMUX_MEMORY=native"
         ));
@@ -1282,9 +1326,7 @@ pub(crate) unsafe fn range(
 
 /// The allocation of ours that this address lies in, with its start.
 fn ours(address: u64) -> Option<(u64, Allocation)> {
-    (!off())
-        .then(|| with(|space| space.find(address)))
-        .flatten()
+    (!off()).then(|| find(address)).flatten()
 }
 
 /// A question about an address: memory that the program handles must be there for it.
@@ -1295,14 +1337,21 @@ fn when_there(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     }
 }
 
-/// Attributes that the driver would answer by the mapping, not by the allocation.
+/// Attributes that the driver would answer by the mapping, not by the allocation; and the address, which is the same by which the
+/// program asks.
 const CONTEXT: c_int = 1;
+const DEVICE_POINTER: c_int = 3;
 const RANGE_START: c_int = 11;
 const RANGE_BYTES: c_int = 12;
 
 /// What an attribute of an allocation of ours is.
-fn attribute(attribute: c_int, start: u64, allocation: Allocation) -> Option<u64> {
+fn attribute(
+    attribute: c_int,
+    address: u64,
+    (start, allocation): (u64, Allocation),
+) -> Option<u64> {
     match attribute {
+        DEVICE_POINTER => Some(address),
         CONTEXT => Some(allocation.context),
         RANGE_START => Some(start),
         RANGE_BYTES => Some(allocation.bytes),
@@ -1320,13 +1369,13 @@ pub(crate) unsafe fn pointer_attribute(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let Some((start, allocation)) = ours(address) else {
+    let Some(found) = ours(address) else {
         return when_there(address, real);
     };
-    if let Some(value) = attribute(which, start, allocation)
+    if let Some(value) = attribute(which, address, found)
         && !data.is_null()
     {
-        // SAFETY: all three are 64 bits long.
+        // SAFETY: all of them are 64 bits long.
         unsafe { data.cast::<u64>().write_unaligned(value) };
         return SUCCESS;
     }
@@ -1344,7 +1393,7 @@ pub(crate) unsafe fn pointer_attributes(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let Some((start, allocation)) = ours(address) else {
+    let Some(found) = ours(address) else {
         return when_there(address, real);
     };
     let result = gate::through(real);
@@ -1352,10 +1401,10 @@ pub(crate) unsafe fn pointer_attributes(
         for n in 0..count as usize {
             // SAFETY: the driver has just read as many of both.
             let (which, place) = unsafe { (*attributes.add(n), *data.add(n)) };
-            if let Some(value) = attribute(which, start, allocation)
+            if let Some(value) = attribute(which, address, found)
                 && !place.is_null()
             {
-                // SAFETY: as above; all three are 64 bits long.
+                // SAFETY: as above; all of them are 64 bits long.
                 unsafe { place.cast::<u64>().write_unaligned(value) };
             }
         }
@@ -1382,6 +1431,23 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_a_green_context_outlives_it() {
+        let mut space = Space::default();
+        space.blocks.insert(4096, block(4096));
+        let native = Native {
+            device: 0,
+            bytes: 1,
+            context: 2,
+        };
+        space.natives.insert(1, native);
+        space.hand_over(1, 3);
+        assert_eq!(space.blocks[&4096].context, 3);
+        assert_eq!(space.natives[&1].context, 2, "another's stays so");
+        assert_eq!(space.take_context(1).0.len(), 0);
+        assert_eq!(space.take_context(3).0.len(), 1);
+    }
+
+    #[test]
     fn what_is_discardable_is_not_kept_and_known_to_be_lost() {
         const MIB: u64 = 1 << 20;
         let mut block = block(100 * MIB);
@@ -1394,7 +1460,13 @@ mod tests {
         assert_eq!(block.kept(), 85 * MIB);
         let sections = [(10, true), (10, false), (35, true), (5, false), (40, true)];
         let sections = sections.map(|(length, kept)| ((length * MIB) as usize, kept));
-        assert_eq!(block.leave(), sections);
+        // A move that fails loses nothing.
+        let (found, newly) = block.leave();
+        assert_eq!((&found[..], newly.len()), (&sections[..], 2));
+        block.stay(&newly);
+        assert!(block.discardable.values().all(|(_, lost)| !lost));
+        assert_eq!(block.leave(), (found, newly));
+        assert_eq!(block.leave().1, [], "they are lost already");
         assert_eq!(block.advise(30 * MIB..50 * MIB, KEEP), DONE);
         assert_eq!(block.advise(80 * MIB..82 * MIB, KEEP), DONE);
         assert_eq!(block.advise(0..15 * MIB, KEEP), LOST);

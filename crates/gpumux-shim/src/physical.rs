@@ -16,6 +16,7 @@ use crate::{
     driver::{AllocationProp, CUresult, SUCCESS, functions},
     gate,
     memory::{self, Space, with},
+    ranges,
     vmm::{self, Access, GRANULE},
 };
 
@@ -178,25 +179,26 @@ impl Space {
         let (device, bytes) = (physical.device, physical.bytes);
         self.book_as_pinned(device, bytes)
     }
+}
 
-    /// What lies in a range of addresses: where, and the handle of it.
-    fn mapped_in(&self, at: u64, bytes: u64) -> Vec<(u64, u64)> {
-        let range = self.mapped.range(at..at.saturating_add(bytes));
+/// What lies in a range of addresses: where, and the handle of it.
+fn mapped_in(at: u64, bytes: u64) -> Vec<(u64, u64)> {
+    ranges::read(|it| {
+        let range = it.mapped.range(at..at.saturating_add(bytes));
         range.map(|(at, (_, handle))| (*at, *handle)).collect()
-    }
+    })
+}
 
-    /// The handle of what is mapped at an address.
-    fn mapped_at(&self, address: u64) -> Option<u64> {
-        let (at, (bytes, handle)) = self.mapped.range(..=address).next_back()?;
-        (address - at < *bytes).then_some(*handle)
-    }
+/// The handle of what is mapped at an address.
+fn mapped_at(address: u64) -> Option<u64> {
+    ranges::read(|it| it.mapped_at(address))
 }
 
 /// What is mapped in a range stays where it is from now on, as far as the program handles it.
 pub(crate) fn pin(address: u64, bytes: u64) {
     memory::tell_with(|space| {
-        let inside = space.mapped_in(address, bytes).into_iter();
-        let all = space.mapped_at(address).into_iter();
+        let inside = mapped_in(address, bytes).into_iter();
+        let all = mapped_at(address).into_iter();
         let all = all.chain(inside.map(|(_, handle)| handle));
         all.filter_map(|handle| space.pin_physical(handle))
             .collect::<Vec<_>>()
@@ -209,7 +211,7 @@ fn pin_handle(handle: u64) {
 
 /// Whether an address is of memory that the program handles: the driver knows nothing of it while it is away.
 pub(crate) fn is_mapped(address: u64) -> bool {
-    with(|space| space.mapped_at(address).is_some())
+    mapped_at(address).is_some()
 }
 
 /// A context is gone: without it nothing is copied.
@@ -246,7 +248,7 @@ pub(crate) fn map(
             let physical = space.physicals.get_mut(&handle)?;
             physical.mappings.insert(at, false);
             let whole = (offset, bytes as u64) == (0, physical.bytes);
-            space.mapped.insert(at, (bytes as u64, handle));
+            ranges::write(|it| it.mapped.insert(at, (bytes as u64, handle)));
             match whole {
                 true => None,
                 false => space.pin_physical(handle),
@@ -263,8 +265,8 @@ pub(crate) fn unmap(at: u64, bytes: usize, real: impl FnOnce() -> CUresult) -> C
         if result == SUCCESS {
             let mut gone = Vec::new();
             with(|space| {
-                for (at, handle) in space.mapped_in(at, bytes as u64) {
-                    space.mapped.remove(&at);
+                for (at, handle) in mapped_in(at, bytes as u64) {
+                    ranges::write(|it| it.mapped.remove(&at));
                     if let Some(physical) = space.physicals.get_mut(&handle) {
                         physical.mappings.remove(&at);
                     }
@@ -297,7 +299,7 @@ pub(crate) unsafe fn set_access(
         let access = unsafe { slice::from_raw_parts(access, count) };
         memory::tell_with(|space| {
             let mut holds = Vec::new();
-            for (at, handle) in space.mapped_in(at, bytes as u64) {
+            for (at, handle) in mapped_in(at, bytes as u64) {
                 let Some(physical) = space.physicals.get_mut(&handle) else {
                     continue;
                 };
@@ -330,7 +332,7 @@ pub(crate) unsafe fn retain(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let ours = (!out.is_null() && !memory::off()).then(|| with(|space| space.mapped_at(address)));
+    let ours = (!out.is_null() && !memory::off()).then(|| mapped_at(address));
     let Some(handle) = ours.flatten() else {
         // Of a block of this library.
         return memory::pin(address, 1, real);

@@ -109,6 +109,8 @@ impl Agent {
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
+/// Its agent, for who may not wait. A forked child has none; one of vfork sees its parent's, but calls no CUDA.
+static AGENT: AtomicPtr<Agent> = AtomicPtr::new(ptr::null_mut());
 
 /// This process's picture, made at its first use. `None` in a child that shares its parent's memory.
 fn get() -> Option<&'static Process> {
@@ -144,6 +146,7 @@ fn handle_forks() {
     extern "C" fn in_child() {
         // The parent's locks may be held by threads that do not exist here: begin anew.
         PROCESS.store(ptr::null_mut(), Ordering::Release);
+        AGENT.store(ptr::null_mut(), Ordering::Release);
         own::in_child();
         work::in_child();
         memory::in_child();
@@ -219,14 +222,16 @@ pub(crate) fn compute_slots() -> u64 {
     slots.fold(0, |mask, slot| mask | 1 << slot)
 }
 
-/// Whether there is an agent, and so maybe a daemon.
+/// Whether there is an agent, and so maybe a daemon. One load: programs ask this with every launch.
+#[inline]
 pub(crate) fn has_agent() -> bool {
-    get().is_some_and(|process| process.picture().agent.is_some())
+    !AGENT.load(Ordering::Acquire).is_null()
 }
 
 /// Makes the agent look at everything.
 pub(crate) fn wake_agent() {
-    if let Some(agent) = get().and_then(|process| process.picture().agent) {
+    // SAFETY: null, or an agent, which is never freed.
+    if let Some(agent) = unsafe { AGENT.load(Ordering::Acquire).as_ref() } {
         agent.wake();
     }
 }
@@ -262,7 +267,14 @@ impl Process {
             return false;
         }
         picture.agent = Some(agent);
+        AGENT.store(ptr::from_ref(agent).cast_mut(), Ordering::Release);
         work::activate(&agent.page);
+        if cfg!(not(target_arch = "x86_64")) {
+            say(format_args!(
+                "on this processor only programs that are linked to libcuda are seen: of those that load it at run time, as the \
+                 CUDA runtime does, neither work nor memory is known"
+            ));
+        }
         true
     }
 

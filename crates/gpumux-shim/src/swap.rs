@@ -301,6 +301,7 @@ impl Mover {
         }
         let mut filled = self.filled;
         let mut places = Vec::new();
+        let mut lost = Vec::new();
         let mut begin = || {
             for Good {
                 at,
@@ -311,7 +312,12 @@ impl Mover {
             } in chosen(least)
             {
                 let sections = match handle {
-                    None => memory::with(|space| space.blocks.get_mut(&at).map(Block::leave)),
+                    None => memory::with(|space| space.blocks.get_mut(&at).map(Block::leave)).map(
+                        |(sections, newly)| {
+                            lost.push((at, newly));
+                            sections
+                        },
+                    ),
                     Some(_) => Some(vec![(bytes as usize, true)]),
                 };
                 let stream = self.stream(context)?;
@@ -343,7 +349,16 @@ impl Mover {
         };
         let begun = begin();
         self.dirty = self.dirty.max(filled.bytes);
-        begun.and(self.await_copies())?;
+        if let Err(why) = begun.and(self.await_copies()) {
+            memory::with(|space| {
+                for (at, newly) in &lost {
+                    if let Some(block) = space.blocks.get_mut(at) {
+                        block.stay(newly);
+                    }
+                }
+            });
+            return Err(why);
+        }
         // From here on there is a copy of everything: nothing can fail.
         (self.away, self.filled) = (Away::Out, filled);
         for (at, handle, parts) in places {
