@@ -3,16 +3,19 @@
 //! Such a kernel has two parts for the server: its beginning, which is reported like any completion, and the rest,
 //! whose length is told when the interpreter has come to the end. So it has the device while it is interpreted, in turns with
 //! the context's other kernels and not while its group is frozen, and it takes at least the time of the work model.
+//!
+//! The blocks of a context's kernels are interpreted on all cores, or on as many as `GPUMUX_EMU_CORES` says. In which order
+//! they touch memory is not defined, as on a GPU.
 
 use std::{
     collections::VecDeque,
     io::Write,
     sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering},
-    sync::{Arc, Condvar, Mutex, RwLockReadGuard, Weak},
+    sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, RwLockReadGuard, Weak},
 };
 
 use gpumux_emu::{client, protocol::DeviceInfo};
-use gpumux_ptx::{Fault, FaultKind, Launch, Memory, Run, Stats};
+use gpumux_ptx::{Fault, FaultKind, Launch, Memory, Run, Stats, Turn};
 
 use crate::{
     border::print,
@@ -23,7 +26,7 @@ use crate::{
     process::{lock, spawn},
 };
 
-/// Instructions that a kernel executes before another one of the context goes on, or memory can be mapped.
+/// Instructions that a block executes before another one of the context goes on, or memory can be mapped.
 const TURN: u64 = 1 << 17;
 /// Lanes of an SM.
 const LANES: u64 = 128;
@@ -69,6 +72,14 @@ pub(crate) fn explain(fault: &Fault) {
     let _ = writeln!(std::io::stderr(), "gpumux: {fault}");
 }
 
+/// How many threads interpret a context's kernels.
+static CORES: LazyLock<usize> = LazyLock::new(|| {
+    let asked = std::env::var("GPUMUX_EMU_CORES").ok();
+    let asked = asked.and_then(|cores| cores.parse().ok());
+    let there = || std::thread::available_parallelism().map_or(1, Into::into);
+    asked.filter(|cores| *cores > 0).unwrap_or_else(there)
+});
+
 /// A context's interpreted kernels.
 #[derive(Default)]
 pub(crate) struct Interpreter {
@@ -79,9 +90,11 @@ pub(crate) struct Interpreter {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
+    /// Blocks that have their turn.
+    running: usize,
     frozen: bool,
     ended: bool,
-    started: bool,
+    threads: usize,
 }
 
 struct Job {
@@ -91,7 +104,46 @@ struct Job {
     run: Run,
 }
 
+impl State {
+    /// A block whose turn it is, and its kernel's number. Kernels take turns, too.
+    fn take(&mut self) -> Option<(u64, Turn)> {
+        if self.frozen {
+            return None;
+        }
+        for _ in 0..self.jobs.len() {
+            let mut job = self.jobs.pop_front()?;
+            let (id, turn) = (job.id, job.run.take());
+            self.jobs.push_back(job);
+            if let Some(turn) = turn {
+                self.running += 1;
+                return Some((id, turn));
+            }
+        }
+        None
+    }
+
+    /// Takes a block back; what to tell if that was the kernel's end. Nothing of a kernel that was dropped meanwhile.
+    fn give(&mut self, id: u64, turn: Turn) -> Option<End> {
+        let at = self.jobs.iter().position(|job| job.id == id)?;
+        let end = match self.jobs[at].run.give(turn) {
+            Ok(false) => return None,
+            Ok(true) => Ok((id, self.jobs[at].shape, self.jobs[at].run.stats())),
+            Err(fault) => Err(fault),
+        };
+        self.jobs.remove(at);
+        Some(end)
+    }
+}
+
+/// Number, shape and what was executed; or what was wrong.
+type End = std::result::Result<(u64, Shape, Stats), Fault>;
+
 impl Interpreter {
+    fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait(state);
+        waited.unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
     /// Begins a kernel whose rest has this number.
     pub(crate) fn begin(&self, context: &Arc<Context>, id: u64, kernel: &Interpreted) -> Result {
         let run = Run::new((*kernel.launch).clone()).map_err(|fault| {
@@ -99,14 +151,17 @@ impl Interpreter {
             code(&fault.kind)
         })?;
         let mut state = lock(&self.state);
+        let wanted = (run.blocks() as usize).clamp(1, *CORES);
         state.jobs.push_back(Job {
             id,
             shape: kernel.shape,
             run,
         });
-        if !std::mem::replace(&mut state.started, true) {
-            let context = Arc::downgrade(context);
-            spawn("cuda-kernels", move || work(&context)).map_err(|_| CuError::OPERATING_SYSTEM)?;
+        while state.threads < wanted {
+            let (context, helps) = (Arc::downgrade(context), state.threads > 0);
+            spawn("cuda-kernels", move || work(&context, helps))
+                .map_err(|_| CuError::OPERATING_SYSTEM)?;
+            state.threads += 1;
         }
         drop(state);
         self.changed.notify_all();
@@ -118,71 +173,65 @@ impl Interpreter {
         lock(&self.state).jobs.iter().any(|job| job.id == id)
     }
 
-    /// Stops, between two turns, or goes on.
+    /// Stops, between two turns of each block, or goes on.
     pub(crate) fn freeze(&self, frozen: bool) {
-        lock(&self.state).frozen = frozen;
+        let mut state = lock(&self.state);
+        state.frozen = frozen;
         self.changed.notify_all();
+        while frozen && state.running > 0 {
+            state = self.wait(state);
+        }
     }
 
-    /// Drops all kernels, and the thread.
+    /// Drops all kernels, and the threads. Nothing touches memory any more.
     pub(crate) fn end(&self) {
         let mut state = lock(&self.state);
         state.ended = true;
         state.jobs.clear();
-        drop(state);
         self.changed.notify_all();
-    }
-
-    /// One turn of one kernel: what to tell, and whether there is more to do.
-    fn turn(&self) -> Option<Turn> {
-        let mut state = lock(&self.state);
-        while !state.ended && (state.frozen || state.jobs.is_empty()) {
-            state = self
-                .changed
-                .wait(state)
-                .unwrap_or_else(std::sync::PoisonError::into_inner);
+        while state.running > 0 {
+            state = self.wait(state);
         }
-        // The state stays locked: who freezes waits for the end of the turn.
-        let mut job = state.jobs.pop_front()?;
-        let result = job.run.step(&mut Reachable::new(), TURN);
-        let output = job.run.take_output();
-        Some(match result {
-            Ok(false) => {
-                state.jobs.push_back(job);
-                Turn { output, end: None }
+    }
+
+    /// One turn of one block: what to tell. False when there will be no more.
+    fn turn(&self) -> (bool, Option<End>) {
+        let mut state = lock(&self.state);
+        let (id, mut turn) = loop {
+            if state.ended {
+                return (false, None);
             }
-            Ok(true) => {
-                let end = (job.id, job.shape, job.run.stats());
-                Turn {
-                    output,
-                    end: Some(Ok(end)),
-                }
+            match state.take() {
+                Some(taken) => break taken,
+                None => state = self.wait(state),
             }
-            Err(fault) => Turn {
-                output,
-                end: Some(Err(fault)),
-            },
-        })
+        };
+        drop(state);
+        turn.run(&mut Reachable::new(), TURN);
+        lock(&self.state).running -= 1;
+        self.changed.notify_all();
+        // Before anybody knows that the block has ended; who freezes does not wait for that.
+        print(&turn.take_output());
+        let end = lock(&self.state).give(id, turn);
+        self.changed.notify_all();
+        (true, end)
     }
 }
 
-struct Turn {
-    output: Vec<u8>,
-    end: Option<std::result::Result<(u64, Shape, Stats), Fault>>,
-}
-
-fn work(context: &Weak<Context>) {
+fn work(context: &Weak<Context>, helps: bool) {
+    if helps {
+        // Cores that nobody else wants: not those of the programs' own threads, and of the server, which keeps the time.
+        // SAFETY: concerns this thread only; it is harmless if it fails.
+        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
+    }
     while let Some(context) = context.upgrade() {
-        let Some(turn) = context.interpreter.turn() else {
-            return;
-        };
-        print(&turn.output);
-        match turn.end {
-            None => {}
-            Some(Ok((id, shape, stats))) => {
+        match context.interpreter.turn() {
+            (false, _) => return,
+            (true, None) => {}
+            (true, Some(Ok((id, shape, stats)))) => {
                 context.length(id, duration(stats, shape, &context.device.info));
             }
-            Some(Err(fault)) => {
+            (true, Some(Err(fault))) => {
                 explain(&fault);
                 context.fault(code(&fault.kind));
             }

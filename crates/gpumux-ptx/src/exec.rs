@@ -124,16 +124,31 @@ impl Stats {
     }
 }
 
-/// A launch under way.
+/// A launch under way. Blocks take turns: [`Run::step`] executes them one after the other; or several threads [`Run::take`] one
+/// each, let it [`Turn::run`], and [`Run::give`] it back.
 #[derive(Debug)]
 pub struct Run {
-    launch: Launch,
+    launch: Arc<Launch>,
     function: usize,
     blocks: u64,
     next: u64,
     active: VecDeque<Block>,
+    /// Blocks that were taken.
+    away: usize,
+    /// A new block's turn comes before those that had theirs.
+    fresh: bool,
     stats: Stats,
     output: Vec<u8>,
+}
+
+/// A block that has its turn.
+#[derive(Debug)]
+pub struct Turn {
+    launch: Arc<Launch>,
+    block: Block,
+    stats: Stats,
+    output: Vec<u8>,
+    end: Result<bool, Fault>,
 }
 
 #[derive(Debug)]
@@ -198,9 +213,11 @@ impl Run {
             blocks,
             next: 0,
             active: VecDeque::new(),
+            away: 0,
+            fresh: false,
             stats: Stats::default(),
             output: Vec::new(),
-            launch,
+            launch: Arc::new(launch),
         })
     }
 
@@ -221,23 +238,61 @@ impl Run {
     pub fn step(&mut self, memory: &mut impl Memory, budget: u64) -> Result<bool, Fault> {
         let until = self.stats.instructions.saturating_add(budget);
         while self.stats.instructions < until {
-            let mut block = match self.active.pop_front() {
-                Some(block) => block,
-                None if self.next < self.blocks => self.begin(),
-                None => return Ok(true),
+            let Some(mut turn) = self.take() else {
+                return Ok(self.is_done());
             };
-            if self.turn(&mut block, memory)? {
-                self.stats.blocks += 1;
-                continue;
-            }
-            self.active.push_back(block);
-            // The others must go on even if this one waits for them.
-            if self.active.len() < self.launch.resident.max(1) && self.next < self.blocks {
-                let block = self.begin();
-                self.active.push_front(block);
-            }
+            turn.run(memory, BLOCK_TURN);
+            self.output.extend(turn.take_output());
+            self.give(turn)?;
         }
-        Ok(self.active.is_empty() && self.next == self.blocks)
+        Ok(self.is_done())
+    }
+
+    fn is_done(&self) -> bool {
+        self.active.is_empty() && self.away == 0 && self.next == self.blocks
+    }
+
+    /// Blocks of the launch.
+    pub fn blocks(&self) -> u64 {
+        self.blocks
+    }
+
+    /// The block whose turn it is; none while all that may be under way are taken, or have ended.
+    pub fn take(&mut self) -> Option<Turn> {
+        let under_way = self.active.len() + self.away;
+        let room = self.next < self.blocks && under_way < self.launch.resident.max(1);
+        // The others must go on even if those that began wait for them.
+        let block = match room && (self.fresh || self.active.is_empty()) {
+            true => self.begin(),
+            false => self.active.pop_front()?,
+        };
+        self.fresh = false;
+        self.away += 1;
+        Some(Turn {
+            launch: Arc::clone(&self.launch),
+            block,
+            stats: Stats::default(),
+            output: Vec::new(),
+            end: Ok(false),
+        })
+    }
+
+    /// Takes a block back; true when the launch is done.
+    ///
+    /// # Errors
+    /// What a thread did wrong. The run is of no use then.
+    pub fn give(&mut self, turn: Turn) -> Result<bool, Fault> {
+        self.away -= 1;
+        self.stats.instructions += turn.stats.instructions;
+        self.stats.bytes += turn.stats.bytes;
+        self.stats.longest = self.stats.longest.max(turn.stats.longest);
+        if turn.end? {
+            self.stats.blocks += 1;
+        } else {
+            self.active.push_back(turn.block);
+            self.fresh = true;
+        }
+        Ok(self.is_done())
     }
 
     fn begin(&mut self) -> Block {
@@ -260,10 +315,23 @@ impl Run {
             live: count,
         }
     }
+}
 
-    /// Lets a block go on; true when it has ended.
-    fn turn(&mut self, block: &mut Block, memory: &mut impl Memory) -> Result<bool, Fault> {
-        let until = self.stats.instructions + BLOCK_TURN;
+impl Turn {
+    /// Executes some `most` instructions of the block.
+    pub fn run(&mut self, memory: &mut impl Memory, most: u64) {
+        self.end = self.go_on(memory, most);
+    }
+
+    /// What the block printed.
+    pub fn take_output(&mut self) -> Vec<u8> {
+        std::mem::take(&mut self.output)
+    }
+
+    /// True when the block has ended.
+    fn go_on(&mut self, memory: &mut impl Memory, most: u64) -> Result<bool, Fault> {
+        let until = self.stats.instructions + most;
+        let block = &mut self.block;
         let module = Arc::clone(&self.launch.module);
         let kernel = &module.kernels[self.launch.kernel];
         while self.stats.instructions < until {
@@ -279,7 +347,7 @@ impl Run {
             let fault = |thread: usize, line: u32, kind: FaultKind| Fault {
                 kernel: kernel.name.clone(),
                 line,
-                block: shared_index(block.index),
+                block: block.index,
                 thread,
                 kind,
             };
@@ -335,10 +403,6 @@ impl Run {
         }
         Ok(false)
     }
-}
-
-fn shared_index(index: [u32; 3]) -> [u32; 3] {
-    index
 }
 
 impl Block {

@@ -16,5 +16,5 @@ mod parse;
 mod text;
 
 pub use code::{Global, Kernel, Module, Parameter};
-pub use exec::{Fault, FaultKind, Launch, Memory, Run, Stats};
+pub use exec::{Fault, FaultKind, Launch, Memory, Run, Stats, Turn};
 pub use parse::ParseError;

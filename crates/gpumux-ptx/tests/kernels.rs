@@ -168,3 +168,41 @@ proptest::proptest! {
         }
     }
 }
+
+/// Several threads may each have a block, in whatever order they give them back.
+#[test]
+fn blocks_taken_by_several_end_in_any_order() {
+    let body = "mov.u32 %r2, %ctaid.x;\n red.global.add.u32 [%rd1], 1;\n setp.ne.u32 %p1, %r2, 0;\n @%p1 ret;\n\
+        W:\n ld.volatile.global.u32 %r3, [%rd1];\n setp.ne.u32 %p2, %r3, 5;\n @%p2 bra W;\n";
+    let text = format!(
+        "{HEAD}.visible .entry k(.param .u64 p)\n{{\n.reg .pred %p<4>;\n.reg .b32 %r<16>;\n.reg .b64 %rd<8>;\nld.param.u64 %rd1, [p];\n{body}\nret;\n}}\n"
+    );
+    let mut run = Run::new(Launch {
+        module: Arc::new(Module::parse(&text).unwrap()),
+        kernel: 0,
+        grid: [5, 1, 1],
+        block: [1; 3],
+        dynamic_shared: 0,
+        parameters: 0x1000_u64.to_le_bytes().to_vec(),
+        globals: Vec::new(),
+        resident: 2,
+        sms: 4,
+        workspace: 0,
+    })
+    .unwrap();
+    let mut memory = Bytes(vec![0; 4]);
+    let mut done = false;
+    for _ in 0..20 {
+        let mut taken: Vec<_> = std::iter::from_fn(|| run.take()).collect();
+        assert!(taken.len() <= 2, "no more than are resident");
+        for turn in &mut taken {
+            turn.run(&mut memory, 100);
+        }
+        for turn in taken.into_iter().rev() {
+            assert!(!done);
+            done = run.give(turn).unwrap();
+        }
+    }
+    assert!(done && run.take().is_none());
+    assert_eq!((memory.words(), run.stats().blocks), (vec![5], 5));
+}
