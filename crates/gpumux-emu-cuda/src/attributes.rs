@@ -44,7 +44,9 @@ pub(crate) fn get(info: &DeviceInfo, attribute: i32) -> Result<i32> {
         79 | 80 => 1,  // L1 for globals, locals
         81 => 233_472, // shared memory per SM
         82 => 65_536,  // registers per SM
+        83 => 1,       // managed memory
         87 => 2,       // single to double precision rate
+        89 => 1,       // managed memory at the same time as the host
         90 => 1,       // compute preemption
         91 => 1,       // registered host memory has one address
         95 => 1,       // cooperative launch
@@ -55,6 +57,9 @@ pub(crate) fn get(info: &DeviceInfo, attribute: i32) -> Result<i32> {
         106 => 32,     // blocks per SM
         111 => 1024,   // reserved shared memory per block
         115 => 1,      // stream-ordered allocation
+        122 => 1,      // 64-bit values waited for and written in stream order
+        123 => 1,      // and the condition nor
+        125 => 1,      // events of other processes
         _ => 0,
     })
 }

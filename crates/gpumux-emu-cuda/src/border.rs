@@ -15,7 +15,7 @@ use std::{
 use crate::{
     context::{Context, current},
     error::{CuError, Result},
-    event::Event,
+    event::Until,
     fatbin, fault,
     process::process,
 };
@@ -521,8 +521,8 @@ pub(crate) fn print(text: &[u8]) {
 pub(crate) enum HostCall {
     Function(extern "C" fn(*mut c_void), usize),
     Callback(extern "C" fn(usize, c_int, *mut c_void), usize, usize),
-    /// None: waits for another context's event.
-    Wait(Arc<Context>, Arc<Event>),
+    /// None: the context's work waits for something.
+    Wait(Arc<Context>, Until),
 }
 
 impl HostCall {
@@ -544,9 +544,7 @@ impl HostCall {
         match self {
             Self::Function(function, data) => function(data as *mut c_void),
             Self::Callback(function, stream, data) => function(stream, 0, data as *mut c_void),
-            Self::Wait(context, event) => {
-                let _ = context.wait_for_event(&event);
-            }
+            Self::Wait(context, until) => until.wait(&context),
         }
     }
 }

@@ -5,7 +5,7 @@ use std::{
     collections::HashMap,
     sync::{
         Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     thread::{self, ThreadId},
 };
@@ -22,7 +22,8 @@ use crate::{
     error::{CuError, Result},
     event::Event,
     interpret::Interpreter,
-    memory,
+    memory::{self, Viewer},
+    pool,
     process::{Device, HostWork, lock, process, spawn},
     rm::{Groups, Rm},
     stream::{BLOCKING, Stream},
@@ -43,6 +44,8 @@ pub(crate) struct Context {
     pub(crate) interpreter: Interpreter,
     /// What the runtime keeps here: values, and whom to tell of the end, by key.
     pub(crate) storage: Mutex<HashMap<usize, (usize, StorageEnd)>>,
+    /// The devices to whose memory it has access, a bit each by their numbers in the server.
+    pub(crate) peers: AtomicU32,
     execution: Execution,
     groups: Mutex<Option<Groups>>,
     /// Number of the last work; held while work is sent, so that it arrives in order.
@@ -241,6 +244,7 @@ pub(crate) fn create(ordinal: i32, flags: u32, handle: Option<usize>) -> Result<
         per_thread: Mutex::new(HashMap::new()),
         interpreter: Interpreter::default(),
         storage: Mutex::default(),
+        peers: AtomicU32::new(0),
         execution,
         groups: Mutex::new(Some(groups)),
         order: Mutex::new(0),
@@ -280,6 +284,14 @@ impl Context {
     /// Fails once the context is of no use.
     pub(crate) fn check(&self) -> Result {
         self.state().error.map_or(Ok(()), Err)
+    }
+
+    /// Whose memory its kernels may touch.
+    pub(crate) fn viewer(&self) -> Viewer {
+        Viewer {
+            device: self.device.index,
+            peers: self.peers.load(Ordering::Relaxed),
+        }
     }
 
     /// Makes a stream known.
@@ -411,8 +423,14 @@ impl Context {
         Ok(busy.is_none())
     }
 
-    /// Waits for all work of a stream.
+    /// Waits for all work of a stream. Pools give back then what is above their thresholds.
     pub(crate) fn synchronize_stream(&self, stream: u64) -> Result {
+        let done = self.wait_for_stream(stream);
+        pool::settle();
+        done
+    }
+
+    fn wait_for_stream(&self, stream: u64) -> Result {
         if self.query(stream)? {
             return Ok(());
         }
@@ -434,10 +452,11 @@ impl Context {
             let busy = state.streams.iter().filter(|(_, stream)| stream.busy());
             busy.map(|(id, _)| *id).collect()
         };
-        for stream in busy {
-            self.synchronize_stream(stream)?;
-        }
-        Ok(())
+        let done = busy
+            .into_iter()
+            .try_for_each(|stream| self.wait_for_stream(stream));
+        pool::settle();
+        done
     }
 
     /// Waits until an event is reached.

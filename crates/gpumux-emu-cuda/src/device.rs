@@ -1,6 +1,6 @@
 //! Devices and their primary contexts.
 
-use std::sync::Arc;
+use std::sync::{Arc, atomic::Ordering};
 
 use gpumux_emu::protocol::DeviceStatus;
 
@@ -141,6 +141,37 @@ pub(crate) fn set_primary_flags(ordinal: i32, flags: u32) -> Result {
     process.device(ordinal)?;
     lock(&process.primaries)[ordinal as usize].flags = flags;
     Ok(())
+}
+
+/// Whether the devices of two numbers reach each other's memory: two whole GPUs of one server do.
+pub(crate) fn are_peers(ordinal: i32, peer: i32) -> Result<bool> {
+    let process = process()?;
+    let (one, other) = (process.device(ordinal)?, process.device(peer)?);
+    Ok(one.index != other.index && one.info.instance.is_none() && other.info.instance.is_none())
+}
+
+/// Gives the current context access to the memory of another device, or takes it.
+pub(crate) fn set_peer(peer: usize, flags: u32, access: bool) -> Result {
+    let (own, peer) = (current()?, context::context(peer)?);
+    if flags != 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if own.ordinal == peer.ordinal {
+        return Err(CuError::INVALID_DEVICE);
+    }
+    if access && !are_peers(own.ordinal, peer.ordinal)? {
+        return Err(CuError::PEER_ACCESS_UNSUPPORTED);
+    }
+    let bit = 1 << peer.device.index;
+    let before = match access {
+        true => own.peers.fetch_or(bit, Ordering::Relaxed),
+        false => own.peers.fetch_and(!bit, Ordering::Relaxed),
+    };
+    match (access, before & bit != 0) {
+        (true, true) => Err(CuError::PEER_ACCESS_ALREADY_ENABLED),
+        (false, false) => Err(CuError::PEER_ACCESS_NOT_ENABLED),
+        _ => Ok(()),
+    }
 }
 
 /// `cuMemFree`: waits for the work of the memory's context, as the driver does. No context need be current.

@@ -62,11 +62,7 @@ exports! { FUNCTIONS by cuda;
         major.put(of_major as c_int)?;
         minor.put(of_minor as c_int)
     };
-    cuDeviceCanAccessPeer(can: Out<c_int>, device: c_int, peer: c_int) => {
-        process()?.device(device)?;
-        process()?.device(peer)?;
-        can.put(0)
-    };
+    cuDeviceCanAccessPeer(can: Out<c_int>, device: c_int, peer: c_int) => can.put(device::are_peers(device, peer)?.into());
 
     cuDevicePrimaryCtxRetain(context: Out<Handle>, device: c_int) => {
         context.check()?;
@@ -100,13 +96,20 @@ exports! { FUNCTIONS by cuda;
     cuDevicePrimaryCtxRelease(device: c_int) => device::release_primary(device);
     cuDevicePrimaryCtxReset(device: c_int) => device::reset_primary(device);
     cuDevicePrimaryCtxSetFlags(device: c_int, flags: c_uint) => device::set_primary_flags(device, flags);
-    cuDeviceGetP2PAttribute(value: Out<c_int>, _attribute: c_int, device: c_int, peer: c_int) => {
-        process()?.device(device)?;
-        process()?.device(peer)?;
-        value.put(0)
+    cuDeviceGetP2PAttribute(value: Out<c_int>, attribute: c_int, device: c_int, peer: c_int) => {
+        let peers = device::are_peers(device, peer)?;
+        if device == peer {
+            return Err(CuError::INVALID_DEVICE);
+        }
+        match attribute {
+            // Access, and atomics; rank and arrays: none.
+            2 | 3 => value.put(peers.into()),
+            1 | 4 | 5 => value.put(0),
+            _ => Err(CuError::INVALID_VALUE),
+        }
     };
-    cuCtxEnablePeerAccess(peer: Handle, _flags: c_uint) => context(peer).and(Err(CuError::PEER_ACCESS_UNSUPPORTED));
-    cuCtxDisablePeerAccess(peer: Handle) => context(peer).and(Err(CuError::PEER_ACCESS_NOT_ENABLED));
+    cuCtxEnablePeerAccess(peer: Handle, flags: c_uint) => device::set_peer(peer, flags, true);
+    cuCtxDisablePeerAccess(peer: Handle) => device::set_peer(peer, 0, false);
     cuDeviceGetTexture1DLinearMaxWidth(width: Out<usize>, _format: c_int, _channels: c_uint, device: c_int) => process()?.device(device).and_then(|_| width.put(1 << 28));
     cuDeviceGetExecAffinitySupport(can: Out<c_int>, _kind: c_int, device: c_int) => process()?.device(device).and_then(|_| can.put(0));
     cuCtxDestroy(context: Handle) => context::destroy(context);
@@ -238,7 +241,7 @@ exports! { FUNCTIONS by cuda;
         bytes.put_if_wanted(range.1 as usize);
         Ok(())
     };
-    [cuMemAllocAsync_ptsz] cuMemAllocAsync(address: Out<Address>, bytes: usize, stream: Handle) => { address.check()?; address.put(stream::alloc_async(bytes, stream)?) };
+    [cuMemAllocAsync_ptsz] cuMemAllocAsync(address: Out<Address>, bytes: usize, stream: Handle) => { address.check()?; address.put(stream::alloc_async(bytes, None, stream)?) };
     [cuMemFreeAsync_ptsz] cuMemFreeAsync(address: Address, stream: Handle) => stream::free_async(address, stream);
     cuMemHostAlloc(memory: Out<Host>, bytes: usize, flags: c_uint) => allocate_host(memory, bytes, flags);
     cuMemAllocHost_v2(memory: Out<Host>, bytes: usize) => allocate_host(memory, bytes, 0);
@@ -288,7 +291,12 @@ exports! { FUNCTIONS by cuda;
     };
     cuMemUnmap(address: Address, bytes: usize) => { process()?; memory::unmap(address, bytes as u64) };
     cuMemSetAccess(address: Address, bytes: usize, access: In<CUmemAccessDesc>, count: usize) => set_access(address, bytes, access, count);
-    cuMemGetAccess(flags: Out<c_ulonglong>, _location: In<CUmemLocation>, address: Address) => flags.put(if memory::access(address)? { 3 } else { 0 });
+    cuMemGetAccess(flags: Out<c_ulonglong>, location: In<CUmemLocation>, address: Address) => {
+        let location = location.get()?;
+        let device = process()?.device(location.id)?.index;
+        let viewer = memory::Viewer { device, peers: 0 };
+        flags.put(if memory::access(address, viewer)? { 3 } else { 0 })
+    };
     cuMemGetAllocationGranularity(bytes: Out<usize>, prop: In<CUmemAllocationProp>, _option: c_int) => {
         device_of(&prop.get()?)?;
         bytes.put(memory::GRANULARITY as usize)
@@ -538,20 +546,22 @@ fn properties(out: Out<CUmemAllocationProp>, handle: u64) -> Result {
 
 fn set_access(address: u64, bytes: usize, access: In<CUmemAccessDesc>, count: usize) -> Result {
     let process = process()?;
-    let mut allowed = None;
+    let (mut granted, mut taken) = (0, 0);
+    if count == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
     for i in 0..count.min(process.devices.len()) {
         let access = access.get_at(i)?;
-        process.device(access.location.id)?;
+        let bit = 1_u32 << process.device(access.location.id)?.index;
         if access.location.kind != MEM_LOCATION_TYPE_DEVICE || ![0, 1, 3].contains(&access.flags) {
             return Err(CuError::INVALID_VALUE);
         }
-        allowed = Some(allowed.unwrap_or(false) || access.flags != 0);
+        match access.flags {
+            0 => taken |= bit,
+            _ => granted |= bit,
+        }
     }
-    memory::set_access(
-        address,
-        bytes as u64,
-        allowed.ok_or(CuError::INVALID_VALUE)?,
-    )
+    memory::set_access(address, bytes as u64, granted, taken)
 }
 
 /// `CU_POINTER_ATTRIBUTE_*`

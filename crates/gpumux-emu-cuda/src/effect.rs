@@ -254,6 +254,16 @@ pub(crate) fn load_u64(address: u64) -> Result<u64> {
     Ok(value)
 }
 
+/// A 32-bit number.
+pub(crate) fn load_u32(address: u64) -> Result<u32> {
+    let mut value = 0;
+    pieces(address, 4, 4, |at, _| {
+        // SAFETY: mapped and aligned; the program may store there meanwhile.
+        value = unsafe { at.cast::<u32>().read_volatile() };
+    })?;
+    Ok(value)
+}
+
 /// Sets a 32-bit number.
 pub(crate) fn set_u32(address: u64, value: u32) -> Result {
     set(address, 4, value, 1)

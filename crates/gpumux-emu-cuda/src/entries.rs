@@ -9,7 +9,7 @@ use crate::{
     border::{Address, Out, Text},
     driver,
     error::{CuError, Result},
-    library, missing, nodes, plane, pool, tables,
+    ipc, library, missing, nodes, plane, pool, tables, values,
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
@@ -31,11 +31,13 @@ struct Form {
 fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
     [
         driver::FUNCTIONS,
+        ipc::FUNCTIONS,
         library::FUNCTIONS,
         nodes::FUNCTIONS,
         plane::FUNCTIONS,
         pool::FUNCTIONS,
         tables::FUNCTIONS,
+        values::FUNCTIONS,
     ]
     .into_iter()
     .flatten()

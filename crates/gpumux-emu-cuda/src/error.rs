@@ -64,6 +64,7 @@ errors! {
     ILLEGAL_ADDRESS = 700 "an illegal memory access was encountered";
     LAUNCH_OUT_OF_RESOURCES = 701 "too many resources requested for launch";
     LAUNCH_TIMEOUT = 702 "the launch timed out and was terminated";
+    PEER_ACCESS_ALREADY_ENABLED = 704 "peer access is already enabled";
     PEER_ACCESS_NOT_ENABLED = 705 "peer access has not been enabled";
     PRIMARY_CONTEXT_ACTIVE = 708 "cannot set while device is active in this process";
     CONTEXT_IS_DESTROYED = 709 "context is destroyed";

@@ -1,6 +1,14 @@
 //! Events: marks in streams, with the model's time.
 
-use std::sync::{Arc, Mutex, Weak};
+use std::{
+    os::fd::OwnedFd,
+    sync::{
+        Arc, Mutex, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::Duration,
+};
 
 use gpumux_emu::protocol::Work;
 
@@ -10,8 +18,10 @@ use crate::{
     effect::Effect,
     error::{CuError, Result},
     graph::CapturedMark,
+    memory, pool,
     process::{lock, process},
     stream::stream,
+    values::Awaited,
 };
 
 /// `CU_EVENT_DISABLE_TIMING`
@@ -19,17 +29,84 @@ const DISABLE_TIMING: u32 = 2;
 /// Blocking sync, disable timing, interprocess.
 const KNOWN_FLAGS: u32 = 7;
 
+/// `CU_EVENT_INTERPROCESS`
+const INTERPROCESS: u32 = 4;
+/// How often is looked for what happens outside of the process, or in memory.
+const POLL: Duration = Duration::from_micros(50);
+
 /// An event.
 pub(crate) struct Event {
     context: Weak<Context>,
     flags: u32,
     state: Mutex<EventState>,
+    /// Of an event that processes share.
+    marks: Option<Marks>,
+}
+
+/// What processes know of a shared event: how often it was recorded, and which record was reached last.
+struct Marks {
+    file: OwnedFd,
+    words: &'static [AtomicU64; 2],
+}
+
+impl Marks {
+    fn new(file: OwnedFd) -> Result<Self> {
+        let words = memory::shared_words(&file)?;
+        Ok(Self { file, words })
+    }
+
+    fn recorded(&self) -> u64 {
+        self.words[0].load(Ordering::Acquire)
+    }
+
+    fn has_reached(&self, record: u64) -> bool {
+        self.words[1].load(Ordering::Acquire) >= record
+    }
+}
+
+/// What a context's work waits for on the host.
+#[derive(Clone)]
+pub(crate) enum Until {
+    /// An event of another context.
+    Event(Arc<Event>),
+    /// A record of an event that another process may have made.
+    Shared(Arc<Event>, u64),
+    Value(Awaited),
+}
+
+impl Until {
+    /// Waits, also for the end of the context.
+    pub(crate) fn wait(&self, context: &Context) {
+        let reached = || match self {
+            Self::Event(event) => Ok(event.reached()),
+            Self::Shared(event, record) => Ok(event
+                .marks
+                .as_ref()
+                .is_none_or(|marks| marks.has_reached(*record))),
+            Self::Value(awaited) => awaited.is_met(),
+        };
+        if let Self::Event(event) = self {
+            if let Ok(other) = event.context() {
+                let _ = other.wait_for_event(event);
+            }
+            return;
+        }
+        while context.check().is_ok() {
+            match reached() {
+                Ok(true) => return,
+                Ok(false) => thread::sleep(POLL),
+                Err(error) => return context.fault(error),
+            }
+        }
+    }
 }
 
 #[derive(Default)]
 struct EventState {
     /// The mark of the last record.
     work: Option<u64>,
+    /// Its number among the records of all processes.
+    record: u64,
     /// When it was reached, on `CLOCK_MONOTONIC` in ns.
     at: Option<u64>,
     /// Was last recorded in a capture.
@@ -42,13 +119,29 @@ pub(crate) fn create(flags: u32) -> Result<usize> {
     if flags & !KNOWN_FLAGS != 0 {
         return Err(CuError::INVALID_VALUE);
     }
-    if flags & 4 != 0 {
-        return Err(CuError::NOT_SUPPORTED);
-    }
+    let marks = match flags & INTERPROCESS {
+        0 => None,
+        // Such an event has no time.
+        _ if flags & DISABLE_TIMING == 0 => return Err(CuError::INVALID_VALUE),
+        _ => Some(Marks::new(memory::shared_page()?)?),
+    };
     Ok(process()?.events.add(Arc::new(Event {
         context: Arc::downgrade(&context),
         flags,
         state: Mutex::default(),
+        marks,
+    })))
+}
+
+/// Opens an event of another process by the page with its marks.
+pub(crate) fn open(page: OwnedFd) -> Result<usize> {
+    let context = current()?;
+    context.check()?;
+    Ok(process()?.events.add(Arc::new(Event {
+        context: Arc::downgrade(&context),
+        flags: INTERPROCESS | DISABLE_TIMING,
+        state: Mutex::default(),
+        marks: Some(Marks::new(page)?),
     })))
 }
 
@@ -65,10 +158,17 @@ impl Event {
         self.context.upgrade().ok_or(CuError::CONTEXT_IS_DESTROYED)
     }
 
+    /// The page with its marks, if processes share it.
+    pub(crate) fn file(&self) -> Option<&OwnedFd> {
+        self.marks.as_ref().map(|marks| &marks.file)
+    }
+
     /// Its mark has this number from now on.
     pub(crate) fn submitted(&self, work: u64) {
+        let marks = self.marks.as_ref();
         *lock(&self.state) = EventState {
             work: Some(work),
+            record: marks.map_or(0, |marks| marks.words[0].fetch_add(1, Ordering::AcqRel) + 1),
             at: None,
             captured: None,
         };
@@ -79,11 +179,17 @@ impl Event {
         let mut state = lock(&self.state);
         if state.work == Some(work) {
             state.at = Some(at);
+            if let Some(marks) = &self.marks {
+                marks.words[1].fetch_max(state.record, Ordering::AcqRel);
+            }
         }
     }
 
     /// Whether its mark was reached, or there is none.
     pub(crate) fn reached(&self) -> bool {
+        if let Some(marks) = &self.marks {
+            return marks.has_reached(marks.recorded());
+        }
         let state = lock(&self.state);
         state.work.is_none() || state.at.is_some()
     }
@@ -130,7 +236,17 @@ pub(crate) fn query(handle: usize) -> Result {
 pub(crate) fn synchronize(handle: usize) -> Result {
     let event = event(handle)?;
     event.not_captured()?;
-    event.context()?.wait_for_event(&event)
+    let context = event.context()?;
+    let done = match &event.marks {
+        None => context.wait_for_event(&event),
+        Some(marks) => {
+            let until = Until::Shared(Arc::clone(&event), marks.recorded());
+            until.wait(&context);
+            context.check()
+        }
+    };
+    pool::settle();
+    done
 }
 
 /// Milliseconds of the model between two marks.
@@ -168,6 +284,15 @@ pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
         lane.invalidate();
         return Err(CuError::STREAM_CAPTURE_ISOLATION);
     }
+    if let Some(marks) = &event.marks {
+        let record = marks.recorded();
+        if marks.has_reached(record) {
+            return Ok(());
+        }
+        let until = Until::Shared(Arc::clone(&event), record);
+        let call = HostCall::Wait(stream.context()?, until);
+        return stream.submit(Op::following(Work::Host, Effect::Host(call)));
+    }
     let work = {
         let state = lock(&event.state);
         match (state.work, state.at) {
@@ -180,6 +305,6 @@ pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
         return stream.submit(Op::following(Work::Wait(work), Effect::Nothing));
     }
     // Of another context: waited for on the host.
-    let call = HostCall::Wait(source, event);
+    let call = HostCall::Wait(source, Until::Event(event));
     stream.submit(Op::following(Work::Host, Effect::Host(call)))
 }

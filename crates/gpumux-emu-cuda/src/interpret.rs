@@ -22,7 +22,7 @@ use crate::{
     context::Context,
     error::{CuError, Result},
     kernel::Shape,
-    memory::{self, Space},
+    memory::{self, Space, Viewer},
     process::{lock, spawn},
 };
 
@@ -195,7 +195,7 @@ impl Interpreter {
     }
 
     /// One turn of one block: what to tell. False when there will be no more.
-    fn turn(&self) -> (bool, Option<End>) {
+    fn turn(&self, viewer: Viewer) -> (bool, Option<End>) {
         let mut state = lock(&self.state);
         let (id, mut turn) = loop {
             if state.ended {
@@ -207,7 +207,7 @@ impl Interpreter {
             }
         };
         drop(state);
-        turn.run(&mut Reachable::new(), TURN);
+        turn.run(&mut Reachable::new(viewer), TURN);
         lock(&self.state).running -= 1;
         self.changed.notify_all();
         // Before anybody knows that the block has ended; who freezes does not wait for that.
@@ -225,7 +225,7 @@ fn work(context: &Weak<Context>, helps: bool) {
         unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
     }
     while let Some(context) = context.upgrade() {
-        match context.interpreter.turn() {
+        match context.interpreter.turn(context.viewer()) {
             (false, _) => return,
             (true, None) => {}
             (true, Some(Ok((id, shape, stats)))) => {
@@ -242,13 +242,15 @@ fn work(context: &Weak<Context>, helps: bool) {
 /// Memory that a kernel may touch, which stays mapped meanwhile.
 struct Reachable {
     space: RwLockReadGuard<'static, Space>,
+    viewer: Viewer,
     /// The range that was last touched.
     last: (u64, u64),
 }
 
 impl Reachable {
-    fn new() -> Self {
+    fn new(viewer: Viewer) -> Self {
         Self {
+            viewer,
             space: memory::space(),
             last: (0, 0),
         }
@@ -261,7 +263,7 @@ impl Reachable {
         if at >= self.last.0 && end <= self.last.1 {
             return true;
         }
-        match self.space.reachable_range(at) {
+        match self.space.reachable_range(at, self.viewer) {
             Some(range) if end <= range.1 => {
                 self.last = range;
                 true

@@ -8,7 +8,10 @@ use std::{
     ffi::c_void,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     ptr::null_mut,
-    sync::{Arc, LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard},
+    sync::{
+        Arc, LazyLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard, atomic::AtomicU64,
+    },
+    time::Duration,
 };
 
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
@@ -23,6 +26,8 @@ use crate::{
 pub(crate) const GRANULARITY: u64 = 2 << 20;
 /// Smaller allocations share pieces of [`GRANULARITY`].
 const SMALL: u64 = 1 << 20;
+/// By so much a pool grows at least (as the driver's pools do on an H100).
+const POOL_PIECE: u64 = 32 << 20;
 /// Alignment of small allocations.
 const UNIT: u64 = 512;
 
@@ -49,6 +54,35 @@ struct Mapping {
     bytes: u64,
     physical: Arc<Physical>,
     accessible: bool,
+    /// The devices that may use it, a bit each, of memory that was mapped by the program. Other memory is its device's, and that of
+    /// the contexts that have access to the device's.
+    devices: Option<u32>,
+}
+
+impl Mapping {
+    fn is_seen(&self, by: Viewer) -> bool {
+        let own = 1 << self.physical.device;
+        self.accessible
+            && match self.devices {
+                Some(devices) => devices & 1 << by.device != 0,
+                None => (by.peers | 1 << by.device) & own != 0,
+            }
+    }
+}
+
+/// Who touches memory: a context's device, and the devices to whose memory it has access, a bit each.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Viewer {
+    pub(crate) device: u32,
+    pub(crate) peers: u32,
+}
+
+/// Memory of another process.
+struct Opened {
+    mapping: u64,
+    count: usize,
+    /// Its process, and its address there.
+    of: (u64, u64),
 }
 
 /// What `cuMemAlloc` gave out.
@@ -59,6 +93,8 @@ pub(crate) struct Allocation {
     pub(crate) context: usize,
     /// The program uses it as its own, too (`cuMemAllocManaged`).
     pub(crate) managed: bool,
+    /// Handle of its pool; 0: none.
+    pub(crate) pool: usize,
     /// The shared piece that it is part of.
     piece: Option<u64>,
 }
@@ -75,6 +111,9 @@ pub(crate) struct HostRange {
 /// A shared piece: free ranges by offset.
 struct Piece {
     device: u32,
+    /// The pool whose it is; 0: none.
+    pool: usize,
+    bytes: u64,
     free: BTreeMap<u64, u64>,
 }
 
@@ -86,6 +125,7 @@ pub(crate) struct Space {
     allocations: BTreeMap<u64, Allocation>,
     pieces: BTreeMap<u64, Piece>,
     host: BTreeMap<u64, HostRange>,
+    opened: BTreeMap<u64, Opened>,
     handles: HashMap<u64, (Arc<Physical>, usize)>,
     next_handle: u64,
 }
@@ -148,10 +188,10 @@ impl Space {
         self.is_device(address, bytes) || self.is_pinned(address, bytes)
     }
 
-    /// The mapping or pinned range around an address that a kernel may touch: start and end.
-    pub(crate) fn reachable_range(&self, address: u64) -> Option<(u64, u64)> {
+    /// The mapping or pinned range around an address that a kernel of this context may touch: start and end.
+    pub(crate) fn reachable_range(&self, address: u64, by: Viewer) -> Option<(u64, u64)> {
         let mapped = find(&self.mapped, address, |mapping| mapping.bytes)
-            .filter(|(_, mapping)| mapping.accessible)
+            .filter(|(_, mapping)| mapping.is_seen(by))
             .map(|(start, mapping)| (start, start + mapping.bytes));
         let pinned = || {
             self.host_range(address)
@@ -385,6 +425,7 @@ pub(crate) fn map(address: u64, bytes: u64, offset: u64, handle: u64) -> Result 
         bytes,
         physical,
         accessible: false,
+        devices: Some(0),
     };
     space.mapped.insert(address, mapping);
     Ok(())
@@ -423,10 +464,13 @@ pub(crate) fn unmap(address: u64, bytes: u64) -> Result {
     Ok(())
 }
 
-/// Allows or forbids the device to use mappings.
-pub(crate) fn set_access(address: u64, bytes: u64, allowed: bool) -> Result {
+/// Allows and forbids devices, a bit each, to use mappings.
+pub(crate) fn set_access(address: u64, bytes: u64, granted: u32, taken: u32) -> Result {
     let mut space = space_mut();
     let starts = whole(&space, address, bytes)?;
+    let now = |mapping: &Mapping| mapping.devices.unwrap_or(0) & !taken | granted;
+    // The host sees what some device may use.
+    let allowed = starts.iter().any(|start| now(&space.mapped[start]) != 0);
     let prot = if allowed {
         MprotectFlags::READ | MprotectFlags::WRITE
     } else {
@@ -437,17 +481,18 @@ pub(crate) fn set_access(address: u64, bytes: u64, allowed: bool) -> Result {
         .map_err(|_| CuError::OPERATING_SYSTEM)?;
     for start in starts {
         if let Some(mapping) = space.mapped.get_mut(&start) {
+            mapping.devices = Some(now(mapping));
             mapping.accessible = allowed;
         }
     }
     Ok(())
 }
 
-/// Whether the device may use an address; an error when nothing is mapped there.
-pub(crate) fn access(address: u64) -> Result<bool> {
+/// Whether a device may use an address; an error when nothing is mapped there.
+pub(crate) fn access(address: u64, by: Viewer) -> Result<bool> {
     let space = space();
     find(&space.mapped, address, |mapping| mapping.bytes)
-        .map(|(_, mapping)| mapping.accessible)
+        .map(|(_, mapping)| mapping.is_seen(by))
         .ok_or(CuError::INVALID_VALUE)
 }
 
@@ -455,7 +500,11 @@ pub(crate) fn access(address: u64) -> Result<bool> {
 
 /// Memory at an address of its own.
 fn map_new(device: u32, bytes: u64) -> Result<u64> {
-    let physical = create_physical(device, bytes, false)?;
+    map_at_new_place(create_physical(device, bytes, false)?)
+}
+
+fn map_at_new_place(physical: Arc<Physical>) -> Result<u64> {
+    let bytes = physical.bytes;
     let at = reserve_raw(bytes, GRANULARITY, 0)?;
     let prot = ProtFlags::READ | ProtFlags::WRITE;
     if let Err(error) = map_raw(at, bytes, &physical.file, 0, prot) {
@@ -466,6 +515,7 @@ fn map_new(device: u32, bytes: u64) -> Result<u64> {
         bytes,
         physical,
         accessible: true,
+        devices: None,
     };
     space_mut().mapped.insert(at, mapping);
     Ok(at)
@@ -486,23 +536,105 @@ pub(crate) fn alloc(device: u32, context: usize, bytes: u64) -> Result<u64> {
             bytes,
             context,
             managed: false,
+            pool: 0,
             piece: None,
         };
         space_mut().allocations.insert(at, allocation);
         return Ok(at);
     }
+    alloc_in_pieces(device, context, 0, bytes, &[GRANULARITY])
+}
+
+/// Allocates from a pool, whose memory grows by pieces as the driver's does.
+pub(crate) fn alloc_from_pool(device: u32, context: usize, pool: usize, bytes: u64) -> Result<u64> {
+    fail_if_due()?;
+    let least = bytes
+        .checked_next_multiple_of(GRANULARITY)
+        .filter(|bytes| *bytes > 0)
+        .ok_or(CuError::INVALID_VALUE)?;
+    alloc_in_pieces(
+        device,
+        context,
+        pool,
+        bytes,
+        &[least.max(POOL_PIECE), least],
+    )
+}
+
+/// Allocates in a piece that there is, or a new one: as large as the first of these sizes for which there is memory.
+fn alloc_in_pieces(
+    device: u32,
+    context: usize,
+    pool: usize,
+    bytes: u64,
+    sizes: &[u64],
+) -> Result<u64> {
     let units = bytes.next_multiple_of(UNIT);
     loop {
-        if let Some(at) = space_mut().alloc_small(device, context, bytes, units) {
+        if let Some(at) = space_mut().alloc_small(device, context, pool, bytes, units) {
             return Ok(at);
         }
-        let start = map_new(device, GRANULARITY)?;
+        let mut made = Err(CuError::OUT_OF_MEMORY);
+        for size in sizes {
+            made = map_new(device, *size).map(|start| (start, *size));
+            if made.is_ok() {
+                break;
+            }
+        }
+        let (start, size) = made?;
         let piece = Piece {
             device,
-            free: BTreeMap::from([(0, GRANULARITY)]),
+            pool,
+            bytes: size,
+            free: BTreeMap::from([(0, size)]),
         };
         space_mut().pieces.insert(start, piece);
     }
+}
+
+/// Bytes that a pool has, and of them those that are allocated.
+pub(crate) fn pool_use(pool: usize) -> (u64, u64) {
+    let space = space();
+    let pieces = space.pieces.values().filter(|piece| piece.pool == pool);
+    pieces.fold((0, 0), |(reserved, used), piece| {
+        let free: u64 = piece.free.values().sum();
+        (reserved + piece.bytes, used + piece.bytes - free)
+    })
+}
+
+/// Gives pieces of a pool that are empty back, as long as it has more than `keep` bytes.
+pub(crate) fn trim_pool(pool: usize, keep: u64) {
+    let (mut reserved, _) = pool_use(pool);
+    let mut gone = Vec::new();
+    let mut space = space_mut();
+    let empty = |piece: &Piece| piece.pool == pool && piece.free.get(&0) == Some(&piece.bytes);
+    let starts: Vec<u64> = space
+        .pieces
+        .iter()
+        .filter_map(|(start, piece)| empty(piece).then_some(*start))
+        .collect();
+    for start in starts {
+        if reserved <= keep {
+            break;
+        }
+        if let Some(piece) = space.pieces.remove(&start) {
+            reserved -= piece.bytes;
+            unmap_raw(start, piece.bytes);
+            gone.extend(space.mapped.remove(&start));
+        }
+    }
+    drop(space);
+    drop(gone);
+}
+
+/// A pool is no more: what is allocated goes when it is freed.
+pub(crate) fn end_pool(pool: usize) {
+    trim_pool(pool, 0);
+    let mut space = space_mut();
+    let pieces = space.pieces.values_mut();
+    pieces
+        .filter(|piece| piece.pool == pool)
+        .for_each(|piece| piece.pool = 0);
 }
 
 /// Marks an allocation as managed memory.
@@ -518,11 +650,18 @@ impl Space {
         self.host_range(address).is_some() || self.allocation(address).is_some_and(|it| it.managed)
     }
 
-    fn alloc_small(&mut self, device: u32, context: usize, bytes: u64, units: u64) -> Option<u64> {
+    fn alloc_small(
+        &mut self,
+        device: u32,
+        context: usize,
+        pool: usize,
+        bytes: u64,
+        units: u64,
+    ) -> Option<u64> {
         let (start, piece, offset, length) = self
             .pieces
             .iter_mut()
-            .filter(|(_, piece)| piece.device == device)
+            .filter(|(_, piece)| piece.device == device && piece.pool == pool)
             .find_map(|(start, piece)| {
                 let fit = piece.free.iter().find(|(_, length)| **length >= units);
                 let (offset, length) = fit.map(|(offset, length)| (*offset, *length))?;
@@ -536,13 +675,14 @@ impl Space {
             bytes,
             context,
             managed: false,
+            pool,
             piece: Some(start),
         };
         self.allocations.insert(start + offset, allocation);
         Some(start + offset)
     }
 
-    /// Gives a small allocation's range back; true when its piece is empty.
+    /// Gives a small allocation's range back; true when its piece is empty, and no pool keeps it.
     fn free_small(&mut self, start: u64, at: u64, bytes: u64) -> bool {
         let Some(piece) = self.pieces.get_mut(&start) else {
             return false;
@@ -557,7 +697,7 @@ impl Space {
             (offset, length) = (*before, length + len);
         }
         piece.free.insert(offset, length);
-        length == GRANULARITY
+        length == piece.bytes && piece.pool == 0
     }
 }
 
@@ -598,7 +738,121 @@ pub(crate) fn free_all_of(context: usize) {
     }
 }
 
+// Memory of other processes
+
+/// Calls `handle` with the file of an allocation, the address where it begins, where that is in the file, and its bytes.
+pub(crate) fn share<T>(
+    address: u64,
+    handle: impl FnOnce(&OwnedFd, u64, u64, u64) -> T,
+) -> Result<T> {
+    let space = space();
+    let wrong = CuError::INVALID_VALUE;
+    let (at, allocation) =
+        find(&space.allocations, address, |allocation| allocation.bytes).ok_or(wrong)?;
+    let (start, mapping) = find(&space.mapped, at, |mapping| mapping.bytes).ok_or(wrong)?;
+    // Other processes have no part in managed memory and in pools.
+    if allocation.managed || allocation.pool != 0 {
+        return Err(wrong);
+    }
+    Ok(handle(
+        &mapping.physical.file,
+        at,
+        at - start,
+        allocation.bytes,
+    ))
+}
+
+/// The address of memory that is another process's: `of` is that process, and its address there. The same each time.
+pub(crate) fn open_shared(
+    of: (u64, u64),
+    offset: u64,
+    bytes: u64,
+    file: impl FnOnce() -> Result<OwnedFd>,
+) -> Result<u64> {
+    if let Some((at, opened)) = space_mut().opened.iter_mut().find(|(_, it)| it.of == of) {
+        opened.count += 1;
+        return Ok(*at);
+    }
+    let file = file()?;
+    let (id, device, whole) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    let physical = Arc::new(Physical {
+        id,
+        file,
+        bytes: whole,
+        device,
+        exportable: false,
+    });
+    if offset.checked_add(bytes).is_none_or(|end| end > whole) {
+        return Err(CuError::INVALID_VALUE);
+    }
+    let mapping = map_at_new_place(physical)?;
+    let mut space = space_mut();
+    let opened = Opened {
+        mapping,
+        count: 1,
+        of,
+    };
+    space.opened.insert(mapping + offset, opened);
+    Ok(mapping + offset)
+}
+
+/// Ends what [`open_shared`] began.
+pub(crate) fn close_shared(address: u64) -> Result {
+    let mut space = space_mut();
+    let opened = space
+        .opened
+        .get_mut(&address)
+        .ok_or(CuError::INVALID_VALUE)?;
+    opened.count -= 1;
+    if opened.count > 0 {
+        return Ok(());
+    }
+    let at = opened.mapping;
+    space.opened.remove(&address);
+    let gone = space.mapped.remove(&at);
+    if let Some(mapping) = &gone {
+        unmap_raw(at, mapping.bytes);
+    }
+    drop(space);
+    drop(gone);
+    Ok(())
+}
+
+/// A page that processes can share.
+pub(crate) fn shared_page() -> Result<OwnedFd> {
+    let wrong = |_| CuError::OUT_OF_MEMORY;
+    let file = rustix::fs::memfd_create("event", rustix::fs::MemfdFlags::CLOEXEC).map_err(wrong)?;
+    rustix::fs::ftruncate(&file, PAGE as u64).map_err(wrong)?;
+    Ok(file)
+}
+
+const PAGE: usize = 4096;
+
+/// The first words of such a page, for as long as the process lives.
+pub(crate) fn shared_words(file: &OwnedFd) -> Result<&'static [AtomicU64; 2]> {
+    let wrong = |_| CuError::INVALID_HANDLE;
+    // A file of another kind, or too short, would end the process at an access.
+    let size = rustix::fs::fstat(file).map_err(wrong)?.st_size;
+    if size < PAGE as i64 {
+        return Err(CuError::INVALID_HANDLE);
+    }
+    let prot = ProtFlags::READ | ProtFlags::WRITE;
+    // SAFETY: adds a mapping where there was none; it is never unmapped.
+    let at = unsafe { mmap(null_mut(), PAGE, prot, MapFlags::SHARED, file, 0) }.map_err(wrong)?;
+    // SAFETY: a whole page is mapped there for good, and all that access it do so atomically.
+    Ok(unsafe { &*at.cast::<[AtomicU64; 2]>() })
+}
+
 // Host memory
+
+/// What pinning takes for each GiB: of memory that is allocated for it, and of the program's own, which is there
+/// (320 to 340 ms and 32 to 35 ms on an H100's machine).
+const PIN_NEW: Duration = Duration::from_millis(330);
+const PIN: Duration = Duration::from_millis(34);
+
+fn pinning(bytes: u64, each: Duration) -> Duration {
+    each.mul_f64(bytes as f64 / (1_u64 << 30) as f64)
+}
 
 /// Allocates pinned host memory.
 pub(crate) fn alloc_host(bytes: usize, flags: u32) -> Result<*mut c_void> {
@@ -614,6 +868,7 @@ pub(crate) fn alloc_host(bytes: usize, flags: u32) -> Result<*mut c_void> {
         flags,
         owned: true,
     };
+    std::thread::sleep(pinning(bytes as u64, PIN_NEW));
     space_mut().host.insert(at as u64, range);
     Ok(at)
 }
@@ -647,6 +902,8 @@ pub(crate) fn register_host(address: u64, bytes: u64, flags: u32) -> Result {
         owned: false,
     };
     space.host.insert(address, range);
+    drop(space);
+    std::thread::sleep(pinning(bytes, PIN));
     Ok(())
 }
 
@@ -669,6 +926,8 @@ mod tests {
     fn piece(space: &mut Space) {
         let piece = Piece {
             device: 0,
+            pool: 0,
+            bytes: GRANULARITY,
             free: BTreeMap::from([(0, GRANULARITY)]),
         };
         space.pieces.insert(GRANULARITY, piece);
@@ -683,7 +942,7 @@ mod tests {
             let mut live: Vec<(u64, u64)> = Vec::new();
             for (bytes, free) in ops {
                 let units = bytes.next_multiple_of(UNIT);
-                if let Some(at) = space.alloc_small(0, 1, bytes, units) {
+                if let Some(at) = space.alloc_small(0, 1, 0, bytes, units) {
                     assert!(at % UNIT == 0 && at + bytes <= 2 * GRANULARITY);
                     for (other, length) in &live {
                         assert!(at + units <= *other || other + length <= at);
@@ -700,6 +959,12 @@ mod tests {
                 assert_eq!(space.free_small(GRANULARITY, at, units), live.is_empty());
             }
         }
+    }
+
+    #[test]
+    fn pinning_takes_its_part_of_a_gib() {
+        assert_eq!(pinning(512 << 20, PIN), Duration::from_millis(17));
+        assert_eq!(pinning(3 << 30, PIN_NEW), Duration::from_millis(990));
     }
 
     #[test]

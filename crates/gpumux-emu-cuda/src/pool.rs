@@ -1,5 +1,4 @@
-//! Memory pools. All of a device's pools give out the same memory, and at once give it back when it is freed: what a program
-//! sets is kept and told, but changes nothing.
+//! Memory pools. A pool keeps the memory that it has got from the device, up to its threshold, when the program waits for work next.
 
 use std::{
     collections::HashMap,
@@ -9,7 +8,9 @@ use std::{
 
 use crate::{
     border::{AnyOut, In, Out, UserData, cuda, exports},
+    context::Context,
     error::{CuError, Result},
+    memory,
     process::{lock, process},
     stream,
 };
@@ -21,14 +22,22 @@ pub(crate) struct Pool {
     device: c_int,
     /// What was set, by attribute.
     values: Mutex<HashMap<c_int, u64>>,
+    /// Most that was reserved, and used.
+    most: Mutex<(u64, u64)>,
 }
+
+/// Attributes: what is kept, and of what the pool has and what is used, how much now and at most.
+const THRESHOLD: c_int = 4;
+const RESERVED: c_int = 5;
+const MOST_RESERVED: c_int = 6;
+const USED: c_int = 7;
+const MOST_USED: c_int = 8;
 
 /// Reuse: on unless switched off. Release threshold: 0.
 fn initial(attribute: c_int) -> Result<u64> {
     match attribute {
         1..=3 => Ok(1),
-        // Threshold, and what is reserved and used, now and at most.
-        4..=8 => Ok(0),
+        THRESHOLD..=MOST_USED => Ok(0),
         _ => Err(CuError::INVALID_VALUE),
     }
 }
@@ -39,11 +48,68 @@ fn make(device: c_int) -> Result<Handle> {
     Ok(process.pools.add(Arc::new(Pool {
         device,
         values: Mutex::default(),
+        most: Mutex::default(),
     })))
 }
 
+/// Allocates from a pool.
+pub(crate) fn alloc(handle: Handle, context: &Context, bytes: u64) -> Result<u64> {
+    let process = process()?;
+    let pool = process.pools.get(handle)?;
+    let device = process.device(pool.device)?.index;
+    let at = memory::alloc_from_pool(device, context.handle(), handle, bytes)?;
+    let now = memory::pool_use(handle);
+    let mut most = lock(&pool.most);
+    *most = (most.0.max(now.0), most.1.max(now.1));
+    Ok(at)
+}
+
+/// The program has waited for work: pools give back what is empty and above their thresholds.
+pub(crate) fn settle() {
+    let Ok(process) = process() else {
+        return;
+    };
+    for (handle, pool) in process.pools.entries() {
+        let keep = lock(&pool.values).get(&THRESHOLD).copied().unwrap_or(0);
+        let (reserved, used) = memory::pool_use(handle);
+        if reserved > keep && reserved > used {
+            memory::trim_pool(handle, keep);
+        }
+    }
+}
+
+impl Pool {
+    fn value(&self, handle: Handle, attribute: c_int) -> Result<u64> {
+        let now = memory::pool_use(handle);
+        Ok(match attribute {
+            RESERVED => now.0,
+            USED => now.1,
+            MOST_RESERVED => lock(&self.most).0.max(now.0),
+            MOST_USED => lock(&self.most).1.max(now.1),
+            _ => match lock(&self.values).get(&attribute) {
+                Some(value) => *value,
+                None => initial(attribute)?,
+            },
+        })
+    }
+
+    fn set(&self, handle: Handle, attribute: c_int, value: u64) -> Result {
+        let now = memory::pool_use(handle);
+        match (attribute, value) {
+            // The most can only begin anew.
+            (MOST_RESERVED, 0) => lock(&self.most).0 = now.0,
+            (MOST_USED, 0) => lock(&self.most).1 = now.1,
+            (RESERVED..=MOST_USED, _) => return Err(CuError::INVALID_VALUE),
+            _ => {
+                lock(&self.values).insert(attribute, value);
+            }
+        }
+        Ok(())
+    }
+}
+
 /// A device's pool: the default one, made when first asked for, or the one that was set.
-fn of_device(device: c_int, default: bool) -> Result<Handle> {
+pub(crate) fn of_device(device: c_int, default: bool) -> Result<Handle> {
     let process = process()?;
     process.device(device)?;
     let mut pools = lock(&process.device_pools);
@@ -79,24 +145,27 @@ exports! { FUNCTIONS by cuda;
         }
         pool.put(make(device)?)
     };
-    cuMemPoolDestroy(pool: Handle) => process()?.pools.remove(pool).map(drop);
-    cuMemPoolTrimTo(pool: Handle, _keep: usize) => process()?.pools.get(pool).map(drop);
+    cuMemPoolDestroy(pool: Handle) => {
+        process()?.pools.remove(pool)?;
+        memory::end_pool(pool);
+        Ok(())
+    };
+    cuMemPoolTrimTo(pool: Handle, keep: usize) => {
+        process()?.pools.get(pool)?;
+        memory::trim_pool(pool, keep as u64);
+        Ok(())
+    };
     cuMemPoolSetAttribute(pool: Handle, attribute: c_int, value: AnyOut) => {
-        let pool = process()?.pools.get(pool)?;
+        let of = process()?.pools.get(pool)?;
         initial(attribute)?;
         let value = match attribute {
             1..=3 => value.typed::<c_int>().get()? as u64,
             _ => value.typed::<u64>().get()?,
         };
-        lock(&pool.values).insert(attribute, value);
-        Ok(())
+        of.set(pool, attribute, value)
     };
     cuMemPoolGetAttribute(pool: Handle, attribute: c_int, value: AnyOut) => {
-        let pool = process()?.pools.get(pool)?;
-        let found = match lock(&pool.values).get(&attribute) {
-            Some(value) => *value,
-            None => initial(attribute)?,
-        };
+        let found = process()?.pools.get(pool)?.value(pool, attribute)?;
         match attribute {
             1..=3 => value.typed::<c_int>().put(found as c_int),
             _ => value.typed::<u64>().put(found),
@@ -111,7 +180,7 @@ exports! { FUNCTIONS by cuda;
     [cuMemAllocFromPoolAsync_ptsz]cuMemAllocFromPoolAsync(address: Out<u64>, bytes: usize, pool: Handle, stream: Handle) => {
         address.check()?;
         process()?.pools.get(pool)?;
-        address.put(stream::alloc_async(bytes, stream)?)
+        address.put(stream::alloc_async(bytes, Some(pool), stream)?)
     };
     cuMemAllocManaged(address: Out<u64>, bytes: usize, flags: c_uint) => {
         // The host reaches all memory of the device here.
@@ -121,8 +190,8 @@ exports! { FUNCTIONS by cuda;
         }
         let context = crate::context::current()?;
         context.check()?;
-        let at = crate::memory::alloc(context.device.index, context.handle(), bytes as u64)?;
-        crate::memory::manage(at);
+        let at = memory::alloc(context.device.index, context.handle(), bytes as u64)?;
+        memory::manage(at);
         address.put(at)
     };
     [cuMemPrefetchAsync_ptsz]cuMemPrefetchAsync(_at: u64, _bytes: usize, _device: c_int, stream: Handle) => stream::stream(stream).map(drop);

@@ -315,6 +315,14 @@ impl<T> Registry<T> {
             .ok_or(CuError::INVALID_HANDLE)
     }
 
+    pub(crate) fn entries(&self) -> Vec<(usize, Arc<T>)> {
+        let things = lock(&self.things);
+        let entries = things
+            .iter()
+            .map(|(handle, thing)| (*handle, Arc::clone(thing)));
+        entries.collect()
+    }
+
     pub(crate) fn all(&self) -> Vec<Arc<T>> {
         lock(&self.things).values().cloned().collect()
     }

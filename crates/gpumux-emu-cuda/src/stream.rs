@@ -15,7 +15,7 @@ use crate::{
     error::{CuError, Result},
     fault,
     graph::Lane,
-    memory,
+    memory, pool,
     process::{lock, process},
 };
 
@@ -306,13 +306,15 @@ pub(crate) fn write_value(stream_handle: usize, to: u64, value: u32, flags: u32)
     })
 }
 
-/// Allocates in stream order: at once, as there is only one pool and it is not reused early.
-pub(crate) fn alloc_async(bytes: usize, stream_handle: usize) -> Result<u64> {
+/// Allocates in stream order: at once, as memory comes back to a pool only when its stream has come to that. Without a pool,
+/// from the one of the stream's device.
+pub(crate) fn alloc_async(bytes: usize, pool: Option<usize>, stream_handle: usize) -> Result<u64> {
     let stream = stream(stream_handle)?;
     let context = stream.context()?;
     stream.not_captured()?;
     context.check()?;
-    memory::alloc(context.device.index, context.handle(), bytes as u64)
+    let pool = pool.map_or_else(|| pool::of_device(context.ordinal, false), Ok)?;
+    pool::alloc(pool, &context, bytes as u64)
 }
 
 /// Frees in stream order.
