@@ -32,6 +32,7 @@ from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 WORKER = BENCH / "torch_worker.py"
+TORCH = (sys.executable, str(WORKER))
 READY_S = 240.0  # importing torch and warming a model takes 10 to 60 s
 REPLY_S = 90.0  # beyond the measurement itself
 
@@ -463,7 +464,7 @@ class Worker:
         arguments: Sequence[str],
         mode: Mode,
         klass: str | None = None,
-        program: Sequence[str] = (sys.executable, str(WORKER)),
+        program: Sequence[str] = TORCH,
         promise: Sequence[str] = (),
     ) -> None:
         self.name, self.log = name, mode.logs / f"{mode.name}-{name}.log"
@@ -526,8 +527,8 @@ class Worker:
 class Crew:
     """The workers of one mode: started together, measured together, ended together."""
 
-    def __init__(self, mode: Mode) -> None:
-        self.mode = mode
+    def __init__(self, mode: Mode, program: Sequence[str] = TORCH) -> None:
+        self.mode, self.program = mode, program
         self.workers: dict[str, Worker] = {}
 
     def __enter__(self) -> Crew:
@@ -543,7 +544,7 @@ class Crew:
         begin = time.monotonic()
         for name in new:
             arguments, klass = wanted[name]
-            self.workers[name] = Worker(name, arguments, self.mode, klass)
+            self.workers[name] = Worker(name, arguments, self.mode, klass, self.program)
         try:
             for name in new:
                 self.workers[name].reply(max(1.0, READY_S - (time.monotonic() - begin)))

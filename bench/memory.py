@@ -26,7 +26,6 @@ import contextlib
 import ctypes
 import http.client
 import json
-import os
 import random
 import socket
 import sys

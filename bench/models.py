@@ -1,4 +1,4 @@
-"""What the workers compute: networks with random weights, and stand-ins for other GPU programs.
+"""What the workers compute: networks with random weights, and the programs of GPreempt's workloads that are none (algorithms.py).
 
 `build(name)` gives a function from an input tensor to an output tensor, both on the GPU, an example input on
 the CPU, and whether it can be captured in a CUDA graph. Weights are random: time does not depend on them.
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import algorithms
 import torch
 import torchvision
 
@@ -82,46 +83,44 @@ def decode(tokens: int = 8, prompt: int = 128, layers: int = 12, width: int = 76
     return Model(forward, torch.zeros(1, dtype=torch.long, device="cpu"))
 
 
-def weather(steps: int = 10) -> Model:
-    """Stand-in for a weather simulation: a five-point stencil on four fields, state kept between calls."""
-    state = torch.rand(4, 1024, 2048).cuda()
+def weather(nz: int = 512, nx: int = 1024) -> Model:
+    """A time step of the weather model, its state kept between calls."""
+    column = lambda values: torch.tensor(values, dtype=torch.float32).reshape(-1, 1)  # noqa: E731
+    # The bubble is drawn cell by cell: on the CPU, and coarse.
+    made = algorithms.Weather(nz, nx, column, lambda shape: torch.zeros(shape), torch.cat)
+    for name, value in vars(made).items():
+        if isinstance(value, torch.Tensor):
+            setattr(made, name, value.cuda())
 
     def forward(push: Any) -> Any:
-        for _ in range(steps):
-            around = sum(state.roll(shift, axis) for shift in (1, -1) for axis in (1, 2))
-            state.mul_(0.6).add_(around, alpha=0.1)
-        state.add_(push)
-        return state[:, 0, 0]
+        # Two steps, so that a captured graph has both orders of directions.
+        made.step()
+        made.step()
+        return made.state[:, 0, 0] + push
 
     return Model(forward, torch.zeros(1))
 
 
-def on_graph(algorithm: str, nodes: int = 52_804, edges: int = 10_614_210, rounds: int = 10) -> Model:
-    """Stand-in for a graph program on a random graph of the size of SuiteSparse's crankseg_1."""
+def on_graph(algorithm: str, nodes: int = 52_804, edges: int = 10_614_210) -> Model:
+    """A graph program until nothing changes, on a power-law graph of the size of SuiteSparse's crankseg_1, edges both ways."""
     random = torch.Generator().manual_seed(1)
-    source, target = (torch.randint(0, nodes, (edges,), generator=random).cuda() for _ in range(2))
-    step = {"sssp": torch.rand(edges, generator=random).cuda(), "bfs": 1.0}.get(algorithm, 0.0)
-    degree = torch.zeros(nodes).cuda().index_add_(0, source, torch.ones(edges).cuda()).clamp_(min=1)
+    weights = torch.tensor(algorithms.power_law_weights(nodes))
+    ends = [torch.multinomial(weights, edges // 2, replacement=True, generator=random) for _ in range(2)]
+    source, target = torch.cat(ends).cuda(), torch.cat(ends[::-1]).cuda()
+    lengths = torch.rand(edges // 2, generator=random).repeat(2).cuda() + 0.01 if algorithm == "sssp" else 1.0
+    degree = torch.zeros(nodes).cuda().index_add_(0, source, torch.ones(len(source)).cuda()).clamp_(min=1)
+    least = lambda value, at, found: value.scatter_reduce(0, at, found, "amin")  # noqa: E731
+    total = lambda at, values: torch.zeros(nodes, device="cuda").index_add_(0, at, values)  # noqa: E731
+    names = torch.arange(nodes, dtype=torch.float32).cuda()
+    infinite, even = torch.full((nodes,), float("inf")).cuda(), torch.full((nodes,), 1 / nodes).cuda()
 
-    first = {
-        "pagerank": torch.full((nodes,), 1 / nodes),
-        "cc": torch.arange(nodes, dtype=torch.float32),
-    }.get(algorithm, torch.full((nodes,), float("inf"))).cuda()
+    def forward(root: Any) -> Any:
+        if algorithm == "pagerank":
+            return algorithms.ranks(even, source, target, degree, total)[:8]
+        if algorithm == "cc":
+            return algorithms.components(names, source, target, least, torch.equal)[:8]
+        return algorithms.distances(infinite.index_fill(0, root, 0.0), source, target, lengths, least, torch.equal)[:8]
 
-    def ranks(_: Any) -> Any:
-        value = first
-        for _ in range(rounds):
-            moved = torch.zeros_like(value).index_add_(0, target, (value / degree)[source])
-            value = moved.mul_(0.85).add_(0.15 / nodes)
-        return value[:8]
-
-    def least(root: Any) -> Any:
-        value = first.clone() if algorithm == "cc" else first.index_fill(0, root, 0.0)
-        for _ in range(rounds):
-            value = value.scatter_reduce(0, target, value[source] + step, "amin")
-        return value[:8]
-
-    forward = ranks if algorithm == "pagerank" else least
     return Model(forward, torch.zeros(1, dtype=torch.long), graph=False)
 
 

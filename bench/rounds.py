@@ -14,13 +14,13 @@ Rules, fixed here before anything is measured:
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import common
@@ -33,6 +33,9 @@ PRIMARY = 0.99  # the quantile whose interval decides when there are enough roun
 QUANTILES = {"p50": 0.5, "p99": 0.99, "p999": 0.999}
 # A quantile is shown when so many requests lie beyond it.
 BEYOND = 3
+
+# The exit code of a call whose budget was spent.
+UNFINISHED = 75
 
 Round = dict[str, Any]
 
@@ -234,8 +237,27 @@ class Record:
         self.results.write()
 
 
-def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: Sequence[str] = ()) -> bool:
-    """Measures rounds, case after case, until all have enough or the budget is spent; whether all have."""
+def arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
+    """Flags of every benchmark in rounds."""
+    parser.add_argument("--seconds", type=float, default=seconds, help="length of one mode in a round [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=MOST, help="rounds at most [%(default)s]")
+    parser.add_argument("--budget", type=float, default=3600.0, metavar="S", help="seconds for this call [%(default)s]")
+
+
+def prepare(case: str, modes: list[str], have: Callable[[str, str], Any], notes: list[str]) -> None:
+    """Makes the programs of a case run in every mode; takes modes out that cannot, and notes why."""
+    for name in list(modes):
+        try:
+            have(case, name)
+        except BenchError as error:
+            modes.remove(name)
+            notes.append(f"{name} could not run {case}: {' '.join(str(error).split())[:300]}.")
+            say(f"error: {notes[-1]}")
+
+
+def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: Sequence[str] = ()) -> int:
+    """Measures rounds, case after case, until all have enough (exit code 0, or 1 if the results are not whole) or the budget is
+    spent (UNFINISHED)."""
     if "alone" not in plan.modes:
         raise BenchError("every round has the mode alone")
     record, end, longest = Record(results, plan.modes), time.monotonic() + budget_s, 0.0
@@ -249,7 +271,7 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
             if time.monotonic() + longest > end:
                 say(f"the budget is spent: call again to go on with {case}")
                 record.write(notes)
-                return False
+                return UNFINISHED
             if not prepared:
                 plan.prepare(case)
                 prepared = True
@@ -269,4 +291,7 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
             if number and failing:
                 raise BenchError(f"{case}: {', '.join(failing)} failed twice in a row: leave out with --modes")
     record.write(notes)
-    return True
+    for case, rounds in record.cases.items():
+        for number, why in rejected(rounds).items():
+            say(f"{case}, round {number} does not count: {why}")
+    return max(results.finish(), 1 if notes or not results.data["rows"] else 0)

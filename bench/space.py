@@ -17,18 +17,18 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import common
+import peers
 from colocation import SERVER, STEPS, requests
-from common import BenchError, Crew, Gpumux, Mode, Results
+from common import BenchError, Crew, Mode, Results
+from peers import Space
 
 KINDS: dict[str, tuple[list[str], dict[str, Any]]] = {
     "train": (["train", "--model", "resnet152"], STEPS),
@@ -58,42 +58,6 @@ ROUND_S = 2.0
 # A measurement whose quarters differ by more is no steady state.
 STEADY = 0.2
 DEFAULT_CASES = ["train+train+latency", "inference+inference+inference"]
-
-
-class Space(Gpumux):
-    """gpumux with the jobs in one group."""
-
-    GROUP = ("--trust", "bench", "--sharing", "space")
-
-    def command(
-        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
-    ) -> list[str]:
-        group = self.GROUP if klass == "batch" else ()
-        return super().command(command, name, klass, [*group, *promise])
-
-    def check(self, names: Sequence[str]) -> None:
-        super().check(names)
-        deadline = time.monotonic() + 10
-        while True:
-            own = {self.tenants[name]: name for name in names}
-            found = [tenant for tenant in self.tenants_now() if tenant["name"] in own]
-            wrong = [
-                f"{tenant['name']}: {tenant['placement']}, group {domain.get('group')}"
-                for tenant in found
-                for domain in tenant["domains"]
-                if (tenant["class"] == "batch") != (domain.get("group") is not None)
-            ]
-            if not wrong:
-                return
-            if time.monotonic() > deadline:
-                raise BenchError(f"not shared as it should be: {'; '.join(wrong)}")
-            time.sleep(0.2)
-
-    def __exit__(self, *_: object) -> None:
-        # What the groups' servers said, for whoever wants to know why something failed.
-        for log in sorted(self.folder.glob("groups/*/log/*")):
-            shutil.copy(log, self.logs / f"{self.name}-{log.name}")
-        super().__exit__(*_)
 
 
 class Equal(Space):
@@ -159,15 +123,13 @@ def mode(name: str, logs: Path) -> Mode:
     """The mode of this name."""
     match name:
         case "time":
-            return Gpumux(name, logs)
-        case "space":
-            return Space(name, logs)
+            return common.mode("gpumux", logs)
         case "equal":
             return Equal(name, logs)
         case "utility":
             return Utility(name, logs)
         case _:
-            return common.mode(name, logs)
+            return peers.mode(name, logs)
 
 
 class Cell:

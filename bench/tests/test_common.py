@@ -157,7 +157,7 @@ class Workers(WithWorker):
     def test_a_crew_has_exactly_who_is_wanted(self) -> None:
         original = common.Worker
 
-        def fake(name: str, arguments: list[str], mode: common.Mode, klass: str) -> common.Worker:
+        def fake(name: str, arguments: list[str], mode: common.Mode, klass: str, program: object) -> common.Worker:
             worker = original(name, arguments, mode, klass, [sys.executable, "-c", CHILD])
             self.addCleanup(worker.process.stdout.close)
             return worker

@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import common
+import peers
 import preempt
 from preempt import Task
 
@@ -81,10 +82,18 @@ class Sharings(unittest.TestCase):
         together = preempt.processes(preempt.SHARINGS["gpreempt"].together, [RT, BE, BE2])
         self.assertEqual(together, {"latency": [RT], "batch": [BE, BE2]})
         self.assertEqual(preempt.worker("gpreempt", "class", [BE, BE2]), (["many", "be=be=low", "be2=be2=low"], "batch"))
-        mode = preempt.mode("gpreempt", Path("."))
+        mode = peers.mode("gpreempt", Path("."))
         self.assertEqual((type(mode), mode.policy), (common.Gpumux, "fixed"))
         self.assertTrue(self.told("gpreempt")["latency"]["tasks"]["rt"]["hint"])  # type: ignore[index]
         self.assertFalse(self.told("gpreempt-unhinted")["latency"]["tasks"]["rt"]["hint"])  # type: ignore[index]
+
+    def test_driver_programs_have_gpreempts_two_contexts_in_one_process(self) -> None:
+        arguments, klass = preempt.driver_worker("gpreempt", "all", [RT, BE], 0.005)
+        self.assertEqual(arguments[:3] + [klass], ["tasks", "rt=50x20=high", "be=50x20=low", "latency"])
+        self.assertIn("--two-contexts", arguments)
+        self.assertNotIn("--two-contexts", preempt.driver_worker("gpumux", "task", [RT], 0.005)[0])
+        told = preempt.orders(preempt.SHARINGS["gpumux"], [RT, BE], False, 1.0, 0.0, driver=True)
+        self.assertEqual([*told["rt"]["tasks"]], ["rt"])
 
     def test_streams_and_green_contexts_are_one_process(self) -> None:
         self.assertEqual(preempt.worker("streams", "all", [RT, BE])[0], ["many", "rt=rt=high", "be=be=low"])
@@ -105,16 +114,16 @@ class Sharings(unittest.TestCase):
 
     def test_mps_settings_are_of_batch_clients(self) -> None:
         for stage, variable in {"mps-priority": "CUDA_MPS_CLIENT_PRIORITY=1", "mps-50": "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=50"}.items():
-            mode = preempt.mode(stage, Path("."))
+            mode = peers.mode(stage, Path("."))
             self.assertEqual(mode.command(["x"], "be", "batch"), ["env", variable, "x"])
             self.assertEqual(mode.command(["x"], "rt", "latency"), ["x"])
 
     def test_peers_that_cannot_run_say_why(self) -> None:
         with mock.patch.dict("os.environ", {"XSCHED": "/nowhere"}), self.assertRaisesRegex(common.BenchError, "build XSched"):
-            preempt.mode("xsched", Path(".")).__enter__()
+            peers.mode("xsched", Path(".")).__enter__()
         refused = mock.Mock(returncode=4, stdout="Insufficient Permissions", stderr="")
         with mock.patch("subprocess.run", return_value=refused), self.assertRaisesRegex(common.BenchError, "Insufficient Permissions"):
-            preempt.mode("slices-long", Path(".")).__enter__()
+            peers.mode("slices-long", Path(".")).__enter__()
 
 
 class Cells(unittest.TestCase):

@@ -116,14 +116,14 @@ class Driver(unittest.TestCase):
         return data["rows"]
 
     def test_every_round_has_all_modes_and_begins_with_another(self) -> None:
-        self.assertTrue(rounds.run(self.plan(), self.results(), 60))
+        self.assertEqual(rounds.run(self.plan(), self.results(), 60), 0)
         per_case = rounds.LEAST * len(MODES)
         self.assertEqual(len(self.calls), 2 * per_case)
         self.assertEqual([mode for _, mode, _ in self.calls[:4]], ["alone", "gpumux", "gpumux", "alone"])
         self.assertEqual([(row["case"], row["mode"]) for row in self.rows()], [(case, mode) for case in "ab" for mode in MODES])
 
     def test_a_call_goes_on_where_another_ended(self) -> None:
-        self.assertFalse(rounds.run(self.plan(), self.results(), 0.0))
+        self.assertEqual(rounds.run(self.plan(), self.results(), 0.0), rounds.UNFINISHED)
         self.assertEqual(self.calls, [])
 
         def dies(case: str, mode: str, number: int) -> dict[str, object]:
@@ -135,7 +135,7 @@ class Driver(unittest.TestCase):
             rounds.run(self.plan(dies), self.results(), 60)
         self.assertEqual(self.rows()[0]["samples"], 300)
         self.calls.clear()
-        self.assertTrue(rounds.run(self.plan(), self.results(), 60))
+        self.assertEqual(rounds.run(self.plan(), self.results(), 60), 0)
         self.assertEqual(self.calls[0][2], 3)
         self.assertEqual(self.rows()[0]["samples"], 100 * rounds.LEAST)
 
@@ -154,6 +154,17 @@ class Driver(unittest.TestCase):
             rounds.run(self.plan(fails), self.results(), 60)
         self.assertEqual(self.rows()[0]["samples"], 200)
         self.assertIn("2 rounds rejected: a 2: incomplete", json.loads(self.results().path.read_text())["host"])
+
+    def test_modes_that_cannot_run_are_left_out_and_named(self) -> None:
+        def have(case: str, mode: str) -> None:
+            if mode == "gpumux":
+                raise common.BenchError("no\nGPU")
+
+        modes, notes = list(MODES), list[str]()
+        rounds.prepare("a", modes, have, notes)
+        self.assertEqual((modes, notes), (["alone"], ["gpumux could not run a: no GPU."]))
+        self.assertEqual(rounds.run(rounds.Plan(["a"], modes, self.measure), self.results(), 60, notes=notes), 1)
+        self.assertEqual(json.loads(self.results().path.read_text())["note"], "gpumux could not run a: no GPU.")
 
     def test_alone_is_in_every_round(self) -> None:
         with self.assertRaisesRegex(common.BenchError, "alone"):

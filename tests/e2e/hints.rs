@@ -2,8 +2,9 @@
 
 use std::time::Duration;
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for};
-use serde_json::Value;
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
+use rustix::time::{ClockId, clock_gettime};
+use serde_json::{Value, json};
 
 use crate::memory::python;
 
@@ -30,6 +31,43 @@ fn work_meets_the_device_held_for_it() {
     let _batch = batch(&node);
     let _serve = Process::start(&mut node.tenant("--class latency --name serve", HINTING));
     node.wait_tenant("serve", |tenant| hints(tenant, "useful") >= 20);
+}
+
+/// GPreempt's arrangement: one process with two contexts, latency work in the one with 1 s, all batch work in the other
+/// with 1 µs. With a context for each batch task neither would ever end a request.
+#[test]
+fn two_contexts_by_priority_batch_streams_progress() {
+    let node = Node::with(Options {
+        daemon: ["--policy", "fixed"].map(str::to_owned).into(),
+        ..Options::default()
+    });
+    let program = "gpumux workload tasks --two-contexts --us-per-iteration 0.0046 \
+                   rt=5x20=high be1=4x1000=low be2=4x1000=low";
+    let mut tasks = Process::start(&mut node.tenant("--class latency --name both", program));
+    tasks.wait_lines(1);
+    node.wait_tenant("both", |tenant| {
+        let domains = tenant["domains"].as_array().expect("a list");
+        let slices: Vec<_> = domains.iter().map(|it| &it["timeslice_us"]).collect();
+        slices == [1_000_000, 1]
+    });
+    let start = clock_gettime(ClockId::Monotonic).tv_sec as f64 + 1.0;
+    let each = |count: u32, hint: bool| {
+        let arrivals: Vec<_> = (0..count).map(|n| f64::from(n) * 0.05).collect();
+        json!({"arrivals": arrivals, "prepare_us": 200, "hint": hint})
+    };
+    let order = json!({
+        "start": start,
+        "stop": start + 2.0,
+        "tasks": {"rt": each(30, true), "be1": each(30, false), "be2": each(30, false)},
+    });
+    tasks.write(&format!("{order}\n"));
+    tasks.wait_lines(2);
+    let out = tasks.finish().ok().out;
+    let answer: Value = serde_json::from_str(out.lines().nth(1).expect("two lines")).unwrap();
+    for task in ["rt", "be1", "be2"] {
+        let served = answer["tasks"][task]["latencies_ms"].as_array();
+        assert!(served.is_some_and(|it| !it.is_empty()), "{task}: {answer}");
+    }
 }
 
 /// Work that is 40 ms away: the device is not held so long.

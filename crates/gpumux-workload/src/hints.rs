@@ -158,6 +158,14 @@ fn in_child(hint: impl Fn() -> c_int) -> anyhow::Result<c_int> {
     Ok(libc::WEXITSTATUS(status))
 }
 
+/// Says to the preloaded library, if there is one, that work comes in so many seconds.
+pub(crate) fn say(device: c_int, ahead: f64) {
+    if let Some(hint) = function() {
+        // SAFETY: the library's documented signature. Any answer is fine: it is a hint.
+        unsafe { hint(device, (ahead * 1e6) as c_uint) };
+    }
+}
+
 /// The function of the preloaded library.
 fn function() -> Option<Function> {
     // SAFETY: null is `None`; else it is the library's function with its documented signature.

@@ -73,9 +73,18 @@ impl Gpu {
     pub fn open(ordinal: u32) -> anyhow::Result<Self> {
         let device = Device::get(ordinal).with_context(|| format!("device {ordinal}"))?;
         let context = Context::primary(device).context("cannot create a context")?;
-        let module = Module::from_ptx(&context, PTX).context("cannot load the kernels")?;
+        Self::on(&context)
+    }
+
+    /// The same in a context that is current: a stream of its own, and the kernels.
+    ///
+    /// # Errors
+    /// The driver's, with the step that failed.
+    pub fn on(context: &Context) -> anyhow::Result<Self> {
+        let device = context.device();
+        let module = Module::from_ptx(context, PTX).context("cannot load the kernels")?;
         Ok(Self {
-            stream: Stream::new(&context)?,
+            stream: Stream::new(context)?,
             name: device.name()?,
             multiprocessors: device.multiprocessors()?,
             spin: module.function("gpumux_spin")?,
@@ -85,8 +94,8 @@ impl Gpu {
             rounds: module.function("gpumux_rounds_u32")?,
             sum: module.function("gpumux_sum_u32")?,
             trap: module.function("gpumux_trap")?,
-            scratch: DeviceBuffer::new(&context, 256)?,
-            context,
+            scratch: DeviceBuffer::new(context, 256)?,
+            context: context.clone(),
         })
     }
 

@@ -25,9 +25,11 @@ mod hints;
 mod loops;
 mod memory;
 mod probes;
+mod tasks;
 
 pub use gate::Gate;
 pub use report::Report;
+pub use tasks::Task;
 
 /// The workloads' command line.
 #[derive(Clone, Debug, clap::Args)]
@@ -69,6 +71,8 @@ pub enum Command {
     Fault(Fault),
     /// Hints that no work follows: from many threads, during captures, after forks; counts those that took the device
     Hints(Hints),
+    /// Several tasks in one process, in one context or in two, that take orders on standard input and answer each
+    Tasks(Tasks),
 }
 
 /// What all workloads have in common.
@@ -299,6 +303,23 @@ pub struct Hints {
     pub threads: u32,
 }
 
+/// `tasks`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Tasks {
+    /// The tasks: name, kernels in a request, µs of a kernel alone, and whether it is latency-critical
+    #[arg(required = true, value_name = "NAME=KERNELSxUS=high|low")]
+    pub tasks: Vec<Task>,
+    /// Ordinal of the CUDA device
+    #[arg(long, default_value_t = 0)]
+    pub device: u32,
+    /// Two contexts, as GPreempt has: high tasks are streams of the first, low ones of the second
+    #[arg(long)]
+    pub two_contexts: bool,
+    /// What one more iteration of a kernel takes, instead of a measurement at the start: the same for several processes
+    #[arg(long, value_name = "US")]
+    pub us_per_iteration: Option<f64>,
+}
+
 /// Runs a workload and prints what it found.
 ///
 /// # Errors
@@ -306,6 +327,10 @@ pub struct Hints {
 pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
     use std::io::Write as _;
 
+    if let Command::Tasks(args) = &args.command {
+        tasks::tasks(args)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     let report = run(&args.command)?;
     let mut out = std::io::stdout().lock();
     if args.json {
@@ -341,6 +366,7 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Idle(args) => probes::idle(args, &stop),
         Command::Fault(args) => probes::fault(args, &stop),
         Command::Hints(args) => hints::probe(args, &stop),
+        Command::Tasks(_) => anyhow::bail!("tasks report by their answers"),
     }
 }
 

@@ -69,6 +69,11 @@ fn calibrate(gpu: &Gpu, shape: Shape) -> Result<f64> {
     Ok(per_iteration(short, long, iterations))
 }
 
+/// What one more iteration of a task's kernels takes, in µs.
+pub(crate) fn us_per_iteration(gpu: &Gpu) -> Result<f64> {
+    calibrate(gpu, gpu.shape(1, 256))
+}
+
 /// The slope between a kernel of `iterations` and one of four times as many. Where others share the device, either may
 /// have waited for them; but the launch is never more than half of the long one.
 fn per_iteration(short: f64, long: f64, iterations: u32) -> f64 {

@@ -1,0 +1,207 @@
+"""Ways of sharing a GPU: what puts each mode of the benchmarks into force.
+
+| mode | |
+|---|---|
+| `alone`, `time-slicing` | the driver's default; alone, other programs are idle |
+| `slices-short`, `slices-long` | the driver's short and long timeslices (`nvidia-smi compute-policy`: needs root, changes a setting of the GPU and sets it back; never a default) |
+| `mps` | all in one MPS server |
+| `mps-priority` | the same, batch programs with the lower client priority |
+| `mps-30`, `mps-50`, `mps-70` | the same, and batch programs may use that part of the SMs |
+| `streams`, `green` | one process, which makes streams with priorities, or green contexts, itself |
+| `fixed` | fixed timeslices, a context per program: 1 s and 1 µs. Several batch programs livelock; not what GPreempt does |
+| `gpreempt` | the same timeslices for two contexts by priority |
+| `xsched` | XSched in XSCHED (a folder with its `lib` and `bin`), by the priorities of its own policy |
+| `gpumux` | a daemon with its defaults |
+| `no-hints`, `objective` | the same with hints off, and with `--latency-objective 100` (ms) for latency programs, so that batch programs have longer timeslices |
+| `space` | the same, with the batch programs in one group |
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import common
+from common import BenchError, Crew, Gpumux, Mode, Mps
+
+
+class Fixed(Gpumux):
+    """Fixed timeslices by class, a context per program, while programs are measured; else the driver's, as they would not even start."""
+
+    def __init__(self, name: str, logs: Path) -> None:
+        super().__init__(name, logs, policy="fixed")
+        self.classes: dict[str, str] = {}
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
+        self.classes[name] = klass or "standard"
+        return super().command(command, name, "latency", promise)
+
+    def _set(self, name: str, klass: str) -> None:
+        command = [self.binary, "set", self.tenants[name], "--class", klass]
+        try:
+            subprocess.run(command, env=os.environ | self.environment(), check=True, timeout=20, stdout=subprocess.DEVNULL)
+        except subprocess.SubprocessError as error:
+            raise BenchError(f"{name} does not become {klass}: {error}") from error
+
+    def before(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, self.classes[name])
+
+    def after(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._set(name, "latency")
+
+
+class MpsWith(Mps):
+    """One MPS server whose batch clients have further variables."""
+
+    def __init__(self, name: str, logs: Path, **batch: str) -> None:
+        super().__init__(name, logs)
+        self.batch = batch
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
+        return [*(["env", *(f"{k}={v}" for k, v in self.batch.items())] if klass == "batch" else []), *command]
+
+
+class DriverSlices(Mode):
+    """Time slicing with another of the driver's timeslices, on the first GPU, and the default again at the end."""
+
+    def __init__(self, name: str, logs: Path, slices: int) -> None:
+        super().__init__(name, logs)
+        self.slices = slices
+
+    def _set(self, slices: int) -> subprocess.CompletedProcess[str]:
+        command = ["nvidia-smi", "compute-policy", "-i", "0", f"--set-timeslice={slices}"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=30)
+
+    def __enter__(self) -> Mode:
+        done = self._set(self.slices)
+        if done.returncode:
+            raise BenchError(f"nvidia-smi compute-policy --set-timeslice={self.slices}: {(done.stdout + done.stderr).strip()}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._set(0).returncode:
+            common.say("error: the driver's default timeslice is not set back")
+
+
+class XSched(Mode):
+    """Programs under XSched's library and its server, with its policy of highest priority first."""
+
+    def __enter__(self) -> Mode:
+        self.root = Path(os.environ.get("XSCHED", "/nowhere"))
+        server = self.root / "bin" / "xserver"
+        if not server.exists():
+            raise BenchError(f"no {server}: build XSched and set XSCHED to its output folder (bench/README.md)")
+        with open(self.logs / "xserver.log", "w") as log:
+            self.server = subprocess.Popen([str(server), "HPF", "50000"], stdout=log, stderr=log, start_new_session=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        common.end(self.server)
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
+        settings = {
+            "XSCHED_SCHEDULER": "GLB",
+            "XSCHED_AUTO_XQUEUE": "ON",
+            "XSCHED_AUTO_XQUEUE_PRIORITY": "1" if klass == "latency" else "0",
+            "XSCHED_AUTO_XQUEUE_LEVEL": os.environ.get("XSCHED_LEVEL", "1"),
+            "XSCHED_CUDA_LV3_IMPL": "TSG",
+            "XSCHED_AUTO_XQUEUE_THRESHOLD": "4" if klass == "batch" else "16",
+            "XSCHED_AUTO_XQUEUE_BATCH_SIZE": "2" if klass == "batch" else "8",
+            "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(self.root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")])),
+        }
+        return ["env", *(f"{k}={v}" for k, v in settings.items()), *command]
+
+
+class Space(Gpumux):
+    """gpumux with the jobs in one group."""
+
+    GROUP = ("--trust", "bench", "--sharing", "space")
+
+    def command(
+        self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
+    ) -> list[str]:
+        group = self.GROUP if klass == "batch" else ()
+        return super().command(command, name, klass, [*group, *promise])
+
+    def check(self, names: Sequence[str]) -> None:
+        super().check(names)
+        deadline = time.monotonic() + 10
+        while True:
+            own = {self.tenants[name]: name for name in names}
+            found = [tenant for tenant in self.tenants_now() if tenant["name"] in own]
+            wrong = [
+                f"{tenant['name']}: {tenant['placement']}, group {domain.get('group')}"
+                for tenant in found
+                for domain in tenant["domains"]
+                if (tenant["class"] == "batch") != (domain.get("group") is not None)
+            ]
+            if not wrong:
+                return
+            if time.monotonic() > deadline:
+                raise BenchError(f"not shared as it should be: {'; '.join(wrong)}")
+            time.sleep(0.2)
+
+    def __exit__(self, *_: object) -> None:
+        # What the groups' servers said, for whoever wants to know why something failed.
+        for log in sorted(self.folder.glob("groups/*/log/*")):
+            shutil.copy(log, self.logs / f"{self.name}-{log.name}")
+        super().__exit__(*_)
+
+
+class GpumuxWith(Gpumux):
+    """A gpumux daemon whose latency programs have further flags."""
+
+    def __init__(self, name: str, logs: Path, *flags: str) -> None:
+        super().__init__(name, logs)
+        self.flags = flags
+
+    def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
+        return super().command(command, name, klass, [*(self.flags if klass == "latency" else ()), *promise])
+
+
+def mode(stage: str, logs: Path) -> Mode:
+    """What puts a stage into force."""
+    match stage:
+        case "fixed":
+            return Fixed(stage, logs)
+        case "gpreempt":
+            # Two contexts: the policy of fixed timeslices is then what GPreempt sets.
+            return Gpumux(stage, logs, policy="fixed")
+        case "no-hints":
+            return GpumuxWith(stage, logs, "--hints", "off")
+        case "objective":
+            return GpumuxWith(stage, logs, "--latency-objective", "100")
+        case "space":
+            return Space(stage, logs)
+        case "mps-priority":
+            return MpsWith(stage, logs, CUDA_MPS_CLIENT_PRIORITY="1")
+        case "mps-30" | "mps-50" | "mps-70":
+            return MpsWith(stage, logs, CUDA_MPS_ACTIVE_THREAD_PERCENTAGE=stage.removeprefix("mps-"))
+        case "slices-short" | "slices-long":
+            return DriverSlices(stage, logs, 1 if stage == "slices-short" else 3)
+        case "xsched":
+            return XSched(stage, logs)
+        case "streams" | "green":
+            return Mode(stage, logs)
+    return common.mode(stage, logs)
+
+
+def crews(
+    stack: ExitStack, stages: Iterable[str], logs: Path, program: Sequence[str] = common.TORCH
+) -> tuple[dict[str, Crew], list[str]]:
+    """The crews of all stages that can run here, and what is to be said of the others."""
+    found, notes = dict[str, Crew](), list[str]()
+    for stage in dict.fromkeys(stages):
+        try:
+            found[stage] = stack.enter_context(Crew(stack.enter_context(mode(stage, logs)), program))
+        except BenchError as error:
+            notes.append(f"{stage} could not run: {' '.join(str(error).split())[:300]}.")
+            common.say(f"error: {notes[-1]}")
+    return found, notes
