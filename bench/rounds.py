@@ -41,7 +41,7 @@ Round = dict[str, Any]
 
 
 def cell(latencies_ms: Iterable[float] = (), **rates: float) -> dict[str, Any]:
-    """What one mode gave in one round: latencies of all requests, and rates by name (`batch_rate`)."""
+    """What one mode gave in one round: latencies of all requests, and rates by name (`batch_rate`). `more_ms` may hold further times by name."""
     return {"latencies_ms": [float(f"{it:.5g}") for it in latencies_ms], "rates": {k: float(f"{v:.6g}") for k, v in rates.items()}}
 
 
@@ -91,16 +91,20 @@ def interval(statistic: Callable[[Sequence[int]], float], rounds: int) -> list[f
 def statistics_of(cells: Sequence[dict[str, Any]], alone: Sequence[dict[str, Any]]) -> dict[str, Callable[[Sequence[int]], float]]:
     """The values of a row, as functions of how often each round is taken; `_rel` ones are relative to alone in the same rounds."""
     found: dict[str, Callable[[Sequence[int]], float]] = {}
-    if all(it["latencies_ms"] for it in cells):
-        pool, base = (Pool([it["latencies_ms"] for it in side]) for side in (cells, alone))
+    times_of = lambda it: {"latency": it["latencies_ms"], **it.get("more_ms", {})}  # noqa: E731
+    for kind in times_of(cells[0]):
+        mine, theirs = ([times_of(it).get(kind) for it in side] for side in (cells, alone))
+        if not all(mine) or not all(theirs):
+            continue
+        pool, base = Pool(mine), Pool(theirs)
         for name, q in QUANTILES.items():
             if min(sum(pool.counts), sum(base.counts)) * (1 - q) >= BEYOND:
-                found[f"latency_{name}_ms"] = lambda times, q=q: pool.quantile(times, q)
+                found[f"{kind}_{name}_ms"] = lambda times, q=q, pool=pool: pool.quantile(times, q)
                 if cells is not alone:
-                    found[f"latency_{name}_rel"] = lambda times, q=q: pool.quantile(times, q) / base.quantile(times, q)
-        found["latency_mean_ms"] = pool.mean
+                    found[f"{kind}_{name}_rel"] = lambda times, q=q, pool=pool, base=base: pool.quantile(times, q) / base.quantile(times, q)
+        found[f"{kind}_mean_ms"] = pool.mean
         if cells is not alone:
-            found["latency_mean_rel"] = lambda times: pool.mean(times) / base.mean(times)
+            found[f"{kind}_mean_rel"] = lambda times, pool=pool, base=base: pool.mean(times) / base.mean(times)
     for name in dict.fromkeys(name for it in cells for name in it["rates"]):
         mine = [it["rates"].get(name, 0.0) for it in cells]
         found[name] = lambda times, mine=mine: sum(map(lambda it, n: it * n, mine, times)) / sum(times)

@@ -1,0 +1,190 @@
+"""A language-model server under a production trace, alone and beside other work, in rounds (rounds.py), by mode of sharing (peers.py).
+
+The engine is vLLM with random weights of Llama-3-8B's shape (`--config`: a folder with another config.json); requests come as in a recorded trace
+(`--trace`: a CSV with TIMESTAMP,ContextTokens,GeneratedTokens, such as the Azure LLM inference traces of 2023, CC-BY 4.0, which this
+repository does not hold). A round plays the next part of the trace; `@N` plays it N times as fast.
+
+Cases are a load and what is beside it: `1x`, `2x`, `4x`; `1x+train` (ResNet-152 training), `1x+engine` (a second engine with the same load), `1x+batch` (ResNet-50
+requests back to back).
+
+Values: `latency_*` is the time to the first token (TTFT); `tpot_*` the time of each further token of a request; `tokens_per_s`, `requests_per_s`;
+`goodput_per_s` and `attainment` of the requests that met TTFT_MS and TPOT_MS, among all that came (an unfinished one did not); `batch_rate` of what is
+beside; `gpu_busy` and `memory_gib` as nvidia-smi sees them (the vision paper's Fig. 1b).
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import csv
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import peers
+import rounds
+from colocation import STEPS, rate
+from common import BenchError, Crew, Results
+
+ENGINE = (sys.executable, str(common.BENCH / "serve_worker.py"))
+# What a user of an interactive service accepts, fixed before anything is measured.
+TTFT_MS, TPOT_MS = 1000.0, 50.0
+BESIDE = {"train": (["train", "--batch", "32"], STEPS), "batch": (["serve"], {"op": "repeat", "kind": "eager"})}
+CASES = [f"{load}x{beside}" for beside in ("", "+train", "+engine", "+batch") for load in (1, 2, 4)]
+MODES = ["alone", "time-slicing", "mps", "mps-priority", "mps-50", "gpumux", "no-hints", "objective"]
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+CONTEXT = 8192
+
+
+class Request(NamedTuple):
+    """One line of a trace: when it came (in seconds from the first), tokens given, tokens made."""
+
+    at: float
+    prompt: int
+    output: int
+
+
+def trace(lines: Iterator[dict[str, str]]) -> list[Request]:
+    """Reads a trace; what is longer than the context is cut to it."""
+    found, first = [], None
+    for line in lines:
+        # Seven digits of a second's fraction are one too many for Python.
+        at = datetime.datetime.fromisoformat(line["TIMESTAMP"][:26])
+        first = first or at
+        output = max(1, min(int(line["GeneratedTokens"]), CONTEXT // 2))
+        found.append(Request((at - first).total_seconds(), max(1, min(int(line["ContextTokens"]), CONTEXT - output)), output))
+    return found
+
+
+def part(requests: Sequence[Request], speed: float, begin: float, seconds: float) -> list[Request]:
+    """The requests of so many seconds from `begin`, at this speed; the trace begins anew at its end."""
+    length = requests[-1].at + 1.0
+    found, lap = [], int(begin * speed // length)
+    while lap * length < (begin + seconds) * speed:
+        low = bisect.bisect_left(requests, begin * speed - lap * length, key=lambda it: it.at)
+        for one in requests[low:]:
+            at = (one.at + lap * length) / speed - begin
+            if at >= seconds:
+                break
+            found.append(one._replace(at=at))
+        lap += 1
+    return found
+
+
+def cell(came: Sequence[Request], answer: dict[str, Any], seconds: float, **others: float) -> dict[str, Any]:
+    """What one round gave: `first_s` and `last_s` of each request, or none, relative to its start, and how many `tokens` it had made."""
+    ttft, tpot, good, done, tokens = [], [], 0, 0, 0
+    for one, first, last, made in zip(came, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
+        tokens += made
+        if first is None:
+            continue
+        ttft.append((first - one.at) * 1e3)
+        if made > 1:
+            tpot.append((last - first) / (made - 1) * 1e3)
+        if made >= one.output:
+            done += 1
+            good += ttft[-1] <= TTFT_MS and (made == 1 or tpot[-1] <= TPOT_MS)
+    rates = {"tokens_per_s": tokens / seconds, "requests_per_s": done / seconds, "goodput_per_s": good / seconds}
+    made = rounds.cell(ttft, **rates, attainment=good / max(1, len(came)), **others)
+    return made | {"more_ms": {"tpot": rounds.cell(tpot)["latencies_ms"]}}
+
+
+@contextlib.contextmanager
+def utilization() -> Iterator[dict[str, float]]:
+    """Fills in what nvidia-smi sees of the first GPU until the block ends; nothing, where there is none."""
+    found: dict[str, float] = {}
+    command = ["nvidia-smi", "-i", "0", "--query-gpu=utilization.gpu,memory.used", "--format=csv,noheader,nounits", "-lms", "200"]
+    with tempfile.TemporaryFile("w+") as out:
+        try:
+            watching = subprocess.Popen(command, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
+        except OSError:
+            yield found
+            return
+        try:
+            yield found
+        finally:
+            common.end(watching, 2.0)
+        out.seek(0)
+        seen = [tuple(map(float, line.split(","))) for line in out if line.count(",") == 1]
+        if seen:
+            found |= {"gpu_busy": sum(it[0] for it in seen) / len(seen) / 100, "memory_gib": sum(it[1] for it in seen) / len(seen) / 1024}
+
+
+def main() -> int:
+    """Runs all rounds that were asked for, or as many as the budget allows."""
+    parser = common.parser(
+        "A language-model server under a production trace, alone and beside other work, by mode of sharing.",
+        "  GPUMUX=target/release/gpumux python3 bench/serve.py --trace conv.csv --cases 1x,1x+train --budget 500\n"
+        "The exit code is 75 when the budget was spent: the same command goes on.",
+    )
+    rounds.arguments(parser, seconds=20.0)
+    parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens")
+    parser.add_argument("--config", type=Path, help="folder with the model's config.json [Llama-3-8B's shape]")
+    parser.add_argument("--memory", type=float, default=0.35, help="part of the GPU's memory for each engine [%(default)s]")
+    parser.add_argument("--cases", type=common.listed(CASES), default=["1x", "1x+train"])
+    parser.add_argument("--modes", type=common.listed(MODES), default=["alone", "time-slicing", "gpumux"])
+    options = parser.parse_args()
+    logs = common.begin(options)
+    with open(options.trace, newline="") as file:
+        requests = trace(csv.DictReader(file))
+    if not requests:
+        raise BenchError(f"{options.trace} has no requests")
+    config = options.config or logs / "model"
+    if not options.config:
+        config.mkdir(exist_ok=True)
+        (config / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    engine = ([str(config), "--memory", str(options.memory), "--context", str(CONTEXT)], "latency")
+    results = Results(f"serve-{options.trace.stem}", options.out, CASES, MODES)
+    with ExitStack() as stack:
+        stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
+        engines, notes = peers.crews(stack, stages.values(), logs, ENGINE)
+        # What is beside an engine is a program of PyTorch's in the same mode.
+        besides = {stage: stack.enter_context(Crew(crew.mode)) for stage, crew in engines.items()}
+        modes = [name for name, stage in stages.items() if stage in engines]
+
+        def have(case: str, mode: str) -> str:
+            beside = case.partition("+")[2]
+            engines[stages[mode]].have({"engine": engine} | ({"second": engine} if beside == "engine" else {}))
+            besides[stages[mode]].have({beside: (BESIDE[beside][0], "batch")} if beside in BESIDE else {})
+            return beside
+
+        def measure(case: str, mode: str, number: int) -> dict[str, Any]:
+            beside, stage, seconds = have(case, mode), stages[mode], options.seconds
+            came = part(requests, float(case.partition("x")[0]), number * seconds, seconds)
+            replay = {"op": "replay", "requests": came}
+            orders = {"engine": replay} | ({"second": replay} if beside == "engine" and mode != "alone" else {})
+            batch = {beside: BESIDE[beside][1]} if beside in BESIDE else {}
+            with utilization() as used:
+                if mode == "alone" or not batch:
+                    answers = engines[stage].measure(seconds, orders)
+                else:
+                    answers = together(engines[stage], orders, besides[stage], batch, seconds)
+            others = dict(used)
+            if batch:
+                others["batch_rate"] = rate((besides[stage].measure(seconds / 4, batch) if mode == "alone" else answers)[beside])
+            return cell(came, answers["engine"], seconds, **others)
+
+        plan = rounds.Plan(options.cases, modes, measure, lambda case: rounds.prepare(case, modes, have, notes))
+        return rounds.run(plan, results, options.budget, options.rounds, notes)
+
+
+def together(engines: Crew, orders: dict[str, Any], besides: Crew, batch: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Measures two crews of one mode over the same stretch of time."""
+    both = Crew(engines.mode)
+    both.workers = engines.workers | besides.workers
+    return both.measure(seconds, orders | batch)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A vLLM engine under measurement by `serve.py`: takes requests of given lengths at given times, as torch_worker.py takes orders.
+
+An engine is anything with `add(name, prompt, output)`, `step()` (which gives the name and number of tokens so far of requests that moved), `busy()`
+and `drop(names)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+
+class Vllm:
+    """The real one, in this process, with random weights."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        import vllm
+
+        self.vllm = vllm
+        self.engine = vllm.LLM(
+            options.model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            gpu_memory_utilization=options.memory,
+            max_model_len=options.context,
+            enforce_eager=options.eager,
+        ).llm_engine
+
+    def add(self, name: str, prompt: int, output: int) -> None:
+        """A request of so many tokens, which makes exactly so many."""
+        sampling = self.vllm.SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False, temperature=0.0)
+        # Prompts differ, so that no cache of prefixes serves them.
+        ids = [(sum(name.encode()) * 31 + at * 7) % 30_000 + 10 for at in range(prompt)]
+        self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+
+    def step(self) -> list[tuple[str, int]]:
+        """One step of the batch."""
+        return [(it.request_id, len(it.outputs[0].token_ids)) for it in self.engine.step()]
+
+    def busy(self) -> bool:
+        """Whether requests are unfinished."""
+        return self.engine.has_unfinished_requests()
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Forgets requests."""
+        self.engine.abort_request(list(names))
+
+
+def replay(engine: Any, order: dict[str, Any], now: Callable[[], float], sleep: Callable[[float], None], turn: int = 0) -> dict[str, Any]:
+    """Requests at their times from `start` until `stop`: when each had its first and its last token, and how many it had."""
+    start, stop, requests = order["start"], order["stop"], order["requests"]
+    first: list[float | None] = [None] * len(requests)
+    last, tokens = list(first), [0] * len(requests)
+    names, coming = dict[str, int](), 0
+    while (moment := now()) < stop:
+        while coming < len(requests) and start + requests[coming][0] <= moment:
+            name = f"{turn}-{coming}"
+            names[name] = coming
+            engine.add(name, requests[coming][1], requests[coming][2])
+            coming += 1
+        if not engine.busy():
+            due = start + requests[coming][0] if coming < len(requests) else stop
+            sleep(min(due, stop) - moment)
+            continue
+        moved = engine.step()
+        at = now() - start
+        for name, made in moved:
+            if name in names and made > tokens[names[name]]:
+                which = names[name]
+                first[which] = at if first[which] is None else first[which]
+                last[which], tokens[which] = at, made
+    engine.drop(name for name, which in names.items() if tokens[which] < requests[which][2])
+    return {"first_s": first, "last_s": last, "tokens": tokens}
+
+
+def main() -> None:
+    """Makes the engine, says so, and takes orders until the standard input closes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", help="folder with a config.json")
+    parser.add_argument("--memory", type=float, default=0.35)
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    options = parser.parse_args()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def answer(**values: Any) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    try:
+        engine = Vllm(options)
+        begin = time.monotonic()
+        warm = {"start": begin, "stop": begin + 10.0, "requests": [[0.0, 512, 32], [0.1, 64, 64]]}
+        replay(engine, warm, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn=-1)
+    except Exception as error:
+        traceback.print_exc()
+        answer(error=f"cannot prepare: {error}")
+        sys.exit(1)
+    answer(ready=True)
+    for turn, line in enumerate(sys.stdin):
+        order = json.loads(line)
+        try:
+            answer(**replay(engine, order, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn))
+        except Exception as error:
+            traceback.print_exc()
+            answer(error=str(error))
+
+
+if __name__ == "__main__":
+    main()
