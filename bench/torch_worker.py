@@ -44,7 +44,7 @@ def spend(until: float) -> None:
 class Server:
     """One request: copy the input in, compute, copy the output out, wait for it."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace, stream: Any = None) -> None:
         model = models.build(options.model)
         self.forward = model.forward
         example = torch.cat([model.example] * options.images)
@@ -62,7 +62,8 @@ class Server:
             self.host_out = torch.empty(output.shape, dtype=output.dtype).pin_memory()
             if model.graph:
                 self.graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graph):
+                # A graph's kernels have the priority and the context of the stream on which they were captured.
+                with torch.cuda.graph(self.graph, stream=stream):
                     self.graph_output = self.forward(self.input)
             for kind in ("graph", "eager"):
                 for _ in range(WARM_UPS):
@@ -145,9 +146,9 @@ class Many:
         self.servers: dict[str, tuple[Server, Any]] = {}
         for task in options.tasks:
             name, model, priority = task.split("=")
-            server = Server(argparse.Namespace(model=model, images=1, pageable=False))
             stream = green[priority].Stream() if green else torch.cuda.Stream(priority=highest if priority == "high" else lowest)
-            self.servers[name] = server, stream
+            with torch.cuda.stream(stream):
+                self.servers[name] = Server(argparse.Namespace(model=model, images=1, pageable=False), stream), stream
 
     @staticmethod
     def halves(part: float) -> dict[str, Any]:
