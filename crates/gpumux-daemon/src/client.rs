@@ -1,6 +1,6 @@
 //! Asking the daemon.
 
-use std::{collections::BTreeSet, io, path::PathBuf, time::Duration};
+use std::{io, path::PathBuf, time::Duration};
 
 use gpumux_core::TenantSpec;
 use http_body_util::{BodyExt, Full, Limited};
@@ -11,8 +11,8 @@ use tokio::net::UnixStream;
 
 use crate::{
     api::types::{
-        Created, Device, DeviceMemory, Explanation, Hinted, NewCurve, NewHint, Problem, Program,
-        SpecChange, Status, Tenant,
+        Created, Device, DeviceMemory, Explanation, Hinted, NewCurve, NewHint, NewTenant, Problem,
+        Program, SpecChange, Status, Tenant,
     },
     paths,
 };
@@ -154,26 +154,11 @@ impl Client {
         String::from_utf8(bytes.into()).map_err(|error| self.protocol(error))
     }
 
-    /// The fields of a tenant's promise that the daemon knows, as its own description of the API says.
-    ///
-    /// # Errors
-    /// See [`ClientError`].
-    pub async fn spec_fields(&self) -> Result<BTreeSet<String>, ClientError> {
-        let document: serde_json::Value =
-            self.ask(Method::GET, "/openapi.json", None::<&()>).await?;
-        let fields = document.pointer("/components/schemas/Spec/properties");
-        fields
-            .and_then(serde_json::Value::as_object)
-            .map(|fields| fields.keys().cloned().collect())
-            .ok_or_else(|| self.protocol("its description has no tenant's promise"))
-    }
-
     /// Makes a tenant that lives as long as this process, or the one it execs.
-    /// What is given is a [`NewTenant`](crate::api::types::NewTenant), or looks like one of a newer daemon.
     ///
     /// # Errors
     /// See [`ClientError`].
-    pub async fn create(&self, new: &impl Serialize) -> Result<Created, ClientError> {
+    pub async fn create(&self, new: &NewTenant) -> Result<Created, ClientError> {
         self.ask(Method::POST, "/v1/tenants", Some(new)).await
     }
 

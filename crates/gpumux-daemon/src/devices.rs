@@ -12,6 +12,8 @@ use nvml_wrapper::{Device, Nvml, error::NvmlError};
 use nvml_wrapper_sys::bindings::NvmlLib;
 use tokio::sync::watch;
 
+use crate::api::types::{Hardware, Mig};
+
 /// How often NVML is asked whether the devices are well, and how much of their memory is used.
 const EVERY: Duration = Duration::from_secs(1);
 
@@ -26,6 +28,7 @@ pub(crate) struct Known {
     /// Bytes in use, by whomever.
     pub(crate) memory_used: u64,
     pub(crate) driver: String,
+    pub(crate) hardware: Hardware,
     /// `ok`, or what is wrong.
     pub(crate) state: String,
     /// The part of the last second in which kernels of each process ran, by pid; none: the driver does not tell.
@@ -88,15 +91,7 @@ impl Devices {
                         .collect::<Vec<_>>(),
                     Err(error) => {
                         let of_gpu = old.iter().filter(|known| known.gpu == gpu).cloned();
-                        of_gpu
-                        .map(|known| {
-                            tracing::error!(device = known.uuid, %error, "a device is in trouble");
-                            Known {
-                                state: error.to_string(),
-                                ..known
-                            }
-                        })
-                        .collect()
+                        of_gpu.map(|known| failed(known, &error)).collect()
                     }
                 },
             )
@@ -106,6 +101,15 @@ impl Devices {
             *self.0.write().unwrap_or_else(PoisonError::into_inner) = new;
         }
     }
+}
+
+/// A device that NVML no longer answers for. It is looked at every second: what was logged before is not logged again.
+fn failed(known: Known, error: &NvmlError) -> Known {
+    let state = error.to_string();
+    if known.state != state {
+        tracing::error!(device = known.uuid, %error, "a device is in trouble");
+    }
+    Known { state, ..known }
 }
 
 /// NVML, and its functions that the wrapper does not have.
@@ -129,7 +133,14 @@ fn describe(
 ) -> Result<Vec<Known>, NvmlError> {
     let device = nvml.device_by_index(gpu)?;
     let partitioned = device.mig_mode().is_ok_and(|mode| mode.current == 1);
-    let of = |device: Device<'_>| {
+    let hardware = Hardware {
+        compute_capability: (device.cuda_compute_capability().ok())
+            .and_then(|it| Some((it.major.try_into().ok()?, it.minor.try_into().ok()?))),
+        minor: device.minor_number().ok(),
+        pci_bus_id: device.pci_info().ok().and_then(|it| bus_id(&it.bus_id)),
+        mig: None,
+    };
+    let of = |device: Device<'_>, mig| {
         let memory = device.memory_info()?;
         Ok(Known {
             uuid: device.uuid()?,
@@ -138,18 +149,55 @@ fn describe(
             memory_bytes: memory.total,
             memory_used: memory.used,
             driver: String::new(),
+            hardware: Hardware {
+                mig,
+                ..hardware.clone()
+            },
             state: "ok".into(),
             used_by: None,
         })
     };
     match raw.filter(|_| partitioned) {
-        Some(raw) => instances(nvml, raw, &device).into_iter().map(of).collect(),
+        Some(raw) => {
+            let instances = instances(nvml, raw, &device).into_iter();
+            let numbered = instances.map(|instance| {
+                let mig = numbers(raw, &instance);
+                of(instance, mig)
+            });
+            numbered.collect()
+        }
         None => {
             let used_by = used_by(&device, seen);
-            let known = of(device)?;
+            let known = of(device, None)?;
             Ok(vec![Known { used_by, ..known }])
         }
     }
+}
+
+/// A bus id as sysfs writes it (`0000:3b:00.0`) from NVML's (`00000000:3B:00.0`).
+fn bus_id(nvml: &str) -> Option<String> {
+    let (domain, rest) = nvml.split_once(':')?;
+    let domain = u32::from_str_radix(domain, 16).ok()?;
+    Some(format!("{domain:04x}:{}", rest.to_ascii_lowercase()))
+}
+
+/// The numbers of a MIG instance in its GPU.
+fn numbers(raw: &NvmlLib, instance: &Device<'_>) -> Option<Mig> {
+    let (of_gpu, of_instance) = (
+        raw.nvmlDeviceGetGpuInstanceId.as_ref().ok()?,
+        raw.nvmlDeviceGetComputeInstanceId.as_ref().ok()?,
+    );
+    // SAFETY: the handle is used while NVML is there, as below.
+    let handle = unsafe { instance.handle() };
+    let (mut gpu_instance, mut compute_instance) = (0, 0);
+    // SAFETY: a handle of this NVML, and places to write.
+    let found = unsafe {
+        of_gpu(handle, &mut gpu_instance) == 0 && of_instance(handle, &mut compute_instance) == 0
+    };
+    found.then_some(Mig {
+        gpu_instance,
+        compute_instance,
+    })
 }
 
 /// Which part of the time since `seen` processes used a GPU.
@@ -196,4 +244,16 @@ fn instances<'nvml>(nvml: &'nvml Nvml, raw: &NvmlLib, gpu: &Device<'_>) -> Vec<D
             found.then(|| unsafe { Device::new(handle, nvml) })
         })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nvml_bus_ids_are_written_as_sysfs_does() {
+        assert_eq!(bus_id("00000000:3B:00.0").as_deref(), Some("0000:3b:00.0"));
+        assert_eq!(bus_id("00010000:01:00.0").as_deref(), Some("10000:01:00.0"));
+        assert_eq!(bus_id("nonsense"), None);
+    }
 }

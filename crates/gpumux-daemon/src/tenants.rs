@@ -33,7 +33,7 @@ use crate::{
     hold,
     peer::{Peer, ProcessFd, ProcessId},
     programs::{self, Programs},
-    scheduler::{Crash, Handle, Left, SessionId, Stopped, View},
+    scheduler::{Crash, Engine, Handle, Left, SessionId, Stopped, View},
     store::{self, Sync},
 };
 
@@ -49,6 +49,8 @@ const MAX_ENDED: usize = 256;
 const MAX_FAULTS: usize = 32;
 /// Points of a curve.
 const MAX_POINTS: usize = 100;
+/// Most devices that one tenant can be confined to: all that a machine can have, and some.
+const MAX_CONFINED: usize = 64;
 /// How long reports of one fault are gathered.
 const GATHER: Duration = Duration::from_millis(30);
 /// How long processes may take to learn that their group has failed (up to 0.5 s on an H100, driver 580.159.04).
@@ -137,6 +139,8 @@ pub(crate) struct Tenant {
     group: Option<Key>,
     seat: Option<Arc<Seat>>,
     utility: Vec<(u32, f64)>,
+    /// Devices that it may use, by UUID; empty: all.
+    devices: Vec<String>,
     holders: BTreeMap<Holder, Option<ProcessId>>,
 }
 
@@ -165,6 +169,8 @@ struct Saved {
     group: Option<Key>,
     #[serde(default)]
     utility: Vec<(u32, f64)>,
+    #[serde(default)]
+    devices: Vec<String>,
     holders: Vec<ProcessId>,
 }
 
@@ -260,6 +266,10 @@ pub(crate) enum TenantError {
     UnknownToken,
     #[error("only root and the daemon's own user may keep a tenant or choose its secret")]
     NotTrusted,
+    #[error("{0} devices are more than a tenant can be confined to: name at most {MAX_CONFINED}")]
+    TooManyDevices(usize),
+    #[error("`{0}` is no device's UUID: see `gpumux doctor`")]
+    BadDevice(String),
     #[error("the secret is refused: use 32 hexadecimal digits that no tenant has, and `kept`")]
     BadToken,
     #[error("tenant `{0}` still has {1} connected processes: end them first")]
@@ -326,6 +336,10 @@ impl Tenants {
         let id = table.next_id();
         let mut spec = saved.spec;
         let given = spec.clone();
+        let devices = saved.devices.clone();
+        (self.scheduler)
+            .call(move |engine| engine.confine(id, &devices))
+            .await?;
         if let Err(error) = self.scheduler.call(move |e| e.set_spec(id, given)).await? {
             tracing::warn!(tenant = saved.name, %error, "an old promise cannot be kept");
             spec = TenantSpec {
@@ -352,6 +366,7 @@ impl Tenants {
             group: saved.group,
             seat: None,
             utility: saved.utility,
+            devices: saved.devices,
             holders: BTreeMap::new(),
         };
         table.insert(tenant);
@@ -375,6 +390,12 @@ impl Tenants {
             return Err(TenantError::BadTrust(trust.clone()));
         }
         check_fingerprint(new.fingerprint.as_deref())?;
+        if new.devices.len() > MAX_CONFINED {
+            return Err(TenantError::TooManyDevices(new.devices.len()));
+        }
+        if let Some(device) = new.devices.iter().find(|uuid| !is_name(uuid)) {
+            return Err(TenantError::BadDevice(device.clone()));
+        }
         if let Some(percent) = new
             .sm_percent
             .filter(|percent| !(1..=100).contains(percent))
@@ -426,8 +447,9 @@ impl Tenants {
             .ok_or(TenantError::Invisible)?;
         let token = new.token.unwrap_or_else(secret);
         let memory_limit = spec.memory_limit;
+        let confined = (None, new.devices);
         let made = self
-            .make(&mut table, name.clone(), spec, peer.uid, token, None)
+            .make(&mut table, name.clone(), spec, peer.uid, token, confined)
             .await;
         let id = made.map_err(|error| match error {
             TenantError::Spec(error) if set.is_some() => TenantError::Set(name.clone(), error),
@@ -676,7 +698,7 @@ impl Tenants {
         spec: TenantSpec,
         uid: u32,
         token: String,
-        made_for: Option<ProcessId>,
+        (made_for, devices): (Option<ProcessId>, Vec<String>),
     ) -> Result<TenantId, TenantError> {
         let own = table
             .tenants
@@ -687,10 +709,14 @@ impl Tenants {
             return Err(TenantError::TooMany(own));
         }
         let id = table.next_id();
-        let given = spec.clone();
-        self.scheduler
-            .call(move |engine| engine.set_spec(id, given))
-            .await??;
+        let (given, confined) = (spec.clone(), devices.clone());
+        let set = move |engine: &mut Engine| {
+            engine.confine(id, &confined);
+            engine
+                .set_spec(id, given)
+                .inspect_err(|_| engine.forget(id))
+        };
+        self.scheduler.call(set).await??;
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |t| t.as_secs());
@@ -709,6 +735,7 @@ impl Tenants {
             group: None,
             seat: None,
             utility: Vec::new(),
+            devices,
             holders: BTreeMap::new(),
         });
         Ok(id)
@@ -767,10 +794,14 @@ impl Tenants {
                     named,
                     placement,
                     group,
+                    devices,
                     ..
                 } = ended.ok_or(TenantError::UnknownToken)?;
                 let name = table.free_name(&name);
-                let id = self.make(&mut table, name, spec, uid, token, None).await?;
+                let confined = (None, devices);
+                let id = self
+                    .make(&mut table, name, spec, uid, token, confined)
+                    .await?;
                 if let Some(tenant) = table.tenants.get_mut(&id) {
                     (tenant.named, tenant.placement, tenant.group) = (named, placement, group);
                 }
@@ -781,7 +812,8 @@ impl Tenants {
                 let program = peer.process.map(ProcessId::program).unwrap_or_default();
                 let name = table.free_name(&format!("{program}-{}", peer.pid));
                 let spec = TenantSpec::default();
-                self.make(&mut table, name, spec, peer.uid, secret(), peer.process)
+                let free = (peer.process, Vec::new());
+                self.make(&mut table, name, spec, peer.uid, secret(), free)
                     .await?
             }
         };
@@ -1143,6 +1175,7 @@ impl Tenant {
             group: None,
             seat: None,
             utility: Vec::new(),
+            devices: Vec::new(),
             holders: BTreeMap::new(),
         }
     }
@@ -1350,6 +1383,7 @@ impl Table {
                 placement: tenant.placement.clone(),
                 group: tenant.group.clone(),
                 utility: tenant.utility.clone(),
+                devices: tenant.devices.clone(),
                 holders: tenant.holders.values().copied().flatten().collect(),
             })
             .collect();
@@ -1932,6 +1966,35 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
             .await
             .unwrap_err();
         assert!(matches!(error, TenantError::UnknownToken), "{error}");
+    }
+
+    #[tokio::test]
+    async fn confined_tenant_is_confined_after_a_restart() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = tenants(&dir).await;
+        let on = |name: &str, device: &str| NewTenant {
+            kept: true,
+            devices: vec![device.into()],
+            spec: SpecChange {
+                guaranteed: Some(0.9),
+                ..SpecChange::default()
+            },
+            ..new(name)
+        };
+        let error = tenants
+            .create(&peer(0), on("bad", "GPU 0"))
+            .await
+            .unwrap_err();
+        assert!(matches!(error, TenantError::BadDevice(_)), "{error}");
+        tenants.create(&peer(0), on("a", "GPU-0")).await.unwrap();
+        tenants.create(&peer(0), on("b", "GPU-1")).await.unwrap();
+        drop(tenants);
+        let next = self::tenants(&dir).await;
+        for device in ["GPU-0", "GPU-1"] {
+            let error = next.create(&peer(0), on("c", device)).await.unwrap_err();
+            assert!(error.to_string().contains(device), "{error}");
+        }
+        next.create(&peer(0), on("c", "GPU-2")).await.unwrap();
     }
 
     #[tokio::test]

@@ -306,6 +306,8 @@ impl From<TenantError> for Refused {
             | TenantError::BadPercent(_)
             | TenantError::BadCurve
             | TenantError::BadToken
+            | TenantError::BadDevice(_)
+            | TenantError::TooManyDevices(_)
             | TenantError::Spec(_)
             | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
             TenantError::Invisible => StatusCode::BAD_REQUEST,
@@ -754,6 +756,7 @@ impl Api {
                 device.name = known.name.clone();
                 device.driver = known.driver.clone();
                 device.memory_bytes = known.memory_bytes;
+                device.hardware = known.hardware.clone();
                 if device.state == "ok" {
                     device.state = known.state.clone();
                 }

@@ -94,6 +94,15 @@ pub struct Device {
     pub driver: String,
     /// Bytes of memory; 0 where NVML is missing.
     pub memory_bytes: u64,
+    /// Bytes that tenants can be guaranteed together, each tenant's context of `context_bytes` included; 0 where NVML is missing.
+    #[serde(default)]
+    pub memory_guaranteeable: u64,
+    /// Bytes that one process's context is counted with.
+    #[serde(default)]
+    pub context_bytes: u64,
+    /// Where it is in the machine.
+    #[serde(default)]
+    pub hardware: Hardware,
     /// The policy that plans it.
     pub policy: String,
     /// `ok`, or what is wrong with it.
@@ -102,6 +111,28 @@ pub struct Device {
     pub domains: usize,
     /// What its levers cost.
     pub levers: Vec<LeverCost>,
+}
+
+/// What NVML reports of a device's place in the machine: what a container needs to use it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Hardware {
+    /// Major and minor compute capability.
+    pub compute_capability: Option<(u32, u32)>,
+    /// The number in `/dev/nvidiaN` of the GPU.
+    pub minor: Option<u32>,
+    /// Domain, bus, device and function as sysfs writes them: `0000:3b:00.0`.
+    pub pci_bus_id: Option<String>,
+    /// Which part of the GPU it is, if it is a MIG instance.
+    pub mig: Option<Mig>,
+}
+
+/// A MIG instance, as the driver numbers it within its GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Mig {
+    /// The GPU instance: memory and processors.
+    pub gpu_instance: u32,
+    /// The compute instance in it.
+    pub compute_instance: u32,
 }
 
 /// What one kind of lever cost on one device so far.
@@ -346,6 +377,10 @@ pub struct NewTenant {
     pub sm_percent: Option<u32>,
     /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
     pub token: Option<String>,
+    /// UUIDs of the devices that its processes may use and that its guarantees hold on; empty: all devices. Its channel groups
+    /// and requests for memory on any other device are refused.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub devices: Vec<String>,
 }
 
 /// A tenant that was made.

@@ -2,7 +2,7 @@
 //!
 //! They belong to the scheduling thread: whoever asks is answered in turn, so nothing is granted twice.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
     TenantId,
@@ -48,6 +48,8 @@ pub(crate) struct Books {
     devices: BTreeMap<String, Device>,
     members: BTreeMap<SessionId, Member>,
     shares: BTreeMap<TenantId, Share>,
+    /// Tenants that may use some devices only, and these.
+    confined: BTreeMap<TenantId, BTreeSet<String>>,
 }
 
 /// A question about memory.
@@ -76,13 +78,18 @@ impl Device {
     }
 
     fn occupy(&mut self) {
-        let reserve = RESERVE.min(self.capacity / 64);
         self.ledger.occupy(
             self.foreseen()
                 .saturating_add(self.hidden)
-                .saturating_add(reserve)
-                .saturating_add(self.context()),
+                .saturating_add(self.kept_free()),
         );
+    }
+
+    /// What no tenant gets: the reserve, and room for one context more.
+    fn kept_free(&self) -> u64 {
+        RESERVE
+            .min(self.capacity / 64)
+            .saturating_add(self.context())
     }
 
     /// What is occupied as far as can be told without asking the driver.
@@ -133,16 +140,46 @@ impl Books {
         Some(device)
     }
 
-    /// Checks that some device can keep this promise.
+    /// A new tenant may use these devices only.
+    pub(super) fn confine(&mut self, tenant: TenantId, devices: BTreeSet<String>) {
+        self.confined.insert(tenant, devices);
+    }
+
+    /// Whether a tenant may use a device, so that its promise holds there.
+    fn may_use(&self, tenant: TenantId, uuid: &str) -> bool {
+        let devices = self.confined.get(&tenant);
+        devices.is_none_or(|devices| devices.contains(uuid))
+    }
+
+    /// Bytes of a device that tenants can be guaranteed together, their contexts included. It does not change as they come and go.
+    pub(super) fn guaranteeable(&self, uuid: &str) -> u64 {
+        self.devices.get(uuid).map_or(0, |device| {
+            let taken = device.kept_free().saturating_add(device.strangers);
+            device.capacity.saturating_sub(taken)
+        })
+    }
+
+    /// What one context occupies on a device.
+    pub(super) fn context(&self, uuid: &str) -> u64 {
+        self.devices.get(uuid).map_or(0, Device::context)
+    }
+
+    /// Checks that each device that the tenant is confined to can keep this promise, or else that some device can.
     pub(super) fn check(&self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
-        let mut answers = self.devices.values().map(|device| {
+        let check = |(uuid, device): (&String, &Device)| {
             let mut ledger = device.ledger.clone();
             // Promises hold on every device that their tenants may use.
-            for (id, share) in self.shares.iter().filter(|(id, _)| **id != tenant) {
+            let others = self.shares.iter().filter(|(id, _)| **id != tenant);
+            for (id, share) in others.filter(|(id, _)| self.may_use(**id, uuid)) {
                 let _ = ledger.promise(*id, *share);
             }
             ledger.promise(tenant, share)
-        });
+        };
+        let mut own = (self.devices.iter()).filter(|(uuid, _)| self.may_use(tenant, uuid));
+        if self.confined.contains_key(&tenant) {
+            return own.try_for_each(check);
+        }
+        let mut answers = own.map(check);
         match answers.next() {
             None => Ok(()),
             Some(first) => answers.fold(first, Result::or),
@@ -152,7 +189,9 @@ impl Books {
     /// A tenant is promised this, where it can be kept.
     pub(super) fn promise(&mut self, tenant: TenantId, share: Share) {
         self.shares.insert(tenant, share);
-        for (uuid, device) in &mut self.devices {
+        let confined = self.confined.get(&tenant);
+        let may_use = |uuid: &String| confined.is_none_or(|devices| devices.contains(uuid));
+        for (uuid, device) in self.devices.iter_mut().filter(|(uuid, _)| may_use(uuid)) {
             let limit = share.limit;
             if let Err(error) = device.ledger.promise(tenant, share) {
                 tracing::warn!(device = uuid, %error, "a promise of memory cannot be kept here");
@@ -164,6 +203,7 @@ impl Books {
 
     pub(super) fn forget(&mut self, tenant: TenantId) {
         self.shares.remove(&tenant);
+        self.confined.remove(&tenant);
         self.members.retain(|_, member| member.tenant != tenant);
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
@@ -203,9 +243,10 @@ impl Books {
             .filter_map(|member| member.holdings.get(uuid))
             .fold(Holding::default(), |sum, it| sum.plus(*it));
         let share = self.shares.get(&tenant).copied();
+        let may_use = self.may_use(tenant, uuid);
         if let Some(device) = self.devices.get_mut(uuid) {
             let known = device.ledger.entries().any(|(id, _)| id == tenant);
-            if let Some(share) = share.filter(|_| !known) {
+            if let Some(share) = share.filter(|_| !known && may_use) {
                 let limit = share.limit;
                 if device.ledger.promise(tenant, share).is_err() {
                     let _ = device.ledger.promise(
@@ -228,7 +269,7 @@ impl Books {
             most: 0,
         };
         let tenant = self.members.get(&session).ok_or(never)?.tenant;
-        if self.device(&ask.device, ask.total).is_none() {
+        if !self.may_use(tenant, &ask.device) || self.device(&ask.device, ask.total).is_none() {
             return Err(never);
         }
         self.add_up(&ask.device, tenant);

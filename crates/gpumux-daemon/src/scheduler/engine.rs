@@ -65,6 +65,8 @@ pub(crate) struct Engine {
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
     alarm: Alarm,
+    /// Tenants that may use some devices only, and these.
+    confined: BTreeMap<TenantId, BTreeSet<String>>,
     /// Tenants that were placed in a group, and its name.
     placed: BTreeMap<TenantId, Arc<str>>,
     /// Processes in groups that ended lately: others of their groups may fail by it.
@@ -197,6 +199,8 @@ pub(crate) enum GroupError {
     Claimed(u32),
     #[error("its lease has expired: the process must begin a new session")]
     Expired,
+    #[error("its tenant may not use device {0}: run it on {1}")]
+    Elsewhere(String, String),
 }
 
 impl Engine {
@@ -212,6 +216,7 @@ impl Engine {
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
+            confined: BTreeMap::new(),
             placed: BTreeMap::new(),
             ended_in_groups: Vec::new(),
             crashes: None,
@@ -251,6 +256,16 @@ impl Engine {
             .or_insert_with(|| Device::new(policy, now))
     }
 
+    /// A new tenant may use these devices only; none named: all. Comes before its spec.
+    pub(crate) fn confine(&mut self, tenant: TenantId, devices: &[String]) {
+        if devices.is_empty() {
+            return;
+        }
+        let devices: BTreeSet<String> = devices.iter().cloned().collect();
+        self.books.confine(tenant, devices.clone());
+        self.confined.insert(tenant, devices);
+    }
+
     /// Gives a new or old tenant this spec.
     ///
     /// # Errors
@@ -267,7 +282,7 @@ impl Engine {
         Ok(())
     }
 
-    /// A promise holds on every device that its tenant uses. While a tenant uses none yet, there must be one that
+    /// A promise holds on every device that its tenant uses or is confined to. While a tenant uses none yet, there must be one that
     /// can keep it, where tenants that use none either count only if there is no choice.
     fn check_spec(&self, tenant: TenantId, spec: &TenantSpec) -> Result<(), SpecError> {
         let before = self
@@ -278,20 +293,31 @@ impl Engine {
             return spec.validate();
         }
         let used: BTreeSet<TenantId> = self.devices.values().flat_map(Device::tenants).collect();
-        let check = |(uuid, device): (&String, &Device)| {
-            let users = device.tenants();
+        let check = |uuid: &String| {
+            let users = self
+                .devices
+                .get(uuid)
+                .map(Device::tenants)
+                .unwrap_or_default();
             let counts = |id: &TenantId| {
-                *id != tenant
-                    && (users.contains(id) || (self.devices.len() == 1 && !used.contains(id)))
+                let there = match self.confined.get(id) {
+                    Some(devices) => devices.contains(uuid),
+                    None => self.devices.len() == 1 && !used.contains(id),
+                };
+                *id != tenant && (users.contains(id) || there)
             };
             let others = self.tenants.iter().filter(|(id, _)| counts(id));
             admit(spec, others.map(|(_, spec)| spec), uuid)
         };
+        if let Some(devices) = self.confined.get(&tenant) {
+            return devices.iter().try_for_each(check);
+        }
         if used.contains(&tenant) {
             let own = |(_, device): &(&String, &Device)| device.tenants().contains(&tenant);
-            return self.devices.iter().filter(own).try_for_each(check);
+            let mut own = self.devices.iter().filter(own).map(|(uuid, _)| uuid);
+            return own.try_for_each(check);
         }
-        let mut answers = self.devices.iter().map(check);
+        let mut answers = self.devices.keys().map(check);
         match answers.next() {
             None => admit(spec, self.others(tenant), "the device"),
             Some(first) => answers.fold(first, Result::or),
@@ -463,6 +489,7 @@ impl Engine {
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        self.confined.remove(&tenant);
         self.placed.remove(&tenant);
         self.books.forget(tenant);
         self.parked.remove(&tenant);
@@ -476,13 +503,19 @@ impl Engine {
     /// Manages a group from now on.
     ///
     /// # Errors
-    /// When its tenant is gone, or another process manages the same group.
+    /// When its tenant is gone or may not use the device, or another process manages the same group.
     pub(crate) fn add(&mut self, group: NewGroup) -> Result<(), GroupError> {
         if !self.tenants.contains_key(&group.tenant) {
             return Err(GroupError::NoTenant);
         }
         if (self.sessions.get(&group.member.session)).is_some_and(Met::has_expired) {
             return Err(GroupError::Expired);
+        }
+        if let Some(devices) = self.confined.get(&group.tenant)
+            && !devices.contains(&group.device)
+        {
+            let own: Vec<&str> = devices.iter().map(String::as_str).collect();
+            return Err(GroupError::Elsewhere(group.device, own.join(", ")));
         }
         let same = |member: &Member| member.handles == group.member.handles;
         let domains = self
@@ -1051,6 +1084,9 @@ impl Engine {
                 emulated: device.emulated,
                 driver: String::new(),
                 memory_bytes: 0,
+                memory_guaranteeable: self.books.guaranteeable(uuid),
+                context_bytes: self.books.context(uuid),
+                hardware: types::Hardware::default(),
                 policy: device.policy.name().into(),
                 state: device.lost.clone().unwrap_or_else(|| "ok".into()),
                 domains: device.domains.len(),

@@ -1036,6 +1036,7 @@ fn a_promise_that_cannot_be_kept_changes_nothing() {
         name: String::new(),
         memory_bytes: 80 << 30,
         memory_used: 0,
+        hardware: Default::default(),
         used_by: None,
         driver: String::new(),
         state: "ok".into(),
@@ -1178,4 +1179,97 @@ fn sixteen_tenants_cost_less_than_two_percent_of_a_cpu() {
     let stats = bench.engine.view().scheduler;
     println!("{:.2}% of a CPU, {stats:?}", part * 100.0);
     assert!(part < 0.02, "{part}");
+}
+
+#[test]
+fn confined_tenants_are_guaranteed_per_device() {
+    const GIB: u64 = 1 << 30;
+    let mut bench = Bench::new();
+    let known = |uuid: &str| crate::devices::Known {
+        uuid: uuid.to_owned(),
+        gpu: 0,
+        name: String::new(),
+        memory_bytes: 80 * GIB,
+        memory_used: 0,
+        hardware: Default::default(),
+        used_by: None,
+        driver: String::new(),
+        state: "ok".into(),
+    };
+    bench.engine.know_devices(["GPU-0", "GPU-1"].map(known));
+    let mut make = |n: u32, device: &str, guaranteed, memory_guaranteed| {
+        let (id, devices) = (TenantId(n.into()), [device.to_owned()]);
+        bench.engine.confine(id, &devices);
+        let spec = TenantSpec {
+            guaranteed,
+            memory_guaranteed,
+            ..TenantSpec::default()
+        };
+        let made = bench.engine.set_spec(id, spec);
+        made.map_err(|error| {
+            bench.engine.forget(id);
+            error.to_string()
+        })
+    };
+    // Each device has its own 100% and its own memory, also before anything runs there.
+    make(1, "GPU-0", 0.9, 60 * GIB).unwrap();
+    make(2, "GPU-1", 0.9, 60 * GIB).unwrap();
+    let error = make(3, "GPU-1", 0.2, 0).unwrap_err();
+    assert!(
+        error.contains("GPU-1") && error.contains("0.900"),
+        "{error}"
+    );
+    let error = make(3, "GPU-1", 0.0, 30 * GIB).unwrap_err();
+    assert!(error.contains("of memory"), "{error}");
+    make(3, "GPU-1", 0.1, 10 * GIB).unwrap();
+    // All that a device is said to guarantee can be guaranteed, contexts included.
+    bench.engine.forget(TenantId(2));
+    bench.engine.forget(TenantId(3));
+    let device = &bench.engine.view().devices[1];
+    let (all, context) = (device.memory_guaranteeable, device.context_bytes);
+    assert!(all > 79 * GIB && context > 0);
+    bench.engine.confine(TenantId(2), &["GPU-1".to_owned()]);
+    let whole = TenantSpec {
+        memory_guaranteed: all - context,
+        ..TenantSpec::default()
+    };
+    bench.spec(2, whole).unwrap();
+    let mut group = bench.group(2, 2, 1);
+    group.device = "GPU-1".into();
+    bench.engine.add(group).unwrap();
+    let device = &bench.engine.view().devices[1];
+    assert_eq!(device.memory_guaranteeable, all, "whoever runs there");
+}
+
+#[test]
+fn confined_tenant_on_another_device_is_refused() {
+    let mut bench = Bench::new();
+    let tenant = TenantId(1);
+    bench.engine.confine(tenant, &["GPU-1".to_owned()]);
+    bench.spec(1, TenantSpec::default()).unwrap();
+    let group = bench.group(1, 1, 1);
+    let error = bench.engine.add(group).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "its tenant may not use device GPU-0: run it on GPU-1"
+    );
+    let mut group = bench.group(1, 2, 1);
+    group.device = "GPU-1".into();
+    bench.engine.add(group).unwrap();
+    let (page, session) = (Page::create().unwrap().1, SessionId(1));
+    let page = Arc::new(Page::open(page).unwrap());
+    let met = Met::new(tenant, page, Box::new(|_| true));
+    bench.engine.meet(session, met);
+    let mut ask = |device: &str| {
+        let ask = super::Ask {
+            device: device.into(),
+            total: 80 << 30,
+            need: 1 << 30,
+            want: 1 << 30,
+            kind: gpumux_core::ledger::Kind::Movable,
+        };
+        bench.engine.ask(session, &ask)
+    };
+    assert_eq!(ask("GPU-1"), Ok(1 << 30));
+    assert!(ask("GPU-0").is_err());
 }
