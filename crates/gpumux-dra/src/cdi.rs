@@ -6,10 +6,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use gpumux_daemon::paths::MPS_VARIABLES;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    checkpoint::{Record, write_whole},
+    checkpoint::{Record, TenantRecord, write_whole},
     claim::Share,
     device,
 };
@@ -36,10 +37,24 @@ pub struct Host {
     pub emulator: Option<PathBuf>,
     /// The emulated device's socket.
     pub emulator_socket: Option<PathBuf>,
-    /// Libraries of the driver: name for the linker, file on the host.
-    pub driver_libraries: Vec<(String, PathBuf)>,
     /// Where the host's `/` is seen from here.
     pub root: PathBuf,
+    /// Where the driver is installed on the host if not in `/`: `/run/nvidia/driver` with NVIDIA's GPU Operator. Its device nodes
+    /// and libraries come first.
+    pub driver_root: Option<PathBuf>,
+}
+
+impl Host {
+    /// Where the driver's files may be, as the host names it, the best first.
+    fn driver_roots(&self) -> impl Iterator<Item = &Path> {
+        let own = self.driver_root.as_deref();
+        own.into_iter().chain([Path::new("/")])
+    }
+
+    /// A path of the host as it is seen from here.
+    fn seen(&self, path: &Path) -> PathBuf {
+        self.root.join(path.strip_prefix("/").unwrap_or(path))
+    }
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -104,7 +119,7 @@ pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
     let device = |(index, share)| {
         Ok(CdiDevice {
             name: format!("{}-{index}", record.claim.uid),
-            container_edits: edits(host, share, token(record, index))?,
+            container_edits: edits(host, share, tenant(record, index), &visible(record, index))?,
         })
     };
     let devices = record.shares.iter().enumerate().map(device);
@@ -190,74 +205,133 @@ fn gpus(root: &Path) -> io::Result<Vec<u32>> {
     Ok(gpus)
 }
 
-fn token(record: &Record, share: usize) -> &str {
-    let tenant = record
-        .tenant_of
-        .get(share)
-        .and_then(|&tenant| record.tenants.get(tenant));
-    tenant.map_or("", |tenant| &tenant.token)
+fn tenant(record: &Record, share: usize) -> Option<&TenantRecord> {
+    let index = (*record.tenant_of.get(share)?)?;
+    record.tenants.get(index)
 }
 
-fn edits(host: &Host, share: &Share, token: &str) -> io::Result<Edits> {
-    let mut edits = libraries(host, share.of.emulated);
-    edits.env.push(format!("GPUMUX_TENANT={token}"));
-    edits.env.push("GPUMUX_STRICT=1".to_owned());
+/// The devices that a container with this share may see: all of its tenant, those of its own request first, because the container
+/// may have only these. Of several shares in a container the last one's variables count.
+fn visible(record: &Record, share: usize) -> String {
+    let of = |index: usize| record.tenant_of.get(index).copied().flatten();
+    let shares = || record.shares.iter().enumerate();
+    let own = &record.shares[share].request;
+    let tenants = shares()
+        .filter(|(index, _)| *index == share || of(*index).is_some() && of(*index) == of(share));
+    let (first, others): (Vec<_>, Vec<_>) = tenants.partition(|(_, it)| it.request == *own);
+    let uuids = first
+        .iter()
+        .chain(&others)
+        .map(|(_, it)| it.of.uuid.as_str());
+    uuids.collect::<Vec<_>>().join(",")
+}
+
+fn edits(
+    host: &Host,
+    share: &Share,
+    tenant: Option<&TenantRecord>,
+    visible: &str,
+) -> io::Result<Edits> {
+    let mut edits = match tenant {
+        Some(tenant) => {
+            let mut edits = libraries(host, share.of.emulated);
+            edits.env.push(format!("GPUMUX_TENANT={}", tenant.token));
+            edits.env.push("GPUMUX_STRICT=1".to_owned());
+            let own = tenant.environment.iter();
+            edits
+                .env
+                .extend(own.map(|(name, value)| format!("{name}={value}")));
+            // A group's pipes and logs: its members share them.
+            let folders = tenant
+                .environment
+                .iter()
+                .filter(|(name, _)| MPS_VARIABLES[..2].contains(&name.as_str()));
+            edits.mounts.extend(folders.map(|(_, folder)| {
+                Mount {
+                    options: ["rw", "nosuid", "nodev", "rbind", "rprivate"]
+                        .map(str::to_owned)
+                        .to_vec(),
+                    ..mount(Path::new(folder), folder)
+                }
+            }));
+            edits
+        }
+        None => {
+            let (edits, preload) = driver(host, share.of.emulated);
+            preloading(edits, &preload)
+        }
+    };
+    edits.env.push(format!("CUDA_VISIBLE_DEVICES={visible}"));
     if !share.of.emulated {
         let own: Vec<u32> = share.of.minor.into_iter().collect();
         edits.device_nodes = nodes(host, &own);
         if let (Some(minor), Some(mig)) = (share.of.minor, share.of.mig) {
-            let nodes = device::capability_nodes(&host.root, minor, mig)?;
-            edits.device_nodes.extend(nodes.map(node));
+            // The kernel driver's files are the same in every container's /proc.
+            let capabilities = device::capability_nodes(&host.root, minor, mig)
+                .or_else(|_| device::capability_nodes(Path::new("/"), minor, mig))?;
+            let paths = capabilities.iter().map(PathBuf::from);
             edits
-                .env
-                .push(format!("CUDA_VISIBLE_DEVICES={}", share.of.uuid));
+                .device_nodes
+                .extend(paths.map(|path| node(&path, &path)));
         }
     }
     Ok(edits)
 }
 
-/// The libraries, where the daemon is, and what makes programs load them.
+/// What makes programs of a tenant: the driver's libraries, gpumux's, which comes before them, and where the daemon is.
 fn libraries(host: &Host, emulated: bool) -> Edits {
     let shim = format!("{IN_CONTAINER}/lib/libgpumux.so");
     let run = format!("{IN_CONTAINER}/run");
-    let mut edits = Edits {
-        env: vec![format!("GPUMUX_SOCKET={run}/session.sock")],
-        mounts: vec![mount(&host.shim, &shim), mount(&host.socket_dir, &run)],
-        ..Edits::default()
-    };
-    let mut preload = vec![shim];
-    if emulated {
-        if let Some(library) = &host.emulator {
-            let inside = format!("{IN_CONTAINER}/lib/libgpumux_emu.so");
-            edits.mounts.push(mount(library, &inside));
-            preload.push(inside);
-            for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
-                edits.mounts.extend(library_mounts(name, library));
-            }
+    let (mut edits, mut preload) = driver(host, emulated);
+    edits.env.push(format!("GPUMUX_SOCKET={run}/session.sock"));
+    edits
+        .mounts
+        .extend([mount(&host.shim, &shim), mount(&host.socket_dir, &run)]);
+    preload.insert(0, shim);
+    preloading(edits, &preload)
+}
+
+/// What programs need of the driver to use its devices, without gpumux, and what is to be preloaded for it.
+fn driver(host: &Host, emulated: bool) -> (Edits, Vec<String>) {
+    let (mut edits, mut preload) = (Edits::default(), Vec::new());
+    if !emulated {
+        for (name, file) in driver_libraries(host) {
+            edits.mounts.extend(library_mounts(&name, &file));
         }
-        if let Some(socket) = &host.emulator_socket {
-            // Under the name that it was bound to: that is how the emulated device's files are recognised.
-            let inside = socket.display().to_string();
-            edits.mounts.push(mount(socket, &inside));
-            edits.env.push(format!("GPUMUX_EMU_SOCKET={inside}"));
-        }
-    } else {
-        for (name, file) in &host.driver_libraries {
-            edits.mounts.extend(library_mounts(name, file));
-        }
+        return (edits, preload);
     }
-    edits.env.push(format!("LD_PRELOAD={}", preload.join(":")));
+    if let Some(library) = &host.emulator {
+        let inside = format!("{IN_CONTAINER}/lib/libgpumux_emu.so");
+        edits.mounts.push(mount(library, &inside));
+        for name in ["libcuda.so.1", "libnvidia-ml.so.1"] {
+            edits.mounts.extend(library_mounts(name, library));
+        }
+        preload.push(inside);
+    }
+    if let Some(socket) = &host.emulator_socket {
+        // Under the name that it was bound to: that is how the emulated device's files are recognised.
+        let inside = socket.display().to_string();
+        edits.mounts.push(mount(socket, &inside));
+        edits.env.push(format!("GPUMUX_EMU_SOCKET={inside}"));
+    }
+    (edits, preload)
+}
+
+fn preloading(mut edits: Edits, files: &[String]) -> Edits {
+    if !files.is_empty() {
+        edits.env.push(format!("LD_PRELOAD={}", files.join(":")));
+    }
     edits
 }
 
-fn node(path: String) -> Node {
+fn node(path: &Path, host_path: &Path) -> Node {
     Node {
-        host_path: path.clone(),
-        path,
+        path: path.display().to_string(),
+        host_path: host_path.display().to_string(),
     }
 }
 
-/// Device files of these GPUs, and those that all need; as far as the host has them.
+/// Device files of these GPUs, and those that all need; as far as the host or the driver's root has them.
 fn nodes(host: &Host, gpus: &[u32]) -> Vec<Node> {
     let common = [
         "nvidiactl",
@@ -267,11 +341,17 @@ fn nodes(host: &Host, gpus: &[u32]) -> Vec<Node> {
     ]
     .map(str::to_owned);
     let own = gpus.iter().map(|gpu| format!("nvidia{gpu}"));
-    own.chain(common)
-        .map(|name| format!("/dev/{name}"))
-        .filter(|path| host.root.join(path.trim_start_matches('/')).exists())
-        .map(node)
-        .collect()
+    let find = |name: String| {
+        let path = Path::new("/dev").join(&name);
+        let in_root = host
+            .driver_root
+            .as_ref()
+            .map(|root| root.join("dev").join(&name));
+        let mut places = [Some(path.clone()), in_root].into_iter().flatten();
+        let there = places.find(|place| host.seen(place).exists())?;
+        Some(node(&path, &there))
+    };
+    own.chain(common).filter_map(find).collect()
 }
 
 fn library_mounts(name: &str, file: &Path) -> impl Iterator<Item = Mount> {
@@ -290,9 +370,9 @@ fn mount(host_path: &Path, container_path: &str) -> Mount {
     }
 }
 
-/// The driver's libraries that programs load by these names, found in the usual places of the host whose `/` is
-/// seen as `root`. Each is resolved to the file that it stands for, as the host names it.
-pub fn driver_libraries(root: &Path) -> Vec<(String, PathBuf)> {
+/// The driver's libraries that programs load by these names, in the usual places of the driver's root or the host. Each is resolved to
+/// the file that it stands for, as the host names it. A driver that is upgraded moves them, so they are looked for each time.
+fn driver_libraries(host: &Host) -> Vec<(String, PathBuf)> {
     const NAMES: [&str; 7] = [
         "libcuda.so.1",
         "libnvidia-ml.so.1",
@@ -309,18 +389,17 @@ pub fn driver_libraries(root: &Path) -> Vec<(String, PathBuf)> {
         "usr/local/nvidia/lib64",
         "home/kubernetes/bin/nvidia/lib64",
     ];
-    let Ok(root) = fs::canonicalize(root) else {
-        return Vec::new();
-    };
-    let find = |name: &str| {
+    let find = |root: &Path, name: &str| {
+        let root = fs::canonicalize(host.seen(root)).ok()?;
+        let whole = fs::canonicalize(&host.root).ok()?;
         let files = DIRS
             .iter()
             .filter_map(|dir| fs::canonicalize(root.join(dir).join(name)).ok());
-        // A link that leads out of the host's tree is not the host's file.
-        files
-            .filter_map(|file| Some(Path::new("/").join(file.strip_prefix(&root).ok()?)))
-            .next()
+        // A link that leads out of the tree is not the driver's file.
+        let mut own = files.filter(|file| file.starts_with(&root));
+        Some(Path::new("/").join(own.next()?.strip_prefix(whole).ok()?))
     };
+    let find = |name: &str| host.driver_roots().find_map(|root| find(root, name));
     NAMES
         .iter()
         .filter_map(|name| Some(((*name).to_owned(), find(name)?)))
@@ -337,13 +416,12 @@ mod tests {
             fs::create_dir_all(dir.join("dev")).unwrap();
             fs::write(dir.join("dev").join(node), "").unwrap();
         }
+        let libraries = dir.join("usr/lib64");
+        fs::create_dir_all(&libraries).unwrap();
+        fs::write(libraries.join("libcuda.so.1"), "").unwrap();
         Host {
             socket_dir: "/run/gpumux/container".into(),
             shim: "/opt/gpumux/lib/libgpumux.so".into(),
-            driver_libraries: vec![(
-                "libcuda.so.1".into(),
-                "/usr/lib64/libcuda.so.580.82.07".into(),
-            )],
             root: dir.to_owned(),
             ..Host::default()
         }
@@ -407,7 +485,7 @@ mod tests {
             compute_instance: 0,
         });
         let host = host(dir.path());
-        let of = |record: &Record| edits(&host, &record.shares[0], "t");
+        let of = |record: &Record| edits(&host, &record.shares[0], None, "MIG-1");
         let found = of(&record).unwrap();
         let nodes: Vec<_> = found.device_nodes.iter().map(|n| n.path.as_str()).collect();
         let capabilities = [
@@ -476,13 +554,54 @@ mod tests {
         fs::write(dir.join("libcuda.so.580.82.07"), "").unwrap();
         std::os::unix::fs::symlink("libcuda.so.580.82.07", dir.join("libcuda.so.1")).unwrap();
         std::os::unix::fs::symlink("/etc/hostname", dir.join("libnvidia-ml.so.1")).unwrap();
-        let found = driver_libraries(root.path());
-        assert_eq!(
-            found,
-            [(
-                "libcuda.so.1".to_owned(),
-                PathBuf::from("/usr/lib64/libcuda.so.580.82.07")
-            )]
+        let host = Host {
+            root: root.path().to_owned(),
+            driver_root: Some("/run/nvidia/driver".into()),
+            ..Host::default()
+        };
+        let library = |path: &str| [("libcuda.so.1".to_owned(), PathBuf::from(path))];
+        let found = driver_libraries(&host);
+        assert_eq!(found, library("/usr/lib64/libcuda.so.580.82.07"));
+        // A driver in a container of its own comes first, also when it comes later.
+        let dir = root.path().join("run/nvidia/driver/usr/lib64");
+        fs::create_dir_all(&dir).unwrap();
+        fs::write(dir.join("libcuda.so.1"), "").unwrap();
+        let found = driver_libraries(&host);
+        assert_eq!(found, library("/run/nvidia/driver/usr/lib64/libcuda.so.1"));
+        let dev = root.path().join("run/nvidia/driver/dev");
+        fs::create_dir_all(&dev).unwrap();
+        fs::write(dev.join("nvidiactl"), "").unwrap();
+        let found = nodes(&host, &[]);
+        let found: Vec<_> = found.iter().map(|it| (&*it.path, &*it.host_path)).collect();
+        let inside = "/run/nvidia/driver/dev/nvidiactl";
+        assert_eq!(found, [("/dev/nvidiactl", inside)]);
+    }
+
+    #[test]
+    fn containers_see_the_devices_of_their_tenant_only() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut record = record("0b1c", 500);
+        let mut other = record.shares[0].clone();
+        other.of = crate::slices::tests::device(1);
+        other.request = "second".into();
+        let (first, second) = (record.shares[0].of.uuid.clone(), other.of.uuid.clone());
+        record.shares.push(other.clone());
+        other.usage = crate::model::Use::Admin;
+        record.shares.push(other);
+        record.tenant_of = vec![Some(0), Some(0), None];
+        write(dir.path(), &host(dir.path()), &record).unwrap();
+        let file = fs::read(path(dir.path(), "0b1c")).unwrap();
+        let json: serde_json::Value = serde_json::from_slice(&file).unwrap();
+        let env = |device: usize| json["devices"][device]["containerEdits"]["env"].to_string();
+        assert!(env(0).contains(&format!("CUDA_VISIBLE_DEVICES={first},{second}")));
+        assert!(env(1).contains(&format!("CUDA_VISIBLE_DEVICES={second},{first}")));
+        // Who only looks has the driver and its device, and is no tenant.
+        assert!(env(2).contains(&format!("CUDA_VISIBLE_DEVICES={second}\"")));
+        assert!(!env(2).contains("GPUMUX") && !env(2).contains("LD_PRELOAD"));
+        let mounts = json["devices"][2]["containerEdits"]["mounts"].to_string();
+        assert!(
+            mounts.contains("libcuda.so.1") && !mounts.contains("gpumux"),
+            "{mounts}"
         );
     }
 }

@@ -19,7 +19,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     claim::{ClaimRef, Share},
-    model::{self, Book, Overbooked},
+    model::{Book, Overbooked},
 };
 
 /// How the file begins; a later version that changes the format changes it. A number of 16 hexadecimal digits
@@ -44,8 +44,8 @@ pub struct Record {
     pub shares: Vec<Share>,
     /// The tenants made for it; each share names one by index.
     pub tenants: Vec<TenantRecord>,
-    /// For each share, its tenant's index.
-    pub tenant_of: Vec<usize>,
+    /// For each share, its tenant's index; none: it only looks at its device.
+    pub tenant_of: Vec<Option<usize>>,
     /// Whether everything was made.
     pub ready: bool,
     /// The annotation that is in force, if any.
@@ -59,6 +59,9 @@ pub struct TenantRecord {
     pub name: String,
     /// Its secret.
     pub token: String,
+    /// What else its processes need in their environment, as the daemon answered.
+    #[serde(default)]
+    pub environment: BTreeMap<String, String>,
 }
 
 /// Why nothing was remembered.
@@ -414,7 +417,7 @@ fn book(others: &[&Arc<Record>], record: &Record) -> Result<(), CheckpointError>
         book.enter(&share.of.uuid, share.usage);
     }
     for share in &record.shares {
-        let whole = model::capacity(share.of.memory_bytes);
+        let whole = share.of.capacity();
         book.admit(&share.of.uuid, whole, share.usage)
             .map_err(|error| {
                 let holds =
@@ -531,8 +534,9 @@ pub(crate) mod tests {
             tenants: vec![TenantRecord {
                 name: format!("k8s-{uid}-0"),
                 token: "0".repeat(32),
+                environment: BTreeMap::new(),
             }],
-            tenant_of: vec![0],
+            tenant_of: vec![Some(0)],
             ready: false,
             patch: None,
         }

@@ -50,15 +50,29 @@ impl Share {
         match self.usage {
             Use::Shared(amounts) => amounts,
             Use::Whole => model::capacity(self.of.memory_bytes),
+            Use::Admin => Amounts::default(),
         }
     }
 
-    /// The tenant's promise.
+    /// The tenant's promise. Of the memory that Kubernetes accounts, a context takes its part. Who has a device whole needs no
+    /// guarantee of memory there.
     ///
     /// # Errors
     /// See [`GpuShare::spec`].
     pub fn spec(&self, patch: Option<&Patch>) -> Result<gpumux_core::TenantSpec, ShareError> {
-        self.parameters.spec(&self.guaranteed(), patch)
+        let spec = self.parameters.spec(&self.guaranteed(), patch)?;
+        let without_context = |bytes: u64| bytes.saturating_sub(self.of.context_bytes);
+        Ok(gpumux_core::TenantSpec {
+            memory_guaranteed: match self.usage {
+                Use::Shared(amounts) => without_context(amounts.memory),
+                Use::Whole | Use::Admin => 0,
+            },
+            memory_limit: match self.usage {
+                Use::Shared(_) => spec.memory_limit.map(without_context),
+                Use::Whole | Use::Admin => None,
+            },
+            ..spec
+        })
     }
 }
 
@@ -109,11 +123,6 @@ pub enum ClaimError {
     /// Something that this driver does not publish.
     #[error("capacity `{0}` is not one of compute, memory and clients")]
     UnknownCapacity(String),
-    /// Monitoring of others' devices.
-    #[error(
-        "request {0} wants adminAccess, which this driver does not give: read the metrics of the node instead"
-    )]
-    AdminAccess(String),
     /// Not a quantity.
     #[error(transparent)]
     Quantity(#[from] QuantityError),
@@ -184,9 +193,6 @@ fn share(
             node: node.to_owned(),
         });
     }
-    if result.admin_access == Some(true) {
-        return Err(ClaimError::AdminAccess(result.request.clone()));
-    }
     let (device, whole) = devices
         .iter()
         .find_map(|device| match &result.device {
@@ -195,13 +201,14 @@ fn share(
             _ => None,
         })
         .ok_or_else(|| ClaimError::NoDevice(result.device.clone()))?;
-    if let Some(fault) = &device.fault {
+    let admin = result.admin_access == Some(true);
+    if let Some(fault) = device.fault.as_ref().filter(|_| !admin) {
         return Err(ClaimError::Broken(result.device.clone(), fault.clone()));
     }
-    let usage = if whole {
-        Use::Whole
-    } else {
-        Use::Shared(consumed(result)?)
+    let usage = match (admin, whole) {
+        (true, _) => Use::Admin,
+        (false, true) => Use::Whole,
+        (false, false) => Use::Shared(consumed(result)?),
     };
     let in_request = |error| ClaimError::Share {
         request: result.request.clone(),
@@ -216,7 +223,9 @@ fn share(
         usage,
         parameters: parameters(config, &result.request).map_err(in_request)?,
     };
-    share.spec(None).map_err(in_request)?;
+    if !admin {
+        share.spec(None).map_err(in_request)?;
+    }
     Ok(share)
 }
 
@@ -242,14 +251,19 @@ fn consumed(result: &DeviceRequestAllocationResult) -> Result<Amounts, ClaimErro
     Ok(amounts)
 }
 
-/// The parameters for a request: those of the class first, then those of the claim.
+/// The request that an allocation of `request/alternative` is for.
+pub fn request_of(request: &str) -> &str {
+    request
+        .split_once('/')
+        .map_or(request, |(parent, _)| parent)
+}
+
+/// The parameters for a request: those of the class first, then those of the claim, which cannot have bounds.
 fn parameters(
     config: &[DeviceAllocationConfiguration],
     request: &str,
 ) -> Result<GpuShare, ShareError> {
-    let parent = request
-        .split_once('/')
-        .map_or(request, |(parent, _)| parent);
+    let parent = request_of(request);
     let applies = |entry: &&DeviceAllocationConfiguration| {
         let requests = entry.requests.as_deref().unwrap_or_default();
         requests.is_empty()
@@ -259,12 +273,21 @@ fn parameters(
     };
     let mut entries: Vec<_> = config.iter().filter(applies).collect();
     entries.sort_by_key(|entry| entry.source != "FromClass");
-    let ours = entries
-        .into_iter()
-        .filter_map(|entry| entry.opaque.as_ref())
-        .filter(|opaque| opaque.driver == DRIVER);
-    ours.map(|opaque| GpuShare::read(&opaque.parameters.0))
-        .try_fold(GpuShare::default(), |all, one| Ok(all.overridden(one?)))
+    let ours = entries.into_iter().filter_map(|entry| {
+        let opaque = entry.opaque.as_ref();
+        Some((
+            entry.source == "FromClass",
+            opaque.filter(|it| it.driver == DRIVER)?,
+        ))
+    });
+    ours.map(|(of_class, opaque)| {
+        let share = GpuShare::read(&opaque.parameters.0)?;
+        match share.bounds.is_some() && !of_class {
+            true => Err(ShareError::BoundsInClaim),
+            false => Ok(share),
+        }
+    })
+    .try_fold(GpuShare::default(), |all, one| Ok(all.overridden(one?)))
 }
 
 #[cfg(test)]
@@ -316,7 +339,13 @@ mod tests {
                 clients: 1
             })
         );
-        assert_eq!(shares[0].spec(None).unwrap().guaranteed, 0.3);
+        let spec = shares[0].spec(None).unwrap();
+        let context = shares[0].of.context_bytes;
+        assert!(context > 0);
+        assert_eq!(
+            (spec.guaranteed, spec.memory_guaranteed),
+            (0.3, (10 << 30) - context)
+        );
         assert_eq!(shares[0].of.uuid, device(0).uuid);
     }
 
@@ -374,8 +403,23 @@ mod tests {
             assert!(error.contains(message), "{path}: {error}");
         }
         let mut claim = allocated();
-        claim.pointer_mut(result).unwrap()["adminAccess"] = json!(true);
-        assert!(read(claim).unwrap_err().contains("adminAccess"));
+        let own = json!([{"source": "FromClaim", "opaque": {"driver": "gpumux.dev", "parameters":
+            {"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare", "bounds": {"maxWeight": 1000}}}}]);
+        claim["status"]["allocation"]["devices"]["config"] = own;
+        assert!(read(claim).unwrap_err().contains("is for DeviceClasses"));
+    }
+
+    #[test]
+    fn admin_access_is_guaranteed_nothing_and_counts_for_nothing() {
+        let mut claim = allocated();
+        let result = claim
+            .pointer_mut("/status/allocation/devices/results/0")
+            .unwrap();
+        result["adminAccess"] = json!(true);
+        result.as_object_mut().unwrap().remove("consumedCapacity");
+        let shares = read(claim).unwrap();
+        assert_eq!(shares[0].usage, Use::Admin);
+        assert_eq!(shares[0].guaranteed(), Amounts::default());
     }
 
     #[test]
@@ -388,6 +432,7 @@ mod tests {
         result.as_object_mut().unwrap().remove("consumedCapacity");
         let shares = read(claim).unwrap();
         assert_eq!(shares[0].usage, Use::Whole);
-        assert_eq!(shares[0].spec(None).unwrap().guaranteed, 1.0);
+        let spec = shares[0].spec(None).unwrap();
+        assert_eq!((spec.guaranteed, spec.memory_guaranteed), (1.0, 0));
     }
 }

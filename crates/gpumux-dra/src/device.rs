@@ -1,9 +1,13 @@
-//! The node's devices as Kubernetes sees them: what the daemon manages, joined with what NVML and sysfs know.
+//! The node's devices as Kubernetes sees them: what the daemon reports, joined with what sysfs shows.
 
 use std::{
     io,
     path::{Path, PathBuf},
 };
+
+pub use gpumux_daemon::api::types::Mig;
+
+use crate::model::{self, Amounts, MEMORY_STEP};
 
 /// A GPU or MIG instance of this node.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -24,7 +28,13 @@ pub struct Device {
     pub pcie_root: Option<String>,
     /// Bytes.
     pub memory_bytes: u64,
-    /// The number in `/dev/nvidiaN` of the GPU; none on the emulated device.
+    /// Bytes that the daemon can guarantee to all claims together, with `context_bytes` for each of them.
+    #[serde(default)]
+    pub memory_guaranteeable: u64,
+    /// Bytes that the CUDA context of a claim's process takes of what the claim was allocated.
+    #[serde(default)]
+    pub context_bytes: u64,
+    /// The number in `/dev/nvidiaN` of the GPU; none where the daemon has no NVML.
     pub minor: Option<u32>,
     /// Which part of the GPU it is, if it is a MIG instance.
     pub mig: Option<Mig>,
@@ -36,19 +46,15 @@ pub struct Device {
     pub evict: bool,
 }
 
-/// A MIG instance, as the driver numbers it within its GPU.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-pub struct Mig {
-    /// The GPU instance: memory and processors.
-    pub gpu_instance: u32,
-    /// The compute instance in it.
-    pub compute_instance: u32,
-}
-
 impl Device {
     /// The name under which it is used by one claim alone.
     pub fn whole_name(&self) -> String {
         format!("{}-whole", self.name)
+    }
+
+    /// What claims can consume of it together.
+    pub fn capacity(&self) -> Amounts {
+        model::capacity(self.memory_guaranteeable / MEMORY_STEP * MEMORY_STEP)
     }
 }
 
@@ -68,31 +74,6 @@ pub fn name(minor: Option<u32>, mig: Option<Mig>, uuid: &str) -> String {
             format!("gpu-{}", &plain[plain.len().saturating_sub(12)..])
         }
     }
-}
-
-/// What the kernel driver says about the device in `/proc/driver/nvidia/gpus/BUS/information`.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct ProcFacts {
-    /// As sysfs writes it.
-    pub pci_bus_id: String,
-    /// The number in `/dev/nvidiaN`.
-    pub minor: Option<u32>,
-}
-
-/// Finds a device by UUID in the kernel driver's files under `root` (`/` on a node).
-pub fn proc_facts(root: &Path, uuid: &str) -> Option<ProcFacts> {
-    let gpus = std::fs::read_dir(root.join("proc/driver/nvidia/gpus")).ok()?;
-    gpus.flatten().find_map(|entry| {
-        let text = std::fs::read_to_string(entry.path().join("information")).ok()?;
-        let field = |name: &str| {
-            let line = text.lines().find(|line| line.starts_with(name))?;
-            Some(line.split_once(':')?.1.trim().to_owned())
-        };
-        (field("GPU UUID")?.eq_ignore_ascii_case(uuid)).then(|| ProcFacts {
-            pci_bus_id: entry.file_name().to_string_lossy().to_lowercase(),
-            minor: field("Device Minor").and_then(|minor| minor.parse().ok()),
-        })
-    })
 }
 
 /// The device nodes that allow the use of a MIG instance, beside those of its GPU: one for each of the two instances,
@@ -132,15 +113,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_kernel_drivers_files_give_bus_minor_and_root() {
+    fn pcie_root_is_read_from_sysfs() {
         let root = tempfile::tempdir().unwrap();
-        let gpu = root.path().join("proc/driver/nvidia/gpus/0000:3B:00.0");
-        std::fs::create_dir_all(&gpu).unwrap();
-        std::fs::write(
-            gpu.join("information"),
-            "Model: \t\t NVIDIA H100 80GB HBM3\nGPU UUID: \t GPU-0f1e\nDevice Minor: \t 3\n",
-        )
-        .unwrap();
         let devices = root.path().join("sys/bus/pci/devices");
         std::fs::create_dir_all(&devices).unwrap();
         std::os::unix::fs::symlink(
@@ -148,19 +122,10 @@ mod tests {
             devices.join("0000:3b:00.0"),
         )
         .unwrap();
-        let facts = proc_facts(root.path(), "GPU-0F1E").unwrap();
         assert_eq!(
-            facts,
-            ProcFacts {
-                pci_bus_id: "0000:3b:00.0".into(),
-                minor: Some(3)
-            }
-        );
-        assert_eq!(
-            pcie_root(root.path(), &facts.pci_bus_id).unwrap(),
+            pcie_root(root.path(), "0000:3b:00.0").unwrap(),
             "pci0000:3a"
         );
-        assert_eq!(proc_facts(root.path(), "GPU-other"), None);
     }
 
     #[test]

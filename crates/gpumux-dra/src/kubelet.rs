@@ -20,7 +20,7 @@ use tonic::{Request, Response, Status, transport::Server};
 use crate::{
     DRIVER,
     authority::Lenient,
-    claim::ClaimRef,
+    claim::{self, ClaimRef},
     device::Device,
     prepare::{Engine, Prepared},
     proto::{health, health_v1, registration, v1, v1beta1},
@@ -62,6 +62,14 @@ impl Places {
         self.dir().join(match &self.instance {
             Some(instance) => format!("dra-{instance}.sock"),
             None => "dra.sock".to_owned(),
+        })
+    }
+
+    /// The socket of the instance's health.
+    pub fn health_socket(&self) -> PathBuf {
+        self.dir().join(match &self.instance {
+            Some(instance) => format!("health-{instance}.sock"),
+            None => "health.sock".to_owned(),
         })
     }
 
@@ -206,7 +214,12 @@ fn clear_dead(places: &Places, own: &Path) {
         };
         if let Ok(_lock) = hold(&path) {
             tracing::info!(instance, "removing what a killed instance left");
-            for left in [dead.registration_socket(), dead.service_socket(), path] {
+            let sockets = [
+                dead.registration_socket(),
+                dead.service_socket(),
+                dead.health_socket(),
+            ];
+            for left in sockets.into_iter().chain([path]) {
                 let _ = fs::remove_file(left);
             }
         }
@@ -309,7 +322,8 @@ async fn prepare(
     )
     .await?;
     let device = |prepared: Prepared| v1::Device {
-        request_names: vec![prepared.request],
+        // A container names the request, never its alternative; the kubelet compares the two as they are.
+        request_names: vec![claim::request_of(&prepared.request).to_owned()],
         pool_name: prepared.pool,
         device_name: prepared.device,
         cdi_device_ids: vec![prepared.cdi_id],

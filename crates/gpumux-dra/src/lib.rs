@@ -2,7 +2,7 @@
 //!
 //! It tells the API server which devices there are ([`slices`], [`publish`]), turns allocated claims into tenants
 //! of the daemon and CDI files when the kubelet asks ([`claim`], [`prepare`], [`kubelet`]), follows changes
-//! of a claim while its pod runs ([`live`]), and says what pods get ([`metrics`]). What a claim may have is in
+//! of a claim while its pod runs ([`live`], [`events`]), and serves metrics and its health ([`metrics`], [`health`]). What a claim may have is in
 //! [`model`] and [`share`]. State that must survive a restart is in [`checkpoint`].
 
 mod authority;
@@ -10,6 +10,9 @@ pub mod cdi;
 pub mod checkpoint;
 pub mod claim;
 pub mod device;
+pub mod events;
+pub mod health;
+mod http;
 pub mod inventory;
 pub mod kubelet;
 pub mod live;
@@ -26,4 +29,4 @@ pub mod slices;
 /// The driver's name, which is also the domain of its attributes, taints and annotations.
 pub const DRIVER: &str = "gpumux.dev";
 
-pub use run::{Args, Config, Driver, Error, run, slices_json, start};
+pub use run::{Args, Config, Driver, Error, check, run, slices_json, start};

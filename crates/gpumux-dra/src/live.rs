@@ -29,6 +29,7 @@ use crate::{
     checkpoint::Record,
     claim::{ClaimRef, Share},
     device::Device,
+    events::Happened,
     prepare::{Engine, PrepareError},
     share::{ANNOTATION, Patch},
 };
@@ -147,6 +148,7 @@ async fn follow(engine: &Engine, claim: &ResourceClaim) {
             .filter(|record| record.ready)
     };
     let Some(before) = prepared() else { return };
+    let reference = before.claim.clone();
     let annotations = claim.metadata.annotations.as_ref();
     let patch = annotations
         .and_then(|all| all.get(ANNOTATION))
@@ -161,6 +163,7 @@ async fn follow(engine: &Engine, claim: &ResourceClaim) {
         again(engine, &record.claim, &error.to_string());
     }
     let resized = resized.map_err(|error| error.to_string());
+    tell(engine, &before, &record, &resized).await;
     let devices = engine.devices.borrow().clone();
     let current = claim
         .status
@@ -176,6 +179,35 @@ async fn follow(engine: &Engine, claim: &ResourceClaim) {
     if ours == wanted {
         return;
     }
+    if let Err(error) = write_status(engine, claim, &record, &wanted).await {
+        match error {
+            kube::Error::Api(status) if matches!(status.code, 404 | 409) => {
+                tracing::debug!(claim = %reference.name, %status, "the claim changed meanwhile");
+            }
+            kube::Error::Api(status) if status.code == 422 => {
+                // What is there cannot be written again as it is: trying again would not help.
+                let note = format!("its status cannot be written: {}", status.message);
+                tracing::warn!(claim = %reference.name, namespace = %reference.namespace, note);
+                let events = &engine.events;
+                events
+                    .write(&reference, Happened::StatusRefused, &note)
+                    .await;
+            }
+            error => again(engine, &reference, &error.to_string()),
+        }
+    }
+}
+
+/// Writes the driver's part of a claim's status.
+///
+/// With server-side apply the API server encodes the claim's opaque parameters anew and then refuses any difference to what is
+/// stored, such as another order of fields (Kubernetes 1.36.2). A merge patch leaves them alone if only the order differs.
+async fn write_status(
+    engine: &Engine,
+    claim: &ResourceClaim,
+    record: &Record,
+    wanted: &[AllocatedDeviceStatus],
+) -> Result<(), kube::Error> {
     let api: Api<ResourceClaim> = Api::namespaced(engine.kube.clone(), &record.claim.namespace);
     let change = json!({
         "apiVersion": "resource.k8s.io/v1",
@@ -189,11 +221,66 @@ async fn follow(engine: &Engine, claim: &ResourceClaim) {
         .patch_status(&record.claim.name, &apply, &ApiPatch::Apply(change))
         .await
     {
-        Ok(_) => {}
-        Err(kube::Error::Api(status)) if matches!(status.code, 404 | 409 | 422) => {
-            tracing::debug!(claim = %record.claim.name, %status, "the claim changed meanwhile");
+        Err(kube::Error::Api(status)) if status.code == 422 => {}
+        other => return other.map(drop),
+    }
+    // A list is replaced whole: other drivers' devices stay, and the version makes sure that none is lost.
+    let current = claim.status.as_ref().and_then(|it| it.devices.as_deref());
+    let others = current.unwrap_or_default().iter();
+    let others = others.filter(|device| device.driver != DRIVER);
+    let all: Vec<_> = others.chain(wanted).collect();
+    let change = json!({
+        "metadata": {"uid": record.claim.uid, "resourceVersion": claim.metadata.resource_version},
+        "status": {"devices": all},
+    });
+    let merge = PatchParams {
+        field_manager: Some(DRIVER.to_owned()),
+        ..PatchParams::default()
+    };
+    api.patch_status(&record.claim.name, &merge, &ApiPatch::Merge(change))
+        .await
+        .map(drop)
+}
+
+/// Reports on the claim what has become of it.
+async fn tell(engine: &Engine, before: &Record, now: &Record, resized: &Result<(), String>) {
+    let (claim, events) = (&now.claim, &engine.events);
+    match resized {
+        Err(error) => events.write(claim, Happened::ResizeRefused, error).await,
+        Ok(()) => {
+            events.over(&claim.uid, Happened::ResizeRefused);
+            if before.patch != now.patch {
+                let note = match &now.patch {
+                    Some(patch) => format!("in force: {patch}"),
+                    None => "in force: what was allocated".to_owned(),
+                };
+                events.over(&claim.uid, Happened::Resized);
+                events.write(claim, Happened::Resized, &note).await;
+            }
         }
-        Err(error) => again(engine, &record.claim, &error.to_string()),
+    }
+    let devices = engine.devices.borrow().clone();
+    let faults: Vec<String> = now
+        .shares
+        .iter()
+        .filter_map(|share| Some(format!("{}: {}", share.device, fault(share, &devices)?)))
+        .collect();
+    if !faults.is_empty() {
+        let note = faults.join("; ");
+        events.write(claim, Happened::DeviceFault, &note).await;
+    } else if events.over(&claim.uid, Happened::DeviceFault) {
+        events.over(&claim.uid, Happened::DeviceRecovered);
+        events
+            .write(claim, Happened::DeviceRecovered, "its devices work again")
+            .await;
+    }
+}
+
+/// Why the device of a share does not work.
+fn fault(share: &Share, devices: &[Device]) -> Option<String> {
+    match devices.iter().find(|device| device.uuid == share.of.uuid) {
+        Some(device) => device.fault.clone(),
+        None => Some("the device is gone".to_owned()),
     }
 }
 
@@ -207,10 +294,7 @@ pub fn status(
 ) -> Vec<AllocatedDeviceStatus> {
     let patch: Option<Patch> = record.patch.as_deref().and_then(|text| text.parse().ok());
     let one = |share: &Share| {
-        let fault = match devices.iter().find(|device| device.uuid == share.of.uuid) {
-            Some(device) => device.fault.clone(),
-            None => Some("the device is gone".to_owned()),
-        };
+        let fault = fault(share, devices);
         let before = current.iter().find(|device| {
             device.driver == DRIVER
                 && device.pool == share.pool
@@ -272,6 +356,7 @@ fn facts(share: &Share, spec: &TenantSpec) -> serde_json::Value {
         "guaranteed": {"compute": milli(spec.guaranteed)},
         "limit": {"compute": milli(spec.limit)},
         "weight": spec.weight,
+        "memory": {"guaranteed": spec.memory_guaranteed, "limit": spec.memory_limit},
         "accounted": share.guaranteed(),
     })
 }

@@ -5,12 +5,22 @@ use std::{
     collections::BTreeMap,
     fmt::Write,
     path::{Path, PathBuf},
-    sync::Arc,
-    time::Duration,
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, Instant},
 };
 
-use axum::{Router, extract::State, http::StatusCode, routing::get};
+use axum::{
+    Router,
+    extract::State,
+    http::{HeaderMap, StatusCode, header::AUTHORIZATION},
+    routing::get,
+};
 use gpumux_daemon::api::types::{Domain, Tenant};
+use k8s_openapi::api::{
+    authentication::v1::{TokenReview, TokenReviewSpec},
+    authorization::v1::{NonResourceAttributes, SubjectAccessReview, SubjectAccessReviewSpec},
+};
+use kube::{Api, Client, api::PostParams};
 use tokio::sync::watch;
 use tonic::transport::Endpoint;
 
@@ -18,8 +28,7 @@ use crate::{
     checkpoint::Record,
     claim::Share,
     device::Device,
-    kubelet::Registered,
-    model::{Resource, Use, capacity},
+    model::{Resource, Use},
     prepare::Engine,
     proto::pod_resources::{
         ListPodResourcesRequest, pod_resources_lister_client::PodResourcesListerClient,
@@ -29,6 +38,9 @@ use crate::{
 
 /// How long the kubelet or the daemon may take before a scrape goes on without it.
 const PATIENCE: Duration = Duration::from_secs(2);
+/// How long an answer of the API server about a token holds, and how many are kept.
+const ANSWER_HOLDS: Duration = Duration::from_secs(60);
+const ANSWERS: usize = 64;
 
 /// A container that uses a claim.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -208,7 +220,9 @@ pub fn render(facts: &Facts) -> String {
                 .collect();
             let users = facts.users.get(&one).unwrap_or(&reserved);
             for (share, &tenant) in record.shares.iter().zip(&record.tenant_of) {
-                let found = record.tenants.get(tenant).map(|tenant| &tenant.name);
+                let found = tenant
+                    .and_then(|tenant| record.tenants.get(tenant))
+                    .map(|tenant| &tenant.name);
                 let Some(tenant) = facts
                     .tenants
                     .iter()
@@ -235,12 +249,13 @@ pub fn render(facts: &Facts) -> String {
         "What of a device is not guaranteed to any claim: milli-GPU, bytes, tenants.",
     );
     for device in &facts.devices {
-        let mut left = capacity(device.memory_bytes);
+        let mut left = device.capacity();
         for share in facts.records.iter().flat_map(|record| &record.shares) {
             if share.of.uuid == device.uuid {
                 let used = match share.usage {
                     Use::Shared(amounts) => amounts,
                     Use::Whole => left,
+                    Use::Admin => continue,
                 };
                 left.compute = left.compute.saturating_sub(used.compute);
                 left.memory = left.memory.saturating_sub(used.memory);
@@ -360,20 +375,92 @@ pub struct Endpoints {
     pub pod_resources: PathBuf,
     /// Follows the publisher.
     pub published: watch::Receiver<Published>,
-    /// Follows the registration.
-    pub registered: watch::Receiver<Registered>,
+    /// Only whoever the API server says may `get` the path `/metrics`.
+    pub authenticate: bool,
 }
 
-/// `/metrics`, `/healthz`, `/readyz`.
+/// Answers of the API server about tokens, and when they were given.
+type Known = Mutex<BTreeMap<String, (Instant, bool)>>;
+
+/// Whether this token's owner may read metrics.
+async fn may_read(client: &Client, known: &Known, token: &str) -> Result<bool, kube::Error> {
+    let lock = || known.lock().unwrap_or_else(PoisonError::into_inner);
+    let before = lock().get(token).copied();
+    if let Some((_, allowed)) = before.filter(|(at, _)| at.elapsed() < ANSWER_HOLDS) {
+        return Ok(allowed);
+    }
+    let review = TokenReview {
+        spec: TokenReviewSpec {
+            token: token.to_owned(),
+            ..TokenReviewSpec::default()
+        },
+        ..TokenReview::default()
+    };
+    let status = Api::all(client.clone())
+        .create(&PostParams::default(), &review)
+        .await?
+        .status
+        .unwrap_or_default();
+    let user = status.user.unwrap_or_default();
+    let review = SubjectAccessReview {
+        spec: SubjectAccessReviewSpec {
+            user: user.username,
+            uid: user.uid,
+            groups: user.groups,
+            extra: user.extra,
+            non_resource_attributes: Some(NonResourceAttributes {
+                path: Some("/metrics".to_owned()),
+                verb: Some("get".to_owned()),
+            }),
+            ..SubjectAccessReviewSpec::default()
+        },
+        ..SubjectAccessReview::default()
+    };
+    let allowed = status.authenticated == Some(true)
+        && Api::all(client.clone())
+            .create(&PostParams::default(), &review)
+            .await?
+            .status
+            .is_some_and(|status| status.allowed);
+    let mut all = lock();
+    all.retain(|_, (at, _)| at.elapsed() < ANSWER_HOLDS);
+    if all.len() < ANSWERS {
+        all.insert(token.to_owned(), (Instant::now(), allowed));
+    }
+    Ok(allowed)
+}
+
+/// `/metrics`.
 pub fn router(endpoints: Endpoints) -> Router {
     Router::new()
         .route("/metrics", get(metrics))
-        .route("/healthz", get(|| async { "ok\n" }))
-        .route("/readyz", get(ready))
-        .with_state(endpoints)
+        .with_state((endpoints, Arc::new(Known::default())))
 }
 
-async fn metrics(State(endpoints): State<Endpoints>) -> (StatusCode, String) {
+async fn metrics(
+    State((endpoints, known)): State<(Endpoints, Arc<Known>)>,
+    headers: HeaderMap,
+) -> (StatusCode, String) {
+    if endpoints.authenticate {
+        let header = headers.get(AUTHORIZATION).and_then(|it| it.to_str().ok());
+        let Some(token) = header.and_then(|it| it.strip_prefix("Bearer ")) else {
+            let why = "name a token of the cluster: Authorization: Bearer TOKEN\n";
+            return (StatusCode::UNAUTHORIZED, why.to_owned());
+        };
+        let asked = may_read(&endpoints.engine.kube, &known, token);
+        match tokio::time::timeout(PATIENCE, asked).await {
+            Ok(Ok(true)) => {}
+            Ok(Ok(false)) => {
+                let why = "the token's owner may not `get` the path /metrics: bind the chart's role metrics-reader to it\n";
+                return (StatusCode::FORBIDDEN, why.to_owned());
+            }
+            Ok(Err(error)) => return (StatusCode::SERVICE_UNAVAILABLE, format!("{error}\n")),
+            Err(_) => {
+                let why = "the API server does not answer\n";
+                return (StatusCode::SERVICE_UNAVAILABLE, why.to_owned());
+            }
+        }
+    }
     let engine = &endpoints.engine;
     let (tenants, users) = tokio::join!(
         tokio::time::timeout(PATIENCE, engine.daemon.tenants()),
@@ -396,18 +483,6 @@ async fn metrics(State(endpoints): State<Endpoints>) -> (StatusCode, String) {
         published: endpoints.published.borrow().clone(),
     });
     (StatusCode::OK, text)
-}
-
-async fn ready(State(endpoints): State<Endpoints>) -> (StatusCode, String) {
-    let refused = match &*endpoints.registered.borrow() {
-        Some(Ok(())) => None,
-        Some(Err(error)) => Some(format!("the kubelet refuses: {error}\n")),
-        None => Some("not registered with the kubelet yet\n".to_owned()),
-    };
-    match refused {
-        None => (StatusCode::OK, "ok\n".to_owned()),
-        Some(why) => (StatusCode::SERVICE_UNAVAILABLE, why),
-    }
 }
 
 #[cfg(test)]

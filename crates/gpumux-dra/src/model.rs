@@ -8,8 +8,10 @@ use std::{collections::BTreeMap, fmt};
 pub const WHOLE_COMPUTE: u64 = 1000;
 /// Guaranteed compute is given in steps of one percent: what the hardware's timeslices can keep.
 pub const COMPUTE_STEP: u64 = 10;
-/// Memory is given in steps of this many bytes, which is also the least that a CUDA context needs.
+/// Memory is given in steps of this many bytes.
 pub const MEMORY_STEP: u64 = 256 << 20;
+/// The least memory in bytes: a CUDA context takes 0.5 GiB of it (gpumuxd counts 544 MiB, measured on an H100).
+pub const MEMORY_LEAST: u64 = 768 << 20;
 /// Memory of a request that names none, in bytes.
 pub const MEMORY_DEFAULT: u64 = 1 << 30;
 /// Most tenants on one device.
@@ -138,7 +140,7 @@ impl Policy {
             Resource::Memory => Self {
                 default: MEMORY_DEFAULT,
                 valid: Valid::Range {
-                    min: MEMORY_STEP,
+                    min: MEMORY_LEAST,
                     max: None,
                     step: MEMORY_STEP,
                 },
@@ -190,6 +192,8 @@ pub enum Use {
     Shared(Amounts),
     /// Alone.
     Whole,
+    /// To look at it only, beside whoever uses it: nothing is guaranteed and nothing is counted.
+    Admin,
 }
 
 /// Why a device cannot take one more user.
@@ -232,6 +236,9 @@ pub struct Book {
 impl Book {
     /// Enters a use that was admitted before.
     pub fn enter(&mut self, device: &str, usage: Use) {
+        if usage == Use::Admin {
+            return;
+        }
         self.devices
             .entry(device.to_owned())
             .or_default()
@@ -250,6 +257,7 @@ impl Book {
             wanted,
         };
         match usage {
+            Use::Admin => return Ok(()),
             Use::Whole if users.contains(&Use::Whole) => return Err(mode("whole", "whole")),
             Use::Whole if !users.is_empty() => return Err(mode("shared", "whole")),
             Use::Whole => {}
@@ -259,6 +267,7 @@ impl Book {
                     .try_fold(Amounts::default(), |sum, user| match user {
                         Use::Whole => Err(mode("whole", "shared")),
                         Use::Shared(amounts) => Ok(sum.plus(*amounts)),
+                        Use::Admin => Ok(sum),
                     })?;
                 for resource in Resource::ALL {
                     let free = whole.get(resource).saturating_sub(used.get(resource));
@@ -312,7 +321,7 @@ mod tests {
             })
         );
         let memory = Policy::of(Resource::Memory);
-        assert_eq!(memory.consumed(Some(1), 80 * GIB), Ok(MEMORY_STEP));
+        assert_eq!(memory.consumed(Some(1), 80 * GIB), Ok(MEMORY_LEAST));
         assert_eq!(memory.consumed(None, 80 * GIB), Ok(GIB));
         assert!(memory.consumed(Some(81 * GIB), 80 * GIB).is_err());
         let clients = Policy::of(Resource::Clients);
@@ -396,7 +405,7 @@ mod tests {
             }
             let sum = users.iter().fold(Amounts::default(), |sum, user| match user {
                 Use::Shared(amounts) => sum.plus(*amounts),
-                Use::Whole => sum,
+                Use::Whole | Use::Admin => sum,
             });
             for resource in Resource::ALL {
                 prop_assert!(sum.get(resource) <= whole.get(resource));

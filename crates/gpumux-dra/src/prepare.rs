@@ -3,12 +3,7 @@
 //! The order makes every step repeatable after a crash: the claim is recorded before anything is made, tenants and
 //! the CDI file carry the claim's uid, and the record is the last thing that goes.
 
-use std::{
-    collections::BTreeSet,
-    path::PathBuf,
-    sync::Arc,
-    time::{Duration, Instant},
-};
+use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 
 use futures_util::future::join_all;
 use gpumux_core::TenantSpec;
@@ -18,21 +13,20 @@ use gpumux_daemon::{
 };
 use k8s_openapi::api::resource::v1::ResourceClaim;
 use kube::Api;
-use serde_json::json;
-use tokio::sync::{Mutex, mpsc, watch};
+use tokio::sync::{mpsc, watch};
 
 use crate::{
     cdi,
     checkpoint::{CheckpointError, Record, Store, TenantRecord},
     claim::{self, ClaimError, ClaimRef, Share},
     device::Device,
+    events::Events,
+    model::Use,
     share::{Patch, ShareError},
 };
 
 /// How long the API server may take. The kubelet gives up on a call after 45 s.
 const API_PATIENCE: Duration = Duration::from_secs(15);
-/// How long what the daemon said of itself is taken for true.
-const SAME_DAEMON: Duration = Duration::from_secs(5);
 
 /// A point between two steps, in their order.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -119,9 +113,6 @@ pub struct Prepared {
     pub cdi_id: String,
 }
 
-/// What the daemon's promises can say, and when it was asked.
-pub type Fields = (Instant, Arc<BTreeSet<String>>);
-
 /// Does what the kubelet asks. Cheap to clone.
 #[derive(Clone)]
 pub struct Engine {
@@ -141,8 +132,8 @@ pub struct Engine {
     pub devices: watch::Receiver<Arc<Vec<Device>>>,
     /// Told of claims that were prepared.
     pub news: mpsc::UnboundedSender<ClaimRef>,
-    /// What the daemon's promises can say, and when it was asked.
-    pub fields: Arc<Mutex<Option<Fields>>>,
+    /// What is reported on claims for people.
+    pub events: Events,
     /// Told after each step; for tests.
     pub after: fn(Step),
 }
@@ -219,7 +210,11 @@ impl Engine {
         })
         .await??;
         (self.after)(Step::Recorded);
-        self.make_tenants(record, resumed).await?;
+        for (index, environment) in self.make_tenants(record, resumed).await? {
+            if let Some(tenant) = record.tenants.get_mut(index) {
+                tenant.environment = environment;
+            }
+        }
         (self.after)(Step::Tenants);
         self.describe(record)?;
         (self.after)(Step::Described);
@@ -250,6 +245,7 @@ impl Engine {
 
     /// Undoes as much as can be undone; only when all is, the record goes.
     async fn unmake(&self, record: &Record) -> Result<(), PrepareError> {
+        self.events.forget(&record.claim.uid);
         let mut undone = self.undescribe(&record.claim.uid);
         (self.after)(Step::Undescribed);
         for tenant in &record.tenants {
@@ -332,47 +328,31 @@ impl Engine {
         found.ok_or_else(|| PrepareError::Gone(claim.namespace.clone(), claim.name.clone()))
     }
 
-    /// Makes the claim's tenants, or changes those that are there if they are known to be this record's.
-    async fn make_tenants(&self, record: &Record, known: bool) -> Result<(), PrepareError> {
-        let known_fields = self.fields().await?;
-        for (tenant, share, spec) in tenants(record)? {
-            let mut new = json!(NewTenant {
-                name: Some(tenant.name.clone()),
-                spec: change(&spec),
-                kept: true,
-                token: Some(tenant.token.clone()),
-                ..NewTenant::default()
-            });
-            for (field, value) in share.parameters.extra(&share.guaranteed(), &known_fields)? {
-                new["spec"][field] = value;
-            }
-            match self.daemon.create(&new).await {
+    /// Makes the claim's tenants, or changes those that are there if they are known to be this record's. Returns what the processes
+    /// of new ones need in their environment, by the tenant's index.
+    async fn make_tenants(
+        &self,
+        record: &Record,
+        known: bool,
+    ) -> Result<Vec<(usize, BTreeMap<String, String>)>, PrepareError> {
+        let mut made = Vec::new();
+        for (index, new) in tenants(record)? {
+            let name = new.name.as_deref().unwrap_or_default();
+            let created = match self.daemon.create(&new).await {
                 Err(ClientError::Refused { status: 409, .. }) if known => {
-                    self.daemon.change(&tenant.name, &change(&spec)).await?;
+                    self.daemon.change(name, &new.spec).await?;
+                    continue;
                 }
                 Err(ClientError::Refused { status: 409, .. }) => {
                     // Left by a claim whose record was lost: its secret is not ours.
-                    self.end_tenant(&tenant.name).await?;
-                    self.daemon.create(&new).await?;
+                    self.end_tenant(name).await?;
+                    self.daemon.create(&new).await?
                 }
-                made => drop(made?),
-            }
+                created => created?,
+            };
+            made.push((index, created.environment));
         }
-        Ok(())
-    }
-
-    /// What the daemon's promises can say: another version may run now than did before.
-    async fn fields(&self) -> Result<Arc<BTreeSet<String>>, PrepareError> {
-        let mut known = self.fields.lock().await;
-        if let Some((_, fields)) = known
-            .as_ref()
-            .filter(|(asked, _)| asked.elapsed() < SAME_DAEMON)
-        {
-            return Ok(fields.clone());
-        }
-        let fields = Arc::new(self.daemon.spec_fields().await?);
-        *known = Some((Instant::now(), fields.clone()));
-        Ok(fields)
+        Ok(made)
     }
 
     async fn end_tenant(&self, name: &str) -> Result<(), PrepareError> {
@@ -397,21 +377,36 @@ impl Engine {
     }
 }
 
-/// The tenants with their promises. Shares of one tenant have the same, so the first is returned.
-fn tenants(record: &Record) -> Result<Vec<(&TenantRecord, &Share, TenantSpec)>, ShareError> {
+/// The tenants as the daemon is to make them, by index. Shares of one tenant have the same size and parameters, so the first is
+/// taken; the tenant is confined to the devices of all.
+fn tenants(record: &Record) -> Result<Vec<(usize, NewTenant)>, ShareError> {
     let patch: Option<Patch> = record.patch.as_deref().map(str::parse).transpose()?;
-    let one = |(index, tenant)| {
-        let first = record.tenant_of.iter().position(|&of| of == index)?;
-        let share = record.shares.get(first)?;
-        let spec = share.spec(patch.as_ref());
-        Some(spec.map(|spec| (tenant, share, spec)))
+    let one = |(index, tenant): (usize, &TenantRecord)| {
+        let shares = record.shares.iter().zip(&record.tenant_of);
+        let own = shares.filter_map(|(share, of)| (*of == Some(index)).then_some(share));
+        let own: Vec<&Share> = own.collect();
+        let first = own.first()?;
+        let spec = match first.spec(patch.as_ref()) {
+            Ok(spec) => spec,
+            Err(error) => return Some(Err(error)),
+        };
+        let new = NewTenant {
+            name: Some(tenant.name.clone()),
+            spec: change(&spec),
+            kept: true,
+            trust: first.parameters.trust_domain.clone(),
+            token: Some(tenant.token.clone()),
+            devices: own.iter().map(|share| share.of.uuid.clone()).collect(),
+            ..NewTenant::default()
+        };
+        Some(Ok((index, new)))
     };
     record.tenants.iter().enumerate().filter_map(one).collect()
 }
 
 fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> Record {
     let tenant_of = group(&shares);
-    let count = tenant_of.iter().max().map_or(0, |last| last + 1);
+    let count = tenant_of.iter().flatten().max().map_or(0, |last| last + 1);
     let pods = fetched
         .status
         .iter()
@@ -426,6 +421,7 @@ fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> 
             .map(|index| TenantRecord {
                 name: format!("{}{index}", tenant_prefix(&claim.uid)),
                 token: secret(),
+                environment: BTreeMap::new(),
             })
             .collect(),
         shares,
@@ -436,12 +432,15 @@ fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> 
 }
 
 /// Which shares are one tenant: a promise holds on each device of a tenant, so shares of the same size on several devices
-/// are one, as a job on several devices needs. Shares of one device never are.
-fn group(shares: &[Share]) -> Vec<usize> {
+/// are one, as a job on several devices needs. Shares of one device never are, and who only looks is none.
+fn group(shares: &[Share]) -> Vec<Option<usize>> {
     let mut groups: Vec<Vec<&Share>> = Vec::new();
     shares
         .iter()
         .map(|share| {
+            if share.usage == Use::Admin {
+                return None;
+            }
             let joins = |members: &Vec<&Share>| {
                 members.iter().all(|member| {
                     member.of.uuid != share.of.uuid
@@ -454,7 +453,7 @@ fn group(shares: &[Share]) -> Vec<usize> {
                 groups.push(Vec::new());
             }
             groups[index].push(share);
-            index
+            Some(index)
         })
         .collect()
 }
@@ -475,6 +474,7 @@ pub fn tenant_prefix(uid: &str) -> String {
     format!("k8s-{uid}-")
 }
 
+/// All of the spec, but for what a claim does not choose: hints, and what becomes of requests for memory without room.
 fn change(spec: &TenantSpec) -> SpecChange {
     SpecChange {
         class: Some(spec.class),
@@ -482,9 +482,11 @@ fn change(spec: &TenantSpec) -> SpecChange {
         limit: Some(spec.limit),
         weight: Some(spec.weight),
         latency_objective_us: Some(spec.latency_objective_us),
-        // A claim does not say who gives hints.
         hints: None,
-        ..SpecChange::default()
+        memory_guaranteed: Some(spec.memory_guaranteed),
+        memory_limit: Some(spec.memory_limit),
+        memory_policy: None,
+        sleep_after_s: Some(spec.sleep_after_s),
     }
 }
 

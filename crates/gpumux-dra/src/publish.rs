@@ -44,6 +44,8 @@ pub struct Published {
     pub slices: usize,
     /// Why it is not as it must be.
     pub error: Option<String>,
+    /// Whether slices have been looked at.
+    pub looked: bool,
 }
 
 /// Who the node is.
@@ -129,6 +131,7 @@ pub async fn reconcile(
             generation,
             slices: wanted.len(),
             error: None,
+            looked: true,
         });
     }
     let generation = generation + 1;
@@ -181,7 +184,44 @@ pub async fn reconcile(
         generation,
         slices: count,
         error: None,
+        looked: true,
     })
+}
+
+/// Tries to write what this instance would publish, without effect: whether it may, and whether the API server takes it.
+///
+/// # Errors
+/// See [`reconcile`].
+pub async fn rehearse(client: &Client, name: &str, devices: &[Device]) -> Result<(), PublishError> {
+    let node = node(client, name).await?;
+    let api: Api<ResourceSlice> = Api::all(client.clone());
+    let there = api
+        .list(&ListParams::default().fields(&selector(&node)))
+        .await?
+        .items;
+    let params = PostParams {
+        dry_run: true,
+        ..PostParams::default()
+    };
+    for (index, spec) in slices::build(&node, devices, 1).into_iter().enumerate() {
+        let mut object = slices::object(&node, index, spec);
+        let name = slices::object_name(&node, index);
+        match there
+            .iter()
+            .find(|it| it.metadata.name.as_ref() == Some(&name))
+        {
+            None => api.create(&params, &object).await?,
+            Some(slice) => {
+                object.spec.pool.generation = slice.spec.pool.generation + 1;
+                object
+                    .metadata
+                    .resource_version
+                    .clone_from(&slice.metadata.resource_version);
+                api.replace(&name, &params, &object).await?
+            }
+        };
+    }
+    Ok(())
 }
 
 fn selector(node: &Node) -> String {

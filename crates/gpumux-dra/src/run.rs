@@ -1,6 +1,11 @@
 //! The driver as a whole: configuration, start, and end.
 
-use std::{net::SocketAddr, path::PathBuf, sync::Arc, time::Duration};
+use std::{
+    net::SocketAddr,
+    path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
+};
 
 use gpumux_daemon::{client::Client as Daemon, paths};
 use rustix::fs::{FlockOperation, flock};
@@ -12,6 +17,9 @@ use tokio::{
 use crate::{
     cdi,
     checkpoint::{CheckpointError, Store},
+    events::Events,
+    health::{self, Check, CheckError, Health, Leading},
+    http,
     inventory::{self, Inventory},
     kubelet::{self, KubeletError, Places, Served},
     live,
@@ -59,18 +67,24 @@ pub struct Args {
     /// Where the host's / is seen from here.
     #[arg(long, default_value = "/", value_name = "DIR")]
     pub host_root: PathBuf,
-    /// Where metrics and health are served.
+    /// Where the driver is installed on the host if not in /, such as /run/nvidia/driver.
+    #[arg(long, value_name = "DIR")]
+    pub driver_root: Option<PathBuf>,
+    /// Where metrics are served.
     #[arg(long, default_value = "0.0.0.0:9400", value_name = "ADDRESS")]
     pub metrics: SocketAddr,
+    /// Serve metrics only to whoever the API server lets `get` /metrics: a bearer token is asked for.
+    #[arg(long)]
+    pub metrics_authenticate: bool,
     /// The emulated device's socket, if this node shares the emulated device.
     #[arg(long, env = "GPUMUX_EMU_SOCKET", value_name = "SOCKET")]
     pub emulated: Option<PathBuf>,
-    /// NVML's library, if not the system's.
-    #[arg(long, env = "GPUMUX_NVML", value_name = "FILE")]
-    pub nvml: Option<PathBuf>,
     /// Only print the ResourceSlices that the node would publish, as JSON.
     #[arg(long)]
     pub print_slices: bool,
+    /// Only ask the instance that runs with the same options, as the kubelet's probes do.
+    #[arg(long, value_name = "WHAT", conflicts_with = "print_slices")]
+    pub check: Option<Check>,
 }
 
 /// Everything that the driver must know.
@@ -94,6 +108,8 @@ pub struct Config {
     pub inventory: Inventory,
     /// Where metrics are served.
     pub metrics: SocketAddr,
+    /// Only to whoever the API server allows it.
+    pub metrics_authenticate: bool,
     /// Told after each step of preparing and unpreparing; for tests.
     pub after: fn(Step),
 }
@@ -121,12 +137,13 @@ impl From<Args> for Config {
                     .as_ref()
                     .map(|_| args.library_dir.join("libgpumux_emu.so")),
                 emulator_socket: args.emulated,
-                driver_libraries: cdi::driver_libraries(&args.host_root),
                 root: args.host_root,
+                driver_root: args.driver_root,
             },
             runtime_dir,
-            inventory: Inventory::Node { nvml: args.nvml },
+            inventory: Inventory::Node,
             metrics: args.metrics,
+            metrics_authenticate: args.metrics_authenticate,
             after: |_| {},
         }
     }
@@ -149,6 +166,12 @@ pub enum Error {
     /// The kubelet's places.
     #[error(transparent)]
     Kubelet(#[from] KubeletError),
+    /// What an instance answered.
+    #[error(transparent)]
+    Check(#[from] CheckError),
+    /// The socket of the instance's health.
+    #[error("cannot serve health at {0}: {1}")]
+    Health(PathBuf, std::io::Error),
     /// The system.
     #[error(transparent)]
     Io(#[from] std::io::Error),
@@ -211,6 +234,18 @@ pub fn slices_json(config: Config) -> Result<String, Error> {
     Ok(serde_json::to_string_pretty(&objects).map_err(std::io::Error::from)?)
 }
 
+/// Asks the instance that runs with this configuration.
+///
+/// # Errors
+/// It does not answer, or is not what is asked.
+pub fn check(config: &Config, check: Check) -> Result<(), Error> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()?;
+    let socket = config.places.health_socket();
+    Ok(runtime.block_on(health::check(&socket, check))?)
+}
+
 /// A running driver.
 pub struct Driver {
     /// Does what the kubelet asks.
@@ -219,6 +254,7 @@ pub struct Driver {
     pub published: watch::Receiver<Published>,
     /// The kubelet's services.
     pub served: Served,
+    health_socket: PathBuf,
     tasks: JoinSet<()>,
 }
 
@@ -227,6 +263,7 @@ impl Driver {
     pub async fn stop(mut self) {
         self.served.stop().await;
         self.tasks.shutdown().await;
+        let _ = std::fs::remove_file(self.health_socket);
     }
 }
 
@@ -239,7 +276,7 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
     let devices = inventory::watch(config.inventory, daemon.clone()).await;
     let (news, heard) = mpsc::unbounded_channel();
     let engine = Engine {
-        node: config.node,
+        node: config.node.clone(),
         kube: client.clone(),
         daemon,
         store: Store::open(&config.state_dir)?,
@@ -247,7 +284,7 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
         host: Arc::new(config.host),
         devices: devices.clone(),
         news,
-        fields: Arc::default(),
+        events: Events::new(client.clone(), &config.node),
         after: config.after,
     };
     let served = kubelet::serve(engine.clone(), &config.places)?;
@@ -260,11 +297,22 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
             engine: engine.clone(),
             pod_resources: config.pod_resources,
             published: published.clone(),
-            registered: served.registered.clone(),
+            authenticate: config.metrics_authenticate,
         },
     );
+    let (leads, leading) = watch::channel(Leading::Waits);
+    let health_socket = config.places.health_socket();
+    let health = Health {
+        engine: engine.clone(),
+        published: published.clone(),
+        registered: served.registered.clone(),
+        leading,
+    };
+    let health = health::serve(&health_socket, health);
+    tasks.spawn(health.map_err(|error| Error::Health(health_socket.clone(), error))?);
     let (lock, leader) = (config.places.dir().join("leader.lock"), engine.clone());
     tasks.spawn(async move {
+        let leads = EndsWith(leads);
         // Of two instances the older leads until it ends, so that they never undo each other's work.
         let Ok(_lead) = lead(&lock)
             .await
@@ -272,6 +320,7 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
         else {
             return;
         };
+        leads.0.send_replace(Leading::Leads);
         let publish = async {
             // Claims can be unprepared while the API server is away; slices cannot be published.
             let node = find(&client, &leader.node).await;
@@ -287,12 +336,22 @@ pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error
         engine,
         published,
         served,
+        health_socket,
         tasks,
     })
 }
 
+/// Says that the leader's tasks have ended, also if one of them failed.
+struct EndsWith(watch::Sender<Leading>);
+
+impl Drop for EndsWith {
+    fn drop(&mut self) {
+        self.0.send_replace(Leading::Ended);
+    }
+}
+
 /// Waits until no other instance leads.
-async fn lead(path: &std::path::Path) -> std::io::Result<std::fs::File> {
+async fn lead(path: &Path) -> std::io::Result<std::fs::File> {
     let file = std::fs::OpenOptions::new()
         .write(true)
         .create(true)
@@ -340,8 +399,6 @@ fn serve_metrics(
             }
             tokio::time::sleep(WAIT_EVERY).await;
         };
-        if let Err(error) = axum::serve(listener, metrics::router(endpoints)).await {
-            tracing::error!(%error, "metrics ended");
-        }
+        http::serve(listener, metrics::router(endpoints)).await;
     })
 }

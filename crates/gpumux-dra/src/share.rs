@@ -1,15 +1,18 @@
 //! `GpuShare`: the driver's parameters in a DeviceClass or a claim, and in a claim's annotation.
 //!
-//! What Kubernetes accounts (guaranteed compute and memory) is consumed capacity and not said here, except that
-//! the annotation may lower it. Everything else about a share is.
+//! What Kubernetes accounts (guaranteed compute and memory) is consumed capacity and not part of it, except that
+//! the annotation may lower compute. A DeviceClass may bound what its claims and their annotations can ask for.
 
-use std::{collections::BTreeSet, fmt, str::FromStr};
+use std::{fmt, str::FromStr};
 
 use gpumux_core::{Class, TenantSpec};
+use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
 use serde::{Deserialize, Serialize};
-use serde_json::{Map, Value};
 
-use crate::model::{Amounts, WHOLE_COMPUTE};
+use crate::{
+    model::{Amounts, WHOLE_COMPUTE},
+    quantity,
+};
 
 /// The version of the parameters.
 pub const API_VERSION: &str = "config.gpumux.dev/v1alpha1";
@@ -69,6 +72,72 @@ pub struct GpuShare {
     /// Whether its memory leaves the device while it is idle.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sleep: Option<Sleep>,
+    /// Memory that it never exceeds; none if left out: it may use what others leave.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_limit: Option<MemoryLimit>,
+    /// What claims of the class can ask for at most. Only a DeviceClass may have it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bounds: Option<Bounds>,
+}
+
+/// A limit of memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum MemoryLimit {
+    /// What the claim was allocated.
+    Requested,
+    /// Bytes.
+    Bytes(u64),
+}
+
+impl TryFrom<String> for MemoryLimit {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        match text.as_str() {
+            "requested" => Ok(Self::Requested),
+            _ => quantity::parse(&Quantity(text))
+                .map(Self::Bytes)
+                .map_err(|error| format!("{error}, or `requested`")),
+        }
+    }
+}
+
+impl From<MemoryLimit> for String {
+    fn from(limit: MemoryLimit) -> Self {
+        match limit {
+            MemoryLimit::Requested => "requested".to_owned(),
+            MemoryLimit::Bytes(bytes) => quantity::bytes(bytes).0,
+        }
+    }
+}
+
+impl MemoryLimit {
+    fn bytes(self, allocated: u64) -> u64 {
+        match self {
+            Self::Requested => allocated,
+            Self::Bytes(bytes) => bytes,
+        }
+    }
+}
+
+/// What claims of a DeviceClass can ask for at most. A default beyond a bound becomes the bound; what a claim asks for explicitly
+/// beyond it is refused.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields, default)]
+pub struct Bounds {
+    /// Classes that a claim can have; all if left out. The first one is the default where the usual default is not among them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub classes: Option<Vec<Class>>,
+    /// The largest weight.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_weight: Option<f64>,
+    /// The highest limit in milli-GPU, where it is above the guarantee.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_limit: Option<u64>,
+    /// The highest limit of memory.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub max_memory_limit: Option<MemoryLimit>,
 }
 
 /// When an idle tenant's memory leaves the device.
@@ -107,6 +176,9 @@ pub struct Patch {
     /// See [`GpuShare::latency_objective_us`].
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency_objective_us: Option<u64>,
+    /// See [`GpuShare::memory_limit`].
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub memory_limit: Option<MemoryLimit>,
 }
 
 /// Why parameters are refused.
@@ -156,9 +228,27 @@ pub enum ShareError {
     /// No name.
     #[error("trustDomain `{0}` is no name: use 1 to 63 letters, digits, `.`, `_`, `-`")]
     TrustDomain(String),
-    /// The node's daemon has no means for it.
-    #[error("{0} cannot be kept by the gpumuxd of this node: leave it out, or update gpumuxd")]
-    NotSupported(&'static str),
+    /// A claim that would set its own bounds.
+    #[error("`bounds` is for DeviceClasses: leave it out of the claim")]
+    BoundsInClaim,
+    /// The DeviceClass does not allow it.
+    #[error("the DeviceClass does not allow class `{asked}`: use {allowed}")]
+    ClassNotAllowed {
+        /// As asked.
+        asked: Class,
+        /// What the class allows.
+        allowed: String,
+    },
+    /// The DeviceClass does not allow so much.
+    #[error("{field} {value} is more than the {most} that the DeviceClass allows")]
+    AboveBound {
+        /// Which.
+        field: &'static str,
+        /// As asked.
+        value: String,
+        /// The bound.
+        most: String,
+    },
 }
 
 impl GpuShare {
@@ -214,6 +304,19 @@ impl GpuShare {
                 range: "0.001 to 1000".into(),
             });
         }
+        if let Some(bounds) = &self.bounds {
+            in_range("bounds.maxLimit", bounds.max_limit, 10, WHOLE_COMPUTE)?;
+            let weight = bounds
+                .max_weight
+                .filter(|it| !TenantSpec::WEIGHTS.contains(it));
+            if weight.is_some() || bounds.classes.as_ref().is_some_and(Vec::is_empty) {
+                return Err(ShareError::Range {
+                    field: "bounds",
+                    value: serde_json::to_string(bounds).unwrap_or_default(),
+                    range: "maxWeight 0.001 to 1000, and at least one of classes".into(),
+                });
+            }
+        }
         if self.limit.is_some() && self.burst.is_some() {
             return Err(ShareError::LimitAndBurst);
         }
@@ -226,7 +329,7 @@ impl GpuShare {
         }
     }
 
-    /// These parameters, with what `over` says in their place.
+    /// These parameters, with those of `over` in their place. Bounds stay as they are unless `over` has some.
     pub fn overridden(self, over: Self) -> Self {
         let bound = over.limit.is_some() || over.burst.is_some();
         Self {
@@ -238,6 +341,8 @@ impl GpuShare {
             latency_objective_us: over.latency_objective_us.or(self.latency_objective_us),
             trust_domain: over.trust_domain.or(self.trust_domain),
             sleep: over.sleep.or(self.sleep),
+            memory_limit: over.memory_limit.or(self.memory_limit),
+            bounds: over.bounds.or(self.bounds),
             api_version: over.api_version,
             kind: over.kind,
         }
@@ -253,14 +358,15 @@ impl GpuShare {
             burst: patch.burst,
             weight: patch.weight,
             latency_objective_us: patch.latency_objective_us,
+            memory_limit: patch.memory_limit,
             ..Self::default()
         })
     }
 
-    /// The tenant's promise, with `allocated` guaranteed.
+    /// The tenant's promise, with `allocated` guaranteed: memory as Kubernetes counts it, contexts included.
     ///
     /// # Errors
-    /// The tier and the allocation do not agree, or the limit is below the guarantee.
+    /// The tier and the allocation do not agree, a limit is below the guarantee, or the DeviceClass does not allow it.
     pub fn spec(
         &self,
         allocated: &Amounts,
@@ -281,6 +387,8 @@ impl GpuShare {
                 compute
             }
         };
+        let bounds = share.bounds.clone().unwrap_or_default();
+        let most = bounds.max_limit.unwrap_or(WHOLE_COMPUTE).max(guaranteed);
         let limit = match (share.limit, share.burst) {
             (Some(limit), _) => {
                 in_range("limit", Some(limit), guaranteed.max(10), WHOLE_COMPUTE)?;
@@ -296,53 +404,107 @@ impl GpuShare {
                 )?;
                 (guaranteed + burst).min(WHOLE_COMPUTE)
             }
-            (None, None) => WHOLE_COMPUTE,
+            (None, None) => most,
         };
-        let preemptible = allocated.compute == 0;
+        bounded("limit", limit, most)?;
+        let weight = match (share.weight, bounds.max_weight) {
+            (Some(weight), Some(most)) if weight > most => {
+                return Err(ShareError::AboveBound {
+                    field: "weight",
+                    value: weight.to_string(),
+                    most: most.to_string(),
+                });
+            }
+            (Some(weight), _) => weight,
+            (None, most) => most.unwrap_or(1.0).min(1.0),
+        };
         Ok(TenantSpec {
-            class: share.class.unwrap_or(if preemptible {
-                Class::Batch
-            } else {
-                Class::Standard
-            }),
+            class: class(
+                share.class,
+                allocated.compute == 0,
+                bounds.classes.as_deref(),
+            )?,
             guaranteed: milli(guaranteed),
             limit: milli(limit),
-            weight: share.weight.unwrap_or(1.0),
+            weight,
             latency_objective_us: share.latency_objective_us,
+            memory_guaranteed: allocated.memory,
+            memory_limit: memory_limit(share.memory_limit, &bounds, allocated.memory)?,
+            sleep_after_s: share.sleep.map(|sleep| sleep.after_seconds),
             ..TenantSpec::default()
         })
     }
 }
 
-impl GpuShare {
-    /// What the tenant is promised beside its [`spec`](Self::spec), for a daemon whose promises have these fields.
-    ///
-    /// # Errors
-    /// The daemon has no means for what is asked.
-    pub fn extra(
-        &self,
-        allocated: &Amounts,
-        known: &BTreeSet<String>,
-    ) -> Result<Map<String, Value>, ShareError> {
-        let sleep = self.sleep.map(|sleep| sleep.after_seconds.into());
-        let trust = self.trust_domain.clone().map(Value::from);
-        let mut extra = Map::new();
-        for (field, value, parameter) in [
-            // Accounted by Kubernetes all the same.
-            ("memory_guaranteed", Some(allocated.memory.into()), None),
-            ("sleep_after_s", sleep, Some("sleep")),
-            ("trust_domain", trust, Some("trustDomain")),
-        ] {
-            match (value, parameter) {
-                (Some(value), _) if known.contains(field) => {
-                    drop(extra.insert(field.into(), value))
-                }
-                (Some(_), Some(parameter)) => return Err(ShareError::NotSupported(parameter)),
-                _ => {}
-            }
+/// The class that was asked for or is the default, if the DeviceClass allows it.
+fn class(
+    asked: Option<Class>,
+    preemptible: bool,
+    allowed: Option<&[Class]>,
+) -> Result<Class, ShareError> {
+    let default = match preemptible {
+        true => Class::Batch,
+        false => Class::Standard,
+    };
+    let Some(allowed) = allowed else {
+        return Ok(asked.unwrap_or(default));
+    };
+    match asked {
+        Some(asked) if allowed.contains(&asked) => Ok(asked),
+        Some(asked) => {
+            let allowed: Vec<_> = allowed.iter().map(|class| class.name()).collect();
+            Err(ShareError::ClassNotAllowed {
+                asked,
+                allowed: allowed.join(" or "),
+            })
         }
-        Ok(extra)
+        None if allowed.contains(&default) => Ok(default),
+        None => Ok(allowed.first().copied().unwrap_or(default)),
     }
+}
+
+/// The limit of memory in bytes, if there is one.
+fn memory_limit(
+    asked: Option<MemoryLimit>,
+    bounds: &Bounds,
+    allocated: u64,
+) -> Result<Option<u64>, ShareError> {
+    // A bound below what was allocated cannot be meant.
+    let most = bounds
+        .max_memory_limit
+        .map(|limit| limit.bytes(allocated).max(allocated));
+    let Some(asked) = asked.map(|limit| limit.bytes(allocated)) else {
+        return Ok(most);
+    };
+    if asked < allocated {
+        return Err(ShareError::Range {
+            field: "memoryLimit",
+            value: quantity::bytes(asked).0,
+            range: format!(
+                "{} (what the claim was allocated) or more",
+                quantity::bytes(allocated).0
+            ),
+        });
+    }
+    match most {
+        Some(most) if asked > most => Err(ShareError::AboveBound {
+            field: "memoryLimit",
+            value: quantity::bytes(asked).0,
+            most: quantity::bytes(most).0,
+        }),
+        _ => Ok(Some(asked)),
+    }
+}
+
+fn bounded(field: &'static str, value: u64, most: u64) -> Result<(), ShareError> {
+    if value <= most {
+        return Ok(());
+    }
+    Err(ShareError::AboveBound {
+        field,
+        value: value.to_string(),
+        most: most.to_string(),
+    })
 }
 
 impl FromStr for Patch {
@@ -464,30 +626,90 @@ mod tests {
     }
 
     #[test]
-    fn the_daemon_gets_what_it_has_means_for_and_the_rest_is_refused() {
-        let share = share(json!({"trustDomain": "team", "sleep": {"afterSeconds": 60}})).unwrap();
-        let known = |fields: &[&str]| fields.iter().map(|field| (*field).to_owned()).collect();
-        let all = known(&[
-            "guaranteed",
-            "memory_guaranteed",
-            "sleep_after_s",
-            "trust_domain",
-        ]);
-        let extra = share.extra(&allocated(0), &all).unwrap();
+    fn memory_and_sleep_become_the_tenants_spec() {
+        let spec = |fields| share(fields).unwrap().spec(&allocated(0), None).unwrap();
+        let plain = spec(json!({}));
         assert_eq!(
-            Value::Object(extra),
-            json!({"memory_guaranteed": 1 << 30, "sleep_after_s": 60, "trust_domain": "team"})
+            (
+                plain.memory_guaranteed,
+                plain.memory_limit,
+                plain.sleep_after_s
+            ),
+            (1 << 30, None, None)
         );
-        let error = |fields: &[&str]| {
-            let refused = share.extra(&allocated(0), &known(fields));
-            refused.unwrap_err().to_string()
+        let all = spec(json!({"memoryLimit": "2Gi", "sleep": {"afterSeconds": 60}}));
+        assert_eq!(
+            (all.memory_limit, all.sleep_after_s),
+            (Some(2 << 30), Some(60))
+        );
+        let requested = spec(json!({"memoryLimit": "requested"}));
+        assert_eq!(requested.memory_limit, Some(1 << 30));
+        let below = share(json!({"memoryLimit": "512Mi"})).unwrap();
+        let error = below.spec(&allocated(0), None).unwrap_err().to_string();
+        assert_eq!(
+            error,
+            "memoryLimit 512Mi is out of range: use 1Gi (what the claim was allocated) or more"
+        );
+        let error = share(json!({"memoryLimit": "much"})).unwrap_err();
+        assert!(error.contains("or `requested`"), "{error}");
+        let text = serde_json::to_value(share(json!({"memoryLimit": "2Gi"})).unwrap()).unwrap();
+        assert_eq!(text["memoryLimit"], "2Gi");
+    }
+
+    #[test]
+    fn device_class_bounds_its_claims_and_their_annotations() {
+        let class = share(json!({"bounds": {
+            "classes": ["batch"], "maxWeight": 0.5, "maxLimit": 300, "maxMemoryLimit": "requested"
+        }}))
+        .unwrap();
+        let spec = |claim, compute, patch: Option<&str>| {
+            let patch: Option<Patch> = patch.map(|text| text.parse().unwrap());
+            let all = class.clone().overridden(share(claim).unwrap());
+            all.spec(&allocated(compute), patch.as_ref())
+                .map_err(|error| error.to_string())
         };
-        assert!(error(&["sleep_after_s"]).starts_with("trustDomain cannot be kept"));
-        assert!(error(&["trust_domain"]).starts_with("sleep cannot be kept"));
-        let plain = GpuShare::default()
-            .extra(&allocated(0), &known(&[]))
-            .unwrap();
-        assert!(plain.is_empty());
+        // Defaults become what is allowed.
+        let plain = spec(json!({}), 100, None).unwrap();
+        assert_eq!(
+            (plain.class, plain.weight, plain.limit, plain.memory_limit),
+            (Class::Batch, 0.5, 0.3, Some(1 << 30))
+        );
+        // A guarantee is never cut.
+        assert_eq!(spec(json!({}), 400, None).unwrap().limit, 0.4);
+        let annotation = |text| spec(json!({}), 100, Some(text));
+        for (result, message) in [
+            (
+                spec(json!({"class": "latency"}), 0, None),
+                "the DeviceClass does not allow class `latency`: use batch",
+            ),
+            (
+                spec(json!({"weight": 1000}), 0, None),
+                "weight 1000 is more than the 0.5 that the DeviceClass allows",
+            ),
+            (
+                spec(json!({"burst": 300}), 100, None),
+                "limit 400 is more than the 300",
+            ),
+            (
+                spec(json!({"memoryLimit": "2Gi"}), 0, None),
+                "memoryLimit 2Gi is more than the 1Gi",
+            ),
+            (annotation(r#"{"weight": 2}"#), "weight 2 is more than"),
+            (
+                annotation(r#"{"class": "latency"}"#),
+                "does not allow class",
+            ),
+        ] {
+            let error = result.unwrap_err();
+            assert!(error.contains(message), "{error}");
+        }
+        for bad in [
+            json!({"maxWeight": 0}),
+            json!({"classes": []}),
+            json!({"maxLimit": 1}),
+        ] {
+            assert!(share(json!({ "bounds": bad })).is_err());
+        }
     }
 
     #[test]

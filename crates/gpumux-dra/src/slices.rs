@@ -125,7 +125,7 @@ fn set_name(index: usize) -> String {
 }
 
 fn shared(device: &Device, set: &str) -> ApiDevice {
-    let whole = model::capacity(device.memory_bytes);
+    let whole = device.capacity();
     let capacity = |resource: Resource| {
         let write = match resource {
             Resource::Memory => quantity::bytes,
@@ -358,6 +358,8 @@ pub(crate) mod tests {
             pci_bus_id: Some(format!("0000:{minor:02x}:00.0")),
             pcie_root: Some("pci0000:3a".into()),
             memory_bytes: 80 << 30,
+            memory_guaranteeable: 79 << 30,
+            context_bytes: 544 << 20,
             minor: Some(minor),
             mig: None,
             emulated: false,
@@ -392,7 +394,11 @@ pub(crate) mod tests {
             );
         }
         assert_eq!(devices[0]["capacity"]["compute"]["value"], "1k");
-        assert_eq!(devices[0]["capacity"]["memory"]["value"], "80Gi");
+        assert_eq!(
+            devices[0]["capacity"]["memory"]["value"], "79Gi",
+            "what gpumuxd can guarantee"
+        );
+        assert_eq!(devices[1]["capacity"]["memory"]["value"], "80Gi");
         assert_eq!(
             devices[0]["attributes"]["driverVersion"]["version"],
             "580.82.7"

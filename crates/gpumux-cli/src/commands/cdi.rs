@@ -60,8 +60,8 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         shim: libraries::find(libraries::SHIM)?,
         emulator,
         emulator_socket,
-        driver_libraries: cdi::driver_libraries(root),
         root: root.to_owned(),
+        driver_root: None,
     })?;
     match &args.output {
         None => output::print(&spec)?,

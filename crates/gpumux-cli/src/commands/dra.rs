@@ -17,6 +17,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         .with_writer(io::stderr)
         .with_ansi(io::stderr().is_terminal())
         .init();
+    if let Some(check) = args.check {
+        gpumux_dra::check(&args.into(), check)?;
+        return Ok(ExitCode::SUCCESS);
+    }
     if args.print_slices {
         println!("{}", gpumux_dra::slices_json(args.into())?);
         return Ok(ExitCode::SUCCESS);

@@ -2,13 +2,14 @@
 
 use std::{collections::BTreeMap, path::PathBuf};
 
-use gpumux_dra::share::GpuShare;
+use gpumux_dra::{health::Check, share::GpuShare};
 use gtmpl::{Context, Func, FuncError, Template, Value as TemplateValue};
 use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     apps::v1::{DaemonSet, Deployment, StatefulSet},
     batch::v1::Job,
     core::v1::{Namespace, ServiceAccount},
+    networking::v1::NetworkPolicy,
     rbac::v1::{ClusterRole, ClusterRoleBinding},
     resource::v1::{DeviceClass, ResourceClaimTemplate},
 };
@@ -68,8 +69,14 @@ fn template_value(value: &Value) -> TemplateValue {
 
 /// The chart's objects, as `helm template` would print them.
 pub(crate) fn render() -> Vec<Value> {
+    render_with(&Value::Null)
+}
+
+/// The same with other values, as from `--values`.
+pub(crate) fn render_with(changes: &Value) -> Vec<Value> {
     let chart = deploy().join("helm/gpumux");
-    let values = read(&std::fs::read_to_string(chart.join("values.yaml")).unwrap());
+    let mut values = read(&std::fs::read_to_string(chart.join("values.yaml")).unwrap());
+    change(&mut values, changes);
     let names = std::fs::read_to_string(chart.join("templates/_names.tpl")).unwrap();
     let mut files: Vec<_> = std::fs::read_dir(chart.join("templates"))
         .unwrap()
@@ -91,9 +98,59 @@ pub(crate) fn render() -> Vec<Value> {
         let rendered = template
             .render(&Context::from(template_value(&context)))
             .unwrap();
-        objects.extend(documents(&rendered));
+        objects.extend(
+            documents(&rendered)
+                .into_iter()
+                .filter(|object| !object.is_null()),
+        );
     }
     objects
+}
+
+/// Changes values as Helm does: maps are merged, and only what there is can be changed.
+fn change(values: &mut Value, changes: &Value) {
+    for (name, new) in changes.as_object().into_iter().flatten() {
+        let old = values
+            .get_mut(name)
+            .unwrap_or_else(|| panic!("there is no value {name}"));
+        match new.is_object() && old.as_object().is_some_and(|old| !old.is_empty()) {
+            true => change(old, new),
+            false => *old = new.clone(),
+        }
+    }
+}
+
+/// What this chart uses of the Prometheus operator's PodMonitor (monitoring.coreos.com/v1, checked by hand against v0.80's CRD).
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PodMonitor {
+    api_version: String,
+    kind: String,
+    metadata: k8s_openapi::apimachinery::pkg::apis::meta::v1::ObjectMeta,
+    spec: PodMonitorSpec,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct PodMonitorSpec {
+    selector: k8s_openapi::apimachinery::pkg::apis::meta::v1::LabelSelector,
+    pod_metrics_endpoints: Vec<MetricsEndpoint>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct MetricsEndpoint {
+    port: String,
+    interval: String,
+    honor_labels: bool,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    authorization: Option<MetricsAuthorization>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(deny_unknown_fields)]
+struct MetricsAuthorization {
+    credentials: k8s_openapi::api::core::v1::SecretKeySelector,
 }
 
 /// Reads an object strictly as its kind.
@@ -115,6 +172,8 @@ fn check(object: &Value) {
         "ValidatingAdmissionPolicyBinding" => {
             strict::<ValidatingAdmissionPolicyBinding>(object).map(drop)
         }
+        "NetworkPolicy" => strict::<NetworkPolicy>(object).map(drop),
+        "PodMonitor" => strict::<PodMonitor>(object).map(drop),
         other => panic!("kind {other} is not expected here"),
     };
     result.unwrap_or_else(|error| panic!("{kind}: {error:?}"));
@@ -149,6 +208,7 @@ fn the_chart_is_what_kubernetes_knows() {
         ("ClusterRoleBinding", 1),
         ("DaemonSet", 2),
         ("DeviceClass", 3),
+        ("NetworkPolicy", 1),
         ("ServiceAccount", 1),
         ("ValidatingAdmissionPolicy", 3),
         ("ValidatingAdmissionPolicyBinding", 3),
@@ -165,6 +225,70 @@ fn the_chart_is_what_kubernetes_knows() {
     for parameters in classes.iter().flat_map(|class| parameters(class)) {
         GpuShare::read(parameters).unwrap();
     }
+}
+
+#[test]
+fn every_value_of_the_chart_makes_valid_objects() {
+    let changes = serde_json::json!({
+        "image": {"digest": "sha256:00"},
+        "driverRoot": "/run/nvidia/driver",
+        "extraEnv": [{"name": "GPUMUX_EMU_SOCKET", "value": "/run/gpumux/emu.sock"}],
+        "podAnnotations": {"example.com/a": "b"},
+        "affinity": {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms":
+            [{"matchExpressions": [{"key": "nvidia.com/gpu.present", "operator": "Exists"}]}]}}},
+        "classes": {
+            "guaranteed": {"bounds": {"maxMemoryLimit": "requested", "maxLimit": 800}},
+            "whole": {"extendedResourceName": "nvidia.com/gpu"},
+            "sizes": [{"name": "gpumux-250", "compute": 250, "bounds": {"maxWeight": 4}}]
+        },
+        "metrics": {
+            "authenticate": true,
+            "podMonitor": {"enabled": true, "bearerTokenSecret": {"name": "scrape", "key": "token"}},
+            "networkPolicy": {"enabled": true, "from": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]}
+        }
+    });
+    let objects = render_with(&changes);
+    objects.iter().for_each(check);
+    let find = |kind: &str, name: &str| {
+        let is = |object: &&Value| object["kind"] == kind && object["metadata"]["name"] == name;
+        objects
+            .iter()
+            .find(is)
+            .unwrap_or_else(|| panic!("no {kind} {name}"))
+    };
+    for name in ["gpumux-daemon", "gpumux-dra"] {
+        let container = &find("DaemonSet", name)["spec"]["template"]["spec"]["containers"][0];
+        assert!(
+            container["env"].to_string().contains("GPUMUX_EMU_SOCKET"),
+            "{name}"
+        );
+        assert_eq!(container["image"], "ghcr.io/gpumux/gpumux@sha256:00");
+    }
+    let daemon = find("DaemonSet", "gpumux-daemon").to_string();
+    assert!(daemon.contains("/host/run/nvidia/driver/usr/lib/x86_64-linux-gnu/libnvidia-ml.so.1"));
+    let driver =
+        find("DaemonSet", "gpumux-dra")["spec"]["template"]["spec"]["containers"][0].clone();
+    assert!(
+        driver["command"]
+            .to_string()
+            .contains("--driver-root=/run/nvidia/driver")
+    );
+    assert_eq!(
+        find("DeviceClass", "gpumux-whole")["spec"]["extendedResourceName"],
+        "nvidia.com/gpu"
+    );
+    let bounds = |class: &str| {
+        let class = find("DeviceClass", class);
+        GpuShare::read(parameters(class)[0])
+            .unwrap()
+            .bounds
+            .unwrap()
+    };
+    assert_eq!(bounds("gpumux-guaranteed").max_limit, Some(800));
+    assert_eq!(bounds("gpumux-250").max_weight, Some(4.0));
+    find("PodMonitor", "gpumux-dra");
+    find("NetworkPolicy", "gpumux-dra");
+    find("ClusterRole", "gpumux-metrics-reader");
 }
 
 #[test]
@@ -230,11 +354,27 @@ fn the_drivers_command_line_is_one_that_it_takes() {
         .map(|arg| arg.as_str().unwrap())
         .collect();
     assert_eq!(command[..2], ["gpumux", "dra"]);
-    let parser = gpumux_dra::Args::augment_args(clap::Command::new("dra"));
-    let matches =
-        parser.get_matches_from(command[1..].iter().copied().chain(["--node-name", "node1"]));
-    let args = gpumux_dra::Args::from_arg_matches(&matches).unwrap();
+    let parse = |command: &[&str]| {
+        let parser = gpumux_dra::Args::augment_args(clap::Command::new("dra"));
+        let environment = ["--node-name", "node1", "--instance", "pod-1"];
+        let matches = parser.get_matches_from(command[1..].iter().copied().chain(environment));
+        gpumux_dra::Args::from_arg_matches(&matches).unwrap()
+    };
+    let args = parse(&command);
     assert_eq!(args.host_root, PathBuf::from("/host"));
+    // The probes ask this very instance.
+    let socket = |args: gpumux_dra::Args| gpumux_dra::Config::from(args).places.health_socket();
+    let own = socket(args);
+    for (probe, check) in [
+        ("readinessProbe", Check::Ready),
+        ("livenessProbe", Check::Live),
+    ] {
+        let probe = container[probe]["exec"]["command"].as_array().unwrap();
+        let probe: Vec<_> = probe.iter().map(|arg| arg.as_str().unwrap()).collect();
+        let args = parse(&probe);
+        assert_eq!(args.check, Some(check));
+        assert_eq!(socket(args), own);
+    }
     let variables: Vec<_> = container["env"]
         .as_array()
         .unwrap()
@@ -269,6 +409,59 @@ fn the_image_has_what_the_chart_looks_for() {
     // The compiler is the one that the workspace needs.
     let compiler = format!("rust:{}-", env!("CARGO_PKG_RUST_VERSION"));
     assert!(recipe.contains(&compiler), "{compiler}");
+}
+
+/// What the recipe uses of Kueue's objects (kueue.x-k8s.io/v1beta1): all fields are named, so that none is misspelt.
+fn check_kueue(object: &Value) {
+    let keys =
+        |value: &Value| -> Vec<String> { value.as_object().unwrap().keys().cloned().collect() };
+    assert_eq!(object["apiVersion"], "kueue.x-k8s.io/v1beta1");
+    let spec = &object["spec"];
+    match object["kind"].as_str().unwrap() {
+        "ResourceFlavor" => assert!(keys(spec).is_empty()),
+        "LocalQueue" => assert_eq!(keys(spec), ["clusterQueue"]),
+        "ClusterQueue" => {
+            assert_eq!(keys(spec), ["namespaceSelector", "resourceGroups"]);
+            let group = &spec["resourceGroups"][0];
+            assert_eq!(keys(group), ["coveredResources", "flavors"]);
+            let flavor = &group["flavors"][0];
+            assert_eq!(keys(flavor), ["name", "resources"]);
+            let resources = flavor["resources"].as_array().unwrap();
+            let names: Vec<_> = resources.iter().map(|it| it["name"].clone()).collect();
+            assert_eq!(Value::from(names), group["coveredResources"]);
+            assert!(
+                resources
+                    .iter()
+                    .all(|it| keys(it) == ["name", "nominalQuota"])
+            );
+        }
+        other => panic!("kind {other} is not expected here"),
+    }
+}
+
+#[test]
+fn the_recipe_for_kueue_is_consistent() {
+    let text = std::fs::read_to_string(deploy().join("kubernetes/kueue.yaml")).unwrap();
+    let mut kinds = Vec::new();
+    for object in documents(&text) {
+        match object["apiVersion"].as_str().unwrap().starts_with("kueue") {
+            true => check_kueue(&object),
+            false => check(&object),
+        }
+        // Kueue admits no parameters of claims.
+        assert!(parameters(&object).is_empty());
+        kinds.push(object["kind"].as_str().unwrap().to_owned());
+    }
+    assert_eq!(
+        kinds,
+        [
+            "ResourceFlavor",
+            "ClusterQueue",
+            "LocalQueue",
+            "ResourceClaimTemplate",
+            "Job"
+        ]
+    );
 }
 
 #[test]

@@ -225,9 +225,10 @@ fn dra(machine: &Machine, node: &Node) -> Process {
     command
         .arg("--library-dir")
         .arg(library("libgpumux.so").parent().unwrap());
+    // It has no NVML, as in the chart's container.
     command
         .env("KUBECONFIG", &kubeconfig)
-        .env("GPUMUX_NVML", library("libgpumux_emu.so"));
+        .env("GPUMUX_NVML", "/nowhere/libnvidia-ml.so.1");
     let mut process = Process::start(&mut command);
     let socket = kubelet_dir.join("plugins_registry/gpumux.dev-reg.sock");
     gpumux_tests::wait_for("the driver", Duration::from_secs(60), || {
@@ -237,7 +238,7 @@ fn dra(machine: &Machine, node: &Node) -> Process {
     process
 }
 
-/// The driver's own look at NVML, which knows which part of which GPU an instance is.
+/// The daemon's NVML is enough: it knows which part of which GPU an instance is.
 #[tokio::test(flavor = "multi_thread")]
 async fn mig_instances_are_published_instead_of_their_gpu() {
     let machine = Machine::with(gpumux_tests::Options {
@@ -274,6 +275,8 @@ async fn mig_instances_are_published_instead_of_their_gpu() {
         let profile = product
             .split_once(" MIG ")
             .map(|(_, profile)| profile.to_owned());
+        let name = device["name"].as_str().unwrap();
+        assert_eq!(name.contains("-mig-"), kind == "mig", "{device}");
         found.insert((kind.to_owned(), profile, uuid.to_owned()));
     }
     let found: Vec<_> = found.iter().map(|it| (&*it.0, it.1.as_deref())).collect();

@@ -1,10 +1,12 @@
 //! The driver against a kubelet, an API server and a scheduler that behave as recorded, and against the real daemon.
 
 mod chart;
+mod cluster;
 mod containers;
 mod crash;
 mod node;
 mod policies;
 mod recordings;
+mod scale;
 #[allow(unreachable_pub)]
 mod support;

@@ -2,10 +2,6 @@
 
 use std::{os::unix::fs::PermissionsExt, path::Path};
 
-use axum::{
-    Json,
-    routing::{delete, get, post},
-};
 use gpumux_dra::{
     Config, Error,
     device::Device,
@@ -16,7 +12,6 @@ use gpumux_dra::{
     slices, start,
 };
 use serde_json::{Value, json};
-use tokio::sync::mpsc;
 
 use crate::support::{
     api::Api,
@@ -389,91 +384,48 @@ async fn what_is_wrong_is_said_and_nothing_is_half_prepared() {
     driver.stop().await;
 }
 
-/// A daemon whose promises have the given fields; it tells what it was asked to make.
-async fn daemon_with(runtime_dir: &Path, fields: &[&str]) -> mpsc::UnboundedReceiver<Value> {
-    let fields: serde_json::Map<_, _> = fields
-        .iter()
-        .map(|field| ((*field).to_owned(), json!({})))
-        .collect();
-    let document = json!({"components": {"schemas": {"Spec": {"properties": fields}}}});
-    let (made, asked) = mpsc::unbounded_channel();
-    let create = async move |Json(new): Json<Value>| {
-        let created = json!({"name": new["name"], "token": new["token"], "socket": ""});
-        made.send(new).unwrap();
-        Json(created)
-    };
-    let router = axum::Router::new()
-        .route("/openapi.json", get(async move || Json(document)))
-        .route("/v1/tenants", post(create).get(async || Json(json!([]))))
-        .route("/v1/tenants/{name}", delete(async || "null"));
-    std::fs::create_dir_all(runtime_dir).unwrap();
-    let listener = tokio::net::UnixListener::bind(runtime_dir.join("api.sock")).unwrap();
-    tokio::spawn(async move { axum::serve(listener, router).await });
-    asked
-}
-
 #[tokio::test(flavor = "multi_thread")]
-async fn sleep_and_trust_go_to_a_daemon_that_knows_them_and_are_refused_by_another() {
+async fn all_parameters_reach_the_daemon() {
     let mut node = Node::new().await;
-    let parameters = json!({"trustDomain": "team-a", "sleep": {"afterSeconds": 30}});
-    for (round, (fields, refused)) in [
+    let (driver, kubelet) = node.start().await;
+    let parameters =
+        json!({"trustDomain": "team-a", "sleep": {"afterSeconds": 30}, "memoryLimit": "4Gi"});
+    let capacity = json!({"memory": "2Gi"});
+    let claim = node.claim("c", "gpumux-preemptible", capacity, Some(parameters));
+    kubelet.prepare_one(&claim).await.unwrap();
+    let tenant = node.tenant(&claim).await.unwrap();
+    assert_eq!(tenant.placement.trust.as_deref(), Some("team-a"));
+    let context = device(0).context_bytes;
+    assert_eq!(
         (
-            &[
-                "guaranteed",
-                "memory_guaranteed",
-                "sleep_after_s",
-                "trust_domain",
-            ][..],
-            None,
+            tenant.spec.memory_guaranteed,
+            tenant.spec.memory_limit,
+            tenant.spec.sleep_after_s
         ),
-        (
-            &["guaranteed", "sleep_after_s"],
-            Some("trustDomain cannot be kept by the gpumuxd"),
-        ),
-        (&["guaranteed"], Some("sleep cannot be kept by the gpumuxd")),
-    ]
-    .into_iter()
-    .enumerate()
-    {
-        let mut config = node.config();
-        config.runtime_dir = node.path(&format!("run{round}"));
-        let mut asked = daemon_with(&config.runtime_dir, fields).await;
-        let driver = start(config, node.api.client.clone()).await.unwrap();
-        let kubelet = Kubelet::register(&node.path("plugins_registry")).await;
-        node.api.until_published().await;
-        let name = format!("c{round}");
-        let capacity = json!({"memory": "2Gi"});
-        let claim = node.claim(
-            &name,
-            "gpumux-preemptible",
-            capacity,
-            Some(parameters.clone()),
-        );
-        let result = kubelet.prepare_one(&claim).await;
-        match refused {
-            None => {
-                result.unwrap();
-                let spec = asked.recv().await.unwrap()["spec"].clone();
-                assert_eq!(
-                    (
-                        &spec["trust_domain"],
-                        &spec["sleep_after_s"],
-                        &spec["memory_guaranteed"]
-                    ),
-                    (&json!("team-a"), &json!(30), &json!(2u64 << 30))
-                );
-            }
-            Some(message) => {
-                let error = result.unwrap_err();
-                assert!(error.contains(message), "{error}");
-                assert!(!node.cdi_file(&claim).exists());
-                assert!(asked.try_recv().is_err(), "nothing was made");
-            }
-        }
-        kubelet.unprepare_one(&claim).await.unwrap();
-        assert_eq!(node.records(), 0);
-        driver.stop().await;
-    }
+        ((2 << 30) - context, Some((4 << 30) - context), Some(30))
+    );
+    // The program is shown the limit from its beginning.
+    let limit = format!("{}={}", "GPUMUX_MEMORY_LIMIT", (4u64 << 30) - context);
+    let env = cdi_env(&node.cdi_file(&claim));
+    assert!(
+        env.iter()
+            .any(|one| one.ends_with(&limit[limit.find('=').unwrap()..])),
+        "{env:?}"
+    );
+    node.api.annotate(
+        "team",
+        "c",
+        "gpumux.dev/share",
+        Some(r#"{"memoryLimit": "requested"}"#),
+    );
+    let limited = |api: &Api| {
+        let claim = api.claim("team", "c")?;
+        let memory = claim.pointer("/status/devices/0/data/memory")?.clone();
+        (memory["limit"] == (2u64 << 30) - context).then_some(())
+    };
+    node.api.until(limited).await;
+    kubelet.unprepare_one(&claim).await.unwrap();
+    driver.stop().await;
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -809,22 +761,26 @@ async fn a_scrape_names_pods_and_containers() {
         engine: driver.engine.clone(),
         pod_resources,
         published: driver.published.clone(),
-        registered: driver.served.registered.clone(),
+        authenticate: true,
     });
     let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     tokio::spawn(async move { axum::serve(listener, router).await });
-    let get = async |path: &str| {
+    let get = async |token: &str| {
         use tokio::io::{AsyncReadExt, AsyncWriteExt};
         let mut stream = tokio::net::TcpStream::connect(address).await.unwrap();
-        let request = format!("GET {path} HTTP/1.0\r\n\r\n");
+        let request = format!("GET /metrics HTTP/1.0\r\nAuthorization: Bearer {token}\r\n\r\n");
         stream.write_all(request.as_bytes()).await.unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.unwrap();
         answer
     };
-    assert!(get("/readyz").await.starts_with("HTTP/1.0 200"));
-    let text = get("/metrics").await;
+    for (token, code) in [("", "401"), ("forged", "403"), ("other", "403")] {
+        let answer = get(token).await;
+        assert!(answer.starts_with(&format!("HTTP/1.0 {code}")), "{answer}");
+        assert!(!answer.contains("serve-0"), "{answer}");
+    }
+    let text = get("reader").await;
     let guaranteed = text
         .lines()
         .find(|line| line.starts_with("gpumux_pod_guaranteed_share{"))

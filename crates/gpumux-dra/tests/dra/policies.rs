@@ -12,7 +12,7 @@ use promql_parser::{
 use serde_json::{Value, json};
 
 use crate::{
-    chart::{documents, render},
+    chart::{documents, render, render_with},
     support::node::device,
 };
 
@@ -23,6 +23,12 @@ fn context() -> Context<'static, 'static> {
     context.add_function("quantity", whole).unwrap();
     let compare = |This(this): This<i64>, other: i64| (this - other).signum();
     context.add_function("compareTo", compare).unwrap();
+    let split = |This(this): This<Arc<String>>, at: Arc<String>| {
+        let parts = this.split(at.as_str());
+        let parts = parts.map(|part| cel::Value::String(Arc::new(part.to_owned())));
+        cel::Value::List(Arc::new(parts.collect()))
+    };
+    context.add_function("split", split).unwrap();
     context
 }
 
@@ -39,7 +45,8 @@ fn evaluate(expression: &Value, context: &Context<'_, '_>) -> Value {
 
 /// What the chart's policy of this name says about a request; nothing if it lets it pass.
 fn refusals(policy: &str, request: &Value) -> Vec<String> {
-    let objects = render();
+    let sizes = json!([{"name": "gpumux-250", "compute": 250, "bounds": {}}]);
+    let objects = render_with(&json!({"classes": {"sizes": sizes}}));
     let policy = objects
         .iter()
         .find(|object| {
@@ -47,7 +54,7 @@ fn refusals(policy: &str, request: &Value) -> Vec<String> {
         })
         .unwrap();
     let mut context = context();
-    for name in ["object", "oldObject"] {
+    for name in ["object", "oldObject", "namespaceObject"] {
         context.add_variable(name, request[name].clone()).unwrap();
     }
     context.add_variable("request", request.clone()).unwrap();
@@ -85,6 +92,26 @@ fn impossible_claims_are_refused_with_the_reason() {
         let exactly = json!({"deviceClassName": class, "capacity": {"requests": requests}});
         json!({"devices": {"requests": [{"name": "gpu", "exactly": exactly}]}})
     };
+    let either = |class: &str, requests: Value| {
+        let share =
+            json!({"name": "one", "deviceClassName": class, "capacity": {"requests": requests}});
+        let good = json!({"name": "two", "deviceClassName": "gpumux-preemptible"});
+        json!({"devices": {"requests": [{"name": "gpu", "firstAvailable": [good, share]}]}})
+    };
+    let with = |fields: Value| {
+        let mut spec = exactly("gpumux-guaranteed", json!({"compute": "500"}));
+        let mut parameters =
+            json!({"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare"});
+        parameters
+            .as_object_mut()
+            .unwrap()
+            .extend(fields.as_object().unwrap().clone());
+        spec["devices"]["config"] = json!([
+            {"opaque": {"driver": "gpumux.dev", "parameters": parameters}},
+            {"opaque": {"driver": "other.dev", "parameters": {"any": "thing"}}}
+        ]);
+        spec
+    };
     let nothing = json!({"deviceClassName": "gpumux-guaranteed"});
     for (spec, reason) in [
         (
@@ -109,7 +136,8 @@ fn impossible_claims_are_refused_with_the_reason() {
         (exactly("gpu.example.com", json!({"cores": "5000"})), None),
         (json!({}), None),
         (
-            json!({"devices": {"requests": [{"name": "gpu", "firstAvailable": [{"name": "big"}]}]}}),
+            json!({"devices": {"requests": [{"name": "gpu", "firstAvailable":
+                [{"name": "big", "deviceClassName": "gpu.example.com"}]}]}}),
             None,
         ),
         (
@@ -140,8 +168,55 @@ fn impossible_claims_are_refused_with_the_reason() {
             exactly("gpumux-whole", json!({"memory": "4Gi"})),
             Some("gives a whole GPU"),
         ),
+        (exactly("gpumux-250", json!({"compute": "250"})), None),
+        (
+            exactly("gpumux-250", json!({"compute": "500"})),
+            Some("Class gpumux-250 has one size"),
+        ),
+        (either("gpumux-guaranteed", json!({"compute": "500"})), None),
+        (
+            either("gpumux-guaranteed", json!({"compute": "1001"})),
+            Some("more than 1000 milli-GPU"),
+        ),
+        (
+            either("gpumux-preemptible", json!({"compute": "10"})),
+            Some("has no guaranteed compute"),
+        ),
+        (
+            either("gpumux-whole", json!({"memory": "4Gi"})),
+            Some("gives a whole GPU"),
+        ),
+        (
+            with(json!({"class": "latency", "burst": 0, "weight": 2})),
+            None,
+        ),
+        (
+            with(json!({"weight": 0.5, "sleep": {"afterSeconds": 5}})),
+            None,
+        ),
+        (with(json!({"prio": 1})), Some("has the fields tier")),
+        (
+            with(json!({"bounds": {}})),
+            Some("`bounds` is for DeviceClasses"),
+        ),
+        (with(json!({"kind": "GpuConfig"})), Some("kind GpuShare")),
+        (
+            with(json!({"class": "urgent"})),
+            Some("latency, standard or batch"),
+        ),
+        (with(json!({"limit": 5})), Some("limit of 10 to 1000")),
+        (
+            with(json!({"limit": 500, "burst": 5})),
+            Some("but not both"),
+        ),
+        (
+            with(json!({"weight": 1001})),
+            Some("weight is 0.001 to 1000"),
+        ),
+        (with(json!({"sleep": {}})), Some("sleep.afterSeconds")),
     ] {
-        let of = |policy: &str, object: Value| {
+        let of = |policy: &str, mut object: Value| {
+            object["metadata"] = json!({});
             refusals(policy, &json!({"operation": "CREATE", "object": object}))
         };
         let claim = of("gpumux-claims", json!({"spec": spec}));
@@ -158,6 +233,78 @@ fn impossible_claims_are_refused_with_the_reason() {
             }
         }
     }
+}
+
+#[test]
+fn namespaces_can_be_bounded() {
+    let allowed = json!({"metadata": {"annotations": {
+        "gpumux.dev/device-classes": "gpumux-guaranteed,gpumux-preemptible",
+        "gpumux.dev/max-compute": "300", "gpumux.dev/classes": "standard,batch", "gpumux.dev/max-weight": "4"}}});
+    let claim = |class: &str, compute: &str, share: Value| {
+        let mut parameters =
+            json!({"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare"});
+        parameters
+            .as_object_mut()
+            .unwrap()
+            .extend(share.as_object().unwrap().clone());
+        json!({"metadata": {}, "spec": {"devices": {
+            "requests": [{"name": "gpu", "exactly": {"deviceClassName": class, "capacity": {"requests": {"compute": compute}}}}],
+            "config": [{"opaque": {"driver": "gpumux.dev", "parameters": parameters}}]}}})
+    };
+    let refused = |operation: &str, object: &Value, old: &Value| {
+        let request = json!({"operation": operation, "object": object, "oldObject": old, "namespaceObject": allowed});
+        refusals("gpumux-claims", &request).join(" ")
+    };
+    let made = |object: Value| refused("CREATE", &object, &Value::Null);
+    let good = claim(
+        "gpumux-guaranteed",
+        "300",
+        json!({"class": "batch", "weight": 4}),
+    );
+    assert_eq!(made(good.clone()), "");
+    let none = json!({});
+    for (object, why) in [
+        (
+            claim("gpumux-guaranteed", "310", none.clone()),
+            "at most 300 milli-GPU",
+        ),
+        (
+            claim("gpumux-250", "250", none.clone()),
+            "the DeviceClasses gpumux-guaranteed,gpumux-preemptible of gpumux only",
+        ),
+        (
+            claim("gpumux-guaranteed", "100", json!({"class": "latency"})),
+            "classes standard,batch only",
+        ),
+        (
+            claim("gpumux-guaranteed", "100", json!({"weight": 5})),
+            "weight is at most 4",
+        ),
+    ] {
+        let said = made(object);
+        assert!(said.contains(why), "{said}");
+    }
+    assert_eq!(
+        made(claim("gpu.example.com", "100000", none)),
+        "",
+        "other drivers' classes are not its business"
+    );
+    // A resize keeps within the same bounds; anything else about an old claim is not looked at.
+    let resized = |text: &str| {
+        let mut object = good.clone();
+        object["metadata"] = json!({"annotations": {"gpumux.dev/share": text}});
+        refused("UPDATE", &object, &good)
+    };
+    assert_eq!(resized(r#"{"compute": 100, "limit": 200}"#), "");
+    for evasion in [
+        r#"{"weight": 1000}"#,
+        r#"{"class": "latency"}"#,
+        r#"{"\u0063lass": "latency"}"#,
+    ] {
+        assert!(resized(evasion).contains("may not change"), "{evasion}");
+    }
+    let bad = claim("gpumux-guaranteed", "900", json!({"prio": 1}));
+    assert_eq!(refused("UPDATE", &bad, &bad), "", "its finalizer can go");
 }
 
 #[test]

@@ -28,6 +28,19 @@ type Key = (&'static str, String, String);
 const CLAIMS: &str = "resourceclaims";
 const SLICES: &str = "resourceslices";
 const NODES: &str = "nodes";
+const EVENTS: &str = "events";
+
+/// How the bytes of a claim's opaque parameters are stored. The real server keeps them as they were sent, and compares them as bytes
+/// with what it encodes anew when the status is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stored {
+    /// As Go writes JSON, so as kubectl and Helm send it.
+    Canonical,
+    /// Fields in another order.
+    Unsorted,
+    /// With spaces.
+    Spaced,
+}
 
 #[derive(Clone)]
 pub struct Api {
@@ -49,6 +62,10 @@ struct Inner {
     calls: BTreeMap<String, usize>,
     /// As of a cluster without the feature gate.
     gate_off: bool,
+    /// Claims whose parameters are not stored as Go writes them.
+    stored: BTreeMap<Key, Stored>,
+    /// Nobody may write slices.
+    slices_forbidden: bool,
 }
 
 /// A refusal: code, message and causes.
@@ -100,6 +117,29 @@ impl Api {
         let router = Router::new().fallback(handle).with_state(api.clone());
         tokio::spawn(async move { axum::serve(listener, router).await });
         api
+    }
+
+    /// The driver's role is broken: it may not write slices.
+    pub fn forbid_slices(&self, forbidden: bool) {
+        self.state.lock().unwrap().slices_forbidden = forbidden;
+    }
+
+    /// A claim's parameters came from a client that writes JSON so.
+    pub fn store_parameters(&self, namespace: &str, name: &str, stored: Stored) {
+        let key = (CLAIMS, namespace.to_owned(), name.to_owned());
+        self.state.lock().unwrap().stored.insert(key, stored);
+    }
+
+    /// Reasons and notes of the Events in a namespace, the oldest first.
+    pub fn events(&self, namespace: &str) -> Vec<(String, String)> {
+        let inner = self.state.lock().unwrap();
+        let own = inner
+            .events
+            .iter()
+            .filter(|(_, key, ..)| key.0 == EVENTS && key.1 == namespace);
+        let text = |value: &Value| value.as_str().unwrap_or_default().to_owned();
+        own.map(|(.., event)| (text(&event["reason"]), text(&event["note"])))
+            .collect()
     }
 
     pub fn turn_gate_off(&self) {
@@ -188,6 +228,11 @@ impl Api {
             .unwrap_or(0)
     }
 
+    /// All requests so far.
+    pub fn all_calls(&self) -> usize {
+        self.state.lock().unwrap().calls.values().sum()
+    }
+
     /// Waits until what is there satisfies a condition: each change is looked at.
     pub async fn until<T>(&self, mut condition: impl FnMut(&Self) -> Option<T>) -> T {
         let mut changes = self.version.subscribe();
@@ -257,6 +302,15 @@ fn target(path: &str) -> Option<Target> {
             "resourceclaims",
             rest @ ..,
         ] => (CLAIMS, namespace, rest),
+        [
+            "apis",
+            "events.k8s.io",
+            "v1",
+            "namespaces",
+            namespace,
+            "events",
+            rest @ ..,
+        ] => (EVENTS, namespace, rest),
         _ => return None,
     };
     Some(Target {
@@ -280,6 +334,26 @@ async fn handle(State(api): State<Api>, request: Request) -> Response {
         .filter_map(|pair| pair.split_once('='))
         .map(|(name, value)| (name.to_owned(), unescape(value)))
         .collect();
+    // Who may do what: `reader` may read metrics, any other known token nothing.
+    let review: Value = serde_json::from_slice(&body).unwrap_or_default();
+    match parts.uri.path() {
+        "/apis/authentication.k8s.io/v1/tokenreviews" => {
+            let token = review["spec"]["token"].as_str().unwrap_or_default();
+            let known = matches!(token, "reader" | "other");
+            let status = json!({"authenticated": known, "user": {"username": token}});
+            let answer_body = json!({"metadata": {}, "spec": review["spec"], "status": status});
+            return answer(Ok((201, answer_body)));
+        }
+        "/apis/authorization.k8s.io/v1/subjectaccessreviews" => {
+            let attributes = &review["spec"]["nonResourceAttributes"];
+            let asked = *attributes == json!({"path": "/metrics", "verb": "get"});
+            let allowed = asked && review["spec"]["user"] == "reader";
+            let answer_body =
+                json!({"metadata": {}, "spec": review["spec"], "status": {"allowed": allowed}});
+            return answer(Ok((201, answer_body)));
+        }
+        _ => {}
+    }
     let Some(target) = target(parts.uri.path()) else {
         return answer(refuse(404, format!("no such path: {}", parts.uri.path())));
     };
@@ -300,7 +374,9 @@ async fn handle(State(api): State<Api>, request: Request) -> Response {
     if watch {
         return api.watch(&target, &query);
     }
-    answer(api.serve(&parts.method, &target, &query, &body))
+    let content_type = parts.headers.get(CONTENT_TYPE);
+    let merge = content_type.is_some_and(|it| it == "application/merge-patch+json");
+    answer(api.serve(&parts.method, &target, &query, &body, merge))
 }
 
 fn answer(result: Result<(u16, Value), Refusal>) -> Response {
@@ -373,7 +449,9 @@ impl Api {
         target: &Target,
         query: &BTreeMap<String, String>,
         body: &Bytes,
+        merge: bool,
     ) -> Result<(u16, Value), Refusal> {
+        let dry = query.get("dryRun").is_some_and(|dry| dry == "All");
         let mut inner = self.state.lock().unwrap();
         let key = |name: &str| (target.kind, target.namespace.clone(), name.to_owned());
         let parse = || serde_json::from_slice::<Value>(body);
@@ -404,6 +482,9 @@ impl Api {
                     return refuse(400, "not JSON");
                 };
                 let object = self.admit(&inner, target.kind, object)?;
+                if dry {
+                    return Ok((201, object));
+                }
                 let name = object["metadata"]["name"]
                     .as_str()
                     .unwrap_or_default()
@@ -431,6 +512,9 @@ impl Api {
                 }
                 object["metadata"]["uid"] = there["metadata"]["uid"].clone();
                 let object = self.admit(&inner, target.kind, object)?;
+                if dry {
+                    return Ok((200, object));
+                }
                 (200, inner.store(key(name), object))
             }
             ("PATCH", Some(name)) if target.kind == CLAIMS && target.status => {
@@ -438,7 +522,12 @@ impl Api {
                     return refuse(400, "not JSON");
                 };
                 let manager = query.get("fieldManager").cloned().unwrap_or_default();
-                (200, apply_status(&mut inner, key(name), &manager, &patch)?)
+                encoded_anew(inner.stored.get(&key(name)), name, merge)?;
+                let claim = match merge {
+                    true => merge_status(&mut inner, key(name), &patch)?,
+                    false => apply_status(&mut inner, key(name), &manager, &patch)?,
+                };
+                (200, claim)
             }
             ("DELETE", Some(name)) => {
                 drop(inner);
@@ -456,6 +545,27 @@ impl Api {
 
     fn admit(&self, inner: &Inner, kind: &str, object: Value) -> Result<Value, Refusal> {
         match kind {
+            SLICES if inner.slices_forbidden => refuse(
+                403,
+                "resourceslices.resource.k8s.io is forbidden: User cannot write",
+            ),
+            EVENTS => {
+                let event: k8s_openapi::api::events::v1::Event = strict(object)?;
+                // What the real server requires of a new Event.
+                let named = [
+                    &event.action,
+                    &event.reason,
+                    &event.reporting_controller,
+                    &event.reporting_instance,
+                ];
+                if event.event_time.is_none()
+                    || named.iter().any(|field| field.is_none())
+                    || event.note.as_ref().is_some_and(|it| it.len() > 1024)
+                {
+                    return refuse(422, "Event is invalid");
+                }
+                Ok(serde_json::to_value(event).unwrap())
+            }
             SLICES => {
                 let mut slice: ResourceSlice = strict(object)?;
                 check(&slice)?;
@@ -566,6 +676,43 @@ fn unknown(sent: &Value, kept: &Value, path: String) -> Option<String> {
         }
         _ => None,
     }
+}
+
+/// What the real server (1.36.2) answers to any change of the status when the parameters that it stores are not those that it
+/// encodes anew. A merge patch keeps the order of fields.
+fn encoded_anew(stored: Option<&Stored>, name: &str, merge: bool) -> Result<(), Refusal> {
+    match (stored, merge) {
+        (Some(Stored::Spaced), _) | (Some(Stored::Unsorted), false) => refuse(
+            422,
+            format!(
+                "ResourceClaim.resource.k8s.io {name:?} is invalid: [status.allocation: Forbidden: changing status.allocation \
+                 requires resourceclaims/binding permission, status.allocation: Invalid value: field is immutable]"
+            ),
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// A merge patch of the status: lists are replaced whole.
+fn merge_status(inner: &mut Inner, key: Key, patch: &Value) -> Result<Value, Refusal> {
+    let Some(mut claim) = inner.objects.get(&key).cloned() else {
+        return refuse(404, format!("resourceclaims \"{}\" not found", key.2));
+    };
+    for field in ["uid", "resourceVersion"] {
+        let named = &patch["metadata"][field];
+        if !named.is_null() && *named != claim["metadata"][field] {
+            return refuse(409, format!("{field} in precondition does not match"));
+        }
+    }
+    let fields = patch["status"].as_object().into_iter().flatten();
+    if let Some((field, _)) = fields.clone().find(|(field, _)| *field != "devices") {
+        return refuse(
+            422,
+            format!("status.{field}: Invalid value: field is immutable"),
+        );
+    }
+    claim["status"]["devices"] = patch["status"]["devices"].clone();
+    Ok(inner.store(key, claim))
 }
 
 /// Server-side apply of `status.devices`, a list by driver, pool, device and share.

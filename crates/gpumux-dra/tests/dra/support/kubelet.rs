@@ -175,6 +175,19 @@ fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
     frame
 }
 
+/// The CDI devices that the kubelet gives to a container which names this request of a claim, or none: all of them. It compares the
+/// names as they are (pkg/kubelet/cm/dra/claiminfo.go of 1.36.2), and finds nothing wrong with none.
+pub fn given(devices: &[v1::Device], request: Option<&str>) -> Vec<String> {
+    let wanted = |device: &&v1::Device| {
+        let mut names = device.request_names.iter();
+        names.len() == 0 || request.is_none_or(|request| names.any(|name| name == request))
+    };
+    let given = devices.iter().filter(wanted);
+    given
+        .flat_map(|device| device.cdi_device_ids.clone())
+        .collect()
+}
+
 /// A kubelet that has registered a plugin.
 pub struct Kubelet {
     pub endpoint: PathBuf,

@@ -31,6 +31,8 @@ pub fn device(minor: u32) -> Device {
         pci_bus_id: Some(format!("0000:{minor:02x}:00.0")),
         pcie_root: Some("pci0000:00".into()),
         memory_bytes: 80 << 30,
+        memory_guaranteeable: (80 << 30) - (800 << 20),
+        context_bytes: 544 << 20,
         minor: Some(minor),
         mig: None,
         emulated: false,
@@ -82,6 +84,7 @@ pub fn config(dir: &Path, devices: Vec<Device>) -> Config {
         },
         inventory: Inventory::Fixed(devices),
         metrics: "127.0.0.1:0".parse().unwrap(),
+        metrics_authenticate: false,
         after: |_: Step| {},
     }
 }

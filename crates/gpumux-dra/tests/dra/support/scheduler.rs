@@ -58,35 +58,59 @@ impl Scheduler {
         let before = (self.consumed.clone(), self.users.clone());
         let mut results = Vec::new();
         for request in claim["spec"]["devices"]["requests"].as_array()? {
-            let wanted = &request["exactly"];
-            let found = devices.iter().find_map(|device| {
-                let consumed = self.fits(&devices, &counters, device, wanted)?;
-                Some((device, consumed))
+            // The first alternative that fits; what is allocated names both.
+            let alternatives = alternatives(request);
+            let found = alternatives.iter().find_map(|(name, wanted)| {
+                let first = self.find(&devices, &counters, wanted, &[])?;
+                Some((name, wanted, first.0.name.clone()))
             });
-            let Some((device, consumed)) = found else {
+            let Some((name, wanted, _)) = found else {
                 (self.consumed, self.users) = before;
                 return None;
             };
-            *self.users.entry(device.name.clone()).or_default() += 1;
-            for (name, value) in &consumed {
-                *self
-                    .consumed
-                    .entry((device.name.clone(), name.clone()))
-                    .or_default() += value;
-            }
-            let mut result = json!({"request": request["name"], "driver": pool[0].spec.driver,
-                "pool": pool[0].spec.pool.name, "device": device.name});
-            if device.allow_multiple_allocations == Some(true) {
-                self.made += 1;
-                result["shareID"] = json!(format!("00000000-0000-4000-9000-{:012}", self.made));
-                let write = |(name, value): (&String, &u64)| {
-                    (name.clone(), json!(quantity::bytes(*value).0))
+            let mut own = Vec::new();
+            for _ in 0..wanted["count"].as_u64().unwrap_or(1) {
+                let Some((device, consumed)) = self.find(&devices, &counters, wanted, &own) else {
+                    (self.consumed, self.users) = before;
+                    return None;
                 };
-                result["consumedCapacity"] = consumed.iter().map(write).collect();
+                own.push(device.name.clone());
+                *self.users.entry(device.name.clone()).or_default() += 1;
+                for (name, value) in &consumed {
+                    *self
+                        .consumed
+                        .entry((device.name.clone(), name.clone()))
+                        .or_default() += value;
+                }
+                let mut result = json!({"request": name, "driver": pool[0].spec.driver,
+                "pool": pool[0].spec.pool.name, "device": device.name});
+                if device.allow_multiple_allocations == Some(true) {
+                    self.made += 1;
+                    result["shareID"] = json!(format!("00000000-0000-4000-9000-{:012}", self.made));
+                    let write = |(name, value): (&String, &u64)| {
+                        (name.clone(), json!(quantity::bytes(*value).0))
+                    };
+                    result["consumedCapacity"] = consumed.iter().map(write).collect();
+                }
+                results.push(result);
             }
-            results.push(result);
         }
         Some(results)
+    }
+
+    /// The first device that has enough left, other than these.
+    fn find<'a>(
+        &self,
+        devices: &[&'a Device],
+        counters: &BTreeMap<(String, String), u64>,
+        wanted: &Value,
+        but: &[String],
+    ) -> Option<(&'a Device, BTreeMap<String, u64>)> {
+        let mut devices_left = devices.iter().filter(|device| !but.contains(&device.name));
+        devices_left.find_map(|device| {
+            let consumed = self.fits(devices, counters, device, wanted)?;
+            Some((*device, consumed))
+        })
     }
 
     /// What the device would give, if the class selects it and enough is left.
@@ -177,25 +201,23 @@ impl Scheduler {
         let Some(results) = self.allocate(&api.slices(), &claim) else {
             return false;
         };
-        let requests: Vec<_> = results
-            .iter()
-            .map(|result| result["request"].clone())
-            .collect();
-        let tier = match claim
-            .pointer("/spec/devices/requests/0/exactly/deviceClassName")
-            .unwrap()
-            .as_str()
-            .unwrap()
-        {
-            "gpumux-guaranteed" => json!("guaranteed"),
-            "gpumux-preemptible" => json!("preemptible"),
-            _ => Value::Null,
-        };
-        let mut config = vec![
-            json!({"source": "FromClass", "requests": requests, "opaque": {
-            "driver": gpumux_dra::DRIVER,
-            "parameters": {"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare", "tier": tier}}}),
-        ];
+        let requests = claim["spec"]["devices"]["requests"].as_array().unwrap();
+        let all: Vec<_> = requests.iter().flat_map(alternatives).collect();
+        let mut config = Vec::new();
+        for result in &results {
+            let (name, wanted) = all
+                .iter()
+                .find(|(name, _)| result["request"] == **name)
+                .unwrap();
+            let tier = match wanted["deviceClassName"].as_str().unwrap() {
+                "gpumux-guaranteed" => json!("guaranteed"),
+                "gpumux-preemptible" => json!("preemptible"),
+                _ => Value::Null,
+            };
+            config.push(json!({"source": "FromClass", "requests": [name], "opaque": {
+                "driver": gpumux_dra::DRIVER,
+                "parameters": {"apiVersion": "config.gpumux.dev/v1alpha1", "kind": "GpuShare", "tier": tier}}}));
+        }
         for own in claim
             .pointer("/spec/devices/config")
             .and_then(Value::as_array)
@@ -212,6 +234,23 @@ impl Scheduler {
         });
         api.put_claim(namespace, name, claim);
         true
+    }
+}
+
+/// What may satisfy a request, by the name that an allocation of it has.
+fn alternatives(request: &Value) -> Vec<(String, &Value)> {
+    let name = request["name"].as_str().unwrap_or_default();
+    match request["firstAvailable"].as_array() {
+        None => vec![(name.to_owned(), &request["exactly"])],
+        Some(all) => all
+            .iter()
+            .map(|one| {
+                (
+                    format!("{name}/{}", one["name"].as_str().unwrap_or_default()),
+                    one,
+                )
+            })
+            .collect(),
     }
 }
 

@@ -1,0 +1,382 @@
+//! What a real Kubernetes 1.36.2 control plane showed that fakes had not: each test was one of its faults.
+
+use std::path::PathBuf;
+
+use gpumux_daemon::client::Client as Daemon;
+use gpumux_dra::{
+    Config, cdi,
+    device::Device,
+    health::{self, Check},
+    inventory::Inventory,
+    proto::v1,
+    start,
+};
+use gpumux_tests::{Node as Machine, Options, library};
+use serde_json::{Value, json};
+
+use crate::{
+    chart,
+    support::{
+        api::{Api, Stored},
+        kubelet::{Kubelet, given},
+        node::{Node, config, device},
+        scheduler::Scheduler,
+    },
+};
+
+/// A node whose daemon knows its emulated devices, and the driver as the chart starts it.
+async fn with_devices(devices: u32) -> (Machine, Node, gpumux_dra::Driver, Kubelet) {
+    let machine = Machine::with(Options {
+        devices,
+        ..Options::default()
+    });
+    let node = Node {
+        api: Api::start().await,
+        scheduler: Scheduler::default(),
+        daemon: Daemon::new(machine.dir()),
+        dir: tempfile::tempdir().unwrap(),
+    };
+    let wait = async {
+        loop {
+            let there = node.daemon.devices().await.unwrap();
+            if there
+                .iter()
+                .filter(|it| it.memory_guaranteeable > 0)
+                .count()
+                == devices as usize
+            {
+                return;
+            }
+            tokio::time::sleep(std::time::Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(gpumux_tests::PATIENCE, wait)
+        .await
+        .expect("the daemon finds its devices");
+    let base = config(node.dir.path(), Vec::new());
+    let config = Config {
+        runtime_dir: machine.dir().to_owned(),
+        inventory: Inventory::Node,
+        host: cdi::Host {
+            socket_dir: machine.dir().join("container"),
+            emulator: Some(library("libgpumux_emu.so")),
+            ..base.host
+        },
+        ..base
+    };
+    let registry = config.places.registry.clone();
+    let driver = start(config, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register(&registry).await;
+    node.api.until_published().await;
+    (machine, node, driver, kubelet)
+}
+
+fn visible(file: &PathBuf) -> Vec<String> {
+    let json: Value = serde_json::from_slice(&std::fs::read(file).unwrap()).unwrap();
+    let devices = json["devices"].as_array().unwrap().iter();
+    devices
+        .flat_map(|device| device["containerEdits"]["env"].as_array().unwrap())
+        .filter_map(|env| env.as_str()?.strip_prefix("CUDA_VISIBLE_DEVICES="))
+        .map(str::to_owned)
+        .collect()
+}
+
+/// B1, B2, B3: a daemon that knows its devices keeps what the slices offer, on the GPU that the scheduler chose.
+#[tokio::test(flavor = "multi_thread")]
+async fn each_gpu_gives_all_that_its_slice_offers() {
+    let (_machine, mut node, driver, kubelet) = with_devices(2).await;
+    // Most of both GPUs, compute and memory.
+    let much = json!({"compute": "900", "memory": "60Gi"});
+    let claims = ["a", "b"].map(|name| node.claim(name, "gpumux-guaranteed", much.clone(), None));
+    let mut seen = Vec::new();
+    for claim in &claims {
+        kubelet.prepare_one(claim).await.unwrap();
+        let tenant = node.tenant(claim).await.unwrap();
+        assert_eq!(tenant.spec.guaranteed, 0.9);
+        seen.extend(visible(&node.cdi_file(claim)));
+    }
+    seen.sort();
+    let mut uuids: Vec<String> = driver
+        .engine
+        .devices
+        .borrow()
+        .iter()
+        .map(|it| it.uuid.clone())
+        .collect();
+    uuids.sort();
+    assert_eq!(seen, uuids, "each is tied to its GPU");
+    // All memory that is left, to the last step: no claim that fits Kubernetes' books is refused by the daemon.
+    let left = |device: &Device| device.capacity().memory - (60 << 30);
+    let steps = driver
+        .engine
+        .devices
+        .borrow()
+        .iter()
+        .map(left)
+        .min()
+        .unwrap()
+        >> 28;
+    let rest = json!({"memory": format!("{}Mi", steps * 256)});
+    for name in ["c", "d"] {
+        let claim = node.claim(name, "gpumux-preemptible", rest.clone(), None);
+        kubelet.prepare_one(&claim).await.unwrap();
+        kubelet.unprepare_one(&claim).await.unwrap();
+    }
+    for claim in &claims {
+        kubelet.unprepare_one(claim).await.unwrap();
+    }
+    // Whole, with everything that belongs to it.
+    node.scheduler = Scheduler::default();
+    for name in ["w1", "w2"] {
+        let claim = node.claim(name, "gpumux-whole", json!({}), None);
+        kubelet.prepare_one(&claim).await.unwrap();
+        let spec = node.tenant(&claim).await.unwrap().spec;
+        assert_eq!((spec.guaranteed, spec.memory_limit), (1.0, None));
+    }
+    driver.stop().await;
+}
+
+/// One tenant on two GPUs sees both, whatever order its variables come in.
+#[tokio::test(flavor = "multi_thread")]
+async fn one_request_for_two_gpus_is_one_tenant_that_sees_both() {
+    let mut node = Node::new().await;
+    let mut config = node.config();
+    config.inventory = Inventory::Fixed(vec![device(0), device(1)]);
+    let registry = config.places.registry.clone();
+    let driver = start(config, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register(&registry).await;
+    node.api.until_published().await;
+    let request = json!([{"name": "gpu", "exactly": {"deviceClassName": "gpumux-guaranteed", "count": 2,
+        "capacity": {"requests": {"compute": "500"}}}}]);
+    let claim = allocated(&mut node, "two", request);
+    let devices = kubelet.prepare_one(&claim).await.unwrap();
+    assert_eq!(given(&devices, Some("gpu")).len(), 2);
+    let both = [device(0).uuid, device(1).uuid].join(",");
+    assert_eq!(visible(&node.cdi_file(&claim)), [both.clone(), both]);
+    assert_eq!(node.daemon.tenants().await.unwrap().len(), 1);
+    driver.stop().await;
+}
+
+/// Makes a claim with these requests, and has it allocated.
+fn allocated(node: &mut Node, name: &str, requests: Value) -> v1::Claim {
+    let claim = json!({"apiVersion": "resource.k8s.io/v1", "kind": "ResourceClaim",
+        "spec": {"devices": {"requests": requests}}});
+    let made = node.api.put_claim("team", name, claim);
+    assert!(
+        node.scheduler.bind(&node.api, "team", name, name),
+        "{name} does not fit"
+    );
+    v1::Claim {
+        namespace: "team".into(),
+        name: name.into(),
+        uid: made["metadata"]["uid"].as_str().unwrap().into(),
+    }
+}
+
+/// B4: the kubelet gives a container nothing, without an error, if names of alternatives come back to it.
+#[tokio::test(flavor = "multi_thread")]
+async fn container_that_names_a_prioritized_request_gets_its_device() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    node.claim(
+        "first",
+        "gpumux-guaranteed",
+        json!({"compute": "600"}),
+        None,
+    );
+    let share = |name: &str, compute: &str| json!({"name": name, "deviceClassName": "gpumux-guaranteed", "capacity": {"requests": {"compute": compute}}});
+    let requests =
+        json!([{"name": "gpu", "firstAvailable": [share("big", "900"), share("small", "300")]}]);
+    let claim = allocated(&mut node, "either", requests);
+    let chosen = node.api.claim("team", "either").unwrap();
+    let chosen = chosen
+        .pointer("/status/allocation/devices/results/0/request")
+        .unwrap();
+    assert_eq!(chosen, "gpu/small");
+    let devices = kubelet.prepare_one(&claim).await.unwrap();
+    let id = format!("gpumux.dev/share={}-0", claim.uid);
+    for request in [Some("gpu"), None] {
+        assert_eq!(given(&devices, request), [id.clone()], "{request:?}");
+    }
+    assert!(given(&devices, Some("other")).is_empty());
+    assert_eq!(node.tenant(&claim).await.unwrap().spec.guaranteed, 0.3);
+    driver.stop().await;
+}
+
+/// B5: the API server refuses the status of claims whose parameters another client wrote.
+#[tokio::test(flavor = "multi_thread")]
+async fn status_that_the_server_refuses_is_written_otherwise_or_reported() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    for (name, stored) in [
+        ("plain", Stored::Canonical),
+        ("unsorted", Stored::Unsorted),
+        ("spaced", Stored::Spaced),
+    ] {
+        let share = json!({"weight": 2});
+        let claim = node.claim(name, "gpumux-preemptible", json!({}), Some(share));
+        node.api.store_parameters("team", name, stored);
+        kubelet.prepare_one(&claim).await.unwrap();
+    }
+    for name in ["plain", "unsorted"] {
+        let ready = |api: &Api| {
+            let claim = api.claim("team", name)?;
+            let condition = claim.pointer("/status/devices/0/conditions/0")?;
+            (condition["status"] == "True").then_some(())
+        };
+        node.api.until(ready).await;
+    }
+    let refused = |api: &Api| {
+        let events = api.events("team");
+        let event = events
+            .into_iter()
+            .find(|(reason, _)| reason == "StatusRefused")?;
+        Some(event.1)
+    };
+    let note = node.api.until(refused).await;
+    assert!(note.contains("field is immutable"), "{note}");
+    // A refused resize is seen there, too.
+    node.api.annotate(
+        "team",
+        "spaced",
+        "gpumux.dev/share",
+        Some(r#"{"compute": 900}"#),
+    );
+    let resize = |api: &Api| {
+        let mut events = api.events("team").into_iter();
+        events.find(|(reason, _)| reason == "ShareResizeRefused")
+    };
+    let (_, note) = node.api.until(resize).await;
+    assert_eq!(note, "compute 900 is out of range: use 0 to 0");
+    let count = node
+        .api
+        .events("team")
+        .iter()
+        .filter(|it| it.0 == "StatusRefused")
+        .count();
+    assert_eq!(count, 1, "each is reported once");
+    driver.stop().await;
+}
+
+/// What the DaemonSet controller does with a surge: the old instance ends once the new one has been ready for long enough; without a
+/// probe a container is ready as soon as it runs.
+fn old_one_ends(set: &Value, runs_s: u64, ready_s: Option<u64>) -> bool {
+    let update = &set["spec"]["updateStrategy"]["rollingUpdate"];
+    assert_eq!(
+        (&update["maxSurge"], &update["maxUnavailable"]),
+        (&json!(1), &json!(0))
+    );
+    let container = &set["spec"]["template"]["spec"]["containers"][0];
+    let ready_s = match container["readinessProbe"].is_null() {
+        true => Some(runs_s),
+        false => ready_s,
+    };
+    let enough = set["spec"]["minReadySeconds"].as_u64().unwrap_or(0);
+    ready_s.is_some_and(|ready_s| ready_s >= enough)
+}
+
+/// B6: of a broken release, no instance takes over.
+#[tokio::test(flavor = "multi_thread")]
+async fn broken_release_leaves_the_good_one_in_place() {
+    let objects = chart::render();
+    let is_driver = |object: &&Value| {
+        object["kind"] == "DaemonSet" && object["metadata"]["name"] == "gpumux-dra"
+    };
+    let set = objects.iter().find(is_driver).unwrap().clone();
+    let mut bare = set.clone();
+    bare["spec"]["template"]["spec"]["containers"][0]["readinessProbe"] = Value::Null;
+    bare["spec"]["minReadySeconds"] = json!(0);
+    assert!(
+        old_one_ends(&bare, 0, None),
+        "as it was with the real controller"
+    );
+
+    let node = Node::new().await;
+    let instance = |name: &str| -> Config {
+        let mut config = config(node.dir.path(), vec![device(0)]);
+        config.places.instance = Some(name.into());
+        config
+    };
+    let old = instance("old");
+    let (registration, health) = (old.places.registration_socket(), old.places.health_socket());
+    let old = start(old, node.api.client.clone()).await.unwrap();
+    let ready = async |socket: &PathBuf| {
+        health::check(socket, Check::Ready)
+            .await
+            .map_err(|error| error.to_string())
+    };
+    assert_eq!(
+        ready(&health).await.unwrap_err(),
+        "not registered with the kubelet yet"
+    );
+    Kubelet::register_socket(&registration).await;
+    node.api.until_published().await;
+    let wait = async {
+        while ready(&health).await.is_err() {
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(gpumux_tests::PATIENCE, wait)
+        .await
+        .expect("ready");
+    let generation = node.api.slices()[0].spec.pool.generation;
+
+    // One that crashes at once; one that the kubelet never registers; one without an API server; one whose role may write no slices.
+    let crashed = instance("crashed").places.health_socket();
+    let error = ready(&crashed).await.unwrap_err();
+    assert!(error.contains("no instance answers"), "{error}");
+    let nowhere = crate::support::api::client("http://127.0.0.1:1");
+    for (name, client, registered, allowed, why) in [
+        (
+            "silent",
+            node.api.client.clone(),
+            false,
+            true,
+            "not registered",
+        ),
+        ("lost", nowhere, true, true, "cannot publish"),
+        ("weak", node.api.client.clone(), true, false, "forbidden"),
+    ] {
+        let new = instance(name);
+        let (registration, health) = (new.places.registration_socket(), new.places.health_socket());
+        let new = start(new, client).await.unwrap();
+        if registered {
+            Kubelet::register_socket(&registration).await;
+        }
+        node.api.forbid_slices(!allowed);
+        let error = ready(&health).await.unwrap_err();
+        assert!(error.contains(why), "{name}: {error}");
+        health::check(&health, Check::Live).await.unwrap();
+        // It is not ready after an hour either, and so the old one stays.
+        assert!(!old_one_ends(&set, 3600, None), "{name}");
+        node.api.forbid_slices(false);
+        new.stop().await;
+        assert!(!health.exists());
+    }
+    ready(&health).await.unwrap();
+    assert_eq!(
+        node.api.slices()[0].spec.pool.generation,
+        generation,
+        "nothing was disturbed"
+    );
+
+    // A good one is ready beside the old one, without a slice of its own, and takes over.
+    let new = instance("new");
+    let (registration, health) = (new.places.registration_socket(), new.places.health_socket());
+    let mut new = start(new, node.api.client.clone()).await.unwrap();
+    Kubelet::register_socket(&registration).await;
+    ready(&health).await.unwrap();
+    assert!(
+        !old_one_ends(&set, 1, Some(1)),
+        "one that fails soon is not good"
+    );
+    assert!(old_one_ends(&set, 60, Some(60)));
+    old.stop().await;
+    new.published
+        .wait_for(|published| published.looked)
+        .await
+        .unwrap();
+    ready(&health).await.unwrap();
+    assert_eq!(node.api.slices()[0].spec.pool.generation, generation);
+    new.stop().await;
+}
