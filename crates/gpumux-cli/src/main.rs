@@ -12,8 +12,8 @@ use std::process::ExitCode;
 use clap::{CommandFactory, Parser, Subcommand};
 
 use crate::commands::{
-    cdi, completions, daemon, demo, doctor, dra, emu, explain, hint, man, memory, profile, ps, run,
-    set, sim, top, trace, workload,
+    cdi, completions, daemon, demo, doctor, dra, emu, explain, fleet, hint, man, memory, profile,
+    ps, run, set, sim, top, trace, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -65,6 +65,7 @@ enum Command {
     Dra(dra::Args),
     Emu(emu::Args),
     Sim(sim::Args),
+    Fleet(fleet::Args),
     /// Run a latency or batch load through the CUDA driver API
     Workload(Box<workload::Args>),
     Completions(completions::Args),
@@ -100,6 +101,7 @@ fn main() -> ExitCode {
         Command::Dra(args) => dra::run(args),
         Command::Emu(args) => emu::run(args),
         Command::Sim(args) => sim::run(&args),
+        Command::Fleet(args) => fleet::run(&args),
         Command::Workload(args) => workload::run(&args),
         Command::Completions(args) => completions::run(&args, &mut Cli::command()),
         Command::Man(args) => man::run(&args, Cli::command()),

@@ -8,6 +8,7 @@ pub(crate) mod doctor;
 pub(crate) mod dra;
 pub(crate) mod emu;
 pub(crate) mod explain;
+pub(crate) mod fleet;
 pub(crate) mod hint;
 pub(crate) mod man;
 pub(crate) mod memory;

@@ -1,0 +1,318 @@
+//! `gpumux fleet`: places tenants on the GPUs of a fleet, and replays workloads on one.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
+
+use anyhow::Context;
+use gpumux_fleet::{
+    engine::{Engine, Moves},
+    fleet::Fleet,
+    model::{Demand, Models, NodeSpec, Pod, scaled},
+    replay::{Policy, Replay, Run},
+    rules::Rule,
+    trace,
+};
+use serde::Serialize;
+
+use crate::output;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux fleet place --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
+  gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --seeds 2
+  gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --policy gpumux --gpus 400 --json
+
+Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023:
+  nodes  sn,cpu_milli,memory_mib,gpu,model
+  pods   name,cpu_milli,memory_mib,num_gpu,gpu_milli; optional: gpu_spec,qos,creation_time,deletion_time
+gpu_milli is the share of each GPU in thousandths, gpu_spec the accepted models, separated by |.";
+
+/// Place tenants on the GPUs of a fleet, or simulate it
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(clap::Subcommand)]
+enum Command {
+    Place(PlaceArgs),
+    Simulate(SimulateArgs),
+}
+
+#[derive(clap::Args)]
+struct Lists {
+    /// The fleet's nodes (CSV)
+    #[arg(long, value_name = "FILE")]
+    nodes: PathBuf,
+    /// The tenants (CSV)
+    #[arg(long, value_name = "FILE")]
+    pods: PathBuf,
+    /// Repeat or cut the list of nodes to this number of GPUs
+    #[arg(long, value_name = "N")]
+    gpus: Option<usize>,
+}
+
+/// Choose a node and GPUs for each tenant of a list, in its order
+#[derive(clap::Args)]
+struct PlaceArgs {
+    #[command(flatten)]
+    lists: Lists,
+    /// GPU memory, in MiB, that may be moved between GPUs of a node to make room for a tenant [default: nothing]
+    #[arg(
+        long,
+        value_name = "MIB",
+        default_value_t = 0,
+        hide_default_value = true
+    )]
+    move_up_to: u64,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// Let tenants arrive until they asked for 130% of the GPUs, and compare policies
+#[derive(clap::Args)]
+struct SimulateArgs {
+    #[command(flatten)]
+    lists: Lists,
+    /// Policies: gpumux, fgd, best-fit, gpu-packing, gpu-clustering, dot-product, random [default: all]
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = policy)]
+    policy: Vec<(String, Policy)>,
+    /// Orders of arrival, each with the seeds 42, 43, ...
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seeds: u64,
+    /// Print JSON, with a point per percent of arrived demand
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    match &args.command {
+        Command::Place(args) => place(args),
+        Command::Simulate(args) => simulate(args),
+    }?;
+    Ok(ExitCode::SUCCESS)
+}
+
+fn policies() -> impl Iterator<Item = (&'static str, Policy)> {
+    let rules = Rule::ALL
+        .into_iter()
+        .map(|rule| (rule.name(), Policy::Rule(rule)));
+    rules.chain([("gpumux", Policy::Gpumux(Moves::default()))])
+}
+
+fn policy(name: &str) -> Result<(String, Policy), String> {
+    let found = policies().find(|(known, _)| *known == name);
+    let names = || {
+        policies()
+            .map(|(name, _)| name)
+            .collect::<Vec<_>>()
+            .join(", ")
+    };
+    let (name, policy) = found.ok_or_else(|| format!("no policy `{name}`: use {}", names()))?;
+    Ok((name.to_owned(), policy))
+}
+
+fn load(lists: &Lists) -> anyhow::Result<(Vec<NodeSpec>, Vec<Pod>, Models)> {
+    let read = |path: &Path| {
+        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+    };
+    let mut models = Models::default();
+    let nodes = trace::nodes(&read(&lists.nodes)?, &mut models);
+    let mut nodes = nodes.with_context(|| format!("in {}", lists.nodes.display()))?;
+    let pods = trace::pods(&read(&lists.pods)?, &mut models);
+    let pods = pods.with_context(|| format!("in {}", lists.pods.display()))?;
+    if let Some(gpus) = lists.gpus {
+        nodes = scaled(&nodes, gpus);
+    }
+    anyhow::ensure!(
+        nodes.iter().any(|node| node.gpus > 0),
+        "no node of {} has a GPU: nothing can be placed",
+        lists.nodes.display()
+    );
+    Ok((nodes, pods, models))
+}
+
+#[derive(Serialize)]
+struct Placed<'a> {
+    pod: &'a str,
+    node: Option<&'a str>,
+    gpus: Vec<usize>,
+    /// Tenants that were moved on that node first: name and new GPU.
+    moved: Vec<(&'a str, usize)>,
+}
+
+fn place(args: &PlaceArgs) -> anyhow::Result<()> {
+    let (nodes, pods, _) = load(&args.lists)?;
+    let workload: Vec<Demand> = pods.iter().map(|pod| pod.demand).collect();
+    let mut engine = Engine::new(&nodes, &workload, Vec::new());
+    let mut fleet = Fleet::new(nodes.clone());
+    // The lists name no card's memory; 16 GiB is the smallest card of the trace.
+    let moves = Moves {
+        most_mib: args.move_up_to,
+        card_mib: 16_384,
+    };
+    let mut placed = Vec::new();
+    for (id, pod) in (0..).zip(&pods) {
+        let admitted = engine.admit(&mut fleet, id, &pod.demand, moves)?;
+        let moved = admitted.iter().flat_map(|admitted| &admitted.moves);
+        let moved = moved.filter_map(|made| {
+            Some((
+                pods.get(made.tenant as usize)?.name.as_str(),
+                made.to.gpus.iter().next()?,
+            ))
+        });
+        placed.push(Placed {
+            pod: &pod.name,
+            moved: moved.collect(),
+            node: admitted
+                .as_ref()
+                .map(|admitted| nodes[admitted.place.node as usize].name.as_str()),
+            gpus: admitted.map_or(Vec::new(), |admitted| admitted.place.gpus.iter().collect()),
+        });
+    }
+    if args.json {
+        return output::json(&placed);
+    }
+    let mut rows = vec![["POD", "NODE", "GPUS"].map(str::to_owned).to_vec()];
+    rows.extend(placed.iter().map(|placed| {
+        let gpus: Vec<String> = placed.gpus.iter().map(usize::to_string).collect();
+        vec![
+            placed.pod.to_owned(),
+            placed.node.unwrap_or("none has room").to_owned(),
+            gpus.join(","),
+        ]
+    }));
+    let fits = placed.iter().filter(|placed| placed.node.is_some()).count();
+    output::print(&(output::table(&rows) + &format!("{fits} of {} pods placed\n", placed.len())))
+}
+
+#[derive(Serialize)]
+struct Report {
+    gpus: u64,
+    nodes: usize,
+    pods: usize,
+    policies: BTreeMap<String, Vec<Timed>>,
+}
+
+/// A replay, and what a decision took on this machine.
+#[derive(Serialize)]
+struct Timed {
+    seed: u64,
+    /// Time per arrival, including the accounting of the replay, in microseconds.
+    place_us_p50: f64,
+    place_us_p99: f64,
+    place_us_max: f64,
+    /// Time to prepare the policy, in milliseconds.
+    prepare_ms: f64,
+    #[serde(flatten)]
+    run: Run,
+}
+
+fn simulate(args: &SimulateArgs) -> anyhow::Result<()> {
+    anyhow::ensure!(args.seeds > 0, "--seeds 0 simulates nothing: use 1 or more");
+    let (nodes, pods, _) = load(&args.lists)?;
+    let workload: Vec<Demand> = pods.iter().map(|pod| pod.demand).collect();
+    let chosen: Vec<(String, Policy)> = match args.policy.is_empty() {
+        true => policies()
+            .map(|(name, policy)| (name.to_owned(), policy))
+            .collect(),
+        false => args.policy.clone(),
+    };
+    let seeds = 42..42 + args.seeds;
+    let runs = |policy| {
+        seeds
+            .clone()
+            .map(|seed| timed(&nodes, &workload, policy, seed))
+            .collect()
+    };
+    let report = Report {
+        gpus: nodes.iter().map(|node| u64::from(node.gpus)).sum(),
+        nodes: nodes.len(),
+        pods: pods.len(),
+        policies: chosen
+            .into_iter()
+            .map(|(name, policy)| (name, runs(policy)))
+            .collect(),
+    };
+    match args.json {
+        true => output::json(&report),
+        false => output::print(&text(&report)),
+    }
+}
+
+fn timed(nodes: &[NodeSpec], workload: &[Demand], policy: Policy, seed: u64) -> Timed {
+    let started = Instant::now();
+    let mut replay = Replay::new(nodes, workload, policy, seed);
+    let prepare_ms = started.elapsed().as_secs_f64() * 1e3;
+    let mut took = Vec::new();
+    loop {
+        let started = Instant::now();
+        if replay.step().is_none() {
+            break;
+        }
+        took.push(started.elapsed().as_secs_f64() * 1e6);
+    }
+    took.sort_by(f64::total_cmp);
+    let quantile = |q: f64| {
+        took.get(((took.len() as f64 * q).ceil() as usize).max(1) - 1)
+            .copied()
+            .unwrap_or(0.0)
+    };
+    Timed {
+        seed,
+        place_us_p50: quantile(0.5),
+        place_us_p99: quantile(0.99),
+        place_us_max: quantile(1.0),
+        prepare_ms,
+        run: replay.result(),
+    }
+}
+
+fn text(report: &Report) -> String {
+    let Report {
+        gpus, nodes, pods, ..
+    } = report;
+    let mut rows = vec![
+        [
+            "POLICY",
+            "ALLOCATED 100%",
+            "ALLOCATED 130%",
+            "FRAGMENTS 130%",
+            "P99",
+        ]
+        .map(str::to_owned)
+        .to_vec(),
+    ];
+    for (name, runs) in &report.policies {
+        let mean =
+            |value: &dyn Fn(&Timed) -> f64| runs.iter().map(value).sum::<f64>() / runs.len() as f64;
+        let at = |arrived| {
+            move |timed: &Timed| {
+                timed
+                    .run
+                    .at(arrived)
+                    .map_or(f64::NAN, |point| point.allocated)
+            }
+        };
+        let fragments = |timed: &Timed| timed.run.at(130).map_or(f64::NAN, |point| point.fragments);
+        rows.push(vec![
+            name.clone(),
+            format!("{:.2}%", mean(&at(100))),
+            format!("{:.2}%", mean(&at(130))),
+            format!("{:.2}%", mean(&fragments)),
+            format!("{:.0} µs", mean(&|timed| timed.place_us_p99)),
+        ]);
+    }
+    let head = format!(
+        "{gpus} GPUs on {nodes} nodes; arrivals are drawn from {pods} pods until they asked for 130% of the GPUs\n"
+    );
+    head + &output::table(&rows)
+}

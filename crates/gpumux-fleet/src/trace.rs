@@ -1,0 +1,165 @@
+//! Reads the lists of nodes and pods that Alibaba published with the trace `cluster-trace-gpu-v2023`.
+
+use serde::Deserialize;
+
+use crate::model::{Class, Demand, MOST_GPUS, ModelSet, Models, NodeSpec, Pod, WHOLE};
+
+/// Why a list cannot be used. Lines count from 1, the heading included.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The text is not the list that was expected.
+    #[error("line {line}: {source}")]
+    Csv {
+        /// Where.
+        line: u64,
+        /// What the reader met.
+        source: csv::Error,
+    },
+    /// A number is outside what a fleet can hold.
+    #[error("line {line}: {what} of {name} is {value}, at most {most} is possible")]
+    TooLarge {
+        /// Where.
+        line: u64,
+        /// The node or pod.
+        name: String,
+        /// The column.
+        what: &'static str,
+        /// The value.
+        value: u64,
+        /// The bound.
+        most: u64,
+    },
+    /// More GPU models than fit.
+    #[error("line {line}: GPU model `{name}` is one too many: at most 64 are possible")]
+    Models {
+        /// Where.
+        line: u64,
+        /// The model.
+        name: String,
+    },
+}
+
+#[derive(Deserialize)]
+struct NodeRow {
+    sn: String,
+    cpu_milli: u32,
+    memory_mib: u32,
+    gpu: u64,
+    #[serde(default)]
+    model: String,
+}
+
+#[derive(Deserialize)]
+struct PodRow {
+    name: String,
+    cpu_milli: u32,
+    memory_mib: u32,
+    num_gpu: u64,
+    gpu_milli: u64,
+    #[serde(default)]
+    gpu_spec: String,
+    #[serde(default)]
+    qos: String,
+    #[serde(default)]
+    creation_time: Option<u64>,
+    #[serde(default)]
+    deletion_time: Option<u64>,
+}
+
+/// Rows with the lines on which they stand.
+fn rows<T: for<'a> Deserialize<'a>>(text: &str) -> impl Iterator<Item = Result<(u64, T), Error>> {
+    let reader = csv::Reader::from_reader(text.as_bytes());
+    let rows = reader.into_deserialize::<T>();
+    (2..).zip(rows).map(|(line, row)| match row {
+        Ok(row) => Ok((line, row)),
+        Err(source) => {
+            let line = source.position().map_or(line, csv::Position::line);
+            Err(Error::Csv { line, source })
+        }
+    })
+}
+
+/// The nodes of a list with the columns `sn,cpu_milli,memory_mib,gpu,model`.
+///
+/// # Errors
+/// A column is missing or no number, or a node has more than [`MOST_GPUS`] GPUs.
+pub fn nodes(text: &str, models: &mut Models) -> Result<Vec<NodeSpec>, Error> {
+    let node = |found: Result<(u64, NodeRow), Error>| {
+        let (line, row) = found?;
+        let gpus = bounded(line, &row.sn, "gpu", row.gpu, MOST_GPUS as u64)?;
+        let number = models.number(&row.model);
+        let name = row.model;
+        let model = number.ok_or(Error::Models { line, name })?;
+        Ok(NodeSpec {
+            name: row.sn,
+            cpu_milli: row.cpu_milli,
+            memory_mib: row.memory_mib,
+            gpus: u8::try_from(gpus).unwrap_or(u8::MAX),
+            model,
+            gpu_memory_mib: 0,
+            domain: 0,
+        })
+    };
+    rows(text).map(node).collect()
+}
+
+/// The pods of a list with the columns `name,cpu_milli,memory_mib,num_gpu,gpu_milli`, and where present `gpu_spec`
+/// (models, separated by `|`), `qos`, `creation_time` and `deletion_time`. All are guaranteed.
+///
+/// # Errors
+/// A column is missing or no number, or a pod asks for more than [`MOST_GPUS`] GPUs.
+pub fn pods(text: &str, models: &mut Models) -> Result<Vec<Pod>, Error> {
+    let pod = |found: Result<(u64, PodRow), Error>| {
+        let (line, row) = found?;
+        let gpus = bounded(line, &row.name, "num_gpu", row.num_gpu, MOST_GPUS as u64)?;
+        let mut accepted = ModelSet::ANY;
+        for name in row.gpu_spec.split('|').filter(|name| !name.is_empty()) {
+            let number = models.number(name);
+            let name = name.to_owned();
+            accepted = accepted.with(number.ok_or(Error::Models { line, name })?);
+        }
+        let milli = bounded(
+            line,
+            &row.name,
+            "gpu_milli",
+            row.gpu_milli,
+            u64::from(WHOLE),
+        )?;
+        let demand = Demand {
+            cpu_milli: row.cpu_milli,
+            memory_mib: row.memory_mib,
+            gpus: u8::try_from(gpus).unwrap_or(u8::MAX),
+            milli: if gpus == 0 {
+                0
+            } else {
+                u32::try_from(milli).unwrap_or(WHOLE)
+            },
+            models: if gpus == 0 { ModelSet::ANY } else { accepted },
+            gpu_memory_mib: 0,
+            bandwidth_milli: 0,
+            class: Class::Guaranteed,
+        };
+        Ok(Pod {
+            name: row.name,
+            demand,
+            created_s: row.creation_time.unwrap_or(0),
+            deleted_s: row.deletion_time.unwrap_or(u64::MAX),
+            latency_sensitive: row.qos != "BE",
+        })
+    };
+    rows(text).map(pod).collect()
+}
+
+fn bounded(line: u64, name: &str, what: &'static str, value: u64, most: u64) -> Result<u64, Error> {
+    let name = name.to_owned();
+    match value <= most {
+        true => Ok(value),
+        false => Err(Error::TooLarge {
+            line,
+            name,
+            what,
+            value,
+            most,
+        }),
+    }
+}
