@@ -193,7 +193,7 @@ impl Replay {
 }
 
 /// The place that the rule takes for the demand.
-fn by_rule(
+pub(crate) fn by_rule(
     fleet: &Fleet,
     index: &mut Index,
     typical: &Typical,

@@ -463,3 +463,44 @@ fn list_with_an_impossible_number_names_the_line() {
     let no_number = error(&format!("{head}a,x,1,1,T4\n"), &mut models);
     assert!(no_number.starts_with("line 2: "), "{no_number}");
 }
+
+#[test]
+fn elastic_sharing_of_the_sample_needs_the_fewest_gpus() {
+    use gpumux_fleet::{
+        model::Models,
+        sizing::{Need, Sharing, needed},
+        trace,
+    };
+    let mut models = Models::default();
+    let nodes = trace::nodes(
+        include_str!("../../../scenarios/fleet/nodes.csv"),
+        &mut models,
+    )
+    .unwrap();
+    let pods = trace::pods(
+        include_str!("../../../scenarios/fleet/pods.csv"),
+        &mut models,
+    )
+    .unwrap();
+    let of = |sharing| needed(&nodes, &pods, sharing, 1, 4, &[100.0, 0.0]).unwrap();
+    let [exclusive, sliced, fgd, guaranteed, elastic]: [Need; 5] = [
+        Sharing::Exclusive,
+        Sharing::TimeSliced(4),
+        Sharing::Fractions(Rule::Fgd),
+        Sharing::Guaranteed,
+        Sharing::Elastic,
+    ]
+    .map(of);
+    assert!(
+        elastic.gpus < guaranteed.gpus && fgd.gpus < exclusive.gpus,
+        "{elastic:?} {guaranteed:?} {fgd:?} {exclusive:?}"
+    );
+    // Time slicing needs few GPUs and keeps no share.
+    assert!(sliced.attained < 100.0);
+    for keeps in [&exclusive, &fgd, &guaranteed, &elastic] {
+        assert_eq!(keeps.attained, 100.0);
+    }
+    // Preemptible tenants have all they ask for when the others idle, and less when these are busy.
+    let rates: Vec<f64> = elastic.best_effort.iter().map(|(_, rate)| *rate).collect();
+    assert!(rates[0] < rates[1] && rates[1] == 100.0, "{rates:?}");
+}

@@ -15,6 +15,7 @@ use gpumux_fleet::{
     model::{Demand, Models, NodeSpec, Pod, scaled},
     replay::{Policy, Replay, Run},
     rules::Rule,
+    sizing::{Need, Sharing, needed},
     trace,
 };
 use serde::Serialize;
@@ -26,6 +27,7 @@ Examples:
   gpumux fleet place --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --seeds 2
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --policy gpumux --gpus 400 --json
+  gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
 
 Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023:
   nodes  sn,cpu_milli,memory_mib,gpu,model
@@ -44,6 +46,7 @@ pub(crate) struct Args {
 enum Command {
     Place(PlaceArgs),
     Simulate(SimulateArgs),
+    Size(SizeArgs),
 }
 
 #[derive(clap::Args)]
@@ -93,10 +96,27 @@ struct SimulateArgs {
     json: bool,
 }
 
+/// Find the smallest fleet for 99% of the tenants' shares at once, by way of sharing GPUs
+#[derive(clap::Args)]
+struct SizeArgs {
+    #[command(flatten)]
+    lists: Lists,
+    /// Orders of nodes and tenants, each with the seeds 42, 43, ...
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seeds: u64,
+    /// Size to the next N GPUs
+    #[arg(long, value_name = "N", default_value_t = 8)]
+    step: usize,
+    /// Print JSON
+    #[arg(long)]
+    json: bool,
+}
+
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.command {
         Command::Place(args) => place(args),
         Command::Simulate(args) => simulate(args),
+        Command::Size(args) => size(args),
     }?;
     Ok(ExitCode::SUCCESS)
 }
@@ -315,4 +335,48 @@ fn text(report: &Report) -> String {
         "{gpus} GPUs on {nodes} nodes; arrivals are drawn from {pods} pods until they asked for 130% of the GPUs\n"
     );
     head + &output::table(&rows)
+}
+
+/// Use of their shares by latency-sensitive tenants, in percent, for which the rate of the others is told.
+const USES: [f64; 3] = [100.0, 50.0, 25.0];
+
+fn size(args: &SizeArgs) -> anyhow::Result<()> {
+    anyhow::ensure!(args.seeds > 0, "--seeds 0 sizes nothing: use 1 or more");
+    let (nodes, pods, _) = load(&args.lists)?;
+    let mut found: Vec<(String, Vec<Need>)> = Vec::new();
+    for sharing in Sharing::ALL {
+        let name = sharing.name();
+        let need = |seed| {
+            let need = needed(&nodes, &pods, sharing, seed, args.step, &USES);
+            need.with_context(|| {
+                format!("{name}: the tenants do not fit on four times the nodes of the list")
+            })
+        };
+        found.push((
+            name.clone(),
+            (42..42 + args.seeds)
+                .map(need)
+                .collect::<anyhow::Result<_>>()?,
+        ));
+    }
+    if args.json {
+        return output::json(&found.into_iter().collect::<BTreeMap<_, _>>());
+    }
+    let mut rows = vec![["SHARING", "GPUS", "ATTAINED"].map(str::to_owned).to_vec()];
+    rows[0].extend(USES.map(|used| format!("BEST EFFORT AT {used}%")));
+    for (name, needs) in &found {
+        let mean = |value: &dyn Fn(&Need) -> f64| {
+            needs.iter().map(value).sum::<f64>() / needs.len() as f64
+        };
+        let mut row = vec![
+            name.clone(),
+            format!("{:.0}", mean(&|need| need.gpus as f64)),
+            format!("{:.1}%", mean(&|need| need.attained)),
+        ];
+        row.extend(
+            (0..USES.len()).map(|at| format!("{:.1}%", mean(&|need| need.best_effort[at].1))),
+        );
+        rows.push(row);
+    }
+    output::print(&output::table(&rows))
 }

@@ -1,0 +1,215 @@
+"""Fetches the public trace, replays FGD's experiment with `gpumux fleet simulate`, and puts FGD's own figures beside it.
+
+`fetch` downloads the lists of nodes and pods, and FGD's published results, into a folder and checks them. `replay` runs
+the command on the seventeen inputs and writes results/fleet-replay.json: per input and policy the mean over the orders of
+arrival, and as modes NAME-published the mean of FGD's own ten runs. `size` writes results/fleet-size.json. `fleet-sizing.json` holds the GPUs that are needed.
+Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import datetime
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import common
+
+SOURCE = "https://raw.githubusercontent.com/hkust-adsl/kubernetes-scheduler-simulator/8f3d6417353c5083c6d56617f255fadd8dc306bc/"
+NODES = "data/csv/openb_node_list_gpu_node.csv"
+EXPECTED = "experiments/analysis/expected_results/analysis_{}_discrete.csv"
+SUMS = {
+    "data/csv/openb_node_list_gpu_node.csv": "2beca64b4d3dfa342036a34b56a495c6cef9225db836c81f541282cb1df320b5",
+    "experiments/analysis/expected_results/analysis_allo_discrete.csv": "e00aff5923a52d53e47c16ec9d19190de4e788c15334865a77bd46e1bd006ea1",
+    "experiments/analysis/expected_results/analysis_frag_discrete.csv": "0d9181864ef9adb2169f232124c6af767579fe2a3c08f940419b4989420c8ce2",
+    "data/csv/openb_pod_list_cpu050.csv": "747f43247bffc2b0bb081d7f61f0705ca8d390dafc0b647e642c92f3baf3ba1e",
+    "data/csv/openb_pod_list_cpu100.csv": "bec1c33fbdde61fd463877534ec79b393aec73e1cbb22d55fab9f166ac480982",
+    "data/csv/openb_pod_list_cpu200.csv": "b7e9d8a1a601da84d6e0b4110b19ef5001be5e4796d33e7b82f166ba95161f87",
+    "data/csv/openb_pod_list_cpu250.csv": "134c21ff96d57533df8a37b67632972884fec9396e77cd0898ddc370cc8e607d",
+    "data/csv/openb_pod_list_default.csv": "1ee7ed79c27a3b0861cda8ddba86a004c6aba904caafa329a76ae93ca63834a8",
+    "data/csv/openb_pod_list_gpushare100.csv": "12dbc07d6a49bf8641e2275a2ff5bf7be74b5df7d148d531e135b140b95f9a3d",
+    "data/csv/openb_pod_list_gpushare40.csv": "d83ce79a4eb6987524bedbb0c65e41aed3a36bf6c1b78b86234c3687a07e1d40",
+    "data/csv/openb_pod_list_gpushare60.csv": "d31809628128a1f24491086eda4af3e23882b9213d3ef57a56ee2d1af69492fe",
+    "data/csv/openb_pod_list_gpushare80.csv": "88b6649369ced40d0fde287d2498ea61ff4b05fccba8bdc95daf6042f2f8431e",
+    "data/csv/openb_pod_list_gpuspec10.csv": "2dc7e4cb9480484f08539720b433a9ec9ab5d76b396f3f7557c53a2ff78a7611",
+    "data/csv/openb_pod_list_gpuspec20.csv": "6b9b89ab8913c1c074e994e98f548cf1a872fc5f76f2442ca8cd514a478b00a9",
+    "data/csv/openb_pod_list_gpuspec25.csv": "9d030679a2ccd7e27a7ec9ff15baff34480d22a0012515691fc187e3f35ee68c",
+    "data/csv/openb_pod_list_gpuspec33.csv": "eca4f746db1e5b25864ad021b55ece3943e101a3ebd4574d09dcb95c46117652",
+    "data/csv/openb_pod_list_multigpu20.csv": "d9ec6f6c74fb980cc0b81239470c6353fceea077ea9abd610003b604c7cc2b01",
+    "data/csv/openb_pod_list_multigpu30.csv": "a5e479c6444b1d83eef848159cf00c3cfa13441b2d1e2c113c391b91f1cc5b11",
+    "data/csv/openb_pod_list_multigpu40.csv": "32c9e8731ca07ef96108aa65f2a289bb9aacb47f642ed9e3789f99b242df60eb",
+    "data/csv/openb_pod_list_multigpu50.csv": "206f2f5959db30ecb7c44e7f13197c8ec50b7a35558ad3777cc3662ef0fe5373",
+}
+CASES = [
+    "default",
+    *(f"cpu{percent}" for percent in ("050", "100", "200", "250")),
+    *(f"gpushare{percent}" for percent in (40, 60, 80, 100)),
+    *(f"gpuspec{percent}" for percent in (10, 20, 25, 33)),
+    *(f"multigpu{percent}" for percent in (20, 30, 40, 50)),
+]
+# Names in FGD's results.
+PUBLISHED = {
+    "01-Random": "random",
+    "02-DotProd": "dot-product",
+    "03-GpuClustering": "gpu-clustering",
+    "04-GpuPacking": "gpu-packing",
+    "05-BestFit": "best-fit",
+    "06-FGD": "fgd",
+}
+MODES = [*(mode for name in PUBLISHED.values() for mode in (name, f"{name}-published")), "gpumux"]
+
+
+def pods(case: str) -> str:
+    """The list of pods of one input."""
+    return f"data/csv/openb_pod_list_{case}.csv"
+
+
+def checked(path: Path, name: str) -> bool:
+    """Whether a file is there and is the one that was published."""
+    return path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == SUMS[name]
+
+
+def fetch(folder: Path) -> None:
+    """Downloads what is missing; fails on a file that is not the published one."""
+    for name in SUMS:
+        path = folder / name
+        if not checked(path, name):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with urllib.request.urlopen(SOURCE + name, timeout=60) as answer:
+                path.write_bytes(answer.read())
+            if not checked(path, name):
+                raise common.BenchError(f"{SOURCE}{name} has another checksum than {SUMS[name]}: delete {path} and look at the source")
+
+
+def published(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
+    """FGD's own results: means over its ten runs, by input and rule."""
+    found: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for what, value in (("allo", "allocated"), ("frag", "fragments")):
+        for row in csv.DictReader((folder / EXPECTED.format(what)).read_text().splitlines()):
+            key = (row["workload"].removeprefix("openb_pod_list_"), PUBLISHED[row["sc_policy"]])
+            for arrived in ("100", "130"):
+                if row[arrived]:
+                    found.setdefault(key, {}).setdefault(f"{value}_{arrived}", []).append(float(row[arrived]))
+    return {key: {name: statistics.fmean(many) for name, many in values.items()} for key, values in found.items()}
+
+
+def means(runs: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Values of one input and policy: means over the orders of arrival, and the 95% interval of each mean."""
+    many: dict[str, list[float]] = {}
+    for run in runs:
+        points = {point["arrived"]: point for point in run["points"]}
+        for value in ("allocated", "fragments"):
+            for arrived in (100, 130):
+                many.setdefault(f"{value}_{arrived}", []).append(points[arrived][value])
+    values = {name: statistics.fmean(found) for name, found in many.items()}
+    around = {}
+    if len(runs) > 1:
+        for name, found in many.items():
+            # Student's t for ten runs; for fewer the interval would have to be wider.
+            half = 2.26 * statistics.stdev(found) / len(found) ** 0.5
+            around[name] = [float(f"{values[name] - half:.6g}"), float(f"{values[name] + half:.6g}")]
+    return {name: float(f"{value:.6g}") for name, value in values.items()}, around
+
+
+def replay(folder: Path, cases: list[str], seeds: int) -> list[dict[str, Any]]:
+    """Rows of the results file."""
+    rows, own = [], published(folder)
+    for case in cases:
+        command = [common.gpumux(), "fleet", "simulate", "--nodes", str(folder / NODES), "--pods", str(folder / pods(case))]
+        done = subprocess.run([*command, "--seeds", str(seeds), "--json"], check=True, capture_output=True, text=True)
+        policies = json.loads(done.stdout)["policies"]
+        rows += rows_of(case, {mode: means(runs) for mode, runs in policies.items()}, own, seeds)
+        common.say(case)
+    return rows
+
+
+def rows_of(
+    case: str,
+    found: dict[str, tuple[dict[str, float], dict[str, list[float]]]],
+    own: dict[tuple[str, str], dict[str, float]],
+    seeds: int,
+) -> list[dict[str, Any]]:
+    """The rows of one input, FGD's figures below the same rule's."""
+    rows = []
+    for mode in MODES:
+        rule = mode.removesuffix("-published")
+        if mode != rule and (case, rule) in own:
+            rows.append({"case": case, "mode": mode, "values": {name: round(value, 3) for name, value in own[case, rule].items()}, "samples": 10})
+        elif mode in found:
+            values, around = found[mode]
+            rows.append({"case": case, "mode": mode, "values": values, "interval": around, "samples": seeds})
+    return rows
+
+
+def write(bench: str, rows: list[dict[str, Any]], note: str, out: Path) -> None:
+    """One results file."""
+    data = {
+        "bench": "fleet",
+        "device": "none: a simulation",
+        "driver": "none",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": common.commit(),
+        "command": common.shown_command(sys.argv),
+        "note": note,
+        "rows": rows,
+    }
+    common.check_results(data)
+    (out / f"fleet-{bench}.json").write_text(json.dumps(data, indent=1) + "\n")
+
+
+def size(folder: Path, seeds: int) -> list[dict[str, Any]]:
+    """Rows of the results file with the GPUs that the default input needs."""
+    command = [common.gpumux(), "fleet", "size", "--nodes", str(folder / NODES), "--pods", str(folder / pods("default"))]
+    done = subprocess.run([*command, "--seeds", str(seeds), "--step", "20", "--json"], check=True, capture_output=True, text=True)
+    return size_rows(json.loads(done.stdout), seeds)
+
+
+def size_rows(found: dict[str, list[dict[str, Any]]], seeds: int) -> list[dict[str, Any]]:
+    """One row per way of sharing: means over the orders."""
+    rows = []
+    for mode, needs in sorted(found.items(), key=lambda it: -statistics.fmean(need["gpus"] for need in it[1])):
+        values = {name: statistics.fmean(need[name] for need in needs) for name in ("gpus", "attained")}
+        for at, (used, _) in enumerate(needs[0]["best_effort"]):
+            values[f"best_effort_rate_at_{used:.0f}"] = statistics.fmean(need["best_effort"][at][1] for need in needs)
+        rows.append({"case": "default", "mode": mode, "values": {name: float(f"{value:.5g}") for name, value in values.items()}, "samples": seeds})
+    return rows
+
+
+NOTE = (
+    "Inputs: Alibaba cluster-trace-gpu-v2023 as published with FGD's simulator (commit 8f3d641). Values are percent of the "
+    "fleet's 6,212 GPUs when the arrivals had asked for 100% or 130% of them. Modes NAME-published are FGD's own results."
+)
+
+
+SIZE_NOTE = "The list `default` of the replay. GPUs to the next 20; attained and rates in percent; means over the orders."
+
+
+def main() -> int:
+    """Fetches, replays or sizes."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["fetch", "replay", "size"])
+    parser.add_argument("--data", type=Path, required=True, help="folder of the trace, outside the repository")
+    parser.add_argument("--cases", default=",".join(CASES), help="inputs, separated by commas")
+    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--out", type=Path, default=common.BENCH / "results")
+    options = parser.parse_args()
+    fetch(options.data)
+    if options.what == "replay":
+        write("replay", replay(options.data, options.cases.split(","), options.seeds), NOTE, options.out)
+    if options.what == "size":
+        write("size", size(options.data, options.seeds), SIZE_NOTE, options.out)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except common.BenchError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,225 @@
+//! How many GPUs a workload needs under different ways of sharing them.
+
+use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
+use serde::Serialize;
+
+use crate::{
+    engine::Engine,
+    fleet::Fleet,
+    index::Index,
+    model::{Class, Demand, NodeSpec, Pod, WHOLE, scaled},
+    replay,
+    rules::Rule,
+    typical::Typical,
+};
+
+/// A fleet suffices if tenants that fit nowhere ask for at most this part of all shares, in percent: otherwise the size
+/// is that at which the last tenant with a whole node finds one, and tells about nothing else.
+const REFUSED_PERCENT: u64 = 1;
+
+/// A way of sharing GPUs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// A tenant has its GPUs for itself, as with the plain device plugin, also where quotas are counted by it (Kueue).
+    Exclusive,
+    /// The driver's time slicing: a GPU is advertised so many times, and a tenant has one of these for each GPU that
+    /// it asks for. Nothing holds it to its share.
+    TimeSliced(u32),
+    /// Each share is a hard cap, placed by a rule: best fit (as HAMi's bin packing), GPU packing (as KAI's), FGD.
+    Fractions(Rule),
+    /// As above, placed by the engine.
+    Guaranteed,
+    /// Latency-sensitive tenants are guaranteed, best-effort ones preemptible, placed by the engine.
+    Elastic,
+}
+
+impl Sharing {
+    /// All that are compared.
+    pub const ALL: [Self; 8] = [
+        Self::Exclusive,
+        Self::TimeSliced(2),
+        Self::TimeSliced(4),
+        Self::Fractions(Rule::BestFit),
+        Self::Fractions(Rule::GpuPacking),
+        Self::Fractions(Rule::Fgd),
+        Self::Guaranteed,
+        Self::Elastic,
+    ];
+
+    /// Its name.
+    pub fn name(self) -> String {
+        match self {
+            Self::Exclusive => "exclusive".to_owned(),
+            Self::TimeSliced(replicas) => format!("time-sliced-{replicas}"),
+            Self::Fractions(rule) => rule.name().to_owned(),
+            Self::Guaranteed => "gpumux".to_owned(),
+            Self::Elastic => "gpumux-elastic".to_owned(),
+        }
+    }
+
+    /// What the scheduler sees of a tenant.
+    fn seen(self, pod: &Pod) -> Demand {
+        let demand = pod.demand;
+        match self {
+            Self::Exclusive if demand.gpus > 0 => Demand {
+                milli: WHOLE,
+                ..demand
+            },
+            Self::TimeSliced(replicas) if demand.gpus > 0 => Demand {
+                milli: WHOLE / replicas,
+                ..demand
+            },
+            Self::Elastic if !pod.latency_sensitive && demand.gpus > 0 => Demand {
+                class: Class::Preemptible,
+                ..demand
+            },
+            _ => demand,
+        }
+    }
+}
+
+/// The smallest fleet on which 99% of the shares are placed, and what they have there.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Need {
+    /// Number of GPUs.
+    pub gpus: usize,
+    /// Of the latency-sensitive tenants with GPUs: percent that have their share when all tenants are busy.
+    pub attained: f64,
+    /// Of the best-effort tenants with GPUs: mean rate, in percent of what they asked for, when latency-sensitive
+    /// tenants use so many percent of their shares: `(use, rate)`.
+    pub best_effort: Vec<(f64, f64)>,
+}
+
+/// Finds the smallest fleet, to `step` GPUs. Nodes and tenants come in an order drawn with the seed; a larger fleet is the
+/// list of nodes with its beginning again. `uses` are the percents for which [`Need::best_effort`] is computed. None if
+/// four times the list is too small.
+pub fn needed(
+    specs: &[NodeSpec],
+    pods: &[Pod],
+    sharing: Sharing,
+    seed: u64,
+    step: usize,
+    uses: &[f64],
+) -> Option<Need> {
+    let mut rng = StdRng::seed_from_u64(seed);
+    let (mut specs, mut pods) = (specs.to_vec(), pods.to_vec());
+    specs.shuffle(&mut rng);
+    pods.shuffle(&mut rng);
+    let all: usize = specs.iter().map(|spec| usize::from(spec.gpus)).sum();
+    let step = step.max(1);
+    let fleet_of = |steps: usize| fill(&scaled(&specs, steps * step), &pods, sharing);
+    let (mut small, mut large) = (0, (all * 4).div_ceil(step));
+    let mut best = fleet_of(large)?;
+    while large - small > 1 {
+        let middle = small + (large - small) / 2;
+        match fleet_of(middle) {
+            Some(fleet) => (large, best) = (middle, fleet),
+            None => small = middle,
+        }
+    }
+    let gpus = best.specs().iter().map(|spec| usize::from(spec.gpus)).sum();
+    let (attained, best_effort) = shares(&best, &pods, sharing, uses);
+    Some(Need {
+        gpus,
+        attained,
+        best_effort,
+    })
+}
+
+/// Places the tenants. None as soon as too many fit nowhere.
+fn fill(specs: &[NodeSpec], pods: &[Pod], sharing: Sharing) -> Option<Fleet> {
+    let workload: Vec<Demand> = pods.iter().map(|pod| sharing.seen(pod)).collect();
+    let asked = |demand: &Demand| u64::from(demand.total_milli());
+    let mut spare = workload.iter().map(asked).sum::<u64>() * REFUSED_PERCENT / 100;
+    let mut fleet = Fleet::new(specs.to_vec());
+    let typical = Typical::of(&workload);
+    let mut index = Index::default();
+    let mut rng = StdRng::seed_from_u64(0);
+    let mut engine = match sharing {
+        Sharing::Guaranteed | Sharing::Elastic => Some(Engine::new(specs, &workload, Vec::new())),
+        _ => None,
+    };
+    let rule = match sharing {
+        Sharing::Fractions(rule) => rule,
+        _ => Rule::GpuPacking,
+    };
+    for (id, demand) in (0..).zip(&workload) {
+        let place = match &mut engine {
+            Some(engine) => engine.choose(&fleet, demand),
+            None => replay::by_rule(&fleet, &mut index, &typical, demand, rule, &mut rng),
+        };
+        match place {
+            Some(place) => fleet.place(id, *demand, place).ok()?,
+            None => spare = spare.checked_sub(asked(demand))?,
+        }
+    }
+    Some(fleet)
+}
+
+/// What tenants have: latency-sensitive ones when all are busy, best-effort ones by how busy the others are.
+fn shares(fleet: &Fleet, pods: &[Pod], sharing: Sharing, uses: &[f64]) -> (f64, Vec<(f64, f64)>) {
+    let key = |node: u32, gpu: usize| node as usize * crate::model::MOST_GPUS + gpu;
+    let gpus = fleet.specs().len() * crate::model::MOST_GPUS;
+    // Per GPU: tenants, shares of guaranteed ones, and what best-effort ones ask for.
+    let (mut tenants, mut steady, mut asked) = (vec![0u32; gpus], vec![0.0; gpus], vec![0.0; gpus]);
+    let placed = || {
+        fleet
+            .tenants()
+            .iter()
+            .filter_map(|(id, tenant)| Some((pods.get(*id as usize)?, tenant.place)))
+    };
+    for (pod, place) in placed() {
+        for gpu in place.gpus.iter().map(|gpu| key(place.node, gpu)) {
+            tenants[gpu] += 1;
+            let kind = if pod.latency_sensitive {
+                &mut steady
+            } else {
+                &mut asked
+            };
+            kind[gpu] += f64::from(pod.demand.milli);
+        }
+    }
+    let whole = f64::from(WHOLE);
+    // The part of its share that a tenant has on its worst GPU.
+    let part = |pod: &Pod, place: crate::fleet::Place, used: f64| {
+        let on = |gpu: usize| match (sharing, pod.latency_sensitive) {
+            // Equal slices for all that are there.
+            (Sharing::TimeSliced(_), _) => {
+                (whole / f64::from(tenants[gpu]) / f64::from(pod.demand.milli)).min(1.0)
+            }
+            (Sharing::Elastic, false) => {
+                ((whole - steady[gpu] * used).max(0.0) / asked[gpu]).min(1.0)
+            }
+            _ => 1.0,
+        };
+        place
+            .gpus
+            .iter()
+            .map(|gpu| on(key(place.node, gpu)))
+            .fold(1.0, f64::min)
+    };
+    let mean = |parts: Vec<f64>| parts.iter().sum::<f64>() * 100.0 / parts.len().max(1) as f64;
+    let of = |sensitive: bool| {
+        placed().filter(move |(pod, place)| {
+            pod.latency_sensitive == sensitive && place.gpus.count() > 0
+        })
+    };
+    let attained = of(true).map(|(pod, place)| {
+        if part(pod, place, 1.0) >= 1.0 {
+            1.0
+        } else {
+            0.0
+        }
+    });
+    let rate = |used: &f64| {
+        (
+            *used,
+            mean(
+                of(false)
+                    .map(|(pod, place)| part(pod, place, used / 100.0))
+                    .collect(),
+            ),
+        )
+    };
+    (mean(attained.collect()), uses.iter().map(rate).collect())
+}
