@@ -2,7 +2,8 @@
 
 `fetch` downloads the lists of nodes and pods, and FGD's published results, into a folder and checks them. `replay` runs
 the command on the seventeen inputs and writes results/fleet-replay.json: per input and policy the mean over the orders of
-arrival, and as modes NAME-published the mean of FGD's own ten runs. `size` writes results/fleet-size.json. `fleet-sizing.json` holds the GPUs that are needed.
+arrival, and as modes NAME-published the mean of FGD's own ten runs. `size` writes results/fleet-size.json, and
+`time` results/fleet-time.json. `fleet-sizing.json` holds the GPUs that are needed.
 Needs no GPU.
 """
 
@@ -182,6 +183,24 @@ def size_rows(found: dict[str, list[dict[str, Any]]], seeds: int) -> list[dict[s
     return rows
 
 
+def time_rows(folder: Path, gpus: int) -> list[dict[str, Any]]:
+    """Rows of the results file with the times of decisions on a large fleet."""
+    rows = []
+    for case in ("default", "gpuspec33"):
+        command = [common.gpumux(), "fleet", "simulate", "--nodes", str(folder / NODES), "--pods", str(folder / pods(case))]
+        done = subprocess.run([*command, "--gpus", str(gpus), "--json"], check=True, capture_output=True, text=True)
+        report = json.loads(done.stdout)
+        rows += [one_time(case, mode, report, runs[0]) for mode, runs in report["policies"].items() if mode in ("fgd", "gpumux")]
+    return rows
+
+
+def one_time(case: str, mode: str, report: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """The times of one replay."""
+    times = {name: run[name] for name in ("place_us_p50", "place_us_p99", "place_us_max", "prepare_ms")}
+    values = {"gpus": report["gpus"], "nodes": report["nodes"], "placed": run["placed"]}
+    return {"case": case, "mode": mode, "values": values | {name: float(f"{value:.3g}") for name, value in times.items()}}
+
+
 NOTE = (
     "Inputs: Alibaba cluster-trace-gpu-v2023 as published with FGD's simulator (commit 8f3d641). Values are percent of the "
     "fleet's 6,212 GPUs when the arrivals had asked for 100% or 130% of them. Modes NAME-published are FGD's own results."
@@ -191,10 +210,13 @@ NOTE = (
 SIZE_NOTE = "The list `default` of the replay. GPUs to the next 20; attained and rates in percent; means over the orders."
 
 
+TIME_NOTE = "Time per arrival, with the replay's accounting, and time to learn. Seed 42."
+
+
 def main() -> int:
     """Fetches, replays or sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fetch", "replay", "size"])
+    parser.add_argument("what", choices=["fetch", "replay", "size", "time"])
     parser.add_argument("--data", type=Path, required=True, help="folder of the trace, outside the repository")
     parser.add_argument("--cases", default=",".join(CASES), help="inputs, separated by commas")
     parser.add_argument("--seeds", type=int, default=10)
@@ -205,6 +227,8 @@ def main() -> int:
         write("replay", replay(options.data, options.cases.split(","), options.seeds), NOTE, options.out)
     if options.what == "size":
         write("size", size(options.data, options.seeds), SIZE_NOTE, options.out)
+    if options.what == "time":
+        write("time", time_rows(options.data, 10_000), TIME_NOTE, options.out)
     return 0
 
 

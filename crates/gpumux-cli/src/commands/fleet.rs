@@ -26,12 +26,13 @@ const EXAMPLES: &str = "\
 Examples:
   gpumux fleet place --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --seeds 2
-  gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --policy gpumux --gpus 400 --json
+  gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --json
   gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
 
 Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023:
   nodes  sn,cpu_milli,memory_mib,gpu,model
-  pods   name,cpu_milli,memory_mib,num_gpu,gpu_milli; optional: gpu_spec,qos,creation_time,deletion_time
+  pods   name,cpu_milli,memory_mib,num_gpu,gpu_milli;
+         optional: gpu_spec,qos,creation_time,deletion_time
 gpu_milli is the share of each GPU in thousandths, gpu_spec the accepted models, separated by |.";
 
 /// Place tenants on the GPUs of a fleet, or simulate it
