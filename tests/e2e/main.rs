@@ -21,6 +21,7 @@ mod soak;
 mod space;
 mod timings;
 mod transparency;
+mod unlisted;
 mod users;
 
 use std::time::Duration;

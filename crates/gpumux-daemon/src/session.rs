@@ -18,7 +18,7 @@ use gpumux_core::{TenantId, Timeslice};
 use gpumux_rm::Group;
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
-    message::{MAX_CHANNELS, MAX_DOMAINS},
+    message::{LONGEST_NAME, MAX_CHANNELS, MAX_DOMAINS},
     page::{Page, SLOTS, Work},
     socket,
 };
@@ -452,6 +452,14 @@ impl Session<'_> {
             Shim::Gone { key } => {
                 self.keys.remove(&key);
                 scheduler.call(move |engine| engine.gone(id, key)).await?;
+            }
+            Shim::Unlisted { mut name } => {
+                name.retain(|it| it.is_ascii_alphanumeric() || it == '_');
+                name.truncate(LONGEST_NAME);
+                let tenant = self.tenant;
+                scheduler
+                    .call(move |engine| engine.called_unlisted(tenant, name))
+                    .await?;
             }
             message => self.sessions.memory.hear(id, self.tenant, message).await?,
         }

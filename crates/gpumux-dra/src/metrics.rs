@@ -515,6 +515,7 @@ mod tests {
             memory: Vec::new(),
             asleep: false,
             waits_for_memory: false,
+            unlisted_calls: Vec::new(),
             moves: Default::default(),
             domains: vec![Domain {
                 id: 1,

@@ -34,7 +34,7 @@ use crate::{
     process::{Agent, Picture, Process},
     reclaim,
     swap::Mover,
-    work,
+    unlisted, work,
 };
 
 /// How long the daemon may take to answer a hello.
@@ -183,6 +183,7 @@ impl Session {
         let mut all = memory::holds();
         all.push(self.keeps());
         all.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
+        all.extend(unlisted::message());
         all
     }
 
@@ -229,6 +230,7 @@ impl Session {
                 ))) => {
                     // A daemon of revision 0 sends none.
                     let lease = lease.map(Leased::open).transpose()?;
+                    lease::set_revision(lease.as_ref().map_or(0, Leased::revision));
                     (self.shared.rescue).begin(self.process, self.shared, lease)?;
                     return Ok((session, memory));
                 }

@@ -7,7 +7,7 @@ use std::{
     collections::{HashMap, VecDeque},
     sync::{
         Condvar, Mutex, MutexGuard, PoisonError,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -40,6 +40,8 @@ struct State {
 static STATE: Mutex<Option<State>> = Mutex::new(None);
 /// There is a session.
 static UP: AtomicBool = AtomicBool::new(false);
+/// Its daemon's revision.
+static REVISION: AtomicU32 = AtomicU32::new(0);
 static CHANGED: Condvar = Condvar::new();
 
 fn lock() -> MutexGuard<'static, Option<State>> {
@@ -136,6 +138,16 @@ pub(crate) fn set_up(up: bool, first: Vec<Shim>) {
     }
     drop(guard);
     CHANGED.notify_all();
+}
+
+/// The daemon of the session that begins has this revision.
+pub(crate) fn set_revision(revision: u32) {
+    REVISION.store(revision, Ordering::Release);
+}
+
+/// Whether it knows what this revision added.
+pub(crate) fn knows(revision: u32) -> bool {
+    REVISION.load(Ordering::Acquire) >= revision
 }
 
 /// What is to be sent next.

@@ -1329,6 +1329,11 @@ fn ours(address: u64) -> Option<(u64, Allocation)> {
     (!off()).then(|| find(address)).flatten()
 }
 
+/// Whether an address is of memory that the program got by `cuMemAlloc`, mapped by this library.
+pub(crate) fn is_allocated(address: u64) -> bool {
+    ours(address).is_some()
+}
+
 /// A question about an address: memory that the program handles must be there for it.
 fn when_there(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     match !off() && physical::is_mapped(address) {

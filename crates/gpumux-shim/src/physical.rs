@@ -24,8 +24,9 @@ use crate::{
 const FIRST: u64 = 0x6770_0000_0000_0000;
 /// `CUDA_ERROR_INVALID_VALUE`
 const INVALID_VALUE: CUresult = 1;
-/// Handle types that the memory may be passed on by, if it ever is: none, and `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`.
-const PRIVATE: [c_int; 2] = [0, 1];
+/// Handle types that the memory may be passed on by, if it ever is: `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR` and
+/// `CU_MEM_HANDLE_TYPE_FABRIC`. What is passed on stays where it is from then on.
+const PASSED_ON: c_int = 1 | 8;
 
 functions! {
     export_handle c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
@@ -105,7 +106,7 @@ pub(crate) fn may_move(bytes: u64, prop: &AllocationProp, flags: u64) -> bool {
     let [compression, _rdma, rest @ ..] = prop.flags;
     // `CU_MEM_ALLOCATION_TYPE_PINNED` on a device, of a plain kind and for no tiles.
     (prop.kind, prop.location.kind, prop.win32, flags) == (1, 1, 0, 0)
-        && PRIVATE.contains(&prop.handles)
+        && prop.handles & !PASSED_ON == 0
         && (compression, rest) == (0, [0; 6])
         && bytes != 0
         && bytes.is_multiple_of(GRANULE)
@@ -334,8 +335,11 @@ pub(crate) unsafe fn retain(
 ) -> CUresult {
     let ours = (!out.is_null() && !memory::off()).then(|| mapped_at(address));
     let Some(handle) = ours.flatten() else {
-        // Of a block of this library.
-        return memory::pin(address, 1, real);
+        // The program got a block of this library by `cuMemAlloc`, and the driver has no handle for such memory.
+        return match memory::is_allocated(address) {
+            true => INVALID_VALUE,
+            false => gate::through(real),
+        };
     };
     gate::through(|| {
         let held = with(|space| {
@@ -559,11 +563,14 @@ mod tests {
         assert!(!may_move(GRANULE + 512, &plain, 0));
         assert!(!may_move(0, &plain, 0));
         assert!(!may_move(GRANULE, &plain, 1));
+        for handles in [0, 8, 9] {
+            assert!(may_move(GRANULE, &AllocationProp { handles, ..plain }, 0));
+        }
         let mut others = [plain; 4];
         others[0].location.kind = 2;
         others[1].flags[0] = 1;
         others[2].flags[2] = 1;
-        others[3].handles = 8;
+        others[3].handles = 2;
         for other in others {
             assert!(!may_move(GRANULE, &other, 0), "{other:?}");
         }

@@ -7,10 +7,15 @@
 use std::{
     ffi::{CStr, c_void},
     ptr,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering},
+    },
 };
 
-use crate::{gate, memory, notice::say, work};
+use gpumux_wire::{Shim, message::LONGEST_NAME};
+
+use crate::{gate, lease, memory, notice::say, work};
 
 /// Most functions that have a stand-in; what is looked up beyond counts as called.
 const STAND_INS: usize = 64;
@@ -43,6 +48,8 @@ static KNOWN: [Known; STAND_INS] = [const {
 static USED: AtomicUsize = AtomicUsize::new(0);
 /// One was called.
 static CALLED: AtomicBool = AtomicBool::new(false);
+/// The first that was.
+static FIRST: OnceLock<String> = OnceLock::new();
 
 /// Whether a function of this name may touch memory, or submit work.
 fn concerns(name: &str) -> bool {
@@ -96,13 +103,24 @@ fn called(name: &str) {
         if CALLED.swap(true, Ordering::AcqRel) {
             return;
         }
+        FIRST.get_or_init(|| name.to_owned());
         memory::stay();
         work::lose_track();
+        if let Some(message) = message() {
+            lease::tell(message);
+        }
     });
     say(format_args!(
         "{name} is unknown to this version of gpumux: from now on this program's memory stays on the device, and it counts as \
          busy; a newer gpumux may know it"
     ));
+}
+
+/// What the daemon is told of it, if it understands that.
+pub(crate) fn message() -> Option<Shim> {
+    let mut name = FIRST.get()?.clone();
+    name.truncate(name.floor_char_boundary(LONGEST_NAME));
+    lease::knows(2).then_some(Shim::Unlisted { name })
 }
 
 /// Whether one was called.

@@ -466,10 +466,9 @@ fn copied(stream: CUstream, own: bool, result: CUresult) {
     }
 }
 
-/// Nothing more can be known of the work of this process: it stays busy, and copies may always be under way.
+/// Nothing more can be known of the work of this process: it stays busy. Copies that are not seen move nothing that may move.
 pub(crate) fn lose_track() {
     UNKNOWN.store(true, Ordering::Release);
-    COPIES_LOST.store(true, Ordering::Release);
     lose(process::compute_slots());
 }
 

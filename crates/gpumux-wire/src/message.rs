@@ -11,7 +11,11 @@ pub const PROTOCOL: u32 = 7;
 /// together, with what both have. Additions stand at the ends of the enumerations.
 ///
 /// 1: the lease, a *file* of [`Daemon::Welcome`].
-pub const REVISION: u32 = 1;
+/// 2: [`Shim::Unlisted`].
+pub const REVISION: u32 = 2;
+
+/// Longest name in [`Shim::Unlisted`], in bytes.
+pub const LONGEST_NAME: usize = 64;
 
 /// How far ahead of its work a hint may come, in µs.
 pub const FARTHEST_HINT_US: u32 = 1_000_000;
@@ -158,6 +162,12 @@ pub enum Shim {
     Missing {
         /// The shim's name for the question.
         ticket: u32,
+    },
+    /// From revision 2 on. The program has called a function of the driver of which the library knows nothing: from then on its memory
+    /// stays where it is, and its work counts as unfinished.
+    Unlisted {
+        /// The function.
+        name: String,
     },
 }
 

@@ -17,6 +17,7 @@ pub fn explain(tenant: &Tenant, all: &[Tenant], devices: &[Device], faults: &[Fa
     text.extend(hindered(tenant, all));
     text.extend(fault(&tenant.name, faults));
     text.extend(memory(tenant));
+    text.extend(unlisted(&tenant.unlisted_calls));
     if tenant.domains.is_empty() {
         text.push(match tenant.pids.len() {
             0 => "No process of it has connected yet: a program connects when it makes its first CUDA \
@@ -159,6 +160,17 @@ fn memory(tenant: &Tenant) -> Option<String> {
             tenant.spec.memory_policy.name()
         ),
         (false, false) => return None,
+    })
+}
+
+/// What its processes called that nobody knows.
+fn unlisted(calls: &[String]) -> Option<String> {
+    (!calls.is_empty()).then(|| {
+        format!(
+            "Its program called {}, which this version of gpumux does not know: the program's memory stays on the device, and it \
+             counts as busy. A newer gpumux may know it.",
+            list(calls.to_vec())
+        )
     })
 }
 
@@ -371,6 +383,7 @@ mod tests {
             memory: Vec::new(),
             asleep: false,
             waits_for_memory: false,
+            unlisted_calls: Vec::new(),
             moves: Default::default(),
         }
     }
@@ -522,6 +535,9 @@ mod tests {
         sleeper.asleep = false;
         let text = said(&sleeper, &[]);
         assert!(text.contains("(memory policy swap-others)"), "{text}");
+        sleeper.unlisted_calls = vec!["cuMemcpyFutureAsync".into()];
+        let text = said(&sleeper, &[]);
+        assert!(text.contains("called cuMemcpyFutureAsync"), "{text}");
 
         let fault = |culprit: Option<&str>, others: &[&str]| Fault {
             number: 1,

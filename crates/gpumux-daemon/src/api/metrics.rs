@@ -878,6 +878,7 @@ pub(crate) mod tests {
                 }],
                 asleep: true,
                 waits_for_memory: true,
+                unlisted_calls: Vec::new(),
                 moves: MoveFigures {
                     outs: 2,
                     backs: 1,

@@ -825,6 +825,9 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         asleep: view.parked.contains(&tenant.id),
         waits_for_memory: view.waiting.contains(&tenant.id),
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
+        unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
+            .cloned()
+            .collect(),
         memory,
         name: tenant.name,
         class: tenant.spec.class,

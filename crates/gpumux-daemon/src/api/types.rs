@@ -511,6 +511,9 @@ pub struct Tenant {
     /// How its memory was moved.
     #[serde(default)]
     pub moves: MoveFigures,
+    /// Driver calls of its processes that the library does not know: their memory stays on the device, and they count as busy.
+    #[serde(default)]
+    pub unlisted_calls: Vec<String>,
 }
 
 impl Tenant {

@@ -61,6 +61,8 @@ pub(crate) struct Engine {
     /// Tenants that stay frozen: their memory is on its way or away.
     parked: BTreeSet<TenantId>,
     moves: BTreeMap<TenantId, types::MoveFigures>,
+    /// Driver calls of a tenant's processes that their library does not know.
+    unlisted: BTreeMap<TenantId, BTreeSet<String>>,
     devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     sessions: BTreeMap<SessionId, Met>,
@@ -176,6 +178,8 @@ pub(crate) struct View {
     /// Tenants that wait for room; the memory broker says so.
     pub(crate) waiting: BTreeSet<TenantId>,
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
+    /// Driver calls of a tenant's processes that their library does not know.
+    pub(crate) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
 }
 
 /// What a tenant does.
@@ -213,6 +217,7 @@ impl Engine {
             books: Books::default(),
             parked: BTreeSet::new(),
             moves: BTreeMap::new(),
+            unlisted: BTreeMap::new(),
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
@@ -494,6 +499,7 @@ impl Engine {
         self.books.forget(tenant);
         self.parked.remove(&tenant);
         self.moves.remove(&tenant);
+        self.unlisted.remove(&tenant);
         self.ended.remove(&tenant);
         for device in self.devices.values_mut() {
             device.ended.remove(&tenant);
@@ -610,6 +616,16 @@ impl Engine {
             device
                 .into_iter()
                 .for_each(|device| device.set_channels(id, channels.clone(), clock));
+        }
+    }
+
+    /// A process of this tenant has called a function of the driver that its library does not know.
+    pub(crate) fn called_unlisted(&mut self, tenant: TenantId, name: String) {
+        /// Most names that are kept of one tenant.
+        const MOST: usize = 8;
+        let known = self.unlisted.entry(tenant).or_default();
+        if known.len() < MOST {
+            known.insert(name);
         }
     }
 
@@ -1069,6 +1085,7 @@ impl Engine {
             parked: self.parked.clone(),
             waiting: BTreeSet::new(),
             moves: self.moves.clone(),
+            unlisted: self.unlisted.clone(),
         };
         for met in self.sessions.values() {
             let all = view.counted.entry(met.tenant).or_default();

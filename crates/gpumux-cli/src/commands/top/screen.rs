@@ -327,6 +327,7 @@ mod tests {
             memory: Vec::new(),
             asleep: false,
             waits_for_memory: false,
+            unlisted_calls: Vec::new(),
             moves: Default::default(),
         }
     }
