@@ -32,7 +32,9 @@ use crate::{
         LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
     },
     foresee::Call,
-    gate, memory, next, physical, trace, unlisted,
+    gate,
+    memory::{self, ArrayShape, FlatShape},
+    next, physical, trace, unlisted,
     vmm::Access,
     work,
 };
@@ -329,6 +331,11 @@ hooks! {
     cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { memory::alloc(out, bytes, real) };
     cuMemAllocPitch_v2(out: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) (real) => unsafe { memory::alloc_pitch(out, pitch, width, height, element, real) };
     cuMemAllocManaged(out: *mut CUdeviceptr, bytes: usize, flags: c_uint) (real) => unsafe { memory::alloc_native(out, bytes, real) };
+    cuArrayCreate_v2(out: *mut u64, shape: *const FlatShape) (real) => unsafe { memory::create_array(out, shape, 1, real) };
+    cuArray3DCreate_v2(out: *mut u64, shape: *const ArrayShape) (real) => unsafe { memory::create_array(out, shape, 1, real) };
+    cuMipmappedArrayCreate(out: *mut u64, shape: *const ArrayShape, levels: c_uint) (real) => unsafe { memory::create_array(out, shape, levels, real) };
+    cuArrayDestroy(array: u64) (real) => memory::destroy_array(array, real);
+    cuMipmappedArrayDestroy(array: u64) (real) => memory::destroy_array(array, real);
     cuMemFree_v2(address: CUdeviceptr) (real) => memory::free(address, real);
     [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { memory::alloc_native(out, bytes, real) };
     [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: CUstream) (real, _own) => unsafe { memory::alloc_native(out, bytes, real) };

@@ -1029,6 +1029,95 @@ pub(crate) unsafe fn alloc_native(
     }
 }
 
+/// `CUDA_ARRAY3D_DESCRIPTOR`; that of flat arrays lacks depth and flags.
+#[repr(C)]
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct ArrayShape {
+    pub(crate) width: usize,
+    pub(crate) height: usize,
+    pub(crate) depth: usize,
+    pub(crate) format: u32,
+    pub(crate) channels: u32,
+    pub(crate) flags: u32,
+}
+
+/// The head of it that flat arrays have.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct FlatShape {
+    width: usize,
+    height: usize,
+    format: u32,
+    channels: u32,
+}
+
+impl From<FlatShape> for ArrayShape {
+    fn from(it: FlatShape) -> Self {
+        Self {
+            width: it.width,
+            height: it.height,
+            format: it.format,
+            channels: it.channels,
+            ..Self::default()
+        }
+    }
+}
+
+impl ArrayShape {
+    /// About how much memory an array of so many levels takes: the driver pads rows and levels by what it does not tell. None: the
+    /// program maps memory to it itself (sparse and deferred arrays).
+    fn bytes(&self, levels: u32) -> u64 {
+        /// `CUDA_ARRAY3D_SPARSE` and `CUDA_ARRAY3D_DEFERRED_MAPPING`
+        const UNBACKED: u32 = 0x40 | 0x80;
+        if self.flags & UNBACKED != 0 {
+            return 0;
+        }
+        // `CU_AD_FORMAT_…`: 8 bits, 16 bits; what is packed or compressed takes at most as much as 32 bits.
+        let channel = match self.format {
+            0x01 | 0x08 => 1,
+            0x02 | 0x09 | 0x10 => 2,
+            _ => 4,
+        };
+        let extent = |size: usize, level: u32| (size as u64 >> level).max(1);
+        let level = |n| {
+            // The depth of layers does not shrink; to count them in full errs to the safe side.
+            let area = extent(self.width, n).saturating_mul(extent(self.height, n));
+            area.saturating_mul(extent(self.depth, 0))
+                .saturating_mul(u64::from(self.channels.max(1)) * channel)
+        };
+        (0..levels.clamp(1, 32))
+            .map(level)
+            .fold(0, u64::saturating_add)
+    }
+}
+
+/// `cuArrayCreate` and its like: the driver has the memory, and it is counted by the array's handle.
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn create_array<S: Copy + Into<ArrayShape>>(
+    out: *mut u64,
+    shape: *const S,
+    levels: u32,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    // SAFETY: a program that passes no shape gets the driver's error.
+    let bytes = unsafe { shape.as_ref() }.map_or(0, |it| (*it).into().bytes(levels));
+    if out.is_null() || bytes == 0 || off() {
+        return gate::through(real);
+    }
+    match current_device() {
+        // SAFETY: the caller's.
+        Some(device) => unsafe { count_native(device, bytes, out, real) },
+        None => gate::through(real),
+    }
+}
+
+/// `cuArrayDestroy`, `cuMipmappedArrayDestroy`
+pub(crate) fn destroy_array(array: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    release_native(array, real)
+}
+
 /// `cuMemCreate`
 ///
 /// # Safety
@@ -1433,6 +1522,34 @@ mod tests {
             discardable: BTreeMap::new(),
             free: None,
         }
+    }
+
+    #[test]
+    fn arrays_are_counted_by_extent_and_format() {
+        const BYTE: u32 = 0x01;
+        const FLOAT: u32 = 0x20;
+        let shape = |width, height, depth, format, channels| ArrayShape {
+            width,
+            height,
+            depth,
+            format,
+            channels,
+            flags: 0,
+        };
+        assert_eq!(shape(1000, 0, 0, BYTE, 1).bytes(1), 1000);
+        assert_eq!(shape(64, 32, 0, FLOAT, 4).bytes(1), 64 * 32 * 16);
+        assert_eq!(shape(64, 32, 8, FLOAT, 2).bytes(1), 64 * 32 * 8 * 8);
+        // Each level has half the width and half the height of the one before.
+        assert_eq!(shape(4, 4, 0, BYTE, 1).bytes(3), 16 + 4 + 1);
+        let sparse = ArrayShape {
+            flags: 0x40,
+            ..shape(64, 64, 0, BYTE, 1)
+        };
+        assert_eq!(sparse.bytes(1), 0);
+        assert_eq!(
+            shape(usize::MAX, usize::MAX, 2, FLOAT, 4).bytes(9),
+            u64::MAX
+        );
     }
 
     #[test]
