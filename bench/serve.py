@@ -183,7 +183,13 @@ def together(engines: Crew, orders: dict[str, Any], besides: Crew, batch: dict[s
     """Measures two crews of one mode over the same stretch of time."""
     both = Crew(engines.mode)
     both.workers = engines.workers | besides.workers
-    return both.measure(seconds, orders | batch)
+    try:
+        return both.measure(seconds, orders | batch)
+    except BaseException:
+        # Those that were measured are gone: the crews must not take them for theirs.
+        for crew in (engines, besides):
+            crew.close(*crew.workers)
+        raise
 
 
 if __name__ == "__main__":
