@@ -218,6 +218,8 @@ def main() -> int:
     parser.add_argument("--cases", type=common.listed(CASES), default=WORKLOADS)
     parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
     options = parser.parse_args()
+    if options.driver and (missing := {"streams", "green"} & set(options.modes)):
+        parser.error(f"--driver has no {', '.join(sorted(missing))}: programs of PyTorch make these streams themselves")
     logs = common.begin(options)
     seconds = options.seconds / (4 if options.quick else 1)
     cases = {case: tasks(options.workloads, case) for case in options.cases}

@@ -172,11 +172,11 @@ def row(case: str, mode: str, good: Sequence[Round]) -> dict[str, Any]:
     return made
 
 
-def noise(seconds: float = 0.05) -> float:
-    """How even the host is: the slowest percent of equal pieces of work of a spinning thread, relative to their median."""
+def noise(seconds: float = 0.1) -> float:
+    """How even the host is: the slowest percent of equal pieces of work of a spinning thread, of about 0.1 ms, relative to their median."""
     pieces, end = [], time.perf_counter() + seconds
     while (begin := time.perf_counter()) < end:
-        for _ in range(500):
+        for _ in range(5000):
             pass
         pieces.append(time.perf_counter() - begin)
     return common.quantile(pieces, 0.99) / common.quantile(pieces, 0.5)
