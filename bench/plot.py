@@ -311,9 +311,9 @@ def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list
 CLAIM = re.compile(
     r"\b[HAV][12]00s?\b|\b[Mm]easured\b|\btimes alone\b|\bp(50|90|99)\b|\bEPYC\b|results\.md|fidelity\.md|README\.md#measured|`bench/|commit `"
 )
-# What is no result: code, comments that name a source, links' targets, dates, drivers, products, sections.
+# What is no result: code, comments that name a source, links' targets, dates, versions, drivers, products, sections.
 NO_RESULT = re.compile(
-    r"-?\d[\d.,]*%?<!--=[^>]*-->|<!--.*?-->|`[^`]*`|\]\([^)]*\)|https?://\S+|\d{4}-\d\d-\d\d|"
+    r"-?\d[\d.,]*%?<!--=[^>]*-->|<!--.*?-->|`[^`]*`|\]\([^)]*\)|https?://\S+|\d{4}-\d\d-\d\d|\d+\.\d+\.\d+|"
     r"\b(driver|drivers|branch|branches|PCIe|CUDA|PyTorch|vLLM|MPS v|r|version|case|shape)s? ?\d[\d.]*(( to| and) \d[\d.]*)*|'\d\d|§ ?\d+",
     re.DOTALL,
 )
