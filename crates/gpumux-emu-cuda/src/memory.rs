@@ -200,7 +200,7 @@ impl Space {
         mapped.or_else(pinned)
     }
 
-    /// The allocation, or the reservation, that contains an address: start and bytes.
+    /// The allocation, mapping or pinned range that contains an address: start and bytes.
     pub(crate) fn range_of(&self, address: u64) -> Option<(u64, u64)> {
         let allocation = find(&self.allocations, address, |allocation| allocation.bytes)
             .map(|(start, allocation)| (start, allocation.bytes));
@@ -208,7 +208,11 @@ impl Space {
             find(&self.mapped, address, |mapping| mapping.bytes)
                 .map(|(start, mapping)| (start, mapping.bytes))
         };
-        allocation.or_else(mapping)
+        let pinned = || {
+            self.host_range(address)
+                .map(|(start, range)| (start, range.bytes))
+        };
+        allocation.or_else(mapping).or_else(pinned)
     }
 
     /// The device of an address.

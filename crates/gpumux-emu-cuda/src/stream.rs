@@ -179,21 +179,21 @@ pub(crate) fn copy(
     if bytes == 0 {
         return Ok(());
     }
-    let (to_device, from_device, pinned) = {
+    let (to_device, from_device, to_reached, from_reached) = {
         let space = memory::space();
         if space.is_unmapped(to, bytes) || space.is_unmapped(from, bytes) {
             return Err(CuError::INVALID_VALUE);
         }
         let (is_to, is_from) = (space.is_device(to, bytes), space.is_device(from, bytes));
-        let reachable = [(to, is_to), (from, is_from)]
-            .iter()
-            .all(|(at, device)| *device || space.is_pinned(*at, bytes));
-        (is_to, is_from, reachable)
+        let reached = |at, is_device: bool| is_device || space.is_pinned(at, bytes);
+        (is_to, is_from, reached(to, is_to), reached(from, is_from))
     };
+    let pinned = to_reached && from_reached;
+    // Pinned memory has addresses of the device's, too.
     let fits = match direction {
-        Direction::ToDevice => to_device,
-        Direction::ToHost => from_device,
-        Direction::InDevice => to_device && from_device,
+        Direction::ToDevice => to_reached,
+        Direction::ToHost => from_reached,
+        Direction::InDevice => pinned,
         Direction::Any => true,
     };
     if !fits || to == 0 || from == 0 {

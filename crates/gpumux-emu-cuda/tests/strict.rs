@@ -319,3 +319,35 @@ fn copy_of_reserved_addresses_without_memory_is_refused() {
         },
     );
 }
+
+#[test]
+fn pinned_memory_is_copied_as_the_devices() {
+    on_device("pinned_memory_is_copied_as_the_devices", || {
+        primary();
+        let mut host = null_mut();
+        cu!(cuMemHostAlloc(&mut host, 4096, 0));
+        let at = host as u64;
+        let range: unsafe extern "C" fn(*mut u64, *mut usize, u64) -> c_int =
+            symbol("cuMemGetAddressRange_v2");
+        let copy: unsafe extern "C" fn(u64, u64, usize) -> c_int = symbol("cuMemcpyDtoD_v2");
+        let (mut base, mut bytes) = (0, 0);
+        // SAFETY: the pointers and the memory are valid.
+        unsafe {
+            assert_eq!(range(&mut base, &mut bytes, at + 8), 0);
+            assert_eq!((base, bytes), (at, 4096));
+            (at as *mut u32).write_volatile(5);
+            assert_eq!(copy(at + 64, at, 4), 0);
+        }
+        cu!(cuCtxSynchronize());
+        assert_eq!(read(at + 64, 1), [5]);
+        // The program's other memory has none.
+        let own = 0_u32;
+        let mut to = 0_u32;
+        let copied = code_of!(cuMemcpyDtoH_v2(
+            (&raw mut to).cast(),
+            (&raw const own) as u64,
+            4
+        ));
+        assert_eq!(copied, 1);
+    });
+}

@@ -351,7 +351,7 @@ impl Turn {
                 thread,
                 kind,
             };
-            let mut resumed = false;
+            let (mut resumed, mut only_turns) = (false, true);
             for first in (0..block.threads.len()).step_by(WARP) {
                 let last = (first + WARP).min(block.threads.len());
                 for number in first..last {
@@ -362,6 +362,7 @@ impl Turn {
                     let stop = thread
                         .run(&mut shared, &mut block.shared, memory, THREAD_TURN)
                         .map_err(|(line, kind)| fault(number, line, kind))?;
+                    only_turns &= matches!(stop, Stop::Turn);
                     match stop {
                         Stop::Turn | Stop::Warp => {}
                         Stop::Exit => block.live -= 1,
@@ -385,6 +386,10 @@ impl Turn {
                 return Ok(true);
             }
             resumed |= block.open_barriers();
+            // Who computes for long may wait for another block as well: it is that one's turn.
+            if only_turns && !resumed && self.stats.instructions > before {
+                return Ok(false);
+            }
             if self.stats.instructions == before && !resumed {
                 let number = block
                     .threads

@@ -206,3 +206,31 @@ fn blocks_taken_by_several_end_in_any_order() {
     assert!(done && run.take().is_none());
     assert_eq!((memory.words(), run.stats().blocks), (vec![5], 5));
 }
+
+/// A block that waits for another one does not use up its turn by looking.
+#[test]
+fn waiting_block_gives_its_turn_away() {
+    let text = format!(
+        "{HEAD}.visible .entry k(.param .u64 p)\n{{\n.reg .pred %p<4>;\n.reg .b32 %r<16>;\n.reg .b64 %rd<8>;\nld.param.u64 %rd1, [p];\nW:\n ld.volatile.global.u32 %r3, [%rd1];\n setp.eq.u32 %p2, %r3, 0;\n @%p2 bra W;\n ret;\n}}\n"
+    );
+    let mut run = Run::new(Launch {
+        module: Arc::new(Module::parse(&text).unwrap()),
+        kernel: 0,
+        grid: [1; 3],
+        block: [1; 3],
+        dynamic_shared: 0,
+        parameters: 0x1000_u64.to_le_bytes().to_vec(),
+        globals: Vec::new(),
+        resident: 1,
+        sms: 1,
+        workspace: 0,
+    })
+    .unwrap();
+    let mut memory = Bytes(vec![0; 4]);
+    let mut turn = run.take().unwrap();
+    turn.run(&mut memory, 1 << 20);
+    assert_eq!(run.give(turn), Ok(false));
+    assert!(run.stats().instructions < 1 << 13);
+    memory.0[0] = 1;
+    assert_eq!(run.step(&mut memory, 100), Ok(true));
+}
