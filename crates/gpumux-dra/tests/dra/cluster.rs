@@ -196,7 +196,11 @@ async fn container_that_names_a_prioritized_request_gets_its_device() {
     let devices = kubelet.prepare_one(&claim).await.unwrap();
     let id = format!("gpumux.dev/share={}-0", claim.uid);
     for request in [Some("gpu"), None] {
-        assert_eq!(given(&devices, request), [id.clone()], "{request:?}");
+        assert_eq!(
+            given(&devices, request),
+            *std::slice::from_ref(&id),
+            "{request:?}"
+        );
     }
     assert!(given(&devices, Some("other")).is_empty());
     assert_eq!(node.tenant(&claim).await.unwrap().spec.guaranteed, 0.3);
