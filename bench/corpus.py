@@ -45,6 +45,7 @@ def prepare(folder):
         "nvvm/lib64/libnvvm.so.4.0.0": "lib/libnvvm.so.4",
         "nvvm/libdevice/libdevice.10.bc": "nvvm/libdevice/libdevice.10.bc",
         "lib64/libcudart.so": "lib/libcudart.so.13",
+        "lib64/libcudart.so.13": "lib/libcudart.so.13",
         "lib64/libcudadevrt.a": "lib/libcudadevrt.a",
         "lib64/libnvrtc.so": "lib/libnvrtc.so.13",
     }.items():
