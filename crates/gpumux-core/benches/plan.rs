@@ -5,12 +5,13 @@ use std::hint::black_box;
 use criterion::Criterion;
 use gpumux_core::{
     Class, Costs, Demand, DomainId, DomainState, Memory, Micros, RunState, Snapshot, TenantId,
-    TenantSpec, TenantState, Timeslice, policy,
+    TenantSpec, TenantState, Timeslice, UserId, policy,
 };
 
 fn snapshot() -> Snapshot {
     let tenants = (0..32).map(|id| TenantState {
         id: TenantId(id),
+        user: UserId::default(),
         spec: TenantSpec {
             class: Class::ALL[id as usize % 3],
             guaranteed: 0.02,

@@ -4,7 +4,7 @@
 use gpumux_core::policy::{Claim, Division, Policy, Shared, fill, guarantees};
 use gpumux_core::{
     Costs, Demand, DomainId, DomainState, Memory, Micros, RunState, Snapshot, TenantId, TenantSpec,
-    TenantState, Timeslice,
+    TenantState, Timeslice, UserId,
 };
 
 /// Divides what is not guaranteed in inverse proportion to the latency objectives.
@@ -36,6 +36,7 @@ fn main() {
         };
         TenantState {
             id: TenantId(id as u64),
+            user: UserId::default(),
             spec,
         }
     });

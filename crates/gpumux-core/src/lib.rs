@@ -25,4 +25,4 @@ pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
 pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec, admit};
-pub use units::{DomainId, Micros, TenantId, Timeslice, parse_bytes, parse_with_unit};
+pub use units::{DomainId, Micros, TenantId, Timeslice, UserId, parse_bytes, parse_with_unit};

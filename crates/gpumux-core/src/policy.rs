@@ -9,55 +9,51 @@
 //!
 //! # Approach
 //! Two steps, so that a new policy only has to write the first (`docs/add-a-policy.md`):
-//! 1. **Division** ([`Division`]): which share of the device does each tenant that wants it get?
-//!    This is all in which `priority`, `max-min` and `weighted` differ.
-//! 2. **Turns** (the module `turns`, common to all): slices and freezes that bring the shares about.
-//!    The domains of a device stand in two rows. The *front* row has long slices and is enabled: the
-//!    hardware alone serves it, at once. The *back* row has the shortest slices, 1 µs, so it gives way at once; of its domains
-//!    with work exactly one, whose turn it is, is enabled and the others are frozen. Who pauses after it met others there stays frozen
-//!    until it has been away for 100 ms: it may be back before anybody looks.
-//!    While a latency domain exists, the latency domains are the front row and all others the back row.
-//!    Without one, `priority` puts standard and whoever has a guarantee before the other batch domains; otherwise
-//!    everybody stands in front. Then shares come from slices alone: no freezes, no need to know demand.
+//! 1. **Division** ([`Division`]): which share of the device does each tenant that wants it hold? First the users, then the tenants of
+//!    each user. This is all in which `priority`, `max-min` and `weighted` differ.
+//! 2. **Schedule** (the module `schedule`, common to all): timeslices and freezes that bring the shares about.
 //!
-//! # The primitive: lag
-//! Per domain one number, *lag*: the device time it was entitled to while it wanted the device, less the device
-//! time it received (in EEVDF's sense). It is charged with what the device delivered, so the cost of
-//! switching falls on everybody in proportion; in the back row with what that row received, so that it is fair among its
-//! domains whatever the front row takes. All that needs time follows from it:
-//! - *Whose turn in the back row*: the domain with the largest lag per share, that is the
-//!   smallest virtual time. A turn's length is proportional to the share, around a quantum for which freeze,
-//!   thaw and switch cost 2% (50 ms on H100, where 97.6% of solo were measured at 50 ms and 92% at 10 ms;
-//!   short ones of 20 ms would cost 5%).
-//! - *Budget of the front row*: a domain that ran ahead by what its share allows in a period of 100 ms is
-//!   frozen while the back row wants the device, until its lag is level again: a constant-bandwidth
-//!   server. Its share comes from the division: the guarantee plus what its weight earns of the rest.
-//! - *Sleepers* earn nothing while they sleep (lag is then at most 0) and pay back what
-//!   they took too much, at their own rate. What was borrowed while nobody else wanted the device costs nothing,
-//!   for the share was then larger.
+//! Class orders *when* a tenant runs, shares decide *how much*. Without latency tenants, timeslices in proportion to the shares do
+//! everything: no freezes, no need to know demand. While a latency tenant exists,
+//! - a latency domain that has work and has not run ahead of its share by its *burst* is *preempting*: its timeslice is the longest, and the
+//!   hardware switches to it at once;
+//! - all others *rotate*: they have the shortest timeslice, 1 µs, and of those with work exactly one is enabled, the *owner* of the current
+//!   *quantum*. The others are frozen, and so are those that paused within the last 100 ms: they may be back before anybody looks;
+//! - a latency domain that has run for 10 ms without a pause rotates, too, if there are others of its class, which then preempt it. Within its
+//!   burst it goes before lower classes all the same.
 //!
-//! A latency tenant that says how long a request may take (its objective) gives the back row slices of a tenth of
+//! # Lag
+//! The module `lag` counts for each user, tenant and domain the device time that it was entitled to while it wanted the device, less the
+//! device time that it received. The owner is chosen by earliest eligible virtual deadline (EEVDF, Stoica and Abdel-Wahab): of the domains that
+//! are owed something, the one whose request, a quantum, would end first at its share. A quantum is in proportion to the share, 10 to 50 ms on
+//! an H100, where handing over takes 2% of 50 ms. A latency domain that ran ahead by its burst waits until its lag is level.
+//! - Who pauses in debt pays back at its own rate, at the cost of those who hold more because it pauses.
+//! - A pause of up to 5 ms forfeits nothing of what a domain is owed, up to a quantum; a longer one forfeits all, to everybody.
+//! - What was borrowed while nobody else wanted the device costs nothing, for the share was then larger.
+//!
+//! # Bounds
+//! With share s when all have work, request r, largest quantum Q, B for what the latency tenants may run ahead together and C for the
+//! time that controls take, a domain waits for 2 r / s + Q + B + C at most, and its service lags behind its share by s times that. See
+//! [`Bound`]; `gpumux sim` prints both beside the worst that happened.
+//!
+//! A latency tenant that says how long a request may take (its objective) gives the owner timeslices of a tenth of
 //! that instead of 1 µs. Whoever launches kernel by kernel then loses fewer of its neighbours' time to switching.
 //!
-//! Several latency domains: each keeps the device until it has no work (1 s slice), because one
-//! that waits for the other's short request is served sooner than one that switches in the middle of it.
-//! One that has been busy for 10 ms without a pause gets a slice by share instead (some milliseconds), so that it
-//! cannot hold the others up for a second. Shares among several that *always* have work, beside others with a
-//! guarantee, are kept less exactly: a budget period holds few of their slices, and the accounts cannot know which.
-//!
 //! # Ties
-//! Equal lag: who had its turn longest ago, then the lower id. Nothing depends on hash order or on a clock.
+//! Equal deadlines: who became the owner longest ago, then the lower id. Nothing depends on hash order or on a clock.
 
 mod divide;
 mod fixed;
-mod turns;
+mod lag;
+mod schedule;
 
-pub use divide::{Claim, Division, MaxMin, Priority, Weighted, fill, guarantees};
+pub use divide::{Claim, Division, FLOOR, MaxMin, Priority, Weighted, fill, guarantees};
 pub use fixed::Fixed;
-pub(crate) use turns::Wait;
-pub use turns::{Memory, Shared, Tuning};
+pub use lag::Memory;
+pub(crate) use lag::Wait;
+pub use schedule::{Shared, Tuning};
 
-use crate::{Plan, Snapshot};
+use crate::{Micros, Plan, Snapshot, TenantId};
 
 /// A scheduling policy. The same snapshot and memory always give the same plan.
 pub trait Policy: Send + Sync {
@@ -67,6 +63,26 @@ pub trait Policy: Send + Sync {
     /// What the device's domains shall have now. Ask again when anything in the snapshot changed
     /// (a domain came or went, demand flipped, a spec was set) and at [`Plan::next`].
     fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan;
+
+    /// What each tenant of the snapshot can rely on, whatever the others do; none of a policy that promises nothing.
+    fn bounds(&self, snapshot: &Snapshot) -> Vec<Bound> {
+        let _ = snapshot;
+        Vec::new()
+    }
+}
+
+/// What a tenant can rely on beside the others that there are: in any interval in which it always has work and its memory is there, it
+/// receives at least `share` of the time that the device works for tenants, less `lag`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Bound {
+    /// Whose.
+    pub tenant: TenantId,
+    /// Share of the device when all tenants have work: at least its guarantee, and its part of the floor.
+    pub share: f64,
+    /// How far its service may lag behind that share.
+    pub lag: Micros,
+    /// Longest wait with work, in time that the device works for tenants.
+    pub wait: Micros,
 }
 
 /// The policies, the default first. ([`by_name`] also knows the baseline `fixed`, which is only for

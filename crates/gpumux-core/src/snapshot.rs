@@ -1,10 +1,10 @@
 //! What is known about one device at one moment.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, Lever, Micros, RunState, TenantId, TenantSpec, Timeslice};
+use crate::{DomainId, Lever, Micros, RunState, TenantId, TenantSpec, Timeslice, UserId};
 
 /// Whether a domain has work for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -31,6 +31,9 @@ impl Demand {
 pub struct TenantState {
     /// Who.
     pub id: TenantId,
+    /// Whose it is.
+    #[serde(default)]
+    pub user: UserId,
     /// Its promise.
     pub spec: TenantSpec,
 }
@@ -105,6 +108,9 @@ pub struct Snapshot {
     pub now: Micros,
     /// Tenants, by ascending id.
     pub tenants: Vec<TenantState>,
+    /// Weights of users; 1 for those that are not named.
+    #[serde(default)]
+    pub users: BTreeMap<UserId, f64>,
     /// Domains, by ascending id.
     pub domains: Vec<DomainState>,
     /// Measured costs.
@@ -116,8 +122,35 @@ pub struct Snapshot {
 }
 
 impl Snapshot {
+    /// These tenants with one domain each, as programs make them: for [`crate::Policy::bounds`].
+    pub fn of_tenants(tenants: Vec<TenantState>) -> Self {
+        let domain = |(at, tenant): (usize, &TenantState)| DomainState {
+            id: DomainId(at as u64),
+            tenant: tenant.id,
+            demand: Demand::Unknown,
+            demand_since: Micros::ZERO,
+            expected: None,
+            received: Micros::ZERO,
+            timeslice: Timeslice::DEFAULT,
+            run: RunState::Enabled,
+            pinned: None,
+        };
+        Self {
+            domains: tenants.iter().enumerate().map(domain).collect(),
+            tenants,
+            ..Self::default()
+        }
+    }
+
     /// The tenant of this id.
     pub fn tenant(&self, id: TenantId) -> Option<&TenantState> {
         self.tenants.iter().find(|tenant| tenant.id == id)
+    }
+
+    /// Whose a tenant is; of one that isn't named, root's.
+    pub fn user_of(&self, id: TenantId) -> UserId {
+        self.tenant(id)
+            .map(|tenant| tenant.user)
+            .unwrap_or_default()
     }
 }

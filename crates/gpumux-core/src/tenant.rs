@@ -118,13 +118,10 @@ pub struct TenantSpec {
     pub class: Class,
     /// Share of each device's compute that it always gets when it wants it, 0 to 1. Counted of the
     /// time the device works for tenants, so that the cost of switching is shared by all.
-    ///
-    /// Of a `latency` tenant it also bounds the privilege: beyond it, the tenant is one among the
-    /// rest, by weight. At 0 a `latency` tenant may use all that is not guaranteed to others.
     pub guaranteed: f64,
     /// Share of each device's compute that it never exceeds while others want it, 0 to 1.
     pub limit: f64,
-    /// Weight among its equals when capacity is left over, 0.001 to 1000.
+    /// Weight among its user's tenants of its class when capacity is left over, 0.001 to 1000.
     pub weight: f64,
     /// How long a request of a `latency` tenant may take, in µs. With one, it waits up to a tenth of that, and
     /// 2 ms, for others: that spares them switches between its kernels. Without, it never waits.

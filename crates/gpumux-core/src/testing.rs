@@ -2,7 +2,7 @@
 
 use crate::{
     Class, Costs, Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, TenantSpec,
-    TenantState, Timeslice,
+    TenantState, Timeslice, UserId,
 };
 
 /// A busy domain in the state in which a program makes it.
@@ -24,6 +24,7 @@ pub(crate) fn domain(id: u64, tenant: u64) -> DomainState {
 pub(crate) fn snapshot(classes: &[Class], domains: Vec<DomainState>) -> Snapshot {
     let tenant = |(id, class): (usize, &Class)| TenantState {
         id: TenantId(id as u64),
+        user: UserId::default(),
         spec: TenantSpec {
             class: *class,
             ..TenantSpec::default()

@@ -60,6 +60,13 @@ impl fmt::Display for Micros {
 #[serde(transparent)]
 pub struct TenantId(pub u64);
 
+/// A user of the machine, by uid. The tenants of one user share what the user is entitled to.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
+#[serde(transparent)]
+pub struct UserId(pub u32);
+
 /// A domain: one compute channel group on one device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(transparent)]

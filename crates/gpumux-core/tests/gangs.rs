@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use gpumux_core::gang::{self, Device};
 use gpumux_core::{
     Accounts, Class, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
-    Snapshot, TenantId, TenantSpec, TenantState, Timeslice, policy,
+    Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, policy,
 };
 use proptest::prelude::*;
 
@@ -99,6 +99,7 @@ impl World {
                 let snapshot = &mut world.devices[device];
                 snapshot.tenants.push(TenantState {
                     id: tenant,
+                    user: UserId::default(),
                     spec: gang.spec.clone(),
                 });
                 snapshot.domains.push(DomainState {
@@ -288,7 +289,7 @@ impl World {
 
 // PROPTEST_CASES runs more of them.
 proptest! {
-    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 8, max_shrink_iters: 50, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 64, max_shrink_iters: 50, failure_persistence: None, ..Default::default() })]
 
     /// `World::plan` checks every plan on the way.
     #[test]

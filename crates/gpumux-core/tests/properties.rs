@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 
 use gpumux_core::{
     Accounts, Class, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
-    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, fractions, policy,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, fractions, policy,
 };
 use proptest::prelude::*;
 
@@ -91,6 +91,7 @@ impl World {
         self.born += 1;
         self.now.tenants.push(TenantState {
             id: TenantId(self.born),
+            user: UserId::default(),
             spec,
         });
         self.now.domains.push(DomainState {
@@ -260,8 +261,8 @@ proptest! {
         }
     }
 
-    /// Whatever happened before, once demand is stable nobody waits longer than its share explains: the time in which
-    /// its share makes up for a quantum of debt, four turns and what limited tenants may run ahead, and a turn of everybody else.
+    /// Whatever happened before, once demand is stable nobody waits longer than its bound and, once, the time in which its
+    /// share makes up for what it was ahead when its share was larger: a quantum or a burst.
     #[test]
     fn nobody_waits_longer_than_its_bound(
         policy in policies(),
@@ -278,14 +279,13 @@ proptest! {
             }
         }
         world.forget_waits();
-        let quantum = 50_400.0;
-        let turn = |share: f64| (quantum / 5.0_f64).max(share * 4.0 * quantum);
-        let limited = world.now.tenants.iter().any(|it| it.spec.limit < 1.0);
-        let ahead = if limited { 100_000.0 } else { 0.0 };
-        let bound = |world: &World, id| {
-            let share = world.memory.share(id).max(1e-9);
-            let others = world.now.domains.len() as f64 * 4.0 * quantum;
-            (quantum + 4.0 * turn(share) + ahead) / share + 2.0 * others
+        let bounds = world.policy.bounds(&world.now);
+        let bound = |world: &World, id: DomainId| {
+            let bound = bounds.iter().find(|bound| bound.tenant == TenantId(id.0));
+            let bound = bound.expect("every tenant has one");
+            let share = world.memory.share(id).max(bound.share);
+            // Switching takes at most a part of the time.
+            (bound.wait.0 as f64 + 100_000.0 / share) / 0.85
         };
         let ids: Vec<_> = world.now.domains.iter().map(|domain| domain.id).collect();
         let longest = ids.iter().map(|id| bound(&world, *id)).fold(0.0, f64::max);

@@ -336,11 +336,15 @@ impl Tenants {
         let id = table.next_id();
         let mut spec = saved.spec;
         let given = spec.clone();
-        let devices = saved.devices.clone();
+        let (uid, devices) = (saved.uid, saved.devices.clone());
         (self.scheduler)
             .call(move |engine| engine.confine(id, &devices))
             .await?;
-        if let Err(error) = self.scheduler.call(move |e| e.set_spec(id, given)).await? {
+        let admitted = self
+            .scheduler
+            .call(move |e| e.admit(id, uid, given))
+            .await?;
+        if let Err(error) = admitted {
             tracing::warn!(tenant = saved.name, %error, "an old promise cannot be kept");
             spec = TenantSpec {
                 class: spec.class,
@@ -348,7 +352,7 @@ impl Tenants {
             };
             let given = spec.clone();
             self.scheduler
-                .call(move |e| e.set_spec(id, given))
+                .call(move |e| e.admit(id, uid, given))
                 .await??;
         }
         let tenant = Tenant {
@@ -713,7 +717,7 @@ impl Tenants {
         let set = move |engine: &mut Engine| {
             engine.confine(id, &confined);
             engine
-                .set_spec(id, given)
+                .admit(id, uid, given)
                 .inspect_err(|_| engine.forget(id))
         };
         self.scheduler.call(set).await??;

@@ -4,10 +4,13 @@
 //! after the other. A freeze takes its domain off the device when the call begins and a thaw or slice acts when the
 //! call is over: with that, a rotation every 10 ms costs what was measured (8%).
 
+use std::collections::BTreeMap;
+
 use gpumux_core::gang::{self, Device};
+use gpumux_core::policy::Bound;
 use gpumux_core::{
     Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Policy, Rhythm,
-    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId,
 };
 
 use crate::gpu::{Gpu, GroupId, Nanos};
@@ -57,12 +60,17 @@ pub(crate) struct Daemon {
 
 impl Daemon {
     /// A daemon for as many devices as there are policies.
-    pub(crate) fn new(policies: Vec<Box<dyn Policy>>, costs: Costs) -> Self {
+    pub(crate) fn new(
+        policies: Vec<Box<dyn Policy>>,
+        costs: Costs,
+        users: BTreeMap<UserId, f64>,
+    ) -> Self {
         let devices = policies.into_iter().map(|policy| Managed {
             policy,
             calm: Calm::default(),
             snapshot: Snapshot {
                 costs,
+                users: users.clone(),
                 ..Snapshot::default()
             },
             groups: Vec::new(),
@@ -85,18 +93,24 @@ impl Daemon {
         self.pulling.map(|pull| pull.until).or(self.next)
     }
 
+    /// What the tenants of a snapshot can rely on.
+    pub(crate) fn bounds(&self, device: usize, snapshot: &Snapshot) -> Vec<Bound> {
+        self.devices[device].policy.bounds(snapshot)
+    }
+
     /// A domain was announced. Ids rise.
     pub(crate) fn announce(
         &mut self,
         now: Nanos,
         device: usize,
         (id, group): (DomainId, GroupId),
-        (tenant, spec): (TenantId, &TenantSpec),
+        (tenant, user, spec): (TenantId, UserId, &TenantSpec),
     ) {
         let managed = &mut self.devices[device];
         managed.account(now);
         managed.snapshot.tenants.push(TenantState {
             id: tenant,
+            user,
             spec: spec.clone(),
         });
         managed.snapshot.domains.push(DomainState {

@@ -17,6 +17,6 @@ mod shares;
 
 pub use arrivals::{Request, parse_trace};
 pub use memory::MemoryModel;
-pub use report::{DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
+pub use report::{BoundReport, DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
 pub use run::{run, run_traced};
 pub use scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};

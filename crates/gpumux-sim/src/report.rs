@@ -59,6 +59,10 @@ pub struct TenantReport {
     pub wanted: f64,
     /// Longest time without progress while it had work, in ms.
     pub longest_wait_ms: f64,
+    /// What it can rely on, and the worst that happened; where a daemon with a policy runs and every tenant has a context of
+    /// its own on one device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bound: Option<BoundReport>,
     /// Requests completed per second.
     pub rate: f64,
     /// From arrival to completion.
@@ -68,6 +72,20 @@ pub struct TenantReport {
     /// How its memory moved in the whole time, on all devices, if it did.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub moves: Option<Moves>,
+}
+
+/// A tenant's bounds ([`gpumux_core::policy::Bound`]) and what came of them.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+pub struct BoundReport {
+    /// Share of the time that the device works for tenants to which it is entitled when all have work.
+    pub share: f64,
+    /// How far its service may lag behind that, in ms.
+    pub lag_ms: f64,
+    /// How far it did, in the worst interval in which it had work but for pauses of 5 ms; none of a program that launches
+    /// kernel by kernel, which has work for the device only now and then.
+    pub worst_lag_ms: Option<f64>,
+    /// The longest wait, in ms of the time that the device works for tenants.
+    pub wait_ms: f64,
 }
 
 /// Moves of a tenant's memory.

@@ -3,8 +3,11 @@
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 
+use gpumux_core::policy::Bound;
 use gpumux_core::space::{self, Applicant, Rule, Way};
-use gpumux_core::{Class, Demand, DomainId, TenantId, TenantSpec, Timeslice, policy};
+use gpumux_core::{
+    Class, Demand, DomainId, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, policy,
+};
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
@@ -13,7 +16,7 @@ use crate::chrome::Trace;
 use crate::daemon::Daemon;
 use crate::gpu::{Engine, EventKind, Gpu, GroupId, Nanos, StreamId, Work as GpuWork, WorkId};
 use crate::memory::{Broker, Newcomer, gib};
-use crate::report::{DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
+use crate::report::{BoundReport, DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
 use crate::scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};
 use crate::shares::Shares;
 
@@ -86,6 +89,7 @@ struct Program<'a> {
     name: String,
     kind: &'a Tenant,
     spec: TenantSpec,
+    user: UserId,
     /// Its own randomness: the same in every mode and whoever else there is.
     seed: u64,
 }
@@ -101,6 +105,7 @@ fn programs(scenario: &Scenario) -> Vec<Program<'_>> {
             name,
             kind,
             spec: kind.spec(),
+            user: scenario.user_of(kind),
             seed: scenario
                 .seed
                 .wrapping_mul(1_000_003)
@@ -146,6 +151,9 @@ struct Place {
     base: Nanos,
     base_preemptions: u64,
     progressed: Nanos,
+    /// How far its service lags behind the share of its bound, and did at most, in ns.
+    lag: f64,
+    worst_lag: f64,
     /// Has been there since the window began.
     whole_window: bool,
     holds: Vec<WorkId>,
@@ -244,6 +252,8 @@ struct Simulation<'a> {
     /// By device and trust domain.
     shared: BTreeMap<(usize, String), SharedGroup>,
     window_start: Nanos,
+    /// What tenants can rely on.
+    bounds: BTreeMap<TenantId, Bound>,
     trace: Option<&'a mut Trace>,
 }
 
@@ -256,12 +266,15 @@ struct Used {
     wanted: Nanos,
     /// Progress of domains that are gone.
     gone: Nanos,
+    seen: Nanos,
     window: Nanos,
     base: Nanos,
 }
 
 /// How often progress is observed.
 const TICK: Nanos = 5_000_000;
+/// The longest pause that forfeits nothing of a guarantee.
+const GRACE: Nanos = 5_000_000;
 /// Longest time that hold kernels hold.
 const HOLD: Nanos = 10_000_000;
 /// Longest time that a collective spins: longer than any run.
@@ -277,7 +290,7 @@ impl<'a> Simulation<'a> {
         let daemon = mode.managed().then(|| {
             let policies = (0..scenario.devices)
                 .filter_map(|_| policy::tuned(&scenario.policy, scenario.tuning));
-            Daemon::new(policies.collect(), scenario.costs)
+            Daemon::new(policies.collect(), scenario.costs, scenario.user_weights())
         });
         let players: Vec<Player> = programs
             .iter()
@@ -346,8 +359,10 @@ impl<'a> Simulation<'a> {
             moved: 0,
             shared: BTreeMap::new(),
             window_start: 0,
+            bounds: BTreeMap::new(),
             trace,
         };
+        simulation.bounds = simulation.find_bounds();
         for (at, program) in programs.iter().enumerate() {
             simulation.at(nanos(program.kind.start_s), Happening::Start(at));
             if let Some(stop) = program.kind.stop_s {
@@ -356,6 +371,34 @@ impl<'a> Simulation<'a> {
         }
         simulation.at(0, Happening::Tick);
         simulation
+    }
+
+    /// What every tenant can rely on beside all that the scenario has on its device.
+    fn find_bounds(&self) -> BTreeMap<TenantId, Bound> {
+        let gang = |player: &Player| player.program.kind.devices.len() > 1;
+        let Some(daemon) = self.daemon.as_ref().filter(|_| self.mode == Mode::Gpumux) else {
+            return BTreeMap::new();
+        };
+        if self.players.iter().any(gang) {
+            return BTreeMap::new();
+        }
+        let on = |device: usize| {
+            let here = self.players.iter().enumerate();
+            let here = here.filter(|(_, player)| player.program.kind.devices.contains(&device));
+            let tenants = here.map(|(at, player)| TenantState {
+                id: TenantId(at as u64),
+                user: player.program.user,
+                spec: player.program.spec.clone(),
+            });
+            let snapshot = Snapshot {
+                users: self.scenario.user_weights(),
+                costs: self.scenario.costs,
+                ..Snapshot::of_tenants(tenants.collect())
+            };
+            daemon.bounds(device, &snapshot)
+        };
+        let all = (0..self.gpus.len()).flat_map(on);
+        all.map(|bound| (bound.tenant, bound)).collect()
     }
 
     fn at(&mut self, at: Nanos, what: Happening) {
@@ -476,6 +519,8 @@ impl<'a> Simulation<'a> {
                 base: 0,
                 base_preemptions: 0,
                 progressed: self.now,
+                lag: 0.0,
+                worst_lag: 0.0,
                 whole_window: false,
                 holds: Vec::new(),
                 parked: false,
@@ -579,8 +624,9 @@ impl<'a> Simulation<'a> {
         self.domains += 1;
         let id = DomainId(self.domains);
         if let Some(daemon) = &mut self.daemon {
+            let user = self.players[tenant].program.user;
             let tenant = TenantId(tenant as u64);
-            daemon.announce(self.now, device, (id, group), (tenant, spec));
+            daemon.announce(self.now, device, (id, group), (tenant, user, spec));
         }
         (group, id)
     }
@@ -1043,6 +1089,25 @@ impl<'a> Simulation<'a> {
                 let gpu = &self.gpus[place.device];
                 let received = gpu.received(place.group).unwrap_or_default();
                 let busy = gpu.stream_received(place.stream).unwrap_or_default().busy;
+                if let Some(bound) = self.bounds.get(&TenantId(tenant as u64)) {
+                    let gained = (busy - place.seen) as f64;
+                    let available = used[place.device] - self.used[place.device].seen;
+                    let since = self.now.saturating_sub(place.changed);
+                    let whole = place.outstanding > 0 && since >= TICK;
+                    let due = if whole {
+                        bound.share * available as f64
+                    } else {
+                        0.0
+                    };
+                    let goes_on = place.outstanding > 0 || since <= GRACE;
+                    let counts = goes_on && !place.parked && self.now > self.warmup;
+                    place.lag = if counts {
+                        (place.lag + due - gained).max(0.0)
+                    } else {
+                        0.0
+                    };
+                    place.worst_lag = place.worst_lag.max(place.lag);
+                }
                 if busy > place.seen || place.outstanding == 0 {
                     place.progressed = self.now;
                 }
@@ -1076,6 +1141,7 @@ impl<'a> Simulation<'a> {
             }
         }
         for (device, used) in used.into_iter().enumerate() {
+            self.used[device].seen = used;
             if ends_warmup || ends_window {
                 self.used[device].window = used;
             }
@@ -1143,7 +1209,18 @@ impl<'a> Simulation<'a> {
                 self.stop(tenant);
             }
         }
-        let report = |(player, sms): (Player, Option<u32>)| {
+        let bounds = std::mem::take(&mut self.bounds);
+        let report = |(at, (player, sms)): (usize, (Player, Option<u32>))| {
+            let kind = player.program.kind;
+            let eager = matches!(kind.work, Work::Kernels { launch_us, .. } if launch_us > 0.0);
+            let lags = player.places.iter().map(|place| place.worst_lag / 1e6);
+            let worst = lags.fold(0.0, f64::max);
+            let bound = bounds.get(&TenantId(at as u64)).map(|bound| BoundReport {
+                share: bound.share,
+                lag_ms: bound.lag.0 as f64 / 1e3,
+                worst_lag_ms: (!eager).then_some(worst),
+                wait_ms: bound.wait.0 as f64 / 1e3,
+            });
             let places = player.places.len().max(1) as f64;
             let of = |time: Nanos| time as f64 / 1e9 / measured / places;
             let of_used: Nanos = player.places.iter().map(|place| used[place.device]).sum();
@@ -1158,6 +1235,7 @@ impl<'a> Simulation<'a> {
                 window_max: player.window_max,
                 wanted: of(player.wanted),
                 longest_wait_ms: player.longest_wait as f64 / 1e6,
+                bound,
                 rate: player.completed as f64 / measured,
                 latency: Latency::of(player.latencies),
                 preemptions: player.preempted as f64 / measured,
@@ -1167,6 +1245,7 @@ impl<'a> Simulation<'a> {
         let tenants = std::mem::take(&mut self.players)
             .into_iter()
             .zip(sms)
+            .enumerate()
             .map(report)
             .collect();
         let (daemon_busy, plans) = self

@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 
 use gpumux_core::policy::{self, Tuning};
 use gpumux_core::space::Sharing;
-use gpumux_core::{Class, Costs, SpecError, TenantSpec, Timeslice, admit};
+use gpumux_core::{Class, Costs, SpecError, TenantSpec, Timeslice, UserId, admit};
 use serde::{Deserialize, Serialize};
 
 use crate::arrivals::Request;
@@ -89,6 +89,9 @@ pub struct Scenario {
     /// Their memory, if tenants have some.
     #[serde(default)]
     pub memory: MemoryModel,
+    /// Weights of users; 1 for those that are not named.
+    #[serde(default)]
+    pub users: BTreeMap<String, f64>,
     /// Who shares the devices.
     #[serde(rename = "tenant")]
     pub tenants: Vec<Tenant>,
@@ -106,6 +109,9 @@ pub struct Tenant {
     /// How many of this kind.
     #[serde(default = "defaults::one")]
     pub count: usize,
+    /// Whose it is: the device is divided among users first. All that name none are one user's.
+    #[serde(default)]
+    pub user: String,
     /// See [`TenantSpec::class`].
     #[serde(default)]
     pub class: Class,
@@ -301,6 +307,9 @@ pub enum Error {
         /// How many there are.
         devices: usize,
     },
+    /// A weight of a user who has no tenant.
+    #[error("`users` names `{0}`, and no tenant's `user` is `{0}`: name one that is")]
+    User(String),
     /// Two tenants of one name.
     #[error("two tenants are called `{0}`: give each its own name")]
     Name(String),
@@ -391,6 +400,22 @@ impl Scenario {
         Ok(())
     }
 
+    /// The number of a tenant's user.
+    pub(crate) fn user_of(&self, tenant: &Tenant) -> UserId {
+        let names: BTreeSet<&str> = self.tenants.iter().map(|it| it.user.as_str()).collect();
+        let at = names.iter().position(|name| *name == tenant.user);
+        UserId(at.unwrap_or_default() as u32)
+    }
+
+    /// The weights of users.
+    pub(crate) fn user_weights(&self) -> BTreeMap<UserId, f64> {
+        let weight = |tenant: &Tenant| {
+            let weight = self.users.get(&tenant.user)?;
+            Some((self.user_of(tenant), *weight))
+        };
+        self.tenants.iter().filter_map(weight).collect()
+    }
+
     /// Checks everything but that traces are there.
     fn check(&self) -> Result<(), Error> {
         within("seconds", self.seconds, 1e-3..=1e6)?;
@@ -418,6 +443,12 @@ impl Scenario {
         within("memory.device_gib", self.memory.device_gib, 1e-3..=1e6)?;
         within("memory.link_gbps", self.memory.link_gbps, 1e-3..=1e6)?;
         within("memory.fixed_ms", self.memory.fixed_ms, 0.0..=1e6)?;
+        for (user, weight) in &self.users {
+            within(&format!("users.{user}"), *weight, TenantSpec::WEIGHTS)?;
+            if self.tenants.iter().all(|tenant| tenant.user != *user) {
+                return Err(Error::User(user.clone()));
+            }
+        }
         let mut names = BTreeSet::new();
         let mut promised: BTreeMap<usize, Vec<TenantSpec>> = BTreeMap::new();
         for tenant in &self.tenants {

@@ -109,6 +109,7 @@ fn text(report: &Report) -> String {
             "PROMISED",
             "RECEIVED",
             "LONGEST WAIT",
+            "LAG / BOUND",
             "RATE",
             "P50",
             "P99",
@@ -146,6 +147,12 @@ fn row(tenant: &TenantReport) -> Vec<String> {
         format!("{:.1}%", tenant.promised * 100.0),
         format!("{:.1}%", tenant.received * 100.0),
         format!("{:.1} ms", tenant.longest_wait_ms),
+        tenant.bound.map_or_else(String::new, |bound| {
+            let worst = bound
+                .worst_lag_ms
+                .map_or("-".into(), |ms| format!("{ms:.1}"));
+            format!("{worst} / {:.0} ms", bound.lag_ms)
+        }),
         format!("{:.1}/s", tenant.rate),
     ];
     if let Some(latency) = tenant.latency {

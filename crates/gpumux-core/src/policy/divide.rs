@@ -1,6 +1,8 @@
 //! Dividing a device among those who want it: the part in which policies differ.
 
-use crate::{Class, Micros, TenantSpec};
+use std::collections::BTreeMap;
+
+use crate::{Class, Micros, TenantSpec, UserId};
 
 /// What one tenant that wants the device may claim. Its numbers always make sense.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -41,19 +43,16 @@ pub trait Division: Send + Sync {
     /// The policy's name in configuration files.
     fn name(&self) -> &'static str;
 
-    /// One share per claim. All claimants want the device now. Shares that don't sum to 1 are scaled.
+    /// One share per claim. All claimants want the device now. Shares that don't sum to 1 are scaled. Called for the users, each a
+    /// `standard` claim of what its tenants are guaranteed together, and for the tenants of each user.
     fn divide(&self, claims: &[Claim]) -> Vec<f64>;
-
-    /// Whether a class yields the device at once when a higher one wants it, and not just latency's.
-    fn strict(&self) -> bool {
-        false
-    }
 }
 
-/// Guarantees first; the rest goes to the highest class that wants it, by weight.
-///
-/// A latency tenant without a guarantee takes all that is not guaranteed to others. One with a guarantee is, beyond
-/// it, one among the highest class of the others.
+/// The part of the device that [`Priority`] leaves to tenants of lower classes without guarantees.
+pub const FLOOR: f64 = 0.05;
+
+/// Guarantees first; the rest goes to the highest class that wants it, by weight. A tenant of a lower class holds at least its part, by
+/// weight, of [`FLOOR`], or of what weights alone would give the lower classes if that is less: a higher class is never worse.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Priority;
 
@@ -63,28 +62,26 @@ impl Division for Priority {
     }
 
     fn divide(&self, claims: &[Claim]) -> Vec<f64> {
-        let others = claims
-            .iter()
-            .map(|claim| claim.class)
-            .filter(|class| *class != Class::Latency)
-            .min()
-            .unwrap_or(Class::Standard);
-        let rank = |claim: &Claim| match claim.class {
-            Class::Latency if claim.guaranteed > 0.0 => others,
-            class => class,
+        let top = claims.iter().map(|claim| claim.class).min();
+        let lower = |claim: &Claim| match Some(claim.class) == top {
+            true => 0.0,
+            false => claim.weight,
         };
+        let weights: f64 = claims.iter().map(|claim| claim.weight).sum();
+        let part = claims.iter().map(lower).sum::<f64>() / weights;
         let mut shares = guarantees(claims);
+        let floor = FLOOR.min(part * (1.0 - shares.iter().sum::<f64>()));
+        let all: f64 = claims.iter().map(lower).sum::<f64>().max(1e-9);
+        for (share, claim) in shares.iter_mut().zip(claims) {
+            *share = share.max((floor * lower(claim) / all).min(claim.limit));
+        }
         for class in Class::ALL {
-            fill(&mut shares, claims, |claim| match rank(claim) == class {
+            fill(&mut shares, claims, |claim| match claim.class == class {
                 true => claim.weight,
                 false => 0.0,
             });
         }
         shares
-    }
-
-    fn strict(&self) -> bool {
-        true
     }
 }
 
@@ -163,34 +160,91 @@ pub fn fill(shares: &mut [f64], claims: &[Claim], pull: impl Fn(&Claim) -> f64) 
     }
 }
 
-/// What belongs to those whom the division leaves less, in equal parts, so that nobody starves. Small enough to keep
-/// every guarantee within 1%.
-const FLOOR: f64 = 0.005;
+/// What belongs to all in equal parts, whatever a division says, so that none starves. Guarantees that sum to the whole device
+/// are kept within this part.
+const EQUAL: f64 = 0.005;
 
-/// The division's shares, made sound: none below its part of [`FLOOR`], the sum 1.
-pub(super) fn shares(division: &dyn Division, claims: &[Claim]) -> Vec<f64> {
-    let floor = FLOOR / claims.len().max(1) as f64;
+/// A tenant that claims a part of a device, for [`shares`].
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Claimant {
+    pub(super) user: UserId,
+    pub(super) claim: Claim,
+}
+
+/// The share of each claimant: first the device is divided among the users, then each user's part among its tenants. The
+/// sum is 1.
+pub(super) fn shares(
+    division: &dyn Division,
+    claimants: &[Claimant],
+    weights: &BTreeMap<UserId, f64>,
+) -> Vec<f64> {
+    let mut users: BTreeMap<UserId, Vec<usize>> = BTreeMap::new();
+    for (index, claimant) in claimants.iter().enumerate() {
+        users.entry(claimant.user).or_default().push(index);
+    }
+    let sum = |members: &[usize], of: fn(&Claim) -> f64| -> f64 {
+        members.iter().map(|at| of(&claimants[*at].claim)).sum()
+    };
+    // To the other users, neither the number of a user's tenants nor their classes matter.
+    let whole = |(user, members): (&UserId, &Vec<usize>)| {
+        let limit = sum(members, |claim| claim.limit).min(1.0);
+        let (lightest, heaviest) = TenantSpec::WEIGHTS.into_inner();
+        let weight = weights.get(user).copied().unwrap_or(1.0);
+        Claim {
+            class: Class::Standard,
+            guaranteed: sum(members, |claim| claim.guaranteed).min(limit),
+            limit,
+            weight: weight.clamp(lightest, heaviest),
+            objective: None,
+        }
+    };
+    let parts = sound(division, &users.iter().map(whole).collect::<Vec<_>>());
+    let mut shares = vec![0.0; claimants.len()];
+    for (members, part) in users.values().zip(parts) {
+        let inside = |at: &usize| {
+            let claim = claimants[*at].claim;
+            let limit = (claim.limit / part).min(1.0);
+            Claim {
+                guaranteed: (claim.guaranteed / part).min(limit),
+                limit,
+                ..claim
+            }
+        };
+        let claims: Vec<Claim> = members.iter().map(inside).collect();
+        for (at, share) in members.iter().zip(sound(division, &claims)) {
+            shares[*at] = share * part;
+        }
+    }
+    shares
+}
+
+/// The division's shares, made sound: none below its part of [`EQUAL`], the sum 1. What lifts a share is taken from what others have
+/// beyond their guarantees, as far as that goes.
+fn sound(division: &dyn Division, claims: &[Claim]) -> Vec<f64> {
     let mut shares = division.divide(claims);
     shares.resize(claims.len(), 0.0);
+    let sane = |share: f64| if share.is_finite() { share } else { 0.0 };
     for share in &mut shares {
-        *share = if share.is_finite() {
-            share.max(0.0)
-        } else {
-            0.0
-        };
+        *share = sane(*share).max(1e-12);
     }
+    scale(&mut shares);
+    let least = EQUAL / claims.len() as f64;
+    let missing: f64 = shares.iter().map(|share| (least - share).max(0.0)).sum();
+    let spare = |share: f64, claim: &Claim| (share - claim.guaranteed.max(least)).max(0.0);
+    let pairs = shares.iter().zip(claims);
+    let spares: f64 = pairs.map(|(share, claim)| spare(*share, claim)).sum();
+    let part = (missing / spares.max(1e-12)).min(1.0);
+    for (share, claim) in shares.iter_mut().zip(claims) {
+        *share = share.max(least) - part * spare(*share, claim);
+    }
+    scale(&mut shares);
+    shares
+}
+
+/// Scales shares so that they sum to 1.
+fn scale(shares: &mut [f64]) {
     let sum: f64 = shares.iter().sum();
-    if sum <= 1e-9 {
-        return vec![1.0 / claims.len() as f64; claims.len()];
-    }
-    let low = |share: f64| share / sum < floor;
-    let lifted = shares.iter().filter(|share| low(**share)).count() as f64 * floor;
-    let rest: f64 = shares.iter().filter(|share| !low(**share)).sum();
-    let lift = |share: &f64| match low(*share) {
-        true => floor,
-        false => share / rest * (1.0 - lifted),
-    };
-    shares.iter().map(lift).collect()
+    shares.iter_mut().for_each(|share| *share /= sum);
 }
 
 #[cfg(test)]
@@ -219,42 +273,45 @@ mod tests {
     }
 
     #[test]
-    fn priority_serves_guarantees_then_classes() {
+    fn priority_serves_guarantees_then_classes_with_a_floor() {
         use Class::{Batch, Latency, Standard};
         let plain = |class| claim(class, 0.0, 1.0, 1.0);
-        check(
-            &Priority,
-            &[plain(Latency), plain(Standard), plain(Batch)],
-            &[1.0, 0.0, 0.0],
-        );
-        check(
-            &Priority,
-            &[
-                plain(Latency),
-                claim(Standard, 0.2, 1.0, 1.0),
-                claim(Batch, 0.1, 1.0, 1.0),
-            ],
-            &[0.7, 0.2, 0.1],
-        );
-        check(
-            &Priority,
-            &[
-                claim(Latency, 0.2, 1.0, 1.0),
-                claim(Standard, 0.0, 1.0, 3.0),
-                plain(Batch),
-            ],
-            &[0.4, 0.6, 0.0],
-        );
-        check(
-            &Priority,
-            &[claim(Latency, 0.5, 1.0, 1.0), claim(Batch, 0.5, 1.0, 1.0)],
-            &[0.5, 0.5],
-        );
-        check(
-            &Priority,
-            &[claim(Latency, 0.0, 0.3, 1.0), plain(Batch)],
-            &[0.3, 0.7],
-        );
+        for (claims, expected) in [
+            (
+                [plain(Latency), plain(Standard), plain(Batch)],
+                [0.95, 0.025, 0.025],
+            ),
+            (
+                [
+                    plain(Latency),
+                    claim(Standard, 0.2, 1.0, 1.0),
+                    claim(Batch, 0.1, 1.0, 1.0),
+                ],
+                [0.7, 0.2, 0.1],
+            ),
+            (
+                [
+                    claim(Latency, 0.2, 1.0, 1.0),
+                    claim(Standard, 0.0, 1.0, 3.0),
+                    plain(Batch),
+                ],
+                [0.95, 0.0375, 0.0125],
+            ),
+            (
+                [claim(Latency, 0.0, 0.3, 1.0), plain(Standard), plain(Batch)],
+                [0.3, 0.675, 0.025],
+            ),
+            (
+                [
+                    claim(Latency, 0.5, 1.0, 1.0),
+                    claim(Batch, 0.5, 1.0, 1.0),
+                    plain(Batch),
+                ],
+                [0.5, 0.5, 0.0],
+            ),
+        ] {
+            check(&Priority, &claims, &expected);
+        }
     }
 
     #[test]
@@ -292,14 +349,65 @@ mod tests {
         );
     }
 
+    fn of(user: u32, claim: Claim) -> Claimant {
+        let user = UserId(user);
+        Claimant { user, claim }
+    }
+
+    fn divided(claimants: &[Claimant]) -> Vec<f64> {
+        let shares = shares(&Priority, claimants, &BTreeMap::from([(UserId(3), 2.0)]));
+        assert!((shares.iter().sum::<f64>() - 1.0).abs() < 1e-9);
+        shares
+    }
+
+    #[track_caller]
+    fn near(got: &[f64], expected: &[f64]) {
+        let pairs = got.iter().zip(expected);
+        assert!(
+            got.len() == expected.len() && pairs.clone().all(|(a, b)| (a - b).abs() < 1e-6),
+            "{got:?} instead of {expected:?}"
+        );
+    }
+
     #[test]
     fn all_at_their_limit_share_the_rest_in_proportion() {
-        let claims = [
-            claim(Class::Standard, 0.0, 0.2, 1.0),
-            claim(Class::Standard, 0.0, 0.4, 1.0),
+        let at = |limit| of(0, claim(Class::Standard, 0.0, limit, 1.0));
+        near(&divided(&[at(0.2), at(0.4)]), &[1.0 / 3.0, 2.0 / 3.0]);
+    }
+
+    #[test]
+    fn a_floor_remains_beside_a_higher_class_and_a_guarantee() {
+        use Class::{Batch, Latency, Standard};
+        let plain = |class| of(0, claim(class, 0.0, 1.0, 1.0));
+        near(&divided(&[plain(Latency), plain(Batch)]), &[0.95, 0.05]);
+        let many = [plain(Latency); 39];
+        let one = divided(&[&many[..], &[plain(Batch)]].concat());
+        near(&one, &[1.0 / 40.0; 40]);
+        let all = of(0, claim(Standard, 1.0, 1.0, 1.0));
+        let shares = divided(&[all, plain(Batch), plain(Batch)]);
+        assert!(shares[0] > 0.995 && shares[1] > 0.0016, "{shares:?}");
+    }
+
+    #[test]
+    fn a_users_part_depends_on_its_guarantees_and_weight_alone() {
+        use Class::{Batch, Latency, Standard};
+        let part = |claimants: &[Claimant], user| -> f64 {
+            let shares = divided(claimants);
+            let pairs = shares.iter().zip(claimants);
+            let own = pairs.filter(|(_, claimant)| claimant.user == UserId(user));
+            own.map(|(share, _)| share).sum()
+        };
+        let other = of(2, claim(Standard, 0.0, 1.0, 1.0));
+        let alone = [of(1, claim(Batch, 0.2, 1.0, 1.0)), other];
+        let split = [
+            of(1, claim(Latency, 0.1, 1.0, 9.0)),
+            of(1, claim(Standard, 0.1, 1.0, 1.0)),
+            of(1, claim(Batch, 0.0, 1.0, 1.0)),
+            other,
         ];
-        let shares = shares(&Weighted, &claims);
-        assert!((shares[0] - 1.0 / 3.0).abs() < 0.01);
-        assert!((shares.iter().sum::<f64>() - 1.0).abs() < 1e-9);
+        assert!((part(&alone, 1) - 0.6).abs() < 1e-9);
+        assert!((part(&split, 1) - 0.6).abs() < 1e-9);
+        let heavy = of(3, claim(Standard, 0.0, 1.0, 1.0));
+        assert!((part(&[heavy, other], 3) - 2.0 / 3.0).abs() < 1e-9);
     }
 }

@@ -59,6 +59,7 @@ mod tests {
     fn second_context_of_a_latency_program_has_1_us() {
         let tenant = |id, class| TenantState {
             id: TenantId(id),
+            user: crate::UserId::default(),
             spec: TenantSpec {
                 class,
                 ..TenantSpec::default()

@@ -569,7 +569,7 @@ mod tests {
     /// The reasons are the policies' own words: each that is explained must still be one of them.
     #[test]
     fn every_reason_of_the_policies_has_a_sentence() {
-        let source = include_str!("../../../gpumux-core/src/policy/turns.rs");
+        let source = include_str!("../../../gpumux-core/src/policy/schedule.rs");
         let body = source
             .split_once("fn run_state")
             .unwrap()

@@ -8,7 +8,7 @@ use std::{
 
 use gpumux_core::{
     Account, Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan,
-    Policy, RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, space,
+    Policy, RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, space,
 };
 use gpumux_rm::{LeverError, RmStatus};
 use gpumux_wire::page::SLOTS;
@@ -295,6 +295,7 @@ impl Device {
         &mut self,
         now: Micros,
         specs: &BTreeMap<TenantId, TenantSpec>,
+        users: &BTreeMap<TenantId, UserId>,
     ) -> Snapshot {
         // The newest that can be known: also for a domain that is new.
         self.sample(now);
@@ -306,12 +307,14 @@ impl Device {
         };
         let mut domains = together(managed().map(|domain| (domain.group, domain.state.clone())));
         self.held.iter().for_each(|it| it.count_in(&mut domains));
+        let user_of = |id: &TenantId| users.get(id).copied().unwrap_or_default();
         let present = |id: &TenantId| domains.iter().any(|domain| domain.tenant == *id);
         let own = specs
             .iter()
             .filter(|(id, _)| present(id))
             .map(|(id, spec)| TenantState {
                 id: *id,
+                user: user_of(id),
                 spec: spec.clone(),
             });
         let shared = self.groups.values().map(|group| {
@@ -319,8 +322,11 @@ impl Device {
             let members: BTreeMap<TenantId, &TenantSpec> = members
                 .filter_map(|domain| Some((domain.state.tenant, specs.get(&domain.state.tenant)?)))
                 .collect();
+            // All members of a group are one user's.
+            let user = members.keys().next().map(&user_of);
             TenantState {
                 id: tenant_of(*group),
+                user: user.unwrap_or_default(),
                 spec: space::combine(members.into_values()),
             }
         });

@@ -9,9 +9,9 @@ use std::{
 
 use gpumux_core::{
     Class, Demand, DomainId, Hints, MemoryPolicy, Micros, RunState, Snapshot, SpecError, TenantId,
-    TenantSpec, Timeslice, admit, gang,
+    TenantSpec, TenantState, Timeslice, UserId, admit, gang,
     ledger::{Denied, Holding},
-    policy::{self, Claim, Division, MaxMin, Priority, Weighted},
+    policy,
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
 use gpumux_wire::{Daemon, page::Page};
@@ -57,6 +57,8 @@ pub(crate) struct Engine {
     clock: Clock,
     reaper: Reaper,
     tenants: BTreeMap<TenantId, TenantSpec>,
+    /// Whose tenants are; root's if unknown.
+    users: BTreeMap<TenantId, UserId>,
     books: Books,
     /// Tenants that stay frozen: their memory is on its way or away.
     parked: BTreeSet<TenantId>,
@@ -214,6 +216,7 @@ impl Engine {
             clock,
             reaper,
             tenants: BTreeMap::new(),
+            users: BTreeMap::new(),
             books: Books::default(),
             parked: BTreeSet::new(),
             moves: BTreeMap::new(),
@@ -269,6 +272,21 @@ impl Engine {
         let devices: BTreeSet<String> = devices.iter().cloned().collect();
         self.books.confine(tenant, devices.clone());
         self.confined.insert(tenant, devices);
+    }
+
+    /// Gives a new tenant of this user this spec.
+    ///
+    /// # Errors
+    /// As [`Self::set_spec`].
+    pub(crate) fn admit(
+        &mut self,
+        tenant: TenantId,
+        uid: u32,
+        spec: TenantSpec,
+    ) -> Result<(), SpecError> {
+        self.set_spec(tenant, spec)?;
+        self.users.insert(tenant, UserId(uid));
+        Ok(())
     }
 
     /// Gives a new or old tenant this spec.
@@ -495,6 +513,7 @@ impl Engine {
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
         self.confined.remove(&tenant);
+        self.users.remove(&tenant);
         self.placed.remove(&tenant);
         self.books.forget(tenant);
         self.parked.remove(&tenant);
@@ -987,7 +1006,7 @@ impl Engine {
             .collect();
         let snapshots: Vec<Snapshot> = devices
             .iter_mut()
-            .map(|device| device.snapshot(now, &self.tenants))
+            .map(|device| device.snapshot(now, &self.tenants, &self.users))
             .collect();
         let mut together: Vec<gang::Device<'_>> = devices
             .iter_mut()
@@ -1094,7 +1113,7 @@ impl Engine {
         for (uuid, device) in &mut self.devices {
             device.sample(now);
             device.account(now);
-            let promised = promised(device, &self.tenants);
+            let promised = promised(device, &self.tenants, &self.users);
             view.devices.push(types::Device {
                 uuid: uuid.clone(),
                 name: String::new(),
@@ -1161,15 +1180,19 @@ fn smooth(average: Micros, value: Micros) -> Micros {
 }
 
 /// What each tenant of a device gets of it if all of them want it.
-fn promised(device: &Device, specs: &BTreeMap<TenantId, TenantSpec>) -> BTreeMap<TenantId, f64> {
-    let division: &dyn Division = match device.policy.name() {
-        "max-min" => &MaxMin,
-        "weighted" => &Weighted,
-        _ => &Priority,
-    };
-    let users = device.tenants();
-    let present = specs.iter().filter(|(id, _)| users.contains(id));
-    let claims: Vec<Claim> = present.clone().map(|(_, spec)| Claim::from(spec)).collect();
-    let shares = division.divide(&claims);
-    present.map(|(id, _)| *id).zip(shares).collect()
+fn promised(
+    device: &Device,
+    specs: &BTreeMap<TenantId, TenantSpec>,
+    users: &BTreeMap<TenantId, UserId>,
+) -> BTreeMap<TenantId, f64> {
+    let here = device.tenants();
+    let present = specs.iter().filter(|(id, _)| here.contains(id));
+    let tenants = present.map(|(id, spec)| TenantState {
+        id: *id,
+        user: users.get(id).copied().unwrap_or_default(),
+        spec: spec.clone(),
+    });
+    let snapshot = Snapshot::of_tenants(tenants.collect());
+    let bounds = device.policy.bounds(&snapshot).into_iter();
+    bounds.map(|bound| (bound.tenant, bound.share)).collect()
 }

@@ -1,0 +1,946 @@
+//! From shares to timeslices and freezes: the mechanism common to all policies. Its parent tells why.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::lag::{Entitled, Memory, Owner};
+use super::{Bound, Claim, Division, Policy, divide};
+use crate::accounts::RESTORE_US;
+use crate::{
+    Calm, Class, Costs, Demand, DomainPlan, DomainState, Micros, Plan, RunState, Snapshot,
+    TenantId, TenantSpec, Timeslice,
+};
+
+/// What may be traded against what. The defaults suit GPUs whose switch costs 100 µs to 1 ms.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Tuning {
+    /// Part of the device that handing over quanta may cost. Sets the quantum.
+    pub turn_cost: f64,
+    /// Part of the device that switching between timeslices may cost. Sets the timeslices.
+    pub slice_cost: f64,
+    /// The same when only batch domains share the device: nobody waits, so switch less.
+    pub batch_slice_cost: f64,
+    /// How far latency domains may run ahead: one whose share is s runs ahead by s (1 - s) of this.
+    pub period: Micros,
+    /// How long a latency domain keeps others of its class waiting without a pause.
+    pub hog: Micros,
+    /// How long an idle domain counts when timeslices are set, so that short pauses pull no levers.
+    pub recent: Micros,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            turn_cost: 0.02,
+            slice_cost: 0.05,
+            batch_slice_cost: 0.01,
+            period: Micros::from_millis(100),
+            hog: Micros::from_millis(10),
+            recent: Micros::from_secs(1),
+        }
+    }
+}
+
+/// Shortest timeslice of domains that share by timeslices.
+const MIN_SLICE_US: f64 = 500.0;
+/// Longest round of timeslices, which is also the longest timeslice.
+const MAX_ROUND_US: f64 = 1e6;
+/// Bounds of the quantum, whatever the costs are said to be.
+const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
+/// Estimated moments are not asked for sooner than this.
+const MIN_STEP_US: f64 = 2_000.0;
+/// Who has paused for longer is not expected back soon.
+const PAUSE: Micros = Micros::from_millis(100);
+/// A latency domain may run ahead by this at least: a freeze costs about as much.
+const MIN_BURST_US: f64 = 1_000.0;
+/// The part of its objective that a request may wait for one timeslice of the owner, and the longest such
+/// timeslice: beyond the driver's own it would wait longer than without us.
+const PATIENCE: u64 = 10;
+const MAX_PATIENCE: u64 = Timeslice::DEFAULT.0 - 48;
+
+impl Tuning {
+    /// What handing over a quantum costs.
+    fn handover(costs: &Costs) -> f64 {
+        (costs.freeze + costs.thaw + costs.switch).0 as f64
+    }
+
+    /// The largest quantum.
+    fn quantum(&self, costs: &Costs) -> f64 {
+        (Self::handover(costs) / self.turn_cost.max(1e-3)).clamp(QUANTUM_US.0, QUANTUM_US.1)
+    }
+
+    /// The smallest quantum worth its cost.
+    fn least(&self, costs: &Costs) -> f64 {
+        self.quantum(costs) / 5.0
+    }
+
+    /// The quantum of a domain whose share is so many times the mean of those that rotate.
+    fn request(&self, costs: &Costs, relative: f64) -> f64 {
+        (relative * self.quantum(costs)).clamp(self.least(costs), self.quantum(costs))
+    }
+
+    /// How far a latency domain may run ahead.
+    fn burst(&self, costs: &Costs, share: f64) -> f64 {
+        let pause = (self.period.0 as f64 * (1.0 - share)).max(self.least(costs));
+        (share * pause).max(MIN_BURST_US)
+    }
+
+    /// As good as there: moments are estimated without the switch that lies before them, and to ask
+    /// again would cost more.
+    fn slack(costs: &Costs) -> f64 {
+        2.0 * costs.switch.0.min(1_000) as f64
+    }
+
+    /// By how much a lever can be late: it waits for latency work and for those before it, and moments are estimated.
+    fn control(costs: &Costs) -> f64 {
+        Self::handover(costs) + Calm::MOST.0 as f64 + MIN_STEP_US
+    }
+
+    /// A round of timeslices for these shares.
+    fn round(&self, costs: &Costs, shares: &[f64], only_batch: bool) -> f64 {
+        let cost = match only_batch {
+            true => self.batch_slice_cost,
+            false => self.slice_cost,
+        };
+        let sum: f64 = shares.iter().sum();
+        let least = shares.iter().copied().fold(1.0, f64::min);
+        let affordable = shares.len() as f64 * costs.switch.0 as f64 / cost.max(1e-3);
+        affordable
+            .max(MIN_SLICE_US * sum / least.max(1e-9))
+            .min(MAX_ROUND_US)
+    }
+}
+
+/// A policy: a division brought about by timeslices and freezes.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Shared<D> {
+    division: D,
+    tuning: Tuning,
+}
+
+impl<D: Division> Shared<D> {
+    /// With default tuning.
+    pub fn new(division: D) -> Self {
+        Self::tuned(division, Tuning::default())
+    }
+
+    /// With a tuning of your own.
+    pub fn tuned(division: D, tuning: Tuning) -> Self {
+        Self { division, tuning }
+    }
+}
+
+impl<D: Division> Policy for Shared<D> {
+    fn name(&self) -> &'static str {
+        self.division.name()
+    }
+
+    fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan {
+        memory.charge(snapshot);
+        let mut stage = Stage::new(&self.division, &self.tuning, snapshot, memory);
+        let slices = match stage.rotates {
+            true => {
+                stage.bursts(memory);
+                stage.choose_owner(memory);
+                stage.separate(memory, &snapshot.gangs);
+                stage.rotating_slices()
+            }
+            false => {
+                memory.clear();
+                stage.slices(&self.division, snapshot)
+            }
+        };
+        let domains = stage.cast.iter().zip(slices).map(|(actor, timeslice)| {
+            let (run, reason) = stage.run_state(actor);
+            DomainPlan {
+                id: actor.domain.id,
+                timeslice,
+                run,
+                reason,
+            }
+        });
+        let domains = domains.collect();
+        let next = stage.next.map(|at| Micros(at.max(snapshot.now.0 + 1)));
+        Plan { domains, next }
+    }
+
+    fn bounds(&self, snapshot: &Snapshot) -> Vec<Bound> {
+        let (tuning, costs) = (&self.tuning, &snapshot.costs);
+        let cast = cast(snapshot);
+        let shares = divide(&self.division, &cast, snapshot, |_| true);
+        let is_latency = |actor: &Actor| actor.class() == Class::Latency;
+        let latency = cast.iter().filter(|it| is_latency(it)).count() as f64;
+        let others = cast.iter().zip(&shares).filter(|(it, _)| !is_latency(it));
+        let (count, sum) = others.fold((0.0, 0.0), |(count, sum), (_, share)| {
+            (count + 1.0, sum + share)
+        });
+        let mean = if count > 0.0 { sum / count } else { 1.0 };
+        let control = 2.0 * Tuning::control(costs);
+        let wait = |share: f64| match latency > 0.0 {
+            true => {
+                // No shares of so many let them run further ahead together.
+                let ahead = (1.0 - 1.0 / latency).max(0.25) * tuning.period.0 as f64;
+                let bursts = ahead.max(tuning.least(costs)) + latency * MIN_BURST_US;
+                let request = tuning.request(costs, share / mean);
+                2.0 * request / share + tuning.quantum(costs) + bursts + control
+            }
+            false => {
+                let only_batch = cast.iter().all(|it| it.class() == Class::Batch);
+                2.0 * tuning.round(costs, &shares, only_batch) + control
+            }
+        };
+        let mut bounds: BTreeMap<TenantId, Bound> = BTreeMap::new();
+        for (actor, share) in cast.iter().zip(&shares) {
+            let tenant = actor.domain.tenant;
+            let bound = bounds.entry(tenant).or_insert(Bound {
+                tenant,
+                share: 0.0,
+                lag: Micros::ZERO,
+                wait: Micros::ZERO,
+            });
+            let wait = wait(*share);
+            bound.share += share;
+            bound.lag += Micros((share * wait) as u64);
+            bound.wait = bound.wait.max(Micros(wait as u64));
+        }
+        bounds.into_values().collect()
+    }
+}
+
+/// How a domain gets at the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    /// All are enabled, and timeslices are in proportion to shares.
+    Slices,
+    /// A latency domain within its entitlement: it takes the device at once.
+    Preempting,
+    /// It gives way to those. Of all such with work only one, the owner, is enabled.
+    Rotating,
+}
+
+/// One domain while a plan is made.
+struct Actor<'a> {
+    domain: &'a DomainState,
+    tenant: TenantId,
+    claim: Claim,
+    user: crate::UserId,
+    /// Has work and may be given the device.
+    wants: bool,
+    share: f64,
+    way: Way,
+    /// The quantum is its.
+    owns: bool,
+    /// Has no work, and may be back before anybody looks.
+    contends: bool,
+    exhausted: bool,
+}
+
+impl Actor<'_> {
+    fn runnable(&self) -> bool {
+        self.domain.demand.may_run()
+    }
+
+    fn class(&self) -> Class {
+        self.claim.class
+    }
+
+    /// Must not run now, whatever it is owed.
+    fn held(&self) -> bool {
+        self.domain.pinned == Some(RunState::Frozen)
+    }
+
+    /// Goes before those that are not: within its entitlement it gives way to others of its class only.
+    fn privileged(&self) -> bool {
+        self.class() == Class::Latency && !self.exhausted
+    }
+
+    /// May own the quantum.
+    fn rotates(&self) -> bool {
+        self.way == Way::Rotating && self.runnable() && !self.held()
+    }
+
+    fn idle_for(&self, now: Micros) -> Micros {
+        match self.runnable() {
+            true => Micros::ZERO,
+            false => now.saturating_sub(self.domain.demand_since),
+        }
+    }
+}
+
+/// All domains while a plan is made.
+struct Stage<'a> {
+    now: Micros,
+    costs: &'a Costs,
+    tuning: &'a Tuning,
+    cast: Vec<Actor<'a>>,
+    rotates: bool,
+    next: Option<u64>,
+}
+
+impl<'a> Stage<'a> {
+    fn new(
+        division: &dyn Division,
+        tuning: &'a Tuning,
+        snapshot: &'a Snapshot,
+        memory: &mut Memory,
+    ) -> Self {
+        let mut cast = cast(snapshot);
+        let rotates = cast.iter().any(|it| it.class() == Class::Latency)
+            || !snapshot.gangs.is_empty() && cast.len() > 1;
+        let all = divide(division, &cast, snapshot, |_| true);
+        let wanting = divide(division, &cast, snapshot, |actor| actor.wants);
+        let mut entitled = Vec::new();
+        for (index, actor) in cast.iter_mut().enumerate() {
+            actor.share = if actor.wants {
+                wanting[index]
+            } else {
+                all[index]
+            };
+            entitled.push(Entitled {
+                id: actor.domain.id,
+                tenant: actor.tenant,
+                user: actor.user,
+                share: actor.share,
+                least: all[index],
+                wants: actor.wants,
+                able: actor.wants && !actor.held(),
+            });
+        }
+        memory.settle(snapshot.now, &entitled, tuning.quantum(&snapshot.costs));
+        Self {
+            now: snapshot.now,
+            costs: &snapshot.costs,
+            tuning,
+            cast,
+            rotates,
+            next: None,
+        }
+    }
+
+    /// Asks for a plan in about `delay` µs.
+    fn ask_in(&mut self, delay: f64) {
+        let at = delay.max(MIN_STEP_US).ceil() as u64;
+        self.ask_at(self.now + Micros(at));
+    }
+
+    fn ask_at(&mut self, at: Micros) {
+        self.next = Some(self.next.map_or(at.0, |next| next.min(at.0)));
+    }
+
+    /// Whether several latency domains are there, which must not wait long for each other.
+    fn several(&self) -> bool {
+        let latency = self.cast.iter().filter(|it| it.class() == Class::Latency);
+        latency.count() > 1
+    }
+
+    /// Finds the latency domains that take the device at once: those that have not run ahead of their share by their burst, nor
+    /// kept others of their class waiting for long.
+    fn bursts(&mut self, memory: &mut Memory) {
+        let (several, slack) = (self.several(), Tuning::slack(self.costs));
+        let contested = self.cast.iter().filter(|it| it.wants && !it.held()).count() > 1;
+        for index in 0..self.cast.len() {
+            let actor = &self.cast[index];
+            let Some(track) = memory.domains.get_mut(&actor.domain.id) else {
+                continue;
+            };
+            let burst = self.tuning.burst(self.costs, actor.share);
+            let slack = slack.min(burst / 4.0);
+            if !contested || track.lag >= -slack {
+                track.exhausted = false;
+            } else if track.lag <= slack - burst {
+                track.exhausted = true;
+            }
+            let (lag, share, exhausted) = (track.lag, actor.share, track.exhausted);
+            let latency = actor.class() == Class::Latency;
+            let (runnable, demand) = (actor.runnable(), actor.domain.demand);
+            let hogs = actor.domain.demand_since + self.tuning.hog;
+            let hog = several && (demand == Demand::Unknown || hogs <= self.now);
+            let yields = runnable && (exhausted || hog);
+            self.cast[index].exhausted = exhausted;
+            self.cast[index].way = match latency && !yields {
+                true => Way::Preempting,
+                false => Way::Rotating,
+            };
+            if several && latency && runnable && !hog {
+                self.ask_at(hogs);
+            }
+            if !latency || !runnable || !contested {
+                continue;
+            }
+            match exhausted {
+                true => self.ask_in(-lag / share.max(1e-9)),
+                false => self.ask_in((lag + burst) / (1.0 - share).max(1e-9)),
+            }
+        }
+    }
+
+    /// Whose quantum it is: of those that are owed something, the one whose request ends first in virtual time (EEVDF), until it has
+    /// used it.
+    fn choose_owner(&mut self, memory: &mut Memory) {
+        let slack = Tuning::slack(self.costs);
+        let others = self.cast.iter();
+        let others = others.filter(|actor| actor.wants && actor.way == Way::Rotating);
+        let (count, sum) = others.fold((0.0, 0.0), |(count, sum), actor| {
+            (count + 1.0, sum + actor.share)
+        });
+        let lag = |memory: &Memory, index: usize| memory.lag(self.cast[index].domain.id);
+        let entitled = |memory: &Memory, index: usize| lag(memory, index) >= -slack;
+        let request = |index: usize| {
+            let relative = self.cast[index].share * count / f64::max(sum, 1e-9);
+            self.tuning.request(self.costs, relative)
+        };
+        let rotating: Vec<usize> = (0..self.cast.len())
+            .filter(|index| self.cast[*index].rotates())
+            .collect();
+        let forced = rotating.iter().copied().find(|index| {
+            let pinned = self.cast[*index].domain.pinned;
+            pinned == Some(RunState::Enabled)
+        });
+        let before = memory.owner.and_then(|owner| {
+            let mut all = 0..self.cast.len();
+            Some((
+                owner,
+                all.find(|at| self.cast[*at].domain.id == owner.id && !self.cast[*at].held())?,
+            ))
+        });
+        let linger = Micros(Tuning::handover(self.costs) as u64);
+        // Whether what one borrowed is another's.
+        let claims = |memory: &Memory, other: usize, owner: usize| {
+            let outranked = self.cast[owner].privileged() && !self.cast[other].privileged();
+            entitled(memory, other) && !outranked
+        };
+        let keeps = |memory: &Memory, owner: Owner, index: usize| {
+            let actor = &self.cast[index];
+            let mut others = rotating.iter().copied().filter(|other| *other != index);
+            let used = memory.domains[&owner.id].used;
+            let outranked = |other: usize| self.cast[other].privileged() && !actor.privileged();
+            if actor.way != Way::Rotating && actor.runnable() || others.clone().any(outranked) {
+                return false;
+            }
+            match rotating.is_empty() || rotating == [index] {
+                // It stays the one that need not be kept from the others.
+                true => actor.idle_for(self.now) < PAUSE,
+                false => {
+                    actor.idle_for(self.now) < linger
+                        && used + slack < request(index)
+                        && !(owner.borrowed && others.any(|other| claims(memory, other, index)))
+                }
+            }
+        };
+        let chosen = match (forced, before) {
+            (Some(forced), _) => Some(forced),
+            (None, Some((owner, index))) if keeps(memory, owner, index) => Some(index),
+            _ => {
+                let key = |index: &usize| {
+                    let actor = &self.cast[*index];
+                    let track = memory.domains[&actor.domain.id];
+                    let left = request(*index) - track.used;
+                    let due = match entitled(memory, *index) {
+                        true if left > slack => left,
+                        true => request(*index),
+                        false => 0.0,
+                    };
+                    let late = (due - track.lag) / actor.share.max(1e-9);
+                    (
+                        (!actor.privileged(), !entitled(memory, *index)),
+                        late,
+                        track.since,
+                        actor.domain.id,
+                    )
+                };
+                rotating.iter().copied().min_by(|a, b| {
+                    let (a, b) = (key(a), key(b));
+                    (a.0.cmp(&b.0))
+                        .then(a.1.total_cmp(&b.1))
+                        .then((a.2, a.3).cmp(&(b.2, b.3)))
+                })
+            }
+        };
+        let Some(index) = chosen else {
+            memory.owner = None;
+            return;
+        };
+        let (id, borrowed) = (self.cast[index].domain.id, !entitled(memory, index));
+        let request = request(index);
+        let goes_on = before.is_some_and(|(owner, held)| {
+            held == index && (forced.is_some() || keeps(memory, owner, held))
+        });
+        if !goes_on {
+            memory.owner = Some(Owner { id, borrowed });
+        }
+        if let Some(track) = memory.domains.get_mut(&id)
+            && (!goes_on || forced.is_some())
+        {
+            track.since = self.now;
+            if track.used + slack >= request {
+                track.used = 0.0;
+            }
+        }
+        self.cast[index].owns = true;
+        let others: Vec<usize> = rotating.into_iter().filter(|it| *it != index).collect();
+        if others.is_empty() {
+            return;
+        }
+        if !self.cast[index].runnable() {
+            let end = self.cast[index].domain.demand_since + linger;
+            return self.ask_at(end);
+        }
+        self.ask_in(request - memory.domains[&id].used);
+        if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
+            let entitled_in = |at: &usize| {
+                let actor = &self.cast[*at];
+                -memory.lag(actor.domain.id) / actor.share.max(1e-9)
+            };
+            let ranks =
+                |at: &&usize| self.cast[**at].privileged() || !self.cast[index].privileged();
+            let soonest = others
+                .iter()
+                .filter(ranks)
+                .map(entitled_in)
+                .fold(f64::INFINITY, f64::min);
+            self.ask_in(soonest.min(1e9));
+        }
+    }
+
+    /// Finds the domains that pause beside an owner: they may be back in the middle of its quantum, and if they were enabled, the two
+    /// would meet at their short timeslices until that is seen.
+    fn separate(&mut self, memory: &Memory, gangs: &BTreeSet<TenantId>) {
+        if memory.owner.is_none() {
+            return;
+        }
+        for index in 0..self.cast.len() {
+            let actor = &self.cast[index];
+            let until = actor.domain.demand_since + PAUSE;
+            let rotating = actor.way == Way::Rotating && !actor.owns;
+            let apart = rotating && !actor.runnable() && !gangs.contains(&actor.tenant);
+            if apart && self.now < until {
+                self.cast[index].contends = true;
+                self.ask_at(until);
+            }
+        }
+    }
+
+    /// The timeslice of the owner: what every latency tenant's objective leaves time for. Programs that launch
+    /// kernel by kernel have gaps, and the longer the timeslice, the fewer of them are lost to switching.
+    fn patience(&self) -> Timeslice {
+        let latency = self.cast.iter().filter(|it| it.class() == Class::Latency);
+        // Who has no objective wants the device at once.
+        let least = latency.map(|actor| actor.claim.objective.map_or(0, |it| it.0 / PATIENCE));
+        let least = least.min().unwrap_or(0);
+        Timeslice(least.clamp(Timeslice::MIN.0, MAX_PATIENCE))
+    }
+
+    /// The timeslices where domains rotate.
+    fn rotating_slices(&self) -> Vec<Timeslice> {
+        let (patience, several) = (self.patience(), self.several());
+        let slice = |actor: &Actor| match (actor.class(), actor.way) {
+            (Class::Latency, Way::Rotating) if several && actor.owns => patience,
+            (Class::Latency, _) => Timeslice::MAX,
+            _ => patience,
+        };
+        self.cast.iter().map(slice).collect()
+    }
+
+    /// The timeslices that alone bring shares about.
+    fn slices(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<Timeslice> {
+        if self.cast.len() == 1 {
+            // Nobody to share with: leave it as the driver made it.
+            return vec![Timeslice::DEFAULT];
+        }
+        let (now, keep) = (self.now, self.tuning.recent);
+        let recent = |actor: &Actor| actor.idle_for(now) < keep;
+        let lately = divide(division, &self.cast, snapshot, recent);
+        let all = divide(division, &self.cast, snapshot, |_| true);
+        let shares: Vec<f64> = lately.iter().copied().filter(|it| *it > 0.0).collect();
+        let only_batch = self.cast.iter().all(|it| it.class() == Class::Batch);
+        let round = self.tuning.round(self.costs, &shares, only_batch);
+        let pauses = self.cast.iter().filter(|it| recent(it) && !it.runnable());
+        let end = pauses.map(|it| it.domain.demand_since + keep).min();
+        if let Some(end) = end {
+            self.ask_at(end);
+        }
+        let both = lately.into_iter().zip(all);
+        both.map(|(lately, all)| if lately > 0.0 { lately } else { all })
+            .map(|share| (share * round).max(MIN_SLICE_US) + RESTORE_US)
+            .map(|slice| Timeslice((slice as u64).min(Timeslice::MAX.0)))
+            .collect()
+    }
+
+    /// Whether a domain may run, and why.
+    fn run_state(&self, actor: &Actor) -> (RunState, &'static str) {
+        use RunState::{Enabled, Frozen};
+        if !actor.runnable() {
+            return match actor.contends {
+                true => (Frozen, "pauses while others want the turn"),
+                false => (Enabled, "has no work"),
+            };
+        }
+        match (actor.domain.pinned, actor.way) {
+            (Some(Frozen), _) => (Frozen, "waits for its gang"),
+            (Some(Enabled), Way::Slices | Way::Preempting) => (Enabled, "runs with its gang"),
+            (_, Way::Slices) => (Enabled, "shares by slices"),
+            (_, Way::Preempting) => (Enabled, "takes the device at once"),
+            (_, Way::Rotating) if actor.owns => (Enabled, "has its turn"),
+            _ if actor.exhausted && actor.class() == Class::Latency => {
+                (Frozen, "over its budget while others wait")
+            }
+            _ => (Frozen, "waits for its turn"),
+        }
+    }
+}
+
+/// A snapshot's domains.
+fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
+    let specs: BTreeMap<TenantId, Claim> = (snapshot.tenants.iter())
+        .map(|tenant| (tenant.id, Claim::from(&tenant.spec)))
+        .collect();
+    let nobody = Claim::from(&TenantSpec::default());
+    let actor = |domain: &'a DomainState| {
+        let DomainState { tenant, pinned, .. } = domain;
+        // Who is held for its gang goes on being owed; who has no memory here can't be given anything.
+        let parked = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
+        Actor {
+            domain,
+            tenant: *tenant,
+            claim: specs.get(tenant).copied().unwrap_or(nobody),
+            user: snapshot.user_of(*tenant),
+            wants: domain.demand.may_run() && !parked,
+            share: 0.0,
+            way: Way::Slices,
+            owns: false,
+            contends: false,
+            exhausted: false,
+        }
+    };
+    snapshot.domains.iter().map(actor).collect()
+}
+
+/// The share of each domain if just those that `counts` names want the device. A tenant's share is split evenly
+/// among its domains.
+fn divide(
+    division: &dyn Division,
+    cast: &[Actor],
+    snapshot: &Snapshot,
+    counts: impl Fn(&Actor) -> bool,
+) -> Vec<f64> {
+    let mut tenants: BTreeMap<TenantId, (usize, usize)> = BTreeMap::new();
+    let mut claimants = Vec::new();
+    for actor in cast.iter().filter(|actor| counts(actor)) {
+        let entry = tenants.entry(actor.tenant).or_insert_with(|| {
+            claimants.push(divide::Claimant {
+                user: actor.user,
+                claim: actor.claim,
+            });
+            (claimants.len() - 1, 0)
+        });
+        entry.1 += 1;
+    }
+    let shares = divide::shares(division, &claimants, &snapshot.users);
+    let share = |actor: &Actor| match tenants.get(&actor.tenant) {
+        Some((claim, domains)) if counts(actor) => shares[*claim] / *domains as f64,
+        _ => 0.0,
+    };
+    cast.iter().map(share).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::policy::{MaxMin, Priority};
+    use crate::testing::{domain, snapshot};
+    use crate::{DomainId, Lever, UserId};
+
+    fn plan(snapshot: &Snapshot, memory: &mut Memory) -> Plan {
+        Shared::new(Priority).plan(snapshot, memory)
+    }
+
+    fn shape(plan: &Plan) -> Vec<(u64, RunState)> {
+        let shape = |domain: &DomainPlan| (domain.timeslice.0, domain.run);
+        plan.domains.iter().map(shape).collect()
+    }
+
+    use RunState::{Enabled, Frozen};
+
+    #[test]
+    fn a_tenant_alone_is_left_alone() {
+        let alone = snapshot(&[Class::Batch], vec![domain(1, 0)]);
+        let got = plan(&alone, &mut Memory::default());
+        assert_eq!(got.levers(&alone), []);
+        assert_eq!(got.next, None);
+    }
+
+    #[test]
+    fn latency_goes_before_one_batch_domain() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
+        let got = plan(&snapshot(&classes, domains), &mut Memory::default());
+        assert_eq!(
+            shape(&got),
+            [(1_000_000, Enabled), (1, Enabled), (1, Frozen)]
+        );
+    }
+
+    #[test]
+    fn an_objective_leaves_the_back_row_a_slice() {
+        let classes = [Class::Latency, Class::Latency, Class::Batch];
+        let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
+        let mut now = snapshot(&classes, domains);
+        let slice = |now: &Snapshot| shape(&plan(now, &mut Memory::default()))[2].0;
+        now.tenants[0].spec.latency_objective_us = Some(8_000);
+        assert_eq!(slice(&now), 1, "the other one has no time");
+        now.tenants[1].spec.latency_objective_us = Some(20_000);
+        assert_eq!(slice(&now), 800);
+        now.tenants[0].spec.latency_objective_us = Some(3_000_000);
+        assert_eq!(slice(&now), 2_000);
+        now.tenants[1].spec.latency_objective_us = Some(1_000_000);
+        assert_eq!(slice(&now), 2_000, "never longer than the driver's own");
+    }
+
+    #[test]
+    fn standard_tenants_share_by_slices_that_cost_five_percent() {
+        let mut two = snapshot(&[Class::Standard; 2], vec![domain(1, 0), domain(2, 1)]);
+        two.tenants[0].spec.guaranteed = 0.7;
+        two.tenants[1].spec.guaranteed = 0.3;
+        let got = plan(&two, &mut Memory::default());
+        let slices: Vec<f64> = got.domains.iter().map(|d| d.timeslice.0 as f64).collect();
+        let share = slices[0] / (slices[0] + slices[1]);
+        assert!((share - 0.7).abs() < 0.003, "{share}");
+        let cost = 2.0 * two.costs.switch.0 as f64 / (slices[0] + slices[1]);
+        assert!((cost - 0.05).abs() < 0.001, "{cost}");
+        assert_eq!(got.next, None, "slices alone do it");
+    }
+
+    #[test]
+    fn batch_tenants_alone_are_neither_frozen_nor_switched_often() {
+        let four = snapshot(
+            &[Class::Batch; 4],
+            (0..4).map(|id| domain(id, id)).collect(),
+        );
+        let got = plan(&four, &mut Memory::default());
+        assert!(shape(&got).iter().all(|shape| *shape == (18_829, Enabled)));
+    }
+
+    #[test]
+    fn a_standard_domain_takes_a_turn_that_batch_only_borrowed() {
+        let classes = [Class::Latency, Class::Standard, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        now.domains[0].demand = Demand::Idle;
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        assert_eq!(shape(&plan(&now, &mut memory))[2], (1, Enabled));
+        now.now = Micros::from_secs(1);
+        now.domains[2].received = Micros::from_secs(1);
+        now.domains[1].demand = Demand::Busy;
+        now.domains[1].demand_since = now.now;
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
+        // The borrower comes back for its floor, but not before the other had a full turn.
+        assert!(got.next.expect("a turn ends") >= now.now + Micros::from_millis(40));
+    }
+
+    #[test]
+    fn a_short_pause_does_not_cost_the_turn_and_a_long_one_does() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.now = Micros(5_000);
+        now.domains[1].demand = Demand::Idle;
+        now.domains[1].demand_since = Micros(4_500);
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
+        assert_eq!(got.next, Some(Micros(4_500 + 1_008)));
+        now.now = Micros(5_600);
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[1..], [(1, Frozen), (1, Enabled)]);
+        let last = Lever::Freeze(DomainId(2));
+        assert_eq!(got.levers(&now).last(), Some(&last), "nobody waits for it");
+    }
+
+    #[test]
+    fn contender_in_a_pause_is_kept_from_the_owner() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, (1..=4).map(|id| domain(id, id - 1)).collect());
+        now.domains[3].demand = Demand::Idle;
+        now.now = Micros(200_000);
+        let mut memory = Memory::default();
+        let states =
+            |plan: &Plan| -> Vec<_> { plan.domains[1..].iter().map(|it| it.run).collect() };
+        let first = plan(&now, &mut memory);
+        assert_eq!(states(&first), [Enabled, Frozen, Enabled], "long idle");
+        // The owner pauses for longer than handing over takes.
+        now.now = Micros(210_000);
+        now.domains[1].demand = Demand::Idle;
+        now.domains[1].demand_since = Micros(205_000);
+        let handed_over = plan(&now, &mut memory);
+        assert_eq!(states(&handed_over), [Frozen, Enabled, Enabled]);
+        assert!(handed_over.next <= Some(Micros(305_000)));
+        let with = |change: &dyn Fn(&mut Snapshot)| {
+            let (mut later, mut memory) = (now.clone(), memory.clone());
+            later.now = Micros(220_000);
+            change(&mut later);
+            plan(&later, &mut memory)
+        };
+        let both = with(&|now| {
+            now.domains[2].demand = Demand::Idle;
+            now.domains[2].demand_since = Micros(215_000);
+        });
+        let apart = [Frozen, Enabled, Enabled];
+        assert_eq!(states(&both), apart, "both may be back at once");
+        let long = with(&|now| now.now = Micros(305_000));
+        assert_eq!(states(&long), [Enabled; 3]);
+        let back = with(&|now| now.domains[1].demand = Demand::Busy);
+        assert_eq!(back.domains[1].reason, "waits for its turn");
+    }
+
+    #[test]
+    fn short_pause_keeps_what_is_owed_and_a_long_one_forfeits_it() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        now.domains[0].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.now = Micros(40_000);
+        now.domains[1].received = now.now;
+        now.domains[2].demand = Demand::Idle;
+        now.domains[2].demand_since = now.now;
+        plan(&now, &mut memory);
+        let back_after = |pause: u64| {
+            let (mut now, mut memory) = (now.clone(), memory.clone());
+            now.now = Micros(40_000 + pause);
+            now.domains[1].received = now.now;
+            now.domains[2].demand = Demand::Busy;
+            now.domains[2].demand_since = now.now;
+            plan(&now, &mut memory);
+            memory.lag(DomainId(3))
+        };
+        assert!((back_after(5_000) - 20_000.0).abs() < 1.0);
+        assert!(back_after(5_001).abs() < 1.0);
+    }
+
+    #[test]
+    fn users_tenants_share_what_the_user_is_entitled_to() {
+        let classes = [Class::Latency, Class::Latency, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, (1..=4).map(|id| domain(id, id - 1)).collect());
+        now.tenants[3].user = UserId(7);
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        assert!((memory.share(DomainId(4)) - 0.5).abs() < 1e-9);
+        // One takes all, pauses, and another of the same user comes: the user is still ahead.
+        now.now = Micros(30_000);
+        now.domains[0].received = now.now;
+        now.domains[0].demand = Demand::Idle;
+        now.domains[0].demand_since = now.now;
+        now.domains[1].demand = Demand::Busy;
+        now.domains[1].demand_since = now.now;
+        let next = plan(&now, &mut memory);
+        assert!(memory.lag(DomainId(4)) > 14_900.0);
+        assert!(memory.lag(DomainId(2)) < -13_000.0, "{memory:?}");
+        now.now = Micros(60_000);
+        now.domains[1].received = Micros(30_000);
+        let after = plan(&now, &mut memory);
+        let runs = |plan: &Plan| [plan.domains[1].run, plan.domains[3].run];
+        assert_eq!((runs(&next)[0], runs(&after)), (Enabled, [Frozen, Enabled]));
+    }
+
+    #[test]
+    fn a_latency_domain_over_its_budget_pauses_until_it_is_level() {
+        let classes = [Class::Latency, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        now.tenants[1].spec.guaranteed = 0.4;
+        let mut memory = Memory::default();
+        let first = plan(&now, &mut memory);
+        assert_eq!(shape(&first)[0], (1_000_000, Enabled));
+        let pause = first.next.expect("the budget ends");
+        assert!((55_000..65_000).contains(&pause.0), "{pause}");
+        now.now = pause;
+        now.domains[0].received = pause;
+        let second = plan(&now, &mut memory);
+        assert_eq!(shape(&second), [(1_000_000, Frozen), (1, Enabled)]);
+        let level = second.next.expect("the pause ends");
+        now.domains[1].received = level.saturating_sub(pause);
+        now.now = level;
+        assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
+        // An idle rival has no claim.
+        now.domains[0].received += Micros::from_secs(1);
+        now.domains[1].demand = Demand::Idle;
+        now.now = level + Micros::from_secs(1);
+        assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
+    }
+
+    #[test]
+    fn nobody_pauses_for_one_that_must_not_run() {
+        let classes = [Class::Latency, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        now.tenants[1].spec.guaranteed = 0.4;
+        now.domains[1].pinned = Some(Frozen);
+        for gangs in [vec![], vec![now.domains[1].tenant]] {
+            now.gangs = gangs.into_iter().collect();
+            let mut memory = Memory::default();
+            plan(&now, &mut memory);
+            let mut later = now.clone();
+            later.now = Micros::from_secs(1);
+            later.domains[0].received = later.now;
+            assert_eq!(shape(&plan(&later, &mut memory))[0], (1_000_000, Enabled));
+        }
+    }
+
+    #[test]
+    fn what_a_limited_domain_took_too_much_is_not_forgotten_when_another_comes() {
+        let classes = [Class::Latency, Class::Latency, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        now.tenants[0].spec.limit = 0.3;
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.now = Micros::from_millis(100);
+        now.domains[0].received = now.now;
+        assert_eq!(shape(&plan(&now, &mut memory))[0].1, Frozen);
+        let debt = memory.lag(DomainId(1));
+        now.domains[1].demand = Demand::Busy;
+        plan(&now, &mut memory);
+        let later = memory.lag(DomainId(1));
+        assert!(
+            later < -30_000.0 && (later - debt).abs() < 100.0,
+            "{debt}, {later}"
+        );
+    }
+
+    #[test]
+    fn busy_latency_domain_gives_way_to_another() {
+        let classes = [Class::Latency, Class::Latency];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        now.domains[1].demand = Demand::Idle;
+        let mut memory = Memory::default();
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got)[0].0, 1_000_000);
+        assert_eq!(got.next, Some(Micros::from_millis(10)));
+        now.now = Micros::from_millis(10);
+        let got = plan(&now, &mut memory);
+        assert_eq!(shape(&got), [(1, Enabled), (1_000_000, Enabled)]);
+    }
+
+    #[test]
+    fn max_min_lets_batch_share_by_slices() {
+        let classes = [Class::Standard, Class::Batch];
+        let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        let got = Shared::new(MaxMin).plan(&now, &mut Memory::default());
+        assert_eq!(got.domains[0].timeslice, got.domains[1].timeslice);
+        assert!(got.domains.iter().all(|domain| domain.run == Enabled));
+    }
+
+    #[test]
+    fn what_is_gone_is_forgotten() {
+        let classes = [Class::Latency, Class::Batch, Class::Batch];
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
+        let mut memory = Memory::default();
+        plan(&now, &mut memory);
+        now.domains.clear();
+        now.tenants.clear();
+        assert_eq!(plan(&now, &mut memory), Plan::default());
+        assert_eq!((memory.owner, memory.domains.len()), (None, 0));
+    }
+}
