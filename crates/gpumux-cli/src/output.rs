@@ -4,16 +4,38 @@ use std::io::{self, IsTerminal, Write};
 
 use serde::Serialize;
 
-/// Writes to stdout. A reader that has gone (`| head`) ends the writing without an error.
+/// Writes to stdout. A reader that has gone (`| head`) ends the writing without an error. Names come from programs of all users:
+/// what would command a terminal is shown instead.
 ///
 /// # Errors
 /// When stdout cannot be written otherwise.
 pub(crate) fn print(text: &str) -> anyhow::Result<()> {
     let mut out = io::stdout().lock();
-    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+    match out
+        .write_all(harmless(text).as_bytes())
+        .and_then(|()| out.flush())
+    {
         Err(error) if error.kind() != io::ErrorKind::BrokenPipe => Err(error.into()),
         _ => Ok(()),
     }
+}
+
+/// The text with its control characters, but for ends of lines and tabs, in visible form.
+fn harmless(text: &str) -> String {
+    let commands = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match commands(c) {
+            true => shown.extend(c.escape_default()),
+            false => shown.push(c),
+        }
+    }
+    shown
+}
+
+/// A cell of a table: in one line.
+fn cell(text: &str) -> String {
+    harmless(text).replace('\n', "\\n").replace('\t', "\\t")
 }
 
 /// Prints a value as one JSON document.
@@ -26,6 +48,8 @@ pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
 
 /// Lines in columns, two spaces apart. The first row is the head.
 pub(crate) fn table(rows: &[Vec<String>]) -> String {
+    let shown = |row: &Vec<String>| row.iter().map(|it| cell(it)).collect();
+    let rows: Vec<Vec<String>> = rows.iter().map(shown).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let widths: Vec<usize> = (0..columns)
         .map(|c| {
@@ -37,7 +61,7 @@ pub(crate) fn table(rows: &[Vec<String>]) -> String {
         .map(Option::unwrap_or_default)
         .collect();
     let mut text = String::new();
-    for row in rows {
+    for row in &rows {
         let cells: Vec<String> = row
             .iter()
             .zip(&widths)
@@ -79,6 +103,19 @@ pub(crate) fn bytes(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_do_not_command_the_terminal() {
+        let rows = [
+            vec!["NAME".into(), "X".into()],
+            vec!["a\x1b[31m\nb\u{9b}1m".into(), "y".into()],
+        ];
+        let text = table(&rows);
+        assert_eq!(text.lines().count(), 2, "{text}");
+        assert!(text.ends_with("a\\u{1b}[31m\\nb\\u{9b}1m  y\n"), "{text}");
+        assert_eq!(harmless("a\tb\n"), "a\tb\n");
+        assert_eq!(harmless("\r\x07"), "\\r\\u{7}");
+    }
 
     #[test]
     fn every_cause_is_said_once() {

@@ -70,6 +70,8 @@ const STARTING: Duration = Duration::from_secs(60);
 /// Bytes of an answer that are read at most, and servers that are asked.
 const MAX_ANSWER: u64 = 64 * 1024;
 const MAX_SERVERS: usize = 16;
+/// Each has an MPS control daemon and servers.
+const MAX_GROUPS_PER_USER: usize = 16;
 /// Starts that may fail, and the time between them.
 const ATTEMPTS: u32 = 5;
 const AGAIN: Duration = Duration::from_secs(1);
@@ -178,6 +180,8 @@ impl std::fmt::Debug for Seat {
 pub(crate) enum GroupError {
     #[error("{0}")]
     Unavailable(String),
+    #[error("the user has {0} groups already: each has MPS servers of its own")]
+    TooMany(usize),
     #[error("cannot make {0}: {1}")]
     Folder(PathBuf, io::Error),
     #[error("cannot start {0}: {1}")]
@@ -365,6 +369,10 @@ impl Groups {
         let mut table = self.table();
         if let Some(group) = table.get(key) {
             return Ok(Arc::clone(group));
+        }
+        let own = table.keys().filter(|it| it.uid == key.uid).count();
+        if key.uid != 0 && own >= MAX_GROUPS_PER_USER {
+            return Err(GroupError::TooMany(own));
         }
         let cannot = |path: &Path| {
             let path = path.to_owned();

@@ -89,7 +89,9 @@ pub fn api_socket(dir: &Path) -> PathBuf {
 #[derive(Debug, thiserror::Error)]
 pub enum DirError {
     /// Another daemon lives there.
-    #[error("a daemon (pid {pid}) already serves {dir}: stop it, or use another --runtime-dir")]
+    #[error(
+        "a daemon (pid {pid}) already serves {dir}: stop it, or use another --runtime-dir; one that does not answer is ended by `kill -9 {pid}`, after which the next takes over even if it hangs"
+    )]
     AlreadyRunning {
         /// The directory.
         dir: PathBuf,
@@ -99,9 +101,6 @@ pub enum DirError {
     /// It is not ours.
     #[error("{0} belongs to another user: remove it, or use another --runtime-dir")]
     Foreign(PathBuf),
-    /// The directory for what survives the daemon cannot be made.
-    #[error("cannot use {0}: {1}; choose another with `state_dir` in the configuration")]
-    State(PathBuf, io::Error),
     /// It cannot be made or written.
     #[error("cannot use {0}: {1}; choose a directory of your own with --runtime-dir")]
     Io(PathBuf, io::Error),
@@ -139,20 +138,27 @@ impl RuntimeDir {
     pub(crate) fn take(path: PathBuf) -> Result<Self, DirError> {
         let io = |error| DirError::Io(path.clone(), error);
         make(&path)?;
-        let mut lock = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o644)
-            .open(path.join("lock"))
-            .map_err(io)?;
-        if !locked(&lock) {
-            let pid = std::fs::read_to_string(path.join("lock")).unwrap_or_default();
-            return Err(DirError::AlreadyRunning {
-                dir: path,
-                pid: pid.trim().to_owned(),
-            });
+        // One at a time comes here, or two could find the same dead daemon.
+        let turn = lock_file(&path.join("lock.turn"), 0o600).map_err(io)?;
+        let alone = locked(&turn);
+        let name = path.join("lock");
+        let mut lock = lock_file(&name, 0o644).map_err(io)?;
+        if !alone || !locked(&lock) {
+            let pid = std::fs::read_to_string(&name).unwrap_or_default();
+            let pid = pid.trim().to_owned();
+            if !alone || !has_been_killed(&pid, &lock) {
+                return Err(DirError::AlreadyRunning { dir: path, pid });
+            }
+            tracing::warn!(
+                pid,
+                "the last daemon was killed and hangs in the kernel: taking over from it"
+            );
+            // It keeps its lock for as long as it hangs, on a file that has no name any more.
+            let new = path.join("lock.new");
+            lock = lock_file(&new, 0o644).map_err(io)?;
+            flock(&lock, FlockOperation::NonBlockingLockExclusive)
+                .map_err(|error| io(error.into()))?;
+            std::fs::rename(&new, &name).map_err(io)?;
         }
         lock.set_len(0).map_err(io)?;
         writeln!(lock, "{}", std::process::id()).map_err(io)?;
@@ -184,6 +190,62 @@ pub fn taken(dir: &Path) -> bool {
     // A shared lock, so that those who ask don't take each other for a daemon.
     open(dir.join("lock"), flags, Mode::empty())
         .is_ok_and(|lock| flock(lock, FlockOperation::NonBlockingLockShared).is_err())
+}
+
+/// Opens a file to lock, and makes it if need be.
+fn lock_file(path: &Path, mode: u32) -> io::Result<File> {
+    OpenOptions::new()
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(mode)
+        .open(path)
+}
+
+/// Whether the process that holds this lock has been killed, so that nothing of it can run any more, although it has
+/// not ended: a call into the kernel that does not return, such as the closing of a file of a file system in user space,
+/// keeps it, and with it its lock and its sockets.
+fn has_been_killed(pid: &str, lock: &File) -> bool {
+    let holds = || {
+        let inode = lock.metadata().ok()?.ino();
+        let locks = std::fs::read_to_string("/proc/locks").ok()?;
+        // The pid may be that of a process in another pid namespace.
+        Some(holds_lock(&locks, pid, inode))
+    };
+    let tasks = || {
+        let all = std::fs::read_dir(format!("/proc/{pid}/task")).ok()?;
+        let status = |task: io::Result<std::fs::DirEntry>| {
+            std::fs::read_to_string(task.ok()?.path().join("status")).ok()
+        };
+        all.map(status).collect::<Option<Vec<String>>>()
+    };
+    holds() == Some(true)
+        && tasks().is_some_and(|tasks| !tasks.is_empty() && tasks.iter().all(|it| is_killed(it)))
+}
+
+/// Whether `/proc/locks` (proc_locks(5)) shows that this process holds a lock on a file with this inode.
+fn holds_lock(locks: &str, pid: &str, inode: u64) -> bool {
+    let inode = inode.to_string();
+    locks.lines().any(|line| {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        matches!(words[..], [_, "FLOCK", _, "WRITE", by, file, ..]
+            if by == pid && file.rsplit(':').next() == Some(&inode))
+    })
+}
+
+/// Whether a thread with this `/proc/PID/task/TID/status` (proc_pid_status(5)) has ended, or will not run before it does.
+fn is_killed(status: &str) -> bool {
+    let field = |name| {
+        let mut lines = status.lines();
+        lines.find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+    };
+    let pending = |name| {
+        let mask = field(name).and_then(|it| u64::from_str_radix(it.trim(), 16).ok());
+        mask.is_some_and(|mask| mask & 1 << (libc::SIGKILL - 1) != 0)
+    };
+    let ended = field("State").is_some_and(|it| it.trim_start().starts_with(['Z', 'X']));
+    ended || pending("SigPnd") || pending("ShdPnd")
 }
 
 /// Whether the lock could be had. One that is about to end may hold it for a moment yet.
@@ -235,6 +297,36 @@ mod tests {
         assert!(
             !session_socket(&path).exists(),
             "a dead daemon's socket is removed"
+        );
+    }
+
+    #[test]
+    fn killed_daemon_is_told_from_one_that_stands_still() {
+        let status = |state: &str, pending: &str| {
+            format!(
+                "Name:\tgpumux\nState:\t{state}\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n"
+            )
+        };
+        let none = "0000000000000000";
+        assert!(is_killed(&status("Z (zombie)", none)));
+        assert!(is_killed(&status("D (disk sleep)", "0000000000000100")));
+        assert!(!is_killed(&status("D (disk sleep)", none)));
+        assert!(!is_killed(&status("T (stopped)", "0000000000004000")));
+        assert!(!is_killed(""));
+        let locks = "1: FLOCK  ADVISORY  WRITE 4207 00:1a:77 0 EOF\n2: POSIX  ADVISORY  WRITE 5 00:1a:78 0 EOF\n";
+        assert!(holds_lock(locks, "4207", 77));
+        assert!(!holds_lock(locks, "4207", 7) && !holds_lock(locks, "420", 77));
+        assert!(!holds_lock(locks, "5", 78), "another kind of lock");
+        // This process holds one, and lives.
+        let parent = tempfile::tempdir().unwrap();
+        let dir = RuntimeDir::take(parent.path().join("a")).unwrap();
+        let lock = File::open(dir.path().join("lock")).unwrap();
+        assert!(!has_been_killed(&std::process::id().to_string(), &lock));
+        let locks = std::fs::read_to_string("/proc/locks").unwrap();
+        let own = std::process::id().to_string();
+        assert!(
+            holds_lock(&locks, &own, lock.metadata().unwrap().ino()),
+            "{locks}"
         );
     }
 

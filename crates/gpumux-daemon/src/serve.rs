@@ -138,7 +138,7 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         paths::session_socket(dir.path()),
         paths::api_socket(dir.path()),
     );
-    let state = state_dir(&config, dir.path())?;
+    let state = state_dir(&config, dir.path());
     let files = Files {
         tenants: dir.path().join("tenants.json"),
         settings: state.join("settings.json"),
@@ -215,13 +215,20 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
 }
 
 /// Where what survives the machine's end is kept.
-fn state_dir(config: &Config, runtime_dir: &Path) -> Result<PathBuf, DirError> {
+fn state_dir(config: &Config, runtime_dir: &Path) -> PathBuf {
     let Some(dir) = &config.state_dir else {
-        return Ok(runtime_dir.to_owned());
+        return runtime_dir.to_owned();
     };
-    let made = DirBuilder::new().recursive(true).mode(0o700).create(dir);
-    made.map_err(|error| DirError::State(dir.clone(), error))?;
-    Ok(dir.clone())
+    if let Err(error) = DirBuilder::new().recursive(true).mode(0o700).create(dir) {
+        // A disk that is full or read-only must not keep tenants from their daemon.
+        tracing::warn!(
+            %error,
+            "cannot use {}: what is set is lost when the machine ends; choose another with `state_dir` in the configuration",
+            dir.display()
+        );
+        return runtime_dir.to_owned();
+    }
+    dir.clone()
 }
 
 async fn listen_tcp(address: SocketAddr) -> Result<TcpListener, Error> {

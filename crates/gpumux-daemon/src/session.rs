@@ -55,6 +55,9 @@ const MAX_KEPT: usize = 8;
 /// Packets of a process that has ended that are looked at.
 const MAX_LAST_WORDS: usize = 64;
 
+/// Part of the places that only root may take (as its reciprocal).
+const RESERVE: usize = 16;
+
 /// Files that stay free for everything but sessions.
 const SPARE_FILES: u64 = 128;
 
@@ -208,7 +211,12 @@ impl Sessions {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         let all = users.values().sum();
         let own = users.entry(uid).or_default();
-        if all >= self.max || (uid != 0 && *own >= self.max_per_user) {
+        // Some places are root's: it must be able to see, and to end, who fills the others.
+        let most = match uid {
+            0 => self.max,
+            _ => self.max - self.max / RESERVE,
+        };
+        if all >= most || (uid != 0 && *own >= self.max_per_user) {
             return Err(Refusal::TooMany(all));
         }
         *own += 1;

@@ -64,12 +64,19 @@ pub(crate) fn write(file: &Path, value: &impl Serialize, sync: Sync) -> io::Resu
     let new = file.with_extension("json.new");
     let mut options = OpenOptions::new();
     options.write(true).create(true).truncate(true).mode(0o600);
-    let mut out = options.open(&new)?;
-    out.write_all(format!("{HEAD}{}\n{body}", checksum(&body)).as_bytes())?;
-    if sync == Sync::Disk {
-        out.sync_all()?;
+    let written = || {
+        let mut out = options.open(&new)?;
+        out.write_all(format!("{HEAD}{}\n{body}", checksum(&body)).as_bytes())?;
+        if sync == Sync::Disk {
+            out.sync_all()?;
+        }
+        fs::rename(&new, file)
+    };
+    if let Err(error) = written() {
+        // On a full disk, what was begun takes room that others need.
+        let _ = fs::remove_file(&new);
+        return Err(error);
     }
-    fs::rename(new, file)?;
     match file.parent() {
         Some(dir) if sync == Sync::Disk => File::open(dir)?.sync_all(),
         _ => Ok(()),

@@ -288,7 +288,12 @@ pub(crate) enum TenantError {
     NothingSet(String),
     #[error("cannot keep it in {0}: {1}")]
     Save(PathBuf, io::Error),
+    #[error("it holds now, but a restarted daemon will not know it: {0}")]
+    NotKept(String),
 }
+
+/// A tenant that there is not.
+const NOBODY: TenantId = TenantId(u64::MAX);
 
 impl Tenants {
     /// The tenants of the last daemon that still live; none at the first start.
@@ -314,7 +319,8 @@ impl Tenants {
         for saved in saved {
             tenants.take_over(saved).await?;
         }
-        tenants.table.lock().await.save(&tenants.files)?;
+        // On a full disk, too: it may be the next start that has room.
+        tenants.table.lock().await.save_or_warn(&tenants.files);
         let (tell, told) = unbounded_channel();
         tenants.groups.tell_failures(tell.clone());
         tenants.groups.know(Arc::downgrade(&tenants));
@@ -422,8 +428,23 @@ impl Tenants {
             known: known.as_ref(),
             utility: &utility,
         };
-        // It may take a while until the group is there: meanwhile nobody else waits.
-        let decision = (self.table.lock().await).decide(&wish, self.groups.unavailable());
+        // It may take a while until the group is there: meanwhile nobody else waits. A request that cannot be met starts nothing.
+        let (decision, (set, spec)) = {
+            let table = self.table.lock().await;
+            table.check_name(new.name.as_deref())?;
+            table.check_token(&new)?;
+            table.check_room(peer.uid)?;
+            let decision = table.decide(&wish, self.groups.unavailable());
+            (decision, table.wish(peer.uid, &new))
+        };
+        if decision.way == Way::Space {
+            let admits = move |engine: &mut crate::scheduler::Engine| engine.admits(NOBODY, &spec);
+            let admitted = self.scheduler.call(admits).await?;
+            admitted.map_err(|error| match (&set, &new.name) {
+                (Some(_), Some(name)) => TenantError::Set(name.clone(), error),
+                _ => error.into(),
+            })?;
+        }
         let entered = match wish.key.as_ref().filter(|_| decision.way == Way::Space) {
             Some(key) => Some(self.groups.enter(key, peer.pid).await),
             None => None,
@@ -433,17 +454,12 @@ impl Tenants {
         let (placement, seat) = table.place(&wish, decision, entered, self.groups.unavailable());
         let named = new.name.is_some();
         let (set, spec) = table.wish(peer.uid, &new);
+        table.check_name(new.name.as_deref())?;
+        table.check_token(&new)?;
         let name = match new.name {
-            Some(name) if !is_name(&name) => return Err(TenantError::BadName(name)),
-            Some(name) if table.by_name(&name).is_some() => return Err(TenantError::Taken(name)),
             Some(name) => name,
             None => table.free_name(&new.program.unwrap_or_default()),
         };
-        if let Some(token) = &new.token
-            && !(new.kept && is_secret(token) && table.tenants.values().all(|t| t.token != *token))
-        {
-            return Err(TenantError::BadToken);
-        }
         let fd = peer
             .fd
             .as_ref()
@@ -482,11 +498,9 @@ impl Tenants {
         if !new.kept {
             self.hold(&mut table, id, peer.process, fd);
         }
-        // From here on the program may rely on it, whatever happens to this daemon.
-        if let Err(error) = table.save(&self.files) {
-            self.remove(&mut table, id).await;
-            return Err(error);
-        }
+        // From here on the program may rely on it, whatever happens to this daemon. Without room on the disk it lasts as long as
+        // this daemon: one user who fills the disk must not keep others from starting.
+        table.save_or_warn(&self.files);
         let token = table
             .tenants
             .get(&id)
@@ -704,14 +718,7 @@ impl Tenants {
         token: String,
         (made_for, devices): (Option<ProcessId>, Vec<String>),
     ) -> Result<TenantId, TenantError> {
-        let own = table
-            .tenants
-            .values()
-            .filter(|tenant| tenant.uid == uid)
-            .count();
-        if table.tenants.len() >= MAX_TENANTS || (uid != 0 && own >= MAX_TENANTS_PER_USER) {
-            return Err(TenantError::TooMany(own));
-        }
+        table.check_room(uid)?;
         let id = table.next_id();
         let (given, confined) = (spec.clone(), devices.clone());
         let set = move |engine: &mut Engine| {
@@ -933,19 +940,17 @@ impl Tenants {
         self.scheduler
             .call(move |engine| engine.set_spec(id, given))
             .await??;
-        let mut set = None;
+        let (mut set, mut kept) = (None, Ok(()));
         if let Some(tenant) = table.tenants.get_mut(&id) {
             tenant.spec = spec;
             set = (tenant.named && !tenant.kept).then_some(tenant.uid);
         }
         if let Some(uid) = set {
             table.set(uid, name, change);
-            if let Err(error) = table.save_settings(&self.files) {
-                tracing::warn!(%error, "a restarted daemon will not know what was set");
-            }
+            kept = table.save_settings(&self.files);
         }
-        table.save_or_warn(&self.files);
-        Ok(())
+        kept.and(table.save(&self.files))
+            .map_err(|error| TenantError::NotKept(error.to_string()))
     }
 
     /// Forgets what this user (root: anybody) set for a name. A tenant that has it keeps what it has.
@@ -1395,6 +1400,36 @@ impl Table {
             .map_err(|error| TenantError::Save(files.tenants.clone(), error))
     }
 
+    /// Whether a new tenant may have this name.
+    fn check_name(&self, name: Option<&str>) -> Result<(), TenantError> {
+        match name {
+            Some(name) if !is_name(name) => Err(TenantError::BadName(name.into())),
+            Some(name) if self.by_name(name).is_some() => Err(TenantError::Taken(name.into())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a new tenant may bring its token.
+    fn check_token(&self, new: &NewTenant) -> Result<(), TenantError> {
+        let Some(token) = &new.token else {
+            return Ok(());
+        };
+        let is_new = || self.tenants.values().all(|it| it.token != *token);
+        match new.kept && is_secret(token) && is_new() {
+            true => Ok(()),
+            false => Err(TenantError::BadToken),
+        }
+    }
+
+    /// Whether this user may have one tenant more.
+    fn check_room(&self, uid: u32) -> Result<(), TenantError> {
+        let own = self.tenants.values().filter(|it| it.uid == uid).count();
+        match self.tenants.len() >= MAX_TENANTS || (uid != 0 && own >= MAX_TENANTS_PER_USER) {
+            true => Err(TenantError::TooMany(own)),
+            false => Ok(()),
+        }
+    }
+
     fn save_or_warn(&self, files: &Files) {
         if let Err(error) = self.save(files) {
             tracing::warn!(%error, "a restarted daemon will not know all tenants");
@@ -1555,6 +1590,44 @@ while [ -e "$CUDA_MPS_PIPE_DIRECTORY" ]; do sleep 0.05; done
             },
             ..new(name)
         }
+    }
+
+    #[tokio::test]
+    async fn full_disk_stops_neither_the_daemon_nor_new_tenants() {
+        let dir = tempfile::tempdir().unwrap();
+        for file in ["tenants.json.new", "settings.json.new"] {
+            std::fs::create_dir(dir.path().join(file)).unwrap();
+        }
+        let tenants = tenants(&dir).await;
+        tenants.create(&peer(1), new("a")).await.unwrap();
+        let change = SpecChange {
+            class: Some(Class::Latency),
+            ..SpecChange::default()
+        };
+        let changed = tenants.change(1, "a", &change).await;
+        assert!(
+            matches!(changed, Err(TenantError::NotKept(_))),
+            "{changed:?}"
+        );
+        let all = tenants.list().await;
+        assert_eq!(all[0].spec.class, Class::Latency, "it holds nevertheless");
+    }
+
+    #[tokio::test]
+    async fn request_that_cannot_be_met_starts_no_group() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let bad_name = member("no name", "a", 0.1);
+        let bad_token = NewTenant {
+            token: Some("x".into()),
+            ..member("b", "b", 0.1)
+        };
+        let too_much = member("c", "c", 1.5);
+        for new in [bad_name, bad_token, too_much] {
+            let own = rustix::process::getuid().as_raw();
+            assert!(tenants.create(&peer(own), new).await.is_err());
+        }
+        assert!(!dir.path().join("groups").exists(), "a group was made");
     }
 
     async fn placement(tenants: &Tenants, name: &str) -> (TenantId, Placement) {

@@ -10,10 +10,13 @@ pub mod types;
 use std::{
     collections::BTreeMap,
     convert::Infallible,
+    future::Future,
     io,
     net::{IpAddr, SocketAddr},
     path::PathBuf,
+    pin::Pin,
     sync::{Arc, Mutex, PoisonError},
+    task::{Context, Poll},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -35,9 +38,9 @@ use hyper_util::{
 };
 use serde::Deserialize;
 use tokio::{
-    io::{AsyncRead, AsyncWrite},
+    io::{AsyncRead, AsyncWrite, ReadBuf},
     net::{TcpListener, UnixListener},
-    sync::watch,
+    sync::{Semaphore, watch},
 };
 use utoipa::OpenApi;
 
@@ -60,8 +63,18 @@ use types::{
 const MAX_BODY: usize = 64 * 1024;
 /// How long a connection may take to say what it wants.
 const HEADERS: Duration = Duration::from_secs(10);
-/// Most connections of one user, and of all.
-const MAX_CONNECTIONS: (usize, usize) = (256, 1024);
+/// How long a request's body may take to come.
+const BODY: Duration = Duration::from_secs(10);
+/// How long a part of an answer may wait to be read.
+const STALLED: Duration = Duration::from_secs(20);
+/// Most connections of one user, and of all; so many more are for root.
+const MAX_CONNECTIONS: (usize, usize, usize) = (256, 1024, 64);
+/// Most that watch what is live: the other places stay for those who ask once.
+const MAX_WATCHERS: usize = 128;
+static WATCHERS: Semaphore = Semaphore::const_new(MAX_WATCHERS);
+/// The answer to a connection that finds no place.
+const FULL: &str = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n\
+                    {\"error\":\"too many connections to the daemon are open: close some, or try again later\"}\n";
 /// How often what is live is sent.
 const LIVE: Duration = Duration::from_millis(500);
 /// The web page: one file that loads nothing else.
@@ -106,6 +119,8 @@ pub(crate) async fn serve(api: Arc<Api>, listener: UnixListener, mut stop: watch
             continue;
         };
         let Some(place) = Place::take(&users, uid) else {
+            // A new connection has room for that.
+            let _ = stream.try_write(FULL.as_bytes());
             continue;
         };
         let Ok(peer) = Peer::of(&stream) else {
@@ -140,7 +155,8 @@ pub(crate) async fn serve_tcp(
             continue;
         };
         // All of them count as one user.
-        let Some(place) = Place::take(&users, 0) else {
+        let Some(place) = Place::take(&users, u32::MAX) else {
+            let _ = stream.try_write(FULL.as_bytes());
             continue;
         };
         let service = TowerToHyperService::new(router.clone());
@@ -173,9 +189,74 @@ async fn converse(
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADERS)
-        .serve_connection(TokioIo::new(stream), service);
+        .serve_connection(TokioIo::new(Patient::new(stream)), service);
     if let Err(error) = connection.await {
         tracing::debug!(%error, "a request went wrong");
+    }
+}
+
+/// A stream whose reader may not stop reading for longer than [`STALLED`].
+struct Patient<S> {
+    stream: S,
+    /// While a write waits: until when.
+    until: Option<Pin<Box<tokio::time::Sleep>>>,
+}
+
+impl<S> Patient<S> {
+    fn new(stream: S) -> Self {
+        Self {
+            stream,
+            until: None,
+        }
+    }
+
+    /// What a write came to, unless it has waited for too long.
+    fn unless_stalled<T>(
+        &mut self,
+        context: &mut Context<'_>,
+        written: Poll<io::Result<T>>,
+    ) -> Poll<io::Result<T>> {
+        if written.is_ready() {
+            self.until = None;
+            return written;
+        }
+        let until = self
+            .until
+            .get_or_insert_with(|| Box::pin(tokio::time::sleep(STALLED)));
+        match until.as_mut().poll(context) {
+            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
+            Poll::Pending => Poll::Pending,
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(context, buffer)
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
+        self.unless_stalled(context, written)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let flushed = Pin::new(&mut self.stream).poll_flush(context);
+        self.unless_stalled(context, flushed)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(context)
     }
 }
 
@@ -187,7 +268,12 @@ impl Place {
         let mut table = users.lock().unwrap_or_else(PoisonError::into_inner);
         let all: usize = table.values().sum();
         let own = table.entry(uid).or_default();
-        if *own >= MAX_CONNECTIONS.0 || all >= MAX_CONNECTIONS.1 {
+        // Root must be able to see, and to end, who fills the others.
+        let (most_own, most) = match uid {
+            0 => (usize::MAX, MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2),
+            _ => (MAX_CONNECTIONS.0, MAX_CONNECTIONS.1),
+        };
+        if *own >= most_own || all >= most {
             return None;
         }
         *own += 1;
@@ -217,7 +303,25 @@ fn router(api: Arc<Api>) -> Router {
         .route("/v1/settings/{name}", delete(forget))
         .route("/v1/programs/{fingerprint}", put(teach).delete(unlearn))
         .layer(DefaultBodyLimit::max(MAX_BODY))
+        .layer(middleware::from_fn(whole_body))
         .with_state(api)
+}
+
+/// Takes a request's body before anything is done for it: one that never ends must not keep a place.
+async fn whole_body(request: Request, next: Next) -> Response {
+    let (head, body) = request.into_parts();
+    let bytes = tokio::time::timeout(BODY, axum::body::to_bytes(body, MAX_BODY)).await;
+    match bytes {
+        Ok(Ok(bytes)) => next.run(Request::from_parts(head, bytes.into())).await,
+        Ok(Err(_)) => {
+            let why = format!("the request's body is broken, or longer than {MAX_BODY} bytes");
+            Refused(StatusCode::PAYLOAD_TOO_LARGE, why).into_response()
+        }
+        Err(_) => {
+            let why = format!("the request's body has not come within {BODY:?}");
+            Refused(StatusCode::REQUEST_TIMEOUT, why).into_response()
+        }
+    }
 }
 
 /// What everybody may look at.
@@ -313,7 +417,7 @@ impl From<TenantError> for Refused {
             TenantError::Invisible => StatusCode::BAD_REQUEST,
             TenantError::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
             TenantError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
-            TenantError::Save(..) => StatusCode::INTERNAL_SERVER_ERROR,
+            TenantError::Save(..) | TenantError::NotKept(_) => StatusCode::INTERNAL_SERVER_ERROR,
         };
         Self(status, error.to_string())
     }
@@ -408,18 +512,23 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
 
 /// All that there is, sent twice a second as server-sent events.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, body = Live, content_type = "text/event-stream")))]
-async fn live(State(api): State<Arc<Api>>) -> impl IntoResponse {
+async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused> {
+    let place = WATCHERS.try_acquire().map_err(|_| {
+        let why = format!("{MAX_WATCHERS} watch already: ask /v1/status from time to time");
+        Refused(StatusCode::SERVICE_UNAVAILABLE, why)
+    })?;
     let beat = tokio::time::interval(LIVE);
-    let events = futures_util::stream::unfold((api, beat), async |(api, mut beat)| {
+    let state = (api, beat, place);
+    let events = futures_util::stream::unfold(state, async |(api, mut beat, place)| {
         beat.tick().await;
         // A daemon that stops ends the stream.
         let data = api.live().await.ok()?;
         Some((
             Ok::<_, Infallible>(Event::default().data(&*data)),
-            (api, beat),
+            (api, beat, place),
         ))
     });
-    Sse::new(events)
+    Ok(Sse::new(events))
 }
 
 /// Who has what of each device's memory.
@@ -863,6 +972,44 @@ pub(crate) use metrics::tests::lint as lint_metrics;
 
 #[cfg(test)]
 mod tests {
+    use tokio::io::AsyncWriteExt;
+
+    use super::*;
+
+    #[test]
+    fn users_who_fill_all_places_leave_some_to_root() {
+        let users = Arc::default();
+        let most = |uid| std::iter::from_fn(|| Place::take(&users, uid)).collect::<Vec<_>>();
+        let of_users: Vec<_> = (1000..1010).map(most).collect();
+        let places: Vec<usize> = of_users.iter().map(Vec::len).collect();
+        assert_eq!(places, [256, 256, 256, 256, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(most(0).len(), MAX_CONNECTIONS.2);
+        drop(of_users);
+        assert_eq!(most(0).len(), MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2);
+    }
+
+    #[tokio::test]
+    async fn reader_that_stops_reading_loses_its_connection() {
+        let (mut stream, _reader) = tokio::io::duplex(8);
+        stream.write_all(&[0; 8]).await.unwrap();
+        let mut patient = Patient {
+            stream,
+            until: Some(Box::pin(tokio::time::sleep(Duration::ZERO))),
+        };
+        let stalled = patient.write(&[0]).await.unwrap_err();
+        assert_eq!(stalled.kind(), io::ErrorKind::TimedOut);
+        let (stream, _reader) = tokio::io::duplex(8);
+        let mut patient = Patient {
+            stream,
+            until: Some(Box::pin(tokio::time::sleep(Duration::ZERO))),
+        };
+        assert_eq!(patient.write(&[0; 8]).await.unwrap(), 8);
+        assert!(
+            patient.until.is_none(),
+            "whoever reads has all the time again"
+        );
+    }
+
     #[tokio::test]
     async fn what_was_begun_goes_on_when_nobody_waits_for_it() {
         let (begin, begun) = tokio::sync::oneshot::channel();

@@ -294,8 +294,7 @@ impl Engine {
     /// # Errors
     /// When the promise makes no sense or cannot be kept; then nothing changes.
     pub(crate) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), SpecError> {
-        self.check_spec(tenant, &spec)?;
-        self.books.check(tenant, spec.memory())?;
+        self.admits(tenant, &spec)?;
         self.books.promise(tenant, spec.memory());
         self.tenants.insert(tenant, spec);
         for device in self.devices.values_mut() {
@@ -303,6 +302,15 @@ impl Engine {
         }
         self.set_copy_slices();
         Ok(())
+    }
+
+    /// Whether a new or old tenant could have this spec.
+    ///
+    /// # Errors
+    /// When the promise makes no sense or cannot be kept.
+    pub(crate) fn admits(&self, tenant: TenantId, spec: &TenantSpec) -> Result<(), SpecError> {
+        self.check_spec(tenant, spec)?;
+        Ok(self.books.check(tenant, spec.memory())?)
     }
 
     /// A promise holds on every device that its tenant uses or is confined to. While a tenant uses none yet, there must be one that
