@@ -14,6 +14,7 @@
 //! may be put off comes before all that, the longest first, and runs for [`UNDISTURBED`] then.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::rc::Rc;
 
 use crate::policy::Wait;
 use crate::{DomainState, Memory, Micros, Plan, Policy, RunState, Snapshot, TenantId};
@@ -43,6 +44,10 @@ pub struct Device<'a> {
 /// on all. Without such a tenant, the plans are those that the policies make alone.
 pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
     let gangs = gangs(devices);
+    // Once, not in every draft.
+    for device in devices.iter_mut() {
+        device.memory.charge(device.snapshot);
+    }
     let mut plans = plan_once(devices, &gangs);
     // Turns that were handed out may let another gang take one: until that is settled.
     for _ in 0..gangs.len() {
@@ -58,9 +63,9 @@ pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
 fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
     let (away, present): (BTreeSet<TenantId>, BTreeSet<TenantId>) =
         gangs.iter().partition(|gang| parked(**gang, devices));
-    let mut drafts: Vec<Draft> = devices
+    let mut drafts: Drafts = devices
         .iter()
-        .map(|device| Draft::new(device, &present))
+        .map(|device| Rc::new(Draft::new(device, &present)))
         .collect();
     let mut decided: BTreeMap<TenantId, RunState> = BTreeMap::new();
     // Who has no memory on one device runs on none, and is owed nothing meanwhile.
@@ -68,7 +73,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
         drafts = pin(&drafts, devices, gang, RunState::Frozen);
         decided.insert(gang, RunState::Frozen);
     }
-    let whole = |gang: TenantId, drafts: &[Draft]| runs(gang, drafts) && !split(gang, drafts);
+    let whole = |gang: TenantId, drafts: &[Rc<Draft>]| runs(gang, drafts) && !split(gang, drafts);
     for gang in overdue(devices, gangs) {
         let tried = pin(&drafts, devices, gang, RunState::Enabled);
         if whole(gang, &tried) && decided.keys().all(|other| whole(*other, &tried)) {
@@ -92,7 +97,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
             && !drafts.iter().any(|draft| draft.is_taken_from_others(gang));
         let tried = may_run.then(|| pin(&drafts, devices, gang, RunState::Enabled));
         // Whether nobody pays for it who should not.
-        let sound = |tried: &Vec<Draft>| {
+        let sound = |tried: &Drafts| {
             let mut others = gangs.iter().filter(|other| **other != gang);
             !split(gang, tried)
                 && others.all(|other| match decided.get(other) {
@@ -117,7 +122,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
         if decided.get(&gang) == Some(&RunState::Frozen) && !parked(gang, devices) {
             let tried = pin(&drafts, devices, gang, RunState::Enabled);
             let mut own = drafts.iter().filter(|draft| draft.runs(gang).is_some());
-            if !split(gang, &tried) && own.all(Draft::is_free) {
+            if !split(gang, &tried) && own.all(|draft| draft.is_free()) {
                 drafts = tried;
             }
         }
@@ -125,7 +130,8 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
     let waiting: BTreeSet<TenantId> = (gangs.iter().copied())
         .filter(|gang| !runs(*gang, &drafts) && !parked(*gang, devices))
         .collect();
-    let commit = |(device, mut draft): (&mut Device, Draft)| {
+    let commit = |(device, draft): (&mut Device, Rc<Draft>)| {
+        let mut draft = Rc::unwrap_or_clone(draft);
         let now = draft.snapshot.now;
         let waiting = waiting.iter().flat_map(|gang| draft.domains(*gang));
         let waiting = waiting.map(|(domain, _)| domain.id).collect();
@@ -167,7 +173,11 @@ fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
     overdue.into_iter().map(|(_, gang)| gang).collect()
 }
 
+/// The plans of all devices while they aren't final. Many share those of the devices that they leave as they are.
+type Drafts = Vec<Rc<Draft>>;
+
 /// A device's plan while it isn't final.
+#[derive(Clone)]
 struct Draft {
     snapshot: Snapshot,
     memory: Memory,
@@ -294,7 +304,7 @@ fn gangs(devices: &[Device]) -> Vec<TenantId> {
 }
 
 /// The draft that decides for a tenant.
-fn leader(tenant: TenantId, drafts: &[Draft]) -> Option<&Draft> {
+fn leader(tenant: TenantId, drafts: &[Rc<Draft>]) -> Option<&Rc<Draft>> {
     let drafts = drafts.iter().rev();
     let concerned = drafts.filter(|draft| draft.runs(tenant).is_some());
     concerned.max_by_key(|draft| draft.contenders())
@@ -304,7 +314,7 @@ fn leader(tenant: TenantId, drafts: &[Draft]) -> Option<&Draft> {
 /// decides about the others.
 fn first_of_queue(
     mut gang: TenantId,
-    drafts: &[Draft],
+    drafts: &[Rc<Draft>],
     open: impl Fn(TenantId) -> bool,
 ) -> TenantId {
     let mut queue = BTreeSet::from([gang]);
@@ -321,11 +331,12 @@ fn first_of_queue(
 }
 
 /// All drafts with the tenant's fate decided.
-fn pin(drafts: &[Draft], devices: &[Device], tenant: TenantId, fate: RunState) -> Vec<Draft> {
-    let pairs = drafts.iter().zip(devices);
-    pairs
-        .map(|(draft, device)| draft.pin(device, tenant, fate))
-        .collect()
+fn pin(drafts: &[Rc<Draft>], devices: &[Device], tenant: TenantId, fate: RunState) -> Drafts {
+    let pin = |(draft, device): (&Rc<Draft>, &Device)| match draft.runs(tenant) {
+        Some(_) => Rc::new(draft.pin(device, tenant, fate)),
+        None => draft.clone(),
+    };
+    drafts.iter().zip(devices).map(pin).collect()
 }
 
 /// Whether the tenant must not run, whoever's turn it is: its memory is not there.
@@ -346,20 +357,20 @@ fn with_work<'a, 'b>(
 }
 
 /// The device time that the tenant is owed, per device.
-fn owed(tenant: TenantId, drafts: &[Draft]) -> f64 {
+fn owed(tenant: TenantId, drafts: &[Rc<Draft>]) -> f64 {
     let own = || drafts.iter().filter(|draft| draft.runs(tenant).is_some());
     let sum: f64 = own().map(|draft| draft.owed(tenant)).sum();
     sum / own().count().max(1) as f64
 }
 
 /// Whether the tenant runs anywhere.
-fn runs(tenant: TenantId, drafts: &[Draft]) -> bool {
+fn runs(tenant: TenantId, drafts: &[Rc<Draft>]) -> bool {
     let mut states = drafts.iter().filter_map(|draft| draft.runs(tenant));
     states.any(|state| state == RunState::Enabled)
 }
 
 /// Whether the tenant runs on one device and is frozen on another.
-fn split(tenant: TenantId, drafts: &[Draft]) -> bool {
+fn split(tenant: TenantId, drafts: &[Rc<Draft>]) -> bool {
     let mut states = drafts.iter().filter_map(|draft| draft.runs(tenant));
     let first = states.next();
     states.any(|state| Some(state) != first)

@@ -4,25 +4,35 @@
 //! EEVDF), counted in its parent's device time. Of a domain it is summed over the levels ([`Memory::lag`]): so a user's total doesn't depend
 //! on how its jobs are split. The lags of all with work sum to zero on each level, whoever comes and goes ([`Memory::settle`]).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, Micros, Snapshot, TenantId, UserId};
+use crate::{DomainId, DomainState, Micros, Snapshot, TenantId, UserId};
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
 
 /// What a policy must remember from one plan to the next. The caller keeps it, one per device,
-/// and starts with the default.
+/// and starts with the default. Copied for every draft of a plan: vectors in the order of the snapshot, not maps.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
     at: Option<Micros>,
     /// Which of the rotating domains runs, or did last.
     pub(super) owner: Option<Owner>,
-    users: BTreeMap<UserId, Node>,
-    tenants: BTreeMap<TenantId, Node>,
-    pub(super) domains: BTreeMap<DomainId, Track>,
+    users: Vec<Branch<UserId>>,
+    tenants: Vec<Branch<TenantId>>,
+    /// In the order of the last snapshot.
+    pub(super) domains: Vec<Track>,
+}
+
+/// A user, or a tenant of a user.
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
+struct Branch<Id> {
+    id: Id,
+    /// Its user, of those above; of a user 0, the device.
+    parent: usize,
+    node: Node,
 }
 
 /// The owner of the current quantum.
@@ -53,8 +63,11 @@ struct Node {
 }
 
 /// What is remembered of one domain.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Track {
+    pub(super) id: DomainId,
+    /// Its tenant.
+    parent: usize,
     node: Node,
     received: Micros,
     /// Its lag, summed over the levels.
@@ -79,9 +92,6 @@ pub(crate) enum Wait {
 /// What a domain is entitled to from now on.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Entitled {
-    pub(super) id: DomainId,
-    pub(super) tenant: TenantId,
-    pub(super) user: UserId,
     pub(super) share: f64,
     /// Its share when all have work.
     pub(super) least: f64,
@@ -90,26 +100,30 @@ pub(super) struct Entitled {
 }
 
 impl Memory {
+    fn track(&self, id: DomainId) -> Option<&Track> {
+        self.domains.iter().find(|track| track.id == id)
+    }
+
     /// The device time a domain is owed, in µs; negative if it is ahead.
     pub fn lag(&self, id: DomainId) -> f64 {
-        self.domains.get(&id).map_or(0.0, |track| track.lag)
+        self.track(id).map_or(0.0, |track| track.lag)
     }
 
     /// The share of the device to which a domain was entitled at the last plan; if it was idle, the share that
     /// it would have had.
     pub fn share(&self, id: DomainId) -> f64 {
-        self.domains.get(&id).map_or(0.0, |track| track.node.share)
+        self.track(id).map_or(0.0, |track| track.node.share)
     }
 
     /// How a domain waits for its gang.
     pub(crate) fn wait(&self, id: DomainId) -> Option<Wait> {
-        self.domains.get(&id)?.wait
+        self.track(id)?.wait
     }
 
     /// Takes note of the domains that wait for their gangs from now on, and of the end of waits that were at least so long.
     pub(crate) fn note_waits(&mut self, now: Micros, waiting: &BTreeSet<DomainId>, long: Micros) {
-        for (id, track) in &mut self.domains {
-            track.wait = match (track.wait, waiting.contains(id)) {
+        for track in &mut self.domains {
+            track.wait = match (track.wait, waiting.contains(&track.id)) {
                 (Some(Wait::Since(at)), true) => Some(Wait::Since(at)),
                 (_, true) => Some(Wait::Since(now)),
                 (Some(Wait::Since(at)), false) => (at + long <= now).then_some(Wait::Over(now)),
@@ -119,119 +133,146 @@ impl Memory {
     }
 
     /// Forgets what is gone and charges the others for the time since the last plan.
-    pub(super) fn charge(&mut self, snapshot: &Snapshot) {
+    pub(crate) fn charge(&mut self, snapshot: &Snapshot) {
         let now = snapshot.now;
+        let aligned = self.align(snapshot);
+        let pairs = || self.domains.iter().zip(&snapshot.domains);
+        if aligned
+            && self.at == Some(now)
+            && pairs().all(|(track, domain)| track.received >= domain.received)
+        {
+            return;
+        }
         let elapsed = self.at.map_or(0, |at| now.saturating_sub(at).0) as f64;
         self.at = self.at.max(Some(now));
         let mut delivered = 0.0;
-        let mut users: BTreeMap<UserId, f64> = BTreeMap::new();
-        let mut tenants: BTreeMap<TenantId, (UserId, f64)> = BTreeMap::new();
-        let mut domains: BTreeMap<DomainId, (TenantId, f64)> = BTreeMap::new();
-        for domain in &snapshot.domains {
-            let track = self.domains.entry(domain.id).or_insert_with(|| Track {
-                received: domain.received,
-                ..Track::default()
-            });
+        let mut users = vec![0.0; self.users.len()];
+        let mut tenants = vec![0.0; self.tenants.len()];
+        let mut domains = vec![0.0; self.domains.len()];
+        for (index, (track, domain)) in self.domains.iter_mut().zip(&snapshot.domains).enumerate() {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             track.received = track.received.max(domain.received);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
             }
-            let user = snapshot.user_of(domain.tenant);
             delivered += got;
-            *users.entry(user).or_default() += got;
-            tenants.entry(domain.tenant).or_insert((user, 0.0)).1 += got;
-            domains.insert(domain.id, (domain.tenant, got));
+            domains[index] = got;
+            tenants[track.parent] += got;
+            users[self.tenants[track.parent].parent] += got;
         }
-        self.users.retain(|id, _| users.contains_key(id));
-        self.tenants.retain(|id, _| tenants.contains_key(id));
-        self.domains.retain(|id, _| domains.contains_key(id));
-        for (id, got) in &users {
-            let node = self.users.entry(*id).or_default();
-            node.charge(delivered.min(elapsed), *got, elapsed, now);
+        for (user, got) in self.users.iter_mut().zip(&users) {
+            let all = delivered.min(elapsed);
+            user.node.charge(all, *got, elapsed, now);
         }
-        for (id, (user, got)) in &tenants {
-            let node = self.tenants.entry(*id).or_default();
-            node.charge(users[user], *got, elapsed, now);
+        for (tenant, got) in self.tenants.iter_mut().zip(&tenants) {
+            let parent = users[tenant.parent];
+            tenant.node.charge(parent, *got, elapsed, now);
         }
-        for (id, track) in &mut self.domains {
-            let (tenant, got) = domains[id];
-            track.node.charge(tenants[&tenant].1, got, elapsed, now);
+        for (track, got) in self.domains.iter_mut().zip(&domains) {
+            let parent = tenants[track.parent];
+            track.node.charge(parent, *got, elapsed, now);
         }
-        let tenants = tenants.into_iter().map(|(id, (user, _))| (id, user));
-        let domains = domains.into_iter().map(|(id, (tenant, _))| (id, tenant));
-        self.level(&tenants.collect(), &domains.collect());
+        self.level();
     }
 
-    /// Levels all groups of nodes, given their parents.
-    fn level(
-        &mut self,
-        tenants: &BTreeMap<TenantId, UserId>,
-        domains: &BTreeMap<DomainId, TenantId>,
-    ) {
-        level(self.users.values_mut());
-        let mut groups: BTreeMap<UserId, Vec<&mut Node>> = BTreeMap::new();
-        for (id, node) in &mut self.tenants {
-            groups.entry(tenants[id]).or_default().push(node);
+    /// Makes the accounts those of the snapshot's domains, in their order. Whether they were.
+    fn align(&mut self, snapshot: &Snapshot) -> bool {
+        let known = |track: &Track, domain: &DomainState| {
+            let tenant = &self.tenants[track.parent];
+            track.id == domain.id
+                && tenant.id == domain.tenant
+                && self.users[tenant.parent].id == snapshot.user_of(domain.tenant)
+        };
+        let mut pairs = self.domains.iter().zip(&snapshot.domains);
+        if self.domains.len() == snapshot.domains.len() && pairs.all(|(a, b)| known(a, b)) {
+            return true;
         }
-        groups.into_values().for_each(|it| level(it.into_iter()));
-        let mut groups: BTreeMap<TenantId, Vec<&mut Node>> = BTreeMap::new();
-        for (id, track) in &mut self.domains {
-            groups.entry(domains[id]).or_default().push(&mut track.node);
+        let before = std::mem::take(self);
+        (self.at, self.owner) = (before.at, before.owner);
+        for domain in &snapshot.domains {
+            let user = snapshot.user_of(domain.tenant);
+            let user = branch(&mut self.users, &before.users, user, 0);
+            let tenant = branch(&mut self.tenants, &before.tenants, domain.tenant, user);
+            let track = before.track(domain.id).copied();
+            let track = track.unwrap_or_else(|| Track::new(domain));
+            self.domains.push(Track {
+                parent: tenant,
+                ..track
+            });
         }
-        groups.into_values().for_each(|it| level(it.into_iter()));
+        false
     }
 
-    /// What everybody is entitled to from now on. `most` is what a pause may keep of a lag.
+    /// Levels all groups of nodes.
+    fn level(&mut self) {
+        let users = self.users.iter_mut().map(|it| (it.parent, &mut it.node));
+        level(1, users);
+        let tenants = self.tenants.iter_mut().map(|it| (it.parent, &mut it.node));
+        level(self.users.len(), tenants);
+        let domains = self.domains.iter_mut().map(|it| (it.parent, &mut it.node));
+        level(self.tenants.len(), domains);
+    }
+
+    /// What each domain of the last snapshot is entitled to from now on. `most` is what a pause may keep of a lag.
     pub(super) fn settle(&mut self, now: Micros, entitled: &[Entitled], most: f64) {
-        let mut users: BTreeMap<UserId, Node> = BTreeMap::new();
-        let mut tenants: BTreeMap<TenantId, (UserId, Node)> = BTreeMap::new();
-        for it in entitled {
-            users.entry(it.user).or_default().add(it);
-            let (_, node) = tenants
-                .entry(it.tenant)
-                .or_insert((it.user, Node::default()));
-            node.add(it);
+        let mut users = vec![Node::default(); self.users.len()];
+        let mut tenants = vec![Node::default(); self.tenants.len()];
+        for (track, it) in self.domains.iter().zip(entitled) {
+            users[self.tenants[track.parent].parent].add(it);
+            tenants[track.parent].add(it);
         }
-        for (id, next) in &users {
-            let node = self.users.entry(*id).or_default();
-            node.take(next, 1.0, now, most);
+        for (user, next) in self.users.iter_mut().zip(&users) {
+            user.node.take(next, 1.0, now, most);
         }
-        for (id, (user, next)) in &tenants {
-            let node = self.tenants.entry(*id).or_default();
-            node.take(next, users[user].share, now, most);
+        for (tenant, next) in self.tenants.iter_mut().zip(&tenants) {
+            let whole = users[tenant.parent].share;
+            tenant.node.take(next, whole, now, most);
         }
-        for it in entitled {
+        for (track, it) in self.domains.iter_mut().zip(entitled) {
             let mut next = Node::default();
             next.add(it);
-            let track = self.domains.entry(it.id).or_default();
-            track
-                .node
-                .take(&next, tenants[&it.tenant].1.share, now, most);
+            let whole = tenants[track.parent].share;
+            track.node.take(&next, whole, now, most);
         }
-        let tenants = tenants.into_iter().map(|(id, (user, _))| (id, user));
-        let domains = entitled.iter().map(|it| (it.id, it.tenant));
-        self.level(&tenants.collect(), &domains.collect());
-        for it in entitled {
-            let (user, tenant) = (self.users[&it.user], self.tenants[&it.tenant]);
-            if let Some(track) = self.domains.get_mut(&it.id) {
-                let above = tenant.lag + tenant.part * user.lag;
-                track.lag = track.node.lag + track.node.part * above;
-            }
+        self.level();
+        for track in &mut self.domains {
+            let tenant = self.tenants[track.parent];
+            let user = self.users[tenant.parent].node;
+            let above = tenant.node.lag + tenant.node.part * user.lag;
+            track.lag = track.node.lag + track.node.part * above;
         }
     }
 
     /// Forgets who is owed what: timeslices alone keep the shares.
     pub(super) fn clear(&mut self) {
         self.owner = None;
-        let tracks = self.domains.values_mut();
-        let tracks = tracks.map(|track| {
+        let tracks = self.domains.iter_mut().map(|track| {
             (track.lag, track.used, track.exhausted) = (0.0, 0.0, false);
             &mut track.node
         });
-        let nodes = self.users.values_mut().chain(self.tenants.values_mut());
-        nodes.chain(tracks).for_each(|node| node.lag = 0.0);
+        let users = self.users.iter_mut().map(|it| &mut it.node);
+        let tenants = self.tenants.iter_mut().map(|it| &mut it.node);
+        users
+            .chain(tenants)
+            .chain(tracks)
+            .for_each(|node| node.lag = 0.0);
+    }
+}
+
+impl Track {
+    fn new(domain: &DomainState) -> Self {
+        Self {
+            id: domain.id,
+            parent: 0,
+            node: Node::default(),
+            received: domain.received,
+            lag: 0.0,
+            used: 0.0,
+            since: Micros::ZERO,
+            exhausted: false,
+            wait: None,
+        }
     }
 }
 
@@ -273,24 +314,44 @@ impl Node {
     }
 }
 
-/// Makes lags sum to zero: what a pause forfeits is everybody's, and what one that pauses pays back is taken from what the others have
-/// because it pauses.
-fn level<'a>(nodes: impl Iterator<Item = &'a mut Node>) {
-    let nodes: Vec<&mut Node> = nodes.collect();
-    let sum: f64 = nodes.iter().map(|node| node.lag).sum();
+/// Where the branch of this id is in `now`, with what `before` knew of it.
+fn branch<Id: Copy + PartialEq>(
+    now: &mut Vec<Branch<Id>>,
+    before: &[Branch<Id>],
+    id: Id,
+    parent: usize,
+) -> usize {
+    if let Some(index) = now.iter().position(|it| it.id == id) {
+        return index;
+    }
+    let known = before.iter().find(|it| it.id == id);
+    let node = known.map(|it| it.node).unwrap_or_default();
+    now.push(Branch { id, parent, node });
+    now.len() - 1
+}
+
+/// Makes the lags below each of so many parents sum to zero: what a pause forfeits is everybody's, and what one that pauses pays back is
+/// taken from what the others have because it pauses.
+fn level<'a>(parents: usize, nodes: impl Iterator<Item = (usize, &'a mut Node)>) {
+    // The sums of lag, and of spare and part of those that are open.
+    let mut sums = vec![(0.0, 0.0, 0.0); parents];
     let open = |node: &Node| node.wants && node.able;
-    let total = |of: fn(&Node) -> f64| -> f64 {
-        let open = nodes.iter().filter(|node| open(node));
-        open.map(|node| of(node)).sum()
-    };
-    let of: fn(&Node) -> f64 = match sum > 0.0 && total(|node| node.spare) > 1e-9 {
-        true => |node| node.spare,
-        false => |node| node.part,
-    };
-    let whole = total(of);
-    for node in nodes {
+    let nodes: Vec<(usize, &mut Node)> = nodes.collect();
+    for (parent, node) in &nodes {
+        let sum = &mut sums[*parent];
+        sum.0 += node.lag;
+        if open(node) {
+            (sum.1, sum.2) = (sum.1 + node.spare, sum.2 + node.part);
+        }
+    }
+    for (parent, node) in nodes {
+        let (sum, spare, part) = sums[parent];
+        let (of, whole) = match sum > 0.0 && spare > 1e-9 {
+            true => (node.spare, spare),
+            false => (node.part, part),
+        };
         if open(node) && whole > 0.0 {
-            node.lag -= sum * of(node) / whole;
+            node.lag -= sum * of / whole;
         }
     }
 }

@@ -290,7 +290,10 @@ impl<'a> Stage<'a> {
         let rotates = cast.iter().any(|it| it.class() == Class::Latency)
             || !snapshot.gangs.is_empty() && cast.len() > 1;
         let all = divide(division, &cast, snapshot, |_| true);
-        let wanting = divide(division, &cast, snapshot, |actor| actor.wants);
+        let wanting = match cast.iter().all(|actor| actor.wants) {
+            true => all.clone(),
+            false => divide(division, &cast, snapshot, |actor| actor.wants),
+        };
         let mut entitled = Vec::new();
         for (index, actor) in cast.iter_mut().enumerate() {
             actor.share = if actor.wants {
@@ -299,9 +302,6 @@ impl<'a> Stage<'a> {
                 all[index]
             };
             entitled.push(Entitled {
-                id: actor.domain.id,
-                tenant: actor.tenant,
-                user: actor.user,
                 share: actor.share,
                 least: all[index],
                 wants: actor.wants,
@@ -342,9 +342,7 @@ impl<'a> Stage<'a> {
         let contested = self.cast.iter().filter(|it| it.wants && !it.held()).count() > 1;
         for index in 0..self.cast.len() {
             let actor = &self.cast[index];
-            let Some(track) = memory.domains.get_mut(&actor.domain.id) else {
-                continue;
-            };
+            let track = &mut memory.domains[index];
             let burst = self.tuning.burst(self.costs, actor.share);
             let slack = slack.min(burst / 4.0);
             if !contested || track.lag >= -slack {
@@ -385,7 +383,7 @@ impl<'a> Stage<'a> {
         let (count, sum) = others.fold((0.0, 0.0), |(count, sum), actor| {
             (count + 1.0, sum + actor.share)
         });
-        let lag = |memory: &Memory, index: usize| memory.lag(self.cast[index].domain.id);
+        let lag = |memory: &Memory, index: usize| memory.domains[index].lag;
         let entitled = |memory: &Memory, index: usize| lag(memory, index) >= -slack;
         let request = |index: usize| {
             let relative = self.cast[index].share * count / f64::max(sum, 1e-9);
@@ -414,7 +412,7 @@ impl<'a> Stage<'a> {
         let keeps = |memory: &Memory, owner: Owner, index: usize| {
             let actor = &self.cast[index];
             let mut others = rotating.iter().copied().filter(|other| *other != index);
-            let used = memory.domains[&owner.id].used;
+            let used = memory.domains[index].used;
             let outranked = |other: usize| self.cast[other].privileged() && !actor.privileged();
             if actor.way != Way::Rotating && actor.runnable() || others.clone().any(outranked) {
                 return false;
@@ -435,7 +433,7 @@ impl<'a> Stage<'a> {
             _ => {
                 let key = |index: &usize| {
                     let actor = &self.cast[*index];
-                    let track = memory.domains[&actor.domain.id];
+                    let track = memory.domains[*index];
                     let left = request(*index) - track.used;
                     let due = match entitled(memory, *index) {
                         true if left > slack => left,
@@ -470,9 +468,8 @@ impl<'a> Stage<'a> {
         if !goes_on {
             memory.owner = Some(Owner { id, borrowed });
         }
-        if let Some(track) = memory.domains.get_mut(&id)
-            && (!goes_on || forced.is_some())
-        {
+        let track = &mut memory.domains[index];
+        if !goes_on || forced.is_some() {
             track.since = self.now;
             if track.used + slack >= request {
                 track.used = 0.0;
@@ -487,11 +484,11 @@ impl<'a> Stage<'a> {
             let end = self.cast[index].domain.demand_since + linger;
             return self.ask_at(end);
         }
-        self.ask_in(request - memory.domains[&id].used);
+        self.ask_in(request - memory.domains[index].used);
         if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
             let entitled_in = |at: &usize| {
                 let actor = &self.cast[*at];
-                -memory.lag(actor.domain.id) / actor.share.max(1e-9)
+                -memory.domains[*at].lag / actor.share.max(1e-9)
             };
             let ranks =
                 |at: &&usize| self.cast[**at].privileged() || !self.cast[index].privileged();
@@ -593,19 +590,17 @@ impl<'a> Stage<'a> {
 
 /// A snapshot's domains.
 fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
-    let specs: BTreeMap<TenantId, Claim> = (snapshot.tenants.iter())
-        .map(|tenant| (tenant.id, Claim::from(&tenant.spec)))
-        .collect();
-    let nobody = Claim::from(&TenantSpec::default());
+    let nobody = TenantSpec::default();
     let actor = |domain: &'a DomainState| {
         let DomainState { tenant, pinned, .. } = domain;
+        let state = snapshot.tenant(*tenant);
         // Who is held for its gang goes on being owed; who has no memory here can't be given anything.
         let parked = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
         Actor {
             domain,
             tenant: *tenant,
-            claim: specs.get(tenant).copied().unwrap_or(nobody),
-            user: snapshot.user_of(*tenant),
+            claim: Claim::from(state.map_or(&nobody, |it| &it.spec)),
+            user: state.map(|it| it.user).unwrap_or_default(),
             wants: domain.demand.may_run() && !parked,
             share: 0.0,
             way: Way::Slices,
@@ -625,24 +620,27 @@ fn divide(
     snapshot: &Snapshot,
     counts: impl Fn(&Actor) -> bool,
 ) -> Vec<f64> {
-    let mut tenants: BTreeMap<TenantId, (usize, usize)> = BTreeMap::new();
-    let mut claimants = Vec::new();
-    for actor in cast.iter().filter(|actor| counts(actor)) {
-        let entry = tenants.entry(actor.tenant).or_insert_with(|| {
-            claimants.push(divide::Claimant {
-                user: actor.user,
-                claim: actor.claim,
-            });
-            (claimants.len() - 1, 0)
+    let mut claimants: Vec<(TenantId, usize, divide::Claimant)> = Vec::new();
+    // Of each domain, which claimant is its tenant.
+    let mut whose = Vec::with_capacity(cast.len());
+    for actor in cast {
+        if !counts(actor) {
+            whose.push(None);
+            continue;
+        }
+        let known = claimants.iter().rposition(|it| it.0 == actor.tenant);
+        let claimant = known.unwrap_or_else(|| {
+            let (user, claim) = (actor.user, actor.claim);
+            claimants.push((actor.tenant, 0, divide::Claimant { user, claim }));
+            claimants.len() - 1
         });
-        entry.1 += 1;
+        claimants[claimant].1 += 1;
+        whose.push(Some(claimant));
     }
-    let shares = divide::shares(division, &claimants, &snapshot.users);
-    let share = |actor: &Actor| match tenants.get(&actor.tenant) {
-        Some((claim, domains)) if counts(actor) => shares[*claim] / *domains as f64,
-        _ => 0.0,
-    };
-    cast.iter().map(share).collect()
+    let claims: Vec<divide::Claimant> = claimants.iter().map(|it| it.2).collect();
+    let shares = divide::shares(division, &claims, &snapshot.users);
+    let share = |at: Option<usize>| at.map_or(0.0, |at| shares[at] / claimants[at].1 as f64);
+    whose.into_iter().map(share).collect()
 }
 
 #[cfg(test)]
