@@ -21,7 +21,7 @@ const LEAST_TURN: Micros = Micros(1_000_000);
 pub const EXTRA: u64 = 64;
 
 /// What a tenant was promised of a device's memory, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Share {
     /// Gets so much whenever it wants it.
     pub guaranteed: u64,
@@ -71,7 +71,7 @@ impl Holding {
 }
 
 /// Whether memory can be moved away.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Kind {
     /// It can.
     Movable,
@@ -80,7 +80,7 @@ pub enum Kind {
 }
 
 /// Why nothing was handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 pub enum Denied {
     /// The tenant would exceed its limit.
     #[error("{held} bytes of at most {limit} are in use: raise the limit or free some")]
@@ -107,7 +107,7 @@ pub enum Denied {
 }
 
 /// A promise that the device cannot keep.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error(
     "cannot promise {asked} bytes of memory: {promised} of {usable} are promised to others or cannot be moved"
 )]
@@ -138,7 +138,7 @@ impl Entry {
     }
 
     /// What the others must leave to it.
-    const fn entitled(&self) -> u64 {
+    pub const fn entitled(&self) -> u64 {
         if self.share.guaranteed > self.holding.pinned {
             self.share.guaranteed
         } else {
@@ -153,6 +153,8 @@ pub struct Ledger {
     capacity: u64,
     occupied: u64,
     tenants: BTreeMap<TenantId, Entry>,
+    /// What is counted as being on the device but is still on its way there.
+    expected: BTreeMap<TenantId, u64>,
 }
 
 impl Ledger {
@@ -162,6 +164,28 @@ impl Ledger {
             capacity,
             ..Self::default()
         }
+    }
+
+    /// The device has so many bytes after all.
+    pub fn resize(&mut self, capacity: u64) {
+        self.capacity = capacity;
+    }
+
+    /// So much of what a tenant has on the device by this ledger is still on its way there.
+    pub fn expect(&mut self, tenant: TenantId, bytes: u64) {
+        match bytes {
+            0 => drop(self.expected.remove(&tenant)),
+            bytes => drop(self.expected.insert(tenant, bytes)),
+        }
+    }
+
+    /// What tenants have on the device without what is still on its way there.
+    pub fn physical(&self) -> u64 {
+        let expected = self
+            .expected
+            .values()
+            .fold(0, |sum: u64, it| sum.saturating_add(*it));
+        self.resident().saturating_sub(expected)
     }
 
     /// What contexts, and programs that are no tenants, occupy.
@@ -273,12 +297,15 @@ impl Ledger {
         Ok(given)
     }
 
-    /// Makes room for all that a tenant has on the host, and counts it as being on the device.
+    /// Whether there is room for all that a tenant has on the host.
     ///
     /// # Errors
-    /// When there is no room now, or never will be; then nothing changes.
-    pub fn bring_back(&mut self, tenant: TenantId) -> Result<u64, Denied> {
+    /// When there is no room now, or never will be as things are.
+    pub fn can_return(&self, tenant: TenantId) -> Result<(), Denied> {
         let holding = self.entry(tenant).holding;
+        if holding.swapped == 0 {
+            return Ok(());
+        }
         let asked = holding.all();
         let pinned = self
             .others(tenant)
@@ -288,18 +315,12 @@ impl Ledger {
             return Err(Denied::Never { asked, most });
         }
         let free = self.free();
-        if holding.swapped > free {
-            return Err(Denied::Full {
+        match holding.swapped > free {
+            true => Err(Denied::Full {
                 missing: holding.swapped - free,
-            });
+            }),
+            false => Ok(()),
         }
-        let back = Holding {
-            movable: holding.movable.saturating_add(holding.swapped),
-            swapped: 0,
-            ..holding
-        };
-        self.set(tenant, back);
-        Ok(holding.swapped)
     }
 
     /// The tenant has so much, whatever was known before: it says less than it was given, or comes back after
@@ -310,12 +331,13 @@ impl Ledger {
 
     /// The tenant has ended.
     pub fn forget(&mut self, tenant: TenantId) {
+        self.expected.remove(&tenant);
         self.tenants.remove(&tenant);
     }
 }
 
 /// The host has no room for what would be moved there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
 #[error(
     "moved memory takes {kept} of at most {limit} bytes on the host, and {need} more are needed"
 )]

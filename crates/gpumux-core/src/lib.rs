@@ -14,6 +14,7 @@ mod tenant;
 mod testing;
 mod units;
 
+pub mod broker;
 pub mod gang;
 pub mod ledger;
 pub mod policy;

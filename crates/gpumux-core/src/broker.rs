@@ -1,0 +1,771 @@
+//! The memory broker: who has its memory on the device, who gives way, and in which order requests are served.
+//!
+//! A pure state machine: [`Broker::handle`] takes the time and an [`Event`] and returns [`Command`]s;
+//! [`Broker::next_wakeup`] tells when it must be called although nothing happens. The daemon and the simulator only carry
+//! commands out. `tests/broker` checks it exhaustively in small worlds.
+//!
+//! # Problem
+//! Tenants have more memory than the device. A tenant that lacks a part of its memory cannot run, so it is frozen and waits.
+//! Processes answer late, refuse, stop or end at every step. Nobody may wait for ever while there is room.
+//!
+//! # Approach
+//! What tenants lack is computed anew after every event from the state itself (*claims*): memory that was asked for, and
+//! memory on the host of tenants that want to run. A tenant wants to run if its page shows outstanding work, a thread of it is
+//! blocked, or it waits for memory; so no claim depends on a message that only a blocked thread could send, and none
+//! outlives who made it. Claims are served in one order (see `claims.rs`): those within a guarantee first, then by the time
+//! at which they began, plus a patience by class. A claim that lacks room has others moved away (*victims*), all at once, if they
+//! suffice; what comes free is kept for it. If they do not suffice now, later claims that fit may pass it.
+//!
+//! # A move
+//! [`Order::Quiesce`] (every process closes its gate), [`Command::Freeze`], [`Order::Out`]; back: room is accounted for,
+//! [`Order::In`], [`Command::Thaw`]. Each step has a deadline. Until the third step a move is undone when a
+//! process refuses or is late; a victim that failed is left alone for 1, 2, 4 … 60 s and is the last resort then. From the third
+//! step on, the tenant stays frozen until its memory is back, or until its processes end.
+//!
+//! # Thrash control
+//! A tenant with work keeps its memory for at least [`turn`]: moving takes at most a twentieth of the time, and tenants
+//! whose sets do not fit run one after the other. Idle means idle for at least as long as coming back takes; memory within a guarantee
+//! is lent only after its owner was idle for a whole turn.
+
+mod accounting;
+mod claims;
+mod moves;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    Class, MemoryPolicy, Micros, TenantId,
+    ledger::{Denied, Holding, HostFull, HostPool, OverPromised, Share, turn},
+};
+
+use accounting::Accounting;
+pub use accounting::{Ask, CONTEXT, Line, RESERVE};
+use moves::{Leaving, Round};
+
+/// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
+pub const QUIET: Micros = Micros::from_secs(20);
+const QUIET_PER_GIB: Micros = Micros::from_secs(1);
+/// How long freezing may take.
+pub const FREEZE: Micros = Micros::from_secs(5);
+/// How long moving one process's memory may take before its tenant counts as stuck: 140 GiB at 1 GiB/s, and as much again.
+pub const MOVE: Micros = Micros::from_secs(300);
+/// A victim that has not closed its gate after this long is not counted on: others are asked, too.
+pub const HEDGE: Micros = Micros::from_secs(1);
+/// How long a request for memory waits until others free some, and until others were moved away.
+pub const PATIENCE: Micros = Micros::from_secs(60);
+/// See [`PATIENCE`].
+pub const PATIENCE_FOR_TURNS: Micros = Micros::from_secs(300);
+/// How long processes get to give back leases that they do not use, and how often they are asked to.
+const TRIM: Micros = Micros::from_millis(30);
+const TRIM_PAUSE: Micros = Micros::from_secs(1);
+/// How often room is looked for while a claim waits.
+pub const LOOK: Micros = Micros::from_millis(100);
+/// How long a program may take to give caches back, and how long it is not asked again.
+const RECLAIM: Micros = Micros::from_secs(1);
+const RECLAIM_PAUSE: Micros = Micros::from_secs(5);
+/// How long a request to sleep waits for others to let go of host memory.
+const DROP: Micros = Micros::from_secs(5);
+/// Shortest and longest time for which a victim that failed is left alone.
+pub const BACKOFF: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(60));
+/// How long a tenant must have been idle at least to count as idle.
+pub const IDLE: Micros = Micros::from_millis(200);
+/// Host memory comes in multiples of this, where the limit allows it.
+const HOST_PIECE: u64 = 256 << 20;
+/// Speed of a move that is assumed before one was measured, in bytes per µs (25 GB/s: half a PCIe 5 link).
+const SPEED: u64 = 25_000;
+
+/// A connected process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct ProcessId(pub u64);
+
+/// What the broker must know of a tenant's spec.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Terms {
+    /// Its class.
+    pub class: Class,
+    /// Its guarantee and limit.
+    pub share: Share,
+    /// What becomes of requests that the device has no room for.
+    pub policy: MemoryPolicy,
+    /// Idle for so long, it is moved to the host.
+    pub sleep_after: Option<Micros>,
+}
+
+/// What a tenant's processes do, as their pages show.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Activity {
+    /// It has outstanding work.
+    pub busy: bool,
+    /// Since when it has had none.
+    pub idle_since: Micros,
+    /// It is in an MPS group, whose members can be frozen only together: it is never moved.
+    pub in_group: bool,
+}
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Event {
+    /// Time has passed.
+    Tick,
+    /// The driver reports a device's memory: capacity and use, in bytes.
+    Device {
+        /// UUID, as NVML writes it.
+        uuid: String,
+        /// All its memory.
+        capacity: u64,
+        /// What is used of it, by whomever.
+        used: u64,
+    },
+    /// A tenant has these terms now.
+    Tenant(TenantId, Terms),
+    /// A tenant has ended.
+    TenantGone(TenantId),
+    /// What a tenant does now.
+    Activity(TenantId, Activity),
+    /// A process of a tenant has connected.
+    Joined(ProcessId, TenantId),
+    /// It has ended, or its connection has.
+    Left(ProcessId),
+    /// It has so many compute contexts on a device; `before`: and had them before this broker began.
+    Contexts {
+        /// Which process.
+        process: ProcessId,
+        /// UUID of the device.
+        device: String,
+        /// How many.
+        count: u32,
+        /// They are older than this broker.
+        before: bool,
+    },
+    /// It asks for memory; answered by [`Command::Grant`].
+    Ask {
+        /// Which process.
+        process: ProcessId,
+        /// Its name for the request.
+        ticket: u32,
+        /// What it asks for.
+        ask: Ask,
+    },
+    /// The driver had no memory although it was granted; answered by [`Command::Grant`]: whether to try again.
+    Missing {
+        /// Which process.
+        process: ProcessId,
+        /// Its name for the request.
+        ticket: u32,
+    },
+    /// It reports all that it has on a device.
+    Holds {
+        /// Which process.
+        process: ProcessId,
+        /// UUID of the device.
+        device: String,
+        /// The device's capacity, as the process reports it.
+        total: u64,
+        /// What it has.
+        holding: Holding,
+    },
+    /// It keeps so many bytes of host memory for what is moved.
+    Keeps(ProcessId, u64),
+    /// Its program gives caches back when it is asked to.
+    Reclaims(ProcessId),
+    /// A thread of it is blocked because its memory is away.
+    Waits(ProcessId),
+    /// It answers an order.
+    Reply(ProcessId, u64, Reply),
+    /// All groups of a tenant are frozen, or why that cannot be.
+    Frozen(TenantId, Result<(), String>),
+    /// A user asks for a tenant to be moved to the host; answered by [`Command::Answer`].
+    Sleep(TenantId, u64),
+    /// A user asks for it to be brought back; answered by [`Command::Answer`].
+    Wake(TenantId, u64),
+}
+
+/// What a process answers to an order.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reply {
+    /// Its gate is closed. Whether it has no outstanding work.
+    Quiet(bool),
+    /// Done; what it holds was reported before.
+    Done,
+    /// It cannot, and all is as it was: why.
+    Refused(String),
+    /// Caches of so many bytes were given back.
+    Freed(u64),
+}
+
+/// What a process is to do.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Order {
+    /// Close the gate; answered by [`Reply::Quiet`].
+    Quiesce {
+        /// Bytes of each device that the order to move will name.
+        least: u64,
+        /// Bytes of host memory that it may keep.
+        host: u64,
+    },
+    /// Open the gate; not answered.
+    Resume,
+    /// Move at least `least` bytes of each device to the host, if there are so many; answered by [`Reply::Done`].
+    Out {
+        /// Bytes of each device.
+        least: u64,
+        /// Bytes of host memory that it may keep.
+        host: u64,
+    },
+    /// Bring everything back; answered by [`Reply::Done`].
+    In,
+    /// Let go of host memory that is not in use; answered by [`Reply::Done`].
+    DropHost,
+    /// Have the program give caches back; answered by [`Reply::Freed`].
+    Reclaim {
+        /// UUID of the device.
+        device: String,
+        /// Bytes that are missing there.
+        bytes: u64,
+    },
+    /// Give back leases that are not used; not answered.
+    Trim,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Command {
+    /// A process gets an order of this name.
+    Order(ProcessId, u64, Order),
+    /// Answers [`Event::Ask`]: bytes that it may have, 0 for none. [`Event::Missing`]: 1 to try again.
+    Grant {
+        /// Which process.
+        process: ProcessId,
+        /// Its name for the request.
+        ticket: u32,
+        /// Bytes.
+        bytes: u64,
+    },
+    /// Freeze all compute groups of a tenant; answered by [`Event::Frozen`].
+    Freeze(TenantId),
+    /// Let them run.
+    Thaw(TenantId),
+    /// Answers [`Event::Sleep`] or [`Event::Wake`].
+    Answer(u64, Result<(), MoveError>),
+    /// For the records: a tenant's memory has moved.
+    Moved {
+        /// Whose.
+        tenant: TenantId,
+        /// To the host, or back.
+        out: bool,
+        /// Bytes.
+        bytes: u64,
+        /// From the first order to the last answer.
+        took: Micros,
+    },
+    /// For the log: a move failed, and why.
+    Failed(TenantId, MoveError),
+    /// For the log: a guarantee that cannot be kept on this device.
+    NotKept(TenantId, String, OverPromised),
+}
+
+/// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+pub enum MoveError {
+    /// Not now.
+    #[error("the tenant cannot be moved now: {0}")]
+    Busy(String),
+    /// No host memory.
+    #[error("{0}: raise `limit` of `[host_memory]` in the daemon's configuration")]
+    HostFull(#[from] HostFull),
+    /// Its groups do not freeze.
+    #[error("its groups cannot be frozen: {0}")]
+    Freeze(String),
+    /// It can never come back as things are.
+    #[error("its memory cannot come back: {1} on {0}")]
+    NoRoom(String, Denied),
+    /// A process does not answer in the middle of a move.
+    #[error("a process of it does not answer: it stays frozen until that process answers or ends")]
+    Stuck,
+}
+
+/// Where a tenant's memory is.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Place {
+    /// On the device.
+    Home,
+    /// On its way to the host.
+    Leaving(Leaving),
+    /// A part of it, or all, is on the host, and the tenant is frozen.
+    Away {
+        /// A user asked for it: outstanding work alone does not bring it back.
+        asked: bool,
+    },
+    /// On its way back.
+    Returning(Round),
+}
+
+/// What people are shown of a tenant's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Standing {
+    /// A part of it is on the host or on its way.
+    pub swapped_out: bool,
+    /// It waits for room.
+    pub waits: bool,
+    /// A process of it does not answer in the middle of a move.
+    pub stuck: bool,
+}
+
+#[derive(Clone, Debug)]
+struct Tenant {
+    terms: Terms,
+    activity: Activity,
+    place: Place,
+    /// A thread of it is blocked because its memory is away.
+    blocked: bool,
+    /// It had outstanding work when it was moved.
+    left_busy: bool,
+    /// Since when it wants to come back.
+    wants_since: Option<Micros>,
+    /// Since when its memory is on the device, and how long it took to come.
+    home_since: Micros,
+    took: Micros,
+    /// It came back past an older claim, against which it has no turn.
+    passed: bool,
+    /// Moves of it to the host that failed in a row, and when the next may be tried.
+    failures: u32,
+    not_before: Micros,
+    /// The same for its way back, when the driver had less room than is accounted for.
+    back_failures: u32,
+    back_not_before: Micros,
+    sleeps: Vec<(u64, Micros)>,
+    wakes: Vec<u64>,
+}
+
+#[derive(Clone, Debug)]
+struct Process {
+    tenant: TenantId,
+    /// Host memory that it reports to keep, in bytes.
+    kept: u64,
+    /// Its program gives caches back, and when it was last asked to.
+    reclaims: bool,
+    reclaimed: Option<Micros>,
+    /// When it was last asked to let go of host memory.
+    dropped: Option<Micros>,
+}
+
+/// A request for memory that waits.
+#[derive(Clone, Debug)]
+struct Pending {
+    process: ProcessId,
+    tenant: TenantId,
+    ticket: u32,
+    ask: Ask,
+    since: Micros,
+    /// Leases that are not used were asked back for it: until then they come.
+    retry_at: Option<Micros>,
+}
+
+/// Caches that are being given back on a device.
+#[derive(Clone, Debug, Default)]
+struct Reclaim {
+    op: u64,
+    waiting: BTreeSet<ProcessId>,
+    /// No more is asked for in this round after this.
+    until: Micros,
+}
+
+/// The memory broker.
+#[derive(Clone, Debug)]
+pub struct Broker {
+    accounting: Accounting,
+    host: HostPool,
+    tenants: BTreeMap<TenantId, Tenant>,
+    processes: BTreeMap<ProcessId, Process>,
+    asks: Vec<Pending>,
+    ops: u64,
+    trimmed: Option<Micros>,
+    reclaims: BTreeMap<String, Reclaim>,
+    /// Bytes per µs that moves achieved lately.
+    speed: u64,
+    /// When everything was last looked at.
+    looked: Micros,
+}
+
+impl Tenant {
+    fn new(now: Micros, terms: Terms) -> Self {
+        Self {
+            terms,
+            activity: Activity::default(),
+            place: Place::Home,
+            blocked: false,
+            left_busy: false,
+            wants_since: None,
+            home_since: now,
+            took: Micros::ZERO,
+            passed: false,
+            failures: 0,
+            not_before: Micros::ZERO,
+            back_failures: 0,
+            back_not_before: Micros::ZERO,
+            sleeps: Vec::new(),
+            wakes: Vec::new(),
+        }
+    }
+
+    fn idle_for(&self, now: Micros) -> Micros {
+        match self.activity.busy {
+            true => Micros::ZERO,
+            false => now.saturating_sub(self.activity.idle_since),
+        }
+    }
+
+    /// It is not to be chosen as a victim for a while.
+    fn failed(&mut self, now: Micros) {
+        let pause = BACKOFF.0.0 << self.failures.min(16);
+        self.not_before = now + Micros(pause).min(BACKOFF.1);
+        self.failures = self.failures.saturating_add(1);
+    }
+}
+
+impl Broker {
+    /// Moved memory may take at most so many bytes of the host.
+    pub fn new(host_limit: u64) -> Self {
+        Self {
+            accounting: Accounting::default(),
+            host: HostPool::new(host_limit),
+            tenants: BTreeMap::new(),
+            processes: BTreeMap::new(),
+            asks: Vec::new(),
+            ops: 0,
+            trimmed: None,
+            reclaims: BTreeMap::new(),
+            speed: SPEED,
+            looked: Micros::ZERO,
+        }
+    }
+
+    /// Something happened; what is to be done now, in this order.
+    pub fn handle(&mut self, now: Micros, event: Event) -> Vec<Command> {
+        let mut out = Vec::new();
+        self.looked = now;
+        self.apply(now, event, &mut out);
+        self.expire(now, &mut out);
+        self.update_wants(now);
+        self.start_sleeps(now, &mut out);
+        self.serve(now, &mut out);
+        out
+    }
+
+    fn apply(&mut self, now: Micros, event: Event, out: &mut Vec<Command>) {
+        match event {
+            Event::Tick => {}
+            Event::Device {
+                uuid,
+                capacity,
+                used,
+            } => self.accounting.measure(&uuid, capacity, used),
+            Event::Tenant(id, terms) => {
+                let refused = self.accounting.promise(id, terms.share);
+                out.extend(
+                    (refused.into_iter()).map(|(uuid, why)| Command::NotKept(id, uuid, why)),
+                );
+                let tenant = self.tenants.entry(id);
+                tenant
+                    .and_modify(|tenant| tenant.terms = terms)
+                    .or_insert_with(|| Tenant::new(now, terms));
+            }
+            Event::TenantGone(id) => {
+                let own = |it: &(&ProcessId, &Process)| it.1.tenant == id;
+                let own: Vec<ProcessId> =
+                    self.processes.iter().filter(own).map(|it| *it.0).collect();
+                for process in own {
+                    self.process_left(now, process, out);
+                }
+                self.tenants.remove(&id);
+                self.accounting.forget(id);
+            }
+            Event::Activity(id, activity) => {
+                if let Some(tenant) = self.tenants.get_mut(&id) {
+                    tenant.activity = activity;
+                }
+            }
+            Event::Joined(process, id) => {
+                self.accounting.join(process, id);
+                let new = Process {
+                    tenant: id,
+                    kept: 0,
+                    reclaims: false,
+                    reclaimed: None,
+                    dropped: None,
+                };
+                self.processes.insert(process, new);
+                if let Some(tenant) = self.tenants.get_mut(&id) {
+                    // It will want to work.
+                    tenant.blocked = true;
+                }
+            }
+            Event::Left(process) => self.process_left(now, process, out),
+            Event::Contexts {
+                process,
+                device,
+                count,
+                before,
+            } => self.accounting.contexts(process, &device, count, before),
+            Event::Ask {
+                process,
+                ticket,
+                ask,
+            } => self.asked(now, process, ticket, ask, out),
+            Event::Missing { process, ticket } => {
+                let tenant = self.accounting.tenant_of(process);
+                let policy = tenant.and_then(|id| Some(self.tenants.get(&id)?.terms.policy));
+                let again = policy.is_some_and(|policy| policy != MemoryPolicy::Fail);
+                out.push(Command::Grant {
+                    process,
+                    ticket,
+                    bytes: u64::from(again),
+                });
+            }
+            Event::Holds {
+                process,
+                device,
+                total,
+                holding,
+            } => self.holds(process, &device, total, holding, out),
+            Event::Keeps(process, bytes) => self.keeps(now, process, bytes, out),
+            Event::Reclaims(process) => {
+                if let Some(process) = self.processes.get_mut(&process) {
+                    process.reclaims = true;
+                }
+            }
+            Event::Waits(process) => {
+                let tenant = self.accounting.tenant_of(process);
+                if let Some(tenant) = tenant.and_then(|id| self.tenants.get_mut(&id)) {
+                    tenant.blocked = true;
+                }
+            }
+            Event::Reply(process, op, reply) => self.replied(now, process, op, reply, out),
+            Event::Frozen(tenant, result) => self.frozen(now, tenant, result, out),
+            Event::Sleep(id, request) => match self.tenants.get_mut(&id) {
+                Some(tenant) => tenant.sleeps.push((request, now)),
+                None => out.push(Command::Answer(request, Err(no_process()))),
+            },
+            Event::Wake(id, request) => match self.tenants.get_mut(&id) {
+                Some(tenant) if tenant.place != Place::Home => tenant.wakes.push(request),
+                _ => out.push(Command::Answer(request, Ok(()))),
+            },
+        }
+    }
+
+    fn process_left(&mut self, now: Micros, id: ProcessId, out: &mut Vec<Command>) {
+        let Some(process) = self.processes.remove(&id) else {
+            return;
+        };
+        self.accounting.leave(id);
+        self.host.set(id.0, 0);
+        self.asks.retain(|pending| pending.process != id);
+        for reclaim in self.reclaims.values_mut() {
+            reclaim.waiting.remove(&id);
+        }
+        let last = !self
+            .processes
+            .values()
+            .any(|it| it.tenant == process.tenant);
+        let Some(tenant) = self.tenants.get_mut(&process.tenant) else {
+            return;
+        };
+        if last {
+            // Nothing of it is left to be moved or to be frozen.
+            let was = std::mem::replace(&mut tenant.place, Place::Home);
+            tenant.blocked = false;
+            tenant.left_busy = false;
+            tenant.home_since = now;
+            let gone = tenant.sleeps.drain(..).map(|(request, _)| request);
+            for request in gone.chain(tenant.wakes.drain(..)) {
+                out.push(Command::Answer(request, Err(no_process())));
+            }
+            self.accounting.returned(process.tenant);
+            if was != Place::Home {
+                out.push(Command::Thaw(process.tenant));
+            }
+            return;
+        }
+        match &mut tenant.place {
+            Place::Leaving(leaving) => drop(leaving.round.waiting.remove(&id)),
+            Place::Returning(round) => drop(round.waiting.remove(&id)),
+            Place::Home | Place::Away { .. } => return,
+        }
+        self.advance(now, process.tenant, out);
+    }
+
+    fn asked(
+        &mut self,
+        now: Micros,
+        process: ProcessId,
+        ticket: u32,
+        ask: Ask,
+        out: &mut Vec<Command>,
+    ) {
+        let tenant = self.accounting.tenant_of(process);
+        let Some(tenant) = tenant.filter(|id| self.tenants.contains_key(id)) else {
+            let bytes = 0;
+            return out.push(Command::Grant {
+                process,
+                ticket,
+                bytes,
+            });
+        };
+        self.asks.push(Pending {
+            process,
+            tenant,
+            ticket,
+            ask,
+            since: now,
+            retry_at: None,
+        });
+    }
+
+    /// Has everybody give back leases that are not used.
+    fn trim(&mut self, now: Micros, out: &mut Vec<Command>) {
+        self.trimmed = Some(now);
+        let all = self.processes.keys();
+        out.extend(all.map(|process| Command::Order(*process, 0, Order::Trim)));
+    }
+
+    fn holds(
+        &mut self,
+        process: ProcessId,
+        device: &str,
+        total: u64,
+        holding: Holding,
+        out: &mut Vec<Command>,
+    ) {
+        self.accounting.holds(process, device, total, holding);
+        let tenant = self.accounting.tenant_of(process);
+        if let Some((id, tenant)) = tenant.and_then(|id| Some((id, self.tenants.get_mut(&id)?)))
+            && holding.swapped > 0
+            && tenant.place == Place::Home
+        {
+            out.push(Command::Freeze(id));
+            // A daemon before this one had it moved, and it could not come back by itself.
+            tenant.place = Place::Away { asked: false };
+            tenant.blocked = true;
+        }
+    }
+
+    fn keeps(&mut self, now: Micros, id: ProcessId, bytes: u64, out: &mut Vec<Command>) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        process.kept = bytes;
+        // Made for an earlier daemon, or too late for a move that was given up: it is made anew when it is needed. Letting go
+        // takes a while, and what is made meanwhile is allowed.
+        let allowed = self.host.kept_by(id.0);
+        self.host.hear(id.0, bytes);
+        let lately = process.dropped.is_some_and(|at| now < at + DROP);
+        if bytes > allowed && !lately {
+            process.dropped = Some(now);
+            out.push(Command::Order(id, 0, Order::DropHost));
+        }
+    }
+
+    /// Whether a tenant wants its memory on the device.
+    fn wants(&self, id: TenantId, tenant: &Tenant) -> bool {
+        let Place::Away { asked } = tenant.place else {
+            return false;
+        };
+        tenant.blocked
+            || !tenant.wakes.is_empty()
+            || self.asks.iter().any(|pending| pending.tenant == id)
+            || (!asked && (tenant.activity.busy || tenant.left_busy))
+    }
+
+    fn update_wants(&mut self, now: Micros) {
+        let wants: Vec<(TenantId, bool)> = (self.tenants.iter())
+            .map(|(id, tenant)| (*id, self.wants(*id, tenant)))
+            .collect();
+        for (id, wants) in wants {
+            if let Some(tenant) = self.tenants.get_mut(&id) {
+                tenant.wants_since = wants.then(|| tenant.wants_since.unwrap_or(now));
+            }
+        }
+    }
+
+    /// When to call [`Self::handle`] with [`Event::Tick`] at the latest; none: when something happens.
+    pub fn next_wakeup(&self) -> Option<Micros> {
+        let now = self.looked;
+        let mut next: Option<Micros> = None;
+        let mut at = |time: Micros| next = Some(next.map_or(time, |it| it.min(time)));
+        for tenant in self.tenants.values() {
+            match &tenant.place {
+                Place::Leaving(leaving) => {
+                    let hedge = leaving.round.began + HEDGE;
+                    at(match leaving.round.late {
+                        true => now + LOOK,
+                        false if now < hedge => leaving.round.deadline.min(hedge),
+                        false => leaving.round.deadline,
+                    });
+                }
+                Place::Returning(round) if !round.late => at(round.deadline),
+                // Its page is looked at.
+                Place::Away { .. } => at(now + LOOK),
+                Place::Home if !tenant.sleeps.is_empty() => at(now + LOOK),
+                Place::Home if tenant.terms.sleep_after.is_some() => at(now + LOOK),
+                Place::Home | Place::Returning(_) => {}
+            }
+        }
+        for pending in &self.asks {
+            let soon = pending.retry_at.filter(|at| *at > now);
+            at(soon.map_or(now + LOOK, |at| at.min(now + LOOK)));
+        }
+        next
+    }
+
+    /// Checks that some device can keep this guarantee of memory.
+    ///
+    /// # Errors
+    /// When none can.
+    pub fn check(&self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
+        self.accounting.check(tenant, share)
+    }
+
+    /// The capacity of a device that a process is shown, and what it may still take of it: (free, total), in bytes.
+    pub fn view(&mut self, process: ProcessId, device: &str, total: u64) -> (u64, u64) {
+        let tenant = self.accounting.tenant_of(process);
+        let terms = tenant.and_then(|id| Some(self.tenants.get(&id)?.terms));
+        let policy = terms.map_or(MemoryPolicy::SwapOthers, |terms| terms.policy);
+        self.accounting.view(process, device, total, policy)
+    }
+
+    /// Every device's accounts.
+    pub fn lines(&self) -> Vec<Line> {
+        self.accounting.lines()
+    }
+
+    /// Bytes of host memory that moved memory takes, and may take.
+    pub fn on_host(&self) -> (u64, u64) {
+        (self.host.kept(), self.host.limit())
+    }
+
+    /// Every tenant's standing.
+    pub fn standings(&self) -> impl Iterator<Item = (TenantId, Standing)> {
+        self.tenants.iter().map(|(id, tenant)| {
+            let late = |round: &Round| round.late;
+            let standing = Standing {
+                swapped_out: tenant.place != Place::Home,
+                waits: tenant.wants_since.is_some()
+                    || matches!(tenant.place, Place::Returning(_))
+                    || self.asks.iter().any(|pending| pending.tenant == *id),
+                stuck: match &tenant.place {
+                    Place::Leaving(leaving) => late(&leaving.round),
+                    Place::Returning(round) => late(round),
+                    Place::Home | Place::Away { .. } => false,
+                },
+            };
+            (*id, standing)
+        })
+    }
+}
+
+fn no_process() -> MoveError {
+    MoveError::Busy("it has no connected process".into())
+}

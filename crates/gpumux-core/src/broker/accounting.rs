@@ -1,0 +1,498 @@
+//! Memory accounting: one [`Ledger`] per device, and what each process reports.
+//!
+//! A device's capacity comes from its driver (NVML). While no driver has reported it, the largest total that a process
+//! reports stands in: a wrong report can then weaken limits, but never keep memory from others.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::ProcessId;
+use crate::{
+    MemoryPolicy, TenantId,
+    ledger::{Denied, Entry, Holding, Kind, Ledger, OverPromised, Share},
+};
+
+/// What a context occupies beside the memory that its program asks for: 520 MiB measured on an H100 (driver
+/// 580.159), and some for what libraries load into it.
+pub const CONTEXT: u64 = 544 << 20;
+
+/// Left free on every device, for what cannot be foreseen; at most a 64th of it. Besides, there is always room for one context
+/// more, or no further program could begin.
+pub const RESERVE: u64 = 256 << 20;
+
+/// Most devices that are accounted for: all that a machine can have, and some.
+const MAX_DEVICES: usize = 64;
+
+/// The largest capacity that is believed: 16 TiB.
+const MAX_CAPACITY: u64 = 1 << 44;
+
+/// One device.
+#[derive(Clone, Debug)]
+struct Device {
+    ledger: Ledger,
+    capacity: u64,
+    /// The driver has reported the capacity.
+    measured: bool,
+    /// Compute contexts, by process.
+    contexts: BTreeMap<ProcessId, u32>,
+    /// What the driver reports beyond all that is accounted for: foreign processes, code, contexts larger than most. The
+    /// lesser of the last two looks, since what is freed or moved between a look and a report is in one account only.
+    foreign: u64,
+    /// The same by the last look alone; none before the first.
+    last_look: Option<u64>,
+}
+
+/// What a process has, and whose it is.
+#[derive(Clone, Debug)]
+struct Member {
+    tenant: TenantId,
+    holdings: BTreeMap<String, Holding>,
+}
+
+/// All devices and processes.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Accounting {
+    devices: BTreeMap<String, Device>,
+    members: BTreeMap<ProcessId, Member>,
+    shares: BTreeMap<TenantId, Share>,
+    /// Tenants whose memory is on its way back: what is on the host has its place on the device already.
+    returning: BTreeSet<TenantId>,
+    /// The capacity that a tenant was shown first: programs size themselves by it, so it never changes but with the limit.
+    shown: BTreeMap<(TenantId, String), u64>,
+}
+
+/// One device in the accounts.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Line {
+    /// UUID of the device, as NVML writes it.
+    pub uuid: String,
+    /// Its memory in bytes.
+    pub capacity: u64,
+    /// Bytes that contexts, foreign processes and the reserve occupy.
+    pub occupied: u64,
+    /// Bytes that nobody has.
+    pub free: u64,
+    /// Every tenant's part.
+    pub entries: Vec<(TenantId, Entry)>,
+}
+
+/// A request for memory on one device.
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct Ask {
+    /// UUID of the device.
+    pub device: String,
+    /// What the process reports as the device's capacity, in bytes.
+    pub total: u64,
+    /// Fewer bytes than this are of no use.
+    pub need: u64,
+    /// More bytes than this are not wanted now.
+    pub want: u64,
+    /// Whether the memory can be moved.
+    pub kind: Kind,
+}
+
+impl Device {
+    fn new(capacity: u64) -> Self {
+        let mut device = Self {
+            ledger: Ledger::new(capacity),
+            capacity,
+            measured: false,
+            contexts: BTreeMap::new(),
+            foreign: 0,
+            last_look: None,
+        };
+        device.occupy();
+        device
+    }
+
+    fn occupy(&mut self) {
+        let reserve = RESERVE.min(self.capacity / 64);
+        self.ledger.occupy(
+            self.in_contexts()
+                .saturating_add(self.foreign)
+                .saturating_add(reserve)
+                .saturating_add(self.context()),
+        );
+    }
+
+    fn resize(&mut self, capacity: u64) {
+        self.capacity = capacity;
+        self.ledger.resize(capacity);
+        self.occupy();
+    }
+
+    fn in_contexts(&self) -> u64 {
+        let contexts: u64 = self.contexts.values().map(|n| u64::from(*n)).sum();
+        contexts.saturating_mul(self.context())
+    }
+
+    /// What one context occupies. A device this small is an emulated one, whose contexts are small too.
+    fn context(&self) -> u64 {
+        CONTEXT.min(self.capacity / 16)
+    }
+
+    /// The driver reports that so much is used.
+    fn look(&mut self, used: u64) {
+        let accounted = self.in_contexts().saturating_add(self.ledger.physical());
+        let now = used.saturating_sub(accounted);
+        self.foreign = now.min(self.last_look.unwrap_or(now));
+        self.last_look = Some(now);
+        self.occupy();
+    }
+
+    /// So much of what the last looks took for foreign belongs to a tenant: it was allocated before this accounting began.
+    fn adopt(&mut self, bytes: u64) {
+        self.foreign = self.foreign.saturating_sub(bytes);
+        self.last_look = self.last_look.map(|last| last.saturating_sub(bytes));
+        self.occupy();
+    }
+}
+
+impl Accounting {
+    /// The driver reports a device's capacity and what is used of it.
+    pub(super) fn measure(&mut self, uuid: &str, capacity: u64, used: u64) {
+        if capacity == 0 || capacity > MAX_CAPACITY {
+            return;
+        }
+        if self.devices.len() >= MAX_DEVICES && !self.devices.contains_key(uuid) {
+            // What only processes have named makes way for what exists.
+            let invented = self.devices.iter().find(|(_, it)| !it.measured);
+            let Some(name) = invented.map(|(name, _)| name.clone()) else {
+                return;
+            };
+            self.devices.remove(&name);
+        }
+        let device = self
+            .devices
+            .entry(uuid.to_owned())
+            .or_insert_with(|| Device::new(capacity));
+        device.measured = true;
+        if device.capacity != capacity {
+            device.resize(capacity);
+        }
+        device.look(used);
+    }
+
+    /// The device of this name, if it exists as far as is known.
+    fn device(&mut self, uuid: &str, total: u64) -> Option<&mut Device> {
+        let believed = total > 0 && total <= MAX_CAPACITY;
+        let measured = self.devices.values().any(|it| it.measured);
+        let full = self.devices.len() >= MAX_DEVICES;
+        if believed && !measured && !full {
+            let device = self
+                .devices
+                .entry(uuid.to_owned())
+                .or_insert_with(|| Device::new(total));
+            if total > device.capacity {
+                device.resize(total);
+            }
+        }
+        self.devices.get_mut(uuid)
+    }
+
+    /// Checks that some device can keep this guarantee.
+    pub(super) fn check(&self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
+        let mut answers = self.devices.values().map(|device| {
+            let mut ledger = device.ledger.clone();
+            // Guarantees hold on every device that their tenants may use.
+            for (id, share) in self.shares.iter().filter(|(id, _)| **id != tenant) {
+                let _ = ledger.promise(*id, *share);
+            }
+            ledger.promise(tenant, share)
+        });
+        match answers.next() {
+            None => Ok(()),
+            Some(first) => answers.fold(first, Result::or),
+        }
+    }
+
+    /// A tenant is guaranteed this wherever it can be kept. Returns the devices where it cannot.
+    pub(super) fn promise(
+        &mut self,
+        tenant: TenantId,
+        share: Share,
+    ) -> Vec<(String, OverPromised)> {
+        self.shares.insert(tenant, share);
+        let mut refused = Vec::new();
+        for (uuid, device) in &mut self.devices {
+            if let Err(error) = promise_here(device, tenant, share) {
+                refused.push((uuid.clone(), error));
+            }
+        }
+        refused
+    }
+
+    pub(super) fn forget(&mut self, tenant: TenantId) {
+        self.shares.remove(&tenant);
+        self.returning.remove(&tenant);
+        self.shown.retain(|(id, _), _| *id != tenant);
+        self.members.retain(|_, member| member.tenant != tenant);
+        for device in self.devices.values_mut() {
+            device.ledger.forget(tenant);
+        }
+    }
+
+    pub(super) fn join(&mut self, process: ProcessId, tenant: TenantId) {
+        let holdings = BTreeMap::new();
+        self.members.insert(process, Member { tenant, holdings });
+    }
+
+    pub(super) fn leave(&mut self, process: ProcessId) {
+        if let Some(member) = self.members.remove(&process) {
+            for device in member.holdings.keys() {
+                self.add_up(device, member.tenant);
+            }
+        }
+        for device in self.devices.values_mut() {
+            if device.contexts.remove(&process).is_some() {
+                device.occupy();
+            }
+        }
+    }
+
+    /// A process has so many compute contexts on a device. `before`: they were there before this accounting began.
+    pub(super) fn contexts(&mut self, process: ProcessId, uuid: &str, count: u32, before: bool) {
+        let Some(device) = self.devices.get_mut(uuid) else {
+            return;
+        };
+        let known = device.contexts.insert(process, count).unwrap_or(0);
+        device.occupy();
+        if before && count > known {
+            let bytes = device.context().saturating_mul(u64::from(count - known));
+            device.adopt(bytes);
+        }
+    }
+
+    /// Makes the tenant's line in a ledger what its processes have together.
+    fn add_up(&mut self, uuid: &str, tenant: TenantId) {
+        let own = self.members.values().filter(|it| it.tenant == tenant);
+        let mut all = own
+            .filter_map(|member| member.holdings.get(uuid))
+            .fold(Holding::default(), |sum, it| sum.plus(*it));
+        let away = all.swapped;
+        if self.returning.contains(&tenant) {
+            all.movable = all.movable.saturating_add(std::mem::take(&mut all.swapped));
+        }
+        let share = self.shares.get(&tenant).copied();
+        if let Some(device) = self.devices.get_mut(uuid) {
+            let known = device.ledger.entries().any(|(id, _)| id == tenant);
+            if let Some(share) = share.filter(|_| !known) {
+                let _ = promise_here(device, tenant, share);
+            }
+            device.ledger.set(tenant, all);
+            device
+                .ledger
+                .expect(tenant, if all.swapped == 0 { away } else { 0 });
+        }
+    }
+
+    /// A process asks for memory.
+    pub(super) fn ask(&mut self, process: ProcessId, ask: &Ask) -> Result<u64, Denied> {
+        let never = Denied::Never {
+            asked: ask.need,
+            most: 0,
+        };
+        let tenant = self.tenant_of(process).ok_or(never)?;
+        if self.device(&ask.device, ask.total).is_none() {
+            return Err(never);
+        }
+        self.add_up(&ask.device, tenant);
+        let device = self.devices.get_mut(&ask.device).ok_or(never)?;
+        let given = device.ledger.ask(tenant, ask.need, ask.want, ask.kind)?;
+        if let Some(member) = self.members.get_mut(&process) {
+            let holding = member.holdings.entry(ask.device.clone()).or_default();
+            match ask.kind {
+                Kind::Movable => holding.movable = holding.movable.saturating_add(given),
+                Kind::Pinned => holding.pinned = holding.pinned.saturating_add(given),
+            }
+        }
+        Ok(given)
+    }
+
+    /// Why a request could never be granted as things are, however much were moved away; none if it could.
+    pub(super) fn could_ask(&self, process: ProcessId, ask: &Ask) -> Option<Denied> {
+        let tenant = self.tenant_of(process)?;
+        let mut ledger = self.devices.get(&ask.device)?.ledger.clone();
+        let denied = ledger.ask(tenant, ask.need, ask.want, ask.kind).err()?;
+        (!matches!(denied, Denied::Full { .. })).then_some(denied)
+    }
+
+    /// A process reports all that it has. What its first report holds beyond what it was granted was there before.
+    pub(super) fn holds(&mut self, process: ProcessId, uuid: &str, total: u64, holding: Holding) {
+        if self.device(uuid, total).is_none() {
+            return;
+        }
+        let Some(member) = self.members.get_mut(&process) else {
+            return;
+        };
+        let tenant = member.tenant;
+        let before = member.holdings.insert(uuid.to_owned(), holding);
+        if before.is_none()
+            && let Some(device) = self.devices.get_mut(uuid)
+        {
+            device.adopt(holding.resident());
+        }
+        self.add_up(uuid, tenant);
+    }
+
+    /// The capacity that a process is shown, and what it may still take of it, in bytes: (free, total).
+    ///
+    /// The capacity is fixed when a tenant first asks: its limit, else its guarantee, else an equal part of what the
+    /// others' guarantees leave, among the tenants that use the device. So free memory changes only by the tenant's own doing.
+    /// A tenant whose requests may fail for want of room is shown no more than there is.
+    pub(super) fn view(
+        &mut self,
+        process: ProcessId,
+        uuid: &str,
+        total: u64,
+        policy: MemoryPolicy,
+    ) -> (u64, u64) {
+        let Some(tenant) = self.tenant_of(process) else {
+            return (0, 0);
+        };
+        if self.device(uuid, total).is_none() {
+            return (0, 0);
+        }
+        self.add_up(uuid, tenant);
+        let Some(device) = self.devices.get(uuid) else {
+            return (0, 0);
+        };
+        let entry = device.ledger.entry(tenant);
+        let others = || device.ledger.entries().filter(|(id, _)| *id != tenant);
+        let limit = entry.share.limit;
+        let total = if limit < device.capacity {
+            limit
+        } else if policy == MemoryPolicy::SwapOthers {
+            let key = (tenant, uuid.to_owned());
+            *self.shown.entry(key).or_insert_with(|| {
+                let entitled: u64 = others().map(|(_, it)| it.entitled()).sum();
+                let elastic = others()
+                    .filter(|(_, it)| it.share.guaranteed == 0)
+                    .filter(|(_, it)| it.holding.all() > 0)
+                    .count() as u64;
+                let left = device.ledger.usable().saturating_sub(entitled);
+                (left / (elastic + 1)).max(entry.share.guaranteed)
+            })
+        } else {
+            device.capacity
+        };
+        let own = total.saturating_sub(entry.holding.all());
+        let free = match policy {
+            MemoryPolicy::SwapOthers => own,
+            MemoryPolicy::Wait | MemoryPolicy::Fail => own.min(
+                // What it is guaranteed is there when it wants it.
+                device
+                    .ledger
+                    .free()
+                    .max((entry.share.guaranteed).saturating_sub(entry.holding.resident())),
+            ),
+        };
+        (free, total)
+    }
+
+    /// Counts all that a tenant has on the host as being on its way to the device, until [`Self::returned`].
+    ///
+    /// # Errors
+    /// The first device without room, and why; then nothing changes.
+    pub(super) fn begin_return(&mut self, tenant: TenantId) -> Result<(), (String, Denied)> {
+        for (uuid, device) in &self.devices {
+            if let Err(denied) = device.ledger.can_return(tenant) {
+                return Err((uuid.clone(), denied));
+            }
+        }
+        self.returning.insert(tenant);
+        self.add_up_all(tenant);
+        Ok(())
+    }
+
+    /// The memory is back, or what is not stays on the host.
+    pub(super) fn returned(&mut self, tenant: TenantId) {
+        self.returning.remove(&tenant);
+        self.add_up_all(tenant);
+    }
+
+    fn add_up_all(&mut self, tenant: TenantId) {
+        let devices: Vec<String> = self.devices.keys().cloned().collect();
+        for uuid in devices {
+            let has = |it: &&Member| it.tenant == tenant && it.holdings.contains_key(&uuid);
+            if self.members.values().any(|it| has(&it)) {
+                self.add_up(&uuid, tenant);
+            }
+        }
+    }
+
+    pub(super) fn tenant_of(&self, process: ProcessId) -> Option<TenantId> {
+        self.members.get(&process).map(|member| member.tenant)
+    }
+
+    pub(super) fn entry(&self, tenant: TenantId, uuid: &str) -> Entry {
+        let device = self.devices.get(uuid);
+        device.map_or_else(Entry::default, |it| it.ledger.entry(tenant))
+    }
+
+    /// What a tenant has on the host, by device; only where it has some.
+    pub(super) fn swapped(&self, tenant: TenantId) -> BTreeMap<String, u64> {
+        let own = self.members.values().filter(|it| it.tenant == tenant);
+        let mut all = BTreeMap::new();
+        for (uuid, holding) in own.flat_map(|it| &it.holdings) {
+            if holding.swapped > 0 {
+                *all.entry(uuid.clone()).or_insert(0u64) += holding.swapped;
+            }
+        }
+        all
+    }
+
+    /// What of a tenant's memory can be moved, on all devices.
+    pub(super) fn movable(&self, tenant: TenantId) -> u64 {
+        let ledgers = self.devices.values().map(|it| &it.ledger);
+        ledgers
+            .map(|it| it.entry(tenant).holding.movable)
+            .fold(0, u64::saturating_add)
+    }
+
+    /// What a process has on a device.
+    pub(super) fn holding(&self, process: ProcessId, uuid: &str) -> Holding {
+        let member = self.members.get(&process);
+        let holding = member.and_then(|it| it.holdings.get(uuid));
+        holding.copied().unwrap_or_default()
+    }
+
+    pub(super) fn uuids(&self) -> impl Iterator<Item = &String> {
+        self.devices.keys()
+    }
+
+    /// All of a device's memory in bytes.
+    pub(super) fn capacity(&self, uuid: &str) -> u64 {
+        self.devices.get(uuid).map_or(0, |it| it.capacity)
+    }
+
+    pub(super) fn ledger(&self, uuid: &str) -> Option<&Ledger> {
+        self.devices.get(uuid).map(|it| &it.ledger)
+    }
+
+    pub(super) fn lines(&self) -> Vec<Line> {
+        let line = |(uuid, device): (&String, &Device)| Line {
+            uuid: uuid.clone(),
+            capacity: device.capacity,
+            occupied: device.capacity.saturating_sub(device.ledger.usable()),
+            free: device.ledger.free(),
+            entries: device.ledger.entries().collect(),
+        };
+        self.devices.iter().map(line).collect()
+    }
+}
+
+/// Guarantees it, or as much as was guaranteed before, and sets the limit in any case.
+fn promise_here(device: &mut Device, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
+    let kept = device.ledger.promise(tenant, share);
+    if kept.is_err() {
+        let guaranteed = device.ledger.entry(tenant).share.guaranteed;
+        let _ = device.ledger.promise(
+            tenant,
+            Share {
+                guaranteed,
+                ..share
+            },
+        );
+    }
+    kept
+}

@@ -1,0 +1,514 @@
+//! Claims: what tenants lack, in which order they are served, and who gives way.
+
+use std::collections::BTreeMap;
+
+use super::{
+    Activity, Broker, Command, IDLE, LOOK, MemoryPolicy, Micros, MoveError, Order, PATIENCE,
+    PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM,
+    TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
+};
+use crate::{
+    Class,
+    ledger::{Denied, EXTRA},
+};
+
+/// A tenant of a lower class takes the memory of one of a higher only after so many turns: between them memory is divided
+/// about ten to one where it does not suffice for both.
+const CLASS_TURNS: u64 = 10;
+
+/// What a tenant lacks.
+pub(super) struct Claim {
+    tenant: TenantId,
+    /// A request for more, by its process and ticket; none: the tenant's return.
+    ask: Option<(ProcessId, u32)>,
+    /// Bytes by device.
+    needs: BTreeMap<String, u64>,
+    since: Micros,
+    class: Class,
+    /// With it, the tenant stays within its guarantee.
+    entitled: bool,
+    /// Others are moved for it.
+    takes: bool,
+}
+
+impl Claim {
+    /// Claims are served in this order: within a guarantee first, then by age, where a lower class counts as younger, so that
+    /// every claim becomes the oldest at last.
+    fn rank(&self) -> (bool, Micros, TenantId, Option<(ProcessId, u32)>) {
+        (
+            !self.entitled,
+            self.since + patience(self.class),
+            self.tenant,
+            self.ask,
+        )
+    }
+}
+
+/// By how much a claim of a class counts as younger than it is.
+fn patience(class: Class) -> Micros {
+    match class {
+        Class::Latency => Micros::ZERO,
+        Class::Standard => Micros::from_secs(10),
+        Class::Batch => Micros::from_secs(30),
+    }
+}
+
+/// What a tenant can give.
+struct Offer {
+    tenant: TenantId,
+    bytes: u64,
+    /// The least is chosen first.
+    order: (
+        bool,
+        bool,
+        bool,
+        std::cmp::Reverse<Class>,
+        bool,
+        Micros,
+        TenantId,
+    ),
+}
+
+/// What is set aside for older claims, and what comes free for them, by device.
+#[derive(Default)]
+struct Aside {
+    room: BTreeMap<String, u64>,
+    coming: BTreeMap<String, u64>,
+}
+
+impl Broker {
+    /// All claims, in the order in which they are served.
+    fn claims(&self) -> Vec<Claim> {
+        let mut claims = Vec::new();
+        for (id, tenant) in &self.tenants {
+            if let Some(since) = tenant.wants_since {
+                let needs = self.accounting.swapped(*id);
+                let fits = |(uuid, _): (&String, &u64)| {
+                    let entry = self.accounting.entry(*id, uuid);
+                    entry.holding.all() <= entry.share.guaranteed
+                };
+                claims.push(Claim {
+                    tenant: *id,
+                    ask: None,
+                    entitled: needs.iter().all(fits),
+                    needs,
+                    since,
+                    class: tenant.terms.class,
+                    takes: true,
+                });
+            }
+        }
+        for pending in &self.asks {
+            let Some(tenant) = self.tenants.get(&pending.tenant) else {
+                continue;
+            };
+            if tenant.place != Place::Home {
+                continue;
+            }
+            let entry = self.accounting.entry(pending.tenant, &pending.ask.device);
+            let with = entry.holding.all().saturating_add(pending.ask.need);
+            claims.push(Claim {
+                tenant: pending.tenant,
+                ask: Some((pending.process, pending.ticket)),
+                needs: BTreeMap::from([(pending.ask.device.clone(), pending.ask.need)]),
+                since: pending.since,
+                class: tenant.terms.class,
+                entitled: with <= entry.share.guaranteed,
+                takes: tenant.terms.policy == MemoryPolicy::SwapOthers,
+            });
+        }
+        claims.sort_by_key(Claim::rank);
+        claims
+    }
+
+    /// Whether a claim of others lacks room on one of these devices.
+    pub(super) fn is_needed<'a>(
+        &self,
+        id: TenantId,
+        mut devices: impl Iterator<Item = &'a String>,
+    ) -> bool {
+        let claims = self.claims();
+        let nothing = Aside::default();
+        devices.any(|uuid| {
+            let lacks = |claim: &Claim| {
+                claim.tenant != id
+                    && (self.lacks(claim, &nothing).contains_key(uuid) || self.lacked(claim.tenant))
+            };
+            claims.iter().any(lacks)
+        })
+    }
+
+    /// Whether the driver lately had less room for a tenant than is accounted for.
+    fn lacked(&self, id: TenantId) -> bool {
+        self.tenants.get(&id).is_some_and(|it| it.back_failures > 0)
+    }
+
+    /// Serves claims as far as there is room, and has others moved for those that lack some.
+    pub(super) fn serve(&mut self, now: Micros, out: &mut Vec<Command>) {
+        let claims = self.claims();
+        let mut aside = Aside::default();
+        for leaving in self.tenants.values() {
+            if let Place::Leaving(leaving) = &leaving.place {
+                for uuid in leaving.parts.keys() {
+                    let coming = aside.coming.entry(uuid.clone()).or_default();
+                    *coming = coming.saturating_add(leaving.coming(uuid, now));
+                }
+            }
+        }
+        let mut unserved: Vec<Claim> = Vec::new();
+        for claim in claims {
+            let passes = unserved.iter().any(|older| {
+                older
+                    .needs
+                    .keys()
+                    .any(|uuid| claim.needs.contains_key(uuid))
+            });
+            let lacks = self.lacks(&claim, &aside);
+            let done = match claim.ask {
+                Some(key) => self.serve_ask(now, &claim, key, lacks.is_empty(), out),
+                None => lacks.is_empty() && self.serve_return(now, &claim, passes, out),
+            };
+            if done {
+                continue;
+            }
+            self.collect(now, &claim, lacks, &unserved, &mut aside, out);
+            unserved.push(claim);
+        }
+    }
+
+    /// What of a claim's needs is neither free nor set aside for others.
+    fn lacks(&self, claim: &Claim, aside: &Aside) -> BTreeMap<String, u64> {
+        let lack = |(uuid, need): (&String, &u64)| {
+            let free = self
+                .accounting
+                .ledger(uuid)
+                .map_or(0, crate::ledger::Ledger::free);
+            let kept = aside.room.get(uuid).copied().unwrap_or(0);
+            let lack = need.saturating_sub(free.saturating_sub(kept));
+            (lack > 0).then(|| (uuid.clone(), lack))
+        };
+        claim.needs.iter().filter_map(lack).collect()
+    }
+
+    /// Brings a tenant back for whom there is room. Whether it is on its way.
+    fn serve_return(
+        &mut self,
+        now: Micros,
+        claim: &Claim,
+        passes: bool,
+        out: &mut Vec<Command>,
+    ) -> bool {
+        let Some(tenant) = self.tenants.get_mut(&claim.tenant) else {
+            return true;
+        };
+        if now < tenant.back_not_before {
+            return false;
+        }
+        tenant.passed = passes;
+        self.begin_return(now, claim.tenant, out);
+        true
+    }
+
+    /// Grants a request, or refuses it for good. Whether it was answered.
+    fn serve_ask(
+        &mut self,
+        now: Micros,
+        claim: &Claim,
+        (process, ticket): (ProcessId, u32),
+        fits: bool,
+        out: &mut Vec<Command>,
+    ) -> bool {
+        let is_it = |it: &Pending| it.process == process && it.ticket == ticket;
+        let Some(at) = self.asks.iter().position(is_it) else {
+            return true;
+        };
+        let Some(pending) = self.asks.get(at).cloned() else {
+            return true;
+        };
+        let policy =
+            (self.tenants.get(&claim.tenant)).map_or(MemoryPolicy::Fail, |it| it.terms.policy);
+        let patience = match policy {
+            MemoryPolicy::SwapOthers => PATIENCE_FOR_TURNS,
+            MemoryPolicy::Wait => PATIENCE,
+            MemoryPolicy::Fail => Micros::ZERO,
+        };
+        let full = Denied::Full { missing: 0 };
+        let answer = match fits {
+            true => self.accounting.ask(process, &pending.ask),
+            false => Err(self
+                .accounting
+                .could_ask(process, &pending.ask)
+                .unwrap_or(full)),
+        };
+        let full = matches!(answer, Err(Denied::Full { .. }));
+        let bytes = match answer {
+            Ok(bytes) => bytes,
+            Err(_) => {
+                // Little can have come together since the last time; a limit may be met by what the asker itself does not use.
+                let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
+                if pending.retry_at.is_none() {
+                    if !(lately && full) {
+                        self.trim(now, out);
+                    }
+                    let at = self.trimmed.unwrap_or(now) + TRIM;
+                    if let Some(pending) = self.asks.iter_mut().find(|it| is_it(it)) {
+                        pending.retry_at = Some(at);
+                    }
+                    if now < at {
+                        return false;
+                    }
+                }
+                let early = pending.retry_at.is_some_and(|at| now < at);
+                if early || (full && now < pending.since + patience) {
+                    return false;
+                }
+                0
+            }
+        };
+        self.asks.remove(at);
+        out.push(Command::Grant {
+            process,
+            ticket,
+            bytes,
+        });
+        true
+    }
+
+    /// Has caches given back and others moved away so that a claim can be served, if that suffices, and sets room aside for it.
+    fn collect(
+        &mut self,
+        now: Micros,
+        claim: &Claim,
+        lacks: BTreeMap<String, u64>,
+        older: &[Claim],
+        aside: &mut Aside,
+        out: &mut Vec<Command>,
+    ) {
+        if !claim.takes {
+            return;
+        }
+        let extra = self.tenants.get(&claim.tenant).map_or(0, |tenant| {
+            // The driver had less room than is accounted for.
+            u64::from(tenant.back_failures.min(8))
+        });
+        let mut collecting = extra > 0 || !lacks.is_empty();
+        let mut chosen: BTreeMap<TenantId, BTreeMap<String, u64>> = BTreeMap::new();
+        let uuids = claim
+            .needs
+            .keys()
+            .filter(|uuid| extra > 0 || lacks.contains_key(*uuid));
+        for uuid in uuids {
+            let step = self.accounting.capacity(uuid) / EXTRA;
+            let lack = lacks.get(uuid).copied().unwrap_or(0) + extra * step;
+            let coming = aside.coming.entry(uuid.clone()).or_default();
+            let comes = lack.min(*coming);
+            *coming -= comes;
+            let missing = lack - comes;
+            if missing == 0 {
+                continue;
+            }
+            let offers = self.offers(now, claim, uuid, older);
+            // Leases that are not used come first, then caches.
+            let pending = claim.ask.and_then(|(process, ticket)| {
+                let mut asks = self.asks.iter();
+                asks.find(|it| it.process == process && it.ticket == ticket)
+            });
+            if pending.is_some_and(|it| it.retry_at.is_none_or(|at| now < at)) {
+                continue;
+            }
+            if self.reclaim(now, uuid, missing, &offers, out) {
+                continue;
+            }
+            // Who asks for memory will often ask for more.
+            let ahead = claim.ask.map_or(0, |_| step);
+            let victims =
+                choose(missing.saturating_add(ahead), &offers).or_else(|| choose(missing, &offers));
+            match victims {
+                Some(victims) => {
+                    for (victim, part) in victims {
+                        chosen.entry(victim).or_default().insert(uuid.clone(), part);
+                    }
+                }
+                None => collecting = false,
+            }
+        }
+        if collecting {
+            for (victim, parts) in chosen {
+                self.move_away(now, victim, parts, out);
+            }
+            for (uuid, need) in &claim.needs {
+                *aside.room.entry(uuid.clone()).or_default() += need;
+            }
+        }
+        // What is granted and not used cannot be moved.
+        let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
+        if !lately && !collecting {
+            self.trim(now, out);
+        }
+    }
+
+    /// Moves a victim away, or leaves it alone for a while.
+    fn move_away(
+        &mut self,
+        now: Micros,
+        victim: TenantId,
+        parts: BTreeMap<String, u64>,
+        out: &mut Vec<Command>,
+    ) {
+        if let Err(error) = self.begin_leave(now, victim, parts, Why::Room, out) {
+            let full = matches!(error, MoveError::HostFull(_));
+            if full {
+                self.drop_unused(now, victim, out);
+            }
+            match self.tenants.get_mut(&victim) {
+                // That is not the victim's doing; another may need less.
+                Some(tenant) if full => tenant.not_before = now + LOOK,
+                Some(tenant) => tenant.failed(now),
+                None => {}
+            }
+            out.push(Command::Failed(victim, error));
+        }
+    }
+
+    /// Has programs give caches back, one tenant after the other, for at most [`RECLAIM`]. Whether one is asked now.
+    fn reclaim(
+        &mut self,
+        now: Micros,
+        uuid: &str,
+        missing: u64,
+        offers: &[Offer],
+        out: &mut Vec<Command>,
+    ) -> bool {
+        let reclaim = self.reclaims.entry(uuid.to_owned()).or_default();
+        if !reclaim.waiting.is_empty() {
+            return true;
+        }
+        let fresh = now >= reclaim.until + RECLAIM_PAUSE || reclaim.op == 0;
+        if !fresh && now >= reclaim.until {
+            return false;
+        }
+        for offer in offers {
+            let home = self.tenants.get(&offer.tenant).map(|it| &it.place) == Some(&Place::Home);
+            let due = |it: &super::Process| {
+                let paused = it.reclaimed.is_some_and(|at| now < at + RECLAIM_PAUSE);
+                home && it.tenant == offer.tenant && it.reclaims && !paused
+            };
+            let due = (self.processes.iter_mut()).filter(|(_, it)| due(it));
+            let waiting: std::collections::BTreeSet<ProcessId> = due
+                .map(|(process, it)| {
+                    it.reclaimed = Some(now);
+                    *process
+                })
+                .collect();
+            if waiting.is_empty() {
+                continue;
+            }
+            self.ops += 1;
+            for process in &waiting {
+                let order = Order::Reclaim {
+                    device: uuid.to_owned(),
+                    bytes: missing,
+                };
+                out.push(Command::Order(*process, self.ops, order));
+            }
+            let until = match fresh {
+                true => now + RECLAIM,
+                false => reclaim.until,
+            };
+            *reclaim = Reclaim {
+                op: self.ops,
+                waiting,
+                until,
+            };
+            return true;
+        }
+        false
+    }
+
+    /// What others can give of a device for a claim, in the order in which they are asked.
+    fn offers(&self, now: Micros, claim: &Claim, uuid: &str, older: &[Claim]) -> Vec<Offer> {
+        let mut offers: Vec<Offer> = (self.tenants.iter())
+            .filter(|(id, _)| **id != claim.tenant)
+            .filter_map(|(id, tenant)| self.offer(now, claim, uuid, older, *id, tenant))
+            .collect();
+        offers.sort_by_key(|offer| offer.order);
+        offers
+    }
+
+    fn offer(
+        &self,
+        now: Micros,
+        claim: &Claim,
+        uuid: &str,
+        older: &[Claim],
+        id: TenantId,
+        tenant: &Tenant,
+    ) -> Option<Offer> {
+        let entry = self.accounting.entry(id, uuid);
+        let movable = entry.holding.movable;
+        let Activity { busy, in_group, .. } = tenant.activity;
+        if movable == 0 || in_group || now < tenant.not_before {
+            return None;
+        }
+        let away = match tenant.place {
+            // It cannot run: what is left of it on the device is of no use, unless it is served before.
+            Place::Away { .. } => true,
+            Place::Home => false,
+            Place::Leaving(_) | Place::Returning(_) => return None,
+        };
+        if away && older.iter().any(|it| it.tenant == id) {
+            return None;
+        }
+        // It waits for memory itself, and is served later.
+        let waits = || {
+            let asks = self.asks.iter().any(|it| it.tenant == id);
+            asks && !busy && !older.iter().any(|it| it.tenant == id)
+        };
+        let swap = Micros(claim.needs.get(uuid).copied().unwrap_or(0) / self.speed.max(1));
+        let own_turn = turn(tenant.took.max(swap));
+        let home_for = now.saturating_sub(tenant.home_since);
+        let idle_for = tenant.idle_for(now);
+        let idle = away || idle_for >= IDLE.max(tenant.took) || waits();
+        let long_idle = away || idle_for >= own_turn;
+        let turns = match tenant.terms.class < claim.class {
+            true => CLASS_TURNS,
+            false => 1,
+        };
+        let passed = tenant.passed && tenant.home_since > claim.since;
+        let had_its_turn = passed || home_for.0 >= own_turn.0.saturating_mul(turns);
+        let borrowed = movable.min(entry.borrowed());
+        let bytes = match () {
+            () if long_idle => movable,
+            () if idle || had_its_turn || claim.entitled => borrowed,
+            () => 0,
+        };
+        let order = (
+            tenant.failures > 0,
+            !away,
+            !idle,
+            std::cmp::Reverse(tenant.terms.class),
+            borrowed == 0,
+            tenant.home_since,
+            id,
+        );
+        (bytes > 0).then_some(Offer {
+            tenant: id,
+            bytes,
+            order,
+        })
+    }
+}
+
+/// Who gives how much, in this order; none if it does not suffice.
+fn choose(missing: u64, offers: &[Offer]) -> Option<Vec<(TenantId, u64)>> {
+    let mut left = missing;
+    let mut chosen = Vec::new();
+    for offer in offers {
+        let part = left.min(offer.bytes);
+        if part > 0 {
+            chosen.push((offer.tenant, part));
+        }
+        left -= part;
+    }
+    (left == 0).then_some(chosen)
+}

@@ -1,0 +1,595 @@
+//! Moves: the steps in which a tenant's memory goes to the host and comes back.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use super::{
+    Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Order, Place, ProcessId,
+    QUIET, QUIET_PER_GIB, Reply, TenantId, no_process,
+};
+
+/// An order to all processes of a tenant whose answers are awaited.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Round {
+    pub(super) op: u64,
+    /// When its move began.
+    pub(super) began: Micros,
+    pub(super) deadline: Micros,
+    pub(super) waiting: BTreeSet<ProcessId>,
+    /// Why a process refused.
+    pub(super) refused: Option<String>,
+    /// The deadline has passed, and there is no way back.
+    pub(super) late: bool,
+    /// What was on the host when it began.
+    before: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub(super) enum Step {
+    Quiesce,
+    Freeze,
+    Out,
+}
+
+/// What a move to the host is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Why {
+    /// Others lack room.
+    Room,
+    /// A user asked for it.
+    User,
+    /// The tenant was idle for as long as its terms say.
+    Idle,
+}
+
+/// A move to the host.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct Leaving {
+    pub(super) step: Step,
+    pub(super) round: Round,
+    /// Bytes that shall come free, by device.
+    pub(super) parts: BTreeMap<String, u64>,
+    /// By process: bytes of each device to be moved, and bytes of host memory that it may keep.
+    orders: BTreeMap<ProcessId, (u64, u64)>,
+    /// It had outstanding work when its gates were closed.
+    busy: bool,
+    /// A part of it was on the host already: it is frozen.
+    more: bool,
+    why: Why,
+}
+
+impl Broker {
+    fn processes_of(&self, id: TenantId) -> BTreeSet<ProcessId> {
+        let own = self.processes.iter().filter(|(_, it)| it.tenant == id);
+        own.map(|(process, _)| *process).collect()
+    }
+
+    fn next_op(&mut self) -> u64 {
+        self.ops += 1;
+        self.ops
+    }
+
+    /// Begins to move so much of each device to the host.
+    ///
+    /// # Errors
+    /// When that cannot even begin; nothing was ordered then.
+    pub(super) fn begin_leave(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        parts: BTreeMap<String, u64>,
+        why: Why,
+        out: &mut Vec<Command>,
+    ) -> Result<(), MoveError> {
+        let processes = self.processes_of(id);
+        let Some(tenant) = self.tenants.get(&id) else {
+            return Err(no_process());
+        };
+        if tenant.activity.in_group {
+            let why = "it shares a group, whose members can only be frozen together";
+            return Err(MoveError::Busy(why.into()));
+        }
+        if processes.is_empty() {
+            return Err(no_process());
+        }
+        let more = match tenant.place {
+            Place::Home => false,
+            Place::Away { .. } => true,
+            Place::Leaving(_) | Place::Returning(_) => {
+                return Err(MoveError::Busy("it is being moved".into()));
+            }
+        };
+        let least = self.apportion(&processes, &parts);
+        let needs = |least: u64, process: ProcessId| {
+            let uuids = self.accounting.uuids();
+            let holdings = uuids.map(|uuid| self.accounting.holding(process, uuid));
+            let on_host =
+                |it: crate::ledger::Holding| it.swapped.saturating_add(it.movable.min(least));
+            holdings.map(on_host).fold(0, u64::saturating_add)
+        };
+        let host = (least.iter())
+            .map(|(process, least)| {
+                (
+                    process.0,
+                    (needs(*least, *process), needs(u64::MAX, *process)),
+                )
+            })
+            .collect();
+        let host = self.host.reserve(&host, HOST_PIECE)?;
+        let orders: BTreeMap<ProcessId, (u64, u64)> = (least.into_iter())
+            .map(|(process, least)| (process, (least, host.get(&process.0).copied().unwrap_or(0))))
+            .collect();
+        let most = orders.values().map(|(_, host)| *host).max().unwrap_or(0);
+        let quiet = QUIET + Micros((most >> 20).saturating_mul(QUIET_PER_GIB.0) >> 10);
+        let (step, patience) = match more {
+            true => (Step::Out, MOVE),
+            false => (Step::Quiesce, quiet),
+        };
+        let leaving = Leaving {
+            step,
+            round: Round {
+                op: self.next_op(),
+                began: now,
+                deadline: now + patience,
+                waiting: processes,
+                refused: None,
+                late: false,
+                before: self.accounting.swapped(id).values().sum(),
+            },
+            parts,
+            orders,
+            busy: false,
+            more,
+            why,
+        };
+        leaving.give_orders(out);
+        if let Some(tenant) = self.tenants.get_mut(&id) {
+            // What was true of a tenant that ran.
+            (tenant.blocked, tenant.left_busy) = (tenant.blocked && more, tenant.left_busy && more);
+            tenant.place = Place::Leaving(leaving);
+        }
+        Ok(())
+    }
+
+    /// Which process moves how much of each device, so that together they move at least the parts.
+    fn apportion(
+        &self,
+        processes: &BTreeSet<ProcessId>,
+        parts: &BTreeMap<String, u64>,
+    ) -> BTreeMap<ProcessId, u64> {
+        let mut least: BTreeMap<ProcessId, u64> =
+            processes.iter().map(|process| (*process, 0)).collect();
+        for (uuid, part) in parts {
+            let mut left = *part;
+            for (process, least) in &mut least {
+                let own = match *part {
+                    // All of it, also what was not reported yet.
+                    u64::MAX => u64::MAX,
+                    _ => left.min(self.accounting.holding(*process, uuid).movable),
+                };
+                *least = own.max(*least);
+                left -= own.min(left);
+            }
+        }
+        least
+    }
+
+    /// A process has answered an order.
+    pub(super) fn replied(
+        &mut self,
+        now: Micros,
+        process: ProcessId,
+        op: u64,
+        reply: Reply,
+        out: &mut Vec<Command>,
+    ) {
+        for reclaim in self.reclaims.values_mut().filter(|it| it.op == op) {
+            reclaim.waiting.remove(&process);
+        }
+        let Some(id) = self.accounting.tenant_of(process) else {
+            return;
+        };
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        let (round, busy) = match &mut tenant.place {
+            Place::Leaving(leaving) => (&mut leaving.round, Some(&mut leaving.busy)),
+            Place::Returning(round) => (round, None),
+            Place::Home | Place::Away { .. } => return,
+        };
+        if round.op != op || !round.waiting.remove(&process) {
+            return;
+        }
+        match reply {
+            Reply::Quiet(idle) => {
+                if let Some(busy) = busy {
+                    *busy |= !idle;
+                }
+            }
+            Reply::Refused(why) => round.refused = Some(why),
+            Reply::Done | Reply::Freed(_) => {}
+        }
+        self.advance(now, id, out);
+    }
+
+    /// The tenant's groups are frozen, or cannot be.
+    pub(super) fn frozen(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        result: Result<(), String>,
+        out: &mut Vec<Command>,
+    ) {
+        let Some(Place::Leaving(leaving)) = self.tenants.get_mut(&id).map(|it| &mut it.place)
+        else {
+            return;
+        };
+        if leaving.step != Step::Freeze {
+            return;
+        }
+        if let Err(why) = result {
+            return self.give_up(now, id, MoveError::Freeze(why), out);
+        }
+        self.ops += 1;
+        leaving.step = Step::Out;
+        leaving.round.op = self.ops;
+        leaving.round.deadline = now + MOVE;
+        leaving.round.waiting = leaving.orders.keys().copied().collect();
+        // Who has ended since has nothing.
+        (leaving.round.waiting).retain(|process| self.processes.contains_key(process));
+        leaving.give_orders(out);
+        self.advance(now, id, out);
+    }
+
+    /// Goes on to the next step if all have answered.
+    pub(super) fn advance(&mut self, now: Micros, id: TenantId, out: &mut Vec<Command>) {
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        match &mut tenant.place {
+            Place::Leaving(leaving) if leaving.round.waiting.is_empty() => {
+                let needed = leaving.why != Why::Room || {
+                    let parts = leaving.parts.clone();
+                    self.is_needed(id, parts.keys())
+                };
+                let Some(Place::Leaving(leaving)) =
+                    self.tenants.get_mut(&id).map(|it| &mut it.place)
+                else {
+                    return;
+                };
+                match (leaving.step, leaving.round.refused.take()) {
+                    // Room came free otherwise, or who lacked it has gone.
+                    (Step::Quiesce, None) if !needed => self.undo(id, out),
+                    (Step::Quiesce, None) => {
+                        leaving.step = Step::Freeze;
+                        leaving.round.deadline = now + FREEZE;
+                        out.push(Command::Freeze(id));
+                    }
+                    (Step::Quiesce, Some(why)) => self.give_up(now, id, MoveError::Busy(why), out),
+                    (Step::Freeze, _) => {}
+                    (Step::Out, refused) => self.left(now, id, refused, out),
+                }
+            }
+            Place::Returning(round) if round.waiting.is_empty() => {
+                let refused = round.refused.take();
+                self.came_back(now, id, refused, out);
+            }
+            _ => {}
+        }
+    }
+
+    /// A move to the host has failed of which nothing has moved yet.
+    fn give_up(&mut self, now: Micros, id: TenantId, why: MoveError, out: &mut Vec<Command>) {
+        self.undo(id, out);
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        tenant.failed(now);
+        let requests = std::mem::take(&mut tenant.sleeps);
+        out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, Err(why.clone()))));
+        out.push(Command::Failed(id, why));
+    }
+
+    /// Undoes a move to the host of which nothing has moved yet.
+    fn undo(&mut self, id: TenantId, out: &mut Vec<Command>) {
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        let Place::Leaving(leaving) = &tenant.place else {
+            return;
+        };
+        if leaving.step == Step::Freeze {
+            out.push(Command::Thaw(id));
+        }
+        let resumed = leaving.orders.keys().copied();
+        out.extend(resumed.map(|process| Command::Order(process, 0, Order::Resume)));
+        tenant.place = Place::Home;
+        self.free_host(id);
+    }
+
+    /// Takes back host memory that was allowed for a move and is not used.
+    fn free_host(&mut self, id: TenantId) {
+        for (process, it) in self.processes.iter().filter(|(_, it)| it.tenant == id) {
+            self.host.set(process.0, it.kept);
+        }
+    }
+
+    /// A move to the host has ended, for all processes or not.
+    fn left(&mut self, now: Micros, id: TenantId, refused: Option<String>, out: &mut Vec<Command>) {
+        let swapped: u64 = self.accounting.swapped(id).values().sum();
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        let Place::Leaving(leaving) = &tenant.place else {
+            return;
+        };
+        let bytes = swapped.saturating_sub(leaving.round.before);
+        let took = now.saturating_sub(leaving.round.began);
+        let (more, asked) = (leaving.more, leaving.why == Why::User);
+        tenant.left_busy |= leaving.busy;
+        tenant.place = Place::Away { asked };
+        let error = match refused {
+            Some(why) => {
+                // What has moved comes back.
+                tenant.left_busy = true;
+                tenant.place = Place::Away { asked: false };
+                Some(MoveError::Busy(why))
+            }
+            // What it was granted and does not use cannot be moved.
+            None if more && bytes == 0 && !asked => {
+                Some(MoveError::Busy("it has nothing more".into()))
+            }
+            None => None,
+        };
+        match &error {
+            Some(_) => tenant.failed(now),
+            None => tenant.failures = 0,
+        }
+        let answer = error.clone().map_or(Ok(()), Err);
+        let requests = match asked || error.is_some() {
+            true => std::mem::take(&mut tenant.sleeps),
+            false => Vec::new(),
+        };
+        out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, answer.clone())));
+        self.free_host(id);
+        self.learn_speed(bytes, took);
+        out.push(Command::Moved {
+            tenant: id,
+            out: true,
+            bytes,
+            took,
+        });
+        if let Some(error) = error {
+            out.push(Command::Failed(id, error));
+            self.trim(now, out);
+        }
+    }
+
+    /// An average over some four moves; what is small says nothing about the link.
+    fn learn_speed(&mut self, bytes: u64, took: Micros) {
+        if bytes >= 1 << 28 && took.0 > 0 {
+            let now = (bytes / took.0).max(1);
+            self.speed = (self.speed * 3 + now) / 4;
+        }
+    }
+
+    /// Begins to bring a tenant back, for whom there is room.
+    pub(super) fn begin_return(&mut self, now: Micros, id: TenantId, out: &mut Vec<Command>) {
+        let processes = self.processes_of(id);
+        if let Err((device, denied)) = self.accounting.begin_return(id) {
+            debug_assert!(false, "there was room: {denied} on {device}");
+            return;
+        }
+        let op = self.next_op();
+        let before = self.accounting.swapped(id).values().sum();
+        for process in &processes {
+            out.push(Command::Order(*process, op, Order::In));
+        }
+        if let Some(tenant) = self.tenants.get_mut(&id) {
+            tenant.place = Place::Returning(Round {
+                op,
+                began: now,
+                deadline: now + MOVE,
+                waiting: processes,
+                refused: None,
+                late: false,
+                before,
+            });
+        }
+        self.advance(now, id, out);
+    }
+
+    fn came_back(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        refused: Option<String>,
+        out: &mut Vec<Command>,
+    ) {
+        self.accounting.returned(id);
+        let swapped = self.accounting.swapped(id);
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        let Place::Returning(round) = &tenant.place else {
+            return;
+        };
+        let (took, bytes) = (now.saturating_sub(round.began), round.before);
+        let lacks = || "it reports memory on the host".to_owned();
+        if let Some(why) = refused.or_else(|| (!swapped.is_empty()).then(lacks)) {
+            // The driver had less room than is accounted for: more of others' is moved before the next attempt.
+            tenant.place = Place::Away { asked: false };
+            tenant.left_busy = true;
+            tenant.back_failures = tenant.back_failures.saturating_add(1);
+            let pause = super::LOOK.0 << tenant.back_failures.min(5);
+            tenant.back_not_before = now + Micros(pause);
+            out.push(Command::Failed(id, MoveError::Busy(why)));
+            return;
+        }
+        tenant.place = Place::Home;
+        (tenant.home_since, tenant.took) = (now, took);
+        (tenant.blocked, tenant.left_busy) = (false, false);
+        tenant.back_failures = 0;
+        let requests = std::mem::take(&mut tenant.wakes);
+        self.learn_speed(bytes, took);
+        out.push(Command::Thaw(id));
+        out.push(Command::Moved {
+            tenant: id,
+            out: false,
+            bytes,
+            took,
+        });
+        out.extend((requests.into_iter()).map(|request| Command::Answer(request, Ok(()))));
+    }
+
+    /// Ends what has passed its deadline.
+    pub(super) fn expire(&mut self, now: Micros, out: &mut Vec<Command>) {
+        let due = |round: &Round| !round.late && round.deadline <= now;
+        let ids: Vec<TenantId> = self.tenants.keys().copied().collect();
+        for id in ids {
+            let Some(tenant) = self.tenants.get_mut(&id) else {
+                continue;
+            };
+            let why = "a process of it does not answer";
+            match &mut tenant.place {
+                Place::Leaving(leaving) if due(&leaving.round) => match leaving.step {
+                    Step::Quiesce => self.give_up(now, id, MoveError::Busy(why.into()), out),
+                    Step::Freeze => {
+                        let why = MoveError::Freeze(format!("not within {FREEZE}"));
+                        self.give_up(now, id, why, out);
+                    }
+                    Step::Out => {
+                        leaving.round.late = true;
+                        let requests = std::mem::take(&mut tenant.sleeps);
+                        let stuck =
+                            |it: (u64, Micros)| Command::Answer(it.0, Err(MoveError::Stuck));
+                        out.extend(requests.into_iter().map(stuck));
+                        out.push(Command::Failed(id, MoveError::Stuck));
+                    }
+                },
+                Place::Returning(round) if due(round) => {
+                    round.late = true;
+                    let requests = std::mem::take(&mut tenant.wakes);
+                    let stuck = |request| Command::Answer(request, Err(MoveError::Stuck));
+                    out.extend(requests.into_iter().map(stuck));
+                    out.push(Command::Failed(id, MoveError::Stuck));
+                }
+                _ => {}
+            }
+        }
+        for reclaim in self.reclaims.values_mut() {
+            if reclaim.until <= now {
+                reclaim.waiting.clear();
+            }
+        }
+    }
+
+    /// Moves tenants to the host that users want there, or that have been idle for as long as their terms say.
+    pub(super) fn start_sleeps(&mut self, now: Micros, out: &mut Vec<Command>) {
+        let ids: Vec<TenantId> = self.tenants.keys().copied().collect();
+        for id in ids {
+            let movable = self.accounting.movable(id);
+            let Some(tenant) = self.tenants.get_mut(&id) else {
+                continue;
+            };
+            let still = matches!(tenant.place, Place::Home | Place::Away { .. });
+            let request = tenant.sleeps.first().copied();
+            let idle = tenant.terms.sleep_after.is_some_and(|after| {
+                tenant.place == Place::Home
+                    && !tenant.activity.in_group
+                    && movable > 0
+                    && tenant.idle_for(now) >= after
+                    && now.saturating_sub(tenant.home_since) >= after
+                    && now >= tenant.not_before
+            });
+            if !still || (request.is_none() && !idle) {
+                continue;
+            }
+            let away = matches!(tenant.place, Place::Away { .. });
+            if request.is_some() && away && movable == 0 {
+                // All of it is there already; only the user, or a thread that is blocked, brings it back.
+                tenant.place = Place::Away { asked: true };
+                let requests = std::mem::take(&mut tenant.sleeps);
+                out.extend(requests.into_iter().map(|it| Command::Answer(it.0, Ok(()))));
+                continue;
+            }
+            let why = request.map_or(Why::Idle, |_| Why::User);
+            let all = (self.accounting.uuids()).map(|uuid| (uuid.clone(), u64::MAX));
+            let all = all.collect();
+            let Err(error) = self.begin_leave(now, id, all, why, out) else {
+                continue;
+            };
+            let waited = request.map_or(Micros::ZERO, |(_, since)| now.saturating_sub(since));
+            let full = matches!(error, MoveError::HostFull(_));
+            if full && self.drop_unused(now, id, out) && waited < DROP {
+                continue;
+            }
+            let Some(tenant) = self.tenants.get_mut(&id) else {
+                continue;
+            };
+            tenant.failed(now);
+            let requests = std::mem::take(&mut tenant.sleeps);
+            let answers = requests.into_iter();
+            out.extend(answers.map(|it| Command::Answer(it.0, Err(error.clone()))));
+            out.push(Command::Failed(id, error));
+        }
+    }
+
+    /// Has others let go of host memory that they do not use, and the tenant give back what it was granted and does not use.
+    /// Whether somebody may yet do so.
+    pub(super) fn drop_unused(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        out: &mut Vec<Command>,
+    ) -> bool {
+        let mut some = false;
+        for (process, it) in &mut self.processes {
+            let lately = it.dropped.is_some_and(|at| now < at + DROP);
+            if it.tenant == id {
+                if !lately {
+                    out.push(Command::Order(*process, 0, Order::Trim));
+                    it.dropped = Some(now);
+                }
+                some |= !lately;
+                continue;
+            }
+            let home = self.tenants.get(&it.tenant).map(|it| &it.place) == Some(&Place::Home);
+            if it.kept == 0 || !home {
+                continue;
+            }
+            some = true;
+            if !lately {
+                it.dropped = Some(now);
+                out.push(Command::Order(*process, 0, Order::DropHost));
+            }
+        }
+        some
+    }
+}
+
+impl Leaving {
+    fn give_orders(&self, out: &mut Vec<Command>) {
+        for process in &self.round.waiting {
+            let (least, host) = self.orders.get(process).copied().unwrap_or_default();
+            let order = match self.step {
+                Step::Quiesce => Order::Quiesce { least, host },
+                Step::Freeze | Step::Out => Order::Out { least, host },
+            };
+            out.push(Command::Order(*process, self.round.op, order));
+        }
+    }
+
+    /// Bytes of a device that will come free soon.
+    pub(super) fn coming(&self, uuid: &str, now: Micros) -> u64 {
+        let counts = match self.step {
+            Step::Quiesce => now < self.round.began + super::HEDGE,
+            Step::Freeze | Step::Out => !self.round.late,
+        };
+        match counts {
+            true => self.parts.get(uuid).copied().unwrap_or(0),
+            false => 0,
+        }
+    }
+}

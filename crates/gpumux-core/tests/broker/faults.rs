@@ -1,0 +1,446 @@
+//! Each fault that was met or foreseen, one by one.
+
+use gpumux_core::{
+    Class, Micros, TenantId,
+    broker::{Event, FREEZE, HEDGE, MoveError, ProcessId},
+    ledger::Holding,
+};
+
+use super::world::{DEVICE, GIB, Manner, World};
+
+const S: Micros = Micros::from_secs(1);
+
+/// Two tenants of 85 GiB each on a device of 140 that grow at the same time, in steps of 5 GiB, and then work.
+fn grown_together(manner: Manner) -> World {
+    let mut world = World::new(140 * GIB);
+    for id in [1, 2] {
+        let process = world.tenant(id, Class::Batch, 0);
+        world.puppets.get_mut(&process).expect("it is there").manner = manner;
+        world.set_busy(id, true);
+    }
+    let mut has = [0, 0];
+    let mut pending = [None, None];
+    let mut ticket = 0;
+    for _ in 0..60_000 {
+        for (n, id) in [1u64, 2].into_iter().enumerate() {
+            if let Some(open) = pending[n]
+                && let Some(granted) = world.grants.get(&(ProcessId(id), open)).copied()
+            {
+                has[n] += granted;
+                pending[n] = None;
+            }
+            if pending[n].is_none() && has[n] < 85 * GIB && world.is_home(id) {
+                ticket += 1;
+                pending[n] = Some(ticket);
+                world.ask(ProcessId(id), ticket, 5 * GIB);
+            }
+        }
+        world.run_for(Micros::from_millis(10));
+        if has == [85 * GIB; 2] {
+            return world;
+        }
+    }
+    panic!("they have {has:?} after ten minutes");
+}
+
+#[test]
+fn two_that_do_not_fit_and_start_together_take_turns() {
+    let mut world = grown_together(Manner::Prompt);
+    world.moves.clear();
+    let mut home = [0, 0];
+    for _ in 0..30_000 {
+        world.run_for(Micros::from_millis(10));
+        for (n, id) in [1, 2].into_iter().enumerate() {
+            home[n] += u32::from(world.is_home(id));
+        }
+    }
+    // Both never fit; nearly always one runs, each about as long.
+    let (all, least) = (home[0] + home[1], home[0].min(home[1]));
+    assert!(all > 28_000, "{home:?} of 30000");
+    assert!(least > 12_000, "{home:?}");
+    assert!(world.moves.len() >= 10, "{:?}", world.moves.len());
+    assert!(world.longest_starved <= S, "{:?}", world.longest_starved);
+}
+
+#[test]
+fn a_tenant_whose_threads_poll_comes_back_without_a_request() {
+    // No thread of it ever comes to the gate: only its page shows that it has work.
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+    world.set_busy(1, true);
+    world.run_for(Micros::from_secs(2));
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(2, 6 * GIB), 6 * GIB);
+    assert!(!world.is_home(1));
+    world.kill(2);
+    world.run_for(S);
+    assert!(world.is_home(1), "{:?}", world.standing(1));
+}
+
+#[test]
+fn a_stopped_victim_delays_others_only_once() {
+    for manner in [
+        Manner::Stopped,
+        Manner::Slow(Micros::from_secs(15)),
+        Manner::Refuses(Micros::from_millis(300)),
+    ] {
+        let mut world = World::new(10 * GIB);
+        // The first is asked first.
+        world.tenant(1, Class::Batch, 0);
+        world.tenant(2, Class::Batch, 0);
+        assert_eq!(world.allocate(1, 4 * GIB), 4 * GIB);
+        assert_eq!(world.allocate(2, 4 * GIB), 4 * GIB);
+        world.run_for(S);
+        world.puppets.get_mut(&ProcessId(1)).expect("there").manner = manner;
+        world.tenant(3, Class::Batch, 0);
+        let asked = world.now;
+        assert_eq!(world.allocate(3, 4 * GIB), 4 * GIB);
+        let waited = world.now.saturating_sub(asked);
+        assert!(waited <= HEDGE + S, "{manner:?}: {waited}");
+        // It is not asked again and again: its failures double the pause.
+        let orders = world.orders;
+        world.run_for(Micros::from_secs(60));
+        assert!(
+            world.orders - orders < 60,
+            "{manner:?}: {}",
+            world.orders - orders
+        );
+        world.wake_up(1);
+        world.run_for(Micros::from_secs(2));
+        assert!(
+            world.is_home(1) && !world.frozen.contains(&TenantId(1)),
+            "{manner:?}"
+        );
+    }
+}
+
+#[test]
+fn an_order_does_not_outlive_its_asker() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    world.set_busy(1, true);
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Slow(S);
+    world.run_for(Micros::from_secs(2));
+    let process = world.tenant(2, Class::Batch, 0);
+    world.ask(process, 1, 6 * GIB);
+    world.run_for(Micros::from_millis(200));
+    world.kill(2);
+    world.run_for(Micros::from_secs(5));
+    assert!(world.is_home(1), "{:?}", world.standing(1));
+    let orders = world.orders;
+    world.run_for(Micros::from_secs(60));
+    assert_eq!(world.orders, orders, "nobody asks for anything");
+}
+
+#[test]
+fn a_victim_that_moves_nothing_is_brought_back() {
+    for manner in [Manner::MovesNothing, Manner::RefusesToMove] {
+        let mut world = World::new(10 * GIB);
+        world.tenant(1, Class::Batch, 0);
+        assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+        world.set_busy(1, true);
+        world.run_for(Micros::from_secs(2));
+        world.puppets.get_mut(&ProcessId(1)).expect("there").manner = manner;
+        let process = world.tenant(2, Class::Batch, 0);
+        world.ask(process, 1, 6 * GIB);
+        world.run_for(Micros::from_secs(120));
+        let tries = world.moves.iter().filter(|it| it.2).count();
+        assert!((1..40).contains(&tries), "{manner:?}: {tries} tries");
+        assert!(
+            world.longest_starved <= S,
+            "{manner:?}: {}",
+            world.longest_starved
+        );
+        world.kill(2);
+        world.run_for(Micros::from_secs(2));
+        assert!(world.is_home(1), "{manner:?}");
+    }
+}
+
+#[test]
+fn leases_that_are_not_used_are_given_back_before_the_victim_is_asked_again() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    // It was granted 8 GiB and has taken 2: only these can be moved.
+    world.puppets.get_mut(&ProcessId(1)).expect("there").unused = 6 * GIB;
+    world.tenant(2, Class::Batch, 0);
+    let asked = world.now;
+    assert_eq!(world.allocate(2, 7 * GIB), 7 * GIB);
+    assert!(world.now.saturating_sub(asked) < Micros::from_secs(2));
+    assert_eq!(world.moves.len(), 0, "what is not used is not moved");
+}
+
+#[test]
+fn only_what_is_lacking_moves() {
+    let mut world = World::new(100 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 80 * GIB), 80 * GIB);
+    world.run_for(Micros::from_secs(5));
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(2, 30 * GIB), 30 * GIB);
+    let moved = world.swapped(1);
+    // The reserve, a context, and a 64th ahead of further requests.
+    assert!((10 * GIB..15 * GIB).contains(&moved), "{moved}");
+}
+
+#[test]
+fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move() {
+    let mut world = World::with_host(10 * GIB, 5 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+    assert_eq!(world.allocate(2, 2 * GIB), 2 * GIB);
+    world.run_for(S);
+    // It never closes its gate: what it was allowed to keep on the host is free again.
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Refuses(S);
+    let process = world.tenant(3, Class::Batch, 0);
+    world.ask(process, 1, 2 * GIB);
+    world.run_for(Micros::from_secs(10));
+    let granted = world.grants.get(&(process, 1)).copied();
+    assert_eq!(granted, Some(2 * GIB));
+    assert!(
+        world.broker.on_host().0 <= 2 * GIB + (256 << 20),
+        "{:?}",
+        world.broker.on_host()
+    );
+    // More than the host may keep is asked for: refused, with the reason.
+    world.event(Event::Sleep(TenantId(1), 77));
+    world.run_for(Micros::from_secs(20));
+    assert!(matches!(
+        world.answers.get(&77),
+        Some(Err(MoveError::HostFull(_)))
+    ));
+}
+
+#[test]
+fn a_tenant_may_end_at_any_moment_of_a_move() {
+    // A move out and back takes some 250 ms here.
+    for ms in 0..400 {
+        for dies in [1, 2] {
+            let mut world = World::new(10 * GIB);
+            for id in [1, 2] {
+                world.tenant(id, Class::Batch, 0);
+                world.set_busy(id, true);
+            }
+            assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+            world.run_for(Micros::from_secs(2));
+            world.ask(ProcessId(2), 1, 6 * GIB);
+            world.run_for(Micros::from_millis(ms));
+            world.kill(dies);
+            world.run_for(Micros::from_secs(2));
+            let other = 3 - dies;
+            assert!(
+                world.is_home(other),
+                "{ms} ms, {dies} dies: {:?}",
+                world.standing(other)
+            );
+            assert!(world.frozen.is_empty(), "{ms} ms: {:?}", world.frozen);
+            if other == 2 {
+                assert_eq!(world.grants.get(&(ProcessId(2), 1)), Some(&(6 * GIB)));
+            }
+        }
+    }
+}
+
+#[test]
+fn a_driver_with_less_room_than_accounted_for_gets_more() {
+    let mut world = World::new(20 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    assert_eq!(world.allocate(2, 8 * GIB), 8 * GIB);
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(S);
+    assert_eq!(world.answers.get(&1), Some(&Ok(())));
+    world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::CannotReturn(3);
+    world.event(Event::Wake(TenantId(1), 2));
+    world.run_for(Micros::from_secs(10));
+    assert_eq!(world.answers.get(&2), Some(&Ok(())));
+    assert!(
+        world.moves.iter().any(|it| it.1 == TenantId(2)),
+        "{:?}",
+        world.moves
+    );
+}
+
+#[test]
+fn an_owner_that_worked_lately_keeps_its_guarantee() {
+    // A latency tenant with 20 requests a second beside two that do not fit into the rest.
+    let mut world = World::new(100 * GIB);
+    world.tenant(1, Class::Latency, 30 * GIB);
+    assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
+    for id in [2, 3] {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+    }
+    world.ask(ProcessId(2), 1, 45 * GIB);
+    world.ask(ProcessId(3), 1, 45 * GIB);
+    for _ in 0..6000 {
+        for busy in [true, false] {
+            world.set_busy(1, busy);
+            world.run_for(Micros::from_millis(25));
+            assert!(world.is_home(1));
+        }
+    }
+    assert!(world.moves.iter().all(|it| it.1 != TenantId(1)));
+    assert!(
+        world.moves.len() >= 20,
+        "the others take turns: {}",
+        world.moves.len()
+    );
+}
+
+#[test]
+fn guaranteed_memory_comes_back_at_once_after_a_long_pause() {
+    let mut world = World::new(100 * GIB);
+    world.tenant(1, Class::Latency, 30 * GIB);
+    assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
+    for id in [2, 3] {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+    }
+    world.ask(ProcessId(2), 1, 45 * GIB);
+    world.ask(ProcessId(3), 1, 45 * GIB);
+    // Its guarantee is lent while it is idle.
+    world.run_for(Micros::from_secs(100));
+    assert!(!world.is_home(1));
+    for _ in 0..20 {
+        world.run_for(Micros::from_secs(60));
+        let began = world.now;
+        world.set_busy(1, true);
+        world.event(Event::Waits(ProcessId(1)));
+        while !world.is_home(1) {
+            world.run_for(Micros::from_millis(10));
+            // 30 GiB take 0.65 s each way; borrowers have no turn against it.
+            assert!(world.now.saturating_sub(began) < Micros::from_secs(2));
+        }
+        world.run_for(S);
+        world.set_busy(1, false);
+    }
+}
+
+#[test]
+fn idle_for_a_moment_is_not_idle() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    let process = world.tenant(2, Class::Batch, 0);
+    world.set_busy(1, true);
+    world.run_for(Micros::from_millis(200));
+    world.set_busy(1, false);
+    world.ask(process, 1, 6 * GIB);
+    world.run_for(Micros::from_millis(150));
+    assert!(world.moves.is_empty() && !world.frozen.contains(&TenantId(1)));
+    world.run_for(S);
+    assert_eq!(world.grants.get(&(process, 1)), Some(&(6 * GIB)));
+}
+
+#[test]
+fn a_restart_counts_memory_once() {
+    // A new broker: the driver's report comes before the tenants are back.
+    let mut world = World::new(100 * GIB);
+    let occupied = |world: &World| world.broker.lines()[0].occupied;
+    let empty = occupied(&world);
+    let (uuid, capacity) = (DEVICE.to_owned(), 100 * GIB);
+    let look = |used| Event::Device {
+        uuid: uuid.clone(),
+        capacity,
+        used,
+    };
+    // 60 GiB and a context of a tenant, 3 GiB of somebody else.
+    let context = gpumux_core::broker::CONTEXT;
+    let used = 63 * GIB + context;
+    world.event(look(used));
+    world.event(look(used));
+    assert_eq!(occupied(&world), empty + used);
+    let process = world.tenant(1, Class::Batch, 0);
+    let holding = Holding {
+        movable: 60 * GIB,
+        ..Holding::default()
+    };
+    let (device, total) = (uuid.clone(), capacity);
+    let before = true;
+    world.event(Event::Contexts {
+        process,
+        device: device.clone(),
+        count: 1,
+        before,
+    });
+    world.event(Event::Holds {
+        process,
+        device,
+        total,
+        holding,
+    });
+    assert_eq!(
+        occupied(&world),
+        empty + 3 * GIB + context,
+        "not counted twice, not for a moment"
+    );
+    world.event(look(used));
+    assert_eq!(occupied(&world), empty + 3 * GIB + context);
+    assert_eq!(world.allocate(1, 20 * GIB), 20 * GIB);
+    world.event(look(used + 20 * GIB));
+    assert_eq!(occupied(&world), empty + 3 * GIB + context);
+    // The other program ends, which two looks show.
+    world.event(look(80 * GIB + context));
+    assert_eq!(occupied(&world), empty + context);
+}
+
+#[test]
+fn only_the_driver_knows_how_large_a_device_is() {
+    let mut world = World::new(10 * GIB);
+    let process = world.tenant(1, Class::Batch, 0);
+    for (device, total) in [(DEVICE, 4096), ("GPU-invented", 1 << 43)] {
+        let (device, holding) = (device.to_owned(), Holding::default());
+        world.event(Event::Holds {
+            process,
+            device,
+            total,
+            holding,
+        });
+    }
+    let lines = world.broker.lines();
+    assert_eq!(lines.len(), 1);
+    assert_eq!(lines[0].capacity, 10 * GIB);
+}
+
+#[test]
+fn shown_capacity_does_not_move_with_neighbours() {
+    let mut world = World::new(80 * GIB);
+    let first = world.tenant(1, Class::Batch, 0);
+    let (free, total) = world.broker.view(first, DEVICE, 0);
+    assert_eq!(free, total);
+    assert_eq!(world.allocate(1, 60 * GIB), 60 * GIB);
+    let second = world.tenant(2, Class::Batch, 0);
+    let (free2, total2) = world.broker.view(second, DEVICE, 0);
+    assert_eq!((free2, total2), (total / 2, total / 2));
+    assert_eq!(
+        world.broker.view(first, DEVICE, 0),
+        (total - 60 * GIB, total)
+    );
+    world.kill(1);
+    assert_eq!(world.broker.view(second, DEVICE, 0), (free2, total2));
+}
+
+#[test]
+fn a_late_freeze_is_undone() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    let process = world.tenant(2, Class::Batch, 0);
+    world.run_for(S);
+    world.event(Event::Sleep(TenantId(1), 5));
+    world.run_for(Micros(400));
+    world.event(Event::Frozen(TenantId(1), Err("no such channel".into())));
+    world.run_for(FREEZE);
+    assert!(matches!(
+        world.answers.get(&5),
+        Some(Err(MoveError::Freeze(_)))
+    ));
+    assert!(world.is_home(1) && world.frozen.is_empty());
+    let _ = process;
+}

@@ -1,0 +1,478 @@
+//! A small world for the broker: processes that answer promptly, late, never or with a refusal, in virtual time.
+//!
+//! It checks after every event what must always hold (see [`World::check`]).
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use gpumux_core::{
+    Class, MemoryPolicy, Micros, TenantId,
+    broker::{
+        Activity, Ask, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Standing, Terms,
+    },
+    ledger::{Holding, Kind, Share},
+};
+
+pub(crate) const DEVICE: &str = "GPU-1";
+pub(crate) const GIB: u64 = 1 << 30;
+/// Bytes per µs: 50 GB/s.
+const LINK: u64 = 50_000;
+
+/// How a process answers orders.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manner {
+    Prompt,
+    /// Its gate closes only after so long.
+    Slow(Micros),
+    /// Its gate never closes, and it says so after so long.
+    Refuses(Micros),
+    /// It is stopped: nothing is answered.
+    Stopped,
+    /// It answers that it moved, but moves nothing.
+    MovesNothing,
+    /// It refuses to move once it is frozen.
+    RefusesToMove,
+    /// The driver has no memory for it this often when it comes back.
+    CannotReturn(u32),
+}
+
+#[derive(Clone, Debug)]
+pub(crate) struct Puppet {
+    pub(crate) tenant: TenantId,
+    pub(crate) holding: Holding,
+    /// Of what it was granted, what it does not use: it cannot be moved, only given back.
+    pub(crate) unused: u64,
+    pub(crate) manner: Manner,
+    /// Orders that came while it was stopped.
+    mailbox: Vec<(u64, Order)>,
+    pub(crate) closed: bool,
+    kept: u64,
+}
+
+pub(crate) struct World {
+    pub(crate) now: Micros,
+    pub(crate) broker: Broker,
+    pub(crate) puppets: BTreeMap<ProcessId, Puppet>,
+    pub(crate) busy: BTreeMap<TenantId, bool>,
+    idle_since: BTreeMap<TenantId, Micros>,
+    pub(crate) frozen: BTreeSet<TenantId>,
+    queue: BTreeMap<(Micros, u64), Event>,
+    sequence: u64,
+    pub(crate) capacity: u64,
+    pub(crate) answers: BTreeMap<u64, Result<(), MoveError>>,
+    pub(crate) grants: BTreeMap<(ProcessId, u32), u64>,
+    asked: BTreeMap<(ProcessId, u32), u64>,
+    pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
+    pub(crate) orders: u64,
+    /// Since when a tenant waits although there is room for it.
+    starved: BTreeMap<TenantId, Micros>,
+    pub(crate) longest_starved: Micros,
+    /// Since when it waits, room or not.
+    waits: BTreeMap<TenantId, Micros>,
+    pub(crate) longest_wait: BTreeMap<TenantId, Micros>,
+}
+
+impl World {
+    pub(crate) fn new(capacity: u64) -> Self {
+        Self::with_host(capacity, u64::MAX)
+    }
+
+    pub(crate) fn with_host(capacity: u64, host: u64) -> Self {
+        let mut world = Self {
+            now: Micros::from_secs(1000),
+            broker: Broker::new(host),
+            puppets: BTreeMap::new(),
+            busy: BTreeMap::new(),
+            idle_since: BTreeMap::new(),
+            frozen: BTreeSet::new(),
+            queue: BTreeMap::new(),
+            sequence: 0,
+            capacity,
+            answers: BTreeMap::new(),
+            grants: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            moves: Vec::new(),
+            orders: 0,
+            starved: BTreeMap::new(),
+            longest_starved: Micros::ZERO,
+            waits: BTreeMap::new(),
+            longest_wait: BTreeMap::new(),
+        };
+        world.measure();
+        world
+    }
+
+    /// What the driver would report.
+    pub(crate) fn measure(&mut self) {
+        let used = self
+            .puppets
+            .values()
+            .map(|it| it.holding.resident() - it.unused)
+            .sum();
+        let (uuid, capacity) = (DEVICE.to_owned(), self.capacity);
+        self.event(Event::Device {
+            uuid,
+            capacity,
+            used,
+        });
+    }
+
+    /// A tenant with one process that has the tenant's number.
+    pub(crate) fn tenant(&mut self, id: u64, class: Class, guaranteed: u64) -> ProcessId {
+        let terms = Terms {
+            class,
+            share: Share {
+                guaranteed,
+                limit: u64::MAX,
+            },
+            policy: MemoryPolicy::SwapOthers,
+            sleep_after: None,
+        };
+        self.event(Event::Tenant(TenantId(id), terms));
+        self.set_busy(id, false);
+        self.process(id, id)
+    }
+
+    pub(crate) fn process(&mut self, process: u64, tenant: u64) -> ProcessId {
+        let (process, tenant) = (ProcessId(process), TenantId(tenant));
+        let puppet = Puppet {
+            tenant,
+            holding: Holding::default(),
+            unused: 0,
+            manner: Manner::Prompt,
+            mailbox: Vec::new(),
+            closed: false,
+            kept: 0,
+        };
+        self.puppets.insert(process, puppet);
+        self.event(Event::Joined(process, tenant));
+        process
+    }
+
+    pub(crate) fn set_busy(&mut self, tenant: u64, busy: bool) {
+        let tenant = TenantId(tenant);
+        if self.busy.insert(tenant, busy) != Some(busy) {
+            self.idle_since.insert(tenant, self.now);
+            self.event(Event::Activity(tenant, self.activity(tenant)));
+        }
+    }
+
+    fn activity(&self, tenant: TenantId) -> Activity {
+        Activity {
+            busy: self.busy.get(&tenant).copied().unwrap_or(false),
+            idle_since: self.idle_since.get(&tenant).copied().unwrap_or(self.now),
+            in_group: false,
+        }
+    }
+
+    pub(crate) fn ask(&mut self, process: ProcessId, ticket: u32, bytes: u64) {
+        self.asked.insert((process, ticket), bytes);
+        let ask = Ask {
+            device: DEVICE.to_owned(),
+            total: self.capacity,
+            need: bytes,
+            want: bytes,
+            kind: Kind::Movable,
+        };
+        self.event(Event::Ask {
+            process,
+            ticket,
+            ask,
+        });
+    }
+
+    /// Asks for so much and waits until that is answered. What was granted.
+    pub(crate) fn allocate(&mut self, process: u64, bytes: u64) -> u64 {
+        let process = ProcessId(process);
+        let ticket = self.grants.len() as u32 + 1000;
+        self.ask(process, ticket, bytes);
+        let patience = self.now + Micros::from_secs(400);
+        while !self.grants.contains_key(&(process, ticket)) && self.now < patience {
+            self.run_for(Micros::from_millis(10));
+        }
+        self.grants.get(&(process, ticket)).copied().unwrap_or(0)
+    }
+
+    pub(crate) fn kill(&mut self, process: u64) {
+        self.puppets.remove(&ProcessId(process));
+        self.event(Event::Left(ProcessId(process)));
+    }
+
+    /// A stopped process goes on, and obeys what it was ordered meanwhile.
+    pub(crate) fn wake_up(&mut self, process: u64) {
+        let Some(puppet) = self.puppets.get_mut(&ProcessId(process)) else {
+            return;
+        };
+        puppet.manner = Manner::Prompt;
+        for (op, order) in std::mem::take(&mut puppet.mailbox) {
+            self.deliver(ProcessId(process), op, order);
+        }
+    }
+
+    pub(crate) fn run_for(&mut self, time: Micros) {
+        let end = self.now + time;
+        loop {
+            let next = self.queue.first_key_value().map(|((at, _), _)| *at);
+            let wakeup = self.broker.next_wakeup();
+            let Some(at) = next.into_iter().chain(wakeup).min().filter(|at| *at <= end) else {
+                break;
+            };
+            self.now = self.now.max(at);
+            // As the daemon does, pages are looked at whenever the broker is.
+            for tenant in self.busy.keys().copied().collect::<Vec<_>>() {
+                let activity = self.activity(tenant);
+                let commands = self
+                    .broker
+                    .handle(self.now, Event::Activity(tenant, activity));
+                self.carry_out(commands);
+            }
+            let due = self
+                .queue
+                .first_key_value()
+                .map(|(key, _)| *key)
+                .filter(|key| key.0 <= at);
+            let event = due
+                .and_then(|key| self.queue.remove(&key))
+                .unwrap_or(Event::Tick);
+            self.event(event);
+        }
+        self.now = end;
+    }
+
+    pub(crate) fn event(&mut self, event: Event) {
+        if let Event::Reply(process, ..) | Event::Holds { process, .. } = &event
+            && !self.puppets.contains_key(process)
+        {
+            return;
+        }
+        // A move happens when it is reported.
+        if let Event::Holds {
+            process, holding, ..
+        } = &event
+            && let Some(puppet) = self.puppets.get_mut(process)
+        {
+            puppet.holding = *holding;
+        }
+        let commands = self.broker.handle(self.now, event);
+        self.carry_out(commands);
+        self.check();
+    }
+
+    fn later(&mut self, delay: Micros, event: Event) {
+        self.sequence += 1;
+        self.queue.insert((self.now + delay, self.sequence), event);
+    }
+
+    fn carry_out(&mut self, commands: Vec<Command>) {
+        if std::env::var_os("TRACE").is_some() && !commands.is_empty() {
+            eprintln!("{} {commands:?}", self.now);
+        }
+        for command in commands {
+            match command {
+                Command::Order(process, op, order) => {
+                    self.orders += 1;
+                    self.deliver(process, op, order);
+                }
+                Command::Grant {
+                    process,
+                    ticket,
+                    bytes,
+                } => {
+                    if let Some(puppet) = self.puppets.get_mut(&process) {
+                        puppet.holding.movable += bytes;
+                    }
+                    self.grants.insert((process, ticket), bytes);
+                    self.asked.remove(&(process, ticket));
+                }
+                Command::Freeze(tenant) => {
+                    self.frozen.insert(tenant);
+                    self.later(Micros(500), Event::Frozen(tenant, Ok(())));
+                }
+                Command::Thaw(tenant) => {
+                    assert!(
+                        self.puppets
+                            .values()
+                            .all(|it| it.tenant != tenant || it.holding.swapped == 0),
+                        "thawed while memory is away: {tenant:?}"
+                    );
+                    self.frozen.remove(&tenant);
+                }
+                Command::Answer(request, answer) => {
+                    assert!(
+                        self.answers.insert(request, answer).is_none(),
+                        "answered twice"
+                    );
+                }
+                Command::Moved {
+                    tenant, out, bytes, ..
+                } => self.moves.push((self.now, tenant, out, bytes)),
+                Command::Failed(..) | Command::NotKept(..) => {}
+            }
+        }
+    }
+
+    fn deliver(&mut self, process: ProcessId, op: u64, order: Order) {
+        let Some(puppet) = self.puppets.get_mut(&process) else {
+            return;
+        };
+        if puppet.manner == Manner::Stopped {
+            puppet.mailbox.push((op, order));
+            return;
+        }
+        let reply = |reply| Event::Reply(process, op, reply);
+        let (tenant, manner, holding) = (puppet.tenant, puppet.manner, puppet.holding);
+        match order {
+            Order::Resume => puppet.closed = false,
+            Order::Trim => {
+                let unused = std::mem::take(&mut puppet.unused);
+                puppet.holding.movable -= unused;
+                let holding = puppet.holding;
+                self.report(process, holding, Micros(100));
+            }
+            Order::Quiesce { .. } => {
+                let idle = !self.busy.get(&tenant).copied().unwrap_or(false);
+                match manner {
+                    Manner::Slow(time) => self.later(time, reply(Reply::Quiet(idle))),
+                    Manner::Refuses(time) => {
+                        self.later(time, reply(Reply::Refused("copies do not end".into())));
+                    }
+                    _ => {
+                        puppet.closed = true;
+                        self.later(Micros(300), reply(Reply::Quiet(idle)));
+                    }
+                }
+            }
+            Order::Out { least, host } => {
+                assert!(
+                    self.frozen.contains(&tenant),
+                    "moved while it runs: {tenant:?}"
+                );
+                if manner == Manner::RefusesToMove {
+                    return self.later(Micros(100), reply(Reply::Refused("a copy failed".into())));
+                }
+                let movable = holding.movable - puppet.unused;
+                let bytes = match manner {
+                    Manner::MovesNothing => 0,
+                    _ => movable.min(least),
+                };
+                assert!(
+                    holding.swapped + bytes <= host,
+                    "more than the host may keep: {} of {host}",
+                    holding.swapped + bytes
+                );
+                puppet.kept = puppet.kept.max(holding.swapped + bytes);
+                let (kept, after) = (
+                    puppet.kept,
+                    Holding {
+                        movable: holding.movable - bytes,
+                        swapped: holding.swapped + bytes,
+                        ..holding
+                    },
+                );
+                let took = Micros(bytes / LINK + 1000);
+                self.report(process, after, took);
+                self.later(took, Event::Keeps(process, kept));
+                self.later(took, reply(Reply::Done));
+            }
+            Order::In => {
+                if let Manner::CannotReturn(times) = manner
+                    && times > 0
+                {
+                    puppet.manner = Manner::CannotReturn(times - 1);
+                    return self.later(Micros(100), reply(Reply::Refused("out of memory".into())));
+                }
+                puppet.closed = false;
+                let after = Holding {
+                    movable: holding.movable + holding.swapped,
+                    swapped: 0,
+                    ..holding
+                };
+                let took = Micros(holding.swapped / LINK + 1000);
+                self.report(process, after, took);
+                self.later(took, reply(Reply::Done));
+            }
+            Order::DropHost => {
+                if holding.swapped == 0 {
+                    puppet.kept = 0;
+                }
+                let kept = puppet.kept;
+                self.later(Micros(1000), Event::Keeps(process, kept));
+            }
+            Order::Reclaim { .. } => self.later(Micros(1000), reply(Reply::Freed(0))),
+        }
+    }
+
+    fn report(&mut self, process: ProcessId, holding: Holding, delay: Micros) {
+        let (device, total) = (DEVICE.to_owned(), self.capacity);
+        self.later(
+            delay,
+            Event::Holds {
+                process,
+                device,
+                total,
+                holding,
+            },
+        );
+    }
+
+    pub(crate) fn standing(&self, tenant: u64) -> Standing {
+        let mut all = self.broker.standings();
+        all.find(|(id, _)| *id == TenantId(tenant))
+            .expect("it is there")
+            .1
+    }
+
+    pub(crate) fn is_home(&self, tenant: u64) -> bool {
+        !self.standing(tenant).swapped_out
+    }
+
+    pub(crate) fn swapped(&self, tenant: u64) -> u64 {
+        let own = self
+            .puppets
+            .values()
+            .filter(|it| it.tenant == TenantId(tenant));
+        own.map(|it| it.holding.swapped).sum()
+    }
+
+    /// What must always hold.
+    fn check(&mut self) {
+        let line = self.broker.lines().into_iter().next().expect("the device");
+        let resident: u64 = self.puppets.values().map(|it| it.holding.resident()).sum();
+        assert!(
+            resident <= self.capacity - line.occupied,
+            "more than there is: {resident} of {} at {}",
+            self.capacity - line.occupied,
+            self.now
+        );
+        let accounted: u64 = line
+            .entries
+            .iter()
+            .map(|(_, it)| it.holding.resident())
+            .sum();
+        assert!(
+            accounted >= resident,
+            "{accounted} accounted for, {resident} in use"
+        );
+        let standings: Vec<(TenantId, Standing)> = self.broker.standings().collect();
+        for (id, standing) in standings {
+            let entry = line.entries.iter().find(|(it, _)| *it == id);
+            let lacks = entry.map_or(0, |(_, it)| it.holding.swapped);
+            let waits = standing.waits && standing.swapped_out && !standing.stuck;
+            let since = |map: &mut BTreeMap<TenantId, Micros>, so: bool, now: Micros| match so {
+                true => now.saturating_sub(*map.entry(id).or_insert(now)),
+                false => {
+                    map.remove(&id);
+                    Micros::ZERO
+                }
+            };
+            let starved = since(
+                &mut self.starved,
+                waits && lacks > 0 && lacks <= line.free,
+                self.now,
+            );
+            self.longest_starved = self.longest_starved.max(starved);
+            let waited = since(&mut self.waits, waits, self.now);
+            let longest = self.longest_wait.entry(id).or_default();
+            *longest = (*longest).max(waited);
+        }
+    }
+}
