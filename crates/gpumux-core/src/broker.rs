@@ -41,7 +41,7 @@ use crate::{
 };
 
 use accounting::Accounting;
-pub use accounting::{Ask, CONTEXT, Line, RESERVE};
+pub use accounting::{Ask, CONTEXT, Line, RESERVE, overhead};
 use moves::{Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
@@ -123,8 +123,8 @@ pub enum Event {
     Tenant(TenantId, Terms),
     /// A tenant has ended.
     TenantGone(TenantId),
-    /// What a tenant does now.
-    Activity(TenantId, Activity),
+    /// What these tenants do now.
+    Activity(Vec<(TenantId, Activity)>),
     /// A process of a tenant has connected.
     Joined(ProcessId, TenantId),
     /// It has ended, or its connection has.
@@ -483,9 +483,11 @@ impl Broker {
                 self.tenants.remove(&id);
                 self.accounting.forget(id);
             }
-            Event::Activity(id, activity) => {
-                if let Some(tenant) = self.tenants.get_mut(&id) {
-                    tenant.activity = activity;
+            Event::Activity(all) => {
+                for (id, activity) in all {
+                    if let Some(tenant) = self.tenants.get_mut(&id) {
+                        tenant.activity = activity;
+                    }
                 }
             }
             Event::Joined(process, id) => {

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, Micros, TenantId};
+use crate::{Micros, TenantId};
 
 /// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
 const TURN: u64 = 20;
@@ -448,85 +448,6 @@ pub fn turn(took: Micros) -> Micros {
     Micros(took.0.saturating_mul(2 * TURN)).max(LEAST_TURN)
 }
 
-/// What a tenant that has memory does with it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Standing {
-    /// It has no work.
-    pub idle: bool,
-    /// It lacks a part already, and so cannot run.
-    pub asleep: bool,
-    /// It has had its memory for a [`turn`].
-    pub had_its_turn: bool,
-}
-
-impl Standing {
-    /// Whether it may be asked to give way to somebody of this class, who was promised what it asks for, or was not.
-    pub fn may_give_way(self, own: Class, asker: Class, entitled: bool) -> bool {
-        // `Latency` is the least and the first to be served.
-        self.idle || self.asleep || (self.had_its_turn && (entitled || own >= asker))
-    }
-}
-
-/// A tenant whose memory may be moved away for another's sake.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Candidate {
-    /// Who.
-    pub tenant: TenantId,
-    /// Its class.
-    pub class: Class,
-    /// Whether it lacks a part already, and so cannot run.
-    pub asleep: bool,
-    /// Whether it has no work.
-    pub idle: bool,
-    /// What can be moved, in bytes.
-    pub movable: u64,
-    /// What of that it was not promised.
-    pub borrowed: u64,
-    /// Since when it has had its memory or was without work, by any clock.
-    pub since: u64,
-}
-
-/// Those who may be asked to give something up, in the order of [`victims`].
-pub fn in_order(candidates: &[Candidate]) -> Vec<&Candidate> {
-    let rank = |class: Class| match class {
-        Class::Batch => 0,
-        Class::Standard => 1,
-        Class::Latency => 2,
-    };
-    let mut order: Vec<&Candidate> = candidates
-        .iter()
-        .filter(|it| it.movable > 0 && (it.asleep || it.idle || it.borrowed > 0))
-        .collect();
-    order.sort_by_key(|it| {
-        (
-            !it.asleep,
-            !it.idle,
-            rank(it.class),
-            it.borrowed == 0,
-            it.since,
-            it.tenant,
-        )
-    });
-    order
-}
-
-/// Who gives way, in this order, so that `missing` bytes come free, and how much of that each gives. Those that lack a part
-/// already, and so cannot run, before all others; idle tenants before those that work; then batch before standard
-/// before latency; then who has borrowed, and who has been there longest. One that works gives way only if it has borrowed.
-/// None if it does not suffice.
-pub fn victims(missing: u64, candidates: &[Candidate]) -> Option<Vec<(TenantId, u64)>> {
-    let mut left = missing;
-    let mut chosen = Vec::new();
-    for candidate in in_order(candidates) {
-        let part = left.min(candidate.movable);
-        if part > 0 {
-            chosen.push((candidate.tenant, part));
-        }
-        left -= part;
-    }
-    (left == 0).then_some(chosen)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -597,27 +518,6 @@ mod tests {
     }
 
     #[test]
-    fn who_works_keeps_its_memory_for_a_turn() {
-        assert_eq!(turn(Micros(300_000)), Micros(12_000_000));
-        assert_eq!(turn(Micros(1)), LEAST_TURN);
-        let working = |had_its_turn| Standing {
-            idle: false,
-            asleep: false,
-            had_its_turn,
-        };
-        let (latency, batch) = (Class::Latency, Class::Batch);
-        assert!(!working(false).may_give_way(batch, latency, true));
-        assert!(working(true).may_give_way(batch, latency, false));
-        assert!(!working(true).may_give_way(latency, batch, false));
-        assert!(working(true).may_give_way(latency, batch, true));
-        let idle = Standing {
-            idle: true,
-            ..working(false)
-        };
-        assert!(idle.may_give_way(latency, batch, false));
-    }
-
-    #[test]
     fn the_host_is_never_promised_more_than_it_may_give() {
         let all = |all: &[(u64, u64)]| all.iter().copied().collect::<BTreeMap<_, _>>();
         let needs = |all: &[(u64, u64)]| {
@@ -649,45 +549,5 @@ mod tests {
         assert_eq!(HostPool::new(60).reserve(&least, 40), Ok(all(&[(1, 60)])));
         let mut boundless = HostPool::new(u64::MAX);
         assert!(boundless.reserve(&needs(&[(1, u64::MAX)]), 40).is_ok());
-    }
-
-    #[test]
-    fn the_idle_give_way_first_and_a_guarantee_in_use_never() {
-        let candidate = |id, class, idle, borrowed| Candidate {
-            tenant: TenantId(id),
-            class,
-            asleep: false,
-            idle,
-            movable: 10,
-            borrowed,
-            since: id,
-        };
-        let all = [
-            candidate(1, Class::Batch, false, 0),
-            candidate(2, Class::Latency, true, 0),
-            candidate(3, Class::Standard, false, 10),
-            candidate(4, Class::Batch, false, 5),
-            candidate(5, Class::Batch, true, 0),
-            Candidate {
-                asleep: true,
-                movable: 1,
-                ..candidate(6, Class::Latency, false, 0)
-            },
-        ];
-        let ids = |missing| {
-            let them = victims(missing, &all)?;
-            Some(
-                them.iter()
-                    .map(|(id, part)| (id.0, *part))
-                    .collect::<Vec<_>>(),
-            )
-        };
-        assert_eq!(ids(0), Some(vec![]));
-        assert_eq!(ids(7), Some(vec![(6, 1), (5, 6)]), "no more than needed");
-        assert_eq!(
-            ids(32),
-            Some(vec![(6, 1), (5, 10), (2, 10), (4, 10), (3, 1)])
-        );
-        assert_eq!(ids(42), None);
     }
 }

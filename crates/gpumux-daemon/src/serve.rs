@@ -153,7 +153,6 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     )
     .await?;
     let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());
-    tokio::spawn(Arc::clone(&sessions.memory).watch());
     let listen = |error| Error::Listen(session_socket.clone(), error);
     let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
     paths::open_to_all(&session_socket).map_err(listen)?;

@@ -31,8 +31,7 @@ use tokio::{io::unix::AsyncFd, sync::watch};
 use crate::{
     config::Config,
     groups::Intrusion,
-    hold,
-    memory::Memory,
+    hold, memory,
     peer::{Peer, ProcessFd, credentials, readable},
     scheduler::{GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
@@ -65,7 +64,6 @@ const SPARE_FILES: u64 = 128;
 pub(crate) struct Sessions {
     tenants: Arc<Tenants>,
     scheduler: Handle,
-    pub(crate) memory: Arc<Memory>,
     emulated: Option<PathBuf>,
     max: usize,
     max_per_user: usize,
@@ -131,7 +129,6 @@ impl Sessions {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
         Arc::new(Self {
             tenants,
-            memory: Memory::new(scheduler.clone(), config.host_memory.clone()),
             scheduler,
             emulated: config.emulated.clone(),
             max: config.max_sessions,
@@ -297,7 +294,6 @@ impl Sessions {
             .call(move |engine| engine.meet(id, met))
             .await;
         self.voices().insert((tenant, id), Arc::clone(socket));
-        self.memory.meet(id, tenant, Arc::clone(socket));
         let mut session = Session {
             sessions: self,
             id,
@@ -344,7 +340,6 @@ impl Sessions {
             .scheduler
             .call(move |engine| engine.leave(id, alive))
             .await;
-        self.memory.leave(id).await;
         self.tenants.leave(id, tenant, peer.pid).await;
         // Until then it counts among its user's sessions.
         if let Some(rest) = rest {
@@ -469,7 +464,23 @@ impl Session<'_> {
                     .call(move |engine| engine.called_unlisted(tenant, name))
                     .await?;
             }
-            message => self.sessions.memory.hear(id, self.tenant, message).await?,
+            Shim::View {
+                ticket,
+                device,
+                total,
+            } => {
+                let view = move |engine: &mut crate::scheduler::Engine| {
+                    engine.answer_view(id, ticket, &device, total)
+                };
+                scheduler.call(view).await?;
+            }
+            packet => {
+                if let Some(event) = memory::event(id, packet) {
+                    scheduler
+                        .call(move |engine| engine.memory_event(event))
+                        .await?;
+                }
+            }
         }
         Ok(())
     }

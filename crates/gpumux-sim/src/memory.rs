@@ -1,14 +1,17 @@
-//! Memory in virtual time: who has its memory on the device, who waits for room, and how long it takes to move.
+//! Memory in virtual time: how long it takes to move, and how processes answer.
 //!
-//! The ledger, who gives way, and when somebody has had its turn are `gpumux-core`'s, unchanged. A move takes what its bytes
-//! take on the host link, and its tenant cannot run meanwhile. Tenants in groups are never moved, as with the real daemon.
+//! Who has its memory on the device, who waits, and who gives way is decided by `gpumux-core`'s broker, unchanged. A move
+//! takes what its bytes take on the host link, and its tenant cannot run meanwhile. Tenants in groups are never moved, as with
+//! the real daemon.
 
 use std::collections::BTreeMap;
 
 use gpumux_core::{
-    Class, Micros, TenantId,
-    ledger::{self, Candidate, Denied, Holding, Kind, Ledger, Share},
+    Class, MemoryPolicy, Micros, TenantId,
+    broker::{self, Activity, Ask, Command, Event, Order, ProcessId, Reply, Terms},
+    ledger::{Holding, Kind, Share},
 };
+
 use serde::{Deserialize, Serialize};
 
 use crate::gpu::Nanos;
@@ -46,220 +49,248 @@ pub(crate) struct Newcomer {
     pub(crate) bytes: u64,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum State {
-    /// It has asked for all that it needs, and lacks it.
-    New,
-    Home,
-    Leaving(Nanos, u64),
-    /// It lacks a part.
-    Away,
-    Coming(Nanos),
-}
-
+/// A tenant with one process.
 struct Line {
-    class: Class,
     bytes: u64,
-    state: State,
-    /// Since when it has its memory, and how long it took to bring it.
-    awake: (Nanos, Nanos),
-    /// When it began to lack room.
-    lacks: Nanos,
+    /// It was granted all that it needs.
+    granted: bool,
+    holding: Holding,
     moves: Moves,
 }
 
 /// The memory of one device.
-pub(crate) struct Broker {
+pub(crate) struct Memory {
     model: MemoryModel,
-    ledger: Ledger,
+    broker: broker::Broker,
     lines: BTreeMap<TenantId, Line>,
+    activity: BTreeMap<TenantId, Activity>,
+    /// Answers under way, by when they come.
+    answers: BTreeMap<(Nanos, u64), Event>,
+    answered: u64,
     /// The link is busy until then, out and in.
     link: (Nanos, Nanos),
 }
 
-impl Broker {
+/// The one device's name: every device has a broker of its own here.
+const DEVICE: &str = "device";
+
+fn micros(now: Nanos) -> Micros {
+    Micros(now / 1000)
+}
+
+impl Memory {
     pub(crate) fn new(model: MemoryModel) -> Self {
+        let mut broker = broker::Broker::new(u64::MAX);
+        let tenants = gib(model.device_gib);
+        // What is never handed out depends on the capacity a little.
+        let more = |capacity| tenants + broker::overhead(capacity);
+        let capacity = more(more(more(tenants)));
+        broker.handle(
+            Micros::ZERO,
+            Event::Device {
+                uuid: DEVICE.to_owned(),
+                capacity,
+                used: 0,
+            },
+        );
         Self {
             model,
-            ledger: Ledger::new(gib(model.device_gib)),
+            broker,
             lines: BTreeMap::new(),
+            activity: BTreeMap::new(),
+            answers: BTreeMap::new(),
+            answered: 0,
             link: (0, 0),
         }
     }
 
     pub(crate) fn join(&mut self, now: Nanos, new: Newcomer) {
-        let kept = self.ledger.promise(new.tenant, new.share);
-        debug_assert!(kept.is_ok(), "the scenario was checked: {kept:?}");
-        let line = Line {
+        let terms = Terms {
             class: new.class,
+            share: new.share,
+            policy: MemoryPolicy::SwapOthers,
+            sleep_after: None,
+        };
+        let line = Line {
             bytes: new.bytes,
-            state: State::New,
-            awake: (now, 0),
-            lacks: now,
+            granted: false,
+            holding: Holding::default(),
             moves: Moves::default(),
         };
         self.lines.insert(new.tenant, line);
+        self.handle(now, Event::Tenant(new.tenant, terms));
+        self.handle(now, Event::Joined(process(new.tenant), new.tenant));
+        self.ask(now, new.tenant);
+    }
+
+    /// A tenant asks for all that it needs.
+    fn ask(&mut self, now: Nanos, tenant: TenantId) {
+        let Some(line) = self.lines.get(&tenant) else {
+            return;
+        };
+        let ask = Ask {
+            device: DEVICE.to_owned(),
+            total: 0,
+            need: line.bytes,
+            want: line.bytes,
+            kind: Kind::Movable,
+        };
+        self.later(
+            now,
+            Event::Ask {
+                process: process(tenant),
+                ticket: 0,
+                ask,
+            },
+        );
     }
 
     /// It is gone, with all its memory. How it was moved.
-    pub(crate) fn leave(&mut self, tenant: TenantId) -> Option<Moves> {
-        self.ledger.forget(tenant);
-        self.lines.remove(&tenant).map(|line| line.moves)
+    pub(crate) fn leave(&mut self, now: Nanos, tenant: TenantId) -> Option<Moves> {
+        let line = self.lines.remove(&tenant)?;
+        self.activity.remove(&tenant);
+        self.handle(now, Event::TenantGone(tenant));
+        Some(line.moves)
     }
 
     /// Whether it has all its memory where it can work.
     pub(crate) fn is_home(&self, tenant: TenantId) -> bool {
-        let line = self.lines.get(&tenant);
-        line.is_none_or(|line| line.state == State::Home)
+        let Some(line) = self.lines.get(&tenant) else {
+            return true;
+        };
+        let mut all = self.broker.standings();
+        let standing = all.find(|(id, _)| *id == tenant);
+        line.granted && standing.is_none_or(|(_, it)| !it.swapped_out)
     }
 
     /// Moves what has to move now, given who is idle. When to look again at the latest.
     pub(crate) fn step(&mut self, now: Nanos, idle: impl Fn(TenantId) -> bool) -> Option<Nanos> {
-        self.finish(now);
-        let mut queue: Vec<(bool, Class, Nanos, TenantId)> = Vec::new();
+        let mut changed = Vec::new();
         for (id, line) in &self.lines {
-            let wants = match line.state {
-                State::New => true,
-                State::Away => !idle(*id),
-                _ => false,
-            };
-            if wants {
-                queue.push((!self.is_entitled(*id), line.class, line.lacks, *id));
+            let busy = line.granted && !idle(*id);
+            let before = self.activity.get(id).copied();
+            if before.is_none_or(|before| before.busy != busy) {
+                let activity = Activity {
+                    busy,
+                    idle_since: micros(now),
+                    in_group: false,
+                };
+                changed.push((*id, activity));
             }
         }
-        queue.sort_unstable();
-        for (_, _, _, id) in queue {
-            self.serve(now, id, &idle);
+        if !changed.is_empty() {
+            self.activity.extend(changed.iter().copied());
+            self.handle(now, Event::Activity(changed));
         }
-        let moving = self.lines.values().filter_map(|line| match line.state {
-            State::Leaving(until, _) | State::Coming(until) => Some(until),
-            _ => None,
-        });
-        moving.min()
+        while let Some(due) = self.answers.first_entry().filter(|it| it.key().0 <= now) {
+            let event = due.remove();
+            if let Event::Holds {
+                process, holding, ..
+            } = &event
+                && let Some(line) = self.lines.get_mut(&TenantId(process.0))
+            {
+                line.holding = *holding;
+            }
+            self.handle(now, event);
+        }
+        if (self.broker.next_wakeup()).is_some_and(|at| at.0 * 1000 <= now) {
+            self.handle(now, Event::Tick);
+        }
+        let answer = self.answers.keys().next().map(|(at, _)| *at);
+        // The broker counts in whole microseconds.
+        let wakeup = (self.broker.next_wakeup()).map(|at| (at.0 * 1000).max(now + 1000));
+        answer.into_iter().chain(wakeup).min()
     }
 
-    /// Ends moves that are done.
-    fn finish(&mut self, now: Nanos) {
-        for (id, line) in &mut self.lines {
-            match line.state {
-                State::Leaving(until, bytes) if until <= now => {
-                    let holding = self.ledger.entry(*id).holding;
-                    let left = Holding {
-                        movable: holding.movable - bytes,
-                        swapped: holding.swapped + bytes,
-                        ..holding
-                    };
-                    self.ledger.set(*id, left);
-                    line.state = State::Away;
-                    line.lacks = now;
+    fn handle(&mut self, now: Nanos, event: Event) {
+        for command in self.broker.handle(micros(now), event) {
+            self.carry_out(now, command);
+        }
+    }
+
+    fn later(&mut self, at: Nanos, event: Event) {
+        self.answered += 1;
+        self.answers.insert((at, self.answered), event);
+    }
+
+    fn carry_out(&mut self, now: Nanos, command: Command) {
+        match command {
+            Command::Order(process, op, order) => self.obey(now, process, op, order),
+            Command::Grant { process, bytes, .. } => {
+                let tenant = TenantId(process.0);
+                match self.lines.get_mut(&tenant) {
+                    Some(line) if bytes > 0 => {
+                        line.granted = true;
+                        line.holding.movable += bytes;
+                    }
+                    // A program would end here; this one tries again.
+                    _ => self.ask(now, tenant),
                 }
-                State::Coming(until) if until <= now => {
-                    line.state = State::Home;
-                    line.awake.0 = until;
+            }
+            Command::Freeze(tenant) => self.later(now, Event::Frozen(tenant, Ok(()))),
+            Command::Moved {
+                tenant,
+                out,
+                bytes,
+                took,
+            } => {
+                if let Some(line) = self.lines.get_mut(&tenant) {
+                    let moves = &mut line.moves;
+                    moves.moving_s += took.as_secs_f64();
+                    match out {
+                        true => {
+                            moves.outs += 1;
+                            moves.out_gib += bytes as f64 / gib(1.0) as f64;
+                        }
+                        false => moves.backs += 1,
+                    }
                 }
-                _ => {}
+            }
+            Command::Thaw(_) | Command::Answer(..) | Command::Failed(..) | Command::NotKept(..) => {
             }
         }
     }
 
-    /// Gives somebody what it lacks, or has others make room.
-    fn serve(&mut self, now: Nanos, id: TenantId, idle: &impl Fn(TenantId) -> bool) {
-        let (new, bytes) = match self.lines.get(&id) {
-            Some(line) => (line.state == State::New, line.bytes),
-            None => return,
-        };
-        let swapped = self.ledger.entry(id).holding.swapped;
-        let granted = match new {
-            true => self.ledger.ask(id, bytes, bytes, Kind::Movable),
-            false => self.ledger.bring_back(id),
-        };
-        match granted {
-            // What is new is empty: nothing is copied.
-            Ok(_) if new => self.change(id, |line| {
-                (line.state, line.awake) = (State::Home, (now, 0));
-            }),
-            Ok(_) => {
-                let until = self.until(now, swapped, false);
-                self.change(id, |line| {
-                    line.state = State::Coming(until);
-                    line.awake.1 = until - now;
-                    line.moves.backs += 1;
-                    line.moves.moving_s += (until - now) as f64 / 1e9;
-                });
-            }
-            Err(Denied::Full { missing }) => self.make_room(now, id, missing, new, idle),
-            // It never will be: a scenario that says so was refused.
-            Err(_) => {}
-        }
-    }
-
-    fn make_room(
-        &mut self,
-        now: Nanos,
-        id: TenantId,
-        missing: u64,
-        new: bool,
-        idle: &impl Fn(TenantId) -> bool,
-    ) {
-        // What is on its way out comes free by itself.
-        let leaving = self.lines.values().map(|line| match line.state {
-            State::Leaving(_, bytes) => bytes,
-            _ => 0,
-        });
-        let missing = missing.saturating_sub(leaving.sum());
-        if missing == 0 {
+    fn obey(&mut self, now: Nanos, id: ProcessId, op: u64, order: Order) {
+        let Some(line) = self.lines.get(&TenantId(id.0)) else {
             return;
-        }
-        let entitled = self.is_entitled(id);
-        let class = self.lines.get(&id).map_or(Class::Batch, |line| line.class);
-        let mut candidates = Vec::new();
-        for (other, line) in self.lines.iter().filter(|(other, _)| **other != id) {
-            let (since, took) = line.awake;
-            let asleep = line.state == State::Away;
-            if !asleep && line.state != State::Home {
-                continue;
-            }
-            let turn = ledger::turn(Micros(took / 1000));
-            let standing = ledger::Standing {
-                idle: idle(*other),
-                asleep,
-                had_its_turn: now.saturating_sub(since) / 1000 >= turn.0,
-            };
-            if !standing.may_give_way(line.class, class, entitled) {
-                continue;
-            }
-            let entry = self.ledger.entry(*other);
-            candidates.push(Candidate {
-                tenant: *other,
-                class: line.class,
-                asleep,
-                idle: standing.idle,
-                movable: entry.holding.movable,
-                borrowed: entry.borrowed(),
-                since,
-            });
-        }
-        let extra = match new {
-            true => self.ledger.usable() / ledger::EXTRA,
-            false => 0,
         };
-        let chosen = ledger::victims(missing + extra, &candidates)
-            .or_else(|| ledger::victims(missing, &candidates));
-        for (victim, part) in chosen.unwrap_or_default() {
-            let until = self.until(now, part, true);
-            self.change(victim, |line| {
-                line.state = State::Leaving(until, part);
-                line.moves.outs += 1;
-                line.moves.out_gib += part as f64 / gib(1.0) as f64;
-                line.moves.moving_s += (until - now) as f64 / 1e9;
-            });
-        }
-    }
-
-    fn change(&mut self, id: TenantId, change: impl FnOnce(&mut Line)) {
-        if let Some(line) = self.lines.get_mut(&id) {
-            change(line);
-        }
+        let (holding, reply) = (line.holding, |reply| Event::Reply(id, op, reply));
+        let (bytes, after, out) = match order {
+            Order::Quiesce { .. } => {
+                let busy = self.activity.get(&TenantId(id.0)).is_some_and(|it| it.busy);
+                return self.later(now, reply(Reply::Quiet(!busy)));
+            }
+            Order::Out { least, .. } => {
+                let bytes = holding.movable.min(least);
+                let after = Holding {
+                    movable: holding.movable - bytes,
+                    swapped: holding.swapped + bytes,
+                    ..holding
+                };
+                (bytes, after, true)
+            }
+            Order::In => {
+                let after = Holding {
+                    movable: holding.movable + holding.swapped,
+                    swapped: 0,
+                    ..holding
+                };
+                (holding.swapped, after, false)
+            }
+            Order::Resume | Order::DropHost | Order::Reclaim { .. } | Order::Trim => return,
+        };
+        let until = self.until(now, bytes, out);
+        self.later(
+            until,
+            Event::Holds {
+                process: id,
+                device: DEVICE.to_owned(),
+                total: 0,
+                holding: after,
+            },
+        );
+        self.later(until, reply(Reply::Done));
     }
 
     /// When so much has moved that begins to do so now, after what is under way.
@@ -272,11 +303,11 @@ impl Broker {
         *busy = now.max(*busy) + (copy + self.model.fixed_ms * 1e6) as Nanos;
         *busy
     }
+}
 
-    fn is_entitled(&self, id: TenantId) -> bool {
-        let wants = self.lines.get(&id).map_or(0, |line| line.bytes);
-        wants <= self.ledger.entry(id).share.guaranteed
-    }
+/// Every tenant has one process.
+const fn process(tenant: TenantId) -> ProcessId {
+    ProcessId(tenant.0)
 }
 
 /// Bytes.
@@ -290,8 +321,8 @@ mod tests {
 
     const S: Nanos = 1_000_000_000;
 
-    fn broker(all: &[(u64, Class, f64)]) -> Broker {
-        let mut broker = Broker::new(MemoryModel {
+    fn broker(all: &[(u64, Class, f64)]) -> Memory {
+        let mut broker = Memory::new(MemoryModel {
             device_gib: 80.0,
             link_gbps: 50.0,
             fixed_ms: 0.0,
@@ -313,7 +344,7 @@ mod tests {
     #[test]
     fn two_that_do_not_fit_take_turns_and_only_what_lacks_moves() {
         let mut broker = broker(&[(1, Class::Batch, 48.0), (2, Class::Batch, 48.0)]);
-        let home = |broker: &Broker| [1, 2].map(|id| broker.is_home(TenantId(id)));
+        let home = |broker: &Memory| [1, 2].map(|id| broker.is_home(TenantId(id)));
         let (mut now, mut turns) = (0, 0);
         let mut last = [false; 2];
         while now < 120 * S {
@@ -328,7 +359,7 @@ mod tests {
         }
         // 16 GiB take 0.34 s each way: a turn of 40 times as long, and the two moves.
         assert!((7..=11).contains(&turns), "{turns} turns");
-        let moves = broker.leave(TenantId(1)).expect("it is there");
+        let moves = broker.leave(now, TenantId(1)).expect("it is there");
         let each = moves.out_gib / moves.outs as f64;
         assert!((15.9..18.0).contains(&each), "{each} GiB at a time");
         assert!(moves.moving_s / 120.0 < 0.06, "{moves:?}");

@@ -15,7 +15,7 @@ use crate::arrivals::{Arrivals, Request, nanos, spread};
 use crate::chrome::Trace;
 use crate::daemon::Daemon;
 use crate::gpu::{Engine, EventKind, Gpu, GroupId, Nanos, StreamId, Work as GpuWork, WorkId};
-use crate::memory::{Broker, Newcomer, gib};
+use crate::memory::{self, Newcomer, gib};
 use crate::report::{BoundReport, DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
 use crate::scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};
 use crate::shares::Shares;
@@ -246,7 +246,7 @@ struct Simulation<'a> {
     waiting: Vec<BTreeMap<WorkId, Awaited>>,
     used: Vec<Used>,
     /// Of each device, where a daemon runs.
-    memory: Vec<Broker>,
+    memory: Vec<memory::Memory>,
     /// When somebody is told of a move's end.
     moved: Nanos,
     /// By device and trust domain.
@@ -354,7 +354,7 @@ impl<'a> Simulation<'a> {
             used: vec![Used::default(); scenario.devices],
             memory: (0..scenario.devices)
                 .filter(|_| mode.managed())
-                .map(|_| Broker::new(scenario.memory))
+                .map(|_| memory::Memory::new(scenario.memory))
                 .collect(),
             moved: 0,
             shared: BTreeMap::new(),
@@ -714,7 +714,7 @@ impl<'a> Simulation<'a> {
                 continue;
             }
             if let Some(broker) = self.memory.get_mut(device) {
-                let moves = broker.leave(TenantId(tenant as u64));
+                let moves = broker.leave(self.now, TenantId(tenant as u64));
                 self.players[tenant].moves.add(moves.unwrap_or_default());
             }
             self.used[device].gone += received.busy;

@@ -90,6 +90,17 @@ pub struct Ask {
     pub kind: Kind,
 }
 
+/// What of a device is never handed out: the reserve, and room for one context more. A device this small is an emulated one,
+/// whose contexts are small too.
+pub fn overhead(capacity: u64) -> u64 {
+    RESERVE.min(capacity / 64) + context(capacity)
+}
+
+/// What one context occupies on a device of so many bytes.
+fn context(capacity: u64) -> u64 {
+    CONTEXT.min(capacity / 16)
+}
+
 impl Device {
     fn new(capacity: u64) -> Self {
         let mut device = Self {
@@ -105,12 +116,11 @@ impl Device {
     }
 
     fn occupy(&mut self) {
-        let reserve = RESERVE.min(self.capacity / 64);
+        let overhead = overhead(self.capacity);
         self.ledger.occupy(
             self.in_contexts()
                 .saturating_add(self.foreign)
-                .saturating_add(reserve)
-                .saturating_add(self.context()),
+                .saturating_add(overhead),
         );
     }
 
@@ -122,12 +132,7 @@ impl Device {
 
     fn in_contexts(&self) -> u64 {
         let contexts: u64 = self.contexts.values().map(|n| u64::from(*n)).sum();
-        contexts.saturating_mul(self.context())
-    }
-
-    /// What one context occupies. A device this small is an emulated one, whose contexts are small too.
-    fn context(&self) -> u64 {
-        CONTEXT.min(self.capacity / 16)
+        contexts.saturating_mul(context(self.capacity))
     }
 
     /// The driver reports that so much is used.
@@ -257,7 +262,7 @@ impl Accounting {
         let known = device.contexts.insert(process, count).unwrap_or(0);
         device.occupy();
         if before && count > known {
-            let bytes = device.context().saturating_mul(u64::from(count - known));
+            let bytes = context(device.capacity).saturating_mul(u64::from(count - known));
             device.adopt(bytes);
         }
     }

@@ -152,7 +152,7 @@ impl World {
         let tenant = TenantId(tenant);
         if self.busy.insert(tenant, busy) != Some(busy) {
             self.idle_since.insert(tenant, self.now);
-            self.event(Event::Activity(tenant, self.activity(tenant)));
+            self.event(Event::Activity(vec![(tenant, self.activity(tenant))]));
         }
     }
 
@@ -218,13 +218,10 @@ impl World {
             };
             self.now = self.now.max(at);
             // As the daemon does, pages are looked at whenever the broker is.
-            for tenant in self.busy.keys().copied().collect::<Vec<_>>() {
-                let activity = self.activity(tenant);
-                let commands = self
-                    .broker
-                    .handle(self.now, Event::Activity(tenant, activity));
-                self.carry_out(commands);
-            }
+            let tenants = self.busy.keys();
+            let all = tenants.map(|id| (*id, self.activity(*id))).collect();
+            let commands = self.broker.handle(self.now, Event::Activity(all));
+            self.carry_out(commands);
             let due = self
                 .queue
                 .first_key_value()

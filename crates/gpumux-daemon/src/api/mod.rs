@@ -31,7 +31,7 @@ use axum::{
     },
     routing::{delete, get, patch, post, put},
 };
-use gpumux_core::{Micros, TenantId, ledger::Entry};
+use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry};
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -47,10 +47,10 @@ use utoipa::OpenApi;
 use crate::{
     config::Config,
     devices::Devices,
-    memory::MoveError,
+    memory::{self as moves, MoveError},
     paths,
     peer::{Peer, credentials},
-    scheduler::{Handle, Line, Stopped, View},
+    scheduler::{Handle, Stopped, View},
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
 };
@@ -576,8 +576,7 @@ async fn sleep(
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
     let tenant = api.tenants.own(peer.uid, &name).await?;
-    let memory = Arc::clone(&api.sessions.memory);
-    to_its_end(async move { memory.sleep(tenant, u64::MAX).await.map(drop) }).await?;
+    moves::sleep(&api.scheduler, tenant).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -590,8 +589,7 @@ async fn wake(
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
     let tenant = api.tenants.own(peer.uid, &name).await?;
-    let memory = Arc::clone(&api.sessions.memory);
-    to_its_end(async move { memory.wake_asked(tenant).await }).await?;
+    moves::wake(&api.scheduler, tenant).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -681,12 +679,12 @@ impl Api {
             sessions: api.sessions.count(),
             devices: view.devices.clone(),
             scheduler: view.scheduler.clone(),
-            host_memory: api.host_memory(),
+            host_memory: api.host_memory(view),
         }
     }
 
-    fn host_memory(&self) -> types::HostMemory {
-        let (used, limit) = self.sessions.memory.on_host();
+    fn host_memory(&self, view: &View) -> types::HostMemory {
+        let (used, limit) = view.on_host;
         let rules = &self.config.host_memory;
         types::HostMemory {
             used,
@@ -856,7 +854,6 @@ impl Api {
     /// What the scheduler sees, and of the devices what only NVML knows.
     async fn view(&self) -> Result<View, Stopped> {
         let mut view = self.scheduler.call(|engine| engine.view()).await?;
-        view.waiting = self.sessions.memory.waiting();
         let known = self.devices.list();
         for device in &mut view.devices {
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
@@ -932,7 +929,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
         asleep: view.parked.contains(&tenant.id),
-        waits_for_memory: view.waiting.contains(&tenant.id),
+        waits_for_memory: (view.standings.get(&tenant.id)).is_some_and(|it| it.waits),
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
             .cloned()

@@ -4,25 +4,24 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     os::fd::OwnedFd,
     sync::Arc,
-    time::Duration,
 };
 
 use gpumux_core::{
-    Class, Demand, DomainId, Hints, MemoryPolicy, Micros, RunState, Snapshot, SpecError, TenantId,
-    TenantSpec, TenantState, Timeslice, UserId, admit, gang,
-    ledger::{Denied, Holding},
-    policy,
+    Class, Demand, DomainId, Hints, Micros, RunState, Snapshot, SpecError, TenantId, TenantSpec,
+    TenantState, Timeslice, UserId, admit,
+    broker::{Event, Line, ProcessId, Standing},
+    gang, policy,
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
 use gpumux_wire::{Daemon, page::Page};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
-    Ask, Clock, Crash, Line, Reaper, SessionId,
+    Clock, Crash, Reaper, SessionId,
     alarm::Alarm,
-    books::Books,
     device::Device,
     domain::{Domain, Member, NewGroup},
+    memory::{self, MemoryMoves},
     record::{Counted, Durations, History, Totals, What},
 };
 use crate::{api::types, config::Config, devices::Known, groups::Failure, hold::STAY};
@@ -56,18 +55,15 @@ pub(crate) struct Engine {
     config: Arc<Config>,
     clock: Clock,
     reaper: Reaper,
-    tenants: BTreeMap<TenantId, TenantSpec>,
+    pub(super) tenants: BTreeMap<TenantId, TenantSpec>,
     /// Whose tenants are; root's if unknown.
     users: BTreeMap<TenantId, UserId>,
-    books: Books,
-    /// Tenants that stay frozen: their memory is on its way or away.
-    parked: BTreeSet<TenantId>,
-    moves: BTreeMap<TenantId, types::MoveFigures>,
+    pub(super) moves: MemoryMoves,
     /// Driver calls of a tenant's processes that their library does not know.
     unlisted: BTreeMap<TenantId, BTreeSet<String>>,
-    devices: BTreeMap<String, Device>,
+    pub(super) devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
-    sessions: BTreeMap<SessionId, Met>,
+    pub(super) sessions: BTreeMap<SessionId, Met>,
     alarm: Alarm,
     /// Tenants that may use some devices only, and these.
     confined: BTreeMap<TenantId, BTreeSet<String>>,
@@ -151,6 +147,11 @@ impl Met {
         }
     }
 
+    /// Tells the process something, without waiting. Whether that was possible.
+    pub(super) fn say(&self, message: &Daemon) -> bool {
+        (self.speak)(message)
+    }
+
     fn counted(&self) -> Counted {
         Counted::of(&self.page).since(&self.before)
     }
@@ -177,23 +178,12 @@ pub(crate) struct View {
     pub(crate) memory: Vec<Line>,
     /// Tenants whose memory is on its way or away.
     pub(crate) parked: BTreeSet<TenantId>,
-    /// Tenants that wait for room; the memory broker says so.
-    pub(crate) waiting: BTreeSet<TenantId>,
+    pub(crate) standings: BTreeMap<TenantId, Standing>,
+    /// Bytes of host memory that moved memory takes, and may take.
+    pub(crate) on_host: (u64, u64),
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
     /// Driver calls of a tenant's processes that their library does not know.
     pub(crate) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
-}
-
-/// What a tenant does.
-#[derive(Clone, Debug)]
-pub(crate) struct Activity {
-    pub(crate) spec: TenantSpec,
-    /// It has no work.
-    pub(crate) idle: bool,
-    /// For how long.
-    pub(crate) idle_for: Micros,
-    /// It shares a group: only all of its members can be frozen.
-    pub(crate) in_group: bool,
 }
 
 /// A group that cannot be managed.
@@ -211,15 +201,14 @@ pub(crate) enum GroupError {
 
 impl Engine {
     pub(crate) fn new(config: Arc<Config>, clock: Clock, reaper: Reaper) -> Self {
+        let moves = MemoryMoves::new(&config.host_memory);
         Self {
             config,
             clock,
             reaper,
             tenants: BTreeMap::new(),
             users: BTreeMap::new(),
-            books: Books::default(),
-            parked: BTreeSet::new(),
-            moves: BTreeMap::new(),
+            moves,
             unlisted: BTreeMap::new(),
             devices: BTreeMap::new(),
             copies: Vec::new(),
@@ -246,8 +235,11 @@ impl Engine {
     /// Devices that exist although no tenant has shown them yet.
     pub(crate) fn know_devices(&mut self, devices: impl IntoIterator<Item = Known>) {
         for known in devices {
-            self.books
-                .know(&known.uuid, known.memory_bytes, known.memory_used);
+            self.memory_event(Event::Device {
+                uuid: known.uuid.clone(),
+                capacity: known.memory_bytes,
+                used: known.memory_used,
+            });
             self.device(known.uuid).used_by = known.used_by;
         }
     }
@@ -295,8 +287,9 @@ impl Engine {
     /// When the promise makes no sense or cannot be kept; then nothing changes.
     pub(crate) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), SpecError> {
         self.admits(tenant, &spec)?;
-        self.books.promise(tenant, spec.memory());
+        let terms = memory::terms(&spec);
         self.tenants.insert(tenant, spec);
+        self.memory_event(Event::Tenant(tenant, terms));
         for device in self.devices.values_mut() {
             device.dirty = true;
         }
@@ -310,7 +303,7 @@ impl Engine {
     /// When the promise makes no sense or cannot be kept.
     pub(crate) fn admits(&self, tenant: TenantId, spec: &TenantSpec) -> Result<(), SpecError> {
         self.check_spec(tenant, spec)?;
-        Ok(self.books.check(tenant, spec.memory())?)
+        Ok(self.moves.broker.check(tenant, spec.memory())?)
     }
 
     /// A promise holds on every device that its tenant uses or is confined to. While a tenant uses none yet, there must be one that
@@ -523,9 +516,8 @@ impl Engine {
         self.confined.remove(&tenant);
         self.users.remove(&tenant);
         self.placed.remove(&tenant);
-        self.books.forget(tenant);
-        self.parked.remove(&tenant);
-        self.moves.remove(&tenant);
+        self.memory_event(Event::TenantGone(tenant));
+        self.moves.forget(tenant);
         self.unlisted.remove(&tenant);
         self.ended.remove(&tenant);
         for device in self.devices.values_mut() {
@@ -702,7 +694,7 @@ impl Engine {
             *ended = met.counted().plus(ended);
         }
         self.remove(session, None, alive);
-        self.books.leave(session);
+        self.memory_event(Event::Left(ProcessId(session.0)));
     }
 
     /// A process left work behind in a group: its files are held until the group had time to end that. Returns them if
@@ -730,158 +722,34 @@ impl Engine {
         (!held).then_some(files)
     }
 
-    /// Tells the books how many contexts a process has on each device.
+    /// Reports how many contexts a process has on each device.
     fn count_contexts(&mut self, session: SessionId) {
-        for (uuid, device) in &self.devices {
+        // One that comes to a new daemon has worked before.
+        let before = (self.sessions.get(&session)).is_some_and(|met| met.before.work > 0);
+        let count = |(uuid, device): (&String, &Device)| {
             let own = |domain: &&Domain| domain.member.session == session;
             let count = device.domains.values().filter(own).count();
-            self.books.contexts(session, uuid, count as u32);
-        }
-    }
-
-    /// A process asks for memory.
-    ///
-    /// # Errors
-    /// When it cannot have it, now or ever.
-    pub(crate) fn ask(&mut self, session: SessionId, ask: &Ask) -> Result<u64, Denied> {
-        self.books.ask(session, ask)
-    }
-
-    /// A process says what memory it has.
-    pub(crate) fn holds(&mut self, session: SessionId, uuid: &str, total: u64, holding: Holding) {
-        self.books.holds(session, uuid, total, holding);
-    }
-
-    /// What a process shall believe of a device's memory: free and in all.
-    pub(crate) fn memory_view(&mut self, session: SessionId, uuid: &str, total: u64) -> (u64, u64) {
-        self.books.view(session, uuid, total)
-    }
-
-    /// Makes room for a sleeping tenant.
-    ///
-    /// # Errors
-    /// The device that has none, and why.
-    pub(crate) fn bring_back(&mut self, tenant: TenantId) -> Result<(), (String, Denied)> {
-        self.books.bring_back(tenant)
-    }
-
-    /// What becomes of a tenant's requests that the device has no room for.
-    pub(crate) fn policy(&self, tenant: TenantId) -> Option<MemoryPolicy> {
-        self.tenants.get(&tenant).map(|spec| spec.memory_policy)
-    }
-
-    /// What each process of a tenant has on the host once so much of each device has been moved there, and once all has.
-    pub(crate) fn on_host(&self, tenant: TenantId, least: u64) -> BTreeMap<SessionId, (u64, u64)> {
-        self.books.on_host(tenant, least)
-    }
-
-    /// What a tenant has on the host, of all devices.
-    pub(crate) fn swapped(&self, tenant: TenantId) -> u64 {
-        self.books.swapped(tenant)
-    }
-
-    /// Memory of a tenant was moved to the host.
-    pub(crate) fn went(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
-        let moves = self.moves.entry(tenant).or_default();
-        let took_us = took.as_micros() as u64;
-        moves.outs += 1;
-        moves.out_bytes += bytes;
-        moves.out_us += took_us;
-        self.write_down(tenant, What::WentAway { bytes, took_us });
-    }
-
-    /// Memory of a tenant came back.
-    pub(crate) fn came(&mut self, tenant: TenantId, bytes: u64, took: Duration) {
-        let moves = self.moves.entry(tenant).or_default();
-        let took_us = took.as_micros() as u64;
-        moves.backs += 1;
-        moves.back_bytes += bytes;
-        moves.back_us += took_us;
-        self.write_down(tenant, What::CameBack { bytes, took_us });
-    }
-
-    /// Something happened to a tenant just now, wherever it has domains: told once per device.
-    fn write_down(&mut self, tenant: TenantId, what: What) {
-        let now = self.now();
-        for device in self.devices.values_mut() {
-            let mut domains = device.domains.values();
-            if let Some(domain) = domains.find(|it| it.state.tenant == tenant) {
-                device.record.push(now, &domain.who, what);
-            }
-        }
-    }
-
-    /// The books, and what all tenants do.
-    pub(crate) fn memory(&mut self) -> (Vec<Line>, BTreeMap<TenantId, Activity>) {
-        let now = self.now();
-        let mut activity = BTreeMap::new();
-        for (id, spec) in &self.tenants {
-            let all = self.devices.values().flat_map(|it| it.domains.values());
-            let own: Vec<&Domain> = all.filter(|it| it.state.tenant == *id).collect();
-            // As they are now, not as they were when last sampled.
-            let idle = own.iter().all(|it| it.demand() == Demand::Idle);
-            let since = own.iter().map(|it| it.state.demand_since).max();
-            let idle_for = match idle && own.iter().all(|it| it.state.demand == Demand::Idle) {
-                true => now.saturating_sub(since.unwrap_or(now)),
-                false => Micros::ZERO,
-            };
-            let known = Activity {
-                spec: spec.clone(),
-                idle,
-                idle_for,
-                in_group: own.iter().any(|it| it.group.is_some()),
-            };
-            activity.insert(*id, known);
-        }
-        (self.books.lines(), activity)
-    }
-
-    /// Whether a tenant shares a group, so that it can be frozen only with all of its members.
-    pub(crate) fn in_group(&self, tenant: TenantId) -> bool {
-        let all = self.devices.values().flat_map(|it| it.domains.values());
-        let mut own = all.filter(|it| it.state.tenant == tenant);
-        own.any(|it| it.group.is_some())
-    }
-
-    /// Freezes a tenant until told otherwise, or lets it go on.
-    pub(crate) fn park(&mut self, tenant: TenantId, parked: bool) {
-        match parked {
-            true => self.parked.insert(tenant),
-            false => self.parked.remove(&tenant),
+            (uuid.clone(), count as u32)
         };
-        self.park_domains();
-    }
-
-    fn park_domains(&mut self) {
-        for device in self.devices.values_mut() {
-            for domain in device.domains.values_mut() {
-                let parked = self.parked.contains(&domain.state.tenant);
-                if parked != domain.is_parked() {
-                    domain.park(parked);
-                    device.dirty = true;
-                }
-            }
+        let counts: Vec<(String, u32)> = self.devices.iter().map(count).collect();
+        for (device, count) in counts {
+            let process = ProcessId(session.0);
+            self.memory_event(Event::Contexts {
+                process,
+                device,
+                count,
+                before,
+            });
         }
-    }
-
-    /// Whether every group of a tenant is frozen. An error names the lever that does not move.
-    pub(crate) fn is_frozen(&self, tenant: TenantId) -> Result<bool, String> {
-        let all = self.devices.values().flat_map(|it| it.domains.values());
-        let mut frozen = true;
-        for domain in all.filter(|it| it.state.tenant == tenant) {
-            if let Some(fault) = &domain.fault {
-                return Err(fault.error.clone());
-            }
-            frozen &= domain.state.run == RunState::Frozen;
-        }
-        Ok(frozen)
     }
 
     /// A process has connected.
     pub(crate) fn meet(&mut self, session: SessionId, met: Met) {
-        self.books.meet(session, met.tenant);
+        let joined = Event::Joined(ProcessId(session.0), met.tenant);
         (self.alarm).watch(session, Arc::clone(&met.page), met.pid);
         self.sessions.insert(session, met);
+        self.greet(session);
+        self.memory_event(joined);
     }
 
     /// Tells processes where taking the device ahead of their work may pay, when that has changed.
@@ -934,6 +802,7 @@ impl Engine {
         if self.stopped {
             return None;
         }
+        self.step_memory();
         let start = self.now();
         self.leave_expired();
         let cost = self.cost + self.waking;
@@ -969,10 +838,15 @@ impl Engine {
         let took = observed.saturating_sub(start) + planning;
         self.cost = smooth(self.cost, took);
         self.stats.busy_s += took.as_secs_f64();
-        self.steps.record(self.now().saturating_sub(start));
-        self.devices
-            .values()
+        let now = self.now();
+        self.steps.record(now.saturating_sub(start));
+        self.step_memory();
+        if self.devices.values().any(|device| device.dirty) {
+            return Some(now);
+        }
+        (self.devices.values())
             .filter_map(|device| device.due(self.cost + self.waking))
+            .chain(self.moves.due(now))
             .min()
     }
 
@@ -1108,10 +982,11 @@ impl Engine {
                 ..self.stats.clone()
             },
             counted: self.ended.clone(),
-            memory: self.books.lines(),
-            parked: self.parked.clone(),
-            waiting: BTreeSet::new(),
-            moves: self.moves.clone(),
+            memory: self.moves.broker.lines(),
+            parked: self.moves.parked.clone(),
+            standings: self.moves.broker.standings().collect(),
+            on_host: self.moves.broker.on_host(),
+            moves: self.moves.figures.clone(),
             unlisted: self.unlisted.clone(),
         };
         for met in self.sessions.values() {

@@ -6,11 +6,11 @@
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 
 mod alarm;
-mod books;
 mod device;
 mod domain;
 mod engine;
 mod held;
+mod memory;
 mod record;
 #[cfg(test)]
 mod tests;
@@ -27,10 +27,9 @@ use gpumux_wire::lease::{LOOK, LOOKS, Lease, RENEW};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::oneshot;
 
-pub(crate) use books::{Ask, Line};
 pub(crate) use device::AWAY;
 pub(crate) use domain::{Member, NewGroup};
-pub(crate) use engine::{Activity, Engine, GroupError, Left, Met, View};
+pub(crate) use engine::{Engine, GroupError, Left, Met, View};
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
 
 use crate::config::Config;

@@ -849,13 +849,13 @@ fn hints_and_moves_of_memory_are_in_the_history() {
         ..HintCounts::default()
     });
     bench.run(Micros::from_millis(50));
-    let (tenant, took) = (TenantId(2), Duration::from_millis(3));
+    let (tenant, took) = (TenantId(2), Micros::from_millis(3));
     bench.engine.park(tenant, true);
     bench.run(Micros::from_millis(50));
     assert_eq!(bench.domain(2).reason, "its memory is away");
-    bench.engine.went(tenant, 4096, took);
+    bench.engine.moved(tenant, true, 4096, took);
     bench.engine.park(tenant, false);
-    bench.engine.came(tenant, 4096, took);
+    bench.engine.moved(tenant, false, 4096, took);
     let (bytes, took_us) = (4096, 3000);
     let all = bench.engine.history(Micros::from_secs(10));
     let of = |n: u64| -> Vec<What> {
