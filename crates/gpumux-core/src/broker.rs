@@ -385,7 +385,7 @@ pub struct Broker {
     trimmed: Option<Micros>,
     reclaims: BTreeMap<String, Reclaim>,
     /// Bytes per µs that moves achieved lately.
-    speed: u64,
+    speed: Option<u64>,
     /// When everything was last looked at.
     looked: Micros,
 }
@@ -438,7 +438,7 @@ impl Broker {
             ops: 0,
             trimmed: None,
             reclaims: BTreeMap::new(),
-            speed: SPEED,
+            speed: None,
             looked: Micros::ZERO,
         }
     }

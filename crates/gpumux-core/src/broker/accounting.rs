@@ -362,25 +362,16 @@ impl Accounting {
             return (0, 0);
         };
         let entry = device.ledger.entry(tenant);
-        let others = || device.ledger.entries().filter(|(id, _)| *id != tenant);
-        let limit = entry.share.limit;
-        let total = if limit < device.capacity {
-            limit
-        } else if policy == MemoryPolicy::SwapOthers {
-            let key = (tenant, uuid.to_owned());
-            *self.shown.entry(key).or_insert_with(|| {
-                let entitled: u64 = others().map(|(_, it)| it.entitled()).sum();
-                let elastic = others()
-                    .filter(|(_, it)| it.share.guaranteed == 0)
-                    .filter(|(_, it)| it.holding.all() > 0)
-                    .count() as u64;
-                let left = device.ledger.usable().saturating_sub(entitled);
-                (left / (elastic + 1)).max(entry.share.guaranteed)
-            })
-        } else {
-            device.capacity
+        let usable = device.capacity.saturating_sub(overhead(device.capacity));
+        let total = match policy {
+            _ if entry.share.limit < device.capacity => entry.share.limit,
+            MemoryPolicy::SwapOthers => self.shown(tenant, uuid),
+            MemoryPolicy::Wait | MemoryPolicy::Fail => device.capacity,
         };
-        let own = total.saturating_sub(entry.holding.all());
+        let own = total.min(usable).saturating_sub(entry.holding.all());
+        let Some(device) = self.devices.get(uuid) else {
+            return (0, 0);
+        };
         let free = match policy {
             MemoryPolicy::SwapOthers => own,
             MemoryPolicy::Wait | MemoryPolicy::Fail => own.min(
@@ -392,6 +383,29 @@ impl Accounting {
             ),
         };
         (free, total)
+    }
+
+    /// The capacity that a tenant without a limit is shown of a device, fixed when it is first asked for: all of it, or, where
+    /// others have memory or guarantees, an equal part of what these leave, but at least its own guarantee.
+    pub(super) fn shown(&mut self, tenant: TenantId, uuid: &str) -> u64 {
+        let Some(device) = self.devices.get(uuid) else {
+            return 0;
+        };
+        let guaranteed = self.shares.get(&tenant).map_or(0, |share| share.guaranteed);
+        let key = (tenant, uuid.to_owned());
+        *self.shown.entry(key).or_insert_with(|| {
+            let others = device.ledger.entries().filter(|(id, _)| *id != tenant);
+            let (mut entitled, mut elastic) = (0u64, 0);
+            for (_, entry) in others {
+                entitled = entitled.saturating_add(entry.entitled());
+                elastic += u64::from(entry.share.guaranteed == 0 && entry.holding.all() > 0);
+            }
+            match entitled == 0 && elastic == 0 {
+                true => device.capacity,
+                false => (device.ledger.usable().saturating_sub(entitled) / (elastic + 1))
+                    .max(guaranteed),
+            }
+        })
     }
 
     /// Counts all that a tenant has on the host as being on its way to the device, until [`Self::returned`].

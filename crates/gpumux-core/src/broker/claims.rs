@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{
     Activity, Broker, Command, IDLE, LOOK, MemoryPolicy, Micros, MoveError, Order, PATIENCE,
-    PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM,
+    PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM, RECLAIM_PAUSE, Reclaim, SPEED, TRIM,
     TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
 };
 use crate::{
@@ -307,7 +307,7 @@ impl Broker {
             if missing == 0 {
                 continue;
             }
-            let offers = self.offers(now, claim, uuid, older);
+            let offers = self.offers(now, claim, (uuid, missing), older);
             // Leases that are not used come first, then caches.
             let pending = claim.ask.and_then(|(process, ticket)| {
                 let mut asks = self.asks.iter();
@@ -426,10 +426,10 @@ impl Broker {
     }
 
     /// What others can give of a device for a claim, in the order in which they are asked.
-    fn offers(&self, now: Micros, claim: &Claim, uuid: &str, older: &[Claim]) -> Vec<Offer> {
+    fn offers(&self, now: Micros, claim: &Claim, lack: (&str, u64), older: &[Claim]) -> Vec<Offer> {
         let mut offers: Vec<Offer> = (self.tenants.iter())
             .filter(|(id, _)| **id != claim.tenant)
-            .filter_map(|(id, tenant)| self.offer(now, claim, uuid, older, *id, tenant))
+            .filter_map(|(id, tenant)| self.offer(now, claim, lack, older, *id, tenant))
             .collect();
         offers.sort_by_key(|offer| offer.order);
         offers
@@ -439,7 +439,7 @@ impl Broker {
         &self,
         now: Micros,
         claim: &Claim,
-        uuid: &str,
+        (uuid, missing): (&str, u64),
         older: &[Claim],
         id: TenantId,
         tenant: &Tenant,
@@ -464,7 +464,7 @@ impl Broker {
             let asks = self.asks.iter().any(|it| it.tenant == id);
             asks && !busy && !older.iter().any(|it| it.tenant == id)
         };
-        let swap = Micros(claim.needs.get(uuid).copied().unwrap_or(0) / self.speed.max(1));
+        let swap = Micros(missing / self.speed.unwrap_or(SPEED));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);
         let idle_for = tenant.idle_for(now);

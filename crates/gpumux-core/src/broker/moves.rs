@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Order, Place, ProcessId,
-    QUIET, QUIET_PER_GIB, Reply, TenantId, no_process,
+    QUIET, QUIET_PER_GIB, Reply, TRIM_PAUSE, TenantId, no_process,
 };
 
 /// An order to all processes of a tenant whose answers are awaited.
@@ -366,11 +366,11 @@ impl Broker {
         }
     }
 
-    /// An average over some four moves; what is small says nothing about the link.
+    /// An average over some two moves; what is small says nothing about the link.
     fn learn_speed(&mut self, bytes: u64, took: Micros) {
         if bytes >= 1 << 28 && took.0 > 0 {
             let now = (bytes / took.0).max(1);
-            self.speed = (self.speed * 3 + now) / 4;
+            self.speed = Some(self.speed.map_or(now, |before| (before + now) / 2));
         }
     }
 
@@ -546,23 +546,22 @@ impl Broker {
     ) -> bool {
         let mut some = false;
         for (process, it) in &mut self.processes {
-            let lately = it.dropped.is_some_and(|at| now < at + DROP);
-            if it.tenant == id {
-                if !lately {
-                    out.push(Command::Order(*process, 0, Order::Trim));
-                    it.dropped = Some(now);
-                }
-                some |= !lately;
-                continue;
-            }
+            let own = it.tenant == id;
             let home = self.tenants.get(&it.tenant).map(|it| &it.place) == Some(&Place::Home);
-            if it.kept == 0 || !home {
+            if !own && (it.kept == 0 || !home) {
                 continue;
             }
-            some = true;
-            if !lately {
-                it.dropped = Some(now);
-                out.push(Command::Order(*process, 0, Order::DropHost));
+            let (order, time) = match own {
+                true => (Order::Trim, TRIM_PAUSE),
+                false => (Order::DropHost, DROP),
+            };
+            let asked = *it.dropped.get_or_insert_with(|| {
+                out.push(Command::Order(*process, 0, order.clone()));
+                now
+            });
+            some |= now < asked + time;
+            if now >= asked + DROP {
+                it.dropped = None;
             }
         }
         some
