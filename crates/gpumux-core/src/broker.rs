@@ -82,7 +82,7 @@ const SPEED: u64 = 25_000;
 pub struct ProcessId(pub u64);
 
 /// What the broker must know of a tenant's spec.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub struct Terms {
     /// Its class.
     pub class: Class,
@@ -95,7 +95,7 @@ pub struct Terms {
 }
 
 /// What a tenant's processes do, as their pages show.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub struct Activity {
     /// It has outstanding work.
     pub busy: bool,
@@ -197,7 +197,7 @@ pub enum Reply {
 }
 
 /// What a process is to do.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub enum Order {
     /// Close the gate; answered by [`Reply::Quiet`].
     Quiesce {
@@ -268,7 +268,7 @@ pub enum Command {
 }
 
 /// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
 pub enum MoveError {
     /// Not now.
     #[error("the tenant cannot be moved now: {0}")]
@@ -314,7 +314,7 @@ pub struct Standing {
     pub stuck: bool,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Tenant {
     terms: Terms,
     activity: Activity,
@@ -340,7 +340,7 @@ struct Tenant {
     wakes: Vec<u64>,
 }
 
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Process {
     tenant: TenantId,
     /// Host memory that it reports to keep, in bytes.
@@ -353,7 +353,7 @@ struct Process {
 }
 
 /// A request for memory that waits.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Pending {
     process: ProcessId,
     tenant: TenantId,
@@ -365,7 +365,7 @@ struct Pending {
 }
 
 /// Caches that are being given back on a device.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 struct Reclaim {
     op: u64,
     waiting: BTreeSet<ProcessId>,
@@ -374,7 +374,7 @@ struct Reclaim {
 }
 
 /// The memory broker.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Broker {
     accounting: Accounting,
     host: HostPool,
@@ -722,6 +722,66 @@ impl Broker {
         next
     }
 
+    /// Moves the origin of time to `now` less `horizon`; what is longer ago counts as that long ago. For model checking: two
+    /// brokers in which everything is equally long ago are equal then.
+    pub fn rebase(&mut self, now: Micros, horizon: Micros) {
+        let at = |time: &mut Micros| *time = (*time + horizon).saturating_sub(now);
+        let maybe = |time: &mut Option<Micros>| time.iter_mut().for_each(at);
+        for tenant in self.tenants.values_mut() {
+            at(&mut tenant.activity.idle_since);
+            match &mut tenant.place {
+                Place::Leaving(leaving) => {
+                    at(&mut leaving.round.began);
+                    at(&mut leaving.round.deadline);
+                }
+                Place::Returning(round) => {
+                    at(&mut round.began);
+                    at(&mut round.deadline);
+                }
+                Place::Home | Place::Away { .. } => {}
+            }
+            maybe(&mut tenant.wants_since);
+            at(&mut tenant.home_since);
+            at(&mut tenant.not_before);
+            at(&mut tenant.back_not_before);
+            tenant.sleeps.iter_mut().for_each(|(_, since)| at(since));
+        }
+        for process in self.processes.values_mut() {
+            maybe(&mut process.reclaimed);
+            maybe(&mut process.dropped);
+        }
+        for pending in &mut self.asks {
+            at(&mut pending.since);
+            maybe(&mut pending.retry_at);
+        }
+        for reclaim in self.reclaims.values_mut() {
+            at(&mut reclaim.until);
+        }
+        maybe(&mut self.trimmed);
+        at(&mut self.looked);
+    }
+
+    /// Gives orders that are awaited the smallest names, which are new only to each other. For model checking, as [`Self::rebase`].
+    /// The new names by the old ones.
+    pub fn rename_ops(&mut self) -> BTreeMap<u64, u64> {
+        let mut names = BTreeMap::new();
+        let rounds = self
+            .tenants
+            .values_mut()
+            .filter_map(|tenant| match &mut tenant.place {
+                Place::Leaving(leaving) => Some(&mut leaving.round.op),
+                Place::Returning(round) => Some(&mut round.op),
+                Place::Home | Place::Away { .. } => None,
+            });
+        let reclaims = self.reclaims.values_mut().map(|it| &mut it.op);
+        for op in rounds.chain(reclaims.filter(|op| **op != 0)) {
+            let new = names.len() as u64 + 1;
+            *op = *names.entry(*op).or_insert(new);
+        }
+        self.ops = names.len() as u64;
+        names
+    }
+
     /// Checks that some device can keep this guarantee of memory.
     ///
     /// # Errors
@@ -736,6 +796,22 @@ impl Broker {
         let terms = tenant.and_then(|id| Some(self.tenants.get(&id)?.terms));
         let policy = terms.map_or(MemoryPolicy::SwapOthers, |terms| terms.policy);
         self.accounting.view(process, device, total, policy)
+    }
+
+    /// The capacity that a tenant's processes are shown of whichever device they use, if that is less than each has: the most
+    /// that they are shown of any. From now on it is fixed.
+    pub fn shown(&mut self, tenant: TenantId) -> Option<u64> {
+        let terms = self.tenants.get(&tenant)?.terms;
+        if terms.policy != MemoryPolicy::SwapOthers || terms.share.limit != u64::MAX {
+            return None;
+        }
+        let lines = self.accounting.lines();
+        let shown = lines.iter().map(|line| {
+            let shown = self.accounting.shown(tenant, &line.uuid);
+            (shown < line.capacity).then_some(shown)
+        });
+        let shown: Option<Vec<u64>> = shown.collect();
+        shown?.into_iter().max()
     }
 
     /// Every device's accounts.

@@ -21,7 +21,7 @@ const LEAST_TURN: Micros = Micros(1_000_000);
 pub const EXTRA: u64 = 64;
 
 /// What a tenant was promised of a device's memory, in bytes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub struct Share {
     /// Gets so much whenever it wants it.
     pub guaranteed: u64,
@@ -39,7 +39,7 @@ impl Default for Share {
 }
 
 /// What a tenant has, in bytes.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub struct Holding {
     /// On the device; can be moved away.
     pub movable: u64,
@@ -71,7 +71,7 @@ impl Holding {
 }
 
 /// Whether memory can be moved away.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub enum Kind {
     /// It can.
     Movable,
@@ -80,7 +80,7 @@ pub enum Kind {
 }
 
 /// Why nothing was handed out.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
 pub enum Denied {
     /// The tenant would exceed its limit.
     #[error("{held} bytes of at most {limit} are in use: raise the limit or free some")]
@@ -107,7 +107,7 @@ pub enum Denied {
 }
 
 /// A promise that the device cannot keep.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
 #[error(
     "cannot promise {asked} bytes of memory: {promised} of {usable} are promised to others or cannot be moved"
 )]
@@ -121,7 +121,7 @@ pub struct OverPromised {
 }
 
 /// One tenant in the ledger.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Entry {
     /// Its promise.
     pub share: Share,
@@ -148,7 +148,7 @@ impl Entry {
 }
 
 /// The ledger of one device.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Ledger {
     capacity: u64,
     occupied: u64,
@@ -337,7 +337,7 @@ impl Ledger {
 }
 
 /// The host has no room for what would be moved there.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
 #[error(
     "moved memory takes {kept} of at most {limit} bytes on the host, and {need} more are needed"
 )]
@@ -352,7 +352,7 @@ pub struct HostFull {
 
 /// The host's memory that moved memory takes, by the number of the session whose process keeps it: to the end of the
 /// process, or until it is told to let go of it.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct HostPool {
     limit: u64,
     kept: BTreeMap<u64, u64>,

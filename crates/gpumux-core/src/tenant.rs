@@ -84,7 +84,7 @@ impl Hints {
 }
 
 /// What becomes of a request for memory that the device has no room for.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, Hash)]
 #[serde(rename_all = "kebab-case")]
 pub enum MemoryPolicy {
     /// Others' memory is moved to the host where the rules allow it; else it waits, a while.

@@ -479,7 +479,10 @@ impl Tenants {
             Some(seat) => seat.environment(placement.sm_percent),
             None => BTreeMap::new(),
         };
-        if let Some(bytes) = memory_limit {
+        let shown = (self.scheduler)
+            .call(move |engine| engine.shown_memory(id))
+            .await?;
+        if let Some(bytes) = memory_limit.or(shown) {
             environment.insert(MEMORY_LIMIT_VARIABLE.into(), bytes.to_string());
         }
         if let Some(seat) = &seat {

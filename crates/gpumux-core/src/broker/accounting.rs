@@ -26,7 +26,7 @@ const MAX_DEVICES: usize = 64;
 const MAX_CAPACITY: u64 = 1 << 44;
 
 /// One device.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Device {
     ledger: Ledger,
     capacity: u64,
@@ -42,14 +42,14 @@ struct Device {
 }
 
 /// What a process has, and whose it is.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Member {
     tenant: TenantId,
     holdings: BTreeMap<String, Holding>,
 }
 
 /// All devices and processes.
-#[derive(Clone, Debug, Default)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
 pub(super) struct Accounting {
     devices: BTreeMap<String, Device>,
     members: BTreeMap<ProcessId, Member>,
@@ -76,7 +76,7 @@ pub struct Line {
 }
 
 /// A request for memory on one device.
-#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash)]
 pub struct Ask {
     /// UUID of the device.
     pub device: String,

@@ -1,4 +1,5 @@
 //! The memory broker in virtual time: what went wrong before, what may go wrong, and what must hold in any case.
 
 mod faults;
+mod model;
 mod world;

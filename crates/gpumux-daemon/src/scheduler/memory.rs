@@ -106,6 +106,11 @@ impl Engine {
         self.memory_event(event(request));
     }
 
+    /// The capacity that a tenant's programs are shown before they have a session, where that is less than the device's.
+    pub(crate) fn shown_memory(&mut self, tenant: TenantId) -> Option<u64> {
+        self.moves.broker.shown(tenant)
+    }
+
     /// Answers what a process is shown of a device's memory.
     pub(crate) fn answer_view(&mut self, session: SessionId, ticket: u32, uuid: &str, total: u64) {
         let process = ProcessId(session.0);

@@ -1,0 +1,465 @@
+//! Every order of events in small worlds, with failures up to a budget.
+//!
+//! Time moves only where the broker wants to be woken; everything older than [`HORIZON`] counts as equally old, so that the
+//! worlds are finite. What must happen is stated as what must not be true for longer than a bound: a checker's "eventually" would
+//! miss that two tenants chase each other for ever.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use gpumux_core::{
+    Class, MemoryPolicy, Micros, TenantId,
+    broker::{Activity, Ask, Broker, Command, Event, Order, ProcessId, Reply, Terms, overhead},
+    ledger::{Holding, Kind, Share},
+};
+use stateright::{Checker, Model, Property};
+
+/// All that the broker looks back to: ten turns, and the patience of a class.
+const HORIZON: Micros = Micros::from_secs(60);
+const DEVICE: &str = "GPU-1";
+const MIB: u64 = 1 << 20;
+
+/// One small world.
+#[derive(Clone, Debug)]
+struct World {
+    /// What tenants can have together, in MiB.
+    room: u64,
+    /// Their classes, guarantees and sizes in MiB.
+    tenants: Vec<(Class, u64, u64)>,
+    /// How often processes may refuse, be late, end, or change whether they work.
+    refusals: u8,
+    lateness: u8,
+    deaths: u8,
+    toggles: u8,
+    /// Nobody who wants to run waits longer, without failures.
+    patience: Micros,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct Process {
+    holding: Holding,
+    busy: bool,
+    idle_since: Micros,
+    pending: Option<(u64, Order)>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct State {
+    broker: Broker,
+    processes: BTreeMap<u64, Process>,
+    frozen: BTreeSet<TenantId>,
+    freezing: BTreeSet<TenantId>,
+    /// Since when each waits to come back, and since when although there is room.
+    waits: BTreeMap<TenantId, Micros>,
+    starves: BTreeMap<TenantId, Micros>,
+    refusals: u8,
+    lateness: u8,
+    deaths: u8,
+    toggles: u8,
+    broken: Option<String>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+enum Action {
+    /// Nothing happens until the broker wants to be woken.
+    Wait,
+    Answer(u64),
+    Refuse(u64),
+    Freeze(TenantId),
+    Toggle(u64),
+    Die(u64),
+}
+
+/// Time in every state: events are since then.
+const NOW: Micros = HORIZON;
+
+impl World {
+    fn terms(&self, n: u64) -> Terms {
+        let (class, guaranteed, _) = self.tenants[n as usize];
+        Terms {
+            class,
+            share: Share {
+                guaranteed: guaranteed * MIB,
+                limit: u64::MAX,
+            },
+            policy: MemoryPolicy::SwapOthers,
+            sleep_after: None,
+        }
+    }
+}
+
+impl State {
+    fn event(&mut self, event: Event) {
+        let commands = self.broker.handle(NOW, event);
+        for command in commands {
+            self.carry_out(command);
+        }
+    }
+
+    fn carry_out(&mut self, command: Command) {
+        match command {
+            Command::Order(_, _, Order::Trim | Order::DropHost | Order::Resume) => {}
+            Command::Order(process, op, order) => {
+                let tenant = TenantId(process.0);
+                if matches!(order, Order::Out { .. }) && !self.frozen.contains(&tenant) {
+                    self.broken = Some(format!("{tenant:?} is moved while it runs"));
+                }
+                if let Some(it) = self.processes.get_mut(&process.0) {
+                    it.pending = Some((op, order));
+                }
+            }
+            Command::Grant { process, bytes, .. } => {
+                if let Some(it) = self.processes.get_mut(&process.0) {
+                    it.holding.movable += bytes;
+                }
+            }
+            Command::Freeze(tenant) => {
+                self.frozen.insert(tenant);
+                self.freezing.insert(tenant);
+            }
+            Command::Thaw(tenant) => {
+                self.frozen.remove(&tenant);
+                self.freezing.remove(&tenant);
+                if self
+                    .processes
+                    .get(&tenant.0)
+                    .is_some_and(|it| it.holding.swapped > 0)
+                {
+                    self.broken = Some(format!("{tenant:?} runs while its memory is away"));
+                }
+            }
+            Command::Answer(..)
+            | Command::Moved { .. }
+            | Command::Failed(..)
+            | Command::NotKept(..) => {}
+        }
+    }
+
+    fn activity(&self) -> Event {
+        let all = self.processes.iter().map(|(id, it)| {
+            let activity = Activity {
+                busy: it.busy,
+                idle_since: it.idle_since,
+                in_group: false,
+            };
+            (TenantId(*id), activity)
+        });
+        Event::Activity(all.collect())
+    }
+
+    /// A process does what it was ordered to.
+    fn answer(&mut self, id: u64) {
+        let Some(process) = self.processes.get_mut(&id) else {
+            return;
+        };
+        let Some((op, order)) = process.pending.take() else {
+            return;
+        };
+        let idle = !process.busy;
+        let before = process.holding;
+        match order {
+            Order::Out { least, .. } => {
+                let bytes = before.movable.min(least);
+                process.holding.movable -= bytes;
+                process.holding.swapped += bytes;
+            }
+            Order::In => {
+                process.holding.movable += before.swapped;
+                process.holding.swapped = 0;
+            }
+            _ => {}
+        }
+        let holding = process.holding;
+        let reply = match order {
+            Order::Quiesce { .. } => Reply::Quiet(idle),
+            _ => Reply::Done,
+        };
+        if holding != before {
+            self.event(Event::Holds {
+                process: ProcessId(id),
+                device: DEVICE.to_owned(),
+                total: 0,
+                holding,
+            });
+        }
+        self.event(Event::Reply(ProcessId(id), op, reply));
+    }
+
+    /// Everything is so much longer ago.
+    fn pass(&mut self, time: Micros) {
+        self.broker.rebase(NOW + time, HORIZON);
+        for process in self.processes.values_mut() {
+            process.idle_since = process.idle_since.saturating_sub(time);
+        }
+        for since in self.waits.values_mut().chain(self.starves.values_mut()) {
+            *since = since.saturating_sub(time);
+        }
+    }
+
+    /// Notes who waits, and what is wrong.
+    fn look(&mut self, world: &World) {
+        let line = &self.broker.lines()[0];
+        let resident: u64 = self
+            .processes
+            .values()
+            .map(|it| it.holding.resident())
+            .sum();
+        if resident > line.capacity - line.occupied {
+            self.broken = Some(format!(
+                "{resident} bytes of {}",
+                line.capacity - line.occupied
+            ));
+        }
+        let standings: Vec<_> = self.broker.standings().collect();
+        for (id, standing) in standings {
+            let lacks = (line.entries.iter().find(|(it, _)| *it == id))
+                .map_or(0, |(_, entry)| entry.holding.swapped);
+            let waits = standing.waits && standing.swapped_out && !standing.stuck;
+            let note = |map: &mut BTreeMap<TenantId, Micros>, so: bool| match so {
+                true => *map.entry(id).or_insert(NOW),
+                false => {
+                    map.remove(&id);
+                    NOW
+                }
+            };
+            let starves = note(&mut self.starves, waits && lacks <= line.free);
+            if NOW.saturating_sub(starves) > Micros::from_secs(2) {
+                self.broken = Some(format!("{id:?} waits although there is room"));
+            }
+            let waits = note(&mut self.waits, waits);
+            if NOW.saturating_sub(waits) > world.patience {
+                self.broken = Some(format!("{id:?} waits for ever"));
+            }
+        }
+    }
+}
+
+impl Model for World {
+    type State = State;
+    type Action = Action;
+
+    fn init_states(&self) -> Vec<State> {
+        let capacity = (0..4).fold(self.room * MIB, |all, _| self.room * MIB + overhead(all));
+        let mut state = State {
+            broker: Broker::new(u64::MAX),
+            processes: BTreeMap::new(),
+            frozen: BTreeSet::new(),
+            freezing: BTreeSet::new(),
+            waits: BTreeMap::new(),
+            starves: BTreeMap::new(),
+            refusals: self.refusals,
+            lateness: self.lateness,
+            deaths: self.deaths,
+            toggles: self.toggles,
+            broken: None,
+        };
+        state.event(Event::Device {
+            uuid: DEVICE.to_owned(),
+            capacity,
+            used: 0,
+        });
+        for n in 0..self.tenants.len() as u64 {
+            let process = Process {
+                holding: Holding::default(),
+                busy: true,
+                idle_since: NOW,
+                pending: None,
+            };
+            state.processes.insert(n, process);
+            state.event(Event::Tenant(TenantId(n), self.terms(n)));
+            state.event(Event::Joined(ProcessId(n), TenantId(n)));
+        }
+        let activity = state.activity();
+        state.event(activity);
+        // All at the same moment.
+        for (n, (_, _, size)) in self.tenants.iter().enumerate() {
+            state.event(Event::Ask {
+                process: ProcessId(n as u64),
+                ticket: 1,
+                ask: Ask {
+                    device: DEVICE.to_owned(),
+                    total: capacity,
+                    need: size * MIB,
+                    want: size * MIB,
+                    kind: Kind::Movable,
+                },
+            });
+        }
+        vec![state]
+    }
+
+    fn actions(&self, state: &State, actions: &mut Vec<Action>) {
+        let mut prompt = false;
+        for (id, process) in &state.processes {
+            if process.pending.is_some() {
+                prompt = true;
+                actions.push(Action::Answer(*id));
+                if state.refusals > 0 {
+                    actions.push(Action::Refuse(*id));
+                }
+            }
+            if state.toggles > 0 {
+                actions.push(Action::Toggle(*id));
+            }
+            if state.deaths > 0 {
+                actions.push(Action::Die(*id));
+            }
+        }
+        for tenant in &state.freezing {
+            prompt = true;
+            actions.push(Action::Freeze(*tenant));
+        }
+        // Answers come at once, but for those that are late.
+        if !prompt || state.lateness > 0 {
+            actions.push(Action::Wait);
+        }
+    }
+
+    fn next_state(&self, last: &State, action: Action) -> Option<State> {
+        let mut state = last.clone();
+        match action {
+            Action::Wait => {
+                let at = state.broker.next_wakeup()?;
+                if state.processes.values().any(|it| it.pending.is_some())
+                    || !state.freezing.is_empty()
+                {
+                    state.lateness -= 1;
+                }
+                state.pass(at.saturating_sub(NOW).max(Micros(1000)));
+                let activity = state.activity();
+                state.event(activity);
+                state.event(Event::Tick);
+            }
+            Action::Answer(id) => state.answer(id),
+            Action::Refuse(id) => {
+                state.refusals -= 1;
+                let (op, _) = state.processes.get_mut(&id)?.pending.take()?;
+                let reply = Reply::Refused("not now".into());
+                state.event(Event::Reply(ProcessId(id), op, reply));
+            }
+            Action::Freeze(tenant) => {
+                state.freezing.remove(&tenant);
+                state.event(Event::Frozen(tenant, Ok(())));
+            }
+            Action::Toggle(id) => {
+                state.toggles -= 1;
+                let process = state.processes.get_mut(&id)?;
+                process.busy = !process.busy;
+                process.idle_since = NOW;
+                let activity = state.activity();
+                state.event(activity);
+            }
+            Action::Die(id) => {
+                state.deaths -= 1;
+                state.processes.remove(&id)?;
+                state.waits.remove(&TenantId(id));
+                state.starves.remove(&TenantId(id));
+                state.event(Event::Left(ProcessId(id)));
+            }
+        }
+        // Names of orders do not matter, and would make every state another.
+        state.rename();
+        state.look(self);
+        Some(state)
+    }
+
+    fn properties(&self) -> Vec<Property<Self>> {
+        vec![
+            Property::always("nothing is wrong", |_, state: &State| {
+                state.broken.is_none()
+            }),
+            Property::sometimes("all were home", |world, state: &State| {
+                let has = |(id, it): (&u64, &Process)| {
+                    it.holding.all() == world.tenants[*id as usize].2 * MIB
+                };
+                state.processes.len() == world.tenants.len() && state.processes.iter().all(has)
+            }),
+        ]
+    }
+}
+
+impl State {
+    fn rename(&mut self) {
+        let names = self.broker.rename_ops();
+        for process in self.processes.values_mut() {
+            if let Some((op, _)) = &mut process.pending {
+                // An order that the broker has forgotten keeps a name that nothing has.
+                *op = names.get(op).copied().unwrap_or(0);
+            }
+        }
+    }
+}
+
+/// Checks a world as a whole, and says how large it is.
+fn check(world: World) -> (usize, Option<String>) {
+    let checker = world.checker().threads(1).spawn_bfs().join();
+    let wrong = checker.discovery("nothing is wrong");
+    let why = wrong.and_then(|path| path.last_state().broken.clone());
+    if why.is_none() {
+        assert!(
+            checker.discovery("all were home").is_some(),
+            "it never got that far"
+        );
+    }
+    (checker.unique_state_count(), why)
+}
+
+const EQUAL: [(Class, u64, u64); 2] = [(Class::Batch, 0, 60), (Class::Batch, 0, 60)];
+
+fn two(tenants: &[(Class, u64, u64)]) -> World {
+    World {
+        room: 100,
+        tenants: tenants.to_vec(),
+        refusals: 0,
+        lateness: 0,
+        deaths: 0,
+        toggles: 0,
+        patience: Micros::from_secs(20),
+    }
+}
+
+#[test]
+fn two_tenants_in_every_order_with_failures() {
+    let classes = [
+        EQUAL.to_vec(),
+        vec![(Class::Latency, 0, 60), (Class::Batch, 0, 60)],
+        vec![(Class::Latency, 50, 50), (Class::Batch, 0, 80)],
+        vec![(Class::Standard, 30, 60), (Class::Batch, 40, 70)],
+    ];
+    let mut all = 0;
+    for tenants in classes {
+        for (refusals, lateness, deaths, toggles) in
+            [(0, 0, 0, 2), (1, 0, 1, 0), (0, 1, 0, 1), (2, 0, 0, 0)]
+        {
+            let world = World {
+                refusals,
+                lateness,
+                deaths,
+                toggles,
+                // A late process may take its whole deadline, and a failure its pause.
+                patience: Micros::from_secs(20 + 60 * u64::from(lateness + refusals)),
+                ..two(&tenants)
+            };
+            let (states, wrong) = check(world.clone());
+            assert_eq!(wrong, None, "{world:?}");
+            all += states;
+        }
+    }
+    println!("two tenants, 16 worlds: {all} states");
+    assert!(all > 1000);
+}
+
+#[test]
+fn three_tenants_in_every_order() {
+    let world = World {
+        toggles: 1,
+        patience: Micros::from_secs(40),
+        ..two(&[
+            (Class::Batch, 0, 60),
+            (Class::Batch, 0, 50),
+            (Class::Latency, 30, 30),
+        ])
+    };
+    let (states, wrong) = check(world);
+    println!("three tenants: {states} states");
+    assert_eq!(wrong, None);
+}
