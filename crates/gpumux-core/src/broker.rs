@@ -121,6 +121,8 @@ pub enum Event {
     },
     /// A tenant has these terms now.
     Tenant(TenantId, Terms),
+    /// A new tenant may use these devices only, by UUID.
+    Confined(TenantId, BTreeSet<String>),
     /// A tenant has ended.
     TenantGone(TenantId),
     /// What these tenants do now.
@@ -473,6 +475,7 @@ impl Broker {
                     .and_modify(|tenant| tenant.terms = terms)
                     .or_insert_with(|| Tenant::new(now, terms));
             }
+            Event::Confined(id, devices) => self.accounting.confine(id, devices),
             Event::TenantGone(id) => {
                 let own = |it: &(&ProcessId, &Process)| it.1.tenant == id;
                 let own: Vec<ProcessId> =
@@ -817,6 +820,16 @@ impl Broker {
     /// Every device's accounts.
     pub fn lines(&self) -> Vec<Line> {
         self.accounting.lines()
+    }
+
+    /// Bytes of a device that tenants can be guaranteed together, their contexts included. It does not change as they come and go.
+    pub fn guaranteeable(&self, device: &str) -> u64 {
+        self.accounting.guaranteeable(device)
+    }
+
+    /// Bytes that one context occupies on a device.
+    pub fn context(&self, device: &str) -> u64 {
+        self.accounting.context(device)
     }
 
     /// Bytes of host memory that moved memory takes, and may take.

@@ -54,6 +54,8 @@ pub(super) struct Accounting {
     devices: BTreeMap<String, Device>,
     members: BTreeMap<ProcessId, Member>,
     shares: BTreeMap<TenantId, Share>,
+    /// Tenants that may use some devices only, and these.
+    confined: BTreeMap<TenantId, BTreeSet<String>>,
     /// Tenants whose memory is on its way back: what is on the host has its place on the device already.
     returning: BTreeSet<TenantId>,
     /// The capacity that a tenant was shown first: programs size themselves by it, so it never changes but with the limit.
@@ -194,31 +196,63 @@ impl Accounting {
         self.devices.get_mut(uuid)
     }
 
-    /// Checks that some device can keep this guarantee.
+    /// A new tenant may use these devices only.
+    pub(super) fn confine(&mut self, tenant: TenantId, devices: BTreeSet<String>) {
+        self.confined.insert(tenant, devices);
+    }
+
+    /// Whether a tenant may use a device, so that its guarantee holds there.
+    fn may_use(&self, tenant: TenantId, uuid: &str) -> bool {
+        let devices = self.confined.get(&tenant);
+        devices.is_none_or(|devices| devices.contains(uuid))
+    }
+
+    /// Bytes of a device that tenants can be guaranteed together, their contexts included.
+    pub(super) fn guaranteeable(&self, uuid: &str) -> u64 {
+        self.devices.get(uuid).map_or(0, |device| {
+            let taken = overhead(device.capacity).saturating_add(device.foreign);
+            device.capacity.saturating_sub(taken)
+        })
+    }
+
+    /// What one context occupies on a device.
+    pub(super) fn context(&self, uuid: &str) -> u64 {
+        context(self.capacity(uuid))
+    }
+
+    /// Checks that each device that the tenant is confined to can keep this guarantee, or else that some device can.
     pub(super) fn check(&self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
-        let mut answers = self.devices.values().map(|device| {
+        let check = |(uuid, device): (&String, &Device)| {
             let mut ledger = device.ledger.clone();
             // Guarantees hold on every device that their tenants may use.
-            for (id, share) in self.shares.iter().filter(|(id, _)| **id != tenant) {
+            let others = self.shares.iter().filter(|(id, _)| **id != tenant);
+            for (id, share) in others.filter(|(id, _)| self.may_use(**id, uuid)) {
                 let _ = ledger.promise(*id, *share);
             }
             ledger.promise(tenant, share)
-        });
+        };
+        let mut own = (self.devices.iter()).filter(|(uuid, _)| self.may_use(tenant, uuid));
+        if self.confined.contains_key(&tenant) {
+            return own.try_for_each(check);
+        }
+        let mut answers = own.map(check);
         match answers.next() {
             None => Ok(()),
             Some(first) => answers.fold(first, Result::or),
         }
     }
 
-    /// A tenant is guaranteed this wherever it can be kept. Returns the devices where it cannot.
+    /// A tenant is guaranteed this wherever it may be used and can be kept. Returns the devices where it cannot.
     pub(super) fn promise(
         &mut self,
         tenant: TenantId,
         share: Share,
     ) -> Vec<(String, OverPromised)> {
         self.shares.insert(tenant, share);
+        let confined = self.confined.get(&tenant);
+        let may_use = |uuid: &String| confined.is_none_or(|devices| devices.contains(uuid));
         let mut refused = Vec::new();
-        for (uuid, device) in &mut self.devices {
+        for (uuid, device) in self.devices.iter_mut().filter(|(uuid, _)| may_use(uuid)) {
             if let Err(error) = promise_here(device, tenant, share) {
                 refused.push((uuid.clone(), error));
             }
@@ -228,6 +262,7 @@ impl Accounting {
 
     pub(super) fn forget(&mut self, tenant: TenantId) {
         self.shares.remove(&tenant);
+        self.confined.remove(&tenant);
         self.returning.remove(&tenant);
         self.shown.retain(|(id, _), _| *id != tenant);
         self.members.retain(|_, member| member.tenant != tenant);
@@ -278,6 +313,7 @@ impl Accounting {
             all.movable = all.movable.saturating_add(std::mem::take(&mut all.swapped));
         }
         let share = self.shares.get(&tenant).copied();
+        let share = share.filter(|_| self.may_use(tenant, uuid));
         if let Some(device) = self.devices.get_mut(uuid) {
             let known = device.ledger.entries().any(|(id, _)| id == tenant);
             if let Some(share) = share.filter(|_| !known) {
@@ -297,7 +333,7 @@ impl Accounting {
             most: 0,
         };
         let tenant = self.tenant_of(process).ok_or(never)?;
-        if self.device(&ask.device, ask.total).is_none() {
+        if !self.may_use(tenant, &ask.device) || self.device(&ask.device, ask.total).is_none() {
             return Err(never);
         }
         self.add_up(&ask.device, tenant);

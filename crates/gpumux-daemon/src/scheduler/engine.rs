@@ -262,7 +262,7 @@ impl Engine {
             return;
         }
         let devices: BTreeSet<String> = devices.iter().cloned().collect();
-        self.books.confine(tenant, devices.clone());
+        self.memory_event(Event::Confined(tenant, devices.clone()));
         self.confined.insert(tenant, devices);
     }
 
@@ -1003,8 +1003,8 @@ impl Engine {
                 emulated: device.emulated,
                 driver: String::new(),
                 memory_bytes: 0,
-                memory_guaranteeable: self.books.guaranteeable(uuid),
-                context_bytes: self.books.context(uuid),
+                memory_guaranteeable: self.moves.broker.guaranteeable(uuid),
+                context_bytes: self.moves.broker.context(uuid),
                 hardware: types::Hardware::default(),
                 policy: device.policy.name().into(),
                 state: device.lost.clone().unwrap_or_else(|| "ok".into()),

@@ -7,7 +7,11 @@ use std::{
     time::Duration,
 };
 
-use gpumux_core::{Class, Micros, TenantId, TenantSpec, Timeslice};
+use gpumux_core::{
+    Class, Micros, TenantId, TenantSpec, Timeslice,
+    broker::{Ask, Event, Line, ProcessId},
+    ledger::Kind,
+};
 use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
 use gpumux_wire::page::{HintCounts, Page};
 
@@ -1260,16 +1264,28 @@ fn confined_tenant_on_another_device_is_refused() {
     let page = Arc::new(Page::open(page).unwrap());
     let met = Met::new(tenant, page, Box::new(|_| true));
     bench.engine.meet(session, met);
-    let mut ask = |device: &str| {
-        let ask = super::Ask {
-            device: device.into(),
-            total: 80 << 30,
-            need: 1 << 30,
-            want: 1 << 30,
-            kind: gpumux_core::ledger::Kind::Movable,
-        };
-        bench.engine.ask(session, &ask)
+    for (ticket, device) in ["GPU-0", "GPU-1"].into_iter().enumerate() {
+        bench.engine.memory_event(Event::Ask {
+            process: ProcessId(session.0),
+            ticket: ticket as u32,
+            ask: Ask {
+                device: device.into(),
+                total: 80 << 30,
+                need: 1 << 30,
+                want: 1 << 30,
+                kind: Kind::Movable,
+            },
+        });
+    }
+    bench.run(Micros::from_secs(1));
+    let lines = bench.engine.view().memory;
+    let has = |line: &Line| {
+        let own = line.entries.iter().find(|(id, _)| *id == tenant);
+        own.map_or(0, |(_, entry)| entry.holding.resident())
     };
-    assert_eq!(ask("GPU-1"), Ok(1 << 30));
-    assert!(ask("GPU-0").is_err());
+    let granted: Vec<(&str, u64)> = (lines.iter())
+        .map(|line| (line.uuid.as_str(), has(line)))
+        .filter(|(_, bytes)| *bytes > 0)
+        .collect();
+    assert_eq!(granted, [("GPU-1", 1 << 30)]);
 }
