@@ -29,10 +29,10 @@ Examples:
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --json
   gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
 
-Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023:
-  nodes  sn,cpu_milli,memory_mib,gpu,model
-  pods   name,cpu_milli,memory_mib,num_gpu,gpu_milli;
-         optional: gpu_spec,qos,creation_time,deletion_time
+Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023.
+Nodes: sn,cpu_milli,memory_mib,gpu,model
+Pods: name,cpu_milli,memory_mib,num_gpu,gpu_milli;
+optional: gpu_spec,qos,creation_time,deletion_time
 gpu_milli is the share of each GPU in thousandths, gpu_spec the accepted models, separated by |.";
 
 /// Place tenants on the GPUs of a fleet, or simulate it

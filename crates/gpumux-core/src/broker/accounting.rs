@@ -5,7 +5,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::ProcessId;
+use super::{Mutation, ProcessId};
 use crate::{
     MemoryPolicy, TenantId,
     ledger::{Denied, Entry, Holding, Kind, Ledger, OverPromised, Share},
@@ -60,6 +60,7 @@ pub(super) struct Accounting {
     returning: BTreeSet<TenantId>,
     /// The capacity that a tenant was shown first: programs size themselves by it, so it never changes but with the limit.
     shown: BTreeMap<(TenantId, String), u64>,
+    pub(super) mutation: Option<Mutation>,
 }
 
 /// One device in the accounts.
@@ -177,6 +178,11 @@ impl Accounting {
             device.resize(capacity);
         }
         device.look(used);
+    }
+
+    /// A process names a device that no driver may have reported.
+    pub(super) fn meet_device(&mut self, ask: &Ask) {
+        self.device(&ask.device, ask.total);
     }
 
     /// The device of this name, if it exists as far as is known.
@@ -309,7 +315,8 @@ impl Accounting {
             .filter_map(|member| member.holdings.get(uuid))
             .fold(Holding::default(), |sum, it| sum.plus(*it));
         let away = all.swapped;
-        if self.returning.contains(&tenant) {
+        let forgets = self.mutation == Some(Mutation::ForgetReturning);
+        if self.returning.contains(&tenant) && !forgets {
             all.movable = all.movable.saturating_add(std::mem::take(&mut all.swapped));
         }
         let share = self.shares.get(&tenant).copied();
@@ -368,6 +375,7 @@ impl Accounting {
         let tenant = member.tenant;
         let before = member.holdings.insert(uuid.to_owned(), holding);
         if before.is_none()
+            && self.mutation != Some(Mutation::CountTwice)
             && let Some(device) = self.devices.get_mut(uuid)
         {
             device.adopt(holding.resident());

@@ -1,11 +1,11 @@
 //! Claims: what tenants lack, in which order they are served, and who gives way.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Activity, Broker, Command, IDLE, LOOK, MemoryPolicy, Micros, MoveError, Order, PATIENCE,
-    PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM, RECLAIM_PAUSE, Reclaim, SPEED, TRIM,
-    TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
+    Activity, Broker, Command, HEDGE, IDLE, LOOK, MOVE, MemoryPolicy, Micros, MoveError, Mutation,
+    Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM, RECLAIM_PAUSE,
+    Reclaim, TRIM, TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
 };
 use crate::{
     Class,
@@ -81,7 +81,9 @@ impl Broker {
     fn claims(&self) -> Vec<Claim> {
         let mut claims = Vec::new();
         for (id, tenant) in &self.tenants {
-            if let Some(since) = tenant.wants_since {
+            if let Some(since) = tenant.wants_since
+                && matches!(tenant.place, Place::Away { .. })
+            {
                 let needs = self.accounting.swapped(*id);
                 let fits = |(uuid, _): (&String, &u64)| {
                     let entry = self.accounting.entry(*id, uuid);
@@ -147,15 +149,21 @@ impl Broker {
     pub(super) fn serve(&mut self, now: Micros, out: &mut Vec<Command>) {
         let claims = self.claims();
         let mut aside = Aside::default();
+        let hedge = match self.has(Mutation::NoHedge) {
+            true => MOVE,
+            false => HEDGE,
+        };
         for leaving in self.tenants.values() {
             if let Place::Leaving(leaving) = &leaving.place {
                 for uuid in leaving.parts.keys() {
                     let coming = aside.coming.entry(uuid.clone()).or_default();
-                    *coming = coming.saturating_add(leaving.coming(uuid, now));
+                    *coming = coming.saturating_add(leaving.coming(uuid, now, hedge));
                 }
             }
         }
         let mut unserved: Vec<Claim> = Vec::new();
+        // Tenants for which room is being made.
+        let mut first = BTreeSet::new();
         for claim in claims {
             let passes = unserved.iter().any(|older| {
                 older
@@ -171,7 +179,10 @@ impl Broker {
             if done {
                 continue;
             }
-            self.collect(now, &claim, lacks, &unserved, &mut aside, out);
+            // An older claim that cannot be served now keeps nothing from this one.
+            if self.collect(now, &claim, lacks, &first, &mut aside, out) {
+                first.insert(claim.tenant);
+            }
             unserved.push(claim);
         }
     }
@@ -266,6 +277,13 @@ impl Broker {
             }
         };
         self.asks.remove(at);
+        if let Some(tenant) = self.tenants.get_mut(&claim.tenant)
+            && pending.since < now
+            && bytes > 0
+        {
+            // It has waited for this memory, and has a turn with it.
+            tenant.home_since = now;
+        }
         out.push(Command::Grant {
             process,
             ticket,
@@ -275,17 +293,18 @@ impl Broker {
     }
 
     /// Has caches given back and others moved away so that a claim can be served, if that suffices, and sets room aside for it.
+    /// Whether it does.
     fn collect(
         &mut self,
         now: Micros,
         claim: &Claim,
         lacks: BTreeMap<String, u64>,
-        older: &[Claim],
+        first: &BTreeSet<TenantId>,
         aside: &mut Aside,
         out: &mut Vec<Command>,
-    ) {
+    ) -> bool {
         if !claim.takes {
-            return;
+            return false;
         }
         let extra = self.tenants.get(&claim.tenant).map_or(0, |tenant| {
             // The driver had less room than is accounted for.
@@ -307,7 +326,7 @@ impl Broker {
             if missing == 0 {
                 continue;
             }
-            let offers = self.offers(now, claim, (uuid, missing), older);
+            let offers = self.offers(now, claim, (uuid, missing), first);
             // Leases that are not used come first, then caches.
             let pending = claim.ask.and_then(|(process, ticket)| {
                 let mut asks = self.asks.iter();
@@ -336,7 +355,11 @@ impl Broker {
             for (victim, parts) in chosen {
                 self.move_away(now, victim, parts, out);
             }
-            for (uuid, need) in &claim.needs {
+            let kept = claim
+                .needs
+                .iter()
+                .filter(|_| !self.has(Mutation::RoomForYounger));
+            for (uuid, need) in kept {
                 *aside.room.entry(uuid.clone()).or_default() += need;
             }
         }
@@ -345,6 +368,7 @@ impl Broker {
         if !lately && !collecting {
             self.trim(now, out);
         }
+        collecting
     }
 
     /// Moves a victim away, or leaves it alone for a while.
@@ -363,7 +387,7 @@ impl Broker {
             match self.tenants.get_mut(&victim) {
                 // That is not the victim's doing; another may need less.
                 Some(tenant) if full => tenant.not_before = now + LOOK,
-                Some(tenant) => tenant.failed(now),
+                Some(tenant) => tenant.failed(now, self.mutation),
                 None => {}
             }
             out.push(Command::Failed(victim, error));
@@ -394,7 +418,7 @@ impl Broker {
                 home && it.tenant == offer.tenant && it.reclaims && !paused
             };
             let due = (self.processes.iter_mut()).filter(|(_, it)| due(it));
-            let waiting: std::collections::BTreeSet<ProcessId> = due
+            let waiting: BTreeSet<ProcessId> = due
                 .map(|(process, it)| {
                     it.reclaimed = Some(now);
                     *process
@@ -426,10 +450,16 @@ impl Broker {
     }
 
     /// What others can give of a device for a claim, in the order in which they are asked.
-    fn offers(&self, now: Micros, claim: &Claim, lack: (&str, u64), older: &[Claim]) -> Vec<Offer> {
+    fn offers(
+        &self,
+        now: Micros,
+        claim: &Claim,
+        lack: (&str, u64),
+        first: &BTreeSet<TenantId>,
+    ) -> Vec<Offer> {
         let mut offers: Vec<Offer> = (self.tenants.iter())
             .filter(|(id, _)| **id != claim.tenant)
-            .filter_map(|(id, tenant)| self.offer(now, claim, lack, older, *id, tenant))
+            .filter_map(|(id, tenant)| self.offer(now, claim, lack, first, *id, tenant))
             .collect();
         offers.sort_by_key(|offer| offer.order);
         offers
@@ -440,7 +470,7 @@ impl Broker {
         now: Micros,
         claim: &Claim,
         (uuid, missing): (&str, u64),
-        older: &[Claim],
+        first: &BTreeSet<TenantId>,
         id: TenantId,
         tenant: &Tenant,
     ) -> Option<Offer> {
@@ -456,30 +486,37 @@ impl Broker {
             Place::Home => false,
             Place::Leaving(_) | Place::Returning(_) => return None,
         };
-        if away && older.iter().any(|it| it.tenant == id) {
+        if away && first.contains(&id) {
             return None;
         }
         // It waits for memory itself, and is served later.
         let waits = || {
             let asks = self.asks.iter().any(|it| it.tenant == id);
-            asks && !busy && !older.iter().any(|it| it.tenant == id)
+            asks && !busy && !first.contains(&id)
         };
-        let swap = Micros(missing / self.speed.unwrap_or(SPEED));
+        let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);
         let idle_for = tenant.idle_for(now);
-        let idle = away || idle_for >= IDLE.max(tenant.took) || waits();
-        let long_idle = away || idle_for >= own_turn;
-        let turns = match tenant.terms.class < claim.class {
-            true => CLASS_TURNS,
-            false => 1,
+        let at_once = !busy && self.has(Mutation::IdleAtOnce);
+        let idle = away || at_once || idle_for >= IDLE.max(tenant.took) || waits();
+        let long_idle = away || at_once || idle_for >= own_turn;
+        let entitled = claim.entitled && !self.has(Mutation::TurnsAgainstGuarantees);
+        // A lower class waits longer, but not for more than these turns in all: others may have come in between.
+        let class_wait = Micros(own_turn.0.saturating_mul(CLASS_TURNS));
+        let lower = tenant.terms.class < claim.class && now < claim.since + class_wait;
+        let due_turn = match lower {
+            true => class_wait,
+            false => own_turn,
         };
         let passed = tenant.passed && tenant.home_since > claim.since;
-        let had_its_turn = passed || home_for.0 >= own_turn.0.saturating_mul(turns);
+        let had_its_turn = passed || home_for >= due_turn;
         let borrowed = movable.min(entry.borrowed());
+        // What exceeds its guarantee is moved whole if need be: without a part of its memory it cannot run anyway.
+        let exceeds = entry.holding.all() > entry.share.guaranteed;
         let bytes = match () {
-            () if long_idle => movable,
-            () if idle || had_its_turn || claim.entitled => borrowed,
+            () if long_idle || (exceeds && (idle || had_its_turn)) => movable,
+            () if entitled => borrowed,
             () => 0,
         };
         let order = (

@@ -5,8 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Order, Place, ProcessId,
-    QUIET, QUIET_PER_GIB, Reply, TRIM_PAUSE, TenantId, no_process,
+    Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Mutation, Order,
+    PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB, Reply, TRIM_PAUSE, TenantId,
+    no_process,
 };
 
 /// An order to all processes of a tenant whose answers are awaited.
@@ -249,10 +250,11 @@ impl Broker {
         };
         match &mut tenant.place {
             Place::Leaving(leaving) if leaving.round.waiting.is_empty() => {
-                let needed = leaving.why != Why::Room || {
-                    let parts = leaving.parts.clone();
-                    self.is_needed(id, parts.keys())
-                };
+                let needed =
+                    leaving.why != Why::Room || self.mutation == Some(Mutation::OutliveAsker) || {
+                        let parts = leaving.parts.clone();
+                        self.is_needed(id, parts.keys())
+                    };
                 let Some(Place::Leaving(leaving)) =
                     self.tenants.get_mut(&id).map(|it| &mut it.place)
                 else {
@@ -285,7 +287,7 @@ impl Broker {
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
-        tenant.failed(now);
+        tenant.failed(now, self.mutation);
         let requests = std::mem::take(&mut tenant.sleeps);
         out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, Err(why.clone()))));
         out.push(Command::Failed(id, why));
@@ -305,11 +307,16 @@ impl Broker {
         let resumed = leaving.orders.keys().copied();
         out.extend(resumed.map(|process| Command::Order(process, 0, Order::Resume)));
         tenant.place = Place::Home;
+        let requests = std::mem::take(&mut tenant.wakes);
+        out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, Ok(()))));
         self.free_host(id);
     }
 
     /// Takes back host memory that was allowed for a move and is not used.
     fn free_host(&mut self, id: TenantId) {
+        if self.has(Mutation::KeepReservation) {
+            return;
+        }
         for (process, it) in self.processes.iter().filter(|(_, it)| it.tenant == id) {
             self.host.set(process.0, it.kept);
         }
@@ -343,7 +350,7 @@ impl Broker {
             None => None,
         };
         match &error {
-            Some(_) => tenant.failed(now),
+            Some(_) => tenant.failed(now, self.mutation),
             None => tenant.failures = 0,
         }
         let answer = error.clone().map_or(Ok(()), Err);
@@ -366,11 +373,11 @@ impl Broker {
         }
     }
 
-    /// An average over some two moves; what is small says nothing about the link.
+    /// The fastest of the last moves: one that was held up (a stopped process) says nothing about the link, nor does a small one.
     fn learn_speed(&mut self, bytes: u64, took: Micros) {
-        if bytes >= 1 << 28 && took.0 > 0 {
-            let now = (bytes / took.0).max(1);
-            self.speed = Some(self.speed.map_or(now, |before| (before + now) / 2));
+        if bytes >= 1 << 28 {
+            let now = bytes / took.0.max(1);
+            self.speed = now.max(self.speed - self.speed / 8).max(1);
         }
     }
 
@@ -428,7 +435,9 @@ impl Broker {
             return;
         }
         tenant.place = Place::Home;
-        (tenant.home_since, tenant.took) = (now, took);
+        // Time in which it was held up gives it no longer turn.
+        let usual = Micros(bytes / self.speed.max(1) * 4) + Micros::from_secs(1);
+        (tenant.home_since, tenant.took) = (now, took.min(usual));
         (tenant.blocked, tenant.left_busy) = (false, false);
         tenant.back_failures = 0;
         let requests = std::mem::take(&mut tenant.wakes);
@@ -440,7 +449,7 @@ impl Broker {
             bytes,
             took,
         });
-        out.extend((requests.into_iter()).map(|request| Command::Answer(request, Ok(()))));
+        out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, Ok(()))));
     }
 
     /// Ends what has passed its deadline.
@@ -451,6 +460,10 @@ impl Broker {
             let Some(tenant) = self.tenants.get_mut(&id) else {
                 continue;
             };
+            let due_wakes =
+                (tenant.wakes).extract_if(.., |(_, since)| *since + PATIENCE_FOR_TURNS <= now);
+            let no_room = |it: (u64, Micros)| Command::Answer(it.0, Err(MoveError::NoRoom));
+            out.extend(due_wakes.map(no_room));
             let why = "a process of it does not answer";
             match &mut tenant.place {
                 Place::Leaving(leaving) if due(&leaving.round) => match leaving.step {
@@ -471,7 +484,7 @@ impl Broker {
                 Place::Returning(round) if due(round) => {
                     round.late = true;
                     let requests = std::mem::take(&mut tenant.wakes);
-                    let stuck = |request| Command::Answer(request, Err(MoveError::Stuck));
+                    let stuck = |it: (u64, Micros)| Command::Answer(it.0, Err(MoveError::Stuck));
                     out.extend(requests.into_iter().map(stuck));
                     out.push(Command::Failed(id, MoveError::Stuck));
                 }
@@ -528,7 +541,7 @@ impl Broker {
             let Some(tenant) = self.tenants.get_mut(&id) else {
                 continue;
             };
-            tenant.failed(now);
+            tenant.failed(now, self.mutation);
             let requests = std::mem::take(&mut tenant.sleeps);
             let answers = requests.into_iter();
             out.extend(answers.map(|it| Command::Answer(it.0, Err(error.clone()))));
@@ -581,9 +594,9 @@ impl Leaving {
     }
 
     /// Bytes of a device that will come free soon.
-    pub(super) fn coming(&self, uuid: &str, now: Micros) -> u64 {
+    pub(super) fn coming(&self, uuid: &str, now: Micros, hedge: Micros) -> u64 {
         let counts = match self.step {
-            Step::Quiesce => now < self.round.began + super::HEDGE,
+            Step::Quiesce => now < self.round.began + hedge,
             Step::Freeze | Step::Out => !self.round.late,
         };
         match counts {

@@ -44,7 +44,7 @@ fn grown_together(manner: Manner) -> World {
 }
 
 #[test]
-fn two_that_do_not_fit_and_start_together_take_turns() {
+pub(crate) fn two_that_do_not_fit_and_start_together_take_turns() {
     let mut world = grown_together(Manner::Prompt);
     world.moves.clear();
     let mut home = [0, 0];
@@ -63,7 +63,7 @@ fn two_that_do_not_fit_and_start_together_take_turns() {
 }
 
 #[test]
-fn a_tenant_whose_threads_poll_comes_back_without_a_request() {
+pub(crate) fn a_tenant_whose_threads_poll_comes_back_without_a_request() {
     // No thread of it ever comes to the gate: only its page shows that it has work.
     let mut world = World::new(10 * GIB);
     world.tenant(1, Class::Batch, 0);
@@ -79,7 +79,7 @@ fn a_tenant_whose_threads_poll_comes_back_without_a_request() {
 }
 
 #[test]
-fn a_stopped_victim_delays_others_only_once() {
+pub(crate) fn a_stopped_victim_delays_others_only_once() {
     for manner in [
         Manner::Stopped,
         Manner::Slow(Micros::from_secs(15)),
@@ -116,13 +116,13 @@ fn a_stopped_victim_delays_others_only_once() {
 }
 
 #[test]
-fn an_order_does_not_outlive_its_asker() {
+pub(crate) fn an_order_does_not_outlive_its_asker() {
     let mut world = World::new(10 * GIB);
     world.tenant(1, Class::Batch, 0);
     assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
     world.set_busy(1, true);
     world.puppets.get_mut(&ProcessId(1)).expect("there").manner = Manner::Slow(S);
-    world.run_for(Micros::from_secs(2));
+    world.run_for(Micros::from_secs(10));
     let process = world.tenant(2, Class::Batch, 0);
     world.ask(process, 1, 6 * GIB);
     world.run_for(Micros::from_millis(200));
@@ -132,10 +132,11 @@ fn an_order_does_not_outlive_its_asker() {
     let orders = world.orders;
     world.run_for(Micros::from_secs(60));
     assert_eq!(world.orders, orders, "nobody asks for anything");
+    assert!(world.moves.is_empty(), "{:?}", world.moves);
 }
 
 #[test]
-fn a_victim_that_moves_nothing_is_brought_back() {
+pub(crate) fn a_victim_that_moves_nothing_is_brought_back() {
     for manner in [Manner::MovesNothing, Manner::RefusesToMove] {
         let mut world = World::new(10 * GIB);
         world.tenant(1, Class::Batch, 0);
@@ -160,7 +161,7 @@ fn a_victim_that_moves_nothing_is_brought_back() {
 }
 
 #[test]
-fn leases_that_are_not_used_are_given_back_before_the_victim_is_asked_again() {
+pub(crate) fn leases_that_are_not_used_are_given_back_before_the_victim_is_asked_again() {
     let mut world = World::new(10 * GIB);
     world.tenant(1, Class::Batch, 0);
     assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
@@ -174,7 +175,7 @@ fn leases_that_are_not_used_are_given_back_before_the_victim_is_asked_again() {
 }
 
 #[test]
-fn only_what_is_lacking_moves() {
+pub(crate) fn only_what_is_lacking_moves() {
     let mut world = World::new(100 * GIB);
     world.tenant(1, Class::Batch, 0);
     assert_eq!(world.allocate(1, 80 * GIB), 80 * GIB);
@@ -187,7 +188,7 @@ fn only_what_is_lacking_moves() {
 }
 
 #[test]
-fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move() {
+pub(crate) fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move() {
     let mut world = World::with_host(10 * GIB, 5 * GIB);
     world.tenant(1, Class::Batch, 0);
     world.tenant(2, Class::Batch, 0);
@@ -216,7 +217,7 @@ fn a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move() {
 }
 
 #[test]
-fn a_tenant_may_end_at_any_moment_of_a_move() {
+pub(crate) fn a_tenant_may_end_at_any_moment_of_a_move() {
     // A move out and back takes some 250 ms here.
     for ms in 0..400 {
         for dies in [1, 2] {
@@ -246,7 +247,7 @@ fn a_tenant_may_end_at_any_moment_of_a_move() {
 }
 
 #[test]
-fn a_driver_with_less_room_than_accounted_for_gets_more() {
+pub(crate) fn a_driver_with_less_room_than_accounted_for_gets_more() {
     let mut world = World::new(20 * GIB);
     world.tenant(1, Class::Batch, 0);
     world.tenant(2, Class::Batch, 0);
@@ -267,7 +268,7 @@ fn a_driver_with_less_room_than_accounted_for_gets_more() {
 }
 
 #[test]
-fn an_owner_that_worked_lately_keeps_its_guarantee() {
+pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
     // A latency tenant with 20 requests a second beside two that do not fit into the rest.
     let mut world = World::new(100 * GIB);
     world.tenant(1, Class::Latency, 30 * GIB);
@@ -294,7 +295,7 @@ fn an_owner_that_worked_lately_keeps_its_guarantee() {
 }
 
 #[test]
-fn guaranteed_memory_comes_back_at_once_after_a_long_pause() {
+pub(crate) fn guaranteed_memory_comes_back_at_once_after_a_long_pause() {
     let mut world = World::new(100 * GIB);
     world.tenant(1, Class::Latency, 30 * GIB);
     assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
@@ -323,7 +324,7 @@ fn guaranteed_memory_comes_back_at_once_after_a_long_pause() {
 }
 
 #[test]
-fn idle_for_a_moment_is_not_idle() {
+pub(crate) fn idle_for_a_moment_is_not_idle() {
     let mut world = World::new(10 * GIB);
     world.tenant(1, Class::Batch, 0);
     assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
@@ -339,7 +340,7 @@ fn idle_for_a_moment_is_not_idle() {
 }
 
 #[test]
-fn a_restart_counts_memory_once() {
+pub(crate) fn a_restart_counts_memory_once() {
     // A new broker: the driver's report comes before the tenants are back.
     let mut world = World::new(100 * GIB);
     let occupied = |world: &World| world.broker.lines()[0].occupied;
@@ -391,7 +392,7 @@ fn a_restart_counts_memory_once() {
 }
 
 #[test]
-fn only_the_driver_knows_how_large_a_device_is() {
+pub(crate) fn only_the_driver_knows_how_large_a_device_is() {
     let mut world = World::new(10 * GIB);
     let process = world.tenant(1, Class::Batch, 0);
     for (device, total) in [(DEVICE, 4096), ("GPU-invented", 1 << 43)] {
@@ -409,7 +410,7 @@ fn only_the_driver_knows_how_large_a_device_is() {
 }
 
 #[test]
-fn shown_capacity_does_not_move_with_neighbours() {
+pub(crate) fn shown_capacity_does_not_move_with_neighbours() {
     let mut world = World::new(80 * GIB);
     let first = world.tenant(1, Class::Batch, 0);
     let (free, total) = world.broker.view(first, DEVICE, 0);
@@ -426,7 +427,7 @@ fn shown_capacity_does_not_move_with_neighbours() {
 }
 
 #[test]
-fn a_late_freeze_is_undone() {
+pub(crate) fn a_late_freeze_is_undone() {
     let mut world = World::new(10 * GIB);
     world.tenant(1, Class::Batch, 0);
     assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
@@ -442,4 +443,70 @@ fn a_late_freeze_is_undone() {
     ));
     assert!(world.is_home(1) && world.frozen.is_empty());
     let _ = process;
+}
+
+#[test]
+pub(crate) fn guaranteed_memory_does_not_wait_for_a_turn() {
+    let mut world = World::new(100 * GIB);
+    world.tenant(1, Class::Latency, 30 * GIB);
+    assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
+    world.tenant(2, Class::Batch, 0);
+    world.set_busy(2, true);
+    assert_eq!(world.allocate(2, 80 * GIB), 80 * GIB);
+    assert!(!world.is_home(1));
+    // The borrower has only come.
+    world.set_busy(1, true);
+    let began = world.now;
+    while !world.is_home(1) {
+        world.run_for(Micros::from_millis(10));
+        assert!(world.now.saturating_sub(began) < Micros::from_secs(2));
+    }
+}
+
+/// A large request before small ones: what comes free for it is not given to these.
+#[test]
+pub(crate) fn a_large_request_is_not_passed_for_ever() {
+    let mut world = World::new(20 * GIB);
+    for id in [1, 2, 3] {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+    }
+    for id in [1, 2] {
+        assert_eq!(world.allocate(id, 9 * GIB), 9 * GIB);
+    }
+    world.ask(ProcessId(3), 1, 17 * GIB);
+    let began = world.now;
+    world.run_for(S);
+    for id in 4..8 {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+        world.ask(ProcessId(id), 1, 4 * GIB);
+    }
+    while !world.grants.contains_key(&(ProcessId(3), 1)) {
+        world.run_for(Micros::from_millis(10));
+        // One turn: forty times the move of 17 GiB.
+        assert!(world.now.saturating_sub(began) < Micros::from_secs(20));
+    }
+}
+
+/// A tenant of two processes comes back, one of which is slower: its place is not given away in between.
+#[test]
+pub(crate) fn a_return_keeps_its_place_until_all_are_back() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.process(11, 1);
+    assert_eq!(world.allocate(1, GIB), GIB);
+    assert_eq!(world.allocate(11, 6 * GIB), 6 * GIB);
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(S);
+    world.event(Event::Wake(TenantId(1), 2));
+    // The small one is back, the large one is not.
+    world.run_for(Micros::from_millis(60));
+    assert_eq!(world.swapped(1), 6 * GIB);
+    world.tenant(2, Class::Latency, 0);
+    world.ask(ProcessId(2), 1, 5 * GIB);
+    world.run_for(Micros::from_millis(20));
+    assert!(!world.grants.contains_key(&(ProcessId(2), 1)));
+    world.run_for(S);
+    assert!(world.is_home(1) || !world.frozen.is_empty());
 }

@@ -2,4 +2,6 @@
 
 mod faults;
 mod model;
+mod mutations;
+mod properties;
 mod world;

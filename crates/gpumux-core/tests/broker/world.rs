@@ -2,18 +2,27 @@
 //!
 //! It checks after every event what must always hold (see [`World::check`]).
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, BTreeSet},
+};
 
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
     broker::{
-        Activity, Ask, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Standing, Terms,
+        Activity, Ask, Broker, Command, Event, MoveError, Mutation, Order, ProcessId, Reply,
+        Standing, Terms,
     },
     ledger::{Holding, Kind, Share},
 };
 
 pub(crate) const DEVICE: &str = "GPU-1";
 pub(crate) const GIB: u64 = 1 << 30;
+thread_local! {
+    /// The fault that brokers of this thread have.
+    pub(crate) static MUTATION: Cell<Option<Mutation>> = const { Cell::new(None) };
+}
+
 /// Bytes per µs: 50 GB/s.
 const LINK: u64 = 50_000;
 
@@ -77,9 +86,13 @@ impl World {
     }
 
     pub(crate) fn with_host(capacity: u64, host: u64) -> Self {
+        let mut broker = Broker::new(host);
+        if let Some(mutation) = MUTATION.get() {
+            broker = broker.mutated(mutation);
+        }
         let mut world = Self {
             now: Micros::from_secs(1000),
-            broker: Broker::new(host),
+            broker,
             puppets: BTreeMap::new(),
             busy: BTreeMap::new(),
             idle_since: BTreeMap::new(),
@@ -194,6 +207,11 @@ impl World {
 
     pub(crate) fn kill(&mut self, process: u64) {
         self.puppets.remove(&ProcessId(process));
+        // What it would have said.
+        self.queue.retain(|_, event| {
+            !matches!(event, Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. }
+                if it.0 == process)
+        });
         self.event(Event::Left(ProcessId(process)));
     }
 
@@ -260,9 +278,6 @@ impl World {
     }
 
     fn carry_out(&mut self, commands: Vec<Command>) {
-        if std::env::var_os("TRACE").is_some() && !commands.is_empty() {
-            eprintln!("{} {commands:?}", self.now);
-        }
         for command in commands {
             match command {
                 Command::Order(process, op, order) => {
@@ -321,6 +336,9 @@ impl World {
             Order::Resume => puppet.closed = false,
             Order::Trim => {
                 let unused = std::mem::take(&mut puppet.unused);
+                if unused == 0 {
+                    return;
+                }
                 puppet.holding.movable -= unused;
                 let holding = puppet.holding;
                 self.report(process, holding, Micros(100));

@@ -1,0 +1,72 @@
+//! Each fault that the broker, or one before it, had is put back: a test must fail then.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use gpumux_core::broker::Mutation;
+
+use super::{faults, model, world::MUTATION};
+
+/// Whether a test fails while brokers have this fault.
+fn finds(mutation: Mutation, test: fn()) -> bool {
+    MUTATION.set(Some(mutation));
+    let result = catch_unwind(AssertUnwindSafe(test));
+    MUTATION.set(None);
+    result.is_err()
+}
+
+#[test]
+fn every_known_fault_is_found() {
+    let all: [(Mutation, fn()); 11] = [
+        (
+            Mutation::DemandByMessage,
+            faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
+        ),
+        (
+            Mutation::DemandByMessage,
+            model::two_equal_tenants_take_turns,
+        ),
+        (
+            Mutation::NoBackoff,
+            faults::a_stopped_victim_delays_others_only_once,
+        ),
+        (
+            Mutation::TurnsAgainstGuarantees,
+            faults::guaranteed_memory_does_not_wait_for_a_turn,
+        ),
+        (
+            Mutation::IdleAtOnce,
+            faults::an_owner_that_worked_lately_keeps_its_guarantee,
+        ),
+        (Mutation::CountTwice, faults::a_restart_counts_memory_once),
+        (
+            Mutation::KeepReservation,
+            faults::a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move,
+        ),
+        (
+            Mutation::OutliveAsker,
+            faults::an_order_does_not_outlive_its_asker,
+        ),
+        (
+            Mutation::RoomForYounger,
+            faults::a_large_request_is_not_passed_for_ever,
+        ),
+        (
+            Mutation::ForgetReturning,
+            faults::a_return_keeps_its_place_until_all_are_back,
+        ),
+        (
+            Mutation::NoHedge,
+            faults::a_stopped_victim_delays_others_only_once,
+        ),
+    ];
+    let missed: Vec<_> = (all.iter())
+        .filter(|(mutation, test)| !finds(*mutation, *test))
+        .map(|(mutation, _)| mutation)
+        .collect();
+    println!(
+        "{} faults put back, {} found",
+        all.len(),
+        all.len() - missed.len()
+    );
+    assert!(missed.is_empty(), "not found: {missed:?}");
+}
