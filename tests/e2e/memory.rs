@@ -907,6 +907,38 @@ fn a_daemon_that_dies_leaves_no_tenant_asleep() {
     idler.finish_within(PATIENCE * 3).ok();
 }
 
+/// A tenant of more than half of the device, over restarts of the daemon.
+#[test]
+fn daemon_restart_keeps_memory_accounting() {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    let mut node = Node::with_memory(1 << 30);
+    let idle = "gpumux workload idle --seconds 600 --memory 600MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 600 << 20);
+    let before = free(&node);
+    assert!(before > 100 << 20, "{before}");
+    for _ in 0..3 {
+        node.kill_daemon();
+        node.start_daemon();
+        node.wait_tenant("idler", |it| bytes(it, "in_use") >= 600 << 20);
+        // Its context is known a moment after its memory.
+        wait_for("the same accounting", PATIENCE, || {
+            (free(&node) == before).then_some(())
+        });
+        // What was free is: it needs no other's memory.
+        let next = "gpumux workload idle --seconds 0 --memory 100MiB";
+        node.tenant("--memory-policy fail", next).run().ok();
+        assert_eq!(
+            node.find_tenant("idler").map(|it| bytes(&it, "swapped")),
+            Some(0)
+        );
+    }
+    idler.kill();
+}
+
 #[test]
 fn a_sleeper_that_is_killed_leaves_nothing() {
     let node = Node::start();

@@ -441,10 +441,11 @@ impl Tenant {
         }
     }
 
+    /// For how long it has had its memory and no work: while it waited for memory it could not work.
     fn idle_for(&self, now: Micros) -> Micros {
         match self.activity.busy {
             true => Micros::ZERO,
-            false => now.saturating_sub(self.activity.idle_since),
+            false => now.saturating_sub(self.activity.idle_since.max(self.home_since)),
         }
     }
 

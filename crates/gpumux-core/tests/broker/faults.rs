@@ -510,3 +510,19 @@ pub(crate) fn a_return_keeps_its_place_until_all_are_back() {
     world.run_for(S);
     assert!(world.is_home(1) || !world.frozen.is_empty());
 }
+
+#[test]
+pub(crate) fn memory_that_was_waited_for_is_not_taken_at_once() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.set_busy(1, true);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    // A program that waits in an allocation has no work meanwhile.
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(2, 6 * GIB), 6 * GIB);
+    world.run_for(Micros::from_millis(100));
+    assert!(world.is_home(2) && !world.frozen.contains(&TenantId(2)));
+    world.set_busy(2, true);
+    world.run_for(S);
+    assert!(world.is_home(2));
+}

@@ -4,7 +4,7 @@ use gpumux_core::{
     Class, Micros, TenantId,
     broker::{Event, ProcessId},
 };
-use proptest::{prelude::*, test_runner::RngSeed};
+use proptest::prelude::*;
 
 use super::world::{GIB, Manner, World};
 
@@ -65,15 +65,6 @@ fn class() -> impl Strategy<Value = Class> {
 }
 
 proptest! {
-    // The same worlds in every run, unless more are asked for (`PROPTEST_CASES`, `PROPTEST_RNG_SEED`).
-    #![proptest_config(ProptestConfig {
-        rng_seed: match ProptestConfig::default().rng_seed {
-            RngSeed::Random if std::env::var_os("PROPTEST_CASES").is_none() => RngSeed::Fixed(1),
-            seed => seed,
-        },
-        failure_persistence: None,
-        ..ProptestConfig::default()
-    })]
     #[test]
     fn all_are_served_whatever_happened(
         tenants in proptest::collection::vec((class(), 0..20u64), TENANTS as usize),
