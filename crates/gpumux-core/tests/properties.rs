@@ -261,8 +261,9 @@ proptest! {
         }
     }
 
-    /// Whatever happened before, once demand is stable nobody waits longer than its bound and, once, the time in which its
-    /// share makes up for what it was ahead when its share was larger: a quantum or a burst.
+    /// Whatever happened before, once demand is stable no domain waits longer than its bound and the time in which its
+    /// share makes up for what it was ahead when its share was larger: a quantum or a burst. At first, while what earlier
+    /// shares left is paid back, it may be twice that.
     #[test]
     fn nobody_waits_longer_than_its_bound(
         policy in policies(),
@@ -270,7 +271,16 @@ proptest! {
     ) {
         let mut world = World::new(policy);
         for event in events {
-            world.apply(event);
+            // Specs that make no sense are refused before they get here; plans for them are safe, no more.
+            world.apply(match event {
+                Event::Arrive(spec, demand) if spec.validate().is_err() => {
+                    Event::Arrive(TenantSpec::default(), demand)
+                }
+                Event::Spec(at, spec) if spec.validate().is_err() => {
+                    Event::Spec(at, TenantSpec::default())
+                }
+                event => event,
+            });
         }
         let known = |domain: &DomainState| domain.demand == Demand::Unknown;
         for at in 0..world.now.domains.len() {
@@ -289,14 +299,17 @@ proptest! {
         };
         let ids: Vec<_> = world.now.domains.iter().map(|domain| domain.id).collect();
         let longest = ids.iter().map(|id| bound(&world, *id)).fold(0.0, f64::max);
-        world.run_for((1.2 * longest) as u64);
-        for id in ids {
-            let waited = world.longest_wait.get(&id).copied().unwrap_or(0) as f64;
-            let bound = bound(&world, id);
-            prop_assert!(
-                waited <= bound,
-                "{id:?} waited {waited} µs, more than {bound}: {:?} {:?}", world.now, world.memory
-            );
+        for times in [2.0, 1.0] {
+            world.forget_waits();
+            world.run_for((1.2 * times * longest) as u64);
+            for id in &ids {
+                let waited = world.longest_wait.get(id).copied().unwrap_or(0) as f64;
+                let bound = times * bound(&world, *id);
+                prop_assert!(
+                    waited <= bound,
+                    "{id:?} waited {waited} µs, more than {bound}: {:?} {:?}", world.now, world.memory
+                );
+            }
         }
     }
 
