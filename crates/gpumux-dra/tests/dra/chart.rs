@@ -120,7 +120,7 @@ fn change(values: &mut Value, changes: &Value) {
     }
 }
 
-/// What this chart uses of the Prometheus operator's PodMonitor (monitoring.coreos.com/v1, checked by hand against v0.80's CRD).
+/// What this chart uses of the Prometheus operator's PodMonitor (monitoring.coreos.com/v1, by its public documentation).
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct PodMonitor {
