@@ -1,4 +1,4 @@
-//! The memory broker: who has its memory on the device, who gives way, and in which order requests are served.
+//! The memory broker: which tenants have their memory on the device, which give way, and in which order requests are served.
 //!
 //! A pure state machine: [`Broker::handle`] takes the time and an [`Event`] and returns [`Command`]s;
 //! [`Broker::next_wakeup`] tells when it must be called although nothing happens. The daemon and the simulator only carry
@@ -6,13 +6,13 @@
 //!
 //! # Problem
 //! Tenants have more memory than the device. A tenant that lacks a part of its memory cannot run, so it is frozen and waits.
-//! Processes answer late, refuse, stop or end at every step. Nobody may wait for ever while there is room.
+//! Processes answer late, refuse, stop or end at every step. No tenant may wait for ever while there is room.
 //!
 //! # Approach
 //! What tenants lack is computed anew after every event from the state itself (*claims*): memory that was asked for, and
 //! memory on the host of tenants that want to run. A tenant wants to run if its page shows outstanding work, a thread of it is
 //! blocked, or it waits for memory; so no claim depends on a message that only a blocked thread could send, and none
-//! outlives who made it. Claims are served in one order (see `claims.rs`): those within a guarantee first, then by the time
+//! outlives its tenant. Claims are served in one order (see `claims.rs`): those within a guarantee first, then by the time
 //! at which they began, plus a patience by class. A claim that lacks room has others moved away (*victims*), all at once, if they
 //! suffice; what comes free is kept for it. If they do not suffice now, later claims that fit may pass it.
 //!
@@ -306,7 +306,7 @@ pub enum Mutation {
     CountTwice,
     /// Host memory stays reserved for a move that failed.
     KeepReservation,
-    /// A move is carried out although nobody lacks room any more.
+    /// A move is carried out although no tenant lacks room any more.
     OutliveAsker,
     /// What comes free for the oldest request is given to younger ones.
     RoomForYounger,
@@ -674,7 +674,7 @@ impl Broker {
         });
     }
 
-    /// Has everybody give back leases that are not used.
+    /// Orders all processes to give back leases that are not used.
     fn trim(&mut self, now: Micros, out: &mut Vec<Command>) {
         self.trimmed = Some(now);
         let all = self.processes.keys();

@@ -267,9 +267,8 @@ pub(crate) fn a_driver_with_less_room_than_accounted_for_gets_more() {
     );
 }
 
-#[test]
-pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
-    // A latency tenant with 20 requests a second beside two that do not fit into the rest.
+/// A latency tenant with a guarantee of 30 GiB beside two batch tenants that do not fit into the rest of 100.
+fn owner_beside_two_borrowers() -> World {
     let mut world = World::new(100 * GIB);
     world.tenant(1, Class::Latency, 30 * GIB);
     assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
@@ -279,6 +278,13 @@ pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
     }
     world.ask(ProcessId(2), 1, 45 * GIB);
     world.ask(ProcessId(3), 1, 45 * GIB);
+    world
+}
+
+#[test]
+pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
+    // The owner has 20 requests a second.
+    let mut world = owner_beside_two_borrowers();
     for _ in 0..6000 {
         for busy in [true, false] {
             world.set_busy(1, busy);
@@ -296,15 +302,7 @@ pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
 
 #[test]
 pub(crate) fn guaranteed_memory_comes_back_at_once_after_a_long_pause() {
-    let mut world = World::new(100 * GIB);
-    world.tenant(1, Class::Latency, 30 * GIB);
-    assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
-    for id in [2, 3] {
-        world.tenant(id, Class::Batch, 0);
-        world.set_busy(id, true);
-    }
-    world.ask(ProcessId(2), 1, 45 * GIB);
-    world.ask(ProcessId(3), 1, 45 * GIB);
+    let mut world = owner_beside_two_borrowers();
     // Its guarantee is lent while it is idle.
     world.run_for(Micros::from_secs(100));
     assert!(!world.is_home(1));
