@@ -1,7 +1,7 @@
 """Two or three programs on one GPU: an inference server beside PyTorch training, in rounds (rounds.py), by mode of sharing (peers.py).
 
 Cases: `graph+train` (ResNet-50, one image, fp16, a request is one CUDA graph), `eager+train` (launched kernel by kernel), `decode+train`
-(eager tokens of a language model of GPT-2's size), `graph+2train` (two training jobs): a user who pauses for 5 to 20 ms; `graph30+train`: one who
+(eager tokens of a language model of GPT-2's size), `graph+2train` (two training jobs): a client that pauses for 5 to 20 ms; `graph30+train`: one that
 pauses for 20 to 40. Training is ResNet-152 in bf16; all modes' jobs are on the GPU at once, so `--batch` is what fits.
 Each request takes the GPU from training for its own time and two switches.
 
@@ -36,7 +36,7 @@ def server(case: str) -> tuple[list[str], str]:
 
 
 def requests(case: str, seconds: float, seed: int = 1) -> dict[str, Any]:
-    """The order for a server: one user of an interactive service, who pauses between requests."""
+    """The order for a server: one client of an interactive service, with pauses between requests."""
     user = case.partition("+")[0]
     pauses = common.pauses(*PAUSES_S.get(user, (0.005, 0.020)), seconds, seed)
     return {"op": "visits", "kind": "graph" if user.startswith("graph") else "eager", "pauses": pauses}
@@ -78,7 +78,7 @@ def main() -> int:
     training = (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")
     results = Results("colocation", options.out, list(CASES), MODES)
     with ExitStack() as stack:
-        # Alone is time slicing with nobody else at work.
+        # Alone is time slicing with no other program at work.
         stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
         crews, notes = peers.crews(stack, stages.values(), logs)
         modes = [name for name, stage in stages.items() if stage in crews]

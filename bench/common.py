@@ -1,7 +1,7 @@
 """What the benchmarks share: results, statistics, modes of sharing, and worker processes.
 
 A benchmark measures *cells*: one case in one mode. Each cell becomes a row of the results file, which is
-written after every row; a cell that fails is told on stderr and left out.
+written after every row; a cell that fails is reported on stderr and left out.
 """
 
 from __future__ import annotations
@@ -511,7 +511,7 @@ class Worker:
         return answer
 
     def _lost(self, what: str) -> BenchError:
-        # It may be in the middle of an order: it is of no use any more.
+        # It may be in the middle of an order: it is unusable.
         self.close(patience_s=0.5)
         return BenchError(f"{self.name} {what}: see {self.log}\n    {tail(self.log)}")
 
@@ -607,7 +607,7 @@ def begin(options: argparse.Namespace) -> Path:
     logs: Path = options.logs or Path(tempfile.mkdtemp(prefix="bench-logs-"))
     logs.mkdir(parents=True, exist_ok=True)
     say(f"logs in {logs}")
-    # While nobody has a GPU open the driver shuts it down, and the next program waits seconds for it.
+    # While no program has a GPU open the driver shuts it down, and the next program waits seconds for it.
     for gpu in Path("/dev").glob("nvidia[0-9]*"):
         with contextlib.suppress(OSError):
             os.open(gpu, os.O_RDWR | os.O_CLOEXEC)

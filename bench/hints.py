@@ -6,8 +6,8 @@ request begins with a pinned copy to the GPU that takes about N µs, which count
 `train/torch-pageable`: an unmodified PyTorch program copies 16 images (4.8 MB) from pinned or ordinary memory and replays
 ResNet-50 as a CUDA graph. JOB is a batch job: kernels of 10 ms or 100 ms, or ResNet-152 training (`train`).
 
-Modes: `alone`, `none` (gpumux without hints), `auto` (what the library foresees), `manual` (the program hints), `outside`
-(somebody else hints through the API). Values: `latency_p50_us`, `latency_p99_us`, `added_p50_us`, `added_p99_us` (over alone),
+Modes: `alone`, `none` (gpumux without hints), `auto` (what the library predicts), `manual` (the program hints), `outside`
+(another program hints through the API). Values: `latency_p50_us`, `latency_p99_us`, `added_p50_us`, `added_p99_us` (over alone),
 `batch_rate` (kernels or steps per second), and what `gpumux ps` counted: `hints_given`, `hints_useful`, `held_us`.
 """
 

@@ -113,7 +113,7 @@ class Api(http.client.HTTPConnection):
 
 @contextlib.contextmanager
 def cell(results: Results, what: str, logs: Path) -> Iterator[None]:
-    """A cell that, when it fails, shows what everybody said last."""
+    """A cell that, when it fails, shows the last output of every process."""
     begin = time.time()
 
     def shown() -> None:

@@ -63,7 +63,7 @@ def model(options: argparse.Namespace) -> None:
 
 
 def train(options: argparse.Namespace) -> None:
-    """Trains with weights, gradients and two moments that fill so many GiB, from when it is told to; with `--graph` by a
+    """Trains with weights, gradients and two moments that fill so many GiB, from its start order on; with `--graph` by a
     CUDA graph. Prints every loss's bits at the end."""
     # What deterministic algorithms need of cuBLAS; read when it is loaded.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -149,7 +149,7 @@ class Space(Gpumux):
             time.sleep(0.2)
 
     def __exit__(self, *_: object) -> None:
-        # What the groups' servers said, for whoever wants to know why something failed.
+        # The logs of the groups' servers, to find out why something failed.
         for log in sorted(self.folder.glob("groups/*/log/*")):
             shutil.copy(log, self.logs / f"{self.name}-{log.name}")
         super().__exit__(*_)

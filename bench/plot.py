@@ -252,6 +252,51 @@ def picture(data: dict[str, Any]) -> str | None:
     return "\n".join([*lines, "</svg>", ""])
 
 
+# What the README's chart shows: its panels, their measures, and the modes.
+CHART = ROOT / "docs/img/sharing.svg"
+CHART_OF = "colocation-85f1a9c"
+PANELS = [("graph+train", "Requests as CUDA graphs"), ("eager+train", "Requests kernel by kernel (eager)")]
+MEASURES = [("latency_p99_ms", "p99 latency ÷ alone", "lower is better", 6.2), ("batch_rate", "training rate ÷ alone", "higher is better", 1.1)]
+SHOWN = {"alone": "alone", "time-slicing": "time slicing", "mps": "MPS", "gpumux": "gpumux"}
+
+
+def chart(store: Store) -> str:
+    """The README's chart: latency and training rate relative to alone, in the colours of the reader's light or dark mode."""
+    name = store.named(CHART_OF)
+    data = store.files[name]
+    width, height = 860, 312
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui,sans-serif" font-size="13" role="img">',
+        "<title>p99 latency and training rate relative to alone, by way of sharing</title>",
+        "<style>.back{fill:#ffffff}text{fill:#24292f}.dim{fill:#57606a}.axis{stroke:#8c959f}.head{font-weight:600;font-size:15px}.own{font-weight:600}.value{paint-order:stroke;stroke:#ffffff;stroke-width:4px}"
+        "@media (prefers-color-scheme:dark){.back{fill:#0d1117}text{fill:#e6edf3}.dim{fill:#9198a1}.axis{stroke:#6e7681}.value{stroke:#0d1117}}</style>",
+        f'<rect class="back" width="{width}" height="{height}" rx="6"/>',
+    ]
+    for place, (case, head) in enumerate(PANELS):
+        left = 20 + place * 425
+        lines.append(f'<text x="{left}" y="28" class="head">{escape(head)}</text>')
+        y = 40
+        for what, label, better, most in MEASURES:
+            y += 18
+            lines.append(f'<text x="{left}" y="{y}">{escape(label)} <tspan class="dim">({better})</tspan></text>')
+            y += 8
+            zero, scale = left + 92, 255 / most
+            lines.append(f'<path class="axis" d="M{zero + scale:.1f} {y}v{4 * 21 - 3}" stroke-dasharray="3 3"/>')
+            for mode, shown_as in SHOWN.items():
+                value = store.ratio(name, case, f"{mode}÷alone", what)
+                style = ' class="own"' if mode == "gpumux" else ""
+                lines += [
+                    f'<text x="{zero - 8}" y="{y + 14}" text-anchor="end"{style}>{escape(shown_as)}</text>',
+                    f'<rect x="{zero}" y="{y + 2}" width="{value * scale:.1f}" height="15" rx="2" fill="{COLOURS[mode]}"/>',
+                    f'<text x="{zero + value * scale + 6:.1f}" y="{y + 14}" class="value{" own" * (mode == "gpumux")}">{value:.2f}</text>',
+                ]
+                y += 21
+    source = f"ResNet-50 requests beside ResNet-152 training. {data['device']}, driver {data['driver']}, {data['date'][:10]}, commit {data['commit'][:7]}"
+    lines += [f'<text x="20" y="{height - 12}" font-size="12" class="dim">{escape(source)}</text>', "</svg>", ""]
+    return "\n".join(lines)
+
+
 # --- documents ----------------------------------------------------------------------------------
 
 
@@ -302,6 +347,8 @@ def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list
             if svg is None:
                 raise common.BenchError(f"{page.name}: nothing can be drawn of {name}")
             files[results / f"{name}.svg"] = svg
+        if "docs/img/sharing.svg)" in text or 'docs/img/sharing.svg"' in text:
+            files[CHART] = chart(store)
     return files, sorted(store.files.keys() - tables)
 
 

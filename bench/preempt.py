@@ -60,7 +60,7 @@ class Task(NamedTuple):
         return "latency" if self.latency else "batch"
 
     def order(self, seconds: float, hinting: bool = False, begin: float = 0.0) -> dict[str, Any]:
-        """What its process is told: the arrivals of so many seconds from `begin`."""
+        """What its process receives: the arrivals of so many seconds from `begin`."""
         until_end = arrivals(self.load, begin + seconds, self.name)
         return {
             "op": "requests",
@@ -181,7 +181,7 @@ def worker(stage: str, together: str, mine: Sequence[Task]) -> tuple[list[str], 
 def orders(
     sharing: Sharing, workload: Sequence[Task], only_latency: bool, seconds: float, begin: float, driver: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """What the processes are told for one round; `driver`: by the form of several tasks, always."""
+    """What the processes receive for one round; `driver`: by the form of several tasks, always."""
     found: dict[str, dict[str, Any]] = {}
     for name, mine in processes(sharing.together, workload).items():
         told = {task.name: task.order(seconds, sharing.hinting, begin) for task in mine if task.latency or not only_latency}

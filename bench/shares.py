@@ -147,7 +147,7 @@ def evaluate(programs: Sequence[Program], found: Sequence[dict[str, Any]], solo:
     values["worst_window_error"] = max(
         abs(own[at] / total[at] - promise)
         for own, promise in zip(counts, promised)
-        for at in range(1, len(total))  # everybody starts within the first
+        for at in range(1, len(total))  # all start within the first
     )
     return values
 

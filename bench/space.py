@@ -73,7 +73,7 @@ class Equal(Space):
 
 
 class Utility(Space):
-    """The same with SM shares by curves that the daemon knows."""
+    """The same with SM shares by scaling profiles that the daemon has."""
 
     def command(
         self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()
@@ -153,7 +153,7 @@ class Cell:
             crew.mode.part = 1 / len(self.jobs)
         crew.have(wanted)
         if isinstance(crew.mode, Utility):
-            # Shares are set when a process starts: now everybody is known.
+            # Shares are set when a process starts: now all are known.
             for name in self.jobs:
                 crew.close(name)
                 crew.have(wanted)
@@ -169,7 +169,7 @@ class Cell:
         self.answers.append({name: it for part in together for name, it in crew.measure(seconds, part).items()})
 
     def rates(self) -> dict[str, float]:
-        """Of each program, per second, over all rounds: steps or requests. A user who waits longer asks less often."""
+        """Of each program, per second, over all rounds: steps or requests. A client that waits longer asks less often."""
         found = {}
         for name in self.answers[0]:
             mine = [answers[name] for answers in self.answers]

@@ -81,7 +81,7 @@ class Server:
         torch.cuda.current_stream().synchronize()
 
     def visits(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Requests of one user who pauses for given times between them, until `stop`: the latency of each."""
+        """Requests of one client that pauses for given times between them, until `stop`: the latency of each."""
         sleep_until(order["start"])
         latencies: list[float] = []
         for pause in order["pauses"]:

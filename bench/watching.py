@@ -3,7 +3,7 @@
 
     cargo build --release && python3 bench/watching.py [--tenants 32] [--seconds 20] [--bin target/release]
 
-Everything runs on the emulated device. The daemon's CPU time is taken with nobody watching and with both watching;
+Everything runs on the emulated device. The daemon's CPU time is taken without watchers and with both watching;
 the difference, and the CPU time of `top` itself, are the cost. (A browser that shows the page is not counted.)
 """
 

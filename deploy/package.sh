@@ -1,88 +1,122 @@
 #!/usr/bin/env bash
-# Makes gpumux_VERSION_ARCH.deb and gpumux-VERSION-ARCH.tar.gz from what cargo has built.
+# Makes packages from what cargo has built: a .deb, an .rpm, a tarball and a Python wheel.
 #
 #   cargo build --release --workspace && deploy/package.sh            into target/package
-#   deploy/package.sh --from target/debug --out /tmp/out --fast       (--fast: hardly compressed)
+#   deploy/package.sh --formats 'deb tar' --from target/debug --out /tmp/out --fast       (--fast: hardly compressed)
+#
+# A .deb needs dpkg-deb, an .rpm rpmbuild, a wheel python3 with hatchling; by default, the formats whose tools are here.
+# --host: see tree.sh. SOURCE_DATE_EPOCH: the time that the files get, that of the last commit by default.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 repository=$(dirname "$here")
-from=$repository/target/release out=$repository/target/package xz=-Zxz gzip=-9
+from=$repository/target/release out=$repository/target/package formats='' host='' fast=''
 while [ $# -gt 0 ]; do
   case $1 in
-    --from) from=$2; shift 2 ;;
-    --out) out=$2; shift 2 ;;
-    --fast) xz='-Zgzip -z1' gzip=-1; shift ;;
+    --from | --out | --formats | --host)
+      [ $# -gt 1 ] || { echo "package.sh: $1 needs a value" >&2; exit 2; }
+      declare "${1#--}=$2"
+      shift 2
+      ;;
+    --fast) fast=1; shift ;;
     *) echo "package.sh: unknown argument $1: see its first lines" >&2; exit 2 ;;
   esac
 done
-for file in gpumux libgpumux.so libgpumux_emu.so; do
-  [ -f "$from/$file" ] || { echo "package.sh: $from/$file is missing: run cargo build --release --workspace" >&2; exit 1; }
-done
-version=$("$from/gpumux" --version | cut -d' ' -f2)
-machine=$(uname -m)
-case $machine in x86_64) arch=amd64 ;; aarch64) arch=arm64 ;; *) arch=$machine ;; esac
+tool() {
+  case $1 in
+    tar) command -v tar ;;
+    deb) command -v dpkg-deb ;;
+    rpm) command -v rpmbuild ;;
+    wheel) python3 -c 'import hatchling' 2>/dev/null ;;
+    *) echo "package.sh: unknown format $1: deb, rpm, tar or wheel" >&2; exit 2 ;;
+  esac
+} >/dev/null
+if [ -z "$formats" ]; then
+  for format in deb rpm tar wheel; do
+    if tool $format; then formats="$formats $format"; else echo "package.sh: the tool for a $format is missing: none is made" >&2; fi
+  done
+else
+  for format in $formats; do tool "$format" || { echo "package.sh: the tool for a $format is missing" >&2; exit 1; }; done
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$out"
+out=$(cd "$out" && pwd)
+: "${SOURCE_DATE_EPOCH:=$(git -C "$repository" log -1 --format=%ct 2>/dev/null || date +%s)}"
+export SOURCE_DATE_EPOCH
 
-# The tree below the prefix, the same for both.
 tree=$work/tree
-put() { install -D -m "$1" "$2" "$3"; }
-put 755 "$from/gpumux" "$tree/bin/gpumux"
-for library in libgpumux.so libgpumux_emu.so; do put 644 "$from/$library" "$tree/lib/gpumux/$library"; done
-strip --strip-debug "$tree/bin/gpumux" "$tree"/lib/gpumux/* 2>/dev/null || true
-for place in system user; do
-  unit=$here/systemd/gpumuxd.service
-  [ $place = system ] || unit=$here/systemd/user/gpumuxd.service
-  put 644 "$unit" "$tree/lib/systemd/$place/gpumuxd.service"
-done
-share=$tree/share
-"$from/gpumux" man "$work/man"
-for page in "$work"/man/*.1; do
-  mkdir -p "$share/man/man1"
-  gzip -n9 < "$page" > "$share/man/man1/$(basename "$page").gz"
-done
-shell() { mkdir -p "$(dirname "$2")"; "$from/gpumux" completions "$1" > "$2"; }
-shell bash "$share/bash-completion/completions/gpumux"
-shell zsh "$share/zsh/vendor-completions/_gpumux"
-shell fish "$share/fish/vendor_completions.d/gpumux.fish"
-put 644 "$repository/LICENSE" "$share/doc/gpumux/copyright"
-put 644 "$here/grafana.json" "$share/doc/gpumux/grafana.json"
-put 644 "$here/alerts.yml" "$share/doc/gpumux/alerts.yml"
-put 644 "$here/gpumux.toml" "$share/doc/gpumux/gpumux.toml"
-gzip -n9 < "$repository/CHANGELOG.md" > "$share/doc/gpumux/changelog.gz"
+"$here/tree.sh" --from "$from" --to "$tree" ${host:+--host "$host"}
+programs=("$tree/bin/gpumux" "$tree"/lib/gpumux/*)
+version=$("${host:-$from/gpumux}" --version | cut -d' ' -f2)
+machine=$("$here/elf.sh" machine "$tree/bin/gpumux")
+glibc=$("$here/elf.sh" glibc "${programs[@]}")
+same_time() { find "$1" -exec touch -hd "@$SOURCE_DATE_EPOCH" {} +; }
 
-# The tarball.
-name=gpumux-$version-$machine
-mkdir "$work/$name"
-cp -R "$tree"/. "$work/$name/"
-put 755 "$here/install.sh" "$work/$name/install.sh"
-tar -C "$work" --owner=0 --group=0 --sort=name -c "$name" | gzip -n $gzip > "$out/$name.tar.gz"
-echo "$out/$name.tar.gz"
+make_tar() {
+  local name=gpumux-$version-$machine gzip=-9
+  cp -R "$tree" "$work/$name"
+  install -m 755 "$here/install.sh" "$work/$name/install.sh"
+  same_time "$work/$name"
+  [ -z "$fast" ] || gzip=-1
+  tar -C "$work" --owner=0 --group=0 --sort=name -c "$name" | gzip -n $gzip > "$out/$name.tar.gz"
+  echo "$out/$name.tar.gz"
+}
 
-# The Debian package.
-command -v dpkg-deb >/dev/null || { echo "package.sh: no dpkg-deb: no .deb is made" >&2; exit 0; }
-root=$work/root
-mkdir -p "$root/usr" "$root/DEBIAN"
-cp -R "$tree"/. "$root/usr/"
-put 644 "$here/gpumux.toml" "$root/etc/gpumux/gpumux.toml"
-echo /etc/gpumux/gpumux.toml > "$root/DEBIAN/conffiles"
-# The newest C library's interface that the programs use.
-glibc=$(cat "$tree/bin/gpumux" "$tree"/lib/gpumux/* | grep -aoE 'GLIBC_2\.[0-9]+' | sort -uV | tail -n 1)
-cat > "$root/DEBIAN/control" <<END
+# What both kinds of system packages have: the tree in /usr, and the configuration.
+system_tree() {
+  mkdir -p "$1/usr"
+  cp -R "$tree"/. "$1/usr/"
+  install -D -m 644 "$here/gpumux.toml" "$1/etc/gpumux/gpumux.toml"
+}
+
+make_deb() {
+  local arch=amd64 root=$work/deb xz=-Zxz gcc=''
+  [ "$machine" = x86_64 ] || arch=arm64
+  [ -z "$fast" ] || xz='-Zgzip -z1'
+  system_tree "$root"
+  # Where all of Debian's Python 3 versions look.
+  mkdir -p "$root/usr/lib/python3/dist-packages" "$root/DEBIAN"
+  mv "$root/usr/share/gpumux/python/gpumux" "$root/usr/lib/python3/dist-packages/gpumux"
+  rm -r "$root/usr/share/gpumux"
+  mv "$root/usr/share/zsh/site-functions" "$root/usr/share/zsh/vendor-completions"
+  echo /etc/gpumux/gpumux.toml > "$root/DEBIAN/conffiles"
+  ! "$here/elf.sh" needed "${programs[@]}" | grep -q libgcc_s || gcc=', libgcc-s1'
+  cat > "$root/DEBIAN/control" <<END
 Package: gpumux
 Version: $version
 Architecture: $arch
 Maintainer: The gpumux developers <gpumux@localhost>
 Installed-Size: $(du -sk "$root/usr" | cut -f1)
-Depends: libc6 (>= ${glibc#GLIBC_}), libgcc-s1
+Depends: libc6 (>= $glibc)$gcc
+Suggests: python3
 Section: admin
 Priority: optional
 Description: share GPUs between unmodified programs
- Many programs share one NVIDIA GPU the way processes share a CPU: each gets what
- it was promised, idle capacity goes to whoever can use it, and an urgent one
- takes the GPU back at once. Works on the stock driver.
+ Many programs share one NVIDIA GPU the way processes share a CPU: each holds
+ its guaranteed share, idle capacity goes to programs that can use it, and a
+ latency program preempts a running kernel. Works on the stock driver.
 END
-for script in postinst prerm postrm; do put 755 "$here/debian/$script" "$root/DEBIAN/$script"; done
-dpkg-deb --root-owner-group $xz --build "$root" "$out/gpumux_${version}_$arch.deb" >/dev/null
-echo "$out/gpumux_${version}_$arch.deb"
+  for script in postinst prerm postrm; do install -m 755 "$here/debian/$script" "$root/DEBIAN/$script"; done
+  same_time "$root"
+  # shellcheck disable=SC2086 # two words
+  dpkg-deb --root-owner-group $xz --build "$root" "$out/gpumux_${version}_$arch.deb" >/dev/null
+  echo "$out/gpumux_${version}_$arch.deb"
+}
+
+make_rpm() {
+  local root=$work/rpm-tree compress=w19.zstdio
+  [ -z "$fast" ] || compress=w1.gzdio
+  system_tree "$root"
+  same_time "$root"
+  rpmbuild -bb --quiet --target "$machine-linux" \
+    --define "_topdir $work/rpm" --define "_rpmdir $out" --define "_build_name_fmt %%{NAME}-%%{VERSION}-%%{RELEASE}.%%{ARCH}.rpm" \
+    --define "_binary_payload $compress" --define "_buildhost gpumux" \
+    --define "tree $root" --define "gpumux_version $version" "$here/gpumux.spec"
+  echo "$out/gpumux-$version-1.$machine.rpm"
+}
+
+make_wheel() {
+  (cd "$repository" && GPUMUX_TREE=$tree python3 -m hatchling build --target wheel --directory "$out" 2>&1 >/dev/null | tail -n 1)
+}
+
+for format in $formats; do "make_$format"; done

@@ -25,7 +25,7 @@ extern "C" {
 enum {
     GPUMUX_HELD = 0,        /* the device is being taken */
     GPUMUX_ALREADY = 1,     /* it is held, or being taken, already */
-    GPUMUX_NEEDLESS = 2,    /* nothing to gain: nobody competes, the tenant is not of class latency or takes no
+    GPUMUX_NEEDLESS = 2,    /* nothing to gain: no other tenant competes, the tenant is not of class latency or takes no
                                hints, the program has work on the device, a capture goes on, or there is no daemon */
     GPUMUX_TOO_EARLY = 3,   /* more than a second ahead, or 64 hints are waiting already: hint later */
     GPUMUX_LATER = 4,       /* the device is taken shortly before the work comes */
@@ -33,7 +33,7 @@ enum {
 };
 
 /*
- * Says that work for a device is coming: the switch from whoever has the device happens now, or shortly before the
+ * Announces that work for a device is coming: the switch from its owner happens now, or shortly before the
  * work is expected, and not when it is launched. The device is given back when work was launched and, at the latest, 100 µs after
  * it was expected (after 500 µs when `expected_us` is 0: unknown).
  *
@@ -74,7 +74,7 @@ typedef uint64_t (*gpumux_reclaim)(int device, uint64_t missing, void *user);
 /*
  * Has `function` called, with `user`, when others need memory on a device of which the program has some: before anything of the
  * program's is moved. It is called in a thread of its own, once at a time and rarely, and may free memory as the program
- * does. Nobody waits for it longer than a second. Null instead of a function: none is called any more; the call waits until
+ * does. No caller waits for it longer than a second. Null instead of a function: none is called any more; the call waits until
  * none runs, at most two seconds. Returns 0, or -1 where that is impossible: in a forked child, with more than 64 functions, when
  * one still runs.
  */

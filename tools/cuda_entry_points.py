@@ -6,7 +6,7 @@
 
 INCLUDE_DIR holds cuda.h, cudaTypedefs.h and their neighbours for GL, EGL, VDPAU and the profiler: the wheels
 nvidia-cuda-runtime and nvidia-cuda-profiler-api have them in nvidia/cu13/include. Facts are taken from them (names, versions,
-kinds of arguments), no text. A new function gets the class `?`: the build refuses it until somebody decides.
+kinds of arguments), no text. A new function gets the class `?`: the build refuses it until it has one.
 """
 
 import re

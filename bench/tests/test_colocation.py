@@ -19,7 +19,7 @@ class Crew:
 
 
 class Cells(unittest.TestCase):
-    def test_alone_has_nobody_else_at_work(self) -> None:
+    def test_alone_has_no_other_program_at_work(self) -> None:
         crew = Crew()
         cell = colocation.measure(crew, "graph+2train", "alone", 0, 4.0)  # type: ignore[arg-type]
         self.assertEqual(crew.asked, [(4.0, ["server"]), (2.0, ["training-1"])])

@@ -75,7 +75,7 @@ class ResultsFile(Quiet):
         rows = [(row["case"], row["mode"], row["values"]["latency_p50_ms"]) for row in data["rows"]]
         self.assertEqual(rows, [("b", "alone", 2.0), ("a", "alone", 3.0), ("a", "gpumux", 1.23457)])
 
-    def test_a_failing_cell_is_told_and_the_rest_goes_on(self) -> None:
+    def test_failing_cell_is_reported_and_the_rest_goes_on(self) -> None:
         results = self.make()
         with results.cell("a / alone"):
             raise common.BenchError("it broke")
@@ -154,7 +154,7 @@ class Workers(WithWorker):
             worker.reply(0.05)
         self.assertEqual(worker.process.wait(60), -signal.SIGTERM)
 
-    def test_a_crew_has_exactly_who_is_wanted(self) -> None:
+    def test_crew_has_exactly_the_members_asked_for(self) -> None:
         original = common.Worker
 
         def fake(name: str, arguments: list[str], mode: common.Mode, klass: str, program: object) -> common.Worker:

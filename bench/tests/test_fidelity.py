@@ -39,7 +39,7 @@ def report(device: str, alone: float, late: float) -> dict[str, object]:
 
 
 class Fidelity(unittest.TestCase):
-    def test_results_are_told_from_what_tests_say(self) -> None:
+    def test_results_are_parsed_from_output_of_tests(self) -> None:
         said = ["running 2 tests", "test a::b ... ", "look: ok", "ok", "test c ... FAILED", "test result: ok. 1 passed"]
         self.assertEqual(list(fidelity.results(said)), [("a::b", "ok"), ("c", "FAILED")])
 

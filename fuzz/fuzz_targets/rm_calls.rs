@@ -1,5 +1,5 @@
 //! Any sequence of RM calls, as bytes: must neither panic nor grow without bound.
-//! `cargo +nightly fuzz run rm_calls`
+//! `fuzz/run 60 rm_calls`
 
 #![no_main]
 

@@ -1,5 +1,5 @@
 //! Any bytes on the session socket: refused, or a packet that survives being sent again.
-//! `cargo +nightly fuzz run session_packets`
+//! `fuzz/run 60 session_packets`
 
 #![no_main]
 

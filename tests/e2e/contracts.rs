@@ -28,7 +28,7 @@ fn keys(value: &Value) -> Vec<&str> {
 }
 
 #[test]
-fn ps_says_who_is_there() {
+fn ps_lists_living_tenants() {
     let node = Node::start();
     assert_eq!(node.ps()["tenants"], Value::Array(Vec::new()));
     let _tenant = Process::start(&mut node.tenant("--name a --class batch --weight 2", TICKS));
@@ -88,16 +88,16 @@ fn set_changes_what_is_named_and_refuses_nonsense() {
     assert_eq!(a["spec"]["limit"], 0.5);
     assert_eq!(a["spec"]["weight"], 2.0);
     let before = node.find_tenant("a").unwrap()["spec"].clone();
-    for (args, word) in [
-        ("a --guaranteed 0.45", "0.6"),
-        ("a --weight -1", "-1"),
-        ("a --limit 2", "2"),
-        ("a --limit 0.1", "0.1"),
-        ("nobody --class batch", "nobody"),
+    for (args, code, word) in [
+        ("a --guaranteed 0.45", 1, "b (60%)"),
+        ("a --weight -1", 2, "-1"),
+        ("a --limit 2", 2, "2"),
+        ("a --limit 0.1", 1, "0.1"),
+        ("nobody --class batch", 1, "nobody"),
     ] {
         let line = ["set"].into_iter().chain(args.split(' '));
         let refused = node.gpumux(line).run();
-        assert_eq!(refused.code(), 1, "{args}: {refused:#?}");
+        assert_eq!(refused.code(), code, "{args}: {refused:#?}");
         assert!(refused.err.contains(word), "{args}: {refused:#?}");
     }
     assert_eq!(
@@ -280,7 +280,7 @@ fn sim_predicts_the_same_every_time_and_names_what_is_wrong() {
     let trace: Value = serde_json::from_str(&std::fs::read_to_string(trace).unwrap()).unwrap();
     assert!(trace.is_array() || trace["traceEvents"].is_array());
     for (name, text, word) in [
-        ("over.toml", pair("0.6"), "0.6"),
+        ("over.toml", pair("0.6"), "60%"),
         (
             "class.toml",
             pair("0.5").replace("latency", "urgent"),

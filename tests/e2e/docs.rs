@@ -14,18 +14,27 @@ use gpumux_tests::{Node, PATIENCE, Process, Run, binary, program, real, wait_for
 use rustix::process::Signal;
 
 /// What is not executed, and why.
-const EXCEPTIONS: [(&str, &str); 1] = [(
-    "cargo ",
-    "CI itself runs cargo; in here it would build all again, or wait for its own lock",
-)];
+const EXCEPTIONS: [(&str, &str); 7] = [
+    ("cargo ", CARGO),
+    ("pip install .", CARGO),
+    ("pip ", FRESH),
+    ("sudo apt ", FRESH),
+    ("sudo systemctl ", FRESH),
+    ("tar -xzf gpumux-", FRESH),
+    ("sudo gpumux-", FRESH),
+];
+const CARGO: &str =
+    "CI itself runs cargo; in here it would build all again, or wait for its own lock";
+const FRESH: &str = "the tests in `fresh` do that in a fresh system";
 /// What is replaced, so that it is short, stays in the test's folder, or needs no screen.
-const REPLACED: [(&str, &str); 12] = [
+const REPLACED: [(&str, &str); 13] = [
     ("gpumux demo --seconds 40", "gpumux demo"),
     // On a busy device it refuses to run.
     ("gpumux demo", "gpumux demo --emulated --seconds 10"),
     // Half a minute, unoptimised.
     ("scenarios/hour.toml", "scenarios/hog.toml"),
     ("127.0.0.1:9440", "127.0.0.1:0"),
+    ("--port 9441", "--port 0"),
     ("/usr/local/share", "share"),
     ("/tmp/emu.sock", "emu.sock"),
     ("/etc/cdi/", "cdi/"),
@@ -77,12 +86,15 @@ impl Stage {
             program(&file, &format!("#!/bin/sh\n{script}\n"));
         };
         let load = "exec gpumux workload batch --seconds 0.2";
-        for program in ["bin/python", "bin/podman", "solver", "job", "cuda-program"] {
+        for program in ["python", "podman", "docker", "vllm", "ollama", "torchrun"] {
+            put(&format!("bin/{program}"), load);
+        }
+        for program in ["solver", "job", "cuda-program"] {
             put(program, load);
         }
         put("bin/sudo", r#"exec "$@""#);
         put("bin/man", r#"exec test -s "$1""#);
-        // Where shells look, if somebody uses them.
+        // Where shells look for completions.
         for folder in [
             ".local/share/bash-completion/completions",
             ".zfunc",
@@ -149,17 +161,19 @@ impl Stage {
             println!("not executed ({why}): {line}");
             return;
         }
-        let mut line = line.to_owned();
-        for (from, to) in REPLACED {
-            line = line.replace(from, to);
-        }
+        let mut line = shortened(line);
         if line.contains("| jq") && Command::new("jq").arg("--version").output().is_err() {
             println!("SKIPPED: no jq is installed, so without it:");
             line.truncate(line.find("| jq").unwrap());
         }
         println!("$ {line}");
-        if line.contains("gpumux daemon") {
+        if line.contains("gpumux daemon") && !line.contains("--check") {
             self.daemon(&line);
+        } else if line.starts_with("gpumux page") {
+            // Runs until it is stopped, once it has printed its address.
+            let mut page = Process::start(&mut self.shell(&format!("exec {line}")));
+            page.wait_lines(1);
+            page.kill();
         } else if line.starts_with("gpumux top") {
             self.screen(&line);
         } else {
@@ -167,7 +181,7 @@ impl Stage {
         }
     }
 
-    /// Runs until it is told to end, and then ends well.
+    /// Runs until SIGTERM, and then ends well.
     fn daemon(&self, line: &str) {
         let dir = tempfile::Builder::new()
             .prefix("gm")
@@ -203,7 +217,7 @@ impl Stage {
             script
         };
         let mut screen = Process::start(&mut terminal);
-        // The picture has no line ends; a picture is there when the terminal was told to draw one.
+        // The picture has no line ends; a picture is there when the terminal received one.
         let started = std::time::Instant::now();
         while screen.poll().is_none() {
             screen.write("q");
@@ -213,15 +227,21 @@ impl Stage {
                 screen.out(),
                 screen.err()
             );
-            // Like somebody who presses the key again.
+            // Like a user who presses the key again.
             std::thread::sleep(Duration::from_millis(200));
         }
         screen.finish_within(Duration::from_secs(60)).ok();
     }
 }
 
+/// A line with what is replaced in it.
+pub(crate) fn shortened(line: &str) -> String {
+    let replace = |line: String, (from, to): (&str, &str)| line.replace(from, to);
+    REPLACED.into_iter().fold(line.to_owned(), replace)
+}
+
 /// The lines of a script, each with what is in the background before it.
-fn commands<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
+pub(crate) fn commands<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut commands = Vec::new();
     let mut before = String::new();
     for line in lines {
@@ -239,7 +259,14 @@ fn commands<'a>(lines: impl Iterator<Item = &'a str>) -> Vec<String> {
     commands
 }
 
-fn pages() -> Vec<(PathBuf, String)> {
+/// The code blocks of a page: their kind, and what is in them.
+pub(crate) fn blocks(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    // Every second piece is a block.
+    let pieces = text.split("\n```").skip(1).step_by(2);
+    pieces.filter_map(|block| block.split_once('\n'))
+}
+
+pub(crate) fn pages() -> Vec<(PathBuf, String)> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let book = fs::read_dir(root.join("docs")).unwrap().flatten();
     let book = book.map(|entry| entry.path());
@@ -279,11 +306,7 @@ fn the_commands_of_the_book_work() {
     let (mut count, mut done) = (0, BTreeSet::new());
     for (page, text) in pages() {
         println!("{}", page.display());
-        for (n, block) in text.split("\n```").enumerate() {
-            // Every second piece is a block.
-            let Some((kind, body)) = block.split_once('\n').filter(|_| n % 2 == 1) else {
-                continue;
-            };
+        for (kind, body) in blocks(&text) {
             if kind != "sh" {
                 let shown = body.lines().find(|line| line.starts_with("gpumux "));
                 assert_eq!(shown, None, "{}: shown, not executed", page.display());
@@ -348,9 +371,14 @@ fn the_examples_of_every_help_work() {
         let examples = (text.split_once("Examples:\n")).or(text.split_once("EXAMPLES:\n"));
         let (_, examples) = examples.unwrap_or_else(|| panic!("{name} has no example"));
         println!("{name}");
-        // Also what follows the examples may name a command.
-        let examples = examples.split("Exit codes:").next().unwrap().lines();
-        let examples = examples.filter_map(|line| line.strip_prefix("  "));
+        // Also what follows the examples may name a command, but not a list with a title, as `Exit codes:`.
+        let mut listed = false;
+        let examples = examples.lines().filter_map(|line| {
+            if !line.starts_with(' ') && !line.is_empty() {
+                listed = line.ends_with(':') && line.split_whitespace().count() <= 2;
+            }
+            line.strip_prefix("  ").filter(|_| !listed)
+        });
         let without_comment = |line: &'_ str| -> String {
             let command = line.split("  ").next().unwrap_or_default();
             let background = line.contains(" & ") && !command.ends_with('&');

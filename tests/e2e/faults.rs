@@ -21,7 +21,7 @@ fn free_memory(node: &Node) -> u64 {
 }
 
 #[test]
-fn a_killed_daemon_leaves_everybody_running() {
+fn killed_daemon_leaves_all_tenants_running() {
     let mut node = Node::start();
     let start = |name: &str| {
         let options = format!("--class batch --name {name}");
@@ -157,7 +157,7 @@ fn the_daemon_holds_no_file_of_a_tenant_that_is_gone() {
 }
 
 #[test]
-fn a_faulting_tenant_harms_nobody_else() {
+fn faulting_tenant_harms_no_other() {
     let node = Node::start();
     let mut other = Process::start(&mut node.tenant("--name other --class standard", TICKS));
     other.wait_lines(1);
@@ -215,7 +215,7 @@ fn without_a_daemon_programs_run_with_one_warning() {
 #[test]
 fn with_a_wrong_socket_programs_run_with_one_warning() {
     let node = Node::start();
-    // The API's socket: somebody listens there, but not for sessions.
+    // The API's socket: the daemon listens there, but not for sessions.
     for wrong in [node.api_socket(), "/dev/null".into(), node.dir().to_owned()] {
         runs_with_one_warning(alone(&node, false, &wrong));
         is_refused(alone(&node, true, &wrong));

@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use crate::memory::python;
 
-/// Somebody to compete with.
+/// A tenant to compete with.
 const BATCH: &str = "gpumux workload batch --kernel-us 5000 --seconds 60";
 
 fn batch(node: &Node) -> Process {
@@ -125,7 +125,7 @@ fn without_a_daemon_hints_do_nothing() {
 }
 
 #[test]
-fn nobody_is_held_for_who_is_alone_or_has_hints_off_or_another_class() {
+fn no_reservation_where_it_gains_nothing() {
     let node = Node::start();
     let ok = |options: &str| {
         let program = "gpumux workload hints --json --seconds 1";
@@ -207,7 +207,7 @@ while True:
 
 /// A long copy before every request, which the program does not announce.
 #[test]
-fn copies_foretell_work() {
+fn copies_predict_work() {
     let node = Node::start();
     let _batch = batch(&node);
     let serve = "gpumux workload latency --copy 16MiB --period-us 20000 --seconds 60";

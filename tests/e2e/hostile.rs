@@ -7,12 +7,22 @@ use std::{
         fd::{AsFd, BorrowedFd, OwnedFd},
         unix::net::UnixStream,
     },
+    path::Path,
+    process::Command,
+    sync::atomic::Ordering,
     time::Duration,
 };
 
-use gpumux_tests::{Node, Process, Run, readable, wait_for};
+use gpumux_tests::{
+    Node, PATIENCE, Process, Run,
+    hanging::{lingering, open_on_fuse},
+    readable, wait_for,
+};
 use gpumux_wire::{Daemon, PROTOCOL, Shim, message::MAX_CHANNELS, page::Page, socket};
-use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
+use rustix::{
+    net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair},
+    process::Signal,
+};
 use serde_json::Value;
 
 use crate::TICKS;
@@ -287,4 +297,106 @@ fn the_api_survives_garbage() {
         }
     }
     daemon_serves(&node, &old);
+}
+
+/// Sends a file to both sockets of the daemon; the reference there is the last when this process has closed its own.
+fn send_file(dir: &Path, file: BorrowedFd<'_>) -> [OwnedFd; 2] {
+    let session = socket::connect(&dir.join("session.sock"), SocketFlags::empty()).unwrap();
+    send(&session, &Shim::Gone { key: 1 }, Some(file));
+    let request = UnixStream::connect(dir.join("api.sock")).unwrap();
+    socket::send_bytes(&request, b"GET / ", &[file], SendFlags::empty()).unwrap();
+    [session, request.into()]
+}
+
+/// One of the tests that run as processes of their own.
+fn as_process(test: &str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    let test = format!("hostile::{test}");
+    command.args([&test, "--exact", "--ignored", "--nocapture"]);
+    command
+}
+
+#[test]
+#[ignore = "runs as a process of its own"]
+fn a_process_that_serves_fuse() {
+    let at = tempfile::tempdir().unwrap();
+    let (file, hangs) = match open_on_fuse(at.path()) {
+        Ok(opened) => opened,
+        Err(error) => return println!("skipped: FUSE cannot be mounted here: {error}"),
+    };
+    let mut command = as_process("a_process_that_sends_its_input");
+    let mut sender = command.stdin(file).spawn().unwrap();
+    // It has this process's file.
+    drop(command);
+    hangs.store(true, Ordering::Release);
+    sender.wait().unwrap();
+}
+
+#[test]
+#[ignore = "runs as a process of its own"]
+fn a_process_that_sends_its_input() {
+    // It could not be killed while its file system is there.
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
+    let dir = std::env::var_os("GPUMUX_RUNTIME_DIR").unwrap();
+    let (dir, file) = (Path::new(&dir), std::io::stdin());
+    let _sent: Vec<_> = (0..4).map(|_| send_file(dir, file.as_fd())).collect();
+    println!("sent");
+    std::thread::sleep(Duration::from_secs(3600));
+}
+
+#[test]
+#[ignore = "runs as a process of its own"]
+fn a_process_that_sends_files_that_linger() {
+    let dir = std::env::var_os("GPUMUX_RUNTIME_DIR").unwrap();
+    let _kept: Vec<_> = (0..16)
+        .map(|_| {
+            let (file, other) = lingering();
+            let sent = send_file(Path::new(&dir), file.as_fd());
+            // Where this is still the last reference, this thread hangs.
+            std::thread::spawn(move || drop(file));
+            (sent, other)
+        })
+        .collect();
+    println!("sent");
+    std::thread::sleep(Duration::from_secs(3600));
+}
+
+/// A process that has sent hostile files to the daemon; none where it cannot make them.
+fn hostile(node: &Node, test: &str) -> Option<Process> {
+    let mut command = as_process(test);
+    let mut hostile = Process::start(command.env("GPUMUX_RUNTIME_DIR", node.dir()));
+    wait_for("its files", PATIENCE, || {
+        hostile.poll();
+        let out = hostile.out();
+        (out.contains("sent") || out.contains("skipped")).then_some(())
+    });
+    if hostile.out().contains("skipped") {
+        eprintln!("{}", hostile.out());
+        return None;
+    }
+    Some(hostile)
+}
+
+#[test]
+fn files_whose_end_lingers_stop_no_other_program() {
+    let (mut node, old) = with_old_tenant();
+    let hostile = hostile(&node, "a_process_that_sends_files_that_linger");
+    daemon_serves(&node, &old);
+    node.kill_daemon();
+    node.start_daemon();
+    daemon_serves(&node, &old);
+    drop(hostile);
+}
+
+#[test]
+fn files_of_fuse_stop_no_other_program_nor_the_next_daemon() {
+    let (mut node, old) = with_old_tenant();
+    let Some(hostile) = hostile(&node, "a_process_that_serves_fuse") else {
+        return;
+    };
+    daemon_serves(&node, &old);
+    node.kill_daemon();
+    node.start_daemon();
+    daemon_serves(&node, &old);
+    hostile.kill();
 }

@@ -16,7 +16,7 @@ fn freezes(tenant: &Value) -> Option<u64> {
 }
 
 #[test]
-fn stopped_daemon_leaves_nobody_frozen_and_controls_again() {
+fn stopped_daemon_leaves_no_tenant_frozen_and_controls_again() {
     let node = Node::start();
     let _serve = Process::start(&mut node.tenant("--name serve --class latency", REQUESTS));
     let names = ["b0", "b1", "b2"];

@@ -136,7 +136,7 @@ fn batch_tenants_progress_beside_a_latency_tenant() {
 
 /// Small copies from the host, copies in the device and cleared memory are work of the compute group.
 #[test]
-fn who_launches_nothing_takes_turns_too() {
+fn tenant_that_only_copies_shares_the_device() {
     const PROGRAM: &str = r#"
 import time
 use_device()
@@ -223,7 +223,7 @@ fn a_larger_weight_gets_more_done() {
 }
 
 #[test]
-fn who_pauses_while_others_want_the_turn_is_frozen_and_goes_on_afterwards() {
+fn idle_contender_is_frozen_and_goes_on_afterwards() {
     let node = Node::start();
     let _serve = Process::start(&mut node.tenant("--class latency", REQUESTS));
     // Together they want more than there is, and each pauses between its kernels.

@@ -1,22 +1,28 @@
 //! gpumux from end to end: the real binary, libraries and processes, on the emulated device, or on a real one
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
+mod containers;
 mod contracts;
 mod cuda;
+mod devices;
 mod docs;
 mod emu;
 mod faults;
+mod fresh;
 mod gangs;
 mod hints;
 mod hostile;
 mod lease;
 mod levers;
+mod lifecycle;
 mod memory;
 mod mig;
 mod on_demand;
 mod packages;
+mod recipes;
 mod run;
 mod seen;
+mod sessions;
 mod soak;
 mod space;
 mod timings;
@@ -31,9 +37,11 @@ use gpumux_tests::{PATIENCE, Process, real, wait_settled};
 /// A tenant program that runs one short kernel after the other and prints a line for each.
 const TICKS: &str = "gpumux scratch";
 
-/// Whether a tenant is as it was: its levers move. Whether it has work at this moment changes all the time.
+/// Whether a tenant is under control. Whether it has work, or its turn, at this moment changes all the time.
 fn is_well(tenant: &serde_json::Value) -> bool {
-    ["running", "idle"].iter().any(|it| tenant["state"] == *it)
+    ["running", "idle", "queued"]
+        .iter()
+        .any(|it| tenant["state"] == *it)
 }
 
 /// Waits until a frozen program stands still. What it had done before may be read later. One that runs writes some fifty lines

@@ -17,19 +17,31 @@ fn repository() -> PathBuf {
         .into()
 }
 
-/// Makes both packages of what was built, in this folder; the one whose name ends so.
-fn package(dir: &Path, end: &str) -> Option<PathBuf> {
+/// Makes a package of what was built, in this folder; `None` where the tool for it is missing.
+pub(crate) fn package(dir: &Path, format: &str) -> Option<PathBuf> {
+    let tool = match format {
+        "deb" => Command::new("dpkg-deb").arg("--version").output(),
+        "rpm" => Command::new("rpmbuild").arg("--version").output(),
+        "wheel" => Command::new("python3")
+            .args(["-c", "import hatchling"])
+            .output(),
+        _ => Command::new("tar").arg("--version").output(),
+    };
+    if !tool.is_ok_and(|it| it.status.success()) {
+        eprintln!("SKIPPED: the tool for a {format} is missing");
+        return None;
+    }
     let mut make = Command::new(repository().join("deploy/package.sh"));
-    make.arg("--fast").arg("--out").arg(dir);
+    make.args(["--fast", "--formats", format])
+        .arg("--out")
+        .arg(dir);
     let made = make
         .arg("--from")
         .arg(binary().parent().unwrap())
         .run()
         .ok()
         .out;
-    made.lines()
-        .find(|line| line.ends_with(end))
-        .map(Into::into)
+    Some(made.lines().last().unwrap().into())
 }
 
 fn files(dir: &Path) -> Vec<PathBuf> {
@@ -45,8 +57,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 #[test]
 fn a_debian_package_comes_works_and_goes() {
     let dir = tempfile::tempdir().unwrap();
-    let Some(deb) = package(dir.path(), ".deb") else {
-        eprintln!("SKIPPED: no dpkg-deb");
+    let Some(deb) = package(dir.path(), "deb") else {
         return;
     };
     let root = dir.path().join("root");
@@ -77,7 +88,11 @@ fn a_debian_package_comes_works_and_goes() {
     assert_eq!(demo["rows"].as_array().map(Vec::len), Some(3), "{demo}");
     for file in [
         "etc/gpumux/gpumux.toml",
+        "usr/include/gpumux.h",
+        "usr/lib/python3/dist-packages/gpumux/__init__.py",
         "usr/lib/systemd/system/gpumuxd.service",
+        "usr/share/doc/gpumux/docs/getting-started.md",
+        "usr/share/doc/gpumux/examples/inference-and-training.yaml",
         "usr/share/man/man1/gpumux-run.1.gz",
         "usr/share/bash-completion/completions/gpumux",
     ] {
@@ -114,29 +129,122 @@ fn a_debian_package_comes_works_and_goes() {
 }
 
 #[test]
-fn systemd_understands_the_units() {
-    let verify = |args: &[&str]| Command::new("systemd-analyze").args(args).output();
-    if verify(&["--version"]).is_err() {
-        eprintln!("SKIPPED: no systemd-analyze");
+fn rpm_comes_works_and_goes() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(made) = package(dir.path(), "rpm") else {
+        return;
+    };
+    let root = dir.path().join("root");
+    let rpm = |args: &[&str]| {
+        let mut rpm = Command::new("rpm");
+        // Its scripts need a shell, which this root lacks.
+        rpm.args(["--root", root.to_str().unwrap(), "--dbpath", "/var/lib/rpm"]);
+        rpm.args(args).run().ok().out
+    };
+    let made = made.to_str().unwrap();
+    let requires = rpm(&["-qp", "--requires", made]);
+    assert!(requires.contains("libc.so.6(GLIBC_"), "{requires}");
+    // The emulated device's library is called as the driver's: it is no driver for other packages.
+    let provides = rpm(&["-qp", "--provides", made]);
+    assert!(!provides.contains("libcuda"), "{provides}");
+    rpm(&["-i", "--nodeps", "--noscripts", "--ignoreos", made]);
+    let mut installed = Command::new(root.join("usr/bin/gpumux"));
+    installed.env_remove("GPUMUX_LIB_DIR");
+    installed.env("GPUMUX_RUNTIME_DIR", dir.path().join("run"));
+    installed.args(["emu", "--", "gpumux", "doctor"]);
+    let path = std::env::join_paths(
+        [root.join("usr/bin")]
+            .into_iter()
+            .chain(std::env::split_paths(&std::env::var_os("PATH").unwrap())),
+    );
+    installed.env("PATH", path.unwrap()).run().ok();
+    rpm(&["-e", "--noscripts", "gpumux"]);
+    let left: Vec<_> = (files(&root).into_iter())
+        .filter(|file| !file.starts_with(root.join("var/lib/rpm")))
+        .collect();
+    assert_eq!(left, Vec::<PathBuf>::new());
+}
+
+/// The workspace has the version; some files repeat it.
+#[test]
+fn version_is_the_same_everywhere() {
+    let version = env!("CARGO_PKG_VERSION");
+    for (file, text) in [
+        (
+            "python/gpumux/__init__.py",
+            format!("__version__ = \"{version}\""),
+        ),
+        (
+            "deploy/helm/gpumux/Chart.yaml",
+            format!("appVersion: \"{version}\""),
+        ),
+        (
+            "deploy/helm/gpumux/values.yaml",
+            format!("tag: \"{version}\""),
+        ),
+        ("docs/kubernetes.md", format!("gpumux:{version} ")),
+    ] {
+        let whole = fs::read_to_string(repository().join(file)).unwrap();
+        assert!(whole.contains(&text), "{file}: {text}");
+    }
+}
+
+#[test]
+fn bill_of_materials_lists_what_is_compiled_in() {
+    let script = repository().join("deploy/sbom.py");
+    let recent = "import sys, tomllib";
+    let python = Command::new("python3").args(["-c", recent]).output();
+    if !python.is_ok_and(|it| it.status.success()) {
+        eprintln!("SKIPPED: no python3 from 3.11 on");
         return;
     }
+    let bill = Command::new("python3").arg(script).run().ok().json();
+    let all = bill["components"].as_array().unwrap();
+    let has = |name: &str| all.iter().any(|it| it["name"] == name);
+    for name in ["gpumux-shim", "gpumux-cli", "rustix", "tokio"] {
+        assert!(has(name), "{name}");
+    }
+    // Tests, build scripts and macros.
+    for name in ["gpumux-tests", "proptest", "protox", "serde_derive"] {
+        assert!(!has(name), "{name}");
+    }
+    for it in all {
+        let own = it["name"].as_str().unwrap().starts_with("gpumux-");
+        assert!(own || it["hashes"][0]["content"].is_string(), "{it}");
+        assert!(it["licenses"][0]["expression"].is_string(), "{it}");
+    }
+}
+
+/// What systemd finds wrong in a unit, with its program in place of the installed one; `None` where there is no systemd.
+fn wrong_in(unit: &str, scope: &str, name: &str) -> Option<Vec<String>> {
     let dir = tempfile::tempdir().unwrap();
+    let here = dir.path().join(name);
+    let program = binary().display().to_string();
+    fs::write(&here, unit.replace("/usr/bin/gpumux", &program)).unwrap();
+    let mut verify = Command::new("systemd-analyze");
+    verify.args(["verify", "--man=no", scope]).arg(&here);
+    let Ok(found) = verify.output() else {
+        eprintln!("SKIPPED: no systemd-analyze");
+        return None;
+    };
+    // It also speaks of other units of the machine.
+    let found = String::from_utf8_lossy(&found.stderr);
+    let ours = found.lines().filter(|line| line.contains(name));
+    Some(ours.map(str::to_owned).collect())
+}
+
+#[test]
+fn systemd_understands_the_units() {
     for (scope, file) in [
         ("--system", "deploy/systemd/gpumuxd.service"),
         ("--user", "deploy/systemd/user/gpumuxd.service"),
     ] {
         let unit = fs::read_to_string(repository().join(file)).unwrap();
-        let program = binary().display().to_string();
-        let here = dir.path().join("gpumuxd.service");
-        fs::write(&here, unit.replace("/usr/bin/gpumux", &program)).unwrap();
-        let found = verify(&["verify", "--man=no", scope, here.to_str().unwrap()]).unwrap();
-        let said = String::from_utf8_lossy(&found.stderr);
-        // It also speaks of other units of the machine.
-        let ours: Vec<_> = (said.lines())
-            .filter(|line| line.contains("gpumuxd.service"))
-            .collect();
-        assert!(ours.is_empty(), "{file}: {said}");
-        // A restart must not end the MPS servers of groups, and SIGTERM thaws everybody.
+        let Some(wrong) = wrong_in(&unit, scope, "gpumuxd.service") else {
+            return;
+        };
+        assert_eq!(wrong, Vec::<String>::new(), "{file}");
+        // A restart must not end the MPS servers of groups, and SIGTERM thaws all tenants.
         for line in ["StateDirectory=gpumux", "KillMode=process"] {
             assert!(unit.lines().any(|it| it == line), "{file}: {line}");
         }
@@ -146,10 +254,35 @@ fn systemd_understands_the_units() {
     assert!(system.contains("RuntimeDirectoryPreserve=yes"));
 }
 
+/// The units of applications: systemd takes them, and their command makes the tenant that they name.
+#[test]
+fn service_of_an_application_becomes_a_tenant() {
+    let node = Node::start();
+    for (scope, file, name, class) in [
+        ("--system", "web.service", "web", "latency"),
+        ("--user", "night.service", "night", "batch"),
+    ] {
+        let unit = fs::read_to_string(repository().join("deploy/recipes").join(file)).unwrap();
+        if let Some(wrong) = wrong_in(&unit, scope, file) {
+            assert_eq!(wrong, Vec::<String>::new(), "{file}");
+        }
+        let command = unit
+            .lines()
+            .find_map(|it| it.strip_prefix("ExecStart=/usr/bin/"));
+        let (run, _) = command.unwrap().split_once(" -- ").unwrap();
+        let options = run.strip_prefix("gpumux run ").unwrap();
+        let service = Process::start(&mut node.tenant(options, "gpumux scratch"));
+        let tenant = node.wait_tenant(name, |tenant| tenant["domains"][0].is_object());
+        assert_eq!(tenant["class"], class, "{tenant:#}");
+        // systemd watches the process that it started.
+        assert_eq!(tenant["pids"], serde_json::json!([service.pid()]));
+    }
+}
+
 #[test]
 fn a_tarball_is_installed_and_removed() {
     let dir = tempfile::tempdir().unwrap();
-    let tarball = package(dir.path(), ".tar.gz").unwrap();
+    let tarball = package(dir.path(), "tar").unwrap();
     let run = |program: &Path, args: &[&str]| Command::new(program).args(args).run().ok();
     let (from, to) = (dir.path().display().to_string(), dir.path().join("prefix"));
     run(
@@ -179,57 +312,11 @@ fn a_tarball_is_installed_and_removed() {
     assert_eq!(files(&to), Vec::<PathBuf>::new());
 }
 
-/// `apt install`, a daemon, the demo, `apt purge`: in a system of its own, which is afterwards as it was before.
-const FRESH: &str = r#"
-list() {
-  find / -xdev \( -path /proc -o -path /dev -o -path /root -o -path /var/lib/apt -o -path /var/lib/dpkg \
-    -o -path /var/cache -o -path /var/log \) -prune -o -print | sort
-}
-list > /root/before
-apt-get install -qqy --no-install-recommends /root/gpumux.deb > /root/install 2>&1 || { cat /root/install; exit 1; }
-gpumux daemon 2> /root/daemon &
-for n in $(seq 200); do [ -S /run/gpumux/api.sock ] && break; sleep 0.05; done
-gpumux ps
-gpumux demo --emulated --seconds 10
-kill $!
-wait $! || true
-apt-get purge -qqy gpumux > /root/purge 2>&1 || { cat /root/purge; exit 1; }
-list > /root/after
-diff /root/before /root/after
-echo "as it was before"
-"#;
-
-#[test]
-fn a_fresh_system_is_afterwards_as_it_was_before() {
-    let dir = tempfile::tempdir().unwrap();
-    let root = dir.path().join("root");
-    let quiet = |command: &mut Command| command.output().is_ok_and(|it| it.status.success());
-    // To make one takes minutes and a mirror: `.ci/run` does.
-    let made = std::env::var_os("GPUMUX_TEST_ROOT")
-        .is_some_and(|given| quiet(Command::new("cp").arg("-a").arg(given).arg(&root)));
-    let Some(deb) = package(dir.path(), ".deb").filter(|_| made) else {
-        eprintln!(
-            "SKIPPED: no GPUMUX_TEST_ROOT (a folder made by `debootstrap --variant=minbase`), or no dpkg-deb"
-        );
-        return;
-    };
-    fs::copy(deb, root.join("root/gpumux.deb")).unwrap();
-    let mut enter = Command::new("unshare");
-    enter.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-c"]);
-    enter.arg(r#"mount -t proc proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" sh -euc "$1""#);
-    enter.arg(&root).arg(FRESH).env_clear();
-    enter
-        .env("PATH", "/usr/sbin:/usr/bin:/sbin:/bin")
-        .env("HOME", "/root");
-    let done = Process::start(&mut enter).finish_within(PATIENCE * 6).ok();
-    assert!(done.out.ends_with("as it was before\n"), "{done:?}");
-}
-
 /// All files are replaced while a tenant runs; the new daemon takes it over, with what was set for it.
 #[test]
 fn an_upgrade_while_tenants_run() {
     let dir = tempfile::tempdir().unwrap();
-    let tarball = package(dir.path(), ".tar.gz").unwrap();
+    let tarball = package(dir.path(), "tar").unwrap();
     let mut unpack = Command::new("tar");
     unpack.arg("-C").arg(dir.path()).arg("-xzf").arg(&tarball);
     unpack.run().ok();

@@ -160,18 +160,20 @@ fn names_are_unique_and_given_where_none_was_asked_for() {
 }
 
 #[test]
-fn promises_that_cannot_be_kept_are_refused() {
+fn guarantees_that_do_not_fit_are_rejected() {
     let node = Node::start();
     let _first = Process::start(&mut node.tenant("--name a --guaranteed 0.7", TICKS));
     node.wait_tenant("a", |tenant| !tenant["domains"][0].is_null());
-    for (options, word) in [
-        ("--guaranteed 0.6", "0.3"),
-        ("--guaranteed 1.5", "1.5"),
-        ("--weight -1", "-1"),
-        ("--guaranteed 0.2 --limit 0.1", "0.2"),
+    for (options, code, word) in [
+        ("--guaranteed 0.6", 125, "at most 30%"),
+        ("--guaranteed 1.5", 2, "1.5"),
+        ("--guaranteed 150%", 2, "150%"),
+        ("--weight -1", 2, "-1"),
+        ("--memory-limit 40", 2, "40GiB"),
+        ("--guaranteed 0.2 --limit 0.1", 2, "20%"),
     ] {
         let refused = node.tenant(options, "echo ran").run();
-        assert_eq!(refused.code(), 125, "{options}: {refused:#?}");
+        assert_eq!(refused.code(), code, "{options}: {refused:#?}");
         assert!(refused.err.contains(word), "{options}: {refused:#?}");
         assert_eq!(refused.out, "", "{options}");
     }
@@ -206,7 +208,7 @@ fn a_daemon_is_started_where_one_was_killed() {
 #[test]
 fn a_started_daemon_holds_nothing_of_the_shell_that_started_it() {
     let node = no_daemon();
-    // `cat` ends when nobody can write to the pipe any more.
+    // `cat` ends when no process can write to the pipe any more.
     let line = format!("{} run -- true 7>&1 | cat; echo done", binary().display());
     let shell = Process::start(&mut node.on_device(["sh", "-c", &line]));
     assert_eq!(shell.finish_within(PATIENCE).ok().out, "done\n");
@@ -225,7 +227,7 @@ fn many_at_once_start_one_daemon() {
 }
 
 #[test]
-fn who_comes_while_a_daemon_starts_waits_for_it() {
+fn program_waits_for_a_daemon_that_starts() {
     let node = no_daemon();
     // It reads this file when it starts, and so waits for who writes it.
     let settings = node.dir().join("settings.json");
@@ -254,7 +256,7 @@ fn who_comes_while_a_daemon_starts_waits_for_it() {
 
 /// It refuses what would change anything while it restores what it found, and has its folder until it is gone.
 #[test]
-fn who_comes_while_a_daemon_ends_has_the_next_one() {
+fn program_started_while_a_daemon_ends_gets_the_next() {
     if real() {
         eprintln!("SKIPPED: it needs slow levers");
         return;
@@ -279,7 +281,7 @@ fn who_comes_while_a_daemon_ends_has_the_next_one() {
 
 /// As where systemd starts it again.
 #[test]
-fn who_comes_between_two_daemons_has_the_next_one() {
+fn program_started_between_daemons_gets_the_next() {
     let mut node = Node::start();
     node.kill_daemon();
     let mut tenant = node.tenant("--name waits", "sh -c");
@@ -357,7 +359,7 @@ fn tenants_end_with_their_last_process() {
             .arg("echo ready; sleep 60"),
     );
     tenant.wait_lines(1);
-    assert_eq!(node.find_tenant("short").unwrap()["state"], "waiting");
+    assert_eq!(node.find_tenant("short").unwrap()["state"], "starting");
     tenant.kill();
     wait_for("the tenant's end", PATIENCE, || {
         node.find_tenant("short").is_none().then_some(())

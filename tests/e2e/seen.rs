@@ -43,7 +43,7 @@ fn a_tenant_is_explained_and_traced() {
     let (node, _processes) = busy();
     let text = node.gpumux(["explain", "night"]).run().ok().out;
     assert!(
-        text.starts_with("night is a batch tenant") && text.contains("web (latency"),
+        text.starts_with("entitled: a batch tenant") && text.contains(" (latency, "),
         "{text}"
     );
     let file = node.dir().join("out.json");
@@ -64,6 +64,52 @@ fn a_tenant_is_explained_and_traced() {
         top.code() == 1 && top.err.contains("needs a terminal"),
         "{top:?}"
     );
+}
+
+/// What the daemon answers on its Unix socket.
+fn get(node: &Node, path: &str) -> Value {
+    let mut curl = Command::new("curl");
+    curl.args(["-sS", "--unix-socket"]).arg(node.api_socket());
+    curl.arg(format!("http://gpumux{path}")).run().ok().json()
+}
+
+#[test]
+fn device_readings_and_history_follow_the_work() {
+    let node = Node::start();
+    let job = Process::start(&mut node.tenant("--name job", "gpumux workload batch --seconds 600"));
+    let device = wait_for("a used, warm device", PATIENCE, || {
+        let device = get(&node, "/v1/devices")[0].clone();
+        let warm = device["readings"]["temperature_c"].as_u64()? > 40;
+        let used = device["readings"]["utilization"].as_f64()? > 0.5;
+        (warm && used).then_some(device)
+    });
+    assert_eq!(device["index"], 0);
+    assert!(
+        device["readings"]["power_limit_w"].as_f64() > Some(100.0),
+        "{device}"
+    );
+    let last = |values: &Value| values.as_array()?.last()?.as_f64();
+    wait_for("the same in the history", PATIENCE, || {
+        let history = get(&node, "/v1/history");
+        let received = last(&history["tenants"][0]["received"])?;
+        let power = last(&history["devices"][0]["power_w"])?;
+        (received > 0.5 && power > 100.0).then_some(())
+    });
+    job.kill();
+    // What it had is still there, by the second and by ten seconds.
+    for span in ["5m", "1h"] {
+        let ended = wait_for("an ended tenant", PATIENCE, || {
+            let tenant = get(&node, &format!("/v1/history?span={span}"))["tenants"][0].clone();
+            tenant["ended_s_ago"].is_u64().then_some(tenant)
+        });
+        assert_eq!(ended["name"], "job");
+        let had = ended["received"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .filter_map(Value::as_f64);
+        assert!(had.sum::<f64>() > 0.5, "{ended}");
+    }
 }
 
 #[test]
@@ -88,13 +134,13 @@ fn the_accounts_are_what_the_driver_measures() {
 }
 
 #[test]
-fn doctor_and_demo_disturb_nobody() {
+fn doctor_and_demo_disturb_no_tenant() {
     let (node, mut processes) = busy();
     let gpumux = binary();
     let on_device = |command: &str| node.on_device([gpumux.as_os_str(), command.as_ref()]).run();
     for _ in 0..3 {
         on_device("doctor").ok();
-        // Who comes next is served.
+        // The next client is served.
         let load = "gpumux workload batch --seconds 0.2";
         node.tenant("--name first --class standard", load)
             .run()
@@ -233,7 +279,7 @@ impl Drop for Browser {
 }
 
 #[test]
-fn the_web_page_in_a_browser() {
+fn web_page_in_a_browser_shows_all_and_changes_none() {
     let dir = tempfile::tempdir().unwrap();
     let Some(mut browser) = Browser::start(dir.path()) else {
         eprintln!("SKIPPED: no Chromium is installed (apt install chromium)");
@@ -250,20 +296,24 @@ fn the_web_page_in_a_browser() {
         browser.until("document.querySelectorAll('#tenants tr').length"),
         2
     );
-    browser.until("document.querySelectorAll('#devices canvas').length === 1");
-    browser.click("tr[data-name=night]");
+    browser.until("document.querySelectorAll('#devices .chart svg path').length > 2");
+    browser.click("tr[data-name=night] a");
     let why = browser.until("document.querySelector('#why').textContent");
-    assert!(
-        why.as_str().unwrap().starts_with("night is a batch tenant"),
-        "{why}"
-    );
-    // Contexts, and the memory of somebody.
-    browser.until("document.querySelectorAll('#memory .map i').length > 1");
-    browser.until("[...document.querySelectorAll('dt')].find(t => t.textContent === 'sharing').nextSibling.textContent === 'in time'");
-    // Its own timeline is drawn.
-    browser.until("(c => c.getContext('2d').getImageData(0, 0, c.width, c.height).data.some(v => v))(document.querySelector('#own'))");
+    assert!(why.as_str().unwrap().contains("night"), "{why}");
+    // Contexts, and the memory of a tenant.
+    browser.until("document.querySelectorAll('#devices .map i').length > 1");
+    let fact = |name: &str| {
+        format!(
+            "[...document.querySelectorAll('dt')].find(t => t.textContent === '{name}').nextSibling.textContent"
+        )
+    };
+    browser.until(&format!("{} === 'in time'", fact("Sharing")));
+    browser.until(&format!("{}.endsWith(' °C')", fact("Temperature")));
+    browser.until(&format!("{}.endsWith(' of 700 W')", fact("Power")));
+    // Its own course, from the daemon's history.
+    browser.until("document.querySelectorAll('#past svg path').length > 2");
     // It is live: what it has received grows.
-    let received = "parseFloat([...document.querySelectorAll('dt')].find(t => t.textContent === 'device time').nextSibling.textContent)";
+    let received = format!("parseFloat({})", fact("GPU time"));
     let before = browser.until(&format!("String({received})"));
     browser.until(&format!("{received} > {}", before.as_str().unwrap()));
     // And a change from elsewhere is seen.
@@ -272,23 +322,24 @@ fn the_web_page_in_a_browser() {
         .ok();
     browser
         .until("document.querySelector('tr[data-name=night]').cells[1].textContent === 'standard'");
+    // On the daemon's TCP address nothing can be changed.
+    browser.until("document.querySelector('#change').hidden");
+    browser.until("document.querySelector('#rights').textContent.includes('read-only')");
     // How long requests took, of a program that marks them.
     let _api = Process::start(&mut node.tenant(
         "--name api --class latency",
         "gpumux workload hints --seconds 600",
     ));
-    browser.click("tr[data-name=api]");
+    browser.click("tr[data-name=api] a");
     browser.until("document.querySelectorAll('#times i').length > 0");
     let scale = browser.until("document.querySelector('#scale').textContent");
     assert!(
         scale.as_str().unwrap().contains(" requests, half within "),
         "{scale}"
     );
-    // Who has none marked shows none.
-    browser.click("tr[data-name=night]");
+    // One without marked requests shows none.
+    browser.click("tr[data-name=night] a");
     browser.until("document.querySelector('#requests').hidden");
-    browser.click("tr[data-name=api]");
-    browser.until("!document.querySelector('#requests').hidden");
     let foreign = "performance.getEntriesByType('resource').filter(e => !e.name.startsWith(location.origin)).length === 0";
     browser.until(foreign);
     let picture = browser.call("Page.captureScreenshot", json!({}));
@@ -300,4 +351,119 @@ fn the_web_page_in_a_browser() {
     if let Some(file) = std::env::var_os("GPUMUX_TEST_SCREENSHOT") {
         fs::write(file, picture).unwrap();
     }
+    // A daemon that is gone is plain to see, and its numbers are old.
+    drop(node);
+    browser.until(
+        "document.body.classList.contains('stale') && !document.querySelector('#gone').hidden",
+    );
+}
+
+/// The page as a user, its address, and who serves it.
+fn page(node: &Node) -> (Process, String) {
+    let mut process = Process::start(&mut node.gpumux(["page"]));
+    process.wait_lines(1);
+    let url = process.out().split_whitespace().nth(1).unwrap().to_owned();
+    (process, url)
+}
+
+#[test]
+fn web_page_fits_phones_and_changes_own_tenants() {
+    let dir = tempfile::tempdir().unwrap();
+    let Some(mut browser) = Browser::start(dir.path()) else {
+        eprintln!("SKIPPED: no Chromium is installed (apt install chromium)");
+        return;
+    };
+    let (node, _processes) = busy();
+    let long = "a-tenant-with-a-name-that-is-as-long-as-names-may-be-and-more";
+    let _more = [
+        format!("--name {long} --class standard"),
+        "--name sleeper".into(),
+    ]
+    .map(|options| {
+        Process::start(&mut node.tenant(
+            &options,
+            "gpumux workload idle --memory 256MiB --seconds 600",
+        ))
+    });
+    for name in [long, "sleeper"] {
+        node.wait_tenant(name, |tenant| {
+            tenant["memory"][0]["in_use"].as_u64() > Some(256 << 20)
+        });
+    }
+    let (_page, url) = page(&node);
+    browser.open(&url);
+    // The secret is not left in the address.
+    browser.until("location.hash === ''");
+    browser.until("document.querySelectorAll('#tenants tr').length === 4");
+    browser.click("tr[data-name=sleeper] a");
+    browser.until("!document.querySelector('#change').hidden");
+    browser.until("document.querySelector('#move').click() === undefined");
+    node.wait_tenant("sleeper", |tenant| tenant["asleep"] == true);
+    browser.until("document.querySelector('#said').textContent === 'Its memory is on the host.'");
+    browser.until(
+        "document.querySelector('tr[data-name=sleeper]').textContent.includes('on the host')",
+    );
+    for width in [390, 768, 1280] {
+        let size =
+            json!({"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500});
+        browser.call("Emulation.setDeviceMetricsOverride", size);
+        // Drawn anew with all in it: charts, a tenant's own, long names.
+        browser
+            .until("new Set([...document.querySelectorAll('#past svg, #devices svg')]).size >= 6");
+        let fits =
+            browser.until("JSON.stringify([document.documentElement.scrollWidth, innerWidth])");
+        let [wide, room]: [u32; 2] = serde_json::from_str(fits.as_str().unwrap()).unwrap();
+        assert!(wide <= room && room == width, "{wide} pixels in {room}");
+    }
+    browser.until("document.querySelector('#move').click() === undefined");
+    node.wait_tenant("sleeper", |tenant| tenant["asleep"] == false);
+    // Each tenant has a colour of its own.
+    let colors = browser.until("String(new Set([...document.querySelectorAll('#tenants .chip')].map(c => c.style.background)).size)");
+    assert_eq!(colors, "4");
+    // A change can be taken back.
+    let choose = "(c => { c.value = 'latency'; c.dispatchEvent(new Event('change')); return true; })(document.querySelector('#class'))";
+    browser.until(choose);
+    node.wait_tenant("sleeper", |tenant| tenant["class"] == "latency");
+    browser.until("!document.querySelector('#undo').hidden");
+    browser.until("document.querySelector('#undo').click() === undefined");
+    node.wait_tenant("sleeper", |tenant| tenant["class"] == "standard");
+}
+
+#[test]
+fn page_address_without_its_secret_shows_and_changes_nothing() {
+    let (node, _processes) = busy();
+    let (_page, url) = page(&node);
+    let (address, secret) = url.split_once("#token=").unwrap();
+    let ask = |words: &[&str]| {
+        let mut curl = Command::new("curl");
+        curl.args(["-sS", "-o", "/dev/null", "-w", "%{http_code}"])
+            .args(words);
+        curl.run().ok().out
+    };
+    let bearer = format!("authorization: Bearer {secret}");
+    let (live, night) = (
+        format!("{address}v1/status"),
+        format!("{address}v1/tenants/night"),
+    );
+    let body = r#"{"class": "latency"}"#;
+    let json = "content-type: application/json";
+    assert_eq!(ask(&[address]), "200", "the page itself holds no data");
+    assert_eq!(ask(&[&live]), "401");
+    assert_eq!(ask(&[&live, "-H", "authorization: Bearer 00"]), "401");
+    assert_eq!(ask(&[&live, "-H", &bearer]), "200");
+    assert_eq!(
+        ask(&[&live, "-H", &bearer, "-H", "host: evil.example"]),
+        "421"
+    );
+    let change = ["-X", "PATCH", "-d", body, "-H", json];
+    assert_eq!(ask(&[&[&*night][..], &change].concat()), "401");
+    let foreign = ["-H", &*bearer, "-H", "origin: http://evil.example"];
+    assert_eq!(ask(&[&[&*night][..], &change, &foreign].concat()), "403");
+    assert_eq!(ask(&[&night, "-X", "DELETE", "-H", &bearer]), "405");
+    assert_eq!(node.find_tenant("night").unwrap()["class"], "batch");
+    assert_eq!(
+        ask(&[&[&*night, "-H", &bearer][..], &change].concat()),
+        "200"
+    );
+    assert_eq!(node.find_tenant("night").unwrap()["class"], "latency");
 }

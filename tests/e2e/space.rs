@@ -18,8 +18,7 @@ use crate::{REQUESTS, TICKS, is_well, wait_still};
 
 /// What a plain MPS server does: the reason why the daemon holds files, and the model of the emulated device.
 #[test]
-fn work_that_a_killed_client_leaves_ends_the_others_unless_it_is_short_or_somebody_holds_its_memory()
- {
+fn work_of_a_killed_client_ends_others_unless_short_or_held() {
     let puppets = Puppets::new();
     let endless = "gpumux workload fault --kind endless --seconds 0.1".to_owned();
     let batch = |us: u32| format!("gpumux workload batch --kernel-us {us} --seconds 600");
@@ -161,7 +160,7 @@ fn a_group_is_frozen_and_thawed_as_one_and_all_progress() {
         let lines = process.lines();
         process.wait_lines(lines + 20);
     }
-    // Who comes into a group that is there has what the group has.
+    // A new member gets the group's state.
     let mut late = member(&node, "late", "", TICKS);
     late.wait_lines(10);
     node.wait_tenant("late", |it| slice(it) == Some(1));
@@ -396,7 +395,7 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
 }
 
 #[test]
-fn who_takes_groups_down_joins_none_any_more() {
+fn repeated_faulting_client_joins_no_group() {
     if real() {
         // Who caused a fault is known for sure on the emulated device only.
         return;
@@ -430,7 +429,7 @@ fn who_takes_groups_down_joins_none_any_more() {
 }
 
 #[test]
-fn who_takes_groups_down_under_no_name_joins_none_any_more_and_other_programs_do() {
+fn repeated_faulting_program_joins_no_group() {
     if real() {
         // Who caused a fault is known for sure on the emulated device only.
         return;
@@ -653,7 +652,7 @@ fn the_fault_matrix_in_a_group() {
 }
 
 #[test]
-fn what_a_killed_member_leaves_behind_work_that_never_pauses_harms_nobody() {
+fn killed_member_beside_constant_work_harms_no_other() {
     let node = Node::start();
     let mut inside = member(&node, "inside", "", TICKS);
     inside.wait_lines(3);
@@ -728,7 +727,7 @@ fn a_server_that_hangs_or_dies_is_replaced() {
 }
 
 #[test]
-fn who_is_of_another_trust_domain_cannot_join_whatever_it_sets() {
+fn process_of_another_trust_domain_cannot_join() {
     let mut node = Node::start();
     let mut inside = member(&node, "inside", "", TICKS);
     inside.wait_lines(3);
@@ -759,7 +758,7 @@ fn who_is_of_another_trust_domain_cannot_join_whatever_it_sets() {
             });
         }
     }
-    // Nor may who is no tenant at all.
+    // Nor may a process without a tenant.
     let stranger = |node: &Node| {
         let mut command = node.on_device(scratch.split(' '));
         enter(&mut command, &folder);

@@ -6,7 +6,7 @@ use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, wait_for};
 
 use crate::TICKS;
 
-/// Nobody listens there. A program without CUDA must not even look.
+/// No process listens there. A program without CUDA must not even look.
 const NOWHERE: &str = "/nonexistent/session.sock";
 
 fn plain() -> Node {
@@ -83,7 +83,7 @@ fn a_program_without_cuda_makes_no_session() {
     let mut tenant = Process::start(tenant.arg("echo ready; read line"));
     tenant.wait_lines(1);
     let found = node.find_tenant("plain").unwrap();
-    assert_eq!(found["state"], "waiting");
+    assert_eq!(found["state"], "starting");
     assert_eq!(found["pids"].as_array().map(Vec::len), Some(0), "{found:#}");
 }
 

@@ -1,4 +1,4 @@
-//! Who is who: a daemon of root and tenants of ordinary users. Needs root; the other tests run as whoever they are.
+//! A daemon of root and tenants of ordinary users. Needs root; the other tests run as any user.
 
 use std::{
     fs::{self, Permissions, set_permissions},
@@ -14,7 +14,7 @@ use crate::{REQUESTS, TICKS};
 /// `nobody`, whose number is the same on all systems that have one.
 const NOBODY: u32 = 65534;
 
-/// A node whose folder everybody may enter, or nothing when the tests do not run as root.
+/// A node whose folder all users may enter, or nothing when the tests do not run as root.
 fn node_of_root() -> Option<Node> {
     if !rustix::process::geteuid().is_root() {
         return None;

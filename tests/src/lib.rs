@@ -10,6 +10,7 @@
 
 mod build;
 pub mod cuda;
+pub mod hanging;
 mod node;
 mod process;
 mod session;

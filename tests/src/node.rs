@@ -292,7 +292,7 @@ impl Node {
 }
 
 impl Node {
-    /// Ends the servers of groups, which outlive a daemon that is killed, and whoever else uses their folders.
+    /// Ends the servers of groups, which outlive a daemon that is killed, and other users of their folders.
     fn end_groups(&self) {
         let groups = self.dir().join("groups").display().to_string();
         if !Path::new(&groups).exists() {
@@ -312,11 +312,11 @@ impl Node {
 }
 
 impl Drop for Node {
-    /// Ends the daemon that a `run` has started, if one has. Whoever holds the lock is the one whose pid is in it.
+    /// Ends the daemon that a `run` has started, if one has. The lock's holder is the one whose pid is in it.
     fn drop(&mut self) {
         let daemon = self.daemon.take();
         if let Some(daemon) = daemon.as_ref().filter(|_| std::thread::panicking()) {
-            eprintln!("the daemon said:\n{}", daemon.err());
+            eprintln!("the daemon's log:\n{}", daemon.err());
         }
         drop(daemon);
         self.end_groups();

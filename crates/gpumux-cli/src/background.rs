@@ -74,6 +74,17 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// Starts a child in a session of its own: no terminal's signals reach it.
+pub(crate) fn in_own_session(command: &mut Command) {
+    // SAFETY: between fork and exec only one system call is made, which is async-signal-safe.
+    unsafe {
+        command.pre_exec(|| {
+            rustix::process::setsid()?;
+            Ok(())
+        })
+    };
+}
+
 /// Has a child killed when this process ends, however that comes. It must be started by the first thread.
 pub(crate) fn end_with_this(command: &mut Command) {
     let this = getpid();

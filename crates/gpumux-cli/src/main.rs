@@ -1,19 +1,29 @@
 //! `gpumux`: the command line. Parses, calls one command, and turns its result into an exit code.
 
 mod background;
+mod bounded_log;
 mod commands;
+mod elf;
 mod emulated;
 mod fingerprint;
 mod libraries;
+mod logs;
+mod names;
 mod output;
+mod signals;
+mod units;
 
 use std::process::ExitCode;
 
-use clap::{CommandFactory, Parser, Subcommand};
+use clap::{
+    CommandFactory, Parser, Subcommand,
+    error::{ContextKind, ErrorKind},
+};
 
 use crate::commands::{
-    cdi, completions, daemon, demo, doctor, dra, emu, explain, fleet, hint, man, memory, profile,
-    ps, run, set, sim, top, trace, workload,
+    cdi, completions, daemon, demo, doctor, dra, emu, events, explain, fleet, hint, inspect, kill,
+    logs as show_logs, man, memory, page, profile, ps, run, set, sim, stop, top, trace, wait,
+    workload,
 };
 
 const EXAMPLES: &str = "\
@@ -23,7 +33,8 @@ Examples:
   gpumux run --class batch -- python train.py     gets what is left
   gpumux ps                                       who shares the GPU
   gpumux top                                      watch them, and change them
-  gpumux explain train                            why it gets what it gets
+  gpumux explain train                            why it receives what it receives
+  gpumux run -d -- python train.py                in the background: see stop, kill, wait, logs
   gpumux doctor                                   what works on this machine
 
 Exit codes:
@@ -46,7 +57,13 @@ struct Cli {
 #[derive(Subcommand)]
 enum Command {
     Run(run::Args),
+    Stop(stop::Args),
+    Kill(kill::Args),
+    Wait(wait::Args),
+    Logs(show_logs::Args),
     Ps(ps::Args),
+    Events(events::Args),
+    Inspect(inspect::Args),
     Set(set::Args),
     Hint(hint::Args),
     Memory(memory::Args),
@@ -57,6 +74,7 @@ enum Command {
     Explain(explain::Args),
     Profile(profile::Args),
     Top(top::Args),
+    Page(page::Args),
     Trace(trace::Args),
     Doctor(doctor::Args),
     Demo(demo::Args),
@@ -74,17 +92,28 @@ enum Command {
     Background(background::Args),
     #[command(hide = true)]
     Scratch(doctor::scratch::Args),
+    /// Receives connections for a daemon, which starts it
+    #[command(hide = true, name = gpumux_daemon::receiver::COMMAND)]
+    Receiver,
 }
 
 fn main() -> ExitCode {
-    let command = Cli::parse().command;
+    let command = Cli::try_parse()
+        .unwrap_or_else(|error| refuse(error))
+        .command;
     let failure = match command {
         Command::Run(_) | Command::Emu(_) => commands::CANNOT_START,
         _ => 1,
     };
     let result = match command {
         Command::Run(args) => run::run(args),
+        Command::Stop(args) => stop::run(&args),
+        Command::Kill(args) => kill::run(&args),
+        Command::Wait(args) => wait::run(&args),
+        Command::Logs(args) => show_logs::run(&args),
         Command::Ps(args) => ps::run(&args),
+        Command::Events(args) => events::run(&args),
+        Command::Inspect(args) => inspect::run(&args),
         Command::Set(args) => set::run(&args),
         Command::Hint(args) => hint::run(&args),
         Command::Memory(args) => memory::run(&args),
@@ -93,6 +122,7 @@ fn main() -> ExitCode {
         Command::Explain(args) => explain::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Top(args) => top::run(&args),
+        Command::Page(args) => page::run(&args),
         Command::Trace(args) => trace::run(&args),
         Command::Doctor(args) => doctor::run(&args),
         Command::Demo(args) => demo::run(&args),
@@ -107,11 +137,27 @@ fn main() -> ExitCode {
         Command::Man(args) => man::run(&args, Cli::command()),
         Command::Background(args) => background::run(args),
         Command::Scratch(args) => doctor::scratch::run(&args),
+        Command::Receiver => daemon::receive(),
     };
     result.unwrap_or_else(|error| {
+        if let Some(units::Usage(message)) = error.downcast_ref() {
+            let message = format!("{message}\n");
+            Cli::command()
+                .error(ErrorKind::ValueValidation, message)
+                .exit();
+        }
         eprintln!("gpumux: {}", output::with_causes(&error));
         ExitCode::from(failure)
     })
+}
+
+/// Prints what is wrong with the arguments, or the help that was asked for, and ends.
+fn refuse(mut error: clap::Error) -> ! {
+    // The tip to write an unknown flag behind `--` would make it an argument of the program, or one too many.
+    if error.kind() == ErrorKind::UnknownArgument {
+        error.remove(ContextKind::Suggested);
+    }
+    error.exit()
 }
 
 #[cfg(test)]
@@ -120,7 +166,10 @@ mod tests {
 
     /// All that `--help` says, a chapter per command.
     fn chapter(command: &mut clap::Command, text: &mut String) {
-        let name = command.get_bin_name().unwrap_or_default().to_owned();
+        let name = command
+            .get_bin_name()
+            .unwrap_or(command.get_name())
+            .to_owned();
         let help = command.render_long_help().to_string();
         let lines: Vec<&str> = help.lines().map(str::trim_end).collect();
         *text += &format!("\n## {name}\n```text\n{}\n```\n", lines.join("\n").trim());

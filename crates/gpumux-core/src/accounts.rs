@@ -31,6 +31,17 @@ pub struct Account {
 }
 
 impl Account {
+    /// What was received since the account was `before`.
+    pub(crate) fn since(&self, before: &Self) -> Self {
+        Self {
+            received_us: (self.received_us - before.received_us).max(0.0),
+            runnable_us: (self.runnable_us - before.runnable_us).max(0.0),
+            waited_us: (self.waited_us - before.waited_us).max(0.0),
+            preemptions: self.preemptions.saturating_sub(before.preemptions),
+            frozen: self.frozen,
+        }
+    }
+
     /// Device time received, for [`DomainState::received`].
     pub fn received(&self) -> Micros {
         Micros(self.received_us as u64)

@@ -62,6 +62,14 @@ const TRIM: Micros = Micros::from_millis(30);
 const TRIM_PAUSE: Micros = Micros::from_secs(1);
 /// How often room is looked for while a claim waits.
 pub const LOOK: Micros = Micros::from_millis(100);
+/// Requests that may wait of one process, and of one tenant: one more is refused at once. A thread waits with one.
+pub const MAX_ASKS: (usize, usize) = (256, 1024);
+/// The oldest requests of a tenant that are looked at.
+const ASKS_LOOKED_AT: usize = 16;
+/// With more tenants and requests than this, everything is looked at only after [`LOOK_EACH`] for each of them: one takes about
+/// a tenth of that.
+const FEW: u64 = 64;
+const LOOK_EACH: Micros = Micros(10);
 /// How long a program may take to give caches back, and how long it is not asked again.
 const RECLAIM: Micros = Micros::from_secs(1);
 const RECLAIM_PAUSE: Micros = Micros::from_secs(5);
@@ -381,11 +389,13 @@ struct Process {
     dropped: Option<Micros>,
 }
 
+/// A request for memory that waits: its tenant, and its place among all by age.
+type AskKey = (TenantId, u64);
+
 /// A request for memory that waits.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Pending {
     process: ProcessId,
-    tenant: TenantId,
     ticket: u32,
     ask: Ask,
     since: Micros,
@@ -409,7 +419,9 @@ pub struct Broker {
     host: HostPool,
     tenants: BTreeMap<TenantId, Tenant>,
     processes: BTreeMap<ProcessId, Process>,
-    asks: Vec<Pending>,
+    asks: BTreeMap<AskKey, Pending>,
+    /// Requests so far.
+    asked: u64,
     ops: u64,
     trimmed: Option<Micros>,
     reclaims: BTreeMap<String, Reclaim>,
@@ -417,6 +429,8 @@ pub struct Broker {
     speed: u64,
     /// When everything was last looked at.
     looked: Micros,
+    /// Something happened that was not looked at yet.
+    unsettled: bool,
     mutation: Option<Mutation>,
 }
 
@@ -468,12 +482,14 @@ impl Broker {
             host: HostPool::new(host_limit),
             tenants: BTreeMap::new(),
             processes: BTreeMap::new(),
-            asks: Vec::new(),
+            asks: BTreeMap::new(),
+            asked: 0,
             ops: 0,
             trimmed: None,
             reclaims: BTreeMap::new(),
             speed: SPEED,
             looked: Micros::ZERO,
+            unsettled: false,
             mutation: None,
         }
     }
@@ -493,13 +509,38 @@ impl Broker {
     /// Something happened; what is to be done now, in this order.
     pub fn handle(&mut self, now: Micros, event: Event) -> Vec<Command> {
         let mut out = Vec::new();
-        self.looked = now;
         self.apply(now, event, &mut out);
-        self.expire(now, &mut out);
-        self.update_wants(now);
-        self.start_sleeps(now, &mut out);
-        self.serve(now, &mut out);
+        self.unsettled = !self.settles(now);
+        if !self.unsettled {
+            self.looked = now;
+            self.expire(now, &mut out);
+            self.update_wants(now);
+            self.start_sleeps(now, &mut out);
+            self.serve(now, &mut out);
+        }
         out
+    }
+
+    /// Whether an event at this time has everything looked at, or only what it concerns. With many tenants and requests the
+    /// looks are apart, so that no tenant can take the scheduling thread by sending events: see [`LOOK_EACH`].
+    pub fn settles(&self, now: Micros) -> bool {
+        now >= self.looked + self.pause()
+    }
+
+    fn pause(&self) -> Micros {
+        match (self.tenants.len() + self.asks.len()) as u64 {
+            0..=FEW => Micros::ZERO,
+            many => Micros(LOOK_EACH.0 * many).min(LOOK),
+        }
+    }
+
+    /// The requests of a tenant, oldest first.
+    fn asks_of(&self, tenant: TenantId) -> impl Iterator<Item = (&AskKey, &Pending)> {
+        self.asks.range((tenant, 0)..=(tenant, u64::MAX))
+    }
+
+    fn has_asked(&self, tenant: TenantId) -> bool {
+        self.asks_of(tenant).next().is_some()
     }
 
     fn apply(&mut self, now: Micros, event: Event, out: &mut Vec<Command>) {
@@ -612,7 +653,7 @@ impl Broker {
         };
         self.accounting.leave(id);
         self.host.set(id.0, 0);
-        self.asks.retain(|pending| pending.process != id);
+        self.asks.retain(|_, pending| pending.process != id);
         for reclaim in self.reclaims.values_mut() {
             reclaim.waiting.remove(&id);
         }
@@ -655,7 +696,13 @@ impl Broker {
         out: &mut Vec<Command>,
     ) {
         let tenant = self.accounting.tenant_of(process);
-        let Some(tenant) = tenant.filter(|id| self.tenants.contains_key(id)) else {
+        let room = |id: &TenantId| {
+            let own = |it: &(&AskKey, &Pending)| it.1.process == process;
+            self.tenants.contains_key(id)
+                && self.asks_of(*id).count() < MAX_ASKS.1
+                && self.asks_of(*id).filter(own).count() < MAX_ASKS.0
+        };
+        let Some(tenant) = tenant.filter(room) else {
             let bytes = 0;
             return out.push(Command::Grant {
                 process,
@@ -664,14 +711,15 @@ impl Broker {
             });
         };
         self.accounting.meet_device(&ask);
-        self.asks.push(Pending {
+        self.asked += 1;
+        let pending = Pending {
             process,
-            tenant,
             ticket,
             ask,
             since: now,
             retry_at: None,
-        });
+        };
+        self.asks.insert((tenant, self.asked), pending);
     }
 
     /// Orders all processes to give back leases that are not used.
@@ -725,7 +773,7 @@ impl Broker {
         };
         tenant.blocked
             || !tenant.wakes.is_empty()
-            || self.asks.iter().any(|pending| pending.tenant == id)
+            || self.has_asked(id)
             || (!asked
                 && (tenant.activity.busy || tenant.left_busy)
                 && !self.has(Mutation::DemandByMessage))
@@ -771,11 +819,14 @@ impl Broker {
                 Place::Home | Place::Returning(_) => {}
             }
         }
-        for pending in &self.asks {
+        for pending in self.asks.values() {
             let soon = pending.retry_at.filter(|at| *at > now);
             at(soon.map_or(now + LOOK, |at| at.min(now + LOOK)));
         }
-        next
+        match self.unsettled {
+            true => Some(self.looked + self.pause()),
+            false => next,
+        }
     }
 
     /// Moves the origin of time to `now` less `horizon`; what is longer ago counts as that long ago. For model checking: two
@@ -806,7 +857,7 @@ impl Broker {
             maybe(&mut process.reclaimed);
             maybe(&mut process.dropped);
         }
-        for pending in &mut self.asks {
+        for pending in self.asks.values_mut() {
             at(&mut pending.since);
             maybe(&mut pending.retry_at);
         }
@@ -817,8 +868,8 @@ impl Broker {
         at(&mut self.looked);
     }
 
-    /// Gives orders that are awaited the smallest names, which are new only to each other. For model checking, as [`Self::rebase`].
-    /// The new names by the old ones.
+    /// Gives orders that are awaited, and requests, the smallest names, which are new only to each other. For model checking, as
+    /// [`Self::rebase`]. The new names of orders by the old ones.
     pub fn rename_ops(&mut self) -> BTreeMap<u64, u64> {
         let mut names = BTreeMap::new();
         let rounds = self
@@ -835,15 +886,22 @@ impl Broker {
             *op = *names.entry(*op).or_insert(new);
         }
         self.ops = names.len() as u64;
+        self.asks = (std::mem::take(&mut self.asks).into_iter().zip(1..))
+            .map(|(((tenant, _), pending), place)| ((tenant, place), pending))
+            .collect();
+        self.asked = self.asks.len() as u64;
         names
     }
 
-    /// Checks that some device can keep this guarantee of memory.
-    ///
-    /// # Errors
-    /// When none can.
-    pub fn check(&self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
-        self.accounting.check(tenant, share)
+    /// Bytes of a device that tenants can be guaranteed together now, and what each of them is guaranteed or has pinned; none of
+    /// a device that is not known.
+    pub fn booked(&self, device: &str) -> Option<(u64, BTreeMap<TenantId, u64>)> {
+        self.accounting.booked(device)
+    }
+
+    /// The devices that are known.
+    pub fn uuids(&self) -> impl Iterator<Item = &String> {
+        self.accounting.uuids()
     }
 
     /// The capacity of a device that a process is shown, and what it may still take of it: (free, total), in bytes.
@@ -898,7 +956,7 @@ impl Broker {
                 swapped_out: tenant.place != Place::Home,
                 waits: tenant.wants_since.is_some()
                     || matches!(tenant.place, Place::Returning(_))
-                    || self.asks.iter().any(|pending| pending.tenant == *id),
+                    || self.has_asked(*id),
                 stuck: match &tenant.place {
                     Place::Leaving(leaving) => late(&leaving.round),
                     Place::Returning(round) => late(round),

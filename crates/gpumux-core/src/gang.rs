@@ -9,6 +9,8 @@
 //! the other waits everywhere, so that another tenant may use its devices. But no gang breaks up one that runs whole: of three in a
 //! ring each would push out the next for ever. It waits until the other's turn is over where they meet, unless it is owed far more.
 //! Who was made to wait for a gang that must then wait itself runs after all, where that takes the device from nobody.
+//! A gang that has begun to run goes on for [`LEAST`], and through all plans of one moment: plans made one after the other could
+//! else let two gangs run by turns, each of which is owed the device where the other one holds it.
 //!
 //! None of that bounds how long a gang waits: turns may never fit together. So a gang that has waited for [`OVERDUE`] and is owed more than
 //! may be put off comes before all that, the longest first, and runs for [`UNDISTURBED`] then.
@@ -30,6 +32,9 @@ const OVERDUE: Micros = Micros::from_secs(1);
 /// How long one that has waited so long then runs, whoever is owed more: some turns.
 const UNDISTURBED: Micros = Micros::from_millis(50);
 
+/// How long a gang that has begun to run is not broken up: a short turn.
+const LEAST: Micros = Micros::from_millis(10);
+
 /// One of the devices to plan together.
 pub struct Device<'a> {
     /// Its policy.
@@ -44,14 +49,15 @@ pub struct Device<'a> {
 /// on all. Without such a tenant, the plans are those that the policies make alone.
 pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
     let gangs = gangs(devices);
+    let again = (devices.iter()).any(|it| it.memory.planned_at() == Some(it.snapshot.now));
     // Once, not in every draft.
     for device in devices.iter_mut() {
         device.memory.charge(device.snapshot);
     }
-    let mut plans = plan_once(devices, &gangs);
-    // Turns that were handed out may let another gang take one: until that is settled.
+    let mut plans = plan_once(devices, &gangs, again);
+    // Turns that were handed out may let another gang take one: until none more does.
     for _ in 0..gangs.len() {
-        let before = std::mem::replace(&mut plans, plan_once(devices, &gangs));
+        let before = std::mem::replace(&mut plans, plan_once(devices, &gangs, true));
         let mut pairs = before.iter().zip(&plans);
         if pairs.all(|(before, after)| before.domains == after.domains) {
             break;
@@ -60,7 +66,8 @@ pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
     plans
 }
 
-fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
+/// Plans all devices once. `again`: not for the first time at this moment.
+fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Plan> {
     let (away, present): (BTreeSet<TenantId>, BTreeSet<TenantId>) =
         gangs.iter().partition(|gang| parked(**gang, devices));
     let mut drafts: Drafts = devices
@@ -74,7 +81,14 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
         decided.insert(gang, RunState::Frozen);
     }
     let whole = |gang: TenantId, drafts: &[Rc<Draft>]| runs(gang, drafts) && !split(gang, drafts);
-    for gang in overdue(devices, gangs) {
+    let overdue = overdue(devices, gangs);
+    let kept = running(devices, gangs).into_iter();
+    let kept = kept.filter(|(since, gang)| {
+        let now = devices[0].snapshot.now;
+        (again || now < *since + LEAST) && !overdue.contains(gang) && !decided.contains_key(gang)
+    });
+    let kept: Vec<TenantId> = kept.map(|(_, gang)| gang).collect();
+    for gang in overdue.into_iter().chain(kept) {
         let tried = pin(&drafts, devices, gang, RunState::Enabled);
         if whole(gang, &tried) && decided.keys().all(|other| whole(*other, &tried)) {
             drafts = tried;
@@ -130,12 +144,17 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId]) -> Vec<Plan> {
     let waiting: BTreeSet<TenantId> = (gangs.iter().copied())
         .filter(|gang| !runs(*gang, &drafts) && !parked(*gang, devices))
         .collect();
+    let running: BTreeSet<TenantId> = (gangs.iter().copied())
+        .filter(|gang| whole(*gang, &drafts))
+        .collect();
     let commit = |(device, draft): (&mut Device, Rc<Draft>)| {
         let mut draft = Rc::unwrap_or_clone(draft);
         let now = draft.snapshot.now;
         let waiting = waiting.iter().flat_map(|gang| draft.domains(*gang));
         let waiting = waiting.map(|(domain, _)| domain.id).collect();
-        draft.memory.note_waits(now, &waiting, OVERDUE);
+        let running = running.iter().flat_map(|gang| draft.domains(*gang));
+        let running = running.map(|(domain, _)| domain.id).collect();
+        draft.memory.note_gangs(now, &waiting, &running, OVERDUE);
         let waits = draft.snapshot.domains.iter();
         let waits = waits.filter_map(|domain| match draft.memory.wait(domain.id)? {
             Wait::Since(at) => Some(at + OVERDUE),
@@ -171,6 +190,20 @@ fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
         .collect();
     overdue.sort_unstable();
     overdue.into_iter().map(|(_, gang)| gang).collect()
+}
+
+/// The gangs that run since an earlier plan, and since when, the first to begin first.
+fn running(devices: &[Device], gangs: &[TenantId]) -> Vec<(Micros, TenantId)> {
+    let since = |gang: TenantId| {
+        let mut parts = with_work(gang, devices);
+        let since = parts.try_fold(Micros::ZERO, |since, (device, domain)| {
+            Some(since.max(device.memory.runs_since(domain.id)?))
+        });
+        since.map(|since| (since, gang))
+    };
+    let mut running: Vec<_> = gangs.iter().filter_map(|gang| since(*gang)).collect();
+    running.sort_unstable();
+    running
 }
 
 /// The plans of all devices while they aren't final. Many share those of the devices that they leave as they are.

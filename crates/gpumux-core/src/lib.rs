@@ -14,10 +14,13 @@ mod tenant;
 mod testing;
 mod units;
 
+pub mod admission;
 pub mod broker;
+pub mod controller;
 pub mod gang;
 pub mod ledger;
 pub mod policy;
+pub mod quantity;
 pub mod space;
 
 pub use accounts::{Account, Accounts, fractions};
@@ -25,5 +28,5 @@ pub use plan::{Calm, DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
-pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec, admit};
-pub use units::{DomainId, Micros, TenantId, Timeslice, UserId, parse_bytes, parse_with_unit};
+pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec};
+pub use units::{DomainId, Micros, TenantId, Timeslice, UserId};

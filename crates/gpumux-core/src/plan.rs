@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, DomainId, Micros, Rhythm, Snapshot, Timeslice};
+use crate::{Class, DomainId, DomainState, Micros, Rhythm, Snapshot, Timeslice};
 
 /// Whether the hardware may run a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -56,41 +56,53 @@ impl Lever {
             Self::Freeze(id) | Self::SetTimeslice(id, _) | Self::Thaw(id) => id,
         }
     }
+
+    /// The same for another domain.
+    pub(crate) const fn of_domain(self, id: DomainId) -> Self {
+        match self {
+            Self::Freeze(_) => Self::Freeze(id),
+            Self::SetTimeslice(_, timeslice) => Self::SetTimeslice(id, timeslice),
+            Self::Thaw(_) => Self::Thaw(id),
+        }
+    }
 }
 
 impl Plan {
-    /// The fewest pulls that turn what the snapshot shows into this plan, in the order to pull them:
-    /// freezes before slices before thaws, and long slices before short ones, so that two runnable
-    /// domains never share a 1 µs slice on the way. Last come freezes of those without work: nobody need wait for them.
+    /// The fewest pulls that turn what the snapshot shows into this plan: see [`levers`].
     pub fn levers(&self, snapshot: &Snapshot) -> Vec<Lever> {
-        let pairs = || self.domains.iter().zip(&snapshot.domains);
-        let (mut levers, mut last) = (Vec::new(), Vec::new());
-        for (want, have) in pairs() {
-            if want.run == RunState::Frozen && have.run == RunState::Enabled {
-                match have.demand.may_run() {
-                    true => levers.push(Lever::Freeze(want.id)),
-                    false => last.push(Lever::Freeze(want.id)),
-                }
-            }
-        }
-        let mut slices: Vec<&DomainPlan> = pairs()
-            .filter(|(want, have)| want.timeslice != have.timeslice)
-            .map(|(want, _)| want)
-            .collect();
-        slices.sort_by_key(|want| std::cmp::Reverse(want.timeslice));
-        levers.extend(
-            slices
-                .iter()
-                .map(|want| Lever::SetTimeslice(want.id, want.timeslice)),
-        );
-        for (want, have) in pairs() {
-            if want.run == RunState::Enabled && have.run == RunState::Frozen {
-                levers.push(Lever::Thaw(want.id));
-            }
-        }
-        levers.extend(last);
-        levers
+        levers(self.domains.iter().zip(&snapshot.domains))
     }
+}
+
+/// The fewest pulls that give each domain what it shall have, in the order to pull them:
+/// freezes before slices before thaws, and long slices before short ones, so that two runnable
+/// domains never share a 1 µs slice on the way. Last come freezes of those without work: nobody need wait for them.
+pub(crate) fn levers<'a>(
+    pairs: impl Iterator<Item = (&'a DomainPlan, &'a DomainState)> + Clone,
+) -> Vec<Lever> {
+    let (mut levers, mut last) = (Vec::new(), Vec::new());
+    let mut slices = Vec::new();
+    for (want, have) in pairs.clone() {
+        if want.run == RunState::Frozen && have.run == RunState::Enabled {
+            match have.demand.may_run() {
+                true => levers.push(Lever::Freeze(have.id)),
+                false => last.push(Lever::Freeze(have.id)),
+            }
+        }
+        if want.timeslice != have.timeslice {
+            slices.push((have.id, want.timeslice));
+        }
+    }
+    slices.sort_by_key(|(_, timeslice)| std::cmp::Reverse(*timeslice));
+    let slices = slices.into_iter();
+    levers.extend(slices.map(|(id, timeslice)| Lever::SetTimeslice(id, timeslice)));
+    for (want, have) in pairs {
+        if want.run == RunState::Enabled && have.run == RunState::Frozen {
+            levers.push(Lever::Thaw(have.id));
+        }
+    }
+    levers.extend(last);
+    levers
 }
 
 /// Lets freezes and thaws wait for latency domains that are at work, or will be before the lever has been pulled. To freeze or thaw
@@ -107,28 +119,29 @@ impl Calm {
     pub const MOST: Micros = Micros::from_millis(3);
 
     /// Whether the first of the levers that are left of a plan should not be pulled now. They belong together: between them the
-    /// device is nobody's, or two domains may meet. `at_work` says of a domain whether it has work and may run.
+    /// device is nobody's, or two domains may meet. `most` is the longest that they wait; `at_work` says of a domain whether it has work and may run.
     pub fn awaits(
         &mut self,
-        levers: &[Lever],
+        mut levers: impl Iterator<Item = Lever> + Clone,
         snapshot: &Snapshot,
         now: Micros,
+        most: Micros,
         at_work: impl Fn(DomainId) -> bool,
     ) -> bool {
         let mut latency = snapshot.domains.iter().filter(|domain| {
             let tenant = snapshot.tenant(domain.tenant);
             tenant.is_some_and(|tenant| tenant.spec.class == Class::Latency)
         });
-        let Some(lever) = levers.first() else {
+        let costs = levers.clone().map(|lever| snapshot.costs.of(lever).0);
+        let Some(lever) = levers.next() else {
             return false;
         };
-        let costs = levers.iter().map(|lever| snapshot.costs.of(*lever).0);
         let pulled = now + Micros(costs.sum()) + Rhythm::SLACK;
         let comes = |at: Micros| now <= at + Rhythm::SLACK && at <= pulled;
         let waits = !matches!(lever, Lever::SetTimeslice(..))
             && latency.clone().all(|domain| domain.id != lever.domain())
             && latency.any(|domain| at_work(domain.id) || domain.expected.is_some_and(comes))
-            && now.saturating_sub(*self.since.get_or_insert(now)) < Self::MOST;
+            && now.saturating_sub(*self.since.get_or_insert(now)) < most;
         if !waits {
             self.since = None;
         }
@@ -147,7 +160,9 @@ mod tests {
         let classes = [Class::Latency, Class::Batch];
         let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
         let awaits = |calm: &mut Calm, lever, at: u64, busy: u64| {
-            calm.awaits(&[lever], &now, Micros(at), |id| id == DomainId(busy))
+            calm.awaits([lever].into_iter(), &now, Micros(at), Calm::MOST, |id| {
+                id == DomainId(busy)
+            })
         };
         let freeze = Lever::Freeze(DomainId(2));
         let mut calm = Calm::default();
@@ -170,8 +185,11 @@ mod tests {
         );
         now.domains[0].expected = Some(Micros(10_000));
         let freeze = Lever::Freeze(DomainId(2));
-        let all =
-            |at: u64, levers: &[Lever]| Calm::default().awaits(levers, &now, Micros(at), |_| false);
+        let all = |at: u64, levers: &[Lever]| {
+            Calm::default().awaits(levers.iter().copied(), &now, Micros(at), Calm::MOST, |_| {
+                false
+            })
+        };
         let awaits = |at: u64| all(at, &[freeze]);
         let begin = 10_000 - now.costs.freeze.0 - Rhythm::SLACK.0;
         assert!(!awaits(begin - 1), "there is time for it");
@@ -182,7 +200,13 @@ mod tests {
         assert!(awaits(begin) && awaits(10_000 + Rhythm::SLACK.0));
         assert!(!awaits(10_001 + Rhythm::SLACK.0), "it does not come");
         now.domains[0].tenant = TenantId(1);
-        let batch = Calm::default().awaits(&[freeze], &now, Micros(10_000), |_| false);
+        let batch = Calm::default().awaits(
+            [freeze].into_iter(),
+            &now,
+            Micros(10_000),
+            Calm::MOST,
+            |_| false,
+        );
         assert!(!batch, "nobody waits for batch work");
     }
 }

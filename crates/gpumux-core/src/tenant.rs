@@ -4,7 +4,7 @@ use std::{fmt, str::FromStr};
 
 use serde::{Deserialize, Serialize};
 
-use crate::ledger::{OverPromised, Share};
+use crate::{admission::Quantity, ledger::Share};
 
 /// How a tenant takes its turn.
 #[derive(
@@ -187,30 +187,14 @@ pub enum SpecError {
     },
     /// Guaranteed more memory than the limit allows.
     #[error(
-        "memory guaranteed {guaranteed} is more than memory limit {limit}: raise the limit or lower the guarantee"
+        "memory guaranteed {} is more than memory limit {}: raise the limit or lower the guarantee",
+        Quantity::Memory(*guaranteed), Quantity::Memory(*limit)
     )]
     MemoryAboveLimit {
         /// What was asked as guarantee, in bytes.
         guaranteed: u64,
         /// What was asked as limit, in bytes.
         limit: u64,
-    },
-    /// The promises of memory together exceed the device.
-    #[error(transparent)]
-    Memory(#[from] OverPromised),
-    /// The promises together exceed the device.
-    #[error(
-        "cannot promise {asked:.3} of {device}: {promised:.3} is promised to others and {free:.3} is free"
-    )]
-    OverCommitted {
-        /// The device.
-        device: String,
-        /// What was asked.
-        asked: f64,
-        /// What the others hold.
-        promised: f64,
-        /// What could be promised.
-        free: f64,
     },
 }
 
@@ -263,39 +247,9 @@ impl TenantSpec {
     }
 }
 
-/// Checks that a device can keep the promise to a newcomer (or one whose spec changes) beside its `others`.
-///
-/// # Errors
-/// The spec itself makes no sense, or the guarantees together exceed the device.
-pub fn admit<'a>(
-    spec: &TenantSpec,
-    others: impl IntoIterator<Item = &'a TenantSpec>,
-    device: &str,
-) -> Result<(), SpecError> {
-    spec.validate()?;
-    let promised: f64 = others.into_iter().map(|other| other.guaranteed).sum();
-    // Thirds that sum to a hair more than 1 are all right.
-    match promised + spec.guaranteed <= 1.0 + 1e-9 {
-        true => Ok(()),
-        false => Err(SpecError::OverCommitted {
-            device: device.to_owned(),
-            asked: spec.guaranteed,
-            promised,
-            free: (1.0 - promised).max(0.0),
-        }),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn guaranteed(share: f64) -> TenantSpec {
-        TenantSpec {
-            guaranteed: share,
-            ..TenantSpec::default()
-        }
-    }
 
     #[test]
     fn numbers_that_make_no_sense_are_refused() {
@@ -331,19 +285,6 @@ mod tests {
             let error = field(change).expect_err(message);
             assert!(error.starts_with(message), "{error}");
         }
-    }
-
-    #[test]
-    fn promises_that_exceed_the_device_are_refused_with_the_numbers() {
-        let others = [guaranteed(0.4), guaranteed(0.3)];
-        assert_eq!(admit(&guaranteed(0.3), &others, "GPU 0"), Ok(()));
-        let error = admit(&guaranteed(0.5), &others, "GPU 0").expect_err("over-committed");
-        assert_eq!(
-            error.to_string(),
-            "cannot promise 0.500 of GPU 0: 0.700 is promised to others and 0.300 is free"
-        );
-        let thirds = [guaranteed(1.0 / 3.0), guaranteed(1.0 / 3.0)];
-        assert_eq!(admit(&guaranteed(1.0 / 3.0), &thirds, "GPU 0"), Ok(()));
     }
 
     #[test]

@@ -93,29 +93,3 @@ impl fmt::Display for Timeslice {
         write!(f, "{} µs", self.0)
     }
 }
-
-/// Bytes as people write them: `8GiB`, `1.5 MiB`, `40GB`, `512`.
-pub fn parse_bytes(text: &str) -> Option<u64> {
-    let units = [
-        ("", 1),
-        ("B", 1),
-        ("KiB", 1 << 10),
-        ("MiB", 1 << 20),
-        ("GiB", 1 << 30),
-        ("TiB", 1 << 40),
-        ("KB", 1_000),
-        ("MB", 1_000_000),
-        ("GB", 1_000_000_000),
-        ("TB", 1_000_000_000_000),
-    ];
-    parse_with_unit(text, &units)
-}
-
-/// A number with one of these units, each so many times the smallest.
-pub fn parse_with_unit(text: &str, units: &[(&str, u64)]) -> Option<u64> {
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.');
-    let (number, unit) = text.split_at(end.unwrap_or(text.len()));
-    let factor = units.iter().find(|(name, _)| *name == unit.trim())?.1;
-    let value = number.parse::<f64>().ok()? * factor as f64;
-    (value.is_finite() && value < 1e15).then_some(value as u64)
-}

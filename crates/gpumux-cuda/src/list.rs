@@ -93,7 +93,7 @@ impl EntryPoint {
 /// The list, sorted by symbol.
 ///
 /// # Panics
-/// If a line of it is not complete, such as that of a new function to which nobody has given a class.
+/// If a line of it is not complete, such as that of a new function without a class.
 pub fn entry_points() -> impl Iterator<Item = EntryPoint> {
     include_str!("entry_points.txt")
         .lines()

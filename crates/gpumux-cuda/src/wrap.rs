@@ -1,7 +1,7 @@
 //! Owners of contexts, streams, events, modules, memory and graphs.
 //!
-//! Each keeps its context alive and gives its resource back when dropped; errors at that point have
-//! nobody to go to (the context may be dead after a fault) and are ignored. What stays `unsafe` is what
+//! Each keeps its context alive and gives its resource back when dropped; errors at that point
+//! (the context may be dead after a fault) are ignored. What stays `unsafe` is what
 //! only the caller can know: that a kernel's arguments fit the kernel.
 
 use std::{

@@ -11,8 +11,9 @@ use tokio::net::UnixStream;
 
 use crate::{
     api::types::{
-        Created, Device, DeviceMemory, Explanation, Hinted, NewCurve, NewHint, NewTenant, Problem,
-        Program, SpecChange, Status, Tenant,
+        Created, Device, DeviceMemory, Ended, Event, Exit, Explanation, Hinted, History, NewCurve,
+        NewHint, NewSignal, NewTenant, Problem, Program, Reported, Setting, Signalled, SpecChange,
+        Status, Tenant,
     },
     paths,
 };
@@ -21,6 +22,9 @@ use crate::{
 const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long moving a tenant's memory may take.
 const MOVE: Duration = Duration::from_secs(330);
+type Sender = hyper::client::conn::http1::SendRequest<Full<Bytes>>;
+type Connection = hyper::client::conn::http1::Connection<TokioIo<UnixStream>, Full<Bytes>>;
+
 /// Largest answer in bytes.
 const MAX_ANSWER: usize = 64 << 20;
 
@@ -34,7 +38,7 @@ pub struct Client {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// Nobody listens.
-    #[error("no daemon at {socket} ({why}): start one with `gpumux daemon`")]
+    #[error("no daemon at {socket} ({why}), so no tenant runs: `gpumux run` starts one")]
     NoDaemon {
         /// The API's socket.
         socket: PathBuf,
@@ -193,6 +197,15 @@ impl Client {
         self.ask(Method::GET, "/v1/memory", None::<&()>).await
     }
 
+    /// The last five minutes of devices and tenants.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn history(&self) -> Result<History, ClientError> {
+        self.ask(Method::GET, "/v1/history?span=5m", None::<&()>)
+            .await
+    }
+
     /// Moves a tenant's memory to the host, and returns when that is done.
     ///
     /// # Errors
@@ -236,6 +249,94 @@ impl Client {
         self.answer(Method::DELETE, &path, None::<&()>)
             .await
             .map(drop)
+    }
+
+    /// What this user (root: any user) set for names.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn settings(&self) -> Result<Vec<Setting>, ClientError> {
+        self.ask(Method::GET, "/v1/settings", None::<&()>).await
+    }
+
+    /// The last tenants that ended, the latest last.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn ended(&self) -> Result<Vec<Ended>, ClientError> {
+        self.ask(Method::GET, "/v1/ended", None::<&()>).await
+    }
+
+    /// Sends a signal to a tenant's program.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn signal(&self, name: &str, signal: i32) -> Result<Signalled, ClientError> {
+        let path = of(name) + "/signal";
+        let body = NewSignal { signal };
+        self.ask(Method::POST, &path, Some(&body)).await
+    }
+
+    /// Reports how a tenant's program ended.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn report_exit(&self, name: &str, exit: Exit) -> Result<Reported, ClientError> {
+        let path = of(name) + "/exit";
+        self.ask(Method::POST, &path, Some(&exit)).await
+    }
+
+    /// The last events, the latest last.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn past_events(&self) -> Result<Vec<Event>, ClientError> {
+        self.ask(Method::GET, "/v1/events/past", None::<&()>).await
+    }
+
+    /// Hands over events until one is answered with `false`, or the daemon ends: those after the event of this number, as far as
+    /// they are kept, or without one the next ones.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn events(
+        &self,
+        after: Option<u64>,
+        mut take: impl FnMut(Event) -> bool,
+    ) -> Result<(), ClientError> {
+        let path = match after {
+            Some(number) => format!("/v1/events?after={number}"),
+            None => "/v1/events".to_owned(),
+        };
+        let request = Request::get(path).header("host", "gpumux");
+        let request = request.body(Full::<Bytes>::default());
+        let request = request.map_err(|error| self.protocol(error))?;
+        let (mut sender, connection) = self.connect().await?;
+        let connection = tokio::spawn(connection);
+        let answer = sender.send_request(request).await;
+        let answer = answer.map_err(|error| self.broken(&error))?;
+        let status = answer.status();
+        let mut body = answer.into_body();
+        if !status.is_success() {
+            let whole = Limited::new(body, MAX_ANSWER).collect().await;
+            let whole = whole.map_err(|error| self.protocol(error))?.to_bytes();
+            return Err(self.refusal(status, &whole));
+        }
+        let mut text = Vec::new();
+        let mut goes_on = true;
+        while goes_on && let Some(Ok(frame)) = body.frame().await {
+            text.extend_from_slice(frame.data_ref().map_or(&[][..], |data| data));
+            while let Some(end) = text.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = text.drain(..=end).collect();
+                let Some(event) = line.strip_prefix(b"data: ").filter(|_| goes_on) else {
+                    continue;
+                };
+                let event = serde_json::from_slice(event);
+                goes_on = take(event.map_err(|error| self.protocol(error))?);
+            }
+        }
+        connection.abort();
+        Ok(())
     }
 
     /// What is known of programs.
@@ -293,11 +394,6 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<Bytes, ClientError> {
-        let none = |why| ClientError::NoDaemon {
-            socket: self.socket.clone(),
-            why,
-        };
-        let stream = UnixStream::connect(&self.socket).await.map_err(none)?;
         let body = match body {
             Some(body) => serde_json::to_vec(body).map_err(|error| self.protocol(error))?,
             None => Vec::new(),
@@ -309,9 +405,7 @@ impl Client {
             .header("content-type", "application/json")
             .body(Full::new(Bytes::from(body)))
             .map_err(|error| self.protocol(error))?;
-        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
-            .await
-            .map_err(|error| self.broken(&error))?;
+        let (mut sender, connection) = self.connect().await?;
         // The connection must be driven while its answer is awaited.
         let answer = async {
             let answer = sender
@@ -337,6 +431,16 @@ impl Client {
             return Ok(bytes);
         }
         Err(self.refusal(status, &bytes))
+    }
+
+    async fn connect(&self) -> Result<(Sender, Connection), ClientError> {
+        let none = |why| ClientError::NoDaemon {
+            socket: self.socket.clone(),
+            why,
+        };
+        let stream = UnixStream::connect(&self.socket).await.map_err(none)?;
+        let connected = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+        connected.map_err(|error| self.broken(&error))
     }
 
     fn refusal(&self, status: StatusCode, bytes: &[u8]) -> ClientError {

@@ -3,15 +3,23 @@
 use std::{
     collections::BTreeMap,
     io,
-    net::SocketAddr,
+    net::{SocketAddr, ToSocketAddrs},
     path::{Path, PathBuf},
+    sync::Arc,
+    time::Duration,
 };
 
-use gpumux_core::policy;
-use serde::{Deserialize, Serialize};
+use gpumux_core::{
+    TenantId, TenantSpec, UserId,
+    admission::{self, Request, Reserve, Room, UserRules},
+    policy, quantity,
+};
+use serde::{Deserialize, Deserializer, Serialize, de};
+
+use crate::{api::types::SpecChange, users};
 
 /// All that can be set. Every key may be left out; unknown keys are refused.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Config {
     /// Where the sockets are; see [`crate::paths::runtime_dir`] for the default.
@@ -23,6 +31,16 @@ pub struct Config {
     pub policy: String,
     /// Settings of single devices, by UUID.
     pub devices: BTreeMap<String, DeviceConfig>,
+    /// What an ordinary user may have, unless a section of its Unix groups or its own says otherwise.
+    pub defaults: UserRules,
+    /// What the members of a Unix group may have, by the group's name. Of several groups of a user, what allows most.
+    pub unix_groups: BTreeMap<String, UserRules>,
+    /// What a user may have, by name or number. It comes before what its groups may have.
+    pub users: BTreeMap<String, UserRules>,
+    /// What of each device is kept for root.
+    pub reserve: Reserve,
+    /// What tenants get when they start, by `user/name`, or by `name` for whichever user starts one of this name.
+    pub tenants: BTreeMap<String, DeclaredTenant>,
     /// The host's memory that moved memory may take.
     pub host_memory: HostMemory,
     /// NVML's library, if not the system's (default: `GPUMUX_NVML`).
@@ -35,14 +53,13 @@ pub struct Config {
     pub emulated: Option<PathBuf>,
     /// TCP address where the web page, `/metrics` and the rest of the API can be read by anybody who
     /// reaches it; nothing can be changed there. Unset: none.
-    pub listen: Option<SocketAddr>,
+    pub listen: Option<Listen>,
     /// Whether slices of copy-engine groups follow the class as well.
     pub copy_engines: bool,
-    /// Most processes that may be connected.
+    /// Most processes that may be connected. How many of one user: `max_sessions` of `[defaults]`.
     pub max_sessions: usize,
-    /// Most of them of one user (root excepted).
-    pub max_sessions_per_user: usize,
-    /// Exit after so many seconds without a tenant. Unset: never.
+    /// Exit after so long without a tenant: a number of seconds, or a time such as `"10min"`. Unset: never.
+    #[serde(deserialize_with = "seconds")]
     pub idle_exit_s: Option<u64>,
 }
 
@@ -75,8 +92,130 @@ impl TryFrom<String> for Bytes {
     type Error = String;
 
     fn try_from(text: String) -> Result<Self, String> {
-        let wrong = || format!("`{text}` is no size: use one such as \"512MiB\" or \"64GiB\"");
-        gpumux_core::parse_bytes(&text).map(Self).ok_or_else(wrong)
+        let bytes = quantity::parse_bytes(&text).map(Self);
+        bytes.map_err(|error| error.to_string())
+    }
+}
+
+/// A number of seconds, or a time as people write it.
+fn seconds<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged)]
+    enum Written {
+        Seconds(u64),
+        Text(String),
+    }
+    match Written::deserialize(value)? {
+        Written::Seconds(seconds) => Ok(Some(seconds)),
+        Written::Text(text) => quantity::parse_time(&text, Duration::from_secs(1))
+            .map(|time| Some(time.as_secs()))
+            .map_err(de::Error::custom),
+    }
+}
+
+/// A TCP address to listen on, as people write it: `127.0.0.1:9440` or `localhost:9440`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub struct Listen(pub SocketAddr);
+
+impl From<Listen> for String {
+    fn from(listen: Listen) -> Self {
+        listen.0.to_string()
+    }
+}
+
+impl std::str::FromStr for Listen {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let wrong = |why: &str| {
+            format!(
+                "`{text}` is not an address to listen on ({why}): use one such as localhost:9440"
+            )
+        };
+        let (host, port) = text.rsplit_once(':').ok_or_else(|| wrong("no port"))?;
+        if host.is_empty() {
+            return Err(wrong("no host"));
+        }
+        if port.parse::<u16>().is_err() {
+            return Err(wrong("no port from 0 to 65535"));
+        }
+        let found = text.to_socket_addrs();
+        let mut found: Vec<SocketAddr> =
+            found.map_err(|error| wrong(&error.to_string()))?.collect();
+        // Of a name, the address that most clients try first when they are given 127.0.0.1 or a name.
+        found.sort_by_key(|address| !address.is_ipv4());
+        let first = found.first().ok_or_else(|| wrong("the host is unknown"))?;
+        Ok(Self(*first))
+    }
+}
+
+impl TryFrom<String> for Listen {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        text.parse()
+    }
+}
+
+/// What a tenant gets when it starts. What `gpumux set` remembered for its name, and flags of `gpumux run`, come first.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(try_from = "toml::Table")]
+pub struct DeclaredTenant {
+    /// The keys of its spec, named as in the API: `class`, `guaranteed`, `limit`, `weight`, `hints`, `memory_guaranteed`,
+    /// `memory_limit`, `memory_policy`, `latency_objective_us`, `sleep_after_s`. Memory may be written as `"8GiB"`.
+    #[serde(flatten)]
+    pub spec: SpecChange,
+    /// Numbers or UUIDs of the devices that it may use. Unset: all.
+    pub gpu: Vec<String>,
+}
+
+impl DeclaredTenant {
+    /// Why its user could not have it although the user had no other tenants, if so.
+    fn refused(&self, config: &Config, name: &str) -> Option<String> {
+        let spec = self.spec.apply(&TenantSpec::default());
+        // What makes no sense by itself was found before.
+        spec.validate().ok()?;
+        let (user, _) = name.split_once('/')?;
+        let uid = users::uid_of(user)?;
+        let policy = users::Users::new(Arc::new(config.clone())).look(uid);
+        let request = Request {
+            tenant: TenantId(0),
+            user: UserId(uid),
+            spec: &spec,
+            before: None,
+        };
+        let rooms = [Room {
+            device: "a device".into(),
+            ..Room::default()
+        }];
+        let admitted = admission::admit(&request, &policy, &config.reserve, &rooms);
+        admitted.err().map(|error| error.to_string())
+    }
+}
+
+impl TryFrom<toml::Table> for DeclaredTenant {
+    type Error = String;
+
+    fn try_from(mut table: toml::Table) -> Result<Self, String> {
+        let gpu = match table.remove("gpu") {
+            Some(gpu) => gpu
+                .try_into::<Vec<String>>()
+                .map_err(|error| format!("gpu: {error}"))?,
+            None => Vec::new(),
+        };
+        for key in ["memory_guaranteed", "memory_limit"] {
+            let Some(value) = table.get_mut(key) else {
+                continue;
+            };
+            if let Some(text) = value.as_str() {
+                let bytes = Bytes::try_from(text.to_owned())?.0;
+                *value =
+                    toml::Value::Integer(bytes.try_into().map_err(|_| format!("{key}: too much"))?);
+            }
+        }
+        let spec: SpecChange = table.try_into().map_err(|error| error.to_string())?;
+        Ok(Self { spec, gpu })
     }
 }
 
@@ -100,6 +239,11 @@ impl Default for Config {
             state_dir: path("GPUMUX_STATE_DIR"),
             policy: policy::NAMES[0].into(),
             devices: BTreeMap::new(),
+            defaults: UserRules::default(),
+            unix_groups: BTreeMap::new(),
+            users: BTreeMap::new(),
+            reserve: Reserve::default(),
+            tenants: BTreeMap::new(),
             host_memory: HostMemory::default(),
             nvml: path("GPUMUX_NVML"),
             mps_control: path("GPUMUX_MPS_CONTROL"),
@@ -107,7 +251,6 @@ impl Default for Config {
             listen: None,
             copy_engines: false,
             max_sessions: 4096,
-            max_sessions_per_user: 2048,
             idle_exit_s: None,
         }
     }
@@ -125,6 +268,37 @@ pub enum ConfigError {
     /// No policy of this name.
     #[error("unknown policy `{0}`: use {list}", list = policy::NAMES.join(", "))]
     UnknownPolicy(String),
+    /// A value that makes no sense.
+    #[error("{section}: {key} {value} makes no sense: use {instead}")]
+    Value {
+        /// Where it stands.
+        section: String,
+        /// Of which key.
+        key: &'static str,
+        /// What is there.
+        value: String,
+        /// What could be there.
+        instead: &'static str,
+    },
+    /// A declared tenant that cannot be.
+    #[error("[tenants.\"{0}\"]: {1}")]
+    Tenant(String, String),
+    /// A user or group that the system does not know.
+    #[error("{0}: mend the name, or remove the section")]
+    Unknown(String),
+    /// A file or folder that is not there.
+    #[error("{key} names {path}, {why}")]
+    Missing {
+        /// The key that names it.
+        key: &'static str,
+        /// What it names.
+        path: PathBuf,
+        /// What is wrong with it.
+        why: &'static str,
+    },
+    /// A device that the machine does not have.
+    #[error("[devices.{0}]: no such device: the machine has {1}")]
+    NoDevice(String, String),
     /// Other processes would look elsewhere.
     #[error("the location of host memory must begin with a slash: `{0}` is not absolute")]
     RelativeLocation(PathBuf),
@@ -180,13 +354,101 @@ impl Config {
             .devices
             .values()
             .filter_map(|device| device.policy.as_ref());
-        match own
-            .chain([&self.policy])
-            .find(|name| policy::by_name(name).is_none())
-        {
-            Some(unknown) => Err(ConfigError::UnknownPolicy(unknown.clone())),
-            None => Ok(()),
+        let unknown = (own.chain([&self.policy])).find(|name| policy::by_name(name).is_none());
+        if let Some(unknown) = unknown {
+            return Err(ConfigError::UnknownPolicy(unknown.clone()));
         }
+        self.check_users()
+    }
+
+    fn check_users(&self) -> Result<(), ConfigError> {
+        let sections = |kind: &'static str, of: &BTreeMap<String, UserRules>| {
+            let named = of
+                .iter()
+                .map(move |(name, rules)| (format!("[{kind}.{name}]"), rules.clone()));
+            named.collect::<Vec<_>>()
+        };
+        let mut all = vec![("[defaults]".to_owned(), self.defaults.clone())];
+        all.extend(sections("unix_groups", &self.unix_groups));
+        all.extend(sections("users", &self.users));
+        for (section, rules) in all {
+            if let Some((key, value, instead)) = rules.mistake() {
+                return Err(ConfigError::Value {
+                    section,
+                    key,
+                    value,
+                    instead,
+                });
+            }
+        }
+        if !(0.0..=1.0).contains(&self.reserve.guaranteed) {
+            return Err(ConfigError::Value {
+                section: "[reserve]".into(),
+                key: "guaranteed",
+                value: self.reserve.guaranteed.to_string(),
+                instead: "a share from 0 to 1",
+            });
+        }
+        for (name, declared) in &self.tenants {
+            let spec = declared.spec.apply(&TenantSpec::default());
+            spec.validate()
+                .map_err(|error| ConfigError::Tenant(name.clone(), error.to_string()))?;
+        }
+        Ok(())
+    }
+
+    /// All that makes no sense on this machine: what [`Self::check`] finds, names that the system does not know, a folder that is not
+    /// there, and declared tenants that their users may not have. No daemon starts with these.
+    pub fn mistakes(&self) -> Vec<ConfigError> {
+        let mut mistakes: Vec<ConfigError> = self.check().err().into_iter().collect();
+        mistakes.extend(users::unknown(self).into_iter().map(ConfigError::Unknown));
+        if let Some(path) = self
+            .host_memory
+            .location
+            .as_ref()
+            .filter(|path| !path.is_dir())
+        {
+            let (key, path) = ("location of [host_memory]", path.clone());
+            mistakes.push(ConfigError::Missing {
+                key,
+                path,
+                why: "which is no folder: make it",
+            });
+        }
+        mistakes.extend(self.tenants.iter().filter_map(|(name, declared)| {
+            let error = declared.refused(self, name)?;
+            Some(ConfigError::Tenant(name.clone(), error))
+        }));
+        mistakes
+    }
+
+    /// All that the configuration names and the machine lacks now: files, and devices, of which it has these, if that is known. A
+    /// daemon starts without them.
+    pub fn absences(&self, devices: Option<&[String]>) -> Vec<ConfigError> {
+        let mut absent = Vec::new();
+        let files = [("nvml", &self.nvml), ("mps_control", &self.mps_control)];
+        for (key, path) in files {
+            // A bare name is looked up where the system looks for it.
+            let missing = path
+                .as_ref()
+                .filter(|path| path.components().count() > 1 && !path.exists());
+            if let Some(path) = missing.cloned() {
+                absent.push(ConfigError::Missing {
+                    key,
+                    path,
+                    why: "which does not exist",
+                });
+            }
+        }
+        if let Some(known) = devices {
+            let missing = self.devices.keys().filter(|uuid| !known.contains(uuid));
+            let has = match known.is_empty() {
+                true => "none".to_owned(),
+                false => known.join(", "),
+            };
+            absent.extend(missing.map(|uuid| ConfigError::NoDevice(uuid.clone(), has.clone())));
+        }
+        absent
     }
 
     /// The policy of a device.
@@ -206,7 +468,12 @@ mod tests {
     /// The fields of a struct of this file: name, type, and what is said of it.
     fn fields(name: &str) -> Vec<[String; 3]> {
         let start = format!("pub struct {name} {{\n");
-        let body = include_str!("config.rs").split_once(&start).unwrap().1;
+        let files = [
+            include_str!("config.rs"),
+            include_str!("../../gpumux-core/src/admission/policy.rs"),
+        ];
+        let body = files.iter().find_map(|file| file.split_once(&start));
+        let body = body.unwrap().1;
         let (mut fields, mut said) = (Vec::new(), Vec::new());
         for line in body.split_once("\n}\n").unwrap().0.lines().map(str::trim) {
             if let Some(text) = line.strip_prefix("///") {
@@ -230,12 +497,18 @@ mod tests {
             ..Config::default()
         };
         let defaults = serde_json::to_value(none).unwrap();
-        let kind = |kind: &str| match kind.trim_start_matches("Option<").trim_end_matches('>') {
+        let kind = |kind: &str| match kind
+            .strip_prefix("Option<")
+            .and_then(|it| it.strip_suffix('>'))
+            .unwrap_or(kind)
+        {
             "PathBuf" => "path",
             "String" => "text",
             "bool" => "true or false",
-            "usize" | "u64" => "number",
-            "SocketAddr" => "address:port",
+            "usize" | "u64" | "f64" => "number",
+            "Amount" => "size or percentage",
+            "BTreeSet<Class>" | "Vec<String>" => "list of texts",
+            "Listen" => "address:port",
             "Bytes" => "size",
             _ => "table",
         };
@@ -249,12 +522,23 @@ mod tests {
             ("Config", "Keys"),
             ("HostMemory", "Keys of `[host_memory]`"),
             ("DeviceConfig", "Keys of `[devices.UUID]`"),
+            (
+                "UserRules",
+                "Keys of `[defaults]`, `[unix_groups.NAME]` and `[users.NAME]`",
+            ),
+            ("Reserve", "Keys of `[reserve]`"),
+            (
+                "DeclaredTenant",
+                "Keys of `[tenants.NAME]` and `[tenants.\"USER/NAME\"]`",
+            ),
         ] {
             text +=
                 &format!("\n## {title}\n| key | value | default | meaning |\n|---|---|---|---|\n");
             for [name, value, said] in fields(of) {
                 let values = match of {
                     "HostMemory" => &defaults["host_memory"],
+                    "Reserve" => &defaults["reserve"],
+                    "UserRules" | "DeclaredTenant" => &serde_json::Value::Null,
                     _ => &defaults,
                 };
                 let default = match &values[&name] {
@@ -293,6 +577,28 @@ mod tests {
     }
 
     #[test]
+    fn quantities_are_spelled_as_on_the_command_line() {
+        for (written, bytes) in [
+            ("64G", 64 << 30),
+            ("64Gi", 64 << 30),
+            ("1GB", 1_000_000_000),
+        ] {
+            let config = load(&format!("[host_memory]\nlimit = '{written}'")).unwrap();
+            assert_eq!(config.host_memory.limit, Some(Bytes(bytes)), "{written}");
+        }
+        for (written, seconds) in [("600", 600), ("'10min'", 600), ("'1h30m'", 5400)] {
+            let config = load(&format!("idle_exit_s = {written}")).unwrap();
+            assert_eq!(config.idle_exit_s, Some(seconds), "{written}");
+        }
+        let local: Listen = "localhost:9440".parse().unwrap();
+        assert!(local.0.ip().is_loopback() && local.0.port() == 9440);
+        assert_eq!(
+            "[::1]:1".parse::<Listen>().unwrap().0,
+            "[::1]:1".parse().unwrap()
+        );
+    }
+
+    #[test]
     fn the_example_says_what_the_defaults_are() {
         let example = include_str!("../../../deploy/gpumux.toml");
         assert_eq!(load(example).unwrap(), Config::default());
@@ -309,6 +615,49 @@ mod tests {
     }
 
     #[test]
+    fn check_finds_what_the_machine_lacks() {
+        let config = load(
+            "nvml = '/nonexistent/nvml.so'\n\
+             [devices.GPU-1]\n[devices.GPU-2]\n\
+             [host_memory]\nlocation = '/nonexistent'\n\
+             [users.nosuchuser]\n\
+             [defaults]\nmax_guaranteed = 0.5\n\
+             [tenants.'4711/web']\nguaranteed = 0.6",
+        )
+        .unwrap();
+        let known = ["GPU-1".to_owned()];
+        let (mistakes, absences) = (config.mistakes(), config.absences(Some(&known)));
+        let mistakes: Vec<String> = (mistakes.iter().chain(&absences))
+            .map(ToString::to_string)
+            .collect();
+        let expected = [
+            "no user `nosuchuser`",
+            "location of [host_memory] names /nonexistent",
+            "4711 may be guaranteed 50%",
+            "nvml names /nonexistent/nvml.so",
+            "[devices.GPU-2]: no such device: the machine has GPU-1",
+        ];
+        assert_eq!(mistakes.len(), expected.len(), "{mistakes:#?}");
+        for (mistake, expected) in mistakes.iter().zip(expected) {
+            assert!(mistake.contains(expected), "{mistake}");
+        }
+        assert_eq!(Config::default().mistakes().len(), 0);
+    }
+
+    #[test]
+    fn declared_tenant_is_read_as_people_write_it() {
+        let config = load(
+            "[tenants.'alice/web']\nclass = 'latency'\nmemory_guaranteed = '8GiB'\ngpu = ['0']\n\
+             [tenants.web]\nguaranteed = 0.2",
+        )
+        .unwrap();
+        let web = &config.tenants["alice/web"];
+        assert_eq!(web.spec.memory_guaranteed, Some(8 << 30));
+        assert_eq!(web.gpu, ["0"]);
+        assert_eq!(config.tenants["web"].spec.guaranteed, Some(0.2));
+    }
+
+    #[test]
     fn mistakes_are_named() {
         for (text, message) in [
             ("polcy = 'priority'", "polcy"),
@@ -317,8 +666,33 @@ mod tests {
                 "unknown policy `fair`: use priority, max-min, weighted",
             ),
             ("[devices.GPU-1]\npolicy = 'fair'", "`fair`"),
-            ("[host_memory]\nlimit = 'much'", "`much` is no size"),
+            (
+                "[defaults]\nmax_guaranteed = 1.5",
+                "[defaults]: max_guaranteed 1.5",
+            ),
+            ("[users.a]\nweight = 0.0", "[users.a]: weight 0"),
+            ("[unix_groups.a]\nclasses = []", "at least one of latency"),
+            (
+                "[defaults]\nmax_memory_guaranteed = '120%'",
+                "`120%` is out of range",
+            ),
+            ("[reserve]\nguaranteed = 2.0", "[reserve]: guaranteed 2"),
+            (
+                "[tenants.web]\nguaranteed = 1.5",
+                "[tenants.\"web\"]: guaranteed 1.5",
+            ),
+            ("[tenants.web]\ncolour = 'red'", "colour"),
+            (
+                "[tenants.web]\nmemory_limit = 'much'",
+                "`much` is not a size",
+            ),
+            ("[host_memory]\nlimit = 'much'", "`much` is not a size"),
+            ("[host_memory]\nlimit = '64'", "give a unit, such as 64GiB"),
             ("[host_memory]\nlocation = 'here'", "`here` is not absolute"),
+            ("idle_exit_s = 'soon'", "`soon` is not a time"),
+            ("listen = '9440'", "no port"),
+            ("listen = ':9440'", "no host"),
+            ("listen = 'localhost:http'", "no port from 0 to 65535"),
         ] {
             let error = load(text).unwrap_err().to_string();
             assert!(error.contains(message), "{error}");

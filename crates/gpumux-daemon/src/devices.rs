@@ -2,23 +2,27 @@
 
 use std::{
     collections::BTreeMap,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
     thread,
     time::Duration,
 };
 
-use nvml_wrapper::{Device, Nvml, error::NvmlError};
+use nvml_wrapper::{
+    Device, Nvml, enum_wrappers::device::TemperatureSensor, enums::device::UsedGpuMemory,
+    error::NvmlError, struct_wrappers::device::ProcessInfo,
+};
 use nvml_wrapper_sys::bindings::NvmlLib;
 use tokio::sync::watch;
 
-use crate::api::types::{Hardware, Mig};
+use crate::api::types::{Hardware, Mig, Readings};
 
 /// How often NVML is asked whether the devices are well, and how much of their memory is used.
 const EVERY: Duration = Duration::from_secs(1);
 
 /// One GPU that is not partitioned, or one MIG instance.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Known {
     pub(crate) uuid: String,
     pub(crate) name: String,
@@ -27,12 +31,46 @@ pub(crate) struct Known {
     pub(crate) memory_bytes: u64,
     /// Bytes in use, by whomever.
     pub(crate) memory_used: u64,
+    /// But for its memory.
+    pub(crate) readings: Readings,
     pub(crate) driver: String,
     pub(crate) hardware: Hardware,
     /// `ok`, or what is wrong.
     pub(crate) state: String,
     /// The part of the last second in which kernels of each process ran, by pid; none: the driver does not tell.
     pub(crate) used_by: Option<BTreeMap<u32, f64>>,
+    /// The processes that have a context on it.
+    pub(crate) processes: Vec<Process>,
+}
+
+/// A process that uses a device.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Process {
+    pub(crate) pid: u32,
+    /// As the kernel has it; empty if the process is not to be seen from here.
+    pub(crate) name: String,
+    pub(crate) uid: Option<u32>,
+    /// Bytes of the device's memory, if the driver tells.
+    pub(crate) memory_bytes: Option<u64>,
+}
+
+/// The processes that have a context on a device.
+fn processes(device: &Device<'_>) -> Vec<Process> {
+    let all = device.running_compute_processes().unwrap_or_default();
+    let process = |it: ProcessInfo| {
+        let dir = PathBuf::from(format!("/proc/{}", it.pid));
+        let name = std::fs::read_to_string(dir.join("comm")).unwrap_or_default();
+        Process {
+            pid: it.pid,
+            name: name.trim_end().to_owned(),
+            uid: std::fs::metadata(&dir).ok().map(|it| it.uid()),
+            memory_bytes: match it.used_gpu_memory {
+                UsedGpuMemory::Used(bytes) => Some(bytes),
+                UsedGpuMemory::Unavailable => None,
+            },
+        }
+    };
+    all.into_iter().map(process).collect()
 }
 
 /// What is known of all devices.
@@ -109,7 +147,11 @@ fn failed(known: Known, error: &NvmlError) -> Known {
     if known.state != state {
         tracing::error!(device = known.uuid, %error, "a device is in trouble");
     }
-    Known { state, ..known }
+    Known {
+        state,
+        readings: Readings::default(),
+        ..known
+    }
 }
 
 /// NVML, and its functions that the wrapper does not have.
@@ -140,9 +182,19 @@ fn describe(
         pci_bus_id: device.pci_info().ok().and_then(|it| bus_id(&it.bus_id)),
         mig: None,
     };
-    let of = |device: Device<'_>, mig| {
+    let whole = readings(&device);
+    let of = |device: Device<'_>, mig: Option<Mig>| {
         let memory = device.memory_info()?;
+        let measured = match mig {
+            None => whole,
+            // The rest is of the whole GPU, and would be counted once for each of its instances.
+            Some(_) => Readings {
+                temperature_c: whole.temperature_c,
+                ..Readings::default()
+            },
+        };
         Ok(Known {
+            readings: measured,
             uuid: device.uuid()?,
             name: device.name()?,
             gpu,
@@ -155,6 +207,7 @@ fn describe(
             },
             state: "ok".into(),
             used_by: None,
+            processes: processes(&device),
         })
     };
     match raw.filter(|_| partitioned) {
@@ -171,6 +224,18 @@ fn describe(
             let known = of(device, None)?;
             Ok(vec![Known { used_by, ..known }])
         }
+    }
+}
+
+/// What is measured of a whole GPU, but for its memory.
+fn readings(device: &Device<'_>) -> Readings {
+    let watts = |milliwatts: u32| f64::from(milliwatts) / 1000.0;
+    Readings {
+        utilization: (device.utilization_rates().ok()).map(|it| f64::from(it.gpu) / 100.0),
+        temperature_c: device.temperature(TemperatureSensor::Gpu).ok(),
+        power_w: device.power_usage().ok().map(watts),
+        power_limit_w: device.enforced_power_limit().ok().map(watts),
+        memory_used: None,
     }
 }
 

@@ -5,16 +5,20 @@ use std::{
     io::{self, Read},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     path::PathBuf,
+    time::Duration,
 };
 
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
+    ioctl,
     process::{
         Pid, PidfdFlags, PidfdGetfdFlags, Signal, pidfd_getfd, pidfd_open, pidfd_send_signal,
     },
 };
 use serde::{Deserialize, Serialize};
 use tokio::io::{Interest, unix::AsyncFd};
+
+use crate::api::types::Exit;
 
 /// How many ancestors are looked at.
 const LINE: usize = 64;
@@ -132,9 +136,32 @@ impl Stat {
     }
 }
 
+/// What the kernel says of a process (`struct pidfd_info` of linux/pidfd.h, as of Linux 6.13).
+#[repr(C)]
+#[derive(Default)]
+struct PidfdInfo {
+    mask: u64,
+    cgroup: u64,
+    ids: [u32; 11],
+    exit_code: i32,
+}
+
+const _: () = assert!(size_of::<PidfdInfo>() == 64);
+/// The exit code is asked for, and known.
+const PIDFD_INFO_EXIT: u64 = 1 << 3;
+/// How often it is asked for, and the pause between: a parent waits for its child at once, or not at all.
+const EXIT_LOOKS: u32 = 100;
+const EXIT_PAUSE: Duration = Duration::from_millis(5);
+
 /// A pidfd.
 #[derive(Debug)]
 pub(crate) struct ProcessFd(OwnedFd);
+
+impl From<OwnedFd> for ProcessFd {
+    fn from(fd: OwnedFd) -> Self {
+        Self(fd)
+    }
+}
 
 impl ProcessFd {
     /// Waits until the process has ended.
@@ -156,6 +183,35 @@ impl ProcessFd {
         pidfd_getfd(&self.0, number, PidfdGetfdFlags::empty()).ok()
     }
 
+    /// How the process ended, after [`Self::ended`]; none where the kernel (before Linux 6.15) or its parent, which has not waited for
+    /// it, does not tell.
+    pub(crate) async fn exit(&self) -> Option<Exit> {
+        for _ in 0..EXIT_LOOKS {
+            match self.status() {
+                Ok(Some(status)) => return Some(Exit::of_status(status)),
+                Ok(None) => tokio::time::sleep(EXIT_PAUSE).await,
+                Err(_) => return None,
+            }
+        }
+        None
+    }
+
+    /// The process's wait status, once its parent has waited for it.
+    ///
+    /// # Errors
+    /// When the kernel does not know of the request.
+    fn status(&self) -> rustix::io::Result<Option<i32>> {
+        const REQUEST: ioctl::Opcode = ioctl::opcode::read_write::<PidfdInfo>(0xff, 11);
+        let mut info = PidfdInfo {
+            mask: PIDFD_INFO_EXIT,
+            ..PidfdInfo::default()
+        };
+        // SAFETY: the request reads and writes a structure of the size that is part of its number, and any values of its fields are
+        // valid.
+        unsafe { ioctl::ioctl(&self.0, ioctl::Updater::<REQUEST, _>::new(&mut info)) }?;
+        Ok((info.mask & PIDFD_INFO_EXIT != 0).then_some(info.exit_code))
+    }
+
     /// Ends the process at once, as far as this daemon may.
     pub(crate) fn kill(&self) {
         self.signal(Signal::KILL);
@@ -163,7 +219,15 @@ impl ProcessFd {
 
     /// Sends a signal, as far as this daemon may.
     pub(crate) fn signal(&self, signal: Signal) {
-        let _ = pidfd_send_signal(&self.0, signal);
+        let _ = self.try_signal(signal);
+    }
+
+    /// Sends a signal.
+    ///
+    /// # Errors
+    /// When the process has ended, or this daemon may not.
+    pub(crate) fn try_signal(&self, signal: Signal) -> rustix::io::Result<()> {
+        pidfd_send_signal(&self.0, signal)
     }
 
     /// Whether the process has ended.
@@ -196,26 +260,24 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Who connected this socket.
-    ///
-    /// # Errors
-    /// When it is not a connected Unix socket.
-    pub(crate) fn of(socket: impl AsFd) -> io::Result<Self> {
-        let (pid, uid) = credentials(&socket)?;
+    /// Who it is, by what the kernel says of its socket.
+    pub(crate) fn new(pid: u32, uid: u32, fd: Option<ProcessFd>) -> Self {
         let process = ProcessId::of(pid);
-        let fd = match option(&socket, libc::SO_PEERPIDFD, -1) {
-            // SAFETY: the kernel has just made this file for us, and nothing else knows of it.
-            Ok(fd) if fd >= 0 => Some(ProcessFd(unsafe { OwnedFd::from_raw_fd(fd) })),
-            // A kernel before 6.5.
-            _ => process.and_then(ProcessId::watch),
-        };
-        Ok(Self {
+        Self {
             uid,
             pid,
             process,
-            fd,
-        })
+            // A kernel before 6.5 has none.
+            fd: fd.or_else(|| process.and_then(ProcessId::watch)),
+        }
     }
+}
+
+/// A pidfd of the process at the other end, where the kernel has that (Linux 6.5).
+pub(crate) fn pidfd(socket: impl AsFd) -> Option<OwnedFd> {
+    let fd = option(&socket, libc::SO_PEERPIDFD, -1).ok()?;
+    // SAFETY: the kernel has just made this file for us, and nothing else knows of it.
+    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
 /// Pid and uid of the process at the other end.
@@ -263,7 +325,8 @@ mod tests {
     #[test]
     fn the_peer_is_who_connected() {
         let (a, _b) = UnixStream::pair().unwrap();
-        let peer = Peer::of(&a).unwrap();
+        let (pid, uid) = credentials(&a).unwrap();
+        let peer = Peer::new(pid, uid, pidfd(&a).map(ProcessFd::from));
         assert_eq!(peer.pid, std::process::id());
         assert_eq!(peer.uid, rustix::process::getuid().as_raw());
         assert_eq!(peer.process, ProcessId::of(peer.pid));
@@ -291,6 +354,24 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_of(uid), "it is nobody's any more");
+    }
+
+    #[tokio::test]
+    async fn exit_of_a_process_is_known_where_the_kernel_tells() {
+        for (script, exit) in [
+            ("exit 7", Exit::of_status(7 << 8)),
+            ("kill -9 $$", Exit::of_status(9)),
+        ] {
+            let mut child = Command::new("sh").args(["-c", script]).spawn().unwrap();
+            let process = ProcessId::of(child.id()).unwrap();
+            let Some(watch) = process.watch() else {
+                continue;
+            };
+            watch.ended().await.unwrap();
+            child.wait().unwrap();
+            let told = watch.exit().await;
+            assert!(told.is_none_or(|told| told == exit), "{script}: {told:?}");
+        }
     }
 
     #[test]

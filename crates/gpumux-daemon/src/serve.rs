@@ -5,7 +5,7 @@ use std::{
     future::Future,
     io,
     net::SocketAddr,
-    os::unix::fs::DirBuilderExt,
+    os::{fd::OwnedFd, unix::fs::DirBuilderExt},
     path::{Path, PathBuf},
     sync::Arc,
     time::{Duration, Instant},
@@ -25,9 +25,11 @@ use crate::{
     devices::Devices,
     groups::Groups,
     paths::{self, DirError, RuntimeDir},
+    receiver::{self, Place, Receiver},
     scheduler::{self, Handle, Stopped},
     session::{HELLO, Sessions},
-    tenants::{Files, TenantError, Tenants},
+    tenants::{self, Files, TenantError, Tenants},
+    users::Users,
 };
 
 /// How long NVML may take before the daemon is ready without it.
@@ -78,7 +80,7 @@ impl From<Stopped> for Error {
 ///
 /// # Errors
 /// When it cannot start.
-pub fn run(config: Config) -> Result<(), Error> {
+pub fn run(config: Config, place: Place) -> Result<(), Error> {
     let runtime = runtime()?;
     let result = runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
@@ -89,7 +91,7 @@ pub fn run(config: Config) -> Result<(), Error> {
                 _ = interrupt.recv() => {}
             }
         };
-        serve(config, signalled).await
+        serve(config, place, signalled).await
     });
     // A driver or an emulated device that does not answer must not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
@@ -113,6 +115,19 @@ pub fn end_groups(config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
+/// The UUIDs of the machine's GPUs and MIG instances; none without NVML.
+pub fn device_uuids(config: &Config) -> Option<Vec<String>> {
+    let runtime = runtime().ok()?;
+    let known = runtime.block_on(async {
+        let (devices, mut looked) = Devices::watch(config.nvml.clone());
+        let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
+        devices.list()
+    });
+    runtime.shutdown_timeout(Duration::from_secs(1));
+    let uuids: Vec<String> = known.into_iter().map(|known| known.uuid).collect();
+    (!uuids.is_empty()).then_some(uuids)
+}
+
 fn runtime() -> io::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread()
         .worker_threads(2)
@@ -127,8 +142,10 @@ fn runtime_dir(config: &Config) -> Result<RuntimeDir, DirError> {
 }
 
 /// The daemon, until `ended` says so.
-async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Error> {
-    config.check()?;
+async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) -> Result<(), Error> {
+    if let Some(mistake) = config.mistakes().into_iter().next() {
+        return Err(mistake.into());
+    }
     raise_file_limit();
     let dir = runtime_dir(&config)?;
     let config = Arc::new(config);
@@ -150,22 +167,45 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         session_socket.display().to_string(),
         scheduler.clone(),
         Arc::clone(&groups),
+        Users::new(Arc::clone(&config)),
     )
     .await?;
+    tenants::watch(&tenants).await?;
     let sessions = Sessions::new(&config, HELLO, Arc::clone(&tenants), scheduler.clone());
-    let listen = |error| Error::Listen(session_socket.clone(), error);
-    let listener = gpumux_wire::socket::listen(&session_socket, BACKLOG).map_err(listen)?;
-    paths::open_to_all(&session_socket).map_err(listen)?;
+    let listener = listen(&session_socket)?;
     let tcp = match config.listen {
-        Some(address) => Some(listen_tcp(address).await?),
+        Some(address) => Some(listen_tcp(address.0).await?),
         None => None,
     };
-    paths::share_with_containers(dir.path()).map_err(listen)?;
+    paths::share_with_containers(dir.path())
+        .map_err(|error| Error::Listen(session_socket.clone(), error))?;
     // The API's socket appears last: whoever finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     know(&devices, &scheduler).await?;
-    let api_listener =
-        api::listen(&api_socket).map_err(|error| Error::Listen(api_socket.clone(), error))?;
+    // What has failed must not keep the rest from its daemon.
+    let known: Vec<String> = devices.list().into_iter().map(|known| known.uuid).collect();
+    for absence in config.absences(
+        Some(&known)
+            .filter(|known| !known.is_empty())
+            .map(Vec::as_slice),
+    ) {
+        tracing::warn!("{absence}");
+    }
+    let listen_api =
+        |socket: &Path| api::listen(socket).map_err(|error| Error::Listen(socket.into(), error));
+    let receiver = {
+        let emulated = config.emulated.clone();
+        move |listener, api| Receiver::start(place, emulated.as_deref(), listener, api)
+    };
+    let first = receiver(listener, listen_api(&api_socket)?)?;
+    let arrivals = receiver::receive(first, move || {
+        let _ = (
+            std::fs::remove_file(&session_socket),
+            std::fs::remove_file(&api_socket),
+        );
+        let listener = listen(&session_socket).map_err(io::Error::other)?;
+        receiver(listener, api::listen(&api_socket)?)
+    });
     let (stop, stopped) = watch::channel(false);
     let api = Arc::new(Api {
         config: Arc::clone(&config),
@@ -177,12 +217,14 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
         started: Instant::now(),
         listen: tcp.as_ref().and_then(|listener| listener.local_addr().ok()),
         live: tokio::sync::Mutex::default(),
+        past: api::history::Past::default(),
     });
+    tokio::spawn(api::history::keep(Arc::clone(&api), stopped.clone()));
     if let Some(listener) = tcp {
         tokio::spawn(api::serve_tcp(Arc::clone(&api), listener, stopped.clone()));
     }
-    let api_task = tokio::spawn(api::serve(api, api_listener, stopped.clone()));
-    let session_task = tokio::spawn(Arc::clone(&sessions).serve(listener, stopped));
+    let api_task = tokio::spawn(api::serve(api, arrivals.api, stopped.clone()));
+    let session_task = tokio::spawn(Arc::clone(&sessions).serve(arrivals.sessions, stopped));
     tell(&[NotifyState::Ready]);
     tracing::info!(dir = %dir.path().display(), "ready");
 
@@ -211,6 +253,14 @@ async fn serve(config: Config, ended: impl Future<Output = ()>) -> Result<(), Er
     groups.close().await;
     tracing::info!("stopped");
     result.and(Ok(restored?))
+}
+
+/// Listens where sessions shall be.
+fn listen(socket: &Path) -> Result<OwnedFd, Error> {
+    let cannot = |error| Error::Listen(socket.to_owned(), error);
+    let listener = gpumux_wire::socket::listen(socket, BACKLOG).map_err(cannot)?;
+    paths::open_to_all(socket).map_err(cannot)?;
+    Ok(listener)
 }
 
 /// Where what survives the machine's end is kept.

@@ -8,7 +8,7 @@ use std::{
     os::fd::{AsFd, AsRawFd, OwnedFd},
     path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError,
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -22,17 +22,18 @@ use gpumux_wire::{
     page::{Page, SLOTS, Work},
     socket,
 };
-use rustix::{
-    io::Errno,
-    net::{RecvFlags, SendFlags, SocketFlags},
+use rustix::net::{RecvFlags, SendFlags};
+use tokio::{
+    io::unix::AsyncFd,
+    sync::{mpsc, watch},
 };
-use tokio::{io::unix::AsyncFd, sync::watch};
 
 use crate::{
     config::Config,
     groups::Intrusion,
     hold, memory,
-    peer::{Peer, ProcessFd, credentials, readable},
+    peer::{Peer, ProcessFd, readable},
+    receiver::Connection,
     scheduler::{GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
@@ -41,8 +42,8 @@ use crate::{
 /// How long a connection may take to say hello.
 pub(crate) const HELLO: Duration = Duration::from_secs(5);
 
-/// Packets a session may send at once, and per second after that. Later ones wait in its socket.
-const RATE: (f64, f64) = (1024.0, 1000.0);
+/// Packets that the sessions of a tenant may send at once, and per second after that. Later ones wait in their sockets.
+const RATE: (f64, f64) = (4096.0, 4000.0);
 
 /// Groups that were not what they were said to be (because the program freed them meanwhile)
 /// before a session counts as hostile.
@@ -51,8 +52,9 @@ const MAX_REJECTED: usize = 64;
 /// Files held so per session: a control file, and the two of UVM that libcuda opens, told twice.
 const MAX_KEPT: usize = 8;
 
-/// Packets of a process that has ended that are looked at.
+/// Packets of a process that has ended that are looked at, and how long they may take.
 const MAX_LAST_WORDS: usize = 64;
+const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Part of the places that only root may take (as its reciprocal).
 const RESERVE: usize = 16;
@@ -66,11 +68,11 @@ pub(crate) struct Sessions {
     scheduler: Handle,
     emulated: Option<PathBuf>,
     max: usize,
-    max_per_user: usize,
     files: u64,
     hello: Duration,
     made: AtomicU64,
     users: Mutex<BTreeMap<u32, usize>>,
+    rates: Mutex<BTreeMap<TenantId, Weak<Rate>>>,
     voices: Mutex<BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>>,
 }
 
@@ -78,6 +80,21 @@ pub(crate) struct Sessions {
 struct Place {
     sessions: Arc<Sessions>,
     uid: u32,
+}
+
+/// Packets that may be sent now, and when that was counted.
+struct Rate(Mutex<(f64, Instant)>);
+
+impl Rate {
+    /// Counts a packet; how long it must wait.
+    fn take(&self, now: Instant) -> Duration {
+        let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (left, counted) = *state;
+        let passed = now.saturating_duration_since(counted).as_secs_f64();
+        let left = (left + passed * RATE.1).min(RATE.0) - 1.0;
+        *state = (left, counted.max(now));
+        Duration::from_secs_f64((-left / RATE.1).max(0.0))
+    }
 }
 
 /// Why a session ends. The other side is told.
@@ -97,6 +114,10 @@ enum Refusal {
     Packet(io::Error),
     #[error("{0} sessions are connected already: raise max_sessions in the daemon's configuration")]
     TooMany(usize),
+    #[error(
+        "{0} has {1} sessions, as many as it may have: end some, or raise `max_sessions` of the user in gpumux.toml"
+    )]
+    TooManyOfUser(String, usize),
     #[error("the daemon is short of files: raise its limit of open files")]
     Files,
     #[error("more than {MAX_DOMAINS} channel groups")]
@@ -107,7 +128,7 @@ enum Refusal {
     Intruder(String),
     #[error("group {0}, of the same user, does not say whether the process is in it")]
     Unanswered(String),
-    #[error("the group came without its file")]
+    #[error("the group came without a control file of a device")]
     NoFile,
     #[error(transparent)]
     Rejected(#[from] Rejection),
@@ -132,11 +153,11 @@ impl Sessions {
             scheduler,
             emulated: config.emulated.clone(),
             max: config.max_sessions,
-            max_per_user: config.max_sessions_per_user,
             files: limit.current.unwrap_or(u64::MAX),
             hello,
             made: AtomicU64::new(0),
             users: Mutex::default(),
+            rates: Mutex::default(),
             voices: Mutex::default(),
         })
     }
@@ -148,6 +169,16 @@ impl Sessions {
             .unwrap_or_else(PoisonError::into_inner)
             .values()
             .sum()
+    }
+
+    /// What the sessions of a tenant may send, which they share.
+    fn rate(&self, tenant: TenantId) -> Arc<Rate> {
+        let mut rates = self.rates.lock().unwrap_or_else(PoisonError::into_inner);
+        rates.retain(|_, rate| rate.strong_count() > 0);
+        let known = rates.get(&tenant).and_then(Weak::upgrade);
+        let rate = known.unwrap_or_else(|| Arc::new(Rate(Mutex::new((RATE.0, Instant::now())))));
+        rates.insert(tenant, Arc::downgrade(&rate));
+        rate
     }
 
     fn voices(&self) -> MutexGuard<'_, BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>> {
@@ -166,45 +197,26 @@ impl Sessions {
             .count()
     }
 
-    /// Takes connections until told to stop.
-    ///
-    /// # Errors
-    /// When the socket cannot be waited for.
+    /// Serves connections until told to stop.
     pub(crate) async fn serve(
         self: Arc<Self>,
-        listener: OwnedFd,
+        mut arrivals: mpsc::Receiver<Connection>,
         mut stop: watch::Receiver<bool>,
-    ) -> io::Result<()> {
-        let events = readable(listener.as_fd())?;
+    ) {
         loop {
-            let mut ready = tokio::select! {
-                ready = events.readable() => ready?,
-                _ = stop.wait_for(|stop| *stop) => return Ok(()),
+            let arrived = tokio::select! {
+                arrived = arrivals.recv() => arrived,
+                _ = stop.wait_for(|stop| *stop) => return,
             };
-            let accepted = ready.try_io(|socket| {
-                let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-                Ok(rustix::net::accept_with(socket, flags)?)
-            });
-            match accepted {
-                Ok(Ok(socket)) => {
-                    let session = Arc::clone(&self).run(socket, stop.clone());
-                    tokio::spawn(session);
-                }
-                Ok(Err(error))
-                    if error.raw_os_error() == Some(Errno::CONNABORTED.raw_os_error()) => {}
-                Ok(Err(error)) => {
-                    // No files or memory now: who waits is served later.
-                    tracing::warn!(%error, "cannot accept a session");
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-                Err(_would_block) => {}
-            }
+            let Some(connection) = arrived else {
+                return;
+            };
+            tokio::spawn(Arc::clone(&self).run(connection, stop.clone()));
         }
     }
 
-    fn enter(self: &Arc<Self>, socket: &OwnedFd) -> Result<Place, Refusal> {
+    fn enter(self: &Arc<Self>, socket: &OwnedFd, uid: u32) -> Result<Place, Refusal> {
         self.check_files(socket)?;
-        let (_, uid) = credentials(socket).map_err(Refusal::Packet)?;
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         let all = users.values().sum();
         let own = users.entry(uid).or_default();
@@ -213,8 +225,12 @@ impl Sessions {
             0 => self.max,
             _ => self.max - self.max / RESERVE,
         };
-        if all >= most || (uid != 0 && *own >= self.max_per_user) {
+        if all >= most {
             return Err(Refusal::TooMany(all));
+        }
+        let policy = self.tenants.users.known(uid);
+        if *own >= policy.max_sessions {
+            return Err(Refusal::TooManyOfUser(policy.user.clone(), *own));
         }
         *own += 1;
         Ok(Place {
@@ -232,11 +248,12 @@ impl Sessions {
     }
 
     /// One session, from its first to its last packet.
-    async fn run(self: Arc<Self>, socket: OwnedFd, stop: watch::Receiver<bool>) {
+    async fn run(self: Arc<Self>, connection: Connection, stop: watch::Receiver<bool>) {
+        let Connection { socket, peer } = connection;
         let socket = Arc::new(socket);
-        let ended = match self.enter(&socket) {
+        let ended = match self.enter(&socket, peer.uid) {
             Ok(place) => {
-                let ended = self.serve_one(&socket, stop).await;
+                let ended = self.serve_one(&socket, &peer, stop).await;
                 drop(place);
                 ended
             }
@@ -259,9 +276,9 @@ impl Sessions {
     async fn serve_one(
         &self,
         socket: &Arc<OwnedFd>,
+        peer: &Peer,
         mut stop: watch::Receiver<bool>,
     ) -> Result<(), Refusal> {
-        let peer = Peer::of(socket).map_err(Refusal::Packet)?;
         let events = readable(socket.as_fd()).map_err(Refusal::Packet)?;
         let hello = tokio::time::timeout(self.hello, receive(&events)).await;
         let (page, token) = match hello.map_err(|_| Refusal::Late(self.hello))?? {
@@ -275,7 +292,7 @@ impl Sessions {
             Some(_) => return Err(Refusal::NoHello),
         };
         let id = SessionId(self.made.fetch_add(1, Ordering::Relaxed));
-        let (tenant, name) = self.tenants.join(id, &peer, token.as_deref()).await?;
+        let (tenant, name) = self.tenants.join(id, peer, token.as_deref()).await?;
         let voice = Arc::clone(socket);
         let speak = Box::new(move |message: &Daemon| say(&voice, message));
         let page = Arc::new(page);
@@ -304,7 +321,7 @@ impl Sessions {
             keys: BTreeMap::new(),
             rejected: 0,
             kept: Vec::new(),
-            rate: (RATE.0, Instant::now()),
+            rate: self.rate(tenant),
         };
         let ended = async {
             match &peer.fd {
@@ -320,7 +337,7 @@ impl Sessions {
                 Ok(())
             }
         };
-        session.hear_last_words(socket);
+        session.hear_last_words(&events).await;
         let held = session.has_shared_work();
         let mut rest = None;
         if held {
@@ -378,28 +395,20 @@ struct Session<'a> {
     rejected: usize,
     /// Files that its memory lives with, if it shares a group.
     kept: Vec<OwnedFd>,
-    /// Packets it may send now, and when that was counted.
-    rate: (f64, Instant),
+    rate: Arc<Rate>,
 }
 
 impl Session<'_> {
     async fn serve(&mut self, events: &Events<'_>) -> Result<(), Refusal> {
         loop {
-            self.wait_for_turn().await;
+            let pause = self.rate.take(Instant::now());
+            if !pause.is_zero() {
+                tokio::time::sleep(pause).await;
+            }
             let Some((packet, file)) = receive(events).await? else {
                 return Ok(());
             };
             self.handle(packet, file).await?;
-        }
-    }
-
-    async fn wait_for_turn(&mut self) {
-        let (left, counted) = self.rate;
-        let now = Instant::now();
-        let left = (left + now.duration_since(counted).as_secs_f64() * RATE.1).min(RATE.0) - 1.0;
-        self.rate = (left, now);
-        if left < 0.0 {
-            tokio::time::sleep(Duration::from_secs_f64(-left / RATE.1)).await;
         }
     }
 
@@ -493,15 +502,22 @@ impl Session<'_> {
     }
 
     /// Files that a process sent that has ended, before its end was noticed.
-    fn hear_last_words(&mut self, socket: &OwnedFd) {
-        let packets = std::iter::from_fn(|| socket::recv(socket, RecvFlags::DONTWAIT).ok()?);
-        for (packet, file) in packets.take(MAX_LAST_WORDS) {
-            if let (Shim::Memory, Some(file)) = (packet, file)
-                && self.sessions.check_files(&file).is_ok()
-            {
-                self.keep(file);
+    async fn hear_last_words(&mut self, events: &Events<'_>) {
+        let hear = async {
+            for _ in 0..MAX_LAST_WORDS {
+                match receive(events).await {
+                    Ok(Some((Shim::Memory, Some(file))))
+                        if self.sessions.check_files(&file).is_ok() =>
+                    {
+                        self.keep(file);
+                    }
+                    Ok(Some(_)) => {}
+                    Ok(None) | Err(_) => return,
+                }
             }
-        }
+        };
+        // Its relay ends with it, unless a child of it has its socket.
+        let _ = tokio::time::timeout(LAST_WORDS, hear).await;
     }
 
     /// Whether work was under way, as far as is known, of a process that shares a compute group.

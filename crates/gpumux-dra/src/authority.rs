@@ -2,7 +2,7 @@
 //!
 //! The kubelet dials the registration socket by its bare path, so its gRPC library sends the escaped path as
 //! `:authority` (`%2Fvar%2Flib%2Fkubelet…`). That is no valid authority, and the server's library resets the stream
-//! before anybody can see it. [`Lenient`] sits in front of the server: it passes frames through, but rewrites
+//! before any client can see it. [`Lenient`] sits in front of the server: it passes frames through, but rewrites
 //! header blocks so that such an authority becomes `localhost`.
 
 use std::{

@@ -21,8 +21,13 @@ pub const KIND: &str = "gpumux.dev/share";
 pub const NODE_KIND: &str = "gpumux.dev/gpu";
 /// Where gpumux's files are in a container.
 const IN_CONTAINER: &str = "/usr/local/gpumux";
-/// Where a container's dynamic linker looks without being told: glibc on Debian's and on Red Hat's paths.
-const LIBRARY_DIRS: [&str; 2] = ["/usr/lib/x86_64-linux-gnu", "/usr/lib64"];
+/// Debian's folder of this processor's libraries.
+const DEBIAN_DIR: &str = match cfg!(target_arch = "aarch64") {
+    true => "usr/lib/aarch64-linux-gnu",
+    false => "usr/lib/x86_64-linux-gnu",
+};
+/// Where a container's dynamic linker looks by default: glibc on Debian's and on Red Hat's paths.
+const LIBRARY_DIRS: [&str; 2] = [DEBIAN_DIR, "usr/lib64"];
 /// The least version that has what is used here: device names that begin with a digit.
 const CDI_VERSION: &str = "0.5.0";
 
@@ -356,7 +361,7 @@ fn nodes(host: &Host, gpus: &[u32]) -> Vec<Node> {
 
 fn library_mounts(name: &str, file: &Path) -> impl Iterator<Item = Mount> {
     LIBRARY_DIRS
-        .map(|dir| mount(file, &format!("{dir}/{name}")))
+        .map(|dir| mount(file, &format!("/{dir}/{name}")))
         .into_iter()
 }
 
@@ -383,7 +388,7 @@ fn driver_libraries(host: &Host) -> Vec<(String, PathBuf)> {
         "libnvcuvid.so.1",
     ];
     const DIRS: [&str; 5] = [
-        "usr/lib/x86_64-linux-gnu",
+        DEBIAN_DIR,
         "usr/lib64",
         "usr/lib",
         "usr/local/nvidia/lib64",
@@ -459,7 +464,7 @@ mod tests {
         );
         let mounts = edits["mounts"].to_string();
         assert!(
-            mounts.contains("/usr/lib/x86_64-linux-gnu/libcuda.so.1"),
+            mounts.contains(&format!("/{DEBIAN_DIR}/libcuda.so.1")),
             "{mounts}"
         );
         assert!(!mounts.contains("api.sock"));

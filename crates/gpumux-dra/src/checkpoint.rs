@@ -52,7 +52,7 @@ pub struct Record {
     pub patch: Option<String>,
 }
 
-/// A tenant as the daemon knows it.
+/// A tenant as the daemon has it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct TenantRecord {
     /// Its name.
@@ -214,7 +214,7 @@ impl Store {
                 .changes
         };
         let own = changes();
-        // Whoever waited here while another flushed finds that done, or flushes for all who wait behind.
+        // A caller that waited here while another flushed finds that done, or flushes for all callers behind it.
         let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
         if *synced >= own {
             return Ok(());
@@ -244,7 +244,7 @@ impl Store {
         Ok(file)
     }
 
-    /// Works on the file as it is now, while nobody else does.
+    /// Works on the file as it is now, while no other process does.
     fn with<T>(&self, work: impl FnOnce(&mut Log) -> io::Result<T>) -> Result<T, CheckpointError> {
         let path = self.dir.join(FILE);
         let mut log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
@@ -383,7 +383,7 @@ impl Log {
         self.file.write_all_at(&[DEAD], line.at)
     }
 
-    /// Tells other instances that they must read again. Comes first: who is killed after it has done no harm.
+    /// Tells other instances that they must read again. Comes first: a process killed after it has done no harm.
     fn change(&mut self) -> io::Result<()> {
         self.file
             .write_all_at(header(self.generation + 1).as_bytes(), 0)?;
@@ -631,7 +631,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_a_killed_writer_left_harms_nobody() {
+    fn killed_writer_leaves_no_harm() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join(FILE);
         Store::open(dir.path())

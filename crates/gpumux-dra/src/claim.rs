@@ -54,7 +54,7 @@ impl Share {
         }
     }
 
-    /// The tenant's promise. Of the memory that Kubernetes accounts, a context takes its part. Who has a device whole needs no
+    /// The tenant's guarantee. Of the memory that Kubernetes accounts, a context takes its part. A tenant that has a device whole needs no
     /// guarantee of memory there.
     ///
     /// # Errors

@@ -75,7 +75,7 @@ impl Events {
         }
     }
 
-    /// Writes an Event, unless the same was the last of its kind. Whoever cannot write it goes on without.
+    /// Writes an Event, unless the same was the last of its kind. A failure to write it is logged, and changes nothing.
     pub async fn write(&self, claim: &ClaimRef, happened: Happened, note: &str) {
         let key = (claim.uid.clone(), happened);
         {

@@ -117,7 +117,7 @@ impl Health {
     }
 }
 
-/// Serves an instance's health. Nobody else may serve there: the caller holds the instance's lock.
+/// Serves an instance's health. No other process may serve there: the caller holds the instance's lock.
 ///
 /// # Errors
 /// The socket cannot be made.
@@ -143,7 +143,7 @@ pub(crate) fn serve(socket: &Path, health: Health) -> io::Result<impl Future<Out
 /// Why a check failed.
 #[derive(Debug, thiserror::Error)]
 pub enum CheckError {
-    /// Nobody serves there.
+    /// No process serves there.
     #[error("no instance answers at {0}: {1}")]
     NoInstance(PathBuf, io::Error),
     /// It took too long.

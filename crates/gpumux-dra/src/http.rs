@@ -1,4 +1,4 @@
-//! Serving HTTP to whoever asks, with bounds: on connections, on the time that a request's head may take, and on a connection's life.
+//! Serving HTTP to any client, with bounds: on connections, on the time that a request's head may take, and on a connection's life.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,7 +18,7 @@ use tokio::{
 const CONNECTIONS: usize = 32;
 /// How long the head of a request may take, and a connection wait for its next request.
 const HEAD: Duration = Duration::from_secs(5);
-/// How long a connection may last: whoever scrapes each minute connects anew.
+/// How long a connection may last: a client that scrapes each minute connects anew.
 const LIFE: Duration = Duration::from_secs(60);
 /// How long to wait when no connection can be accepted, as without file descriptors.
 const AGAIN: Duration = Duration::from_millis(100);

@@ -168,7 +168,7 @@ pub fn serve(engine: Engine, places: &Places) -> Result<Served, KubeletError> {
             heard,
         }),
     );
-    // The services are there before the kubelet can hear of them.
+    // The services are there before the kubelet can find them.
     let mut servers = Vec::new();
     for (path, router) in [(service, dra), (registry, registration)] {
         let incoming = listen(&path)?;
@@ -188,7 +188,7 @@ pub fn serve(engine: Engine, places: &Places) -> Result<Served, KubeletError> {
     })
 }
 
-/// Removes the sockets of instances that were killed: nobody holds their locks, and nobody else would remove them.
+/// Removes the sockets of instances that were killed: no process holds their locks, and no other would remove them.
 fn clear_dead(places: &Places, own: &Path) {
     let Ok(entries) = fs::read_dir(places.dir()) else {
         return;

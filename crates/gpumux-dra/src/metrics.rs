@@ -375,7 +375,7 @@ pub struct Endpoints {
     pub pod_resources: PathBuf,
     /// Follows the publisher.
     pub published: watch::Receiver<Published>,
-    /// Only whoever the API server says may `get` the path `/metrics`.
+    /// Only clients that, by the API server, may `get` the path `/metrics`.
     pub authenticate: bool,
 }
 
@@ -503,42 +503,24 @@ mod tests {
             name: "k8s-a-0".into(),
             class: spec.class,
             spec,
-            uid: 0,
             pids: vec![1],
             devices: vec![device(0).uuid],
-            since: 0,
             state: TenantState::Running,
-            placement: Default::default(),
-            work: 0,
-            hints: Default::default(),
-            requests: Default::default(),
-            memory: Vec::new(),
-            asleep: false,
-            waits_for_memory: false,
-            unlisted_calls: Vec::new(),
-            moves: Default::default(),
             domains: vec![Domain {
                 id: 1,
-                group: None,
                 device: device(0).uuid,
                 pid: 1,
                 timeslice_us: 2000,
-                frozen: false,
                 demand: Demand::Busy,
                 promised_share: 0.5,
                 received_share: received,
-                measured_share: None,
                 received_us: 1_500_000,
                 runnable_us: 2_000_000,
                 waited_us: 500_000,
                 preemptions: 3,
-                freezes: 0,
-                thaws: 0,
-                slice_changes: 0,
-                tampered: 0,
-                reason: String::new(),
-                error: None,
+                ..Domain::default()
             }],
+            ..Tenant::default()
         }
     }
 

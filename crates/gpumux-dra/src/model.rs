@@ -192,7 +192,7 @@ pub enum Use {
     Shared(Amounts),
     /// Alone.
     Whole,
-    /// To look at it only, beside whoever uses it: nothing is guaranteed and nothing is counted.
+    /// To look at it only, beside its users: nothing is guaranteed and nothing is counted.
     Admin,
 }
 

@@ -299,7 +299,7 @@ impl Engine {
     /// Brings a change of a running claim into force; none takes earlier changes back.
     ///
     /// # Errors
-    /// The change makes no sense or cannot be kept; everything stays as it was.
+    /// The change makes no sense or is rejected; everything stays as it was.
     pub async fn resize(&self, uid: &str, patch: Option<&str>) -> Result<(), PrepareError> {
         let _lock = self.lock(uid).await?;
         let Some(record) = self.store.get(uid)?.filter(|record| record.ready) else {
@@ -490,7 +490,7 @@ fn change(spec: &TenantSpec) -> SpecChange {
     }
 }
 
-/// 128 bits that nobody can guess, in hexadecimal.
+/// 128 bits that cannot be guessed, in hexadecimal.
 fn secret() -> String {
     let mut bytes = [0; 16];
     let mut filled = 0;

@@ -60,7 +60,7 @@ pub async fn node(client: &Client, name: &str) -> Result<Node, kube::Error> {
     })
 }
 
-/// Publishes for as long as anybody follows the result.
+/// Publishes for as long as a receiver follows the result.
 pub async fn run(
     client: Client,
     node: Node,
@@ -99,7 +99,7 @@ pub async fn run(
 /// Looks once and changes what must be changed. If anything does, all slices get a new generation.
 ///
 /// # Errors
-/// The API server refuses, somebody else changed a slice meanwhile, or the cluster is too old.
+/// The API server refuses, another client changed a slice meanwhile, or the cluster is too old.
 pub async fn reconcile(
     api: &Api<ResourceSlice>,
     node: &Node,

@@ -73,7 +73,7 @@ pub struct Args {
     /// Where metrics are served.
     #[arg(long, default_value = "0.0.0.0:9400", value_name = "ADDRESS")]
     pub metrics: SocketAddr,
-    /// Serve metrics only to whoever the API server lets `get` /metrics: a bearer token is asked for.
+    /// Serve metrics only to clients that the API server lets `get` /metrics: they send a bearer token.
     #[arg(long)]
     pub metrics_authenticate: bool,
     /// The emulated device's socket, if this node shares the emulated device.
@@ -108,7 +108,7 @@ pub struct Config {
     pub inventory: Inventory,
     /// Where metrics are served.
     pub metrics: SocketAddr,
-    /// Only to whoever the API server allows it.
+    /// Only to clients that the API server allows it.
     pub metrics_authenticate: bool,
     /// Told after each step of preparing and unpreparing; for tests.
     pub after: fn(Step),

@@ -278,7 +278,7 @@ impl Image {
             (fatbin::MAGIC, Some(list)) => {
                 let whole = of_binary(at)?;
                 let mut texts = Vec::new();
-                // The list ends with null. What was linked without PTX is told of the whole.
+                // The list ends with null. A part that was linked without PTX is reported for the whole.
                 while let Ok(part) = list.get_at(texts.len()) {
                     if part.is_null() {
                         break;

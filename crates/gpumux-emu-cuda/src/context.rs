@@ -105,7 +105,7 @@ pub(crate) struct Op {
     pub(crate) work: OpWork,
     pub(crate) effect: Effect,
     pub(crate) event: Option<Arc<Event>>,
-    /// Somebody waits for it.
+    /// A thread waits for it.
     pub(crate) prompt: bool,
 }
 
@@ -554,7 +554,7 @@ impl Context {
         }
     }
 
-    /// Work is done: does what is left of its effect, then lets everybody know.
+    /// Work is done: does what is left of its effect, then wakes all threads that wait.
     fn complete(self: &Arc<Self>, id: u64, at: u64) {
         let rest = {
             let mut state = self.state();
@@ -619,7 +619,7 @@ impl Context {
     pub(crate) fn fault(&self, error: CuError) {
         // As on an H100 (driver 580.159.04), where others of an MPS server go on after an assertion.
         let all = error != CuError::ASSERT;
-        // Who shares the group is told after the server that made it, and before the program, which may end then.
+        // Processes that share the group are notified after the server that made it, and before the program, which may end then.
         if all
             && let Ok(process) = process()
             && let Some(rm) = &*lock(&process.rm)

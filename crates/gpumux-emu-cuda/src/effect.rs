@@ -1,4 +1,4 @@
-//! What work does to memory, executed here when the server says how far it is.
+//! What work does to memory, executed here when the server reports how far it is.
 //!
 //! Every effect is a number of steps, so that it can stop anywhere and go on later: a kernel frozen in the
 //! middle has really done half of its work.
@@ -147,7 +147,7 @@ impl Place {
     }
 }
 
-/// Ranges are worked on in pieces of this many bytes, so that nobody waits long for the memory's lock.
+/// Ranges are worked on in pieces of this many bytes, so that no thread waits long for the memory's lock.
 const PIECE: u64 = 8 << 20;
 
 /// Calls `work` for the pieces of a range: each is checked, and stays mapped while it is worked on. The

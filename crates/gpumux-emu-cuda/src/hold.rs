@@ -35,7 +35,7 @@ struct Watched {
     met: bool,
 }
 
-/// A hold is submitted: its time counts from here, as nobody tells when it is the device's.
+/// A hold is submitted: its time counts from here, as no event reports when it has the device.
 pub(crate) fn begin(page: u64, last: bool) -> Result {
     match last {
         true => load_u64(page).map(drop),

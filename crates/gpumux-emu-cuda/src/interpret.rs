@@ -1,7 +1,7 @@
 //! Kernels that are interpreted: the device's memory as they see it, how long they take, and the thread that runs them.
 //!
 //! Such a kernel has two parts for the server: its beginning, which is reported like any completion, and the rest,
-//! whose length is told when the interpreter has come to the end. So it has the device while it is interpreted, in turns with
+//! whose length is set when the interpreter has come to the end. So it has the device while it is interpreted, in turns with
 //! the context's other kernels and not while its group is frozen, and it takes at least the time of the work model.
 //!
 //! The blocks of a context's kernels are interpreted on all cores, or on as many as `GPUMUX_EMU_CORES` says. In which order
@@ -210,7 +210,7 @@ impl Interpreter {
         turn.run(&mut Reachable::new(viewer), TURN);
         lock(&self.state).running -= 1;
         self.changed.notify_all();
-        // Before anybody knows that the block has ended; who freezes does not wait for that.
+        // Before the end of the block is visible; a freeze does not wait for that.
         print(&turn.take_output());
         let end = lock(&self.state).give(id, turn);
         self.changed.notify_all();
@@ -220,7 +220,7 @@ impl Interpreter {
 
 fn work(context: &Weak<Context>, helps: bool) {
     if helps {
-        // Cores that nobody else wants: not those of the programs' own threads, and of the server, which keeps the time.
+        // Cores that no other thread needs: not those of the programs' own threads, and of the server, which keeps the time.
         // SAFETY: concerns this thread only; it is harmless if it fails.
         unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
     }

@@ -31,7 +31,7 @@ const POOL_PIECE: u64 = 32 << 20;
 /// Alignment of small allocations.
 const UNIT: u64 = 512;
 
-/// Physical memory; gone when the last who has it lets go.
+/// Physical memory; gone when its last holder releases it.
 pub(crate) struct Physical {
     id: u64,
     file: OwnedFd,
@@ -381,7 +381,7 @@ pub(crate) fn release(handle: u64) -> Result {
     } else {
         None
     };
-    // The server is told without the lock.
+    // The server is notified without the lock.
     drop(space);
     drop(gone);
     Ok(())

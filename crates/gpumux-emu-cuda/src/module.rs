@@ -230,7 +230,7 @@ pub(crate) fn launch(
     match fault::due(fault::At::Launch) {
         None => {}
         Some(Kind::Endless) => {
-            // Nobody tells how long it takes.
+            // How long it takes is not known.
             return stream.submit(Op::compute(Work::Rest { sms }, Effect::Nothing));
         }
         Some(Kind::DeviceLost) => {

@@ -325,12 +325,12 @@ exports! { FUNCTIONS by nvml;
     nvmlDeviceGetAttributes_v2(device: Handle, out: Out<Attributes>) => attributes(device, out);
     nvmlDeviceGetClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
     nvmlDeviceGetMaxClockInfo(device: Handle, kind: c_uint, out: Out<c_uint>) => clock(device, kind, out);
-    // What only a thing has: no heat, no power, no links, no slot.
-    nvmlDeviceGetTemperature(device: Handle, _sensor: c_uint, _out: Out<c_uint>) => none(device);
-    nvmlDeviceGetPowerUsage(device: Handle, _out: Out<c_uint>) => none(device);
+    nvmlDeviceGetTemperature(device: Handle, _sensor: c_uint, out: Out<c_uint>) => Ok(out.put(heat(device)?.0)?);
+    nvmlDeviceGetPowerUsage(device: Handle, out: Out<c_uint>) => Ok(out.put(heat(device)?.1)?);
+    nvmlDeviceGetEnforcedPowerLimit(device: Handle, out: Out<c_uint>) => whole(device, |_| Ok(out.put(POWER_MW.1)?));
+    nvmlDeviceGetPowerManagementLimit(device: Handle, out: Out<c_uint>) => whole(device, |_| Ok(out.put(POWER_MW.1)?));
+    // What only a real board has: no energy counter, no links, no slot.
     nvmlDeviceGetTotalEnergyConsumption(device: Handle, _out: Out<u64>) => none(device);
-    nvmlDeviceGetEnforcedPowerLimit(device: Handle, _out: Out<c_uint>) => none(device);
-    nvmlDeviceGetPowerManagementLimit(device: Handle, _out: Out<c_uint>) => none(device);
     nvmlDeviceGetPerformanceState(device: Handle, _out: Out<c_uint>) => none(device);
     nvmlDeviceGetFanSpeed(device: Handle, _out: Out<c_uint>) => none(device);
     nvmlDeviceGetNvLinkState(device: Handle, _link: c_uint, _out: Out<c_uint>) => none(device);
@@ -357,6 +357,31 @@ pub(crate) extern "C" fn nvmlErrorString(code: c_int) -> *const c_char {
 
 fn none(device: Handle) -> Result {
     info(device, |_| Err(NvmlError::NOT_SUPPORTED))
+}
+
+/// Power of an H100 SXM5 without work, and at its limit, in mW.
+const POWER_MW: (u32, u32) = (70_000, 700_000);
+/// Temperature without work, and at the power limit, in °C.
+const CELSIUS: (u32, u32) = (32, 72);
+
+/// Temperature in °C and power in mW of a whole GPU: in proportion to the use of its SMs, and at once.
+fn heat(device: Handle) -> Result<(u32, u32)> {
+    whole(device, |_| Ok(()))?;
+    // A partitioned GPU is used as much as its instances together.
+    let parts = match instances(device)? {
+        none if none.is_empty() => vec![device],
+        parts => parts,
+    };
+    let mut used = 0;
+    for part in &parts {
+        used += status(*part)?.compute_percent.min(100);
+    }
+    Ok(heat_at(used / parts.len() as u32))
+}
+
+fn heat_at(percent: u32) -> (u32, u32) {
+    let at = |(least, most): (u32, u32)| least + (most - least) * percent / 100;
+    (at(CELSIUS), at(POWER_MW))
 }
 
 /// In MHz: graphics, SM, memory, video. They never change.
@@ -625,6 +650,13 @@ mod tests {
         let info = PciInfo::new(0x1b);
         assert_eq!(&info.legacy, b"0000:1B:00.0\0\0\0\0");
         assert!(info.id.starts_with(b"00000000:1B:00.0\0"));
+    }
+
+    #[test]
+    fn heat_follows_use_between_its_ends() {
+        assert_eq!(heat_at(0), (32, 70_000));
+        assert_eq!(heat_at(50), (52, 385_000));
+        assert_eq!(heat_at(100), (72, 700_000));
     }
 
     #[test]

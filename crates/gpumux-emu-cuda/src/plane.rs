@@ -128,7 +128,7 @@ fn copy(
             space.is_device(side.at, width) && space.is_device(last, width)
         };
         let (to_device, from_device) = (device(to, to_last), device(from, from_last));
-        // Reserved addresses without memory are nobody's, and the device's are no others.
+        // Reserved addresses without memory have no owner, and the device's are no others.
         let wrong = |side: &Side, last: u64, device: bool| {
             !device
                 && (space.is_unmapped(side.at, width)

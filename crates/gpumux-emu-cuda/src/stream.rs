@@ -226,7 +226,7 @@ pub(crate) fn copy(
     // What is not pinned is copied before the call returns, unless it was taken already: then nothing waits, also not a call
     // that is named synchronous.
     let wait = matches!(effect, Effect::Copy { .. }) && (wait || (!pinned && !captured));
-    // A rest whose length nobody tells does not end.
+    // A rest of unknown length does not end.
     let (work, effect) = match fault::due(fault::At::Copy) {
         Some(_) => (Work::Rest { sms: 1 }, Effect::Nothing),
         None => (Work::Copy { bytes }, effect),

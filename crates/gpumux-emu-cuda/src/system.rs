@@ -1,5 +1,5 @@
 //! The kernel half: the device files. `open` of `/dev/nvidiactl` connects to the server, `ioctl` on such a
-//! file becomes a call over it; everything else goes to whoever comes next. The file is an ordinary socket, so that
+//! file becomes a call over it; everything else goes to the next library. The file is an ordinary socket, so that
 //! copies, passing it to other processes and closing it need no help.
 //!
 //! The libcuda half makes its own calls through [`outward`]: the functions that the whole process sees, a

@@ -62,7 +62,7 @@ static RUNTIME: Table<13> = Table::new(
     ],
     true,
 );
-/// Memory in which tools would leave callbacks: nobody does.
+/// Memory in which tools would leave callbacks: none does.
 static CALLBACKS: Table<7> = Table::new(&[(2, slot!(callbacks)), (6, slot!(more_callbacks))], true);
 static THREADS: Table<4> = Table::new(&[], true);
 /// What the runtime keeps with a context.

@@ -632,8 +632,8 @@ fn without_a_server_there_is_no_device_and_one_line_says_so() {
 }
 
 #[test]
-fn a_server_that_dies_is_told_to_waiting_programs() {
-    const NAME: &str = "a_server_that_dies_is_told_to_waiting_programs";
+fn server_death_ends_waiting_programs() {
+    const NAME: &str = "server_death_ends_waiting_programs";
     if is_program(NAME) {
         primary();
         let stream = stream(STREAM_NON_BLOCKING);
@@ -709,7 +709,7 @@ fn two_programs_share_the_device() {
     for program in programs {
         finish(program);
     }
-    // Alone each takes 200 ms. Together the device has 400 ms of work and switches on top: whoever ends
+    // Alone each takes 200 ms. Together the device has 400 ms of work and switches on top: the one that ends
     // last saw all of what overlapped.
     let times = notes.map(|note| fs::read_to_string(note).unwrap().parse::<f64>().unwrap());
     assert!(times.iter().all(|ms| *ms >= 200.0), "{times:?}");

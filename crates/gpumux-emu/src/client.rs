@@ -70,7 +70,7 @@ pub fn now() -> u64 {
 /// Connects to the server: what opening a device file is on the emulated device.
 ///
 /// # Errors
-/// When nobody listens there.
+/// When no server listens there.
 pub fn open_control_file(path: &Path) -> io::Result<OwnedFd> {
     let socket = socket_with(
         AddressFamily::UNIX,
@@ -104,7 +104,7 @@ impl ProcessConnection {
     /// Connects and says hello.
     ///
     /// # Errors
-    /// When nobody listens there, or it is a server of another version.
+    /// When no server listens there, or one of another version.
     pub fn open(path: &Path) -> Result<Self, ClientError> {
         let this = Self {
             socket: open_control_file(path)?,
@@ -139,7 +139,7 @@ impl ProcessConnection {
         }
     }
 
-    /// Takes a share in memory that somebody passed on: its id, device and size.
+    /// Takes a share in memory that a peer passed on: its id, device and size.
     ///
     /// # Errors
     /// [`Refusal::Unknown`] for a file that is no live memory of this server.

@@ -4,7 +4,7 @@
 //! that `CUDA_MPS_PIPE_DIRECTORY` names, and what both say goes to the standard output. A program finds it by the same variable
 //! ([`Member::join`]) and gets handles that lead to the server's groups, so that all clients are one to the hardware; its
 //! kernels run at the same time as theirs, on as many SMs as `CUDA_MPS_ACTIVE_THREAD_PERCENTAGE` says. As with the real
-//! one, a fault of one client ends all (but for an assertion), and nobody new is let in until the last of them has gone.
+//! one, a fault of one client ends all (but for an assertion), and no new client is let in until the last of them has gone.
 
 use std::{
     collections::BTreeMap,
@@ -133,7 +133,7 @@ fn part(all: u32, percent: u32) -> u32 {
     (all * percent).div_ceil(100).max(1)
 }
 
-/// How many of a device's SMs this process is told of: under a server its part, as NVIDIA's MPS documentation says of
+/// How many of a device's SMs this process is shown: under a server its part, as NVIDIA's MPS documentation says of
 /// `cudaDevAttrMultiProcessorCount`.
 pub fn visible_sms(all: u32) -> u32 {
     static PERCENT: OnceLock<Option<u32>> = OnceLock::new();
@@ -198,7 +198,7 @@ struct Server {
 struct State {
     /// Pids of those who share.
     clients: Vec<u32>,
-    /// Somebody faulted: nobody new until all have gone.
+    /// A client faulted: no new one until all have gone.
     faulted: bool,
     driver: Option<Driver>,
 }
@@ -233,7 +233,7 @@ pub fn serve(emulated: &Path) -> io::Result<()> {
     bind(&listener, &address)?;
     listen(&listener, 128)?;
     log("Control", "Start");
-    // Without its folder nobody can find it, or tell it to quit.
+    // Without its folder no client can find it, or request its end.
     thread::spawn(move || {
         while path.exists() {
             thread::sleep(LOOK);
@@ -372,7 +372,7 @@ fn log(of: &str, text: &str) {
         time.as_secs_f64(),
         process::id()
     );
-    // At once, before anybody acts on what is to come.
+    // At once, before any client acts on what is to come.
     let mut out = io::stdout().lock();
     let _ = out.write_all(line.as_bytes()).and_then(|()| out.flush());
 }

@@ -5,7 +5,7 @@
 //! and a submission counts from the moment at which the program made it.
 //!
 //! No peer can hold it up: nothing here blocks on a socket, everything that a peer can make it keep has a bound, and
-//! whoever breaks the rules loses the connection.
+//! a client that breaks the rules loses the connection.
 
 mod control;
 mod core;
@@ -186,7 +186,7 @@ fn listen_on(path: &Path) -> Result<OwnedFd, ServerError> {
     match bind(&listener, &address) {
         Ok(()) => {}
         Err(Errno::ADDRINUSE) => {
-            // A file that nobody listens on is left over from a server that was killed.
+            // A socket file without a listener is left over from a server that was killed.
             match connect(&open().map_err(failed)?, &address) {
                 Err(Errno::CONNREFUSED) if is_socket(path) => {}
                 Err(_) => return Err(failed(Errno::ADDRINUSE)),

@@ -46,7 +46,7 @@ pub struct Free {
     /// Memory of each GPU, in MiB; 0: not known.
     pub gpu_memory_mib: u32,
     milli: [u16; MOST_GPUS],
-    /// Memory of each GPU that is guaranteed to nobody.
+    /// Memory of each GPU that is guaranteed to no tenant.
     memory: [u32; MOST_GPUS],
     /// What preemptible tenants ask of each GPU, in thousandths.
     preemptible: [u16; MOST_GPUS],
@@ -351,7 +351,7 @@ impl Fleet {
                 let mut rest = trial.0;
                 rest.with(&tenant.demand, alone);
                 let others = rest.hosting(&tenant.demand).filter(|other| *other != gpu);
-                // Whoever has been placed on a GPU that was emptied would undo it.
+                // A tenant placed on a GPU that was emptied would undo it.
                 let others = others.filter(|other| rest.milli[*other] < WHOLE as u16);
                 let Some(to) = others.min_by_key(|other| rest.milli[*other]) else {
                     continue;

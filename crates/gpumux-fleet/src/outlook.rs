@@ -3,7 +3,7 @@
 //! FGD's measure ([`Typical`]) looks one tenant ahead. A gap of 530 thousandths is no fragment to a tenant that asks for
 //! 470, yet 60 remain in the end; a gap of 60 is. So the fleet is filled a few times in advance with tenants drawn
 //! from the same workload, by FGD's rule, and each state that a GPU passed through is charged with what was free on it
-//! in the end. Whether a gap is filled depends on the CPUs beside it, and on who wants GPUs of that model.
+//! in the end. Whether a gap is filled depends on the CPUs beside it, and on the demand for GPUs of that model.
 
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 

@@ -170,7 +170,7 @@ pub(crate) enum Value {
     Dynamic(u32),
 }
 
-/// Where results that nobody wants go.
+/// Where results go that no instruction reads.
 pub(crate) const SINK: u32 = 0;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -411,7 +411,7 @@ impl Turn {
 }
 
 impl Block {
-    /// Lets go who waits at complete barriers; whether there was one.
+    /// Releases the threads that wait at complete barriers; whether there was one.
     fn open_barriers(&mut self) -> bool {
         let mut opened = false;
         for (id, barrier) in self.barriers.iter_mut().enumerate() {

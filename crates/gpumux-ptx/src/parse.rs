@@ -674,7 +674,7 @@ impl Parser {
     }
 
     fn body(&mut self, scope: HashMap<String, Meaning>, mut body: Body) -> Result<Body> {
-        // Register 0 takes what nobody wants.
+        // Register 0 takes results that no instruction reads.
         body.registers = 1;
         body.unit = self.unit;
         self.scopes = vec![scope];

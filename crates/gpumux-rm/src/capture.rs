@@ -25,12 +25,12 @@ use crate::{
 pub const MAX_OBJECTS: usize = 65_536;
 
 /// Most duplicates of unknown objects that are remembered for being perhaps a group.
-const MAX_STRANGERS: usize = 4096;
+const MAX_FOREIGN: usize = 4096;
 
 /// Largest structure of a call that matters.
 const MAX_ARG: usize = size_of::<Alloc64>();
 
-/// Slices that nobody has set, in µs, for compute and for copy engines (measured on H100).
+/// Timeslices that were never set, in µs, for compute and for copy engines (measured on H100).
 const DEFAULT_TIMESLICE_US: (u64, u64) = (2048, 1024);
 
 /// The caller's name for an open control file.
@@ -224,7 +224,7 @@ pub struct Seen {
     pub ready: bool,
     /// How often the program itself has set the slice since then.
     pub touched: u32,
-    /// Somebody else made it, and shares it: an MPS server.
+    /// Another process made it, and shares it: an MPS server.
     pub shared: bool,
 }
 
@@ -242,7 +242,7 @@ enum Kind {
     Group(GroupState),
     Channel,
     /// A duplicate of something that this process did not make.
-    Stranger,
+    Foreign,
 }
 
 #[derive(Clone, Copy, Debug)]
@@ -263,7 +263,7 @@ type Key = (u32, u32);
 pub struct Capture {
     objects: BTreeMap<Key, Object>,
     groups: BTreeMap<GroupId, Key>,
-    strangers: usize,
+    foreign: usize,
     next_group: u64,
 }
 
@@ -325,14 +325,14 @@ impl Capture {
                     Some(Kind::Device) => Kind::Device,
                     Some(Kind::Subdevice) => Kind::Subdevice,
                     Some(Kind::Client(_) | Kind::Channel) => return events,
-                    Some(Kind::Stranger) | None => Kind::Stranger,
+                    Some(Kind::Foreign) | None => Kind::Foreign,
                 };
                 self.remove(client, object, &mut events);
                 self.insert((client, object), parent, kind);
                 self.tell_made((client, object), &mut events);
             }
             Call::Free { client, object } => self.remove(client, object, &mut events),
-            // Nobody overwrites a copy group's slice afterwards, but a compute group's.
+            // Only a compute group's timeslice is overwritten afterwards, not a copy group's.
             Call::Schedule { client, group } => {
                 if let Some(state) = self.group_mut((client, group))
                     && !state.ready
@@ -463,7 +463,7 @@ impl Capture {
         }
     }
 
-    /// A channel whose parent is nothing known lies in a group that somebody else duplicated
+    /// A channel whose parent is nothing known lies in a group that another process duplicated
     /// into this client: an MPS server does so.
     fn adopt_group(&mut self, client: u32, parent: u32, engine: u32, events: &mut Vec<Event>) {
         let known = self
@@ -471,7 +471,7 @@ impl Capture {
             .get(&(client, parent))
             .map(|object| (&object.kind, object.parent));
         let grandparent = match known {
-            Some((Kind::Stranger, grandparent)) => grandparent,
+            Some((Kind::Foreign, grandparent)) => grandparent,
             None => 0,
             Some(_) => return,
         };
@@ -486,11 +486,11 @@ impl Capture {
     }
 
     fn insert(&mut self, key: Key, parent: u32, kind: Kind) {
-        let stranger = matches!(kind, Kind::Stranger);
-        if self.objects.len() >= MAX_OBJECTS || stranger && self.strangers >= MAX_STRANGERS {
+        let foreign = matches!(kind, Kind::Foreign);
+        if self.objects.len() >= MAX_OBJECTS || foreign && self.foreign >= MAX_FOREIGN {
             return;
         }
-        self.strangers += usize::from(stranger);
+        self.foreign += usize::from(foreign);
         if let Kind::Group(state) = &kind {
             self.groups.insert(state.id, key);
         }
@@ -539,9 +539,9 @@ impl Capture {
                     parent,
                 }) => shrunk.push((client, parent)),
                 Some(Object {
-                    kind: Kind::Stranger,
+                    kind: Kind::Foreign,
                     ..
-                }) => self.strangers -= 1,
+                }) => self.foreign -= 1,
                 _ => {}
             }
             doomed.extend(self.children(key).map(|(key, _)| key));
@@ -728,7 +728,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_that_somebody_else_made_shows_as_the_parent_of_a_channel() {
+    fn foreign_group_shows_as_the_parent_of_a_channel() {
         for seen_dup in [false, true] {
             let mut capture = context();
             // A second device with its subdevice, made before and after.
@@ -833,7 +833,7 @@ mod tests {
     #[test]
     fn memory_is_bounded() {
         let mut capture = context();
-        for object in 0x1_0000..0x1_0000 + 2 * MAX_STRANGERS as u32 {
+        for object in 0x1_0000..0x1_0000 + 2 * MAX_FOREIGN as u32 {
             let dup = Call::Dup {
                 client: CLIENT,
                 parent: DEVICE,
@@ -843,7 +843,7 @@ mod tests {
             };
             capture.apply(1, &dup);
         }
-        assert!(capture.objects() <= MAX_STRANGERS + 10);
+        assert!(capture.objects() <= MAX_FOREIGN + 10);
         capture.apply(
             1,
             &Call::Free {
@@ -851,7 +851,7 @@ mod tests {
                 object: CLIENT,
             },
         );
-        assert_eq!((capture.objects(), capture.strangers), (0, 0));
+        assert_eq!((capture.objects(), capture.foreign), (0, 0));
     }
 
     /// A program's memory: one block at one address.
@@ -1076,12 +1076,12 @@ mod tests {
                 for id in listed {
                     prop_assert!(capture.group(id).is_some(), "a group without its client");
                 }
-                let strangers = capture
+                let foreign = capture
                     .objects
                     .values()
-                    .filter(|object| matches!(object.kind, Kind::Stranger))
+                    .filter(|object| matches!(object.kind, Kind::Foreign))
                     .count();
-                prop_assert_eq!(strangers, capture.strangers);
+                prop_assert_eq!(foreign, capture.foreign);
             }
             for file in 0..3 {
                 capture.close(file);

@@ -138,7 +138,7 @@ fn wait_readable(fd: BorrowedFd<'_>) -> io::Result<()> {
 pub struct EmulatedFile(OwnedFd);
 
 impl EmulatedFile {
-    /// Takes a file that somebody sent. Whether it leads to the emulated device that the caller
+    /// Takes a file that a peer sent. Whether it leads to the emulated device that the caller
     /// means is for the caller to check; one that never answers costs [`TIMEOUT`].
     ///
     /// # Errors

@@ -1,4 +1,4 @@
-//! The levers: what the hardware lets us do to one channel group.
+//! The controls: what the driver does to one channel group on request.
 
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -47,11 +47,11 @@ pub enum Interleave {
     High = 2,
 }
 
-/// A lever that did not move.
+/// A control that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{lever}: {source}")]
 pub struct LeverError {
-    /// Which lever.
+    /// Which control.
     pub lever: &'static str,
     /// Why.
     pub source: ControlError,
@@ -67,14 +67,14 @@ impl LeverError {
     }
 }
 
-/// All levers of one channel group.
+/// All controls of one channel group.
 pub trait Levers: Send {
     /// Sets the timeslice in µs (1 to 1,000,000).
     ///
     /// # Errors
     /// When the driver refuses.
     fn set_timeslice(&self, us: u64) -> Result<(), LeverError>;
-    /// Reads the timeslice in µs. Before anybody set it, the driver reports a constant.
+    /// Reads the timeslice in µs. Before it was set, the driver reports a constant.
     ///
     /// # Errors
     /// When the driver refuses.
@@ -116,7 +116,7 @@ pub struct RmLevers<F> {
 }
 
 impl<F: ControlFile> RmLevers<F> {
-    /// Levers of `group`, whose client was made through `file`.
+    /// Controls of `group`, whose client was made through `file`.
     pub fn new(file: F, group: Group) -> Self {
         Self { file, group }
     }

@@ -1,5 +1,5 @@
 //! The kernel driver's resource manager (RM) as gpumux sees it: the layouts of
-//! its ioctls, the handles that a program's own calls reveal, and the levers
+//! its ioctls, the handles that a program's own calls reveal, and the controls
 //! that work on them.
 //!
 //! This is the only crate that knows RM. [`layout`] has the structures, [`capture`] learns
@@ -21,7 +21,7 @@ use std::io;
 
 /// A file that carries an RM client's authority.
 ///
-/// Both the real and the emulated driver let whoever holds the open file description act on
+/// Both the real and the emulated driver let a process that holds the open file description act on
 /// the clients that were made through it, whatever its uid.
 pub trait ControlFile: Send {
     /// Sends control `cmd` to `object` of `client`; `params` is read and written back.

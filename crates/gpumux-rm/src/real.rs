@@ -19,7 +19,7 @@ pub struct DeviceFile(OwnedFd);
 const NVIDIACTL: (u32, u32) = (195, 255);
 
 impl DeviceFile {
-    /// Takes a file that somebody sent.
+    /// Takes a file that a peer sent.
     ///
     /// # Errors
     /// When it is anything but `/dev/nvidiactl`.

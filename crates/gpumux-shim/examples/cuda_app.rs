@@ -3,7 +3,7 @@
 
 use std::{
     collections::HashMap,
-    ffi::{CString, c_int, c_void},
+    ffi::{CString, c_char, c_int, c_void},
     io::{BufRead, Write},
     ptr,
     time::Instant,
@@ -63,7 +63,8 @@ impl Way {
 }
 
 fn ask(resolver: Handle, name: &str) -> Handle {
-    type Resolver = unsafe extern "C" fn(*const i8, *mut Handle, c_int, u64, *mut c_int) -> c_int;
+    type Resolver =
+        unsafe extern "C" fn(*const c_char, *mut Handle, c_int, u64, *mut c_int) -> c_int;
     let name = CString::new(name.trim_end_matches("_v2")).unwrap();
     let (mut found, mut status) = (ptr::null_mut(), 0);
     // SAFETY: the resolver's signature; a C string and two places to write.

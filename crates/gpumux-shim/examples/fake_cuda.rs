@@ -1,4 +1,4 @@
-//! A stand-in for libcuda in the shim's tests. Its kernels do nothing and end when they are told to
+//! A stand-in for libcuda in the shim's tests. Its kernels do nothing and end on request
 //! (`fake_finish`) or waited for. It makes the RM calls of a context and it counts queries that would
 //! have spoiled a capture.
 
@@ -325,11 +325,12 @@ unsafe fn real_symbol(own: *mut c_void, symbol: &CStr) -> *mut c_void {
     type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
     // SAFETY: C strings; libc's function has this signature.
     unsafe {
-        let dlsym = libc::dlvsym(
-            libc::RTLD_DEFAULT,
-            c"dlsym".as_ptr(),
-            c"GLIBC_2.2.5".as_ptr(),
-        );
+        // The first version of libc on this processor.
+        let version = match cfg!(target_arch = "aarch64") {
+            true => c"GLIBC_2.17",
+            false => c"GLIBC_2.2.5",
+        };
+        let dlsym = libc::dlvsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr(), version.as_ptr());
         std::mem::transmute::<*mut c_void, Dlsym>(dlsym)(own, symbol.as_ptr())
     }
 }

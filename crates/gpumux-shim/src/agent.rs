@@ -86,7 +86,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
 
 /// Why there is no session, or no longer.
 enum End {
-    /// Nobody answers at the socket, or the daemon has gone, or stands still.
+    /// No daemon answers at the socket, or it is gone, or stands still.
     Lost(io::Error),
     /// The daemon does not want this process, or cannot be understood.
     Refused(String),
@@ -111,7 +111,7 @@ impl From<io::Error> for End {
     }
 }
 
-/// What the daemon was told of a group.
+/// What was sent to the daemon about a group.
 struct Told {
     key: u32,
     channels: Vec<u32>,
@@ -172,13 +172,13 @@ impl Session {
                     ));
                     sleep(REFUSED_PAUSE);
                 }
-                // If it comes back soon, nobody needs to know.
+                // If it comes back soon, no message is needed.
                 End::Left => sleep(pause),
             }
         }
     }
 
-    /// What a daemon hears of this process's memory.
+    /// What a daemon receives about this process's memory.
     fn introduce(&self) -> Vec<Shim> {
         let mut all = memory::holds();
         all.push(self.keeps());
@@ -241,7 +241,7 @@ impl Session {
                 }
                 Ok(Some((Daemon::Refused { reason }, _))) => return Err(End::Refused(reason)),
                 Ok(Some((Daemon::Bye, _))) => return Err(End::Left),
-                // What comes before the welcome is for nobody.
+                // What comes before the welcome is ignored.
                 Ok(Some(_)) => {}
                 Ok(None) => {
                     return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
@@ -267,7 +267,7 @@ impl Session {
                 Err(End::Lost(error)) if error.kind() == io::ErrorKind::WouldBlock => (true, None),
                 Err(end) => return end,
             };
-            // Only now: the daemon has heard that the memory is back.
+            // Only now: the daemon has the message that the memory is back.
             let settles = match self.mover.scrub() {
                 true => Some(Duration::ZERO),
                 false => settles,
@@ -376,7 +376,7 @@ impl Session {
     /// Tells what has changed. Says how soon a group under construction may be taken as it is.
     fn tell(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
         let send = |packet: &Shim| socket::send(session, packet, None, SendFlags::empty());
-        if self.mover.is_out() && gate::take_knock() {
+        if self.mover.is_out() && gate::take_wake_request() {
             lease::tell(Shim::Knock);
         }
         while let Some(packet) = lease::next() {
@@ -424,7 +424,7 @@ impl Session {
             if !seen.ready {
                 let now = Instant::now();
                 let size = seen.group.channels.len();
-                // It may end at work before the group is told.
+                // It may end at work before the group is announced.
                 if !self.unsettled.contains_key(&id) {
                     hand_over_memory(session, &picture, &seen)?;
                 }

@@ -1,7 +1,7 @@
 //! The gate that the program's calls pass before they touch device memory, or have the driver use the device for itself.
 //!
-//! While the memory is being moved away or is away, whoever wants to touch it waits here. Whoever passed before is
-//! counted until the real call returns: so there is a moment at which nobody is inside and nobody gets in. An open
+//! While the memory is being moved away or is away, a thread that wants to touch it waits here. A thread that passed before is
+//! counted until the real call returns: so there is a moment at which no thread is inside and none gets in. An open
 //! gate costs two additions to a counter that few threads share.
 
 use std::{
@@ -23,7 +23,7 @@ struct Shard(AtomicU32);
 
 static INSIDE: [Shard; SHARDS] = [const { Shard(AtomicU32::new(0)) }; SHARDS];
 static CLOSED: AtomicBool = AtomicBool::new(false);
-/// Somebody waits.
+/// A thread waits.
 static KNOCKED: AtomicBool = AtomicBool::new(false);
 static OPENED: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
 
@@ -142,13 +142,13 @@ fn lock() -> MutexGuard<'static, ()> {
     guard::lock(&OPENED.0)
 }
 
-/// Lets nobody in any more.
+/// Lets no thread in any more.
 pub(crate) fn close() {
     KNOCKED.store(false, Ordering::Release);
     CLOSED.store(true, Ordering::SeqCst);
 }
 
-/// Lets everybody in again.
+/// Lets all threads in again.
 pub(crate) fn open() {
     let guard = lock();
     CLOSED.store(false, Ordering::SeqCst);
@@ -156,19 +156,19 @@ pub(crate) fn open() {
     OPENED.1.notify_all();
 }
 
-/// Whether somebody is inside.
+/// Whether a thread is inside.
 pub(crate) fn is_occupied() -> bool {
     INSIDE
         .iter()
         .any(|shard| shard.0.load(Ordering::SeqCst) != 0)
 }
 
-/// Whether somebody has come to the closed gate; told once.
-pub(crate) fn take_knock() -> bool {
+/// Whether a thread has come to the closed gate; returned once.
+pub(crate) fn take_wake_request() -> bool {
     CLOSED.load(Ordering::SeqCst) && KNOCKED.swap(false, Ordering::AcqRel)
 }
 
-/// Nobody moves memory, the agent is about to, or nobody may any more.
+/// No move is under way, the agent is about to begin one, or none may begin any more.
 const NOBODY: u32 = 0;
 const MOVER: u32 = 1;
 const LEFT: u32 = 2;
@@ -196,7 +196,7 @@ pub(crate) fn is_leaving() -> bool {
     LEAVING.load(Ordering::Acquire)
 }
 
-/// The process ends: from here on nobody moves memory, since the driver is about to go. Whoever is doing so is awaited.
+/// The process ends: from here on no move begins, since the driver is about to go. One that is under way is awaited.
 pub(crate) fn leave(patience: Duration) {
     LEAVING.store(true, Ordering::Release);
     let deadline = Instant::now() + patience;
@@ -230,7 +230,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_leaves_waits_for_the_mover_and_nobody_moves_afterwards() {
+    fn exit_waits_for_the_mover_and_forbids_moves() {
         let moving = begin_move().expect("nobody has left");
         assert!(begin_move().is_none());
         let leaving = std::thread::spawn(|| leave(Duration::from_secs(60)));
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_inside_once_it_is_closed_and_left() {
+    fn closed_gate_is_empty_once_it_is_left() {
         let (entered, is_in) = mpsc::channel();
         let (leave, may_leave) = mpsc::channel::<()>();
         let first = std::thread::spawn(move || {

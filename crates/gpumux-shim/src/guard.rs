@@ -32,12 +32,12 @@ pub(crate) fn enter(work: impl FnOnce()) {
     INSIDE.set(false);
 }
 
-/// A lock, also after a panic of whoever held it: [`enter`] lets the program go on, and its calls must.
+/// A lock, also after a panic of its holder: [`enter`] lets the program go on, and its calls must.
 pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The same if nobody has it.
+/// The same if it is free.
 pub(crate) fn try_lock<T>(mutex: &Mutex<T>) -> Option<MutexGuard<'_, T>> {
     match mutex.try_lock() {
         Ok(guard) => Some(guard),

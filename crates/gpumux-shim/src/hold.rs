@@ -10,7 +10,7 @@
 //! behind the work. It also ends by its own time-out on the device's clock, at the daemon's word, when the program
 //! waits for the whole context without work, and at exit. Host and kernel speak through words of host memory.
 //!
-//! Holds happen where the daemon says that they may pay ([`set_policy`]), never during a stream capture, and only
+//! Holds happen where the daemon reports that they may pay ([`set_policy`]), never during a stream capture, and only
 //! while the context has no work.
 
 use std::{
@@ -32,10 +32,10 @@ use gpumux_wire::{
 
 use crate::{
     driver::{CUresult, CUstream, SUCCESS, functions},
-    foresee::{Call, Lessons, Site, TIMEOUT},
     gate,
     guard::{lock, lock_by, try_lock},
     notice::say,
+    predictor::{Call, Lessons, Site, TIMEOUT},
     work::{self, bits, current_context, page, within},
 };
 
@@ -58,7 +58,7 @@ const MARGIN: f32 = 100.0;
 const PTX: &str = concat!(include_str!("hold.ptx"), "\0");
 
 /// What host and kernel tell each other. Registered with the driver while a context is held here; never
-/// unmapped, so that a late store hurts nobody.
+/// unmapped, so that a late store does no harm.
 #[repr(C, align(4096))]
 struct Words {
     /// Holds with tickets up to this one end.
@@ -124,7 +124,7 @@ struct State {
     words: u64,
     /// A hold that is not accounted for yet.
     open: bool,
-    /// A call that may foretell work, when it was made, and the time-out of the hold that answered it.
+    /// A call that work may follow, when it was made, and the time-out of the hold that answered it.
     pending: Option<(Site, u64, Option<f32>)>,
     /// The same once its work is launched.
     running: Option<(Site, u64, bool)>,
@@ -161,7 +161,7 @@ static TABLE: [Place; PLACES] = [const {
     }
 }; PLACES];
 
-/// Places whose next launch matters, as bits: a hold, or a call that may have foretold it.
+/// Places whose next launch matters, as bits: a hold, or a call that may have predicted it.
 static ARMED: AtomicU32 = AtomicU32::new(0);
 /// Places whose hold work has met and that last until the program waits.
 static KEPT: AtomicU32 = AtomicU32::new(0);
@@ -170,7 +170,7 @@ static TIMED: AtomicU32 = AtomicU32::new(0);
 /// Groups for which a hold may pay, by their slots; and whether this library may hold of its own accord.
 static CONTENDED: AtomicU64 = AtomicU64::new(0);
 static AUTOMATIC: AtomicBool = AtomicBool::new(false);
-/// A hint from outside that nobody has served: 0 none, else the expected µs + 1.
+/// A hint from outside that was not served yet: 0 none, else the expected µs + 1.
 static OUTSIDE: AtomicU64 = AtomicU64::new(0);
 /// Hints whose time has not come.
 static LATER: Mutex<Vec<Later>> = Mutex::new(Vec::new());
@@ -212,7 +212,7 @@ pub(crate) enum Hinted {
     Held = 0,
     /// It is held, or being taken, already.
     Already = 1,
-    /// It would gain nothing: nobody competes, the tenant is not of class latency or takes no hints,
+    /// It would gain nothing: no other tenant competes, the tenant is not of class latency or takes no hints,
     /// the context has work, its memory is away, or a capture goes on.
     Needless = 2,
     /// The work is too far away.
@@ -223,7 +223,7 @@ pub(crate) enum Hinted {
     Impossible = -1,
 }
 
-/// The daemon says where holds may pay.
+/// The daemon reports where holds may pay.
 pub(crate) fn set_policy(contended: u64, automatic: bool) {
     CONTENDED.store(contended, Ordering::Release);
     AUTOMATIC.store(automatic && contended != 0, Ordering::Release);
@@ -240,7 +240,7 @@ pub(crate) fn in_child() {
     KEPT.store(0, Ordering::Release);
 }
 
-/// The process ends. Whoever is just taking a device is waited for until this time: libcuda does not stand calls while it goes.
+/// The process ends. A thread that is just taking a device is awaited until this time: libcuda must not be called during its end.
 pub(crate) fn exit(deadline: Instant) {
     EXITING.store(true, Ordering::Release);
     for place in &TABLE {
@@ -285,7 +285,7 @@ pub(crate) fn forget(context: u64) {
     end(context, || true);
 }
 
-/// Lets `work` end a context, while nobody takes the device there. It says whether it has. Called under the lock of [`work`].
+/// Lets `work` end a context, while no thread takes the device there. It says whether it has. Called under the lock of [`work`].
 pub(crate) fn end(context: u64, work: impl FnOnce() -> bool) -> bool {
     let Some(index) = find(context) else {
         return work();
@@ -404,7 +404,7 @@ fn launch(state: &State, mut ticket: u32, last: bool, timeout_us: f32) -> Option
     ];
     let (function, stream) = (state.function as *mut c_void, state.stream as CUstream);
     let (args, none) = (args.as_mut_ptr(), ptr::null_mut());
-    // SAFETY: the kernel, its four arguments, and a stream of its context that nobody destroys.
+    // SAFETY: the kernel, its four arguments, and a stream of its context that is never destroyed.
     let result = unsafe { launch_kernel()?(function, 1, 1, 1, 1, 1, 1, 0, stream, args, none) };
     (result == SUCCESS).then_some(())
 }
@@ -450,7 +450,7 @@ fn hold_inside(index: usize, state: &mut State, timeout_us: f32) -> Hinted {
     if state.open {
         return Hinted::Already;
     }
-    // Before the launches: whoever submits work from now on ends it.
+    // Before the launches: a thread that submits work from now on ends it.
     let ticket = place.ticket.fetch_add(1, Ordering::AcqRel).wrapping_add(1);
     KEPT.fetch_and(!(1 << index), Ordering::AcqRel);
     ARMED.fetch_or(1 << index, Ordering::AcqRel);
@@ -516,9 +516,9 @@ pub(crate) fn account_all() {
 
 // ---- What the program does -----------------------------------------------------------------------
 
-/// The program is about to make a call that may foretell work.
+/// The program is about to make a call that work may follow.
 #[inline]
-pub(crate) fn foresee(call: Call, bytes: usize) {
+pub(crate) fn predict(call: Call, bytes: usize) {
     if AUTOMATIC.load(Ordering::Relaxed) {
         let _ = catch_unwind(|| watch(Site::new(call, bytes)));
     }
@@ -826,7 +826,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_takes_the_device_in_a_context_that_is_about_to_end() {
+    fn ending_context_is_not_used_to_take_the_device() {
         const CONTEXT: u64 = 0xc0;
         know(CONTEXT, 1);
         let index = find(CONTEXT).unwrap();
@@ -842,7 +842,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_ends_when_nobody_is_taking_a_device_any_more() {
+    fn exit_waits_until_no_device_is_being_taken() {
         let state = lock(&TABLE[PLACES - 1].state);
         let exits = || exit(Instant::now() + Duration::from_secs(60));
         std::thread::scope(|scope| {
@@ -854,7 +854,7 @@ mod tests {
             assert!(!ending.is_finished());
             drop(state);
         });
-        // Not for ever.
+        // Not without end.
         let _state = lock(&TABLE[PLACES - 1].state);
         exit(Instant::now());
     }

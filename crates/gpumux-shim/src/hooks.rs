@@ -31,10 +31,11 @@ use crate::{
         AllocationProp, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream, Function,
         LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
     },
-    foresee::Call,
     gate,
     memory::{self, ArrayShape, FlatShape},
-    next, physical, trace, unlisted,
+    next, physical,
+    predictor::Call,
+    trace, unlisted,
     vmm::Access,
     work,
 };
@@ -359,7 +360,7 @@ hooks! {
     cuIpcGetMemHandle(handle: *mut c_void, address: CUdeviceptr) (real) => memory::share(address, real);
     cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) (real) => memory::enable_peer(peer, real);
 
-    // What a program is told of it.
+    // What a program is shown of it.
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize) (real) => unsafe { memory::info(free, total, real) };
     cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) (real) => unsafe { memory::total(bytes, device, real) };
     cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr) (real) => unsafe { memory::range(base, bytes, address, real) };

@@ -74,7 +74,7 @@ pub(crate) fn await_link() -> bool {
     UP.load(Ordering::Acquire) || state(&mut settled()).link == Link::Up
 }
 
-/// Asks, and waits for the answer: two numbers. None: nobody manages this process.
+/// Asks, and waits for the answer: two numbers. None: no daemon manages this process.
 pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
     if !process::has_agent() {
         return None;

@@ -13,12 +13,16 @@
 //!   the first group under `GPUMUX_STRICT=1`, two seconds at most);
 //! - a child made by `fork` starts from nothing, and what the parent holds is closed in it.
 
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+compile_error!(
+    "the hooks need assembly, which exists for the processors of NVIDIA's driver alone: x86-64 and aarch64"
+);
+
 mod agent;
 mod config;
 mod control_files;
 mod driver;
 mod exports;
-mod foresee;
 mod gate;
 mod guard;
 mod hold;
@@ -30,6 +34,7 @@ mod next;
 mod notice;
 mod own;
 mod physical;
+mod predictor;
 mod process;
 mod ranges;
 mod reclaim;

@@ -5,8 +5,6 @@
 //! driver's names must therefore *jump* there with the program's return address still in place,
 //! which only assembly can promise.
 
-#![cfg(target_arch = "x86_64")]
-
 use std::{
     arch::naked_asm,
     ffi::{CStr, c_char, c_void},
@@ -22,6 +20,7 @@ use crate::{hooks, next};
 #[unsafe(no_mangle)]
 #[unsafe(naked)]
 unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
+    #[cfg(target_arch = "x86_64")]
     naked_asm!(
         "cmp rdi, -1", // RTLD_NEXT: depends on the caller
         "je 2f",
@@ -51,6 +50,38 @@ unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_v
         "ret",
         driver = sym driver_function,
         real = sym real,
+    );
+    #[cfg(target_arch = "aarch64")]
+    naked_asm!(
+        "cmn x0, #1", // RTLD_NEXT: depends on the caller
+        "b.eq 2f",
+        "cbz x1, 2f",
+        "ldrb w2, [x1]",
+        "cmp w2, #'c'",
+        "b.ne 2f",
+        "ldrb w2, [x1, #1]",
+        "cmp w2, #'u'",
+        "b.ne 2f",
+        "ldrb w2, [x1, #2]", // cuLaunch…, but not cuda…, cublas…
+        "sub w2, w2, #'A'",
+        "cmp w2, #26",
+        "b.hs 2f",
+        "b {driver}",
+        "2:",
+        "stp x29, x30, [sp, #-32]!",
+        "mov x29, sp",
+        "stp x0, x1, [sp, #16]",
+        "bl {real}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x29, x30, [sp], #32",
+        "cbz x16, 3f",
+        "br x16",
+        "3:",
+        "mov x0, xzr",
+        "ret",
+        driver = sym driver_function,
+        real = sym real,
     )
 }
 
@@ -70,4 +101,29 @@ unsafe extern "C" fn driver_function(handle: *mut c_void, name: *const c_char) -
     }
     // SAFETY: the real `dlsym`'s answer, and what it has just read.
     unsafe { hooks::found(CStr::from_ptr(name), address) }
+}
+
+#[cfg(test)]
+mod tests {
+    // This program exports the `dlsym` above, so `libc::dlsym` is it.
+    #[test]
+    fn dlsym_of_other_names_searches_from_its_caller() {
+        for name in [c"open", c"malloc", c"cuda", c"cuFoo", c"c", c""] {
+            let next = |handle| {
+                // SAFETY: a C string.
+                unsafe { libc::dlsym(handle, name.as_ptr()) }
+            };
+            let there = ["open", "malloc"].contains(&name.to_str().unwrap());
+            for handle in [libc::RTLD_NEXT, libc::RTLD_DEFAULT] {
+                assert_eq!(!next(handle).is_null(), there, "{name:?}");
+            }
+        }
+        let own = super::dlsym as *mut libc::c_void;
+        // SAFETY: a C string.
+        let next = unsafe { libc::dlsym(libc::RTLD_NEXT, c"dlsym".as_ptr()) };
+        assert!(!next.is_null() && next != own, "libc's, not the caller's");
+        // SAFETY: a C string.
+        let all = unsafe { libc::dlsym(libc::RTLD_DEFAULT, c"dlsym".as_ptr()) };
+        assert_eq!(all, own, "the program's comes first");
+    }
 }

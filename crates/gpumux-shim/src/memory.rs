@@ -70,7 +70,7 @@ pub(crate) struct Block {
     pub(crate) chunks: Vec<Chunk>,
     /// Where its contents are while it is away: host addresses and lengths; at 0: nowhere, they were discarded.
     pub(crate) host: Vec<(usize, usize)>,
-    /// Somebody else knows the physical memory: it stays.
+    /// Another process has the physical memory: it stays.
     pub(crate) pinned: bool,
     /// Moved before others.
     pub(crate) cold: bool,
@@ -98,7 +98,7 @@ struct Device {
     away: u64,
     /// Nothing is mapped by this library from now on.
     native: bool,
-    /// How often the daemon was told what the process has of it.
+    /// How often the daemon received what the process has of it.
     told: u64,
 }
 
@@ -220,7 +220,7 @@ fn known_device(device: c_int) -> Option<c_int> {
     with(|space| space.devices.contains_key(&device)).then_some(device)
 }
 
-/// Does something with the tables and tells the daemon what that makes of the process's memory, before anybody else does.
+/// Does something with the tables and sends the daemon what the process's memory is now, before any other thread does.
 pub(crate) fn tell_with<I: IntoIterator<Item = Shim>>(work: impl FnOnce(&mut Space) -> I) {
     with(|space| work(space).into_iter().for_each(lease::tell));
 }
@@ -255,7 +255,7 @@ impl Device {
 
 /// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
 fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
-    // What is there is taken at once, so that nobody gives it back while more is asked for.
+    // What is there is taken at once, so that no thread gives it back while more is requested.
     let found = with(|space| {
         let known = space.devices.get_mut(&device)?;
         let lease = known.lease(pinned);
@@ -287,7 +287,7 @@ fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
         want: need.saturating_add(batch(total)),
         pinned,
     };
-    // When nobody manages this process, it grants itself what it needs.
+    // When no daemon manages this process, it grants itself what it needs.
     let given = lease::ask(ask).map_or(need, |(bytes, _)| bytes);
     with(|space| {
         let Some(known) = space.devices.get_mut(&device) else {
@@ -315,7 +315,7 @@ pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
         let keep = batch(known.total);
         let lease = known.lease(pinned);
         lease.used = lease.used.saturating_sub(bytes);
-        // Only now and then, so that a program that frees and allocates in turn asks nobody.
+        // Only now and then, so that a program that frees and allocates in turn sends no requests.
         if lease.unused() <= keep * 2 {
             return None;
         }
@@ -448,7 +448,7 @@ unsafe fn alloc_bytes(
     }
     free_deferred();
     let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
-    // Without a daemon nobody would ever move it.
+    // Without a daemon it would never move.
     if native || !lease::await_link() {
         // SAFETY: as above.
         return unsafe { count_native(device, bytes, out, real) };
@@ -504,7 +504,7 @@ fn failed(error: CUresult) {
 fn in_time<T>(mut attempt: impl FnMut() -> Result<T, Refused>) -> Result<T, CUresult> {
     for tried in 0..TRIES {
         if tried != 0 {
-            // Whoever wants to know at once is told at once; so is everybody without a daemon.
+            // A caller that cannot wait gets an answer at once, as do all without a daemon.
             let answer = lease::ask(|ticket| Shim::Missing { ticket });
             if answer.is_none_or(|(again, _)| again == 0) {
                 break;
@@ -822,7 +822,7 @@ fn end_context(
         return gate::through(real);
     }
     gate::through(|| {
-        // Still inside, or a mover would find nobody there and enter a context that is no more.
+        // Still inside, or a mover would find no thread there and enter a context that is no more.
         let (result, ended) = swap::without_preparing(|| {
             let result = real();
             let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
@@ -1129,13 +1129,13 @@ pub(crate) unsafe fn create(
     flags: u64,
     real: impl Fn() -> CUresult,
 ) -> CUresult {
-    // What the driver makes for itself it knows by its own handle, and it may hold a lock: nobody can be asked.
+    // What the driver makes for itself has its own handle, and it may hold a lock: no request can be sent.
     if gate::is_nested() {
         return real();
     }
     // SAFETY: a program that passes no properties gets the driver's error.
     let prop = unsafe { prop.as_ref() };
-    // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host is nobody's lease.
+    // `CU_MEM_LOCATION_TYPE_DEVICE`; memory of the host belongs to no lease.
     let prop = prop.filter(|it| it.location.kind == 1 && !off());
     let known = prop.and_then(|prop| Some((prop, known_device(prop.location.id)?)));
     let Some((prop, device)) = known else {
@@ -1238,7 +1238,7 @@ pub(crate) fn set_pointer_attribute(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set before other devices on the bus (network adapters, disks) are given the memory's
-    /// pages, which nobody sees.
+    /// pages, which are never visible.
     const SYNC_MEMOPS: c_int = 6;
     match which {
         SYNC_MEMOPS => pin(address, 1, real),
@@ -1313,7 +1313,7 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
     result
 }
 
-// ---- What a program is told ----------------------------------------------------------------------
+// ---- What a program is shown ---------------------------------------------------------------------
 
 /// What the tenant may believe of a device: free and in all.
 fn view(device: c_int) -> Option<(u64, u64)> {
@@ -1373,7 +1373,7 @@ pub(crate) unsafe fn total(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let result = real();
-    // Before it has used a context a process is nobody's: then what its environment says is all that is known.
+    // Before it has used a context a process belongs to no tenant: then only its environment is known.
     if result == SUCCESS
         && !bytes.is_null()
         && let Some(all) = (!off())
@@ -1592,8 +1592,8 @@ mod tests {
         assert_eq!(block.advise(30 * MIB..50 * MIB, KEEP), DONE);
         assert_eq!(block.advise(80 * MIB..82 * MIB, KEEP), DONE);
         assert_eq!(block.advise(0..15 * MIB, KEEP), LOST);
-        assert_eq!(block.advise(0..15 * MIB, KEEP), DONE, "it is told once");
-        // What is lost stays so until somebody is told.
+        assert_eq!(block.advise(0..15 * MIB, KEEP), DONE, "it is reported once");
+        // What is lost stays so until it was reported.
         assert_eq!(block.advise(0..100 * MIB, DISCARDABLE), DONE);
         assert_eq!(block.advise(99 * MIB..100 * MIB, KEEP), LOST);
         assert_eq!(block.kept(), MIB);

@@ -43,7 +43,7 @@ impl Next {
         }
     }
 
-    /// The function, if anybody defines it. Safe at any time: takes no lock of ours and does not
+    /// The function, if a library defines it. Safe at any time: takes no lock of ours and does not
     /// allocate once it was found.
     ///
     /// # Safety

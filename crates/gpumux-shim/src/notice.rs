@@ -1,4 +1,4 @@
-//! What the library says on standard error: single lines, whole or not at all.
+//! What the library writes to standard error: single lines, whole or not at all.
 
 use std::fmt::{Arguments, Write};
 

@@ -53,7 +53,7 @@ impl Drop for OwnFd {
             *fd = -1;
         }
         // SAFETY: dropped once, here; closing under the lock keeps a child from closing a
-        // number that has become somebody else's.
+        // number that has become another file's.
         unsafe { ManuallyDrop::drop(&mut self.0) };
     }
 }

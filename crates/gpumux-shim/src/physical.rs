@@ -210,7 +210,7 @@ fn pin_handle(handle: u64) {
     memory::tell_with(|space| space.pin_physical(handle));
 }
 
-/// Whether an address is of memory that the program handles: the driver knows nothing of it while it is away.
+/// Whether an address is of memory that the program handles: the driver has no record of it while it is away.
 pub(crate) fn is_mapped(address: u64) -> bool {
     mapped_at(address).is_some()
 }
@@ -361,7 +361,7 @@ pub(crate) unsafe fn retain(
                     .get_mut(&handle)
                     .filter(|_| held.is_none())?;
                 physical.references += 1;
-                // Somebody else may have asked at the same time: one reference of the driver's is enough.
+                // Another thread may have asked at the same time: one reference of the driver's is enough.
                 match physical.handle {
                     None => physical.handle.replace(own),
                     Some(_) => Some(own),
@@ -555,7 +555,7 @@ mod tests {
             kind: 1,
             handles: 1,
             location: Location { kind: 1, id: 0 },
-            // It may be reached by devices on the bus, if anybody ever asks for it.
+            // It may be reached by devices on the bus, if a program ever asks for it.
             flags: [0, 1, 0, 0, 0, 0, 0, 0],
             ..AllocationProp::default()
         };
@@ -577,7 +577,7 @@ mod tests {
     }
 
     #[test]
-    fn handles_are_told_from_the_drivers() {
+    fn own_handles_differ_from_the_drivers() {
         let (first, second) = (fresh(), fresh());
         assert_ne!(first, second);
         assert!(is_ours(first) && is_ours(second));

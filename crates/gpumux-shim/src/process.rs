@@ -130,7 +130,7 @@ fn get() -> Option<&'static Process> {
             }
             Err(other) => {
                 process = other;
-                // SAFETY: it lost the race, so nobody else has seen it.
+                // SAFETY: it lost the race, so no other thread has seen it.
                 drop(unsafe { Box::from_raw(new) });
             }
         }
@@ -269,12 +269,6 @@ impl Process {
         picture.agent = Some(agent);
         AGENT.store(ptr::from_ref(agent).cast_mut(), Ordering::Release);
         work::activate(&agent.page);
-        if cfg!(not(target_arch = "x86_64")) {
-            say(format_args!(
-                "on this processor only programs that are linked to libcuda are seen: of those that load it at run time, as the \
-                 CUDA runtime does, neither work nor memory is known"
-            ));
-        }
         true
     }
 

@@ -1,8 +1,8 @@
 //! What the program's addresses belong to, for the questions that programs ask with every launch (Triton's launcher asks about
 //! every pointer argument).
 //!
-//! Readers of different threads do not meet: each counts itself in a place of its own, looks whether somebody writes, and reads.
-//! Who writes says so and waits until nobody is counted. Writing is rare: memory is given out, taken back or mapped.
+//! Readers of different threads do not meet: each counts itself in a place of its own, looks whether a writer is there, and reads.
+//! A writer marks itself and waits until no reader is counted. Writing is rare: memory is given out, taken back or mapped.
 
 use std::{
     cell::UnsafeCell,
@@ -73,7 +73,7 @@ struct Reading<'a>(&'a AtomicU32);
 
 impl Drop for Reading<'_> {
     fn drop(&mut self) {
-        // After what was read: whoever finds nobody here may write.
+        // After what was read: a writer that finds no reader here may write.
         self.0.fetch_sub(1, Ordering::Release);
     }
 }
@@ -102,7 +102,7 @@ impl<T> Shared<T> {
             drop(guard::lock(&self.writers));
         }
         let _reading = Reading(place);
-        // SAFETY: who writes has waited until nobody is counted, or has not begun and will wait for this thread.
+        // SAFETY: a writer has waited until no reader is counted, or has not begun and will wait for this thread.
         work(unsafe { &*self.value.get() })
     }
 
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_panics_keeps_nobody_out() {
+    fn panicked_reader_does_not_block_writers() {
         let shared = Shared::new(1);
         let read = || shared.read(|_| panic!("a fault"));
         assert!(std::panic::catch_unwind(std::panic::AssertUnwindSafe(read)).is_err());

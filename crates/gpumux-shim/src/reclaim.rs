@@ -24,7 +24,7 @@ type Function = unsafe extern "C" fn(c_int, u64, *mut c_void) -> u64;
 
 /// Most functions.
 const MAX_FUNCTIONS: usize = 64;
-/// How long whoever takes the functions back waits for one that runs.
+/// How long a caller that removes the functions waits for one that runs.
 const PATIENCE: Duration = Duration::from_secs(2);
 /// The answers.
 const DONE: c_int = 0;
@@ -33,7 +33,7 @@ const IMPOSSIBLE: c_int = -1;
 #[derive(Clone, Copy)]
 struct Registered {
     function: Function,
-    /// Of the program, which nobody looks at here.
+    /// Of the program, and never read here.
     user: usize,
 }
 
@@ -55,7 +55,7 @@ static STATE: Mutex<State> = Mutex::new(State {
 });
 /// There is something new in it.
 static NEWS: Condvar = Condvar::new();
-/// This process was forked: it has no such thread, CUDA is unusable, and whoever held the lock is not there.
+/// This process was forked: it has no such thread, CUDA is unusable, and the lock's holder is not there.
 static SPOILED: AtomicBool = AtomicBool::new(false);
 
 fn lock() -> MutexGuard<'static, State> {
@@ -148,7 +148,7 @@ fn register(function: Option<Function>, user: *mut c_void) -> c_int {
     let user = user as usize;
     state.functions.push(Registered { function, user });
     drop(state);
-    // A session that begins later hears of it first.
+    // A session that begins later gets it first.
     if process::has_agent() {
         lease::tell(Shim::Reclaims);
     }

@@ -3,7 +3,7 @@
 //! A daemon may have died, or stand still, with this process frozen or at a timeslice of 1 µs. A thread of its own
 //! watches the daemon's lease (see [`gpumux_wire::lease`]), apart from the agent, which may be moving memory for
 //! seconds. When the session has ended, or the lease expired, every group gets a timeslice that two groups can share
-//! a device with, and only then runs again: two running groups at 1 µs would switch for ever and run neither. What
+//! a device with, and only then runs again: two running groups at 1 µs would switch without end and run neither. What
 //! fails is tried again. Groups whose memory is away stay frozen until the agent has brought it back.
 
 use std::{
@@ -52,7 +52,7 @@ enum Phase {
 
 struct State {
     phase: Phase,
-    /// The groups that the daemon knows, and whether each has been freed since the phase ended.
+    /// The groups that the daemon has, and whether each has been freed since the phase ended.
     groups: BTreeMap<GroupId, bool>,
     /// Their memory is away or on its way.
     away: bool,
@@ -154,7 +154,7 @@ impl Rescue {
 
     /// Frees all groups that are not free yet, unless a daemon controls them or their memory is away. Whether all are free.
     pub(crate) fn free(&self, process: &Process) -> bool {
-        // Not under the lock: who has the picture takes the lock too.
+        // Not under the lock: the holder of the picture takes the lock too.
         let controls = all_controls(process);
         let mut state = self.lock();
         if state.away || matches!(state.phase, Phase::Managed(_)) {

@@ -1,6 +1,6 @@
 //! Moving the process's memory to the host and back, by the agent, at the daemon's word.
 //!
-//! First the gate is closed and left by everybody, and copies end ([`Mover::quiesce`]): from then on only kernels can
+//! First the gate is closed, all threads leave it, and copies end ([`Mover::quiesce`]): from then on only kernels can
 //! touch memory. When the daemon has frozen the compute groups, nothing can. Then the contents go to pinned host
 //! memory over the process's own copy engines, and the physical memory is let go of; the addresses stay. Back is the
 //! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
@@ -30,7 +30,7 @@ use crate::{
     work::{self, within},
 };
 
-/// How long to wait until nobody is inside the gate, no copy under way and no capture going on.
+/// How long to wait until no thread is inside the gate, no copy under way and no capture going on.
 const QUIET: Duration = Duration::from_secs(15);
 /// How long to hope that all work ends by itself, before kernels are frozen in the middle.
 const IDLE: Duration = Duration::from_millis(200);
@@ -87,7 +87,7 @@ macro_rules! call {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Away {
     No,
-    /// On the device, and nobody may touch it.
+    /// On the device, and no thread may touch it.
     Quiet,
     /// On the host, all or a part.
     Out,
@@ -195,7 +195,7 @@ impl Mover {
         from > 0
     }
 
-    /// Makes ready what moving so much of each device needs, in so much host memory, then has everybody leave memory alone.
+    /// Makes ready what moving so much of each device needs, in so much host memory, then closes the gate.
     /// Says whether all work has ended too.
     pub(crate) fn quiesce(&mut self, least: u64, host: u64) -> Result<bool, String> {
         self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
@@ -242,7 +242,7 @@ impl Mover {
         Ok(work::all_idle())
     }
 
-    /// Everybody may go on.
+    /// All threads may go on.
     pub(crate) fn resume(&mut self) {
         if self.away == Away::Quiet {
             self.away = Away::No;
@@ -377,7 +377,7 @@ impl Mover {
         Ok(())
     }
 
-    /// Brings all back and lets everybody go on. What could not be brought back stays on the host.
+    /// Brings all back and lets all threads go on. What could not be brought back stays on the host.
     pub(crate) fn back(&mut self) -> Result<(), String> {
         match self.away {
             Away::No => return Ok(()),
@@ -410,13 +410,13 @@ impl Mover {
             failed = Some(why);
         }
         if failed.is_some() && self.is_broken() {
-            // Its contexts have failed for good: the program shall hear of that, and nothing can help it.
+            // Its contexts have failed for good: the program shall get that error, and nothing can help it.
             say(format_args!(
                 "the context has failed while its memory was away"
             ));
             failed = None;
         }
-        // All or nothing: who waits for room with half of its memory there keeps others from theirs.
+        // All or nothing: a process that waits for room with half of its memory there keeps others from theirs.
         for (key, made) in all {
             match (key, made, &failed) {
                 (Key::Block(at), Made::Block(chunks), Some(_)) => vmm::unback(at, &chunks),
@@ -740,7 +740,7 @@ impl Pool {
         let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
         if need > room {
             return Err(format!(
-                "it has more to move than was foreseen: {bytes} bytes, of {} on the host",
+                "it has more to move than was announced: {bytes} bytes, of {} on the host",
                 self.most
             ));
         }
@@ -768,7 +768,7 @@ impl Pool {
         }
         if !populate(at as usize, more) && location.is_some() {
             // To touch it would be a bus error.
-            // SAFETY: made above, and known to nobody.
+            // SAFETY: made above, and known to no other thread.
             let _ = unsafe { rustix::mm::munmap(at, more) };
             return Err(format!("no room for {more} bytes in its location"));
         }
@@ -776,7 +776,7 @@ impl Pool {
         let registered = within(context, || call!(host_register, at, more, 1));
         if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
         {
-            // SAFETY: made above, and known to nobody.
+            // SAFETY: made above, and known to no other thread.
             let _ = unsafe { rustix::mm::munmap(at, more) };
             return Err(why);
         }
@@ -823,7 +823,7 @@ impl Pool {
     }
 }
 
-/// New memory, which nobody else can reach: the process's own, or that of a file without a name.
+/// New memory, which no other process can reach: the process's own, or that of a file without a name.
 fn map(bytes: usize, location: Option<&Path>) -> io::Result<*mut c_void> {
     use rustix::{
         fs::{Mode, OFlags, ftruncate, open},
@@ -847,7 +847,7 @@ fn map(bytes: usize, location: Option<&Path>) -> io::Result<*mut c_void> {
 fn populate(at: usize, bytes: usize) -> bool {
     spread(bytes, |offset, length| {
         let from = (at + offset) as *mut c_void;
-        // SAFETY: a part of the pool's mapping, which nobody else knows yet.
+        // SAFETY: a part of the pool's mapping, which no other thread has yet.
         let done = unsafe { libc::madvise(from, length, libc::MADV_POPULATE_WRITE) };
         // A kernel that does not know this makes pages when they are pinned.
         done == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)

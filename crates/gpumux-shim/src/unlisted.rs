@@ -98,7 +98,7 @@ extern "C" fn enter(place: usize) -> *mut c_void {
 /// Nothing of this process moves any more, and its work never ends, as far as is known.
 #[cold]
 fn called(name: &str) {
-    // Inside the gate, so that all memory is there and nobody moves it meanwhile.
+    // Inside the gate, so that all memory is there and does not move meanwhile.
     gate::through(|| {
         if CALLED.swap(true, Ordering::AcqRel) {
             return;
@@ -116,7 +116,7 @@ fn called(name: &str) {
     ));
 }
 
-/// What the daemon is told of it, if it understands that.
+/// What is sent to the daemon about it, if it understands that.
 pub(crate) fn message() -> Option<Shim> {
     let mut name = FIRST.get()?.clone();
     name.truncate(name.floor_char_boundary(LONGEST_NAME));
@@ -130,22 +130,15 @@ pub(crate) fn was_called() -> bool {
 }
 
 /// The code of a place's stand-in.
-#[cfg(target_arch = "x86_64")]
 fn code(place: usize) -> Option<*const ()> {
     CODE.get(place).map(|code| *code as *const ())
 }
 
-/// None here: what is looked up counts as called.
-#[cfg(not(target_arch = "x86_64"))]
-fn code(_: usize) -> Option<*const ()> {
-    None
-}
-
 /// Calls `enter` with all registers that may carry arguments kept, then jumps to the function: the arguments on the
 /// stack stay where they are.
-#[cfg(target_arch = "x86_64")]
 #[unsafe(naked)]
 unsafe extern "C" fn through<const PLACE: usize>() {
+    #[cfg(target_arch = "x86_64")]
     std::arch::naked_asm!(
         "push rbp",
         "mov rbp, rsp",
@@ -190,10 +183,39 @@ unsafe extern "C" fn through<const PLACE: usize>() {
         "jmp r11",
         place = const PLACE,
         enter = sym enter,
+    );
+    #[cfg(target_arch = "aarch64")]
+    std::arch::naked_asm!(
+        "stp x29, x30, [sp, #-224]!",
+        "mov x29, sp",
+        "stp x0, x1, [sp, #16]",
+        "stp x2, x3, [sp, #32]",
+        "stp x4, x5, [sp, #48]",
+        "stp x6, x7, [sp, #64]",
+        "str x8, [sp, #80]",
+        "stp q0, q1, [sp, #96]",
+        "stp q2, q3, [sp, #128]",
+        "stp q4, q5, [sp, #160]",
+        "stp q6, q7, [sp, #192]",
+        "mov x0, #{place}",
+        "bl {enter}",
+        "mov x16, x0",
+        "ldp x0, x1, [sp, #16]",
+        "ldp x2, x3, [sp, #32]",
+        "ldp x4, x5, [sp, #48]",
+        "ldp x6, x7, [sp, #64]",
+        "ldr x8, [sp, #80]",
+        "ldp q0, q1, [sp, #96]",
+        "ldp q2, q3, [sp, #128]",
+        "ldp q4, q5, [sp, #160]",
+        "ldp q6, q7, [sp, #192]",
+        "ldp x29, x30, [sp], #224",
+        "br x16",
+        place = const PLACE,
+        enter = sym enter,
     )
 }
 
-#[cfg(target_arch = "x86_64")]
 macro_rules! places {
     ($($eight:literal)*) => {
         [$(
@@ -204,7 +226,6 @@ macro_rules! places {
     };
 }
 
-#[cfg(target_arch = "x86_64")]
 static CODE: [unsafe extern "C" fn(); STAND_INS] = places!(0 1 2 3 4 5 6 7);
 
 #[cfg(test)]
@@ -232,7 +253,6 @@ mod tests {
         }
     }
 
-    #[cfg(target_arch = "x86_64")]
     #[test]
     fn a_call_through_a_stand_in_keeps_every_argument() {
         type Many = extern "C" fn(u64, u64, u64, u64, u64, u64, u64, f64, u64, f32) -> u64;

@@ -1,4 +1,4 @@
-//! Counting a process's GPU work, so that the daemon knows which of its compute groups have some.
+//! Counting a process's GPU work, so that the daemon reads which of its compute groups have some.
 //!
 //! A launch adds to two words: that of its stream, and the *submitted* count of its group's slot
 //! in the shared page. No lock, no system call. A group is *idle* once every stream with work for
@@ -31,8 +31,9 @@ use gpumux_wire::page::{Page, SLOTS};
 
 use crate::{
     driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
-    foresee::Call,
-    gate, guard, hold, process,
+    gate, guard, hold,
+    predictor::Call,
+    process,
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)
@@ -140,7 +141,7 @@ static SPOILED: AtomicBool = AtomicBool::new(false);
 /// Slots of groups that got work of which nothing more can be known: they stay busy.
 static LOST: AtomicU64 = AtomicU64::new(0);
 const _: () = assert!(SLOTS == 64, "one bit for each slot");
-/// The program has called what nobody knows: also of groups that it makes later nothing is known.
+/// The program has called a function that is not on the list: the demand of groups that it makes later is unknown, too.
 static UNKNOWN: AtomicBool = AtomicBool::new(false);
 /// Copies were given to a stream that is not known.
 static COPIES_LOST: AtomicBool = AtomicBool::new(false);
@@ -353,7 +354,7 @@ fn settle(slots: u64) {
         let Some(counters) = page.slot(slot) else {
             continue;
         };
-        // Before the streams: whoever is counted in it has also started on its stream.
+        // Before the streams: a thread that is counted in it has also started on its stream.
         let submitted = counters.submitted();
         let busy = |(handle, stream): (u64, &Stream)| {
             handle != FREE
@@ -497,7 +498,7 @@ pub(crate) fn copies_under_way() -> bool {
     found.unwrap_or(true)
 }
 
-/// Whether all work of all streams has ended. Asks the driver; during a capture it cannot be told.
+/// Whether all work of all streams has ended. Asks the driver; during a capture that is unknown.
 pub(crate) fn all_idle() -> bool {
     slow(|slow| {
         if slow.exiting || !slow.captures.is_empty() {
@@ -512,10 +513,10 @@ pub(crate) fn all_idle() -> bool {
     .unwrap_or(false)
 }
 
-/// The program makes a call that may foretell work.
+/// The program makes a call that work may follow.
 #[inline]
 pub(crate) fn input(call: Call, bytes: usize, real: impl FnOnce() -> CUresult) -> CUresult {
-    hold::foresee(call, bytes);
+    hold::predict(call, bytes);
     real()
 }
 
@@ -699,7 +700,7 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
     note(result);
     if result == SUCCESS {
         let mut slots = 0;
-        // Also of other threads' own streams, about which nobody else can ask.
+        // Also of other threads' own streams, which no other thread can query.
         for ((_, state), (work, copies)) in
             places().zip(&seen).filter(|((_, state), _)| mine(state))
         {
@@ -1040,7 +1041,7 @@ pub(crate) fn guard_exit() {
     });
 }
 
-/// This thread's calls spoil nobody's capture from now on.
+/// This thread's calls spoil no capture from now on.
 pub(crate) fn relax_captures() {
     if let Some(exchange) = exchange_capture_mode() {
         // `CU_STREAM_CAPTURE_MODE_RELAXED`
@@ -1174,7 +1175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_copy_that_begins_while_somebody_asks_is_not_taken_for_done() {
+    fn copy_during_a_query_is_not_taken_for_complete() {
         let (stream, state) = stream_at(0);
         for own in [false, true] {
             copied(stream, own, SUCCESS);

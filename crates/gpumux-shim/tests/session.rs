@@ -12,7 +12,7 @@ use gpumux_wire::{
 };
 use support::{Connection, Place, Tenant, example, shim};
 
-/// Key, engine and handles of the next packet, which must announce a group, and its levers.
+/// Key, engine and handles of the next packet, which must announce a group, and its controls.
 fn group(connection: &Connection) -> (u32, u32, Group, RmLevers<EmulatedFile>) {
     match connection.recv() {
         Some((
@@ -137,7 +137,7 @@ fn groups_are_announced_with_their_file_and_followed() {
     for _ in 0..3 {
         assert!(matches!(session.packet(), Shim::Gone { .. }));
     }
-    // Nobody holds the program's file any more.
+    // No process holds the program's file any more.
     place.await_log(0, &["closed"]);
     end_quietly(tenant);
     assert!(session.recv().is_none());
@@ -304,9 +304,9 @@ fn run_against(place: &Place, strict: bool, daemon: impl FnOnce()) -> (Vec<Strin
 #[test]
 fn a_daemon_that_is_of_no_use_costs_one_line_or_the_program() {
     type Answer = fn(&Connection);
-    let nobody: Option<Answer> = None;
+    let no_answer: Option<Answer> = None;
     let answers: [(&str, Option<Answer>); 6] = [
-        ("cannot reach", nobody),
+        ("cannot reach", no_answer),
         (
             "protocol 99",
             Some(|connection| {
@@ -382,7 +382,7 @@ fn a_strict_program_runs_with_its_daemon() {
         (session, telling.join().unwrap())
     });
     context(&session);
-    // Lost later, the daemon takes nobody with it.
+    // Lost later, the daemon takes no program with it.
     drop((session, listener));
     place.await_log(0, &["thaw 5c000003 [101, 102]"]);
     assert!(tenant.error_line().starts_with("gpumux: "));

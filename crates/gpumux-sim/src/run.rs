@@ -165,6 +165,9 @@ struct Place {
 struct SharedGroup {
     group: GroupId,
     id: DomainId,
+    /// The tenant that came first, and its user.
+    tenant: TenantId,
+    user: UserId,
     /// Tenants.
     members: Vec<usize>,
     shares: Option<Shares>,
@@ -585,7 +588,7 @@ impl<'a> Simulation<'a> {
                 if parked != std::mem::replace(&mut place.parked, parked)
                     && let Some(daemon) = &mut self.daemon
                 {
-                    daemon.park(self.now, place.device, place.id, parked);
+                    daemon.park(self.now, place.id, parked);
                 }
             }
         }
@@ -651,6 +654,8 @@ impl<'a> Simulation<'a> {
             let made = SharedGroup {
                 group,
                 id,
+                tenant: TenantId(tenant as u64),
+                user: self.players[tenant].program.user,
                 members: Vec::new(),
                 shares: rule.map(Shares::new),
             };
@@ -689,7 +694,8 @@ impl<'a> Simulation<'a> {
         if let (Some(shared), Some(daemon)) = (self.shared.get(key), &mut self.daemon) {
             let specs = shared.members.iter();
             let specs = specs.map(|member| &self.players[*member].program.spec);
-            daemon.promise(self.now, key.0, shared.id, space::combine(specs));
+            // The first that came stands for all, also when it has left.
+            daemon.promise(self.now, shared.tenant, shared.user, space::combine(specs));
         }
     }
 
@@ -720,7 +726,7 @@ impl<'a> Simulation<'a> {
             self.used[device].gone += received.busy;
             self.gpus[device].remove_group(group).expect("its own");
             if let Some(daemon) = &mut self.daemon {
-                daemon.forget(self.now, device, id);
+                daemon.forget(self.now, id);
             }
         }
         let player = &mut self.players[tenant];
@@ -1025,7 +1031,7 @@ impl<'a> Simulation<'a> {
                 state.progressed = now;
                 used.outstanding += 1;
                 if let Some(daemon) = &mut self.daemon {
-                    daemon.came(now, state.device, state.id);
+                    daemon.came(now, state.id);
                 }
             }
         }
@@ -1062,9 +1068,9 @@ impl<'a> Simulation<'a> {
             return;
         };
         if busy {
-            daemon.demand(self.now, device, id, Demand::Busy);
+            daemon.demand(self.now, id, Demand::Busy);
         } else if self.now >= changed + delay {
-            daemon.demand(self.now, device, id, Demand::Idle);
+            daemon.demand(self.now, id, Demand::Idle);
         } else {
             self.players[tenant].places[place].check_due = true;
             self.at(changed + delay, Happening::Demand(tenant, place));

@@ -3,9 +3,10 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
 
+use gpumux_core::admission::{self, Booking, Refusal, Reserve, Room, UserPolicy};
 use gpumux_core::policy::{self, Tuning};
 use gpumux_core::space::Sharing;
-use gpumux_core::{Class, Costs, SpecError, TenantSpec, Timeslice, UserId, admit};
+use gpumux_core::{Class, Costs, TenantId, TenantSpec, Timeslice, UserId};
 use serde::{Deserialize, Serialize};
 
 use crate::arrivals::Request;
@@ -319,21 +320,7 @@ pub enum Error {
         /// Whose.
         tenant: String,
         /// Why.
-        error: SpecError,
-    },
-    /// More memory is guaranteed than there is.
-    #[error(
-        "tenant `{tenant}`: device {device} has {device_gib} GiB of memory, and {promised_gib:.1} GiB would be guaranteed there: lower memory_guaranteed_gib or count"
-    )]
-    Memory {
-        /// Who asks for too much.
-        tenant: String,
-        /// Where.
-        device: usize,
-        /// What it has.
-        device_gib: f64,
-        /// What all up to this tenant are guaranteed.
-        promised_gib: f64,
+        error: Box<Refusal>,
     },
     /// A group works on one device.
     #[error(
@@ -450,7 +437,7 @@ impl Scenario {
             }
         }
         let mut names = BTreeSet::new();
-        let mut promised: BTreeMap<usize, Vec<TenantSpec>> = BTreeMap::new();
+        let mut booked: BTreeMap<usize, Vec<Booking>> = BTreeMap::new();
         for tenant in &self.tenants {
             within(&tenant.field("count"), tenant.count as f64, 1.0..=1000.0)?;
             for name in tenant.names() {
@@ -458,7 +445,7 @@ impl Scenario {
                     return Err(Error::Name(name));
                 }
             }
-            self.check_devices(tenant, &mut promised)?;
+            self.check_devices(tenant, &mut booked)?;
             tenant.check(self.memory.device_gib)?;
         }
         Ok(())
@@ -516,11 +503,11 @@ impl Scenario {
         Ok(())
     }
 
-    /// The devices of a tenant, and what is promised there.
+    /// The devices of a tenant, and what is guaranteed there.
     fn check_devices(
         &self,
         tenant: &Tenant,
-        promised: &mut BTreeMap<usize, Vec<TenantSpec>>,
+        booked: &mut BTreeMap<usize, Vec<Booking>>,
     ) -> Result<(), Error> {
         let distinct: BTreeSet<_> = tenant.devices.iter().collect();
         if distinct.is_empty() || distinct.len() != tenant.devices.len() {
@@ -536,24 +523,38 @@ impl Scenario {
                     devices: self.devices,
                 });
             }
-            let others = promised.entry(device).or_default();
+            let booked = booked.entry(device).or_default();
             let spec = tenant.spec();
             for _ in 0..tenant.count {
-                let admitted = admit(&spec, others.iter(), &format!("device {device}"));
+                let request = admission::Request {
+                    tenant: TenantId(booked.len() as u64 + 1),
+                    user: UserId::default(),
+                    spec: &spec,
+                    before: None,
+                };
+                let room = Room {
+                    device: format!("device {device}"),
+                    memory: Some(gib(self.memory.device_gib)),
+                    booked: booked.clone(),
+                    foreign: Vec::new(),
+                };
+                let admitted = admission::admit(
+                    &request,
+                    &UserPolicy::unlimited(),
+                    &Reserve::none(),
+                    &[room],
+                );
                 admitted.map_err(|error| Error::Spec {
                     tenant: tenant.name.clone(),
-                    error,
+                    error: Box::new(error),
                 })?;
-                others.push(spec.clone());
-            }
-            let most = self.memory.device_gib;
-            let promised: u64 = others.iter().map(|spec| spec.memory_guaranteed).sum();
-            if promised > gib(most) {
-                return Err(Error::Memory {
-                    tenant: tenant.name.clone(),
-                    device,
-                    device_gib: most,
-                    promised_gib: promised as f64 / gib(1.0) as f64,
+                booked.push(Booking {
+                    tenant: request.tenant,
+                    name: tenant.name.clone(),
+                    guaranteed: spec.guaranteed,
+                    memory: spec.memory_guaranteed,
+                    user: request.user,
+                    privileged: true,
                 });
             }
         }
@@ -744,7 +745,12 @@ mod tests {
         };
         assert!(with(["devices = [0]", "devices = [1]"]).is_ok());
         let error = with(["devices = [0, 1]", "devices = [1]"]).expect_err("too much");
-        assert!(error.to_string().contains("`train`: device 1"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("`train`: cannot guarantee 50.0 GiB of device 1"),
+            "{error}"
+        );
     }
 
     #[test]
@@ -878,12 +884,12 @@ mod tests {
             (
                 "class = \"batch\"",
                 "guaranteed = 0.6\ncount = 2",
-                "cannot promise 0.600 of device 0",
+                "cannot guarantee 60% of device 0: guaranteed to train (60%)",
             ),
             (
                 "class = \"batch\"",
                 "memory_guaranteed_gib = 50\ncount = 2",
-                "tenant `train`: device 0 has 78 GiB of memory, and 100.0 GiB would",
+                "tenant `train`: cannot guarantee 50.0 GiB of device 0: guaranteed to train (50.0 GiB)",
             ),
             (
                 "class = \"batch\"",

@@ -18,7 +18,7 @@ pub(crate) const SEALS: SealFlags = SealFlags::SHRINK
     .union(SealFlags::GROW)
     .union(SealFlags::SEAL);
 
-/// Keeps everybody but the existing mapping from writing (Linux 5.1).
+/// Forbids writes except through the existing mapping (Linux 5.1).
 pub(crate) const READ_ONLY: SealFlags = SealFlags::FUTURE_WRITE;
 
 /// What a file may be mapped as.
@@ -58,7 +58,7 @@ impl<T: Layout> Mapping<T> {
         Ok((made, file))
     }
 
-    /// Maps a file that somebody sent, for reading.
+    /// Maps a file that a peer sent, for reading.
     pub(crate) fn open(file: impl AsFd) -> io::Result<Self> {
         let refuse = |why: &str| {
             let why = format!("{} {why}", T::NAME);

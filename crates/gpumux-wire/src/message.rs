@@ -62,7 +62,7 @@ pub enum Shim {
         channels: Vec<u32>,
         /// The slice that the driver library gave it, in µs.
         timeslice_us: u64,
-        /// Somebody else made it, and other processes may share it: an MPS server's.
+        /// Another process made it, and several may share it: an MPS server's.
         shared: bool,
     },
     /// *file*: a driver file of a process that shares a group. What it has mapped on its devices lives as long as all of them.
@@ -90,7 +90,7 @@ pub enum Shim {
         ticket: u32,
         /// UUID of the device, as NVML writes it.
         device: String,
-        /// What it has, in bytes, as the driver says: for a daemon that does not know the device.
+        /// What it has, in bytes, by the driver's report: for a daemon that does not know the device.
         total: u64,
         /// Fewer bytes than this are of no use.
         need: u64,
@@ -100,7 +100,7 @@ pub enum Shim {
         pinned: bool,
     },
     /// All that the process has of a device's memory, used or not. Tells of less than was granted, or, at first, of
-    /// what nobody has granted.
+    /// what was granted to no process.
     Holds {
         /// UUID of the device.
         device: String,
@@ -122,7 +122,7 @@ pub enum Shim {
         /// What it has, in bytes.
         total: u64,
     },
-    /// Nobody touches memory any more, but for kernels that run: see [`Daemon::Quiesce`].
+    /// No call touches memory any more, only kernels that run: see [`Daemon::Quiesce`].
     Quiet {
         /// Of which order.
         op: u64,
@@ -157,13 +157,13 @@ pub enum Shim {
         /// What it says that it has freed.
         bytes: u64,
     },
-    /// The driver has no memory although it was granted. Answered by [`Daemon::Granted`]: 0 when the program shall hear of it
+    /// The driver has no memory although it was granted. Answered by [`Daemon::Granted`]: 0 when the program shall get the error
     /// at once.
     Missing {
         /// The shim's name for the question.
         ticket: u32,
     },
-    /// From revision 2 on. The program has called a function of the driver of which the library knows nothing: from then on its memory
+    /// From revision 2 on. The program has called a function of the driver that is not on the library's list: from then on its memory
     /// stays where it is, and its work counts as unfinished.
     Unlisted {
         /// The function.
@@ -225,7 +225,7 @@ pub enum Daemon {
         /// It is overwritten with zeros after use.
         scrub: bool,
     },
-    /// Let nobody touch memory until told otherwise; answered by [`Shim::Quiet`] or [`Shim::Busy`].
+    /// Close the gate in front of memory until it is to be opened; answered by [`Shim::Quiet`] or [`Shim::Busy`].
     Quiesce {
         /// The order's name.
         op: u64,

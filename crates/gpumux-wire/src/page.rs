@@ -1,4 +1,4 @@
-//! The page in which a tenant's shim counts its work, so that the daemon knows who has some.
+//! The page in which a tenant's shim counts its work, so that the daemon reads which tenants have some.
 //!
 //! The shim makes it (a sealed memfd), maps it for writing and sends it with its hello; the
 //! daemon maps it for reading. There is one slot per channel group, by the group's key. The
@@ -365,7 +365,7 @@ impl Page {
         self.layout().fault.load(Ordering::Acquire) as u32
     }
 
-    /// Maps a page that somebody sent, for reading.
+    /// Maps a page that a peer sent, for reading.
     ///
     /// # Errors
     /// When it is not a page that is safe to read.

@@ -8,8 +8,8 @@ use std::{
 };
 
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
-    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
 use serde::{Serialize, de::DeserializeOwned};
 
@@ -18,7 +18,7 @@ use crate::message::{MAX_PACKET, decode, encode};
 /// Connects to a session socket. The socket is closed on exec.
 ///
 /// # Errors
-/// When nobody listens there.
+/// When no process listens there.
 pub fn connect(path: &Path, flags: SocketFlags) -> io::Result<OwnedFd> {
     let socket = rustix::net::socket_with(
         AddressFamily::UNIX,
@@ -46,6 +46,9 @@ pub fn listen(path: &Path, backlog: i32) -> io::Result<OwnedFd> {
     Ok(socket)
 }
 
+/// Most files of a packet that are looked at: the kernel allows no more (`SCM_MAX_FD`, unix(7)).
+const MAX_FILES: usize = 253;
+
 /// Sends a packet, with a file if there is one. Never raises `SIGPIPE`.
 ///
 /// # Errors
@@ -58,15 +61,27 @@ pub fn send(
 ) -> io::Result<()> {
     let bytes =
         encode(message).map_err(|error| io::Error::new(io::ErrorKind::InvalidInput, error))?;
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    send_bytes(socket, &bytes, file.as_slice(), flags)
+}
+
+/// Sends a packet that is encoded already, with at most two files. Never raises `SIGPIPE`.
+///
+/// # Errors
+/// When the other side is gone, or the packet too long.
+pub fn send_bytes(
+    socket: impl AsFd,
+    bytes: &[u8],
+    files: &[BorrowedFd<'_>],
+    flags: SendFlags,
+) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
-    let files = file.as_slice();
-    if !files.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(files));
+    if !files.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(io::ErrorKind::InvalidInput.into());
     }
     rustix::net::sendmsg(
         socket,
-        &[IoSlice::new(&bytes)],
+        &[IoSlice::new(bytes)],
         &mut ancillary,
         flags | SendFlags::NOSIGNAL,
     )?;
@@ -83,31 +98,43 @@ pub fn recv<T: DeserializeOwned>(
     socket: impl AsFd,
     flags: RecvFlags,
 ) -> io::Result<Option<(T, Option<OwnedFd>)>> {
-    let mut bytes = [0; MAX_PACKET];
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut bytes = [0; MAX_PACKET + 1];
+    let (length, files) = recv_bytes(socket, &mut bytes, flags)?;
+    match length {
+        0 => Ok(None),
+        _ if length > MAX_PACKET => Err(io::ErrorKind::InvalidData.into()),
+        _ => {
+            let message = decode(&bytes[..length])
+                .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
+            Ok(Some((message, files.into_iter().next())))
+        }
+    }
+}
+
+/// Receives one packet as it is, and all its files; length 0: the other side has closed. Of a longer packet the rest is lost.
+///
+/// # Errors
+/// As the socket reports them.
+pub fn recv_bytes(
+    socket: impl AsFd,
+    bytes: &mut [u8],
+    flags: RecvFlags,
+) -> io::Result<(usize, Vec<OwnedFd>)> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FILES))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let received = rustix::net::recvmsg(
         socket,
-        &mut [IoSliceMut::new(&mut bytes)],
+        &mut [IoSliceMut::new(bytes)],
         &mut ancillary,
         flags | RecvFlags::CMSG_CLOEXEC,
     )?;
-    let file = ancillary
-        .drain()
-        .filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut files) => files.next(),
-            _ => None,
-        })
-        .next();
-    if received.bytes == 0 {
-        return Ok(None);
+    let mut files = Vec::new();
+    for message in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(received) = message {
+            files.extend(received);
+        }
     }
-    if received.flags.contains(ReturnFlags::TRUNC) {
-        return Err(io::ErrorKind::InvalidData.into());
-    }
-    let message = decode(&bytes[..received.bytes])
-        .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))?;
-    Ok(Some((message, file)))
+    Ok((received.bytes, files))
 }
 
 #[cfg(test)]

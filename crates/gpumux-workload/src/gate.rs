@@ -1,4 +1,4 @@
-//! Starting several processes together: files that say who is ready and when to go.
+//! Starting several processes together: files that show which processes are ready, and when to start.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_passes_before_all_came() {
+    fn gate_opens_when_all_processes_came() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("barrier");
         let alone = gate(

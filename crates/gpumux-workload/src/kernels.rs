@@ -193,7 +193,7 @@ impl Gpu {
         self.stream.synchronize()
     }
 
-    /// Launches `gpumux_fill_u32` on an address that nobody has.
+    /// Launches `gpumux_fill_u32` on an address without memory.
     ///
     /// # Errors
     /// The driver's; the fault itself is reported by the next wait.

@@ -195,7 +195,7 @@ pub struct Latency {
 pub enum Hint {
     /// By the function of the preloaded library
     Manual,
-    /// Through the daemon's API, as somebody else would
+    /// Through the daemon's API, as another program would
     Outside,
 }
 
@@ -282,7 +282,7 @@ pub enum FaultKind {
     Trap,
     /// A kernel asserts what is false
     Assert,
-    /// A kernel writes where nobody has memory
+    /// A kernel writes to an address without memory
     IllegalAddress,
     /// A kernel runs for an hour
     Endless,
@@ -348,7 +348,7 @@ pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
 /// Runs a workload to its end. Takes over SIGTERM and SIGINT.
 ///
 /// # Errors
-/// When it cannot start: no driver, not enough memory, nobody at the barrier. Driver errors after the
+/// When it cannot start: no driver, not enough memory, no other process at the barrier. Driver errors after the
 /// start are part of the report.
 pub fn run(command: &Command) -> anyhow::Result<Report> {
     let stop = Arc::new(AtomicBool::new(false));

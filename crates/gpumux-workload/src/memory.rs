@@ -202,7 +202,7 @@ fn read_script(path: &Path) -> anyhow::Result<Vec<Vec<u64>>> {
     steps.with_context(|| format!("{} is no script of numbers", path.display()))
 }
 
-/// Lets whoever started this do something in between.
+/// Lets the process that started this act in between.
 fn pause() -> anyhow::Result<()> {
     println!("pause");
     io::stdin().read_line(&mut String::new())?;

@@ -1,15 +1,10 @@
 //! `gpumux daemon`: the daemon in the foreground.
 
-use std::{
-    io::{self, IsTerminal},
-    path::PathBuf,
-    process::ExitCode,
-};
+use std::{path::PathBuf, process::ExitCode};
 
-use gpumux_daemon::Config;
-use tracing_subscriber::EnvFilter;
+use gpumux_daemon::{Config, Listen, receiver::Place};
 
-use crate::libraries;
+use crate::{libraries, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -17,6 +12,7 @@ Examples:
   sudo gpumux daemon                     of the machine, in /run/gpumux
   gpumux daemon --config gpumux.toml --policy weighted
   gpumux daemon --listen 127.0.0.1:9440  with a web page, and /metrics for Prometheus
+  gpumux daemon --check                  find mistakes in the configuration, and start nothing
   GPUMUX_LOG=debug gpumux daemon         say more
 
 SIGTERM and SIGINT end it in good order: everybody is thawed and gets back the slices that were \
@@ -39,23 +35,20 @@ pub(crate) struct Args {
     policy: Option<String>,
     /// TCP address where the web page and metrics can be read (not changed) by anybody who reaches it
     #[arg(long, value_name = "ADDRESS:PORT")]
-    listen: Option<std::net::SocketAddr>,
-    /// End after so many seconds without tenants
-    #[arg(long, value_name = "SECONDS")]
+    listen: Option<Listen>,
+    /// End after so long without tenants, such as 60s or 5min
+    #[arg(long, value_name = "TIME", value_parser = units::seconds)]
     idle_exit: Option<u64>,
+    /// Run no daemon, but name what is wrong with the configuration: exit code 1 if there is something
+    #[arg(long, conflicts_with = "end_groups")]
+    check: bool,
     /// Run no daemon, but end the groups (see `--trust` of `gpumux run`) that the last one left to the next, and all programs in them
     #[arg(long, conflicts_with_all = ["policy", "listen", "idle_exit"])]
     end_groups: bool,
 }
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    tracing_subscriber::fmt()
-        .with_env_filter(
-            EnvFilter::try_from_env("GPUMUX_LOG").unwrap_or_else(|_| EnvFilter::new("info")),
-        )
-        .with_writer(io::stderr)
-        .with_ansi(io::stderr().is_terminal())
-        .init();
+    crate::bounded_log::start();
     let mut config = Config::load(args.config.as_deref())?;
     config.runtime_dir = args.runtime_dir.or(config.runtime_dir);
     config.listen = args.listen.or(config.listen);
@@ -66,9 +59,35 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     if config.emulated.is_some() && config.nvml.is_none() {
         config.nvml = Some(libraries::find(libraries::EMULATED)?);
     }
+    if args.check {
+        return Ok(check(&config));
+    }
     match args.end_groups {
         true => gpumux_daemon::end_groups(&config)?,
-        false => gpumux_daemon::run(config)?,
+        false => gpumux_daemon::run(config, Place::Process)?,
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The process that receives users' connections for a daemon.
+pub(crate) fn receive() -> anyhow::Result<ExitCode> {
+    gpumux_daemon::receiver::main()?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Names all mistakes of a configuration.
+fn check(config: &Config) -> ExitCode {
+    let devices = gpumux_daemon::device_uuids(config);
+    let mut mistakes = config.mistakes();
+    mistakes.extend(config.absences(devices.as_deref()));
+    for mistake in &mistakes {
+        eprintln!("gpumux: {mistake}");
+    }
+    match mistakes.is_empty() {
+        true => {
+            println!("the configuration is in order");
+            ExitCode::SUCCESS
+        }
+        false => ExitCode::FAILURE,
+    }
 }

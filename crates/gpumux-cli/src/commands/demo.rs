@@ -157,6 +157,10 @@ fn play(seconds: u64, emulated: bool, shared: bool, bar: &ProgressBar) -> anyhow
     let mut done = 0.0;
     let mut next = |seconds: f64, message: &'static str| {
         bar.set_message(message);
+        if !output::watched() {
+            // In a pipe or in CI there is no bar.
+            eprintln!("gpumux: {message}");
+        }
         bar.set_position((done * 1000.0) as u64);
         done += seconds;
     };

@@ -1,4 +1,4 @@
-//! `gpumux explain`: why a tenant gets what it gets.
+//! `gpumux explain`: why a tenant receives what it receives.
 
 use std::process::ExitCode;
 
@@ -8,21 +8,26 @@ use crate::output;
 const EXAMPLES: &str = "\
 Examples:
   gpumux explain train
-  watch -n 1 gpumux explain train";
+  watch -n 1 gpumux explain train
+  gpumux explain train --json | jq '.neighbours[] | {name, received}'
 
-/// Say why a tenant gets what it gets now
+The lines: what it is entitled to (with the bound on its wait), what it received, why it runs or waits now, which tenants \
+have the rest (three at most, then a count), and what can be done.";
+
+/// Show in five lines why a tenant receives what it receives
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,
-    /// Print JSON: `name` and `text`
+    /// Print JSON: `text`, its parts `entitlement`, `received`, `why` and `advice`, and all `neighbours`
     #[arg(long)]
     json: bool,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let explanation = client::block(async |client| client.explanation(&args.name).await)?;
+    let name = &args.name;
+    let explanation = client::about(name, async |client| client.explanation(name).await)?;
     match args.json {
         true => output::json(&explanation)?,
         false => output::print(&(explanation.text + "\n"))?,

@@ -1,11 +1,11 @@
-//! `gpumux hint`: says from outside that a tenant's work is coming.
+//! `gpumux hint`: announces a tenant's work from outside.
 
 use std::process::ExitCode;
 
 use gpumux_daemon::api::types::NewHint;
 
 use super::client;
-use crate::output;
+use crate::{output, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -16,27 +16,38 @@ The tenant's processes take their GPU ahead of the work, where others compete fo
 has just received a request does better to keep a connection open and POST to \
 /v1/tenants/NAME/hint itself: starting a program takes longer than what a hint gains.";
 
-/// Say that a tenant's work is coming
+/// Announce work, so that a latency tenant takes its GPU ahead of it
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     name: String,
-    /// In how many µs the work is expected, at most a second
-    #[arg(long, value_name = "US", value_parser = clap::value_parser!(u32).range(..=i64::from(NewHint::FARTHEST_US)))]
+    /// When the work is expected, such as 300us (a number alone is in µs), at most a second ahead
+    #[arg(long, value_name = "TIME", value_parser = units::ahead)]
     expected_us: Option<u32>,
     /// Print the answer as JSON
     #[arg(long)]
     json: bool,
+    /// Print nothing
+    #[arg(short, long, conflicts_with = "json")]
+    quiet: bool,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let hint = NewHint {
         expected_us: args.expected_us,
     };
-    let hinted = client::block(async |client| client.hint(&args.name, &hint).await)?;
+    let name = &args.name;
+    let hinted = client::about(name, async |client| client.hint(name, &hint).await)?;
     if args.json {
         output::json(&hinted)?;
+    } else if !args.quiet {
+        let processes = match hinted.processes {
+            0 => "no process is connected yet, so the hint has no effect".to_owned(),
+            1 => "1 process takes its GPU ahead of the work".to_owned(),
+            n => format!("{n} processes take their GPUs ahead of the work"),
+        };
+        output::print(&format!("{name}: {processes}\n"))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -107,14 +107,41 @@ its next CUDA call, or with `gpumux wake`. Returns when the move is done.";
 pub(crate) struct Move {
     /// The tenant, as `gpumux ps` names it
     name: String,
+    /// Print the tenant as JSON
+    #[arg(long)]
+    json: bool,
+    /// Print nothing
+    #[arg(short, long, conflicts_with = "json")]
+    quiet: bool,
 }
 
 pub(crate) fn sleep(args: &Move) -> anyhow::Result<ExitCode> {
-    client::block(async |client| client.sleep(&args.name).await)?;
-    Ok(ExitCode::SUCCESS)
+    let name = &args.name;
+    client::about(name, async |client| client.sleep(name).await)?;
+    report(args, "on the host")
 }
 
 pub(crate) fn wake(args: &Move) -> anyhow::Result<ExitCode> {
-    client::block(async |client| client.wake(&args.name).await)?;
+    let name = &args.name;
+    client::about(name, async |client| client.wake(name).await)?;
+    report(args, "back on the GPU")
+}
+
+fn report(args: &Move, place: &str) -> anyhow::Result<ExitCode> {
+    if args.quiet {
+        return Ok(ExitCode::SUCCESS);
+    }
+    let tenant = client::block(async |client| client.tenant(&args.name).await)?;
+    if args.json {
+        output::json(&tenant)?;
+    } else {
+        let here: u64 = tenant.memory.iter().map(|it| it.in_use).sum();
+        let away: u64 = tenant.memory.iter().map(|it| it.swapped).sum();
+        let (here, away) = (output::bytes(here), output::bytes(away));
+        let name = &args.name;
+        output::print(&format!(
+            "{name}: its memory is {place} ({here} on the GPU, {away} on the host)\n"
+        ))?;
+    }
     Ok(ExitCode::SUCCESS)
 }

@@ -7,22 +7,30 @@ pub(crate) mod demo;
 pub(crate) mod doctor;
 pub(crate) mod dra;
 pub(crate) mod emu;
+pub(crate) mod events;
 pub(crate) mod explain;
 pub(crate) mod fleet;
 pub(crate) mod hint;
+pub(crate) mod inspect;
+pub(crate) mod kill;
+pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod memory;
+pub(crate) mod page;
 pub(crate) mod profile;
 pub(crate) mod ps;
 pub(crate) mod run;
 pub(crate) mod set;
 pub(crate) mod sim;
+pub(crate) mod stop;
 pub(crate) mod top;
 pub(crate) mod trace;
+pub(crate) mod wait;
 pub(crate) mod workload;
 
 mod client;
 mod spec;
+mod supervise;
 
 use std::{
     io,

@@ -201,6 +201,7 @@ fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64,
         trust: Some(format!("profile-{}-{percent}", std::process::id())),
         sharing: Sharing::Space,
         sm_percent: Some(percent),
+        visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
         ..NewTenant::default()
     };
     let tenant = run::make(&tenant).map_err(|failure| match failure {

@@ -1,227 +1,188 @@
-//! `gpumux ps`: who shares the devices, what each was promised and what it gets.
+//! `gpumux ps`: who shares the GPUs, what each is guaranteed and what it receives.
 
-use std::{
-    process::ExitCode,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+mod table;
 
-use gpumux_core::space::Way;
-use gpumux_daemon::api::types::{Domain, Fault, MemoryShare, Placement, Tenant, TenantState};
+use std::{collections::BTreeMap, io::IsTerminal, process::ExitCode, time::SystemTime};
+
+use gpumux_daemon::api::types::{Device, Ended, Fault, ForeignProcess, Tenant};
 use serde::Serialize;
 
 use super::client;
 use crate::output;
+use table::Sort;
+pub(crate) use table::Users;
 
 const EXAMPLES: &str = "\
 Examples:
   gpumux ps
+  gpumux ps -a                      also those that have ended, with exit code and reason
+  gpumux ps --sort wait train serve
+  gpumux ps -q                      names only
   gpumux ps --json | jq '.tenants[] | {name, class, pids}'
 
-PROMISED and RECEIVED are shares of the device; RECEIVED is that of the last second. \
-MEMORY is what it has on the device, SWAPPED what it \
-has on the host. A tenant without a device has not used one yet. SHARING is `time`, or `space` and the trust domain \
-of the group, and the part of the SMs that it is confined to: `gpumux explain NAME` says why. Guarantees that do not hold yet, and faults in groups, are listed below the tenants.";
+Columns:
+  STATE       see below
+  GPU         indices of the GPUs that it uses
+  SHARE       part of them that it received in the last second
+  GUARANTEED  part that it always receives when it has work
+  WAIT        part of its time with work that it waited, since it started
+  MEMORY      on its GPUs, and what is swapped out to the host
+Of several GPUs, SHARE is the least and the most. `-o wide` has a row for each GPU.
+
+States:
+  starting    no process of it has used a GPU yet
+  idle        has no work for a GPU
+  running     has work, and may run
+  queued      has work, and is frozen until its turn comes
+  swapped     some or all of its memory is on the host
+  blocked     waits for room in a GPU's memory
+  faulty      gpumux cannot control it: `gpumux explain NAME` names the error
+
+Guarantees that do not hold yet, faults in groups, and processes that use a GPU without gpumux are listed below the tenants.";
 
 /// List the tenants
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Print JSON: `faults` in groups, and `tenants` with name, class, pids, devices, domains (timeslice_us, frozen, …) and since
+    /// Only tenants of these names
+    #[arg(value_name = "NAME")]
+    names: Vec<String>,
+    /// Also those that have ended (the last 256)
+    #[arg(short, long)]
+    all: bool,
+    /// Print names only, as -o name
+    #[arg(short, long, conflicts_with_all = ["output", "json"])]
+    quiet: bool,
+    /// How to print: a table that fits the terminal, a wide one, JSON, or names
+    #[arg(short, long, value_enum, default_value_t, conflicts_with = "json")]
+    output: Output,
+    /// Order of the rows: by name, user, class, state, share, guaranteed, wait, memory (most first), or age (oldest first)
+    #[arg(long, value_enum, default_value_t)]
+    sort: Sort,
+    /// Print JSON, as -o json: `tenants`, `faults` in groups, `foreign` processes by GPU and, with -a, `ended`
     #[arg(long)]
     json: bool,
+}
+
+/// How tenants are printed.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, clap::ValueEnum)]
+enum Output {
+    #[default]
+    Table,
+    Wide,
+    Json,
+    Name,
 }
 
 #[derive(Serialize)]
 struct Listing {
     tenants: Vec<Tenant>,
     faults: Vec<Fault>,
+    /// Processes that gpumux does not control, by device.
+    foreign: BTreeMap<String, Vec<ForeignProcess>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    ended: Option<Vec<Ended>>,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    let tenants = client::block(async |client| client.tenants().await)?;
-    let faults = client::block(async |client| client.status().await)?.faults;
-    if args.json {
-        output::json(&Listing { tenants, faults })?;
-    } else {
-        let now = SystemTime::now();
-        output::print(&table(&tenants, now))?;
-        for tenant in &tenants {
-            output::print(&hindered(tenant, &tenants))?;
+    let (mut tenants, status, mut ended) = client::block(async |client| {
+        let ended = match args.all {
+            true => Some(client.ended().await?),
+            false => None,
+        };
+        Ok((client.tenants().await?, client.status().await?, ended))
+    })?;
+    let users = Users::of_system();
+    // A tenant of another user may be meant by `user/name`.
+    let is = |asked: &String, name: &str, user: &str| {
+        let (of, own) = asked.split_once('/').unwrap_or((user, asked));
+        of == user && own == name
+    };
+    let named = |name: &str, user: &str| {
+        args.names.is_empty() || args.names.iter().any(|asked| is(asked, name, user))
+    };
+    let everyone = tenants.clone();
+    tenants.retain(|tenant| named(&tenant.name, &tenant.user));
+    if let Some(ended) = &mut ended {
+        ended.retain(|end| named(&end.name, &users.name(end.uid)));
+    }
+    let is_there = |asked: &&String| {
+        let mut ended = ended.iter().flatten();
+        ended.any(|end| is(asked, &end.name, &users.name(end.uid)))
+            || (tenants.iter()).any(|it| is(asked, &it.name, &it.user))
+    };
+    for missing in args.names.iter().filter(|name| !is_there(name)) {
+        // Has the daemon say so, with the suggestion of another name.
+        client::about(missing, async |client| client.tenant(missing).await)?;
+    }
+    table::sort(&mut tenants, args.sort);
+    let output = match (args.json, args.quiet) {
+        (true, _) => Output::Json,
+        (_, true) => Output::Name,
+        _ => args.output,
+    };
+    let now = SystemTime::now();
+    match output {
+        Output::Json => output::json(&Listing {
+            tenants,
+            faults: status.faults,
+            foreign: (status.devices.into_iter())
+                .filter(|device| !device.foreign.is_empty())
+                .map(|device| (device.uuid, device.foreign))
+                .collect(),
+            ended,
+        })?,
+        Output::Name => {
+            let living = tenants.iter().map(|tenant| &tenant.name);
+            let all = living.chain(ended.iter().flatten().map(|end| &end.name));
+            let lines: String = all.map(|name| format!("{name}\n")).collect();
+            output::print(&lines)?;
         }
-        for fault in &faults {
-            output::print(&told(fault, now))?;
+        Output::Table | Output::Wide => {
+            let devices: &[Device] = &status.devices;
+            let text = match output {
+                Output::Wide => table::wide(&tenants, devices, &users, now),
+                _ => table::narrow(&tenants, devices, &users, columns()),
+            };
+            output::print(&text)?;
+            if let Some(ended) = ended.filter(|ended| !ended.is_empty()) {
+                output::print(&("\n".to_owned() + &table::ended(&ended, &users, now, columns())))?;
+            }
+            for tenant in &tenants {
+                output::print(&table::hindered(tenant, &everyone))?;
+            }
+            for fault in &status.faults {
+                output::print(&table::told(fault, now))?;
+            }
+            for device in devices {
+                output::print(&table::foreign(device, devices))?;
+            }
         }
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// One row per tenant and domain; a tenant without domains has one row.
-fn table(tenants: &[Tenant], now: SystemTime) -> String {
-    let head = [
-        "NAME", "CLASS", "STATE", "SHARING", "PIDS", "DEVICE", "SLICE", "PROMISED", "RECEIVED",
-        "MEMORY", "LIMIT", "SWAPPED", "AGE",
-    ];
-    let mut rows = vec![head.map(str::to_owned).to_vec()];
-    for tenant in tenants {
-        let domains = tenant.domains.iter().map(Some);
-        let none = tenant.domains.is_empty().then_some(None);
-        for (n, domain) in domains.chain(none).enumerate() {
-            let mut row = match n {
-                0 => vec![
-                    tenant.name.clone(),
-                    tenant.class.to_string(),
-                    if tenant.asleep {
-                        "asleep"
-                    } else {
-                        state(tenant.state)
-                    }
-                    .to_owned(),
-                    sharing(&tenant.placement),
-                    join(&tenant.pids),
-                ],
-                _ => vec![String::new(); 5],
-            };
-            row.extend(domain.map_or_else(|| vec!["-".to_owned(); 4], columns));
-            // Once per device, however many processes use it.
-            let device = domain.map(|domain| &domain.device);
-            let shown = tenant.domains[..n.min(tenant.domains.len())]
-                .iter()
-                .any(|before| Some(&before.device) == device);
-            let memory = tenant.memory.iter();
-            let memory = memory.filter(|it| Some(&it.device) == device && !shown);
-            row.extend(
-                memory
-                    .map(memory_columns)
-                    .next()
-                    .unwrap_or_else(|| vec!["-".to_owned(); 3]),
-            );
-            row.push(if n == 0 {
-                age(tenant.since, now)
-            } else {
-                String::new()
-            });
-            rows.push(row);
-        }
-    }
-    output::table(&rows)
-}
-
-fn columns(domain: &Domain) -> Vec<String> {
-    let slice = match domain.frozen {
-        true => "frozen".to_owned(),
-        false => format!("{} µs", domain.timeslice_us),
-    };
-    vec![
-        short(&domain.device),
-        slice,
-        share(domain.promised_share),
-        share(domain.received_share),
-    ]
-}
-
-fn sharing(placement: &Placement) -> String {
-    match (placement.way, &placement.trust, placement.sm_percent) {
-        (Way::Space, Some(trust), Some(percent)) => format!("space {trust} {percent}%"),
-        (Way::Space, Some(trust), None) => format!("space {trust}"),
-        (Way::Time | Way::Space, _, _) => "time".into(),
-    }
-}
-
-/// A line about a guarantee that does not hold inside a group, if it does not.
-fn hindered(tenant: &Tenant, all: &[Tenant]) -> String {
-    let by = tenant.hindered_by(all);
-    match by.is_empty() {
-        true => String::new(),
-        false => format!(
-            "{}: its guarantee of {} holds only once these start anew: {}\n",
-            tenant.name,
-            share(tenant.spec.guaranteed),
-            by.join(", ")
-        ),
-    }
-}
-
-/// A line about a fault in a group.
-fn told(fault: &Fault, now: SystemTime) -> String {
-    let culprit = fault.culprit.as_deref().unwrap_or("an unknown member");
-    let others = match fault.others.is_empty() {
-        true => "nobody else".into(),
-        false => fault.others.join(", "),
-    };
-    let after = match fault.restarted_ms {
-        Some(ms) => format!("new members start again since {ms} ms later"),
-        None => "the group could not be started again".into(),
-    };
-    format!(
-        "{} ago in group {}: a fault (error {}) of {culprit} ended {others}; {after} ({})\n",
-        age(fault.at, now),
-        fault.group,
-        fault.error,
-        fault.evidence
-    )
-}
-
-fn memory_columns(memory: &MemoryShare) -> Vec<String> {
-    vec![
-        output::bytes(memory.in_use),
-        memory.limit.map_or_else(|| "-".to_owned(), output::bytes),
-        output::bytes(memory.swapped),
-    ]
-}
-
-fn state(state: TenantState) -> &'static str {
-    match state {
-        TenantState::Waiting => "waiting",
-        TenantState::Running => "running",
-        TenantState::Idle => "idle",
-        TenantState::Faulty => "FAULTY",
-    }
-}
-
-fn share(share: f64) -> String {
-    format!("{:.0}%", share * 100.0)
-}
-
-/// As much of a UUID as tells devices apart: `GPU-5efc3a7e`.
-fn short(uuid: &str) -> String {
-    uuid.match_indices('-')
-        .nth(1)
-        .map_or(uuid, |(end, _)| &uuid[..end])
-        .to_owned()
-}
-
-fn join(pids: &[u32]) -> String {
-    pids.iter()
-        .map(u32::to_string)
-        .collect::<Vec<_>>()
-        .join(",")
-}
-
-fn age(since: u64, now: SystemTime) -> String {
-    let seconds = now
-        .duration_since(UNIX_EPOCH + Duration::from_secs(since))
-        .unwrap_or_default()
-        .as_secs();
-    match seconds {
-        0..60 => format!("{seconds}s"),
-        60..3600 => format!("{}m{:02}s", seconds / 60, seconds % 60),
-        3600..86400 => format!("{}h{:02}m", seconds / 3600, seconds % 3600 / 60),
-        _ => format!("{}d{:02}h", seconds / 86400, seconds % 86400 / 3600),
-    }
+/// Columns of the terminal; none: the output goes elsewhere, and is not cut.
+fn columns() -> Option<usize> {
+    let out = std::io::stdout();
+    let size = rustix::termios::tcgetwinsize(&out).ok();
+    let wide = size
+        .map(|size| usize::from(size.ws_col))
+        .filter(|it| *it > 0);
+    wide.filter(|_| out.is_terminal())
 }
 
 #[cfg(test)]
 mod tests {
+    use gpumux_daemon::api::types::TenantState;
+
     use super::*;
 
     #[test]
-    fn ages_and_names_are_short() {
-        let now = UNIX_EPOCH + Duration::from_secs(100_000);
-        assert_eq!(age(99_995, now), "5s");
-        assert_eq!(age(99_000, now), "16m40s");
-        assert_eq!(age(0, now), "1d03h");
-        assert_eq!(age(100_001, now), "0s", "the clock was set back");
-        assert_eq!(short("GPU-5efc3a7e-70d7-750a"), "GPU-5efc3a7e");
-        assert_eq!(short("odd"), "odd");
+    fn help_describes_every_state() {
+        for state in TenantState::ALL {
+            let line = format!("  {:10}  {}", state.name(), state.meaning());
+            assert!(EXAMPLES.lines().any(|it| it == line), "{line}");
+        }
     }
 }

@@ -1,40 +1,43 @@
 //! `gpumux run`: makes a tenant and becomes its first process.
 //!
 //! `run` asks the daemon for a tenant, and then turns into the program: pid, signals,
-//! terminal, job control and exit status are the program's own, and nothing of gpumux stays around it.
+//! terminal, job control and exit status are the program's own, and nothing of gpumux stays around it. Detached, or with
+//! `--restart`, it stays the program's parent (`supervise`).
 
 use std::{
     env,
     ffi::OsString,
-    fs::{self, File},
-    os::unix::{net::UnixStream, process::ExitStatusExt},
+    fs::File,
+    io::Read,
+    os::unix::net::UnixStream,
     path::Path,
-    process::{Command, ExitCode},
-    sync::{
-        Arc,
-        atomic::{AtomicBool, Ordering},
-    },
+    process::{Command, ExitCode, Stdio},
     time::{Duration, Instant},
 };
 
-use anyhow::Context;
+use anyhow::{Context, bail};
 use clap::builder::{PossibleValuesParser, TypedValueParser};
-use gpumux_core::space::{Sharing, is_point};
+use gpumux_core::space::{Sharing, Way, is_point};
 use gpumux_daemon::{
-    api::types::{Created, Fault, NewTenant},
+    api::types::{Created, NewTenant, Placement, SpecChange},
     client::ClientError,
     paths,
 };
 use gpumux_wire::MEMORY_LIMIT_VARIABLE;
-use rustix::{
-    process::{Pid, Signal, getpgrp, kill_process},
-    termios::tcgetpgrp,
+
+use super::{
+    become_program, client,
+    spec::SpecArgs,
+    supervise::{Order, supervise},
 };
-use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
+use crate::{
+    background, elf, fingerprint, libraries,
+    logs::{self, Log},
+    names, output,
+};
 
-use super::{become_program, cannot_run, client, spec::SpecArgs};
-use crate::{background, fingerprint, libraries, output};
-
+/// The variable that tells CUDA programs which devices to use.
+const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";
 /// How long a daemon may take to end or to start.
 const LEAVES: Duration = Duration::from_secs(10);
 /// How long after one has ended the next may begin to start: systemd waits for 0.2 s.
@@ -46,9 +49,11 @@ const EXAMPLES: &str = "\
 Examples:
   gpumux run --class latency -- python serve.py
   gpumux run --class batch --name train -- python train.py
-  gpumux run --guaranteed 0.7 -- ./solver
+  gpumux run --guaranteed 70% -- ./solver
+  gpumux run --gpu 0 --guaranteed 70% -- ./solver
   gpumux run --memory-guaranteed 8GiB --memory-limit 40GiB -- python train.py
   gpumux run --sleep-after 30s -- python serve.py
+  gpumux run -d -- python train.py    in the background: see `gpumux logs train`
   gpumux run --strict -- ./job        refuse to run unmanaged
   gpumux run --trust team --class batch -- python train.py     beside others of team, at the same time
 
@@ -57,7 +62,7 @@ background; it ends by itself when it has had no tenants for a minute. If none c
 the program runs unmanaged, with one line of warning; with --strict it does not run.
 
 Exit codes:
-  125  a promise that cannot be kept, a name in use; with --strict also: no daemon
+  125  admission rejected (guarantees exceed a GPU), a name in use; with --strict also: no daemon
   126  the program cannot be executed
   127  the program was not found
   else the program's own (a shell shows 128 + N for signal N)
@@ -65,17 +70,24 @@ Exit codes:
 Environment given to the program: LD_PRELOAD (libgpumux.so is put first), GPUMUX_SOCKET, \
 GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1; in a group also CUDA_MPS_PIPE_DIRECTORY and \
 CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there; with \
---memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device.";
+--memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device; with --gpu \
+CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID.";
 
 /// Run a program as a tenant
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// The tenant's name; without it, the program's, numbered where it is in use
+    /// The tenant's name; without it, that of the script, module or program, numbered where it is in use
     #[arg(long)]
     name: Option<String>,
+    /// Run in the background: prints the tenant's name; `gpumux logs` shows the output
+    #[arg(short, long)]
+    detach: bool,
     #[command(flatten)]
     spec: SpecArgs,
+    /// GPUs that it may use, and that its guarantees hold on: numbers as nvidia-smi has them, UUIDs, or all [default: those of CUDA_VISIBLE_DEVICES, else all]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',')]
+    gpu: Vec<String>,
     /// Trust domain: tenants of yours that name the same one may share the SMs at the same time; a crash of one then ends all of them
     #[arg(long, value_name = "NAME")]
     trust: Option<String>,
@@ -108,213 +120,112 @@ enum Restart {
     OnCollateral,
 }
 
-/// How often the daemon is asked for a fault after the program has ended, and the pause between: two seconds, or more on a machine that
-/// is so slow that the daemon needs them.
-const ASKED: (u32, Duration) = (40, Duration::from_millis(50));
-/// Faults of which nobody knows who caused them, after which a program is run again.
-const UNEXPLAINED: u32 = 2;
-/// The first pause before a program runs again, and the longest: each is twice as long as the one before.
-const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(5));
-/// After so long a run what was before does not count any more.
-const HEALTHY: Duration = Duration::from_secs(600);
-/// A program that ends so soon after it was told a signal has ended because of that.
-const ENDING: Duration = Duration::from_secs(10);
-/// Between two looks at the program.
+/// Set for the process that stays the parent of a detached program.
+const DETACHED: &str = "GPUMUX_DETACHED";
+/// Between two looks.
 const MOMENT: Duration = Duration::from_millis(20);
-/// What is passed on to the program.
-const SIGNALS: [(i32, Signal); 6] = [
-    (SIGTERM, Signal::TERM),
-    (SIGINT, Signal::INT),
-    (SIGHUP, Signal::HUP),
-    (SIGQUIT, Signal::QUIT),
-    (SIGUSR1, Signal::USR1),
-    (SIGUSR2, Signal::USR2),
-];
-/// Of these, what a terminal sends to all that run in it.
-const TYPED: [Signal; 3] = [Signal::INT, Signal::HUP, Signal::QUIT];
-/// Of these, what asks a program for something else than to end: batch systems announce its end so.
-const WORDS: [Signal; 2] = [Signal::USR1, Signal::USR2];
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
+    let change = args.spec.change()?;
+    if args.detach && env::var_os(DETACHED).is_none() {
+        return detach();
+    }
     let mut words = args.command.iter();
-    let mut program = Command::new(words.next().context("no program was named")?);
-    program.args(words);
-    let mut tenant = None;
-    match enter(&args, &mut program) {
-        Ok(name) => tenant = Some(name),
+    let name = words.next().context("no program was named")?;
+    if args.strict && elf::is_static_program(name) {
+        bail!(
+            "{} is statically linked, so that libgpumux.so cannot be loaded into it: with --strict it does not run",
+            name.display()
+        );
+    }
+    let mut program = Command::new(name);
+    program.args(words).env_remove(DETACHED);
+    let tenant = match enter(&args, change, &mut program) {
+        Ok(tenant) => tenant,
         Err(Failure::Refused(error)) => return Err(error.into()),
-        Err(Failure::Unmanaged(error)) if args.strict => {
-            return Err(error.context("--strict"));
+        Err(Failure::Unmanaged(error)) if args.strict || args.detach => {
+            let flag = if args.strict { "--strict" } else { "--detach" };
+            return Err(error.context(flag));
         }
         Err(Failure::Unmanaged(error)) => {
             let why = output::with_causes(&error);
             eprintln!("gpumux: {why}; the program runs unmanaged");
+            return Ok(become_program(program));
         }
+    };
+    for line in notes(&args, &tenant) {
+        eprintln!("gpumux: {line}");
     }
-    match (args.restart, tenant) {
-        (Restart::OnCollateral, Some(tenant)) => Ok(run_again_and_again(program, &tenant)),
-        _ => Ok(become_program(program)),
+    // Only a member of a group can be ended by another member's fault.
+    let in_group = tenant.placement.way == Way::Space;
+    let again = args.restart == Restart::OnCollateral && in_group;
+    if !again && !args.detach {
+        return Ok(become_program(program));
     }
-}
-
-/// Runs the program until it ends by itself: success, or a failure that no other member of its group has caused.
-fn run_again_and_again(mut program: Command, tenant: &str) -> ExitCode {
-    let mut signals = Signals::listen();
-    let mut patience = Patience::default();
-    background::end_with_this(&mut program);
-    let mut last = None;
-    loop {
-        last = last_fault().or(last);
-        let began = Instant::now();
-        let mut child = match program.spawn() {
-            Ok(child) => child,
-            Err(error) => return cannot_run(&program, &error),
-        };
-        let status = loop {
-            signals.pass(Some(Pid::from_child(&child)));
-            match child.try_wait() {
-                Ok(Some(status)) => break status,
-                Ok(None) => std::thread::sleep(MOMENT),
-                Err(_) => return ExitCode::FAILURE,
-            }
-        };
-        let fault = match status.success() || signals.lately().is_some() {
-            true => None,
-            false => fault_that_ended(tenant, last),
-        };
-        let pause = fault.and_then(|fault| patience.pause(began.elapsed(), &fault));
-        let Some(pause) = pause else {
-            let code = status.code().or(status.signal().map(|signal| 128 + signal));
-            return ExitCode::from(code.unwrap_or(1) as u8);
-        };
-        eprintln!(
-            "gpumux: a fault of another member of the group ended the program; it runs again"
-        );
-        let ended = Instant::now();
-        while ended.elapsed() < pause {
-            signals.pass(None);
-            if let Some(signal) = signals.lately() {
-                return ExitCode::from(128 + signal.as_raw() as u8);
-            }
-            std::thread::sleep(MOMENT);
+    let log = match args.detach {
+        true => Some(Log::begin(logs::file(&logs::folder()?, &tenant.name))?),
+        false => None,
+    };
+    let started: Option<Box<dyn FnOnce()>> = match &log {
+        None => None,
+        Some(log) => {
+            let (file, name) = (log.try_clone_file()?, tenant.name.clone());
+            Some(Box::new(move || leave_terminal(&name, &file)))
         }
+    };
+    Ok(supervise(Order {
+        program,
+        tenant: &tenant.name,
+        again,
+        log,
+        started,
+    }))
+}
+
+/// Starts this command once more, in a session of its own, and waits until its program runs, or cannot.
+fn detach() -> anyhow::Result<ExitCode> {
+    logs::folder()?;
+    let mut command = Command::new(env::current_exe()?);
+    command
+        .args(env::args_os().skip(1))
+        .env(DETACHED, "1")
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped());
+    background::in_own_session(&mut command);
+    let mut parent = command.spawn().context("cannot start in the background")?;
+    let mut name = String::new();
+    if let Some(out) = &mut parent.stdout {
+        out.read_to_string(&mut name)?;
     }
-}
-
-/// How often a program is run again, and when.
-struct Patience {
-    unexplained: u32,
-    next: Duration,
-}
-
-impl Default for Patience {
-    fn default() -> Self {
-        Self {
-            unexplained: 0,
-            next: PAUSES.0,
-        }
+    if name.is_empty() {
+        // It has reported why.
+        let code = parent
+            .wait()?
+            .code()
+            .and_then(|code| u8::try_from(code).ok());
+        return Ok(code.unwrap_or(super::CANNOT_START).into());
     }
+    output::print(&name)?;
+    Ok(ExitCode::SUCCESS)
 }
 
-impl Patience {
-    /// How long to wait before a program runs again that a fault has ended after it ran for so long; none: it does not.
-    fn pause(&mut self, ran: Duration, fault: &Fault) -> Option<Duration> {
-        if ran >= HEALTHY {
-            *self = Self::default();
-        }
-        // Perhaps it was its own.
-        self.unexplained += u32::from(fault.culprit.is_none());
-        let pause = self.next;
-        self.next = (pause * 2).min(PAUSES.1);
-        (self.unexplained <= UNEXPLAINED).then_some(pause)
-    }
+/// Reports the tenant's name to the process that waits for it, and then has nothing to do with its terminal any more.
+fn leave_terminal(name: &str, log: &File) {
+    let _ = output::print(&format!("{name}\n"));
+    let _ = rustix::stdio::dup2_stderr(log);
+    let _ = rustix::stdio::dup2_stdout(log);
 }
 
-/// Signals that this process is sent.
-struct Signals {
-    told: Vec<(Signal, Arc<AtomicBool>)>,
-    last: Option<(Signal, Instant)>,
-}
-
-impl Signals {
-    /// From now on. What is ignored (`nohup`) stays so, for the program too.
-    fn listen() -> Self {
-        let ignored = ignored();
-        let heard = SIGNALS.into_iter().filter_map(|(number, signal)| {
-            let told = Arc::new(AtomicBool::new(false));
-            let heard = ignored & 1 << (number - 1) == 0
-                && signal_hook::flag::register(number, Arc::clone(&told)).is_ok();
-            heard.then_some((signal, told))
-        });
-        Self {
-            told: heard.collect(),
-            last: None,
-        }
-    }
-
-    /// Passes on what has come since the last time.
-    fn pass(&mut self, to: Option<Pid>) {
-        for (signal, told) in &self.told {
-            if !told.swap(false, Ordering::AcqRel) {
-                continue;
-            }
-            if !WORDS.contains(signal) {
-                self.last = Some((*signal, Instant::now()));
-            }
-            // What a terminal sends reaches the program too.
-            let has_it = TYPED.contains(signal) && in_foreground();
-            if let Some(to) = to.filter(|_| !has_it) {
-                let _ = kill_process(to, *signal);
-            }
-        }
-    }
-
-    /// The last one, if the program may be about to end because of it.
-    fn lately(&self) -> Option<Signal> {
-        let (signal, at) = self.last?;
-        (at.elapsed() < ENDING).then_some(signal)
-    }
-}
-
-/// The signals that this process ignores, as bits.
-fn ignored() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    ignored.map_or(0, |bits| u64::from_str_radix(bits.trim(), 16).unwrap_or(0))
-}
-
-/// Whether what is typed at the terminal (Ctrl-C) becomes signals to this process and its children.
-fn in_foreground() -> bool {
-    File::open("/dev/tty")
-        .is_ok_and(|terminal| tcgetpgrp(terminal).is_ok_and(|group| group == getpgrp()))
-}
-
-/// When the last fault in a group was, and its number.
-fn last_fault() -> Option<(u64, u64)> {
-    let status = client::block(async |client| client.status().await).ok()?;
-    status.faults.last().map(|fault| (fault.at, fault.number))
-}
-
-/// The fault of another tenant that ended this one's processes, after the `last` one that was known before. The daemon may need a
-/// moment to know.
-fn fault_that_ended(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
-    for _ in 0..ASKED.0 {
-        let status = client::block(async |client| client.status().await).ok()?;
-        let mut faults = status.faults.into_iter();
-        let ended_it = |fault: &Fault| {
-            is_newer(fault, last) && fault.others.iter().any(|other| other == tenant)
-        };
-        if let Some(fault) = faults.find(ended_it) {
-            return Some(fault);
-        }
-        std::thread::sleep(ASKED.1);
-    }
-    None
-}
-
-/// Whether a fault came after another one. A daemon that restarts counts anew.
-fn is_newer(fault: &Fault, last: Option<(u64, u64)>) -> bool {
-    last.is_none_or(|(at, number)| fault.number > number || fault.at > at)
+/// What a user should know of a new tenant.
+fn notes(args: &Args, tenant: &Created) -> Vec<String> {
+    let name = &tenant.name;
+    let remembered = tenant.remembered.as_ref().map(|set| {
+        format!("{name} has settings of an earlier `gpumux set`: {set}; `gpumux set {name} --forget` clears them")
+    });
+    let Placement { way, reason, .. } = &tenant.placement;
+    let in_turns = (args.sharing == Sharing::Space && *way == Way::Time)
+        .then(|| format!("{name} runs in turns with others, not in space: {reason}"));
+    remembered.into_iter().chain(in_turns).collect()
 }
 
 /// Why the program does not become a tenant.
@@ -326,16 +237,17 @@ pub(super) enum Failure {
 }
 
 /// Makes the tenant and puts what its processes need into the program's environment.
-/// Returns the tenant's name.
-fn enter(args: &Args, program: &mut Command) -> Result<String, Failure> {
+fn enter(args: &Args, change: SpecChange, program: &mut Command) -> Result<Created, Failure> {
     let shim = libraries::find(libraries::SHIM).map_err(Failure::Unmanaged)?;
-    let tenant = create(args)?;
-    let name = tenant.name.clone();
-    equip(program, tenant, &shim);
+    let tenant = create(args, change)?;
+    if args.gpu.iter().any(|gpu| gpu == "all") {
+        program.env_remove(VISIBLE);
+    }
+    equip(program, tenant.clone(), &shim);
     if args.strict {
         program.env("GPUMUX_STRICT", "1");
     }
-    Ok(name)
+    Ok(tenant)
 }
 
 /// Puts what a tenant's processes need into a program's environment.
@@ -375,18 +287,28 @@ fn sharing() -> impl TypedValueParser<Value = Sharing> {
         .try_map(|name| name.parse::<Sharing>())
 }
 
-fn create(args: &Args) -> Result<Created, Failure> {
-    let program = Path::new(&args.command[0]).file_name();
+fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
+    let command: Vec<_> = (args.command.iter())
+        .map(|word| word.to_string_lossy())
+        .collect();
+    let log = match args.detach {
+        true => Some(logs::folder().map_err(Failure::Unmanaged)?),
+        false => None,
+    };
     // Without a trust domain nothing is decided by it.
     let own = args.trust.as_ref().map(|_| fingerprint::of(&args.command));
     make(&NewTenant {
         name: args.name.clone(),
-        program: program.map(|name| name.to_string_lossy().into_owned()),
-        spec: args.spec.change(),
+        program: Some(names::of(&args.command)),
+        command: Some(command.join(" ")),
+        log: log.map(|folder| folder.display().to_string()),
+        spec,
         trust: args.trust.clone(),
         sharing: args.sharing,
         utility: args.utility.clone(),
         fingerprint: args.fingerprint.clone().or(own),
+        devices: args.gpu.clone(),
+        visible: env::var(VISIBLE).ok(),
         ..NewTenant::default()
     })
 }
@@ -447,58 +369,4 @@ fn start_daemon() -> anyhow::Result<()> {
         &dir.join("daemon.log"),
         || UnixStream::connect(&socket).is_ok(),
     )
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn fault(at: u64, number: u64, culprit: Option<&str>) -> Fault {
-        Fault {
-            number,
-            at,
-            group: "0/team".into(),
-            error: 700,
-            culprit: culprit.map(Into::into),
-            evidence: String::new(),
-            others: Vec::new(),
-            noticed_after_ms: None,
-            restarted_ms: None,
-        }
-    }
-
-    #[test]
-    fn pauses_grow_and_faults_without_culprit_end_patience_until_a_long_run() {
-        let (known, unknown) = (fault(0, 1, Some("bad")), fault(0, 1, None));
-        let short = Duration::from_secs(1);
-        let mut patience = Patience::default();
-        let pauses: Vec<_> = (0..8)
-            .map(|_| patience.pause(short, &known).unwrap().as_millis())
-            .collect();
-        assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
-        let mut unexplained = || patience.pause(short, &unknown).is_some();
-        assert_eq!(
-            [unexplained(), unexplained(), unexplained()],
-            [true, true, false]
-        );
-        assert_eq!(patience.pause(HEALTHY, &unknown), Some(PAUSES.0));
-    }
-
-    #[test]
-    fn a_fault_counts_once_also_within_a_second_and_after_the_daemons_restart() {
-        let last = Some((100, 7));
-        for (at, number, newer) in [
-            (100, 7, false),
-            (99, 6, false),
-            (100, 8, true),
-            (101, 1, true),
-        ] {
-            assert_eq!(
-                is_newer(&fault(at, number, None), last),
-                newer,
-                "{at} {number}"
-            );
-        }
-        assert!(is_newer(&fault(1, 1, None), None));
-    }
 }

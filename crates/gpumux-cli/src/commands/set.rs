@@ -1,6 +1,8 @@
-//! `gpumux set`: changes a running tenant's promise, or forgets what was set.
+//! `gpumux set`: changes a running tenant's settings; lists and clears those that are remembered for names.
 
 use std::process::ExitCode;
+
+use gpumux_daemon::api::types::Setting;
 
 use super::{client, spec::SpecArgs};
 use crate::output;
@@ -8,44 +10,79 @@ use crate::output;
 const EXAMPLES: &str = "\
 Examples:
   gpumux set train --class batch
-  gpumux set serve --guaranteed 0.5 --limit 0.9
+  gpumux set serve --guaranteed 50% --limit 90%
   gpumux set a --weight 3 --json
   gpumux set serve --hints off
-  gpumux set train --memory-limit 40GiB --sleep-after 30s
+  gpumux set train --memory-limit 40GiB --sleep-after 5min
   gpumux set train --memory-limit none --memory-guaranteed 0 --sleep-after never
-  gpumux set train --forget           its next run has the defaults again
+  gpumux set --list                   what is remembered for names
+  gpumux set --forget train           its next run has the defaults again
 
-What is not named stays as it is. A change that cannot be kept together with the promises to \
-others is refused and changes nothing. What was set for a tenant that was started with --name is \
+What is not named stays as it is. A change that the guarantees of \
+others leave no room for is refused and changes nothing. What was set for a tenant that was started with --name is \
 remembered, also when the daemon restarts: your next tenant of this name has it, unless `gpumux \
-run` says otherwise.";
+run` names another value. `gpumux run` prints a line about it.";
 
-/// Change what a running tenant is promised
+/// Change the settings of a running tenant
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget", "list"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
-    name: String,
+    #[arg(required_unless_present = "list")]
+    name: Option<String>,
     #[command(flatten)]
     spec: SpecArgs,
-    /// Forget what was set for this name; a tenant that runs keeps it
+    /// Clear what is remembered for this name; a tenant that runs keeps it
     #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "json"])]
     forget: bool,
-    /// Print the tenant as JSON
+    /// List what is remembered for names: yours, for root all users'
+    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget"])]
+    list: bool,
+    /// Print JSON: the tenant, or the list
     #[arg(long)]
     json: bool,
+    /// Print nothing
+    #[arg(short, long, conflicts_with_all = ["json", "list"])]
+    quiet: bool,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let Some(name) = args.name.as_ref().filter(|_| !args.list) else {
+        let mut settings = client::block(async |client| client.settings().await)?;
+        settings.retain(|set| args.name.as_ref().is_none_or(|name| *name == set.name));
+        match args.json {
+            true => output::json(&settings)?,
+            false => output::print(&table(&settings))?,
+        }
+        return Ok(ExitCode::SUCCESS);
+    };
     if args.forget {
-        client::block(async |client| client.forget(&args.name).await)?;
+        client::block(async |client| client.forget(name).await)?;
+        if !args.quiet {
+            output::print(&format!("{name}: its next run has the defaults again\n"))?;
+        }
         return Ok(ExitCode::SUCCESS);
     }
-    let tenant =
-        client::block(async |client| client.change(&args.name, &args.spec.change()).await)?;
+    let change = args.spec.change()?;
+    let tenant = client::about(name, async |client| client.change(name, &change).await)?;
     if args.json {
         output::json(&tenant)?;
+    } else if !args.quiet {
+        output::print(&format!("{name}: {change}\n"))?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+fn table(settings: &[Setting]) -> String {
+    let mut rows = vec![["NAME", "UID", "REMEMBERED"].map(str::to_owned).to_vec()];
+    let row = |set: &Setting| {
+        vec![
+            set.name.clone(),
+            set.uid.to_string(),
+            set.change.to_string(),
+        ]
+    };
+    rows.extend(settings.iter().map(row));
+    output::table(&rows)
 }

@@ -106,7 +106,7 @@ fn text(report: &Report) -> String {
         text += &format!("\n{}\n", head(mode));
         let head = [
             "  TENANT",
-            "PROMISED",
+            "GUARANTEED",
             "RECEIVED",
             "LONGEST WAIT",
             "LAG / BOUND",

@@ -226,26 +226,21 @@ impl Accounting {
         context(self.capacity(uuid))
     }
 
-    /// Checks that each device that the tenant is confined to can keep this guarantee, or else that some device can.
-    pub(super) fn check(&self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
-        let check = |(uuid, device): (&String, &Device)| {
-            let mut ledger = device.ledger.clone();
-            // Guarantees hold on every device that their tenants may use.
-            let others = self.shares.iter().filter(|(id, _)| **id != tenant);
-            for (id, share) in others.filter(|(id, _)| self.may_use(**id, uuid)) {
-                let _ = ledger.promise(*id, *share);
-            }
-            ledger.promise(tenant, share)
-        };
-        let mut own = (self.devices.iter()).filter(|(uuid, _)| self.may_use(tenant, uuid));
-        if self.confined.contains_key(&tenant) {
-            return own.try_for_each(check);
+    /// Bytes of a device that tenants can be guaranteed together now, and what each of them is guaranteed or has pinned; none of
+    /// a device that is not known.
+    pub(super) fn booked(&self, uuid: &str) -> Option<(u64, BTreeMap<TenantId, u64>)> {
+        let device = self.devices.get(uuid)?;
+        let shares = self
+            .shares
+            .iter()
+            .filter(|(id, _)| self.may_use(**id, uuid));
+        let mut booked: BTreeMap<TenantId, u64> =
+            shares.map(|(id, share)| (*id, share.guaranteed)).collect();
+        for (id, entry) in device.ledger.entries() {
+            let bytes = booked.entry(id).or_default();
+            *bytes = (*bytes).max(entry.entitled());
         }
-        let mut answers = own.map(check);
-        match answers.next() {
-            None => Ok(()),
-            Some(first) => answers.fold(first, Result::or),
-        }
+        Some((device.ledger.usable(), booked))
     }
 
     /// A tenant is guaranteed this wherever it may be used and can be kept. Returns the devices where it cannot.

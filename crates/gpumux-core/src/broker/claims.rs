@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    Activity, Broker, Command, HEDGE, IDLE, LOOK, MOVE, MemoryPolicy, Micros, MoveError, Mutation,
-    Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM, RECLAIM_PAUSE,
-    Reclaim, TRIM, TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
+    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, HEDGE, IDLE, LOOK, MOVE, MemoryPolicy,
+    Micros, MoveError, Mutation, Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId,
+    RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
 };
 use crate::{
     Class,
@@ -19,8 +19,8 @@ const CLASS_TURNS: u64 = 10;
 /// What a tenant lacks.
 pub(super) struct Claim {
     tenant: TenantId,
-    /// A request for more, by its process and ticket; none: the tenant's return.
-    ask: Option<(ProcessId, u32)>,
+    /// A request for more; none: the tenant's return.
+    ask: Option<AskKey>,
     /// Bytes by device.
     needs: BTreeMap<String, u64>,
     since: Micros,
@@ -34,7 +34,7 @@ pub(super) struct Claim {
 impl Claim {
     /// Claims are served in this order: within a guarantee first, then by age, where a lower class counts as younger, so that
     /// every claim becomes the oldest at last.
-    fn rank(&self) -> (bool, Micros, TenantId, Option<(ProcessId, u32)>) {
+    fn rank(&self) -> (bool, Micros, TenantId, Option<AskKey>) {
         (
             !self.entitled,
             self.since + patience(self.class),
@@ -100,24 +100,23 @@ impl Broker {
                 });
             }
         }
-        for pending in &self.asks {
-            let Some(tenant) = self.tenants.get(&pending.tenant) else {
-                continue;
-            };
+        for (id, tenant) in &self.tenants {
             if tenant.place != Place::Home {
                 continue;
             }
-            let entry = self.accounting.entry(pending.tenant, &pending.ask.device);
-            let with = entry.holding.all().saturating_add(pending.ask.need);
-            claims.push(Claim {
-                tenant: pending.tenant,
-                ask: Some((pending.process, pending.ticket)),
-                needs: BTreeMap::from([(pending.ask.device.clone(), pending.ask.need)]),
-                since: pending.since,
-                class: tenant.terms.class,
-                entitled: with <= entry.share.guaranteed,
-                takes: tenant.terms.policy == MemoryPolicy::SwapOthers,
-            });
+            for (key, pending) in self.asks_of(*id).take(ASKS_LOOKED_AT) {
+                let entry = self.accounting.entry(*id, &pending.ask.device);
+                let with = entry.holding.all().saturating_add(pending.ask.need);
+                claims.push(Claim {
+                    tenant: *id,
+                    ask: Some(*key),
+                    needs: BTreeMap::from([(pending.ask.device.clone(), pending.ask.need)]),
+                    since: pending.since,
+                    class: tenant.terms.class,
+                    entitled: with <= entry.share.guaranteed,
+                    takes: tenant.terms.policy == MemoryPolicy::SwapOthers,
+                });
+            }
         }
         claims.sort_by_key(Claim::rank);
         claims
@@ -225,17 +224,16 @@ impl Broker {
         &mut self,
         now: Micros,
         claim: &Claim,
-        (process, ticket): (ProcessId, u32),
+        key: AskKey,
         fits: bool,
         out: &mut Vec<Command>,
     ) -> bool {
-        let is_it = |it: &Pending| it.process == process && it.ticket == ticket;
-        let Some(at) = self.asks.iter().position(is_it) else {
+        let Some(pending) = self.asks.get(&key).cloned() else {
             return true;
         };
-        let Some(pending) = self.asks.get(at).cloned() else {
-            return true;
-        };
+        let Pending {
+            process, ticket, ..
+        } = pending;
         let policy =
             (self.tenants.get(&claim.tenant)).map_or(MemoryPolicy::Fail, |it| it.terms.policy);
         let patience = match policy {
@@ -262,7 +260,7 @@ impl Broker {
                         self.trim(now, out);
                     }
                     let at = self.trimmed.unwrap_or(now) + TRIM;
-                    if let Some(pending) = self.asks.iter_mut().find(|it| is_it(it)) {
+                    if let Some(pending) = self.asks.get_mut(&key) {
                         pending.retry_at = Some(at);
                     }
                     if now < at {
@@ -276,7 +274,7 @@ impl Broker {
                 0
             }
         };
-        self.asks.remove(at);
+        self.asks.remove(&key);
         if let Some(tenant) = self.tenants.get_mut(&claim.tenant)
             && pending.since < now
             && bytes > 0
@@ -328,10 +326,7 @@ impl Broker {
             }
             let offers = self.offers(now, claim, (uuid, missing), first);
             // Leases that are not used come first, then caches.
-            let pending = claim.ask.and_then(|(process, ticket)| {
-                let mut asks = self.asks.iter();
-                asks.find(|it| it.process == process && it.ticket == ticket)
-            });
+            let pending = claim.ask.and_then(|key| self.asks.get(&key));
             if pending.is_some_and(|it| it.retry_at.is_none_or(|at| now < at)) {
                 continue;
             }
@@ -490,10 +485,7 @@ impl Broker {
             return None;
         }
         // It waits for memory itself, and is served later.
-        let waits = || {
-            let asks = self.asks.iter().any(|it| it.tenant == id);
-            asks && !busy && !first.contains(&id)
-        };
+        let waits = || self.has_asked(id) && !busy && !first.contains(&id);
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);

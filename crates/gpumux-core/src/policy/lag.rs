@@ -79,6 +79,8 @@ pub(super) struct Track {
     /// A latency domain that ran so far ahead that it must wait until it is level.
     pub(super) exhausted: bool,
     wait: Option<Wait>,
+    /// Since when its gang runs.
+    runs: Option<Micros>,
 }
 
 /// That a domain waits for its gang.
@@ -120,8 +122,25 @@ impl Memory {
         self.track(id)?.wait
     }
 
-    /// Takes note of the domains that wait for their gangs from now on, and of the end of waits that were at least so long.
-    pub(crate) fn note_waits(&mut self, now: Micros, waiting: &BTreeSet<DomainId>, long: Micros) {
+    /// Since when the domain's gang runs, if it does.
+    pub(crate) fn runs_since(&self, id: DomainId) -> Option<Micros> {
+        self.track(id)?.runs
+    }
+
+    /// When it was planned for last.
+    pub(crate) fn planned_at(&self) -> Option<Micros> {
+        self.at
+    }
+
+    /// Takes note of the domains that wait for their gangs from now on, of the end of waits that were at least so long, and of
+    /// the domains whose gangs run.
+    pub(crate) fn note_gangs(
+        &mut self,
+        now: Micros,
+        waiting: &BTreeSet<DomainId>,
+        running: &BTreeSet<DomainId>,
+        long: Micros,
+    ) {
         for track in &mut self.domains {
             track.wait = match (track.wait, waiting.contains(&track.id)) {
                 (Some(Wait::Since(at)), true) => Some(Wait::Since(at)),
@@ -129,6 +148,8 @@ impl Memory {
                 (Some(Wait::Since(at)), false) => (at + long <= now).then_some(Wait::Over(now)),
                 (over, false) => over,
             };
+            let since = track.runs.unwrap_or(now);
+            track.runs = running.contains(&track.id).then_some(since);
         }
     }
 
@@ -272,6 +293,7 @@ impl Track {
             since: Micros::ZERO,
             exhausted: false,
             wait: None,
+            runs: None,
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use gpumux_core::{
     Class, Micros, TenantId,
-    broker::{Event, FREEZE, HEDGE, MoveError, ProcessId},
+    broker::{Event, FREEZE, HEDGE, LOOK, MoveError, ProcessId},
     ledger::Holding,
 };
 
@@ -523,4 +523,60 @@ pub(crate) fn memory_that_was_waited_for_is_not_taken_at_once() {
     world.set_busy(2, true);
     world.run_for(S);
     assert!(world.is_home(2));
+}
+
+#[test]
+pub(crate) fn waiting_requests_of_a_process_and_tenant_are_bounded() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Latency, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    world.set_busy(1, true);
+    world.tenant(2, Class::Batch, 0);
+    for process in 21..=29 {
+        world.process(process, 2);
+    }
+    let mut waiting = Vec::new();
+    for process in [2].into_iter().chain(21..=29) {
+        for ticket in 1..=500 {
+            world.ask(ProcessId(process), ticket, 4 * GIB);
+        }
+        let refused = (1..=500)
+            .filter(|ticket| world.grants.get(&(ProcessId(process), *ticket)) == Some(&0))
+            .count();
+        waiting.push(500 - refused);
+    }
+    assert_eq!(waiting, [256, 256, 256, 256, 0, 0, 0, 0, 0, 0]);
+    // The end of one makes room for another's.
+    world.kill(2);
+    world.ask(ProcessId(29), 501, 4 * GIB);
+    world.run_for(Micros::from_millis(1));
+    assert!(!world.grants.contains_key(&(ProcessId(29), 501)));
+}
+
+#[test]
+pub(crate) fn a_flood_of_requests_does_not_delay_others_beyond_a_look() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Latency, 0);
+    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+    world.set_busy(1, true);
+    let hostile = world.tenant(2, Class::Batch, 0);
+    for ticket in 1..=200 {
+        world.ask(hostile, ticket, 6 * GIB);
+    }
+    world.run_for(S);
+    world.tenant(3, Class::Batch, 0);
+    // Each event of the flood costs little: all is looked at once in 2 ms.
+    let began = world.now;
+    assert!(!world.broker.settles(began));
+    for ticket in 201..=300 {
+        world.ask(hostile, ticket, 6 * GIB);
+    }
+    world.ask(ProcessId(3), 1, GIB);
+    assert!(!world.grants.contains_key(&(ProcessId(3), 1)));
+    while !world.grants.contains_key(&(ProcessId(3), 1)) {
+        world.run_for(Micros(100));
+    }
+    let waited = world.now.saturating_sub(began);
+    assert!(waited <= LOOK, "{waited}");
+    assert_eq!(world.grants.get(&(ProcessId(3), 1)), Some(&GIB));
 }

@@ -11,7 +11,9 @@ use prometheus_client::{
 
 use gpumux_wire::page::STEPS;
 
-use super::types::{DeviceMemory, Domain, MemoryShare, RequestFigures, Status, Tenant};
+use super::types::{
+    DeviceMemory, Domain, MemoryShare, RequestFigures, Status, Tenant, TenantState,
+};
 use crate::{
     scheduler::{BUCKETS_US, Totals},
     tenants::GroupCounts,
@@ -123,7 +125,7 @@ const COUNTED: [Told<Totals>; 9] = [
         (
             "gpumux_tenant_frozen",
             Some("seconds"),
-            "Time in which domains were frozen.",
+            "Time in which channel groups were frozen.",
         ),
         |t| t.frozen_us / 1e6,
     ),
@@ -131,31 +133,23 @@ const COUNTED: [Told<Totals>; 9] = [
         (
             "gpumux_tenant_preemptions",
             None,
-            "Times that a domain with work was taken off the device.",
+            "Preemptions: a channel group with work was taken off the device.",
         ),
         |t| t.preemptions as f64,
     ),
     (
-        (
-            "gpumux_tenant_freezes",
-            None,
-            "Times that a domain was frozen.",
-        ),
+        ("gpumux_tenant_freezes", None, "Freezes of a channel group."),
         |t| t.freezes as f64,
     ),
     (
-        (
-            "gpumux_tenant_thaws",
-            None,
-            "Times that a domain was thawed.",
-        ),
+        ("gpumux_tenant_thaws", None, "Thaws of a channel group."),
         |t| t.thaws as f64,
     ),
     (
         (
             "gpumux_tenant_slice_changes",
             None,
-            "Times that the daemon set a timeslice.",
+            "Timeslices set by the daemon.",
         ),
         |t| t.slice_changes as f64,
     ),
@@ -163,7 +157,7 @@ const COUNTED: [Told<Totals>; 9] = [
         (
             "gpumux_tenant_tampered_slices",
             None,
-            "Times that a timeslice was found set by somebody else.",
+            "Timeslices that were found changed externally.",
         ),
         |t| t.tampered as f64,
     ),
@@ -175,7 +169,7 @@ const SHOWN: [(Name, OfDomains); 4] = [
         (
             "gpumux_tenant_promised",
             Some("ratio"),
-            "Share of the device if all tenants there want it.",
+            "Share of the device while all tenants there want it.",
         ),
         |d| d.iter().map(|d| d.promised_share).fold(0.0, f64::max),
     ),
@@ -191,7 +185,7 @@ const SHOWN: [(Name, OfDomains); 4] = [
         (
             "gpumux_tenant_domains",
             None,
-            "Domains (channel groups) on the device.",
+            "Channel groups on the device.",
         ),
         |d| d.len() as f64,
     ),
@@ -199,7 +193,7 @@ const SHOWN: [(Name, OfDomains); 4] = [
         (
             "gpumux_tenant_faulty_domains",
             None,
-            "Domains with a lever that does not move.",
+            "Channel groups with a control that fails.",
         ),
         |d| d.iter().filter(|d| d.error.is_some()).count() as f64,
     ),
@@ -239,7 +233,7 @@ const HINTS: [Told<Tenant>; 4] = [
         (
             "gpumux_tenant_hints",
             None,
-            "Times that a device was held ahead of work.",
+            "Reservations of a device ahead of work.",
         ),
         |t| t.hints.given as f64,
     ),
@@ -247,7 +241,7 @@ const HINTS: [Told<Tenant>; 4] = [
         (
             "gpumux_tenant_useful_hints",
             None,
-            "Holds that work found in place.",
+            "Reservations that work found in place.",
         ),
         |t| t.hints.useful as f64,
     ),
@@ -255,7 +249,7 @@ const HINTS: [Told<Tenant>; 4] = [
         (
             "gpumux_tenant_wasted_hints",
             None,
-            "Holds that ended before work came.",
+            "Reservations that ended before work came.",
         ),
         |t| t.hints.wasted as f64,
     ),
@@ -263,7 +257,7 @@ const HINTS: [Told<Tenant>; 4] = [
         (
             "gpumux_tenant_hint_held",
             Some("seconds"),
-            "Device time that holds took.",
+            "Device time of reservations.",
         ),
         |t| t.hints.held_us as f64 / 1e6,
     ),
@@ -283,7 +277,7 @@ const MEMORY: [Told<MemoryShare>; 5] = [
         (
             "gpumux_tenant_memory_guaranteed",
             Some("bytes"),
-            "Memory of the device that the tenant gets whenever it wants it.",
+            "Memory of the device that is guaranteed to the tenant.",
         ),
         |m| m.guaranteed as f64,
     ),
@@ -291,7 +285,7 @@ const MEMORY: [Told<MemoryShare>; 5] = [
         (
             "gpumux_tenant_memory_borrowed",
             Some("bytes"),
-            "Memory of the device that the tenant has beyond its guarantee.",
+            "Memory of the device that the tenant has above its guarantee.",
         ),
         |m| m.borrowed as f64,
     ),
@@ -319,7 +313,7 @@ const MOVES: [Told<Tenant>; 6] = [
         (
             "gpumux_tenant_swap_outs",
             None,
-            "Times that memory was moved to the host.",
+            "Moves of memory to the host.",
         ),
         |t| t.moves.outs as f64,
     ),
@@ -327,7 +321,7 @@ const MOVES: [Told<Tenant>; 6] = [
         (
             "gpumux_tenant_swap_ins",
             None,
-            "Times that memory came back.",
+            "Moves of memory back to the device.",
         ),
         |t| t.moves.backs as f64,
     ),
@@ -335,7 +329,7 @@ const MOVES: [Told<Tenant>; 6] = [
         (
             "gpumux_tenant_swapped_out",
             Some("bytes"),
-            "What was moved to the host.",
+            "Bytes moved to the host.",
         ),
         |t| t.moves.out_bytes as f64,
     ),
@@ -343,7 +337,7 @@ const MOVES: [Told<Tenant>; 6] = [
         (
             "gpumux_tenant_swapped_in",
             Some("bytes"),
-            "What came back from the host.",
+            "Bytes moved back from the host.",
         ),
         |t| t.moves.back_bytes as f64,
     ),
@@ -351,7 +345,7 @@ const MOVES: [Told<Tenant>; 6] = [
         (
             "gpumux_tenant_swapping_out",
             Some("seconds"),
-            "Time that moving to the host took.",
+            "Time of moves to the host.",
         ),
         |t| t.moves.out_us as f64 / 1e6,
     ),
@@ -359,7 +353,7 @@ const MOVES: [Told<Tenant>; 6] = [
         (
             "gpumux_tenant_swapping_in",
             Some("seconds"),
-            "Time that coming back took.",
+            "Time of moves back to the device.",
         ),
         |t| t.moves.back_us as f64 / 1e6,
     ),
@@ -369,11 +363,7 @@ const MOVES: [Told<Tenant>; 6] = [
 const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
     (
         (
-            (
-                "gpumux_group_members",
-                None,
-                "Tenants that share devices in space in this group.",
-            ),
+            ("gpumux_group_members", None, "Members of the MPS group."),
             |g| g.members as f64,
         ),
         MetricType::Gauge,
@@ -394,7 +384,7 @@ const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
             (
                 "gpumux_group_restarts",
                 None,
-                "Times that the group was there again after a fault.",
+                "Restarts of the MPS group after a fault.",
             ),
             |g| g.restarts as f64,
         ),
@@ -405,7 +395,7 @@ const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
             (
                 "gpumux_group_restarting",
                 Some("seconds"),
-                "Time from faults until the group was there again.",
+                "Time from faults until the MPS group was available again.",
             ),
             |g| g.restarting.as_secs_f64(),
         ),
@@ -422,23 +412,19 @@ const SCHEDULER: [Told<Status>; 4] = [
         (
             "gpumux_scheduler_steps",
             None,
-            "Times that the scheduling thread looked.",
+            "Iterations of the scheduling thread.",
         ),
         |s| s.scheduler.steps as f64,
     ),
     (
-        (
-            "gpumux_scheduler_plans",
-            None,
-            "Times that a device was planned.",
-        ),
+        ("gpumux_scheduler_plans", None, "Plans of a device."),
         |s| s.scheduler.plans as f64,
     ),
     (
         (
             "gpumux_scheduler_busy",
             Some("seconds"),
-            "Time that the scheduling thread spent other than in levers.",
+            "Time of the scheduling thread outside of controls.",
         ),
         |s| s.scheduler.busy_s,
     ),
@@ -446,7 +432,7 @@ const SCHEDULER: [Told<Status>; 4] = [
         (
             "gpumux_lease_expiries",
             None,
-            "Times that a process freed itself, because the scheduling thread stood still.",
+            "Expired leases: a process freed itself, because the scheduling thread stood still.",
         ),
         |s| s.scheduler.lease_expiries as f64,
     ),
@@ -513,7 +499,7 @@ impl Scrape {
                 (
                     "gpumux_host_memory_limit",
                     Some("bytes"),
-                    "Most that they may keep; 0: what the host has.",
+                    "Limit of memory of the host for moved memory; 0: what the host has.",
                 ),
                 self.status.host_memory.limit.unwrap_or(0) as f64,
             ),
@@ -539,7 +525,7 @@ impl Scrape {
         let name = (
             "gpumux_scheduler_step",
             Some("seconds"),
-            "What one look of the scheduling thread took, with the levers that it pulled.",
+            "Time of an iteration of the scheduling thread, with its controls.",
         );
         let thread = &self.status.scheduler;
         family(encoder, name, MetricType::Histogram, |f| {
@@ -591,12 +577,46 @@ impl Scrape {
             gauge(),
             |f| each(f, |d| d.memory_bytes as f64),
         )?;
+        let foreign: [Told<super::types::Device>; 3] = [
+            (
+                (
+                    "gpumux_device_foreign_processes",
+                    None,
+                    "Processes on the device that gpumux does not control.",
+                ),
+                |d| d.foreign.len() as f64,
+            ),
+            (
+                (
+                    "gpumux_device_foreign_memory",
+                    Some("bytes"),
+                    "Memory of these processes, as far as the driver reports it.",
+                ),
+                |d| {
+                    d.foreign
+                        .iter()
+                        .filter_map(|it| it.memory_bytes)
+                        .sum::<u64>() as f64
+                },
+            ),
+            (
+                (
+                    "gpumux_device_foreign_used",
+                    Some("ratio"),
+                    "Part of the last seconds in which kernels of these processes ran, as far as the driver reports it.",
+                ),
+                |d| d.foreign.iter().filter_map(|it| it.used_share).sum(),
+            ),
+        ];
+        for (name, value) in foreign {
+            family(encoder, name, gauge(), |f| each(f, value))?;
+        }
         let kinds: [Told<DeviceMemory>; 2] = [
             (
                 (
                     "gpumux_device_memory_free",
                     Some("bytes"),
-                    "Memory of the device that nobody has.",
+                    "Free memory of the device.",
                 ),
                 |m| m.free as f64,
             ),
@@ -604,7 +624,7 @@ impl Scrape {
                 (
                     "gpumux_device_memory_occupied",
                     Some("bytes"),
-                    "Memory of the device that contexts, and programs that are no tenants, occupy.",
+                    "Memory of the device that contexts and foreign processes occupy.",
                 ),
                 |m| m.occupied as f64,
             ),
@@ -623,19 +643,11 @@ impl Scrape {
                     .map(|lever| (vec![("device", &*d.uuid), ("lever", &lever.lever)], lever))
             })
         };
-        let failures = (
-            "gpumux_lever_failures",
-            None,
-            "Pulls of a lever that did not move.",
-        );
+        let failures = ("gpumux_lever_failures", None, "Failed controls.");
         family(encoder, failures, MetricType::Counter, |f| {
             pairs().try_for_each(|(labels, lever)| f.sample(labels, lever.failures as f64))
         })?;
-        let pulls = (
-            "gpumux_lever_pull",
-            Some("seconds"),
-            "What pulling a lever took.",
-        );
+        let pulls = ("gpumux_lever_pull", Some("seconds"), "Time of a control.");
         family(encoder, pulls, MetricType::Histogram, |f| {
             pairs().try_for_each(|(labels, lever)| {
                 let metric = &mut f.metric.encode_family(&labels)?;
@@ -654,7 +666,12 @@ impl Scrape {
                 self.tenants.iter().try_for_each(|tenant| {
                     let (class, uid) = (tenant.class.name(), tenant.uid.to_string());
                     f.sample(
-                        vec![("tenant", &tenant.name), ("class", class), ("uid", &uid)],
+                        vec![
+                            ("tenant", &tenant.name),
+                            ("class", class),
+                            ("user", &tenant.user),
+                            ("uid", &uid),
+                        ],
                         1.0,
                     )
                 })
@@ -675,25 +692,17 @@ impl Scrape {
                 })
             })?;
         }
-        let asleep = (
-            "gpumux_tenant_asleep",
+        let state = (
+            "gpumux_tenant_state",
             None,
-            "Whether some or all of its memory is on the host.",
+            "1 for the tenant's state, 0 for the others: starting, idle, running, queued, swapped, blocked or faulty.",
         );
-        family(encoder, asleep, MetricType::Gauge, |f| {
+        family(encoder, state, MetricType::Gauge, |f| {
             self.tenants.iter().try_for_each(|t| {
-                f.sample(vec![("tenant", &t.name)], f64::from(u8::from(t.asleep)))
-            })
-        })?;
-        let waits = (
-            "gpumux_tenant_waits_for_memory",
-            None,
-            "Whether it waits for room on a device, for memory that it asked for or to come back.",
-        );
-        family(encoder, waits, MetricType::Gauge, |f| {
-            self.tenants.iter().try_for_each(|t| {
-                let waits = f64::from(u8::from(t.waits_for_memory));
-                f.sample(vec![("tenant", &t.name)], waits)
+                TenantState::ALL.into_iter().try_for_each(|state| {
+                    let labels = vec![("tenant", &*t.name), ("state", state.name())];
+                    f.sample(labels, f64::from(u8::from(t.state == state)))
+                })
             })
         })?;
         for (name, value) in HINTS.iter().chain(&MOVES).copied() {
@@ -780,7 +789,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::api::types::{
-        Device, HintFigures, HostMemory, LeverCost, MoveFigures, Scheduler, Spec, TenantState,
+        Device, HintFigures, HostMemory, LeverCost, MoveFigures, Scheduler, Spec,
     };
 
     pub(crate) fn example() -> Scrape {
@@ -796,6 +805,8 @@ pub(crate) mod tests {
         };
         let device = |uuid: &str| Device {
             uuid: uuid.into(),
+            index: None,
+            readings: Default::default(),
             name: "with \"quotes\" and \\".into(),
             emulated: true,
             driver: "580.1".into(),
@@ -806,6 +817,14 @@ pub(crate) mod tests {
             policy: "priority".into(),
             state: "ok".into(),
             domains: 1,
+            foreign: vec![crate::api::types::ForeignProcess {
+                pid: 7,
+                name: "python".into(),
+                uid: Some(1000),
+                memory_bytes: Some(1 << 30),
+                used_share: Some(0.25),
+                tenant: None,
+            }],
             levers: vec![lever("freeze"), lever("thaw")],
         };
         let totals = Totals {
@@ -842,15 +861,20 @@ pub(crate) mod tests {
                 },
             },
             tenants: vec![Tenant {
+                command: String::new(),
+                log: None,
                 name: "web".into(),
                 class: Class::Latency,
                 spec: Spec::default(),
                 uid: 1000,
+                user: "alice".into(),
+                may_use: Vec::new(),
+                lapsed: false,
                 pids: vec![1],
                 devices: vec!["GPU-0".into()],
                 domains: Vec::new(),
                 since: 0,
-                state: TenantState::Idle,
+                state: TenantState::Blocked,
                 placement: Default::default(),
                 work: 0,
                 hints: HintFigures {
@@ -998,7 +1022,7 @@ pub(crate) mod tests {
             r#"gpumux_tenant_request_seconds_bucket{le="0.004096",tenant="web"} 5"#,
             r#"gpumux_tenant_request_seconds_bucket{le="+Inf",tenant="web"} 6"#,
             r#"gpumux_tenant_request_seconds_sum{tenant="web"} 3600"#,
-            r#"gpumux_tenant_waits_for_memory{tenant="web"} 1"#,
+            r#"gpumux_tenant_state{tenant="web",state="blocked"} 1"#,
             "gpumux_host_memory_bytes 4096",
             "gpumux_host_memory_limit_bytes 0",
             r#"gpumux_group_members{group="1000/team"} 2"#,
@@ -1037,7 +1061,7 @@ pub(crate) mod tests {
         // What an operator must hear of has an alert.
         for name in [
             "gpumux_tenant_swapping_in_seconds_total",
-            "gpumux_tenant_waits_for_memory",
+            "gpumux_tenant_state",
             "gpumux_group_faults_total",
         ] {
             let alerts = include_str!("../../../../deploy/alerts.yml");

@@ -3,7 +3,11 @@
 //! may change anything.
 
 pub mod explain;
+pub(crate) mod history;
+mod life;
 mod metrics;
+mod page;
+mod state;
 mod trace;
 pub mod types;
 
@@ -13,6 +17,7 @@ use std::{
     future::Future,
     io,
     net::{IpAddr, SocketAddr},
+    os::{fd::OwnedFd, unix::net::UnixListener},
     path::PathBuf,
     pin::Pin,
     sync::{Arc, Mutex, PoisonError},
@@ -39,8 +44,8 @@ use hyper_util::{
 use serde::Deserialize;
 use tokio::{
     io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, UnixListener},
-    sync::{Semaphore, watch},
+    net::{TcpListener, UnixStream},
+    sync::{Semaphore, SemaphorePermit, mpsc, watch},
 };
 use utoipa::OpenApi;
 
@@ -49,14 +54,15 @@ use crate::{
     devices::Devices,
     memory::{self as moves, MoveError},
     paths,
-    peer::{Peer, credentials},
+    peer::Peer,
+    receiver::Connection,
     scheduler::{Handle, Stopped, View},
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
 };
 use types::{
     Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
-    NewHint, NewTenant, Problem, Program, SpecChange, Status, TenantState,
+    NewHint, NewTenant, Problem, Program, SpecChange, Status,
 };
 
 /// Largest request body in bytes.
@@ -77,12 +83,6 @@ const FULL: &str = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: applicatio
                     {\"error\":\"too many connections to the daemon are open: close some, or try again later\"}\n";
 /// How often what is live is sent.
 const LIVE: Duration = Duration::from_millis(500);
-/// The web page: one file that loads nothing else.
-const PAGE: &str = include_str!("page.html");
-/// The page runs what is in it and talks to this daemon only.
-const PAGE_POLICY: &str = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; \
-                           connect-src 'self'; img-src data:; frame-ancestors 'none'; base-uri 'none'";
-
 /// What the API speaks about.
 pub(crate) struct Api {
     pub(crate) config: Arc<Config>,
@@ -96,34 +96,31 @@ pub(crate) struct Api {
     pub(crate) listen: Option<SocketAddr>,
     /// What was sent last, and when it was made: all who watch share it.
     pub(crate) live: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
+    pub(crate) past: history::Past,
 }
 
 /// Serves the API until told to stop.
-pub(crate) async fn serve(api: Arc<Api>, listener: UnixListener, mut stop: watch::Receiver<bool>) {
+pub(crate) async fn serve(
+    api: Arc<Api>,
+    mut arrivals: mpsc::Receiver<Connection>,
+    mut stop: watch::Receiver<bool>,
+) {
     let router = router(api);
     let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
     loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
+        let arrived = tokio::select! {
+            arrived = arrivals.recv() => arrived,
             _ = stop.wait_for(|stop| *stop) => return,
         };
-        let stream = match accepted {
-            Ok((stream, _)) => stream,
-            Err(error) => {
-                tracing::warn!(%error, "cannot accept a request");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            }
+        let Some(Connection { socket, peer }) = arrived else {
+            return;
         };
-        let Ok((_, uid)) = credentials(&stream) else {
+        let Ok(stream) = UnixStream::from_std(socket.into()) else {
             continue;
         };
-        let Some(place) = Place::take(&users, uid) else {
+        let Some(place) = Place::take(&users, peer.uid) else {
             // A new connection has room for that.
             let _ = stream.try_write(FULL.as_bytes());
-            continue;
-        };
-        let Ok(peer) = Peer::of(&stream) else {
             continue;
         };
         let service = TowerToHyperService::new(router.clone().layer(Extension(Arc::new(peer))));
@@ -144,11 +141,22 @@ pub(crate) async fn serve_tcp(
     if local {
         router = router.layer(middleware::from_fn(only_by_address));
     }
+    let stopped = async move { drop(stop.wait_for(|stop| *stop).await) };
+    serve_router(listener, router, stopped).await;
+}
+
+/// Serves a TCP address until `stopped`.
+pub(crate) async fn serve_router(
+    listener: TcpListener,
+    router: Router,
+    stopped: impl Future<Output = ()>,
+) {
+    tokio::pin!(stopped);
     let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            _ = stop.wait_for(|stop| *stop) => return,
+            () = &mut stopped => return,
         };
         let Ok((stream, _)) = accepted else {
             tokio::time::sleep(Duration::from_millis(50)).await;
@@ -169,16 +177,21 @@ pub(crate) async fn serve_tcp(
 async fn only_by_address(request: Request, next: Next) -> Response {
     let host = request.headers().get(header::HOST);
     let host = host.and_then(|host| host.to_str().ok()).unwrap_or_default();
+    if is_local_name(host) {
+        return next.run(request).await;
+    }
+    let message = format!("this daemon is not called `{host}`: use localhost or an address");
+    Refused(StatusCode::MISDIRECTED_REQUEST, message).into_response()
+}
+
+/// Whether a request's `Host` names this machine as no other site can: `localhost` or an address.
+pub(crate) fn is_local_name(host: &str) -> bool {
     let name = match host.rsplit_once(':') {
         Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
         _ => host,
     };
     let address = name.trim_start_matches('[').trim_end_matches(']');
-    if name == "localhost" || address.parse::<IpAddr>().is_ok() {
-        return next.run(request).await;
-    }
-    let message = format!("this daemon is not called `{name}`: use localhost or an address");
-    Refused(StatusCode::MISDIRECTED_REQUEST, message).into_response()
+    name == "localhost" || address.parse::<IpAddr>().is_ok()
 }
 
 async fn converse(
@@ -295,9 +308,13 @@ impl Drop for Place {
 
 fn router(api: Arc<Api>) -> Router {
     readable()
+        .route("/v1/me", get(page::me))
         .route("/v1/tenants", post(create))
         .route("/v1/tenants/{name}", patch(change).delete(remove))
         .route("/v1/tenants/{name}/hint", post(hint))
+        .route("/v1/tenants/{name}/signal", post(life::signal))
+        .route("/v1/tenants/{name}/exit", post(life::exit))
+        .route("/v1/settings", get(life::settings))
         .route("/v1/tenants/{name}/sleep", post(sleep))
         .route("/v1/tenants/{name}/wake", post(wake))
         .route("/v1/settings/{name}", delete(forget))
@@ -327,7 +344,7 @@ async fn whole_body(request: Request, next: Next) -> Response {
 /// What everybody may look at.
 fn readable() -> Router<Arc<Api>> {
     Router::new()
-        .route("/", get(page))
+        .route("/", get(page::page))
         .route("/metrics", get(metrics))
         .route("/openapi.json", get(openapi))
         .route("/v1/status", get(status))
@@ -336,6 +353,10 @@ fn readable() -> Router<Arc<Api>> {
         .route("/v1/tenants/{name}", get(tenant))
         .route("/v1/tenants/{name}/explanation", get(explanation))
         .route("/v1/live", get(live))
+        .route("/v1/ended", get(life::ended))
+        .route("/v1/events", get(life::events))
+        .route("/v1/events/past", get(life::past_events))
+        .route("/v1/history", get(history::history))
         .route("/v1/memory", get(memory))
         .route("/v1/programs", get(programs))
         .route("/v1/trace", get(trace))
@@ -360,12 +381,20 @@ fn readable() -> Router<Arc<Api>> {
         tenant,
         explanation,
         live,
+        history::history,
+        page::me,
         trace,
         metrics,
         create,
         change,
         remove,
         forget,
+        life::ended,
+        life::events,
+        life::past_events,
+        life::settings,
+        life::signal,
+        life::exit,
         hint,
         memory,
         sleep,
@@ -401,21 +430,25 @@ impl From<TenantError> for Refused {
             | TenantError::NothingSet(_)
             | TenantError::NothingKnown(_) => StatusCode::NOT_FOUND,
             TenantError::NotYours(_) | TenantError::NotTrusted => StatusCode::FORBIDDEN,
-            TenantError::Taken(_) | TenantError::Busy(..) | TenantError::HintsOff(_) => {
-                StatusCode::CONFLICT
-            }
+            TenantError::Taken(_)
+            | TenantError::Ambiguous(..)
+            | TenantError::Busy(..)
+            | TenantError::HintsOff(_)
+            | TenantError::NoHints(..)
+            | TenantError::NoProcess(_) => StatusCode::CONFLICT,
             TenantError::BadName(_)
             | TenantError::BadTrust(_)
             | TenantError::BadFingerprint(_)
             | TenantError::BadPercent(_)
             | TenantError::BadCurve
             | TenantError::BadToken
-            | TenantError::BadDevice(_)
+            | TenantError::BadSignal(_)
+            | TenantError::NoDevice(..)
             | TenantError::TooManyDevices(_)
-            | TenantError::Spec(_)
+            | TenantError::Refused(_)
             | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
             TenantError::Invisible => StatusCode::BAD_REQUEST,
-            TenantError::TooMany(_) => StatusCode::TOO_MANY_REQUESTS,
+            TenantError::TooMany(..) | TenantError::Full(_) => StatusCode::TOO_MANY_REQUESTS,
             TenantError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
             TenantError::Save(..) | TenantError::NotKept(_) => StatusCode::INTERNAL_SERVER_ERROR,
         };
@@ -460,26 +493,15 @@ async fn status(State(api): State<Arc<Api>>) -> Answer<Status> {
     Ok(Json(api.status(&view, tenants, faults)))
 }
 
-/// The web page.
-async fn page() -> impl IntoResponse {
-    let headers = [
-        (header::CONTENT_TYPE, "text/html; charset=utf-8"),
-        (header::CONTENT_SECURITY_POLICY, PAGE_POLICY),
-        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
-    ];
-    (headers, PAGE)
-}
-
 /// Metrics for Prometheus.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "OpenMetrics text", content_type = "application/openmetrics-text")))]
 async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let view = api.view().await?;
     let tenants = api.tenants.list().await;
-    let name = |id| {
-        tenants
-            .iter()
-            .find(|tenant| tenant.id == id)
-            .map(|tenant| tenant.name.clone())
+    let names = api.tenants.names().await;
+    let name = |id: TenantId| {
+        let lives = tenants.iter().any(|tenant| tenant.id == id);
+        names.get(&id).filter(|_| lives).cloned()
     };
     let totals = (view.totals.iter())
         .filter_map(|((id, device), totals)| Some((name(*id)?, device.clone(), *totals)))
@@ -487,7 +509,6 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();
-    let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
     let scrape = metrics::Scrape {
         totals,
         groups: api.tenants.groups().await,
@@ -495,7 +516,13 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
         status: api.status(&view, tenants.len(), Vec::new()),
         tenants: tenants
             .into_iter()
-            .map(|tenant| show(tenant, &view))
+            .map(|mut tenant| {
+                // A label must tell two users' tenants of one name apart.
+                if let Some(name) = names.get(&tenant.id) {
+                    tenant.name.clone_from(name);
+                }
+                show(tenant, &view)
+            })
             .collect(),
         // Whole seconds, so that it stays the same.
         started: now
@@ -510,13 +537,18 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
         .into_response())
 }
 
+/// A place among those that watch.
+fn watcher() -> Result<SemaphorePermit<'static>, Refused> {
+    WATCHERS.try_acquire().map_err(|_| {
+        let why = format!("{MAX_WATCHERS} watch already: ask /v1/status from time to time");
+        Refused(StatusCode::SERVICE_UNAVAILABLE, why)
+    })
+}
+
 /// All that there is, sent twice a second as server-sent events.
 #[utoipa::path(get, path = "/v1/live", responses((status = 200, body = Live, content_type = "text/event-stream")))]
 async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused> {
-    let place = WATCHERS.try_acquire().map_err(|_| {
-        let why = format!("{MAX_WATCHERS} watch already: ask /v1/status from time to time");
-        Refused(StatusCode::SERVICE_UNAVAILABLE, why)
-    })?;
+    let place = watcher()?;
     let beat = tokio::time::interval(LIVE);
     let state = (api, beat, place);
     let events = futures_util::stream::unfold(state, async |(api, mut beat, place)| {
@@ -646,18 +678,24 @@ async fn trace(State(api): State<Arc<Api>>, past: Query<Past>) -> Result<Respons
     params(("name" = String, Path, description = "Name of the tenant")),
     responses((status = 200, body = Explanation), (status = "4XX", body = Problem))
 )]
-async fn explanation(State(api): State<Arc<Api>>, Path(name): Path<String>) -> Answer<Explanation> {
+async fn explanation(
+    State(api): State<Arc<Api>>,
+    peer: Option<Extension<Arc<Peer>>>,
+    Path(name): Path<String>,
+) -> Answer<Explanation> {
     let view = api.view().await?;
+    let id = api.tenants.find(asker(peer.as_ref()), &name).await?;
     let tenants = api.tenants.list().await;
+    let position = tenants.iter().position(|tenant| tenant.id == id);
     let all: Vec<_> = tenants
         .into_iter()
         .map(|tenant| show(tenant, &view))
         .collect();
-    let Some(tenant) = all.iter().find(|tenant| tenant.name == name) else {
+    let Some(tenant) = position.and_then(|at| all.get(at)) else {
         return Err(TenantError::Unknown(name).into());
     };
-    let text = explain::explain(tenant, &all, &view.devices, &api.tenants.faults().await);
-    Ok(Json(Explanation { name, text }))
+    let faults = api.tenants.faults().await;
+    Ok(Json(explain::explain(tenant, &all, &view.devices, &faults)))
 }
 
 impl Api {
@@ -703,13 +741,17 @@ async fn devices(State(api): State<Arc<Api>>) -> Answer<Vec<Device>> {
 
 /// All tenants, the oldest first.
 #[utoipa::path(get, path = "/v1/tenants", responses((status = 200, body = Vec<types::Tenant>)))]
-async fn tenants(State(api): State<Arc<Api>>) -> Answer<Vec<types::Tenant>> {
+async fn tenants(
+    State(api): State<Arc<Api>>,
+    peer: Option<Extension<Arc<Peer>>>,
+) -> Answer<Vec<types::Tenant>> {
     let view = api.view().await?;
     let tenants = api.tenants.list().await;
     Ok(Json(
         tenants
             .into_iter()
             .map(|tenant| show(tenant, &view))
+            .map(|tenant| outward(tenant, peer.is_some()))
             .collect(),
     ))
 }
@@ -720,8 +762,18 @@ async fn tenants(State(api): State<Arc<Api>>) -> Answer<Vec<types::Tenant>> {
     params(("name" = String, Path, description = "Name of the tenant")),
     responses((status = 200, body = types::Tenant), (status = "4XX", body = Problem))
 )]
-async fn tenant(State(api): State<Arc<Api>>, Path(name): Path<String>) -> Answer<types::Tenant> {
-    api.tenant(&name).await
+async fn tenant(
+    State(api): State<Arc<Api>>,
+    peer: Option<Extension<Arc<Peer>>>,
+    Path(name): Path<String>,
+) -> Answer<types::Tenant> {
+    let Json(tenant) = api.tenant(asker(peer.as_ref()), &name).await?;
+    Ok(Json(outward(tenant, peer.is_some())))
+}
+
+/// The user that asks; none on TCP, where it is unknown.
+fn asker(peer: Option<&Extension<Arc<Peer>>>) -> Option<u32> {
+    peer.map(|Extension(peer)| peer.uid)
 }
 
 /// Makes a tenant.
@@ -736,7 +788,15 @@ async fn create(
 ) -> Result<(StatusCode, Json<Created>), Refused> {
     let Json(new) = new?;
     // A group may be started for it.
-    let created = to_its_end(async move { api.tenants.create(&peer, new).await }).await?;
+    let created = to_its_end(async move {
+        let name = new.name.clone().or(new.program.clone());
+        let created = api.tenants.create(&peer, new).await;
+        created.inspect_err(|error| {
+            let whose = (name.as_deref().unwrap_or_default(), peer.uid);
+            (api.tenants.events).push(types::EventKind::Refused, Some(whose), error.to_string());
+        })
+    })
+    .await?;
     Ok((StatusCode::CREATED, Json(created)))
 }
 
@@ -754,9 +814,9 @@ async fn change(
     change: Result<Json<SpecChange>, JsonRejection>,
 ) -> Answer<types::Tenant> {
     let Json(change) = change?;
-    let (tenants, tenant) = (Arc::clone(&api.tenants), name.clone());
-    to_its_end(async move { tenants.change(peer.uid, &tenant, &change).await }).await?;
-    api.tenant(&name).await
+    let (tenants, tenant, uid) = (Arc::clone(&api.tenants), name.clone(), peer.uid);
+    to_its_end(async move { tenants.change(uid, &tenant, &change).await }).await?;
+    api.tenant(Some(uid), &name).await
 }
 
 /// Ends a tenant that has no connected process.
@@ -859,7 +919,12 @@ impl Api {
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
                 // NVML of its own: that of the emulated device.
                 device.emulated |= self.config.emulated.is_some() && self.config.nvml.is_some();
+                device.index = Some(known.gpu);
                 device.name = known.name.clone();
+                device.readings = types::Readings {
+                    memory_used: Some(known.memory_used),
+                    ..known.readings
+                };
                 device.driver = known.driver.clone();
                 device.memory_bytes = known.memory_bytes;
                 device.hardware = known.hardware.clone();
@@ -881,13 +946,13 @@ impl Api {
         }
         let view = self.view().await?;
         let tenants = self.tenants.list().await;
-        let names = tenants.iter().map(|it| (it.id, it.name.clone())).collect();
+        let names = self.tenants.names().await;
         let live = Live {
             memory: memory_map(&view, &names),
             status: self.status(&view, tenants.len(), self.tenants.faults().await),
             tenants: tenants
                 .into_iter()
-                .map(|tenant| show(tenant, &view))
+                .map(|tenant| outward(show(tenant, &view), false))
                 .collect(),
         };
         // No map with odd keys is in it.
@@ -896,13 +961,28 @@ impl Api {
         Ok(text)
     }
 
-    async fn tenant(&self, name: &str) -> Answer<types::Tenant> {
+    async fn tenant(&self, uid: Option<u32>, name: &str) -> Answer<types::Tenant> {
         let view = self.view().await?;
+        let id = self.tenants.find(uid, name).await?;
         let tenants = self.tenants.list().await;
-        let tenant = tenants.into_iter().find(|tenant| tenant.name == name);
+        let tenant = tenants.into_iter().find(|tenant| tenant.id == id);
         let tenant = tenant.ok_or_else(|| TenantError::Unknown(name.to_owned()))?;
         Ok(Json(show(tenant, &view)))
     }
+}
+
+/// What others than local users may see of a tenant: its command may name secrets.
+fn outward(mut tenant: types::Tenant, local: bool) -> types::Tenant {
+    if !local {
+        (tenant.command, tenant.log) = (program_only(&tenant.command), None);
+    }
+    tenant
+}
+
+/// Of a command, the program's name.
+fn program_only(command: &str) -> String {
+    let program = command.split(' ').next().unwrap_or_default();
+    program.rsplit('/').next().unwrap_or_default().to_owned()
 }
 
 /// A tenant with its domains.
@@ -912,15 +992,13 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let mut devices: Vec<String> = domains.iter().map(|domain| domain.device.clone()).collect();
     devices.sort_unstable();
     devices.dedup();
-    let state = if domains.is_empty() {
-        TenantState::Waiting
-    } else if domains.iter().any(|domain| domain.error.is_some()) {
-        TenantState::Faulty
-    } else if domains.iter().any(|domain| domain.demand.may_run()) {
-        TenantState::Running
-    } else {
-        TenantState::Idle
-    };
+    let needs_memory = (view.standings.get(&tenant.id)).is_some_and(|it| it.waits);
+    let state = state::state(state::Facts {
+        domains: &domains,
+        used: (view.totals.keys()).any(|(id, _)| *id == tenant.id),
+        swapped: view.parked.contains(&tenant.id),
+        needs_memory,
+    });
     let counted = view.counted.get(&tenant.id);
     let lines = view.memory.iter().flat_map(|line| {
         let own = line.entries.iter().filter(|(id, _)| *id == tenant.id);
@@ -929,7 +1007,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
         asleep: view.parked.contains(&tenant.id),
-        waits_for_memory: (view.standings.get(&tenant.id)).is_some_and(|it| it.waits),
+        waits_for_memory: needs_memory,
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
             .cloned()
@@ -939,7 +1017,12 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         class: tenant.spec.class,
         spec: tenant.spec.into(),
         uid: tenant.uid,
+        user: tenant.user,
+        may_use: tenant.devices,
+        lapsed: view.lapsed.contains(&tenant.id),
         pids: tenant.pids,
+        command: tenant.life.command,
+        log: tenant.life.log,
         devices,
         domains,
         since: tenant.since,
@@ -957,10 +1040,11 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
 ///
 /// # Errors
 /// When the socket cannot be made.
-pub(crate) fn listen(socket: &std::path::Path) -> io::Result<UnixListener> {
+pub(crate) fn listen(socket: &std::path::Path) -> io::Result<OwnedFd> {
     let listener = UnixListener::bind(socket)?;
+    listener.set_nonblocking(true)?;
     paths::open_to_all(socket)?;
-    Ok(listener)
+    Ok(listener.into())
 }
 
 /// Checks a scrape by the rules of OpenMetrics; returns the names in it.

@@ -1,14 +1,22 @@
 //! What the API says and hears. The CLI uses the same types.
 
-use std::collections::BTreeMap;
+mod history;
+mod life;
+
+use std::{collections::BTreeMap, fmt};
 
 use gpumux_core::{
     Class, Demand, Hints, MemoryPolicy, TenantSpec,
+    quantity::{Percent, Size},
     space::{self, Sharing, Way},
 };
 use gpumux_wire::page::{HintCounts, RequestTimes};
 use serde::{Deserialize, Deserializer, Serialize};
 use utoipa::ToSchema;
+
+pub use super::state::TenantState;
+pub use history::{DeviceHistory, History, Me, Readings, TenantHistory};
+pub use life::{Ended, Event, EventKind, Exit, NewSignal, Reported, Setting, Signalled};
 
 /// The daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -81,11 +89,35 @@ pub struct Scheduler {
     pub lease_expiries: u64,
 }
 
+impl fmt::Display for ForeignProcess {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let name = if self.name.is_empty() {
+            "a process"
+        } else {
+            &self.name
+        };
+        write!(f, "{name} (pid {}", self.pid)?;
+        if let Some(tenant) = &self.tenant {
+            write!(f, " of tenant {tenant}, which may not use the device")?;
+        }
+        if let Some(bytes) = self.memory_bytes {
+            write!(f, ", {}", Size(bytes))?;
+        }
+        if let Some(share) = self.used_share {
+            write!(f, ", {} of the time", Percent(share))?;
+        }
+        f.write_str(")")
+    }
+}
+
 /// A device that is shared.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Device {
     /// As the driver writes it.
     pub uuid: String,
+    /// NVML's index of the GPU that it is, or is a part of; `null` where NVML is missing.
+    #[serde(default)]
+    pub index: Option<u32>,
     /// Product name; empty where NVML is missing.
     pub name: String,
     /// Whether it is the emulated device.
@@ -103,14 +135,38 @@ pub struct Device {
     /// Where it is in the machine.
     #[serde(default)]
     pub hardware: Hardware,
+    /// What NVML measures of it now.
+    #[serde(default)]
+    pub readings: Readings,
     /// The policy that plans it.
     pub policy: String,
     /// `ok`, or what is wrong with it.
     pub state: String,
     /// How many domains run on it.
     pub domains: usize,
+    /// The processes on it that gpumux does not control.
+    #[serde(default)]
+    pub foreign: Vec<ForeignProcess>,
     /// What its levers cost.
     pub levers: Vec<LeverCost>,
+}
+
+/// A process on a device that gpumux does not control: a program without its library, or a tenant's process on a device that
+/// the tenant may not use.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct ForeignProcess {
+    /// Its pid.
+    pub pid: u32,
+    /// Its name, as the kernel has it; empty where that is not to be seen.
+    pub name: String,
+    /// Whose it is.
+    pub uid: Option<u32>,
+    /// Bytes of the device's memory that it has, if the driver tells.
+    pub memory_bytes: Option<u64>,
+    /// Part of the last seconds in which its kernels ran, 0 to 1, if the driver tells.
+    pub used_share: Option<f64>,
+    /// The tenant that it is of, if it is of one that may not use the device.
+    pub tenant: Option<String>,
 }
 
 /// What NVML reports of a device's place in the machine: what a container needs to use it.
@@ -375,12 +431,21 @@ pub struct NewTenant {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     #[schema(minimum = 1, maximum = 100)]
     pub sm_percent: Option<u32>,
+    /// Its command line, for people; cut to 1000 bytes.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub command: Option<String>,
+    /// The folder of the file `NAME.log` that its output goes to, if it runs detached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub log: Option<String>,
     /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
     pub token: Option<String>,
-    /// UUIDs of the devices that its processes may use and that its guarantees hold on; empty: all devices. Its channel groups
-    /// and requests for memory on any other device are refused.
+    /// The devices that its processes may use and that its guarantees hold on: UUIDs, how a UUID begins, numbers as `nvidia-smi`
+    /// has them, or `all`. Empty: those of `visible`. Its channel groups and requests for memory on any other device are refused.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub devices: Vec<String>,
+    /// Where it names no devices: what the program finds in `CUDA_VISIBLE_DEVICES`; none: all devices.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub visible: Option<String>,
 }
 
 /// A tenant that was made.
@@ -395,6 +460,12 @@ pub struct Created {
     /// What else its processes need in their environment: to share in space, and to know their limit.
     #[serde(default)]
     pub environment: BTreeMap<String, String>,
+    /// How it shares devices, and why.
+    #[serde(default)]
+    pub placement: Placement,
+    /// What it has because it was [set](SpecChange) for its name before.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub remembered: Option<SpecChange>,
 }
 
 /// How a tenant shares devices, decided at its start.
@@ -468,9 +539,9 @@ impl Default for Placement {
 }
 
 /// A tenant.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Tenant {
-    /// Unique among the living.
+    /// Unique among its user's living tenants.
     pub name: String,
     /// How it takes its turn.
     #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
@@ -479,8 +550,24 @@ pub struct Tenant {
     pub spec: Spec,
     /// Whose it is.
     pub uid: u32,
+    /// The user's name. Root names another user's tenant `user/name`.
+    #[serde(default)]
+    pub user: String,
+    /// UUIDs of the devices that it may use; empty: all.
+    #[serde(default)]
+    pub may_use: Vec<String>,
+    /// Its guarantees have lapsed, since it had no work for as long as its user's policy says. They hold again when it has work and
+    /// they fit.
+    #[serde(default)]
+    pub lapsed: bool,
     /// Its connected processes.
     pub pids: Vec<u32>,
+    /// Its command; on TCP, where any machine may ask, only the program's name.
+    #[serde(default)]
+    pub command: String,
+    /// The file of its output, if it runs detached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub log: Option<String>,
     /// UUIDs of the devices that it has domains on.
     pub devices: Vec<String>,
     /// Its domains.
@@ -691,22 +778,8 @@ pub struct Fault {
     pub restarted_ms: Option<u64>,
 }
 
-/// What a tenant does.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
-#[serde(rename_all = "lowercase")]
-pub enum TenantState {
-    /// No process of it has used a device yet.
-    Waiting,
-    /// Has work, or may have.
-    Running,
-    /// Has no work.
-    Idle,
-    /// A lever of one of its domains does not move.
-    Faulty,
-}
-
 /// A tenant's domain on a device.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Domain {
     /// Unique in the daemon's life.
     pub id: u64,
@@ -726,6 +799,9 @@ pub struct Domain {
     pub demand: Demand,
     /// Share of the device that its tenant gets if all tenants there want it.
     pub promised_share: f64,
+    /// Longest that its tenant waits with work, in µs of the time that the device works for tenants; 0: the policy has no bound.
+    #[serde(default)]
+    pub wait_bound_us: u64,
     /// Share that it received in the last second or two.
     pub received_share: f64,
     /// Part of the last second in which its process's kernels ran, as NVML measured it; none where the driver does not tell.
@@ -753,13 +829,46 @@ pub struct Domain {
     pub error: Option<String>,
 }
 
-/// Why a tenant gets what it gets.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+/// Why a tenant receives what it receives.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Explanation {
     /// Its name.
     pub name: String,
-    /// One paragraph, for people.
+    /// The whole in five lines, for people.
     pub text: String,
+    /// What it is entitled to: its settings, and what follows from them beside the others of the moment.
+    #[serde(default)]
+    pub entitlement: String,
+    /// What it received.
+    #[serde(default)]
+    pub received: String,
+    /// Why it runs or waits now.
+    #[serde(default)]
+    pub why: String,
+    /// What its user can do.
+    #[serde(default)]
+    pub advice: String,
+    /// The tenants on the same devices, those that received most first.
+    #[serde(default)]
+    pub neighbours: Vec<Neighbour>,
+}
+
+/// A tenant on a device of another one.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Neighbour {
+    /// Its name.
+    pub name: String,
+    /// Its class.
+    #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
+    pub class: Class,
+    /// What it does.
+    pub state: TenantState,
+    /// Share of each device's compute that is guaranteed to it.
+    pub guaranteed: f64,
+    /// The devices that both use, by index.
+    pub gpus: Vec<String>,
+    /// The most that it received of one of them in the last second.
+    pub received: f64,
 }
 
 /// All that there is at one moment: what `/v1/live` sends twice a second.

@@ -2,9 +2,7 @@
 
 use std::{sync::Arc, time::Duration};
 
-use gpumux_core::{
-    Account, Demand, DomainId, DomainState, Micros, Rhythm, RunState, TenantId, Timeslice,
-};
+use gpumux_core::{Account, Demand, DomainId, Micros, RunState, TenantId, Timeslice, controller};
 use gpumux_rm::Levers;
 use gpumux_wire::page::{Arrival, Page, Slot, Work};
 
@@ -45,15 +43,10 @@ pub(crate) struct NewGroup {
     pub(crate) default: Timeslice,
 }
 
-/// A domain under management.
+/// A domain under management: what it takes to carry out what the controller decides.
 pub(crate) struct Domain {
-    pub(super) state: DomainState,
     /// The group to which it belongs: to the policy, all its members are this one domain.
     pub(super) group: Option<DomainId>,
-    /// What the group had before this member came.
-    pub(super) before: Account,
-    /// How long it had work itself before [`DomainState::demand_since`], in µs.
-    busy_us: u64,
     pub(super) member: Member,
     pub(super) who: Arc<Who>,
     pub(super) levers: Box<dyn Levers>,
@@ -62,67 +55,36 @@ pub(crate) struct Domain {
     pub(super) thaws: u64,
     pub(super) slice_changes: u64,
     pub(super) tampered: u64,
+    /// The reason that was recorded last.
     pub(super) reason: &'static str,
-    pub(super) fault: Option<Fault>,
-    /// Since when it is frozen, and how long it was before, in µs.
-    frozen: (Option<Micros>, u64),
-    /// When it last had a fault, and how long that was to last.
-    last_fault: Option<(Micros, Micros)>,
+    /// The last failure of a control.
+    pub(super) error: Option<String>,
     /// Device time received at two moments: the last second or two lie after the first.
     window: [(Micros, f64); 2],
     page: Arc<Page>,
     /// How often the lease had expired for its process when it came.
     pub(super) epoch: u64,
-    /// Its memory is on its way or away: it must not run.
-    parked: bool,
     /// Its context is of no use any more: it wants nothing.
     lost: bool,
     /// Holds that its process had counted at the last look.
     holds: u64,
-    /// The last arrival that is known, and the times of those before.
+    /// The last arrival that is known.
     came: Option<Arrival>,
-    rhythm: Rhythm,
-}
-
-/// A lever that did not move: until it does, the domain is left alone.
-pub(super) struct Fault {
-    pub(super) error: String,
-    /// When to try again.
-    pub(super) until: Micros,
 }
 
 /// Longer than a process holds the device ahead of work that it expects soon.
 const HELD: Duration = Duration::from_micros(600);
 
-/// How long a domain without work still counts as one that competes: many pause between pieces of work.
-const LINGERS: Micros = Micros::from_secs(1);
-
-/// How long a domain is left alone after a first fault, and at most.
-const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5));
-
 impl Domain {
     pub(super) fn new(id: DomainId, group: NewGroup, now: Micros) -> Self {
         let mut domain = Self {
             epoch: group.page.expired(),
-            state: DomainState {
-                id,
-                tenant: group.tenant,
-                demand: Demand::Unknown,
-                demand_since: now,
-                expected: None,
-                received: Micros::ZERO,
-                timeslice: group.timeslice,
-                run: RunState::Enabled,
-                pinned: None,
-            },
             who: Arc::new(Who {
                 id,
                 tenant: group.tenant,
                 pid: group.member.pid,
             }),
             group: None,
-            before: Account::default(),
-            busy_us: 0,
             member: group.member,
             levers: group.levers,
             default: group.default,
@@ -131,37 +93,16 @@ impl Domain {
             slice_changes: 0,
             tampered: 0,
             reason: "new",
-            fault: None,
-            frozen: (None, 0),
-            last_fault: None,
+            error: None,
             window: [(now, 0.0); 2],
             page: group.page,
-            parked: false,
             lost: false,
             holds: 0,
             came: None,
-            rhythm: Rhythm::default(),
         };
-        domain.state.demand = domain.demand();
         // What it did before is nobody's business.
         domain.new_holds();
         domain
-    }
-
-    /// Its name to the policy and in the accounts.
-    pub(super) fn planned_as(&self) -> DomainId {
-        self.group.unwrap_or(self.state.id)
-    }
-
-    /// Whether it must not run.
-    pub(super) fn is_parked(&self) -> bool {
-        self.parked
-    }
-
-    /// It must not run, or may again.
-    pub(super) fn park(&mut self, parked: bool) {
-        self.parked = parked;
-        self.state.pinned = parked.then_some(RunState::Frozen);
     }
 
     /// Whether its process has freed it, since its lease had expired: no control is used until the process comes again.
@@ -203,33 +144,14 @@ impl Domain {
         self.demand() == Demand::Busy || self.page.slot(self.member.key).is_some_and(holds)
     }
 
-    /// Learns when work came, and when it is to be expected.
-    pub(super) fn follow_rhythm(&mut self, now: Micros) {
-        let slot = self.page.slot(self.member.key);
-        let came = slot.and_then(Slot::came);
-        if came != self.came {
-            self.came = came;
-            if let Some(ago) = came.and_then(Arrival::ago) {
-                let ago = Micros(ago.as_micros() as u64);
-                self.rhythm.came(now.saturating_sub(ago));
-            }
+    /// When work came after a pause, if that is news.
+    pub(super) fn arrival(&mut self, now: Micros) -> Option<Micros> {
+        let came = self.page.slot(self.member.key).and_then(Slot::came);
+        if came == std::mem::replace(&mut self.came, came) {
+            return None;
         }
-        self.state.expected = self.rhythm.next(now);
-    }
-
-    /// It has work now, or none any more.
-    pub(super) fn set_demand(&mut self, demand: Demand, now: Micros) {
-        self.busy_us = self.busy_us(now);
-        (self.state.demand, self.state.demand_since) = (demand, now);
-    }
-
-    /// How long it had work itself, whatever the others of its group had.
-    pub(super) fn busy_us(&self, now: Micros) -> u64 {
-        let still = match self.state.demand {
-            Demand::Busy => now.saturating_sub(self.state.demand_since).0,
-            Demand::Idle | Demand::Unknown => 0,
-        };
-        self.busy_us + still
+        let ago = Micros(came?.ago()?.as_micros() as u64);
+        Some(now.saturating_sub(ago))
     }
 
     /// How often its process took the device ahead of work since this was asked last, if it did.
@@ -240,96 +162,31 @@ impl Domain {
         given.checked_sub(before).filter(|times| *times > 0)
     }
 
-    /// Whether it has, or had a moment ago, work to compete with.
-    pub(super) fn competes(&self, now: Micros) -> bool {
-        self.state.demand.may_run() || now.saturating_sub(self.state.demand_since) < LINGERS
-    }
-
-    /// Gives the domain up for a while, in the state that hurts nobody, as far as it still moves.
-    pub(super) fn give_up(&mut self, error: String, now: Micros) {
-        let _ = self.levers.set_timeslice(self.default.0);
-        if !self.parked {
-            let _ = self.levers.thaw();
-            self.set_run(RunState::Enabled, now);
-        }
-        self.state.timeslice = self.default;
-        let calm = |at: Micros| now.saturating_sub(at) > Micros::from_secs(10);
-        let backoff = match self.last_fault {
-            Some((at, before)) if !calm(at + before) => Micros(before.0 * 2).min(BACKOFF.1),
-            _ => BACKOFF.0,
-        };
-        self.last_fault = Some((now, backoff));
-        self.fault = Some(Fault {
-            error,
-            until: now + backoff,
-        });
-    }
-
-    /// Takes the domain up again if its levers move.
-    pub(super) fn try_again(&mut self, now: Micros) {
-        let moved = self.levers.set_timeslice(self.default.0);
-        let (run, moved) = match self.parked {
-            true => (RunState::Frozen, moved.and_then(|()| self.levers.freeze())),
-            false => (RunState::Enabled, moved.and_then(|()| self.levers.thaw())),
-        };
-        match moved {
-            Ok(()) => {
-                self.fault = None;
-                self.set_run(run, now);
-            }
-            Err(error) => self.give_up(error.to_string(), now),
-        }
-    }
-
     /// Gives the group back as the driver library made it, as far as its levers move.
-    pub(super) fn restore(&mut self) {
+    pub(super) fn restore(&self, known: &controller::Domain) {
         // What a faulty domain really has is not known.
-        let faulty = self.fault.is_some();
-        if (faulty || self.state.timeslice != self.default)
-            && self.levers.set_timeslice(self.default.0).is_ok()
-        {
-            self.state.timeslice = self.default;
+        let faulty = known.is_faulty();
+        if faulty || known.state.timeslice != self.default {
+            let _ = self.levers.set_timeslice(self.default.0);
         }
         // A parked one is thawed by its own process, once its memory is back.
-        if (faulty || self.state.run == RunState::Frozen)
-            && !self.parked
-            && self.levers.thaw().is_ok()
-        {
-            self.state.run = RunState::Enabled;
-        }
-    }
-
-    /// It is frozen or thawed now.
-    pub(super) fn set_run(&mut self, run: RunState, now: Micros) {
-        self.state.run = run;
-        self.frozen = match (run, self.frozen) {
-            (RunState::Frozen, (None, before)) => (Some(now), before),
-            (RunState::Enabled, (Some(since), before)) => {
-                (None, before + now.saturating_sub(since).0)
-            }
-            (_, unchanged) => unchanged,
-        };
-    }
-
-    /// What it has.
-    pub(super) fn now(&self) -> Now {
-        Now {
-            frozen: self.state.run == RunState::Frozen,
-            timeslice_us: self.state.timeslice.0,
-            demand: self.state.demand,
-            reason: self.reason,
+        if (faulty || known.state.run == RunState::Frozen) && !known.parked {
+            let _ = self.levers.thaw();
         }
     }
 
     /// What it had so far, given its account.
-    pub(super) fn totals(&self, now: Micros, account: &Account) -> Totals {
-        let (since, before) = self.frozen;
-        let still = since.map_or(0, |since| now.saturating_sub(since).0);
+    pub(super) fn totals(
+        &self,
+        now: Micros,
+        known: &controller::Domain,
+        account: &Account,
+    ) -> Totals {
         Totals {
             received_us: account.received_us,
             runnable_us: account.runnable_us,
             waited_us: account.waited_us,
-            frozen_us: (before + still) as f64,
+            frozen_us: known.frozen(now).0 as f64,
             preemptions: account.preemptions,
             freezes: self.freezes,
             thaws: self.thaws,
@@ -350,5 +207,15 @@ impl Domain {
             0 => 0.0,
             elapsed => ((received_us - before) / elapsed as f64).clamp(0.0, 1.0),
         }
+    }
+}
+
+/// What a domain has.
+pub(super) fn now(known: &controller::Domain) -> Now {
+    Now {
+        frozen: known.state.run == RunState::Frozen,
+        timeslice_us: known.state.timeslice.0,
+        demand: known.state.demand,
+        reason: known.reason,
     }
 }

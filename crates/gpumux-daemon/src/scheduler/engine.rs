@@ -7,24 +7,33 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, Demand, DomainId, Hints, Micros, RunState, Snapshot, SpecError, TenantId, TenantSpec,
-    TenantState, Timeslice, UserId, admit,
+    Class, Costs, Demand, DomainId, Hints, Micros, Policy, Snapshot, TenantId, TenantSpec,
+    TenantState, Timeslice, UserId,
     broker::{Event, Line, ProcessId, Standing},
-    gang, policy,
+    controller::{self, Controller, NewDomain},
+    policy::{self, Bound},
 };
 use gpumux_rm::{Levers, layout::engine::GR0};
-use gpumux_wire::{Daemon, page::Page};
+use gpumux_wire::{
+    Daemon,
+    page::{Page, SLOTS},
+};
 use tokio::sync::mpsc::UnboundedSender;
 
 use super::{
     Clock, Crash, Reaper, SessionId,
+    admission::Owner,
     alarm::Alarm,
     device::Device,
-    domain::{Domain, Member, NewGroup},
-    memory::{self, MemoryMoves},
-    record::{Counted, Durations, History, Totals, What},
+    domain::{self, Domain, Member, NewGroup},
+    expiry::Expiry,
+    foreign::Foreigners,
+    memory::MemoryMoves,
+    record::{Counted, Durations, History, Now, Totals, What},
 };
-use crate::{api::types, config::Config, devices::Known, groups::Failure, hold::STAY};
+use crate::{
+    api::types, config::Config, devices::Known, groups::Failure, hold::STAY, tenants::Numbers,
+};
 
 /// How long after a process left a group a fault there may be of its making: this much longer than its memory is held.
 const AFTERMATH: Micros = Micros::from_secs(1);
@@ -52,23 +61,32 @@ struct Ended {
 
 /// The state of the scheduling thread.
 pub(crate) struct Engine {
-    config: Arc<Config>,
+    pub(super) config: Arc<Config>,
     clock: Clock,
     reaper: Reaper,
     pub(super) tenants: BTreeMap<TenantId, TenantSpec>,
     /// Whose tenants are; root's if unknown.
-    users: BTreeMap<TenantId, UserId>,
+    pub(super) users: BTreeMap<TenantId, UserId>,
+    pub(super) owners: BTreeMap<TenantId, Owner>,
+    /// Weights of users that are not 1.
+    pub(super) weights: BTreeMap<UserId, f64>,
+    pub(super) expiry: Expiry,
+    /// Processes that are not controlled, by device.
+    pub(super) foreign: BTreeMap<String, Foreigners>,
+    /// The numbers of the devices that NVML has reported.
+    pub(crate) numbers: Numbers,
     pub(super) moves: MemoryMoves,
     /// Driver calls of a tenant's processes that their library does not know.
     unlisted: BTreeMap<TenantId, BTreeSet<String>>,
+    pub(super) controller: Controller,
     pub(super) devices: BTreeMap<String, Device>,
     copies: Vec<CopyGroup>,
     pub(super) sessions: BTreeMap<SessionId, Met>,
     alarm: Alarm,
     /// Tenants that may use some devices only, and these.
-    confined: BTreeMap<TenantId, BTreeSet<String>>,
+    pub(super) confined: BTreeMap<TenantId, BTreeSet<String>>,
     /// Tenants that were placed in a group, and its name.
-    placed: BTreeMap<TenantId, Arc<str>>,
+    pub(super) placed: BTreeMap<TenantId, Arc<str>>,
     /// Processes in groups that ended lately: others of their groups may fail by it.
     ended_in_groups: Vec<Ended>,
     /// Who wants to know of crashes in groups.
@@ -97,7 +115,7 @@ struct CopyGroup {
 
 /// A process that is connected.
 pub(crate) struct Met {
-    tenant: TenantId,
+    pub(super) tenant: TenantId,
     page: Arc<Page>,
     /// How often the lease had expired for the process when its session began: at any other number it is over.
     epoch: u64,
@@ -107,7 +125,7 @@ pub(crate) struct Met {
     speak: Box<dyn Fn(&Daemon) -> bool + Send>,
     /// What it knows of [`Daemon::Hints`].
     told: (u64, bool),
-    pid: u32,
+    pub(super) pid: u32,
     /// Whether the last compute group that it announced was one of its tenant's group.
     shared: Option<bool>,
     /// Its groups were let go, since its lease had expired.
@@ -184,6 +202,8 @@ pub(crate) struct View {
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
     /// Driver calls of a tenant's processes that their library does not know.
     pub(crate) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
+    /// Tenants whose guarantees have lapsed.
+    pub(crate) lapsed: BTreeSet<TenantId>,
 }
 
 /// A group that cannot be managed.
@@ -208,8 +228,14 @@ impl Engine {
             reaper,
             tenants: BTreeMap::new(),
             users: BTreeMap::new(),
+            owners: BTreeMap::new(),
+            weights: BTreeMap::new(),
+            expiry: Expiry::default(),
+            foreign: BTreeMap::new(),
+            numbers: Numbers::new(),
             moves,
             unlisted: BTreeMap::new(),
+            controller: Controller::new(BTreeMap::new()),
             devices: BTreeMap::new(),
             copies: Vec::new(),
             sessions: BTreeMap::new(),
@@ -240,119 +266,25 @@ impl Engine {
                 capacity: known.memory_bytes,
                 used: known.memory_used,
             });
+            self.numbers.insert(known.uuid.clone(), known.gpu);
+            self.see_processes(&known.uuid, known.processes, known.used_by.as_ref());
             self.device(known.uuid).used_by = known.used_by;
         }
+        self.expire_guarantees();
     }
 
     fn device(&mut self, uuid: String) -> &mut Device {
         let now = self.now();
         let name = self.config.policy_of(&uuid);
-        let policy = policy::by_name(name).unwrap_or_else(|| {
-            // The configuration was checked.
-            unreachable!("policy {name}")
-        });
-        self.devices
-            .entry(uuid)
-            .or_insert_with(|| Device::new(policy, now))
-    }
-
-    /// A new tenant may use these devices only; none named: all. Comes before its spec.
-    pub(crate) fn confine(&mut self, tenant: TenantId, devices: &[String]) {
-        if devices.is_empty() {
-            return;
-        }
-        let devices: BTreeSet<String> = devices.iter().cloned().collect();
-        self.memory_event(Event::Confined(tenant, devices.clone()));
-        self.confined.insert(tenant, devices);
-    }
-
-    /// Gives a new tenant of this user this spec.
-    ///
-    /// # Errors
-    /// As [`Self::set_spec`].
-    pub(crate) fn admit(
-        &mut self,
-        tenant: TenantId,
-        uid: u32,
-        spec: TenantSpec,
-    ) -> Result<(), SpecError> {
-        self.set_spec(tenant, spec)?;
-        self.users.insert(tenant, UserId(uid));
-        Ok(())
-    }
-
-    /// Gives a new or old tenant this spec.
-    ///
-    /// # Errors
-    /// When the promise makes no sense or cannot be kept; then nothing changes.
-    pub(crate) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), SpecError> {
-        self.admits(tenant, &spec)?;
-        let terms = memory::terms(&spec);
-        self.tenants.insert(tenant, spec);
-        self.memory_event(Event::Tenant(tenant, terms));
-        for device in self.devices.values_mut() {
-            device.dirty = true;
-        }
-        self.set_copy_slices();
-        Ok(())
-    }
-
-    /// Whether a new or old tenant could have this spec.
-    ///
-    /// # Errors
-    /// When the promise makes no sense or cannot be kept.
-    pub(crate) fn admits(&self, tenant: TenantId, spec: &TenantSpec) -> Result<(), SpecError> {
-        self.check_spec(tenant, spec)?;
-        Ok(self.moves.broker.check(tenant, spec.memory())?)
-    }
-
-    /// A promise holds on every device that its tenant uses or is confined to. While a tenant uses none yet, there must be one that
-    /// can keep it, where tenants that use none either count only if there is no choice.
-    fn check_spec(&self, tenant: TenantId, spec: &TenantSpec) -> Result<(), SpecError> {
-        let before = self
-            .tenants
-            .get(&tenant)
-            .map_or(0.0, |spec| spec.guaranteed);
-        if spec.guaranteed <= before {
-            return spec.validate();
-        }
-        let used: BTreeSet<TenantId> = self.devices.values().flat_map(Device::tenants).collect();
-        let check = |uuid: &String| {
-            let users = self
-                .devices
-                .get(uuid)
-                .map(Device::tenants)
-                .unwrap_or_default();
-            let counts = |id: &TenantId| {
-                let there = match self.confined.get(id) {
-                    Some(devices) => devices.contains(uuid),
-                    None => self.devices.len() == 1 && !used.contains(id),
-                };
-                *id != tenant && (users.contains(id) || there)
-            };
-            let others = self.tenants.iter().filter(|(id, _)| counts(id));
-            admit(spec, others.map(|(_, spec)| spec), uuid)
-        };
-        if let Some(devices) = self.confined.get(&tenant) {
-            return devices.iter().try_for_each(check);
-        }
-        if used.contains(&tenant) {
-            let own = |(_, device): &(&String, &Device)| device.tenants().contains(&tenant);
-            let mut own = self.devices.iter().filter(own).map(|(uuid, _)| uuid);
-            return own.try_for_each(check);
-        }
-        let mut answers = self.devices.keys().map(check);
-        match answers.next() {
-            None => admit(spec, self.others(tenant), "the device"),
-            Some(first) => answers.fold(first, Result::or),
-        }
-    }
-
-    fn others(&self, tenant: TenantId) -> impl Iterator<Item = &TenantSpec> {
-        self.tenants
-            .iter()
-            .filter(move |(id, _)| **id != tenant)
-            .map(|(_, spec)| spec)
+        let controller = &mut self.controller;
+        self.devices.entry(uuid).or_insert_with(|| {
+            let policy = policy::by_name(name).unwrap_or_else(|| {
+                // The configuration was checked.
+                unreachable!("policy {name}")
+            });
+            let index = controller.add_device(policy.into(), Costs::default(), now);
+            Device::new(index, now)
+        })
     }
 
     /// The tenant's processes share the group of this name, as far as they use its MPS server.
@@ -448,7 +380,7 @@ impl Engine {
         let now = self.now();
         // The work that it had at its end.
         for device in self.devices.values_mut() {
-            device.sample(now);
+            device.sample(now, &mut self.controller);
         }
         let left = self.crashed(|id, _| id == session);
         self.ended_in_groups
@@ -487,7 +419,8 @@ impl Engine {
             let mut busy = met.freed.is_some_and(lately);
             for domain in own {
                 shares |= domain.group.is_some();
-                busy |= domain.state.demand == Demand::Busy;
+                let known = self.controller.domain(domain.who.id);
+                busy |= known.is_some_and(|it| it.state.demand == Demand::Busy);
             }
             if shares {
                 met.given_up = true;
@@ -513,8 +446,12 @@ impl Engine {
     /// The tenant has ended.
     pub(crate) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);
+        let gone = controller::Event::TenantGone(tenant);
+        self.controller.handle(self.now(), gone);
         self.confined.remove(&tenant);
         self.users.remove(&tenant);
+        self.owners.remove(&tenant);
+        self.expiry.forget(tenant);
         self.placed.remove(&tenant);
         self.memory_event(Event::TenantGone(tenant));
         self.moves.forget(tenant);
@@ -583,46 +520,39 @@ impl Engine {
         if let Some(met) = self.sessions.get_mut(&session) {
             met.shared = Some(shared.is_some());
         }
-        let clock = &self.clock;
         let Some(device) = self.devices.get_mut(&group.device) else {
             return Err(GroupError::NoTenant);
         };
         device.emulated |= group.emulated;
-        device.account(now);
         let (tenant, name) = (group.tenant, group.device.clone());
+        let (timeslice, default) = (group.timeslice, group.default);
         let mut domain = Domain::new(id, group, now);
         if let Some(met) = self.sessions.get(&session) {
             domain.epoch = met.epoch;
         }
         domain.group = shared.map(|name| device.group(name, DomainId(id.0 - 1)));
-        domain.before = device.accounts.get(domain.planned_as());
-        device
-            .record
-            .push(now, &domain.who, What::Came(domain.now()));
+        let new = NewDomain {
+            device: device.index,
+            id,
+            tenant,
+            group: domain.group,
+            demand: domain.demand(),
+            timeslice,
+            default,
+        };
+        self.controller.handle(now, controller::Event::Came(new));
+        let came = Now {
+            frozen: false,
+            timeslice_us: timeslice.0,
+            demand: domain.demand(),
+            reason: domain.reason,
+        };
+        device.record.push(now, &domain.who, What::Came(came));
         device.domains.insert(id, domain);
-        device.conform(id, clock);
-        device.dirty = true;
-        self.warn_of_promises(tenant, &name);
+        self.warn_of_guarantees(tenant, &name);
         self.count_contexts(session);
         self.park_domains();
         Ok(())
-    }
-
-    /// Where a tenant's program goes is its own choice: it may come to a device that cannot keep the promise.
-    fn warn_of_promises(&self, tenant: TenantId, device: &str) {
-        let spec = self
-            .tenants
-            .get(&tenant)
-            .filter(|spec| spec.guaranteed > 0.0);
-        if let Some((spec, users)) = spec.zip(self.devices.get(device).map(Device::tenants))
-            && let others = self
-                .tenants
-                .iter()
-                .filter(|(id, _)| **id != tenant && users.contains(id))
-            && let Err(error) = admit(spec, others.map(|(_, spec)| spec), device)
-        {
-            tracing::warn!(tenant = tenant.0, %error, "the tenants on this device share what is promised in proportion");
-        }
     }
 
     /// The channels of a group are now these.
@@ -631,10 +561,10 @@ impl Engine {
         if let Some(copy) = self.copies.iter_mut().find(|copy| is(&copy.member)) {
             copy.levers.set_channels(channels);
         } else if let Some((device, id)) = self.find(session, key) {
-            let (clock, device) = (&self.clock, self.devices.get_mut(&device));
-            device
-                .into_iter()
-                .for_each(|device| device.set_channels(id, channels.clone(), clock));
+            let now = self.now();
+            if let Some(device) = self.devices.get_mut(&device) {
+                device.set_channels(now, id, channels, &mut self.controller);
+            }
         }
     }
 
@@ -653,7 +583,7 @@ impl Engine {
         if let Some((device, id)) = self.find(session, key)
             && let Some(device) = self.devices.get_mut(&device)
         {
-            device.check(id, &self.clock);
+            device.check(id, &mut self.controller, &self.clock);
         }
     }
 
@@ -661,7 +591,7 @@ impl Engine {
         self.devices.iter().find_map(|(uuid, device)| {
             let is =
                 |domain: &&Domain| domain.member.session == session && domain.member.key == key;
-            Some((uuid.clone(), device.domains.values().find(is)?.state.id))
+            Some((uuid.clone(), device.domains.values().find(is)?.who.id))
         })
     }
 
@@ -716,7 +646,7 @@ impl Engine {
             let mut groups: BTreeSet<DomainId> = own.filter_map(|it| it.group).collect();
             groups.extend(name.as_deref().and_then(|name| device.group_named(name)));
             for group in groups {
-                held |= device.hold(now, group, &files);
+                held |= device.hold(now, group, &files, &mut self.controller);
             }
         }
         (!held).then_some(files)
@@ -758,13 +688,14 @@ impl Engine {
             let spec = self.tenants.get(&met.tenant);
             let wanted =
                 spec.filter(|spec| spec.class == Class::Latency && spec.hints != Hints::Off);
-            let contended = match wanted {
-                Some(_) => self
-                    .devices
-                    .values()
-                    .fold(0, |all, d| all | d.contended(*id, now)),
-                None => 0,
-            };
+            let mut contended = 0;
+            let domains = self.devices.values().flat_map(|it| it.domains.values());
+            for domain in domains.filter(|it| wanted.is_some() && it.member.session == *id) {
+                let key = domain.member.key;
+                if key < SLOTS as u32 && self.controller.contended(domain.who.id, now) {
+                    contended |= 1 << key;
+                }
+            }
             let automatic = wanted.is_some_and(|spec| spec.hints == Hints::Auto);
             let tell = (contended, contended != 0 && automatic);
             let (contended, automatic) = tell;
@@ -781,7 +712,7 @@ impl Engine {
     fn remove(&mut self, session: SessionId, key: Option<u32>, alive: bool) {
         let now = self.now();
         for device in self.devices.values_mut() {
-            device.remove(now, session, key, alive, &self.reaper);
+            device.remove(now, session, key, alive, &mut self.controller, &self.reaper);
             // A tenant may have ended before its last process did.
             device.ended.retain(|id, _| self.tenants.contains_key(id));
         }
@@ -807,8 +738,8 @@ impl Engine {
         self.leave_expired();
         let cost = self.cost + self.waking;
         for device in self.devices.values_mut() {
-            device.observe(start, &self.clock, cost);
-            for held in device.release(start) {
+            device.observe(start, &mut self.controller, &self.clock, cost);
+            for held in device.release(start, &mut self.controller) {
                 for it in &mut self.ended_in_groups {
                     if device.group_named(&it.crash.group) == Some(held.group()) {
                         it.matters_until = it.matters_until.max(start + AFTERMATH);
@@ -819,21 +750,11 @@ impl Engine {
         }
         self.pass_crashes_on();
         self.pass_stuck_on(start);
-        let observed = self.now();
-        // Every round that does not come to rest takes a faulty domain out.
-        let rounds = 1 + self
-            .devices
-            .values()
-            .map(|device| device.domains.len())
-            .sum::<usize>();
-        let mut planning = Micros::ZERO;
-        for _ in 0..rounds {
-            let now = self.now();
-            if !self.devices.values().any(|device| device.needs_plan(now)) {
-                break;
-            }
-            planning += self.plan(now);
+        if !self.expiry.lapsed.is_empty() {
+            self.expire_guarantees();
         }
+        let observed = self.now();
+        let planning = self.control();
         self.tell_hints(observed);
         let took = observed.saturating_sub(start) + planning;
         self.cost = smooth(self.cost, took);
@@ -841,13 +762,52 @@ impl Engine {
         let now = self.now();
         self.steps.record(now.saturating_sub(start));
         self.step_memory();
-        if self.devices.values().any(|device| device.dirty) {
-            return Some(now);
-        }
+        let cost = self.cost + self.waking;
         (self.devices.values())
-            .filter_map(|device| device.due(self.cost + self.waking))
+            .filter_map(|device| device.due(&self.controller, cost))
+            .chain(self.controller.next_wakeup())
             .chain(self.moves.due(now))
             .min()
+    }
+
+    /// Carries out what the controller decides, until it has no more to do now. Returns how long the planning took.
+    fn control(&mut self) -> Micros {
+        let domains = self.devices.values().map(|it| it.domains.len());
+        // Even a policy that always changes its mind must not keep the thread from everything else.
+        let most = 4 * (1 + domains.sum::<usize>());
+        let mut planning = Micros::ZERO;
+        let plans = self.controller.plans();
+        for _ in 0..most {
+            let now = self.now();
+            if (self.controller.next_wakeup()).is_none_or(|at| at > now) {
+                break;
+            }
+            // The newest that can be known: controls take longer than a request, and a process may have freed itself.
+            self.leave_expired();
+            for device in self.devices.values_mut() {
+                device.sample(now, &mut self.controller);
+            }
+            let command = self.controller.poll(now);
+            let took = self.now().saturating_sub(now);
+            planning += took;
+            self.stats.plan_max_us = self.stats.plan_max_us.max(took.0);
+            let Some(command) = command else {
+                continue;
+            };
+            let mut devices = self.devices.values_mut();
+            if let Some(device) = devices.find(|it| it.index == command.device) {
+                device.carry_out(&command, &mut self.controller, &self.clock);
+            }
+        }
+        let made = self.controller.plans() - plans;
+        if made > 0 {
+            let now = self.now();
+            self.stats.plans += made;
+            for device in self.devices.values_mut() {
+                device.record_reasons(now, &self.controller);
+            }
+        }
+        planning
     }
 
     /// Lets go of the groups of processes that have freed themselves. One that was frozen meanwhile, by a control that was
@@ -875,56 +835,8 @@ impl Engine {
         self.waking = smooth(self.waking, took);
     }
 
-    /// Plans the devices that need it and pulls their levers. Returns how long the planning took.
-    fn plan(&mut self, now: Micros) -> Micros {
-        let gangs = self.has_gangs();
-        let mut devices: Vec<&mut Device> = self
-            .devices
-            .values_mut()
-            .filter(|device| match gangs {
-                true => !device.domains.is_empty() || device.dirty,
-                false => device.needs_plan(now),
-            })
-            .collect();
-        let snapshots: Vec<Snapshot> = devices
-            .iter_mut()
-            .map(|device| device.snapshot(now, &self.tenants, &self.users))
-            .collect();
-        let mut together: Vec<gang::Device<'_>> = devices
-            .iter_mut()
-            .zip(&snapshots)
-            .map(|(device, snapshot)| gang::Device {
-                policy: &*device.policy,
-                snapshot,
-                memory: &mut device.memory,
-            })
-            .collect();
-        let plans = gang::plan(&mut together);
-        let took = (self.clock)().saturating_sub(now);
-        self.stats.plans += plans.len() as u64;
-        self.stats.plan_max_us = self.stats.plan_max_us.max(took.0);
-        for ((device, plan), snapshot) in devices.into_iter().zip(&plans).zip(&snapshots) {
-            device.apply(plan, snapshot, &self.clock);
-        }
-        took
-    }
-
-    /// Whether a tenant has domains on several devices.
-    fn has_gangs(&self) -> bool {
-        let mut seen = BTreeMap::new();
-        let domains = |(n, device): (usize, &Device)| -> Vec<(TenantId, usize)> {
-            device
-                .domains
-                .values()
-                .map(|domain| (domain.state.tenant, n))
-                .collect()
-        };
-        let mut all = self.devices.values().enumerate().flat_map(domains);
-        all.any(|(tenant, device)| *seen.entry(tenant).or_insert(device) != device)
-    }
-
     /// Lets the slices of copy groups follow their tenants' classes, if that is wanted.
-    fn set_copy_slices(&mut self) {
+    pub(super) fn set_copy_slices(&mut self) {
         if !self.config.copy_engines {
             return;
         }
@@ -943,7 +855,11 @@ impl Engine {
     pub(crate) fn restore(&mut self) {
         self.stopped = true;
         for device in self.devices.values_mut() {
-            device.domains.values_mut().for_each(Domain::restore);
+            for (domain, known) in
+                (device.domains.values()).zip(self.controller.domains(device.index))
+            {
+                domain.restore(known);
+            }
         }
         for copy in &mut self.copies {
             copy.set(copy.default);
@@ -961,7 +877,8 @@ impl Engine {
             to,
             events: device.record.since(from),
             present: (device.domains.values())
-                .map(|domain| (Arc::clone(&domain.who), domain.now()))
+                .zip(self.controller.domains(device.index))
+                .map(|(domain, known)| (Arc::clone(&domain.who), domain::now(known)))
                 .collect(),
         };
         devices.map(history).collect()
@@ -988,17 +905,20 @@ impl Engine {
             on_host: self.moves.broker.on_host(),
             moves: self.moves.figures.clone(),
             unlisted: self.unlisted.clone(),
+            lapsed: self.expiry.lapsed.keys().copied().collect(),
         };
         for met in self.sessions.values() {
             let all = view.counted.entry(met.tenant).or_default();
             *all = met.counted().plus(all);
         }
         for (uuid, device) in &mut self.devices {
-            device.sample(now);
-            device.account(now);
-            let promised = promised(device, &self.tenants, &self.users);
+            device.sample(now, &mut self.controller);
+            self.controller.account_until(device.index, now);
+            let policy = self.controller.policy(device.index);
+            let promised = promised(policy, device, &self.tenants, &self.users, &self.weights);
             view.devices.push(types::Device {
                 uuid: uuid.clone(),
+                index: None,
                 name: String::new(),
                 emulated: device.emulated,
                 driver: String::new(),
@@ -1006,28 +926,35 @@ impl Engine {
                 memory_guaranteeable: self.moves.broker.guaranteeable(uuid),
                 context_bytes: self.moves.broker.context(uuid),
                 hardware: types::Hardware::default(),
-                policy: device.policy.name().into(),
+                readings: types::Readings::default(),
+                policy: policy.name().into(),
                 state: device.lost.clone().unwrap_or_else(|| "ok".into()),
                 domains: device.domains.len(),
+                foreign: (self.foreign.get(uuid))
+                    .map(|all| all.list(|id| Some(self.owners.get(&id)?.name.clone())))
+                    .unwrap_or_default(),
                 levers: device.costs.list(),
             });
             for (tenant, totals) in &device.ended {
                 *view.totals.entry((*tenant, uuid.clone())).or_default() += *totals;
             }
-            for domain in device.domains.values() {
-                let account = device.account_of(domain);
-                let tenant = domain.state.tenant;
-                let totals = domain.totals(now, &account);
+            for (domain, known) in
+                (device.domains.values()).zip(self.controller.domains(device.index))
+            {
+                let account = self.controller.account(domain.who.id);
+                let (tenant, has) = (domain.who.tenant, domain::now(known));
+                let totals = domain.totals(now, known, &account);
                 *view.totals.entry((tenant, uuid.clone())).or_default() += totals;
                 let shown = types::Domain {
-                    id: domain.state.id.0,
+                    id: domain.who.id.0,
                     group: domain.group.map(|group| group.0),
                     device: uuid.clone(),
                     pid: domain.member.pid,
-                    timeslice_us: domain.state.timeslice.0,
-                    frozen: domain.state.run == RunState::Frozen,
-                    demand: domain.state.demand,
-                    promised_share: promised.get(&tenant).copied().unwrap_or_default(),
+                    timeslice_us: has.timeslice_us,
+                    frozen: has.frozen,
+                    demand: has.demand,
+                    promised_share: promised.get(&tenant).map_or(0.0, |bound| bound.share),
+                    wait_bound_us: promised.get(&tenant).map_or(0, |bound| bound.wait.0),
                     received_share: domain.share(now, account.received_us),
                     measured_share: device.measured(domain.member.pid),
                     received_us: account.received_us as u64,
@@ -1038,10 +965,10 @@ impl Engine {
                     thaws: domain.thaws,
                     slice_changes: domain.slice_changes,
                     tampered: domain.tampered,
-                    reason: domain.reason.into(),
-                    error: domain.fault.as_ref().map(|fault| fault.error.clone()),
+                    reason: has.reason.into(),
+                    error: (domain.error.clone()).filter(|_| known.is_faulty()),
                 };
-                view.busy_us.insert(shown.id, domain.busy_us(now));
+                view.busy_us.insert(shown.id, known.busy(now).0);
                 view.domains.push((tenant, shown));
             }
         }
@@ -1062,12 +989,14 @@ fn smooth(average: Micros, value: Micros) -> Micros {
     Micros((average.0 * 7 + value.0).div_ceil(8))
 }
 
-/// What each tenant of a device gets of it if all of them want it.
+/// What each tenant of a device is sure of if all of them have work: its share, and its longest wait.
 fn promised(
+    policy: &dyn Policy,
     device: &Device,
     specs: &BTreeMap<TenantId, TenantSpec>,
     users: &BTreeMap<TenantId, UserId>,
-) -> BTreeMap<TenantId, f64> {
+    weights: &BTreeMap<UserId, f64>,
+) -> BTreeMap<TenantId, Bound> {
     let here = device.tenants();
     let present = specs.iter().filter(|(id, _)| here.contains(id));
     let tenants = present.map(|(id, spec)| TenantState {
@@ -1075,7 +1004,10 @@ fn promised(
         user: users.get(id).copied().unwrap_or_default(),
         spec: spec.clone(),
     });
-    let snapshot = Snapshot::of_tenants(tenants.collect());
-    let bounds = device.policy.bounds(&snapshot).into_iter();
-    bounds.map(|bound| (bound.tenant, bound.share)).collect()
+    let snapshot = Snapshot {
+        users: weights.clone(),
+        ..Snapshot::of_tenants(tenants.collect())
+    };
+    let bounds = policy.bounds(&snapshot).into_iter();
+    bounds.map(|bound| (bound.tenant, bound)).collect()
 }

@@ -3,7 +3,7 @@
 
 use std::{os::fd::OwnedFd, sync::Arc};
 
-use gpumux_core::{Demand, DomainId, DomainState, Micros};
+use gpumux_core::{DomainId, Micros};
 
 use crate::hold::STAY;
 
@@ -33,6 +33,10 @@ impl Held {
         self.group
     }
 
+    pub(super) fn since(&self) -> Micros {
+        self.since
+    }
+
     /// Whether it is over, given the device time that the group has received; none: it has no members. With those that come
     /// then it is counted anew.
     pub(super) fn is_over(&mut self, now: Micros, received: Option<f64>) -> bool {
@@ -45,15 +49,5 @@ impl Held {
             }
         };
         had >= STAY.as_micros() as f64 || held >= LONGEST
-    }
-
-    /// Its group has work as long as it is held.
-    pub(super) fn count_in(&self, states: &mut [DomainState]) {
-        let of_group = |state: &&mut DomainState| state.id == self.group;
-        if let Some(state) = states.iter_mut().find(of_group)
-            && state.demand != Demand::Busy
-        {
-            (state.demand, state.demand_since) = (Demand::Busy, self.since);
-        }
     }
 }

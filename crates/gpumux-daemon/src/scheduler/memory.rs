@@ -8,11 +8,12 @@ use std::{
 };
 
 use gpumux_core::{
-    Demand, Micros, RunState, TenantId, TenantSpec,
+    Demand, Micros, TenantId, TenantSpec,
     broker::{Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
+    controller,
 };
 use gpumux_wire::Daemon;
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc::UnboundedSender, oneshot};
 
 use super::{Engine, SessionId, record::What};
 use crate::{api::types, config::HostMemory};
@@ -37,6 +38,25 @@ pub(super) struct MemoryMoves {
     requested: u64,
     pub(super) figures: BTreeMap<TenantId, types::MoveFigures>,
     told_full: Option<Micros>,
+    /// Where happenings are reported.
+    tell: Option<UnboundedSender<Happening>>,
+    /// Each process's last request for memory that has no answer yet: its ticket, device and bytes.
+    asked: BTreeMap<ProcessId, (u32, String, u64)>,
+}
+
+/// Something that happened to a tenant's memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Happening {
+    /// It has moved.
+    Moved {
+        tenant: TenantId,
+        /// To the host, or back.
+        out: bool,
+        bytes: u64,
+        took: Micros,
+    },
+    /// A request was denied, because the tenant would have exceeded its limit.
+    AtLimit { tenant: TenantId, limit: u64 },
 }
 
 impl MemoryMoves {
@@ -56,6 +76,8 @@ impl MemoryMoves {
             requested: 0,
             figures: BTreeMap::new(),
             told_full: None,
+            tell: None,
+            asked: BTreeMap::new(),
         }
     }
 
@@ -87,9 +109,11 @@ impl Engine {
     /// Something happened that concerns memory.
     pub(crate) fn memory_event(&mut self, event: Event) {
         let now = self.now();
-        let changed = self.changed_activity(now);
-        if !changed.is_empty() {
-            self.handle(now, Event::Activity(changed));
+        if self.moves.broker.settles(now) {
+            let changed = self.changed_activity(now);
+            if !changed.is_empty() {
+                self.handle(now, Event::Activity(changed));
+            }
         }
         self.handle(now, event);
     }
@@ -148,6 +172,18 @@ impl Engine {
     }
 
     fn handle(&mut self, now: Micros, event: Event) {
+        if let Event::Ask {
+            process,
+            ticket,
+            ask,
+        } = &event
+        {
+            let asked = (*ticket, ask.device.clone(), ask.need);
+            self.moves.asked.insert(*process, asked);
+        }
+        if let Event::Left(process) = &event {
+            self.moves.asked.remove(process);
+        }
         let mut commands = self.moves.broker.handle(now, event);
         while !commands.is_empty() {
             let mut next = Vec::new();
@@ -175,6 +211,7 @@ impl Engine {
                 bytes,
             } => {
                 self.send(process, &Daemon::Granted { ticket, bytes });
+                self.granted(process, ticket, bytes);
             }
             Command::Freeze(tenant) => {
                 self.park(tenant, true);
@@ -217,6 +254,42 @@ impl Engine {
         None
     }
 
+    /// Happenings are reported there from now on.
+    pub(crate) fn tell_happenings(&mut self, to: UnboundedSender<Happening>) {
+        self.moves.tell = Some(to);
+    }
+
+    fn tell(&self, happening: Happening) {
+        if let Some(to) = &self.moves.tell {
+            let _ = to.send(happening);
+        }
+    }
+
+    /// Reports a request that was denied because of the tenant's limit.
+    fn granted(&mut self, process: ProcessId, ticket: u32, bytes: u64) {
+        let asked = self.moves.asked.get(&process);
+        if asked.is_none_or(|(of, ..)| *of != ticket) {
+            return;
+        }
+        let Some((_, device, need)) = self.moves.asked.remove(&process) else {
+            return;
+        };
+        let met = self.sessions.get(&SessionId(process.0));
+        let Some(tenant) = met.map(|met| met.tenant).filter(|_| bytes == 0) else {
+            return;
+        };
+        let lines = self.moves.broker.lines();
+        let mut entries = (lines.iter().filter(|line| line.uuid == device))
+            .flat_map(|line| line.entries.iter().filter(|(id, _)| *id == tenant));
+        let exceeds = entries.find_map(|(_, entry)| {
+            let limit = entry.share.limit;
+            (need > limit.saturating_sub(entry.holding.all())).then_some(limit)
+        });
+        if let Some(limit) = exceeds {
+            self.tell(Happening::AtLimit { tenant, limit });
+        }
+    }
+
     fn send(&self, process: ProcessId, message: &Daemon) -> bool {
         let session = self.sessions.get(&SessionId(process.0));
         session.is_some_and(|met| met.say(message))
@@ -232,14 +305,11 @@ impl Engine {
     }
 
     pub(super) fn park_domains(&mut self) {
-        for device in self.devices.values_mut() {
-            for domain in device.domains.values_mut() {
-                let parked = self.moves.parked.contains(&domain.state.tenant);
-                if parked != domain.is_parked() {
-                    domain.park(parked);
-                    device.dirty = true;
-                }
-            }
+        let now = self.now();
+        for domain in self.devices.values().flat_map(|it| it.domains.values()) {
+            let parked = self.moves.parked.contains(&domain.who.tenant);
+            let event = controller::Event::Parked(domain.who.id, parked);
+            self.controller.handle(now, event);
         }
     }
 
@@ -247,11 +317,14 @@ impl Engine {
     fn is_frozen(&self, tenant: TenantId) -> Result<bool, String> {
         let all = self.devices.values().flat_map(|it| it.domains.values());
         let mut frozen = true;
-        for domain in all.filter(|it| it.state.tenant == tenant) {
-            if let Some(fault) = &domain.fault {
-                return Err(fault.error.clone());
+        for domain in all.filter(|it| it.who.tenant == tenant) {
+            let Some(known) = self.controller.domain(domain.who.id) else {
+                continue;
+            };
+            if known.is_faulty() {
+                return Err(domain.error.clone().unwrap_or_default());
             }
-            frozen &= domain.state.run == RunState::Frozen;
+            frozen &= known.is_frozen();
         }
         Ok(frozen)
     }
@@ -262,13 +335,14 @@ impl Engine {
             .map(|id| (*id, Activity::default()))
             .collect();
         for domain in self.devices.values().flat_map(|it| it.domains.values()) {
-            let Some(activity) = all.get_mut(&domain.state.tenant) else {
+            let known = self.controller.domain(domain.who.id);
+            let Some((activity, known)) = all.get_mut(&domain.who.tenant).zip(known) else {
                 continue;
             };
             // As they are now, not as they were when last sampled.
             let busy = domain.demand() != Demand::Idle;
-            let since = match domain.state.demand {
-                Demand::Idle => domain.state.demand_since,
+            let since = match known.state.demand {
+                Demand::Idle => known.state.demand_since,
                 _ => now,
             };
             activity.busy |= busy;
@@ -300,13 +374,19 @@ impl Engine {
                 What::CameBack { bytes, took_us }
             }
         };
+        self.tell(Happening::Moved {
+            tenant,
+            out,
+            bytes,
+            took,
+        });
         let took = Duration::from_micros(took_us);
         tracing::info!(tenant = tenant.0, out, bytes, ?took, "memory has moved");
         let now = self.now();
         // Wherever it has domains: once per device.
         for device in self.devices.values_mut() {
             let mut domains = device.domains.values();
-            if let Some(domain) = domains.find(|it| it.state.tenant == tenant) {
+            if let Some(domain) = domains.find(|it| it.who.tenant == tenant) {
                 device.record.push(now, &Arc::clone(&domain.who), what);
             }
         }

@@ -5,10 +5,13 @@
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 
+mod admission;
 mod alarm;
 mod device;
 mod domain;
 mod engine;
+mod expiry;
+mod foreign;
 mod held;
 mod memory;
 mod record;
@@ -27,9 +30,11 @@ use gpumux_wire::lease::{LOOK, LOOKS, Lease, RENEW};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::oneshot;
 
-pub(crate) use device::AWAY;
+pub(crate) use admission::Owner;
 pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::{Engine, GroupError, Left, Met, View};
+pub(crate) use gpumux_core::controller::AWAY;
+pub(crate) use memory::Happening;
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
 
 use crate::config::Config;

@@ -29,7 +29,7 @@ impl Running {
 
     async fn with(dir: &Path, config: Config) -> Self {
         let (stop, stopped) = oneshot::channel();
-        let task = tokio::spawn(serve(config, async { drop(stopped.await) }));
+        let task = tokio::spawn(serve(config, Place::Threads, async { drop(stopped.await) }));
         let client = Client::new(dir);
         while client.status().await.is_err() {
             assert!(!task.is_finished(), "{:?}", task.await);
@@ -115,7 +115,7 @@ async fn a_tenant_from_its_making_to_its_end() {
     let waiting = daemon.client.tenant("train").await.unwrap();
     assert_eq!(
         (waiting.state, waiting.class),
-        (TenantState::Waiting, Class::Batch)
+        (TenantState::Starting, Class::Batch)
     );
     assert_eq!(waiting.uid, rustix::process::getuid().as_raw());
     let server = daemon.create("server", Class::Latency).await.unwrap();
@@ -212,7 +212,7 @@ async fn what_cannot_be_promised_is_refused_and_changes_nothing() {
     );
     let (status, said) = refusal(daemon.client.create(&new(0.2)).await);
     assert_eq!(
-        (status, said.contains("0.900 is promised")),
+        (status, said.contains("guarantee at most 10%")),
         (422, true),
         "{said}"
     );
@@ -268,7 +268,12 @@ async fn two_daemons_do_not_meet() {
     let dir = TempDir::new().unwrap();
     let driver = Driver::start(dir.path(), "driver.sock");
     let daemon = Running::start(dir.path(), &driver).await;
-    let second = serve(config(dir.path(), &driver), std::future::pending()).await;
+    let second = serve(
+        config(dir.path(), &driver),
+        Place::Threads,
+        std::future::pending(),
+    )
+    .await;
     assert!(
         matches!(second, Err(Error::Dir(DirError::AlreadyRunning { .. }))),
         "{second:?}"
@@ -278,7 +283,7 @@ async fn two_daemons_do_not_meet() {
     daemon.stop().await;
     let error = client.status().await.unwrap_err();
     assert!(
-        error.to_string().contains("start one with `gpumux daemon`"),
+        error.to_string().contains("`gpumux run` starts one"),
         "{error}"
     );
 }
@@ -291,7 +296,9 @@ async fn a_daemon_that_nobody_needs_ends() {
         idle_exit_s: Some(0),
         ..config(dir.path(), &driver)
     };
-    serve(config, std::future::pending()).await.unwrap();
+    serve(config, Place::Threads, std::future::pending())
+        .await
+        .unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -408,7 +415,7 @@ async fn what_happens_is_measured_explained_and_traced() {
 
     let text = daemon.client.explanation("day").await.unwrap().text;
     assert!(
-        text.starts_with("day is a batch tenant") && text.contains("web (latency"),
+        text.starts_with("entitled: a batch tenant") && text.contains(" (latency, "),
         "{text}"
     );
     assert_eq!(refusal(daemon.client.explanation("nobody").await).0, 404);

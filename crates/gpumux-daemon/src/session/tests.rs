@@ -10,12 +10,14 @@ use gpumux_wire::{
     lease::{LOOK, LOOKS, Leased},
     message::encode,
 };
+use rustix::net::SocketFlags;
 use tempfile::TempDir;
 
 use super::*;
 use crate::{
     api::types,
     fake::{self, Driver},
+    receiver::{self, Receiver},
     scheduler,
 };
 
@@ -27,6 +29,8 @@ struct Node {
     tenants: Arc<Tenants>,
     scheduler: Handle,
     stop: watch::Sender<bool>,
+    /// Nothing serves them.
+    _requests: mpsc::Receiver<Connection>,
 }
 
 impl Node {
@@ -36,7 +40,10 @@ impl Node {
         let config = Config {
             emulated: Some(driver.socket.clone()),
             max_sessions,
-            max_sessions_per_user: max_sessions,
+            defaults: gpumux_core::admission::UserRules {
+                max_sessions: Some(max_sessions),
+                ..Default::default()
+            },
             ..Config::default()
         };
         let scheduler = scheduler::start(Arc::new(config.clone())).unwrap();
@@ -46,14 +53,20 @@ impl Node {
             settings: dir.path().join("settings.json"),
         };
         let groups = crate::groups::Groups::load(&config, dir.path());
-        let tenants = Tenants::load(files, String::new(), scheduler.clone(), groups)
+        let users = crate::users::Users::new(config.clone().into());
+        let tenants = Tenants::load(files, String::new(), scheduler.clone(), groups, users)
             .await
             .unwrap();
+        crate::tenants::watch(&tenants).await.unwrap();
         let hello = Duration::from_secs(3);
         let sessions = Sessions::new(&config, hello, Arc::clone(&tenants), scheduler.clone());
         let listener = socket::listen(&dir.path().join("session.sock"), 4096).unwrap();
+        let api = crate::api::listen(&dir.path().join("api.sock")).unwrap();
+        let place = receiver::Place::Threads;
+        let receiver = Receiver::start(place, config.emulated.as_deref(), listener, api).unwrap();
+        let arrivals = receiver::receive(receiver, || unreachable!("it does not end"));
         let (stop, stopped) = watch::channel(false);
-        tokio::spawn(Arc::clone(&sessions).serve(listener, stopped));
+        tokio::spawn(Arc::clone(&sessions).serve(arrivals.sessions, stopped));
         Self {
             dir,
             driver,
@@ -61,6 +74,7 @@ impl Node {
             tenants,
             scheduler,
             stop,
+            _requests: arrivals.api,
         }
     }
 
@@ -286,11 +300,11 @@ async fn files_that_are_no_control_files_are_refused() {
     for file in files {
         let session = node.session().await;
         send(&session, &fake::group(0, 1), Some(file.as_fd()));
-        refused(&session, "no control file").await;
+        refused(&session, "control file of ").await;
     }
     let session = node.session().await;
     send(&session, &fake::group(0, 1), None);
-    refused(&session, "without its file").await;
+    refused(&session, "without a control file").await;
     assert_eq!(node.domains().await, []);
 }
 
@@ -475,7 +489,7 @@ fn process(node: &Node, pretend: bool) -> (std::process::Child, impl Iterator<It
 async fn a_process_that_plays_driver_is_refused() {
     let node = Node::start(16).await;
     let (mut child, mut said) = process(&node, true);
-    assert!(said.any(|line| line.contains("not connected to the emulated device")));
+    assert!(said.any(|line| line.contains("without a control file")));
     child.kill().unwrap();
     child.wait().unwrap();
 }
@@ -504,4 +518,19 @@ async fn the_files_of_a_killed_process_are_closed_although_its_socket_is_open() 
     node.until("its place is free", |node| node.sessions.count() == 0)
         .await;
     assert!(node.tenants.list().await.is_empty());
+}
+
+#[test]
+fn packets_of_a_tenant_share_one_rate() {
+    let start = Instant::now();
+    let rate = Rate(Mutex::new((RATE.0, start)));
+    let at_once = (0..10_000)
+        .take_while(|_| rate.take(start).is_zero())
+        .count();
+    assert_eq!(at_once, 4096);
+    // Each of those that follow waits for its own place.
+    let waits: Vec<u128> = (0..3).map(|_| rate.take(start).as_micros()).collect();
+    assert_eq!(waits, [500, 750, 1000]);
+    let later = start + Duration::from_secs(2);
+    assert!(rate.take(later).is_zero());
 }

@@ -233,7 +233,7 @@ async fn slices_come_back_and_follow_the_devices() {
     // The kubelet starts.
     node.api.wipe_slices();
     node.api.until(|api| complete(api, 1)).await;
-    // Somebody changes a slice.
+    // Another client changes a slice.
     let mut slice = serde_json::to_value(&node.api.slices()[1]).unwrap();
     slice["spec"]["devices"] = json!([]);
     let name = slice["metadata"]["name"].as_str().unwrap().to_owned();
@@ -440,7 +440,7 @@ async fn without_the_api_server_claims_can_still_go() {
     );
     kubelet.prepare_one(&claim).await.unwrap();
     driver.stop().await;
-    // Nobody listens there.
+    // No process listens there.
     let nowhere = crate::support::api::client("http://127.0.0.1:1");
     let driver = start(node.config(), nowhere).await.unwrap();
     let kubelet = Kubelet::register(&node.config().places.registry).await;
@@ -593,7 +593,7 @@ async fn a_rolling_update_hands_everything_over() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_second_instance_of_the_same_name_says_who_is_there() {
+async fn second_instance_of_a_name_reports_the_first() {
     let node = Node::new().await;
     let (driver, _) = node.start().await;
     let error = start(node.config(), node.api.client.clone())
@@ -678,7 +678,7 @@ async fn tenants_that_the_daemon_lost_come_back_with_their_secret() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn the_kubelet_hears_of_health() {
+async fn health_changes_reach_the_kubelet() {
     let node = Node::new().await;
     let mut config = node.config();
     let broken = Device {
@@ -840,7 +840,7 @@ async fn two_hundred_tenants_on_eight_gpus() {
     assert_eq!(devices.values().sum::<usize>(), 200);
     assert_eq!(devices.len(), 8, "26 of 3 GiB fill a device: {devices:?}");
     assert_eq!(node.daemon.tenants().await.unwrap().len(), 200);
-    // The API's limits: what a claim's status may hold, and how often anybody is asked.
+    // The API's limits: what a claim's status may hold, and how often each server is asked.
     let said = |api: &Api| {
         let status = |claim: &v1::Claim| {
             let devices = api.claim("team", &claim.name)?["status"]["devices"].clone();

@@ -130,6 +130,6 @@ async fn publishing_does_not_depend_on_the_number_of_nodes() {
     gpumux_dra::publish::reconcile(&slices, &named(17), &broken)
         .await
         .unwrap();
-    // One list, and each of its own slices written: nobody else's.
+    // One list, and each of its own slices written, and no other.
     assert_eq!(api.all_calls() - before, 1 + 1 + 2);
 }

@@ -79,7 +79,7 @@ pub(super) struct Core {
     timer: OwnedFd,
     armed: Option<u64>,
     pub(super) connections: HashMap<u64, Connection>,
-    /// Work of programs that died, and their pids, while somebody holds their control files.
+    /// Work of programs that died, and their pids, while a process holds their control files.
     pub(super) orphans: HashMap<u64, (u32, Box<Execution>)>,
     next_connection: u64,
     timers: BTreeMap<(u64, u64), Action>,

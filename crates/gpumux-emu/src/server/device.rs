@@ -16,7 +16,7 @@ use crate::{
 pub(super) struct Device {
     pub(super) gpu: Gpu,
     origin: u64,
-    /// What the model reported and nobody has looked at.
+    /// What the model reported and was not handled yet.
     events: Vec<Event>,
     /// Whose work is under way: execution connection, its number there, whether to report it at once.
     pub(super) works: HashMap<WorkId, (u64, u64, bool)>,
@@ -59,7 +59,7 @@ pub(super) struct Devices {
     infos: Vec<DeviceInfo>,
     pub(super) all: Vec<Device>,
     groups: BTreeMap<GroupKey, (u32, GroupId, Engine)>,
-    /// Groups that were removed, frozen or thawed, since somebody looked.
+    /// Groups that were removed, frozen or thawed, since the last look.
     pub(super) removed: Vec<GroupKey>,
     pub(super) frozen: Vec<GroupKey>,
     pub(super) thawed: Vec<GroupKey>,

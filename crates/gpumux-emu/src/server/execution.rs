@@ -16,7 +16,7 @@ use crate::protocol::{Command, MAX_LIVE, MAX_SUBMISSIONS, Queue, Report, Work};
 const MAX_BATCH: usize = 256;
 
 /// A kernel that a program leaves behind with more ns to run than this still uses the program's memory when that goes: a
-/// fault of everybody in its group. (An H100: of 4 ms so, of 2 ms not; docs/fidelity.md.)
+/// fault of all in its group. (An H100: of 4 ms so, of 2 ms not; docs/fidelity.md.)
 const OUTLIVES: u64 = 3_000_000;
 
 /// One context's work.
@@ -155,7 +155,7 @@ impl Core {
         }
     }
 
-    /// Whether it was left with a kernel that others of its group would suffer from.
+    /// Whether it was left with a kernel whose fault would end others of its group.
     fn is_missed(&self, execution: &Execution) -> bool {
         let Some(device) = self.devices.all.get(execution.device as usize) else {
             return false;
@@ -173,11 +173,11 @@ impl Core {
     }
 
     /// One of a group faulted: so do all that share the group.
-    fn fault_of_another(&mut self, culprit: u64, keys: &[GroupKey]) {
+    fn fault_of_another(&mut self, faulting: u64, keys: &[GroupKey]) {
         let shares = |it: &Execution| it.keys.iter().any(|key| keys.contains(key));
         let others: Vec<u64> = (self.connections.iter())
             .filter(|(id, it)| {
-                **id != culprit && matches!(&it.role, Role::Execution(it) if shares(it))
+                **id != faulting && matches!(&it.role, Role::Execution(it) if shares(it))
             })
             .map(|(id, _)| *id)
             .collect();

@@ -184,7 +184,7 @@ impl Core {
     }
 }
 
-/// Fresh memory of which nobody can change the size.
+/// Fresh memory whose size is fixed.
 pub(super) fn memory_file(bytes: u64) -> Option<OwnedFd> {
     let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
     let file = rustix::fs::memfd_create("emulated-gpu", flags).ok()?;

@@ -1,6 +1,6 @@
 //! The kernel driver's resource manager: clients, their objects, and who may name them.
 //!
-//! Strict as the real one: a client belongs to the open control file that made it, and whoever calls
+//! Strict as the real one: a client belongs to the open control file that made it, and a call
 //! through another file gets `INVALID_CLIENT`, whatever its rights. Sizes must be exact. What the calls mean for the
 //! hardware is left to the caller, through [`Hardware`].
 
@@ -42,7 +42,7 @@ pub(crate) trait Hardware {
     fn set_frozen(&mut self, key: GroupKey, frozen: bool);
 }
 
-/// Who calls, as the kernel says.
+/// The caller, by the kernel's report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Caller {
     /// The file it calls through.
@@ -722,7 +722,7 @@ fn word(bytes: &[u8], at: usize) -> Result<u32> {
 mod tests {
     use super::*;
 
-    /// Remembers what it was told.
+    /// Remembers what it received.
     #[derive(Default)]
     struct Fake {
         groups: BTreeMap<GroupKey, (u32, u32)>,
@@ -879,23 +879,23 @@ mod tests {
     fn only_the_file_that_made_a_client_may_use_it() {
         let mut driver = Driver::default();
         let [client, device, subdevice, group, a, b] = driver.context(ME);
-        for stranger in [OTHER, ROOT] {
+        for foreign in [OTHER, ROOT] {
             let mut slice = 1u64.to_le_bytes();
-            let answer = driver.control(stranger, client, group, cmd::SET_TIMESLICE, &mut slice);
+            let answer = driver.control(foreign, client, group, cmd::SET_TIMESLICE, &mut slice);
             assert_eq!(answer, RmStatus::INVALID_CLIENT);
             assert_eq!(
-                driver.free(stranger, client, device),
+                driver.free(foreign, client, device),
                 RmStatus::INVALID_CLIENT
             );
-            let made = driver.alloc(stranger, client, device, class::SUBDEVICE, &[]);
+            let made = driver.alloc(foreign, client, device, class::SUBDEVICE, &[]);
             assert_eq!(made, Err(RmStatus::INVALID_CLIENT));
         }
-        // A stranger's own subdevice does not help, unless it is root's.
-        for (stranger, expected) in [(OTHER, RmStatus::INVALID_CLIENT), (ROOT, RmStatus::OK)] {
-            let [own, _, own_subdevice, ..] = driver.context(stranger);
+        // A foreign process's own subdevice does not help, unless it is root's.
+        for (foreign, expected) in [(OTHER, RmStatus::INVALID_CLIENT), (ROOT, RmStatus::OK)] {
+            let [own, _, own_subdevice, ..] = driver.context(foreign);
             let mut params = disable(true, client, &[a, b]);
             let answer = driver.control(
-                stranger,
+                foreign,
                 own,
                 own_subdevice,
                 cmd::DISABLE_CHANNELS,

@@ -348,7 +348,7 @@ fn an_abort_drops_everything_and_the_context_goes_on() {
 }
 
 #[test]
-fn rule_breakers_lose_their_connection_and_nobody_else_notices() {
+fn rule_breakers_lose_only_their_own_connection() {
     let running = start(Profile::default());
     let mut program = Program::start(&running);
     let honest = ProcessConnection::open(&running.path).unwrap();
@@ -369,7 +369,7 @@ fn rule_breakers_lose_their_connection_and_nobody_else_notices() {
     let idle: Vec<_> = (0..500)
         .map_while(|_| open_control_file(&running.path).ok())
         .collect();
-    // Somebody who submits and never reads.
+    // A client that submits and never reads.
     let mut deaf = Program::start(&running);
     for _ in 0..2 * MAX_UNREAD {
         let items = vec![Work::Record; 1];
@@ -422,7 +422,7 @@ fn a_second_server_is_refused_and_a_dead_ones_socket_is_taken_over() {
     handle.stop().unwrap();
     assert!(!path.exists());
     assert!(matches!(connection.devices(), Err(ClientError::Lost(_))));
-    // A plain file is nobody's to remove.
+    // A plain file is not removed.
     let path = dir.path().join("file");
     std::fs::File::create(&path)
         .unwrap()
@@ -432,9 +432,9 @@ fn a_second_server_is_refused_and_a_dead_ones_socket_is_taken_over() {
 }
 
 #[test]
-fn who_leaves_a_long_kernel_behind_in_a_group_ends_its_neighbours_when_its_memory_goes() {
+fn long_kernel_left_behind_in_a_group_ends_its_neighbours() {
     let running = start(Profile::default());
-    // How long the kernel is that is left behind, whether the context is destroyed in order, whether somebody holds
+    // How long the kernel is that is left behind, whether the context is destroyed in order, whether a process holds
     // the control file until the kernel has ended, and whether the neighbours are lost.
     for (length, ends, held, lost) in [
         (u64::MAX, false, false, true),
@@ -452,7 +452,7 @@ fn who_leaves_a_long_kernel_behind_in_a_group_ends_its_neighbours_when_its_memor
         let hold = held.then(|| gone.file.try_clone().unwrap());
         drop(gone);
         if let Some(file) = hold {
-            // Who comes first has all SMs: the second of two ends after the one that was left behind.
+            // The first has all SMs: the second of two ends after the one that was left behind.
             for _ in 0..2 {
                 here.submit(&[kernel(length), Work::Record]);
                 assert!(matches!(here.report(), Report::Done(_)));

@@ -28,7 +28,7 @@ pub(super) enum Incoming<'a> {
 pub(super) struct Packet<'a> {
     pub(super) bytes: &'a [u8],
     pub(super) files: Vec<OwnedFd>,
-    /// Who sent it, as the kernel says.
+    /// The sender, by the kernel's report.
     pub(super) sender: Option<UCred>,
 }
 
@@ -88,7 +88,7 @@ pub(super) fn send(socket: &OwnedFd, bytes: &[u8], file: Option<&OwnedFd>) -> Re
     Ok(())
 }
 
-/// Answers on a socket that somebody gave us for one answer. Whether it arrives is their concern.
+/// Answers on a socket that a client passed for one answer. Whether it arrives is their concern.
 pub(super) fn send_once(socket: &OwnedFd, bytes: &[u8]) {
     let _ = send(socket, bytes, None);
 }

@@ -674,7 +674,7 @@ impl<M: Memory> Machine<'_, '_, M> {
                 return Ok(Some(Stop::Turn));
             }
             Op::ActiveMask { to } => {
-                // Who is together is up to the device: here every thread goes alone.
+                // Which threads converge is up to the device: here every thread runs alone.
                 let own = 1 << (self.thread.number % WARP);
                 self.set(*to, own);
             }

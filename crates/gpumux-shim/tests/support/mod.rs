@@ -34,7 +34,7 @@ pub(crate) fn example(name: &str) -> PathBuf {
     dir().join("examples").join(name)
 }
 
-/// A place for one test: socket, log, and what is told to programs about them.
+/// A place for one test: socket, log, and what programs get about them.
 pub(crate) struct Place {
     dir: tempfile::TempDir,
 }
@@ -54,7 +54,7 @@ impl Place {
         self.dir.path().join("session.sock")
     }
 
-    /// What the driver was told, a line each.
+    /// What the driver received, a line each.
     pub(crate) fn log(&self) -> Vec<String> {
         let log = std::fs::read_to_string(self.dir.path().join("log")).unwrap_or_default();
         log.lines().map(str::to_owned).collect()
@@ -73,7 +73,7 @@ impl Place {
             }
             assert!(
                 Instant::now() < deadline,
-                "the driver was told {log:#?}, not {wanted:#?}"
+                "the driver received {log:#?}, not {wanted:#?}"
             );
             std::thread::sleep(Duration::from_millis(5));
         }

@@ -1,6 +1,9 @@
 //! `gpumux top`: watch the tenants, and change them.
 
+mod keys;
 mod screen;
+#[cfg(test)]
+mod tests;
 mod view;
 
 use std::{
@@ -20,7 +23,8 @@ use ratatui::{
 };
 use tokio::runtime::Runtime;
 
-use view::{Answer, View};
+use keys::Action;
+use view::{Answer, Change, View, What};
 
 /// How long a move of memory is waited for.
 const MOVE: Duration = Duration::from_secs(1);
@@ -30,8 +34,9 @@ Examples:
   gpumux top
   gpumux top --interval 2
 
-Keys: up and down choose a tenant; l, s, b make it latency, standard or batch; + and - double and \
-halve its weight; z puts it to sleep, w wakes it; q quits. The bar shows what it receives (filled) and is promised (|).";
+Press ? for the keys. No single key changes a tenant's class or puts it to sleep: c asks for the class, z asks for y. \
+u undoes the last change. The bar is filled as far as a tenant receives its GPU; | is the share that it gets when all tenants have work. \
+WAIT is the part of the time in which it has work and doesn't run.";
 
 /// Watch who gets what; change classes and weights; put to sleep and wake
 #[derive(clap::Args)]
@@ -56,7 +61,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         .enable_all()
         .build()?;
     let client = Client::new(paths::find());
-    // No daemon at all is said before the terminal changes.
+    // A missing daemon is reported before the terminal changes.
     runtime.block_on(client.status())?;
     let mut terminal = ratatui::try_init().context("cannot use the terminal")?;
     let result = watch(
@@ -77,12 +82,16 @@ fn watch(
 ) -> anyhow::Result<()> {
     let start = Instant::now();
     let mut view = View::default();
+    // An older daemon has no history.
+    if let Ok(history) = runtime.block_on(client.history()) {
+        view.remember(&history);
+    }
     loop {
         let next = Instant::now() + interval;
         // A daemon that restarts is waited for.
         match runtime.block_on(look(client, &view)) {
             Ok(answer) => view.update(answer, start.elapsed()),
-            Err(error) => view.say(error.to_string()),
+            Err(error) => view.lose(error.to_string(), start.elapsed()),
         }
         loop {
             terminal.draw(|frame| screen::draw(frame, &view))?;
@@ -96,18 +105,24 @@ fn watch(
             if key.kind != KeyEventKind::Press {
                 continue;
             }
-            let answer = match view.key(key) {
-                view::Key::Quit => return Ok(()),
-                view::Key::Change(name, change) => {
-                    runtime.block_on(client.change(&name, &change)).map(drop)
-                }
-                view::Key::Sleep(name) => runtime.block_on(patiently(client.sleep(&name))),
-                view::Key::Wake(name) => runtime.block_on(patiently(client.wake(&name))),
-                view::Key::Nothing => continue,
-            };
-            view.say(answer.map_or_else(|error| error.to_string(), |()| String::new()));
+            match view.key(key) {
+                Action::Quit => return Ok(()),
+                Action::Nothing => continue,
+                Action::Change(change) => match runtime.block_on(make(client, &change)) {
+                    Ok(()) => view.changed(*change),
+                    Err(error) => view.say(error.to_string(), true),
+                },
+            }
             break;
         }
+    }
+}
+
+async fn make(client: &Client, Change { name, what, .. }: &Change) -> Result<(), ClientError> {
+    match what {
+        What::Spec(change) => client.change(name, change).await.map(drop),
+        What::Sleep => patiently(client.sleep(name)).await,
+        What::Wake => patiently(client.wake(name)).await,
     }
 }
 
@@ -120,13 +135,11 @@ async fn patiently(
 
 async fn look(client: &Client, view: &View) -> Result<Answer, ClientError> {
     let (status, tenants) = (client.status().await?, client.tenants().await?);
-    let chosen = view.chosen(&tenants).map(|tenant| tenant.name.clone());
-    let why = match &chosen {
+    let why = match view.chosen().or(tenants.first()) {
         // It may have ended just now.
-        Some(name) => client
-            .explanation(name)
-            .await
-            .map_or(String::new(), |e| e.text),
+        Some(tenant) => {
+            (client.explanation(&tenant.name).await).map_or(String::new(), |it| it.text)
+        }
         None => String::new(),
     };
     Ok(Answer {

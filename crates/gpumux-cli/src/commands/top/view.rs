@@ -1,18 +1,20 @@
-//! What is shown, and what keys do: no terminal, no clock.
+//! What is shown: no terminal, no clock.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     time::Duration,
 };
 
-use gpumux_core::{Class, TenantSpec};
-use gpumux_daemon::api::types::{DeviceMemory, Domain, SpecChange, Status, Tenant};
-use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+use gpumux_daemon::api::types::{DeviceMemory, Domain, History, SpecChange, Status, Tenant};
 
-/// Looks that the timeline goes back.
+/// Seconds that the timeline goes back.
 pub(super) const PAST: usize = 64;
+/// How long a message stays.
+const MESSAGE: Duration = Duration::from_secs(8);
+/// Changes that can be undone.
+const UNDO: usize = 32;
 
-/// What the daemon said.
+/// What the daemon answered.
 pub(super) struct Answer {
     pub(super) status: Status,
     pub(super) tenants: Vec<Tenant>,
@@ -25,47 +27,129 @@ pub(super) struct Answer {
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Row {
     pub(super) device: String,
-    pub(super) promised: f64,
+    /// The share that it gets when all tenants have work.
+    pub(super) share: f64,
     /// Parts of the time since the last look: on the device, and waiting for it.
     pub(super) received: f64,
     pub(super) waiting: f64,
 }
 
+/// What the tenants are sorted by; of equal ones the oldest comes first.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Order {
+    #[default]
+    Age,
+    Name,
+    Received,
+    Waiting,
+    Memory,
+}
+
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) enum Page {
+    #[default]
+    Tenants,
+    Gpus,
+    /// All about the chosen tenant.
+    Detail,
+    Help,
+}
+
+/// What the next keys are for.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) enum Input {
+    #[default]
+    Commands,
+    Filter,
+    /// The class of this tenant.
+    Class(String),
+    /// Whether this tenant is to sleep.
+    Sleep(String),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum What {
+    Spec(SpecChange),
+    /// Move its memory to the host, or back.
+    Sleep,
+    Wake,
+}
+
+/// A change of one tenant, and what undoes it.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Change {
+    pub(super) name: String,
+    pub(super) what: What,
+    /// None: this undoes another.
+    pub(super) inverse: Option<What>,
+    /// For people.
+    pub(super) text: String,
+}
+
 #[derive(Default)]
 pub(super) struct View {
     pub(super) answer: Option<Answer>,
+    pub(super) page: Page,
+    pub(super) input: Input,
+    pub(super) order: Order,
+    pub(super) filter: String,
+    /// Lines that the page is scrolled by, where it has no chosen line.
+    pub(super) scrolled: u16,
     /// Name of the chosen tenant; without one the first is.
-    name: Option<String>,
-    pub(super) message: String,
+    pub(super) name: Option<String>,
     pub(super) rows: BTreeMap<String, Vec<Row>>,
-    /// Shares per tenant and device, the latest last.
+    /// Shares per tenant and device, one a second, the latest last.
     pub(super) past: BTreeMap<(String, String), VecDeque<f64>>,
+    /// Why the daemon did not answer the last time.
+    pub(super) lost: Option<String>,
+    /// When it was said, and whether it is bad news.
+    message: Option<(Duration, bool, String)>,
+    pub(super) undo: Vec<Change>,
+    now: Duration,
+    /// Second of the last share in `past`.
+    second: u64,
     /// Per domain: when it was looked at, and its device and waiting time then, in µs.
     before: BTreeMap<u64, (Duration, u64, u64)>,
 }
 
-pub(super) enum Key {
-    Nothing,
-    Quit,
-    Change(String, SpecChange),
-    /// Move its memory to the host, or back.
-    Sleep(String),
-    Wake(String),
+/// Two users may have tenants of one name: the daemon knows them as `uid/name`.
+fn name_by_user(tenants: &mut [Tenant]) {
+    let mut users: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
+    for tenant in &*tenants {
+        users
+            .entry(tenant.name.clone())
+            .or_default()
+            .insert(tenant.uid);
+    }
+    for tenant in tenants.iter_mut().filter(|it| users[&it.name].len() > 1) {
+        tenant.name = format!("{}/{}", tenant.uid, tenant.name);
+    }
 }
 
 impl View {
     /// The daemon's answer at this time since any beginning.
-    pub(super) fn update(&mut self, answer: Answer, at: Duration) {
+    pub(super) fn update(&mut self, mut answer: Answer, at: Duration) {
+        name_by_user(&mut answer.tenants);
         let mut before = BTreeMap::new();
         self.rows.clear();
         for tenant in &answer.tenants {
+            // Channel groups of one MPS group run together: they count once.
+            let mut together: BTreeMap<(&str, Option<u64>, u64), (f64, f64)> = BTreeMap::new();
             let mut rows: BTreeMap<&str, Row> = BTreeMap::new();
             for domain in &tenant.domains {
                 let (received, waiting) = self.lately(domain, at);
                 before.insert(domain.id, (at, domain.received_us, domain.waited_us));
+                let own = domain.group.map_or(domain.id, |_| 0);
+                let most = together
+                    .entry((&domain.device, domain.group, own))
+                    .or_default();
+                *most = (most.0.max(received), most.1.max(waiting));
                 let row = rows.entry(&domain.device).or_default();
                 row.device = domain.device.clone();
-                row.promised = row.promised.max(domain.promised_share);
+                row.share = row.share.max(domain.promised_share);
+            }
+            for ((device, ..), (received, waiting)) in together {
+                let row = rows.entry(device).or_default();
                 row.received += received;
                 row.waiting = row.waiting.max(waiting);
             }
@@ -82,20 +166,29 @@ impl View {
                 .is_some_and(|rows| rows.iter().any(|row| row.device == *device))
         };
         self.past.retain(|key, _| lives(key));
-        for (name, rows) in rows {
-            for row in rows {
-                let past = self
-                    .past
-                    .entry((name.clone(), row.device.clone()))
-                    .or_default();
-                past.push_back(row.received);
-                while past.len() > PAST {
-                    past.pop_front();
+        if at.as_secs() > self.second {
+            self.second = at.as_secs();
+            for (name, rows) in rows {
+                for row in rows {
+                    let key = (name.clone(), row.device.clone());
+                    let past = self.past.entry(key).or_default();
+                    past.push_back(row.received);
+                    past.drain(..past.len().saturating_sub(PAST));
                 }
             }
         }
-        self.answer = Some(answer);
-        self.message.clear();
+        (self.answer, self.now, self.lost) = (Some(answer), at, None);
+    }
+
+    /// What was before `top` was started.
+    pub(super) fn remember(&mut self, history: &History) {
+        for tenant in history.tenants.iter().filter(|it| it.ended_s_ago.is_none()) {
+            let known = tenant.received.iter().skip_while(|it| it.is_none());
+            let mut past: VecDeque<f64> = known.map(|it| it.unwrap_or(0.0).into()).collect();
+            past.drain(..past.len().saturating_sub(PAST));
+            self.past
+                .insert((tenant.name.clone(), tenant.device.clone()), past);
+        }
     }
 
     /// Parts of the time since the last look.
@@ -111,67 +204,77 @@ impl View {
         )
     }
 
-    pub(super) fn say(&mut self, message: String) {
-        self.message = message;
+    /// The daemon did not answer at this time.
+    pub(super) fn lose(&mut self, why: String, at: Duration) {
+        (self.lost, self.now) = (Some(why), at);
     }
 
-    /// The chosen one of these.
-    pub(super) fn chosen<'a>(&self, tenants: &'a [Tenant]) -> Option<&'a Tenant> {
-        let named = tenants
-            .iter()
-            .find(|tenant| Some(&tenant.name) == self.name.as_ref());
-        named.or(tenants.first())
+    pub(super) fn say(&mut self, text: String, bad: bool) {
+        self.message = Some((self.now, bad, text));
     }
 
-    pub(super) fn key(&mut self, key: KeyEvent) -> Key {
-        let tenants = self
-            .answer
-            .as_ref()
-            .map_or(&[][..], |answer| &answer.tenants);
-        let Some(chosen) = self.chosen(tenants) else {
-            return match is_quit(key) {
-                true => Key::Quit,
-                false => Key::Nothing,
-            };
-        };
-        let index = tenants
-            .iter()
-            .position(|tenant| tenant.name == chosen.name)
-            .unwrap_or(0);
-        let change = |change| Key::Change(chosen.name.clone(), change);
-        let class = |class| {
-            change(SpecChange {
-                class: Some(class),
-                ..SpecChange::default()
-            })
-        };
-        let weight = |factor: f64| {
-            let (least, most) = (*TenantSpec::WEIGHTS.start(), *TenantSpec::WEIGHTS.end());
-            let weight = Some((chosen.spec.weight * factor).clamp(least, most));
-            change(SpecChange {
-                weight,
-                ..SpecChange::default()
-            })
-        };
-        let to = match key.code {
-            _ if is_quit(key) => return Key::Quit,
-            KeyCode::Char('l') => return class(Class::Latency),
-            KeyCode::Char('s') => return class(Class::Standard),
-            KeyCode::Char('b') => return class(Class::Batch),
-            KeyCode::Char('+' | '=') => return weight(2.0),
-            KeyCode::Char('-') => return weight(0.5),
-            KeyCode::Char('z') => return Key::Sleep(chosen.name.clone()),
-            KeyCode::Char('w') => return Key::Wake(chosen.name.clone()),
-            KeyCode::Up | KeyCode::Char('k') => index.saturating_sub(1),
-            KeyCode::Down | KeyCode::Char('j') => (index + 1).min(tenants.len() - 1),
-            _ => return Key::Nothing,
-        };
-        self.name = Some(tenants[to].name.clone());
-        Key::Nothing
+    /// The message, and whether it is bad news, until it is old.
+    pub(super) fn message(&self) -> Option<(bool, &str)> {
+        let (at, bad, text) = self.message.as_ref()?;
+        (self.now < *at + MESSAGE).then_some((*bad, text))
     }
-}
 
-fn is_quit(key: KeyEvent) -> bool {
-    let interrupt = key.modifiers.contains(KeyModifiers::CONTROL) && key.code == KeyCode::Char('c');
-    interrupt || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc)
+    pub(super) fn forget_message(&mut self) {
+        self.message = None;
+    }
+
+    /// A change was made.
+    pub(super) fn changed(&mut self, change: Change) {
+        let undo = match change.inverse {
+            Some(_) => " u undoes it.",
+            None => "",
+        };
+        self.say(format!("{}{undo}", change.text), false);
+        if change.inverse.is_some() {
+            self.undo.push(change);
+            let surplus = self.undo.len().saturating_sub(UNDO);
+            self.undo.drain(..surplus);
+        }
+    }
+
+    /// What the filter leaves, sorted.
+    pub(super) fn visible(&self) -> Vec<&Tenant> {
+        let all = self.answer.iter().flat_map(|answer| &answer.tenants);
+        let wanted = self.filter.to_lowercase();
+        let is_wanted = |it: &&Tenant| {
+            let words = [&*it.name, it.class.name(), it.state.name()];
+            words
+                .iter()
+                .any(|word| word.to_lowercase().contains(&wanted))
+        };
+        let mut shown: Vec<&Tenant> = all.filter(is_wanted).collect();
+        let most = |it: &Tenant, value: fn(&Row) -> f64| {
+            let rows = self.rows.get(&it.name).into_iter().flatten();
+            rows.map(value).fold(0.0, f64::max)
+        };
+        let memory = |it: &Tenant| {
+            it.memory
+                .iter()
+                .map(|it| it.in_use + it.swapped)
+                .sum::<u64>()
+        };
+        match self.order {
+            Order::Age => {}
+            Order::Name => shown.sort_by(|a, b| a.name.cmp(&b.name)),
+            Order::Received => shown.sort_by(|a, b| {
+                most(b, |row| row.received).total_cmp(&most(a, |row| row.received))
+            }),
+            Order::Waiting => shown
+                .sort_by(|a, b| most(b, |row| row.waiting).total_cmp(&most(a, |row| row.waiting))),
+            Order::Memory => shown.sort_by_key(|it| std::cmp::Reverse(memory(it))),
+        }
+        shown
+    }
+
+    /// The chosen tenant, of those that are shown.
+    pub(super) fn chosen(&self) -> Option<&Tenant> {
+        let shown = self.visible();
+        let named = shown.iter().find(|it| Some(&it.name) == self.name.as_ref());
+        named.or(shown.first()).copied()
+    }
 }

@@ -64,7 +64,7 @@ struct Inner {
     gate_off: bool,
     /// Claims whose parameters are not stored as Go writes them.
     stored: BTreeMap<Key, Stored>,
-    /// Nobody may write slices.
+    /// No client may write slices.
     slices_forbidden: bool,
 }
 

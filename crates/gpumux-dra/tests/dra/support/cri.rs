@@ -196,7 +196,7 @@ impl Containerd {
         let sandbox_id = loop {
             match self.call::<Id>("RunPodSandbox", &request).await {
                 Ok(answer) => break answer.id,
-                // containerd hears of an image some time after it is there.
+                // containerd lists an image some time after it is there.
                 Err(error) => assert!(std::time::Instant::now() < end, "{error:?}"),
             }
             tokio::time::sleep(Duration::from_millis(200)).await;
@@ -297,7 +297,7 @@ impl Pod {
     }
 }
 
-/// A program that does nothing for ever: an x86-64 ELF file with one segment and `pause` in a loop.
+/// A program that waits without end: an x86-64 ELF file with one segment and `pause` in a loop.
 fn waits() -> Vec<u8> {
     const BASE: u64 = 0x40_0000;
     const CODE: [u8; 9] = [0xb8, 34, 0, 0, 0, 0x0f, 0x05, 0xeb, 0xf7];

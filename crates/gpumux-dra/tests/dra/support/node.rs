@@ -48,7 +48,7 @@ pub async fn daemon(dir: &Path) -> Daemon {
         nvml: None,
         ..Default::default()
     };
-    std::thread::spawn(move || gpumux_daemon::run(config));
+    std::thread::spawn(move || gpumux_daemon::run(config, gpumux_daemon::receiver::Place::Threads));
     let client = Daemon::new(dir);
     let wait = async {
         while client.status().await.is_err() {

@@ -15,7 +15,9 @@ import atexit
 import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
+from typing import Any, Callable, Iterator
+
+__version__ = "0.2.0"
 
 HELD, ALREADY, NEEDLESS, TOO_EARLY, LATER, IMPOSSIBLE = 0, 1, 2, 3, 4, -1
 """What became of a hint: see include/gpumux.h."""
@@ -27,18 +29,21 @@ DONE, LOST, UNKNOWN = 0, 1, -1
 # The process itself: the preloaded library is part of it.
 _process = ctypes.CDLL(None)
 _Reclaim = ctypes.CFUNCTYPE(ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64, ctypes.c_void_p)
-_reclaimers: list = []  # They must live as long as they may be called.
-try:
-    _hint, _begin, _end = _process.gpumux_hint, _process.gpumux_begin, _process.gpumux_end
-    _advise, _on_reclaim = _process.gpumux_advise, _process.gpumux_on_reclaim
-except AttributeError:
-    _hint = _begin = _end = _advise = _on_reclaim = None
-else:
-    _on_reclaim.argtypes, _on_reclaim.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int
-    _advise.argtypes, _advise.restype = [ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int], ctypes.c_int
-    _hint.argtypes, _hint.restype = [ctypes.c_int, ctypes.c_uint], ctypes.c_int
-    _begin.argtypes, _begin.restype = [], ctypes.c_uint64
-    _end.argtypes, _end.restype = [ctypes.c_uint64], None
+_reclaimers: list[Any] = []  # They must live as long as they may be called.
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(_process, name, None)
+    if function is not None:
+        function.argtypes, function.restype = arguments, result
+    return function
+
+
+_hint = _function("gpumux_hint", ctypes.c_int, ctypes.c_int, ctypes.c_uint)
+_begin = _function("gpumux_begin", ctypes.c_uint64)
+_end = _function("gpumux_end", None, ctypes.c_uint64)
+_advise = _function("gpumux_advise", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
+_on_reclaim = _function("gpumux_on_reclaim", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
 
 def present() -> bool:
@@ -48,12 +53,12 @@ def present() -> bool:
 
 def hint(device: int = 0, expected_us: int = 0) -> int:
     """Says that work for a device (its CUDA ordinal) comes in so many µs, 0 if that is not known."""
-    return _hint(device, max(0, expected_us)) if _hint else NEEDLESS
+    return int(_hint(device, max(0, expected_us))) if _hint else NEEDLESS
 
 
 def advise(address: int, size: int, advice: int) -> int:
     """Says something of device memory. `LOST`: it was discardable, and its contents are gone."""
-    return _advise(address, size, advice) if _advise else UNKNOWN
+    return int(_advise(address, size, advice)) if _advise else UNKNOWN
 
 
 def on_reclaim(function: Callable[[int, int], int]) -> bool:
@@ -74,21 +79,21 @@ def on_reclaim(function: Callable[[int, int], int]) -> bool:
         # The interpreter must not be entered once it is ending.
         atexit.register(_on_reclaim, None, None)
     _reclaimers.append(_Reclaim(call))
-    return _on_reclaim(ctypes.cast(_reclaimers[-1], ctypes.c_void_p), None) == 0
+    return bool(_on_reclaim(ctypes.cast(_reclaimers[-1], ctypes.c_void_p), None) == 0)
 
 
 def torch_cache(device: int, _missing: int) -> int:
     """For `on_reclaim`: the free blocks of PyTorch's caching allocator, on all devices."""
-    import torch  # Only programs that have it use this.
+    import torch  # type: ignore[import-not-found,unused-ignore]  # Only programs that have it use this.
 
-    before = torch.cuda.memory_reserved(device)
+    before = int(torch.cuda.memory_reserved(device))
     torch.cuda.empty_cache()
-    return before - torch.cuda.memory_reserved(device)
+    return before - int(torch.cuda.memory_reserved(device))
 
 
 def begin() -> int:
     """A request begins. The answer is for `end`, which another thread may call."""
-    return _begin() if _begin else 0
+    return int(_begin()) if _begin else 0
 
 
 def end(request: int) -> None:

@@ -1,4 +1,4 @@
-//! Whether a call of the program foretells work, and whether taking the device ahead of it pays: learned
+//! Whether work follows a call of the program, and whether taking the device ahead of it pays: learned
 //! from what followed earlier calls of the same kind. Pure: time comes in.
 //!
 //! What a hold gains is at most one switch of contexts, and at most the time from the call to when the
@@ -33,7 +33,7 @@ const LINK: f32 = 25_000.0;
 const SHARE: f32 = 1.0 / 64.0;
 const SAVED_UP: f32 = 20_000.0;
 
-/// Calls that may foretell work.
+/// Calls that work may follow.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     /// A copy that the program waits for.
@@ -46,7 +46,7 @@ pub(crate) enum Call {
     Wait,
 }
 
-/// A kind of call: calls of one kind are taken to foretell the same.
+/// A kind of call: calls of one kind are taken to predict the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Site {
     call: Call,
@@ -107,7 +107,7 @@ impl Lessons {
         }
     }
 
-    /// Whether to take the device for work that this call foretells, and for how long at most, in µs.
+    /// Whether to take the device for work that this call predicts, and for how long at most, in µs.
     pub(crate) fn decide(&mut self, site: Site, now: u64) -> Option<f32> {
         let passed = now.saturating_sub(self.filled) as f32;
         self.filled = now;
@@ -126,7 +126,7 @@ impl Lessons {
         (pays && every && self.budget > 0.0).then_some(timeout)
     }
 
-    /// The work that a call foretold was seen done so many µs after the call.
+    /// The work that a call predicted was seen done so many µs after the call.
     pub(crate) fn took(&mut self, site: Site, us: u64, held: bool) {
         let (call, size) = site.place();
         let (mean, count) = &mut self.of[call][size].took[usize::from(held)];

@@ -1,0 +1,44 @@
+//! `gpumux wait`: waits until tenants have ended, and ends as the last one did.
+
+use std::process::ExitCode;
+
+use super::client::{self, until_ended};
+use crate::output;
+
+const EXAMPLES: &str = "\
+Examples:
+  gpumux run -d --name quick -- python train.py; gpumux wait quick
+  gpumux run -d --name short -- true; gpumux wait short --json
+
+The exit code is that of the last tenant's program (128 + N for signal N). It is known of programs that run \
+detached (`gpumux run -d`) or with `--restart`, and of all programs from Linux 6.15 on; where it is not known, `wait` \
+reports that and ends with 1. The last 256 tenants that ended can be waited for, too.";
+
+/// Wait until tenants have ended
+#[derive(clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Args {
+    /// The tenants, as `gpumux ps -a` names them
+    #[arg(required = true, value_name = "NAME")]
+    names: Vec<String>,
+    /// Print the ended tenants as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
+    let mut all = Vec::new();
+    for name in &args.names {
+        all.push(client::about(name, async |client| {
+            until_ended(&client, name).await
+        })?);
+    }
+    let code = all.last().and_then(|end| end.exit.shell_code());
+    if args.json {
+        output::json(&all)?;
+    }
+    if let Some(last) = all.last().filter(|_| code.is_none()) {
+        eprintln!("gpumux: {}: {}", last.name, last.reason);
+    }
+    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+}

@@ -1,0 +1,173 @@
+//! Values of flags: one parser for each kind, so that a mistake has one message and one exit code (2) everywhere.
+
+use std::{ops::RangeInclusive, time::Duration};
+
+use gpumux_core::{
+    TenantSpec,
+    quantity::{self, Percent, QuantityError, Size},
+};
+use gpumux_daemon::api::types::NewHint;
+
+/// A value, or none: what was set before is cleared.
+pub(crate) type OrNone = Option<u64>;
+
+/// A mistake in the arguments that only their combination shows: printed, and ended, as clap does its own.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub(crate) struct Usage(pub(crate) String);
+
+/// A share of a device.
+pub(crate) fn share(text: &str) -> Result<f64, QuantityError> {
+    quantity::parse_share(text)
+}
+
+/// A size in bytes.
+pub(crate) fn size(text: &str) -> Result<u64, QuantityError> {
+    quantity::parse_bytes(text)
+}
+
+/// A weight.
+pub(crate) fn weight(text: &str) -> Result<f64, String> {
+    number(text, TenantSpec::WEIGHTS)
+}
+
+fn number(text: &str, range: RangeInclusive<f64>) -> Result<f64, String> {
+    let value = text.trim().parse::<f64>().ok();
+    value.filter(|it| range.contains(it)).ok_or_else(|| {
+        format!(
+            "use a number from {} to {}, such as 1",
+            range.start(),
+            range.end()
+        )
+    })
+}
+
+/// A time, in whole seconds; a number alone is in seconds.
+pub(crate) fn seconds(text: &str) -> Result<u64, QuantityError> {
+    quantity::parse_time(text, Duration::from_secs(1)).map(|time| time.as_secs_f64().ceil() as u64)
+}
+
+/// A limit of memory, or none.
+pub(crate) fn size_or_none(text: &str) -> Result<OrNone, String> {
+    match text {
+        "none" => Ok(None),
+        _ => match size(text) {
+            Ok(0) => Err("no program runs with 0: use a size such as 8GiB, or none".into()),
+            Ok(bytes) => Ok(Some(bytes)),
+            Err(error) => Err(format!("{error}, or none")),
+        },
+    }
+}
+
+/// A time in seconds, or never.
+pub(crate) fn seconds_or_never(text: &str) -> Result<OrNone, String> {
+    match text {
+        "never" => Ok(None),
+        _ => seconds(text)
+            .map(Some)
+            .map_err(|error| format!("{error}, or never")),
+    }
+}
+
+/// A latency objective in µs, or none; a number alone is in ms.
+pub(crate) fn objective(text: &str) -> Result<OrNone, String> {
+    if text == "none" {
+        return Ok(None);
+    }
+    let time = quantity::parse_time(text, Duration::from_millis(1));
+    let us = time.map(|time| time.as_micros() as u64);
+    match us {
+        Ok(us) if TenantSpec::OBJECTIVES_US.contains(&us) => Ok(Some(us)),
+        Ok(_) => Err("use more than 0 and at most 1h, such as 20ms, or none".into()),
+        Err(_) => Err(format!(
+            "`{text}` is not a time: use one such as 20ms, or none"
+        )),
+    }
+}
+
+/// How far ahead a hint is, in µs; a number alone is in µs.
+pub(crate) fn ahead(text: &str) -> Result<u32, String> {
+    let time = quantity::parse_time(text, Duration::from_micros(1));
+    let us = time.map_err(|error| error.to_string())?.as_micros();
+    match u32::try_from(us) {
+        Ok(us) if us <= NewHint::FARTHEST_US => Ok(us),
+        _ => Err("use at most 1s, such as 300us".into()),
+    }
+}
+
+/// What the parts of a spec say about each other.
+///
+/// # Errors
+/// When a guarantee is above its limit.
+pub(crate) fn consistent(
+    guaranteed: (Option<f64>, Option<f64>),
+    memory: (Option<u64>, Option<u64>),
+) -> Result<(), Usage> {
+    if let (Some(guaranteed), Some(limit)) = guaranteed
+        && guaranteed > limit
+    {
+        let (guaranteed, limit) = (Percent(guaranteed), Percent(limit));
+        return Err(Usage(format!(
+            "--guaranteed {guaranteed} is more than --limit {limit}: raise the limit or lower the guarantee"
+        )));
+    }
+    if let (Some(guaranteed), Some(limit)) = memory
+        && guaranteed > limit
+    {
+        let (guaranteed, limit) = (Size(guaranteed), Size(limit));
+        return Err(Usage(format!(
+            "--memory-guaranteed {guaranteed} is more than --memory-limit {limit}: raise the limit or lower the guarantee"
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn settings_can_be_cleared_by_a_word() {
+        assert_eq!(size_or_none("none"), Ok(None));
+        assert_eq!(size_or_none("1GiB"), Ok(Some(1 << 30)));
+        assert!(size_or_none("0").unwrap_err().contains("none"));
+        assert!(size_or_none("much").unwrap_err().ends_with("8GiB, or none"));
+        assert_eq!(seconds_or_never("never"), Ok(None));
+        assert_eq!(seconds_or_never("5min"), Ok(Some(300)));
+        assert_eq!(
+            seconds_or_never("500ms"),
+            Ok(Some(1)),
+            "at least what was asked"
+        );
+        assert!(seconds_or_never("none").unwrap_err().ends_with("or never"));
+        assert_eq!(objective("none"), Ok(None));
+        for text in ["20", "20ms", "0.02s"] {
+            assert_eq!(objective(text), Ok(Some(20_000)), "{text}");
+        }
+        assert!(objective("0").is_err() && objective("2h").is_err());
+    }
+
+    #[test]
+    fn weights_and_hints_have_a_range() {
+        assert_eq!(weight("3"), Ok(3.0));
+        for wrong in ["0", "-1", "1001", "NaN", "heavy"] {
+            assert!(weight(wrong).is_err(), "{wrong}");
+        }
+        for text in ["300", "300us", "0.3ms"] {
+            assert_eq!(ahead(text), Ok(300), "{text}");
+        }
+        assert!(ahead("2s").is_err());
+    }
+
+    #[test]
+    fn guarantee_above_its_limit_is_a_usage_error() {
+        assert!(consistent((Some(0.5), Some(0.5)), (None, None)).is_ok());
+        let error = consistent((Some(0.2), Some(0.1)), (None, None)).unwrap_err();
+        assert!(error.to_string().contains("20% is more than --limit 10%"));
+        let error = consistent((None, None), (Some(80 << 30), Some(40 << 30))).unwrap_err();
+        assert!(
+            error.to_string().contains("80.0 GiB is more than"),
+            "{error}"
+        );
+    }
+}

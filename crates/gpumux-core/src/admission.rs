@@ -1,0 +1,345 @@
+//! Admission: whether a tenant's guarantees can be kept, decided before it starts or changes.
+//!
+//! # Problem
+//! A guarantee that is given must hold. So the guarantees on a device must not exceed it, one user must not take what
+//! all others need, and a refusal must name what stands in the way.
+//!
+//! # Approach
+//! A guarantee is booked on every device that its tenant may use. [`admit`] checks the spec by itself, then what the
+//! [`UserPolicy`] allows, then on each of these devices what the user's tenants are guaranteed together, what is reserved for
+//! root, and what is free. A value that falls or stays is never refused: so a policy that becomes stricter takes nothing away.
+
+use std::fmt;
+
+use crate::{
+    Class, SpecError, TenantId, TenantSpec, UserId,
+    quantity::{Percent, Size},
+};
+
+mod policy;
+
+pub use policy::{Amount, Reserve, UserPolicy, UserRules};
+
+/// Shares that sum to a hair more than the whole are all right: thirds.
+const ROUNDING: f64 = 1e-9;
+/// A foreign process that uses less of a device than this, such as a display server, takes nothing from what can be guaranteed.
+pub const FOREIGN_COUNTS: f64 = 0.05;
+const GIB: u64 = 1 << 30;
+/// Holders that a refusal names.
+const NAMED: usize = 3;
+
+/// A tenant whose guarantees are to be admitted.
+#[derive(Clone, Copy, Debug)]
+pub struct Request<'a> {
+    /// Which.
+    pub tenant: TenantId,
+    /// Whose it is.
+    pub user: UserId,
+    /// What it is to have.
+    pub spec: &'a TenantSpec,
+    /// What it has; none of a new tenant.
+    pub before: Option<&'a TenantSpec>,
+}
+
+/// One device that the tenant may use.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Room {
+    /// What people call it.
+    pub device: String,
+    /// Bytes that tenants can be guaranteed together; none: not known yet.
+    pub memory: Option<u64>,
+    /// What is guaranteed to the tenants that may use it.
+    pub booked: Vec<Booking>,
+    /// The processes on it that gpumux does not control.
+    pub foreign: Vec<Foreign>,
+}
+
+/// What one tenant holds of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Booking {
+    /// Which tenant.
+    pub tenant: TenantId,
+    /// What people call it.
+    pub name: String,
+    /// Whose it is.
+    pub user: UserId,
+    /// See [`UserPolicy::privileged`].
+    pub privileged: bool,
+    /// Share of compute that it is guaranteed.
+    pub guaranteed: f64,
+    /// Bytes that it is guaranteed, or that cannot be moved.
+    pub memory: u64,
+}
+
+/// A process that gpumux does not control.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Foreign {
+    /// What people call it.
+    pub name: String,
+    /// Part of the time in which its kernels run, 0 to 1.
+    pub used: f64,
+}
+
+/// Why a request was refused.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+pub enum Refusal {
+    /// The spec makes no sense by itself.
+    #[error(transparent)]
+    Spec(#[from] SpecError),
+    /// A class that the user may not have.
+    #[error(
+        "{user} may not have tenants of class {asked}: use {allowed}, or ask the administrator (`classes` in gpumux.toml)"
+    )]
+    Class {
+        /// Who asked.
+        user: String,
+        /// For which class.
+        asked: Class,
+        /// Those that are allowed.
+        allowed: String,
+    },
+    /// More than the user's tenants may be guaranteed together.
+    #[error(
+        "cannot guarantee {asked} of {device}: {user} may be guaranteed {most} of it, and {held}: guarantee at most {free}, lower \
+         another guarantee, or ask the administrator (`{key}` in gpumux.toml)"
+    )]
+    User {
+        /// Who asked.
+        user: String,
+        /// What was asked.
+        asked: Quantity,
+        /// Of which device.
+        device: String,
+        /// What the user may have there.
+        most: Quantity,
+        /// What its other tenants have.
+        held: Box<Held>,
+        /// What it may have yet.
+        free: Quantity,
+        /// What the administrator calls it.
+        key: &'static str,
+    },
+    /// More than is free.
+    #[error(
+        "cannot guarantee {asked} of {device}: {held}: guarantee at most {free}, name another device with --gpu, or lower a guarantee \
+         with `gpumux set`"
+    )]
+    Full {
+        /// What was asked.
+        asked: Quantity,
+        /// Of which device.
+        device: String,
+        /// What stands in the way.
+        held: Box<Held>,
+        /// What is free.
+        free: Quantity,
+    },
+}
+
+/// A share of compute, or memory.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Quantity {
+    /// A share, 0 to 1.
+    Compute(f64),
+    /// Bytes.
+    Memory(u64),
+}
+
+impl fmt::Display for Quantity {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match *self {
+            // Downwards, so that what is said to be free can be had.
+            Self::Compute(share) => Percent(((share + ROUNDING) * 1000.0).floor() / 1000.0).fmt(f),
+            Self::Memory(bytes) if bytes >= GIB => Size(bytes / (GIB / 10) * (GIB / 10)).fmt(f),
+            Self::Memory(bytes) => Size(bytes).fmt(f),
+        }
+    }
+}
+
+/// What stands in the way of a request.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Held {
+    /// What tenants hold, the most first.
+    pub by: Vec<(String, Quantity)>,
+    /// What is reserved for root and not held by its tenants.
+    pub reserved: Option<Quantity>,
+    /// What foreign processes use, the most first.
+    pub foreign: Vec<(String, Quantity)>,
+}
+
+impl fmt::Display for Held {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let list = |all: &[(String, Quantity)]| {
+            let named = all.iter().take(NAMED);
+            let mut parts: Vec<String> = named
+                .map(|(name, quantity)| format!("{name} ({quantity})"))
+                .collect();
+            match all.len().saturating_sub(NAMED) {
+                0 => {}
+                more => parts.push(format!("{more} more")),
+            }
+            match parts.split_last() {
+                Some((last, rest)) if !rest.is_empty() => {
+                    format!("{} and {last}", rest.join(", "))
+                }
+                _ => parts.concat(),
+            }
+        };
+        let mut parts = Vec::new();
+        if !self.by.is_empty() {
+            parts.push(format!("guaranteed to {}", list(&self.by)));
+        }
+        if !self.foreign.is_empty() {
+            parts.push(format!("used without gpumux by {}", list(&self.foreign)));
+        }
+        if let Some(reserved) = self.reserved {
+            parts.push(format!("{reserved} is reserved for root"));
+        }
+        match parts.is_empty() {
+            true => f.write_str("no tenant holds any"),
+            false => f.write_str(&parts.join(", ")),
+        }
+    }
+}
+
+/// Decides whether a tenant can have this spec on these devices, all that it may use.
+///
+/// # Errors
+/// Names the first thing that stands in the way.
+pub fn admit(
+    request: &Request<'_>,
+    policy: &UserPolicy,
+    reserve: &Reserve,
+    rooms: &[Room],
+) -> Result<(), Refusal> {
+    let spec = request.spec;
+    spec.validate()?;
+    let had = |class| request.before.is_some_and(|before| before.class == class);
+    if !policy.classes.contains(&spec.class) && !had(spec.class) {
+        let allowed: Vec<&str> = policy.classes.iter().map(|class| class.name()).collect();
+        return Err(Refusal::Class {
+            user: policy.user.clone(),
+            asked: spec.class,
+            allowed: allowed.join(" or "),
+        });
+    }
+    let before = request.before.map_or((0.0, 0), |before| {
+        (before.guaranteed, before.memory_guaranteed)
+    });
+    for room in rooms {
+        if spec.guaranteed > before.0 {
+            Resource {
+                asked: spec.guaranteed,
+                whole: 1.0,
+                most: policy.max_guaranteed,
+                reserved: reserve.guaranteed,
+                foreign: &room.foreign,
+                booked: |it| it.guaranteed,
+                shown: Quantity::Compute,
+                key: "max_guaranteed",
+            }
+            .check(request, policy, room)?;
+        }
+        if let Some(memory) = room.memory.filter(|_| spec.memory_guaranteed > before.1) {
+            Resource {
+                asked: spec.memory_guaranteed as f64,
+                whole: memory as f64,
+                most: policy.max_memory_guaranteed.of(memory) as f64,
+                reserved: reserve.memory_guaranteed.of(memory) as f64,
+                // What they have is not in what can be guaranteed.
+                foreign: &[],
+                booked: |it| it.memory as f64,
+                shown: |bytes| Quantity::Memory(bytes as u64),
+                key: "max_memory_guaranteed",
+            }
+            .check(request, policy, room)?;
+        }
+    }
+    Ok(())
+}
+
+/// Compute or memory of one device: shares, or bytes, of which a device has fewer than a number can count exactly.
+struct Resource<'a> {
+    asked: f64,
+    /// What the device has.
+    whole: f64,
+    /// What the user may have.
+    most: f64,
+    /// What is kept for root.
+    reserved: f64,
+    foreign: &'a [Foreign],
+    booked: fn(&Booking) -> f64,
+    shown: fn(f64) -> Quantity,
+    key: &'static str,
+}
+
+impl Resource<'_> {
+    fn check(
+        &self,
+        request: &Request<'_>,
+        policy: &UserPolicy,
+        room: &Room,
+    ) -> Result<(), Refusal> {
+        let others = || room.booked.iter().filter(|it| it.tenant != request.tenant);
+        let sum = |which: &dyn Fn(&Booking) -> bool| -> f64 {
+            others().filter(|it| which(it)).map(self.booked).sum()
+        };
+        let own = |it: &Booking| it.user == request.user;
+        let free = self.most - sum(&own);
+        // To a user without a bound, the holders are of more use.
+        if self.most < self.whole && self.asked > free + ROUNDING {
+            return Err(Refusal::User {
+                user: policy.user.clone(),
+                asked: (self.shown)(self.asked),
+                device: room.device.clone(),
+                most: (self.shown)(self.most),
+                held: Box::new(Held {
+                    by: self.holders(others().filter(|it| own(it))),
+                    reserved: None,
+                    foreign: Vec::new(),
+                }),
+                free: (self.shown)(free.max(0.0)),
+                key: self.key,
+            });
+        }
+        let mut foreign = self.foreign.to_vec();
+        foreign.retain(|it| it.used >= FOREIGN_COUNTS);
+        foreign.sort_by(|a, b| b.used.total_cmp(&a.used));
+        let used: f64 = foreign.iter().map(|it| it.used).sum();
+        let reserved = match policy.privileged {
+            true => 0.0,
+            false => (self.reserved - sum(&|it| it.privileged)).max(0.0),
+        };
+        let free = self.whole - used - reserved - sum(&|_| true);
+        if self.asked <= free + ROUNDING {
+            return Ok(());
+        }
+        let foreign = foreign
+            .into_iter()
+            .map(|it| (it.name, (self.shown)(it.used)));
+        Err(Refusal::Full {
+            asked: (self.shown)(self.asked),
+            device: room.device.clone(),
+            held: Box::new(Held {
+                by: self.holders(others()),
+                reserved: (reserved > 0.0).then(|| (self.shown)(reserved)),
+                foreign: foreign.collect(),
+            }),
+            free: (self.shown)(free.max(0.0)),
+        })
+    }
+
+    /// The tenants that hold some, the most first.
+    fn holders<'b>(&self, all: impl Iterator<Item = &'b Booking>) -> Vec<(String, Quantity)> {
+        let mut all: Vec<_> = all
+            .map(|it| (it.name.clone(), (self.booked)(it)))
+            .filter(|(_, amount)| *amount > 0.0)
+            .collect();
+        all.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let shown = |(name, amount)| (name, (self.shown)(amount));
+        all.into_iter().map(shown).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,742 @@
+//! The compute controller: which channel groups may run, with which timeslices, and when that is decided anew.
+//!
+//! A pure state machine: [`Controller::handle`] takes note of an [`Event`], [`Controller::poll`] returns the next [`Command`], and
+//! [`Controller::next_wakeup`] tells when to poll although nothing happens. The daemon and the simulator only carry
+//! commands out and report how each ended. `tests/controller` checks it together with the memory broker.
+//!
+//! # One control at a time
+//! The driver takes controls one after the other, and each takes longer than a request of a latency tenant. So the next one is
+//! chosen when the last has ended, by the newest that is known: the controls of a plan are issued in its order
+//! ([`crate::Plan::levers`]) until something changes; then the device is planned anew, and also when the last has ended: the turn that
+//! they hand over begins only then.
+//!
+//! # A control that fails
+//! or has not ended at its deadline leaves the channel group in an unknown state. The group is given back as the driver made it, as
+//! far as its controls work; it is planned no more; and it is taken up again after 20 ms, then 40, … up to 5 s.
+//!
+//! # Demand
+//! is looked at by the driver of the controller, as often as [`Controller::look_at`] tells.
+
+mod device;
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
+
+use crate::{
+    Account, Calm, Costs, Demand, DomainId, DomainState, Lever, Micros, Policy, Rhythm, RunState,
+    TenantId, TenantSpec, Timeslice, UserId, gang,
+};
+
+use device::Device;
+
+/// Why a domain whose memory is away is frozen, whatever the policy decides.
+pub const AWAY: &str = "its memory is away";
+
+/// How long a control may take before its domain counts as failed.
+pub const DEADLINE: Micros = Micros::from_secs(5);
+
+/// How long a domain is left alone after a first failure, and at most.
+pub const BACKOFF: (Micros, Micros) = (Micros::from_millis(20), Micros::from_secs(5));
+
+/// A failure that long after the one before it counts as the first.
+const FORGIVEN: Micros = Micros::from_secs(10);
+
+/// How soon a deferred control is looked at again, and how often demand is looked at while it decides which domain runs.
+pub const TICK: Micros = Micros::from_millis(1);
+
+/// How long a domain without work still counts as one that competes: many pause between pieces of work.
+const LINGERS: Micros = Micros::from_secs(1);
+
+/// What happened.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Event {
+    /// A tenant of this user has this spec now.
+    Tenant(TenantId, UserId, TenantSpec),
+    /// A tenant has ended.
+    TenantGone(TenantId),
+    /// A channel group is there to be controlled; enabled.
+    Came(NewDomain),
+    /// It is gone.
+    Gone(DomainId),
+    /// Whether it has work.
+    Demand(DomainId, Demand),
+    /// Whether it has work at this moment or holds the device ahead of some. Only controls wait for this.
+    AtWork(DomainId, bool),
+    /// Work came at this moment, after a pause.
+    Arrival(DomainId, Micros),
+    /// It must not run, because its memory is away; or may again.
+    Parked(DomainId, bool),
+    /// Since when a group has work that none of its members knows of; none: it has no such work any more.
+    LeftBehind(usize, DomainId, Option<Micros>),
+    /// Its timeslice was read back.
+    Found(DomainId, Timeslice),
+    /// Its timeslice could not be read back.
+    Unreadable(DomainId),
+    /// It has new channels, which are enabled.
+    Channels(DomainId),
+    /// The command with this number has ended.
+    Ended(u64, Outcome),
+}
+
+/// A channel group to control.
+#[derive(Clone, Debug, PartialEq)]
+pub struct NewDomain {
+    /// The number of its device, see [`Controller::add_device`].
+    pub device: usize,
+    /// Its name; no other's, nor a group's.
+    pub id: DomainId,
+    /// Its tenant.
+    pub tenant: TenantId,
+    /// The MPS group to which it belongs: all members are controlled alike.
+    pub group: Option<DomainId>,
+    /// Whether it has work.
+    pub demand: Demand,
+    /// Its timeslice.
+    pub timeslice: Timeslice,
+    /// The timeslice that the driver library gave it.
+    pub default: Timeslice,
+}
+
+/// How a command ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outcome {
+    /// It was carried out, and took so long.
+    Done(Micros),
+    /// It was not.
+    Failed,
+}
+
+/// A control to issue.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Command {
+    /// Its number: rising.
+    pub id: u64,
+    /// On which device.
+    pub device: usize,
+    /// What to do.
+    pub lever: Lever,
+    /// When it counts as failed.
+    pub deadline: Micros,
+    /// What for.
+    aim: Aim,
+}
+
+impl Command {
+    /// Whether it brings a plan about; else it mends what failed before.
+    pub fn is_planned(&self) -> bool {
+        self.aim == Aim::Plan
+    }
+}
+
+/// What a control is for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Aim {
+    /// A plan.
+    Plan,
+    /// To give a domain that failed back as the driver made it.
+    GiveUp,
+    /// To take it up again.
+    Retry,
+}
+
+/// A control that comes before those of plans. What it does is decided when it is issued.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Urgent {
+    device: usize,
+    id: DomainId,
+    sets: Sets,
+    aim: Aim,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Sets {
+    /// The timeslice that the driver library gave it.
+    Timeslice,
+    /// Whether it runs.
+    Run,
+    /// That it is frozen, if it is.
+    Frozen,
+}
+
+/// A domain under control.
+#[derive(Clone, Debug)]
+pub struct Domain {
+    /// What is known of it.
+    pub state: DomainState,
+    /// Its group, if it belongs to one.
+    pub group: Option<DomainId>,
+    /// Why it runs or not, in a few words.
+    pub reason: &'static str,
+    /// Its memory is away.
+    pub parked: bool,
+    default: Timeslice,
+    /// A control was issued and has not ended.
+    under_way: bool,
+    at_work: bool,
+    rhythm: Rhythm,
+    fault: Option<Fault>,
+    /// When it last failed, and for how long it was to be left alone then.
+    last_fault: Option<(Micros, Micros)>,
+    /// What its group had before it came.
+    before: Account,
+    /// How long it had work before [`DomainState::demand_since`].
+    busy: Micros,
+    /// Since when it is frozen, and for how long it was before.
+    frozen: (Option<Micros>, Micros),
+}
+
+/// That a control failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Fault {
+    /// When to take the domain up again.
+    until: Micros,
+    /// That is under way.
+    trying: bool,
+}
+
+impl Domain {
+    fn new(new: &NewDomain, now: Micros, before: Account) -> Self {
+        Self {
+            state: DomainState {
+                id: new.id,
+                tenant: new.tenant,
+                demand: new.demand,
+                demand_since: now,
+                expected: None,
+                received: Micros::ZERO,
+                timeslice: new.timeslice,
+                run: RunState::Enabled,
+                pinned: None,
+            },
+            group: new.group,
+            reason: "new",
+            parked: false,
+            default: new.default,
+            under_way: false,
+            at_work: false,
+            rhythm: Rhythm::default(),
+            fault: None,
+            last_fault: None,
+            before,
+            busy: Micros::ZERO,
+            frozen: (None, Micros::ZERO),
+        }
+    }
+
+    /// Its name to the policy and in the accounts.
+    pub fn planned_as(&self) -> DomainId {
+        self.group.unwrap_or(self.state.id)
+    }
+
+    /// A control failed: it is not controlled now.
+    pub fn is_faulty(&self) -> bool {
+        self.fault.is_some()
+    }
+
+    /// Whether it has been taken off the device, and no control is under way that ends that.
+    pub fn is_frozen(&self) -> bool {
+        self.state.run == RunState::Frozen && !self.under_way
+    }
+
+    /// How long it had work itself, whatever the others of its group had.
+    pub fn busy(&self, now: Micros) -> Micros {
+        match self.state.demand {
+            Demand::Busy => self.busy + now.saturating_sub(self.state.demand_since),
+            Demand::Idle | Demand::Unknown => self.busy,
+        }
+    }
+
+    /// How long it was frozen.
+    pub fn frozen(&self, now: Micros) -> Micros {
+        let (since, before) = self.frozen;
+        before + since.map_or(Micros::ZERO, |since| now.saturating_sub(since))
+    }
+
+    fn set_demand(&mut self, demand: Demand, now: Micros) {
+        self.busy = self.busy(now);
+        (self.state.demand, self.state.demand_since) = (demand, now);
+    }
+
+    fn set_run(&mut self, run: RunState, now: Micros) {
+        self.state.run = run;
+        self.frozen = match (run, self.frozen) {
+            (RunState::Frozen, (None, before)) => (Some(now), before),
+            (RunState::Enabled, (Some(_), _)) => (None, self.frozen(now)),
+            (_, unchanged) => unchanged,
+        };
+    }
+
+    /// Whether it runs only when others let it.
+    fn gives_way(&self) -> bool {
+        self.state.run == RunState::Frozen || self.state.timeslice < Timeslice::DEFAULT
+    }
+
+    /// Whether it has, or had a moment ago, work to compete with.
+    fn competes(&self, now: Micros) -> bool {
+        self.state.demand.may_run() || now.saturating_sub(self.state.demand_since) < LINGERS
+    }
+
+    /// Leaves it alone for a while.
+    fn give_up(&mut self, now: Micros) {
+        self.state.timeslice = self.default;
+        if !self.parked {
+            self.set_run(RunState::Enabled, now);
+        }
+        let backoff = match self.last_fault {
+            Some((at, before)) if now.saturating_sub(at + before) <= FORGIVEN => {
+                Micros(before.0 * 2).min(BACKOFF.1)
+            }
+            _ => BACKOFF.0,
+        };
+        self.last_fault = Some((now, backoff));
+        let until = now + backoff;
+        self.fault = Some(Fault {
+            until,
+            trying: false,
+        });
+    }
+}
+
+/// Known faults, for tests that must find them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mutation {
+    /// A plan's controls are issued in the reverse order.
+    ThawFirst,
+    /// A control that fails counts as done.
+    TrustFailures,
+    /// A domain that failed is never taken up again.
+    NoRetry,
+    /// A domain that failed is taken up again at once, each time.
+    NoBackoff,
+    /// A late control is waited for.
+    NoDeadline,
+    /// That memory is away is left to the policy's plans of the future.
+    ForgetParked,
+    /// Each device is planned alone.
+    NoGangs,
+    /// Controls wait for latency work as long as there is some.
+    DeferForEver,
+    /// Controls of domains that are gone are issued.
+    ControlTheGone,
+    /// A slice that another program set is not set again.
+    IgnoreFound,
+}
+
+/// See the module's description.
+#[derive(Clone)]
+pub struct Controller {
+    devices: Vec<Device>,
+    tenants: BTreeMap<TenantId, (UserId, TenantSpec)>,
+    weights: BTreeMap<UserId, f64>,
+    issued: Option<Command>,
+    /// Controls that come before those of plans.
+    urgent: VecDeque<Urgent>,
+    commands: u64,
+    plans: u64,
+    mutation: Option<Mutation>,
+}
+
+impl Controller {
+    /// A controller of no device, for users with these weights; others weigh 1.
+    pub fn new(weights: BTreeMap<UserId, f64>) -> Self {
+        Self {
+            devices: Vec::new(),
+            tenants: BTreeMap::new(),
+            weights,
+            issued: None,
+            urgent: VecDeque::new(),
+            commands: 0,
+            plans: 0,
+            mutation: None,
+        }
+    }
+
+    /// With a known fault, for tests.
+    #[must_use]
+    pub fn mutated(mut self, mutation: Mutation) -> Self {
+        self.mutation = Some(mutation);
+        self
+    }
+
+    /// One device more. Returns its number: how many there were. `costs` are assumed until controls were measured.
+    pub fn add_device(&mut self, policy: Arc<dyn Policy>, costs: Costs, now: Micros) -> usize {
+        self.devices.push(Device::new(policy, costs, now));
+        self.devices.len() - 1
+    }
+
+    /// Its policy.
+    pub fn policy(&self, device: usize) -> &dyn Policy {
+        self.devices[device].policy()
+    }
+
+    /// The domains on a device, by rising ids.
+    pub fn domains(&self, device: usize) -> impl Iterator<Item = &Domain> {
+        self.devices[device].domains.values()
+    }
+
+    /// A domain.
+    pub fn domain(&self, id: DomainId) -> Option<&Domain> {
+        let mut devices = self.devices.iter();
+        devices.find_map(|device| device.domains.get(&id))
+    }
+
+    /// A user's weight from now on.
+    pub fn set_weight(&mut self, user: UserId, weight: f64) {
+        let before = self.weights.insert(user, weight).unwrap_or(1.0);
+        if before != weight {
+            self.devices.iter_mut().for_each(|it| it.dirty = true);
+        }
+    }
+
+    /// What a domain had so far: of a group's member, what the group had since it came. Of several of one tenant in a group, all of
+    /// which run when the group does, only the first counts.
+    pub fn account(&self, id: DomainId) -> Account {
+        let mut devices = self.devices.iter();
+        let account = devices.find_map(|device| {
+            let domain = device.domains.get(&id)?;
+            let first = domain.group.and_then(|group| {
+                let mut all = device.domains.iter();
+                let is =
+                    |it: &Domain| it.group == Some(group) && it.state.tenant == domain.state.tenant;
+                all.find(|(_, it)| is(it)).map(|(first, _)| *first)
+            });
+            if first.is_some_and(|first| first != id) {
+                return None;
+            }
+            let account = device.accounts.get(domain.planned_as());
+            Some(account.since(&domain.before))
+        });
+        account.unwrap_or_default()
+    }
+
+    /// What a group had so far.
+    pub fn group_account(&self, device: usize, group: DomainId) -> Account {
+        self.devices[device].accounts.get(group)
+    }
+
+    /// Whether a domain competes with another for its device: then its process prepares to hold the device ahead of its work, and must
+    /// not call the driver, so its memory must be there.
+    pub fn contended(&self, id: DomainId, now: Micros) -> bool {
+        let device = self.device_of(id).map(|at| &self.devices[at]);
+        device.is_some_and(|device| device.contended(id, now))
+    }
+
+    /// How many plans were made.
+    pub fn plans(&self) -> u64 {
+        self.plans
+    }
+
+    /// When to look at the demand of a device's domains again, if looking takes `cost`: soon while the work of one may let another run
+    /// or stop, seldom while it only matters for the accounts; and never so often that it takes more than a small part of a CPU.
+    pub fn look_at(&self, device: usize, cost: Micros) -> Micros {
+        self.devices[device].looked + self.devices[device].tick(cost)
+    }
+
+    /// Whether to look now: a little early is better than to wake up once more, and plans shall know the newest.
+    pub fn should_look(&self, device: usize, now: Micros, cost: Micros) -> bool {
+        let device = &self.devices[device];
+        device.needs_plan(now) || device.looked + Micros(device.tick(cost).0 / 2) <= now
+    }
+
+    /// The demand of a device's domains was looked at; changes come as events after this.
+    pub fn looked(&mut self, device: usize, now: Micros) {
+        self.devices[device].looked(now);
+    }
+
+    /// Accounts for the time until now. Every event and plan does.
+    pub fn account_until(&mut self, device: usize, now: Micros) {
+        self.devices[device].account(now);
+    }
+
+    fn device_of(&self, id: DomainId) -> Option<usize> {
+        let mut devices = self.devices.iter();
+        devices.position(|device| device.domains.contains_key(&id))
+    }
+
+    /// Takes note of what happened.
+    pub fn handle(&mut self, now: Micros, event: Event) {
+        let id = match event {
+            Event::Tenant(tenant, user, spec) => {
+                self.tenants.insert(tenant, (user, spec));
+                self.devices.iter_mut().for_each(|it| it.dirty = true);
+                return;
+            }
+            Event::TenantGone(tenant) => {
+                self.tenants.remove(&tenant);
+                return;
+            }
+            Event::Came(new) => return self.came(now, &new),
+            Event::LeftBehind(device, group, since) => {
+                return self.devices[device].left_behind(now, group, since);
+            }
+            Event::Ended(command, outcome) => return self.ended(now, command, outcome),
+            Event::Gone(id)
+            | Event::Demand(id, _)
+            | Event::AtWork(id, _)
+            | Event::Arrival(id, _)
+            | Event::Parked(id, _)
+            | Event::Found(id, _)
+            | Event::Unreadable(id)
+            | Event::Channels(id) => id,
+        };
+        let Some(at) = self.device_of(id) else {
+            return;
+        };
+        let device = &mut self.devices[at];
+        let Some(domain) = device.domains.get_mut(&id) else {
+            return;
+        };
+        match event {
+            Event::AtWork(_, at_work) => domain.at_work = at_work,
+            Event::Arrival(_, at) => domain.rhythm.came(at),
+            Event::Demand(_, demand) if domain.state.demand != demand => {
+                if domain.gives_way() {
+                    device.quiet = 0;
+                }
+                let domain = device.change(now, id);
+                domain.into_iter().for_each(|it| it.set_demand(demand, now));
+            }
+            Event::Parked(_, parked) if domain.parked != parked => {
+                let forgets = self.mutation == Some(Mutation::ForgetParked);
+                if let Some(domain) = device.change(now, id).filter(|_| !forgets) {
+                    domain.parked = parked;
+                    domain.state.pinned = parked.then_some(RunState::Frozen);
+                }
+            }
+            Event::Found(_, found) if domain.state.timeslice != found && !domain.is_faulty() => {
+                let ignores = self.mutation == Some(Mutation::IgnoreFound);
+                let domain = device.change(now, id).filter(|_| !ignores);
+                domain.into_iter().for_each(|it| it.state.timeslice = found);
+            }
+            Event::Unreadable(_) if !domain.is_faulty() => self.fail(now, at, id),
+            // The new ones are to be frozen, too.
+            Event::Channels(_) if domain.state.run == RunState::Frozen => {
+                self.urgent.push_back(Urgent {
+                    device: at,
+                    id,
+                    sets: Sets::Frozen,
+                    aim: Aim::Plan,
+                });
+            }
+            Event::Gone(_) => {
+                let dirty = device.dirty;
+                let gone = device
+                    .domains
+                    .get(&id)
+                    .map(|it| (it.group, it.state.tenant));
+                device.remove(now, id);
+                // What it had so far is counted with it.
+                if let Some((Some(group), tenant)) = gone
+                    && let Some((next, other)) = device
+                        .domains
+                        .iter_mut()
+                        .find(|(_, it)| it.group == Some(group) && it.state.tenant == tenant)
+                    && *next > id
+                {
+                    other.before = device.accounts.get(other.planned_as());
+                }
+                match self.mutation {
+                    Some(Mutation::ControlTheGone) => device.dirty = dirty,
+                    _ => self.urgent.retain(|it| it.id != id),
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn came(&mut self, now: Micros, new: &NewDomain) {
+        let device = &mut self.devices[new.device];
+        device.account(now);
+        device.dirty = true;
+        let before = device.accounts.get(new.group.unwrap_or(new.id));
+        device.domains.insert(new.id, Domain::new(new, now, before));
+    }
+
+    fn ended(&mut self, now: Micros, command: u64, outcome: Outcome) {
+        // A late one: its domain has failed.
+        let Some(command) = self.issued.take_if(|it| it.id == command) else {
+            return;
+        };
+        let (at, lever) = (command.device, command.lever);
+        let trusted = match outcome {
+            Outcome::Failed if self.mutation == Some(Mutation::TrustFailures) => {
+                Outcome::Done(Micros::ZERO)
+            }
+            outcome => outcome,
+        };
+        if let Outcome::Done(took) = outcome {
+            self.devices[at].costs.record(lever, took);
+        }
+        let id = lever.domain();
+        if let Some(domain) = self.devices[at].domains.get_mut(&id) {
+            domain.under_way = false;
+        }
+        match (command.aim, trusted) {
+            (Aim::GiveUp, _) => {}
+            (_, Outcome::Failed) => self.fail(now, at, id),
+            (aim, Outcome::Done(_)) => {
+                let device = &mut self.devices[at];
+                device.obey(now, lever);
+                device.plan_from(now);
+                let Some(domain) = device.domains.get_mut(&id) else {
+                    return;
+                };
+                if aim == Aim::Retry && !matches!(lever, Lever::SetTimeslice(..)) {
+                    domain.fault = None;
+                    device.dirty = true;
+                }
+            }
+        }
+    }
+
+    /// A control of this domain failed.
+    fn fail(&mut self, now: Micros, device: usize, id: DomainId) {
+        self.urgent.retain(|it| it.id != id);
+        let Some(domain) = self.devices[device].fail(now, id) else {
+            return;
+        };
+        if self.mutation == Some(Mutation::NoBackoff)
+            && let Some(fault) = &mut domain.fault
+        {
+            fault.until = now;
+        }
+        self.urge(device, id, Aim::GiveUp);
+    }
+
+    fn urge(&mut self, device: usize, id: DomainId, aim: Aim) {
+        self.urgent
+            .extend([Sets::Timeslice, Sets::Run].map(|sets| Urgent {
+                device,
+                id,
+                sets,
+                aim,
+            }));
+    }
+
+    /// Takes domains that failed up again, where it is time.
+    fn retry(&mut self, now: Micros) {
+        for device in 0..self.devices.len() {
+            while let Some(id) = self.devices[device].due_fault(now) {
+                if self.mutation != Some(Mutation::NoRetry) {
+                    self.urge(device, id, Aim::Retry);
+                }
+            }
+        }
+    }
+
+    fn next_urgent(&mut self) -> Option<(usize, Lever, Aim)> {
+        while let Some(next) = self.urgent.pop_front() {
+            let Urgent { device, id, .. } = next;
+            let Some(domain) = self.devices[device].domains.get(&id) else {
+                continue;
+            };
+            let lever = match (next.sets, domain.parked) {
+                (Sets::Timeslice, _) => Lever::SetTimeslice(id, domain.default),
+                (Sets::Run, false) => Lever::Thaw(id),
+                (Sets::Run, true) if next.aim == Aim::Retry => Lever::Freeze(id),
+                (Sets::Frozen, _) if domain.state.run == RunState::Frozen => Lever::Freeze(id),
+                // Its memory is away, and it must not run; or it is not frozen any more.
+                (Sets::Run | Sets::Frozen, _) => continue,
+            };
+            return Some((device, lever, next.aim));
+        }
+        None
+    }
+
+    /// The next control to issue, if there is one now; plans before, if need be. None while one is under way.
+    pub fn poll(&mut self, now: Micros) -> Option<Command> {
+        if let Some(command) = self.issued {
+            if now < command.deadline || self.mutation == Some(Mutation::NoDeadline) {
+                return None;
+            }
+            self.issued = None;
+            self.fail(now, command.device, command.lever.domain());
+        }
+        self.retry(now);
+        if let Some((at, lever, aim)) = self.next_urgent() {
+            return Some(self.issue(now, at, lever, aim));
+        }
+        if self.devices.iter().any(|device| device.needs_plan(now)) {
+            self.plan(now);
+        }
+        let most = match self.mutation {
+            Some(Mutation::DeferForEver) => Micros::from_secs(3600),
+            _ => Calm::MOST,
+        };
+        let mut devices = self.devices.iter_mut().enumerate();
+        let next = devices.find_map(|(at, device)| Some((at, device.next_control(now, most)?)));
+        next.map(|(at, lever)| self.issue(now, at, lever, Aim::Plan))
+    }
+
+    fn issue(&mut self, now: Micros, device: usize, lever: Lever, aim: Aim) -> Command {
+        // It takes its domain off the device when it begins.
+        if matches!(lever, Lever::Freeze(_)) {
+            self.devices[device].obey(now, lever);
+        }
+        if let Some(domain) = self.devices[device].domains.get_mut(&lever.domain()) {
+            domain.under_way = true;
+        }
+        self.commands += 1;
+        let command = Command {
+            id: self.commands,
+            device,
+            lever,
+            deadline: now + DEADLINE,
+            aim,
+        };
+        self.issued = Some(command);
+        command
+    }
+
+    /// When to poll although nothing happens; a moment in the past: now.
+    pub fn next_wakeup(&self) -> Option<Micros> {
+        if let Some(command) = &self.issued {
+            return Some(command.deadline);
+        }
+        if !self.urgent.is_empty() || self.devices.iter().any(Device::is_at_it) {
+            return Some(Micros::ZERO);
+        }
+        self.devices.iter().filter_map(Device::due).min()
+    }
+
+    /// Whether a tenant has domains on several devices.
+    fn has_gangs(&self) -> bool {
+        let tenants = |device: &'_ Device| {
+            let domains = device.domains.values();
+            domains.map(|it| it.state.tenant).collect::<Vec<_>>()
+        };
+        (1..self.devices.len()).any(|at| {
+            let here = tenants(&self.devices[at]);
+            let mut before = self.devices[..at].iter().flat_map(|it| it.domains.values());
+            before.any(|it| here.contains(&it.state.tenant))
+        })
+    }
+
+    fn plan(&mut self, now: Micros) {
+        let gangs = self.has_gangs();
+        let reverse = self.mutation == Some(Mutation::ThawFirst);
+        let mut devices: Vec<&mut Device> = (self.devices.iter_mut())
+            .filter(|device| match gangs {
+                true => !device.domains.is_empty() || device.dirty,
+                false => device.needs_plan(now),
+            })
+            .collect();
+        for device in &mut devices {
+            device.refresh(now, &self.tenants, &self.weights);
+        }
+        let mut together: Vec<gang::Device<'_>> =
+            devices.iter_mut().map(|it| it.as_planned()).collect();
+        let plans = match self.mutation {
+            Some(Mutation::NoGangs) => (together.iter_mut())
+                .flat_map(|it| gang::plan(std::slice::from_mut(it)))
+                .collect(),
+            _ => gang::plan(&mut together),
+        };
+        self.plans += plans.len() as u64;
+        for (device, plan) in devices.into_iter().zip(plans) {
+            device.adopt(now, plan, reverse);
+        }
+    }
+}

@@ -1,0 +1,403 @@
+//! One device under control: its domains, their accounts, and the plan that is being carried out.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    sync::Arc,
+};
+
+use super::{AWAY, Domain, Fault, TICK};
+use crate::{
+    Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::levers, space,
+};
+
+/// Looking costs at most this part of one CPU (as its reciprocal), and a part of that once nothing has changed in so many looks: what
+/// is found a few ms later then costs little, as it comes seldom.
+const LOOK_COST: f64 = 64.0;
+const QUIETER: f64 = 4.0;
+const QUIET: u32 = 16;
+
+/// A plan is not asked for sooner than this, whatever the policy wants.
+const HURRY: Micros = Micros(100);
+
+#[derive(Clone)]
+pub(super) struct Device {
+    policy: Arc<dyn Policy>,
+    memory: Memory,
+    pub(super) accounts: Accounts,
+    pub(super) costs: Measured,
+    pub(super) domains: BTreeMap<DomainId, Domain>,
+    /// Groups with work that no member knows of, and since when.
+    left_behind: BTreeMap<DomainId, Micros>,
+    /// What is planned for; kept so that its vectors need not be made anew.
+    snapshot: Snapshot,
+    states: Vec<DomainState>,
+    /// Something changed since the last plan.
+    pub(super) dirty: bool,
+    /// When the policy wants to be asked again.
+    next: Option<Micros>,
+    /// What is left to do of the plan.
+    levers: VecDeque<Lever>,
+    deferral: Calm,
+    /// Looks in a row that found no domain that gives way with other demand than before.
+    pub(super) quiet: u32,
+    pub(super) looked: Micros,
+}
+
+impl Device {
+    pub(super) fn new(policy: Arc<dyn Policy>, costs: Costs, now: Micros) -> Self {
+        Self {
+            policy,
+            memory: Memory::default(),
+            accounts: Accounts::default(),
+            costs: Measured::new(costs),
+            domains: BTreeMap::new(),
+            left_behind: BTreeMap::new(),
+            snapshot: Snapshot::default(),
+            states: Vec::new(),
+            dirty: false,
+            next: None,
+            levers: VecDeque::new(),
+            deferral: Calm::default(),
+            quiet: 0,
+            looked: now,
+        }
+    }
+
+    pub(super) fn policy(&self) -> &dyn Policy {
+        &*self.policy
+    }
+
+    pub(super) fn needs_plan(&self, now: Micros) -> bool {
+        self.dirty || self.next.is_some_and(|next| next <= now)
+    }
+
+    /// Whether there is something to do at once.
+    pub(super) fn is_at_it(&self) -> bool {
+        self.dirty || !self.levers.is_empty()
+    }
+
+    pub(super) fn due(&self) -> Option<Micros> {
+        let faults = self.domains.values().filter_map(|it| it.fault);
+        let faults = faults.filter(|it| !it.trying).map(|it| it.until);
+        faults.chain(self.next).min()
+    }
+
+    /// A domain that failed and is to be taken up again: that is begun now.
+    pub(super) fn due_fault(&mut self, now: Micros) -> Option<DomainId> {
+        let mut domains = self.domains.values_mut();
+        domains.find_map(|domain| {
+            let due = |it: &&mut Fault| !it.trying && it.until <= now;
+            domain.fault.as_mut().filter(due)?.trying = true;
+            Some(domain.state.id)
+        })
+    }
+
+    pub(super) fn tick(&self, cost: Micros) -> Micros {
+        let contended = self.next.is_some() || self.domains.values().any(Domain::gives_way);
+        let quiet = 1.0 + f64::from(self.quiet) / f64::from(QUIET) * (QUIETER - 1.0);
+        match self.domains.len() {
+            0 | 1 => Micros(TICK.0 * 20),
+            _ if contended => TICK.max(Micros((cost.0 as f64 * LOOK_COST * quiet) as u64)),
+            _ => Micros(TICK.0 * 10),
+        }
+    }
+
+    pub(super) fn looked(&mut self, now: Micros) {
+        self.looked = now;
+        self.quiet = QUIET.min(self.quiet + 1);
+    }
+
+    pub(super) fn contended(&self, id: DomainId, now: Micros) -> bool {
+        self.domains.get(&id).is_some_and(|own| {
+            let mut others = self.domains.values();
+            !own.parked
+                && others.any(|it| {
+                    let together = it.group.is_some() && it.group == own.group;
+                    it.state.id != id && !together && it.competes(now)
+                })
+        })
+    }
+
+    /// A domain that is about to change: it is accounted for, and planned for anew.
+    pub(super) fn change(&mut self, now: Micros, id: DomainId) -> Option<&mut Domain> {
+        self.account(now);
+        self.dirty = true;
+        self.domains.get_mut(&id)
+    }
+
+    pub(super) fn left_behind(&mut self, now: Micros, group: DomainId, since: Option<Micros>) {
+        self.account(now);
+        self.dirty = true;
+        match since {
+            Some(since) => self.left_behind.insert(group, since),
+            None => self.left_behind.remove(&group),
+        };
+    }
+
+    pub(super) fn remove(&mut self, now: Micros, id: DomainId) {
+        self.account(now);
+        self.dirty = true;
+        self.domains.remove(&id);
+    }
+
+    /// A control of this domain failed.
+    pub(super) fn fail(&mut self, now: Micros, id: DomainId) -> Option<&mut Domain> {
+        self.account(now);
+        self.dirty = true;
+        self.levers.clear();
+        let domain = self.domains.get_mut(&id)?;
+        domain.give_up(now);
+        // A slice is all members'.
+        let (group, timeslice) = (domain.group, domain.state.timeslice);
+        let others = self.domains.values_mut();
+        for other in others.filter(|it| group.is_some() && it.group == group) {
+            other.state.timeslice = timeslice;
+        }
+        self.domains.get_mut(&id)
+    }
+
+    /// A control acts from now on.
+    pub(super) fn obey(&mut self, now: Micros, lever: Lever) {
+        // Until now it was as before.
+        self.account(now);
+        let Some(domain) = self.domains.get_mut(&lever.domain()) else {
+            return;
+        };
+        match lever {
+            Lever::Freeze(_) => domain.set_run(RunState::Frozen, now),
+            Lever::Thaw(_) => domain.set_run(RunState::Enabled, now),
+            Lever::SetTimeslice(_, timeslice) => domain.state.timeslice = timeslice,
+        }
+    }
+
+    /// Where a plan has been carried out, the moments that the policy wants count from now.
+    pub(super) fn plan_from(&mut self, now: Micros) {
+        if self.levers.is_empty() {
+            self.next = Some(now);
+        }
+    }
+
+    /// Accounts for the time in which everything was as it is.
+    pub(super) fn account(&mut self, now: Micros) {
+        // What a faulty domain has is not known; the others are planned as if it had nothing.
+        let known = |domain: &Domain| {
+            let mut state = domain.state.clone();
+            if domain.is_faulty() {
+                state.demand = Demand::Idle;
+            }
+            (domain.group, state)
+        };
+        merge(&mut self.states, self.domains.values().map(known));
+        count_in(&mut self.states, &self.left_behind);
+        (self.accounts).advance(now, &self.states, &self.costs.costs());
+        for domain in self.domains.values_mut() {
+            domain.state.received = self.accounts.get(domain.planned_as()).received();
+        }
+    }
+
+    /// Brings up to date what is planned for. Faulty domains are not planned until their controls work again.
+    pub(super) fn refresh(
+        &mut self,
+        now: Micros,
+        tenants: &BTreeMap<TenantId, (UserId, TenantSpec)>,
+        weights: &BTreeMap<UserId, f64>,
+    ) {
+        self.account(now);
+        for domain in self.domains.values_mut() {
+            domain.state.expected = domain.rhythm.next(now);
+        }
+        let managed = || self.domains.values().filter(|it| !it.is_faulty());
+        let snapshot = &mut self.snapshot;
+        (snapshot.now, snapshot.costs) = (now, self.costs.costs());
+        snapshot.users.clone_from(weights);
+        let states = managed().map(|it| (it.group, it.state.clone()));
+        merge(&mut snapshot.domains, states);
+        count_in(&mut snapshot.domains, &self.left_behind);
+        snapshot.tenants.clear();
+        for domain in &snapshot.domains {
+            let known = |tenant: &TenantState| tenant.id == domain.tenant;
+            if snapshot.tenants.iter().any(known) {
+                continue;
+            }
+            let members = managed().filter(|it| it.group == Some(domain.id));
+            let members: BTreeMap<TenantId, &(UserId, TenantSpec)> = members
+                .filter_map(|it| Some((it.state.tenant, tenants.get(&it.state.tenant)?)))
+                .collect();
+            // All members of a group are one user's.
+            let (user, spec) = match members.values().next() {
+                Some((user, _)) => (
+                    *user,
+                    space::combine(members.values().map(|(_, spec)| spec)),
+                ),
+                None => match tenants.get(&domain.tenant) {
+                    Some(known) => known.clone(),
+                    None => continue,
+                },
+            };
+            snapshot.tenants.push(TenantState {
+                id: domain.tenant,
+                user,
+                spec,
+            });
+        }
+        snapshot.tenants.sort_unstable_by_key(|tenant| tenant.id);
+    }
+
+    /// What is planned together with the other devices.
+    pub(super) fn as_planned(&mut self) -> gang::Device<'_> {
+        gang::Device {
+            policy: &*self.policy,
+            snapshot: &self.snapshot,
+            memory: &mut self.memory,
+        }
+    }
+
+    /// Begins to carry out a plan.
+    pub(super) fn adopt(&mut self, now: Micros, mut plan: Plan, reverse: bool) {
+        self.dirty = false;
+        self.next = plan.next.map(|next| next.max(now + HURRY));
+        for want in &mut plan.domains {
+            // Whatever the policy made of it.
+            if self.domains.get(&want.id).is_some_and(|it| it.parked) {
+                (want.run, want.reason) = (RunState::Frozen, AWAY);
+            }
+            let domains = self.domains.values_mut();
+            for domain in domains.filter(|it| it.planned_as() == want.id) {
+                domain.reason = want.reason;
+            }
+        }
+        // What the driver shares of a group is not relied on: every member gets the same.
+        let managed = self.domains.values().filter(|it| !it.is_faulty());
+        let pairs = managed.filter_map(|it| {
+            let id = it.planned_as();
+            let at = plan.domains.binary_search_by_key(&id, |want| want.id);
+            Some((&plan.domains[at.ok()?], &it.state))
+        });
+        self.levers = levers(pairs).into();
+        if reverse {
+            self.levers.make_contiguous().reverse();
+        }
+        if self.levers.is_empty() {
+            self.deferral = Calm::default();
+        }
+    }
+
+    /// The next control of the plan, unless it waits; then the device is planned anew soon.
+    pub(super) fn next_control(&mut self, now: Micros, most: Micros) -> Option<Lever> {
+        let domains = &self.domains;
+        let planned = |lever: &Lever| {
+            let id = lever.domain();
+            lever.of_domain(domains.get(&id).map_or(id, Domain::planned_as))
+        };
+        let at_work = |id| {
+            let mut members = domains.values().filter(|it| it.planned_as() == id);
+            members.any(|it| it.state.run == RunState::Enabled && it.at_work)
+        };
+        let levers = self.levers.iter().map(planned);
+        if (self.deferral).awaits(levers, &self.snapshot, now, most, at_work) {
+            self.next = Some(now + TICK);
+            self.levers.clear();
+            return None;
+        }
+        let lever = self.levers.pop_front();
+        if self.levers.is_empty() {
+            self.deferral = Calm::default();
+        }
+        lever
+    }
+}
+
+/// Which tenant stands for a group's members before the policy. No tenant has such a high number.
+fn tenant_of(group: DomainId) -> TenantId {
+    TenantId(u64::MAX - group.0)
+}
+
+/// The domains as the policy sees them, by rising ids: those of one group are one domain, which has work if any of
+/// them has and runs if any does.
+fn merge(into: &mut Vec<DomainState>, from: impl Iterator<Item = (Option<DomainId>, DomainState)>) {
+    let rank = |demand: Demand| match demand {
+        Demand::Idle => 0,
+        Demand::Unknown => 1,
+        Demand::Busy => 2,
+    };
+    into.clear();
+    for (group, mut state) in from {
+        let Some(group) = group else {
+            into.push(state);
+            continue;
+        };
+        (state.id, state.tenant) = (group, tenant_of(group));
+        let Some(all) = into.iter_mut().find(|it| it.id == group) else {
+            into.push(state);
+            continue;
+        };
+        if state.run == RunState::Enabled {
+            all.run = RunState::Enabled;
+        }
+        all.expected = all.expected.into_iter().chain(state.expected).min();
+        all.demand_since = match rank(state.demand).cmp(&rank(all.demand)) {
+            std::cmp::Ordering::Greater => state.demand_since,
+            std::cmp::Ordering::Less => all.demand_since,
+            std::cmp::Ordering::Equal if state.demand == Demand::Idle => {
+                all.demand_since.max(state.demand_since)
+            }
+            std::cmp::Ordering::Equal => all.demand_since.min(state.demand_since),
+        };
+        if rank(state.demand) > rank(all.demand) {
+            all.demand = state.demand;
+        }
+    }
+    into.sort_unstable_by_key(|it| it.id);
+}
+
+/// A group has work as long as something was left behind in it.
+fn count_in(states: &mut [DomainState], left_behind: &BTreeMap<DomainId, Micros>) {
+    for state in states.iter_mut().filter(|it| it.demand != Demand::Busy) {
+        if let Some(since) = left_behind.get(&state.id) {
+            (state.demand, state.demand_since) = (Demand::Busy, *since);
+        }
+    }
+}
+
+/// What controls cost: assumed, until measured. Of what was measured the newest counts most.
+#[derive(Clone, Debug)]
+pub(super) struct Measured {
+    assumed: Costs,
+    freeze: Option<f64>,
+    thaw: Option<f64>,
+    set_timeslice: Option<f64>,
+}
+
+impl Measured {
+    fn new(assumed: Costs) -> Self {
+        Self {
+            assumed,
+            freeze: None,
+            thaw: None,
+            set_timeslice: None,
+        }
+    }
+
+    pub(super) fn record(&mut self, lever: Lever, took: Micros) {
+        let cost = match lever {
+            Lever::Freeze(_) => &mut self.freeze,
+            Lever::Thaw(_) => &mut self.thaw,
+            Lever::SetTimeslice(..) => &mut self.set_timeslice,
+        };
+        let took = took.0 as f64;
+        *cost = Some(cost.map_or(took, |before| before + (took - before) / 8.0));
+    }
+
+    fn costs(&self) -> Costs {
+        let or = |measured: Option<f64>, assumed| {
+            measured.map_or(assumed, |took| Micros((took as u64).max(1)))
+        };
+        Costs {
+            switch: self.assumed.switch,
+            freeze: or(self.freeze, self.assumed.freeze),
+            thaw: or(self.thaw, self.assumed.thaw),
+            set_timeslice: or(self.set_timeslice, self.assumed.set_timeslice),
+        }
+    }
+}

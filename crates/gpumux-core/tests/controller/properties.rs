@@ -1,0 +1,215 @@
+//! Random worlds of up to 40 tenants: what must hold holds, and once all behave, each has what it was promised.
+
+use gpumux_core::{Class, Micros, TenantSpec, Timeslice, policy};
+use proptest::prelude::*;
+
+use super::world::{GIB, Manner, World, spec, with_memory};
+
+/// One thing that happens to a tenant.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Step {
+    Busy(u64),
+    Idle(u64),
+    Fails(u64),
+    Hangs(u64),
+    Works(u64),
+    Tampered(u64),
+    Stopped(u64),
+    /// It asks for so many GiB.
+    Asks(u64, u64),
+    Ends(u64),
+    Pass(Micros),
+}
+
+impl Step {
+    pub(crate) fn apply(self, world: &mut World) {
+        match self {
+            Self::Busy(id) => world.set_busy(id, true),
+            Self::Idle(id) => world.set_busy(id, false),
+            Self::Fails(id) => world.set_manner(id, Manner::Fails),
+            Self::Hangs(id) => world.set_manner(id, Manner::Hangs),
+            Self::Works(id) => world.set_manner(id, Manner::Works),
+            Self::Tampered(id) => world.tamper(id, Timeslice(777)),
+            Self::Stopped(id) => world.set_stopped(id, true),
+            Self::Asks(id, gib) => world.ask(id, 0, gib * GIB),
+            Self::Ends(id) => world.kill(id),
+            Self::Pass(time) => world.run_for(time),
+        }
+    }
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let id = 1..=40u64;
+    prop_oneof![
+        4 => id.clone().prop_map(Step::Busy),
+        3 => id.clone().prop_map(Step::Idle),
+        1 => id.clone().prop_map(Step::Fails),
+        1 => id.clone().prop_map(Step::Works),
+        1 => id.clone().prop_map(Step::Tampered),
+        1 => id.clone().prop_map(Step::Stopped),
+        2 => (id.clone(), 1..40u64).prop_map(|(id, gib)| Step::Asks(id, gib)),
+        1 => id.clone().prop_map(Step::Ends),
+        6 => (1..100_000u64).prop_map(|us| Step::Pass(Micros(us))),
+    ]
+}
+
+/// A tenant's class, part of what can be guaranteed, weight, and the devices that it needs.
+type Kind = (Class, f64, f64, Vec<usize>);
+
+fn kinds(most: usize) -> impl Strategy<Value = Vec<Kind>> {
+    let devices = prop_oneof![
+        3 => Just(vec![0]),
+        3 => Just(vec![1]),
+        1 => Just(vec![0, 1]),
+    ];
+    let class = prop::sample::select(Class::ALL.to_vec());
+    prop::collection::vec((class, 0.0..1.0f64, 0.5..4.0f64, devices), 1..=most)
+}
+
+fn specs(kinds: &[Kind], guaranteed: f64) -> Vec<(TenantSpec, Vec<usize>)> {
+    let sum: f64 = kinds.iter().map(|it| it.1).sum();
+    let spec = |(class, part, weight, devices): &Kind| {
+        let spec = TenantSpec {
+            weight: *weight,
+            ..spec(*class, guaranteed * part / sum.max(1.0))
+        };
+        (spec, devices.clone())
+    };
+    kinds.iter().map(spec).collect()
+}
+
+// PROPTEST_CASES runs more of them.
+proptest! {
+    #![proptest_config(ProptestConfig { cases: ProptestConfig::default().cases / 16, max_shrink_iters: 60, failure_persistence: None, ..Default::default() })]
+
+    /// `World` checks after every step.
+    #[test]
+    fn random_worlds_keep_what_must_hold(
+        policy in prop::sample::select(policy::NAMES.to_vec()),
+        kinds in kinds(12),
+        steps in prop::collection::vec(step(), 1..60),
+    ) {
+        let mut world = World::new(policy, 2);
+        let count = kinds.len() as u64;
+        for (id, (spec, devices)) in (1..).zip(specs(&kinds, 0.6)) {
+            world.tenant(id, with_memory(spec, GIB), &devices);
+        }
+        for step in steps {
+            let step = match step {
+                Step::Busy(id) => Step::Busy(id % count + 1),
+                Step::Idle(id) => Step::Idle(id % count + 1),
+                Step::Fails(id) => Step::Fails(id % count + 1),
+                Step::Works(id) => Step::Works(id % count + 1),
+                Step::Tampered(id) => Step::Tampered(id % count + 1),
+                Step::Stopped(id) => Step::Stopped(id % count + 1),
+                Step::Asks(id, gib) => Step::Asks(id % count + 1, gib),
+                Step::Ends(id) => Step::Ends(id % count + 1),
+                other => other,
+            };
+            step.apply(&mut world);
+        }
+        world.recover();
+        world.run_for(Micros::from_secs(10));
+        for id in 1..=count {
+            let away = world.away(id);
+            prop_assert!(away < Micros::from_secs(120), "{id}: {away}");
+        }
+    }
+
+    /// Any number of tenants on one device: none waits longer than its policy's bound, and each receives its guarantee.
+    #[test]
+    fn tenants_receive_guarantees_within_the_bound(
+        kinds in kinds(40),
+        guaranteed in 0.0..0.8f64,
+    ) {
+        let mut world = World::new("priority", 1);
+        let specs = specs(&kinds, guaranteed);
+        for (id, (spec, _)) in (1..).zip(&specs) {
+            world.tenant(id, spec.clone(), &[0]);
+            world.set_busy(id, true);
+        }
+        let bound = world.wait_bound();
+        // At first all begin at once, and none is owed anything.
+        world.run_for(bound);
+        world.longest_wait = Micros::ZERO;
+        let time = Micros((2 * bound.0).clamp(2_000_000, 10_000_000));
+        let shares = world.shares(time);
+        prop_assert!(world.longest_wait <= bound, "{} of {bound}", world.longest_wait);
+        for (id, (spec, _)) in (1..).zip(&specs) {
+            // Of what switches leave; a bound's worth of service may be missing at the end.
+            let least = spec.guaranteed * 0.85 - bound.0 as f64 / time.0 as f64 * spec.guaranteed;
+            prop_assert!(shares[&id] >= least, "{id}: {} of {}", shares[&id], spec.guaranteed);
+        }
+    }
+}
+
+/// A guarantee of compute is worth nothing without the memory: its owner's is brought back although others have work.
+#[test]
+fn guaranteed_tenant_gets_its_memory_back_within_a_bound() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, with_memory(spec(Class::Latency, 0.4), 40 * GIB), &[0]);
+    world.tenant(2, spec(Class::Batch, 0.0), &[0]);
+    world.tenant(3, spec(Class::Batch, 0.0), &[0]);
+    world.ask(1, 0, 35 * GIB);
+    for id in [2, 3] {
+        world.set_busy(id, true);
+        world.ask(id, 0, 35 * GIB);
+    }
+    world.run_for(Micros::from_secs(300));
+    assert!(world.seen.moves > 0, "they do not fit");
+    world.set_busy(1, true);
+    let mut longest = Micros::ZERO;
+    for _ in 0..100 {
+        world.run_for(Micros::from_millis(100));
+        longest = longest.max(world.away(1));
+    }
+    println!("its memory was away for {longest}");
+    assert!(longest < Micros::from_secs(5), "{longest}");
+    let shares = world.shares(Micros::from_secs(2));
+    assert!(shares[&1] > 0.35, "{shares:?}");
+}
+
+/// Its controls fail for long: it is left alone longer and longer.
+#[test]
+pub(crate) fn failing_controls_are_tried_seldom() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    world.tenant(2, spec(Class::Batch, 0.0), &[0]);
+    (1..=2).for_each(|id| world.set_busy(id, true));
+    world.run_for(Micros::from_secs(1));
+    world.set_manner(2, Manner::Fails);
+    let before = world.seen.failed;
+    world.run_for(Micros::from_secs(20));
+    let failed = world.seen.failed - before;
+    assert!((2..60).contains(&failed), "{failed} controls failed");
+}
+
+/// A tenant without work gives its memory to a latency tenant: it is frozen although that one is at work all the time.
+#[test]
+pub(crate) fn controls_wait_for_latency_work_but_not_for_long() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    world.tenant(2, spec(Class::Batch, 0.0), &[0]);
+    world.ask(2, 0, 60 * GIB);
+    world.run_for(Micros::from_secs(100));
+    world.set_busy(1, true);
+    world.ask(1, 0, 60 * GIB);
+    world.run_for(Micros::from_secs(100));
+    assert!(world.seen.moves > 0, "{:?}", world.seen);
+}
+
+/// Whenever a tenant ends, also in the middle of its turn's handover, no control of its groups follows.
+#[test]
+pub(crate) fn no_control_follows_the_end_of_a_tenant() {
+    for offset in 0..400 {
+        let mut world = World::new("priority", 1);
+        world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+        for id in 2..=4 {
+            world.tenant(id, spec(Class::Batch, 0.0), &[0]);
+            world.set_busy(id, true);
+        }
+        world.run_for(Micros(200 * offset));
+        world.kill(2 + offset % 3);
+        world.run_for(Micros::from_millis(5));
+    }
+}

@@ -1,0 +1,82 @@
+//! Every sequence of so many things that may happen, in two small worlds. After each everything works again, and must come right.
+
+use gpumux_core::{Class, Micros};
+
+use super::{
+    properties::Step::{self, Asks, Busy, Ends, Fails, Hangs, Idle, Pass, Stopped, Tampered},
+    world::{GIB, Seen, World, spec, with_memory},
+};
+
+fn play(world: impl Fn() -> World, steps: &[Step], length: u32) {
+    let count = (steps.len() as u64).pow(length);
+    let mut seen = Seen::default();
+    for n in 0..count {
+        let mut world = world();
+        let mut left = n;
+        for _ in 0..length {
+            steps[(left % steps.len() as u64) as usize].apply(&mut world);
+            world.run_for(Micros::from_millis(2));
+            left /= steps.len() as u64;
+        }
+        world.recover();
+        seen.commands += world.seen.commands;
+        seen.failed += world.seen.failed;
+        seen.late += world.seen.late;
+        seen.moves += world.seen.moves;
+        seen.plans += world.seen.plans;
+    }
+    println!("{count} sequences of {length}: {seen:?}");
+    assert!(
+        seen.failed > 0 && seen.late > 0 && seen.moves > 0,
+        "{seen:?}"
+    );
+}
+
+#[test]
+pub(crate) fn latency_beside_batch_survives_every_sequence() {
+    let world = || {
+        let mut world = World::new("priority", 1);
+        world.tenant(1, with_memory(spec(Class::Latency, 0.3), GIB), &[0]);
+        world.tenant(2, spec(Class::Batch, 0.2), &[0]);
+        world.tenant(3, spec(Class::Batch, 0.0), &[0]);
+        (2..=3).for_each(|id| world.set_busy(id, true));
+        world.ask(3, 0, 45 * GIB);
+        world
+    };
+    let steps = [
+        Busy(1),
+        Fails(2),
+        Hangs(3),
+        Tampered(2),
+        Ends(3),
+        Asks(2, 45),
+        Stopped(3),
+        Pass(Micros::from_secs(2)),
+    ];
+    play(world, &steps, 3);
+}
+
+#[test]
+pub(crate) fn a_gang_beside_others_survives_every_sequence() {
+    let world = || {
+        let mut world = World::new("priority", 2);
+        world.tenant(1, spec(Class::Batch, 0.3), &[0, 1]);
+        world.tenant(2, spec(Class::Latency, 0.0), &[0]);
+        world.tenant(3, spec(Class::Batch, 0.0), &[1]);
+        world.tenant(4, spec(Class::Latency, 0.0), &[1]);
+        (1..=3).for_each(|id| world.set_busy(id, true));
+        world.ask(1, 0, 45 * GIB);
+        world
+    };
+    let steps = [
+        Idle(1),
+        Busy(4),
+        Fails(1),
+        Hangs(3),
+        Tampered(1),
+        Ends(2),
+        Asks(2, 45),
+        Pass(Micros::from_secs(2)),
+    ];
+    play(world, &steps, 3);
+}

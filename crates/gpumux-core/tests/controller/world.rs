@@ -1,0 +1,845 @@
+//! A small machine: devices whose controls work, fail or never end, and processes that move their memory promptly or are stopped.
+//!
+//! It checks after every step what must always hold (see [`World::check`]), and how long it takes until what must come comes.
+
+use std::{
+    cell::Cell,
+    collections::{BTreeMap, BTreeSet},
+};
+
+use gpumux_core::{
+    Class, Costs, Demand, DomainId, DomainState, Lever, Micros, RunState, Snapshot, TenantId,
+    TenantSpec, TenantState, Timeslice, UserId,
+    broker::{self, Activity, Ask, Broker, Order, ProcessId, Reply, Terms},
+    controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
+    fractions,
+    ledger::{Holding, Kind, Share},
+    policy,
+};
+
+thread_local! {
+    /// The fault that controllers of this thread have.
+    pub(crate) static MUTATION: Cell<Option<Mutation>> = const { Cell::new(None) };
+}
+
+pub(crate) const GIB: u64 = 1 << 30;
+/// Of each device.
+pub(crate) const CAPACITY: u64 = 80 * GIB;
+/// Bytes per µs: 50 GB/s.
+const LINK: u64 = 50_000;
+/// How often timeslices are read back.
+const CHECK: Micros = Micros::from_secs(1);
+/// Shorter timeslices are about as short as a switch.
+const SHORT: Timeslice = Timeslice(500);
+/// How long something may take to be put right where controls work: some of them, deferred, one after the other.
+const SOON: Micros = Micros::from_millis(100);
+
+/// How long the control of one group may take that latency work defers.
+const DEFERRED: Micros = Micros::from_millis(8);
+
+/// How long a gang may run on one of its devices only: while the controls of a handover are issued.
+const PART: Micros = Micros::from_millis(20);
+
+/// How a group's controls behave.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manner {
+    Works,
+    Fails,
+    /// They never end.
+    Hangs,
+}
+
+/// A channel group as the hardware has it.
+#[derive(Clone, Debug)]
+pub(crate) struct Group {
+    pub(crate) device: usize,
+    pub(crate) tenant: u64,
+    pub(crate) frozen: bool,
+    pub(crate) timeslice: Timeslice,
+    pub(crate) manner: Manner,
+    /// Since when its controls work.
+    mended: Micros,
+    /// When a control that was under way no longer hung.
+    hung: Option<Micros>,
+    /// When another program last set its timeslice.
+    tampered: Micros,
+    /// Since when it has waited with work, its memory there and its controls working.
+    waits: Option<Micros>,
+}
+
+#[derive(Clone, Debug)]
+struct Tenant {
+    spec: TenantSpec,
+    groups: Vec<DomainId>,
+    busy: bool,
+    idle_since: Micros,
+    /// What its process has, by device.
+    holding: BTreeMap<usize, Holding>,
+    /// Its process answers no order.
+    stopped: bool,
+    /// Until then it carries out an order: one after the other.
+    at_work: Micros,
+    mailbox: Vec<(u64, Order)>,
+    kept: u64,
+    /// Since when it has work and its memory is away.
+    away: Option<Micros>,
+}
+
+#[derive(Clone, Debug)]
+enum Due {
+    Ended(Command),
+    Broker(broker::Event),
+    /// A process may carry out its next orders.
+    Next(ProcessId),
+}
+
+/// What a world has seen.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Seen {
+    pub(crate) commands: u64,
+    pub(crate) failed: u64,
+    pub(crate) late: u64,
+    pub(crate) moves: u64,
+    pub(crate) plans: u64,
+}
+
+pub(crate) struct World {
+    pub(crate) now: Micros,
+    pub(crate) controller: Controller,
+    broker: Broker,
+    pub(crate) groups: BTreeMap<DomainId, Group>,
+    tenants: BTreeMap<u64, Tenant>,
+    freezing: BTreeSet<TenantId>,
+    queue: BTreeMap<(Micros, u64), Due>,
+    sequence: u64,
+    tickets: u32,
+    checked: Micros,
+    devices: usize,
+    /// Until then a control of a group that is gone may hang.
+    hung: Micros,
+    /// Since when something has been as it must not be for long: what, and of which group, tenant or device.
+    wrong: BTreeMap<(&'static str, u64), Micros>,
+    pub(crate) seen: Seen,
+    pub(crate) longest_wait: Micros,
+}
+
+fn uuid(device: usize) -> String {
+    format!("GPU-{device}")
+}
+
+impl World {
+    pub(crate) fn new(policy: &str, devices: usize) -> Self {
+        let now = Micros::from_secs(1000);
+        let mut controller = Controller::new(BTreeMap::new());
+        if let Some(mutation) = MUTATION.get() {
+            controller = controller.mutated(mutation);
+        }
+        let mut broker = Broker::new(u64::MAX);
+        for device in 0..devices {
+            let policy = policy::by_name(policy).expect("known");
+            controller.add_device(policy.into(), Costs::default(), now);
+            let event = broker::Event::Device {
+                uuid: uuid(device),
+                capacity: CAPACITY,
+                used: 0,
+            };
+            assert_eq!(broker.handle(now, event), []);
+        }
+        Self {
+            now,
+            controller,
+            broker,
+            groups: BTreeMap::new(),
+            tenants: BTreeMap::new(),
+            freezing: BTreeSet::new(),
+            queue: BTreeMap::new(),
+            sequence: 0,
+            tickets: 0,
+            checked: now,
+            devices,
+            hung: Micros::ZERO,
+            wrong: BTreeMap::new(),
+            seen: Seen::default(),
+            longest_wait: Micros::ZERO,
+        }
+    }
+
+    /// A tenant whose process has a group on each of these devices.
+    pub(crate) fn tenant(&mut self, id: u64, spec: TenantSpec, devices: &[usize]) {
+        let terms = Terms {
+            class: spec.class,
+            share: spec.memory(),
+            policy: spec.memory_policy,
+            sleep_after: None,
+        };
+        let tenant = TenantId(id);
+        let event = Event::Tenant(tenant, UserId::default(), spec.clone());
+        self.controller.handle(self.now, event);
+        let groups = devices
+            .iter()
+            .map(|device| DomainId(id * 8 + *device as u64));
+        let groups: Vec<DomainId> = groups.collect();
+        let known = Tenant {
+            spec,
+            groups: groups.clone(),
+            busy: false,
+            idle_since: self.now,
+            holding: BTreeMap::new(),
+            stopped: false,
+            at_work: Micros::ZERO,
+            mailbox: Vec::new(),
+            kept: 0,
+            away: None,
+        };
+        self.tenants.insert(id, known);
+        self.memory(broker::Event::Tenant(tenant, terms));
+        self.memory(broker::Event::Joined(ProcessId(id), tenant));
+        for (&device, id) in devices.iter().zip(groups) {
+            let group = Group {
+                device,
+                tenant: tenant.0,
+                frozen: false,
+                timeslice: Timeslice::DEFAULT,
+                manner: Manner::Works,
+                mended: self.now,
+                hung: None,
+                tampered: Micros::ZERO,
+                waits: None,
+            };
+            self.groups.insert(id, group);
+            let new = NewDomain {
+                device,
+                id,
+                tenant,
+                group: None,
+                demand: Demand::Idle,
+                timeslice: Timeslice::DEFAULT,
+                default: Timeslice::DEFAULT,
+            };
+            self.controller.handle(self.now, Event::Came(new));
+        }
+        self.settle();
+    }
+
+    pub(crate) fn has(&self, id: u64) -> bool {
+        self.tenants.contains_key(&id)
+    }
+
+    pub(crate) fn set_busy(&mut self, id: u64, busy: bool) {
+        let now = self.now;
+        let Some(tenant) = self.tenants.get_mut(&id).filter(|it| it.busy != busy) else {
+            return;
+        };
+        (tenant.busy, tenant.idle_since) = (busy, now);
+        for group in tenant.groups.clone() {
+            let demand = if busy { Demand::Busy } else { Demand::Idle };
+            self.controller.handle(now, Event::Demand(group, demand));
+        }
+        self.settle();
+    }
+
+    pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
+        if !self.has(id) {
+            return;
+        }
+        self.tickets += 1;
+        let ask = Ask {
+            device: uuid(device),
+            total: CAPACITY,
+            need: bytes,
+            want: bytes,
+            kind: Kind::Movable,
+        };
+        self.memory(broker::Event::Ask {
+            process: ProcessId(id),
+            ticket: self.tickets,
+            ask,
+        });
+        self.settle();
+    }
+
+    pub(crate) fn set_manner(&mut self, id: u64, manner: Manner) {
+        let now = self.now;
+        for group in self.groups.values_mut().filter(|it| it.tenant == id) {
+            if group.manner == Manner::Hangs {
+                group.hung = Some(now);
+            }
+            (group.manner, group.mended) = (manner, now);
+        }
+    }
+
+    pub(crate) fn set_stopped(&mut self, id: u64, stopped: bool) {
+        if let Some(tenant) = self.tenants.get_mut(&id) {
+            tenant.stopped = stopped;
+            if !stopped {
+                self.deliver_waiting(ProcessId(id));
+            }
+        }
+        self.settle();
+    }
+
+    /// Another program sets the timeslice of a tenant's groups.
+    pub(crate) fn tamper(&mut self, id: u64, timeslice: Timeslice) {
+        let now = self.now;
+        for group in self.groups.values_mut().filter(|it| it.tenant == id) {
+            (group.timeslice, group.tampered) = (timeslice, now);
+        }
+    }
+
+    /// A tenant's process ends.
+    pub(crate) fn kill(&mut self, id: u64) {
+        let Some(tenant) = self.tenants.remove(&id) else {
+            return;
+        };
+        for group in tenant.groups {
+            let was = self.groups.remove(&group);
+            if was.is_some_and(|it| it.manner == Manner::Hangs || it.hung.is_some()) {
+                self.hung = self.now + DEADLINE + SOON;
+            }
+            self.controller.handle(self.now, Event::Gone(group));
+        }
+        self.queue.retain(|_, due| {
+            !matches!(due, Due::Broker(
+                broker::Event::Reply(it, ..) | broker::Event::Keeps(it, _) | broker::Event::Holds { process: it, .. }
+            ) if it.0 == id)
+        });
+        self.freezing.remove(&TenantId(id));
+        self.controller
+            .handle(self.now, Event::TenantGone(TenantId(id)));
+        self.memory(broker::Event::Left(ProcessId(id)));
+        self.memory(broker::Event::TenantGone(TenantId(id)));
+        self.settle();
+    }
+
+    pub(crate) fn run_for(&mut self, time: Micros) {
+        let end = self.now + time;
+        for steps in 0.. {
+            assert!(steps < 2_000_000, "time stands still at {}", self.now);
+            let queued = self.queue.first_key_value().map(|((at, _), _)| *at);
+            let wakeups = [self.controller.next_wakeup(), self.broker.next_wakeup()];
+            let wakeups = wakeups.into_iter().flatten().chain(queued);
+            let at = wakeups.chain([self.checked + CHECK]).min();
+            let Some(at) = at.filter(|at| *at <= end) else {
+                break;
+            };
+            self.pass(at.max(self.now));
+            if self.checked + CHECK <= self.now {
+                self.check_timeslices();
+            }
+            let due = self.queue.first_entry().filter(|it| it.key().0 <= self.now);
+            match due.map(|it| it.remove()) {
+                Some(Due::Ended(command)) => self.end(command),
+                Some(Due::Broker(event)) => self.memory(event),
+                Some(Due::Next(process)) => self.deliver_waiting(process),
+                None if self.broker.next_wakeup().is_some_and(|at| at <= self.now) => {
+                    self.memory(broker::Event::Tick);
+                }
+                None => {}
+            }
+            self.settle();
+        }
+        self.pass(end);
+        self.check();
+    }
+
+    fn pass(&mut self, to: Micros) {
+        self.now = to;
+    }
+
+    /// As the daemon does.
+    fn check_timeslices(&mut self) {
+        self.checked = self.now;
+        for (id, group) in &self.groups {
+            let event = match group.manner {
+                Manner::Works => Event::Found(*id, group.timeslice),
+                Manner::Fails => Event::Unreadable(*id),
+                Manner::Hangs => continue,
+            };
+            self.controller.handle(self.now, event);
+        }
+    }
+
+    /// A control has ended.
+    fn end(&mut self, command: Command) {
+        let Some(group) = self.groups.get_mut(&command.lever.domain()) else {
+            let gone = Event::Ended(command.id, Outcome::Failed);
+            return self.controller.handle(self.now, gone);
+        };
+        let outcome = match group.manner {
+            Manner::Works => {
+                match command.lever {
+                    Lever::Freeze(_) => group.frozen = true,
+                    Lever::Thaw(_) => group.frozen = false,
+                    Lever::SetTimeslice(_, timeslice) => group.timeslice = timeslice,
+                }
+                Outcome::Done(Costs::default().of(command.lever))
+            }
+            Manner::Fails | Manner::Hangs => {
+                self.seen.failed += 1;
+                Outcome::Failed
+            }
+        };
+        let (device, issued) = (group.device, command.deadline.saturating_sub(DEADLINE));
+        let short = !group.frozen && group.timeslice < SHORT;
+        let others = self.tenants.values().all(|it| it.idle_since < issued);
+        let event = Event::Ended(command.id, outcome);
+        self.controller.handle(self.now, event);
+        // Two that were enabled without work may begin at once; but no control lets them meet.
+        let done = matches!(outcome, Outcome::Done(_));
+        let lets = done && short && !matches!(command.lever, Lever::Freeze(_));
+        let meet = lets && others && self.livelocked(device) > 1;
+        assert!(!meet, "{command:?}: {:?}", self.groups);
+    }
+
+    /// Lets the controller and the broker do what they want to do now.
+    fn settle(&mut self) {
+        self.report_frozen();
+        for rounds in 0.. {
+            assert!(rounds < 1000, "the controller does not come to rest");
+            if (self.controller.next_wakeup()).is_none_or(|at| at > self.now) {
+                break;
+            }
+            for (id, group) in &self.groups {
+                let busy = self.tenants.get(&group.tenant).is_some_and(|it| it.busy);
+                let event = Event::AtWork(*id, busy && !group.frozen);
+                self.controller.handle(self.now, event);
+            }
+            let Some(command) = self.controller.poll(self.now) else {
+                continue;
+            };
+            self.seen.commands += 1;
+            let group = self.groups.get(&command.lever.domain());
+            let group = group.unwrap_or_else(|| panic!("control of what is gone: {command:?}"));
+            let took = match group.manner {
+                Manner::Hangs => {
+                    self.seen.late += 1;
+                    continue;
+                }
+                Manner::Works | Manner::Fails => Costs::default().of(command.lever),
+            };
+            self.sequence += 1;
+            (self.queue).insert((self.now + took, self.sequence), Due::Ended(command));
+        }
+        self.seen.plans = self.controller.plans();
+        self.check();
+    }
+
+    fn report_frozen(&mut self) {
+        for tenant in self.freezing.clone() {
+            let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
+            let all = groups.into_iter().flatten();
+            let known: Vec<_> = all.filter_map(|id| self.controller.domain(id)).collect();
+            let result = if known.iter().any(|it| it.is_faulty()) {
+                Err("a control failed".into())
+            } else if known.iter().all(|it| it.is_frozen()) {
+                Ok(())
+            } else {
+                continue;
+            };
+            self.freezing.remove(&tenant);
+            self.memory(broker::Event::Frozen(tenant, result));
+        }
+    }
+
+    /// Something happened that concerns memory.
+    fn memory(&mut self, event: broker::Event) {
+        if let broker::Event::Holds {
+            process,
+            device,
+            holding,
+            ..
+        } = &event
+            && let Some(tenant) = self.tenants.get_mut(&process.0)
+        {
+            let at = (0..self.devices).find(|at| uuid(*at) == *device);
+            tenant.holding.insert(at.expect("a device"), *holding);
+        }
+        let all = self.tenants.iter().map(|(id, it)| {
+            let activity = Activity {
+                busy: it.busy,
+                idle_since: it.idle_since,
+                in_group: false,
+            };
+            (TenantId(*id), activity)
+        });
+        let all = broker::Event::Activity(all.collect());
+        for event in [all, event] {
+            for command in self.broker.handle(self.now, event) {
+                self.carry_out(command);
+            }
+        }
+    }
+
+    fn carry_out(&mut self, command: broker::Command) {
+        match command {
+            broker::Command::Order(process, op, order) => self.deliver(process, op, order),
+            broker::Command::Grant {
+                process,
+                ticket: _,
+                bytes,
+            } => self.granted(process, bytes),
+            broker::Command::Freeze(tenant) => {
+                self.park(tenant, true);
+                self.freezing.insert(tenant);
+            }
+            broker::Command::Thaw(tenant) => {
+                self.freezing.remove(&tenant);
+                self.park(tenant, false);
+            }
+            broker::Command::Moved { .. } => self.seen.moves += 1,
+            broker::Command::Answer(..)
+            | broker::Command::Failed(..)
+            | broker::Command::NotKept(..) => {}
+        }
+    }
+
+    /// What is granted is on the first device: all ask there.
+    fn granted(&mut self, process: ProcessId, bytes: u64) {
+        if let Some(tenant) = self.tenants.get_mut(&process.0) {
+            let device = tenant.groups.first().map_or(0, |it| self.groups[it].device);
+            tenant.holding.entry(device).or_default().movable += bytes;
+        }
+    }
+
+    fn park(&mut self, tenant: TenantId, parked: bool) {
+        let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
+        for id in groups.into_iter().flatten() {
+            self.controller.handle(self.now, Event::Parked(id, parked));
+        }
+    }
+
+    /// A process sends something after a while, and carries out no other order before.
+    fn later(&mut self, process: ProcessId, delay: Micros, event: broker::Event) {
+        let at = self.now + delay;
+        if let Some(tenant) = self.tenants.get_mut(&process.0) {
+            tenant.at_work = at;
+        }
+        for due in [Due::Broker(event), Due::Next(process)] {
+            self.sequence += 1;
+            self.queue.insert((at, self.sequence), due);
+        }
+    }
+
+    fn deliver_waiting(&mut self, process: ProcessId) {
+        let tenant = self.tenants.get_mut(&process.0);
+        let waiting = tenant.map(|it| std::mem::take(&mut it.mailbox));
+        for (op, order) in waiting.into_iter().flatten() {
+            self.deliver(process, op, order);
+        }
+    }
+
+    fn deliver(&mut self, process: ProcessId, op: u64, order: Order) {
+        let Some(tenant) = self.tenants.get_mut(&process.0) else {
+            return;
+        };
+        if tenant.stopped || self.now < tenant.at_work {
+            tenant.mailbox.push((op, order));
+            return;
+        }
+        let reply = |reply| broker::Event::Reply(process, op, reply);
+        let idle = !tenant.busy;
+        match order {
+            Order::Resume | Order::Trim => {}
+            Order::Quiesce { .. } => self.later(process, Micros(300), reply(Reply::Quiet(idle))),
+            Order::Out { least, .. } => {
+                for id in &tenant.groups {
+                    assert!(self.groups[id].frozen, "moved while it runs: {process:?}");
+                }
+                let mut reports = Vec::new();
+                for (device, holding) in &tenant.holding {
+                    let bytes = holding.movable.min(least);
+                    let after = Holding {
+                        movable: holding.movable - bytes,
+                        swapped: holding.swapped + bytes,
+                        ..*holding
+                    };
+                    reports.push((*device, bytes, after));
+                }
+                let out: u64 = reports.iter().map(|it| it.2.swapped).sum();
+                tenant.kept = tenant.kept.max(out);
+                let kept = tenant.kept;
+                let took = self.report(process, reports);
+                self.later(process, took, broker::Event::Keeps(process, kept));
+                self.later(process, took, reply(Reply::Done));
+            }
+            Order::In => {
+                let reports = tenant.holding.iter().map(|(device, holding)| {
+                    let after = Holding {
+                        movable: holding.movable + holding.swapped,
+                        swapped: 0,
+                        ..*holding
+                    };
+                    (*device, holding.swapped, after)
+                });
+                let reports = reports.collect();
+                let took = self.report(process, reports);
+                self.later(process, took, reply(Reply::Done));
+            }
+            Order::DropHost => {
+                if tenant.holding.values().all(|it| it.swapped == 0) {
+                    tenant.kept = 0;
+                }
+                let kept = tenant.kept;
+                self.later(process, Micros(1000), broker::Event::Keeps(process, kept));
+            }
+            Order::Reclaim { .. } => self.later(process, Micros(1000), reply(Reply::Freed(0))),
+        }
+    }
+
+    fn report(&mut self, process: ProcessId, reports: Vec<(usize, u64, Holding)>) -> Micros {
+        let bytes: u64 = reports.iter().map(|it| it.1).sum();
+        let took = Micros(bytes / LINK + 1000);
+        for (device, _, holding) in reports {
+            let event = broker::Event::Holds {
+                process,
+                device: uuid(device),
+                total: CAPACITY,
+                holding,
+            };
+            self.later(process, took, event);
+        }
+        took
+    }
+
+    /// Whether a group runs if the hardware gives it its turn.
+    fn runs(&self, group: &Group) -> bool {
+        !group.frozen && self.tenants.get(&group.tenant).is_some_and(|it| it.busy)
+    }
+
+    fn is_away(&self, tenant: u64) -> bool {
+        let tenant = self.tenants.get(&tenant);
+        tenant.is_some_and(|it| it.holding.values().any(|it| it.swapped > 0))
+    }
+
+    /// Whether the controller may control all groups of a tenant, and its memory is there.
+    fn is_sound(&self, tenant: u64) -> bool {
+        let groups = self.tenants.get(&tenant).map(|it| &it.groups);
+        let mut known = groups.into_iter().flatten();
+        known.all(|id| {
+            let known = self.controller.domain(*id).expect("it came");
+            let works = self.groups[id].manner == Manner::Works;
+            works && !known.is_faulty() && !known.parked
+        })
+    }
+
+    /// How many run at timeslices about as short as a switch.
+    fn livelocked(&self, device: usize) -> usize {
+        let livelocked = self.groups.iter().filter(|(id, it)| {
+            let known = self.controller.domain(**id).expect("it came");
+            let foreign = self.now < it.tampered + CHECK + SOON;
+            let short = it.timeslice < SHORT && !known.is_faulty() && !foreign;
+            it.device == device && self.runs(it) && short
+        });
+        livelocked.count()
+    }
+
+    /// What must always hold.
+    fn check(&mut self) {
+        let now = self.now;
+        let mut wrong = BTreeSet::new();
+        // Another control hangs: nothing can be done before its deadline.
+        let hung = |it: &Group| it.hung.is_some_and(|at| now < at + DEADLINE + SOON);
+        let mut groups = self.groups.values();
+        let hangs = groups.any(|it| it.manner == Manner::Hangs || hung(it)) || now < self.hung;
+        for device in 0..self.devices {
+            let here = |group: &&Group| group.device == device;
+            if self.livelocked(device) > 1 && !hangs {
+                wrong.insert(("two run at short timeslices", device as u64));
+            }
+            let running = self.groups.values().filter(here).any(|it| self.runs(it));
+            let single = |it: &Group| {
+                let tenant = &self.tenants[&it.tenant];
+                tenant.busy && tenant.groups.len() == 1 && self.is_sound(it.tenant)
+            };
+            let could = self.groups.values().filter(here).any(single);
+            if could && !running && !hangs {
+                wrong.insert(("idles", device as u64));
+            }
+        }
+        for (id, group) in &self.groups {
+            let known = self.controller.domain(*id).expect("it came");
+            if self.is_away(group.tenant) {
+                assert!(group.frozen, "computes while its memory is away: {id:?}");
+            }
+            // What is not as the controller knows it was set by another program, or is being set.
+            let foreign = now < group.tampered + CHECK + SOON;
+            if !known.is_faulty() && group.manner == Manner::Works && !hangs && !foreign {
+                let frozen = known.state.run == RunState::Frozen;
+                if (group.frozen, group.timeslice) != (frozen, known.state.timeslice) {
+                    wrong.insert(("differs", id.0));
+                }
+                if known.parked && !group.frozen {
+                    wrong.insert(("runs without its memory", id.0));
+                }
+            }
+            if known.is_faulty() && group.manner == Manner::Works {
+                let longest = group.mended + BACKOFF.1 + DEADLINE;
+                assert!(now <= longest || hangs, "{id:?} is not taken up again");
+            }
+            if group.frozen {
+                let ends =
+                    known.parked || known.is_faulty() || self.controller.next_wakeup().is_some();
+                assert!(
+                    ends && !known.reason.is_empty(),
+                    "{id:?} stays frozen: {known:?}"
+                );
+            }
+        }
+        for (id, tenant) in &self.tenants {
+            let runs = tenant.groups.iter().map(|it| self.runs(&self.groups[it]));
+            let states: BTreeSet<bool> = runs.collect();
+            if self.is_sound(*id) && states.len() > 1 && !hangs {
+                wrong.insert(("runs in part", *id));
+            }
+        }
+        self.wrong.retain(|key, _| wrong.contains(key));
+        for key in wrong {
+            let since = *self.wrong.entry(key).or_insert(now);
+            let most = match key.0 {
+                "runs in part" => PART,
+                _ => SOON,
+            };
+            let most = most + Micros(self.groups.len() as u64 * DEFERRED.0);
+            assert!(
+                now <= since + most,
+                "{key:?} since {since}: {:?}",
+                self.groups
+            );
+        }
+        self.measure_waits(hangs);
+    }
+
+    /// How long tenants wait with work although their memory is there.
+    fn measure_waits(&mut self, hangs: bool) {
+        let now = self.now;
+        let waiting: Vec<(DomainId, bool)> = (self.groups.iter())
+            .map(|(id, it)| {
+                let busy = self.tenants[&it.tenant].busy;
+                let waits = busy && it.frozen && !hangs && self.is_sound(it.tenant);
+                (*id, waits)
+            })
+            .collect();
+        for (id, waits) in waiting {
+            let group = self.groups.get_mut(&id).expect("known");
+            let since = waits.then(|| group.waits.unwrap_or(now));
+            group.waits = since;
+            let waited = since.map_or(Micros::ZERO, |since| now.saturating_sub(since));
+            self.longest_wait = self.longest_wait.max(waited);
+        }
+        let away: Vec<(u64, bool)> = (self.tenants.iter())
+            .map(|(id, it)| (*id, it.busy && self.is_away(*id)))
+            .collect();
+        for (id, away) in away {
+            let tenant = self.tenants.get_mut(&id).expect("known");
+            tenant.away = away.then(|| tenant.away.unwrap_or(now));
+        }
+    }
+
+    /// How long a tenant has waited for its memory until now.
+    pub(crate) fn away(&self, id: u64) -> Micros {
+        let since = self.tenants.get(&id).and_then(|it| it.away);
+        since.map_or(Micros::ZERO, |since| self.now.saturating_sub(since))
+    }
+
+    /// The longest wait that the policy promises to any tenant of these devices.
+    pub(crate) fn wait_bound(&self) -> Micros {
+        let bounds = (0..self.devices).flat_map(|device| {
+            let here = self.tenants.iter().filter(|(_, it)| {
+                let mut groups = it.groups.iter();
+                groups.any(|it| self.groups[it].device == device)
+            });
+            let tenants = here.map(|(id, it)| TenantState {
+                id: TenantId(*id),
+                user: UserId::default(),
+                spec: it.spec.clone(),
+            });
+            let snapshot = Snapshot::of_tenants(tenants.collect());
+            self.controller.policy(device).bounds(&snapshot)
+        });
+        bounds.map(|it| it.wait).max().unwrap_or_default()
+    }
+
+    /// Service that each tenant receives from now on for so long, as parts of that time, by the hardware's own rules.
+    pub(crate) fn shares(&mut self, time: Micros) -> BTreeMap<u64, f64> {
+        let (start, end) = (self.now, self.now + time);
+        let mut received: BTreeMap<u64, f64> = BTreeMap::new();
+        while self.now < end {
+            let before = self.now;
+            let step = Micros(500).min(end.saturating_sub(before));
+            for device in 0..self.devices {
+                let here: Vec<&Group> = (self.groups.values())
+                    .filter(|it| it.device == device)
+                    .collect();
+                let states: Vec<DomainState> = here
+                    .iter()
+                    .map(|it| DomainState {
+                        id: DomainId(0),
+                        tenant: TenantId(it.tenant),
+                        demand: match self.tenants[&it.tenant].busy {
+                            true => Demand::Busy,
+                            false => Demand::Idle,
+                        },
+                        demand_since: Micros::ZERO,
+                        expected: None,
+                        received: Micros::ZERO,
+                        timeslice: it.timeslice,
+                        run: if it.frozen {
+                            RunState::Frozen
+                        } else {
+                            RunState::Enabled
+                        },
+                        pinned: None,
+                    })
+                    .collect();
+                for (group, part) in here.iter().zip(fractions(&states, &Costs::default())) {
+                    *received.entry(group.tenant).or_default() += part * step.0 as f64;
+                }
+            }
+            self.run_for(step);
+        }
+        let time = end.saturating_sub(start).0 as f64;
+        received
+            .into_iter()
+            .map(|(id, got)| (id, got / time))
+            .collect()
+    }
+
+    /// Everything works again and every tenant has work: then everything must come right.
+    pub(crate) fn recover(&mut self) {
+        for id in self.tenants.keys().copied().collect::<Vec<_>>() {
+            self.set_manner(id, Manner::Works);
+            self.set_stopped(id, false);
+            self.set_busy(id, true);
+        }
+        let failed = self.seen.failed + self.seen.late > 0;
+        let mends = if failed { DEADLINE + BACKOFF.1 } else { CHECK };
+        self.run_for(mends + SOON + SOON + SOON);
+        for (id, group) in &self.groups {
+            let known = self.controller.domain(*id).expect("it came");
+            assert!(!known.is_faulty(), "{id:?} is left alone: {group:?}");
+        }
+        self.longest_wait = Micros::ZERO;
+        (self.groups.values_mut()).for_each(|group| group.waits = None);
+    }
+}
+
+/// A spec of this class with this guarantee of compute.
+pub(crate) fn spec(class: Class, guaranteed: f64) -> TenantSpec {
+    TenantSpec {
+        class,
+        guaranteed,
+        ..TenantSpec::default()
+    }
+}
+
+/// The same with this guarantee of memory.
+pub(crate) fn with_memory(spec: TenantSpec, bytes: u64) -> TenantSpec {
+    let share = Share {
+        guaranteed: bytes,
+        limit: u64::MAX,
+    };
+    TenantSpec {
+        memory_guaranteed: share.guaranteed,
+        ..spec
+    }
+}

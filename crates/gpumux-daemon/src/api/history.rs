@@ -1,0 +1,128 @@
+//! `/v1/history`: who had what in the last minutes; a sample is taken each second.
+
+use std::{
+    sync::{Arc, Mutex, PoisonError},
+    time::{Duration, SystemTime, UNIX_EPOCH},
+};
+
+use axum::{
+    extract::{Query, State},
+    http::{StatusCode, header},
+    response::{IntoResponse, Response},
+};
+use gpumux_core::Micros;
+use serde::Deserialize;
+use tokio::sync::watch;
+
+use super::{Api, Refused, types};
+use crate::{
+    history::{History, Look, Span},
+    scheduler::Stopped,
+};
+
+/// How often a sample is taken.
+const EVERY: Duration = Duration::from_secs(1);
+
+/// The history, and the answer of each span that was made of its last sample.
+#[derive(Default)]
+pub(crate) struct Past(Mutex<(History, [Option<Arc<str>>; 2])>);
+
+impl Past {
+    fn record(&self, now: Micros, devices: &[(String, types::Readings)], looks: Vec<Look>) {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        own.0.record(now, devices, looks);
+        own.1 = [None, None];
+    }
+
+    /// As JSON, made once for all that ask between two samples.
+    fn answer(&self, span: Span) -> Arc<str> {
+        let mut own = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let (history, made) = &mut *own;
+        let made = &mut made[span as usize];
+        let make = || {
+            let now = SystemTime::now().duration_since(UNIX_EPOCH);
+            let answer = history.answer(span, now.unwrap_or_default().as_secs());
+            // No map with odd keys is in it.
+            serde_json::to_string(&answer).unwrap_or_default().into()
+        };
+        Arc::clone(made.get_or_insert_with(make))
+    }
+}
+
+/// Takes samples until told to stop.
+pub(crate) async fn keep(api: Arc<Api>, mut stop: watch::Receiver<bool>) {
+    let mut beat = tokio::time::interval(EVERY);
+    beat.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        tokio::select! {
+            _ = beat.tick() => {}
+            _ = stop.wait_for(|stop| *stop) => return,
+        }
+        if take(&api).await.is_err() {
+            return;
+        }
+    }
+}
+
+async fn take(api: &Api) -> Result<(), Stopped> {
+    let view = api.view().await?;
+    let now = Micros(api.started.elapsed().as_micros() as u64);
+    let mut looks = Vec::new();
+    for tenant in api.tenants.list().await {
+        for device in &view.devices {
+            let totals = view.totals.get(&(tenant.id, device.uuid.clone()));
+            let line = view.memory.iter().find(|line| line.uuid == device.uuid);
+            let entries = line.into_iter().flat_map(|line| &line.entries);
+            let holding = (entries.filter(|(id, _)| *id == tenant.id))
+                .map(|(_, entry)| (entry.holding.resident(), entry.holding.swapped))
+                .fold((0, 0), |sum, own| (sum.0 + own.0, sum.1 + own.1));
+            if totals.is_none() && holding == (0, 0) {
+                continue;
+            }
+            let totals = totals.copied().unwrap_or_default();
+            let moves = view.moves.get(&tenant.id);
+            looks.push(Look {
+                tenant: tenant.id,
+                device: device.uuid.clone(),
+                name: tenant.name.clone(),
+                uid: tenant.uid,
+                received_us: totals.received_us,
+                waited_us: totals.waited_us,
+                memory: holding.0,
+                swapped: holding.1,
+                moves: moves.map_or(0, |it| it.outs + it.backs),
+            });
+        }
+    }
+    let devices = view.devices.into_iter().map(|it| (it.uuid, it.readings));
+    api.past.record(now, &devices.collect::<Vec<_>>(), looks);
+    Ok(())
+}
+
+/// How much of the past.
+#[derive(Deserialize)]
+pub(super) struct Asked {
+    span: Option<String>,
+}
+
+/// Who had what: the last five minutes by the second, or the last hour by ten seconds.
+#[utoipa::path(
+    get, path = "/v1/history",
+    params(("span" = Option<String>, Query, description = "`5m` (if not given) or `1h`")),
+    responses((status = 200, body = types::History), (status = "4XX", body = types::Problem))
+)]
+pub(super) async fn history(
+    State(api): State<Arc<Api>>,
+    asked: Query<Asked>,
+) -> Result<Response, Refused> {
+    let span = match asked.span.as_deref() {
+        None | Some("5m") => Span::FiveMinutes,
+        Some("1h") => Span::Hour,
+        Some(other) => {
+            let message = format!("there is no history of `{other}`: use 5m or 1h");
+            return Err(Refused(StatusCode::UNPROCESSABLE_ENTITY, message));
+        }
+    };
+    let json = [(header::CONTENT_TYPE, "application/json")];
+    Ok((json, api.past.answer(span).to_string()).into_response())
+}

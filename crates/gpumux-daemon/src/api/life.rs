@@ -1,0 +1,146 @@
+//! How tenants begin and end: `/v1/events`, `/v1/ended`, `/v1/settings`, signals and exit codes.
+
+use std::{collections::VecDeque, convert::Infallible, sync::Arc};
+
+use axum::{
+    Extension, Json,
+    extract::{Path, Query, State, rejection::JsonRejection},
+    response::{
+        IntoResponse,
+        sse::{self, Sse},
+    },
+};
+use serde::Deserialize;
+use tokio::sync::SemaphorePermit;
+
+use super::{
+    Answer, Api, Refused, program_only,
+    types::{Ended, Event, EventKind, Exit, NewSignal, Reported, Setting, Signalled},
+    watcher,
+};
+use crate::peer::Peer;
+
+/// The last tenants that ended, the latest last.
+#[utoipa::path(get, path = "/v1/ended", responses((status = 200, body = [Ended])))]
+pub(super) async fn ended(
+    State(api): State<Arc<Api>>,
+    peer: Option<Extension<Arc<Peer>>>,
+) -> Json<Vec<Ended>> {
+    let mut ends = api.tenants.ends().await;
+    if peer.is_none() {
+        for end in &mut ends {
+            (end.command, end.log) = (program_only(&end.command), None);
+        }
+    }
+    Json(ends)
+}
+
+/// Since when.
+#[derive(Deserialize)]
+pub(super) struct Since {
+    after: Option<u64>,
+}
+
+/// Who follows events: the last one sent, those to be sent, whether it is a local user, and its place.
+type Following = (
+    Arc<Api>,
+    u64,
+    VecDeque<Event>,
+    bool,
+    SemaphorePermit<'static>,
+);
+
+/// What happens from now on, or has happened after the event of a number, as server-sent events.
+#[utoipa::path(
+    get, path = "/v1/events",
+    params(("after" = Option<u64>, Query, description = "Begin after the event of this number, as far as events are kept; 0: with all of them; without it: with the next one")),
+    responses((status = 200, body = Event, content_type = "text/event-stream"), (status = "4XX", body = super::Problem))
+)]
+pub(super) async fn events(
+    State(api): State<Arc<Api>>,
+    peer: Option<Extension<Arc<Peer>>>,
+    since: Query<Since>,
+) -> Result<impl IntoResponse, Refused> {
+    let place = watcher()?;
+    let last = api.tenants.events.last();
+    // A number of an earlier daemon's life may be higher.
+    let after = since.after.map_or(last, |after| after.min(last));
+    let waiting: VecDeque<Event> = VecDeque::new();
+    let state = (api, after, waiting, peer.is_some(), place);
+    let next = async |(api, mut after, mut waiting, local, place): Following| {
+        while waiting.is_empty() {
+            waiting = api.tenants.events.after(after).await.into();
+        }
+        let event = outward(waiting.pop_front()?, local);
+        after = event.number;
+        // No map with odd keys is in it.
+        let data = serde_json::to_string(&event).unwrap_or_default();
+        let sent = sse::Event::default().data(data);
+        Some((
+            Ok::<_, Infallible>(sent),
+            (api, after, waiting, local, place),
+        ))
+    };
+    let stream = futures_util::stream::unfold(state, next);
+    Ok(Sse::new(stream).keep_alive(sse::KeepAlive::default()))
+}
+
+/// The last events, the latest last.
+#[utoipa::path(get, path = "/v1/events/past", responses((status = 200, body = [Event])))]
+pub(super) async fn past_events(
+    State(api): State<Arc<Api>>,
+    peer: Option<Extension<Arc<Peer>>>,
+) -> Json<Vec<Event>> {
+    let events = api.tenants.events.kept().into_iter();
+    Json(events.map(|event| outward(event, peer.is_some())).collect())
+}
+
+/// What others than local users may see of an event: that of a start names the command.
+fn outward(mut event: Event, local: bool) -> Event {
+    if !local && event.kind == EventKind::Started {
+        event.text.clear();
+    }
+    event
+}
+
+/// What the caller (root: any user) set for names.
+#[utoipa::path(get, path = "/v1/settings", responses((status = 200, body = [Setting])))]
+pub(super) async fn settings(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+) -> Json<Vec<Setting>> {
+    Json(api.tenants.settings(peer.uid).await)
+}
+
+/// Sends a signal to a tenant's program.
+#[utoipa::path(
+    post, path = "/v1/tenants/{name}/signal", request_body = NewSignal,
+    params(("name" = String, Path, description = "Name of the tenant")),
+    responses((status = 200, body = Signalled), (status = "4XX", body = super::Problem))
+)]
+pub(super) async fn signal(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+    signal: Result<Json<NewSignal>, JsonRejection>,
+) -> Answer<Signalled> {
+    let Json(NewSignal { signal }) = signal?;
+    let processes = api.tenants.signal(peer.uid, &name, signal).await?;
+    Ok(Json(Signalled { processes }))
+}
+
+/// Reports how a tenant's program ended: its parent knows.
+#[utoipa::path(
+    post, path = "/v1/tenants/{name}/exit", request_body = Exit,
+    params(("name" = String, Path, description = "Name of the tenant")),
+    responses((status = 200, body = Reported), (status = "4XX", body = super::Problem))
+)]
+pub(super) async fn exit(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+    exit: Result<Json<Exit>, JsonRejection>,
+) -> Answer<Reported> {
+    let Json(exit) = exit?;
+    Ok(Json(api.tenants.report_exit(peer.uid, &name, exit).await?))
+}

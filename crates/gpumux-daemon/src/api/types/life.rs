@@ -1,0 +1,214 @@
+//! How tenants begin and end: events, ends, signals, and what is remembered for names.
+
+use std::{fmt, time::Duration};
+
+use gpumux_core::quantity::{Percent, Size, Time};
+use serde::{Deserialize, Serialize};
+use utoipa::ToSchema;
+
+use super::SpecChange;
+
+/// Something that happened to a tenant or a group.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Event {
+    /// How many there were so far in the daemon's life, this one too.
+    pub number: u64,
+    /// Milliseconds since 1970.
+    pub at_ms: u64,
+    /// What happened.
+    pub kind: EventKind,
+    /// The tenant; none: it concerns a group.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
+    /// The tenant's user.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uid: Option<u32>,
+    /// Details, for people.
+    pub text: String,
+}
+
+/// What happened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(rename_all = "lowercase")]
+pub enum EventKind {
+    /// A tenant was made.
+    Started,
+    /// A tenant ended.
+    Ended,
+    /// A tenant was not admitted.
+    Refused,
+    /// A tenant's settings changed.
+    Resized,
+    /// Memory of a tenant moved to the host.
+    Swapped,
+    /// Memory of a tenant came back.
+    Returned,
+    /// A tenant reached its memory limit.
+    Limit,
+    /// A fault ended all processes in a group.
+    Fault,
+    /// A group was started again after a fault.
+    Restart,
+}
+
+impl EventKind {
+    /// The word for it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Started => "started",
+            Self::Ended => "ended",
+            Self::Refused => "refused",
+            Self::Resized => "resized",
+            Self::Swapped => "swapped",
+            Self::Returned => "returned",
+            Self::Limit => "limit",
+            Self::Fault => "fault",
+            Self::Restart => "restart",
+        }
+    }
+}
+
+/// How a program ended; neither code nor signal: that is not known.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields, default)]
+pub struct Exit {
+    /// Its exit code.
+    pub code: Option<i32>,
+    /// The signal that ended it.
+    pub signal: Option<i32>,
+}
+
+impl Exit {
+    /// As `wait(2)` reports it.
+    pub const fn of_status(status: i32) -> Self {
+        match status & 0x7f {
+            0 => Self {
+                code: Some(status >> 8 & 0xff),
+                signal: None,
+            },
+            signal => Self {
+                code: None,
+                signal: Some(signal),
+            },
+        }
+    }
+
+    /// The exit code that a shell shows, if the end is known.
+    pub fn shell_code(self) -> Option<u8> {
+        let code = self.code.or(self.signal.map(|signal| 128 + signal));
+        code.and_then(|code| u8::try_from(code).ok())
+    }
+}
+
+/// A tenant that has ended.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Ended {
+    /// Its name.
+    pub name: String,
+    /// Its user.
+    pub uid: u32,
+    /// Its class.
+    pub class: String,
+    /// Its command.
+    pub command: String,
+    /// When it began, in seconds since 1970.
+    pub since: u64,
+    /// When it ended, in seconds since 1970.
+    pub at: u64,
+    /// How its program ended.
+    pub exit: Exit,
+    /// Why it ended, for people.
+    pub reason: String,
+    /// The file of its output, if it ran detached.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub log: Option<String>,
+}
+
+/// What is known of a program's end that was reported.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Reported {
+    /// Why it ended, for people.
+    pub reason: String,
+    /// Its user should be told: it was killed for memory, or reached its memory limit.
+    pub noteworthy: bool,
+}
+
+/// A signal for a tenant's program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewSignal {
+    /// Its number, 1 to 64. 9 (SIGKILL) is sent to every process of the tenant, any other to its program.
+    #[schema(minimum = 1, maximum = 64)]
+    pub signal: i32,
+}
+
+/// Processes that were sent a signal.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Signalled {
+    /// How many.
+    pub processes: usize,
+}
+
+/// What a user set for a name: the next tenant of this name has it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Setting {
+    /// The user.
+    pub uid: u32,
+    /// The name.
+    pub name: String,
+    /// What was set.
+    pub change: SpecChange,
+}
+
+/// In the words of the flags: `class batch, guaranteed 50%, memory limit none`.
+impl fmt::Display for SpecChange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let size = |bytes: Option<u64>| bytes.map_or("none".into(), |it| Size(it).to_string());
+        let time = |us: Option<u64>, none: &str| {
+            us.map_or(none.into(), |us| {
+                Time(Duration::from_micros(us)).to_string()
+            })
+        };
+        let sleep = |s: Option<u64>| time(s.map(|s| s.saturating_mul(1_000_000)), "never");
+        let parts = [
+            self.class.map(|it| format!("class {it}")),
+            self.guaranteed
+                .map(|it| format!("guaranteed {}", Percent(it))),
+            self.limit.map(|it| format!("limit {}", Percent(it))),
+            self.weight.map(|it| format!("weight {it}")),
+            (self.latency_objective_us).map(|it| format!("latency objective {}", time(it, "none"))),
+            self.hints.map(|it| format!("hints {}", it.name())),
+            (self.memory_guaranteed).map(|it| format!("memory guaranteed {}", Size(it))),
+            self.memory_limit
+                .map(|it| format!("memory limit {}", size(it))),
+            self.memory_policy
+                .map(|it| format!("memory policy {}", it.name())),
+            self.sleep_after_s
+                .map(|it| format!("sleep after {}", sleep(it))),
+        ];
+        let parts: Vec<String> = parts.into_iter().flatten().collect();
+        f.pad(&parts.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_core::Class;
+
+    use super::*;
+
+    #[test]
+    fn change_is_shown_in_the_words_of_the_flags() {
+        let change = SpecChange {
+            class: Some(Class::Batch),
+            guaranteed: Some(0.5),
+            memory_limit: Some(None),
+            memory_guaranteed: Some(8 << 30),
+            sleep_after_s: Some(Some(90)),
+            ..SpecChange::default()
+        };
+        let text = "class batch, guaranteed 50%, memory guaranteed 8.0 GiB, memory limit none, sleep after 1m30s";
+        assert_eq!(change.to_string(), text);
+        assert_eq!(SpecChange::default().to_string(), "");
+    }
+}

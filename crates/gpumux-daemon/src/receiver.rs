@@ -1,0 +1,234 @@
+//! Receives users' connections, and the files that come with them, apart from the daemon.
+//!
+//! # Problem
+//! Closing the last reference to a file can take as long as the file's owner likes: a socket with `SO_LINGER` waits for its
+//! other side, a file of a FUSE file system for a program of the user, where not even SIGKILL helps. A file that a process sends
+//! over a Unix socket has its last reference in the receiving socket, also when it is never taken out (unix(7)).
+//!
+//! # Approach
+//! The daemon holds no socket of a user. A process without privilege, the *receiver*, accepts connections; a process
+//! of its own for each, a *relay* (`receiver/relay.rs`), passes bytes and packets on over a socket pair of the daemon's. Of files
+//! it passes on the driver's device nodes and memory files, whose end waits for no user. A relay that hangs, hangs alone: it has nothing
+//! but its user's connection. When the daemon ends, receiver and relays see that and end.
+
+mod process;
+mod relay;
+
+use std::{
+    io,
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::process::CommandExt,
+    },
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    time::Duration,
+};
+
+use gpumux_wire::{
+    message::{decode, encode},
+    socket::{recv_bytes, send_bytes},
+};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair};
+use serde::{Deserialize, Serialize};
+use tokio::sync::mpsc;
+
+use crate::peer::{Peer, ProcessFd, readable};
+pub use process::main;
+
+/// Name of the hidden command that runs [`main`].
+pub const COMMAND: &str = "receiver";
+/// Connections that may wait for the daemon's tasks.
+const WAITING: usize = 64;
+/// How long to wait before a receiver that ended is replaced.
+const PAUSE: Duration = Duration::from_millis(100);
+
+/// Which socket a connection came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Kind {
+    /// Packets with files.
+    Session,
+    /// A stream of bytes.
+    Api,
+}
+
+/// First packet to the receiver, with both listening sockets: sessions', the API's.
+#[derive(Serialize, Deserialize)]
+struct SetUp {
+    /// The emulated device's server.
+    emulated: Option<PathBuf>,
+}
+
+/// From the receiver, with the daemon's end of the relay's socket pair, and a pidfd of the other side where the kernel has one.
+#[derive(Serialize, Deserialize)]
+struct Arrival {
+    kind: Kind,
+    /// 0: it lives in a pid namespace that the daemon does not see.
+    pid: u32,
+    uid: u32,
+}
+
+/// A user's connection.
+#[derive(Debug)]
+pub(crate) struct Connection {
+    /// The daemon's end of the relay's socket pair. Non-blocking.
+    pub(crate) socket: OwnedFd,
+    /// The process that connected.
+    pub(crate) peer: Peer,
+}
+
+/// Where connections are received.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// In a process of its own: this program must run [`main`] as its hidden command [`COMMAND`].
+    Process,
+    /// In threads of this one, where a file that hangs can keep the process from ending: for tests that run a daemon in
+    /// their own process.
+    Threads,
+}
+
+/// A running receiver.
+pub(crate) struct Receiver {
+    control: OwnedFd,
+    child: Option<Child>,
+}
+
+/// The connections that arrive.
+pub(crate) struct Arrivals {
+    pub(crate) sessions: mpsc::Receiver<Connection>,
+    pub(crate) api: mpsc::Receiver<Connection>,
+}
+
+impl Receiver {
+    /// Starts one for these listening sockets.
+    ///
+    /// # Errors
+    /// When the process cannot be started.
+    pub(crate) fn start(
+        place: Place,
+        emulated: Option<&Path>,
+        sessions: OwnedFd,
+        api: OwnedFd,
+    ) -> io::Result<Self> {
+        let (control, theirs) = pair(SocketType::SEQPACKET)?;
+        let set_up = SetUp {
+            emulated: emulated.map(Path::to_owned),
+        };
+        let bytes = encode(&set_up).map_err(io::Error::other)?;
+        let files = [sessions.as_fd(), api.as_fd()];
+        send_bytes(&control, &bytes, &files, SendFlags::empty())?;
+        let child = match place {
+            Place::Process => Some(
+                // The program that runs, also where a newer one has its name.
+                Command::new("/proc/self/exe")
+                    .arg(COMMAND)
+                    .stdin(theirs)
+                    .stdout(Stdio::null())
+                    .stderr(Stdio::null())
+                    .current_dir("/")
+                    // An interrupt of the terminal is for the daemon, which ends in good order.
+                    .process_group(0)
+                    .spawn()?,
+            ),
+            Place::Threads => {
+                std::thread::spawn(move || process::serve(&theirs, place));
+                None
+            }
+        };
+        rustix::io::ioctl_fionbio(&control, true)?;
+        Ok(Self { control, child })
+    }
+
+    /// Hands its connections to the daemon's tasks, until it or they have ended.
+    async fn run(
+        mut self,
+        sessions: &mpsc::Sender<Connection>,
+        api: &mpsc::Sender<Connection>,
+    ) -> io::Result<()> {
+        let events = readable(self.control.as_fd())?;
+        let mut bytes = [0; 256];
+        loop {
+            let mut ready = tokio::select! {
+                ready = events.readable() => ready?,
+                () = sessions.closed() => break,
+                () = api.closed() => break,
+            };
+            let received = ready
+                .try_io(|control| recv_bytes(control.get_ref(), &mut bytes, RecvFlags::DONTWAIT));
+            let (length, files) = match received {
+                Ok(received) => received?,
+                Err(_would_block) => continue,
+            };
+            if length == 0 {
+                break;
+            }
+            let arrival: Arrival = decode(&bytes[..length]).map_err(io::Error::other)?;
+            let mut files = files.into_iter();
+            let Some(socket) = files.next() else {
+                continue;
+            };
+            rustix::io::ioctl_fionbio(&socket, true)?;
+            let pidfd = files.next().map(ProcessFd::from);
+            let peer = Peer::new(arrival.pid, arrival.uid, pidfd);
+            let to = match arrival.kind {
+                Kind::Session => sessions,
+                Kind::Api => api,
+            };
+            if to.send(Connection { socket, peer }).await.is_err() {
+                break;
+            }
+        }
+        drop(events);
+        drop(self.control);
+        if let Some(child) = &mut self.child {
+            // It ends by itself; nothing waits for one that hangs.
+            let _ = child.try_wait();
+        }
+        Ok(())
+    }
+}
+
+/// Receives connections until the daemon's tasks have ended. A receiver that ends before is replaced by one that `again` starts,
+/// on new listening sockets.
+pub(crate) fn receive(
+    first: Receiver,
+    mut again: impl FnMut() -> io::Result<Receiver> + Send + 'static,
+) -> Arrivals {
+    let (sessions, session_arrivals) = mpsc::channel(WAITING);
+    let (api, api_arrivals) = mpsc::channel(WAITING);
+    tokio::spawn(async move {
+        let mut receiver = Ok(first);
+        loop {
+            let result = match receiver {
+                Ok(receiver) => receiver.run(&sessions, &api).await,
+                Err(error) => Err(error),
+            };
+            if sessions.is_closed() || api.is_closed() {
+                return;
+            }
+            tracing::error!(
+                ?result,
+                "connections are not received: another receiver is started"
+            );
+            tokio::time::sleep(PAUSE).await;
+            receiver = again();
+        }
+    });
+    Arrivals {
+        sessions: session_arrivals,
+        api: api_arrivals,
+    }
+}
+
+/// Two connected sockets, closed on exec.
+fn pair(kind: SocketType) -> io::Result<(OwnedFd, OwnedFd)> {
+    Ok(socketpair(
+        AddressFamily::UNIX,
+        kind,
+        SocketFlags::CLOEXEC,
+        None,
+    )?)
+}
+
+#[cfg(test)]
+mod tests;

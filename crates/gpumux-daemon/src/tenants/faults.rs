@@ -1,0 +1,308 @@
+//! What is remembered of faults in groups, and who is to blame for one.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, VecDeque},
+    time::Duration,
+};
+
+use gpumux_core::TenantId;
+
+use crate::{api::types::Fault, groups::Key, scheduler::Crash};
+
+/// Faults that are remembered.
+const MAX_FAULTS: usize = 32;
+/// Groups and culprits that are remembered.
+const MAX_KNOWN: usize = 256;
+
+/// What is remembered of faults.
+#[derive(Default)]
+pub(super) struct Faults {
+    /// The last ones.
+    pub(super) last: VecDeque<Fault>,
+    /// How many there were.
+    pub(super) number: u64,
+    /// What became of groups, those that have ended too, by name.
+    pub(super) counts: BTreeMap<String, GroupCounts>,
+    /// Who took a group down how often.
+    pub(super) culprits: BTreeMap<Repute, u32>,
+}
+
+/// A group in figures.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct GroupCounts {
+    /// Tenants with a seat in it.
+    pub(crate) members: usize,
+    /// Faults that ended its members' processes.
+    pub(crate) faults: u64,
+    /// How often it was there again after one, and how long that took.
+    pub(crate) restarts: u64,
+    pub(crate) restarting: Duration,
+}
+
+/// Who is to blame for faults in a group, from one start to the next: its tenants of a name that was chosen, else those that run a program. A name
+/// that was given is no sign: another program may have it next.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Repute {
+    Name(Key, String),
+    Fingerprint(Key, String),
+}
+
+impl Repute {
+    pub(super) fn of(
+        group: Option<&Key>,
+        name: Option<&str>,
+        fingerprint: Option<&str>,
+    ) -> Option<Self> {
+        let group = group?.clone();
+        match (name, fingerprint) {
+            (Some(name), _) => Some(Self::Name(group, name.to_owned())),
+            (None, Some(fingerprint)) => Some(Self::Fingerprint(group, fingerprint.to_owned())),
+            (None, None) => None,
+        }
+    }
+
+    fn uid(&self) -> u32 {
+        let (Self::Name(group, _) | Self::Fingerprint(group, _)) = self;
+        group.uid
+    }
+}
+
+/// Forgets one of a full map if this key is new: the first of the user who has most.
+fn make_room<K: Ord + Clone, V>(all: &mut BTreeMap<K, V>, new: &K, uid: impl Fn(&K) -> u32) {
+    if all.len() < MAX_KNOWN || all.contains_key(new) {
+        return;
+    }
+    let mut users: BTreeMap<u32, usize> = BTreeMap::new();
+    for key in all.keys() {
+        *users.entry(uid(key)).or_default() += 1;
+    }
+    let most = users.into_iter().max_by_key(|(_, count)| *count);
+    let most = most.map(|(user, _)| user);
+    let surplus = all.keys().find(|key| Some(uid(key)) == most).cloned();
+    if let Some(surplus) = surplus {
+        all.remove(&surplus);
+    }
+}
+
+impl Faults {
+    /// Remembers a fault, who is to blame for it, and after how long its group was there again, if it was.
+    pub(super) fn remember(
+        &mut self,
+        fault: Fault,
+        blamed: Option<Repute>,
+        took: Option<Duration>,
+    ) {
+        if let Some(repute) = blamed {
+            make_room(&mut self.culprits, &repute, Repute::uid);
+            *self.culprits.entry(repute).or_default() += 1;
+        }
+        self.number = fault.number;
+        self.count(&fault.group, took);
+        self.last.push_back(fault);
+        let surplus = self.last.len().saturating_sub(MAX_FAULTS);
+        self.last.drain(..surplus);
+    }
+
+    /// How often its like took a group down.
+    pub(super) fn of(&self, repute: Option<&Repute>) -> u32 {
+        repute
+            .and_then(|it| self.culprits.get(it))
+            .copied()
+            .unwrap_or(0)
+    }
+
+    /// A group has failed, and was there again after so long, if it was.
+    fn count(&mut self, group: &str, took: Option<Duration>) {
+        let group = group.to_owned();
+        make_room(&mut self.counts, &group, |name| {
+            let uid = name.split('/').next();
+            uid.and_then(|uid| uid.parse().ok()).unwrap_or_default()
+        });
+        let counts = self.counts.entry(group).or_default();
+        counts.faults += 1;
+        if let Some(took) = took {
+            counts.restarts += 1;
+            counts.restarting += took;
+        }
+    }
+}
+
+/// Errors by which a process learns that its MPS server gave it up (`CUDA_ERROR_MPS_RPC_FAILURE`,
+/// `CUDA_ERROR_MPS_CLIENT_TERMINATED`).
+const COLLATERAL: [u32; 2] = [806, 810];
+/// Nobody's fault.
+pub(super) const SERVER: &str = "the group's server ended, or hung";
+/// A process that goes away while a kernel of it runs ends the others, as a fault does.
+const ENDED: &str = "it ended while its work was under way";
+
+/// Whether its error may be the one by which the others were lost.
+pub(super) fn is_origin(crash: &Crash) -> bool {
+    Crash::ends_others(crash.error) && !COLLATERAL.contains(&crash.error)
+}
+
+/// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
+/// in the middle of its work, then, of all who have a seat, who alone got an error of its own.
+pub(super) fn culprit(
+    crashes: &[Crash],
+    said: &str,
+    seated: &[TenantId],
+    whose: impl Fn(u32) -> Option<TenantId>,
+) -> (Option<TenantId>, String) {
+    let named = said.lines().find_map(|line| {
+        let (before, _) = line.split_once(" caused")?;
+        before.rsplit_once("lient ")?.1.parse::<u32>().ok()
+    });
+    if let Some(pid) = named {
+        return (whose(pid), format!("the server named process {pid}"));
+    }
+    let of = |which: &dyn Fn(&Crash) -> bool| -> BTreeSet<TenantId> {
+        let some = crashes.iter().filter(|crash| which(crash));
+        some.map(|crash| crash.tenant).collect()
+    };
+    let suspects = of(&Crash::ended_at_work);
+    match (suspects.len(), suspects.first()) {
+        (0, _) => {}
+        (1, Some(tenant)) => return (Some(*tenant), ENDED.into()),
+        (several, _) => {
+            let evidence = format!("{several} members ended while their work was under way");
+            return (None, evidence);
+        }
+    }
+    if !crashes.iter().any(is_origin) && crashes.iter().any(|it| it.error != 0) {
+        return (None, SERVER.into());
+    }
+    let living = of(&|it| it.ended_ms.is_none());
+    // Somebody of whom nothing is known may be the one.
+    if seated.iter().all(|tenant| living.contains(tenant)) {
+        let found = of(&is_origin);
+        if let (1, Some(tenant)) = (found.len(), found.first()) {
+            return (Some(*tenant), "only it got an error of its own".into());
+        }
+    }
+    (None, "neither the server nor the errors name one".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_user_does_does_not_make_another_ones_culprits_forgotten() {
+        let of = |uid, n| {
+            let group = Key {
+                uid,
+                trust: "team".into(),
+            };
+            Repute::Name(group, format!("{n:03}"))
+        };
+        let mut culprits = BTreeMap::from([(of(1, 0), 1), (of(1, 1), 2)]);
+        for n in 0..2 * MAX_KNOWN {
+            make_room(&mut culprits, &of(2, n), Repute::uid);
+            culprits.insert(of(2, n), 1);
+        }
+        assert_eq!(culprits.len(), MAX_KNOWN);
+        assert_eq!((culprits[&of(1, 0)], culprits[&of(1, 1)]), (1, 2));
+        make_room(&mut culprits, &of(1, 0), Repute::uid);
+        assert_eq!(culprits.len(), MAX_KNOWN, "it has its place");
+    }
+
+    #[test]
+    fn the_culprit_is_whom_the_evidence_names_and_nobody_else() {
+        let crash = |tenant, error, busy| Crash {
+            group: "0/team".into(),
+            tenant: TenantId(tenant),
+            pid: 100 + tenant as u32,
+            error,
+            busy,
+            age_ms: None,
+            ended_ms: None,
+        };
+        let ended = |tenant, busy| Crash {
+            ended_ms: Some(60),
+            ..crash(tenant, 0, busy)
+        };
+        let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
+        let unknown = "Client 77 caused a fatal fault";
+        // What is told, what the server said, up to which number they are in the group, and whom that names.
+        for (crashes, said, last, named) in [
+            (
+                vec![crash(1, 700, true), crash(2, 700, true)],
+                said,
+                2,
+                Some(2),
+            ),
+            (vec![crash(1, 700, true)], unknown, 1, None),
+            (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
+            // The server has gone, whoever had work.
+            (vec![crash(1, 806, true)], "", 1, None),
+            (
+                vec![crash(1, 810, true), crash(2, 719, false)],
+                "",
+                2,
+                Some(2),
+            ),
+            (
+                // Who had work need not be who did it.
+                vec![crash(1, 700, false), crash(2, 700, true)],
+                "",
+                2,
+                None,
+            ),
+            (
+                vec![crash(1, 700, true), crash(1, 700, true)],
+                "",
+                1,
+                Some(1),
+            ),
+            // There is one more, of whom nothing is known.
+            (vec![crash(1, 700, true)], "", 2, None),
+            (vec![], "", 1, None),
+            // A third one ended in the middle of its work, and is the first suspect, but not if the server knows better.
+            (vec![crash(1, 700, true), ended(3, true)], "", 1, Some(3)),
+            (vec![crash(2, 700, true), ended(3, true)], said, 2, Some(2)),
+            (
+                vec![crash(1, 700, true), ended(3, true), ended(4, true)],
+                "",
+                1,
+                None,
+            ),
+            // One without work, and one that is not in the group any more, say nothing.
+            (vec![crash(1, 700, true), ended(3, false)], "", 1, Some(1)),
+            (vec![crash(1, 700, true), ended(3, false)], "", 2, None),
+            (vec![crash(1, 700, true), crash(3, 810, false)], "", 2, None),
+        ] {
+            let whose = |pid: u32| {
+                (101..=102)
+                    .contains(&pid)
+                    .then(|| TenantId(u64::from(pid) - 100))
+            };
+            let seated: Vec<TenantId> = (1..=last).map(TenantId).collect();
+            let (found, evidence) = culprit(&crashes, said, &seated, whose);
+            assert_eq!(
+                found,
+                named.map(TenantId),
+                "{crashes:?} {said} {last}: {evidence}"
+            );
+        }
+    }
+
+    #[test]
+    fn faults_of_groups_are_counted_and_bounded() {
+        let mut faults = Faults::default();
+        faults.count("0/team", None);
+        for n in 1..=MAX_KNOWN {
+            faults.count(&format!("1000/{n:04}"), None);
+        }
+        let took = Duration::from_millis(5);
+        faults.count("0/team", Some(took));
+        assert_eq!(faults.counts.len(), MAX_KNOWN);
+        assert!(!faults.counts.contains_key("1000/0001"));
+        let counts = GroupCounts {
+            members: 0,
+            faults: 2,
+            restarts: 1,
+            restarting: took,
+        };
+        assert_eq!(faults.counts["0/team"], counts);
+    }
+}

@@ -1,0 +1,292 @@
+//! A tenant's program from start to end: its command, how it ended, and why.
+
+use std::path::PathBuf;
+
+use gpumux_core::quantity::Size;
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    api::types::{Exit, Reported},
+    peer::ProcessId,
+};
+
+/// Longest command that is kept, in bytes.
+const MAX_COMMAND: usize = 1000;
+/// Longest path of a log that is kept, in bytes.
+const MAX_PATH: usize = 4096;
+
+/// What is known of a tenant's program.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub(crate) struct Life {
+    /// Its command line, for people.
+    pub(crate) command: String,
+    /// The file of its output, if it runs detached.
+    pub(crate) log: Option<String>,
+    /// The program that `gpumux run` turned into, or its parent if it runs detached.
+    pub(super) main: Option<ProcessId>,
+    /// How it ended.
+    #[serde(skip)]
+    pub(super) exit: Option<Exit>,
+    /// The last signal that a user had sent to it.
+    #[serde(skip)]
+    pub(super) sent: Option<i32>,
+    /// The memory limit that it reached, in bytes.
+    #[serde(skip)]
+    pub(super) limited: Option<u64>,
+    /// The kernel's counts of processes killed for memory, when it began.
+    #[serde(skip)]
+    pub(super) kills: Kills,
+}
+
+impl Life {
+    pub(super) fn new(
+        command: Option<String>,
+        log: Option<String>,
+        main: Option<ProcessId>,
+    ) -> Self {
+        let mut command = command.unwrap_or_default();
+        command.truncate(command.floor_char_boundary(MAX_COMMAND));
+        Self {
+            command,
+            log: log.filter(|path| path.len() <= MAX_PATH),
+            main,
+            kills: main.map(|main| Kills::of(main.pid)).unwrap_or_default(),
+            ..Self::default()
+        }
+    }
+
+    /// How it ended, as far as that is known: no process survives SIGKILL.
+    pub(super) fn exit(&self) -> Exit {
+        const KILLED: Exit = Exit {
+            code: None,
+            signal: Some(9),
+        };
+        let killed = || (self.sent == Some(9)).then_some(KILLED);
+        self.exit.or_else(killed).unwrap_or_default()
+    }
+
+    /// Its end, as far as it is known.
+    pub(super) fn report(&self) -> Reported {
+        let killed = self.kills.since();
+        let for_memory = self.exit().signal == Some(9);
+        Reported {
+            reason: self.reason(killed),
+            noteworthy: self.limited.is_some() || (for_memory && killed != Killed::None),
+        }
+    }
+
+    /// Its end in words, as far as it is known.
+    pub(super) fn reason(&self, killed: Killed) -> String {
+        let exit = self.exit();
+        let mut reason = match (exit.signal, exit.code, killed) {
+            (Some(9), _, Killed::InItsGroup) => "killed by the kernel's OOM killer".to_owned(),
+            (Some(9), _, Killed::OnTheMachine) => {
+                "killed by SIGKILL; the kernel's OOM killer killed a process of this machine meanwhile".to_owned()
+            }
+            (Some(signal), _, _) if self.sent == Some(signal) => {
+                format!("ended by {} on request", signal_name(signal))
+            }
+            (Some(signal), _, _) => format!("killed by {}", signal_name(signal)),
+            (None, Some(0), _) => "completed".to_owned(),
+            (None, Some(code), _) => match self.sent {
+                Some(sent) => format!("exit code {code} after {} on request", signal_name(sent)),
+                None => format!("failed with exit code {code}"),
+            },
+            (None, None, Killed::InItsGroup) => {
+                "ended; the kernel's OOM killer killed a process of its control group".to_owned()
+            }
+            (None, None, _) => "ended; its exit code is not known".to_owned(),
+        };
+        if let Some(limit) = self.limited {
+            reason += &format!("; reached its memory limit of {}", Size(limit));
+        }
+        reason
+    }
+}
+
+/// Whom the kernel killed for memory while a program ran.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Killed {
+    /// As far as is known, no process.
+    None,
+    /// A process of its control group.
+    InItsGroup,
+    /// A process of this machine.
+    OnTheMachine,
+}
+
+/// The kernel's counts of processes killed for memory.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub(super) struct Kills {
+    /// Of a control group: the file, and what it said.
+    group: Option<(PathBuf, u64)>,
+    /// Of the machine.
+    machine: Option<u64>,
+}
+
+impl Kills {
+    /// As they are now, for the control group of a process.
+    fn of(pid: u32) -> Self {
+        let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap_or_default();
+        let file = events_file(&groups);
+        Self {
+            group: file.and_then(|file| Some((file.clone(), read_count(&file)?))),
+            machine: read_count("/proc/vmstat".as_ref()),
+        }
+    }
+
+    /// What they have counted since then.
+    pub(super) fn since(&self) -> Killed {
+        let now = |file: &PathBuf| read_count(file);
+        let grew = |before: u64, now: Option<u64>| now.is_some_and(|now| now > before);
+        if let Some((file, before)) = &self.group
+            && grew(*before, now(file))
+        {
+            return Killed::InItsGroup;
+        }
+        match self.machine {
+            Some(before) if grew(before, read_count("/proc/vmstat".as_ref())) => {
+                Killed::OnTheMachine
+            }
+            _ => Killed::None,
+        }
+    }
+}
+
+/// The file in which a control group counts, by `/proc/PID/cgroup`.
+fn events_file(groups: &str) -> Option<PathBuf> {
+    let of = |line: &str| -> Option<(bool, String)> {
+        let mut parts = line.splitn(3, ':');
+        let (number, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
+        match (number, controllers) {
+            (_, "memory") => Some((false, path.to_owned())),
+            ("0", "") if path != "/" => Some((true, path.to_owned())),
+            _ => None,
+        }
+    };
+    let (unified, path) = groups.lines().find_map(of)?;
+    Some(match unified {
+        true => format!("/sys/fs/cgroup{path}/memory.events").into(),
+        false => format!("/sys/fs/cgroup/memory{path}/memory.oom_control").into(),
+    })
+}
+
+fn read_count(file: &std::path::Path) -> Option<u64> {
+    count(&std::fs::read_to_string(file).ok()?)
+}
+
+/// What a file of counters says of `oom_kill`.
+fn count(text: &str) -> Option<u64> {
+    let mut lines = text.lines();
+    lines.find_map(|line| line.strip_prefix("oom_kill ")?.trim().parse().ok())
+}
+
+/// A signal as people write it.
+fn signal_name(signal: i32) -> String {
+    const NAMES: [(i32, &str); 12] = [
+        (1, "SIGHUP"),
+        (2, "SIGINT"),
+        (3, "SIGQUIT"),
+        (4, "SIGILL"),
+        (6, "SIGABRT"),
+        (7, "SIGBUS"),
+        (8, "SIGFPE"),
+        (9, "SIGKILL"),
+        (10, "SIGUSR1"),
+        (11, "SIGSEGV"),
+        (13, "SIGPIPE"),
+        (15, "SIGTERM"),
+    ];
+    let known = NAMES.iter().find(|(number, _)| *number == signal);
+    known.map_or_else(
+        || format!("signal {signal}"),
+        |(_, name)| (*name).to_owned(),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn reason_names_only_what_is_known() {
+        let exit = |status| Some(Exit::of_status(status));
+        let mut life = Life::default();
+        let unknown = "ended; its exit code is not known";
+        assert_eq!(life.reason(Killed::None), unknown);
+        assert_eq!(life.reason(Killed::OnTheMachine), unknown);
+        assert!(
+            life.reason(Killed::InItsGroup)
+                .contains("of its control group")
+        );
+        for (status, killed, reason) in [
+            (0, Killed::None, "completed"),
+            (3 << 8, Killed::None, "failed with exit code 3"),
+            (15, Killed::None, "killed by SIGTERM"),
+            (9, Killed::None, "killed by SIGKILL"),
+            (9, Killed::InItsGroup, "killed by the kernel's OOM killer"),
+            (64, Killed::None, "killed by signal 64"),
+            (0, Killed::InItsGroup, "completed"),
+        ] {
+            life.exit = exit(status);
+            assert_eq!(life.reason(killed), reason);
+        }
+        (life.exit, life.sent) = (None, Some(9));
+        let reason = life.reason(Killed::None);
+        assert_eq!(reason, "ended by SIGKILL on request");
+        (life.exit, life.sent) = (exit(15), Some(15));
+        assert_eq!(life.reason(Killed::None), "ended by SIGTERM on request");
+        life.exit = exit(143 << 8);
+        assert_eq!(
+            life.reason(Killed::None),
+            "exit code 143 after SIGTERM on request"
+        );
+        (life.exit, life.sent, life.limited) = (exit(1 << 8), None, Some(1 << 30));
+        let reason = life.reason(Killed::None);
+        assert_eq!(
+            reason,
+            "failed with exit code 1; reached its memory limit of 1.0 GiB"
+        );
+    }
+
+    #[test]
+    fn status_has_code_or_signal() {
+        let exit = Exit::of_status(7 << 8);
+        assert_eq!(
+            (exit.code, exit.signal, exit.shell_code()),
+            (Some(7), None, Some(7))
+        );
+        let exit = Exit::of_status(9);
+        assert_eq!(
+            (exit.code, exit.signal, exit.shell_code()),
+            (None, Some(9), Some(137))
+        );
+        // With a core file.
+        assert_eq!(Exit::of_status(11 | 0x80).signal, Some(11));
+        assert_eq!(Exit::default().shell_code(), None);
+    }
+
+    #[test]
+    fn kernel_counts_are_found_in_both_hierarchies() {
+        let file = |text| events_file(text).map(|file| file.display().to_string());
+        let unified = "0::/user.slice/a.scope\n";
+        let expected = "/sys/fs/cgroup/user.slice/a.scope/memory.events";
+        assert_eq!(file(unified).as_deref(), Some(expected));
+        let split = "9:name=systemd:/\n4:memory:/jobs/7\n0::/\n";
+        let expected = "/sys/fs/cgroup/memory/jobs/7/memory.oom_control";
+        assert_eq!(file(split).as_deref(), Some(expected));
+        assert_eq!(file("0::/\n"), None);
+        assert_eq!(
+            count("low 0\noom 3\noom_kill 2\noom_group_kill 0\n"),
+            Some(2)
+        );
+        assert_eq!(count("oom 3\n"), None);
+    }
+
+    #[test]
+    fn commands_are_bounded() {
+        let life = Life::new(Some("é".repeat(2000)), Some("x".repeat(5000)), None);
+        assert!(life.command.len() <= MAX_COMMAND && life.log.is_none());
+    }
+}

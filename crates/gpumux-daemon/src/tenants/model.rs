@@ -1,0 +1,214 @@
+//! What a tenant is, by which names and secrets it is known, and why a request for one is refused.
+
+use std::{collections::BTreeMap, io, path::PathBuf, sync::Arc};
+
+use gpumux_core::{TenantId, TenantSpec, admission::Refusal, space};
+
+use super::life::Life;
+use crate::{
+    api::types::Placement,
+    groups::{Key, Seat},
+    peer::{Peer, ProcessId},
+    scheduler::{SessionId, Stopped},
+};
+
+/// Most devices that one tenant can be confined to: all that a machine can have, and some.
+pub(super) const MAX_CONFINED: usize = 64;
+/// Longest name.
+pub(super) const MAX_NAME: usize = 64;
+/// Points of a curve.
+const MAX_POINTS: usize = 100;
+
+/// One tenant.
+#[derive(Clone, Debug)]
+pub(crate) struct Tenant {
+    pub(crate) id: TenantId,
+    pub(crate) name: String,
+    pub(crate) spec: TenantSpec,
+    pub(crate) uid: u32,
+    /// The user's name.
+    pub(crate) user: String,
+    /// Seconds since 1970.
+    pub(crate) since: u64,
+    pub(crate) pids: Vec<u32>,
+    pub(super) token: String,
+    /// The process that it was made for, if that came without a secret.
+    pub(super) made_for: Option<ProcessId>,
+    /// Lives without holders, and is joined by any user's processes.
+    pub(super) kept: bool,
+    /// Somebody chose its name.
+    pub(super) named: bool,
+    /// How it shares devices, and its place in a group.
+    pub(crate) placement: Placement,
+    pub(super) group: Option<Key>,
+    pub(super) seat: Option<Arc<Seat>>,
+    pub(super) utility: Vec<(u32, f64)>,
+    /// Devices that it may use, by UUID; empty: all.
+    pub(crate) devices: Vec<String>,
+    pub(super) holders: BTreeMap<Holder, Option<ProcessId>>,
+    /// Its program, from start to end.
+    pub(crate) life: Life,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Holder {
+    Process(u64),
+    Session(SessionId),
+}
+
+/// Why nothing was done.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum TenantError {
+    #[error("no tenant is called `{0}`: see `gpumux ps`")]
+    Unknown(String),
+    #[error("tenant `{0}` belongs to another user: only its owner or root may change it")]
+    NotYours(String),
+    #[error("several users have a tenant `{0}`: name one of {1}")]
+    Ambiguous(String, String),
+    #[error(
+        "a tenant of yours called `{0}` lives already: use another name, or wait until it ends"
+    )]
+    Taken(String),
+    #[error("`{0}` is no name for a tenant: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`")]
+    BadName(String),
+    #[error(
+        "`{0}` is no name for a trust domain: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`"
+    )]
+    BadTrust(String),
+    #[error("`{0}` is no fingerprint: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`")]
+    BadFingerprint(String),
+    #[error("{0}% is no part of the SMs: use 1 to 100")]
+    BadPercent(u32),
+    #[error(
+        "that is no curve: use up to {MAX_POINTS} points of 1 to 100 percent and a throughput, 0 or 1e-6 to 1e15"
+    )]
+    BadCurve,
+    #[error("nothing is known of a program `{0}` of yours: see `gpumux profile --list`")]
+    NothingKnown(String),
+    #[error(
+        "{0} has {1} tenants, and may have {2}: let some end, or ask the administrator (`max_tenants` in gpumux.toml)"
+    )]
+    TooMany(String, usize, usize),
+    #[error("{0} tenants live already, the most that there may be: let some end first")]
+    Full(usize),
+    #[error("the daemon cannot see your process: ask from the same pid namespace")]
+    Invisible,
+    #[error("the tenant of this secret is unknown: it has ended, or belongs to another daemon")]
+    UnknownToken,
+    #[error("only root and the daemon's own user may keep a tenant or choose its secret")]
+    NotTrusted,
+    #[error("{0} devices are more than a tenant can be confined to: name at most {MAX_CONFINED}")]
+    TooManyDevices(usize),
+    #[error("`{0}` names no device, or several: {1}; use a number, a UUID, or `all`")]
+    NoDevice(String, String),
+    #[error("the secret is refused: use 32 hexadecimal digits that no tenant has, and `kept`")]
+    BadToken,
+    #[error("tenant `{0}` still has {1} connected processes: end them first")]
+    Busy(String, usize),
+    #[error("{0} is not a signal: use 1 to 64")]
+    BadSignal(i32),
+    #[error("tenant `{0}` has no process that you may send a signal to")]
+    NoProcess(String),
+    #[error(
+        "tenant `{0}` is of class {1}: only a latency tenant takes the GPU ahead of its work; `gpumux set {0} --class latency` makes it one"
+    )]
+    NoHints(String, gpumux_core::Class),
+    #[error("tenant `{0}` takes no hints: allow them with `gpumux set {0} --hints auto`")]
+    HintsOff(String),
+    #[error(transparent)]
+    Refused(Box<Refusal>),
+    #[error(transparent)]
+    Stopped(#[from] Stopped),
+    #[error(
+        "{1}; a part of it was set for `{0}` before: say otherwise, or `gpumux set {0} --forget`"
+    )]
+    Set(String, Box<Refusal>),
+    #[error("nothing was set for `{0}`")]
+    NothingSet(String),
+    #[error("cannot keep it in {0}: {1}")]
+    Save(PathBuf, io::Error),
+    #[error("it holds now, but a restarted daemon will not know it: {0}")]
+    NotKept(String),
+}
+
+impl From<Refusal> for TenantError {
+    fn from(refusal: Refusal) -> Self {
+        Self::Refused(refusal.into())
+    }
+}
+
+impl Tenant {
+    /// One whose process holds nothing.
+    #[cfg(test)]
+    pub(crate) fn example(id: TenantId, placement: Placement) -> Self {
+        Self {
+            id,
+            name: "example".into(),
+            spec: TenantSpec::default(),
+            uid: 0,
+            user: "root".into(),
+            since: 0,
+            pids: Vec::new(),
+            token: String::new(),
+            made_for: None,
+            kept: false,
+            named: false,
+            placement,
+            group: None,
+            seat: None,
+            utility: Vec::new(),
+            devices: Vec::new(),
+            holders: BTreeMap::new(),
+            life: Life::default(),
+        }
+    }
+
+    /// What it is called beside tenants of other users.
+    pub(crate) fn full_name(&self) -> String {
+        format!("{}/{}", self.user, self.name)
+    }
+
+    pub(super) fn may_join(&self, token: &str, peer: &Peer) -> bool {
+        self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
+    }
+}
+
+pub(super) fn check_fingerprint(fingerprint: Option<&str>) -> Result<(), TenantError> {
+    match fingerprint {
+        Some(name) if !is_name(name) => Err(TenantError::BadFingerprint(name.into())),
+        _ => Ok(()),
+    }
+}
+
+pub(super) fn check_curve(curve: &[(u32, f64)]) -> Result<(), TenantError> {
+    let good = |(percent, rate): &(u32, f64)| space::is_point(*percent, *rate);
+    match (1..=MAX_POINTS).contains(&curve.len()) && curve.iter().all(good) {
+        true => Ok(()),
+        false => Err(TenantError::BadCurve),
+    }
+}
+
+pub(super) fn is_name_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "._-".contains(c)
+}
+
+pub(super) fn is_name(name: &str) -> bool {
+    (1..=MAX_NAME).contains(&name.len())
+        && name.chars().all(is_name_char)
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+}
+
+pub(super) fn is_secret(text: &str) -> bool {
+    text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit())
+}
+
+/// 128 bits that nobody can guess, in hexadecimal.
+pub(crate) fn secret() -> String {
+    let mut bytes = [0; 16];
+    let mut filled = 0;
+    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
+        // Fails only when a signal comes before the kernel has gathered entropy.
+        filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
+    }
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}

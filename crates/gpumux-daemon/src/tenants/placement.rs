@@ -1,0 +1,200 @@
+//! Where a new tenant goes: in turns with others, or into the group of its trust domain, and to how many SMs.
+
+use gpumux_core::{
+    TenantSpec,
+    space::{self, Applicant, Curve, Decision, Interference, Program, Way},
+};
+
+use super::{faults::Repute, model::Tenant};
+use crate::{
+    api::types::{CurveFrom, NewTenant, Placement},
+    groups::{self, Key, Seat},
+};
+
+/// A tenant to be made, and what is known of it.
+pub(super) struct Wish<'a> {
+    pub(super) new: &'a NewTenant,
+    /// Its group, if it may be in one.
+    pub(super) key: Option<Key>,
+    pub(super) known: Option<&'a Program>,
+    pub(super) utility: &'a (Vec<(u32, f64)>, Option<CurveFrom>),
+}
+
+impl Wish<'_> {
+    /// Under what its like would be known for faults.
+    pub(super) fn repute(&self) -> Option<Repute> {
+        let (name, fingerprint) = (self.new.name.as_deref(), self.new.fingerprint.as_deref());
+        Repute::of(self.key.as_ref(), name, fingerprint)
+    }
+}
+
+/// What is known of the group that a new tenant may enter.
+pub(super) struct Room<'a> {
+    /// The tenants with a seat in it.
+    pub(super) members: Vec<&'a Tenant>,
+    /// Why there can be no group, if so.
+    pub(super) unavailable: Option<&'a str>,
+    /// How often its like took a group down.
+    pub(super) faults: u32,
+}
+
+/// Time or space, as things are now.
+pub(super) fn decide(wish: &Wish<'_>, spec: &TenantSpec, room: &Room<'_>) -> Decision {
+    let members = &room.members;
+    let hinders = |it: &&Tenant| space::hinders(it.placement.sm_percent, spec.guaranteed);
+    space::decide(&Applicant {
+        sharing: wish.new.sharing,
+        trust: wish.new.trust.as_deref(),
+        class: spec.class,
+        members: members.len(),
+        room: groups::ROOM,
+        unavailable: room.unavailable,
+        faults: room.faults,
+        interference: (wish.known).and_then(|known| interference(members, spec, known)),
+        hindered: members.iter().any(hinders),
+    })
+}
+
+/// Where a new tenant goes for good, and its seat: what was decided before its group was `entered` is looked at again, now that
+/// nobody else can come before it.
+pub(super) fn place(
+    wish: &Wish<'_>,
+    spec: &TenantSpec,
+    before: Decision,
+    entered: Option<Result<Seat, groups::GroupError>>,
+    room: &Room<'_>,
+) -> (Placement, Option<Seat>) {
+    let mut placement = Placement {
+        way: Way::Time,
+        reason: before.reason,
+        trust: wish.new.trust.clone(),
+        fingerprint: wish.new.fingerprint.clone(),
+        ..Placement::default()
+    };
+    let (Some(entered), Some(key)) = (entered, &wish.key) else {
+        return (placement, None);
+    };
+    let seat = match entered {
+        Ok(seat) => seat,
+        Err(error) => {
+            tracing::warn!(trust = key.trust, %error, "no group");
+            placement.reason = format!("the group cannot be had: {error}");
+            return (placement, None);
+        }
+    };
+    let decision = decide(wish, spec, room);
+    (placement.way, placement.reason) = (decision.way, decision.reason);
+    if placement.way == Way::Time {
+        return (placement, None);
+    }
+    let curve = |points: &[(u32, f64)]| Curve::of_percents(points.iter().copied());
+    let others: Vec<(&TenantSpec, Curve)> = (room.members.iter())
+        .map(|other| (&other.spec, curve(&other.utility)))
+        .collect();
+    let (points, from) = wish.utility;
+    let own = curve(points);
+    let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
+    all.push((spec, &own));
+    (placement.sm_percent, placement.curve) = confine(wish.new.sm_percent, &all, *from);
+    (placement, Some(seat))
+}
+
+/// What was measured of a program beside as many others as are in a group now, of whom it would have its share by weight in
+/// turns.
+fn interference(members: &[&Tenant], spec: &TenantSpec, known: &Program) -> Option<Interference> {
+    let weights = members.iter().map(|it| it.spec.weight);
+    let weight = weights.fold(spec.weight, |sum, it| sum + it);
+    known.interference(members.len() as u32, spec.weight / weight)
+}
+
+/// What is said of a new tenant's program, or else known of it, and which of both.
+pub(super) fn utility(
+    new: &NewTenant,
+    known: Option<&Program>,
+) -> (Vec<(u32, f64)>, Option<CurveFrom>) {
+    let measured = known.and_then(Program::utility);
+    match (new.utility.is_empty(), measured) {
+        (false, _) => (new.utility.clone(), Some(CurveFrom::Given)),
+        (true, Some(curve)) => (curve.points().collect(), Some(CurveFrom::Measured)),
+        (true, None) => (Vec::new(), None),
+    }
+}
+
+/// To what percentage of the SMs the last of a group's members is confined, given what it asked for; and, where SMs are divided by
+/// curves, where its own is from.
+fn confine(
+    asked: Option<u32>,
+    members: &[(&TenantSpec, &Curve)],
+    from: Option<CurveFrom>,
+) -> (Option<u32>, Option<CurveFrom>) {
+    let Some(((spec, _), others)) = members.split_last() else {
+        return (None, None);
+    };
+    let (share, from) = match (asked, space::percentages(members)) {
+        // Its own limit holds in any case.
+        (Some(percent), _) => {
+            let most = space::percentage(spec, []).unwrap_or(100);
+            (Some(percent.min(most)), None)
+        }
+        (None, Some(shares)) => (shares.last().copied(), from),
+        (None, None) => {
+            let guaranteed = others.iter().map(|(spec, _)| spec.guaranteed);
+            (space::percentage(spec, guaranteed), None)
+        }
+    };
+    (share.filter(|share| *share < 100), from)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{super::testing::new, *};
+
+    #[test]
+    fn a_curve_is_named_only_where_sms_are_divided_by_it() {
+        let spec = TenantSpec::default();
+        let half = TenantSpec {
+            limit: 0.5,
+            ..TenantSpec::default()
+        };
+        let (small, none) = (
+            Curve::of_percents([(20, 0.9), (100, 1.0)]),
+            Curve::default(),
+        );
+        let from = Some(CurveFrom::Measured);
+        let two = [(&spec, &none), (&spec, &small)];
+        assert_eq!(confine(None, &two, from), (Some(20), from));
+        assert_eq!(confine(None, &two[1..], from), (None, None), "the first");
+        assert_eq!(confine(None, &[two[1]; 3], from), (None, None), "alike");
+        let many = |count| [&[two[0]; 3], &vec![two[1]; count][..]].concat();
+        assert_eq!(confine(None, &many(15), from), (Some(5), from));
+        assert_eq!(confine(None, &many(18), from), (None, None), "too many");
+        // What is asked for comes first, and the limit before that.
+        assert_eq!(confine(Some(30), &two, from), (Some(30), None));
+        assert_eq!(confine(Some(100), &two, from), (None, None));
+        let limited = [two[0], (&half, &small)];
+        assert_eq!(confine(Some(70), &limited, from), (Some(50), None));
+    }
+
+    #[test]
+    fn what_is_said_of_a_program_comes_before_what_is_known() {
+        let mut known = Program::default();
+        let said = NewTenant {
+            utility: vec![(50, 1.0), (100, 1.5)],
+            ..new("a")
+        };
+        assert_eq!(utility(&new("a"), Some(&known)), (Vec::new(), None));
+        known.set_curve([(100, 2.0)]);
+        assert_eq!(
+            utility(&new("a"), Some(&known)).1,
+            None,
+            "one point is no curve"
+        );
+        known.set_curve([(25, 1.0), (100, 2.0)]);
+        assert_eq!(
+            utility(&new("a"), Some(&known)),
+            (vec![(25, 1.0), (100, 2.0)], Some(CurveFrom::Measured))
+        );
+        assert_eq!(utility(&said, Some(&known)).1, Some(CurveFrom::Given));
+        assert_eq!(utility(&said, None).0, said.utility);
+    }
+}

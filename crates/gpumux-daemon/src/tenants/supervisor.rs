@@ -1,0 +1,479 @@
+//! Deals with groups that fail: who caused it, whom it ended, and the group's new start.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::{Arc, Weak},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+};
+
+use gpumux_core::TenantId;
+use tokio::{
+    sync::mpsc::{UnboundedReceiver, unbounded_channel},
+    task::JoinSet,
+};
+
+use super::{
+    faults::{Repute, SERVER, culprit, is_origin},
+    registry::Tenants,
+};
+use crate::{
+    api::types::{EventKind, Fault},
+    groups::Failure,
+    programs,
+    scheduler::{Crash, Stopped},
+};
+
+/// How long reports of one fault are gathered.
+const GATHER: Duration = Duration::from_millis(30);
+/// How long processes may take to learn that their group has failed (up to 0.5 s on an H100, driver 580.159.04).
+const TOLD: Duration = Duration::from_secs(1);
+/// How long a server may be gone before that is noticed.
+const UNNOTICED: Duration = Duration::from_millis(500);
+
+/// Watches over groups and programs of these tenants from now on.
+pub(crate) async fn watch(tenants: &Arc<Tenants>) -> Result<(), Stopped> {
+    let (tell, told) = unbounded_channel();
+    tenants.groups.tell_failures(tell.clone());
+    tenants.groups.know(Arc::downgrade(tenants));
+    (tenants.scheduler)
+        .call(move |engine| engine.tell_crashes(tell))
+        .await?;
+    tokio::spawn(watch_crashes(Arc::downgrade(tenants), told));
+    let (tell, mut told) = unbounded_channel();
+    (tenants.scheduler)
+        .call(move |engine| engine.tell_happenings(tell))
+        .await?;
+    let watcher = Arc::downgrade(tenants);
+    tokio::spawn(async move {
+        while let (Some(happening), Some(tenants)) = (told.recv().await, watcher.upgrade()) {
+            tenants.happened(happening).await;
+        }
+    });
+    tokio::spawn(programs::watch(Arc::downgrade(tenants)));
+    Ok(())
+}
+
+/// What was told of one fault: whether the server is gone, and who crashed.
+type Told = (bool, Vec<Crash>);
+
+/// Gathers what is told of each fault and deals with it: one after the other in a group, and each group by itself, because
+/// starting one again may take long.
+async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failure>) {
+    let mut waiting: BTreeMap<Arc<str>, Told> = BTreeMap::new();
+    let mut busy: BTreeSet<Arc<str>> = BTreeSet::new();
+    // Each ends with its group, and whether that was dealt with, or only time went by until all is told.
+    let mut tasks: JoinSet<(Arc<str>, bool)> = JoinSet::new();
+    loop {
+        let done = tokio::select! {
+            failure = told.recv() => match failure {
+                Some(failure) => {
+                    let group = match failure {
+                        Failure::Process(crash) => {
+                            // Told by an earlier daemon already: the program lives on.
+                            let dealt_with = (tenants.upgrade())
+                                .is_some_and(|it| it.groups.began_after(&crash.group, crash.age_ms));
+                            if dealt_with {
+                                continue;
+                            }
+                            let group = Arc::clone(&crash.group);
+                            waiting.entry(Arc::clone(&group)).or_default().1.push(crash);
+                            group
+                        }
+                        Failure::Server(group) => {
+                            waiting.entry(Arc::clone(&group)).or_default().0 = true;
+                            group
+                        }
+                        Failure::Stuck { tenant, pid } => {
+                            if let Some(tenants) = tenants.upgrade() {
+                                tenants.end_stuck(tenant, pid).await;
+                            }
+                            continue;
+                        }
+                    };
+                    if busy.insert(Arc::clone(&group)) {
+                        tasks.spawn(gathered(group));
+                    }
+                    continue;
+                }
+                None => return,
+            },
+            Some(done) = tasks.join_next() => done,
+        };
+        let Ok((group, dealt_with)) = done else {
+            continue;
+        };
+        match (dealt_with, waiting.contains_key(&group)) {
+            (false, _) => {
+                let Some(tenants) = tenants.upgrade() else {
+                    return;
+                };
+                let (server, crashes) = waiting.remove(&group).unwrap_or_default();
+                tasks.spawn(async move {
+                    // A daemon that stops has nothing more to deal with.
+                    let _ = tenants.crashed(&group, server, crashes).await;
+                    (group, true)
+                });
+            }
+            (true, true) => {
+                tasks.spawn(gathered(group));
+            }
+            (true, false) => {
+                busy.remove(&group);
+            }
+        }
+    }
+}
+
+async fn gathered(group: Arc<str>) -> (Arc<str>, bool) {
+    tokio::time::sleep(GATHER).await;
+    (group, false)
+}
+
+impl Tenants {
+    /// A group has failed: says who caused it and who suffers, and starts it again.
+    async fn crashed(
+        &self,
+        group: &str,
+        server: bool,
+        mut crashes: Vec<Crash>,
+    ) -> Result<(), Stopped> {
+        let begun = Instant::now();
+        let at = (SystemTime::now().duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
+        let name = group.to_owned();
+        let more = self.scheduler.call(move |e| e.give_up(&name)).await?;
+        crashes.extend(more);
+        let told = async {
+            match server {
+                true => Ok(()),
+                false => self.all_told(group).await,
+            }
+        };
+        let restarted = self.groups.restart(group, told).await?;
+        let took = restarted.is_ok().then(|| begun.elapsed());
+        let restarted_ms = took.map(|took| took.as_millis() as u64);
+        let said = restarted.unwrap_or_else(|error| {
+            tracing::warn!(group, %error, "the group cannot be started again");
+            String::new()
+        });
+        let mut table = self.table.lock().await;
+        let seated: Vec<TenantId> = (table.tenants.values())
+            .filter(|it| it.seat.as_ref().is_some_and(|seat| *seat.name() == *group))
+            .map(|it| it.id)
+            .collect();
+        // Whoever says so, nobody outside the group can have done it.
+        let whose = |pid| {
+            let told = crashes.iter().find(|crash| crash.pid == pid);
+            let joined = || {
+                let mut all = table.joined.iter().rev();
+                let own = |(it, tenant): &&(u32, TenantId)| *it == pid && seated.contains(tenant);
+                all.find(own).map(|(_, tenant)| *tenant)
+            };
+            told.map(|crash| crash.tenant).or_else(joined)
+        };
+        let (culprit, evidence) = match server && !crashes.iter().any(is_origin) {
+            true => (None, SERVER.into()),
+            false => culprit(&crashes, &said, &seated, whose),
+        };
+        let known = |id: TenantId| {
+            let mut all = table.ended.iter().chain(table.tenants.values());
+            all.find(|it| it.id == id)
+        };
+        let blamed = culprit.and_then(known);
+        let name = blamed.map(|it| it.name.clone());
+        // Whoever ended a program did not make it fault.
+        let was_ended = |id| {
+            crashes
+                .iter()
+                .any(|it| it.tenant == id && it.ended_at_work())
+        };
+        let repute = blamed.filter(|it| !was_ended(it.id)).and_then(|it| {
+            let name = it.named.then_some(it.name.as_str());
+            Repute::of(it.group.as_ref(), name, it.placement.fingerprint.as_deref())
+        });
+        // Some processes ended before they could be asked.
+        let used = seated.into_iter();
+        let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
+        // A process that an error ends has said so; one that loses its server may have had no time.
+        let lately = (UNNOTICED + GATHER).as_millis() as u64;
+        let ended_by_it = |crash: &&Crash| crash.ended_ms.is_none_or(|it| server && it <= lately);
+        let crashed = crashes.iter().filter(ended_by_it);
+        let mut others: Vec<String> = (crashed.map(|crash| crash.tenant).chain(used))
+            .filter(|tenant| Some(*tenant) != culprit)
+            .filter_map(|tenant| Some(known(tenant)?.name.clone()))
+            .collect();
+        others.sort();
+        others.dedup();
+        let error = crashes.iter().map(|crash| crash.error).find(|it| *it != 0);
+        // What came later was known to be coming.
+        let noticed_after_ms = crashes.iter().find_map(|crash| crash.age_ms);
+        let fault = Fault {
+            number: table.faults.number + 1,
+            at,
+            group: group.to_owned(),
+            error: error.unwrap_or(0),
+            culprit: name,
+            evidence,
+            others,
+            noticed_after_ms,
+            restarted_ms,
+        };
+        tracing::warn!(group, error, culprit = ?fault.culprit, evidence = fault.evidence, others = ?fault.others,
+            noticed_after_ms, restarted_ms, "a fault ended all processes in a group");
+        self.record(&fault);
+        table.faults.remember(fault, repute, took);
+        Ok(())
+    }
+
+    /// Makes events of a fault.
+    fn record(&self, fault: &Fault) {
+        let culprit = fault.culprit.as_deref().unwrap_or("an unknown member");
+        let others = match fault.others.is_empty() {
+            true => "no other member".into(),
+            false => fault.others.join(", "),
+        };
+        let text = format!(
+            "group {}: a fault (error {}) of {culprit} ended {others}",
+            fault.group, fault.error
+        );
+        self.events.push(EventKind::Fault, None, text);
+        if let Some(ms) = fault.restarted_ms {
+            let text = format!(
+                "group {}: new members are admitted again after {ms} ms",
+                fault.group
+            );
+            self.events.push(EventKind::Restart, None, text);
+        }
+    }
+
+    /// Waits, though not for long, until all processes of a group that has failed know it: who then waits for a server that is
+    /// ended waits for ever.
+    async fn all_told(&self, group: &str) -> Result<(), Stopped> {
+        let patience = Instant::now() + TOLD;
+        while Instant::now() < patience {
+            let name = group.to_owned();
+            if !self.scheduler.call(move |it| it.has_unaware(&name)).await? {
+                break;
+            }
+            tokio::time::sleep(GATHER).await;
+        }
+        Ok(())
+    }
+
+    /// Ends a process that waits for ever.
+    async fn end_stuck(&self, id: TenantId, pid: u32) {
+        let table = self.table.lock().await;
+        let Some(tenant) = table.tenants.get(&id) else {
+            return;
+        };
+        // Not whoever may have its pid by now.
+        let mut processes = tenant.holders.values().flatten();
+        let process = processes.find(|process| process.pid == pid);
+        let Some(process) = process.and_then(|process| process.watch()) else {
+            return;
+        };
+        tracing::warn!(
+            tenant = tenant.name,
+            pid,
+            "it waits for a device that it lost with its group, and is ended"
+        );
+        process.kill();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use gpumux_core::space::Way;
+
+    use super::{
+        super::testing::{CONTROL, member, new, peer, placement, with_groups},
+        *,
+    };
+    use crate::{api::types::NewTenant, scheduler::SessionId};
+
+    #[tokio::test]
+    async fn an_error_older_than_its_group_harms_nobody() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let wish = member("notebook", "team", 0.0);
+        tenants.create(&peer(0), wish).await.unwrap();
+        let (tenant, _) = placement(&tenants, "notebook").await;
+        let (tell, told) = unbounded_channel();
+        tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
+        let hour = 3_600_000;
+        for (error, age_ms) in [(1, Some(hour)), (2, None), (700, Some(0))] {
+            let crash = Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 7,
+                error,
+                busy: true,
+                age_ms,
+                ended_ms: None,
+            };
+            tell.send(Failure::Process(crash)).unwrap();
+        }
+        while tenants.faults().await.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(tenants.faults().await[0].error, 700);
+    }
+
+    #[tokio::test]
+    async fn who_was_ended_in_its_work_is_named_but_may_join_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        for name in ["killed", "left"] {
+            let wish = member(name, "team", 0.0);
+            tenants.create(&peer(0), wish).await.unwrap();
+        }
+        let (killed, _) = placement(&tenants, "killed").await;
+        let (left, _) = placement(&tenants, "left").await;
+        for _ in 0..3 {
+            let crash = |tenant, error, ended_ms| Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 1,
+                error,
+                busy: true,
+                age_ms: None,
+                ended_ms,
+            };
+            let crashes = vec![crash(left, 700, None), crash(killed, 0, Some(50))];
+            tenants.crashed("0/team", false, crashes).await.unwrap();
+            let fault = tenants.faults().await.pop().unwrap();
+            assert_eq!(fault.culprit.as_deref(), Some("killed"), "{fault:?}");
+            assert_eq!(fault.others, ["left"]);
+        }
+        assert!(tenants.table.lock().await.faults.culprits.is_empty());
+    }
+
+    #[tokio::test]
+    async fn who_took_groups_down_is_known_again_by_its_name_or_else_its_program() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let unnamed = |fingerprint: &str| NewTenant {
+            name: None,
+            program: Some("python3".into()),
+            fingerprint: Some(fingerprint.into()),
+            ..member("", "team", 0.0)
+        };
+        let fail = async |wish: NewTenant| {
+            let name = tenants.create(&peer(0), wish).await.unwrap().name;
+            let (tenant, found) = placement(&tenants, &name).await;
+            let crash = Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 77,
+                error: 719,
+                busy: true,
+                age_ms: None,
+                ended_ms: None,
+            };
+            let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
+            let log = group.unwrap().unwrap().path().join("control.out");
+            std::fs::write(log, "Client 77 caused a fatal fault").unwrap();
+            tenants.crashed("0/team", false, vec![crash]).await.unwrap();
+            tenants.delete(0, &name).await.unwrap();
+            found.way
+        };
+        // Another one has the name that they would have.
+        let good = unnamed("good");
+        tenants.create(&peer(0), good.clone()).await.unwrap();
+        for wish in [unnamed("bad"), member("chosen", "team", 0.0)] {
+            let ways = [fail(wish.clone()).await, fail(wish.clone()).await];
+            assert_eq!(ways, [Way::Space; 2], "{wish:?}");
+            assert_eq!(fail(wish).await, Way::Time);
+        }
+        let named = |name: &str, trust: &str| NewTenant {
+            fingerprint: Some("bad".into()),
+            ..member(name, trust, 0.0)
+        };
+        for (wish, way) in [
+            (good, Way::Space),
+            (named("python3-2", "team"), Way::Space),
+            (named("chosen", "other"), Way::Space),
+            (named("chosen", "team"), Way::Time),
+        ] {
+            let name = tenants.create(&peer(0), wish).await.unwrap().name;
+            let (_, found) = placement(&tenants, &name).await;
+            assert_eq!(found.way, way, "{name}: {}", found.reason);
+            tenants.delete(0, &name).await.unwrap();
+        }
+    }
+
+    #[tokio::test]
+    async fn a_group_that_does_not_start_does_not_delay_the_faults_of_others() {
+        let dir = tempfile::tempdir().unwrap();
+        let slow = dir.path().join("slow");
+        let script = CONTROL.replace("$GPUMUX_TEST_SLOW", &slow.display().to_string());
+        let tenants = with_groups(&dir, &script).await;
+        for trust in ["a", "b"] {
+            let wish = member(trust, trust, 0.0);
+            tenants.create(&peer(0), wish).await.unwrap();
+        }
+        // Nobody needs the group of `b` any more: there is nothing to wait for.
+        tenants.delete(0, "b").await.unwrap();
+        std::fs::write(&slow, "").unwrap();
+        let (tell, told) = unbounded_channel();
+        tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
+        for group in ["0/a", "0/b"] {
+            tell.send(Failure::Server(group.into())).unwrap();
+        }
+        let faults = async || {
+            let all = tenants.faults().await;
+            all.into_iter().map(|it| it.group).collect::<Vec<_>>()
+        };
+        while faults().await.is_empty() {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(faults().await, ["0/b"]);
+        // What is told of a group meanwhile is dealt with after that.
+        tell.send(Failure::Server("0/a".into())).unwrap();
+        std::fs::remove_file(&slow).unwrap();
+        while faults().await.len() < 3 {
+            tokio::time::sleep(Duration::from_millis(5)).await;
+        }
+        assert_eq!(faults().await[1..], ["0/a", "0/a"]);
+    }
+
+    #[tokio::test]
+    async fn nobody_outside_a_group_is_named_for_its_faults_whatever_its_log_says() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let created = tenants.create(&peer(0), new("stranger")).await.unwrap();
+        let mine = peer(0);
+        tenants
+            .join(SessionId(1), &mine, Some(&created.token))
+            .await
+            .unwrap();
+        tenants
+            .create(&peer(0), member("bad", "team", 0.0))
+            .await
+            .unwrap();
+        let (bad, _) = placement(&tenants, "bad").await;
+        let crash = |pid| Crash {
+            group: "0/team".into(),
+            tenant: bad,
+            pid,
+            error: 700,
+            busy: true,
+            age_ms: None,
+            ended_ms: None,
+        };
+        let say = |pid: u32| {
+            let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
+            let log = group.unwrap().unwrap().path().join("control.out");
+            std::fs::write(log, format!("Client {pid} caused a fatal fault")).unwrap();
+        };
+        for (named, culprit) in [(mine.pid, None), (7, Some("bad"))] {
+            say(named);
+            let crashes = vec![crash(7)];
+            tenants.crashed("0/team", false, crashes).await.unwrap();
+            let fault = tenants.faults().await.pop().unwrap();
+            assert_eq!(fault.culprit.as_deref(), culprit, "{fault:?}");
+        }
+        let numbers = tenants.faults().await;
+        let numbers: Vec<u64> = numbers.iter().map(|it| it.number).collect();
+        assert_eq!(numbers, [1, 2]);
+    }
+}

@@ -1,0 +1,243 @@
+//! What the README and "Getting started" print, in a fresh Debian: each way to install, the commands that follow, and removal,
+//! after which the system is as it was before.
+
+use std::{fmt::Write, fs, path::Path, process::Command};
+
+use gpumux_tests::{PATIENCE, Process};
+
+use crate::{
+    docs::{self, commands},
+    packages::package,
+};
+
+/// Pages whose commands a new user types.
+const PAGES: [&str; 2] = ["README.md", "docs/getting-started.md"];
+
+/// What is typed to install and to remove, by the word that all lines of one way have.
+struct Way {
+    format: &'static str,
+    /// What its lines begin with.
+    lines: &'static [&'static str],
+    /// Those of them that remove it.
+    remove: &'static str,
+    /// The header's place.
+    header: &'static str,
+    /// What finds the Python module.
+    python: Option<&'static str>,
+    /// Whose commands are typed then; a way has other files, but the same program.
+    pages: &'static [&'static str],
+}
+
+const WAYS: [Way; 3] = [
+    Way {
+        format: "wheel",
+        lines: &["pip install ./gpumux-", "pip uninstall "],
+        remove: "uninstall",
+        header: "/opt/venv/include/gpumux.h",
+        python: Some("/opt/venv/bin/python3"),
+        pages: &["docs/getting-started.md"],
+    },
+    Way {
+        format: "deb",
+        lines: &["sudo apt ", "sudo systemctl "],
+        remove: " purge ",
+        header: "/usr/include/gpumux.h",
+        python: Some("/usr/bin/python3"),
+        pages: &PAGES,
+    },
+    Way {
+        format: "tar",
+        lines: &["tar -xzf gpumux-", "sudo gpumux-"],
+        remove: "--uninstall",
+        header: "/usr/local/include/gpumux.h",
+        python: None,
+        pages: &[],
+    },
+];
+
+/// All commands of a page: the lines of its `sh` blocks, and those of its `console` blocks that begin with `$`.
+fn printed(page: &str) -> Vec<String> {
+    let page = Path::new(env!("CARGO_MANIFEST_DIR")).join("..").join(page);
+    let text = fs::read_to_string(page).unwrap();
+    let lines = docs::blocks(&text).flat_map(|(kind, body)| match kind {
+        "sh" => commands(body.lines()),
+        "console" => body
+            .lines()
+            .filter_map(|it| it.strip_prefix("$ "))
+            .map(str::to_owned)
+            .collect(),
+        _ => Vec::new(),
+    });
+    lines.collect()
+}
+
+/// The lines of a way, each once, in the order in which the pages print them: those that install it, and those that remove it.
+fn lines_of(way: &Way) -> (Vec<String>, Vec<String>) {
+    let mut found: Vec<String> = Vec::new();
+    for line in PAGES.iter().flat_map(|page| printed(page)) {
+        if way.lines.iter().any(|start| line.starts_with(start)) && !found.contains(&line) {
+            found.push(line);
+        }
+    }
+    found
+        .into_iter()
+        .partition(|line| !line.contains(way.remove))
+}
+
+/// A script with a page's commands of gpumux. A program that they start works until the script ends.
+fn session(page: &str) -> String {
+    let mut script = String::from("set -eu\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n");
+    for (n, line) in printed(page).iter().enumerate() {
+        if !line.starts_with("gpumux ") {
+            continue;
+        }
+        let line = docs::shortened(line.trim_end_matches('&'));
+        let line = line.trim_end();
+        let quoted = line.replace('\'', r"'\''");
+        writeln!(script, "printf '%s\\n' '$ {quoted}'").unwrap();
+        let _ = match line {
+            _ if line.contains("-- python ") => writeln!(
+                script,
+                "TICKS=/root/ticks.{n} {line} &\nuntil [ -s /root/ticks.{n} ]; do kill -0 $!; sleep 0.05; done"
+            ),
+            _ if line.starts_with("gpumux top") => writeln!(
+                script,
+                "(while sleep 0.2; do printf q; done) | script -qec 'stty rows 24 cols 80; {line}' /dev/null > /root/top"
+            ),
+            _ => writeln!(script, "{line}"),
+        };
+    }
+    script
+}
+
+/// Stands in for what a fresh system lacks: programs of the user's, a service manager, questions that are answered.
+const BEFORE: &str = r#"
+mkdir -p /root/bin /root/work
+cd /root/work
+stand_in() { printf '#!/bin/sh\n%s\n' "$2" > "/root/bin/$1"; chmod +x "/root/bin/$1"; }
+stand_in sudo 'exec "$@"'
+stand_in python 'exec gpumux scratch > "$TICKS"'
+stand_in systemctl 'GPUMUX_RUNTIME_DIR=/run/gpumux GPUMUX_STATE_DIR=/var/lib/gpumux setsid gpumux daemon 2> /root/daemon.log &
+echo $! > /root/daemon; until [ -S /run/gpumux/api.sock ]; do kill -0 $!; sleep 0.05; done'
+echo 'APT::Get::Assume-Yes "true";' > /etc/apt/apt.conf.d/99test
+export PIP_YES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+python3 -m venv /opt/venv
+export PATH=/root/bin:/opt/venv/bin:$PATH
+list() {
+  find / -xdev \( -path /proc -o -path /dev -o -path /root -o -path /var/lib/apt -o -path /var/lib/dpkg \
+    -o -path /var/cache -o -path /var/log -o -name __pycache__ \) -prune -o -not \( -type d -path '/opt/venv/*' \) -print | sort
+  find / -xdev -path '*gpumux*/__pycache__' -not -path '/root/*'
+}
+quiet() { "$@" > /root/quiet 2>&1 || { echo "$* fails:"; cat /root/quiet; exit 1; }; }
+"#;
+
+/// What the service manager does before a package is removed.
+const STOP: &str = r#"
+if [ -f /root/daemon ]; then
+  gpumux ps
+  kill "$(cat /root/daemon)"
+  while kill -0 "$(cat /root/daemon)" 2> /root/gone; do sleep 0.05; done
+fi
+"#;
+
+/// The whole script of a way.
+fn script(way: &Way) -> String {
+    let (install, remove) = lines_of(way);
+    let mut script = String::from(BEFORE);
+    let all =
+        |lines: &[String]| -> String { lines.iter().map(|it| format!("quiet {it}\n")).collect() };
+    writeln!(script, "list > /root/before\n{}hash -r", all(&install)).unwrap();
+    writeln!(script, "[ -f {} ]\ngpumux --version", way.header).unwrap();
+    if let Some(python) = way.python {
+        writeln!(
+            script,
+            "{python} -c 'import gpumux; print(gpumux.__version__)'"
+        )
+        .unwrap();
+    }
+    for n in 0..way.pages.len() {
+        writeln!(script, "gpumux emu -- bash /root/session.{n}").unwrap();
+    }
+    script += STOP;
+    writeln!(script, "{}list > /root/after", all(&remove)).unwrap();
+    script += "diff /root/before /root/after\necho 'as it was before'\n";
+    script
+}
+
+/// Enters a fresh system whose changes are in memory, with the files of `$0/put` as root's.
+const ENTER: &str = r#"
+mkdir "$0/rw" "$0/root"
+mount -t tmpfs none "$0/rw"
+mkdir "$0/rw/upper" "$0/rw/work"
+cp -R "$0/put" "$0/rw/upper/root"
+mount -t overlay overlay -o "lowerdir=$1,upperdir=$0/rw/upper,workdir=$0/rw/work" "$0/root"
+mount -t proc proc "$0/root/proc"
+mount --rbind /dev "$0/root/dev"
+exec chroot "$0/root" bash -eu /root/all
+"#;
+
+fn works(format: &str) {
+    let way = WAYS.iter().find(|way| way.format == format).unwrap();
+    let (install, remove) = lines_of(way);
+    assert!(
+        !install.is_empty() && !remove.is_empty(),
+        "{PAGES:?} say how"
+    );
+    // To make one takes minutes and a mirror: `.ci/run` does.
+    let Some(system) = std::env::var_os("GPUMUX_TEST_ROOT") else {
+        eprintln!(
+            "SKIPPED: no GPUMUX_TEST_ROOT (a folder made by `debootstrap --variant=minbase --include=python3-venv`)"
+        );
+        return;
+    };
+    let dir = tempfile::tempdir().unwrap();
+    let Some(made) = package(dir.path(), format) else {
+        return;
+    };
+    // Under the name that the pages print. A wheel of this machine's build names its own C library.
+    let printed = install.iter().flat_map(|line| line.split_whitespace());
+    let printed = printed.map(|word| word.trim_start_matches("./"));
+    let mut names = printed.filter(|word| word.starts_with("gpumux") && word.contains('.'));
+    let name = names.next().unwrap();
+    let own = made.file_name().unwrap().to_str().unwrap();
+    let without_tag = |name: &str| name.split("-manylinux").next().unwrap().to_owned();
+    assert_eq!(
+        without_tag(name),
+        without_tag(own),
+        "the pages name this version"
+    );
+    let put = dir.path().join("put");
+    fs::create_dir_all(put.join("work")).unwrap();
+    fs::rename(&made, put.join("work").join(name)).unwrap();
+    for (n, page) in way.pages.iter().enumerate() {
+        fs::write(put.join(format!("session.{n}")), session(page)).unwrap();
+    }
+    fs::write(put.join("all"), script(way)).unwrap();
+    let mut enter = Command::new("unshare");
+    enter.args(["--mount", "--pid", "--fork", "--kill-child", "sh", "-euc"]);
+    enter.arg(ENTER).arg(dir.path()).arg(system).env_clear();
+    enter
+        .env(
+            "PATH",
+            "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
+        )
+        .env("HOME", "/root");
+    let done = Process::start(&mut enter).finish_within(PATIENCE * 10).ok();
+    println!("{}", done.out);
+    assert!(done.out.ends_with("as it was before\n"), "{done:?}");
+}
+
+#[test]
+fn wheel_in_a_fresh_system_comes_works_and_goes() {
+    works("wheel");
+}
+
+#[test]
+fn deb_in_a_fresh_system_comes_works_and_goes() {
+    works("deb");
+}
+
+#[test]
+fn tarball_in_a_fresh_system_comes_works_and_goes() {
+    works("tar");
+}

@@ -1,0 +1,328 @@
+//! The life of a tenant as users see it: names, detached runs and their logs, stop, kill, wait, events, what is remembered, and what is
+//! left when it has ended.
+
+use std::{fs, process::Command};
+
+use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, wait_for};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::TICKS;
+
+/// `gpumux ARGS` with a home of its own.
+fn gpumux(node: &Node, line: &str) -> Command {
+    let mut command = node.gpumux(line.split_whitespace());
+    at_home(node, &mut command);
+    command
+}
+
+fn at_home(node: &Node, command: &mut Command) {
+    command.env("HOME", node.dir()).env_remove("XDG_STATE_HOME");
+}
+
+/// Starts a shell script detached, as a tenant of this name.
+fn detached(node: &Node, name: &str, script: &str) -> Finished {
+    let mut command = node.tenant(&format!("-d --name {name}"), "sh -c");
+    at_home(node, command.arg(script));
+    command.run()
+}
+
+fn ended(node: &Node, name: &str) -> Option<Value> {
+    let listing = gpumux(node, "ps -a --json").run().ok().json();
+    let ended = listing["ended"].as_array().unwrap().iter();
+    ended.rev().find(|end| end["name"] == name).cloned()
+}
+
+#[test]
+fn detached_program_leaves_its_output_and_its_exit_code() {
+    let node = Node::start();
+    let started = detached(
+        &node,
+        "quick",
+        "echo first; echo second >&2; read line; exit 7",
+    )
+    .ok();
+    assert_eq!(
+        (started.out.as_str(), started.err.as_str()),
+        ("quick\n", "")
+    );
+    assert_eq!(gpumux(&node, "wait quick").run().code(), 7);
+    let logs = gpumux(&node, "logs quick").run().ok().out;
+    assert_eq!(logs, "first\nsecond\n");
+    assert_eq!(gpumux(&node, "logs -n 1 quick").run().ok().out, "second\n");
+    let end = ended(&node, "quick").unwrap();
+    assert_eq!(end["exit"]["code"], 7, "{end:#}");
+    assert_eq!(end["reason"], "failed with exit code 7");
+    let table = gpumux(&node, "ps -a").run().ok().out;
+    assert!(table.contains("failed with exit code 7"), "{table}");
+    let inspected = gpumux(&node, "inspect quick").run().ok().json();
+    assert_eq!(inspected["ended"]["exit"]["code"], 7, "{inspected:#}");
+}
+
+#[test]
+fn detached_program_that_cannot_start_is_reported() {
+    let node = Node::start();
+    let mut missing = node.tenant("-d", "gpumux-there-is-no-such-program");
+    at_home(&node, &mut missing);
+    let missing = missing.run();
+    assert_eq!(
+        (missing.code(), missing.out.as_str()),
+        (127, ""),
+        "{missing:?}"
+    );
+    assert!(missing.err.contains("no-such-program"), "{missing:?}");
+    detached(&node, "one", "sleep 60").ok();
+    let twice = detached(&node, "one", "true");
+    assert_eq!((twice.code(), twice.out.as_str()), (125, ""), "{twice:?}");
+    gpumux(&node, "kill one").run().ok();
+}
+
+#[test]
+fn logs_are_followed_until_the_tenant_has_ended() {
+    let node = Node::start();
+    let go = node.dir().join("go");
+    let script = format!(
+        "echo one; until [ -e {} ]; do sleep 0.02; done; echo two",
+        go.display()
+    );
+    detached(&node, "talks", &script).ok();
+    let mut follows = Process::start(&mut gpumux(&node, "logs --follow talks"));
+    follows.wait_lines(1);
+    assert!(follows.poll().is_none());
+    fs::write(&go, "").unwrap();
+    assert_eq!(follows.finish().ok().out, "one\ntwo\n");
+}
+
+#[test]
+fn stop_asks_first_and_then_kills() {
+    let node = Node::start();
+    let polite = "trap 'echo bye; exit 3' TERM; echo ready; while :; do sleep 0.01; done";
+    let stubborn = "trap '' TERM; echo ready; while :; do sleep 0.01; done";
+    for (name, script) in [("polite", polite), ("stubborn", stubborn)] {
+        detached(&node, name, script).ok();
+        wait_for("the script", PATIENCE, || {
+            let logs = gpumux(&node, &format!("logs {name}")).run();
+            logs.out.contains("ready").then_some(())
+        });
+    }
+    let stopped = gpumux(&node, "stop polite").run().ok();
+    assert_eq!(
+        stopped.out,
+        "polite: exit code 3 after SIGTERM on request\n"
+    );
+    assert_eq!(gpumux(&node, "logs polite").run().ok().out, "ready\nbye\n");
+    let killed = gpumux(&node, "stop --time 0s stubborn --json")
+        .run()
+        .ok()
+        .json();
+    assert_eq!(killed[0]["exit"]["signal"], 9, "{killed:#}");
+    assert!(node.find_tenant("stubborn").is_none());
+    let missing = gpumux(&node, "stop polit").run();
+    assert_eq!(missing.code(), 1, "{missing:?}");
+}
+
+#[test]
+fn signal_reaches_the_program_of_a_tenant() {
+    let node = Node::start();
+    let mut tenant = node.tenant("--name shell", "env --default-signal sh -c");
+    tenant.arg("trap 'echo usr1' USR1; echo ready; while :; do sleep 0.01; done");
+    let mut tenant = Process::start(&mut tenant);
+    tenant.wait_lines(1);
+    let sent = gpumux(&node, "kill -s USR1 shell").run().ok();
+    assert_eq!(sent.out, "shell: SIGUSR1 sent to 1 process\n");
+    tenant.wait_lines(2);
+    gpumux(&node, "kill shell --quiet").run().ok();
+    assert_eq!(tenant.finish().code(), 137);
+    let wrong = gpumux(&node, "kill -s DIE shell").run();
+    assert_eq!(wrong.code(), 2, "{wrong:?}");
+}
+
+#[test]
+fn end_of_a_foreground_program_is_known_where_the_kernel_tells() {
+    let node = Node::start();
+    let run = node.tenant("--name brief", "sh -c").arg("exit 5").run();
+    assert_eq!(run.code(), 5);
+    let end = wait_for("its end", PATIENCE, || ended(&node, "brief"));
+    let code = &end["exit"]["code"];
+    assert!(code.is_null() || *code == 5, "{end:#}");
+    let waited = gpumux(&node, "wait brief").run();
+    let expected = if code.is_null() { 1 } else { 5 };
+    assert_eq!(waited.code(), expected, "{waited:?}");
+}
+
+#[test]
+fn tenants_are_named_after_the_script() {
+    let node = Node::start();
+    let bin = node.dir().join("bin");
+    fs::create_dir(&bin).unwrap();
+    gpumux_tests::program(&bin.join("python3"), "#!/bin/sh\necho ready; sleep 60\n");
+    let start = |program: &str| {
+        let mut process =
+            Process::start(&mut node.tenant("", &format!("{}/{program}", bin.display())));
+        process.wait_lines(1);
+        process
+    };
+    let _both = [start("python3 train.py"), start("python3 -m pkg.serve")];
+    for name in ["train", "serve"] {
+        assert!(node.find_tenant(name).is_some(), "{:#}", node.ps());
+    }
+    let names = gpumux(&node, "ps -q --sort name").run().ok().out;
+    assert_eq!(names, "serve\ntrain\n");
+    let table = gpumux(&node, "ps train").run().ok().out;
+    assert!(
+        table.contains("train.py") && !table.contains("pkg.serve"),
+        "{table}"
+    );
+    let typo = gpumux(&node, "explain trian").run();
+    assert!(typo.err.contains("`train`"), "{typo:?}");
+}
+
+#[test]
+fn remembered_settings_are_listed_shown_and_cleared() {
+    let node = Node::start();
+    let tenant = |script: &str| {
+        let mut command = node.tenant("--name train", "sh -c");
+        command.arg(script);
+        command
+    };
+    let mut first = Process::start(&mut tenant("echo ready; read line"));
+    first.wait_lines(1);
+    let set = gpumux(&node, "set train --class batch --guaranteed 50%")
+        .run()
+        .ok();
+    assert_eq!(set.out, "train: class batch, guaranteed 50%\n");
+    first.close_input();
+    first.finish();
+    let list = gpumux(&node, "set --list").run().ok().out;
+    assert!(
+        list.contains("train") && list.contains("class batch, guaranteed 50%"),
+        "{list}"
+    );
+    wait_for("the tenant's end", PATIENCE, || {
+        node.find_tenant("train").is_none().then_some(())
+    });
+    let again = tenant("true").run().ok();
+    assert!(
+        again.err.contains("class batch, guaranteed 50%"),
+        "{again:?}"
+    );
+    assert_eq!(again.err.lines().count(), 1, "{again:?}");
+    gpumux(&node, "set --forget train").run().ok();
+    wait_for("the tenant's end", PATIENCE, || {
+        node.find_tenant("train").is_none().then_some(())
+    });
+    assert_eq!(tenant("true").run().ok().err, "");
+    assert_eq!(
+        gpumux(&node, "set --list --json").run().ok().json(),
+        serde_json::json!([])
+    );
+}
+
+#[test]
+fn events_tell_of_start_change_refusal_and_end() {
+    let node = Node::start();
+    let follows = Process::start(&mut gpumux(&node, "events --json"));
+    let mut tenant = Process::start(&mut node.tenant("--name worker --guaranteed 70%", TICKS));
+    tenant.wait_lines(1);
+    gpumux(&node, "set worker --weight 2").run().ok();
+    let refused = node.tenant("--name more --guaranteed 70%", "true").run();
+    assert_eq!(refused.code(), 125, "{refused:?}");
+    tenant.signal(Signal::TERM);
+    tenant.finish();
+    let kinds = || -> Vec<String> {
+        let past = gpumux(&node, "events --past --json").run().ok().out;
+        let event = |line: &str| serde_json::from_str::<Value>(line).unwrap();
+        let events = past.lines().map(event);
+        let text = |it: Value| {
+            format!(
+                "{} {}",
+                it["tenant"].as_str().unwrap_or("-"),
+                it["kind"].as_str().unwrap()
+            )
+        };
+        events.map(text).collect()
+    };
+    let expected = [
+        "worker started",
+        "worker resized",
+        "more refused",
+        "worker ended",
+    ];
+    wait_for("the events", PATIENCE, || {
+        (kinds() == expected).then_some(())
+    });
+    let lines = gpumux(&node, "events --past worker").run().ok().out;
+    assert_eq!(lines.lines().count(), 3, "{lines}");
+    wait_for("the last event", PATIENCE, || {
+        follows.out().contains("\"ended\"").then_some(())
+    });
+    follows.signal(Signal::TERM);
+}
+
+#[test]
+fn memory_limit_that_was_reached_is_named_at_the_end() {
+    let node = Node::start();
+    let gpumux_binary = gpumux_tests::binary();
+    let script = format!(
+        "{} workload idle --memory 600MiB --seconds 0.1 || exit 4",
+        gpumux_binary.display()
+    );
+    let mut command = node.tenant("-d --name greedy --memory-limit 512MiB", "sh -c");
+    at_home(&node, command.arg(script));
+    command.run().ok();
+    assert_eq!(gpumux(&node, "wait greedy").run().code(), 4);
+    let end = ended(&node, "greedy").unwrap();
+    let reason = end["reason"].as_str().unwrap();
+    assert!(
+        reason.ends_with("reached its memory limit of 512 MiB"),
+        "{end:#}"
+    );
+    let logs = gpumux(&node, "logs greedy").run().ok().out;
+    assert!(
+        logs.contains("gpumux: greedy: failed with exit code 4; reached"),
+        "{logs}"
+    );
+    let events = gpumux(&node, "events --past greedy").run().ok().out;
+    assert!(events.contains("limit"), "{events}");
+}
+
+#[test]
+fn on_collateral_costs_nothing_for_a_program_outside_groups() {
+    let node = Node::start();
+    let mut run = node.tenant("--restart on-collateral", "sh -c");
+    let mut program = Process::start(run.arg("echo $$; exec sleep 60"));
+    program.wait_lines(1);
+    // The program took this process's place: there is no parent that would wait for the news of a fault.
+    assert_eq!(program.out().trim(), program.pid().to_string());
+}
+
+#[test]
+fn static_program_does_not_run_under_strict() {
+    let node = Node::start();
+    let program = node.dir().join("static");
+    // The head of a program with one segment, which is loaded, and no interpreter.
+    let mut head = vec![0u8; 120];
+    head[..6].copy_from_slice(b"\x7fELF\x02\x01");
+    (head[16], head[32], head[54], head[56], head[64]) = (2, 64, 56, 1, 1);
+    fs::write(&program, head).unwrap();
+    let refused = node
+        .tenant("--strict", &program.display().to_string())
+        .run();
+    assert_eq!(refused.code(), 125, "{refused:?}");
+    assert!(refused.err.contains("statically linked"), "{refused:?}");
+}
+
+#[test]
+fn hint_that_can_have_no_effect_is_refused() {
+    let node = Node::start();
+    let mut batch = Process::start(&mut node.tenant("--name night --class batch", TICKS));
+    batch.wait_lines(1);
+    let refused = gpumux(&node, "hint night").run();
+    assert_eq!(refused.code(), 1, "{refused:?}");
+    assert!(refused.err.contains("--class latency"), "{refused:?}");
+    gpumux(&node, "set night --class latency --quiet")
+        .run()
+        .ok();
+    let hinted = gpumux(&node, "hint night").run().ok().out;
+    assert_eq!(hinted, "night: 1 process takes its GPU ahead of the work\n");
+}
