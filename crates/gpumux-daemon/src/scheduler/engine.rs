@@ -30,6 +30,7 @@ use super::{
     foreign::Foreigners,
     memory::MemoryMoves,
     record::{Counted, Durations, History, Now, Totals, What},
+    renewal::{Renewal, Renewing},
 };
 use crate::{
     api::types, config::Config, devices::Known, groups::Failure, hold::STAY, tenants::Numbers,
@@ -63,6 +64,7 @@ struct Ended {
 pub(crate) struct Engine {
     pub(super) config: Arc<Config>,
     clock: Clock,
+    renewal: Arc<Renewal>,
     reaper: Reaper,
     pub(super) tenants: BTreeMap<TenantId, TenantSpec>,
     /// Whose tenants are; root's if unknown.
@@ -220,11 +222,17 @@ pub(crate) enum GroupError {
 }
 
 impl Engine {
-    pub(crate) fn new(config: Arc<Config>, clock: Clock, reaper: Reaper) -> Self {
+    pub(crate) fn new(
+        config: Arc<Config>,
+        clock: Clock,
+        reaper: Reaper,
+        renewal: Arc<Renewal>,
+    ) -> Self {
         let moves = MemoryMoves::new(&config.host_memory);
         Self {
             config,
             clock,
+            renewal,
             reaper,
             tenants: BTreeMap::new(),
             users: BTreeMap::new(),
@@ -256,6 +264,18 @@ impl Engine {
 
     pub(crate) fn now(&self) -> Micros {
         (self.clock)()
+    }
+
+    /// Renews the lease of all sessions.
+    pub(super) fn renew(&self) {
+        if let Some(stalled) = self.renewal.renew()
+            && self.has_sessions()
+        {
+            tracing::warn!(
+                ms = stalled.0 / 1000,
+                "the scheduling thread stood still: the processes may have freed themselves"
+            );
+        }
     }
 
     /// Devices that exist although no tenant has shown them yet.
@@ -466,7 +486,7 @@ impl Engine {
     ///
     /// # Errors
     /// When its tenant is gone or may not use the device, or another process manages the same group.
-    pub(crate) fn add(&mut self, group: NewGroup) -> Result<(), GroupError> {
+    pub(crate) fn add(&mut self, mut group: NewGroup) -> Result<(), GroupError> {
         if !self.tenants.contains_key(&group.tenant) {
             return Err(GroupError::NoTenant);
         }
@@ -497,6 +517,10 @@ impl Engine {
             }
             self.gone(old.session, old.key);
         }
+        group.levers = Box::new(Renewing {
+            levers: group.levers,
+            renewal: Arc::clone(&self.renewal),
+        });
         if group.engine != GR0 {
             self.copies.push(CopyGroup {
                 tenant: group.tenant,

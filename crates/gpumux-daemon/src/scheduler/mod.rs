@@ -15,10 +15,12 @@ mod foreign;
 mod held;
 mod memory;
 mod record;
+mod renewal;
 #[cfg(test)]
 mod tests;
 
 use std::{
+    iter,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{Arc, mpsc},
     thread,
@@ -26,7 +28,7 @@ use std::{
 };
 
 use gpumux_core::{Micros, TenantId};
-use gpumux_wire::lease::{LOOK, LOOKS, Lease, RENEW};
+use gpumux_wire::lease::{Lease, RENEW};
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::oneshot;
 
@@ -36,6 +38,7 @@ pub(crate) use engine::{Engine, GroupError, Left, Met, View};
 pub(crate) use gpumux_core::controller::AWAY;
 pub(crate) use memory::Happening;
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
+use renewal::Renewal;
 
 use crate::config::Config;
 
@@ -75,7 +78,7 @@ impl Crash {
 }
 
 /// The time, from an origin of its own.
-type Clock = Box<dyn Fn() -> Micros + Send>;
+type Clock = Arc<dyn Fn() -> Micros + Send + Sync>;
 
 /// Takes levers and files that are no longer needed: closing the last file of a dead process frees its
 /// memory and takes the driver long.
@@ -136,7 +139,7 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
         .spawn(move || dead.into_iter().for_each(drop))?;
     let (jobs, queue) = mpsc::channel();
     let origin = Instant::now();
-    let clock = Box::new(move || Micros(origin.elapsed().as_micros() as u64));
+    let clock: Clock = Arc::new(move || Micros(origin.elapsed().as_micros() as u64));
     let (lease, file) = match Lease::create() {
         Ok((lease, file)) => (Some(lease), Some(Arc::new(file))),
         Err(error) => {
@@ -147,12 +150,13 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     };
     let body = move || {
         ask_for_priority();
-        let engine = Engine::new(config, clock, reaper);
+        let renewal = Arc::new(Renewal::new(lease, Arc::clone(&clock)));
+        let engine = Engine::new(config, clock, reaper, renewal);
         if let Err(error) = engine.start_alarm() {
             tracing::warn!(%error, "errors of programs are noticed later than they could be");
         }
         if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-            serve(engine, &queue, lease.as_ref());
+            serve(engine, &queue);
         }))
         .is_err()
         {
@@ -168,21 +172,8 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     Ok(Handle { jobs, lease: file })
 }
 
-fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>, lease: Option<&Lease>) {
-    /// Some process that looks every [`LOOK`] may have found the lease expired then.
-    const EXPIRES: Micros = Micros((LOOK.as_micros() * (LOOKS as u128 - 1)) as u64);
-    let mut renewed = engine.now();
+fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>) {
     loop {
-        // Before any control: who was freed meanwhile is out of it, see `Engine::step`.
-        let stalled = engine.now().saturating_sub(renewed);
-        if stalled >= EXPIRES && engine.has_sessions() {
-            tracing::warn!(
-                ms = stalled.0 / 1000,
-                "the scheduling thread stood still: the processes may have freed themselves"
-            );
-        }
-        lease.inspect(|lease| lease.renew());
-        renewed = engine.now();
         let wait = engine.step().map(|at| at.saturating_sub(engine.now()));
         let wait = match engine.has_sessions() {
             true => Some(wait.map_or(RENEW_AFTER, |wait| wait.min(RENEW_AFTER))),
@@ -194,13 +185,15 @@ fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>, lease: Option<&Lease>)
             None => queue.recv().map_err(Into::into),
         };
         engine.woke(used().saturating_sub(before));
+        // Before any control: who was freed meanwhile is out of it, see `Engine::step`.
+        engine.renew();
         match job {
             Ok(job) => {
-                job(&mut engine);
-                queue
-                    .try_iter()
-                    .take(JOBS_PER_STEP)
-                    .for_each(|job| job(&mut engine));
+                let others = queue.try_iter().take(JOBS_PER_STEP);
+                for job in iter::once(job).chain(others) {
+                    job(&mut engine);
+                    engine.renew();
+                }
             }
             Err(mpsc::RecvTimeoutError::Timeout) => {}
             Err(mpsc::RecvTimeoutError::Disconnected) => return engine.restore(),

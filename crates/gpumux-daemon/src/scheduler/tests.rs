@@ -13,9 +13,14 @@ use gpumux_core::{
     ledger::Kind,
 };
 use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
-use gpumux_wire::page::{HintCounts, Page};
+use gpumux_wire::{
+    lease::{LOOK, Lease, Leased},
+    page::{HintCounts, Page},
+};
 
-use super::{Engine, GroupError, Left, Member, Met, NewGroup, SessionId, What, used};
+use super::{
+    Clock, Engine, GroupError, Left, Member, Met, NewGroup, Renewal, SessionId, What, used,
+};
 use crate::{api::types, config::Config};
 
 /// What each lever takes on this device.
@@ -43,6 +48,24 @@ struct Hardware {
     pulls: Vec<Pull>,
     groups: BTreeMap<u32, Group>,
     closed: Vec<u32>,
+    /// What a control takes besides [`COST`]: the driver does other things first.
+    busy: u64,
+    /// A process that watches the lease, and when it looked last.
+    lease: Option<Leased>,
+    looked: u64,
+    expired: bool,
+}
+
+impl Hardware {
+    /// Time passes, and the process looks at its lease.
+    fn pass(&mut self, time: u64) {
+        self.now += time;
+        let every = LOOK.as_micros() as u64;
+        while self.looked + every <= self.now {
+            self.looked += every;
+            self.expired |= self.lease.as_mut().is_some_and(Leased::look);
+        }
+    }
 }
 
 type Shared = Arc<Mutex<Hardware>>;
@@ -68,7 +91,8 @@ struct FakeLevers {
 impl FakeLevers {
     fn pull(&self, pull: Pull, change: impl FnOnce(&mut Group)) -> Result<(), LeverError> {
         let mut hardware = lock(&self.hardware);
-        hardware.now += COST;
+        let time = COST + hardware.busy;
+        hardware.pass(time);
         let group = hardware.groups.get_mut(&self.group).unwrap();
         if group.broken {
             return Err(stuck());
@@ -140,8 +164,11 @@ impl Bench {
         let hardware = Shared::default();
         let clock = Arc::clone(&hardware);
         let (reaper, dead) = mpsc::channel();
-        let clock = Box::new(move || Micros(lock(&clock).now));
-        let engine = Engine::new(Arc::new(config), clock, reaper);
+        let clock: Clock = Arc::new(move || Micros(lock(&clock).now));
+        let (lease, file) = Lease::create().unwrap();
+        let renewal = Arc::new(Renewal::new(Some(lease), Arc::clone(&clock)));
+        lock(&hardware).lease = Some(Leased::open(file).unwrap());
+        let engine = Engine::new(Arc::new(config), clock, reaper, renewal);
         Self {
             engine,
             hardware,
@@ -1195,6 +1222,33 @@ fn a_tenant_on_two_devices_runs_on_both_or_on_none() {
 }
 
 #[test]
+fn slow_controls_of_many_groups_let_no_lease_expire() {
+    let mut bench = Bench::new();
+    bench.hardware().busy = 45_000;
+    for n in 1..=30 {
+        bench.add(n, Class::Batch);
+    }
+    bench.engine.step();
+    let pulls = bench.take_pulls().len();
+    assert!(pulls >= 29, "{pulls} controls in one step");
+    assert!(!bench.hardware().expired);
+    // One that never seems to end does.
+    bench.hardware().busy = 700_000;
+    bench
+        .engine
+        .set_spec(
+            TenantId(1),
+            TenantSpec {
+                class: Class::Latency,
+                ..TenantSpec::default()
+            },
+        )
+        .unwrap();
+    bench.run(Micros::from_secs(5));
+    assert!(bench.hardware().expired);
+}
+
+#[test]
 fn looking_at_demand_is_rare_where_nothing_depends_on_it() {
     let mut bench = Bench::new();
     assert_eq!(bench.engine.step(), None, "no domains, nothing to do");
@@ -1216,8 +1270,9 @@ fn sixteen_tenants_cost_less_than_two_percent_of_a_cpu() {
     let mut bench = Bench::new();
     let origin = std::time::Instant::now();
     let reaper = mpsc::channel().0;
-    let clock = Box::new(move || Micros(origin.elapsed().as_micros() as u64));
-    bench.engine = Engine::new(Arc::new(Config::default()), clock, reaper);
+    let clock: Clock = Arc::new(move || Micros(origin.elapsed().as_micros() as u64));
+    let renewal = Arc::new(Renewal::new(None, Arc::clone(&clock)));
+    bench.engine = Engine::new(Arc::new(Config::default()), clock, reaper, renewal);
     bench.add(1, Class::Latency);
     for n in 2..=16 {
         bench.add(n, if n < 4 { Class::Standard } else { Class::Batch });

@@ -1,0 +1,92 @@
+//! Renews the lease wherever the scheduling thread makes progress: a step may hold hundreds of controls, each of which waits for the
+//! driver while programs start or end.
+
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+
+use gpumux_core::Micros;
+use gpumux_rm::{Interleave, LeverError, Levers, PreemptionMode};
+use gpumux_wire::lease::{LOOK, LOOKS, Lease};
+
+use super::Clock;
+
+/// Some process that looks every [`LOOK`] may have found the lease expired by then.
+const EXPIRES: Micros = Micros((LOOK.as_micros() * (LOOKS as u128 - 1)) as u64);
+
+/// The lease of the scheduling thread, and when it was renewed last.
+pub(crate) struct Renewal {
+    /// None where the kernel has no such memory.
+    lease: Option<Lease>,
+    clock: Clock,
+    renewed: AtomicU64,
+}
+
+impl Renewal {
+    pub(crate) fn new(lease: Option<Lease>, clock: Clock) -> Self {
+        let renewed = AtomicU64::new(clock().0);
+        Self {
+            lease,
+            clock,
+            renewed,
+        }
+    }
+
+    /// The thread has come this far. Returns for how long it had stood still, if that was long enough for processes to free themselves.
+    pub(crate) fn renew(&self) -> Option<Micros> {
+        let now = (self.clock)();
+        let before = self.renewed.swap(now.0, Ordering::Relaxed);
+        if let Some(lease) = &self.lease {
+            lease.renew();
+        }
+        let stalled = now.saturating_sub(Micros(before));
+        (stalled >= EXPIRES).then_some(stalled)
+    }
+}
+
+/// Controls of a group, each of which renews the lease when it has returned.
+pub(super) struct Renewing {
+    pub(super) levers: Box<dyn Levers>,
+    pub(super) renewal: Arc<Renewal>,
+}
+
+impl Renewing {
+    fn then_renew<T>(&self, control: impl FnOnce(&dyn Levers) -> T) -> T {
+        let result = control(&*self.levers);
+        if let Some(stalled) = self.renewal.renew() {
+            tracing::warn!(
+                ms = stalled.0 / 1000,
+                "a control took so long in the driver that processes may have freed themselves"
+            );
+        }
+        result
+    }
+}
+
+impl Levers for Renewing {
+    fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+        self.then_renew(|it| it.set_timeslice(us))
+    }
+    fn timeslice(&self) -> Result<u64, LeverError> {
+        self.then_renew(|it| it.timeslice())
+    }
+    fn freeze(&self) -> Result<(), LeverError> {
+        self.then_renew(|it| it.freeze())
+    }
+    fn thaw(&self) -> Result<(), LeverError> {
+        self.then_renew(|it| it.thaw())
+    }
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), LeverError> {
+        self.then_renew(|it| it.set_preemption_mode(mode))
+    }
+    fn set_interleave(&self, level: Interleave) -> Result<(), LeverError> {
+        self.then_renew(|it| it.set_interleave(level))
+    }
+    fn device_uuid(&self) -> Result<String, LeverError> {
+        self.then_renew(|it| it.device_uuid())
+    }
+    fn set_channels(&mut self, channels: Vec<u32>) {
+        self.levers.set_channels(channels);
+    }
+}
