@@ -151,6 +151,23 @@ fn end_of_a_foreground_program_is_known_where_the_kernel_tells() {
 }
 
 #[test]
+fn name_is_free_as_soon_as_its_program_has_ended() {
+    let node = Node::start();
+    for _ in 0..5 {
+        // Its parent asks for its end later: until then the daemon does not know its exit code.
+        let ended = Process::start(&mut node.tenant("--name again", "sleep 1000"));
+        node.wait_tenant("again", |_| true);
+        ended.signal(Signal::KILL);
+        let stat = format!("/proc/{}/stat", ended.pid());
+        wait_for("the program's end", PATIENCE, || {
+            let stat = fs::read_to_string(&stat).unwrap();
+            stat.contains(") Z ").then_some(())
+        });
+        node.tenant("--name again", "true").run().ok();
+    }
+}
+
+#[test]
 fn tenants_are_named_after_the_script() {
     let node = Node::start();
     let bin = node.dir().join("bin");

@@ -42,6 +42,11 @@ impl ProcessId {
         Stat::of(pid).map(|stat| stat.process)
     }
 
+    /// Whether it runs, or could: a process that has exited does not, although its parent may not have asked for its end yet.
+    pub(crate) fn lives(self) -> bool {
+        Stat::of(self.pid).is_some_and(|stat| stat.process == self && !stat.exited)
+    }
+
     /// How long ago it began, in ms.
     pub(crate) fn age_ms(self) -> u64 {
         let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
@@ -118,6 +123,7 @@ struct Stat {
     process: ProcessId,
     parent: u32,
     stopped: bool,
+    exited: bool,
 }
 
 impl Stat {
@@ -132,6 +138,7 @@ impl Stat {
             process: ProcessId { pid, start },
             parent: field(4)?.parse().ok()?,
             stopped: field(3)? == "T",
+            exited: matches!(field(3)?, "Z" | "X"),
         })
     }
 }

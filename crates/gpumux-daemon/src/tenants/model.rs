@@ -138,6 +138,12 @@ impl From<Refusal> for TenantError {
 }
 
 impl Tenant {
+    /// Whether all its processes have ended: it is about to be released.
+    pub(super) fn has_ended(&self) -> bool {
+        let has_ended = |process: &Option<ProcessId>| process.is_some_and(|it| !it.lives());
+        !self.kept && !self.holders.is_empty() && self.holders.values().all(has_ended)
+    }
+
     /// One whose process holds nothing.
     #[cfg(test)]
     pub(crate) fn example(id: TenantId, placement: Placement) -> Self {

@@ -48,6 +48,8 @@ use crate::{
 const MAX_TENANTS: usize = 4096;
 /// Tenants that are remembered after their end.
 const MAX_ENDED: usize = 256;
+/// How long the end of a tenant may take once its processes have ended: the kernel tells an exit code up to half a second later.
+const RELEASES: Duration = Duration::from_secs(2);
 /// A tenant that there is not.
 const NOBODY: TenantId = TenantId(u64::MAX);
 
@@ -218,6 +220,9 @@ impl Tenants {
             known: known.as_ref(),
             utility: &utility,
         };
+        if let Some(name) = &new.name {
+            self.await_end(peer.uid, name).await;
+        }
         // It may take a while until the group is there: meanwhile nobody else waits. A request that cannot be met starts nothing.
         let (decision, (set, spec)) = {
             let table = self.table.lock().await;
@@ -475,6 +480,24 @@ impl Tenants {
                 tenants.release(id, holder).await;
             }
         });
+    }
+
+    /// Waits until the tenant of this name is released, if all its processes have ended: who runs one program after another need
+    /// not know that this takes a moment.
+    async fn await_end(&self, uid: u32, name: &str) {
+        let released = async {
+            loop {
+                let last = self.events.last();
+                let table = self.table.lock().await;
+                if !table.of_user(uid, name).is_some_and(Tenant::has_ended) {
+                    break;
+                }
+                drop(table);
+                self.events.after(last).await;
+            }
+        };
+        // What takes longer is told as a name that is taken.
+        let _ = tokio::time::timeout(RELEASES, released).await;
     }
 
     /// Finds or makes the tenant of a process that connects.
