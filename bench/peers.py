@@ -18,11 +18,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -205,3 +207,14 @@ def crews(
             notes.append(f"{stage} could not run: {' '.join(str(error).split())[:300]}.")
             common.say(f"error: {notes[-1]}")
     return found, notes
+
+
+def warm(crews: dict[str, Crew], wanted: dict[str, tuple[Sequence[str], str]]) -> None:
+    """Starts the programs of all crews at once. What fails here fails again, and is then named, where the mode is prepared."""
+
+    def have(crew: Crew) -> None:
+        with contextlib.suppress(BenchError):
+            crew.have(wanted)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(have, crews.values()))

@@ -6,7 +6,7 @@ begins with another mode. Rounds are kept as they are measured (`NAME.rounds.jso
 Rules, fixed here before anything is measured:
 - *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent of more than
   NOISE times their median, or its `alone` has a median that is further than DRIFT from that of the case's rounds. A round with a failed cell is
-  incomplete and does not count either. No other value decides.
+  incomplete and does not count either. No other value decides. Fewer than LEAST rounds are shown as they are, with the host's noise and without intervals.
 - *Enough* rounds of a case are at least LEAST, and then when the 95% interval of every mode's primary value, relative to alone, is no wider than
   WIDTH of it; or MOST. (Looking again and again makes intervals a little too narrow.)
 - *Intervals* are 95% by bootstrap over rounds, not over requests: requests of a round are not independent.
@@ -123,6 +123,8 @@ def rejected(rounds: Sequence[Round]) -> dict[int, str]:
         alone = one["cells"].get("alone", {}).get("latencies_ms")
         if one["failed"]:
             found[one["round"]] = "incomplete"
+        elif len(rounds) < LEAST:
+            continue
         elif one["noise"] > NOISE:
             found[one["round"]] = f"host noise {one['noise']:.2f}"
         elif alone and abs(statistics.median(alone) / middle - 1) > DRIFT:
@@ -248,6 +250,11 @@ def arguments(parser: argparse.ArgumentParser, seconds: float) -> None:
     parser.add_argument("--budget", type=float, default=3600.0, metavar="S", help="seconds for this call [%(default)s]")
 
 
+def quick(options: argparse.Namespace) -> tuple[float, int, int]:
+    """Seconds of a mode, the most rounds and the fewest: with `--quick` one round of a third of the time."""
+    return (options.seconds / 3, 1, 1) if options.quick else (options.seconds, options.rounds, min(options.rounds, LEAST))
+
+
 def prepare(case: str, modes: list[str], have: Callable[[str, str], Any], notes: list[str]) -> None:
     """Makes the programs of a case run in every mode; takes modes out that cannot, and notes why."""
     for name in list(modes):
@@ -284,7 +291,10 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
             for name in [*plan.modes[number % len(plan.modes) :], *plan.modes[: number % len(plan.modes)]]:
                 one["noise"] = max(one["noise"], float(f"{noise():.4g}"))
                 try:
-                    one["cells"][name] = plan.measure(case, name, number)
+                    one["cells"][name] = measured = plan.measure(case, name, number)
+                    ms = measured["latencies_ms"]
+                    median = f"p50 {statistics.median(ms):.4g} ms of {len(ms)}, " if ms else ""
+                    say(f"{case} / {name}, round {number}: {median}" + ", ".join(f"{k} {v:.5g}" for k, v in measured["rates"].items()))
                 except BenchError as error:
                     one["failed"][name] = str(error)
                     say(f"error: {case} / {name}, round {number}: {error}")

@@ -47,6 +47,10 @@ class Program(NamedTuple):
         hint = ["--hint", "manual"] if mode.name == "gpumux" else []
         return [*PERIODIC, *(["--prepare-us", "200", *hint] if self.hinted else [])]
 
+    def environment(self) -> dict[str, str]:
+        """Of its process."""
+        return {}
+
 
 BATCH = Program("batch")
 CASES: dict[str, list[Program]] = {
@@ -72,7 +76,7 @@ def start(mode: Mode, program: Program, name: str, arguments: Sequence[str]) -> 
     with open(mode.logs / f"{mode.name}-{name}.log", "w") as log:
         return subprocess.Popen(
             mode.command(command, name, program.klass, promise),
-            env=os.environ | mode.environment(),
+            env=os.environ | mode.environment() | program.environment(),
             start_new_session=True,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

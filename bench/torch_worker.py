@@ -22,8 +22,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "python"))
 
+import generate
 import gpumux
 import models
+import shapes
 import torch
 
 WARM_UPS = 10
@@ -274,6 +276,8 @@ def main() -> None:
     parallel.add_argument("--width", type=int, default=8192)
     parallel.add_argument("--batch", type=int, default=4096)
     parallel.add_argument("--layers", type=int, default=16)
+    roles.add_parser("shapes")
+    roles.add_parser("generate")
     options = parser.parse_args()
 
     answers = os.fdopen(os.dup(1), "w")
@@ -286,8 +290,10 @@ def main() -> None:
     torch.manual_seed(1)
     if cores := getattr(options, "cores", None):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    made = {"serve": Server, "many": Many, "train": Training, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate}
+    grad = torch.enable_grad if options.role in ("train", "parallel") else torch.no_grad
     try:
-        worker = {"serve": Server, "many": Many, "train": Training, "parallel": Parallel}[options.role](options)
+        worker = made[options.role](options)
     except Exception as error:
         traceback.print_exc()
         answer(error=f"cannot prepare: {error}")
@@ -296,12 +302,12 @@ def main() -> None:
     gc.disable()  # a collection would be measured as latency
     answer(ready=True)
     if options.free:
-        with torch.no_grad() if options.role in ("serve", "many") else torch.enable_grad():
+        with grad():
             worker.free()
     for line in sys.stdin:
         order = json.loads(line)
         try:
-            with torch.no_grad() if options.role in ("serve", "many") else torch.enable_grad():
+            with grad():
                 answer(**getattr(worker, order["op"])(order))
         except Exception as error:
             traceback.print_exc()

@@ -77,6 +77,11 @@ class Rules(unittest.TestCase):
         self.assertIn("alone", out[5])
         self.assertEqual(len(rounds.kept(found)), 5, "what a mode makes of a round does not decide")
 
+    def test_few_rounds_are_shown_with_their_noise(self) -> None:
+        few = [one(0, [1.0], [1.0], noise=5.0), one(1, [1.0], [1.0], failed={"gpumux": "broke"})]
+        self.assertEqual([*rounds.rejected(few)], [1])
+        self.assertEqual([*rounds.rejected([*few, *(one(at, [1.0], [1.0]) for at in range(2, rounds.LEAST))])], [0, 1])
+
     def test_rounds_are_enough_when_the_interval_is_narrow(self) -> None:
         steady = [one(at, [1.0] * 20, [2.0] * 20) for at in range(rounds.LEAST)]
         self.assertTrue(rounds.enough(steady, MODES))

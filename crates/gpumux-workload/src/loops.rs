@@ -100,6 +100,13 @@ impl End {
         }
     }
 
+    /// Counts a call that was completed now in its second.
+    fn count(&self, per_second: &mut Vec<u64>, now: Instant) {
+        let second = now.duration_since(self.begin).as_secs() as usize;
+        per_second.resize(per_second.len().max(second + 1), 0);
+        per_second[second] += 1;
+    }
+
     fn report(&self, mut report: Report, end: Instant, times: &Times) -> Report {
         report.seconds = end
             .min(self.deadline)
@@ -181,6 +188,7 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
     let arrivals = Arrivals::new(args.rate.unwrap_or(args.period_us), gaps, args.seed);
     let end = End::new(&args.common, args.work.calls);
     let (mut times, mut late) = (Times::new(), 0);
+    let mut per_second = Vec::new();
     for arrival in arrivals {
         let due = end.begin + arrival;
         if due >= end.deadline || times.count() >= end.calls || stopped(stop) {
@@ -216,10 +224,14 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
             break;
         }
         times.record(from.elapsed());
+        end.count(&mut per_second, Instant::now());
         hinter.answered()?;
     }
     report.late = Some(late);
-    Ok(end.report(report, Instant::now(), &times))
+    let mut report = end.report(report, Instant::now(), &times);
+    per_second.resize(report.seconds as usize, 0);
+    report.per_second = per_second;
+    Ok(report)
 }
 
 pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
@@ -268,13 +280,11 @@ pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
         if now <= end.deadline {
             times.record(now - last);
             last = now;
-            let second = (now - end.begin).as_secs() as usize;
-            per_second.resize(per_second.len().max(second + 1), 0);
-            per_second[second] += 1;
+            end.count(&mut per_second, now);
         }
     }
     let mut report = end.report(report, Instant::now(), &times);
-    per_second.truncate(report.seconds as usize);
+    per_second.resize(report.seconds as usize, 0);
     report.per_second = per_second;
     if report.errors == 0 {
         gpu.stream.synchronize()?;

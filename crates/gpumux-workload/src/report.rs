@@ -37,7 +37,7 @@ pub struct Report {
     /// `latency`: one request; `batch`: from one completion to the next; `launch`: one launch call.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub times: Option<Quantiles>,
-    /// `batch`: calls completed in each full second since the start.
+    /// `batch` and `latency`: calls completed in each full second since the start.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub per_second: Vec<u64>,
     /// `check`: what was verified.

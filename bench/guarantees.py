@@ -1,0 +1,183 @@
+"""Guaranteed and received: latency and batch tenants that share one device, with guarantees and without.
+
+Programs are `gpumux workload`, so it runs without PyTorch and on the emulated device. A case is a list of tenants, numbered in its order:
+
+| case | tenants: class and guarantee |
+|---|---|
+| `3` | a light latency tenant (0.1; requests of ten kernels of 10 µs, 200 times a second), a busy one that always has work (0.4), batch (0.3) |
+| `8`, `24` | a light latency tenant, a busy one, and others of classes standard and batch, with 0.1 and 0.03 each |
+| `16` | a light latency tenant and 15 batch tenants: what the daemon costs |
+| `pausing` | a standard tenant (0.6) whose host works for 1 ms between kernels of 5 ms, and batch (0.2) |
+| `two-gpus` | with `--devices 2`: on each device a standard tenant (0.6 and 0.3) and batch (0.2 and 0.5) |
+
+Modes: `alone` (the light tenant's latency), `time-slicing`, `gpumux` (no guarantees) and `guaranteed`.
+
+Values by the number of a tenant, for those that always have work: `share_N` (of the work that all tenants of its device had done, each call counted by its time
+alone), in mode `guaranteed` also `promised_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work.
+For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
+(the part of one CPU that the daemon takes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import common
+import shares
+from common import BenchError, CpuTime, Gpumux, Mode, Results
+
+MODES = ["alone", "time-slicing", "gpumux", "guaranteed"]
+
+
+class Kind(NamedTuple):
+    """What a program does: the arguments of its workload, and how much work one call is in µs, alone."""
+
+    arguments: Sequence[str]
+    kernels: int
+    kernel_us: int
+    steady: bool = True
+
+
+KINDS = {
+    "light": Kind(["latency", "--period-us", "5000", "--kernels", "10", "--wait", "spin"], 10, 10, steady=False),
+    "busy": Kind(["batch"], 1, 1000),
+    "batch": Kind(["batch"], 1, 2000),
+    # Always late, so that the next request is prepared at once: a pause of 1 ms after each.
+    "pausing": Kind(["latency", "--period-us", "100", "--kernels", "1", "--prepare-us", "1000", "--wait", "spin"], 1, 5000),
+}
+
+
+class Tenant(NamedTuple):
+    """One tenant of a case."""
+
+    kind: str
+    klass: str
+    guaranteed: float
+    device: int | None = None
+    ends_early: bool = False
+
+    def arguments(self, _mode: Mode, work: Mapping[str, int]) -> list[str]:
+        """Of its workload; `work` has the iterations of each kind's kernel."""
+        return [*KINDS[self.kind].arguments, "--iterations", str(work[self.kind])]
+
+    def environment(self) -> dict[str, str]:
+        """Of its process: which device it sees, on which then its guarantee holds."""
+        return {"CUDA_VISIBLE_DEVICES": str(self.device)} if self.device is not None else {}
+
+
+def many(count: int, guaranteed: float) -> list[Tenant]:
+    """A light and a busy latency tenant, and others."""
+    classes = ["standard", "batch"]
+    others = [Tenant("batch", classes[at % 2], guaranteed) for at in range(count - 2)]
+    return [Tenant("light", "latency", guaranteed), Tenant("busy", "latency", guaranteed), *others]
+
+
+CASES: dict[str, list[Tenant]] = {
+    "3": [Tenant("light", "latency", 0.1), Tenant("busy", "latency", 0.4), Tenant("batch", "batch", 0.3)],
+    "8": many(8, 0.1),
+    "24": many(24, 0.03),
+    "16": [Tenant("light", "latency", 0.1), *[Tenant("batch", "batch", 0.04)] * 15],
+    "pausing": [Tenant("pausing", "standard", 0.6), Tenant("batch", "batch", 0.2)],
+    "two-gpus": [Tenant("batch", klass, part, device) for device, parts in enumerate([(0.6, 0.2), (0.3, 0.5)]) for klass, part in zip(("standard", "batch"), parts)],
+}
+DEVICES = {"two-gpus": 2}
+
+
+def lag_us(own: Sequence[float], total: Sequence[float], promised: float) -> float:
+    """The largest of promised × total − own over all intervals."""
+    most = now = 0.0
+    for mine, all_of_it in zip(own, total):
+        now = max(0.0, now + promised * all_of_it - mine)
+        most = max(most, now)
+    return most
+
+
+def evaluate(tenants: Sequence[Tenant], found: Sequence[dict[str, Any]], guaranteed: bool) -> dict[str, float]:
+    """The values of one cell."""
+    values: dict[str, float] = {}
+    worth = [KINDS[it.kind].kernels * KINDS[it.kind].kernel_us for it in tenants]
+    # All start within the first second.
+    work = [[count * us for count in report["per_second"][1:]] for report, us in zip(found, worth)]
+    windows = min(map(len, work))
+    if windows < 2:
+        raise BenchError("two full seconds after the first are needed: raise --seconds")
+    devices = {it.device for it in tenants}
+    total = {at: [sum(own[window] for own, it in zip(work, tenants) if it.device == at) for window in range(windows)] for at in devices}
+    values["total_rel"] = sum(map(sum, total.values())) / windows / 1e6 / len(devices)
+    for number, (tenant, report, own) in enumerate(zip(tenants, found, work), 1):
+        if not KINDS[tenant.kind].steady:
+            values |= shares.latency(report)
+            continue
+        every = total[tenant.device]
+        values[f"share_{number}"] = sum(own[:windows]) / max(sum(every), 1.0)
+        if guaranteed:
+            values[f"promised_{number}"] = tenant.guaranteed
+            values[f"lag_{number}_ms"] = lag_us(own, every, tenant.guaranteed) / 1e3
+    return values
+
+
+def iterations(kind: Kind, plain: Mode) -> int:
+    """Of a kind's kernel, measured alone."""
+    arguments = [kind.arguments[0], "--kernel-us", str(kind.kernel_us), "--calibrate"]
+    process = shares.start(plain, shares.BATCH, "calibrate", arguments)
+    try:
+        return shares.report(process, time.monotonic() + common.REPLY_S)["iterations"]
+    finally:
+        common.end(process, 1.0)
+
+
+def cell(mode: Mode, tenants: Sequence[Tenant], work: Mapping[str, int], seconds: float, guaranteed: bool) -> dict[str, float]:
+    """One case in one mode."""
+    asked = [it if guaranteed else it._replace(guaranteed=0.0) for it in tenants]
+    with contextlib.ExitStack() as stack:
+        watched = stack.enter_context(CpuTime(mode.daemon.pid)) if isinstance(mode, Gpumux) else None
+        found, end = shares.timed_run(mode, asked, work, seconds)
+        values = evaluate(tenants, found, guaranteed)
+        if watched:
+            # Neither the programs' start nor their end.
+            values["daemon_cpu"] = watched.part(end - seconds + 1, end - 1)
+    return values
+
+
+def main() -> int:
+    """Runs all cells that were asked for."""
+    parser = common.parser(
+        "Guarantees of compute among latency and batch tenants: what was received of them.",
+        "  GPUMUX=target/release/gpumux python3 bench/guarantees.py --quick --modes gpumux,guaranteed\n"
+        "  gpumux emu -- python3 bench/guarantees.py --cases 3 --seconds 6\n"
+        "  python3 bench/guarantees.py --devices 2 --cases two-gpus",
+    )
+    parser.add_argument("--seconds", type=float, default=20.0, help="length of one cell [%(default)s]")
+    parser.add_argument("--devices", type=int, default=1, help="devices of the machine [%(default)s]")
+    parser.add_argument("--cases", type=common.listed(list(CASES)))
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    options = parser.parse_args()
+    cases = options.cases or [case for case in CASES if DEVICES.get(case, 1) <= options.devices]
+    logs = common.begin(options)
+    seconds = max(4.0, options.seconds / (4 if options.quick else 1))
+    results = Results("guarantees", options.out, list(CASES), MODES)
+
+    plain = Mode("alone", logs)
+    work = {name: iterations(kind, plain) for name, kind in KINDS.items()}
+    if "alone" in options.modes:
+        light = [Tenant("light", "latency", 0.0)]
+        found = shares.run(plain, light, work, seconds)[0]
+        for case in cases:
+            if CASES[case][0].kind == "light":
+                results.add(case, "alone", shares.latency(found))
+    for name in options.modes:
+        if name == "alone":
+            continue
+        with results.cell(name), common.mode("gpumux" if name == "guaranteed" else name, logs) as mode:
+            for case in cases:
+                with results.cell(f"{case} / {name}"):
+                    results.add(case, name, cell(mode, CASES[case], work, seconds, name == "guaranteed"))
+    return results.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

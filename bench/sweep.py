@@ -1,0 +1,94 @@
+"""How long a neighbour's timeslice may be: latency programs of every shape (shapes.py) beside PyTorch training, in rounds (rounds.py).
+
+Modes: `alone`, `time-slicing`, `gpumux` (its own choice), and fixed timeslices of the neighbour, `1us` to `2ms`. A fixed one is what
+`--latency-objective` gives, at ten times its length; it is set between the cells, so that all have the same processes.
+
+Values: `latency_*` of the program's requests, also relative to alone; `batch_rate` of training, steps per second; `latency_rate`, requests per second. In case
+`changing` also by kind.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from typing import Any
+
+import common
+import peers
+import rounds
+from common import BenchError, Crew, Gpumux, Results
+
+CASES = ["graph", "eager", "batching", "pipeline", "callback", "poller", "gpu-bound", "changing"]
+TIMESLICES_US = {"1us": 1, "50us": 50, "100us": 100, "200us": 200, "500us": 500, "1ms": 1000, "2ms": 2000}
+MODES = ["alone", "time-slicing", "gpumux", *TIMESLICES_US]
+# A request waits for a tenth of its objective at most.
+OBJECTIVE = 10
+STEPS = {"op": "steps"}
+LEAD_S = 0.25
+
+
+def set_timeslice(mode: Gpumux, objective: str) -> None:
+    """Sets the program's objective, and with it its neighbour's timeslice."""
+    command = [mode.binary, "set", mode.tenants["program"], "--latency-objective", objective]
+    done = subprocess.run(command, env=os.environ | mode.environment(), capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise BenchError(f"the latency objective does not become {objective}: {done.stderr.strip()}")
+
+
+def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> dict[str, Any]:
+    """One mode in one round."""
+    if isinstance(crew.mode, Gpumux):
+        us = TIMESLICES_US.get(mode)
+        set_timeslice(crew.mode, "none" if us is None else f"{us * OBJECTIVE / 1e3:g}ms")
+    program = {"program": {"op": "shape", "shape": case, "seed": number}}
+    if mode == "alone":
+        answers = crew.measure(seconds, program, LEAD_S) | crew.measure(seconds / 2, {"training": STEPS}, LEAD_S)
+    else:
+        answers = crew.measure(seconds, program | {"training": STEPS}, LEAD_S)
+    found = answers["program"]
+    training = answers["training"]["calls"] / answers["training"]["seconds"]
+    cell = rounds.cell(found["latencies_ms"], latency_rate=len(found["latencies_ms"]) / seconds, batch_rate=training)
+    return cell | ({"more_ms": found["more_ms"]} if found["more_ms"] else {})
+
+
+def main() -> int:
+    """Runs all rounds that were asked for, or as many as the budget allows."""
+    parser = common.parser(
+        "Latency programs of every shape beside training, by the timeslice that training has.",
+        "  GPUMUX=target/release/gpumux python3 bench/sweep.py --quick\n"
+        "  python3 bench/sweep.py --cases eager,graph --budget 500\n"
+        "With --quick, one round. The exit code is 75 when the budget was spent: the same command goes on.",
+    )
+    rounds.arguments(parser, seconds=3.6)
+    parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
+    parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
+    options = parser.parse_args()
+    logs = common.begin(options)
+    seconds, most, least = rounds.quick(options)
+    wanted = {"program": (["shapes"], "latency"), "training": (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")}
+    results = Results("sweep", options.out, CASES, MODES)
+    with ExitStack() as stack:
+        stages = {name: "time-slicing" if name in ("alone", "time-slicing") else "gpumux" for name in MODES if name in options.modes}
+        crews, notes = peers.crews(stack, stages.values(), logs)
+        peers.warm(crews, wanted)
+        modes = [name for name, stage in stages.items() if stage in crews]
+
+        def have(_case: str, mode: str) -> Crew:
+            crews[stages[mode]].have(wanted)
+            return crews[stages[mode]]
+
+        plan = rounds.Plan(
+            options.cases,
+            modes,
+            lambda case, mode, number: measure(have(case, mode), case, mode, number, seconds),
+            lambda case: rounds.prepare(case, modes, have, notes),
+            dict.fromkeys(CASES, least),
+        )
+        return rounds.run(plan, results, options.budget, most, notes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
