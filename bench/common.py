@@ -362,9 +362,14 @@ class Gpumux(Mode):
 
     def __enter__(self) -> Gpumux:
         self.binary, self.folder = gpumux(), Path(tempfile.mkdtemp(prefix="gpumux-"))
+        self.start_daemon()
+        return self
+
+    def start_daemon(self) -> None:
+        """Starts the daemon, and waits until it answers."""
         command = [self.binary, "daemon"] + (["--policy", self.policy] if self.policy else [])
         log = self.logs / f"daemon-{self.name}.log"
-        with open(log, "w") as out:
+        with open(log, "a") as out:
             self.daemon = subprocess.Popen(
                 command,
                 env=os.environ | self.environment(),
@@ -379,7 +384,11 @@ class Gpumux(Mode):
                 self.__exit__()
                 raise BenchError(f"the daemon did not start: {tail(log)}")
             time.sleep(0.02)
-        return self
+
+    def kill_daemon(self) -> None:
+        """Ends the daemon without a word to anything."""
+        self.daemon.kill()
+        self.daemon.wait()
 
     def _answers(self) -> bool:
         with socket.socket(socket.AF_UNIX) as api:

@@ -244,6 +244,26 @@ pub(crate) fn sum_u32(address: u64, count: u64) -> Result<u64> {
     Ok(sum)
 }
 
+/// How many of `count` 32-bit numbers, the first of index `first`, are not what `gpumux_sweep_u32` expects of `value`; all
+/// become what it expects of the next.
+pub(crate) fn sweep_u32(address: u64, first: u64, count: u64, value: u32) -> Result<u64> {
+    let (mut wrong, mut index) = (0, first);
+    pieces(address, count.saturating_mul(4), 4, |at, bytes| {
+        let at = at.cast::<u32>();
+        for i in 0..bytes / 4 {
+            let place = (index.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32;
+            let expected = place.wrapping_add(value);
+            // SAFETY: the piece is mapped and aligned.
+            unsafe {
+                wrong += u64::from(at.add(i).read() != expected);
+                at.add(i).write(expected.wrapping_add(1));
+            }
+            index += 1;
+        }
+    })?;
+    Ok(wrong)
+}
+
 /// A 64-bit number.
 pub(crate) fn load_u64(address: u64) -> Result<u64> {
     let mut value = 0;

@@ -7,7 +7,7 @@
 use gpumux_emu::protocol::{DeviceInfo, Work};
 
 use crate::{
-    effect::{add_u32, add_u64, fill_u32, sum_u32},
+    effect::{add_u32, add_u64, fill_u32, sum_u32, sweep_u32},
     error::{CuError, Result},
     hold,
 };
@@ -44,6 +44,12 @@ pub(crate) enum Kernel {
     },
     Sum {
         at: u64,
+        n: u64,
+        out: u64,
+    },
+    Sweep {
+        at: u64,
+        value: u32,
         n: u64,
         out: u64,
     },
@@ -105,6 +111,7 @@ pub(crate) fn is_known(name: &str) -> bool {
         "gpumux_add_u32",
         "gpumux_rounds_u32",
         "gpumux_sum_u32",
+        "gpumux_sweep_u32",
         "gpumux_trap",
         "gpumux_hold",
     ]
@@ -147,6 +154,10 @@ impl Kernel {
             "gpumux_sum_u32" => {
                 let (at, n, out) = (long(0)?, long(1)?, long(2)?);
                 (Self::Sum { at, n, out }, 3)
+            }
+            "gpumux_sweep_u32" => {
+                let (at, value, n, out) = (long(0)?, short(1)?, long(2)?, long(3)?);
+                (Self::Sweep { at, value, n, out }, 4)
             }
             "gpumux_trap" => (Self::Trap, 0),
             "gpumux_hold" => {
@@ -191,7 +202,7 @@ impl Kernel {
                 (cycles * waves as f64 * 1e6 / clock as f64) as u64
             }
             Self::Fill { n, .. } | Self::Sum { n, .. } => moving(n.saturating_mul(4)),
-            Self::Add { n, .. } => moving(n.saturating_mul(8)),
+            Self::Add { n, .. } | Self::Sweep { n, .. } => moving(n.saturating_mul(8)),
             Self::Rounds { n, rounds, .. } => {
                 moving(n.saturating_mul(8)).saturating_mul((*rounds).into())
             }
@@ -211,7 +222,10 @@ impl Kernel {
         match self {
             Self::Spin { .. } | Self::Work { .. } => 0,
             Self::Trap | Self::Hold { .. } => 1,
-            Self::Fill { n, .. } | Self::Add { n, .. } | Self::Sum { n, .. } => *n,
+            Self::Fill { n, .. }
+            | Self::Add { n, .. }
+            | Self::Sum { n, .. }
+            | Self::Sweep { n, .. } => *n,
             Self::Rounds { n, rounds, .. } => n.saturating_mul((*rounds).into()),
         }
     }
@@ -231,6 +245,10 @@ impl Kernel {
             Self::Fill { at, value, .. } => fill_u32(element(at, from)?, to - from, value),
             Self::Add { at, value, .. } => add_u32(element(at, from)?, to - from, value),
             Self::Sum { at, out, .. } => add_u64(out, sum_u32(element(at, from)?, to - from)?),
+            Self::Sweep { at, value, out, .. } => {
+                let wrong = sweep_u32(element(at, from)?, from, to - from, value)?;
+                add_u64(out, wrong)
+            }
             Self::Rounds { at, n, .. } => {
                 for (start, end, value) in rounds(n, from, to) {
                     add_u32(element(at, start)?, end - start, value)?;

@@ -151,6 +151,33 @@ fn events_have_the_models_time() {
 }
 
 #[test]
+fn sweep_counts_each_wrong_element_once() {
+    on_device("sweep_counts_each_wrong_element_once", || {
+        primary();
+        let sweep = kernel("gpumux_sweep_u32");
+        let (count, wrong) = (5_000_000, alloc(8));
+        let at = alloc(count * 4);
+        let pass = |value| {
+            cu!(cuMemsetD32Async(wrong, 0, 2, null_mut()));
+            launch(sweep, null_mut(), &[at, value, count as u64, wrong]);
+            read(wrong, 2)[0]
+        };
+        cu!(cuMemsetD32Async(at, 0, count, null_mut()));
+        // Nearly all are wrong at first: index 0 is not, and others by chance.
+        assert!(pass(0) > 4_990_000);
+        assert_eq!(pass(1), 0);
+        let expected: Vec<u32> = (0..count as u64)
+            .map(|i| ((i.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32).wrapping_add(2))
+            .collect();
+        assert_eq!(read(at, count), expected);
+        cu!(cuMemsetD32Async(at + 4_000_000, 7, 3, null_mut()));
+        assert_eq!([pass(2), pass(3)], [3, 0]);
+        // Another value is wrong everywhere.
+        assert_eq!(pass(9), count as u32);
+    });
+}
+
+#[test]
 fn streams_keep_the_order_that_was_asked_for() {
     on_device("streams_keep_the_order_that_was_asked_for", || {
         primary();

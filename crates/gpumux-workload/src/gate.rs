@@ -16,7 +16,7 @@ use crate::pace::wait_until;
 /// When to begin, after everything is prepared and warm.
 #[derive(Clone, Debug, Default, clap::Args)]
 pub struct Gate {
-    /// Create this file once ready (`check` and `fault`: once the kernel runs)
+    /// Create this file once ready (`check` and `fault`: once the kernel runs, `sweep`: after the first pass)
     #[arg(long, value_name = "PATH")]
     pub ready_file: Option<PathBuf>,
     /// Begin when this file exists

@@ -11,6 +11,7 @@
 //! | `gpumux_add_u32` | `u64 ptr, u32 value, u64 n` | adds `value` to every element |
 //! | `gpumux_rounds_u32` | `u64 ptr, u64 n, u32 rounds` | adds 1 to every element, round by round |
 //! | `gpumux_sum_u32` | `u64 ptr, u64 n, u64 out` | adds the sum of all elements to the `u64` at `out` |
+//! | `gpumux_sweep_u32` | `u64 ptr, u32 value, u64 n, u64 out` | counts the elements that are not [`swept`] of their index and `value` at the `u64` at `out`; all become that of `value + 1` |
 //! | `gpumux_trap` | | faults the context |
 //!
 //! `n` counts elements; pointers are device addresses. The model of `gpumux_work`: one iteration is two
@@ -61,6 +62,7 @@ pub struct Gpu {
     add: Function,
     rounds: Function,
     sum: Function,
+    sweep: Function,
     trap: Function,
     scratch: DeviceBuffer,
 }
@@ -93,6 +95,7 @@ impl Gpu {
             add: module.function("gpumux_add_u32")?,
             rounds: module.function("gpumux_rounds_u32")?,
             sum: module.function("gpumux_sum_u32")?,
+            sweep: module.function("gpumux_sweep_u32")?,
             trap: module.function("gpumux_trap")?,
             scratch: DeviceBuffer::new(context, 256)?,
             context: context.clone(),
@@ -166,6 +169,16 @@ impl Gpu {
         Ok(u64::from_le_bytes(sum))
     }
 
+    /// Launches `gpumux_sweep_u32` over the whole buffer; `wrong` holds the `u64` that counts.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn sweep(&self, buffer: &DeviceBuffer, value: u32, wrong: &DeviceBuffer) -> Result<()> {
+        let (address, n) = elements(buffer);
+        let out = Arg::U64(wrong.address());
+        self.launch_all(&self.sweep, &[address, Arg::U32(value), n, out])
+    }
+
     /// Launches `gpumux_trap`: the context is of no use afterwards.
     ///
     /// # Errors
@@ -236,6 +249,11 @@ impl Gpu {
     }
 }
 
+/// What `gpumux_sweep_u32` expects at an index.
+pub fn swept(index: u64, value: u32) -> u32 {
+    ((index.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32).wrapping_add(value)
+}
+
 fn elements(buffer: &DeviceBuffer) -> (Arg, Arg) {
     (
         Arg::U64(buffer.address()),
@@ -258,6 +276,7 @@ mod tests {
             "gpumux_add_u32(.param .u64 ptr, .param .u32 value, .param .u64 n)",
             "gpumux_rounds_u32(.param .u64 ptr, .param .u64 n, .param .u32 rounds)",
             "gpumux_sum_u32(.param .u64 ptr, .param .u64 n, .param .u64 out)",
+            "gpumux_sweep_u32(.param .u64 ptr, .param .u32 value, .param .u64 n, .param .u64 out)",
             "gpumux_trap()",
         ] {
             assert!(
@@ -265,7 +284,7 @@ mod tests {
                 "{entry}"
             );
         }
-        assert_eq!(text.matches(".entry").count(), 7);
+        assert_eq!(text.matches(".entry").count(), 8);
         assert!(text.contains(".version 7.0\n.target sm_70\n"));
     }
 }

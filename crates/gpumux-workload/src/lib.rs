@@ -1,6 +1,6 @@
 //! Programs that load a device through the CUDA driver API, the same on a real and on the emulated one.
 //!
-//! `gpumux workload latency|batch|check|launch|idle|fault`: [`Args`] is their command line, [`main`] runs one and
+//! `gpumux workload latency|batch|check|sweep|launch|idle|fault`: [`Args`] is their command line, [`main`] runs one and
 //! prints its [`Report`], [`run`] only runs it. The kernels are in [`kernels`].
 
 use std::{
@@ -25,6 +25,7 @@ mod hints;
 mod loops;
 mod memory;
 mod probes;
+mod sweep;
 mod tasks;
 
 pub use gate::Gate;
@@ -39,6 +40,7 @@ pub use tasks::Task;
   gpumux workload batch --kernel-us 10000 --in-flight 2 --memory 1GiB
   gpumux workload batch --kernel-us 10000 --calibrate
   gpumux workload check --memory 256MiB --seconds 2
+  gpumux workload sweep --memory 64MiB --passes 3 --churn 4MiB
 
 SIGTERM or SIGINT ends a workload with its report, a second one at once.
 The exit code is 1 after a driver error or a wrong result.")]
@@ -62,6 +64,8 @@ pub enum Command {
     Check(Check),
     /// A random program that allocates, writes, launches, captures and frees; verifies every byte
     Memory(Memory),
+    /// Passes over much memory, one after another, that change and verify every element; measures each pass
+    Sweep(Sweep),
     /// Empty kernels as fast as they can be launched; measures the launch call
     Launch(Launch),
     /// Holds a context and memory, and does nothing
@@ -244,6 +248,23 @@ pub struct Memory {
     pub mapped: bool,
 }
 
+/// `sweep`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Sweep {
+    #[command(flatten)]
+    #[allow(missing_docs)]
+    pub common: Common,
+    /// Passes instead of --seconds
+    #[arg(long, value_name = "N")]
+    pub passes: Option<u64>,
+    /// Take the memory in allocations of this size instead of one
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub piece: Option<usize>,
+    /// Besides, allocate so much in each pass, write and verify it, and free it
+    #[arg(long, value_name = "BYTES", value_parser = bytes)]
+    pub churn: Option<usize>,
+}
+
 /// `launch`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Launch {
@@ -361,6 +382,7 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Latency(args) => loops::latency(args, &stop),
         Command::Batch(args) => loops::batch(args, &stop),
         Command::Launch(args) => loops::launch(args, &stop),
+        Command::Sweep(args) => sweep::sweep(args, &stop),
         Command::Check(args) => probes::check(args, &stop),
         Command::Memory(args) => memory::memory(args, &stop),
         Command::Idle(args) => probes::idle(args, &stop),

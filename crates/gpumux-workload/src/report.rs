@@ -34,13 +34,13 @@ pub struct Report {
     /// Requests that began late because the one before took too long.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub late: Option<u64>,
-    /// `latency`: one request; `batch`: from one completion to the next; `launch`: one launch call.
+    /// `latency`: one request; `batch` and `sweep`: from one completion to the next; `launch`: one launch call.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub times: Option<Quantiles>,
     /// `batch` and `latency`: calls completed in each full second since the start.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub per_second: Vec<u64>,
-    /// `check`: what was verified.
+    /// `check`, `memory` and `sweep`: what was verified.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub verified: Option<Verified>,
 }

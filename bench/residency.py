@@ -1,0 +1,393 @@
+"""What is guaranteed while memory does not suffice: progress, accounting, latency, and programs that no other benchmark has.
+
+Jobs are passes over all of their memory (`gpumux workload sweep`): each pass verifies every element, and makes it another. A row is
+the worst of its rounds, unless said; a wrong element, an error of a job or a job that is stuck fails the cell.
+
+`together`: jobs that do not fit together, started at the same moment. Cases `2x60%`, `3x45%` (of the device's memory) and `2+endless`: two of 45%
+beside one of 60% that never ends. Modes `serial` (one after the other) and `gpumux`; with `--kill` also `kill-tenant` and `kill-daemon`, at
+a random moment. Values `first_s` (until every job has made its first pass), `longest_s` (between two passes of a job), `total_s`, `total_rel` (relative to
+the `serial` of the same round; mean), `moves`, `passes`, `wrong`.
+
+`restart`: the daemon is killed and started again beside a job of 60% that allocates and frees. Values `restarts`, `before_gib` and `worst_gib` (the
+accounting less what NVML reports; at most BOUND contexts), `back_s` (until the job is accounted again).
+
+`guaranteed`: a latency tenant with a memory guarantee, `alone` and beside two jobs that exceed the rest together (`gpumux`). Values `latency_p50_ms`,
+`latency_p99_ms`, `moves` (of the two; at least MOVES).
+
+`programs`: cases `triton-8-pointers` (`launch_us`), `torch-async` and `cupy-async` (`rate` of allocations with a kernel each, by stream-ordered
+pools), modes `alone` and `gpumux`; `jax-75%` (mode `gpumux`): JAX with its default preallocation beside a job of 60%: `jax_rate`, `passes`, `moved_gib`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import common
+from common import BenchError, Gpumux, Mode, Results, Worker, say
+from memory import Api, cell, started
+
+WORKER = Path(__file__).resolve().parent / "residency_worker.py"
+GIB, MIB = 1 << 30, 1 << 20
+# Accounting may differ from NVML's by so many contexts: what one takes depends on the program's modules.
+BOUND = 2
+MOVES = 20
+TOGETHER = {"2x60%": (["60%", "60%"], None), "3x45%": (["45%"] * 3, None), "2+endless": (["45%", "45%"], "60%")}
+KILLS = ["kill-tenant", "kill-daemon"]
+PARTS = {
+    "together": (list(TOGETHER), ["serial", "gpumux", *KILLS]),
+    "restart": (["60%"], ["gpumux"]),
+    "guaranteed": (["20%"], ["alone", "gpumux"]),
+    "programs": (["triton-8-pointers", "torch-async", "cupy-async", "jax-75%"], ["alone", "gpumux"]),
+}
+
+
+class Nvml:
+    """What the driver reports of the first device, independently of gpumux."""
+
+    class _Memory(ctypes.Structure):
+        _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+    def __init__(self) -> None:
+        self.library, self.device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+        if self.library.nvmlInit_v2() or self.library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(self.device)):
+            raise BenchError("NVML does not answer")
+
+    def memory(self) -> Nvml._Memory:
+        """In bytes."""
+        found = self._Memory()
+        if result := self.library.nvmlDeviceGetMemoryInfo(self.device, ctypes.byref(found)):
+            raise BenchError(f"nvmlDeviceGetMemoryInfo answers {result}")
+        return found
+
+
+def part_of(text: str, total: int) -> int:
+    """`60%` of a device, in whole MiB."""
+    return int(float(text.removesuffix("%")) / 100 * total) // MIB * MIB
+
+
+def sweep(size: int, *arguments: str) -> list[str]:
+    """The command of a job."""
+    return [common.gpumux(), "workload", "sweep", "--json", "--memory", str(size), *arguments]
+
+
+def pieces(size: int) -> int:
+    """Allocations of a job: many, as programs have."""
+    return max(size // 64 // MIB, 1) * MIB
+
+
+class Jobs:
+    """Jobs that begin at the same moment, looked at while they run."""
+
+    def __init__(self, mode: Mode, logs: Path, enter: Callable[[Any], Worker]) -> None:
+        self.mode, self.enter = mode, enter
+        self.folder = Path(logs) / f"{mode.name}-{time.monotonic_ns()}"
+        self.folder.mkdir()
+        self.workers: dict[str, Worker] = {}
+        self.first: dict[str, float] = {}
+        self.moves: dict[str, int] = {}
+        self.api = Api(mode) if isinstance(mode, Gpumux) else None
+
+    def add(self, name: str, size: int, *arguments: str, promise: Sequence[str] = ("--class", "batch")) -> None:
+        """One more, which waits for `begin`."""
+        files = ["--ready-file", str(self.folder / name), "--start-file", str(self.folder / "start")]
+        command = sweep(size, "--piece", str(pieces(size)), *files, *arguments)
+        self.workers[name] = self.enter(started(self.mode, name, command, promise))
+
+    def begin(self) -> None:
+        """Lets all of them begin."""
+        self.begun = time.monotonic()
+        (self.folder / "start").touch()
+
+    def look(self) -> None:
+        """Notes which have made a pass, and how often gpumux has moved their memory."""
+        for name in self.workers:
+            if name not in self.first and (self.folder / name).exists():
+                self.first[name] = time.monotonic() - self.begun
+        # A daemon that was killed answers again when it has started.
+        with contextlib.suppress(OSError, BenchError):
+            for tenant in self.api.ask("GET", "/v1/tenants") if self.api else []:
+                self.moves[tenant["name"]] = max(self.moves.get(tenant["name"], 0), tenant["moves"]["outs"])
+
+    def wait(self, names: Sequence[str], patience_s: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Until these have ended."""
+        while any(self.workers[name].process.poll() is None for name in names):
+            self.look()
+            meanwhile()
+            if time.monotonic() > self.begun + patience_s:
+                waiting = [name for name in names if self.workers[name].process.poll() is None]
+                stuck = [f"{name} ({'no pass' if name not in self.first else 'some passes'})" for name in waiting]
+                self.record()
+                raise BenchError(f"not done after {patience_s:.0f} s: {', '.join(stuck)}; see {self.folder}")
+            time.sleep(0.02)
+        self.look()
+
+    def record(self) -> None:
+        """Keeps what gpumux knows of jobs that are stuck."""
+        if isinstance(self.mode, Gpumux):
+            with contextlib.suppress(Exception):
+                (self.folder / "tenants.json").write_text(str(self.mode.tenants_now()))
+                self.mode.trace(self.folder / "trace.json", 60)
+
+    def report(self, name: str) -> dict[str, Any]:
+        """The report of one that has ended, or that is ended by this; raises BenchError if anything was wrong."""
+        worker = self.workers[name]
+        if worker.process.poll() is None:
+            os.killpg(worker.process.pid, signal.SIGTERM)
+        found = worker.reply(common.REPLY_S)
+        if found["errors"] or found["mismatches"] or worker.process.wait(20):
+            raise BenchError(f"{name}: {found['mismatches']} elements wrong, {found['errors']} errors: {found.get('error', '')}")
+        return found
+
+
+def together_once(case: str, name: str, logs: Path, total: int, passes: int, seed: int) -> dict[str, float]:
+    """One round of one mode."""
+    sizes, endless = TOGETHER[case]
+    values, rng = {"first_s": 0.0, "longest_s": 0.0, "total_s": 0.0, "moves": 0.0, "passes": 0.0, "wrong": 0.0}, random.Random(seed)
+    groups = [[n] for n in range(len(sizes))] if name == "serial" else [list(range(len(sizes)))]
+    mode = Mode(name, logs) if name == "serial" else Gpumux(name, logs)
+    with mode:
+        for group in groups:
+            with contextlib.ExitStack() as stack:
+                jobs = Jobs(mode, logs, stack.enter_context)
+                for n in group:
+                    jobs.add(f"{name}-job{n}", part_of(sizes[n], total), "--passes", str(passes))
+                ending = list(jobs.workers)
+                if endless and name != "serial":
+                    jobs.add(f"{name}-endless", part_of(endless, total), "--seconds", "3600")
+                jobs.begin()
+                kill = Kill(name, jobs, rng)
+                jobs.wait(ending, 120 + 30 * len(jobs.workers), kill.look)
+                values["total_s"] += time.monotonic() - jobs.begun
+                for job in [it for it in jobs.workers if it != kill.victim]:
+                    found = jobs.report(job)
+                    values["longest_s"] = max(values["longest_s"], found["max_us"] / 1e6)
+                    values["passes"] += found["calls"]
+                    values["wrong"] += found["mismatches"]
+                values["first_s"] = max(values["first_s"], *jobs.first.values())
+                values["moves"] += sum(jobs.moves.values())
+                if name in KILLS and not kill.done:
+                    raise BenchError("the jobs ended before anything was killed")
+    return values
+
+
+class Kill:
+    """Ends a tenant or the daemon at a random moment; the daemon starts again after up to three seconds."""
+
+    def __init__(self, what: str, jobs: Jobs, rng: random.Random) -> None:
+        self.what, self.jobs, self.done = what, jobs, what not in KILLS
+        self.at, self.pause = rng.uniform(0.2, 5.0), rng.uniform(0.0, 3.0)
+        self.victim = rng.choice(list(jobs.workers)) if what == "kill-tenant" else None
+
+    def look(self) -> None:
+        if self.done or time.monotonic() < self.jobs.begun + self.at:
+            return
+        self.done = True
+        say(f"{self.what} after {self.at:.2f} s {self.victim or f'for {self.pause:.2f} s'}")
+        if self.victim:
+            os.killpg(self.jobs.workers[self.victim].process.pid, signal.SIGKILL)
+        elif isinstance(self.jobs.mode, Gpumux):
+            self.jobs.mode.kill_daemon()
+            time.sleep(self.pause)
+            self.jobs.mode.start_daemon()
+
+
+def together(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """All cells of `together`."""
+    total = Nvml().memory().total
+    for case in cases:
+        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+        for number in range(options.rounds):
+            for name in modes:
+                with cell(results, f"{case} / {name}, round {number}", logs):
+                    found = together_once(case, name, logs, total, options.passes, number)
+                    if name != "serial" and len(rounds.get("serial", [])) == number + 1:
+                        found["total_rel"] = found["total_s"] / rounds["serial"][number]["total_s"]
+                    rounds[name].append(found)
+                    worst = {key: max(it.get(key, 0.0) for it in rounds[name]) for key in rounds[name][0]}
+                    if "total_rel" in worst:
+                        worst["total_rel"] = statistics.fmean(it["total_rel"] for it in rounds[name] if "total_rel" in it)
+                    results.add(case, name, worst | {"rounds": len(rounds[name])})
+
+
+def until(what: str, patience_s: float, found: Callable[[], Any]) -> Any:
+    """What is found within a time."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(OSError):
+            if answer := found():
+                return answer
+        if time.monotonic() > deadline:
+            raise BenchError(f"{what}: not within {patience_s:.0f} s")
+        time.sleep(0.02)
+
+
+def excess(api: Api, nvml: Nvml) -> int:
+    """Bytes that gpumux counts beyond what NVML reports: the median of ten looks, since the job allocates meanwhile."""
+    looks = []
+    for _ in range(10):
+        device = api.ask("GET", "/v1/memory")[0]
+        looks.append(device["total"] - device["free"] - nvml.memory().used)
+        time.sleep(0.1)
+    return int(statistics.median(looks))
+
+
+def restart(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """The cell of `restart`."""
+    nvml = Nvml()
+    for case in cases:
+        with cell(results, f"{case} / gpumux", logs), Gpumux("restart", logs) as mode, contextlib.ExitStack() as stack:
+            jobs, size = Jobs(mode, logs, stack.enter_context), part_of(case, nvml.memory().total)
+            jobs.add("restart-job", size, "--seconds", "3600", "--churn", str(max(size // 256 // MIB, 1) * MIB))
+            jobs.begin()
+            job = jobs.workers["restart-job"]
+            until("the first pass", 60, lambda: (jobs.folder / "restart-job").exists() or job.process.poll() is not None)
+            context = Api(mode).ask("GET", "/v1/devices")[0]["context_bytes"]
+            time.sleep(2.5)  # two of the daemon's looks at NVML
+            before = excess(Api(mode), nvml)
+            off, back = [abs(before)], []
+            for number in range(options.restarts):
+                mode.kill_daemon()
+                time.sleep((number % 4) * 0.7)
+                begin = time.monotonic()
+                mode.start_daemon()
+                counted = lambda: sum(it["in_use"] for it in Api(mode).ask("GET", "/v1/memory")[0]["tenants"])  # noqa: E731
+                until("the job's memory is accounted", 20, lambda: counted() >= size)
+                back.append(time.monotonic() - begin)
+                off.append(abs(excess(Api(mode), nvml)))
+                if job.process.poll() is not None:
+                    raise BenchError(f"the job ended after {number + 1} restarts: {common.tail(job.log)}")
+                values = {"restarts": number + 1, "before_gib": before / GIB, "worst_gib": max(off) / GIB, "back_s": max(back)}
+                results.add(case, "gpumux", values)
+            found = jobs.report("restart-job")
+            say(f"the job made {found['calls']} passes and found nothing wrong")
+            if max(off) > BOUND * context:
+                raise BenchError(f"the accounting is off by {max(off) / GIB:.2f} GiB, more than {BOUND} contexts")
+
+
+def guaranteed(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """All cells of `guaranteed`."""
+    total = Nvml().memory().total
+    for case in cases:
+        own = part_of(case, total)
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs), Gpumux(f"guaranteed-{name}", logs) as mode, contextlib.ExitStack() as stack:
+                jobs = Jobs(mode, logs, stack.enter_context)
+                requests = ["--rate", "100", "--kernels", "10", "--kernel-us", "50", "--memory", str(own)]
+                files = ["--start-file", str(jobs.folder / "measure"), "--ready-file", str(jobs.folder / "warm")]
+                command = [common.gpumux(), "workload", "latency", "--json", "--seconds", str(options.seconds), *requests, *files]
+                server = stack.enter_context(
+                    started(mode, "server", command, ["--class", "latency", "--memory-guaranteed", str(own + 64 * MIB)])
+                )
+                until("the server is warm", 60, (jobs.folder / "warm").exists)
+                moved = 0
+                if name == "gpumux":
+                    device = Api(mode).ask("GET", "/v1/memory")[0]
+                    context = Api(mode).ask("GET", "/v1/devices")[0]["context_bytes"]
+                    # So much more than there is room for that a move is short, and turns are.
+                    size = (device["free"] - 2 * context + total // 64) // 2 // MIB * MIB
+                    for n in range(2):
+                        jobs.add(f"busy{n}", size, "--seconds", "3600")
+                    jobs.begin()
+                    until("both have made a pass", 120, lambda: (jobs.look(), len(jobs.first) == 2)[1])
+                    moved = sum(jobs.moves.values())
+                time.sleep(1.0)
+                (jobs.folder / "measure").touch()
+                deadline = time.monotonic() + options.seconds + 30
+                while server.lines.empty() and time.monotonic() < deadline:
+                    jobs.look()
+                    time.sleep(0.1)
+                found = server.reply(5)
+                if found["errors"]:
+                    raise BenchError(f"the server: {found['error']}")
+                moves = sum(jobs.moves.values()) - moved
+                if name == "gpumux" and moves < MOVES:
+                    raise BenchError(f"only {moves} moves: --seconds is too short")
+                for job in jobs.workers:
+                    jobs.report(job)
+                times = {f"latency_{q}_ms": found[f"{q}_us"] / 1e3 for q in ("p50", "p99")}
+                results.add(case, name, times | {"latency_max_ms": found["max_us"] / 1e3, "late": found["late"], "moves": moves})
+
+
+def programs(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """All cells of `programs`."""
+    for case in cases:
+        for name in modes if case != "jax-75%" else ["gpumux"]:
+            with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
+                if case == "jax-75%":
+                    results.add(case, name, jax_beside(mode, logs, options))
+                    continue
+                with started(mode, case, [sys.executable, str(WORKER), case]) as program:
+                    results.add(case, name, program.reply(common.READY_S))
+
+
+def jax_beside(mode: Mode, logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """JAX with its own default beside a job: both run."""
+    assert isinstance(mode, Gpumux)
+    with contextlib.ExitStack() as stack:
+        jobs = Jobs(mode, logs, stack.enter_context)
+        jobs.add("beside-jax", part_of("60%", Nvml().memory().total), "--seconds", "3600")
+        jobs.begin()
+        until("the first pass", 60, lambda: (jobs.look(), jobs.first)[1])
+        # What is measured is JAX's default, whatever `gpumux run` sets.
+        setting = ["env", "XLA_PYTHON_CLIENT_PREALLOCATE=true"]
+        command = [*setting, sys.executable, str(WORKER), "jax-75%", "--seconds", str(options.seconds / 2)]
+        program = stack.enter_context(started(mode, "jax", command, ["--class", "batch"]))
+        found, moved = program.reply(common.READY_S), 0
+        for tenant in Api(mode).ask("GET", "/v1/tenants"):
+            moved += tenant["moves"]["out_bytes"] + tenant["moves"]["back_bytes"]
+        beside = jobs.report("beside-jax")
+        return {"jax_rate": found["rate"], "passes": beside["calls"], "longest_s": beside["max_us"] / 1e6, "moved_gib": moved / GIB}
+
+
+RUN = {"together": together, "restart": restart, "guaranteed": guaranteed, "programs": programs}
+
+
+def main() -> int:
+    """Runs one part, or all."""
+    parser = common.parser(
+        "What is guaranteed while memory does not suffice.",
+        "  GPUMUX=.bundle/bin/gpumux python3 bench/residency.py all\n"
+        "  GPUMUX=.bundle/bin/gpumux python3 bench/residency.py together --cases 2x60% --rounds 5 --kill\n"
+        "  gpumux emu --profile FILE -- python3 bench/residency.py restart --restarts 3",
+    )
+    parser.add_argument("part", choices=[*PARTS, "all"])
+    parser.add_argument("--cases", help="a comma-separated selection")
+    parser.add_argument("--modes", help="a comma-separated selection")
+    parser.add_argument("--rounds", type=int, default=1, help="of `together` [%(default)s]")
+    parser.add_argument("--passes", type=int, default=150, help="of a job of `together` [%(default)s]")
+    parser.add_argument("--kill", action="store_true", help="kill tenants and the daemon, too, in `together`")
+    parser.add_argument("--restarts", type=int, default=20, help="[%(default)s]")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of `guaranteed` [%(default)s]")
+    options = parser.parse_args()
+    if options.part == "all" and (options.cases or options.modes):
+        parser.error("--cases and --modes need one part")
+    logs, worst = common.begin(options), 0
+    for part in PARTS if options.part == "all" else [options.part]:
+        cases, modes = PARTS[part]
+        if part == "together" and not (options.kill or options.modes):
+            modes = [name for name in modes if name not in KILLS]
+        try:
+            chosen = [
+                common.listed(every)(wanted) if wanted else every for wanted, every in zip((options.cases, options.modes), (cases, modes), strict=True)
+            ]
+        except argparse.ArgumentTypeError as wrong:
+            parser.error(str(wrong))
+        results = Results(f"residency-{part}", options.out, *PARTS[part])
+        RUN[part](results, *chosen, logs, options)
+        worst = max(worst, results.finish())
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""Tests of the residency benchmark's own logic; no GPU needed."""
+
+import random
+import sys
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import residency  # noqa: E402
+import residency_worker  # noqa: E402
+
+
+class Cases(unittest.TestCase):
+    def test_jobs_do_not_fit_together(self) -> None:
+        for sizes, endless in residency.TOGETHER.values():
+            parts = [float(it.removesuffix("%")) for it in [*sizes, *([endless] if endless else [])]]
+            self.assertGreater(sum(parts), 100)
+            self.assertTrue(all(part < 90 for part in parts))
+
+    def test_parts_and_programs_are_all_there(self) -> None:
+        self.assertEqual(set(residency.PARTS), set(residency.RUN))
+        self.assertEqual(set(residency.PARTS["programs"][0]), set(residency_worker.CASES))
+
+    def test_size_is_a_part_in_whole_mebibytes(self) -> None:
+        self.assertEqual(residency.part_of("60%", 1 << 30), 614 << 20)
+        self.assertEqual(residency.pieces(614 << 20), 9 << 20)
+        self.assertEqual(residency.pieces(1 << 20), 1 << 20)
+
+    def test_same_seed_kills_the_same_at_the_same_time(self) -> None:
+        jobs = SimpleNamespace(workers={"a": None, "b": None})
+        one, two = (residency.Kill("kill-tenant", jobs, random.Random(3)) for _ in range(2))
+        self.assertEqual((one.victim, one.at), (two.victim, two.at))
+        self.assertIn(one.victim, jobs.workers)
+        self.assertTrue(residency.Kill("gpumux", jobs, random.Random(3)).done)
+        self.assertIsNone(residency.Kill("kill-daemon", jobs, random.Random(3)).victim)
+
+
+if __name__ == "__main__":
+    unittest.main()
