@@ -79,16 +79,26 @@ pub(crate) fn has_failed() -> bool {
     FAILED.load(Ordering::Acquire)
 }
 
-/// Tells the daemon of an error that ends the context, or (806, 810) of a lost MPS server.
+/// Tells the daemon of an error that the program got and that ends the context, or (806, 810) of a lost MPS server.
 fn note(result: CUresult) {
+    if notice(result)
+        && let Some(page) = page()
+    {
+        page.tell_fault();
+    }
+}
+
+/// As [`note`], of an error that the program itself need not have got: it may wait for ever for work that a lost server had.
+/// Whether it was such an error.
+fn notice(result: CUresult) -> bool {
     if is_fatal(result) {
         FAILED.store(true, Ordering::Release);
     }
-    if (is_fatal(result) || matches!(result, 806 | 810))
-        && let Some(page) = page()
-    {
+    let ends = is_fatal(result) || matches!(result, 806 | 810);
+    if ends && let Some(page) = page() {
         page.set_fault(result as u32);
     }
+    ends
 }
 
 /// What is known of one stream. Counts never go down, also when another stream takes the place.
@@ -1147,7 +1157,7 @@ fn ask(handle: u64, state: &Stream) {
     let Some(result) = result.flatten() else {
         return;
     };
-    note(result);
+    notice(result);
     if result == SUCCESS || is_fatal(result) {
         state.finish(so_far);
         if handle == ORPHAN {

@@ -12,7 +12,8 @@ pub const PROTOCOL: u32 = 7;
 ///
 /// 1: the lease, a *file* of [`Daemon::Welcome`].
 /// 2: [`Shim::Unlisted`].
-pub const REVISION: u32 = 2;
+/// 3: [`crate::page::Page::tell_fault`].
+pub const REVISION: u32 = 3;
 
 /// Longest name in [`Shim::Unlisted`], in bytes.
 pub const LONGEST_NAME: usize = 64;

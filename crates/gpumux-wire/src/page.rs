@@ -23,6 +23,8 @@ use crate::{
 
 /// Groups that can have a slot.
 pub const SLOTS: usize = 64;
+/// The first [`REVISION`] whose libraries say whether the program knows of an error.
+const TOLD: u32 = 3;
 
 /// Says that a page is one, and its layout's version.
 const MAGIC: u64 = 0x0003_6770_756d_7578;
@@ -193,6 +195,8 @@ struct Layout {
     revision: AtomicU64,
     /// How often the daemon's lease has expired for the process: see [`crate::lease`].
     expired: AtomicU64,
+    /// 1: a call of the program's own has returned that error to it. From revision 3 on.
+    told: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
 }
@@ -345,14 +349,26 @@ impl Page {
         self.layout().expired.load(Ordering::Acquire)
     }
 
-    /// Says that the program got an error after which its context is of no use; the first one stays.
+    /// Says that the driver has an error after which the program's context is of no use; the first one stays. The program
+    /// itself may still wait for its work.
     pub fn set_fault(&self, error: u32) {
         let fault = &self.layout().fault;
         let told = u64::from(now_ms()) << 32 | u64::from(error);
         let _ = fault.compare_exchange(0, told, Ordering::AcqRel, Ordering::Relaxed);
     }
 
-    /// How long ago the program got that error, in ms, whatever the writer put there; none beyond
+    /// Says that a call of the program's own has returned that error.
+    pub fn tell_fault(&self) {
+        self.layout().told.store(1, Ordering::Release);
+    }
+
+    /// Whether the program itself knows of the error, as far as its library says that.
+    pub fn is_told(&self) -> bool {
+        let says = self.revision() >= TOLD;
+        self.fault() != 0 && (!says || self.layout().told.load(Ordering::Acquire) != 0)
+    }
+
+    /// How long ago the driver had that error, in ms, whatever the writer put there; none beyond
     /// a minute.
     pub fn fault_age_ms(&self) -> Option<u64> {
         let told = self.layout().fault.load(Ordering::Acquire);
@@ -444,6 +460,13 @@ mod tests {
         writer.set_fault(719);
         writer.set_fault(700);
         assert_eq!(reader.fault(), 719);
+        assert!(!reader.is_told());
+        writer.tell_fault();
+        assert!(reader.is_told());
+        // A library that says nothing of that.
+        writer.layout().told.store(0, Ordering::Release);
+        writer.layout().revision.store(2, Ordering::Release);
+        assert!(reader.is_told());
         let age = reader.fault_age_ms().unwrap();
         assert!(age < 60_000, "{age}");
         let future = u64::from(now_ms().wrapping_add(1000)) << 32 | 719;

@@ -573,6 +573,7 @@ fn who_lost_its_group_has_no_more_turns_and_does_not_wait_for_ever() {
     assert!(told.try_recv().is_err(), "nothing has failed");
     // An assertion is the affair of one alone.
     errors[1].set_fault(710);
+    errors[1].tell_fault();
     bench.run(Micros::from_secs(1));
     assert!(told.try_recv().is_err());
     assert!(!bench.engine.has_unaware("team"));
@@ -590,7 +591,15 @@ fn who_lost_its_group_has_no_more_turns_and_does_not_wait_for_ever() {
     };
     assert_eq!(stuck, 1002);
     assert!(told.try_recv().is_err());
+    // Its library has asked the driver, while the program still waits.
     errors[0].set_fault(806);
+    assert!(bench.engine.has_unaware("team"));
+    bench.run(Micros::from_secs(2));
+    assert!(matches!(
+        told.try_recv(),
+        Ok(crate::groups::Failure::Stuck { pid: 1002, .. })
+    ));
+    errors[0].tell_fault();
     assert!(!bench.engine.has_unaware("team"));
     bench.run(Micros::from_secs(5));
     assert!(told.try_recv().is_err(), "it knows it now");
