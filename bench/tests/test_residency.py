@@ -25,8 +25,9 @@ class Cases(unittest.TestCase):
 
     def test_size_is_a_part_in_whole_mebibytes(self) -> None:
         self.assertEqual(residency.part_of("60%", 1 << 30), 614 << 20)
-        self.assertEqual(residency.pieces(614 << 20), 9 << 20)
-        self.assertEqual(residency.pieces(1 << 20), 1 << 20)
+        self.assertEqual(residency.pieces(614 << 20), 2 << 20)
+        self.assertEqual(residency.pieces(1 << 20), 2 << 20)
+        self.assertEqual(residency.pieces(84 << 30), 336 << 20)
 
     def test_same_seed_kills_the_same_at_the_same_time(self) -> None:
         jobs = SimpleNamespace(workers={"a": None, "b": None})
