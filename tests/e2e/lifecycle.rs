@@ -1,9 +1,13 @@
 //! The life of a tenant as users see it: names, detached runs and their logs, stop, kill, wait, events, what is remembered, and what is
 //! left when it has ended.
 
-use std::{fs, process::Command};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
-use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, wait_for};
+use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, at_terminal, wait_for};
 use rustix::process::Signal;
 use serde_json::Value;
 
@@ -301,6 +305,158 @@ fn memory_limit_that_was_reached_is_named_at_the_end() {
     );
     let events = gpumux(&node, "events --past greedy").run().ok().out;
     assert!(events.contains("limit"), "{events}");
+}
+
+/// A control group with little memory, in which the kernel kills the largest process. Removed in the end.
+struct SmallGroup(PathBuf);
+
+impl SmallGroup {
+    /// None, with the reason, where it cannot be made.
+    fn make(name: &str) -> Option<Self> {
+        let root = Path::new("/sys/fs/cgroup");
+        let (folder, limit) = match root.join("memory/cgroup.procs").exists() {
+            true => (root.join("memory"), "memory.limit_in_bytes"),
+            false => (root.to_owned(), "memory.max"),
+        };
+        let group = Self(folder.join(format!("gpumux-test-{name}-{}", std::process::id())));
+        let made = fs::create_dir(&group.0)
+            .and_then(|()| fs::write(group.0.join(limit), (128 << 20).to_string()));
+        if let Err(error) = made {
+            eprintln!("SKIPPED: no memory control group can be made here: {error}");
+            return None;
+        }
+        // Where the machine has swap space.
+        let _ = fs::write(group.0.join("memory.swap.max"), "0");
+        Some(group)
+    }
+
+    /// The same command in this group.
+    fn holds(&self, command: &Command) -> Command {
+        let procs = self.0.join("cgroup.procs");
+        let mut inside = Command::new("sh");
+        inside
+            .args(["-c", "echo $$ > \"$0\" && exec \"$@\""])
+            .arg(procs);
+        inside.arg(command.get_program()).args(command.get_args());
+        for (name, value) in command.get_envs() {
+            match value {
+                Some(value) => inside.env(name, value),
+                None => inside.env_remove(name),
+            };
+        }
+        inside
+    }
+}
+
+impl Drop for SmallGroup {
+    fn drop(&mut self) {
+        let _ = fs::remove_dir(&self.0);
+    }
+}
+
+/// A program that needs more memory with each byte it reads.
+const HUNGRY: &str = "tail /dev/zero";
+
+#[test]
+fn oom_kill_of_a_detached_program_is_in_log_and_listing() {
+    let Some(group) = SmallGroup::make("detached") else {
+        return;
+    };
+    let node = Node::start();
+    let mut command = node.tenant("-d --name hungry", HUNGRY);
+    at_home(&node, &mut command);
+    group.holds(&command).run().ok();
+    assert_eq!(gpumux(&node, "wait hungry").run().code(), 137);
+    let end = ended(&node, "hungry").unwrap();
+    assert_eq!(end["reason"], "killed by the kernel's OOM killer");
+    let logs = gpumux(&node, "logs hungry").run().ok().out;
+    let line = "gpumux: hungry: killed by the kernel's OOM killer";
+    assert!(logs.contains(line), "{logs}");
+}
+
+#[test]
+fn oom_kill_of_a_foreground_program_is_printed_at_a_terminal() {
+    let Some(group) = SmallGroup::make("terminal") else {
+        return;
+    };
+    let node = Node::start();
+    let (status, printed) = at_terminal(group.holds(&node.tenant("--name hungry", HUNGRY)));
+    assert!(!status.success(), "{status}");
+    assert!(printed.starts_with("gpumux: hungry: "), "{printed}");
+    assert!(printed.contains("the kernel's OOM killer"), "{printed}");
+}
+
+#[test]
+fn memory_limit_of_a_foreground_program_is_printed_at_a_terminal() {
+    let node = Node::start();
+    let program = "gpumux workload idle --memory 600MiB --seconds 0.1";
+    let (status, printed) =
+        at_terminal(node.tenant("--name greedy --memory-limit 512MiB", program));
+    assert!(!status.success(), "{status}");
+    let last = printed.lines().last().unwrap_or_default();
+    assert!(last.starts_with("gpumux: greedy: "), "{printed}");
+    assert!(
+        last.ends_with("reached its memory limit of 512 MiB"),
+        "{printed}"
+    );
+    let (_, printed) = at_terminal(node.tenant("--name modest", "sh -c exit"));
+    assert_eq!(printed, "");
+}
+
+/// What a shell finds for `gpumux explain tr`, by the script that `gpumux completions` prints for it; none where the shell is missing.
+fn completed(node: &Node, shell: &str, script: &str) -> Option<String> {
+    let folder = gpumux_tests::binary().parent().unwrap().to_owned();
+    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
+    let missing = Command::new(shell).arg("--version").output().is_err();
+    if missing {
+        eprintln!("SKIPPED: {shell} is not installed");
+        return None;
+    }
+    let file = node.dir().join(format!("completions.{shell}"));
+    let text = gpumux(node, &format!("completions {shell}")).run().ok().out;
+    fs::write(&file, text).unwrap();
+    let mut command = gpumux(node, "");
+    let environment: Vec<_> = (command.get_envs())
+        .filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())))
+        .collect();
+    command = Command::new(shell);
+    command.args(["-c", script]).envs(environment);
+    command
+        .env("PATH", path)
+        .env("FILE", file)
+        .env("TERM", "dumb");
+    Some(command.run().ok().out)
+}
+
+#[test]
+fn shells_complete_names_of_tenants() {
+    let node = Node::start();
+    let mut tenant = Process::start(
+        &mut node
+            .tenant("--name training", "sh -c")
+            .arg("echo; read line"),
+    );
+    tenant.wait_lines(1);
+    let bash = "source \"$FILE\"; COMP_WORDS=(gpumux explain tr); COMP_CWORD=2; COMP_LINE='gpumux explain tr'; COMP_POINT=17
+        _gpumux_with_tenants gpumux tr explain; echo \"${COMPREPLY[@]}\"";
+    if let Some(found) = completed(&node, "bash", bash) {
+        assert_eq!(found, "training\n");
+    }
+    let fish = "source $FILE; complete -C 'gpumux explain tr'";
+    if let Some(found) = completed(&node, "fish", fish) {
+        assert!(
+            found.lines().any(|line| line.trim() == "training"),
+            "{found}"
+        );
+    }
+    // Its completion works in an interactive shell only: Tab completes the name, and the command runs.
+    let zsh = "zmodload zsh/zpty; zpty shell zsh -f -i
+        zpty -w shell \"autoload -U compinit; compinit -u -D; source $FILE; compdef _gpumux gpumux\"
+        zpty -w shell $'gpumux explain tr\\t; exit'
+        while zpty -r shell line; do print -r -- $line; done";
+    if let Some(found) = completed(&node, "zsh", zsh) {
+        assert!(found.contains("entitled: "), "{found}");
+    }
 }
 
 #[test]

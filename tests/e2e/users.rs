@@ -6,7 +6,7 @@ use std::{
     process::Command,
 };
 
-use gpumux_tests::{Node, Process, Run, binary, real};
+use gpumux_tests::{Node, PATIENCE, Process, Run, binary, real, wait_for};
 use serde_json::Value;
 
 use crate::{REQUESTS, TICKS};
@@ -76,6 +76,45 @@ fn an_ordinary_user_changes_its_own_tenants_only() {
     assert_eq!(refused.code(), 1, "{refused:#?}");
     assert_eq!(node.find_tenant("of-root").unwrap()["class"], "batch");
     assert_eq!(node.find_tenant("own").unwrap()["class"], "latency");
+}
+
+#[test]
+fn ended_tenants_of_one_name_are_found_by_user() {
+    let Some(node) = node_of_root() else { return };
+    let start = |command: Command| {
+        let mut command = command;
+        let mut process = Process::start(command.arg("echo; read line; exit 3"));
+        process.wait_lines(1);
+        process
+    };
+    let own = start(node.tenant("--name train", "sh -c"));
+    let others = start(as_nobody(node.tenant("--name train", "sh -c")));
+    let names = || {
+        let out = node.gpumux(["ps", "-a", "-q"]).run().ok().out;
+        let mut names: Vec<String> = out.lines().map(str::to_owned).collect();
+        names.sort();
+        names
+    };
+    assert_eq!(names(), ["nobody/train", "root/train"]);
+    for process in [own, others] {
+        assert_eq!(process.finish().code(), 3);
+    }
+    let end = |name: &str| {
+        wait_for("its end", PATIENCE, || {
+            let listing = node.gpumux(["ps", "-a", "--json", name]).run();
+            let ended = listing
+                .status
+                .success()
+                .then(|| listing.json()["ended"].clone())?;
+            (ended.as_array()?.len() == 1).then(|| ended[0].clone())
+        })
+    };
+    assert_eq!(end("nobody/train")["user"], "nobody");
+    assert_eq!(end("root/train")["uid"], 0);
+    assert_eq!(names(), ["nobody/train", "root/train"]);
+    let inspect = |name: &str| node.gpumux(["inspect", name]).run().ok().json();
+    assert_eq!(inspect("nobody/train")["ended"]["uid"], NOBODY);
+    assert_eq!(inspect("train")["ended"]["user"], "root");
 }
 
 #[test]

@@ -14,11 +14,13 @@ pub mod hanging;
 mod node;
 mod process;
 mod session;
+mod terminal;
 
 pub use build::{binary, build, library};
 pub use node::{Node, Options};
 pub use process::{Finished, Process, Run};
 pub use session::{Listener, Puppet, Session, readable};
+pub use terminal::at_terminal;
 
 use std::{
     io::Write,

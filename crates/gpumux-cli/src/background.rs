@@ -1,5 +1,5 @@
-//! Starting `gpumux` itself in the background: in a session of its own, with a log file, and as nobody's
-//! child, so that the program that `run` turns into never meets a child it did not make. And the reverse: a child
+//! Starting `gpumux` itself in the background: in a session of its own, with a log file, and no
+//! child of this process, so that the program that `run` turns into has no child that it did not make. And the reverse: a child
 //! that does not outlive its parent.
 
 use std::{
@@ -31,30 +31,32 @@ const LOG_MAX: u64 = 1 << 20;
 /// Start gpumux in the background and print its pid (used by gpumux itself)
 #[derive(clap::Args)]
 pub(crate) struct Args {
-    /// Where its output goes.
+    /// Where its output goes; without it, errors go where the caller's do.
     #[arg(long)]
-    log: PathBuf,
+    log: Option<PathBuf>,
     /// Its arguments.
     #[arg(last = true)]
     args: Vec<OsString>,
 }
 
-/// The middle process: starts the real one, says its pid, and is gone.
+/// The middle process: starts the real one, prints its pid, and ends.
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
-    let log = OpenOptions::new()
-        .append(true)
-        .create(true)
-        .open(&args.log)
-        .with_context(|| format!("cannot write the log {}", args.log.display()))?;
-    if log.metadata()?.len() > LOG_MAX {
-        log.set_len(0)?;
-    }
     let mut command = Command::new(std::env::current_exe()?);
     command
         .args(&args.args)
         .stdin(Stdio::null())
-        .stdout(log.try_clone()?)
-        .stderr(log);
+        .stdout(Stdio::null());
+    if let Some(path) = &args.log {
+        let log = OpenOptions::new()
+            .append(true)
+            .create(true)
+            .open(path)
+            .with_context(|| format!("cannot write the log {}", path.display()))?;
+        if log.metadata()?.len() > LOG_MAX {
+            log.set_len(0)?;
+        }
+        command.stdout(log.try_clone()?).stderr(log);
+    }
     // SAFETY: between fork and exec only two system calls are made, which is async-signal-safe.
     unsafe {
         command.pre_exec(|| {
@@ -110,12 +112,33 @@ pub(crate) fn start(
     log: &Path,
     ready: impl Fn() -> bool,
 ) -> anyhow::Result<()> {
-    let mut middle = Command::new(std::env::current_exe()?)
-        .args(["background", "--log"])
-        .arg(log)
+    let process = pidfd_open(spawn(args, Some(log))?, PidfdFlags::empty()).ok();
+    let started = Instant::now();
+    while !ready() {
+        ensure!(!ended(process.as_ref())?, "{}", last_line(log));
+        ensure!(
+            started.elapsed() < READY,
+            "it was not ready within {READY:?}; see {}",
+            log.display()
+        );
+    }
+    Ok(())
+}
+
+/// Starts `gpumux ARGS…` in the background, and returns its process. Without a log its errors go where this process's do.
+///
+/// # Errors
+/// The process or the log cannot be made.
+pub(crate) fn spawn(args: &[impl AsRef<OsStr>], log: Option<&Path>) -> anyhow::Result<Pid> {
+    let mut middle = Command::new(std::env::current_exe()?);
+    middle.arg("background");
+    if let Some(log) = log {
+        middle.arg("--log").arg(log);
+    }
+    let mut middle = middle
         .arg("--")
         .args(args)
-        // A tenant's libraries have no business in the daemon or the emulated device's server.
+        // A tenant's libraries do not belong into the daemon or the emulated device's server.
         .env_remove("LD_PRELOAD")
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
@@ -129,23 +152,8 @@ pub(crate) fn start(
         middle.wait()?.success(),
         "cannot start gpumux in the background"
     );
-    let pid = pid
-        .trim()
-        .parse()
-        .ok()
-        .and_then(Pid::from_raw)
-        .context("no pid")?;
-    let process = pidfd_open(pid, PidfdFlags::empty()).ok();
-    let started = Instant::now();
-    while !ready() {
-        ensure!(!ended(process.as_ref())?, "{}", last_line(log));
-        ensure!(
-            started.elapsed() < READY,
-            "it was not ready within {READY:?}; see {}",
-            log.display()
-        );
-    }
-    Ok(())
+    let pid = pid.trim().parse().ok().and_then(Pid::from_raw);
+    pid.context("the process in the background did not report its pid")
 }
 
 /// Waits a moment for the process to end. (No pidfd: it was gone before we looked.)

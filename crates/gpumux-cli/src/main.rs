@@ -22,8 +22,8 @@ use clap::{
 
 use crate::commands::{
     cdi, completions, daemon, demo, doctor, dra, emu, events, explain, fleet, hint, inspect, kill,
-    logs as show_logs, man, memory, page, profile, ps, run, set, sim, stop, top, trace, wait,
-    workload,
+    logs as show_logs, man, memory, notice, page, profile, ps, run, set, sim, stop, top, trace,
+    wait, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -91,6 +91,8 @@ enum Command {
     #[command(hide = true)]
     Background(background::Args),
     #[command(hide = true)]
+    Notice(notice::Args),
+    #[command(hide = true)]
     Scratch(doctor::scratch::Args),
     /// Receives connections for a daemon, which starts it
     #[command(hide = true, name = gpumux_daemon::receiver::COMMAND)]
@@ -136,6 +138,7 @@ fn main() -> ExitCode {
         Command::Completions(args) => completions::run(&args, &mut Cli::command()),
         Command::Man(args) => man::run(&args, Cli::command()),
         Command::Background(args) => background::run(args),
+        Command::Notice(args) => notice::run(&args),
         Command::Scratch(args) => doctor::scratch::run(&args),
         Command::Receiver => daemon::receive(),
     };

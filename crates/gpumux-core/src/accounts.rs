@@ -21,11 +21,11 @@ use crate::{Costs, Demand, DomainId, DomainState, Micros, RunState, Timeslice};
 pub struct Account {
     /// Device time received.
     pub received_us: f64,
-    /// Time in which it had work, or may have had.
+    /// Time in which it had work outstanding. Time of unknown demand counts neither here nor as waiting.
     pub runnable_us: f64,
-    /// Runnable but not running.
+    /// The part of that time in which it did not run.
     pub waited_us: f64,
-    /// How often it was frozen while it had work.
+    /// How often it was frozen while it had work, or may have had.
     pub preemptions: u64,
     frozen: bool,
 }
@@ -76,9 +76,11 @@ impl Accounts {
             let account = self.accounts.entry(domain.id).or_default();
             account.received_us += fraction * worked;
             let frozen = domain.run == RunState::Frozen;
-            if domain.demand.may_run() {
+            if domain.demand == Demand::Busy {
                 account.runnable_us += elapsed;
                 account.waited_us += (1.0 - fraction) * elapsed;
+            }
+            if domain.demand.may_run() {
                 account.preemptions += u64::from(frozen && !account.frozen);
             }
             account.frozen = frozen;
@@ -229,6 +231,25 @@ mod tests {
         assert_eq!(accounts.get(DomainId(1)).waited_us, 2000.0);
         accounts.advance(Micros(4000), &[], &costs);
         assert_eq!(accounts.get(DomainId(1)), Account::default());
+    }
+
+    #[test]
+    fn frozen_time_without_work_is_not_waiting() {
+        let mut domains = [sliced(1, 1_000), sliced(2, 1_000)];
+        domains[0].run = RunState::Frozen;
+        let mut accounts = Accounts::default();
+        accounts.advance(Micros(0), &domains, &Costs::default());
+        for (now, demand, waited) in [
+            (1_000, Demand::Unknown, 0.0),
+            (2_000, Demand::Busy, 1_000.0),
+            (3_000, Demand::Idle, 1_000.0),
+        ] {
+            domains[0].demand = demand;
+            accounts.advance(Micros(now), &domains, &Costs::default());
+            let account = accounts.get(DomainId(1));
+            let got = (account.runnable_us, account.waited_us);
+            assert_eq!(got, (waited, waited), "{demand:?}");
+        }
     }
 
     #[test]

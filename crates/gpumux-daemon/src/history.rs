@@ -157,6 +157,7 @@ pub(crate) struct Look {
     pub(crate) device: String,
     pub(crate) name: String,
     pub(crate) uid: u32,
+    pub(crate) user: String,
     /// Device time received so far.
     pub(crate) received_us: f64,
     /// Time so far in which it had work and did not run.
@@ -265,6 +266,7 @@ impl History {
                     id: look.tenant.0,
                     name: look.name.clone(),
                     uid: look.uid,
+                    user: look.user.clone(),
                     device: look.device.clone(),
                     ended_s_ago: Some(ago).filter(|ago| *ago > ENDED_AFTER),
                     received,

@@ -6,8 +6,6 @@ use gpumux_daemon::{
     paths,
 };
 
-use super::ps::Users;
-
 /// How alike a name must be to be suggested, of 1.
 const ALIKE: f64 = 0.75;
 
@@ -75,15 +73,11 @@ pub(crate) fn last_end(
         None => (None, asked),
     };
     let own = rustix::process::getuid().as_raw();
-    let users = Users::of_system();
-    let is_of = |uid: u32| {
-        user.is_none_or(|user| {
-            user == users.name(uid) || user.parse().is_ok_and(|it: u32| it == uid)
-        })
-    };
+    let is_of =
+        |end: &Ended| user.is_none_or(|user| user == end.user || user.parse() == Ok(end.uid));
     let ends = ends.into_iter().rev();
     let mut all: Vec<Ended> = ends
-        .filter(|end| end.name == name && is_of(end.uid) && accept(end))
+        .filter(|end| end.name == name && is_of(end) && accept(end))
         .collect();
     // Stable: the last of each stays first.
     all.sort_by_key(|end| end.uid != own);

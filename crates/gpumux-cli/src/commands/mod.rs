@@ -16,6 +16,7 @@ pub(crate) mod kill;
 pub(crate) mod logs;
 pub(crate) mod man;
 pub(crate) mod memory;
+pub(crate) mod notice;
 pub(crate) mod page;
 pub(crate) mod profile;
 pub(crate) mod ps;

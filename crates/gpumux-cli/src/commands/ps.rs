@@ -10,7 +10,6 @@ use serde::Serialize;
 use super::client;
 use crate::output;
 use table::Sort;
-pub(crate) use table::Users;
 
 const EXAMPLES: &str = "\
 Examples:
@@ -92,7 +91,6 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         };
         Ok((client.tenants().await?, client.status().await?, ended))
     })?;
-    let users = Users::of_system();
     // A tenant of another user may be meant by `user/name`.
     let is = |asked: &String, name: &str, user: &str| {
         let (of, own) = asked.split_once('/').unwrap_or((user, asked));
@@ -104,11 +102,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let everyone = tenants.clone();
     tenants.retain(|tenant| named(&tenant.name, &tenant.user));
     if let Some(ended) = &mut ended {
-        ended.retain(|end| named(&end.name, &users.name(end.uid)));
+        ended.retain(|end| named(&end.name, &end.user));
     }
     let is_there = |asked: &&String| {
         let mut ended = ended.iter().flatten();
-        ended.any(|end| is(asked, &end.name, &users.name(end.uid)))
+        ended.any(|end| is(asked, &end.name, &end.user))
             || (tenants.iter()).any(|it| is(asked, &it.name, &it.user))
     };
     for missing in args.names.iter().filter(|name| !is_there(name)) {
@@ -133,20 +131,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             ended,
         })?,
         Output::Name => {
-            let living = tenants.iter().map(|tenant| &tenant.name);
-            let all = living.chain(ended.iter().flatten().map(|end| &end.name));
-            let lines: String = all.map(|name| format!("{name}\n")).collect();
-            output::print(&lines)?;
+            let living = tenants.iter().map(|it| (&*it.user, &*it.name));
+            let ended = (ended.iter().flatten()).map(|it| (&*it.user, &*it.name));
+            output::print(&names(&living.chain(ended).collect::<Vec<_>>()))?;
         }
         Output::Table | Output::Wide => {
             let devices: &[Device] = &status.devices;
             let text = match output {
-                Output::Wide => table::wide(&tenants, devices, &users, now),
-                _ => table::narrow(&tenants, devices, &users, columns()),
+                Output::Wide => table::wide(&tenants, devices, now),
+                _ => table::narrow(&tenants, devices, columns()),
             };
             output::print(&text)?;
             if let Some(ended) = ended.filter(|ended| !ended.is_empty()) {
-                output::print(&("\n".to_owned() + &table::ended(&ended, &users, now, columns())))?;
+                output::print(&("\n".to_owned() + &table::ended(&ended, now, columns())))?;
             }
             for tenant in &tenants {
                 output::print(&table::hindered(tenant, &everyone))?;
@@ -160,6 +157,18 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         }
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// One name in each line, with the user where several users have tenants of that name.
+fn names(all: &[(&str, &str)]) -> String {
+    let line = |(user, name): &(&str, &str)| {
+        let elsewhere = |(other, same): &(&str, &str)| same == name && other != user;
+        match all.iter().any(elsewhere) {
+            true => format!("{user}/{name}\n"),
+            false => format!("{name}\n"),
+        }
+    };
+    all.iter().map(line).collect()
 }
 
 /// Columns of the terminal; none: the output goes elsewhere, and is not cut.
@@ -177,6 +186,14 @@ mod tests {
     use gpumux_daemon::api::types::TenantState;
 
     use super::*;
+
+    #[test]
+    fn names_of_several_users_are_told_apart() {
+        let all = [("ada", "train"), ("bob", "train"), ("bob", "serve")];
+        assert_eq!(names(&all), "ada/train\nbob/train\nserve\n");
+        let again = [("ada", "train"), ("ada", "train")];
+        assert_eq!(names(&again), "train\ntrain\n");
+    }
 
     #[test]
     fn help_describes_every_state() {

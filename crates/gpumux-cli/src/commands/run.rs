@@ -1,8 +1,8 @@
 //! `gpumux run`: makes a tenant and becomes its first process.
 //!
 //! `run` asks the daemon for a tenant, and then turns into the program: pid, signals,
-//! terminal, job control and exit status are the program's own, and nothing of gpumux stays around it. Detached, or with
-//! `--restart`, it stays the program's parent (`supervise`).
+//! terminal, job control and exit status are the program's own. Detached, or with
+//! `--restart`, it stays the program's parent (`supervise`); at a terminal, a process beside it waits for its end (`notice`).
 
 use std::{
     env,
@@ -26,7 +26,7 @@ use gpumux_daemon::{
 use gpumux_wire::MEMORY_LIMIT_VARIABLE;
 
 use super::{
-    become_program, client,
+    become_program, client, notice,
     spec::SpecArgs,
     supervise::{Order, supervise},
 };
@@ -160,6 +160,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let in_group = tenant.placement.way == Way::Space;
     let again = args.restart == Restart::OnCollateral && in_group;
     if !again && !args.detach {
+        notice::follow(&tenant.name);
         return Ok(become_program(program));
     }
     let log = match args.detach {

@@ -86,6 +86,7 @@ async fn take(api: &Api) -> Result<(), Stopped> {
                 device: device.uuid.clone(),
                 name: tenant.name.clone(),
                 uid: tenant.uid,
+                user: tenant.user.clone(),
                 received_us: totals.received_us,
                 waited_us: totals.waited_us,
                 memory: holding.0,

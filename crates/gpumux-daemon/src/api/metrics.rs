@@ -109,7 +109,7 @@ const COUNTED: [Told<Totals>; 9] = [
         (
             "gpumux_tenant_runnable",
             Some("seconds"),
-            "Time in which there was work, or may have been.",
+            "Time in which there was work.",
         ),
         |t| t.runnable_us / 1e6,
     ),

@@ -643,7 +643,7 @@ pub struct MoveFigures {
 pub struct MemoryShare {
     /// UUID of the device.
     pub device: String,
-    /// The tenant.
+    /// The tenant; `user/name` where several users have one of this name.
     pub tenant: String,
     /// What it always gets when it wants it.
     pub guaranteed: u64,
@@ -809,7 +809,7 @@ pub struct Domain {
     pub measured_share: Option<f64>,
     /// Device time received, in µs.
     pub received_us: u64,
-    /// Time in which it had work or may have had, in µs.
+    /// Time in which it had work, in µs. Time of unknown demand is not in it.
     pub runnable_us: u64,
     /// Of that, time in which it did not run, in µs.
     pub waited_us: u64,

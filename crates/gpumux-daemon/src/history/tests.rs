@@ -8,6 +8,7 @@ fn look(tenant: u64, received_us: f64) -> Look {
         device: "GPU-0".into(),
         name: format!("job-{tenant}"),
         uid: 1000,
+        user: "ada".into(),
         received_us,
         waited_us: 0.0,
         memory: 1 << 30,

@@ -69,10 +69,19 @@ impl Life {
     /// Its end, as far as it is known.
     pub(super) fn report(&self) -> Reported {
         let killed = self.kills.since();
-        let for_memory = self.exit().signal == Some(9);
         Reported {
             reason: self.reason(killed),
-            noteworthy: self.limited.is_some() || (for_memory && killed != Killed::None),
+            noteworthy: self.limited.is_some() || self.is_for_memory(killed),
+        }
+    }
+
+    /// Whether the kernel killed it for memory, as far as that is known.
+    fn is_for_memory(&self, killed: Killed) -> bool {
+        let exit = self.exit();
+        match killed {
+            Killed::None => false,
+            Killed::InItsGroup => exit.signal == Some(9) || exit == Exit::default(),
+            Killed::OnTheMachine => exit.signal == Some(9),
         }
     }
 
@@ -231,6 +240,8 @@ mod tests {
         ] {
             life.exit = exit(status);
             assert_eq!(life.reason(killed), reason);
+            let for_memory = status == 9 && killed != Killed::None;
+            assert_eq!(life.is_for_memory(killed), for_memory, "{reason}");
         }
         (life.exit, life.sent) = (None, Some(9));
         let reason = life.reason(Killed::None);

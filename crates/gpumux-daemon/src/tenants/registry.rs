@@ -930,9 +930,11 @@ impl Tenants {
 fn end_of(tenant: &Tenant) -> Ended {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     let life = &tenant.life;
+    let report = life.report();
     Ended {
         name: tenant.name.clone(),
         uid: tenant.uid,
+        user: tenant.user.clone(),
         class: tenant.spec.class.to_string(),
         command: life.command.clone(),
         since: tenant.since,
@@ -940,8 +942,9 @@ fn end_of(tenant: &Tenant) -> Ended {
         exit: life.exit(),
         reason: match tenant.kept {
             true => "deleted".into(),
-            false => life.report().reason,
+            false => report.reason,
         },
+        noteworthy: report.noteworthy && !tenant.kept,
         log: life.log.clone(),
     }
 }

@@ -34,31 +34,6 @@ pub(super) enum Sort {
     Memory,
 }
 
-/// Users' names.
-#[derive(Debug, Default)]
-pub(crate) struct Users(BTreeMap<u32, String>);
-
-impl Users {
-    /// Those that this system lists; others are shown as numbers.
-    pub(crate) fn of_system() -> Self {
-        Self::parse(&std::fs::read_to_string("/etc/passwd").unwrap_or_default())
-    }
-
-    fn parse(passwd: &str) -> Self {
-        let user = |line: &str| {
-            let mut fields = line.split(':');
-            let name = fields.next()?.to_owned();
-            Some((fields.nth(1)?.parse().ok()?, name))
-        };
-        // Of two names for one user, the first.
-        Self(passwd.lines().rev().filter_map(user).collect())
-    }
-
-    pub(crate) fn name(&self, uid: u32) -> String {
-        self.0.get(&uid).cloned().unwrap_or_else(|| uid.to_string())
-    }
-}
-
 /// What a tenant received of a device in the last second. Members of a group run together, so a group counts once.
 fn received(tenant: &Tenant, device: &str) -> f64 {
     let mut groups = BTreeMap::new();
@@ -121,12 +96,7 @@ pub(super) fn index(uuid: &str, devices: &[Device]) -> String {
 }
 
 /// One row for each tenant, fitted to a terminal of so many columns, or whole.
-pub(super) fn narrow(
-    tenants: &[Tenant],
-    devices: &[Device],
-    users: &Users,
-    columns: Option<usize>,
-) -> String {
+pub(super) fn narrow(tenants: &[Tenant], devices: &[Device], columns: Option<usize>) -> String {
     let head = [
         "NAME",
         "USER",
@@ -140,11 +110,11 @@ pub(super) fn narrow(
         "COMMAND",
     ];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
-    rows.extend(tenants.iter().map(|tenant| row(tenant, devices, users)));
+    rows.extend(tenants.iter().map(|tenant| row(tenant, devices)));
     fit(rows, columns, &[(0, NAME), (1, USER)])
 }
 
-fn row(tenant: &Tenant, devices: &[Device], users: &Users) -> Vec<String> {
+fn row(tenant: &Tenant, devices: &[Device]) -> Vec<String> {
     let mut gpus: Vec<String> = tenant.devices.iter().map(|it| index(it, devices)).collect();
     gpus.sort_by_key(|gpu| (gpu.len(), gpu.clone()));
     let shares: Vec<f64> = (tenant.devices.iter())
@@ -168,7 +138,7 @@ fn row(tenant: &Tenant, devices: &[Device], users: &Users) -> Vec<String> {
     };
     vec![
         tenant.name.clone(),
-        users.name(tenant.uid),
+        tenant.user.clone(),
         tenant.class.to_string(),
         tenant.state.to_string(),
         match gpus.is_empty() {
@@ -216,12 +186,7 @@ fn fit(mut rows: Vec<Vec<String>>, columns: Option<usize>, longest: &[(usize, us
 }
 
 /// One row for each tenant and GPU, with everything.
-pub(super) fn wide(
-    tenants: &[Tenant],
-    devices: &[Device],
-    users: &Users,
-    now: SystemTime,
-) -> String {
+pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> String {
     let head = [
         "NAME",
         "USER",
@@ -251,7 +216,7 @@ pub(super) fn wide(
             let own = |text: String| if n == 0 { text } else { String::new() };
             let mut row = vec![
                 own(tenant.name.clone()),
-                own(users.name(tenant.uid)),
+                own(tenant.user.clone()),
                 own(tenant.class.to_string()),
                 own(tenant.state.to_string()),
             ];
@@ -285,12 +250,7 @@ pub(super) fn wide(
 }
 
 /// Those that have ended, the latest first.
-pub(super) fn ended(
-    ends: &[Ended],
-    users: &Users,
-    now: SystemTime,
-    columns: Option<usize>,
-) -> String {
+pub(super) fn ended(ends: &[Ended], now: SystemTime, columns: Option<usize>) -> String {
     let head = ["ENDED", "USER", "CLASS", "EXIT", "AGO", "RAN", "REASON"];
     let mut rows = vec![head.map(str::to_owned).to_vec()];
     rows.extend(ends.iter().rev().map(|end| {
@@ -302,7 +262,7 @@ pub(super) fn ended(
         let ran = Duration::from_secs(end.at.saturating_sub(end.since));
         vec![
             end.name.clone(),
-            users.name(end.uid),
+            end.user.clone(),
             end.class.clone(),
             exit,
             age(end.at, now),
@@ -450,6 +410,7 @@ mod tests {
         };
         Tenant {
             name: name.into(),
+            user: "root".into(),
             class: Class::Standard,
             spec: Spec {
                 guaranteed: 0.5,
@@ -475,18 +436,17 @@ mod tests {
 
     #[test]
     fn table_fits_the_terminal_whatever_the_names() {
-        let users = Users::parse("root:x:0:0:root:/root:/bin/sh\n");
         let long = "a-name-that-is-much-too-long-for-a-column";
         let tenants = [
             tenant("train", TenantState::Running, "GPU-0-x", &[0.25]),
             tenant(long, TenantState::Starting, "GPU-1-y", &[0.9]),
         ];
         for columns in [80, 120, 50, 20] {
-            let text = narrow(&tenants, &[], &users, Some(columns));
+            let text = narrow(&tenants, &[], Some(columns));
             let widest = text.lines().map(|line| line.chars().count()).max();
             assert!(widest <= Some(columns), "{columns}:\n{text}");
         }
-        let text = narrow(&tenants[..1], &[], &users, Some(80));
+        let text = narrow(&tenants[..1], &[], Some(80));
         let head = "NAME  USER CLASS    STATE   GPU   SHARE GUARANTEED WAIT MEMORY  COMMAND";
         assert_eq!(text.lines().next(), Some(head), "{text}");
         let row = text.lines().nth(1).unwrap();
@@ -494,7 +454,7 @@ mod tests {
             row.ends_with("25%   50%        25%  7.5 GiB python train.py…"),
             "{row}"
         );
-        let whole = narrow(&tenants, &[], &users, None);
+        let whole = narrow(&tenants, &[], None);
         assert!(
             whole.contains(long) && whole.contains("/data/imagenet"),
             "{whole}"
@@ -536,12 +496,14 @@ mod tests {
         let end = |exit, reason: &str| Ended {
             name: "train".into(),
             uid: 7,
+            user: "ada".into(),
             class: "batch".into(),
             command: String::new(),
             since: 100,
             at: 190,
             exit,
             reason: reason.into(),
+            noteworthy: false,
             log: None,
         };
         let ends = [
@@ -550,30 +512,25 @@ mod tests {
             end(Exit::default(), "ended"),
         ];
         let now = UNIX_EPOCH + Duration::from_secs(200);
-        let text = ended(&ends, &Users::default(), now, Some(80));
+        let text = ended(&ends, now, Some(80));
         let rows: Vec<&str> = text.lines().collect();
-        assert_eq!(rows[1], "train  7     batch  -        10s  1m30s  ended");
+        assert_eq!(rows[1], "train  ada   batch  -        10s  1m30s  ended");
         assert_eq!(
             rows[2],
-            "train  7     batch  SIGKILL  10s  1m30s  killed by SIGKILL"
+            "train  ada   batch  SIGKILL  10s  1m30s  killed by SIGKILL"
         );
         assert_eq!(
             rows[3],
-            "train  7     batch  3        10s  1m30s  failed with exit code 3"
+            "train  ada   batch  3        10s  1m30s  failed with exit code 3"
         );
     }
 
     #[test]
-    fn ages_and_users_are_short() {
+    fn ages_and_uuids_are_short() {
         let now = UNIX_EPOCH + Duration::from_secs(100_000);
         assert_eq!(age(99_995, now), "5s");
         assert_eq!(age(99_000, now), "16m40s");
         assert_eq!(age(100_001, now), "0s", "the clock was set back");
         assert_eq!(short("GPU-5efc3a7e-70d7-750a"), "GPU-5efc3a7e");
-        let users = Users::parse("root:x:0:0::/:/\ntoor:x:0:0::/:/\nbroken\na:x:7:7::/:/\n");
-        assert_eq!(
-            [users.name(0), users.name(7), users.name(8)],
-            ["root", "a", "8"]
-        );
     }
 }

@@ -444,8 +444,9 @@ fn messages_stay_for_a_while() {
 #[test]
 fn tenants_of_one_name_are_told_apart_by_user() {
     let mut view = View::default();
-    let of_user = |uid, received| Tenant {
+    let of_user = |uid, user: &str, received| Tenant {
         uid,
+        user: user.into(),
         ..tenant(
             "web",
             Class::Batch,
@@ -455,19 +456,22 @@ fn tenants_of_one_name_are_told_apart_by_user() {
     for look in 1..=2 {
         let answer = Answer {
             status: status(2, 1),
-            tenants: vec![of_user(1000, look * 100_000), of_user(1001, look * 400_000)],
+            tenants: vec![
+                of_user(1000, "ada", look * 100_000),
+                of_user(1001, "bob", look * 400_000),
+            ],
             memory: vec![],
             why: String::new(),
         };
         view.update(answer, Duration::from_millis(500 * look));
     }
     type_in(&mut view, "j");
-    assert!(picture(&view, 80, 24).contains(">1001/web"));
-    assert!((view.rows["1001/web"][0].received - 0.8).abs() < 1e-9);
+    assert!(picture(&view, 80, 24).contains(">bob/web"));
+    assert!((view.rows["bob/web"][0].received - 0.8).abs() < 1e-9);
     let Action::Change(change) = type_in(&mut view, "+") else {
         panic!("no change");
     };
-    assert_eq!(change.name, "1001/web");
+    assert_eq!(change.name, "bob/web");
 }
 
 #[test]
@@ -491,6 +495,27 @@ fn members_of_a_group_count_once() {
         "{:?}",
         view.rows
     );
+    // Two members, and a tenant outside the group.
+    let mut view = View::default();
+    for look in 1..=2 {
+        let member = |id| Domain {
+            group: Some(1),
+            ..domain(id, 1.0, look * 200_000, 0)
+        };
+        let answer = Answer {
+            status: status(3, 1),
+            tenants: vec![
+                tenant("a", Class::Batch, vec![member(1)]),
+                tenant("b", Class::Batch, vec![member(2)]),
+                tenant("c", Class::Batch, vec![domain(3, 1.0, look * 250_000, 0)]),
+            ],
+            memory: vec![],
+            why: String::new(),
+        };
+        view.update(answer, Duration::from_millis(500 * look));
+    }
+    let received = view.received[UUID];
+    assert!((received - 0.9).abs() < 1e-9, "{received}");
 }
 
 #[test]
@@ -507,6 +532,7 @@ fn timeline_begins_with_the_daemons_history() {
             id: 1,
             name: "web".into(),
             uid: 0,
+            user: "root".into(),
             device: UUID.into(),
             ended_s_ago: None,
             waiting: vec![None; 300],

@@ -98,6 +98,8 @@ pub(super) struct View {
     /// Name of the chosen tenant; without one the first is.
     pub(super) name: Option<String>,
     pub(super) rows: BTreeMap<String, Vec<Row>>,
+    /// Part of each device's time that all tenants received together: an MPS group counts once.
+    pub(super) received: BTreeMap<String, f64>,
     /// Shares per tenant and device, one a second, the latest last.
     pub(super) past: BTreeMap<(String, String), VecDeque<f64>>,
     /// Why the daemon did not answer the last time.
@@ -112,26 +114,26 @@ pub(super) struct View {
     before: BTreeMap<u64, (Duration, u64, u64)>,
 }
 
-/// Two users may have tenants of one name: the daemon knows them as `uid/name`.
-fn name_by_user(tenants: &mut [Tenant]) {
-    let mut users: BTreeMap<String, BTreeSet<u32>> = BTreeMap::new();
-    for tenant in &*tenants {
-        users
-            .entry(tenant.name.clone())
-            .or_default()
-            .insert(tenant.uid);
+/// Two users may have tenants of one name: the daemon finds them as `user/name`.
+fn name_by_user<'a>(all: impl Iterator<Item = (&'a mut String, &'a str)>) {
+    let mut all: Vec<_> = all.collect();
+    let mut users: BTreeMap<String, BTreeSet<&str>> = BTreeMap::new();
+    for (name, user) in &all {
+        users.entry((*name).clone()).or_default().insert(user);
     }
-    for tenant in tenants.iter_mut().filter(|it| users[&it.name].len() > 1) {
-        tenant.name = format!("{}/{}", tenant.uid, tenant.name);
+    for (name, user) in all.iter_mut().filter(|(name, _)| users[*name].len() > 1) {
+        **name = format!("{user}/{name}");
     }
 }
 
 impl View {
     /// The daemon's answer at this time since any beginning.
     pub(super) fn update(&mut self, mut answer: Answer, at: Duration) {
-        name_by_user(&mut answer.tenants);
+        name_by_user((answer.tenants.iter_mut()).map(|it| (&mut it.name, &*it.user)));
         let mut before = BTreeMap::new();
         self.rows.clear();
+        let mut groups: BTreeMap<(String, u64), f64> = BTreeMap::new();
+        self.received.clear();
         for tenant in &answer.tenants {
             // Channel groups of one MPS group run together: they count once.
             let mut together: BTreeMap<(&str, Option<u64>, u64), (f64, f64)> = BTreeMap::new();
@@ -148,7 +150,14 @@ impl View {
                 row.device = domain.device.clone();
                 row.share = row.share.max(domain.promised_share);
             }
-            for ((device, ..), (received, waiting)) in together {
+            for ((device, group, _), (received, waiting)) in together {
+                match group {
+                    Some(group) => {
+                        let most = groups.entry((device.to_owned(), group)).or_default();
+                        *most = most.max(received);
+                    }
+                    None => *self.received.entry(device.to_owned()).or_default() += received,
+                }
                 let row = rows.entry(device).or_default();
                 row.received += received;
                 row.waiting = row.waiting.max(waiting);
@@ -158,6 +167,9 @@ impl View {
                 rows.push(Row::default());
             }
             self.rows.insert(tenant.name.clone(), rows);
+        }
+        for ((device, _), received) in groups {
+            *self.received.entry(device).or_default() += received;
         }
         self.before = before;
         let rows = &self.rows;
@@ -182,12 +194,16 @@ impl View {
 
     /// What was before `top` was started.
     pub(super) fn remember(&mut self, history: &History) {
-        for tenant in history.tenants.iter().filter(|it| it.ended_s_ago.is_none()) {
+        let mut living: Vec<_> = (history.tenants.iter())
+            .filter(|it| it.ended_s_ago.is_none())
+            .map(|it| (it.name.clone(), it))
+            .collect();
+        name_by_user(living.iter_mut().map(|(name, it)| (name, &*it.user)));
+        for (name, tenant) in living {
             let known = tenant.received.iter().skip_while(|it| it.is_none());
             let mut past: VecDeque<f64> = known.map(|it| it.unwrap_or(0.0).into()).collect();
             past.drain(..past.len().saturating_sub(PAST));
-            self.past
-                .insert((tenant.name.clone(), tenant.device.clone()), past);
+            self.past.insert((name, tenant.device.clone()), past);
         }
     }
 

@@ -58,8 +58,10 @@ pub struct TenantHistory {
     pub id: u64,
     /// Its name.
     pub name: String,
-    /// Its user.
+    /// Its user's number.
     pub uid: u32,
+    /// Its user's name, or number where the system has no name for it.
+    pub user: String,
     /// UUID of the device.
     pub device: String,
     /// Seconds since it ended; `null` while it lives.

@@ -105,8 +105,10 @@ impl Exit {
 pub struct Ended {
     /// Its name.
     pub name: String,
-    /// Its user.
+    /// Its user's number.
     pub uid: u32,
+    /// Its user's name, or number where the system has no name for it.
+    pub user: String,
     /// Its class.
     pub class: String,
     /// Its command.
@@ -119,6 +121,8 @@ pub struct Ended {
     pub exit: Exit,
     /// Why it ended, for people.
     pub reason: String,
+    /// It was killed for memory, or reached its memory limit.
+    pub noteworthy: bool,
     /// The file of its output, if it ran detached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub log: Option<String>,
@@ -129,7 +133,7 @@ pub struct Ended {
 pub struct Reported {
     /// Why it ended, for people.
     pub reason: String,
-    /// Its user should be told: it was killed for memory, or reached its memory limit.
+    /// It was killed for memory, or reached its memory limit: its user should see the reason.
     pub noteworthy: bool,
 }
 

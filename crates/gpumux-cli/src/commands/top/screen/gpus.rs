@@ -58,13 +58,12 @@ fn received(view: &View, device: &Device) -> Vec<(String, f64)> {
 
 /// As much about a GPU as fits in a line, what matters most first.
 pub(super) fn line(width: u16, view: &View, answer: &Answer, device: &Device) -> Line<'static> {
-    let shares = received(view, device);
     let used = match device.readings.utilization {
         Some(used) => format!("{} used", percent(used)),
-        None => format!(
-            "{} received",
-            percent(shares.iter().map(|it| it.1).sum::<f64>().min(1.0))
-        ),
+        None => {
+            let received = view.received.get(&device.uuid).copied();
+            format!("{} received", percent(received.unwrap_or(0.0).min(1.0)))
+        }
     };
     let mut text = format!(" {}", title(answer, &device.uuid));
     let trouble = (device.state != "ok").then(|| device.state.clone());
