@@ -12,6 +12,7 @@ mod fresh;
 mod gangs;
 mod hints;
 mod hostile;
+mod ipc;
 mod lease;
 mod levers;
 mod lifecycle;

@@ -17,6 +17,7 @@ mod units;
 pub mod admission;
 pub mod broker;
 pub mod controller;
+pub mod exports;
 pub mod gang;
 pub mod ledger;
 pub mod policy;

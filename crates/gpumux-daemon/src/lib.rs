@@ -25,6 +25,7 @@ pub mod receiver;
 mod scheduler;
 mod serve;
 mod session;
+mod sharing;
 mod store;
 mod tenants;
 mod users;

@@ -35,6 +35,7 @@ use crate::{
     peer::{Peer, ProcessFd, readable},
     receiver::Connection,
     scheduler::{GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
+    sharing::Sharing,
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
 };
@@ -74,6 +75,7 @@ pub(crate) struct Sessions {
     users: Mutex<BTreeMap<u32, usize>>,
     rates: Mutex<BTreeMap<TenantId, Weak<Rate>>>,
     voices: Mutex<BTreeMap<(TenantId, SessionId), Arc<OwnedFd>>>,
+    sharing: Arc<Sharing>,
 }
 
 /// A session's place among the sessions; given back when dropped.
@@ -159,6 +161,7 @@ impl Sessions {
             users: Mutex::default(),
             rates: Mutex::default(),
             voices: Mutex::default(),
+            sharing: Arc::default(),
         })
     }
 
@@ -311,6 +314,7 @@ impl Sessions {
             .call(move |engine| engine.meet(id, met))
             .await;
         self.voices().insert((tenant, id), Arc::clone(socket));
+        self.sharing.join(id, tenant, peer, socket);
         let mut session = Session {
             sessions: self,
             id,
@@ -357,12 +361,29 @@ impl Sessions {
             .scheduler
             .call(move |engine| engine.leave(id, alive))
             .await;
+        self.stop_sharing(id, peer, alive);
         self.tenants.leave(id, tenant, peer.pid).await;
         // Until then it counts among its user's sessions.
         if let Some(rest) = rest {
             rest.await;
         }
         result
+    }
+
+    /// A session has ended. What its process shares ends with the process.
+    fn stop_sharing(&self, id: SessionId, peer: &Peer, alive: bool) {
+        let Some(process) = self.sharing.leave(id, peer, alive) else {
+            return;
+        };
+        // Where its end cannot be noticed, other processes keep what they share with it: their memory stays where it is.
+        if let Some(Ok(fd)) = peer.fd.as_ref().map(ProcessFd::try_clone) {
+            let sharing = Arc::clone(&self.sharing);
+            tokio::spawn(async move {
+                if fd.ended().await.is_ok() {
+                    sharing.ended(process);
+                }
+            });
+        }
     }
 }
 
@@ -483,6 +504,17 @@ impl Session<'_> {
                 };
                 scheduler.call(view).await?;
             }
+            Shim::Piece { .. } => {
+                if let Some(file) = &file {
+                    self.sessions.check_files(file)?;
+                }
+                self.sessions.sharing.handle(id, &packet, file);
+            }
+            Shim::Export { .. }
+            | Shim::Withdraw { .. }
+            | Shim::Redeem { .. }
+            | Shim::Opened { .. }
+            | Shim::Closed { .. } => self.sessions.sharing.handle(id, &packet, None),
             packet => {
                 if let Some(event) = memory::event(id, packet) {
                     scheduler

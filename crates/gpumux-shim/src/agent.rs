@@ -6,7 +6,7 @@
 //! again, patiently. The program never waits for any of this.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, VecDeque},
     io,
     os::fd::{AsFd, AsRawFd, BorrowedFd},
     path::Path,
@@ -28,7 +28,7 @@ use rustix::{
 };
 
 use crate::{
-    gate, guard, hold, lease, memory,
+    gate, guard, hold, ipc, lease, memory,
     notice::say,
     own::OwnFd,
     process::{Agent, Picture, Process},
@@ -76,6 +76,8 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     warned: false,
                     poller_started: false,
                     mover: Mover::new(),
+                    shared_memory: VecDeque::new(),
+                    wanted_back: false,
                 }
                 .run();
             });
@@ -129,6 +131,10 @@ struct Session {
     warned: bool,
     poller_started: bool,
     mover: Mover,
+    /// Orders about shared memory, which are carried out while all memory is on the device.
+    shared_memory: VecDeque<Daemon>,
+    /// The daemon has been asked to bring the memory back for them.
+    wanted_back: bool,
 }
 
 impl Session {
@@ -139,6 +145,7 @@ impl Session {
             let end = match self.connect(&path) {
                 Ok((session, memory)) => {
                     self.told.clear();
+                    self.shared_memory.clear();
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
@@ -184,6 +191,7 @@ impl Session {
         all.push(self.keeps());
         all.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
         all.extend(unlisted::message());
+        all.extend(ipc::introduce());
         all
     }
 
@@ -305,7 +313,7 @@ impl Session {
                     ))) => hold::set_policy(contended, automatic),
                     Ok(Some((Daemon::Hint { expected_us }, _))) => hold::from_outside(expected_us),
                     Ok(Some((Daemon::Granted { ticket, bytes }, _))) => {
-                        lease::answered(ticket, (bytes, 0));
+                        let _ = lease::answered(ticket, (bytes, 0));
                     }
                     Ok(Some((
                         Daemon::Seen {
@@ -315,7 +323,15 @@ impl Session {
                         },
                         _,
                     ))) => {
-                        lease::answered(ticket, (free, total));
+                        let _ = lease::answered(ticket, (free, total));
+                    }
+                    Ok(Some((Daemon::Piece { ticket, piece }, file))) => {
+                        let file = file.and_then(|file| OwnFd::new(|| Ok(file)).ok());
+                        ipc::arrived(ticket, piece.zip(file));
+                    }
+                    Ok(Some((Daemon::Orphaned { token }, _))) => ipc::orphaned(token),
+                    Ok(Some((order @ (Daemon::Serve { .. } | Daemon::Unshared { .. }), _))) => {
+                        self.shared_memory.push_back(order)
                     }
                     Ok(Some((Daemon::Trim, _))) => memory::trim(),
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
@@ -373,12 +389,44 @@ impl Session {
         });
     }
 
+    /// Carries out orders about shared memory. While memory is away, it is wanted back for those that other processes wait for.
+    fn share_memory(&mut self, session: &OwnFd) -> Result<(), End> {
+        if !self.mover.is_here() {
+            let mut orders = self.shared_memory.iter();
+            let wants = self.mover.is_out() && orders.any(|it| matches!(it, Daemon::Serve { .. }));
+            if wants && !std::mem::replace(&mut self.wanted_back, true) {
+                lease::tell(Shim::Knock);
+            }
+            return Ok(());
+        }
+        self.wanted_back = false;
+        while let Some(order) = self.shared_memory.pop_front() {
+            match order {
+                Daemon::Serve { op, token, index } => {
+                    let made = ipc::serve(token, index);
+                    let piece = made.as_ref().map(|(piece, _)| *piece);
+                    let file = made.as_ref().map(|(_, file)| file.as_fd());
+                    let packet = Shim::Piece { op, piece };
+                    let sent = socket::send(session, &packet, file, SendFlags::empty());
+                    if let Err(error) = sent {
+                        self.shared_memory.push_front(order);
+                        return Err(error.into());
+                    }
+                }
+                Daemon::Unshared { token } => ipc::unshared(token),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
     /// Tells what has changed. Says how soon a group under construction may be taken as it is.
     fn tell(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
         let send = |packet: &Shim| socket::send(session, packet, None, SendFlags::empty());
         if self.mover.is_out() && gate::take_wake_request() {
             lease::tell(Shim::Knock);
         }
+        self.share_memory(session)?;
         while let Some(packet) = lease::next() {
             if let Err(error) = send(&packet) {
                 lease::put_back(packet);

@@ -31,7 +31,7 @@ use crate::{
         AllocationProp, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream, Function,
         LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
     },
-    gate,
+    gate, ipc,
     memory::{self, ArrayShape, FlatShape},
     next, physical,
     predictor::Call,
@@ -357,7 +357,10 @@ hooks! {
     cuMemRetainAllocationHandle(handle: *mut u64, address: CUdeviceptr) (real) => unsafe { physical::retain(handle, address, real) };
     cuMemGetHandleForAddressRange(handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64) (real) => memory::pin(address, bytes as u64, real);
     cuPointerSetAttribute(value: *const c_void, attribute: c_int, address: CUdeviceptr) (real) => memory::set_pointer_attribute(attribute, address, real);
-    cuIpcGetMemHandle(handle: *mut c_void, address: CUdeviceptr) (real) => memory::share(address, real);
+    cuIpcGetMemHandle(handle: *mut c_void, address: CUdeviceptr) (real) => unsafe { ipc::get(handle.cast(), address, real) };
+    cuIpcOpenMemHandle(address: *mut CUdeviceptr, handle: ByValue, flags: c_uint) (real) => unsafe { ipc::open(address, handle.0, flags, real) };
+    cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: ByValue, flags: c_uint) (real) => unsafe { ipc::open(address, handle.0, flags, real) };
+    cuIpcCloseMemHandle(address: CUdeviceptr) (real) => ipc::close(address, real);
     cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) (real) => memory::enable_peer(peer, real);
 
     // What a program is shown of it.

@@ -160,10 +160,12 @@ pub(crate) fn put_back(packet: Shim) {
     state(&mut lock()).outbox.push_front(packet);
 }
 
-/// The daemon has answered.
-pub(crate) fn answered(ticket: u32, answer: (u64, u64)) {
-    if let Some(waiting) = state(&mut lock()).answers.get_mut(&ticket) {
-        *waiting = Some(answer);
-    }
+/// The daemon has answered. Whether the question still waits for it.
+pub(crate) fn answered(ticket: u32, answer: (u64, u64)) -> bool {
+    let mut guard = lock();
+    let waiting = state(&mut guard).answers.get_mut(&ticket);
+    let waits = waiting.map(|it| *it = Some(answer)).is_some();
+    drop(guard);
     CHANGED.notify_all();
+    waits
 }

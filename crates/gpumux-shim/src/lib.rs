@@ -27,6 +27,7 @@ mod gate;
 mod guard;
 mod hold;
 mod hooks;
+mod ipc;
 mod lease;
 mod loader;
 mod memory;

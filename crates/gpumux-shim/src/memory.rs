@@ -24,7 +24,7 @@ use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
 
 use crate::{
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS, functions},
-    gate, guard, lease,
+    gate, guard, ipc, lease,
     notice::say,
     physical::{self, Physical},
     process,
@@ -70,8 +70,10 @@ pub(crate) struct Block {
     pub(crate) chunks: Vec<Chunk>,
     /// Where its contents are while it is away: host addresses and lengths; at 0: nowhere, they were discarded.
     pub(crate) host: Vec<(usize, usize)>,
-    /// Another process has the physical memory: it stays.
+    /// The program has taken hold of the physical memory: it stays.
     pub(crate) pinned: bool,
+    /// How many exports of it other processes have open: it stays for so long.
+    pub(crate) shared: u32,
     /// Moved before others.
     pub(crate) cold: bool,
     /// Ranges by offset whose contents need not be kept, and whether they are lost.
@@ -126,6 +128,10 @@ pub(crate) struct Space {
     natives: HashMap<u64, Native>,
     /// Memory that the program handles itself, by its handles.
     pub(crate) physicals: BTreeMap<u64, Physical>,
+    /// What other processes may open, by token.
+    pub(crate) exports: BTreeMap<u128, ipc::Export>,
+    /// Other processes' memory that is open here, by address.
+    pub(crate) imports: BTreeMap<u64, ipc::Import>,
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
@@ -180,7 +186,7 @@ fn uuid_text(gpu: [u8; 16], bytes: [u8; 16]) -> String {
 }
 
 /// The current context's device, once it is known to the tables.
-fn current_device() -> Option<c_int> {
+pub(crate) fn current_device() -> Option<c_int> {
     let mut device = -1;
     // SAFETY: a place to write.
     if unsafe { ctx_get_device()?(&raw mut device) } != SUCCESS {
@@ -342,10 +348,10 @@ pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
 }
 
 /// Frees a block that is in the tables no more.
-fn let_go(at: u64, block: &Block) {
+pub(crate) fn let_go(at: u64, block: &Block) {
     vmm::unback(at, &block.chunks);
     vmm::unreserve(at, block.bytes);
-    give(block.device, block.bytes, block.pinned);
+    give(block.device, block.bytes, block.stays());
 }
 
 /// Gives back all that is granted and not used.
@@ -553,6 +559,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
                 chunks,
                 host: Vec::new(),
                 pinned: false,
+                shared: 0,
                 cold: false,
                 discardable: BTreeMap::new(),
                 free,
@@ -632,6 +639,7 @@ impl Space {
     fn remove(&mut self, address: u64) -> Option<(u64, Block)> {
         let allocation = ranges::write(|it| it.allocations.remove(&address))?;
         let at = allocation.block;
+        self.end_exports(|export| export.is_of(address));
         let block = self.blocks.get_mut(&at)?;
         if let Some(free) = &mut block.free {
             let (mut offset, mut length) = (address - at, allocation.bytes.next_multiple_of(UNIT));
@@ -652,6 +660,10 @@ impl Space {
                 return None;
             }
         }
+        // Other processes use it.
+        if self.blocks.get(&at).is_some_and(|block| block.shared > 0) {
+            return None;
+        }
         match self.spare(at) {
             true => None,
             false => self.blocks.remove(&at).map(|block| (at, block)),
@@ -665,6 +677,9 @@ impl Space {
         ranges::write(|it| it.allocations.retain(|_, it| it.context != context));
         let blocks = self.blocks.extract_if(.., |_, it| it.context == context);
         let blocks: Vec<_> = blocks.collect();
+        for (at, _) in &blocks {
+            self.drop_exports(*at);
+        }
         let Self {
             spares,
             blocks: left,
@@ -679,10 +694,12 @@ impl Space {
         let blocks = self.blocks.values_mut().map(|it| &mut it.context);
         let natives = self.natives.values_mut().map(|it| &mut it.context);
         let physicals = self.physicals.values_mut().map(|it| &mut it.context);
-        let all = blocks.chain(natives).chain(physicals);
+        let imports = self.imports.values_mut().map(|it| &mut it.context);
+        let all = blocks.chain(natives).chain(physicals).chain(imports);
         all.filter(|it| **it == from).for_each(|it| *it = to);
         ranges::write(|it| {
-            let all = it.allocations.values_mut().map(|it| &mut it.context);
+            let all = (it.allocations.values_mut()).chain(it.opened.values_mut());
+            let all = all.map(|it| &mut it.context);
             all.filter(|it| **it == from).for_each(|it| *it = to);
         });
     }
@@ -698,7 +715,7 @@ impl Space {
         let own = self.spares.iter().filter_map(|at| self.blocks.get(at));
         let own = own.filter(|spare| spare.device == block.device);
         let kept: u64 = own.map(|spare| spare.bytes).sum();
-        let keep = !block.pinned
+        let keep = !block.stays()
             && !device.native
             && !block.chunks.is_empty()
             && kept + block.bytes <= batch(device.total);
@@ -712,7 +729,7 @@ impl Space {
 }
 
 /// The allocation of ours that an address lies in, with its start.
-fn find(address: u64) -> Option<(u64, Allocation)> {
+pub(crate) fn find(address: u64) -> Option<(u64, Allocation)> {
     ranges::read(|it| it.allocation_of(address))
 }
 
@@ -730,7 +747,7 @@ pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
         return release_native(address, real);
     };
     if work::is_capturing_anywhere() {
-        with(|space| space.deferred.push(address));
+        defer(address);
         return SUCCESS;
     }
     free_deferred();
@@ -740,7 +757,7 @@ pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
 }
 
 /// Waits until nothing of a context can use memory that is freed, as the driver's own call does.
-fn settle(context: u64) -> CUresult {
+pub(crate) fn settle(context: u64) -> CUresult {
     // If memory is away, this brings it back: else nothing would end.
     gate::through(|| ());
     within(context, || {
@@ -774,7 +791,13 @@ fn free_deferred() {
             let _ = settle(context);
             release(address);
         }
+        ipc::close_deferred(address);
     }
+}
+
+/// Has what is freed at this address freed when no capture goes on any more.
+pub(crate) fn defer(address: u64) {
+    with(|space| space.deferred.push(address));
 }
 
 /// `cuCtxDestroy`: a context's memory goes with it.
@@ -829,11 +852,13 @@ fn end_context(
             let ended = gone.map(|context| {
                 swap::forget_context(context);
                 physical::forget_context(context);
-                with(|space| space.take_context(context))
+                let (blocks, natives) = with(|space| space.take_context(context));
+                (context, blocks, natives)
             });
             (result, ended)
         });
-        let (blocks, natives) = ended.unwrap_or_default();
+        let (context, blocks, natives) = ended.unwrap_or_default();
+        ipc::forget_context(context);
         for (at, block) in blocks {
             let_go(at, &block);
         }
@@ -874,6 +899,11 @@ pub(crate) fn advise(address: u64, bytes: u64, advice: c_int) -> c_int {
 }
 
 impl Block {
+    /// Whether it stays where it is.
+    pub(crate) const fn stays(&self) -> bool {
+        self.pinned || self.shared > 0
+    }
+
     fn advise(&mut self, range: Range<u64>, advice: c_int) -> c_int {
         match advice {
             KEEP => {
@@ -1249,9 +1279,39 @@ pub(crate) fn set_pointer_attribute(
 impl Space {
     fn pin(&mut self, at: u64) -> Option<Shim> {
         let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
+        let stayed = block.stays();
         block.pinned = true;
         let (device, bytes) = (block.device, block.bytes);
-        self.book_as_pinned(device, bytes)
+        match stayed {
+            true => None,
+            false => self.book_as_pinned(device, bytes),
+        }
+    }
+
+    /// Another process has one more export of a block open, or one less. What the daemon must receive.
+    pub(crate) fn set_shared(&mut self, at: u64, more: bool) -> Option<Shim> {
+        let block = self.blocks.get_mut(&at)?;
+        let stayed = block.stays();
+        block.shared = match more {
+            true => block.shared + 1,
+            false => block.shared.saturating_sub(1),
+        };
+        let (device, bytes, stays) = (block.device, block.bytes, block.stays());
+        match (stayed, stays) {
+            (false, true) => self.book_as_pinned(device, bytes),
+            (true, false) => self.book_as_movable(device, bytes),
+            _ => None,
+        }
+    }
+
+    /// Takes out a block that was freed while other processes had it open, and that none has open any more.
+    pub(crate) fn take_freed(&mut self, at: u64) -> Option<(u64, Block)> {
+        let block = self.blocks.get(&at).filter(|block| block.shared == 0)?;
+        let inside = ranges::read(|it| {
+            let mut inside = it.allocations.range(at..at + block.bytes);
+            inside.next().is_some()
+        });
+        (!inside && !self.is_spare(at)).then(|| Some((at, self.blocks.remove(&at)?)))?
     }
 
     /// So much of a device does not move any more. What the daemon must hear.
@@ -1264,22 +1324,34 @@ impl Space {
         device.pinned.used += bytes;
         Some(device.holds())
     }
+
+    /// So much of a device moves again. What the daemon must receive.
+    fn book_as_movable(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
+        let device = self.devices.get_mut(&device)?;
+        for lease in [&mut device.pinned.granted, &mut device.pinned.used] {
+            *lease = lease.saturating_sub(bytes);
+        }
+        device.movable.granted += bytes;
+        device.movable.used += bytes;
+        Some(device.holds())
+    }
+
+    /// Memory that another process made is accounted to this one. What the daemon must receive.
+    pub(crate) fn book_foreign(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
+        let device = self.devices.get_mut(&device)?;
+        device.pinned.granted += bytes;
+        device.pinned.used += bytes;
+        Some(device.holds())
+    }
 }
 
-/// `cuIpcGetMemHandle`: only the driver's own memory can be shared so.
-pub(crate) fn share(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    let result = pin(address, 1, real);
-    if result != SUCCESS && !off() && find(address).is_some() {
-        say(format_args!(
-            "this program shares device memory with other processes: run it with GPUMUX_MEMORY=native"
-        ));
-        with(|space| {
-            for device in space.devices.values_mut() {
-                device.native = true;
-            }
-        });
-    }
-    result
+/// The program shares memory in a way that only the driver's own can be shared in: later allocations are that.
+pub(crate) fn leave_to_driver() {
+    with(|space| {
+        for device in space.devices.values_mut() {
+            device.native = true;
+        }
+    });
 }
 
 /// `cuCtxEnablePeerAccess`: from now on memory of the peer's device may be reached from the current one.
@@ -1413,12 +1485,14 @@ pub(crate) unsafe fn range(
     SUCCESS
 }
 
-/// The allocation of ours that this address lies in, with its start.
+/// The allocation mapped by this library that an address lies in, with its start: of this process, or of another one.
 fn ours(address: u64) -> Option<(u64, Allocation)> {
-    (!off()).then(|| find(address)).flatten()
+    (!off())
+        .then(|| ranges::read(|it| it.known_of(address)))
+        .flatten()
 }
 
-/// Whether an address is of memory that the program got by `cuMemAlloc`, mapped by this library.
+/// Whether an address is of memory that the program got by `cuMemAlloc` or `cuIpcOpenMemHandle`, mapped by this library.
 pub(crate) fn is_allocated(address: u64) -> bool {
     ours(address).is_some()
 }
@@ -1518,6 +1592,7 @@ mod tests {
             chunks: Vec::new(),
             host: Vec::new(),
             pinned: false,
+            shared: 0,
             cold: false,
             discardable: BTreeMap::new(),
             free: None,

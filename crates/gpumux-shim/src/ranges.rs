@@ -29,6 +29,8 @@ pub(crate) struct Allocation {
 #[derive(Default)]
 pub(crate) struct Ranges {
     pub(crate) allocations: BTreeMap<u64, Allocation>,
+    /// Allocations of other processes that the program has opened.
+    pub(crate) opened: BTreeMap<u64, Allocation>,
     /// Where memory that the program handles itself is mapped: bytes and handle.
     pub(crate) mapped: BTreeMap<u64, (u64, u64)>,
 }
@@ -37,14 +39,19 @@ impl Ranges {
     const fn new() -> Self {
         Self {
             allocations: BTreeMap::new(),
+            opened: BTreeMap::new(),
             mapped: BTreeMap::new(),
         }
     }
 
     /// The allocation that an address lies in, with its start.
     pub(crate) fn allocation_of(&self, address: u64) -> Option<(u64, Allocation)> {
-        let (start, allocation) = self.allocations.range(..=address).next_back()?;
-        (address - start < allocation.bytes).then_some((*start, *allocation))
+        holder(&self.allocations, address)
+    }
+
+    /// The same, also of what was opened.
+    pub(crate) fn known_of(&self, address: u64) -> Option<(u64, Allocation)> {
+        holder(&self.allocations, address).or_else(|| holder(&self.opened, address))
     }
 
     /// The handle of what is mapped at an address.
@@ -52,6 +59,11 @@ impl Ranges {
         let (at, (bytes, handle)) = self.mapped.range(..=address).next_back()?;
         (address - at < *bytes).then_some(*handle)
     }
+}
+
+fn holder(all: &BTreeMap<u64, Allocation>, address: u64) -> Option<(u64, Allocation)> {
+    let (start, allocation) = all.range(..=address).next_back()?;
+    (address - start < allocation.bytes).then_some((*start, *allocation))
 }
 
 #[repr(align(64))]

@@ -147,6 +147,11 @@ impl Mover {
         self.away == Away::Out
     }
 
+    /// Whether all memory is on the device, and the program may touch it.
+    pub(crate) fn is_here(&self) -> bool {
+        self.away == Away::No
+    }
+
     /// Where host memory is made from now on, and whether it is overwritten after use.
     pub(crate) fn set_rules(&mut self, location: Option<String>, scrub: bool) {
         (self.pool.location, self.scrubs) = (location.map(PathBuf::from), scrub);
@@ -520,6 +525,13 @@ fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
     lock_by(mutex, Instant::now() + SOON)
 }
 
+/// Calls the driver in a context for the agent, while that is not moving memory; none: the context or the process is ending.
+pub(crate) fn in_context<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
+    let _moving = gate::begin_move()?;
+    let _alone = lock_soon(&PREPARING)?;
+    within(context, work)
+}
+
 /// A context is gone.
 pub(crate) fn forget_context(context: u64) {
     lock(&GONE).push(context);
@@ -645,7 +657,7 @@ fn chosen(least: u64) -> Vec<Good> {
     let mut goods: Vec<Good> = memory::with(|space| {
         let blocks = space.blocks.iter();
         let movable = blocks.filter(|(at, block)| {
-            !block.pinned && !block.chunks.is_empty() && !space.is_spare(**at)
+            !block.stays() && !block.chunks.is_empty() && !space.is_spare(**at)
         });
         let blocks = movable.map(|(at, block)| good(at, block));
         let physicals = space.physicals.iter().filter(|(_, it)| it.is_movable());

@@ -1,8 +1,15 @@
 //! Physical memory at addresses of ours, by the driver's virtual-memory calls.
 
-use std::{ffi::c_int, ptr};
+use std::{
+    ffi::{c_int, c_void},
+    os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+    ptr,
+};
 
-use crate::driver::{AllocationProp, CUresult, Location, SUCCESS, functions};
+use crate::{
+    driver::{AllocationProp, CUresult, Location, SUCCESS, functions},
+    own::OwnFd,
+};
 
 /// Physical memory comes in multiples of this on every device that has these calls.
 pub(crate) const GRANULE: u64 = 2 << 20;
@@ -15,6 +22,11 @@ pub(crate) const CHUNK: u64 = 64 << 20;
 pub(crate) const OUT_OF_MEMORY: CUresult = 2;
 /// `CUDA_ERROR_NOT_SUPPORTED`: what a driver answers that lacks a call.
 const NOT_SUPPORTED: CUresult = 801;
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
+const FILE: c_int = 1;
+/// `CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED`
+const FILES_SUPPORTED: c_int = 103;
 
 /// `CU_MEM_ACCESS_FLAGS_PROT_READWRITE`
 pub(crate) const READ_WRITE: c_int = 3;
@@ -35,6 +47,10 @@ functions! {
     mem_map c"cuMemMap" (u64, usize, usize, u64, u64);
     mem_unmap c"cuMemUnmap" (u64, usize);
     mem_set_access c"cuMemSetAccess" (u64, usize, *const Access, usize);
+    mem_export c"cuMemExportToShareableHandle" (*mut c_void, u64, c_int, u64);
+    mem_import c"cuMemImportFromShareableHandle" (*mut u64, *mut c_void, c_int);
+    mem_properties c"cuMemGetAllocationPropertiesFromHandle" (*mut AllocationProp, u64);
+    device_attribute c"cuDeviceGetAttribute" (*mut c_int, c_int, c_int);
 }
 
 /// Calls a function of the driver that may be missing.
@@ -55,7 +71,19 @@ macro_rules! call {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chunk {
     handle: u64,
-    bytes: u64,
+    pub(crate) bytes: u64,
+}
+
+/// Whether physical memory of a device can be passed to other processes.
+pub(crate) fn is_shareable(device: c_int) -> bool {
+    let mut supported = 0;
+    let asked = call!(
+        device_attribute(),
+        &raw mut supported,
+        FILES_SUPPORTED,
+        device
+    );
+    asked.is_ok() && supported != 0
 }
 
 /// Reserves addresses.
@@ -88,6 +116,8 @@ pub(crate) fn back(at: u64, bytes: u64, device: c_int) -> Result<Vec<Chunk>, CUr
         // `CU_MEM_ALLOCATION_TYPE_PINNED`
         kind: 1,
         location,
+        // It costs nothing until it is done.
+        handles: if is_shareable(device) { FILE } else { 0 },
         ..AllocationProp::default()
     };
     let mut chunks: Vec<Chunk> = Vec::new();
@@ -120,6 +150,49 @@ pub(crate) fn back(at: u64, bytes: u64, device: c_int) -> Result<Vec<Chunk>, CUr
         Ok(()) => Ok(chunks),
         Err(error) => {
             unback(at, &chunks);
+            Err(error)
+        }
+    }
+}
+
+/// A file by which another process can map a piece.
+pub(crate) fn export(chunk: &Chunk) -> Result<OwnFd, CUresult> {
+    /// `CUDA_ERROR_OPERATING_SYSTEM`
+    const OPERATING_SYSTEM: CUresult = 304;
+    let mut fd: c_int = -1;
+    call!(
+        mem_export(),
+        (&raw mut fd).cast::<c_void>(),
+        chunk.handle,
+        FILE,
+        0
+    )?;
+    // SAFETY: the driver has just made it, and nothing else knows of it.
+    let file = unsafe { OwnedFd::from_raw_fd(fd) };
+    let closes = rustix::io::fcntl_setfd(&file, rustix::io::FdFlags::CLOEXEC);
+    closes
+        .map_err(Into::into)
+        .and_then(|()| OwnFd::new(|| Ok(file)))
+        .map_err(|_| OPERATING_SYSTEM)
+}
+
+/// Maps another process's piece at reserved addresses; it may not be touched there yet. Also where it is.
+pub(crate) fn import(at: u64, bytes: u64, file: impl AsFd) -> Result<(Chunk, Location), CUresult> {
+    let mut handle = 0;
+    let number = file.as_fd().as_raw_fd() as usize;
+    call!(
+        mem_import(),
+        &raw mut handle,
+        ptr::without_provenance_mut(number),
+        FILE
+    )?;
+    let mut prop = AllocationProp::default();
+    let mapped = call!(mem_properties(), &raw mut prop, handle)
+        .and_then(|()| call!(mem_map(), at, bytes as usize, 0, handle, 0));
+    match mapped {
+        Ok(()) => Ok((Chunk { handle, bytes }, prop.location)),
+        Err(error) => {
+            let _ = release(handle);
             Err(error)
         }
     }

@@ -13,7 +13,11 @@ pub const PROTOCOL: u32 = 7;
 /// 1: the lease, a *file* of [`Daemon::Welcome`].
 /// 2: [`Shim::Unlisted`].
 /// 3: [`crate::page::Page::tell_fault`].
-pub const REVISION: u32 = 3;
+/// 4: memory that processes share: [`SHARING`].
+pub const REVISION: u32 = 4;
+
+/// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
+pub const SHARING: u32 = 4;
 
 /// Longest name in [`Shim::Unlisted`], in bytes.
 pub const LONGEST_NAME: usize = 64;
@@ -170,6 +174,57 @@ pub enum Shim {
         /// The function.
         name: String,
     },
+    /// From revision 4 on. Processes of the same tenant that have this token may open memory of this process.
+    Export {
+        /// The export's name, which cannot be guessed.
+        token: u128,
+    },
+    /// From revision 4 on. The memory of an export is the process's no longer.
+    Withdraw {
+        /// The export's name.
+        token: u128,
+    },
+    /// From revision 4 on. Requests a piece of what another process exports; answered by [`Daemon::Piece`].
+    Redeem {
+        /// The shim's name for the request.
+        ticket: u32,
+        /// The export's name.
+        token: u128,
+        /// Which piece, from 0: all in order.
+        index: u32,
+    },
+    /// From revision 4 on. Answer to [`Daemon::Serve`]; *file*, unless there is no such piece: its physical memory.
+    Piece {
+        /// Of which request.
+        op: u64,
+        /// The piece; none: there is none.
+        piece: Option<Piece>,
+    },
+    /// From revision 4 on. The process has an export open since before this session.
+    Opened {
+        /// The export's name.
+        token: u128,
+        /// The memory is accounted to this process.
+        charged: bool,
+    },
+    /// From revision 4 on. The process has closed an export, or could not open it.
+    Closed {
+        /// The export's name.
+        token: u128,
+    },
+}
+
+/// A piece of exported memory, and where it belongs. All counts are in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Piece {
+    /// What this piece has.
+    pub bytes: u64,
+    /// What all pieces have together.
+    pub whole: u64,
+    /// Where in the whole the exported allocation begins.
+    pub offset: u64,
+    /// What the allocation has.
+    pub allocation: u64,
 }
 
 /// From the daemon. Packets marked *file* may carry one file.
@@ -272,6 +327,33 @@ pub enum Daemon {
     Trim,
     /// The daemon leaves in good order: every group is thawed and has its old slice.
     Bye,
+    /// From revision 4 on. A process requests a piece of what this one exports: it stays where it is until
+    /// [`Daemon::Unshared`]. Answered by [`Shim::Piece`].
+    Serve {
+        /// The request's name.
+        op: u64,
+        /// The export's name.
+        token: u128,
+        /// Which piece, from 0.
+        index: u32,
+    },
+    /// From revision 4 on. Answer to [`Shim::Redeem`]; *file*, unless it is refused: the piece's physical memory.
+    Piece {
+        /// Of which request.
+        ticket: u32,
+        /// The piece; none: no process of the tenant exports it.
+        piece: Option<Piece>,
+    },
+    /// From revision 4 on. No process has this export open any more: the memory may move.
+    Unshared {
+        /// The export's name.
+        token: u128,
+    },
+    /// From revision 4 on. The exporter of memory that this process has open is gone: the memory is accounted to this process.
+    Orphaned {
+        /// The export's name.
+        token: u128,
+    },
 }
 
 /// A packet that cannot be sent or understood.
