@@ -394,7 +394,7 @@ mod tests {
     }
 
     #[test]
-    fn exporter_between_sessions_hears_of_it_in_the_next() {
+    fn exporter_between_sessions_is_notified_in_the_next() {
         let mut exports = exports();
         open(&mut exports, 2);
         assert_eq!(exports.left(1), []);

@@ -77,7 +77,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     poller_started: false,
                     mover: Mover::new(),
                     shared_memory: VecDeque::new(),
-                    wanted_back: false,
+                    requested: false,
                 }
                 .run();
             });
@@ -133,8 +133,8 @@ struct Session {
     mover: Mover,
     /// Orders about shared memory, which are carried out while all memory is on the device.
     shared_memory: VecDeque<Daemon>,
-    /// The daemon has been asked to bring the memory back for them.
-    wanted_back: bool,
+    /// The daemon was sent a request to bring the memory back for them.
+    requested: bool,
 }
 
 impl Session {
@@ -389,17 +389,19 @@ impl Session {
         });
     }
 
-    /// Carries out orders about shared memory. While memory is away, it is wanted back for those that other processes wait for.
+    /// Whether another process waits for memory of this one, which is away. Returned once for each time that it is away.
+    fn is_memory_requested(&mut self) -> bool {
+        let mut orders = self.shared_memory.iter();
+        let wanted = self.mover.is_out() && orders.any(|it| matches!(it, Daemon::Serve { .. }));
+        wanted && !std::mem::replace(&mut self.requested, true)
+    }
+
+    /// Carries out orders about shared memory, while all memory is on the device.
     fn share_memory(&mut self, session: &OwnFd) -> Result<(), End> {
         if !self.mover.is_here() {
-            let mut orders = self.shared_memory.iter();
-            let wants = self.mover.is_out() && orders.any(|it| matches!(it, Daemon::Serve { .. }));
-            if wants && !std::mem::replace(&mut self.wanted_back, true) {
-                lease::tell(Shim::Knock);
-            }
             return Ok(());
         }
-        self.wanted_back = false;
+        self.requested = false;
         while let Some(order) = self.shared_memory.pop_front() {
             match order {
                 Daemon::Serve { op, token, index } => {
@@ -423,7 +425,8 @@ impl Session {
     /// Tells what has changed. Says how soon a group under construction may be taken as it is.
     fn tell(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
         let send = |packet: &Shim| socket::send(session, packet, None, SendFlags::empty());
-        if self.mover.is_out() && gate::take_wake_request() {
+        let wanted = self.is_memory_requested();
+        if self.mover.is_out() && (gate::take_wake_request() || wanted) {
             lease::tell(Shim::Knock);
         }
         self.share_memory(session)?;

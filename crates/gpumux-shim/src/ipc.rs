@@ -92,6 +92,13 @@ fn is_managed() -> bool {
     lease::await_link() && lease::knows(SHARING)
 }
 
+/// Tells a daemon that passes memory on. Another may have taken its place.
+fn tell(packet: Shim) {
+    if lease::knows(SHARING) {
+        lease::tell(packet);
+    }
+}
+
 /// The token of a handle that is this library's.
 fn token_of(handle: Handle) -> Option<u128> {
     let [first, second, low, high, ..] = handle;
@@ -177,7 +184,7 @@ impl Space {
             open: false,
         };
         self.exports.insert(token, export);
-        lease::tell(Shim::Export { token });
+        tell(Shim::Export { token });
         Some(token)
     }
 
@@ -190,7 +197,7 @@ impl Space {
             }
             let gone = ended && !export.open;
             if gone {
-                lease::tell(Shim::Withdraw { token: *token });
+                tell(Shim::Withdraw { token: *token });
             }
             !gone
         });
@@ -199,7 +206,7 @@ impl Space {
     /// A block is gone: what others have open of it is not this process's any more.
     pub(crate) fn drop_exports(&mut self, block: u64) {
         for (token, _) in self.exports.extract_if(.., |_, it| it.block == block) {
-            lease::tell(Shim::Withdraw { token });
+            tell(Shim::Withdraw { token });
         }
     }
 
@@ -247,7 +254,7 @@ pub(crate) fn unshared(token: u128) {
             return None;
         }
         space.exports.remove(&token);
-        lease::tell(Shim::Withdraw { token });
+        tell(Shim::Withdraw { token });
         space.take_freed(at)
     });
     if let Some((at, block)) = freed {
@@ -317,7 +324,7 @@ pub(crate) unsafe fn open(
             SUCCESS
         }
         Err(error) => {
-            lease::tell(Shim::Closed { token });
+            tell(Shim::Closed { token });
             error
         }
     }
@@ -325,6 +332,7 @@ pub(crate) unsafe fn open(
 
 /// A piece of what another process exports. Not inside the gate: the exporter may have to bring it back first.
 fn piece(token: u128, index: u32) -> Option<(Piece, OwnFd)> {
+    is_managed().then_some(())?;
     let asked = Cell::new(0);
     let answer = lease::ask(|ticket| {
         asked.set(ticket);
@@ -352,8 +360,7 @@ pub(crate) fn arrived(ticket: u32, piece: Option<(Piece, OwnFd)>) {
 
 /// Maps another process's memory; the address of the allocation.
 fn fetch(token: u128, device: i32, context: u64) -> Result<u64, CUresult> {
-    let first = is_managed().then(|| piece(token, 0)).flatten();
-    let Some((head, file)) = first else {
+    let Some((head, file)) = piece(token, 0) else {
         say(format_args!(
             "cannot open another process's device memory: no process of this tenant exports it. Start both programs as one tenant, or both with GPUMUX_MEMORY=native"
         ));
@@ -509,7 +516,7 @@ impl Space {
         let import = imports.find(|it| it.token == token && !it.charged)?;
         import.charged = true;
         let (device, bytes) = (import.device, import.bytes);
-        self.book_foreign(device, bytes)
+        self.book_foreign(device, bytes, true)
     }
 }
 
@@ -517,10 +524,10 @@ fn let_go(import: &Import) {
     vmm::unback(import.at, &import.chunks);
     vmm::unreserve(import.at, import.bytes);
     if import.charged {
-        memory::give(import.device, import.bytes, true);
+        memory::tell_with(|space| space.book_foreign(import.device, import.bytes, false));
     }
     // Only now: the exporter may move the memory from then on.
-    lease::tell(Shim::Closed {
+    tell(Shim::Closed {
         token: import.token,
     });
 }

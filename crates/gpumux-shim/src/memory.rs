@@ -1336,11 +1336,15 @@ impl Space {
         Some(device.holds())
     }
 
-    /// Memory that another process made is accounted to this one. What the daemon must receive.
-    pub(crate) fn book_foreign(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
+    /// Memory that another process made is accounted to this one, or no longer. What the daemon must receive.
+    pub(crate) fn book_foreign(&mut self, device: c_int, bytes: u64, more: bool) -> Option<Shim> {
         let device = self.devices.get_mut(&device)?;
-        device.pinned.granted += bytes;
-        device.pinned.used += bytes;
+        for lease in [&mut device.pinned.granted, &mut device.pinned.used] {
+            *lease = match more {
+                true => *lease + bytes,
+                false => lease.saturating_sub(bytes),
+            };
+        }
         Some(device.holds())
     }
 }
