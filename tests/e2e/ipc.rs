@@ -1,6 +1,6 @@
 //! Device memory that processes of a tenant share by CUDA IPC, while gpumux moves what is not shared.
 
-use std::{path::Path, process::Command};
+use std::process::Command;
 
 use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for};
 use serde_json::Value;
@@ -71,13 +71,8 @@ fn start(node: &Node, name: &str, program: &str) -> Option<Process> {
     let script = node.dir().join(format!("{name}.py"));
     std::fs::rename(node.dir().join("program.py"), &script).expect("the script");
     let command = command.replace("program.py", &format!("{name}.py"));
-    assert!(command.ends_with(&file_name(&script)));
     let options = format!("--name {name} --class batch");
     Some(Process::start(&mut node.tenant(&options, &command)))
-}
-
-fn file_name(path: &Path) -> String {
-    path.file_name().unwrap().to_string_lossy().into_owned()
 }
 
 fn bytes(tenant: &Value, field: &str) -> u64 {
@@ -98,10 +93,8 @@ fn sleep(node: &Node, name: &str) -> u64 {
         let slept = node.gpumux(["sleep", name]).run();
         slept.status.success().then_some(())
     });
-    bytes(
-        &node.wait_tenant(name, |it| it["asleep"] == true),
-        "swapped",
-    )
+    let tenant = node.wait_tenant(name, |it| it["asleep"] == true);
+    bytes(&tenant, "swapped")
 }
 
 /// The parent exports memory, of 150 MiB and of a few bytes; its child opens both, reads, writes, and closes them.
@@ -161,10 +154,6 @@ it.end()
 assert (read(large), read(large + 140 * MIB), read(small), read(other)) == (1, 20, 30, 4)
 say("ended")
 hear()
-for at in large, small, other:
-    free(at)
-say("freed")
-hear()
 "#;
 
 #[test]
@@ -195,9 +184,6 @@ fn shared_memory_stays_while_open_and_is_counted_once() {
         before,
         "its child has ended"
     );
-    program.write("free it\n");
-    program.wait_lines(5);
-    wait_pinned(&node, "family", 0);
     program.write("end\n");
     let ended = program.finish().ok();
     assert!(ended.err.contains("same tenant"), "{}", ended.err);
@@ -426,13 +412,10 @@ it.end()
 #[test]
 fn event_of_another_process_is_waited_for() {
     const EXPORTER: &str = r#"
-def call_by_value(name, out, handle):
-    error = getattr(cuda, name)(ctypes.byref(out), handle)
-    assert error == 0, f"{name} answers {error}"
 if len(sys.argv) > 1:
     event = ctypes.c_void_p()
     at = open_memory(sys.argv[1])
-    call_by_value("cuIpcOpenEventHandle", event, Handle.from_buffer_copy(bytes.fromhex(sys.argv[2])))
+    call("cuIpcOpenEventHandle", ctypes.byref(event), Handle.from_buffer_copy(bytes.fromhex(sys.argv[2])))
     call("cuStreamWaitEvent", None, event, 0)
     call("cuMemsetD32Async", ctypes.c_uint64(at + 4), 9, ctypes.c_size_t(1), None)
     call("cuEventSynchronize", event)
