@@ -176,8 +176,12 @@ pub(crate) fn export(chunk: &Chunk) -> Result<OwnFd, CUresult> {
         .map_err(|_| OPERATING_SYSTEM)
 }
 
-/// Maps another process's piece at reserved addresses; it may not be touched there yet. Also where it is.
-pub(crate) fn import(at: u64, bytes: u64, file: impl AsFd) -> Result<(Chunk, Location), CUresult> {
+/// Maps another process's piece at reserved addresses; it may not be touched there yet. Also where it is, if the driver tells.
+pub(crate) fn import(
+    at: u64,
+    bytes: u64,
+    file: impl AsFd,
+) -> Result<(Chunk, Option<Location>), CUresult> {
     let mut handle = 0;
     let number = file.as_fd().as_raw_fd() as usize;
     call!(
@@ -187,10 +191,9 @@ pub(crate) fn import(at: u64, bytes: u64, file: impl AsFd) -> Result<(Chunk, Loc
         FILE
     )?;
     let mut prop = AllocationProp::default();
-    let mapped = call!(mem_properties(), &raw mut prop, handle)
-        .and_then(|()| call!(mem_map(), at, bytes as usize, 0, handle, 0));
-    match mapped {
-        Ok(()) => Ok((Chunk { handle, bytes }, prop.location)),
+    let known = call!(mem_properties(), &raw mut prop, handle).is_ok();
+    match call!(mem_map(), at, bytes as usize, 0, handle, 0) {
+        Ok(()) => Ok((Chunk { handle, bytes }, known.then_some(prop.location))),
         Err(error) => {
             let _ = release(handle);
             Err(error)

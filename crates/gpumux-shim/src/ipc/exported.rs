@@ -2,9 +2,12 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use gpumux_wire::{Shim, message::Piece};
+use gpumux_wire::{
+    Shim,
+    message::{Piece, SHARING},
+};
 
-use super::{Handle, handle_of, is_managed, tell};
+use super::{Handle, handle_of, tell};
 use crate::{
     driver::{CUresult, SUCCESS},
     gate, lease,
@@ -56,7 +59,8 @@ pub(crate) unsafe fn get(
         return gate::through(real);
     };
     let device = with(|space| Some(space.blocks.get(&allocation.block)?.device));
-    let token = match device.is_some_and(vmm::is_shareable) && is_managed() {
+    // A daemon that is just away will learn of it.
+    let token = match device.is_some_and(vmm::is_shareable) && lease::knows(SHARING) {
         true => fresh().and_then(|token| with(|space| space.export(start, allocation, token))),
         false => None,
     };

@@ -191,9 +191,7 @@ fn map(
         let (chunk, location) = made.map_err(|_| MAP_FAILED)?;
         chunks.push(chunk);
         mapped += piece.bytes;
-        if !places.contains(&location) {
-            places.push(location);
-        }
+        places.extend(location.filter(|it| !places.contains(it)));
         if mapped < head.whole {
             next = Some(self::piece(token, chunks.len() as u32).ok_or(INVALID_HANDLE)?);
         }
