@@ -62,7 +62,11 @@ impl Sharing {
         let exports = &mut state.exports;
         let mut found = None;
         let commands = match *packet {
-            Shim::Export { token } => exports.export(session, token),
+            Shim::Export { ticket, token } => {
+                let commands = exports.export(session, token);
+                state.answer(session, ticket);
+                commands
+            }
             Shim::Withdraw { token } => exports.withdraw(session, token),
             Shim::Redeem {
                 ticket,
@@ -109,6 +113,14 @@ impl Sharing {
 }
 
 impl State {
+    /// The process may pass the token on.
+    fn answer(&self, session: u64, ticket: u32) {
+        if let Some(socket) = self.sockets.get(&session).filter(|_| ticket != 0) {
+            let answer = Daemon::Exported { ticket };
+            let _ = socket::send(socket, &answer, None, SendFlags::DONTWAIT);
+        }
+    }
+
     fn carry_out(&mut self, commands: Vec<Command>, found: Option<(Piece, OwnedFd)>) {
         for command in commands {
             let file = found.as_ref().map(|(_, file)| file.as_fd());

@@ -329,6 +329,9 @@ impl Session {
                         let file = file.and_then(|file| OwnFd::new(|| Ok(file)).ok());
                         ipc::arrived(ticket, piece.zip(file));
                     }
+                    Ok(Some((Daemon::Exported { ticket }, _))) => {
+                        let _ = lease::answered(ticket, (0, 0));
+                    }
                     Ok(Some((Daemon::Orphaned { token }, _))) => ipc::orphaned(token),
                     Ok(Some((order @ (Daemon::Serve { .. } | Daemon::Unshared { .. }), _))) => {
                         self.shared_memory.push_back(order)

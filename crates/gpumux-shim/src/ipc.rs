@@ -61,10 +61,10 @@ pub(crate) fn introduce() -> Vec<Shim> {
         return Vec::new();
     }
     with(|space| {
-        let exports = space
-            .exports
-            .keys()
-            .map(|token| Shim::Export { token: *token });
+        let exports = space.exports.keys().map(|token| Shim::Export {
+            ticket: 0,
+            token: *token,
+        });
         let imports = space.imports.values().map(|it| Shim::Opened {
             token: it.token,
             charged: it.charged,

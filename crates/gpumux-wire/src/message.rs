@@ -174,8 +174,11 @@ pub enum Shim {
         /// The function.
         name: String,
     },
-    /// From revision 4 on. Processes of the same tenant that have this token may open memory of this process.
+    /// From revision 4 on. Processes of the same tenant that have this token may open memory of this process. Answered by
+    /// [`Daemon::Exported`].
     Export {
+        /// The shim's name for the question; 0: it waits for no answer.
+        ticket: u32,
         /// The export's name, which cannot be guessed.
         token: u128,
     },
@@ -327,6 +330,11 @@ pub enum Daemon {
     Trim,
     /// The daemon leaves in good order: every group is thawed and has its old slice.
     Bye,
+    /// From revision 4 on. Answer to [`Shim::Export`]: from now on other processes may open it.
+    Exported {
+        /// Of which question.
+        ticket: u32,
+    },
     /// From revision 4 on. A process requests a piece of what this one exports: it stays where it is until
     /// [`Daemon::Unshared`]. Answered by [`Shim::Piece`].
     Serve {

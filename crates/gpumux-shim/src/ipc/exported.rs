@@ -27,6 +27,8 @@ pub(crate) struct Export {
     block: u64,
     /// Another process has it open.
     open: bool,
+    /// The daemon has it: the token may be passed on.
+    known: bool,
 }
 
 impl Export {
@@ -74,6 +76,7 @@ pub(crate) unsafe fn get(
         }
         return result;
     };
+    announce(token);
     static NOTICED: AtomicBool = AtomicBool::new(false);
     if !NOTICED.swap(true, Ordering::Relaxed) {
         say(format_args!(
@@ -83,6 +86,22 @@ pub(crate) unsafe fn get(
     // SAFETY: the program's place of 64 bytes, of any alignment.
     unsafe { handle.write_unaligned(handle_of(token)) };
     SUCCESS
+}
+
+/// Has the daemon know of an export before any other process can request it.
+fn announce(token: u128) {
+    if with(|space| space.exports.get(&token).is_none_or(|it| it.known)) {
+        return;
+    }
+    // Without an answer the daemon is away, and learns of it when it is back.
+    let answer = lease::ask(|ticket| Shim::Export { ticket, token });
+    if answer.is_some() {
+        with(|space| {
+            if let Some(export) = space.exports.get_mut(&token) {
+                export.known = true;
+            }
+        });
+    }
 }
 
 impl Space {
@@ -98,9 +117,9 @@ impl Space {
             address: Some(address),
             block: allocation.block,
             open: false,
+            known: false,
         };
         self.exports.insert(token, export);
-        tell(Shim::Export { token });
         Some(token)
     }
 
@@ -195,6 +214,7 @@ mod tests {
             address: Some(address),
             block: 4096,
             open,
+            known: true,
         };
         let mut space = Space::default();
         space.exports.insert(1, export(4096, false));
