@@ -5,11 +5,18 @@
 //! work, [`lease`] the memory in which the daemon counts its renewals. The daemon takes everything that arrives as hostile: packets are bounded and parsed
 //! without panicking, and the page can neither shrink nor be written by the daemon.
 
+mod clock;
 pub mod lease;
 mod mapping;
 pub mod message;
 pub mod page;
+mod slot;
 pub mod socket;
+
+/// The atomics of shared words; `tests/loom.rs` has others in their place.
+mod sync {
+    pub(crate) use std::sync::atomic::{AtomicU64, Ordering};
+}
 
 /// The variable that tells a tenant's programs in bytes how much of a device's memory they may have, which some ask before they
 /// have a context and so a session. The limit itself is the daemon's.

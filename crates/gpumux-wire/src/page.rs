@@ -10,16 +10,19 @@
 use std::{
     io,
     os::fd::{AsFd, OwnedFd},
-    sync::atomic::{AtomicU64, Ordering},
-    time::Duration,
 };
 
 use rustix::fs::SealFlags;
 
 use crate::{
+    clock::now_ms,
     mapping::{self, Mapping},
     message::REVISION,
+    slot::Expiries,
+    sync::{AtomicU64, Ordering},
 };
+
+pub use crate::slot::{Arrival, HintCounts, Slot, Work};
 
 /// Groups that can have a slot.
 pub const SLOTS: usize = 64;
@@ -28,161 +31,6 @@ const TOLD: u32 = 3;
 
 /// Says that a page is one, and its layout's version.
 const MAGIC: u64 = 0x0003_6770_756d_7578;
-
-/// Counters of one channel group, on cache lines of their own.
-#[derive(Debug, Default)]
-#[repr(C, align(128))]
-pub struct Slot {
-    /// Pieces of work given to the group.
-    submitted: AtomicU64,
-    /// A value of `submitted` up to which all work is known to be done.
-    completed: AtomicU64,
-    /// 1 while the shim counts work for this group; 0: nothing is known.
-    counted: AtomicU64,
-    /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
-    /// had the device, in ns.
-    hints: [AtomicU64; 4],
-    /// When work last came, or was said to come, after a pause; by the machine's monotonic clock, in ns. 0: never.
-    came: AtomicU64,
-    /// When some last came at all while none was there. For the writer.
-    touched: AtomicU64,
-}
-
-/// When work came; no other came then.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Arrival(u64);
-
-impl Arrival {
-    /// How long ago that was; none if it was not yet.
-    pub fn ago(self) -> Option<Duration> {
-        now_ns().checked_sub(self.0).map(Duration::from_nanos)
-    }
-}
-
-/// A domain without work for so long, in ns, has paused: shorter gaps are between the launches of one request.
-const PAUSE: u64 = 1_000_000;
-
-/// Holds of a device ahead of work.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct HintCounts {
-    /// How many there were.
-    pub given: u64,
-    /// Those that work found in place.
-    pub useful: u64,
-    /// Those that ended before work came.
-    pub wasted: u64,
-    /// How long they had the device, in ns.
-    pub held_ns: u64,
-}
-
-impl HintCounts {
-    /// Both together.
-    #[must_use]
-    pub fn plus(self, other: Self) -> Self {
-        Self {
-            given: self.given.saturating_add(other.given),
-            useful: self.useful.saturating_add(other.useful),
-            wasted: self.wasted.saturating_add(other.wasted),
-            held_ns: self.held_ns.saturating_add(other.held_ns),
-        }
-    }
-
-    /// What was added since it was `before`.
-    #[must_use]
-    pub fn since(self, before: Self) -> Self {
-        Self {
-            given: self.given.saturating_sub(before.given),
-            useful: self.useful.saturating_sub(before.useful),
-            wasted: self.wasted.saturating_sub(before.wasted),
-            held_ns: self.held_ns.saturating_sub(before.held_ns),
-        }
-    }
-}
-
-/// What a slot says.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Work {
-    /// The shim does not count this group's work.
-    Unknown,
-    /// All submitted work is done. The number is how many pieces that was.
-    Idle(u64),
-    /// Work is queued or running. The number is how many pieces were submitted.
-    Busy(u64),
-}
-
-impl Slot {
-    /// Says that work will be counted from now on.
-    pub fn begin_counting(&self) {
-        self.counted.store(1, Ordering::Release);
-    }
-
-    /// Counts one piece of work. A few processor instructions; no lock. Reads the clock where no other work is there.
-    pub fn submit(&self) -> u64 {
-        let before = self.submitted.fetch_add(1, Ordering::AcqRel);
-        if self.completed.load(Ordering::Relaxed) >= before {
-            self.comes();
-        }
-        before + 1
-    }
-
-    /// Work comes, or is about to, and none is there.
-    pub fn comes(&self) {
-        let now = now_ns();
-        let before = self.touched.swap(now, Ordering::Relaxed);
-        if now.saturating_sub(before) >= PAUSE {
-            self.came.store(now, Ordering::Relaxed);
-        }
-    }
-
-    /// The last arrival of work after a pause, whatever the writer put there.
-    pub fn came(&self) -> Option<Arrival> {
-        Some(Arrival(self.came.load(Ordering::Relaxed))).filter(|came| came.0 != 0)
-    }
-
-    /// Pieces submitted so far.
-    pub fn submitted(&self) -> u64 {
-        self.submitted.load(Ordering::Acquire)
-    }
-
-    /// Says that the first `upto` pieces are done.
-    pub fn complete(&self, upto: u64) {
-        self.completed.fetch_max(upto, Ordering::AcqRel);
-    }
-
-    /// Adds to the counts of hints.
-    pub fn count_hints(&self, more: HintCounts) {
-        let all = [more.given, more.useful, more.wasted, more.held_ns];
-        for (count, more) in self.hints.iter().zip(all) {
-            count.fetch_add(more, Ordering::Relaxed);
-        }
-    }
-
-    /// The counts of hints, whatever the writer put there.
-    pub fn hints(&self) -> HintCounts {
-        let [given, useful, wasted, held_ns] =
-            [0, 1, 2, 3].map(|n: usize| self.hints[n].load(Ordering::Relaxed));
-        HintCounts {
-            given,
-            useful,
-            wasted,
-            held_ns,
-        }
-    }
-
-    /// What the slot says. Never trusts the writer: any values give an answer.
-    pub fn work(&self) -> Work {
-        if self.counted.load(Ordering::Acquire) != 1 {
-            return Work::Unknown;
-        }
-        let completed = self.completed.load(Ordering::Acquire);
-        let submitted = self.submitted.load(Ordering::Acquire);
-        if completed >= submitted {
-            Work::Idle(submitted)
-        } else {
-            Work::Busy(submitted)
-        }
-    }
-}
 
 /// The whole page.
 #[derive(Debug)]
@@ -194,7 +42,7 @@ struct Layout {
     /// The maker's [`REVISION`]; 0: none that says so.
     revision: AtomicU64,
     /// How often the daemon's lease has expired for the process: see [`crate::lease`].
-    expired: AtomicU64,
+    expired: Expiries,
     /// 1: a call of the program's own has returned that error to it. From revision 3 on.
     told: AtomicU64,
     slots: [Slot; SLOTS],
@@ -302,19 +150,6 @@ fn middle_us(step: usize) -> f64 {
     ((step as f64 + 0.5) / STEPS as f64).exp2()
 }
 
-/// Nanoseconds by the machine's monotonic clock.
-fn now_ns() -> u64 {
-    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    (now.tv_sec as u64)
-        .wrapping_mul(1_000_000_000)
-        .wrapping_add(now.tv_nsec as u64)
-}
-
-/// Milliseconds by the machine's monotonic clock, as far as they fit: who compares two must mind that they begin anew.
-fn now_ms() -> u32 {
-    (now_ns() / 1_000_000) as u32
-}
-
 /// A mapped page.
 #[derive(Debug)]
 pub struct Page(Mapping<Layout>);
@@ -341,12 +176,12 @@ impl Page {
 
     /// Records that the daemon's lease has expired. Before the process uses a control itself.
     pub fn expire(&self) {
-        self.layout().expired.fetch_add(1, Ordering::AcqRel);
+        self.layout().expired.count();
     }
 
     /// How often it has, whatever the writer put there.
     pub fn expired(&self) -> u64 {
-        self.layout().expired.load(Ordering::Acquire)
+        self.layout().expired.read()
     }
 
     /// Says that the driver has an error after which the program's context is of no use; the first one stays. The program
@@ -407,7 +242,10 @@ impl Page {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
+    use crate::{clock::now_ns, slot::PAUSE};
 
     #[test]
     fn the_reader_sees_what_the_writer_counts() {

@@ -1,0 +1,181 @@
+//! What a process writes of one channel group, and of its lease, in words that the daemon reads: the protocol, without the memory
+//! that it lies in. `tests/loom.rs` runs this file with every order that the memory model allows.
+
+use std::time::Duration;
+
+use crate::{
+    clock::now_ns,
+    sync::{AtomicU64, Ordering},
+};
+
+/// Counters of one channel group, on cache lines of their own.
+#[derive(Debug, Default)]
+#[repr(C, align(128))]
+pub struct Slot {
+    /// Pieces of work given to the group.
+    submitted: AtomicU64,
+    /// A value of `submitted` up to which all work is known to be done.
+    completed: AtomicU64,
+    /// 1 while the shim counts work for this group; 0: nothing is known.
+    counted: AtomicU64,
+    /// Holds of the device ahead of work: begun, met by work, ended without work, and how long they
+    /// had the device, in ns.
+    hints: [AtomicU64; 4],
+    /// When work last came, or was said to come, after a pause; by the machine's monotonic clock, in ns. 0: never.
+    pub(crate) came: AtomicU64,
+    /// When some last came at all while none was there. For the writer.
+    pub(crate) touched: AtomicU64,
+}
+
+/// When work came; no other came then.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Arrival(pub(crate) u64);
+
+impl Arrival {
+    /// How long ago that was; none if it was not yet.
+    pub fn ago(self) -> Option<Duration> {
+        now_ns().checked_sub(self.0).map(Duration::from_nanos)
+    }
+}
+
+/// A domain without work for so long, in ns, has paused: shorter gaps are between the launches of one request.
+pub(crate) const PAUSE: u64 = 1_000_000;
+
+/// Holds of a device ahead of work.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct HintCounts {
+    /// How many there were.
+    pub given: u64,
+    /// Those that work found in place.
+    pub useful: u64,
+    /// Those that ended before work came.
+    pub wasted: u64,
+    /// How long they had the device, in ns.
+    pub held_ns: u64,
+}
+
+impl HintCounts {
+    /// Both together.
+    #[must_use]
+    pub fn plus(self, other: Self) -> Self {
+        Self {
+            given: self.given.saturating_add(other.given),
+            useful: self.useful.saturating_add(other.useful),
+            wasted: self.wasted.saturating_add(other.wasted),
+            held_ns: self.held_ns.saturating_add(other.held_ns),
+        }
+    }
+
+    /// What was added since it was `before`.
+    #[must_use]
+    pub fn since(self, before: Self) -> Self {
+        Self {
+            given: self.given.saturating_sub(before.given),
+            useful: self.useful.saturating_sub(before.useful),
+            wasted: self.wasted.saturating_sub(before.wasted),
+            held_ns: self.held_ns.saturating_sub(before.held_ns),
+        }
+    }
+}
+
+/// What a slot says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Work {
+    /// The shim does not count this group's work.
+    Unknown,
+    /// All submitted work is done. The number is how many pieces that was.
+    Idle(u64),
+    /// Work is queued or running. The number is how many pieces were submitted.
+    Busy(u64),
+}
+
+impl Slot {
+    /// Says that work will be counted from now on.
+    pub fn begin_counting(&self) {
+        self.counted.store(1, Ordering::Release);
+    }
+
+    /// Counts one piece of work. A few processor instructions; no lock. Reads the clock where no other work is there.
+    pub fn submit(&self) -> u64 {
+        let before = self.submitted.fetch_add(1, Ordering::AcqRel);
+        if self.completed.load(Ordering::Relaxed) >= before {
+            self.comes();
+        }
+        before + 1
+    }
+
+    /// Work comes, or is about to, and none is there.
+    pub fn comes(&self) {
+        let now = now_ns();
+        let before = self.touched.swap(now, Ordering::Relaxed);
+        if now.saturating_sub(before) >= PAUSE {
+            self.came.store(now, Ordering::Relaxed);
+        }
+    }
+
+    /// The last arrival of work after a pause, whatever the writer put there.
+    pub fn came(&self) -> Option<Arrival> {
+        Some(Arrival(self.came.load(Ordering::Relaxed))).filter(|came| came.0 != 0)
+    }
+
+    /// Pieces submitted so far.
+    pub fn submitted(&self) -> u64 {
+        self.submitted.load(Ordering::Acquire)
+    }
+
+    /// Says that the first `upto` pieces are done.
+    pub fn complete(&self, upto: u64) {
+        self.completed.fetch_max(upto, Ordering::AcqRel);
+    }
+
+    /// Adds to the counts of hints.
+    pub fn count_hints(&self, more: HintCounts) {
+        let all = [more.given, more.useful, more.wasted, more.held_ns];
+        for (count, more) in self.hints.iter().zip(all) {
+            count.fetch_add(more, Ordering::Relaxed);
+        }
+    }
+
+    /// The counts of hints, whatever the writer put there.
+    pub fn hints(&self) -> HintCounts {
+        let [given, useful, wasted, held_ns] =
+            [0, 1, 2, 3].map(|n: usize| self.hints[n].load(Ordering::Relaxed));
+        HintCounts {
+            given,
+            useful,
+            wasted,
+            held_ns,
+        }
+    }
+
+    /// What the slot says. Never trusts the writer: any values give an answer.
+    pub fn work(&self) -> Work {
+        if self.counted.load(Ordering::Acquire) != 1 {
+            return Work::Unknown;
+        }
+        let completed = self.completed.load(Ordering::Acquire);
+        let submitted = self.submitted.load(Ordering::Acquire);
+        if completed >= submitted {
+            Work::Idle(submitted)
+        } else {
+            Work::Busy(submitted)
+        }
+    }
+}
+
+/// How often a process's lease has expired.
+#[derive(Debug, Default)]
+#[repr(transparent)]
+pub(crate) struct Expiries(AtomicU64);
+
+impl Expiries {
+    /// Counts one: before the process uses a control itself.
+    pub(crate) fn count(&self) {
+        self.0.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// The count, whatever the writer put there.
+    pub(crate) fn read(&self) -> u64 {
+        self.0.load(Ordering::Acquire)
+    }
+}
