@@ -893,5 +893,10 @@ fn control(config: &Config) -> Result<Vec<OsString>, String> {
     }
 }
 
+/// For fuzzing, see [`store::read_again`].
+pub(crate) fn read_state(bytes: &[u8], sealed: bool) {
+    store::read_again::<Vec<Saved>>(bytes, sealed);
+}
+
 #[cfg(test)]
 mod tests;

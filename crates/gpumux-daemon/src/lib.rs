@@ -31,5 +31,17 @@ mod tenants;
 mod users;
 mod verify;
 
+/// Reads bytes as one of the files of state that outlive the daemon: of tenants, settings, programs or groups. For fuzzing.
+#[doc(hidden)]
+pub fn read_state(kind: u8, bytes: &[u8]) {
+    let sealed = kind & 0x80 == 0;
+    match kind % 4 {
+        0 => tenants::read_state(bytes, sealed),
+        1 => store::read_again::<Vec<api::types::Setting>>(bytes, sealed),
+        2 => programs::read_state(bytes, sealed),
+        _ => groups::read_state(bytes, sealed),
+    }
+}
+
 pub use config::{Config, Listen};
 pub use serve::{Error, device_uuids, end_groups, run};

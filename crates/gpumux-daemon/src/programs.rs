@@ -326,6 +326,11 @@ fn steady<'a>(
     seen.into_iter().filter(same).collect()
 }
 
+/// For fuzzing, see [`store::read_again`].
+pub(crate) fn read_state(bytes: &[u8], sealed: bool) {
+    store::read_again::<Vec<Saved>>(bytes, sealed);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -83,6 +83,28 @@ pub(crate) fn write(file: &Path, value: &impl Serialize, sync: Sync) -> io::Resu
     }
 }
 
+/// Reads such a file's bytes; what is understood is understood again when it is written anew. `sealed`: the bytes are the body, and get
+/// the first line that goes with them, since no random bytes have a right checksum. For fuzzing.
+///
+/// # Panics
+/// When what was understood is not understood again.
+pub(crate) fn read_again<T: DeserializeOwned + Serialize>(bytes: &[u8], sealed: bool) {
+    let seal = |body: &[u8]| {
+        let head = format!("{HEAD}{:08x}\n", crc32fast::hash(body));
+        [head.as_bytes(), body].concat()
+    };
+    let file = if sealed {
+        seal(bytes)
+    } else {
+        bytes.to_owned()
+    };
+    if let Ok(value) = parse::<T>(&file) {
+        let body = serde_json::to_vec(&value).expect("it was read from JSON");
+        let again = parse::<T>(&seal(&body));
+        assert!(again.is_ok(), "{:?}", again.err());
+    }
+}
+
 fn checksum(body: &str) -> String {
     format!("{:08x}", crc32fast::hash(body.as_bytes()))
 }

@@ -502,6 +502,9 @@ fn crc32(bytes: &[u8]) -> u32 {
 }
 
 #[cfg(test)]
+mod damage;
+
+#[cfg(test)]
 pub(crate) mod tests {
     use super::*;
     use crate::{

@@ -146,6 +146,11 @@ impl From<&Tenant> for Saved {
     }
 }
 
+/// For fuzzing, see [`store::read_again`].
+pub(crate) fn read_state(bytes: &[u8], sealed: bool) {
+    store::read_again::<Vec<Saved>>(bytes, sealed);
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
