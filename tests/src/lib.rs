@@ -17,7 +17,7 @@ mod session;
 mod terminal;
 
 pub use build::{binary, build, library};
-pub use node::{Node, Options};
+pub use node::{Node, Options, unit};
 pub use process::{Finished, Process, Run};
 pub use session::{Listener, Puppet, Session, readable};
 pub use terminal::at_terminal;

@@ -116,14 +116,23 @@ impl Node {
     /// Starts the daemon (again) and waits until it answers.
     #[track_caller]
     pub fn start_daemon(&mut self) {
-        let mut command = self.gpumux(["daemon"]);
-        command.args(&self.options.daemon);
+        let mut command = match std::env::var_os("GPUMUX_TEST_UNIT") {
+            Some(_) => under_unit(),
+            None => Command::new(binary()),
+        };
+        command.arg("daemon").args(&self.options.daemon);
+        self.enter(&mut command);
         let mut process = Process::start(&mut command);
         wait_for("an answer of the daemon", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());
             self.try_ps()
         });
         self.daemon = Some(process);
+    }
+
+    /// Adds arguments of `gpumux daemon`, for the next one.
+    pub fn configure(&mut self, args: impl IntoIterator<Item = String>) {
+        self.options.daemon.extend(args);
     }
 
     /// Kills the daemon as the kernel would: at once and without a word.
@@ -335,6 +344,41 @@ impl Drop for Node {
             std::thread::sleep(Duration::from_millis(10));
         }
     }
+}
+
+/// The service's unit, as it is shipped.
+const UNIT: &str = include_str!("../../deploy/systemd/gpumuxd.service");
+
+/// What the unit sets a key to; all lines of it.
+///
+/// # Panics
+/// When it does not set it.
+pub fn unit(key: &str) -> String {
+    let value = |line: &'static str| line.strip_prefix(key)?.strip_prefix('=');
+    let values: Vec<&str> = UNIT.lines().filter_map(value).collect();
+    assert!(!values.is_empty(), "the unit has no {key}");
+    values.join(" ")
+}
+
+/// `gpumux` with the umask, the capabilities and the flag of privileges that the unit gives the daemon. Needs root and `setpriv`
+/// (util-linux).
+fn under_unit() -> Command {
+    let capabilities = unit("CapabilityBoundingSet").to_lowercase();
+    let names = capabilities.split_whitespace();
+    let names = names.map(|it| format!("+{}", it.strip_prefix("cap_").unwrap_or(it)));
+    let set: Vec<String> = std::iter::once("-all".to_owned()).chain(names).collect();
+    assert_eq!(unit("NoNewPrivileges"), "yes");
+    let mut command = Command::new("sh");
+    command
+        .args([
+            "-c",
+            &format!("umask {}; exec setpriv \"$@\"", unit("UMask")),
+            "sh",
+        ])
+        .arg(format!("--bounding-set={}", set.join(",")))
+        .args(["--no-new-privs", "--"])
+        .arg(binary());
+    command
 }
 
 fn tenant(ps: &Value, name: &str) -> Option<Value> {
