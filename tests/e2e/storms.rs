@@ -1,0 +1,374 @@
+//! Kills and stops in turn, for as many rounds or as long as asked: nothing is lost, nothing is wrong, nothing is left behind.
+//!
+//! `GPUMUX_TEST_ROUNDS=1000` sets the rounds, `GPUMUX_TEST_SECONDS=150` when each storm ends at the latest, and how long the soak is;
+//! `--nocapture` shows their figures. Without these they are as short as the other tests.
+
+use std::{
+    collections::BTreeSet,
+    env, fs,
+    io::{self, Write},
+    path::Path,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+    thread,
+    time::{Duration, Instant},
+};
+
+use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for, wait_settled};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::{REQUESTS, TICKS};
+
+/// A program that verifies every byte, until SIGTERM ends it.
+const BYTES: &str = "gpumux workload memory --json --seed 7 --memory 48MiB --seconds 86400";
+/// By how much the daemon's memory may grow while tenants come and go: what its rings keep of them.
+const GROWTH: u64 = 24 << 20;
+
+fn number(variable: &str) -> Option<u64> {
+    env::var(variable).ok()?.parse().ok()
+}
+
+/// When to stop: after these rounds, or this time.
+struct Storm {
+    rounds: u64,
+    end: Option<Instant>,
+}
+
+impl Storm {
+    fn new(rounds: u64) -> Self {
+        let seconds = number("GPUMUX_TEST_SECONDS").map(Duration::from_secs);
+        Self {
+            rounds: number("GPUMUX_TEST_ROUNDS").unwrap_or(rounds),
+            end: seconds.map(|it| Instant::now() + it),
+        }
+    }
+
+    fn goes_on(&self, done: u64) -> bool {
+        done < self.rounds && self.end.is_none_or(|end| Instant::now() < end)
+    }
+}
+
+/// Figures, also of a test that passes.
+fn print(what: &str) {
+    let _ = io::stderr().write_all(format!("STORM {what}\n").as_bytes());
+}
+
+/// The longest time in which a program wrote no line.
+#[derive(Default)]
+struct Longest(AtomicU64);
+
+impl Longest {
+    fn watch(&self, process: &Process, over: &AtomicBool) {
+        let (mut lines, mut since) = (process.lines(), Instant::now());
+        while !over.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(2));
+            let now = process.lines();
+            let stood = since.elapsed().as_millis() as u64;
+            self.0.fetch_max(stood, Ordering::Relaxed);
+            if now != lines {
+                (lines, since) = (now, Instant::now());
+            }
+        }
+    }
+
+    fn ms(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Ends the watching also when a test fails.
+struct Over<'a>(&'a AtomicBool);
+
+impl Drop for Over<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Waits until each of these has made progress.
+#[track_caller]
+fn all_progress(what: &str, processes: &[&Process]) {
+    let before: Vec<usize> = processes.iter().map(|it| it.lines()).collect();
+    for (process, before) in processes.iter().zip(before) {
+        wait_for(what, PATIENCE, || {
+            (process.lines() > before + 3).then_some(())
+        });
+    }
+}
+
+/// The MPS servers of a node's groups.
+fn servers(node: &Node) -> Vec<Pid> {
+    let groups = node.dir().join("groups").display().to_string();
+    let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let servers = processes.filter_map(|process| {
+        let read = |name: &str| {
+            let bytes = fs::read(process.path().join(name)).unwrap_or_default();
+            String::from_utf8_lossy(&bytes).into_owned()
+        };
+        let words: Vec<String> = read("cmdline").split('\0').map(str::to_owned).collect();
+        let emulated = words.get(1..3) == Some(&["emu".to_owned(), "mps".to_owned()]);
+        let is_server = emulated || words[0].ends_with("nvidia-cuda-mps-server");
+        let pid = process.file_name().to_string_lossy().parse().ok();
+        (is_server && read("environ").contains(&groups)).then_some(Pid::from_raw(pid?)?)
+    });
+    servers.collect()
+}
+
+fn start(node: &Node, name: &str, options: &str, program: &str) -> Process {
+    Process::start(&mut node.tenant(&format!("--name {name} {options}"), program))
+}
+
+fn wait_controlled(node: &Node, name: &str) {
+    node.wait_tenant(name, |it| !it["domains"][0].is_null());
+}
+
+#[test]
+fn kills_of_daemon_tenant_and_server_lose_nothing() {
+    let storm = Storm::new(3);
+    let mut node = Node::start();
+    let survivors = [
+        start(&node, "serve", "--class latency", TICKS),
+        start(&node, "train", "--class batch", TICKS),
+    ];
+    let bytes = start(&node, "bytes", "--class batch", BYTES);
+    let member = |node: &Node| start(node, "member", "--class batch --trust team", TICKS);
+    let mut grouped = member(&node);
+    let mut victim = start(&node, "victim", "--class batch", TICKS);
+    for name in ["serve", "train", "bytes", "member", "victim"] {
+        wait_controlled(&node, name);
+    }
+    let (longest, over) = (Longest::default(), AtomicBool::new(false));
+    let (mut done, mut kills) = (0, [0; 3]);
+    thread::scope(|scope| {
+        let _over = Over(&over);
+        for survivor in &survivors {
+            scope.spawn(|| longest.watch(survivor, &over));
+        }
+        while storm.goes_on(done) {
+            let kind = (done % 3) as usize;
+            match kind {
+                0 => {
+                    node.kill_daemon();
+                    node.start_daemon();
+                }
+                1 => {
+                    victim.signal(Signal::KILL);
+                    victim.finish();
+                    victim = start(&node, &format!("victim{done}"), "--class batch", TICKS);
+                    victim.wait_lines(1);
+                }
+                _ => {
+                    let all = servers(&node);
+                    assert!(!all.is_empty(), "no MPS server runs");
+                    for server in all {
+                        let _ = kill_process(server, Signal::KILL);
+                    }
+                    // Its clients share its fate: the driver ends them.
+                    grouped.finish();
+                    wait_for("the end of its tenant", PATIENCE, || {
+                        node.find_tenant("member").is_none().then_some(())
+                    });
+                    grouped = member(&node);
+                    grouped.wait_lines(1);
+                }
+            }
+            kills[kind] += 1;
+            done += 1;
+            all_progress("progress after a kill", &[&survivors[0], &survivors[1]]);
+            for name in ["serve", "train", "bytes"] {
+                wait_controlled(&node, name);
+            }
+        }
+    });
+    bytes.signal(Signal::TERM);
+    let report = bytes.finish().ok().json();
+    assert_eq!(report["mismatches"], 0, "{report:#}");
+    assert_ne!(report["elements"], 0, "{report:#}");
+    print(&format!(
+        "kills: {done} rounds ({} daemon, {} tenant, {} MPS server), 0 tenants lost, 0 wrong of {} elements, longest stall {} ms",
+        kills[0],
+        kills[1],
+        kills[2],
+        report["elements"],
+        longest.ms()
+    ));
+}
+
+#[test]
+fn stops_of_the_daemon_stop_no_tenant() {
+    let storm = Storm::new(1);
+    let node = Node::start();
+    let _serve = start(&node, "serve", "--class latency", REQUESTS);
+    let names = ["b0", "b1", "b2"];
+    let batch = names.map(|name| start(&node, name, "--class batch", TICKS));
+    let (longest, over) = (Longest::default(), AtomicBool::new(false));
+    let mut done = 0;
+    // Alone they also stand for the others' turns.
+    let turns = Longest::default();
+    let controlled = || {
+        for name in names {
+            node.wait_tenant(name, |it| it["domains"][0]["freezes"].as_u64() > Some(1));
+        }
+    };
+    controlled();
+    let all: Vec<&Process> = batch.iter().collect();
+    thread::scope(|scope| {
+        let before = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let _before = Over(&before);
+            scope.spawn(|| turns.watch(&batch[0], &before));
+            thread::sleep(Duration::from_secs(2));
+        });
+        let _over = Over(&over);
+        for process in &batch {
+            scope.spawn(|| longest.watch(process, &over));
+        }
+        while storm.goes_on(done) {
+            node.daemon().signal(Signal::STOP);
+            let stopped = Instant::now();
+            all_progress("progress while the daemon is stopped", &all);
+            thread::sleep(Duration::from_secs(5).saturating_sub(stopped.elapsed()));
+            node.daemon().signal(Signal::CONT);
+            controlled();
+            done += 1;
+        }
+    });
+    print(&format!(
+        "stops: {done} rounds of 5 s, longest stand of a batch tenant {} ms ({} ms with turns only)",
+        longest.ms(),
+        turns.ms()
+    ));
+}
+
+/// Bytes that a process has in memory.
+fn resident(pid: u32) -> u64 {
+    let statm = fs::read_to_string(format!("/proc/{pid}/statm")).unwrap_or_default();
+    let pages: Option<u64> = statm.split(' ').nth(1).and_then(|it| it.parse().ok());
+    4096 * pages.unwrap_or(0)
+}
+
+/// All files below a folder, but for those that grow with what was ever known.
+fn files(dir: &Path, into: &mut BTreeSet<String>) {
+    for entry in fs::read_dir(dir).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            files(&path, into);
+        }
+        into.insert(path.display().to_string());
+    }
+}
+
+fn free_memory(node: &Node) -> u64 {
+    let gpumux = gpumux_tests::binary().into_os_string();
+    let scratch = [gpumux, "scratch".into(), "--memory".into()];
+    let free = node.on_device(scratch).run().ok().out;
+    free.trim().parse().unwrap()
+}
+
+#[test]
+fn tenants_that_come_and_go_leave_nothing_behind() {
+    let seconds = number("GPUMUX_TEST_SECONDS").unwrap_or(4);
+    let node = Node::start();
+    let free = free_memory(&node);
+    let seed = number("GPUMUX_TEST_SEED").unwrap_or(0x9e37_79b9_7f4a_7c15) | 1;
+    let mut random = seed;
+    let mut next = |below: u64| {
+        // xorshift64
+        random ^= random << 13;
+        random ^= random >> 7;
+        random ^= random << 17;
+        random % below
+    };
+    let programs = [
+        ("--class latency", REQUESTS),
+        ("--class batch", TICKS),
+        ("--class standard --guaranteed 10%", TICKS),
+        (
+            "--class batch",
+            "gpumux workload batch --kernel-us 3000 --seconds 600",
+        ),
+        ("--class batch", BYTES),
+        ("--class batch --trust team", TICKS),
+        ("--class standard", "gpumux workload fault --seconds 0.2"),
+    ];
+    let (mut started, mut killed) = (0, 0);
+    let mut mix = |node: &Node, time: Duration, started: &mut u64, killed: &mut u64| {
+        let begin = Instant::now();
+        let mut living: Vec<Process> = Vec::new();
+        // Each program at least once.
+        while begin.elapsed() < time || *started < programs.len() as u64 {
+            if living.len() < 6 {
+                let (options, program) = programs[*started as usize % programs.len()];
+                living.push(start(node, &format!("t{started}"), options, program));
+                *started += 1;
+            }
+            thread::sleep(Duration::from_millis(50 + next(200)));
+            if living.len() >= 4 {
+                let one = living.swap_remove(next(living.len() as u64) as usize);
+                let signal = [Signal::KILL, Signal::TERM][next(2) as usize];
+                one.signal(signal);
+                *killed += 1;
+                one.finish();
+            }
+        }
+        for one in living {
+            one.kill();
+        }
+        wait_for("the end of all tenants", PATIENCE, || {
+            let ps = node.ps();
+            ps["tenants"].as_array()?.is_empty().then_some(())
+        });
+    };
+    let look = || {
+        let a_while = Duration::from_millis(500);
+        wait_settled("no files come or go", PATIENCE, a_while, || {
+            let mut all = BTreeSet::new();
+            files(node.dir(), &mut all);
+            (node.daemon_files().len(), all)
+        })
+    };
+    let daemon = node.daemon().pid();
+    // What the first needed is enough for all others.
+    mix(
+        &node,
+        Duration::from_secs(seconds / 3),
+        &mut started,
+        &mut killed,
+    );
+    let settle = || {
+        wait_for("the end of unused groups", PATIENCE, || {
+            servers(&node).is_empty().then_some(())
+        });
+        look()
+    };
+    let (before, resident_before) = (settle(), resident(daemon));
+    mix(
+        &node,
+        Duration::from_secs(seconds),
+        &mut started,
+        &mut killed,
+    );
+    let (after, resident_after) = (settle(), resident(daemon));
+    let grown = resident_after.saturating_sub(resident_before);
+    print(&format!(
+        "soak: {started} tenants in {seconds} s, {killed} ended by a signal (seed {seed}); daemon: {} descriptors before, {} after, \
+         {} KiB more memory; files {} before, {} after",
+        before.0,
+        after.0,
+        grown >> 10,
+        before.1.len(),
+        after.1.len()
+    ));
+    assert!(
+        after.0 <= before.0,
+        "descriptors: {} after {}",
+        after.0,
+        before.0
+    );
+    let new: Vec<_> = after.1.difference(&before.1).collect();
+    assert!(new.is_empty(), "left behind: {new:?}");
+    assert!(grown < GROWTH, "the daemon has grown by {grown} bytes");
+    let left = free_memory(&node);
+    // Another's use of a real device is not ours.
+    let slack = if real() { 64 << 20 } else { 0 };
+    assert!(left + slack >= free, "{left} of {free} bytes are free");
+}
