@@ -26,8 +26,11 @@ mod seen;
 mod sessions;
 mod soak;
 mod space;
+mod storms;
+mod tamper;
 mod timings;
 mod transparency;
+mod unit;
 mod unlisted;
 mod users;
 

@@ -76,6 +76,8 @@ pub enum Event {
     Unreadable(DomainId),
     /// It has new channels, which are enabled.
     Channels(DomainId),
+    /// It ran although it was frozen: its freeze was undone.
+    Ran(DomainId),
     /// The command with this number has ended.
     Ended(u64, Outcome),
 }
@@ -479,7 +481,8 @@ impl Controller {
             | Event::Parked(id, _)
             | Event::Found(id, _)
             | Event::Unreadable(id)
-            | Event::Channels(id) => id,
+            | Event::Channels(id)
+            | Event::Ran(id) => id,
         };
         let Some(at) = self.device_of(id) else {
             return;
@@ -511,8 +514,8 @@ impl Controller {
                 domain.into_iter().for_each(|it| it.state.timeslice = found);
             }
             Event::Unreadable(_) if !domain.is_faulty() => self.fail(now, at, id),
-            // The new ones are to be frozen, too.
-            Event::Channels(_) if domain.state.run == RunState::Frozen => {
+            // New channels are to be frozen, too.
+            Event::Channels(_) | Event::Ran(_) if domain.state.run == RunState::Frozen => {
                 self.urgent.push_back(Urgent {
                     device: at,
                     id,

@@ -23,6 +23,7 @@ pub mod ledger;
 pub mod policy;
 pub mod quantity;
 pub mod space;
+pub mod tamper;
 
 pub use accounts::{Account, Accounts, fractions};
 pub use plan::{Calm, DomainPlan, Lever, Plan, RunState};

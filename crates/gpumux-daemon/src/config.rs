@@ -13,6 +13,7 @@ use gpumux_core::{
     TenantId, TenantSpec, UserId,
     admission::{self, Request, Reserve, Room, UserRules},
     policy, quantity,
+    tamper::TamperRule,
 };
 use serde::{Deserialize, Deserializer, Serialize, de};
 
@@ -39,6 +40,8 @@ pub struct Config {
     pub users: BTreeMap<String, UserRules>,
     /// What of each device is kept for root.
     pub reserve: Reserve,
+    /// What follows when processes undo controls: thaw themselves, or set their timeslices.
+    pub tampering: TamperRule,
     /// What tenants get when they start, by `user/name`, or by `name` for whichever user starts one of this name.
     pub tenants: BTreeMap<String, DeclaredTenant>,
     /// The host's memory that moved memory may take.
@@ -243,6 +246,7 @@ impl Default for Config {
             unix_groups: BTreeMap::new(),
             users: BTreeMap::new(),
             reserve: Reserve::default(),
+            tampering: TamperRule::default(),
             tenants: BTreeMap::new(),
             host_memory: HostMemory::default(),
             nvml: path("GPUMUX_NVML"),
@@ -471,6 +475,7 @@ mod tests {
         let files = [
             include_str!("config.rs"),
             include_str!("../../gpumux-core/src/admission/policy.rs"),
+            include_str!("../../gpumux-core/src/tamper.rs"),
         ];
         let body = files.iter().find_map(|file| file.split_once(&start));
         let body = body.unwrap().1;
@@ -505,7 +510,8 @@ mod tests {
             "PathBuf" => "path",
             "String" => "text",
             "bool" => "true or false",
-            "usize" | "u64" | "f64" => "number",
+            "Then" => "text",
+            "usize" | "u64" | "u32" | "f64" => "number",
             "Amount" => "size or percentage",
             "BTreeSet<Class>" | "Vec<String>" => "list of texts",
             "Listen" => "address:port",
@@ -527,6 +533,7 @@ mod tests {
                 "Keys of `[defaults]`, `[unix_groups.NAME]` and `[users.NAME]`",
             ),
             ("Reserve", "Keys of `[reserve]`"),
+            ("TamperRule", "Keys of `[tampering]`"),
             (
                 "DeclaredTenant",
                 "Keys of `[tenants.NAME]` and `[tenants.\"USER/NAME\"]`",
@@ -538,6 +545,7 @@ mod tests {
                 let values = match of {
                     "HostMemory" => &defaults["host_memory"],
                     "Reserve" => &defaults["reserve"],
+                    "TamperRule" => &defaults["tampering"],
                     "UserRules" | "DeclaredTenant" => &serde_json::Value::Null,
                     _ => &defaults,
                 };

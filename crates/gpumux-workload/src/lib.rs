@@ -26,6 +26,7 @@ mod loops;
 mod memory;
 mod probes;
 mod sweep;
+mod tamper;
 mod tasks;
 
 pub use gate::Gate;
@@ -215,6 +216,21 @@ pub struct Batch {
     /// Kernels submitted and not yet done, at most
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub in_flight: u32,
+    /// Undo what gpumux sets for the program's channel groups: what a hostile tenant can do. Under `gpumux run` only
+    #[arg(long, value_enum, value_delimiter = ',')]
+    pub tamper: Vec<Tamper>,
+    /// Time between two rounds of --tamper in µs
+    #[arg(long, value_name = "US", default_value = "5000", value_parser = microseconds)]
+    pub tamper_every_us: Duration,
+}
+
+/// What a program undoes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+pub enum Tamper {
+    /// It sets its timeslice to 1 s
+    Timeslice,
+    /// It thaws itself
+    Thaw,
 }
 
 /// `check`.

@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     hint,
-    sync::atomic::AtomicBool,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -15,7 +15,7 @@ use crate::{
     kernels::{Gpu, Shape},
     pace::{Arrivals, Gaps, wait_until},
     report::Times,
-    stopped,
+    stopped, tamper,
 };
 
 /// The kernel of a loop, ready to launch.
@@ -235,6 +235,7 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
 }
 
 pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
+    let undone = tamper::begin(&args.tamper, args.tamper_every_us)?;
     let gpu = Gpu::open(args.common.device)?;
     let kernel = args.work.prepare(&gpu, gpu.shape(2, 1024), 10_000)?;
     let mut report = args.common.report("batch", &gpu.name);
@@ -286,6 +287,7 @@ pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
     let mut report = end.report(report, Instant::now(), &times);
     per_second.resize(report.seconds as usize, 0);
     report.per_second = per_second;
+    report.undone = undone.map(|count| count.load(Ordering::Relaxed));
     if report.errors == 0 {
         gpu.stream.synchronize()?;
     }

@@ -40,6 +40,9 @@ pub struct Report {
     /// `batch` and `latency`: calls completed in each full second since the start.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub per_second: Vec<u64>,
+    /// `batch` with `--tamper`: controls that the program undid.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub undone: Option<u64>,
     /// `check`, `memory` and `sweep`: what was verified.
     #[serde(flatten, skip_serializing_if = "Option::is_none")]
     pub verified: Option<Verified>,

@@ -36,6 +36,7 @@ States:
   swapped     some or all of its memory is on the host
   blocked     waits for room in a GPU's memory
   faulty      gpumux cannot control it: `gpumux explain NAME` names the error
+  tampers     its processes undo what gpumux sets: `gpumux explain NAME` says more
 
 Guarantees that do not hold yet, faults in groups, and processes that use a GPU without gpumux are listed below the tenants.";
 

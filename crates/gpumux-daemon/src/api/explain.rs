@@ -263,11 +263,17 @@ fn why(
     if tenant.devices.len() > 1 {
         parts.push("It runs on all its GPUs together or on none.".into());
     }
-    let tampered: u64 = tenant.domains.iter().map(|it| it.tampered).sum();
-    if tampered > 0 {
+    if let Some(tampering) = &tenant.tampering {
         parts.push(format!(
-            "Another program changed its timeslice {tampered} times; it was set again each time."
+            "Its processes were found {} times undoing what gpumux sets (freezes, timeslices, the lease); it was set again each \
+             time.",
+            tampering.findings
         ));
+        if tampering.lowered {
+            parts.push(
+                "Therefore it is class batch without a compute guarantee, until root changes its settings.".into(),
+            );
+        }
     }
     parts.extend(place(&tenant.placement));
     parts.extend(hindered(tenant, all));
@@ -489,6 +495,10 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
     });
     match tenant.state {
         TenantState::Faulty => "look at the daemon's log, and start the program again".into(),
+        TenantState::Tampers => {
+            "end the program that does it; root gives the tenant its class back with `gpumux set`"
+                .into()
+        }
         TenantState::Blocked => format!(
             "`gpumux memory` shows who has the memory; `gpumux set {name} --memory-guaranteed SIZE` gives it room of its own"
         ),
@@ -811,11 +821,15 @@ mod tests {
     fn what_is_wrong_is_said() {
         let mut broken = tenant("a", Class::Standard, vec![domain(false, "has its turn")]);
         broken.domains[0].error = Some("cannot freeze".into());
-        broken.domains[0].tampered = 2;
+        broken.tampering = Some(crate::api::types::Tampering {
+            findings: 2,
+            lowered: true,
+        });
         let text = explain(&broken, &[], &[], &[]).text;
         assert!(
             text.contains("a control failed: cannot freeze")
-                && text.contains("changed its timeslice 2 times"),
+                && text.contains("found 2 times undoing what gpumux sets")
+                && text.contains("class batch without a compute guarantee"),
             "{text}"
         );
         let new = explain(&tenant("b", Class::Batch, vec![]), &[], &[], &[]).text;

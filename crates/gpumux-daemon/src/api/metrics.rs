@@ -155,9 +155,9 @@ const COUNTED: [Told<Totals>; 9] = [
     ),
     (
         (
-            "gpumux_tenant_tampered_slices",
+            "gpumux_tenant_undone_controls",
             None,
-            "Timeslices that were found changed externally.",
+            "Timeslices and freezes that the tenant's process was found to have undone.",
         ),
         |t| t.tampered as f64,
     ),
@@ -695,7 +695,7 @@ impl Scrape {
         let state = (
             "gpumux_tenant_state",
             None,
-            "1 for the tenant's state, 0 for the others: starting, idle, running, queued, swapped, blocked or faulty.",
+            "1 for the tenant's state, 0 for the others: starting, idle, running, queued, swapped, blocked, faulty or tampers.",
         );
         family(encoder, state, MetricType::Gauge, |f| {
             self.tenants.iter().try_for_each(|t| {
@@ -870,6 +870,7 @@ pub(crate) mod tests {
                 user: "alice".into(),
                 may_use: Vec::new(),
                 lapsed: false,
+                tampering: None,
                 pids: vec![1],
                 devices: vec!["GPU-0".into()],
                 domains: Vec::new(),

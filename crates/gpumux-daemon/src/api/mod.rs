@@ -998,6 +998,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         used: (view.totals.keys()).any(|(id, _)| *id == tenant.id),
         swapped: view.parked.contains(&tenant.id),
         needs_memory,
+        tampers: view.tampering.contains_key(&tenant.id),
     });
     let counted = view.counted.get(&tenant.id);
     let lines = view.memory.iter().flat_map(|line| {
@@ -1020,6 +1021,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         user: tenant.user,
         may_use: tenant.devices,
         lapsed: view.lapsed.contains(&tenant.id),
+        tampering: view.tampering.get(&tenant.id).copied(),
         pids: tenant.pids,
         command: tenant.life.command,
         log: tenant.life.log,

@@ -26,11 +26,13 @@ pub enum TenantState {
     Blocked,
     /// A control (freeze, thaw, timeslice) of one of its channel groups failed.
     Faulty,
+    /// Its processes undo gpumux's controls.
+    Tampers,
 }
 
 impl TenantState {
     /// Every state, in the order of a tenant's life.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::Starting,
         Self::Idle,
         Self::Running,
@@ -38,6 +40,7 @@ impl TenantState {
         Self::Swapped,
         Self::Blocked,
         Self::Faulty,
+        Self::Tampers,
     ];
 
     /// The word for it.
@@ -50,6 +53,7 @@ impl TenantState {
             Self::Swapped => "swapped",
             Self::Blocked => "blocked",
             Self::Faulty => "faulty",
+            Self::Tampers => "tampers",
         }
     }
 
@@ -63,6 +67,7 @@ impl TenantState {
             Self::Swapped => "some or all of its memory is on the host",
             Self::Blocked => "waits for room in a GPU's memory",
             Self::Faulty => "gpumux cannot control it: `gpumux explain NAME` names the error",
+            Self::Tampers => "its processes undo what gpumux sets: `gpumux explain NAME` says more",
         }
     }
 }
@@ -84,13 +89,17 @@ pub(crate) struct Facts<'a> {
     pub(crate) swapped: bool,
     /// It waits for room on a device.
     pub(crate) needs_memory: bool,
+    /// Its processes were found undoing controls lately.
+    pub(crate) tampers: bool,
 }
 
 /// The state: what a person must know first comes first.
 pub(crate) fn state(facts: Facts<'_>) -> TenantState {
     let has_work = |domain: &&Domain| domain.demand.may_run();
     let mut working = facts.domains.iter().filter(has_work).peekable();
-    if facts.domains.iter().any(|domain| domain.error.is_some()) {
+    if facts.tampers {
+        TenantState::Tampers
+    } else if facts.domains.iter().any(|domain| domain.error.is_some()) {
         TenantState::Faulty
     } else if facts.needs_memory {
         TenantState::Blocked
@@ -165,6 +174,8 @@ mod tests {
         }];
         facts.domains = &broken;
         assert_eq!(state(facts), TenantState::Faulty);
+        facts.tampers = true;
+        assert_eq!(state(facts), TenantState::Tampers);
     }
 
     #[test]

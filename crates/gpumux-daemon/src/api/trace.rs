@@ -181,7 +181,7 @@ fn after(now: Option<Now>, what: What) -> Option<Now> {
         What::Demand(demand) => Now { demand, ..now },
         What::Reason(reason) => Now { reason, ..now },
         What::Came(now) => now,
-        What::Held(_) | What::WentAway { .. } | What::CameBack { .. } => now,
+        What::Ran | What::Held(_) | What::WentAway { .. } | What::CameBack { .. } => now,
     })
 }
 
@@ -201,7 +201,8 @@ fn mark(what: What) -> Option<String> {
         What::Came(_) => Some("came".into()),
         What::Left => Some("left".into()),
         What::Slice(us) => Some(format!("slice {us} µs")),
-        What::Tampered(us) => Some(format!("somebody else set the slice to {us} µs")),
+        What::Tampered(us) => Some(format!("its timeslice was changed to {us} µs")),
+        What::Ran => Some("it ran while it was frozen".into()),
         What::Fault => Some("a lever did not move".into()),
         What::Held(1) => Some("hint".into()),
         What::Held(times) => Some(format!("{times} hints")),

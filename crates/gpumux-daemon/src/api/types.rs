@@ -538,6 +538,15 @@ impl Default for Placement {
     }
 }
 
+/// That a tenant's processes undo controls: thaw themselves, set their timeslices, or claim an expired lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct Tampering {
+    /// How often that was found.
+    pub findings: u64,
+    /// Whether the tenant is treated as class batch without a compute guarantee therefore, until root changes its settings.
+    pub lowered: bool,
+}
+
 /// A tenant.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct Tenant {
@@ -560,6 +569,9 @@ pub struct Tenant {
     /// they fit.
     #[serde(default)]
     pub lapsed: bool,
+    /// Its processes were found undoing controls within the last ten minutes, or its settings do not hold for that.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tampering: Option<Tampering>,
     /// Its connected processes.
     pub pids: Vec<u32>,
     /// Its command; on TCP, where any machine may ask, only the program's name.
@@ -821,7 +833,7 @@ pub struct Domain {
     pub thaws: u64,
     /// How often its slice was set.
     pub slice_changes: u64,
-    /// How often its slice was found changed by somebody else, and set again.
+    /// How often its process was found to have changed its slice, or to have run while it was frozen; both were set again.
     pub tampered: u64,
     /// Why it has what it has.
     pub reason: String,

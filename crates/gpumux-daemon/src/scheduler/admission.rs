@@ -88,6 +88,7 @@ impl Engine {
     }
 
     pub(super) fn put_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), Refusal> {
+        let spec = self.tampers.permitted(tenant, spec);
         let owner = self.owners.get(&tenant).cloned();
         let devices = self.confined.get(&tenant).cloned();
         self.admits(tenant, owner.as_ref(), devices.as_ref(), &spec)?;
@@ -121,6 +122,7 @@ impl Engine {
             self.own(tenant, own);
             return self.set_spec(tenant, spec);
         }
+        self.tampers.pardon(tenant);
         let granted = Owner {
             policy: UserPolicy::unlimited().into(),
             ..own.clone()

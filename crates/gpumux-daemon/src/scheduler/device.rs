@@ -9,6 +9,7 @@ use std::{
 use gpumux_core::{
     DomainId, Lever, Micros, TenantId, Timeslice,
     controller::{Command, Controller, Event, Outcome},
+    tamper::{self, Tampering},
 };
 use gpumux_rm::{LeverError, RmStatus};
 
@@ -42,6 +43,8 @@ pub(super) struct Device {
     pub(super) emulated: bool,
     /// What is wrong with the device.
     pub(super) lost: Option<String>,
+    /// Findings that are not judged yet: whose process did what.
+    pub(super) tampered: Vec<(TenantId, u32, Tampering)>,
     /// What the driver measured of processes, by pid, if it does.
     pub(super) used_by: Option<BTreeMap<u32, f64>>,
     checked: Micros,
@@ -59,6 +62,7 @@ impl Device {
             ended: BTreeMap::new(),
             emulated: false,
             lost: None,
+            tampered: Vec::new(),
             used_by: None,
             checked: now,
         }
@@ -257,9 +261,16 @@ impl Device {
         let now = clock();
         self.costs.read.record(&found, now.saturating_sub(before));
         match found {
+            // Its process set it when the lease expired, and said so before.
+            Ok(_) if domain.is_free() => {}
             Ok(us) if Timeslice(us) != expected => {
-                tracing::warn!(pid = domain.member.pid, %expected, found = us, "somebody else set a timeslice");
-                domain.tampered += 1;
+                tracing::debug!(pid = domain.member.pid, %expected, found = us, "its timeslice was changed");
+                // An MPS group's is set by the driver library of each process that joins.
+                if domain.group.is_none() && now.saturating_sub(domain.came_at) >= tamper::SETTLES {
+                    domain.tampered += 1;
+                    let of = (domain.who.tenant, domain.member.pid);
+                    self.tampered.push((of.0, of.1, Tampering::Timeslice));
+                }
                 self.record.push(now, &domain.who, What::Tampered(us));
                 controller.handle(now, Event::Found(id, Timeslice(us)));
             }

@@ -61,6 +61,8 @@ pub(crate) struct Domain {
     pub(super) error: Option<String>,
     /// Device time received at two moments: the last second or two lie after the first.
     window: [(Micros, f64); 2],
+    /// When it came under control.
+    pub(super) came_at: Micros,
     page: Arc<Page>,
     /// How often the lease had expired for its process when it came.
     pub(super) epoch: u64,
@@ -95,6 +97,7 @@ impl Domain {
             reason: "new",
             error: None,
             window: [(now, 0.0); 2],
+            came_at: now,
             page: group.page,
             lost: false,
             holds: 0,

@@ -31,6 +31,7 @@ use super::{
     memory::MemoryMoves,
     record::{Counted, Durations, History, Now, Totals, What},
     renewal::{Renewal, Renewing},
+    tamper::Tampers,
 };
 use crate::{
     api::types, config::Config, devices::Known, groups::Failure, hold::STAY, tenants::Numbers,
@@ -78,6 +79,7 @@ pub(crate) struct Engine {
     /// The numbers of the devices that NVML has reported.
     pub(crate) numbers: Numbers,
     pub(super) moves: MemoryMoves,
+    pub(super) tampers: Tampers,
     /// Driver calls of a tenant's processes that their library does not know.
     unlisted: BTreeMap<TenantId, BTreeSet<String>>,
     pub(super) controller: Controller,
@@ -118,9 +120,9 @@ struct CopyGroup {
 /// A process that is connected.
 pub(crate) struct Met {
     pub(super) tenant: TenantId,
-    page: Arc<Page>,
+    pub(super) page: Arc<Page>,
     /// How often the lease had expired for the process when its session began: at any other number it is over.
-    epoch: u64,
+    pub(super) epoch: u64,
     /// What the page had counted when the process came: one that comes again brings it along.
     before: Counted,
     /// Tells it something, without waiting. Whether that was possible.
@@ -206,6 +208,8 @@ pub(crate) struct View {
     pub(crate) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
     /// Tenants whose guarantees have lapsed.
     pub(crate) lapsed: BTreeSet<TenantId>,
+    /// Tenants whose processes undo controls.
+    pub(crate) tampering: BTreeMap<TenantId, types::Tampering>,
 }
 
 /// A group that cannot be managed.
@@ -242,6 +246,7 @@ impl Engine {
             foreign: BTreeMap::new(),
             numbers: Numbers::new(),
             moves,
+            tampers: Tampers::default(),
             unlisted: BTreeMap::new(),
             controller: Controller::new(BTreeMap::new()),
             devices: BTreeMap::new(),
@@ -288,7 +293,9 @@ impl Engine {
             });
             self.numbers.insert(known.uuid.clone(), known.gpu);
             self.see_processes(&known.uuid, known.processes, known.used_by.as_ref());
+            let uuid = known.uuid.clone();
             self.device(known.uuid).used_by = known.used_by;
+            self.watch_frozen(&uuid);
         }
         self.expire_guarantees();
     }
@@ -472,6 +479,7 @@ impl Engine {
         self.users.remove(&tenant);
         self.owners.remove(&tenant);
         self.expiry.forget(tenant);
+        self.tampers.pardon(tenant);
         self.placed.remove(&tenant);
         self.memory_event(Event::TenantGone(tenant));
         self.moves.forget(tenant);
@@ -609,6 +617,7 @@ impl Engine {
         {
             device.check(id, &mut self.controller, &self.clock);
         }
+        self.judge();
     }
 
     fn find(&self, session: SessionId, key: u32) -> Option<(String, DomainId)> {
@@ -772,6 +781,7 @@ impl Engine {
                 let _ = self.reaper.send(Box::new(held));
             }
         }
+        self.judge();
         self.pass_crashes_on();
         self.pass_stuck_on(start);
         if !self.expiry.lapsed.is_empty() {
@@ -840,6 +850,10 @@ impl Engine {
         let expired = |(_, met): &(&SessionId, &Met)| met.has_expired() && !met.left;
         let expired = self.sessions.iter().filter(expired);
         for id in expired.map(|(id, _)| *id).collect::<Vec<_>>() {
+            if !self.renewal.may_have_expired() {
+                self.disbelieve(id);
+                continue;
+            }
             self.remove(id, None, true);
             if let Some(met) = self.sessions.get_mut(&id) {
                 met.left = true;
@@ -930,6 +944,7 @@ impl Engine {
             moves: self.moves.figures.clone(),
             unlisted: self.unlisted.clone(),
             lapsed: self.expiry.lapsed.keys().copied().collect(),
+            tampering: self.tampers.list(now),
         };
         for met in self.sessions.values() {
             let all = view.counted.entry(met.tenant).or_default();

@@ -11,6 +11,7 @@ use gpumux_core::{
     Demand, Micros, TenantId, TenantSpec,
     broker::{Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
     controller,
+    tamper::{Tampering, Then},
 };
 use gpumux_wire::Daemon;
 use tokio::sync::{mpsc::UnboundedSender, oneshot};
@@ -44,10 +45,10 @@ pub(super) struct MemoryMoves {
     asked: BTreeMap<ProcessId, (u32, String, u64)>,
 }
 
-/// Something that happened to a tenant's memory.
+/// Something that happened to a tenant.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Happening {
-    /// It has moved.
+    /// Its memory has moved.
     Moved {
         tenant: TenantId,
         /// To the host, or back.
@@ -57,6 +58,14 @@ pub(crate) enum Happening {
     },
     /// A request was denied, because the tenant would have exceeded its limit.
     AtLimit { tenant: TenantId, limit: u64 },
+    /// A process of it undid a control.
+    Tampered {
+        tenant: TenantId,
+        pid: u32,
+        what: Tampering,
+        /// What is done about it now.
+        then: Option<Then>,
+    },
 }
 
 impl MemoryMoves {
@@ -259,7 +268,7 @@ impl Engine {
         self.moves.tell = Some(to);
     }
 
-    fn tell(&self, happening: Happening) {
+    pub(super) fn tell(&self, happening: Happening) {
         if let Some(to) = &self.moves.tell {
             let _ = to.send(happening);
         }

@@ -16,6 +16,7 @@ mod held;
 mod memory;
 mod record;
 mod renewal;
+mod tamper;
 #[cfg(test)]
 mod tests;
 

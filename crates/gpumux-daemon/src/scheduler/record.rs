@@ -26,8 +26,10 @@ pub(crate) enum What {
     Thawed,
     /// Its slice was set, in µs.
     Slice(u64),
-    /// Somebody else set its slice, in µs.
+    /// Its slice was found changed, in µs.
     Tampered(u64),
+    /// It ran while it was frozen.
+    Ran,
     Demand(Demand),
     /// A plan gave another reason than the one before.
     Reason(&'static str),

@@ -1,12 +1,9 @@
 //! Renews the lease wherever the scheduling thread makes progress: a step may hold hundreds of controls, each of which waits for the
 //! driver while programs start or end.
 
-use std::sync::{
-    Arc,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use gpumux_core::Micros;
+use gpumux_core::{Micros, tamper::Renewals};
 use gpumux_rm::{Interleave, LeverError, Levers, PreemptionMode};
 use gpumux_wire::lease::{LOOK, LOOKS, Lease};
 
@@ -20,27 +17,36 @@ pub(crate) struct Renewal {
     /// None where the kernel has no such memory.
     lease: Option<Lease>,
     clock: Clock,
-    renewed: AtomicU64,
+    renewals: Mutex<Renewals>,
 }
 
 impl Renewal {
     pub(crate) fn new(lease: Option<Lease>, clock: Clock) -> Self {
-        let renewed = AtomicU64::new(clock().0);
+        let mut renewals = Renewals::default();
+        renewals.renewed(clock());
         Self {
             lease,
             clock,
-            renewed,
+            renewals: Mutex::new(renewals),
         }
+    }
+
+    fn renewals(&self) -> MutexGuard<'_, Renewals> {
+        self.renewals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether processes that report now that their lease has expired may be right.
+    pub(super) fn may_have_expired(&self) -> bool {
+        self.lease.is_none() || self.renewals().may_have_expired((self.clock)())
     }
 
     /// The thread has come this far. Returns for how long it had stood still, if that was long enough for processes to free themselves.
     pub(crate) fn renew(&self) -> Option<Micros> {
         let now = (self.clock)();
-        let before = self.renewed.swap(now.0, Ordering::Relaxed);
+        let stalled = self.renewals().renewed(now);
         if let Some(lease) = &self.lease {
             lease.renew();
         }
-        let stalled = now.saturating_sub(Micros(before));
         (stalled >= EXPIRES).then_some(stalled)
     }
 }

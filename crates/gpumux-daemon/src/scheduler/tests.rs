@@ -9,6 +9,7 @@ use std::{
 
 use gpumux_core::{
     Class, Micros, TenantId, TenantSpec, Timeslice,
+    admission::UserPolicy,
     broker::{Ask, Event, Line, ProcessId},
     ledger::Kind,
 };
@@ -19,7 +20,7 @@ use gpumux_wire::{
 };
 
 use super::{
-    Clock, Engine, GroupError, Left, Member, Met, NewGroup, Renewal, SessionId, What, used,
+    Clock, Engine, GroupError, Left, Member, Met, NewGroup, Owner, Renewal, SessionId, What, used,
 };
 use crate::{api::types, config::Config};
 
@@ -982,16 +983,145 @@ fn a_slice_that_somebody_else_set_is_set_again() {
     bench.add(2, Class::Batch);
     bench.engine.step();
     let tamper = |bench: &Bench| bench.hardware().groups.get_mut(&2).unwrap().slice = 500_000;
-    tamper(&bench);
-    bench.engine.touched(SessionId(2), 2);
-    bench.engine.step();
-    assert_eq!(bench.hardware().groups[&2].slice, 1);
+    let touch = |bench: &mut Bench| {
+        tamper(bench);
+        bench.engine.touched(SessionId(2), 2);
+        bench.engine.step();
+        assert_eq!(bench.hardware().groups[&2].slice, 1);
+    };
+    touch(&mut bench);
+    assert_eq!(bench.domain(2).tampered, 0, "the driver library's doing");
+    bench.run(Micros::from_secs(2));
+    touch(&mut bench);
     assert_eq!(bench.domain(2).tampered, 1);
     // Nobody tells: found by looking.
     tamper(&bench);
     bench.run(Micros::from_millis(1100));
     assert_eq!(bench.hardware().groups[&2].slice, 1);
     assert_eq!(bench.domain(2).tampered, 2);
+}
+
+#[test]
+fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Standard);
+    bench.add(2, Class::Latency);
+    let class = |bench: &Bench| bench.engine.tenants[&TenantId(2)].class;
+    bench.run(Micros::from_secs(3));
+    for n in 0..3 {
+        assert_eq!(class(&bench), Class::Latency, "{n}");
+        bench.hardware().groups.get_mut(&2).unwrap().slice = 777;
+        bench.run(Micros::from_millis(1100));
+    }
+    assert_eq!(class(&bench), Class::Batch);
+    let shown = bench.engine.view().tampering[&TenantId(2)];
+    assert_eq!((shown.findings, shown.lowered), (3, true));
+    // Its user cannot raise it; root can.
+    let latency = TenantSpec {
+        class: Class::Latency,
+        ..TenantSpec::default()
+    };
+    bench.spec(2, latency.clone()).unwrap();
+    assert_eq!(class(&bench), Class::Batch);
+    let owner = Owner {
+        name: "two".into(),
+        uid: 7,
+        policy: Arc::new(UserPolicy::unlimited()),
+    };
+    bench.engine.owners.insert(TenantId(2), owner);
+    let policy = || Arc::new(UserPolicy::unlimited());
+    (bench.engine)
+        .change(TenantId(2), policy(), latency.clone(), false)
+        .unwrap();
+    assert_eq!(class(&bench), Class::Batch);
+    (bench.engine)
+        .change(TenantId(2), policy(), latency, true)
+        .unwrap();
+    assert_eq!(class(&bench), Class::Latency);
+    assert!(bench.engine.view().tampering.is_empty());
+}
+
+#[test]
+fn timeslice_that_an_expired_lease_set_is_no_tampering() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.run(Micros::from_secs(3));
+    bench.hardware().groups.get_mut(&2).unwrap().slice = 2048;
+    bench.pages[1].expire();
+    bench.engine.touched(SessionId(2), 2);
+    bench.run(Micros::from_secs(2));
+    assert!(bench.engine.view().tampering.is_empty());
+}
+
+#[test]
+fn process_that_claims_an_expired_lease_stays_under_control() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.spec(2, TenantSpec::default()).unwrap();
+    let group = bench.group(2, 2, 1);
+    let met = Met::new(TenantId(2), Arc::clone(&group.page), Box::new(|_| true));
+    bench.engine.meet(SessionId(2), met);
+    bench.engine.add(group).unwrap();
+    bench.pages[1].slot(2).unwrap().submit();
+    for _ in 0..200 {
+        bench.engine.renew();
+        bench.run(Micros::from_millis(100));
+    }
+    let set = bench.hardware().groups[&2].slice;
+    bench.hardware().groups.get_mut(&2).unwrap().slice = 777_777;
+    bench.pages[1].expire();
+    for _ in 0..15 {
+        bench.engine.renew();
+        bench.run(Micros::from_millis(100));
+    }
+    assert_eq!(bench.hardware().groups[&2].slice, set);
+    // The lease, and the timeslice.
+    assert_eq!(bench.engine.view().tampering[&TenantId(2)].findings, 2);
+    // After a daemon stood still, it may be true.
+    bench.hardware().now += 500_000;
+    bench.engine.renew();
+    bench.pages[1].expire();
+    bench.run(Micros::from_millis(100));
+    assert_eq!(bench.engine.view().domains.len(), 1);
+}
+
+#[test]
+fn process_that_thaws_itself_is_frozen_again() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Batch);
+    bench.engine.know_devices([measured([(1001, 1.0)])]);
+    bench.engine.park(TenantId(1), true);
+    bench.run(Micros::from_millis(10));
+    assert!(bench.hardware().groups[&1].frozen);
+    for second in 1..=5 {
+        bench.run(Micros::from_secs(1));
+        // What is measured beside it makes the measurement worthless at first.
+        let other = if second < 4 { 0.0 } else { 1.0 };
+        bench
+            .engine
+            .know_devices([measured([(1001, 0.05), (7, other)])]);
+        bench.engine.step();
+    }
+    assert!(bench.engine.view().tampering.is_empty());
+    bench.hardware().groups.get_mut(&1).unwrap().frozen = false;
+    bench.run(Micros::from_secs(1));
+    bench.engine.know_devices([measured([(1001, 1.0)])]);
+    bench.engine.step();
+    assert!(bench.hardware().groups[&1].frozen);
+    assert_eq!(bench.domain(1).tampered, 1);
+    assert_eq!(bench.engine.view().tampering[&TenantId(1)].findings, 1);
+}
+
+/// What NVML reports of a device whose processes used these parts of the last second.
+fn measured<const N: usize>(used: [(u32, f64); N]) -> crate::devices::Known {
+    crate::devices::Known {
+        uuid: "GPU-0".to_owned(),
+        memory_bytes: 80 << 30,
+        used_by: Some(used.into()),
+        state: "ok".into(),
+        ..Default::default()
+    }
 }
 
 #[test]

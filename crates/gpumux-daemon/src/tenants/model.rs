@@ -8,7 +8,7 @@ use super::life::Life;
 use crate::{
     api::types::Placement,
     groups::{Key, Seat},
-    peer::{Peer, ProcessId},
+    peer::{Peer, ProcessFd, ProcessId},
     scheduler::{SessionId, Stopped},
 };
 
@@ -142,6 +142,12 @@ impl Tenant {
     pub(super) fn has_ended(&self) -> bool {
         let has_ended = |process: &Option<ProcessId>| process.is_some_and(|it| !it.lives());
         !self.kept && !self.holders.is_empty() && self.holders.values().all(has_ended)
+    }
+
+    /// Its process of this pid, if it has not ended; never another that has the pid by now.
+    pub(super) fn process(&self, pid: u32) -> Option<ProcessFd> {
+        let mut processes = self.holders.values().flatten();
+        processes.find(|process| process.pid == pid)?.watch()
     }
 
     /// One whose process holds nothing.

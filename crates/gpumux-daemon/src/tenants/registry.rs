@@ -15,6 +15,7 @@ use gpumux_core::{
     admission::UserPolicy,
     quantity::{Size, Time},
     space::Way,
+    tamper::Then,
 };
 use gpumux_wire::MEMORY_LIMIT_VARIABLE;
 use rustix::process::Signal;
@@ -807,11 +808,13 @@ impl Tenants {
         }
     }
 
-    /// Something has happened to a tenant's memory.
+    /// Something has happened to a tenant.
     pub(super) async fn happened(&self, happening: Happening) {
         let mut table = self.table.lock().await;
         let id = match happening {
-            Happening::Moved { tenant, .. } | Happening::AtLimit { tenant, .. } => tenant,
+            Happening::Moved { tenant, .. }
+            | Happening::AtLimit { tenant, .. }
+            | Happening::Tampered { tenant, .. } => tenant,
         };
         let Some(tenant) = table.tenants.get_mut(&id) else {
             return;
@@ -836,6 +839,24 @@ impl Tenants {
                     EventKind::Limit,
                     format!("reached its memory limit of {}", Size(limit)),
                 )
+            }
+            Happening::Tampered {
+                pid, what, then, ..
+            } => {
+                let then = match then {
+                    None | Some(Then::Report) => "",
+                    Some(Then::Lower) => {
+                        "; the tenant is class batch without a compute guarantee until root changes its settings"
+                    }
+                    Some(Then::End) => {
+                        if let Some(process) = tenant.process(pid) {
+                            process.kill();
+                        }
+                        "; the process was ended"
+                    }
+                };
+                let text = format!("process {pid} {}{then}", what.deed());
+                (EventKind::Tampered, text)
             }
         };
         let whose = (tenant.name.as_str(), tenant.uid);

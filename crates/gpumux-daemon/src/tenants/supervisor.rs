@@ -265,10 +265,7 @@ impl Tenants {
         let Some(tenant) = table.tenants.get(&id) else {
             return;
         };
-        // Not whoever may have its pid by now.
-        let mut processes = tenant.holders.values().flatten();
-        let process = processes.find(|process| process.pid == pid);
-        let Some(process) = process.and_then(|process| process.watch()) else {
+        let Some(process) = tenant.process(pid) else {
             return;
         };
         tracing::warn!(

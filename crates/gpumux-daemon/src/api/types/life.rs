@@ -49,6 +49,8 @@ pub enum EventKind {
     Fault,
     /// A group was started again after a fault.
     Restart,
+    /// A process of a tenant undid a control.
+    Tampered,
 }
 
 impl EventKind {
@@ -64,6 +66,7 @@ impl EventKind {
             Self::Limit => "limit",
             Self::Fault => "fault",
             Self::Restart => "restart",
+            Self::Tampered => "tampered",
         }
     }
 }
