@@ -255,6 +255,20 @@ fn control_program() -> PathBuf {
     found.expect("nvidia-cuda-mps-control is installed")
 }
 
+/// Sends a signal to the server of the node's only group.
+fn signal_server(node: &Node, signal: Signal) {
+    let mut groups = fs::read_dir(node.dir().join("groups")).unwrap().flatten();
+    let mut ask = match real() {
+        true => Command::new(control_program()),
+        false => node.gpumux(["emu", "mps"]),
+    };
+    enter(&mut ask, &groups.next().unwrap().path());
+    let mut asked = Process::start(&mut ask);
+    asked.write("get_server_list\n");
+    let server: i32 = asked.finish().out.trim().parse().unwrap();
+    rustix::process::kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
+}
+
 fn enter(command: &mut Command, folder: &Path) {
     command
         .env("CUDA_MPS_PIPE_DIRECTORY", folder.join("pipe"))
@@ -688,20 +702,7 @@ fn a_server_that_hangs_or_dies_is_replaced() {
         let name = format!("waits{number}");
         let _waits = member(&node, &name, "--restart on-collateral", LOAD);
         let waits = node.wait_tenant(&name, |it| domain(it)["demand"] == "busy");
-        let group = fs::read_dir(node.dir().join("groups"))
-            .unwrap()
-            .flatten()
-            .next()
-            .unwrap();
-        let mut ask = match real() {
-            true => Command::new(control_program()),
-            false => node.gpumux(["emu", "mps"]),
-        };
-        enter(&mut ask, &group.path());
-        let mut asked = Process::start(&mut ask);
-        asked.write("get_server_list\n");
-        let server: i32 = asked.finish().out.trim().parse().unwrap();
-        rustix::process::kill_process(Pid::from_raw(server).unwrap(), signal).unwrap();
+        signal_server(&node, signal);
         // A context of its own does not need it.
         let lines = outside.lines();
         outside.wait_lines(lines + 5);
@@ -724,6 +725,25 @@ fn a_server_that_hangs_or_dies_is_replaced() {
         new.wait_lines(2);
         println!("{signal:?}: {fault}");
     }
+}
+
+/// As where the driver keeps a program waiting in its end.
+#[test]
+fn program_that_lost_its_group_and_does_not_end_is_run_again() {
+    let node = Node::start();
+    let gpumux = gpumux_tests::binary();
+    let script = format!(
+        "trap '' TERM; echo begins; {} workload batch --kernel-us 1000 --seconds 600; sleep 600",
+        gpumux.display()
+    );
+    let options = format!("{GROUP} --name lingers --restart on-collateral");
+    let mut lingers = Process::start(node.tenant(&options, "sh -c").arg(&script));
+    node.wait_tenant("lingers", |it| domain(it)["demand"] == "busy");
+    signal_server(&node, Signal::KILL);
+    wait_for("the second start", Duration::from_secs(60), || {
+        (lingers.out().matches("begins").count() == 2).then_some(())
+    });
+    lingers.kill();
 }
 
 #[test]

@@ -34,6 +34,11 @@ const PAUSES: (Duration, Duration) = (Duration::from_millis(100), Duration::from
 const HEALTHY: Duration = Duration::from_secs(600);
 /// A program that ends so soon after a signal has ended because of it.
 const ENDING: Duration = Duration::from_secs(10);
+/// How often the daemon is asked whether another member's fault has ended a program that still runs.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
+/// How long such a program may take to end by itself: NVIDIA's driver may keep it waiting for ever for a server that is gone (H200,
+/// driver 580.159.04).
+const LINGERS: Duration = Duration::from_secs(10);
 /// Between two looks at the program.
 const MOMENT: Duration = Duration::from_millis(20);
 /// What is passed on to the program.
@@ -126,12 +131,21 @@ fn until_it_ends(order: &mut Order<'_>, signals: &mut Signals) -> Result<ExitSta
         if let Some(started) = order.started.take() {
             started();
         }
+        let (mut asked, mut struck) = (Instant::now(), None);
         let status = loop {
             signals.pass(Some(Pid::from_child(&child)));
             match child.try_wait() {
                 Ok(Some(status)) => break status,
                 Ok(None) => thread::sleep(MOMENT),
                 Err(_) => return Err(ExitCode::FAILURE),
+            }
+            if order.again && struck.is_none() && asked.elapsed() >= ASK_AGAIN {
+                struck = known_fault(order.tenant, last).map(|_| Instant::now());
+                asked = Instant::now();
+            }
+            if struck.is_some_and(|at| at.elapsed() >= LINGERS) {
+                // It is there still: it has not been waited for.
+                let _ = child.kill();
             }
         };
         let fault = match !order.again || status.success() || signals.lately().is_some() {
@@ -253,17 +267,21 @@ fn last_fault() -> Option<(u64, u64)> {
 /// moment to know.
 fn fault_that_ended(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
     for _ in 0..ASKED.0 {
-        let status = client::block(async |client| client.status().await).ok()?;
-        let mut faults = status.faults.into_iter();
-        let ended_it = |fault: &Fault| {
-            is_newer(fault, last) && fault.others.iter().any(|other| other == tenant)
-        };
-        if let Some(fault) = faults.find(ended_it) {
+        if let Some(fault) = known_fault(tenant, last) {
             return Some(fault);
         }
         std::thread::sleep(ASKED.1);
     }
     None
+}
+
+/// The first fault of another tenant, after the `last` one, by which this one lost its context, as far as the daemon knows.
+fn known_fault(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
+    let status = client::block(async |client| client.status().await).ok()?;
+    let mut faults = status.faults.into_iter();
+    let by_it =
+        |fault: &Fault| is_newer(fault, last) && fault.others.iter().any(|other| other == tenant);
+    faults.find(by_it)
 }
 
 /// Whether a fault came after another one. A daemon that restarts counts anew.
