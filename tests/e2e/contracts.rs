@@ -153,7 +153,7 @@ fn doctor_tries_every_lever_on_every_device() {
         },
         "{module}"
     );
-    // It leaves no tenant behind, and the daemon knows nothing of it.
+    // It leaves no tenant behind, and the daemon has no record of it.
     assert_eq!(node.ps()["tenants"], Value::Array(Vec::new()));
 }
 

@@ -69,7 +69,7 @@ fn wait_together(node: &Node, name: &str) {
     wait_for("both devices together", 3 * PATIENCE, || {
         last = enabled(node, name);
         let ([first, second], both) = last;
-        // The first seconds, before everybody was there, are forgotten in the end. Without gangs, turns of equal parts would meet half of the time.
+        // The first seconds, before all were there, are forgotten in the end. Without gangs, turns of equal parts would meet half of the time.
         (first.min(second) > 2e6 && both > 0.8 * first.max(second)).then_some(())
     });
     eprintln!("{name} could run on each device and on both for µs: {last:?}");

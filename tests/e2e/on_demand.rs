@@ -178,7 +178,7 @@ fn a_failing_control_is_an_error_or_does_not_matter() {
     }
 }
 
-/// The daemon's own levers, slow or failing now and then: everybody goes on, and it says what is.
+/// The daemon's own levers, slow or failing now and then: all tenants go on, and it reports the state.
 fn bad_levers(profile: &'static str) {
     let Some(node) = node(Options {
         profile,

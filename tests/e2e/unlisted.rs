@@ -10,7 +10,7 @@ fn bytes(tenant: &Value, field: &str) -> u64 {
     memory.iter().filter_map(|it| it[field].as_u64()).sum()
 }
 
-/// To look it up changes nothing; with the first call memory stays, work counts as unfinished, and people are told.
+/// To look it up changes nothing; with the first call memory stays, work counts as unfinished, and people are notified.
 #[test]
 fn unlisted_call_keeps_memory_on_the_device() {
     const PROGRAM: &str = r#"

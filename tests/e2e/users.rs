@@ -52,7 +52,7 @@ fn an_ordinary_users_tenant_is_managed_by_roots_daemon() {
     let tenant = node.wait_tenant("serve", |tenant| slice(tenant) == Some(1_000_000));
     assert_eq!(tenant["uid"], NOBODY);
     node.wait_tenant("train", |tenant| slice(tenant) == Some(1));
-    // Two batch tenants, of root and of nobody, are frozen in turn.
+    // Two batch tenants, of root and of another user, are frozen in turn.
     let _more = Process::start(&mut as_nobody(
         node.tenant("--name more --class batch", TICKS),
     ));

@@ -54,11 +54,11 @@ impl Server {
         let library = libraries::find(libraries::EMULATED)?;
         let links = links(&self.socket);
         if links.is_dir() {
-            // For whoever loads NVML by its name, or looks for libcuda before it is loaded.
+            // For a program that loads NVML by its name, or looks for libcuda before it is loaded.
             let path = libraries::first("LD_LIBRARY_PATH", &links);
             program.env("LD_LIBRARY_PATH", path);
         }
-        // CuPy compiles to code that only a GPU runs, and takes reductions from libraries of such code, unless it is told not to.
+        // CuPy compiles to code that only a GPU runs, and takes reductions from libraries of such code, unless a variable forbids that.
         for (name, value) in [("CUPY_COMPILE_WITH_PTX", "1"), ("CUPY_ACCELERATORS", "")] {
             if env::var_os(name).is_none() {
                 program.env(name, value);
@@ -67,7 +67,7 @@ impl Server {
         program
             .env(SOCKET_VARIABLE, &self.socket)
             .env("GPUMUX_NVML", &library)
-            // Behind the shim. The library has libcuda's soname, so that whoever loads libcuda gets it.
+            // Behind the shim. The library has libcuda's soname, so that a program that loads libcuda gets it.
             .env("LD_PRELOAD", libraries::last("LD_PRELOAD", &library));
         Ok(())
     }

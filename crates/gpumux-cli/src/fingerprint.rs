@@ -1,4 +1,4 @@
-//! The name under which the daemon remembers what a program makes of SMs.
+//! The name under which the daemon remembers a program's scaling profile.
 
 use std::{
     env,

@@ -85,7 +85,7 @@ pub(crate) fn with_causes(error: &anyhow::Error) -> String {
     })
 }
 
-/// Whether somebody watches: progress is shown only then.
+/// Whether a person watches: progress is shown only then.
 pub(crate) fn watched() -> bool {
     io::stderr().is_terminal()
 }

@@ -4,8 +4,8 @@
 //! in which nothing changed each of them received `(slice - restore) / sum of (slice + switch)` of it. A latency domain's
 //! 1 s beside a batch domain's 1 µs thus counts as nearly all, as it is.
 //!
-//! When another domain than before gets most of the device, it pays for the switch, as far as nobody
-//! ran for that long anyway. When others are frozen or thawed, whoever runs pays for being interrupted.
+//! When another domain than before gets most of the device, it pays for the switch, as far as none
+//! ran for that long anyway. When others are frozen or thawed, the domain that runs pays for being interrupted.
 //!
 //! A domain of unknown demand counts only while no enabled domain is known to be busy; then the ones
 //! with the longest possible slice count last, because they would hold the device and are mostly idle.
@@ -52,9 +52,9 @@ impl Account {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Accounts {
     until: Option<Micros>,
-    /// Who got most of the device last, and how long nobody has since.
+    /// The domain that got most of the device last, and how long none has since.
     runner: Option<DomainId>,
-    nobody_us: f64,
+    idle_us: f64,
     /// What is left of a switch.
     switching_us: f64,
     accounts: BTreeMap<DomainId, Account>,
@@ -102,19 +102,19 @@ impl Accounts {
         interruption: f64,
     ) -> f64 {
         if fractions.iter().all(|fraction| *fraction == 0.0) {
-            self.nobody_us += elapsed;
+            self.idle_us += elapsed;
             return 0.0;
         }
         let most = fractions.iter().position(|fraction| *fraction > 0.5);
         if let Some(runner) = most.map(|at| domains[at].id) {
             if self.runner.is_some_and(|before| before != runner) {
-                self.switching_us = (costs.switch.0 as f64 - self.nobody_us).max(0.0);
-            } else if self.nobody_us == 0.0 {
+                self.switching_us = (costs.switch.0 as f64 - self.idle_us).max(0.0);
+            } else if self.idle_us == 0.0 {
                 self.switching_us += interruption;
             }
             self.runner = Some(runner);
         }
-        self.nobody_us = 0.0;
+        self.idle_us = 0.0;
         let switched = self.switching_us.min(elapsed);
         self.switching_us -= switched;
         switched
@@ -126,7 +126,7 @@ impl Accounts {
     }
 }
 
-/// What a lever on one group costs another that runs, in µs: a switch, and one more if somebody waits, who runs first
+/// What a lever on one group costs another that runs, in µs: a switch, and one more if another waits, which runs first
 /// (`timings::neighbours`, docs/fidelity.md).
 fn interruption(domains: &[DomainState], costs: &Costs) -> f64 {
     let wants = |it: &&DomainState| it.run == RunState::Enabled && it.demand == Demand::Busy;
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn unknown_demand_counts_only_while_nobody_is_known_to_be_busy() {
+    fn unknown_demand_counts_only_while_no_domain_is_busy() {
         let mut domains = [sliced(1, 1_000_000), sliced(2, 1), sliced(3, 1)];
         domains[0].demand = Demand::Unknown;
         domains[2].run = RunState::Frozen;
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn accounts_add_up_and_the_one_who_takes_over_pays_for_the_switch() {
+    fn accounts_add_up_and_the_next_domain_pays_for_the_switch() {
         let costs = Costs::default();
         let mut domains = [sliced(1, 1), sliced(2, 1)];
         domains[1].run = RunState::Frozen;
@@ -253,7 +253,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_runs_pays_for_levers_on_others() {
+    fn running_domain_pays_for_controls_on_others() {
         let costs = Costs::default();
         let switch = costs.switch.0 as f64;
         let mut domains = [sliced(1, 1_000_000), sliced(2, 1), sliced(3, 1)];
@@ -269,7 +269,7 @@ mod tests {
         domains[1].run = RunState::Frozen;
         assert_eq!(received(2_000, &domains), 2_000.0 - switch);
         assert_eq!(received(3_000, &domains), 3_000.0 - switch);
-        // Who waits runs first.
+        // The one that waits runs first.
         domains[2].run = RunState::Enabled;
         let third = received(4_000, &domains);
         assert!((third - (4_000.0 - 3.0 * switch)).abs() < 1.0, "{third}");

@@ -6,7 +6,7 @@
 //!
 //! # Problem
 //! Tenants have more memory than the device. A tenant that lacks a part of its memory cannot run, so it is frozen and waits.
-//! Processes answer late, refuse, stop or end at every step. No tenant may wait for ever while there is room.
+//! Processes answer late, refuse, stop or end at every step. No tenant may wait without end while there is room.
 //!
 //! # Approach
 //! What tenants lack is computed anew after every event from the state itself (*claims*): memory that was asked for, and
@@ -273,7 +273,7 @@ pub enum Command {
     },
     /// For the log: a move failed, and why.
     Failed(TenantId, MoveError),
-    /// For the log: a guarantee that cannot be kept on this device.
+    /// For the log: a guarantee that this device has no room for.
     NotKept(TenantId, String, OverPromised),
 }
 

@@ -4,11 +4,11 @@
 //! A plan knows only its own device; here the plans of all devices are made to agree:
 //! plan each device alone, look for a tenant that runs on one and is frozen on another, decide for it, pin
 //! that, and plan again until none is left. The device on which most gangs compete, and then most domains, decides for the tenant,
-//! because there its turn costs others most and is hardest to get. On a gang's devices who runs, runs alone: shares by slices would let its domains meet
+//! because there its turn costs others most and is hardest to get. On a gang's devices the tenant that runs, runs alone: shares by slices would let its domains meet
 //! only now and then. If two gangs need the same device, the one that is owed more comes first and
 //! the other waits everywhere, so that another tenant may use its devices. But no gang breaks up one that runs whole: of three in a
-//! ring each would push out the next for ever. It waits until the other's turn is over where they meet, unless it is owed far more.
-//! Who was made to wait for a gang that must then wait itself runs after all, where that takes the device from nobody.
+//! ring each would push out the next without end. It waits until the other's turn is over where they meet, unless it is owed far more.
+//! A tenant that was made to wait for a gang that must then wait itself runs after all, where that takes the device from none.
 //! A gang that has begun to run goes on for [`LEAST`], and through all plans of one moment: plans made one after the other could
 //! else let two gangs run by turns, each of which is owed the device where the other one holds it.
 //!
@@ -22,14 +22,14 @@ use crate::policy::Wait;
 use crate::{DomainState, Memory, Micros, Plan, Policy, RunState, Snapshot, TenantId};
 
 /// What may be put off so that turns on several devices agree, in µs of device time; some turns. A gang that is owed so much
-/// more than another, on each of its devices, may break up that one's turn, or it might wait for ever for turns that end at
+/// more than another, on each of its devices, may break up that one's turn, or it might wait without end for turns that end at
 /// the same time. And a gang waits where others of its device are owed so much more.
 const PATIENCE_US: f64 = 200_000.0;
 
 /// How long a gang may wait for turns that fit together.
 const OVERDUE: Micros = Micros::from_secs(1);
 
-/// How long one that has waited so long then runs, whoever is owed more: some turns.
+/// How long one that has waited so long then runs, even if another is owed more: some turns.
 const UNDISTURBED: Micros = Micros::from_millis(50);
 
 /// How long a gang that has begun to run is not broken up: a short turn.
@@ -75,7 +75,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Pla
         .map(|device| Rc::new(Draft::new(device, &present)))
         .collect();
     let mut decided: BTreeMap<TenantId, RunState> = BTreeMap::new();
-    // Who has no memory on one device runs on none, and is owed nothing meanwhile.
+    // A tenant without memory on one device runs on none, and is owed nothing meanwhile.
     for gang in away {
         drafts = pin(&drafts, devices, gang, RunState::Frozen);
         decided.insert(gang, RunState::Frozen);
@@ -110,7 +110,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Pla
         let may_run = leads == Some(RunState::Enabled)
             && !drafts.iter().any(|draft| draft.is_taken_from_others(gang));
         let tried = may_run.then(|| pin(&drafts, devices, gang, RunState::Enabled));
-        // Whether nobody pays for it who should not.
+        // Whether no tenant pays for it that should not.
         let sound = |tried: &Drafts| {
             let mut others = gangs.iter().filter(|other| **other != gang);
             !split(gang, tried)
@@ -169,7 +169,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Pla
 }
 
 /// The gangs that must run now because they are owed much and had waited too long: first those that have begun to run, then those that still
-/// wait, who has waited longest first.
+/// wait, the one that has waited longest first.
 fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
     let since = |gang: TenantId| {
         let overdue = with_work(gang, devices).filter_map(|(device, domain)| {
@@ -269,7 +269,7 @@ impl Draft {
         (gangs.count(), domains.count())
     }
 
-    /// Whether the tenant, whose turn it isn't here, had so much more than somebody who could run at once.
+    /// Whether the tenant, whose turn it isn't here, had so much more than another that could run at once.
     fn is_taken_from_others(&self, tenant: TenantId) -> bool {
         let mut domains = self.snapshot.domains.iter();
         let limit = self.owed(tenant) + PATIENCE_US;
@@ -283,7 +283,7 @@ impl Draft {
             })
     }
 
-    /// Whether nobody runs here.
+    /// Whether no tenant runs here.
     fn is_free(&self) -> bool {
         let mut domains = self.snapshot.domains.iter().zip(&self.plan.domains);
         domains.all(|(domain, plan)| !(domain.demand.may_run() && plan.run == RunState::Enabled))
@@ -310,7 +310,7 @@ impl Draft {
             }
         }
         let mut draft = Self::with(device, snapshot);
-        // The turn for which the tenant waits ends although it is nobody's rival while it is pinned.
+        // The turn for which the tenant waits ends although it contends with none while it is pinned.
         draft.plan.next = [self.plan.next, draft.plan.next]
             .into_iter()
             .flatten()
@@ -372,7 +372,7 @@ fn pin(drafts: &[Rc<Draft>], devices: &[Device], tenant: TenantId, fate: RunStat
     drafts.iter().zip(devices).map(pin).collect()
 }
 
-/// Whether the tenant must not run, whoever's turn it is: its memory is not there.
+/// Whether the tenant must not run, even in its turn: its memory is not there.
 fn parked(tenant: TenantId, devices: &[Device]) -> bool {
     with_work(tenant, devices).any(|(_, domain)| domain.pinned == Some(RunState::Frozen))
 }
@@ -437,7 +437,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gang_is_frozen_where_its_rival_runs_elsewhere() {
+    fn gang_is_frozen_where_its_contender_runs_elsewhere() {
         use RunState::{Enabled, Frozen};
         let classes = [Class::Latency, Class::Batch, Class::Batch, Class::Batch];
         let first = snapshot(&classes, vec![domain(10, 0), domain(11, 1), domain(12, 2)]);

@@ -1,9 +1,9 @@
-//! The ledger of one device's memory: who was promised how much, and who has what. The one arbiter: two who ask
+//! The ledger of one device's memory: what each tenant is guaranteed, and what it has. The one arbiter: two that ask
 //! at the same time are answered one after the other.
 //!
 //! Rules, in this order:
-//! - what is handed out, with what contexts and strangers occupy, never exceeds the device;
-//! - nobody gets more than its limit; what was moved to the host counts, since it comes back;
+//! - what is handed out, with what contexts and foreign processes occupy, never exceeds the device;
+//! - no tenant gets more than its limit; what was moved to the host counts, since it comes back;
 //! - what was promised to others and is not in use may be *lent*, but only as movable memory: it
 //!   can be taken back. Memory that cannot be moved (*pinned*) never takes what others were promised.
 
@@ -17,7 +17,7 @@ use crate::{Micros, TenantId};
 const TURN: u64 = 20;
 /// The least time that a tenant with work keeps its memory.
 const LEAST_TURN: Micros = Micros(1_000_000);
-/// Who asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
+/// A tenant that asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
 pub const EXTRA: u64 = 64;
 
 /// What a tenant was promised of a device's memory, in bytes.
@@ -205,7 +205,7 @@ impl Ledger {
             .fold(0, |sum, it| sum.saturating_add(it.holding.resident()))
     }
 
-    /// What nobody has.
+    /// What no tenant has.
     pub fn free(&self) -> u64 {
         self.usable().saturating_sub(self.resident())
     }
@@ -268,7 +268,7 @@ impl Ledger {
         if need > below_limit {
             return Err(Denied::Limit { limit, held });
         }
-        // With everybody else at the least that they must have.
+        // With all others at the least that they must have.
         let (has, others) = match kind {
             Kind::Movable => (
                 entry.holding.resident(),
@@ -324,7 +324,7 @@ impl Ledger {
     }
 
     /// The tenant has so much, whatever was known before: it says less than it was given, or comes back after
-    /// nobody kept books.
+    /// there was no accounting.
     pub fn set(&mut self, tenant: TenantId, holding: Holding) {
         self.tenants.entry(tenant).or_default().holding = holding;
     }
@@ -351,7 +351,7 @@ pub struct HostFull {
 }
 
 /// The host's memory that moved memory takes, by the number of the session whose process keeps it: to the end of the
-/// process, or until it is told to let go of it.
+/// process, or until it is asked to let go of it.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct HostPool {
     limit: u64,
@@ -426,7 +426,7 @@ impl HostPool {
         Ok(most)
     }
 
-    /// One says that it keeps so much. That counts as far as it was allowed to, so that nobody takes the room of others by
+    /// One says that it keeps so much. That counts as far as it was allowed to, so that no process takes the room of others by
     /// saying so. Whether it was allowed to keep any.
     pub fn hear(&mut self, session: u64, bytes: u64) -> bool {
         let allowed = self.kept_by(session);

@@ -28,12 +28,12 @@ pub struct DomainPlan {
     pub reason: &'static str,
 }
 
-/// What the policy wants now. Names every domain of its snapshot exactly once, in the same order.
+/// What the policy orders now. Names every domain of its snapshot exactly once, in the same order.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Plan {
     /// Per domain.
     pub domains: Vec<DomainPlan>,
-    /// When the policy wants to be asked again although nothing else happened.
+    /// When the policy is to be asked again although nothing else happened.
     pub next: Option<Micros>,
 }
 
@@ -76,7 +76,7 @@ impl Plan {
 
 /// The fewest pulls that give each domain what it shall have, in the order to pull them:
 /// freezes before slices before thaws, and long slices before short ones, so that two runnable
-/// domains never share a 1 µs slice on the way. Last come freezes of those without work: nobody need wait for them.
+/// domains never share a 1 µs slice on the way. Last come freezes of those without work: none need wait for them.
 pub(crate) fn levers<'a>(
     pairs: impl Iterator<Item = (&'a DomainPlan, &'a DomainState)> + Clone,
 ) -> Vec<Lever> {
@@ -106,7 +106,7 @@ pub(crate) fn levers<'a>(
 }
 
 /// Lets freezes and thaws wait for latency domains that are at work, or will be before the lever has been pulled. To freeze or thaw
-/// any group, RM interrupts the one that runs; if another waits, that one runs first: two switches, 0.2 to 0.4 ms, for whoever
+/// any group, RM interrupts the one that runs; if another waits, that one runs first: two switches, 0.2 to 0.4 ms, for the one that
 /// was at work (`timings::neighbours`, docs/fidelity.md).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calm {
@@ -119,7 +119,7 @@ impl Calm {
     pub const MOST: Micros = Micros::from_millis(3);
 
     /// Whether the first of the levers that are left of a plan should not be pulled now. They belong together: between them the
-    /// device is nobody's, or two domains may meet. `most` is the longest that they wait; `at_work` says of a domain whether it has work and may run.
+    /// device is idle, or two domains may meet. `most` is the longest that they wait; `at_work` says of a domain whether it has work and may run.
     pub fn awaits(
         &mut self,
         mut levers: impl Iterator<Item = Lever> + Clone,

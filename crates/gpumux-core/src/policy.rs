@@ -2,9 +2,9 @@
 //!
 //! # Problem
 //! The hardware goes round the channel groups that have work and lets each run for its slice; a switch
-//! costs 136 to 190 µs (H100, driver 580.159). All that can be set are the slices (1 µs to 1 s) and who is
+//! costs 136 to 190 µs (H100, driver 580.159). All that can be set are the slices (1 µs to 1 s) and which group is
 //! frozen. From these, tenants shall get guaranteed shares, latency tenants the device at once,
-//! batch tenants what is left, and nobody may wait forever. Two runnable groups at 1 µs must never meet:
+//! batch tenants what is left, and none may wait without end. Two runnable groups at 1 µs must never meet:
 //! they would switch all the time and make no progress.
 //!
 //! # Approach
@@ -18,7 +18,7 @@
 //! - a latency domain that has work and has not run ahead of its share by its *burst* is *preempting*: its timeslice is the longest, and the
 //!   hardware switches to it at once;
 //! - all others *rotate*: they have the shortest timeslice, 1 µs, and of those with work exactly one is enabled, the *owner* of the current
-//!   *quantum*. The others are frozen, and so are those that paused within the last 100 ms: they may be back before anybody looks;
+//!   *quantum*. The others are frozen, and so are those that paused within the last 100 ms: they may be back before the next look;
 //! - a latency domain that has run for 10 ms without a pause rotates, too, if there are others of its class, which then preempt it. Within its
 //!   burst it goes before lower classes all the same.
 //!
@@ -27,9 +27,9 @@
 //! device time that it received. The owner is chosen by earliest eligible virtual deadline (EEVDF, Stoica and Abdel-Wahab): of the domains that
 //! are owed something, the one whose request, a quantum, would end first at its share. A quantum is in proportion to the share, 10 to 50 ms on
 //! an H100, where handing over takes 2% of 50 ms. A latency domain that ran ahead by its burst waits until its lag is level.
-//! - Who pauses in debt pays back at its own rate, at the cost of those who hold more because it pauses.
-//! - A pause of up to 5 ms forfeits nothing of what a domain is owed, up to a quantum; a longer one forfeits all, to everybody.
-//! - What was borrowed while nobody else wanted the device costs nothing, for the share was then larger.
+//! - A domain that pauses in debt pays back at its own rate, at the cost of those that hold more because it pauses.
+//! - A pause of up to 5 ms forfeits nothing of what a domain is owed, up to a quantum; a longer one forfeits all, to all others.
+//! - What was received above the guarantee while no other had work costs nothing, for the share was then larger.
 //!
 //! # Bounds
 //! With share s when all have work, request r, largest quantum Q, B for what the latency tenants may run ahead together and C for the
@@ -37,7 +37,7 @@
 //! [`Bound`]; `gpumux sim` prints both beside the worst that happened.
 //!
 //! A latency tenant that says how long a request may take (its objective) gives the owner timeslices of a tenth of
-//! that instead of 1 µs. Whoever launches kernel by kernel then loses fewer of its neighbours' time to switching.
+//! that instead of 1 µs. A tenant that launches kernel by kernel then costs its neighbours less time for switching.
 //!
 //! # Ties
 //! Equal deadlines: who became the owner longest ago, then the lower id. Nothing depends on hash order or on a clock.

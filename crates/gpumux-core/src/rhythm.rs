@@ -7,7 +7,7 @@ use crate::Micros;
 /// So many distances between arrivals are remembered, and so many of them must fit.
 const REMEMBERED: usize = 8;
 const FITTING: usize = 6;
-/// Nobody comes more or less often: there is nothing to gain.
+/// No work comes more or less often: there is nothing to gain.
 const PERIODS: (Micros, Micros) = (Micros::from_millis(2), Micros::from_secs(2));
 /// After so many periods without an arrival, nothing is expected any more.
 const PATIENCE: u64 = 3;
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_regularly_is_expected() {
+    fn regular_arrivals_are_expected() {
         let steady = rhythm((0..9).map(|n| 1000 + n * 10_000));
         assert_eq!(steady.next(Micros(81_500)), Some(Micros(91_000)));
         assert_eq!(
@@ -105,7 +105,7 @@ mod tests {
     }
 
     #[test]
-    fn who_comes_at_random_or_all_the_time_is_not() {
+    fn random_or_constant_arrivals_are_not_expected() {
         let random = [0, 7, 9, 24, 25, 31, 52, 60, 71, 72].map(|ms| ms * 1000);
         assert_eq!(rhythm(random).next(Micros(73_000)), None);
         assert_eq!(

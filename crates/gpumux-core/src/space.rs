@@ -1,8 +1,8 @@
-//! Sharing in space: how the SMs of one group are divided among its members, and who joins a group at all.
+//! Sharing in space: how the SMs of one group are divided among its members, and which tenant joins a group at all.
 //!
 //! # Problem
 //! Kernels of several programs run at the same time only inside one MPS group, which the hardware time-slices as
-//! one domain. There, nothing divides the SMs: whoever comes first takes all it can use. What a program
+//! one domain. There, nothing divides the SMs: the first process takes all it can use. What a program
 //! makes of more SMs differs: a training step may scale to the last one while a decoding model stops at a quarter of
 //! them. A division by heads wastes what the one can't use and the other could.
 //!
@@ -11,28 +11,28 @@
 //!   hurt; where measurements say so, it is noise) and then concave (its hull). Throughput is compared *relative to the
 //!   whole device*, which makes programs comparable: utility 1 is what a program does alone.
 //! - [`divide`] gives SMs away one step at a time (8 SMs on Hopper, what the hardware can separate), beginning with
-//!   everybody's minimum, always to the one with the best claim to the next step. What "best" means is the
+//!   all minima, always to the one with the best claim to the next step. What "best" means is the
 //!   [`Rule`]: for `utility` the largest weighted gain on the hull. Gains on a hull only fall, so this water-filling reaches
 //!   the largest sum that the hulls allow; it misses the best sum on the curves as measured by at most the distance between hull and
 //!   curve where it stops.
 //! - What was never measured goes on like the last step that was: a program is presumed to scale until it was seen not to.
-//!   With no measurement at all everybody is alike, and the division is that by weight.
+//!   With no measurement at all the members are alike, and the division is that by weight.
 //! - [`Program`] is what was learnt of a program over its runs: throughput at every percentage of the SMs at which it ran, and beside
 //!   neighbours. The daemon uses it at the next start, because the percentages of MPS act only there.
 //! - [`Explorer`] is for the simulator, whose shares can move while programs run: one member gets a step of another's for a moment,
-//!   which teaches a point of both curves. Shares move only for a gain of [`WORTH`] or more: noise moves nobody.
-//! - [`decide`] says who joins a group at all: by what the tenant wants, whom it trusts, its class, faults and what
+//!   which teaches a point of both curves. Shares move only for a gain of [`WORTH`] or more: noise moves none.
+//! - [`decide`] finds which tenant joins a group at all: by what the tenant wants, whom it trusts, its class, faults and what
 //!   was measured.
 //!
 //! # Guarantees
 //! A guaranteed share of the device becomes a minimum of SMs ([`minimum`]): the group as a whole gets its part of the
 //! device's time ([`combine`]), and inside it the member gets the SMs that make up the rest. Minima are rounded up to
-//! steps, never down; where that does not fit (nobody can have less than one step), nothing is divided, and [`percentages`]
+//! steps, never down; where that does not fit (no member can have less than one step), nothing is divided, and [`percentages`]
 //! tries finer steps.
 //!
 //! # Ties
-//! Equal claims: who has the fewest SMs for its weight, then who comes first. SMs that make no whole step (4 of an H100's
-//! 132) are nobody's.
+//! Equal claims: the member with the fewest SMs for its weight, then the first. SMs that make no whole step (4 of an H100's
+//! 132) belong to none.
 
 mod curve;
 mod divide;

@@ -54,7 +54,7 @@ proptest! {
                         Ok(given) => prop_assert!(given >= need && given <= want.max(need)),
                         Err(denied) => {
                             prop_assert_eq!(before, ledger.entry(TenantId(t)));
-                            // Who is within its guarantee is only ever denied what can be taken back.
+                            // A tenant within its guarantee is only ever denied what can be taken back.
                             let within = before.holding.all() + need <= before.share.guaranteed;
                             let never = matches!(denied, Denied::Never { .. } | Denied::Limit { .. });
                             prop_assert!(!(within && never), "{denied:?} {before:?}");

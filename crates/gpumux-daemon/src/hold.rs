@@ -1,5 +1,5 @@
 //! Memory that is kept from going before the kernels that use it have ended: in a shared group that is a fault of all
-//! (an H100, docs/fidelity.md), and NVIDIA's MPS leaves it at that. A process's memory stays while anybody has its driver files.
+//! (an H100, docs/fidelity.md), and NVIDIA's MPS leaves it at that. A process's memory stays while any process has its driver files.
 
 use std::{
     os::fd::OwnedFd,
@@ -13,7 +13,7 @@ use crate::{
     verify::leads_to,
 };
 
-/// How much time on the device the group gets to end such kernels. Who runs ahead of the device has up to a second of work queued.
+/// How much time on the device the group gets to end such kernels. A program that runs ahead of the device has up to a second of work queued.
 pub(crate) const STAY: Duration = Duration::from_secs(2);
 /// The driver's files that it lives with.
 const FILES: [&str; 2] = ["/dev/nvidiactl", "/dev/nvidia-uvm"];

@@ -39,7 +39,7 @@ pub fn runtime_dir() -> PathBuf {
 }
 
 /// Where a user finds a daemon: its own if that has a socket, else the system's if that has
-/// one. A directory that belongs to somebody else than this user or root is never taken.
+/// one. A directory that belongs to another user than this one or root is never taken.
 pub fn find() -> PathBuf {
     let own = runtime_dir();
     let owner = |path: &Path| std::fs::symlink_metadata(path).ok().map(|it| it.uid());
@@ -109,7 +109,7 @@ pub enum DirError {
 /// Makes a runtime directory if need be.
 ///
 /// # Errors
-/// When it cannot be made, or somebody else has made it.
+/// When it cannot be made, or another user has made it.
 pub fn make(dir: &Path) -> Result<(), DirError> {
     let io = |error| DirError::Io(dir.to_owned(), error);
     // Tenants of all users must reach a system daemon's sockets.
@@ -162,7 +162,7 @@ impl RuntimeDir {
         }
         lock.set_len(0).map_err(io)?;
         writeln!(lock, "{}", std::process::id()).map_err(io)?;
-        // Whoever bound these did so under the lock and is gone.
+        // The process that bound these did so under the lock and is gone.
         let dir = Self { path, _lock: lock };
         dir.remove_sockets();
         Ok(dir)
@@ -185,9 +185,9 @@ impl RuntimeDir {
 
 /// Whether a daemon has the directory, be it one that only starts.
 pub fn taken(dir: &Path) -> bool {
-    // Whoever made the directory may have made a pipe of that name, which nobody shall wait for.
+    // The user that made the directory may have made a pipe of that name, which no process shall wait for.
     let flags = OFlags::RDONLY | OFlags::NONBLOCK | OFlags::CLOEXEC;
-    // A shared lock, so that those who ask don't take each other for a daemon.
+    // A shared lock, so that processes that ask don't take each other for a daemon.
     open(dir.join("lock"), flags, Mode::empty())
         .is_ok_and(|lock| flock(lock, FlockOperation::NonBlockingLockShared).is_err())
 }
@@ -265,7 +265,7 @@ impl Drop for RuntimeDir {
 }
 
 /// Lets every local user connect to a socket. Who may do what is decided by peer credentials,
-/// and who gets here at all by the directory.
+/// and the users that get here at all by the directory.
 pub(crate) fn open_to_all(socket: &Path) -> io::Result<()> {
     std::fs::set_permissions(socket, Permissions::from_mode(0o666))
 }
@@ -301,7 +301,7 @@ mod tests {
     }
 
     #[test]
-    fn killed_daemon_is_told_from_one_that_stands_still() {
+    fn killed_daemon_is_told_apart_from_one_that_stands_still() {
         let status = |state: &str, pending: &str| {
             format!(
                 "Name:\tgpumux\nState:\t{state}\nSigPnd:\t{pending}\nShdPnd:\t0000000000000000\n"

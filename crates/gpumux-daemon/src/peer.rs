@@ -1,4 +1,4 @@
-//! Who is at the other end of a socket.
+//! The process at the other end of a socket.
 
 use std::{
     fs::File,
@@ -143,7 +143,7 @@ impl Stat {
     }
 }
 
-/// What the kernel says of a process (`struct pidfd_info` of linux/pidfd.h, as of Linux 6.13).
+/// What the kernel reports of a process (`struct pidfd_info` of linux/pidfd.h, as of Linux 6.13).
 #[repr(C)]
 #[derive(Default)]
 struct PidfdInfo {
@@ -256,7 +256,7 @@ pub(crate) fn readable(fd: BorrowedFd<'_>) -> io::Result<AsyncFd<BorrowedFd<'_>>
     Ok(unsafe { AsyncFd::register_with_interest(fd, Interest::READABLE) }?)
 }
 
-/// The process that connected a socket, as the kernel says.
+/// The process that connected a socket, as the kernel reports.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) uid: u32,
@@ -267,7 +267,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Who it is, by what the kernel says of its socket.
+    /// Who it is, by what the kernel reports of its socket.
     pub(crate) fn new(pid: u32, uid: u32, fd: Option<ProcessFd>) -> Self {
         let process = ProcessId::of(pid);
         Self {
@@ -360,7 +360,7 @@ mod tests {
         assert!(process.age_ms() < 60_000, "{}", process.age_ms());
         child.kill().unwrap();
         child.wait().unwrap();
-        assert!(!process.is_of(uid), "it is nobody's any more");
+        assert!(!process.is_of(uid), "it belongs to no user any more");
     }
 
     #[tokio::test]

@@ -213,7 +213,7 @@ pub(crate) fn leave(patience: Duration) {
     await_open(patience);
 }
 
-/// After a fork, in the child: the others who were inside, or who closed it, do not exist here.
+/// After a fork, in the child: the others that were inside, or that closed it, do not exist here.
 pub(crate) fn in_child() {
     for shard in &INSIDE {
         shard.0.store(0, Ordering::SeqCst);

@@ -88,7 +88,7 @@ fn note(result: CUresult) {
     }
 }
 
-/// As [`note`], of an error that the program itself need not have got: it may wait for ever for work that a lost server had.
+/// As [`note`], of an error that the program itself need not have got: it may wait without end for work that a lost server had.
 /// Whether it was such an error.
 fn notice(result: CUresult) -> bool {
     if is_fatal(result) {

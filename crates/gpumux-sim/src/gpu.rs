@@ -93,7 +93,7 @@ pub enum Work {
         /// Longest time it runs.
         timeout: Nanos,
     },
-    /// The rest of the kernel before it in its stream, which has no overhead of its own. How long it takes is told while
+    /// The rest of the kernel before it in its stream, which has no overhead of its own. How long it takes is given while
     /// it runs, by [`Gpu::set_length`]; without that it does not end.
     Rest {
         /// SMs it can use.
@@ -787,7 +787,7 @@ impl Gpu {
         }
     }
 
-    /// A piece of work is out of the way: whoever waits for it goes on.
+    /// A piece of work is out of the way: what waits for it goes on.
     fn forget(&mut self, work: WorkId) {
         self.live.remove(&work);
         for waiter in self.waiters.remove(&work).unwrap_or_default() {

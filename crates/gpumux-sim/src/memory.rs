@@ -1,6 +1,6 @@
 //! Memory in virtual time: how long it takes to move, and how processes answer.
 //!
-//! Who has its memory on the device, who waits, and who gives way is decided by `gpumux-core`'s broker, unchanged. A move
+//! Which tenant has its memory on the device, which waits, and which gives way is decided by `gpumux-core`'s broker, unchanged. A move
 //! takes what its bytes take on the host link, and its tenant cannot run meanwhile. Tenants in groups are never moved, as with
 //! the real daemon.
 
@@ -40,7 +40,7 @@ impl Default for MemoryModel {
     }
 }
 
-/// What is told of a tenant when it comes.
+/// What is known of a tenant when it comes.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Newcomer {
     pub(crate) tenant: TenantId,
@@ -163,7 +163,7 @@ impl Memory {
         line.granted && standing.is_none_or(|(_, it)| !it.swapped_out)
     }
 
-    /// Moves what has to move now, given who is idle. When to look again at the latest.
+    /// Moves what has to move now, given which tenants are idle. When to look again at the latest.
     pub(crate) fn step(&mut self, now: Nanos, idle: impl Fn(TenantId) -> bool) -> Option<Nanos> {
         let mut changed = Vec::new();
         for (id, line) in &self.lines {

@@ -49,7 +49,7 @@ pub struct TenantReport {
     pub sms: Option<u32>,
     /// Share of its devices' time in which its work progressed.
     pub received: f64,
-    /// Share of the time in which its devices worked for anybody: what a promise is measured by.
+    /// Share of the time in which its devices worked for any tenant: what a guarantee is measured by.
     pub received_of_used: f64,
     /// The smallest such share in a window.
     pub window_min: f64,
@@ -154,9 +154,9 @@ impl Latency {
 /// What one device did.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
 pub struct DeviceReport {
-    /// Part of the time in which it worked for anybody.
+    /// Part of the time in which it worked for any tenant.
     pub used: f64,
-    /// Part of the time in which somebody had work and nobody's progressed: switches, freezes and pauses.
+    /// Part of the time in which a tenant had work and none progressed: switches, freezes and pauses.
     pub overhead: f64,
     /// Freezes per second.
     pub freezes: f64,

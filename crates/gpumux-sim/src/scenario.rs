@@ -19,13 +19,13 @@ use crate::memory::{MemoryModel, gib};
 pub enum Mode {
     /// Every tenant has the devices for itself.
     Alone,
-    /// What the driver does: everybody has its default slice.
+    /// What the driver does: all have the default timeslice.
     TimeSlicing,
     /// Fixed timeslices, a context per program: latency tenants 1 s, all others 1 µs, and nothing after that.
     Fixed,
-    /// Everybody in one MPS group, and nothing else.
+    /// All in one MPS group, and nothing else.
     Mps,
-    /// A daemon with a policy; everybody in a context of its own.
+    /// A daemon with a policy; each in a context of its own.
     Gpumux,
     /// The same; who names a trust domain may share its group.
     Space,
@@ -75,7 +75,7 @@ pub struct Scenario {
     /// Its tuning.
     #[serde(default)]
     pub tuning: Tuning,
-    /// How much later than the device the daemon knows that a domain has work, or has none any more.
+    /// How much later than the device the daemon notices that a domain has work, or has none any more.
     #[serde(default = "defaults::demand_delay_us")]
     pub demand_delay_us: u64,
     /// What the daemon pays for its levers.
@@ -308,13 +308,13 @@ pub enum Error {
         /// How many there are.
         devices: usize,
     },
-    /// A weight of a user who has no tenant.
+    /// A weight of a user without tenants.
     #[error("`users` names `{0}`, and no tenant's `user` is `{0}`: name one that is")]
     User(String),
     /// Two tenants of one name.
     #[error("two tenants are called `{0}`: give each its own name")]
     Name(String),
-    /// A promise that makes no sense or cannot be kept.
+    /// A guarantee that makes no sense, or is rejected.
     #[error("tenant `{tenant}`: {error}")]
     Spec {
         /// Whose.
@@ -904,7 +904,7 @@ mod tests {
         let text = text.replace("class = \"batch\"", "count = 2");
         let twice = Scenario::from_toml(&text).expect_err("one name, two tenants");
         assert!(twice.to_string().contains("called `train-2`"), "{twice}");
-        let nobody = Scenario::from_toml("seconds = 10\ntenant = []").expect_err("nobody");
-        assert!(nobody.to_string().contains("`tenant` is empty"), "{nobody}");
+        let empty = Scenario::from_toml("seconds = 10\ntenant = []").expect_err("no tenant");
+        assert!(empty.to_string().contains("`tenant` is empty"), "{empty}");
     }
 }

@@ -4,7 +4,7 @@ use gpumux_core::{Class, policy};
 use gpumux_sim::{Arrival, Mode, Scenario, Work, run};
 use proptest::prelude::*;
 
-/// A device on which everybody always has work.
+/// A device on which all tenants always have work.
 fn saturated(tenants: &[(Class, f64)], policy: &str, window_s: f64) -> Scenario {
     let mut text = format!(
         "seconds = {}\nwarmup_s = {window_s}\nwindow_s = {window_s}\npolicy = \"{policy}\"\n",
@@ -36,7 +36,7 @@ fn mixes() -> impl Strategy<Value = Vec<(Class, f64)>> {
     })
 }
 
-/// The time in which everybody has had its budget and its turn, and the length of a turn per share: 100 ms, and if there are
+/// The time in which each tenant has had its budget and its turn, and the length of a turn per share: 100 ms, and if there are
 /// several in the back row 50 ms for each, in the part of the device that the back row gets.
 fn period_and_turn(tenants: &[(Class, f64)]) -> (f64, f64) {
     let top = tenants.iter().map(|(class, _)| *class).min();
@@ -77,10 +77,10 @@ proptest! {
         }
     }
 
-    /// Beside others with guarantees, nobody who has work waits longer than a period of its own
+    /// Beside others with guarantees, no tenant with work waits longer than a period of its own
     /// share: the turns of the others, as long as it takes until it is owed one.
     #[test]
-    fn nobody_waits_longer_than_its_bound(
+    fn no_tenant_waits_longer_than_its_bound(
         tenants in mixes(),
         policy in prop::sample::select(policy::NAMES.to_vec()),
     ) {

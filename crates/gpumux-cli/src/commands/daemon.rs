@@ -15,7 +15,7 @@ Examples:
   gpumux daemon --check                  find mistakes in the configuration, and start nothing
   GPUMUX_LOG=debug gpumux daemon         say more
 
-SIGTERM and SIGINT end it in good order: everybody is thawed and gets back the slices that were \
+SIGTERM and SIGINT end it in good order: all tenants are thawed and get back the timeslices that were \
 found.
 Its API speaks HTTP and JSON on the socket `api.sock` in the runtime folder:
   curl --unix-socket $XDG_RUNTIME_DIR/gpumux/api.sock http://gpumux/openapi.json";
@@ -33,7 +33,7 @@ pub(crate) struct Args {
     /// Scheduling policy: priority, max-min or weighted
     #[arg(long, value_name = "NAME")]
     policy: Option<String>,
-    /// TCP address where the web page and metrics can be read (not changed) by anybody who reaches it
+    /// TCP address where the web page and metrics can be read (not changed) by all that reach it
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Option<Listen>,
     /// End after so long without tenants, such as 60s or 5min

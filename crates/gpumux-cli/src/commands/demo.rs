@@ -116,7 +116,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Another daemon on a device whose tenants run would bring it to a stop: each would let one batch tenant run
-/// with the least slice, and the device would switch between the two for ever.
+/// with the least slice, and the device would switch between the two without end.
 fn refuse_company() -> anyhow::Result<()> {
     let dir = paths::find();
     let tenants = client::block(async |client| client.tenants().await).unwrap_or_default();
@@ -396,7 +396,7 @@ impl Drop for Background {
         if matches!(self.0.try_wait(), Ok(Some(_))) {
             return;
         }
-        // In good order if it can: the daemon thaws everybody.
+        // In good order if it can: the daemon thaws all tenants.
         let _ = kill_process(Pid::from_child(&self.0), Signal::TERM);
         let asked = Instant::now();
         while matches!(self.0.try_wait(), Ok(None)) && asked.elapsed() < PATIENCE {

@@ -96,7 +96,7 @@ struct ServeArgs {
 /// Play nvidia-cuda-mps-control for programs on the emulated device
 #[derive(clap::Args)]
 struct MpsArgs {
-    /// Serve in the foreground, in the folder that CUDA_MPS_PIPE_DIRECTORY names; without it: pass the lines of the standard input on to who does
+    /// Serve in the foreground, in the folder that CUDA_MPS_PIPE_DIRECTORY names; without it: pass the lines of the standard input on to the process that does
     #[arg(short = 'f')]
     foreground: bool,
 }
@@ -177,7 +177,7 @@ fn serve(args: &ServeArgs) -> anyhow::Result<ExitCode> {
     profile.devices = args.device.devices.unwrap_or(profile.devices);
     emulated::make_links(&args.socket)?;
     let server = gpumux_emu::server::Server::bind(profile, &args.socket)?;
-    // Whoever may enter the folder may use the device, as with the files of a real one.
+    // A process that may enter the folder may use the device, as with the files of a real one.
     fs::set_permissions(&args.socket, Permissions::from_mode(0o666))
         .with_context(|| format!("cannot open {} to all", args.socket.display()))?;
     let server = server.spawn()?;
@@ -207,7 +207,7 @@ fn mps(args: &MpsArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// Ends the daemon that a `run` inside has started, and waits a moment for it. Whoever holds the lock is the one
+/// Ends the daemon that a `run` inside has started, and waits a moment for it. The process that holds the lock is the one
 /// whose pid is in it.
 fn end_daemon(dir: &Path) {
     let Ok(lock) = File::open(dir.join("lock")) else {

@@ -338,7 +338,7 @@ fn text(report: &Report) -> String {
     head + &output::table(&rows)
 }
 
-/// Use of their shares by latency-sensitive tenants, in percent, for which the rate of the others is told.
+/// Use of their shares by latency-sensitive tenants, in percent, for which the rate of the others is printed.
 const USES: [f64; 3] = [100.0, 50.0, 25.0];
 
 fn size(args: &SizeArgs) -> anyhow::Result<()> {

@@ -1,4 +1,4 @@
-//! `gpumux memory`: who has what of each device's memory. `gpumux sleep` and `gpumux wake` move it.
+//! `gpumux memory`: what each tenant has of each device's memory. `gpumux sleep` and `gpumux wake` move it.
 
 use std::process::ExitCode;
 
@@ -16,7 +16,7 @@ Examples:
 OCCUPIED is what contexts and programs that are no tenants take. BORROWED is what a tenant has beyond its \
 guarantee: it is taken back when others are entitled to it. PINNED cannot be moved to the host.";
 
-/// Show who has what of each device's memory
+/// Show what each tenant has of each device's memory
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

@@ -1,4 +1,4 @@
-//! `gpumux profile`: measures what a program makes of SMs, for its next runs in a group.
+//! `gpumux profile`: measures a program's scaling profile, for its next runs in a group.
 
 use std::{
     ffi::OsString,
@@ -47,7 +47,7 @@ The daemon keeps the curve by the program's fingerprint: `gpumux run --trust NAM
 group by it, as with --utility. A fingerprint is made from the executable and the arguments, where the first that is a file counts with its whole path; \
 with --fingerprint it is any name.";
 
-/// Measure what a program makes of SMs
+/// Measure a program's scaling profile: its throughput by SM share
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -85,7 +85,7 @@ pub(crate) struct Args {
 
 /// How long a program may take until it has work for the device.
 const START: Duration = Duration::from_secs(600);
-/// How long it may take to end when asked to, and until the daemon knows.
+/// How long it may take to end when asked to, and until the daemon has noticed.
 const END: Duration = Duration::from_secs(10);
 /// How often the daemon is asked.
 const LOOK: Duration = Duration::from_millis(20);
@@ -324,7 +324,7 @@ fn rate(from: Look, to: Look) -> anyhow::Result<f64> {
     })
 }
 
-/// Waits until the daemon knows that the program has ended, so that the next one is alone.
+/// Waits until the daemon has noticed that the program has ended, so that the next one is alone.
 fn forget(name: &str) -> anyhow::Result<()> {
     let begun = Instant::now();
     loop {

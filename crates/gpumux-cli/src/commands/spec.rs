@@ -23,7 +23,7 @@ pub(crate) struct SpecArgs {
     /// How long a request may take, such as 20ms (a number alone is in ms), or none: a latency tenant then waits up to a tenth of it for others, which spares them many switches if it launches kernel by kernel
     #[arg(long, value_name = "TIME", value_parser = units::objective, allow_negative_numbers = true)]
     latency_objective: Option<OrNone>,
-    /// Who may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it foresees work), manual, off
+    /// What may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it predicts work), manual, off
     #[arg(long, value_parser = hints())]
     hints: Option<Hints>,
     /// Memory of each device that it always gets when it asks for it, such as 8GiB (8G, 8Gi), or 0

@@ -15,7 +15,7 @@ use crate::{
 /// 580.159), and some for what libraries load into it.
 pub const CONTEXT: u64 = 544 << 20;
 
-/// Left free on every device, for what cannot be foreseen; at most a 64th of it. Besides, there is always room for one context
+/// Left free on every device, for what cannot be predicted; at most a 64th of it. Besides, there is always room for one context
 /// more, or no further program could begin.
 pub const RESERVE: u64 = 256 << 20;
 
@@ -72,7 +72,7 @@ pub struct Line {
     pub capacity: u64,
     /// Bytes that contexts, foreign processes and the reserve occupy.
     pub occupied: u64,
-    /// Bytes that nobody has.
+    /// Bytes that no tenant has.
     pub free: u64,
     /// Every tenant's part.
     pub entries: Vec<(TenantId, Entry)>,

@@ -333,7 +333,7 @@ impl Broker {
             if self.reclaim(now, uuid, missing, &offers, out) {
                 continue;
             }
-            // Who asks for memory will often ask for more.
+            // A process that asks for memory will often ask for more.
             let ahead = claim.ask.map_or(0, |_| step);
             let victims =
                 choose(missing.saturating_add(ahead), &offers).or_else(|| choose(missing, &offers));

@@ -237,7 +237,7 @@ impl Broker {
         leaving.round.op = self.ops;
         leaving.round.deadline = now + MOVE;
         leaving.round.waiting = leaving.orders.keys().copied().collect();
-        // Who has ended since has nothing.
+        // A process that has ended since has nothing.
         (leaving.round.waiting).retain(|process| self.processes.contains_key(process));
         leaving.give_orders(out);
         self.advance(now, id, out);
@@ -550,7 +550,7 @@ impl Broker {
     }
 
     /// Has others let go of host memory that they do not use, and the tenant give back what it was granted and does not use.
-    /// Whether somebody may yet do so.
+    /// Whether another process may yet do so.
     pub(super) fn drop_unused(
         &mut self,
         now: Micros,

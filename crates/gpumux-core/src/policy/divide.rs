@@ -1,4 +1,4 @@
-//! Dividing a device among those who want it: the part in which policies differ.
+//! Dividing a device among the tenants with work: the part in which policies differ.
 
 use std::collections::BTreeMap;
 

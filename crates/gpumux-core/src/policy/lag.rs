@@ -2,7 +2,7 @@
 //!
 //! *Lag* is the device time that a node of this tree was entitled to while it had work, less the device time that it received (as in
 //! EEVDF), counted in its parent's device time. Of a domain it is summed over the levels ([`Memory::lag`]): so a user's total doesn't depend
-//! on how its jobs are split. The lags of all with work sum to zero on each level, whoever comes and goes ([`Memory::settle`]).
+//! on how its jobs are split. The lags of all with work sum to zero on each level, also when tenants come and go ([`Memory::settle`]).
 
 use std::collections::BTreeSet;
 
@@ -39,7 +39,7 @@ struct Branch<Id> {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Owner {
     pub(super) id: DomainId,
-    /// It was not entitled to it: nobody who is had work.
+    /// It was not entitled to it: none that is had work.
     pub(super) borrowed: bool,
 }
 
@@ -265,7 +265,7 @@ impl Memory {
         }
     }
 
-    /// Forgets who is owed what: timeslices alone keep the shares.
+    /// Forgets what each domain is owed: timeslices alone keep the shares.
     pub(super) fn clear(&mut self) {
         self.owner = None;
         let tracks = self.domains.iter_mut().map(|track| {
@@ -352,7 +352,7 @@ fn branch<Id: Copy + PartialEq>(
     now.len() - 1
 }
 
-/// Makes the lags below each of so many parents sum to zero: what a pause forfeits is everybody's, and what one that pauses pays back is
+/// Makes the lags below each of so many parents sum to zero: what a pause forfeits is for all, and what one that pauses pays back is
 /// taken from what the others have because it pauses.
 fn level<'a>(parents: usize, nodes: impl Iterator<Item = (usize, &'a mut Node)>) {
     // The sums of lag, and of spare and part of those that are open.

@@ -1,4 +1,4 @@
-//! What a program makes of SMs: its throughput as a function of their number, as far as it was measured.
+//! A program's scaling profile: its throughput as a function of their number, as far as it was measured.
 
 use std::collections::BTreeMap;
 

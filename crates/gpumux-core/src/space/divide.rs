@@ -17,9 +17,9 @@ pub const WORTH: f64 = 0.02;
 pub enum Rule {
     /// Who gains most by it, by weight: the sum of weighted utilities is largest.
     Utility,
-    /// Who has the fewest SMs; weights don't count.
+    /// The one with the fewest SMs; weights don't count.
     MaxMin,
-    /// Who has the fewest SMs for its weight.
+    /// The one with the fewest SMs for its weight.
     #[default]
     Weighted,
 }
@@ -33,7 +33,7 @@ pub struct Claimant<'a> {
     pub min: u32,
     /// SMs that it must not exceed while others want them.
     pub max: u32,
-    /// What it makes of SMs.
+    /// Its scaling profile.
     pub curve: &'a Curve,
 }
 
@@ -54,8 +54,8 @@ pub fn minimum(guaranteed: f64, group_share: f64, sms: u32) -> u32 {
     (part * f64::from(sms) - 1e-6).ceil().max(0.0) as u32
 }
 
-/// SMs per claimant, multiples of `step`: everybody's minimum, and of the rest a step for each, at least. `None` where that does not
-/// fit, or nothing is to be divided: nobody, or only one. Then all may use all.
+/// SMs per claimant, multiples of `step`: each one's minimum, and of the rest a step for each, at least. `None` where that does not
+/// fit, or nothing is to be divided: none, or only one. Then all may use all.
 pub fn divide(rule: Rule, claimants: &[Claimant], sms: u32, step: u32) -> Option<Vec<u32>> {
     let step = step.max(1);
     let steps = sms / step;
@@ -100,7 +100,7 @@ pub fn divide(rule: Rule, claimants: &[Claimant], sms: u32, step: u32) -> Option
     Some(shares)
 }
 
-/// Everybody's minimum in whole steps, at least one each; `None` where that is more than there is, because a minimum is
+/// All minima in whole steps, at least one each; `None` where that is more than there is, because a minimum is
 /// never rounded down.
 fn minima(claimants: &[Claimant], steps: u32, step: u32) -> Option<Vec<u32>> {
     let least = |claim: &Claimant| u64::from(claim.min.div_ceil(step).max(1));
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn who_stops_scaling_leaves_the_rest_to_who_does_not() {
+    fn member_that_stops_scaling_leaves_the_rest_to_others() {
         let stops = Curve::measured([(32, 100.0), (132, 100.0)]);
         let scales = Curve::measured([(64, 50.0), (132, 103.0)]);
         let claims = [claim(1.0, 0, &stops), claim(1.0, 0, &scales)];
@@ -211,7 +211,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_guaranteed_is_not_given_to_who_is_not() {
+    fn guaranteed_sms_go_to_no_other_member() {
         let curve = Curve::measured([(64, 50.0), (132, 100.0)]);
         let unknown = Curve::default();
         let mut claims = vec![claim(1.0, minimum(0.9, 1.0, 100), &curve)];
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn noise_moves_nobody() {
+    fn noise_moves_no_member() {
         let (a, b) = (
             Curve::measured([(64, 50.0), (72, 50.4), (132, 100.0)]),
             Curve::measured([(56, 49.7), (64, 50.0), (132, 100.0)]),
@@ -286,7 +286,7 @@ mod tests {
         prop::collection::vec((0.1..10.0_f64, 0.0..0.4_f64, curve), 2..7)
     }
 
-    /// Their guarantees are scaled down so that they fit in whole steps, with one for everybody.
+    /// Their guarantees are scaled down so that they fit in whole steps, with one for each.
     fn claims(members: &[Member<Curve>]) -> Vec<Claimant<'_>> {
         let sum: f64 = members.iter().map(|member| member.1).sum();
         let room = 1.0 - members.len() as f64 / 16.0;

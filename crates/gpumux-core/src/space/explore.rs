@@ -8,9 +8,9 @@ use super::{Claimant, STEP};
 pub struct Trial {
     /// SMs per member, in the claimants' order.
     pub shares: Vec<u32>,
-    /// Who has more than before.
+    /// The member with more than before.
     pub up: usize,
-    /// Who has less.
+    /// The member with less.
     pub down: usize,
 }
 
@@ -25,7 +25,7 @@ pub struct Explorer {
 const REACHES: [u32; 3] = [1, 2, 4];
 
 impl Explorer {
-    /// The next excursion from `shares`; `None` if nobody can give anything: all members are at their minimum or alone.
+    /// The next excursion from `shares`; `None` if no member can give anything: all members are at their minimum or alone.
     pub fn next(&mut self, claimants: &[Claimant], shares: &[u32]) -> Option<Trial> {
         let members = claimants.len().min(shares.len());
         let pairs = members * members.saturating_sub(1);
@@ -90,7 +90,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_tried_below_its_minimum() {
+    fn no_member_is_tried_below_its_minimum() {
         let curve = Curve::default();
         let claims = claims(&curve, &[64, 0]);
         let mut explorer = Explorer::default();

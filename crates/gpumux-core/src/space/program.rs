@@ -9,9 +9,9 @@ use super::{Curve, Interference, curve::Mean, is_point};
 /// What was measured of one program.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Program {
-    /// Pieces of work per second while nobody disturbed it, by percent of the SMs.
+    /// Pieces of work per second while no neighbour disturbed it, by percent of the SMs.
     curve: Curve,
-    /// Part of the time in which it has the device, when it has all SMs and nobody disturbs it.
+    /// Part of the time in which it has the device, when it has all SMs and no neighbour disturbs it.
     duty: Option<Mean>,
     /// Pieces of work per second in a group where so many others had work.
     beside: BTreeMap<u32, Mean>,
@@ -119,7 +119,7 @@ impl Program {
 mod tests {
     use super::*;
 
-    /// A second without anybody else.
+    /// A second without a neighbour.
     fn second(work: u64, percent: u32) -> Observation {
         Observation {
             seconds: 1.0,

@@ -201,7 +201,7 @@ pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantS
 const PERCENT_STEP: u32 = 5;
 
 /// Percentages of the SMs for all members of a group, by what they make of them; `None` where nothing was measured of any,
-/// guarantees leave less than a percent for each of the others, or all would have about the same and nobody was promised
+/// guarantees leave less than a percent for each of the others, or all would have about the same and none was guaranteed
 /// anything: members that are alike make more without parts, as each uses what others leave idle for a moment (two training jobs on
 /// an H100: 1.19 against 1.13, docs/space.md). The curves count in percent of the SMs.
 pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
@@ -458,7 +458,7 @@ mod tests {
         let thirds = [0.34, 0.33, 0.33].map(spec);
         let members: Vec<_> = thirds.iter().map(|spec| (spec, &curve)).collect();
         assert_eq!(percentages(&members), Some(vec![34, 33, 33]));
-        // Nobody is promised anything: no member is to live on a percent.
+        // No guarantee is given: no member is to live on a percent.
         assert_eq!(percentages(&[(&none, &curve); 21]), None);
     }
 
@@ -486,7 +486,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn everybody_gets_its_guarantee_however_many_there_are(
+        fn each_gets_its_guarantee_however_many_there_are(
             members in prop::collection::vec((0.0..1.0_f64, 0.0..1.0_f64, curve()), 1..48),
             sum in 0.01..=1.0_f64,
         ) {

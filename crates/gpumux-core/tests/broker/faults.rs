@@ -1,4 +1,4 @@
-//! Each fault that was met or foreseen, one by one.
+//! Each fault that was met or predicted, one by one.
 
 use gpumux_core::{
     Class, Micros, TenantId,
@@ -349,7 +349,7 @@ pub(crate) fn a_restart_counts_memory_once() {
         capacity,
         used,
     };
-    // 60 GiB and a context of a tenant, 3 GiB of somebody else.
+    // 60 GiB and a context of a tenant, 3 GiB of another program.
     let context = gpumux_core::broker::CONTEXT;
     let used = 63 * GIB + context;
     world.event(look(used));
@@ -390,7 +390,7 @@ pub(crate) fn a_restart_counts_memory_once() {
 }
 
 #[test]
-pub(crate) fn only_the_driver_knows_how_large_a_device_is() {
+pub(crate) fn device_size_is_what_the_driver_reports() {
     let mut world = World::new(10 * GIB);
     let process = world.tenant(1, Class::Batch, 0);
     for (device, total) in [(DEVICE, 4096), ("GPU-invented", 1 << 43)] {
@@ -463,7 +463,7 @@ pub(crate) fn guaranteed_memory_does_not_wait_for_a_turn() {
 
 /// A large request before small ones: what comes free for it is not given to these.
 #[test]
-pub(crate) fn a_large_request_is_not_passed_for_ever() {
+pub(crate) fn a_large_request_is_not_passed_without_end() {
     let mut world = World::new(20 * GIB);
     for id in [1, 2, 3] {
         world.tenant(id, Class::Batch, 0);

@@ -2,7 +2,7 @@
 //!
 //! Time moves only where the broker wants to be woken; everything older than [`HORIZON`] counts as equally old, so that the
 //! worlds are finite. What must happen is stated as what must not be true for longer than a bound: a checker's "eventually" would
-//! miss that two tenants chase each other for ever.
+//! miss that two tenants chase each other without end.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -32,7 +32,7 @@ struct World {
     lateness: u8,
     deaths: u8,
     toggles: u8,
-    /// Nobody who wants to run waits longer, without failures.
+    /// No tenant with work waits longer, without failures.
     patience: Micros,
 }
 
@@ -197,7 +197,7 @@ impl State {
         }
     }
 
-    /// Notes who waits, and what is wrong.
+    /// Notes which tenants wait, and what is wrong.
     fn look(&mut self, world: &World) {
         let line = &self.broker.lines()[0];
         let resident: u64 = self
@@ -231,7 +231,7 @@ impl State {
             }
             let waits = note(&mut self.waits, waits);
             if NOW.saturating_sub(waits) > world.patience {
-                self.broken = Some(format!("{id:?} waits for ever"));
+                self.broken = Some(format!("{id:?} waits without end"));
             }
         }
     }

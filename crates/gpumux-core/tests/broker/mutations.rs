@@ -48,7 +48,7 @@ fn every_known_fault_is_found() {
         ),
         (
             Mutation::RoomForYounger,
-            faults::a_large_request_is_not_passed_for_ever,
+            faults::a_large_request_is_not_passed_without_end,
         ),
         (
             Mutation::ForgetReturning,

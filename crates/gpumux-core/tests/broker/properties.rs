@@ -1,4 +1,4 @@
-//! Random worlds: whatever tenants and processes do, what must hold holds, and once they behave everybody is served.
+//! Random worlds: whatever tenants and processes do, what must hold holds, and once they behave all are served.
 
 use gpumux_core::{
     Class, Micros, TenantId,

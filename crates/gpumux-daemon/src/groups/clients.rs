@@ -1,5 +1,5 @@
 //! Who may be in a group. A process of the same user finds every group, whatever its own is, by its folder: it is ended when
-//! the server says that it has a context. Not before, as it can do no harm, and as NVIDIA's server hangs at times when a client
+//! the server reports that it has a context. Not before, as it can do no harm, and as NVIDIA's server hangs at times when a client
 //! dies while it connects (driver 580.159.04).
 
 use std::{
@@ -24,7 +24,7 @@ const SERVER: &str = " Server ";
 const TOKEN: &str = "GPUMUX_TENANT";
 
 impl Groups {
-    /// Ends whoever enters a group that is not its tenant's.
+    /// Ends a client that enters a group that is not its tenant's.
     pub(super) async fn guard(&self, group: &Arc<Group>) {
         let mut output: Option<Output> = None;
         let mut due: Vec<(Instant, u32)> = Vec::new();
@@ -37,7 +37,7 @@ impl Groups {
             if output.is_none() {
                 let inherited = group.state().inherited;
                 output = Output::open(&group.folder, !inherited).ok();
-                // Nobody has read who came before. What is written meanwhile is read after that.
+                // Clients that came before have not been read yet. What is written meanwhile is read after that.
                 if inherited {
                     self.check_all(group, &tenants).await;
                 }
@@ -66,7 +66,7 @@ impl Groups {
         }
     }
 
-    /// Ends a process, unless it is of a tenant of the group. Nobody else suffers from what it leaves under way.
+    /// Ends a process, unless it is of a tenant of the group. Work that it leaves under way ends no other client.
     async fn check(&self, group: &Group, pid: u32, tenants: &Tenants) {
         let Some(process) = ProcessId::of(pid) else {
             return;

@@ -31,7 +31,7 @@ const MAX_READ: u64 = 1024 * 1024;
 const MAX_DEPTH: u32 = 8;
 const MAX_REMOVED: u32 = 16 * 1024;
 
-/// How the names of NVIDIA's control program and server begin, as far as the kernel knows them.
+/// How the names of NVIDIA's control program and server begin, as far as the kernel keeps them.
 const PROGRAMS: &str = "nvidia-cuda-mps";
 
 const DIRECTORY: OFlags = OFlags::RDONLY
@@ -56,7 +56,7 @@ impl Folder {
         Ok(Self(path.to_owned()))
     }
 
-    /// One that a daemon has made, if nobody else has put it there.
+    /// One that a daemon has made, if no other user has put it there.
     pub(super) fn find(path: &Path) -> Option<Self> {
         let found = fs::symlink_metadata(path).ok()?;
         let own = found.is_dir() && found.uid() == rustix::process::geteuid().as_raw();
@@ -118,8 +118,8 @@ impl Folder {
         }
     }
 
-    /// The control daemon and its servers: this user's processes that write the output, which nobody else has had from the daemon,
-    /// and the driver's programs that were told of this folder.
+    /// The control daemon and its servers: this user's processes that write the output, which no other process has had from the daemon,
+    /// and the driver's programs that have this folder in their environment.
     pub(super) fn servants(&self, uid: u32) -> Vec<ProcessFd> {
         // As the kernel names it.
         let Ok(output) = self.output_path().canonicalize() else {

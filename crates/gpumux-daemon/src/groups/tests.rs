@@ -1,6 +1,6 @@
 use super::*;
 
-/// Plays the control program: what it is asked it finds in files beside it, and waits for ever where there is a `.hang`. Where there is
+/// Plays the control program: what it is asked it finds in files beside it, and waits without end where there is a `.hang`. Where there is
 /// `stopped`, it has a server that was stopped, and writes its pid there.
 const CONTROL: &str = r#"#!/bin/sh
 here=$(dirname "$0")
@@ -96,7 +96,7 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
     node.write("get_client_list.hang", "");
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Late));
     assert_eq!(intruded(None).await, feared);
-    // Nobody is in a group that is only just beginning.
+    // No client is in a group that is only just beginning.
     group.state().ready = false;
     assert_eq!(intruded(None).await, None);
     group.state().ready = true;
@@ -109,7 +109,7 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
 }
 
 #[tokio::test]
-async fn who_comes_to_a_group_that_has_failed_waits_for_the_next_server() {
+async fn client_of_a_failed_group_waits_for_the_next_server() {
     let node = Node::new();
     let groups = node.load();
     let seat = groups.enter(&key(), std::process::id()).await.unwrap();
@@ -172,7 +172,7 @@ fn servers_hang_that_gave_no_answer_several_times_but_have_before() {
 }
 
 #[tokio::test]
-async fn a_server_that_is_stopped_is_told_although_it_was_never_asked() {
+async fn stopped_server_is_reported_without_being_asked() {
     let node = Node::new();
     node.write("stopped", "");
     let groups = node.load();
@@ -216,7 +216,7 @@ async fn who_ends_just_after_the_last_member_has_failed_all_the_same() {
 }
 
 #[tokio::test]
-async fn a_hung_server_is_told_and_one_that_cannot_be_asked_is_left_alone() {
+async fn hung_server_is_reported_and_a_silent_one_is_left_alone() {
     let node = Node::new();
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();

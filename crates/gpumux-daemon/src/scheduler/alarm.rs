@@ -16,7 +16,7 @@ use super::SessionId;
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(40);
 
-/// Who is watched; until it is dropped.
+/// A process that is watched; until it is dropped.
 #[derive(Default)]
 pub(super) struct Alarm(Arc<Shared>);
 
@@ -86,8 +86,8 @@ impl Shared {
     fn look(&self) {
         loop {
             let state = self.state();
-            let nobody = |state: &mut State| state.watched.is_empty() && !state.over;
-            let state = self.changed.wait_while(state, nobody);
+            let none = |state: &mut State| state.watched.is_empty() && !state.over;
+            let state = self.changed.wait_while(state, none);
             let mut state = state.unwrap_or_else(PoisonError::into_inner);
             if state.over {
                 return;

@@ -289,7 +289,7 @@ async fn two_daemons_do_not_meet() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn a_daemon_that_nobody_needs_ends() {
+async fn daemon_without_tenants_ends() {
     let dir = TempDir::new().unwrap();
     let driver = Driver::start(dir.path(), "driver.sock");
     let config = Config {

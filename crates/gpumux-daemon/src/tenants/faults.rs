@@ -1,4 +1,4 @@
-//! What is remembered of faults in groups, and who is to blame for one.
+//! What is remembered of faults in groups, and which client is to blame for one.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -39,7 +39,7 @@ pub(crate) struct GroupCounts {
     pub(crate) restarting: Duration,
 }
 
-/// Who is to blame for faults in a group, from one start to the next: its tenants of a name that was chosen, else those that run a program. A name
+/// What is to blame for faults in a group, from one start to the next: its tenants of a name that was chosen, else those that run a program. A name
 /// that was given is no sign: another program may have it next.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Repute {
@@ -67,7 +67,7 @@ impl Repute {
     }
 }
 
-/// Forgets one of a full map if this key is new: the first of the user who has most.
+/// Forgets one of a full map if this key is new: the first of the user with most.
 fn make_room<K: Ord + Clone, V>(all: &mut BTreeMap<K, V>, new: &K, uid: impl Fn(&K) -> u32) {
     if all.len() < MAX_KNOWN || all.contains_key(new) {
         return;
@@ -85,7 +85,7 @@ fn make_room<K: Ord + Clone, V>(all: &mut BTreeMap<K, V>, new: &K, uid: impl Fn(
 }
 
 impl Faults {
-    /// Remembers a fault, who is to blame for it, and after how long its group was there again, if it was.
+    /// Remembers a fault, what is to blame for it, and after how long its group was there again, if it was.
     pub(super) fn remember(
         &mut self,
         fault: Fault,
@@ -130,7 +130,7 @@ impl Faults {
 /// Errors by which a process learns that its MPS server gave it up (`CUDA_ERROR_MPS_RPC_FAILURE`,
 /// `CUDA_ERROR_MPS_CLIENT_TERMINATED`).
 const COLLATERAL: [u32; 2] = [806, 810];
-/// Nobody's fault.
+/// No client's fault.
 pub(super) const SERVER: &str = "the group's server ended, or hung";
 /// A process that goes away while a kernel of it runs ends the others, as a fault does.
 const ENDED: &str = "it ended while its work was under way";
@@ -140,7 +140,7 @@ pub(super) fn is_origin(crash: &Crash) -> bool {
     Crash::ends_others(crash.error) && !COLLATERAL.contains(&crash.error)
 }
 
-/// Who caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
+/// Which client caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
 /// in the middle of its work, then, of all who have a seat, who alone got an error of its own.
 pub(super) fn culprit(
     crashes: &[Crash],
@@ -172,7 +172,7 @@ pub(super) fn culprit(
         return (None, SERVER.into());
     }
     let living = of(&|it| it.ended_ms.is_none());
-    // Somebody of whom nothing is known may be the one.
+    // A client of which nothing is known may be the one.
     if seated.iter().all(|tenant| living.contains(tenant)) {
         let found = of(&is_origin);
         if let (1, Some(tenant)) = (found.len(), found.first()) {
@@ -223,7 +223,7 @@ mod tests {
         };
         let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
         let unknown = "Client 77 caused a fatal fault";
-        // What is told, what the server said, up to which number they are in the group, and whom that names.
+        // What is reported, what the server said, up to which number they are in the group, and whom that names.
         for (crashes, said, last, named) in [
             (
                 vec![crash(1, 700, true), crash(2, 700, true)],
@@ -233,7 +233,7 @@ mod tests {
             ),
             (vec![crash(1, 700, true)], unknown, 1, None),
             (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
-            // The server has gone, whoever had work.
+            // The server has gone, whichever client had work.
             (vec![crash(1, 806, true)], "", 1, None),
             (
                 vec![crash(1, 810, true), crash(2, 719, false)],
@@ -257,7 +257,7 @@ mod tests {
             // There is one more, of whom nothing is known.
             (vec![crash(1, 700, true)], "", 2, None),
             (vec![], "", 1, None),
-            // A third one ended in the middle of its work, and is the first suspect, but not if the server knows better.
+            // A third one ended in the middle of its work, and is the first suspect, but not if the server reports another.
             (vec![crash(1, 700, true), ended(3, true)], "", 1, Some(3)),
             (vec![crash(2, 700, true), ended(3, true)], said, 2, Some(2)),
             (

@@ -56,7 +56,7 @@ pub(super) fn decide(wish: &Wish<'_>, spec: &TenantSpec, room: &Room<'_>) -> Dec
 }
 
 /// Where a new tenant goes for good, and its seat: what was decided before its group was `entered` is looked at again, now that
-/// nobody else can come before it.
+/// no other can come before it.
 pub(super) fn place(
     wish: &Wish<'_>,
     spec: &TenantSpec,

@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn programs_are_told_numbers_where_these_name_gpus() {
+    fn programs_get_numbers_where_these_name_gpus() {
         let environment = |asked: &[&str], visible| {
             let found = select(&strings(asked), &[], visible, &numbers());
             let found = found.unwrap().environment;

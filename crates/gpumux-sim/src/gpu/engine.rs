@@ -349,7 +349,7 @@ impl Gpu {
         self.decide(engine);
     }
 
-    /// When the running group loses its engine; `None` while nobody else has work for it.
+    /// When the running group loses its engine; `None` while no other has work for it.
     fn deadline(&self, scheduler: &Scheduler) -> Option<Nanos> {
         let Phase::Running {
             since, exhausted, ..

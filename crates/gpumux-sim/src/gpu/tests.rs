@@ -315,8 +315,8 @@ fn a_switch_costs_what_the_outgoing_group_occupies() {
 }
 
 #[test]
-fn levers_interrupt_whoever_runs() {
-    // What a request of 0.9 ms loses to one lever in its middle, in µs: where somebody waits, that one runs first.
+fn controls_interrupt_the_running_group() {
+    // What a request of 0.9 ms loses to one lever in its middle, in µs: where another waits, that one runs first.
     let lost = |others_wait: bool, lever: &dyn Fn(&mut Gpu, GroupId)| {
         let mut gpu = Gpu::new(Hardware::default());
         let latency = program(&mut gpu, 1_000_000);
@@ -336,10 +336,10 @@ fn levers_interrupt_whoever_runs() {
     let freeze = |gpu: &mut Gpu, group| gpu.freeze(group).unwrap();
     let slice = |gpu: &mut Gpu, group| gpu.set_timeslice(group, Timeslice(2)).unwrap();
     // Measured (`timings::neighbours`, p90 against that without levers): 168, 380, 38, 396.
-    assert_near(lost(false, &freeze), 190.0, 0.15, "freeze, nobody waits");
-    assert_near(lost(true, &freeze), 380.0, 0.1, "freeze, somebody waits");
-    assert_eq!(lost(false, &slice), 0.0, "slice, nobody waits");
-    assert_near(lost(true, &slice), 380.0, 0.1, "slice, somebody waits");
+    assert_near(lost(false, &freeze), 190.0, 0.15, "freeze, none waits");
+    assert_near(lost(true, &freeze), 380.0, 0.1, "freeze, another waits");
+    assert_eq!(lost(false, &slice), 0.0, "slice, none waits");
+    assert_near(lost(true, &slice), 380.0, 0.1, "slice, another waits");
 }
 
 #[test]
@@ -520,7 +520,7 @@ fn streams_wait_for_each_other_and_for_the_host() {
 }
 
 #[test]
-fn removing_frees_the_device_and_whoever_waited() {
+fn removing_frees_the_device_and_what_waited() {
     let mut gpu = Gpu::new(Hardware::default());
     let one = program(&mut gpu, 1_000_000);
     let two = program(&mut gpu, 1_000_000);
@@ -676,7 +676,7 @@ mod properties {
 }
 
 #[test]
-fn the_rest_of_a_kernel_takes_what_is_told_while_it_runs() {
+fn rest_of_a_kernel_takes_what_is_set_while_it_runs() {
     let mut gpu = Gpu::new(Hardware::default());
     let group = gpu.add_group(Engine::Compute);
     let stream = gpu.add_stream();
@@ -702,7 +702,7 @@ fn the_rest_of_a_kernel_takes_what_is_told_while_it_runs() {
     assert_eq!(done, [rest, behind]);
     let overhead = Hardware::default().kernel_overhead;
     assert!(events[0].at > 9_000_000 + 2_000_000 - 1_000_000 + overhead - 1);
-    // One that is told before it begins, and one whose time has passed already.
+    // One that is set before it begins, and one whose time has passed already.
     gpu.submit(group, stream, begin).unwrap();
     let known = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
     gpu.set_length(known, 5_000);

@@ -26,7 +26,7 @@ pub(crate) struct Args {
     memory: bool,
 }
 
-/// Ends when nobody reads its lines.
+/// Ends when no process reads its lines.
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let gpu = Gpu::open(args.device)?;
     let _held = args

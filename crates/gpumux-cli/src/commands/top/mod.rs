@@ -38,7 +38,7 @@ Press ? for the keys. No single key changes a tenant's class or puts it to sleep
 u undoes the last change. The bar is filled as far as a tenant receives its GPU; | is the share that it gets when all tenants have work. \
 WAIT is the part of the time in which it has work and doesn't run.";
 
-/// Watch who gets what; change classes and weights; put to sleep and wake
+/// Watch what tenants receive; change classes and weights; put to sleep and wake
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {

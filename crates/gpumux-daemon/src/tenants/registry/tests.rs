@@ -68,7 +68,7 @@ async fn a_group_has_no_more_members_than_room_however_many_come_at_once() {
 }
 
 #[tokio::test]
-async fn who_comes_at_the_same_time_as_a_guarantee_does_not_get_what_it_promises() {
+async fn newcomer_does_not_get_what_a_guarantee_holds() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = with_groups(&dir, CONTROL).await;
     let (peer, auto) = (peer(0), |name: &str, guaranteed| NewTenant {
@@ -176,7 +176,7 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
 }
 
 #[tokio::test]
-async fn a_kept_tenant_needs_no_holder_and_is_open_to_whoever_has_its_secret() {
+async fn kept_tenant_needs_no_holder_and_is_open_to_its_secret() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = tenants(&dir).await;
     let secret = "0123456789abcdef0123456789abcdef";
@@ -248,7 +248,7 @@ async fn confined_tenant_is_confined_after_a_restart() {
 }
 
 #[tokio::test]
-async fn who_belongs_to_a_group_is_known_by_its_secret_or_else_by_who_started_it() {
+async fn member_of_a_group_is_known_by_its_secret_or_its_parent() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = tenants(&dir).await;
     let child = || {
@@ -276,15 +276,15 @@ async fn who_belongs_to_a_group_is_known_by_its_secret_or_else_by_who_started_it
         let mut all = table.tenants.values_mut();
         all.find(|it| it.name == "inside").unwrap().group = Some(team.clone());
     }
-    let nobody = ProcessId { pid: 1, start: 0 };
+    let none = ProcessId { pid: 1, start: 0 };
     for (token, line, expected) in [
         (Some(&*inside), &[][..], true),
         (Some(&*inside), &[of_b], true),
         (Some(&*outside), &[of_a], false),
-        (None, &[nobody, of_a, of_b], true),
+        (None, &[none, of_a, of_b], true),
         (None, &[of_b, of_a], false),
-        (Some("garbage"), &[nobody, of_b], false),
-        (Some("garbage"), &[nobody], false),
+        (Some("garbage"), &[none, of_b], false),
+        (Some("garbage"), &[none], false),
         (None, &[], false),
     ] {
         let found = tenants.belongs(&team, token, line).await;
@@ -367,7 +367,7 @@ async fn what_was_set_for_a_name_is_there_for_the_next_tenant_and_the_next_daemo
     );
     first.change(1000, "train", &batch).await.unwrap();
     first.change(0, "train", &heavy).await.unwrap();
-    // A tenant whose name nobody chose is nobody to remember.
+    // A tenant without a chosen name is not remembered.
     let unnamed = first.create(&peer(1000), NewTenant::default()).await;
     let unnamed = unnamed.unwrap().name;
     first.change(1000, &unnamed, &batch).await.unwrap();
@@ -458,7 +458,7 @@ async fn all_that_can_be_set_is_there_for_the_next_daemon() {
 }
 
 #[tokio::test]
-async fn an_old_setting_that_cannot_be_kept_is_named() {
+async fn an_old_setting_without_room_is_named() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = tenants(&dir).await;
     tenants.create(&peer(0), new("serve")).await.unwrap();
