@@ -737,7 +737,7 @@ fn program_that_lost_its_group_and_does_not_end_is_run_again() {
         gpumux.display()
     );
     let options = format!("{GROUP} --name lingers --restart on-collateral");
-    let mut lingers = Process::start(node.tenant(&options, "sh -c").arg(&script));
+    let lingers = Process::start(node.tenant(&options, "sh -c").arg(&script));
     node.wait_tenant("lingers", |it| domain(it)["demand"] == "busy");
     signal_server(&node, Signal::KILL);
     wait_for("the second start", Duration::from_secs(60), || {
