@@ -84,7 +84,7 @@ fn note(result: CUresult) {
     if notice(result)
         && let Some(page) = page()
     {
-        page.tell_fault();
+        page.receive_fault();
     }
 }
 

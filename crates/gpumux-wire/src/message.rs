@@ -12,7 +12,7 @@ pub const PROTOCOL: u32 = 7;
 ///
 /// 1: the lease, a *file* of [`Daemon::Welcome`].
 /// 2: [`Shim::Unlisted`].
-/// 3: [`crate::page::Page::tell_fault`].
+/// 3: [`crate::page::Page::receive_fault`].
 /// 4: memory that processes share: [`SHARING`].
 pub const REVISION: u32 = 4;
 

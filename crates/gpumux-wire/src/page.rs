@@ -27,7 +27,7 @@ pub use crate::slot::{Arrival, HintCounts, Slot, Work};
 /// Groups that can have a slot.
 pub const SLOTS: usize = 64;
 /// The first [`REVISION`] whose libraries say whether the program knows of an error.
-const TOLD: u32 = 3;
+const RECEIVES: u32 = 3;
 
 /// Says that a page is one, and its layout's version.
 const MAGIC: u64 = 0x0003_6770_756d_7578;
@@ -44,7 +44,7 @@ struct Layout {
     /// How often the daemon's lease has expired for the process: see [`crate::lease`].
     expired: Expiries,
     /// 1: a call of the program's own has returned that error to it. From revision 3 on.
-    told: AtomicU64,
+    received: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
 }
@@ -193,14 +193,14 @@ impl Page {
     }
 
     /// Says that a call of the program's own has returned that error.
-    pub fn tell_fault(&self) {
-        self.layout().told.store(1, Ordering::Release);
+    pub fn receive_fault(&self) {
+        self.layout().received.store(1, Ordering::Release);
     }
 
     /// Whether the program itself knows of the error, as far as its library says that.
-    pub fn is_told(&self) -> bool {
-        let says = self.revision() >= TOLD;
-        self.fault() != 0 && (!says || self.layout().told.load(Ordering::Acquire) != 0)
+    pub fn has_received_fault(&self) -> bool {
+        let says = self.revision() >= RECEIVES;
+        self.fault() != 0 && (!says || self.layout().received.load(Ordering::Acquire) != 0)
     }
 
     /// How long ago the driver had that error, in ms, whatever the writer put there; none beyond
@@ -298,13 +298,13 @@ mod tests {
         writer.set_fault(719);
         writer.set_fault(700);
         assert_eq!(reader.fault(), 719);
-        assert!(!reader.is_told());
-        writer.tell_fault();
-        assert!(reader.is_told());
+        assert!(!reader.has_received_fault());
+        writer.receive_fault();
+        assert!(reader.has_received_fault());
         // A library that says nothing of that.
-        writer.layout().told.store(0, Ordering::Release);
+        writer.layout().received.store(0, Ordering::Release);
         writer.layout().revision.store(2, Ordering::Release);
-        assert!(reader.is_told());
+        assert!(reader.has_received_fault());
         let age = reader.fault_age_ms().unwrap();
         assert!(age < 60_000, "{age}");
         let future = u64::from(now_ms().wrapping_add(1000)) << 32 | 719;

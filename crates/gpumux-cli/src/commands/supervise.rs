@@ -36,7 +36,7 @@ const HEALTHY: Duration = Duration::from_secs(600);
 const ENDING: Duration = Duration::from_secs(10);
 /// How often the daemon is asked whether another member's fault has ended a program that still runs.
 const ASK_AGAIN: Duration = Duration::from_secs(1);
-/// How long such a program may take to end by itself: NVIDIA's driver may keep it waiting for ever for a server that is gone (H200,
+/// How long such a program may take to end by itself: NVIDIA's driver may keep it waiting without end for a server that is gone (H200,
 /// driver 580.159.04).
 const LINGERS: Duration = Duration::from_secs(10);
 /// Between two looks at the program.
@@ -275,7 +275,7 @@ fn fault_that_ended(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
     None
 }
 
-/// The first fault of another tenant, after the `last` one, by which this one lost its context, as far as the daemon knows.
+/// The first fault of another tenant, after the `last` one, by which this one lost its context, as far as is known.
 fn known_fault(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
     let status = client::block(async |client| client.status().await).ok()?;
     let mut faults = status.faults.into_iter();

@@ -347,7 +347,7 @@ impl Engine {
             let placed = self.placed.get(&met.tenant);
             placed.is_some_and(|name| **name == *group)
         });
-        members.any(|(id, met)| !met.page.is_told() && self.waits_in_vain(*id))
+        members.any(|(id, met)| !met.page.has_received_fault() && self.waits_in_vain(*id))
     }
 
     /// Whether it waits for work in a group that has failed.
@@ -367,7 +367,7 @@ impl Engine {
             let Some(met) = self.sessions.get_mut(&id) else {
                 continue;
             };
-            let waits = waits && !met.page.is_told();
+            let waits = waits && !met.page.has_received_fault();
             let since = waits.then(|| met.waits_since.unwrap_or(now));
             met.waits_since = since;
             if since.is_some_and(|since| now.saturating_sub(since) >= STUCK) {

@@ -186,7 +186,7 @@ fn serve(mut engine: Engine, queue: &mpsc::Receiver<Job>) {
             None => queue.recv().map_err(Into::into),
         };
         engine.woke(used().saturating_sub(before));
-        // Before any control: who was freed meanwhile is out of it, see `Engine::step`.
+        // Before any control: processes that freed themselves meanwhile are left alone, see `Engine::step`.
         engine.renew();
         match job {
             Ok(job) => {

@@ -574,7 +574,7 @@ fn who_lost_its_group_has_no_more_turns_and_does_not_wait_for_ever() {
     assert!(told.try_recv().is_err(), "nothing has failed");
     // An assertion is the affair of one alone.
     errors[1].set_fault(710);
-    errors[1].tell_fault();
+    errors[1].receive_fault();
     bench.run(Micros::from_secs(1));
     assert!(told.try_recv().is_err());
     assert!(!bench.engine.has_unaware("team"));
@@ -600,7 +600,7 @@ fn who_lost_its_group_has_no_more_turns_and_does_not_wait_for_ever() {
         told.try_recv(),
         Ok(crate::groups::Failure::Stuck { pid: 1002, .. })
     ));
-    errors[0].tell_fault();
+    errors[0].receive_fault();
     assert!(!bench.engine.has_unaware("team"));
     bench.run(Micros::from_secs(5));
     assert!(told.try_recv().is_err(), "it knows it now");

@@ -483,8 +483,8 @@ impl Tenants {
         });
     }
 
-    /// Waits until the tenant of this name is released, if all its processes have ended: who runs one program after another need
-    /// not know that this takes a moment.
+    /// Waits until the tenant of this name is released, if all its processes have ended: that takes a moment, and
+    /// the next program of this name may start at once.
     async fn await_end(&self, uid: u32, name: &str) {
         let released = async {
             loop {
@@ -497,7 +497,7 @@ impl Tenants {
                 self.events.after(last).await;
             }
         };
-        // What takes longer is told as a name that is taken.
+        // What takes longer ends as a name that is taken.
         let _ = tokio::time::timeout(RELEASES, released).await;
     }
 
