@@ -118,6 +118,48 @@ fn the_environment_names_tenant_and_socket_but_no_promise() {
 }
 
 #[test]
+fn frameworks_grow_unless_their_user_set_something() {
+    const JAX: &str = "XLA_PYTHON_CLIENT_PREALLOCATE";
+    const TENSORFLOW: &str = "TF_FORCE_GPU_ALLOW_GROWTH";
+    let node = Node::start();
+    let shown = |options: &str, program: &[&str], set: &[(&str, &str)]| {
+        let mut run = node.gpumux(["run"]);
+        run.args(options.split_whitespace()).arg("--").args(program);
+        for name in [JAX, TENSORFLOW, "XLA_CLIENT_MEM_FRACTION"] {
+            run.env_remove(name);
+        }
+        let finished = run.envs(set.iter().copied()).run().ok();
+        let given = [JAX, TENSORFLOW].map(|name| {
+            let line = finished.out.lines().find_map(|it| it.strip_prefix(name));
+            line.and_then(|it| it.strip_prefix('=')).map(str::to_owned)
+        });
+        (given, finished.err)
+    };
+    let texts =
+        |jax: Option<&str>, other: Option<&str>| [jax, other].map(|it| it.map(str::to_owned));
+    let script = node.dir().join("script.sh");
+    fs::write(&script, "env\n").expect("room");
+    let shell = ["sh", script.to_str().expect("text")];
+
+    let (given, line) = shown("", &shell, &[]);
+    assert_eq!(given, texts(Some("false"), Some("true")));
+    assert!(line.contains(JAX) && line.contains(TENSORFLOW), "{line}");
+    assert!(line.contains("--framework-memory leave"), "{line}");
+    // The user's own settings stay, and are not mentioned.
+    let (given, line) = shown("", &shell, &[("XLA_CLIENT_MEM_FRACTION", ".3")]);
+    assert_eq!(given, texts(None, Some("true")));
+    assert!(!line.contains(JAX) && line.contains(TENSORFLOW), "{line}");
+    let (given, line) = shown("", &shell, &[(JAX, "true"), (TENSORFLOW, "false")]);
+    assert_eq!(given, texts(Some("true"), Some("false")));
+    assert_eq!(line, "");
+    // Nothing is set where that is asked for, nor for a program that runs no Python.
+    let (given, line) = shown("--framework-memory leave", &shell, &[]);
+    assert_eq!((given, &*line), (texts(None, None), ""));
+    let (given, line) = shown("", &["env"], &[]);
+    assert_eq!((given, &*line), (texts(None, None), ""));
+}
+
+#[test]
 fn a_process_tree_is_one_tenant() {
     let node = Node::start();
     let tree = format!("{0} scratch & {0} scratch & wait", binary().display());

@@ -13,17 +13,23 @@ const HEAD: u64 = 64 << 10;
 
 /// Whether a program is known to be statically linked, so that nothing can be preloaded into it.
 pub(crate) fn is_static_program(program: &OsStr) -> bool {
-    let path = find(program);
-    let head = path.and_then(|path| {
-        let mut head = Vec::new();
-        File::open(path)
-            .ok()?
-            .take(HEAD)
-            .read_to_end(&mut head)
-            .ok()?;
-        Some(head)
-    });
-    head.is_some_and(|head| is_static(&head))
+    head(program, HEAD).is_some_and(|head| is_static(&head))
+}
+
+/// Whether a program is a script that names its interpreter.
+pub(crate) fn is_script(program: &OsStr) -> bool {
+    head(program, 2).is_some_and(|head| head == b"#!")
+}
+
+/// So many bytes of a program's beginning, or all.
+fn head(program: &OsStr, bytes: u64) -> Option<Vec<u8>> {
+    let mut head = Vec::new();
+    File::open(find(program)?)
+        .ok()?
+        .take(bytes)
+        .read_to_end(&mut head)
+        .ok()?;
+    Some(head)
 }
 
 /// The file that a shell would start.

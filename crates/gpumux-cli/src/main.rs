@@ -6,6 +6,7 @@ mod commands;
 mod elf;
 mod emulated;
 mod fingerprint;
+mod frameworks;
 mod libraries;
 mod logs;
 mod names;

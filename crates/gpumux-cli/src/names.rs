@@ -4,6 +4,7 @@ use std::{ffi::OsString, path::Path};
 
 /// Programs that run another one, named by their first argument that is no option or assignment.
 const WRAPPERS: [&str; 5] = ["env", "nohup", "nice", "setsid", "stdbuf"];
+const SHELLS: [&str; 4] = ["sh", "bash", "dash", "zsh"];
 /// Launchers of Python scripts, with options of their own.
 const LAUNCHERS: [&str; 6] = [
     "torchrun",
@@ -33,23 +34,45 @@ pub(crate) fn of(command: &[OsString]) -> String {
     find(&words).unwrap_or(fallback).to_owned()
 }
 
+/// Whether a command runs Python, a launcher of its scripts, or a shell's script.
+pub(crate) fn may_run_python(command: &[OsString]) -> bool {
+    let words: Vec<_> = command.iter().map(|word| word.to_string_lossy()).collect();
+    let mut words: Vec<&str> = words.iter().map(|word| &**word).collect();
+    while let Some(inner) = wrapped(&words) {
+        words.drain(..=inner);
+    }
+    words.split_first().is_some_and(|(word, rest)| {
+        let program = base(word);
+        let script = || rest.first().is_some_and(|word| !word.starts_with('-'));
+        is_python(program) || LAUNCHERS.contains(&program) || SHELLS.contains(&program) && script()
+    })
+}
+
+/// Where the command begins that a wrapper runs, after the wrapper.
+fn wrapped(words: &[&str]) -> Option<usize> {
+    let (program, rest) = words.split_first()?;
+    let is_inner =
+        |word: &&str| !word.starts_with('-') && !word.contains('=') && word.parse::<i64>().is_err();
+    (WRAPPERS.contains(&base(program)))
+        .then(|| rest.iter().position(is_inner))
+        .flatten()
+}
+
 fn find<'a>(words: &[&'a str]) -> Option<&'a str> {
     let (program, rest) = words.split_first()?;
     let program = base(program);
     if is_python(program) {
         python(program, rest)
     } else if WRAPPERS.contains(&program) {
-        let inner = rest.iter().position(|word| {
-            !word.starts_with('-') && !word.contains('=') && word.parse::<i64>().is_err()
-        })?;
+        let inner = wrapped(words)?;
         find(&rest[inner..])
     } else if LAUNCHERS.contains(&program) {
         launched(rest)
     } else {
         // A script that is a program itself, or that a shell runs.
-        let script = match program {
-            "sh" | "bash" | "dash" | "zsh" => rest.first().filter(|word| !word.starts_with('-')),
-            _ => words.first(),
+        let script = match SHELLS.contains(&program) {
+            true => rest.first().filter(|word| !word.starts_with('-')),
+            false => words.first(),
         };
         script.map(|script| stem(script))
     }
@@ -118,6 +141,32 @@ fn stem(path: &str) -> &str {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn commands_that_may_run_python_are_known() {
+        let may = |command: &str| {
+            let words: Vec<OsString> = command.split_whitespace().map(Into::into).collect();
+            may_run_python(&words)
+        };
+        for command in [
+            "python3 serve.py",
+            "/usr/bin/python3.12 -m pkg",
+            "env A=b nice -n 5 python serve.py",
+            "uv run serve.py",
+            "bash serve.sh",
+        ] {
+            assert!(may(command), "{command}");
+        }
+        for command in [
+            "./solver python",
+            "env A=b ./solver",
+            "env",
+            "gpumux workload idle",
+            "bash -c serve",
+        ] {
+            assert!(!may(command), "{command}");
+        }
+    }
 
     #[test]
     fn tenants_are_named_after_the_script() {

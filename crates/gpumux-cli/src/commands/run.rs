@@ -31,7 +31,9 @@ use super::{
     supervise::{Order, supervise},
 };
 use crate::{
-    background, elf, fingerprint, libraries,
+    background, elf, fingerprint,
+    frameworks::{self, FrameworkMemory},
+    libraries,
     logs::{self, Log},
     names, output,
 };
@@ -71,7 +73,9 @@ Environment given to the program: LD_PRELOAD (libgpumux.so is put first), GPUMUX
 GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1; in a group also CUDA_MPS_PIPE_DIRECTORY and \
 CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there; with \
 --memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device; with --gpu \
-CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID.";
+CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID. For Python, its launchers \
+and scripts also XLA_PYTHON_CLIENT_PREALLOCATE=false (JAX) and TF_FORCE_GPU_ALLOW_GROWTH=true \
+(TensorFlow), unless one of their settings of memory is set; one line names what was set.";
 
 /// Run a program as a tenant
 #[derive(clap::Args)]
@@ -103,6 +107,9 @@ pub(crate) struct Args {
     /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent
     #[arg(long, value_enum, default_value_t)]
     restart: Restart,
+    /// Whether JAX and TensorFlow take memory as they need it, where no variable of theirs is set for that
+    #[arg(long, value_enum, default_value_t)]
+    framework_memory: FrameworkMemory,
     /// Do not run the program unmanaged: without daemon it does not start
     #[arg(long)]
     strict: bool,
@@ -153,7 +160,10 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
             return Ok(become_program(program));
         }
     };
-    for line in notes(&args, &tenant) {
+    let grows = args.framework_memory == FrameworkMemory::Grow
+        && (names::may_run_python(&args.command) || elf::is_script(name));
+    let frameworks = grows.then(|| frameworks::set(&mut program)).flatten();
+    for line in notes(&args, &tenant).into_iter().chain(frameworks) {
         eprintln!("gpumux: {line}");
     }
     // Only a member of a group can be ended by another member's fault.
