@@ -943,6 +943,38 @@ fn daemon_restart_keeps_memory_accounting() {
     idler.kill();
 }
 
+/// What a program allocates while the daemon is away is its next daemon's to move.
+#[test]
+fn memory_allocated_without_daemon_moves_after_its_return() {
+    const SIZE: u64 = 64 << 20;
+    let mut node = Node::start();
+    let (start, ready) = (node.dir().join("start"), node.dir().join("ready"));
+    let job = format!(
+        "gpumux workload sweep --json --memory 64MiB --seconds 600 --start-file {} --ready-file {}",
+        start.display(),
+        ready.display()
+    );
+    let job = Process::start(&mut node.tenant("--name job", &job));
+    // Its session has begun.
+    node.wait_tenant("job", |it| bytes(it, "in_use") > 0);
+    node.kill_daemon();
+    wait_for("the loss of the daemon", PATIENCE, || {
+        job.err().contains("lost the daemon").then_some(())
+    });
+    File::create(&start).expect("room");
+    wait_for("its first pass", PATIENCE, || ready.exists().then_some(()));
+    node.start_daemon();
+    let back = node.wait_tenant("job", |it| bytes(it, "in_use") >= SIZE);
+    assert!(bytes(&back, "pinned") < SIZE, "{back:#}");
+    wait_for("it is moved", PATIENCE, || {
+        sleeps(&node, "job").then_some(())
+    });
+    // Its next pass wakes it.
+    node.wait_tenant("job", |it| it["moves"]["out_bytes"].as_u64() >= Some(SIZE));
+    job.signal(Signal::TERM);
+    verified(&job.finish());
+}
+
 #[test]
 fn a_sleeper_that_is_killed_leaves_nothing() {
     let node = Node::start();

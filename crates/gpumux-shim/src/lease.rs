@@ -38,8 +38,8 @@ struct State {
 }
 
 static STATE: Mutex<Option<State>> = Mutex::new(None);
-/// There is a session.
-static UP: AtomicBool = AtomicBool::new(false);
+/// There is a session, or was one.
+static EVER_UP: AtomicBool = AtomicBool::new(false);
 /// Its daemon's revision.
 static REVISION: AtomicU32 = AtomicU32::new(0);
 static CHANGED: Condvar = Condvar::new();
@@ -69,9 +69,14 @@ fn settled() -> MutexGuard<'static, Option<State>> {
     guard
 }
 
-/// Whether a daemon manages this process; waits for the session's beginning.
+/// Whether a daemon manages this process's memory, or did and may come back; waits for the first session's beginning.
+pub(crate) fn is_managed() -> bool {
+    EVER_UP.load(Ordering::Acquire) || await_link()
+}
+
+/// Whether there is a session that manages this process's memory; waits for the first one's beginning.
 pub(crate) fn await_link() -> bool {
-    UP.load(Ordering::Acquire) || state(&mut settled()).link == Link::Up
+    state(&mut settled()).link == Link::Up
 }
 
 /// Asks, and waits for the answer: two numbers. None: no daemon manages this process.
@@ -131,7 +136,7 @@ pub(crate) fn set_up(up: bool, first: Vec<Shim>) {
     let mut guard = lock();
     let it = state(&mut guard);
     it.link = if up { Link::Up } else { Link::Down };
-    UP.store(up, Ordering::Release);
+    EVER_UP.fetch_or(up, Ordering::AcqRel);
     it.outbox = first.into();
     if !up {
         it.answers.clear();
