@@ -943,6 +943,89 @@ fn daemon_restart_keeps_memory_accounting() {
     idler.kill();
 }
 
+/// A pool keeps freed memory, as PyTorch's and CuPy's do: it is the tenant's until another tenant lacks it.
+#[test]
+fn pool_keeps_its_memory_until_others_lack_it() {
+    const PROGRAM: &str = r#"
+import sys
+use_device()
+pool = ctypes.c_void_p()
+call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), 0)
+call("cuMemPoolSetAttribute", pool, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))
+def use(value):
+    memory, size = ctypes.c_uint64(), 600 << 20
+    call("cuMemAllocAsync", ctypes.byref(memory), ctypes.c_size_t(size), None)
+    call("cuMemsetD8Async", memory, value, ctypes.c_size_t(size), None)
+    last = ctypes.c_ubyte()
+    call("cuMemcpyDtoH_v2", ctypes.byref(last), ctypes.c_uint64(memory.value + size - 1), ctypes.c_size_t(1))
+    assert last.value == value
+    call("cuMemFreeAsync", memory, None)
+    call("cuStreamSynchronize", None)
+for value in range(1, 20):
+    use(value)
+    print(value, flush=True)
+    if not sys.stdin.readline():
+        break
+"#;
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    const KEPT: u64 = 600 << 20;
+    let node = Node::with_memory(1 << 30);
+    let Some(command) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut keeper = Process::start(&mut node.tenant("--name keeper", &command));
+    node.wait_tenant("keeper", |it| bytes(it, "in_use") >= KEPT);
+    keeper.wait_lines(1);
+    // Longer than pools are counted anew: it still has all of it.
+    std::thread::sleep(Duration::from_millis(2500));
+    let kept = node.find_tenant("keeper").expect("it runs");
+    assert!(bytes(&kept, "in_use") >= KEPT, "{kept:#}");
+    assert!(bytes(&kept, "pinned") < KEPT, "{kept:#}");
+    // There is room for the next, at once: nothing has to be moved for it.
+    let next = "gpumux workload idle --seconds 1 --memory 700MiB";
+    node.tenant("--name next", next).run().ok();
+    let left = node.find_tenant("keeper").expect("it runs");
+    assert!(bytes(&left, "in_use") < 100 << 20, "{left:#}");
+    assert_eq!(left["moves"]["outs"], 0, "{left:#}");
+    // It takes from the device again what it needs.
+    keeper.write("\n");
+    keeper.wait_lines(2);
+    // A tenant that sleeps leaves nothing in its pools.
+    assert!(sleeps(&node, "keeper"));
+    let asleep = node.find_tenant("keeper").expect("it runs");
+    assert!(bytes(&asleep, "in_use") < 100 << 20, "{asleep:#}");
+    keeper.kill();
+}
+
+/// The driver's default: a pool gives back what is free when the program waits next.
+#[test]
+fn pool_that_keeps_nothing_is_not_counted() {
+    const PROGRAM: &str = r#"
+import time
+use_device()
+memory, size = ctypes.c_uint64(), ctypes.c_size_t(256 << 20)
+call("cuMemAllocAsync", ctypes.byref(memory), size, None)
+call("cuStreamSynchronize", None)
+print("there", flush=True)
+time.sleep(1.5)
+call("cuMemFreeAsync", memory, None)
+call("cuStreamSynchronize", None)
+time.sleep(600)
+"#;
+    let node = Node::start();
+    let Some(command) = python(&node, PROGRAM) else {
+        return;
+    };
+    let program = Process::start(&mut node.tenant("--name pool", &command));
+    node.wait_tenant("pool", |it| bytes(it, "in_use") >= 256 << 20);
+    // Not more than what is kept of a lease.
+    node.wait_tenant("pool", |it| bytes(it, "in_use") <= 128 << 20);
+    program.kill();
+}
+
 /// What a program allocates while the daemon is away is its next daemon's to move.
 #[test]
 fn memory_allocated_without_daemon_moves_after_its_return() {

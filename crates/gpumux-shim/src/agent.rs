@@ -31,6 +31,7 @@ use crate::{
     gate, guard, hold, ipc, lease, memory,
     notice::say,
     own::OwnFd,
+    pools,
     process::{Agent, Picture, Process},
     reclaim,
     swap::Mover,
@@ -280,6 +281,7 @@ impl Session {
                 true => Some(Duration::ZERO),
                 false => settles,
             };
+            let settles = pools::look(settles);
             let events = if full {
                 PollFlags::IN | PollFlags::OUT
             } else {

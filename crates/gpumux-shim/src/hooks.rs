@@ -33,7 +33,7 @@ use crate::{
     },
     gate, ipc,
     memory::{self, ArrayShape, FlatShape},
-    next, physical,
+    next, physical, pools,
     predictor::Call,
     trace, unlisted,
     vmm::Access,
@@ -338,9 +338,10 @@ hooks! {
     cuArrayDestroy(array: u64) (real) => memory::destroy_array(array, real);
     cuMipmappedArrayDestroy(array: u64) (real) => memory::destroy_array(array, real);
     cuMemFree_v2(address: CUdeviceptr) (real) => memory::free(address, real);
-    [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { memory::alloc_native(out, bytes, real) };
-    [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: *mut c_void, stream: CUstream) (real, _own) => unsafe { memory::alloc_native(out, bytes, real) };
+    [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { memory::alloc_pooled(out, bytes, None, real) };
+    [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: u64, stream: CUstream) (real, _own) => unsafe { memory::alloc_pooled(out, bytes, Some(pool), real) };
     [cuMemFreeAsync_ptsz] cuMemFreeAsync(address: CUdeviceptr, stream: CUstream) (real, _own) => memory::free_async(address, real);
+    cuMemPoolDestroy(pool: u64) (real) => pools::destroy(pool, real);
     cuMemCreate(handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64) (real) => unsafe { memory::create(handle, bytes, prop, flags, real) };
     cuMemRelease(handle: u64) (real) => memory::release_handle(handle, real);
     cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: u64, flags: u64) (real) => physical::map(address, bytes, offset, handle, flags, real);

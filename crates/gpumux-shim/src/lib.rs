@@ -35,6 +35,7 @@ mod next;
 mod notice;
 mod own;
 mod physical;
+mod pools;
 mod predictor;
 mod process;
 mod ranges;

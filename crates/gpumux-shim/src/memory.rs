@@ -27,6 +27,7 @@ use crate::{
     gate, guard, ipc, lease,
     notice::say,
     physical::{self, Physical},
+    pools::{self, Pool},
     process,
     ranges::{self, Allocation},
     swap,
@@ -88,6 +89,8 @@ struct Native {
     device: c_int,
     bytes: u64,
     context: u64,
+    /// The pool that it is from; 0: none.
+    pool: u64,
 }
 
 /// One device, and the lease on it.
@@ -132,6 +135,8 @@ pub(crate) struct Space {
     pub(crate) exports: BTreeMap<u128, ipc::Export>,
     /// Other processes' memory that is open here, by address.
     pub(crate) imports: BTreeMap<u64, ipc::Import>,
+    /// The driver's pools, by their handles.
+    pub(crate) pools: BTreeMap<u64, Pool>,
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
@@ -260,7 +265,7 @@ impl Device {
 }
 
 /// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
-fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
+pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
     // What is there is taken at once, so that no thread gives it back while more is requested.
     let found = with(|space| {
         let known = space.devices.get_mut(&device)?;
@@ -356,6 +361,7 @@ pub(crate) fn let_go(at: u64, block: &Block) {
 
 /// Gives back all that is granted and not used.
 pub(crate) fn trim() {
+    pools::trim();
     drop_spares(|_| true);
     tell_with(|space| {
         space.devices.values_mut().for_each(Device::trim);
@@ -857,12 +863,16 @@ fn end_context(
             });
             (result, ended)
         });
+        let is_over = ended.is_some();
         let (context, blocks, natives) = ended.unwrap_or_default();
         ipc::forget_context(context);
         for (at, block) in blocks {
             let_go(at, &block);
         }
         give_natives(natives);
+        if is_over {
+            pools::forget_unused();
+        }
         result
     })
 }
@@ -1023,25 +1033,75 @@ unsafe fn count_native(
     if let Err(result) = make_native(device, bytes, real) {
         return result;
     }
+    // SAFETY: the driver has just written there.
+    note_native(unsafe { *out }, device, bytes, 0);
+    SUCCESS
+}
+
+/// Notes what the driver has given out at an address.
+fn note_native(at: u64, device: c_int, bytes: u64, pool: u64) {
     let native = Native {
         device,
         bytes,
         context: current_context().unwrap_or(0),
+        pool,
     };
-    // SAFETY: the driver has just written there.
-    let at = unsafe { *out };
     // What had this address before has gone unseen.
     give_natives(with(|space| space.natives.insert(at, native)));
-    SUCCESS
 }
 
 fn give_natives(gone: impl IntoIterator<Item = Native>) {
     for it in gone {
-        give(it.device, it.bytes, true);
+        match it.pool != 0 && with(|space| space.put_back(it.pool, it.bytes)) {
+            true => pools::freed(),
+            false => give(it.device, it.bytes, true),
+        }
     }
 }
 
-/// An allocation that the driver keeps: managed or stream-ordered.
+/// A stream-ordered allocation, from a pool that the program names or the device's.
+///
+/// # Safety
+/// `out` must be what the program passed.
+pub(crate) unsafe fn alloc_pooled(
+    out: *mut u64,
+    bytes: usize,
+    pool: Option<u64>,
+    real: impl Fn() -> CUresult,
+) -> CUresult {
+    // What is captured allocates when its graph runs, and is not seen.
+    let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
+    let device = counted.then(current_device).flatten();
+    let pool = |device| Some((device, pool.or_else(|| pools::of_device(device))?));
+    let Some((device, pool)) = device.and_then(pool) else {
+        // SAFETY: the caller's.
+        return unsafe { alloc_native(out, bytes, real) };
+    };
+    let bytes = bytes as u64;
+    let made = in_time(|| {
+        let need = pools::take(pool, device, bytes).ok_or(Refused::ByBooks)?;
+        match gate::through(&real) {
+            SUCCESS => Ok(need),
+            result => {
+                pools::give(pool, device, bytes, need);
+                Err(Refused::ByDriver(result))
+            }
+        }
+    });
+    match made {
+        Ok(need) => {
+            // SAFETY: the driver has just written there.
+            note_native(unsafe { *out }, device, bytes, pool);
+            if need > 0 {
+                pools::grown(pool);
+            }
+            SUCCESS
+        }
+        Err(result) => result,
+    }
+}
+
+/// An allocation that the driver keeps: managed memory.
 ///
 /// # Safety
 /// `out` must be what the program passed.
@@ -1277,6 +1337,34 @@ pub(crate) fn set_pointer_attribute(
 }
 
 impl Space {
+    /// A pool of the driver's and its allocations are not told apart from now on.
+    pub(crate) fn remove_pool(&mut self, handle: u64) -> Option<Pool> {
+        let natives = self.natives.values_mut().filter(|it| it.pool == handle);
+        natives.for_each(|it| it.pool = 0);
+        self.pools.remove(&handle)
+    }
+
+    /// A pool has taken so much more of a device. What the daemon must receive.
+    pub(crate) fn book_more(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
+        let device = self.devices.get_mut(&device).filter(|_| bytes > 0)?;
+        device.movable.used += bytes;
+        device.movable.granted = device.movable.granted.max(device.movable.used);
+        Some(device.holds())
+    }
+
+    /// So much of a device counts as pinned from now on, or as movable.
+    pub(crate) fn shift(&mut self, device: c_int, bytes: u64, pinned: bool) {
+        let Some(device) = self.devices.get_mut(&device) else {
+            return;
+        };
+        let from = device.lease(!pinned);
+        from.granted = from.granted.saturating_sub(bytes);
+        from.used = from.used.saturating_sub(bytes);
+        let to = device.lease(pinned);
+        to.granted += bytes;
+        to.used += bytes;
+    }
+
     fn pin(&mut self, at: u64) -> Option<Shim> {
         let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
         let stayed = block.stays();
@@ -1316,24 +1404,14 @@ impl Space {
 
     /// So much of a device does not move any more. What the daemon must hear.
     pub(crate) fn book_as_pinned(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
-        let device = self.devices.get_mut(&device)?;
-        for lease in [&mut device.movable.granted, &mut device.movable.used] {
-            *lease = lease.saturating_sub(bytes);
-        }
-        device.pinned.granted += bytes;
-        device.pinned.used += bytes;
-        Some(device.holds())
+        self.shift(device, bytes, true);
+        Some(self.devices.get_mut(&device)?.holds())
     }
 
     /// So much of a device moves again. What the daemon must receive.
     fn book_as_movable(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
-        let device = self.devices.get_mut(&device)?;
-        for lease in [&mut device.pinned.granted, &mut device.pinned.used] {
-            *lease = lease.saturating_sub(bytes);
-        }
-        device.movable.granted += bytes;
-        device.movable.used += bytes;
-        Some(device.holds())
+        self.shift(device, bytes, false);
+        Some(self.devices.get_mut(&device)?.holds())
     }
 
     /// Memory that another process made is accounted to this one, or no longer. What the daemon must receive.
@@ -1639,6 +1717,7 @@ mod tests {
             device: 0,
             bytes: 1,
             context: 2,
+            pool: 0,
         };
         space.natives.insert(1, native);
         space.hand_over(1, 3);

@@ -26,7 +26,7 @@ use crate::{
     memory::{self, Block},
     notice::say,
     own::OwnFd,
-    physical, vmm,
+    physical, pools, vmm,
     work::{self, within},
 };
 
@@ -230,6 +230,7 @@ impl Mover {
         };
         // What was allocated meanwhile needs room too.
         let ready = if quiet {
+            pools::trim();
             memory::drop_spares(|_| true);
             self.prepare(least)
         } else {
