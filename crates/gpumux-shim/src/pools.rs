@@ -174,6 +174,11 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
     let mut due = guard::lock(&DUE);
     let now = Instant::now();
     let at = *due.get_or_insert(now + PERIOD);
+    if now >= at && work::is_capturing_anywhere() {
+        // Questions wait until it has ended.
+        *due = None;
+        return Some(most.map_or(PERIOD, |most| most.min(PERIOD)));
+    }
     if now < at {
         return Some(most.map_or(at - now, |most| most.min(at - now)));
     }
