@@ -120,9 +120,11 @@ class Generate:
     def tokens(self, order: dict[str, Any]) -> dict[str, Any]:
         """Tokens from before `start` to `stop`: the times between them, and how many there were."""
         start, stop, kind = order["start"], order["stop"], order["kind"]
-        if kind != "batching":
+        if kind == "eager":
             self.stop_batching()
         sequences = getattr(self, kind)(start, stop, random.Random(order["seed"]))
         between = [(end - begin) * 1e3 for times in sequences for begin, end in zip(times, times[1:]) if begin >= start and end <= stop]
         calls = sum(start <= it <= stop for times in sequences for it in times)
+        if not between:
+            raise RuntimeError(f"{kind}: no two tokens between start and stop: raise --seconds")
         return {"latencies_ms": between, "calls": calls, "seconds": stop - start}

@@ -29,6 +29,7 @@ fn snapshot() -> Snapshot {
         },
         demand_since: Micros::ZERO,
         expected: None,
+        tolerated: None,
         received: Micros::ZERO,
         timeslice: Timeslice::DEFAULT,
         run: RunState::Enabled,

@@ -46,6 +46,7 @@ fn main() {
         demand: Demand::Busy,
         demand_since: Micros::ZERO,
         expected: None,
+        tolerated: None,
         received: Micros::ZERO,
         timeslice: Timeslice::DEFAULT,
         run: RunState::Enabled,

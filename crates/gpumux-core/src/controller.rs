@@ -25,8 +25,8 @@ use std::{
 };
 
 use crate::{
-    Account, Calm, Costs, Demand, DomainId, DomainState, Lever, Micros, Policy, Rhythm, RunState,
-    TenantId, TenantSpec, Timeslice, UserId, gang,
+    Account, Calm, Costs, Demand, DomainId, DomainState, Launches, Lever, Micros, Policy, Progress,
+    Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang,
 };
 
 use device::Device;
@@ -64,6 +64,8 @@ pub enum Event {
     Demand(DomainId, Demand),
     /// Whether it has work at this moment or holds the device ahead of some. Only controls wait for this.
     AtWork(DomainId, bool),
+    /// What its program has done so far, if that has changed.
+    Progress(DomainId, Progress),
     /// Work came at this moment, after a pause.
     Arrival(DomainId, Micros),
     /// It must not run, because its memory is away; or may again.
@@ -178,6 +180,9 @@ pub struct Domain {
     under_way: bool,
     at_work: bool,
     rhythm: Rhythm,
+    launches: Launches,
+    /// How long it had been frozen when that was looked at.
+    frozen_before: Micros,
     fault: Option<Fault>,
     /// When it last failed, and for how long it was to be left alone then.
     last_fault: Option<(Micros, Micros)>,
@@ -207,6 +212,7 @@ impl Domain {
                 demand: new.demand,
                 demand_since: now,
                 expected: None,
+                tolerated: None,
                 received: Micros::ZERO,
                 timeslice: new.timeslice,
                 run: RunState::Enabled,
@@ -219,6 +225,8 @@ impl Domain {
             under_way: false,
             at_work: false,
             rhythm: Rhythm::default(),
+            launches: Launches::default(),
+            frozen_before: Micros::ZERO,
             fault: None,
             last_fault: None,
             before,
@@ -324,6 +332,8 @@ pub enum Mutation {
     ControlTheGone,
     /// A slice that another program set is not set again.
     IgnoreFound,
+    /// Neighbours of a program that was launch-bound keep the longer timeslice.
+    TolerateForEver,
 }
 
 /// See the module's description.
@@ -478,6 +488,7 @@ impl Controller {
             | Event::Demand(id, _)
             | Event::AtWork(id, _)
             | Event::Arrival(id, _)
+            | Event::Progress(id, _)
             | Event::Parked(id, _)
             | Event::Found(id, _)
             | Event::Unreadable(id)
@@ -494,6 +505,15 @@ impl Controller {
         match event {
             Event::AtWork(_, at_work) => domain.at_work = at_work,
             Event::Arrival(_, at) => domain.rhythm.came(at),
+            Event::Progress(_, progress) => {
+                let keeps = self.mutation == Some(Mutation::TolerateForEver);
+                if keeps && domain.state.tolerated.is_some() {
+                    return;
+                }
+                let tenant = self.tenants.get(&domain.state.tenant);
+                let slowdown = tenant.map_or(0.0, |(_, spec)| spec.slowdown());
+                device.progress(now, id, progress, slowdown);
+            }
             Event::Demand(_, demand) if domain.state.demand != demand => {
                 if domain.gives_way() {
                     device.quiet = 0;

@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 mod accounts;
+mod launches;
 mod plan;
 mod rhythm;
 mod snapshot;
@@ -26,6 +27,7 @@ pub mod space;
 pub mod tamper;
 
 pub use accounts::{Account, Accounts, fractions};
+pub use launches::{Launches, Progress};
 pub use plan::{Calm, DomainPlan, Lever, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;

@@ -52,6 +52,9 @@ pub struct DomainState {
     /// When work is expected to come, of a domain where it comes at regular times (see [`crate::Rhythm`]).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub expected: Option<Micros>,
+    /// The timeslice that its neighbours may have while it is launch-bound (see [`crate::Launches`]); none: the shortest.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tolerated: Option<Timeslice>,
     /// Device time it has received so far (see [`crate::Accounts`]). Never falls.
     pub received: Micros,
     /// The slice it has now.
@@ -130,6 +133,7 @@ impl Snapshot {
             demand: Demand::Unknown,
             demand_since: Micros::ZERO,
             expected: None,
+            tolerated: None,
             received: Micros::ZERO,
             timeslice: Timeslice::DEFAULT,
             run: RunState::Enabled,

@@ -198,6 +198,9 @@ pub enum SpecError {
     },
 }
 
+/// See [`TenantSpec::slowdown`].
+const SLOWDOWN: f64 = 0.05;
+
 impl TenantSpec {
     /// Weights that make sense: a million to one between the extremes.
     pub const WEIGHTS: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
@@ -235,6 +238,15 @@ impl TenantSpec {
                 limit,
             }),
             _ => Ok(()),
+        }
+    }
+
+    /// By which part its requests may take longer for the sake of others, if it is launch-bound (see [`crate::Launches`]): that of others
+    /// than latency tenants is not looked at.
+    pub fn slowdown(&self) -> f64 {
+        match self.class {
+            Class::Latency => SLOWDOWN,
+            Class::Standard | Class::Batch => 0.0,
         }
     }
 

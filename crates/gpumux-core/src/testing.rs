@@ -13,6 +13,7 @@ pub(crate) fn domain(id: u64, tenant: u64) -> DomainState {
         demand: Demand::Busy,
         demand_since: Micros::ZERO,
         expected: None,
+        tolerated: None,
         received: Micros::ZERO,
         timeslice: Timeslice::DEFAULT,
         run: RunState::Enabled,

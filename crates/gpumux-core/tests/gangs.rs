@@ -108,6 +108,7 @@ impl World {
                     demand: Demand::Busy,
                     demand_since: Micros::ZERO,
                     expected: None,
+                    tolerated: None,
                     received: Micros::ZERO,
                     timeslice: Timeslice::DEFAULT,
                     run: RunState::Enabled,

@@ -100,6 +100,7 @@ impl World {
             demand,
             demand_since: self.now.now,
             expected: None,
+            tolerated: None,
             received: Micros::ZERO,
             timeslice: Timeslice::DEFAULT,
             run: RunState::Enabled,

@@ -8,8 +8,8 @@ use std::collections::BTreeMap;
 use gpumux_core::controller::{Controller, Event, NewDomain, Outcome};
 use gpumux_core::policy::Bound;
 use gpumux_core::{
-    Costs, Demand, DomainId, Lever, Micros, Policy, Snapshot, TenantId, TenantSpec, Timeslice,
-    UserId,
+    Costs, Demand, DomainId, Lever, Micros, Policy, Progress, Snapshot, TenantId, TenantSpec,
+    Timeslice, UserId,
 };
 
 use crate::gpu::{Gpu, GroupId, Nanos};
@@ -124,6 +124,12 @@ impl Daemon {
     /// The daemon learns of a domain's demand.
     pub(crate) fn demand(&mut self, now: Nanos, id: DomainId, demand: Demand) {
         let event = Event::Demand(id, demand);
+        self.controller.handle(micros(now), event);
+    }
+
+    /// The daemon learns what a program has done so far.
+    pub(crate) fn progress(&mut self, now: Nanos, id: DomainId, progress: Progress) {
+        let event = Event::Progress(id, progress);
         self.controller.handle(micros(now), event);
     }
 

@@ -6,7 +6,8 @@ use std::collections::{BTreeMap, BTreeSet, BinaryHeap, VecDeque};
 use gpumux_core::policy::Bound;
 use gpumux_core::space::{self, Applicant, Rule, Way};
 use gpumux_core::{
-    Class, Demand, DomainId, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, policy,
+    Class, Demand, DomainId, Micros, Progress, Snapshot, TenantId, TenantSpec, TenantState,
+    Timeslice, UserId, policy,
 };
 use rand::SeedableRng;
 use rand::rngs::StdRng;
@@ -144,6 +145,9 @@ struct Place {
     /// Requests launched here and not complete.
     outstanding: usize,
     changed: Nanos,
+    /// What the program has done, and pieces of work launched so far.
+    progress: Progress,
+    pieces: u64,
     check_due: bool,
     /// Progress at the last tick, at the start of the window, and at the end of the warm-up.
     seen: Nanos,
@@ -516,6 +520,8 @@ impl<'a> Simulation<'a> {
                 trust,
                 outstanding: 0,
                 changed: self.now,
+                progress: Progress::default(),
+                pieces: 0,
                 check_due: false,
                 seen: 0,
                 window: 0,
@@ -898,6 +904,7 @@ impl<'a> Simulation<'a> {
                 },
             )
             .expect("its own");
+            self.players[tenant].places[place].pieces += 1;
             let awaited = Awaited {
                 tenant,
                 place,
@@ -1026,6 +1033,9 @@ impl<'a> Simulation<'a> {
             true => {
                 player.wanted += now - state.changed.max(warmup).min(now);
                 used.outstanding -= 1;
+                state.progress.waits += 1;
+                state.progress.pieces = state.pieces;
+                state.progress.busy += Micros((now - state.changed) / 1_000);
             }
             false => {
                 state.progressed = now;
@@ -1064,9 +1074,11 @@ impl<'a> Simulation<'a> {
         let busy = places
             .flat_map(|player| &player.places)
             .any(|place| place.outstanding > 0 && (place.device, place.id) == (device, id));
+        let progress = self.players[tenant].places[place].progress;
         let Some(daemon) = &mut self.daemon else {
             return;
         };
+        daemon.progress(self.now, id, progress);
         if busy {
             daemon.demand(self.now, id, Demand::Busy);
         } else if self.now >= changed + delay {

@@ -1,7 +1,7 @@
 //! The scenarios that come with gpumux: all can be played, those that were measured on an H100 come out
 //! as measured, and what the policies promise is kept.
 
-use gpumux_sim::{Mode, ModeReport, Report, Scenario, TenantReport, run};
+use gpumux_sim::{Mode, ModeReport, Report, Scenario, TenantReport, Work, run};
 
 macro_rules! scenarios {
     ($($name:literal),* $(,)?) => {
@@ -13,6 +13,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "2graph+train",
     "borrow",
     "bursty",
+    "decode+train",
     "eager+train",
     "eager+train-8ms",
     "everybody-latency",
@@ -229,6 +230,37 @@ fn real_programs_share_as_measured() {
         .expect("requests");
     check("two p50", each.p50_ms, 1.18, 0.10);
     check("two p99", each.p99_ms, 2.3, 0.10);
+}
+
+/// The first timeslice that is tried is too long in the model, the second is not. (An H200 keeps 0.95 of training at the first.)
+#[test]
+fn launch_bound_program_and_its_neighbour_lose_little() {
+    let mut known = scenario("decode+train");
+    known.seconds = 6.0;
+    known.modes = vec![Mode::Alone, Mode::Gpumux];
+    let played = |known: &Scenario| {
+        let report = run(known).expect("played");
+        let token = |it| p50_us(mode(&report, it), "decode");
+        let training = tenant(mode(&report, Mode::Gpumux), "resnet152").received;
+        (token(Mode::Gpumux) / token(Mode::Alone), training)
+    };
+    let (token, training) = played(&known);
+    assert!(
+        token < 1.05 && training > 0.45,
+        "eager: {token:.3} of alone; training {training:.3}"
+    );
+    // The same time on the device as a graph: it takes no longer than with the shortest timeslice, which is what an objective of 10 µs sets.
+    let decode = &mut known.tenants[0];
+    if let Work::Kernels { launch_us, .. } = &mut decode.work {
+        *launch_us = 0.0;
+    }
+    let (graph, _) = played(&known);
+    known.tenants[0].latency_objective_us = Some(10);
+    let (shortest, _) = played(&known);
+    assert!(
+        graph <= shortest,
+        "graph: {graph:.3}, {shortest:.3} of alone"
+    );
 }
 
 #[test]

@@ -22,7 +22,7 @@ use crate::{
     sync::{AtomicU64, Ordering},
 };
 
-pub use crate::slot::{Arrival, HintCounts, Slot, Work};
+pub use crate::slot::{Arrival, HintCounts, Slot, Waits, Work};
 
 /// Groups that can have a slot.
 pub const SLOTS: usize = 64;
@@ -246,6 +246,28 @@ mod tests {
 
     use super::*;
     use crate::{clock::now_ns, slot::PAUSE};
+
+    #[test]
+    fn waits_count_once_all_that_was_submitted_is_done() {
+        let slot = Slot::default();
+        assert_eq!(slot.waits(), Some(Waits::default()));
+        for _ in 0..3 {
+            slot.submit();
+        }
+        slot.complete(2);
+        assert_eq!(slot.waits(), Some(Waits::default()), "one is not done");
+        slot.complete(3);
+        let first = slot.waits().expect("no other thread");
+        assert_eq!((first.count, first.pieces), (1, 3));
+        slot.complete(3);
+        assert_eq!(slot.waits(), Some(first), "there was nothing to wait for");
+        let upto = slot.submit();
+        std::thread::sleep(std::time::Duration::from_millis(2));
+        slot.complete(upto);
+        let second = slot.waits().expect("no other thread");
+        assert_eq!((second.count, second.pieces), (2, 4));
+        assert!(second.busy_ns >= first.busy_ns + 2_000_000, "{second:?}");
+    }
 
     #[test]
     fn the_reader_sees_what_the_writer_counts() {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use crate::{
     clock::now_ns,
-    sync::{AtomicU64, Ordering},
+    sync::{AtomicU64, Ordering, fence},
 };
 
 /// Counters of one channel group, on cache lines of their own.
@@ -25,6 +25,14 @@ pub struct Slot {
     pub(crate) came: AtomicU64,
     /// When some last came at all while none was there. For the writer.
     pub(crate) touched: AtomicU64,
+    /// When the first piece was submitted of those that are not done. For the writer.
+    began: AtomicU64,
+    /// Twice how often all work was done after some was not; odd while the two counters below change.
+    waits: AtomicU64,
+    /// Pieces that were submitted until then.
+    settled: AtomicU64,
+    /// How long that took each time, from `began`, in ns.
+    busy: AtomicU64,
 }
 
 /// When work came; no other came then.
@@ -78,6 +86,17 @@ impl HintCounts {
     }
 }
 
+/// How often a program has waited for all that it had submitted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Waits {
+    /// So often.
+    pub count: u64,
+    /// Pieces of work of these.
+    pub pieces: u64,
+    /// Time from the first piece of each until it was known to be done, in ns.
+    pub busy_ns: u64,
+}
+
 /// What a slot says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Work {
@@ -99,18 +118,25 @@ impl Slot {
     pub fn submit(&self) -> u64 {
         let before = self.submitted.fetch_add(1, Ordering::AcqRel);
         if self.completed.load(Ordering::Relaxed) >= before {
-            self.comes();
+            let now = self.come();
+            self.began.store(now, Ordering::Relaxed);
         }
         before + 1
     }
 
     /// Work comes, or is about to, and none is there.
     pub fn comes(&self) {
+        self.come();
+    }
+
+    /// The same; returns the time.
+    fn come(&self) -> u64 {
         let now = now_ns();
         let before = self.touched.swap(now, Ordering::Relaxed);
         if now.saturating_sub(before) >= PAUSE {
             self.came.store(now, Ordering::Relaxed);
         }
+        now
     }
 
     /// The last arrival of work after a pause, whatever the writer put there.
@@ -125,7 +151,39 @@ impl Slot {
 
     /// Says that the first `upto` pieces are done.
     pub fn complete(&self, upto: u64) {
-        self.completed.fetch_max(upto, Ordering::AcqRel);
+        let before = self.completed.fetch_max(upto, Ordering::AcqRel);
+        if before < upto && upto >= self.submitted.load(Ordering::Acquire) {
+            self.settle(upto);
+        }
+    }
+
+    /// Counts a wait. One that ends in another thread at the same moment is left out.
+    fn settle(&self, pieces: u64) {
+        let waits = self.waits.load(Ordering::Acquire);
+        let odd = waits | 1;
+        let (write, own) = (Ordering::AcqRel, Ordering::Relaxed);
+        if waits == odd || (self.waits.compare_exchange(waits, odd, write, own)).is_err() {
+            return;
+        }
+        fence(Ordering::Release);
+        let took = now_ns().saturating_sub(self.began.load(own));
+        self.settled.store(pieces, own);
+        self.busy.store(self.busy.load(own).wrapping_add(took), own);
+        self.waits.store(odd.wrapping_add(1), Ordering::Release);
+    }
+
+    /// How often the program has waited for all that it had submitted, whatever the writer put there; none if that
+    /// changes just now.
+    pub fn waits(&self) -> Option<Waits> {
+        let before = self.waits.load(Ordering::Acquire);
+        let found = Waits {
+            count: before / 2,
+            pieces: self.settled.load(Ordering::Relaxed),
+            busy_ns: self.busy.load(Ordering::Relaxed),
+        };
+        fence(Ordering::Acquire);
+        let after = self.waits.load(Ordering::Relaxed);
+        (before == after && before.is_multiple_of(2)).then_some(found)
     }
 
     /// Adds to the counts of hints.

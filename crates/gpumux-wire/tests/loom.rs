@@ -14,7 +14,7 @@ use loom::{
 mod slot;
 
 mod sync {
-    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering};
+    pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
 }
 
 mod clock {
@@ -65,6 +65,25 @@ fn threads_that_submit_and_complete_lose_no_work() {
         let (one, two) = (one.join().unwrap(), two.join().unwrap());
         assert_eq!(one + two, 3, "each has a number of its own");
         assert_eq!(slot.work(), Work::Idle(2));
+    });
+}
+
+#[test]
+fn waits_are_read_together_with_their_pieces() {
+    loom::model(|| {
+        let slot = Arc::new(Slot::default());
+        let writer = Arc::clone(&slot);
+        let writer = thread::spawn(move || {
+            for _ in 0..2 {
+                let number = writer.submit();
+                writer.complete(number);
+            }
+        });
+        if let Some(waits) = slot.waits() {
+            assert_eq!(waits.pieces, waits.count);
+        }
+        writer.join().unwrap();
+        assert_eq!(slot.waits().map(|it| it.count), Some(2));
     });
 }
 

@@ -8,7 +8,8 @@ use std::{
 use super::{AWAY, Domain, Fault, TICK};
 use crate::{
     Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
-    RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::levers, space,
+    Progress, RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::levers,
+    space,
 };
 
 /// Looking costs at most this part of one CPU (as its reciprocal), and a part of that once nothing has changed in so many looks: what
@@ -117,6 +118,33 @@ impl Device {
                     it.state.id != id && !together && it.competes(now)
                 })
         })
+    }
+
+    /// What a program has done by now; its requests may take longer by the part `slowdown` for the sake of others.
+    pub(super) fn progress(
+        &mut self,
+        now: Micros,
+        id: DomainId,
+        progress: Progress,
+        slowdown: f64,
+    ) {
+        let taken = self.domains.get_mut(&id).map(|domain| {
+            let frozen = domain.frozen(now);
+            let before = std::mem::replace(&mut domain.frozen_before, frozen);
+            (std::mem::take(&mut domain.launches), frozen != before)
+        });
+        let Some((mut launches, frozen)) = taken else {
+            return;
+        };
+        if frozen {
+            launches.leave_out();
+        }
+        let changed = launches.progress(now, progress, || self.contended(id, now), slowdown);
+        if let Some(domain) = self.domains.get_mut(&id) {
+            domain.state.tolerated = launches.tolerated();
+            domain.launches = launches;
+        }
+        self.dirty |= changed;
     }
 
     /// A domain that is about to change: it is accounted for, and planned for anew.
@@ -336,6 +364,8 @@ fn merge(into: &mut Vec<DomainState>, from: impl Iterator<Item = (Option<DomainI
             all.run = RunState::Enabled;
         }
         all.expected = all.expected.into_iter().chain(state.expected).min();
+        // Only what every member tolerates.
+        all.tolerated = all.tolerated.min(state.tolerated);
         all.demand_since = match rank(state.demand).cmp(&rank(all.demand)) {
             std::cmp::Ordering::Greater => state.demand_since,
             std::cmp::Ordering::Less => all.demand_since,

@@ -71,6 +71,7 @@ mod tests {
             demand: Demand::Busy,
             demand_since: Micros(0),
             expected: None,
+            tolerated: None,
             received: Micros(0),
             timeslice: Timeslice::DEFAULT,
             run: RunState::Enabled,

@@ -523,8 +523,12 @@ impl<'a> Stage<'a> {
     /// kernel by kernel have gaps, and the longer the timeslice, the fewer of them are lost to switching.
     fn patience(&self) -> Timeslice {
         let latency = self.cast.iter().filter(|it| it.class() == Class::Latency);
-        // Who has no objective wants the device at once.
-        let least = latency.map(|actor| actor.claim.objective.map_or(0, |it| it.0 / PATIENCE));
+        // Without an objective, it is what the program itself shows.
+        let own = |actor: &Actor| match (actor.claim.objective, actor.domain.tolerated) {
+            (Some(objective), _) => objective.0 / PATIENCE,
+            (None, tolerated) => tolerated.map_or(0, |it| it.0),
+        };
+        let least = latency.map(own);
         let least = least.min().unwrap_or(0);
         Timeslice(least.clamp(Timeslice::MIN.0, MAX_PATIENCE))
     }

@@ -18,7 +18,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 fn every_known_fault_is_found() {
     let single: fn() = sequences::latency_beside_batch_survives_every_sequence;
     let gang: fn() = sequences::a_gang_beside_others_survives_every_sequence;
-    let all: [(Mutation, fn()); 10] = [
+    let all: [(Mutation, fn()); 11] = [
         (Mutation::ThawFirst, single),
         (Mutation::TrustFailures, single),
         (Mutation::NoRetry, single),
@@ -38,6 +38,10 @@ fn every_known_fault_is_found() {
             properties::no_control_follows_the_end_of_a_tenant,
         ),
         (Mutation::IgnoreFound, single),
+        (
+            Mutation::TolerateForEver,
+            properties::neighbours_timeslice_follows_the_shape_of_requests,
+        ),
     ];
     let missed: Vec<_> = (all.iter())
         .filter(|(mutation, test)| !finds(*mutation, *test))

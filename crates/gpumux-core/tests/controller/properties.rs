@@ -18,6 +18,8 @@ pub(crate) enum Step {
     /// It asks for so many GiB.
     Asks(u64, u64),
     Ends(u64),
+    /// Its program has waited for so many pieces of work, which took so long.
+    Waited(u64, u64, Micros),
     Pass(Micros),
 }
 
@@ -33,6 +35,10 @@ impl Step {
             Self::Stopped(id) => world.set_stopped(id, true),
             Self::Asks(id, gib) => world.ask(id, 0, gib * GIB),
             Self::Ends(id) => world.kill(id),
+            Self::Waited(id, pieces, time) => {
+                // As many as it takes to be sure, and one more.
+                (0..6).for_each(|_| world.waited(id, pieces, time));
+            }
             Self::Pass(time) => world.run_for(time),
         }
     }
@@ -49,6 +55,8 @@ fn step() -> impl Strategy<Value = Step> {
         1 => id.clone().prop_map(Step::Stopped),
         2 => (id.clone(), 1..40u64).prop_map(|(id, gib)| Step::Asks(id, gib)),
         1 => id.clone().prop_map(Step::Ends),
+        2 => (id.clone(), 1..600u64, 100..20_000u64)
+            .prop_map(|(id, pieces, us)| Step::Waited(id, pieces, Micros(us))),
         6 => (1..100_000u64).prop_map(|us| Step::Pass(Micros(us))),
     ]
 }
@@ -104,6 +112,7 @@ proptest! {
                 Step::Stopped(id) => Step::Stopped(id % count + 1),
                 Step::Asks(id, gib) => Step::Asks(id % count + 1, gib),
                 Step::Ends(id) => Step::Ends(id % count + 1),
+                Step::Waited(id, pieces, time) => Step::Waited(id % count + 1, pieces, time),
                 other => other,
             };
             step.apply(&mut world);
@@ -196,6 +205,31 @@ pub(crate) fn controls_wait_for_latency_work_but_not_for_long() {
     world.ask(1, 0, 60 * GIB);
     world.run_for(Micros::from_secs(100));
     assert!(world.seen.moves > 0, "{:?}", world.seen);
+}
+
+/// The neighbour of a launch-bound program has a longer timeslice, and the shortest again within two requests that take too long or are graphs.
+#[test]
+pub(crate) fn neighbours_timeslice_follows_the_shape_of_requests() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    world.tenant(2, spec(Class::Batch, 0.0), &[0]);
+    world.set_busy(1, true);
+    world.set_busy(2, true);
+    let requests = |world: &mut World, count: u64, (pieces, us): (u64, u64)| {
+        for _ in 0..count {
+            world.run_for(Micros(us));
+            world.waited(1, pieces, Micros(us));
+        }
+        // The control is issued.
+        world.run_for(Micros::from_millis(5));
+        world.timeslice(2)
+    };
+    let (eager, graph, slow) = ((480, 11_000), (3, 3_000), (480, 14_000));
+    assert_eq!(requests(&mut world, 100, graph), 1);
+    for next in [graph, slow] {
+        assert_eq!(requests(&mut world, 200, eager), 2_000);
+        assert_eq!(requests(&mut world, 2, next), 1, "{next:?}");
+    }
 }
 
 /// Whenever a tenant ends, also in the middle of its turn's handover, no control of its groups follows.

@@ -8,8 +8,8 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, Costs, Demand, DomainId, DomainState, Lever, Micros, RunState, Snapshot, TenantId,
-    TenantSpec, TenantState, Timeslice, UserId,
+    Class, Costs, Demand, DomainId, DomainState, Lever, Micros, Progress, RunState, Snapshot,
+    TenantId, TenantSpec, TenantState, Timeslice, UserId,
     broker::{self, Activity, Ask, Broker, Order, ProcessId, Reply, Terms},
     controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
     fractions,
@@ -72,6 +72,7 @@ struct Tenant {
     spec: TenantSpec,
     groups: Vec<DomainId>,
     busy: bool,
+    progress: Progress,
     idle_since: Micros,
     /// What its process has, by device.
     holding: BTreeMap<usize, Holding>,
@@ -183,6 +184,7 @@ impl World {
             spec,
             groups: groups.clone(),
             busy: false,
+            progress: Progress::default(),
             idle_since: self.now,
             holding: BTreeMap::new(),
             stopped: false,
@@ -236,6 +238,27 @@ impl World {
             self.controller.handle(now, Event::Demand(group, demand));
         }
         self.settle();
+    }
+
+    /// Its program has waited for so many pieces of work, which took so long.
+    pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros) {
+        let now = self.now;
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        tenant.progress.waits += 1;
+        tenant.progress.pieces += pieces;
+        tenant.progress.busy += time;
+        for group in tenant.groups.clone() {
+            let event = Event::Progress(group, tenant.progress);
+            self.controller.handle(now, event);
+        }
+        self.settle();
+    }
+
+    /// The timeslice of a tenant's group on the first device.
+    pub(crate) fn timeslice(&self, id: u64) -> u64 {
+        self.groups[&self.tenants[&id].groups[0]].timeslice.0
     }
 
     pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
@@ -781,6 +804,7 @@ impl World {
                         },
                         demand_since: Micros::ZERO,
                         expected: None,
+                        tolerated: None,
                         received: Micros::ZERO,
                         timeslice: it.timeslice,
                         run: if it.frozen {

@@ -99,6 +99,9 @@ impl Device {
             if let Some(at) = domain.arrival(now) {
                 controller.handle(now, Event::Arrival(*id, at));
             }
+            if let Some(progress) = domain.progress() {
+                controller.handle(now, Event::Progress(*id, progress));
+            }
             if let Some(times) = domain.new_holds() {
                 self.record.push(now, &domain.who, What::Held(times));
             }

@@ -2,9 +2,11 @@
 
 use std::{sync::Arc, time::Duration};
 
-use gpumux_core::{Account, Demand, DomainId, Micros, RunState, TenantId, Timeslice, controller};
+use gpumux_core::{
+    Account, Demand, DomainId, Micros, Progress, RunState, TenantId, Timeslice, controller,
+};
 use gpumux_rm::Levers;
-use gpumux_wire::page::{Arrival, Page, Slot, Work};
+use gpumux_wire::page::{Arrival, Page, Slot, Waits, Work};
 
 use super::{
     SessionId,
@@ -72,6 +74,8 @@ pub(crate) struct Domain {
     holds: u64,
     /// The last arrival that is known.
     came: Option<Arrival>,
+    /// What is known of its requests.
+    waits: Waits,
 }
 
 /// Longer than a process holds the device ahead of work that it expects soon.
@@ -102,6 +106,7 @@ impl Domain {
             lost: false,
             holds: 0,
             came: None,
+            waits: Waits::default(),
         };
         // What it did before is nobody's business.
         domain.new_holds();
@@ -155,6 +160,17 @@ impl Domain {
         }
         let ago = Micros(came?.ago()?.as_micros() as u64);
         Some(now.saturating_sub(ago))
+    }
+
+    /// What its program has done so far, if that is news.
+    pub(super) fn progress(&mut self) -> Option<Progress> {
+        let found = self.page.slot(self.member.key)?.waits()?;
+        let before = std::mem::replace(&mut self.waits, found);
+        (found != before).then_some(Progress {
+            waits: found.count,
+            pieces: found.pieces,
+            busy: Micros(found.busy_ns / 1_000),
+        })
     }
 
     /// How often its process took the device ahead of work since this was asked last, if it did.
