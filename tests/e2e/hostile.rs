@@ -1,11 +1,11 @@
 //! A client that does all it can: the daemon must neither crash nor let others wait.
 
 use std::{
-    fs::File,
+    fs::{File, Permissions, set_permissions},
     io::{Read, Write},
     os::{
         fd::{AsFd, BorrowedFd, OwnedFd},
-        unix::net::UnixStream,
+        unix::{fs::PermissionsExt, net::UnixStream, process::CommandExt},
     },
     path::Path,
     process::Command,
@@ -14,14 +14,14 @@ use std::{
 };
 
 use gpumux_tests::{
-    Node, PATIENCE, Process, Run,
+    Node, Options, PATIENCE, Process, Run,
     hanging::{lingering, open_on_fuse},
     readable, wait_for,
 };
 use gpumux_wire::{Daemon, PROTOCOL, Shim, message::MAX_CHANNELS, page::Page, socket};
 use rustix::{
     net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, socketpair},
-    process::Signal,
+    process::{Pid, Signal},
 };
 use serde_json::Value;
 
@@ -29,6 +29,8 @@ use crate::TICKS;
 
 /// How long anybody may have to wait for the daemon while somebody is hostile.
 const SOON: Duration = Duration::from_secs(5);
+
+const HOUR: Duration = Duration::from_secs(3600);
 
 fn connect(node: &Node) -> OwnedFd {
     socket::connect(&node.session_socket(), SocketFlags::empty()).unwrap()
@@ -324,7 +326,10 @@ fn a_process_that_serves_fuse() {
         Ok(opened) => opened,
         Err(error) => return println!("skipped: FUSE cannot be mounted here: {error}"),
     };
-    let mut command = as_process("a_process_that_sends_its_input");
+    let mut command = as_process(&std::env::var("GPUMUX_TEST_SENDER").unwrap());
+    if rustix::process::geteuid().is_root() {
+        command.uid(HOSTILE).gid(HOSTILE);
+    }
     let mut sender = command.stdin(file).spawn().unwrap();
     // It has this process's file.
     drop(command);
@@ -341,7 +346,7 @@ fn a_process_that_sends_its_input() {
     let (dir, file) = (Path::new(&dir), std::io::stdin());
     let _sent: Vec<_> = (0..4).map(|_| send_file(dir, file.as_fd())).collect();
     println!("sent");
-    std::thread::sleep(Duration::from_secs(3600));
+    std::thread::sleep(HOUR);
 }
 
 #[test]
@@ -350,7 +355,7 @@ fn a_process_that_sends_files_that_linger() {
     let dir = std::env::var_os("GPUMUX_RUNTIME_DIR").unwrap();
     let _kept: Vec<_> = (0..16)
         .map(|_| {
-            let (file, other) = lingering();
+            let (file, other) = lingering(HOUR);
             let sent = send_file(Path::new(&dir), file.as_fd());
             // Where this is still the last reference, this thread hangs.
             std::thread::spawn(move || drop(file));
@@ -358,12 +363,48 @@ fn a_process_that_sends_files_that_linger() {
         })
         .collect();
     println!("sent");
-    std::thread::sleep(Duration::from_secs(3600));
+    std::thread::sleep(HOUR);
 }
 
-/// A process that has sent hostile files to the daemon; none where it cannot make them.
-fn hostile(node: &Node, test: &str) -> Option<Process> {
+/// A user that has no tenants.
+const HOSTILE: u32 = 4799;
+
+#[test]
+#[ignore = "runs as a process of its own"]
+fn a_process_that_hangs_relays() {
+    rustix::process::set_parent_process_death_signal(Some(Signal::KILL)).unwrap();
+    let dir = std::env::var_os("GPUMUX_RUNTIME_DIR").unwrap();
+    let (dir, file) = (Path::new(&dir), std::io::stdin());
+    let connect = || {
+        let session = socket::connect(&dir.join("session.sock"), SocketFlags::empty()).unwrap();
+        send(&session, &Shim::Gone { key: 1 }, Some(file.as_fd()));
+        session
+    };
+    let held: Vec<_> = (0..700).map(|_| connect()).collect();
+    let reason = wait_for("a refusal", PATIENCE, || {
+        let received = held
+            .iter()
+            .map(|it| socket::recv(it, RecvFlags::DONTWAIT).ok());
+        (received.flatten().flatten()).find_map(|(message, _)| match message {
+            Daemon::Refused { reason } => Some(reason),
+            _ => None,
+        })
+    });
+    assert!(
+        reason.starts_with(&format!("user {HOSTILE} has ")),
+        "{reason}"
+    );
+    // These close before they are refused, or after.
+    (0..500).for_each(|_| drop(connect()));
+    println!("sent");
+    std::thread::sleep(HOUR);
+}
+
+/// A process that has sent hostile files to the daemon, itself or by a `sender`; none where it cannot make them.
+fn hostile(node: &Node, test: &str, sender: &str) -> Option<Process> {
+    set_permissions(node.dir(), Permissions::from_mode(0o755)).unwrap();
     let mut command = as_process(test);
+    command.env("GPUMUX_TEST_SENDER", sender);
     let mut hostile = Process::start(command.env("GPUMUX_RUNTIME_DIR", node.dir()));
     wait_for("its files", PATIENCE, || {
         hostile.poll();
@@ -380,7 +421,7 @@ fn hostile(node: &Node, test: &str) -> Option<Process> {
 #[test]
 fn files_whose_end_lingers_stop_no_other_program() {
     let (mut node, old) = with_old_tenant();
-    let hostile = hostile(&node, "a_process_that_sends_files_that_linger");
+    let hostile = hostile(&node, "a_process_that_sends_files_that_linger", "");
     daemon_serves(&node, &old);
     node.kill_daemon();
     node.start_daemon();
@@ -391,7 +432,8 @@ fn files_whose_end_lingers_stop_no_other_program() {
 #[test]
 fn files_of_fuse_stop_no_other_program_nor_the_next_daemon() {
     let (mut node, old) = with_old_tenant();
-    let Some(hostile) = hostile(&node, "a_process_that_serves_fuse") else {
+    let sender = "a_process_that_sends_its_input";
+    let Some(hostile) = hostile(&node, "a_process_that_serves_fuse", sender) else {
         return;
     };
     daemon_serves(&node, &old);
@@ -399,4 +441,79 @@ fn files_of_fuse_stop_no_other_program_nor_the_next_daemon() {
     node.start_daemon();
     daemon_serves(&node, &old);
     hostile.kill();
+}
+
+/// The processes that a process has started and not waited for.
+fn children(parent: u32) -> Vec<u32> {
+    let children = format!("/proc/{parent}/task/{parent}/children");
+    let children = std::fs::read_to_string(children).unwrap_or_default();
+    let pids = children.split_whitespace();
+    pids.map(|pid| pid.parse().unwrap()).collect()
+}
+
+/// The process that receives connections for the daemon.
+fn receiver(node: &Node) -> u32 {
+    let receives = |pid: &u32| {
+        let command = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        String::from_utf8_lossy(&command).ends_with("receiver\0")
+    };
+    let threads = format!("/proc/{}/task", node.daemon().pid());
+    wait_for("a receiver", PATIENCE, || {
+        let started = std::fs::read_dir(&threads).ok()?.flatten().map(|thread| {
+            let children = std::fs::read_to_string(thread.path().join("children"));
+            children.unwrap_or_default()
+        });
+        let pids: Vec<u32> = started
+            .flat_map(|pids| {
+                let pids = pids.split_whitespace();
+                pids.filter_map(|pid| pid.parse().ok()).collect::<Vec<_>>()
+            })
+            .collect();
+        pids.into_iter().find(receives)
+    })
+}
+
+#[test]
+fn hung_relays_of_a_user_are_bounded_and_others_are_served() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: it needs processes of two users");
+    }
+    let config = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(&config, "max_sessions = 32").unwrap();
+    let node = Node::with(Options {
+        daemon: vec!["--config".into(), config.path().display().to_string()],
+        ..Options::default()
+    });
+    let mut old = Process::start(&mut node.tenant("--name old --class batch", TICKS));
+    old.wait_lines(1);
+    let sender = "a_process_that_hangs_relays";
+    let Some(hostile) = hostile(&node, "a_process_that_serves_fuse", sender) else {
+        return;
+    };
+    // 32 sessions, 1024 connections of users to the API, 64 of root: half of them, and some that close what was refused.
+    let own = 560;
+    let receiver = receiver(&node);
+    let hang = children(receiver).len();
+    assert!((own..own + 32).contains(&hang), "{hang} relays");
+    daemon_serves(&node, &old);
+    let mut refused = node.gpumux(["ps"]);
+    let refused = refused.uid(HOSTILE).gid(HOSTILE).env("HOME", "/").run();
+    assert!(refused.err.contains("user 4799 has 560"), "{}", refused.err);
+    hostile.kill();
+    wait_for("the end of relays", PATIENCE, || {
+        (children(receiver).len() < 32).then_some(())
+    });
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn killed_receiver_is_replaced_while_sessions_last() {
+    let (node, old) = with_old_tenant();
+    let killed = receiver(&node);
+    let pid = Pid::from_raw(killed.cast_signed()).unwrap();
+    rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    wait_for("another receiver", PATIENCE, || {
+        (receiver(&node) != killed).then_some(())
+    });
+    daemon_serves(&node, &old);
 }

@@ -14,20 +14,19 @@ use std::{
     time::Duration,
 };
 
-/// A connection with unsent data whose end takes an hour unless its other side, which is returned too, ends. Another thread that starts a
-/// program in the meantime may have to wait for that: only for processes that start none.
+/// A connection with unsent data whose end takes as long as `time` says unless its other side, which is returned too, ends. Another
+/// thread that starts a program in the meantime may have to wait for that.
 ///
 /// # Panics
-/// When there is no loopback interface.
-pub fn lingering() -> (TcpStream, TcpStream) {
+/// When there is no loopback interface, or `time` is no whole number of seconds.
+pub fn lingering(time: Duration) -> (TcpStream, TcpStream) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let mut own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
     let (other, _) = listener.accept().unwrap();
     own.set_nonblocking(true).unwrap();
     while own.write(&[0; 65536]).is_ok() {}
     own.set_nonblocking(false).unwrap();
-    let hour = Some(Duration::from_secs(3600));
-    rustix::net::sockopt::set_socket_linger(&own, hour).unwrap();
+    rustix::net::sockopt::set_socket_linger(&own, Some(time)).unwrap();
     (own, other)
 }
 

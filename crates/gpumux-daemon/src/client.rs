@@ -1,5 +1,7 @@
 //! Asking the daemon.
 
+mod stream;
+
 use std::{io, path::PathBuf, time::Duration};
 
 use gpumux_core::TenantSpec;
@@ -9,6 +11,7 @@ use hyper_util::rt::TokioIo;
 use serde::{Serialize, de::DeserializeOwned};
 use tokio::net::UnixStream;
 
+use self::stream::WriteFirst;
 use crate::{
     api::types::{
         Created, Device, DeviceMemory, Ended, Event, Exit, Explanation, Hinted, History, NewCurve,
@@ -23,7 +26,8 @@ const TIMEOUT: Duration = Duration::from_secs(5);
 /// How long moving a tenant's memory may take.
 const MOVE: Duration = Duration::from_secs(330);
 type Sender = hyper::client::conn::http1::SendRequest<Full<Bytes>>;
-type Connection = hyper::client::conn::http1::Connection<TokioIo<UnixStream>, Full<Bytes>>;
+type Connection =
+    hyper::client::conn::http1::Connection<TokioIo<WriteFirst<UnixStream>>, Full<Bytes>>;
 
 /// Largest answer in bytes.
 const MAX_ANSWER: usize = 64 << 20;
@@ -439,7 +443,8 @@ impl Client {
             why,
         };
         let stream = UnixStream::connect(&self.socket).await.map_err(none)?;
-        let connected = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await;
+        let connected =
+            hyper::client::conn::http1::handshake(TokioIo::new(WriteFirst::new(stream))).await;
         connected.map_err(|error| self.broken(&error))
     }
 
@@ -516,5 +521,28 @@ mod tests {
         daemon.join().unwrap();
         let error = client.status().await.unwrap_err();
         assert!(matches!(error, ClientError::NoDaemon { .. }), "{error}");
+    }
+
+    #[tokio::test]
+    async fn reason_sent_before_the_request_is_reported() {
+        let dir = tempfile::tempdir().unwrap();
+        let client = Client::new(dir.path());
+        let listener = UnixListener::bind(paths::api_socket(dir.path())).unwrap();
+        let daemon = std::thread::spawn(move || {
+            for closes in [true, false].repeat(20) {
+                let mut stream = listener.accept().unwrap().0;
+                let answer = crate::api::unavailable("no \"place\"");
+                stream.write_all(answer.as_bytes()).unwrap();
+                if !closes {
+                    stream.shutdown(std::net::Shutdown::Write).unwrap();
+                    let _ = stream.read(&mut [0; 4096]).unwrap();
+                }
+            }
+        });
+        for _ in 0..40 {
+            let error = client.status().await.unwrap_err();
+            assert_eq!(error.to_string(), "no \"place\"");
+        }
+        daemon.join().unwrap();
     }
 }

@@ -11,7 +11,10 @@
 //! it passes on the driver's device nodes and memory files, whose end waits for no user. A relay that hangs, hangs alone: it has nothing
 //! but its user's connection. When the daemon ends, receiver and relays see that and end.
 
+mod children;
+mod places;
 mod process;
+mod refused;
 mod relay;
 
 use std::{
@@ -20,7 +23,7 @@ use std::{
         fd::{AsFd, OwnedFd},
         unix::process::CommandExt,
     },
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::{Child, Command, Stdio},
     time::Duration,
 };
@@ -57,15 +60,22 @@ enum Kind {
 struct SetUp {
     /// The emulated device's server.
     emulated: Option<PathBuf>,
+    /// Relays that may live.
+    relays: usize,
 }
 
-/// From the receiver, with the daemon's end of the relay's socket pair, and a pidfd of the other side where the kernel has one.
+/// From the receiver.
 #[derive(Serialize, Deserialize)]
-struct Arrival {
-    kind: Kind,
-    /// 0: it lives in a pid namespace that the daemon does not see.
-    pid: u32,
-    uid: u32,
+enum Report {
+    /// A connection. With the daemon's end of the relay's socket pair, and a pidfd of the other side where the kernel has one.
+    Arrival {
+        kind: Kind,
+        /// 0: it lives in a pid namespace that the daemon does not see.
+        pid: u32,
+        uid: u32,
+    },
+    /// Connections are refused, and why.
+    Refused(String),
 }
 
 /// A user's connection.
@@ -87,6 +97,17 @@ pub enum Place {
     Threads,
 }
 
+/// How a receiver works.
+#[derive(Clone, Debug)]
+pub(crate) struct Setting {
+    /// Where it runs.
+    pub(crate) place: Place,
+    /// The emulated device's server.
+    pub(crate) emulated: Option<PathBuf>,
+    /// Most connections, also of those whose end hangs.
+    pub(crate) connections: usize,
+}
+
 /// A running receiver.
 pub(crate) struct Receiver {
     control: OwnedFd,
@@ -104,15 +125,12 @@ impl Receiver {
     ///
     /// # Errors
     /// When the process cannot be started.
-    pub(crate) fn start(
-        place: Place,
-        emulated: Option<&Path>,
-        sessions: OwnedFd,
-        api: OwnedFd,
-    ) -> io::Result<Self> {
+    pub(crate) fn start(setting: &Setting, sessions: OwnedFd, api: OwnedFd) -> io::Result<Self> {
         let (control, theirs) = pair(SocketType::SEQPACKET)?;
+        let place = setting.place;
         let set_up = SetUp {
-            emulated: emulated.map(Path::to_owned),
+            emulated: setting.emulated.clone(),
+            relays: setting.connections,
         };
         let bytes = encode(&set_up).map_err(io::Error::other)?;
         let files = [sessions.as_fd(), api.as_fd()];
@@ -131,7 +149,7 @@ impl Receiver {
                     .spawn()?,
             ),
             Place::Threads => {
-                std::thread::spawn(move || process::serve(&theirs, place));
+                std::thread::spawn(move || process::serve(theirs, place));
                 None
             }
         };
@@ -146,7 +164,7 @@ impl Receiver {
         api: &mpsc::Sender<Connection>,
     ) -> io::Result<()> {
         let events = readable(self.control.as_fd())?;
-        let mut bytes = [0; 256];
+        let mut bytes = [0; 1024];
         loop {
             let mut ready = tokio::select! {
                 ready = events.readable() => ready?,
@@ -162,15 +180,21 @@ impl Receiver {
             if length == 0 {
                 break;
             }
-            let arrival: Arrival = decode(&bytes[..length]).map_err(io::Error::other)?;
+            let (kind, pid, uid) = match decode(&bytes[..length]).map_err(io::Error::other)? {
+                Report::Arrival { kind, pid, uid } => (kind, pid, uid),
+                Report::Refused(reason) => {
+                    tracing::warn!("a connection is refused: {reason}");
+                    continue;
+                }
+            };
             let mut files = files.into_iter();
             let Some(socket) = files.next() else {
                 continue;
             };
             rustix::io::ioctl_fionbio(&socket, true)?;
             let pidfd = files.next().map(ProcessFd::from);
-            let peer = Peer::new(arrival.pid, arrival.uid, pidfd);
-            let to = match arrival.kind {
+            let peer = Peer::new(pid, uid, pidfd);
+            let to = match kind {
                 Kind::Session => sessions,
                 Kind::Api => api,
             };

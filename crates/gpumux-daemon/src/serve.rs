@@ -194,8 +194,12 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     let listen_api =
         |socket: &Path| api::listen(socket).map_err(|error| Error::Listen(socket.into(), error));
     let receiver = {
-        let emulated = config.emulated.clone();
-        move |listener, api| Receiver::start(place, emulated.as_deref(), listener, api)
+        let setting = receiver::Setting {
+            place,
+            emulated: config.emulated.clone(),
+            connections: config.max_sessions + api::CONNECTIONS,
+        };
+        move |listener, api| Receiver::start(&setting, listener, api)
     };
     let first = receiver(listener, listen_api(&api_socket)?)?;
     let arrivals = receiver::receive(first, move || {

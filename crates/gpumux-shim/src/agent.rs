@@ -225,7 +225,12 @@ impl Session {
             tenant: self.process.config.tenant.clone(),
         };
         let page = Some(self.shared.page_file.as_fd());
-        socket::send(&session, &hello, page, SendFlags::empty())?;
+        let sent = socket::send(&session, &hello, page, SendFlags::empty());
+        // One that refuses before it reads has sent its reason, and then closed.
+        let mut refused = match sent {
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => true,
+            sent => sent.map(|()| false)?,
+        };
         let deadline = Instant::now() + ANSWER;
         loop {
             match socket::recv::<Daemon>(&session, RecvFlags::empty()) {
@@ -254,6 +259,10 @@ impl Session {
                 Ok(Some(_)) => {}
                 Ok(None) => {
                     return Err(End::Lost(io::ErrorKind::ConnectionReset.into()));
+                }
+                // The kernel reports that the hello was not read before what was sent.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionReset && !refused => {
+                    refused = true;
                 }
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     let left = deadline.saturating_duration_since(Instant::now());

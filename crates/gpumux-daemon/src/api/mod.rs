@@ -72,15 +72,16 @@ const HEADERS: Duration = Duration::from_secs(10);
 /// How long a request's body may take to come.
 const BODY: Duration = Duration::from_secs(10);
 /// How long a part of an answer may wait to be read.
-const STALLED: Duration = Duration::from_secs(20);
+pub(crate) const STALLED: Duration = Duration::from_secs(20);
 /// Most connections of one user, and of all; so many more are for root.
 const MAX_CONNECTIONS: (usize, usize, usize) = (256, 1024, 64);
+/// Most connections there are.
+pub(crate) const CONNECTIONS: usize = MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2;
 /// Most that watch what is live: the other places stay for those who ask once.
 const MAX_WATCHERS: usize = 128;
 static WATCHERS: Semaphore = Semaphore::const_new(MAX_WATCHERS);
-/// The answer to a connection that finds no place.
-const FULL: &str = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n\
-                    {\"error\":\"too many connections to the daemon are open: close some, or try again later\"}\n";
+/// Why a connection finds no place.
+const FULL: &str = "too many connections to the daemon are open: close some, or try again later";
 /// How often what is live is sent.
 const LIVE: Duration = Duration::from_millis(500);
 /// What the API speaks about.
@@ -120,7 +121,7 @@ pub(crate) async fn serve(
         };
         let Some(place) = Place::take(&users, peer.uid) else {
             // A new connection has room for that.
-            let _ = stream.try_write(FULL.as_bytes());
+            let _ = stream.try_write(unavailable(FULL).as_bytes());
             continue;
         };
         let service = TowerToHyperService::new(router.clone().layer(Extension(Arc::new(peer))));
@@ -164,12 +165,19 @@ pub(crate) async fn serve_router(
         };
         // All of them count as one user.
         let Some(place) = Place::take(&users, u32::MAX) else {
-            let _ = stream.try_write(FULL.as_bytes());
+            let _ = stream.try_write(unavailable(FULL).as_bytes());
             continue;
         };
         let service = TowerToHyperService::new(router.clone());
         tokio::spawn(converse(stream, service, place));
     }
+}
+
+/// The answer to a connection that is not served.
+pub(crate) fn unavailable(reason: &str) -> String {
+    let problem = serde_json::json!({ "error": reason });
+    let head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n";
+    format!("{head}{problem}\n")
 }
 
 /// A page of another site could have its name point to this machine, and then read what it finds

@@ -2,9 +2,9 @@
 
 use std::{
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
-    path::Path,
-    time::Duration,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
 };
 
 use gpumux_wire::{
@@ -12,42 +12,51 @@ use gpumux_wire::{
     socket::{recv_bytes, send_bytes},
 };
 use rustix::{
-    event::{PollFd, PollFlags, poll},
+    event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
     net::{RecvFlags, SendFlags, SocketFlags, SocketType},
-    process::{DumpableBehavior, set_dumpable_behavior},
+    process::{DumpableBehavior, Resource, getrlimit, set_dumpable_behavior},
     thread::{
         CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs, set_thread_groups,
         set_thread_res_gid, set_thread_res_uid,
     },
 };
 
-use super::{Arrival, Kind, Place, SetUp, pair, relay::Relay};
+use super::{
+    Kind, Place, Report, SetUp,
+    children::Children,
+    pair,
+    places::{Places, Refusal},
+    refused::{self, Closer, Pair, Refused},
+    relay::Relay,
+};
 use crate::peer::{credentials, pidfd};
 
 /// User and group without rights (`nobody` on all Linux distributions; the kernel's overflow id).
 const NOBODY: u32 = 65534;
 /// How long to wait when there are no processes or files left.
 const PAUSE: Duration = Duration::from_millis(50);
+/// How often the daemon is notified that connections are refused.
+const QUIET: Duration = Duration::from_secs(10);
 
 /// The receiver's process: its standard input leads to the daemon.
 ///
 /// # Errors
 /// When it was not started by a daemon, or its rights cannot be given up.
 pub fn main() -> io::Result<()> {
-    let control = io::stdin().as_fd().try_clone_to_owned()?;
-    // SAFETY: no handler of this process's is replaced; children are reaped by the kernel (signal(2)).
-    unsafe { libc::signal(libc::SIGCHLD, libc::SIG_IGN) };
-    serve(&control, Place::Process)
+    // A copy of it in a relay would hide this process's end from the daemon.
+    // SAFETY: the file is open, as the one that started this process knows, and nothing else here uses it.
+    let control = unsafe { OwnedFd::from_raw_fd(io::stdin().as_raw_fd()) };
+    serve(control, Place::Process)
 }
 
 /// Accepts connections until the daemon has ended.
 ///
 /// # Errors
 /// When the daemon did not say what to do.
-pub(super) fn serve(control: &OwnedFd, place: Place) -> io::Result<()> {
+pub(super) fn serve(control: OwnedFd, place: Place) -> io::Result<()> {
     let mut bytes = [0; 8192];
-    let (length, files) = recv_bytes(control, &mut bytes, RecvFlags::empty())?;
+    let (length, files) = recv_bytes(&control, &mut bytes, RecvFlags::empty())?;
     let set_up: SetUp = decode(&bytes[..length]).map_err(io::Error::other)?;
     let [sessions, api]: [OwnedFd; 2] = files
         .try_into()
@@ -55,94 +64,194 @@ pub(super) fn serve(control: &OwnedFd, place: Place) -> io::Result<()> {
     if place == Place::Process {
         give_up_rights(set_up.emulated.is_some())?;
     }
-    let own = [control.as_fd(), sessions.as_fd(), api.as_fd()];
-    loop {
-        let mut ready = own.map(|file| PollFd::from_borrowed_fd(file, PollFlags::IN));
-        match poll(&mut ready, None) {
-            Err(Errno::INTR) => continue,
-            other => other?,
+    let mut receiving = Receiving {
+        control,
+        sessions,
+        api,
+        emulated: set_up.emulated,
+        places: Places::new(set_up.relays.min(processes() / 2)),
+        refused: Refused::new()?,
+        children: Children::new(place)?,
+        reported: None,
+    };
+    while receiving.step()? {}
+    Ok(())
+}
+
+/// Processes that this one's user and control group may have, as far as that is known (getrlimit(2); `pids.max` of Linux's
+/// cgroup-v2).
+fn processes() -> usize {
+    let own = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"));
+    let groups = Path::new("/sys/fs/cgroup").join(path.unwrap_or_default());
+    let of_groups = groups.ancestors().filter_map(|group| {
+        let most = std::fs::read_to_string(group.join("pids.max")).ok()?;
+        most.trim().parse::<u64>().ok()
+    });
+    let of_user = getrlimit(Resource::Nproc).current;
+    let least = of_groups.chain(of_user).min().unwrap_or(u64::MAX);
+    usize::try_from(least).unwrap_or(usize::MAX)
+}
+
+/// What a child is.
+enum Role {
+    /// A relay for a connection of this user.
+    Relay(u32),
+    Closer(Pair),
+}
+
+impl Role {
+    fn files(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        let pair = match self {
+            Self::Relay(_) => None,
+            Self::Closer(pair) => Some(pair.files()),
         };
-        let [ended, session, request] = ready.map(|it| !it.revents().is_empty());
+        pair.into_iter().flatten()
+    }
+}
+
+struct Receiving {
+    /// Leads to the daemon.
+    control: OwnedFd,
+    sessions: OwnedFd,
+    api: OwnedFd,
+    emulated: Option<PathBuf>,
+    places: Places,
+    refused: Refused,
+    children: Children<Role>,
+    /// When the daemon was last notified that a connection was refused.
+    reported: Option<Instant>,
+}
+
+impl Receiving {
+    /// Handles what has come; false: the daemon has ended.
+    fn step(&mut self) -> io::Result<bool> {
+        let accepts = match self.refused.is_full() {
+            true => PollFlags::empty(),
+            false => PollFlags::IN,
+        };
+        let mut ready = [
+            PollFd::new(&self.control, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.children.ends(), PollFlags::IN),
+            PollFd::new(&self.sessions, accepts),
+            PollFd::new(&self.api, accepts),
+        ];
+        let pause = Timespec::try_from(PAUSE).ok();
+        let pause = pause.filter(|_| self.refused.is_waiting());
+        match poll(&mut ready, pause.as_ref()) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error.into()),
+        }
+        let [ended, _, session, request] = ready.map(|it| !it.revents().is_empty());
         if ended {
             // The daemon sends nothing more.
-            return Ok(());
+            return Ok(false);
         }
-        for (kind, listener) in [
-            (session, (Kind::Session, &sessions)),
-            (request, (Kind::Api, &api)),
-        ]
-        .into_iter()
-        .filter_map(|(ready, it)| ready.then_some(it))
-        {
-            match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
-                Ok(user) => {
-                    let emulated = set_up.emulated.as_deref();
-                    introduce(user, kind, (control, emulated), &own, place)?;
-                }
-                Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => {}
-                Err(_) => std::thread::sleep(PAUSE),
+        for child in self.children.ended() {
+            match child {
+                Role::Relay(uid) => self.places.give_back(uid),
+                Role::Closer(pair) => self.refused.give_back(pair),
+            }
+        }
+        self.start_closers();
+        for (kind, ready) in [(Kind::Session, session), (Kind::Api, request)] {
+            if ready && !self.refused.is_full() {
+                self.accept(kind)?;
+                self.start_closers();
+            }
+        }
+        Ok(true)
+    }
+
+    fn accept(&mut self, kind: Kind) -> io::Result<()> {
+        let listener = match kind {
+            Kind::Session => &self.sessions,
+            Kind::Api => &self.api,
+        };
+        match rustix::net::accept_with(listener, SocketFlags::CLOEXEC) {
+            Ok(user) => self.introduce(user, kind),
+            Err(Errno::AGAIN | Errno::CONNABORTED | Errno::INTR) => Ok(()),
+            Err(_) => {
+                std::thread::sleep(PAUSE);
+                Ok(())
             }
         }
     }
-}
 
-/// Has a relay serve a connection, and tells the daemon. From then on the relay's reference is the last.
-fn introduce(
-    user: OwnedFd,
-    kind: Kind,
-    (control, emulated): (&OwnedFd, Option<&Path>),
-    own: &[BorrowedFd<'_>],
-    place: Place,
-) -> io::Result<()> {
-    let (pid, uid) = credentials(&user).unwrap_or((0, NOBODY));
-    let pidfd = pidfd(&user);
-    let packets = match kind {
-        Kind::Session => SocketType::SEQPACKET,
-        Kind::Api => SocketType::STREAM,
-    };
-    let (daemon, theirs) = until(|| pair(packets));
-    let relay = Relay {
-        kind,
-        user,
-        daemon,
-        emulated: emulated.map(Path::to_owned),
-    };
-    let mut files = vec![theirs.as_fd()];
-    files.extend(pidfd.as_ref().map(AsFd::as_fd));
-    match place {
+    /// Has a relay serve a connection, and notifies the daemon. From then on the relay's reference is the last.
+    fn introduce(&mut self, user: OwnedFd, kind: Kind) -> io::Result<()> {
+        let (pid, uid) = credentials(&user).unwrap_or((0, NOBODY));
+        let pidfd = pidfd(&user);
+        let packets = match kind {
+            Kind::Session => SocketType::SEQPACKET,
+            Kind::Api => SocketType::STREAM,
+        };
+        let ends = (self.places.take(uid)).and_then(|()| {
+            pair(packets).map_err(|error| {
+                self.places.give_back(uid);
+                error.into()
+            })
+        });
+        let (daemon, theirs) = match ends {
+            Ok(ends) => ends,
+            Err(refusal) => return self.refuse(user, kind, &refusal),
+        };
+        let relay = Relay {
+            kind,
+            user,
+            daemon,
+            emulated: self.emulated.clone(),
+        };
+        let mut files = vec![theirs.as_fd()];
+        files.extend(pidfd.as_ref().map(AsFd::as_fd));
         // A relay that had the daemon's end would not see it close.
-        Place::Process => fork(relay, &[own, &files].concat()),
-        Place::Threads => drop(std::thread::spawn(move || relay.run())),
-    }
-    let bytes = encode(&Arrival { kind, pid, uid }).map_err(io::Error::other)?;
-    send_bytes(control, &bytes, &files, SendFlags::empty())
-}
-
-/// Starts a relay's process. `own` are this process's files, which it does not need.
-fn fork(relay: Relay, own: &[BorrowedFd<'_>]) {
-    // SAFETY: this process has one thread, so the child may do whatever it could.
-    let child = until(|| match unsafe { libc::fork() } {
-        -1 => Err(io::Error::last_os_error()),
-        child => Ok(child),
-    });
-    if child == 0 {
-        for file in own {
-            // SAFETY: the child uses none of them: it ends before this function returns.
-            unsafe { libc::close(file.as_raw_fd()) };
+        let unneeded = self.unneeded(&files);
+        if let Err((error, relay, _)) = self.children.start(relay, &unneeded, Role::Relay(uid)) {
+            self.places.give_back(uid);
+            return self.refuse(relay.user, kind, &error.into());
         }
-        relay.run();
-        // SAFETY: ends the process; what its parent has in memory is not for it to tidy up.
-        unsafe { libc::_exit(0) };
+        let arrival = Report::Arrival { kind, pid, uid };
+        let bytes = encode(&arrival).map_err(io::Error::other)?;
+        send_bytes(&self.control, &bytes, &files, SendFlags::empty())
     }
-}
 
-/// Tries until processes and files suffice.
-fn until<T>(mut action: impl FnMut() -> io::Result<T>) -> T {
-    loop {
-        match action() {
-            Ok(done) => return done,
-            Err(_) => std::thread::sleep(PAUSE),
+    fn refuse(&mut self, user: OwnedFd, kind: Kind, refusal: &Refusal) -> io::Result<()> {
+        let reason = refusal.to_string();
+        refused::refuse(&user, kind, &reason);
+        self.refused.add(user);
+        if self.reported.is_some_and(|it| it.elapsed() < QUIET) {
+            return Ok(());
         }
+        self.reported = Some(Instant::now());
+        let bytes = encode(&Report::Refused(reason)).map_err(io::Error::other)?;
+        send_bytes(&self.control, &bytes, &[], SendFlags::empty())
+    }
+
+    fn start_closers(&mut self) {
+        loop {
+            let runs = (self.children.living()).any(|it| matches!(it, Role::Closer(_)));
+            let Some(pair) = self.refused.due(runs) else {
+                return;
+            };
+            let Ok(closer) = Closer::new(&pair) else {
+                return self.refused.give_back(pair);
+            };
+            let unneeded = self.unneeded(&pair.files());
+            let started = (self.children).start(closer, &unneeded, Role::Closer(pair));
+            if let Err((_, _, Role::Closer(pair))) = started {
+                return self.refused.give_back(pair);
+            }
+        }
+    }
+
+    /// This process's files, which no child needs, and `others`.
+    fn unneeded(&self, others: &[BorrowedFd<'_>]) -> Vec<RawFd> {
+        let own = [&self.control, &self.sessions, &self.api].map(|file| file.as_fd());
+        (own.into_iter().chain(others.iter().copied()))
+            .chain(self.refused.files())
+            .chain((self.children.living()).flat_map(Role::files))
+            .map(|file| file.as_raw_fd())
+            .collect()
     }
 }
 

@@ -2,12 +2,9 @@
 
 use std::{
     io,
-    net::Shutdown,
-    os::{
-        fd::{AsFd, OwnedFd},
-        unix::net::UnixStream,
-    },
+    os::fd::{AsFd, OwnedFd},
     path::{Path, PathBuf},
+    time::Instant,
 };
 
 use gpumux_wire::{
@@ -15,14 +12,14 @@ use gpumux_wire::{
     socket::{recv_bytes, send_bytes},
 };
 use rustix::{
-    event::{PollFd, PollFlags, poll},
+    event::{PollFd, PollFlags, Timespec, poll},
     fs::{FileType, fcntl_get_seals, fstat, major, stat},
     io::Errno,
-    net::{RecvFlags, SendFlags},
+    net::{RecvFlags, SendFlags, Shutdown, recv, shutdown},
 };
 
-use super::Kind;
-use crate::verify::leads_to;
+use super::{Kind, children::Work};
+use crate::{api::STALLED, verify::leads_to};
 
 /// Device numbers of `/dev/nvidia*` begin with this (Documentation/admin-guide/devices.txt of Linux).
 const NVIDIA: u32 = 195;
@@ -40,125 +37,189 @@ pub(super) struct Relay {
     pub(super) emulated: Option<PathBuf>,
 }
 
-/// A packet on its way, with its file.
-type Packet = (Vec<u8>, Option<OwnedFd>);
+/// Bytes of a stream that are passed on at once.
+const CHUNK: usize = 16 << 10;
+
+/// What is on its way.
+struct Item {
+    bytes: Vec<u8>,
+    file: Option<OwnedFd>,
+    /// How many of the bytes were sent.
+    sent: usize,
+}
+
+/// What goes from one side to the other.
+#[derive(Default)]
+struct Direction {
+    item: Option<Item>,
+    /// Since when the other side has taken nothing of it.
+    waits: Option<Instant>,
+    ended: bool,
+}
+
+impl Direction {
+    fn wants_more(&self) -> bool {
+        self.item.is_none() && !self.ended
+    }
+
+    /// How long the other side may still take nothing.
+    ///
+    /// # Errors
+    /// When it has taken nothing for too long.
+    fn patience(&self) -> io::Result<Option<Timespec>> {
+        let Some(since) = self.waits else {
+            return Ok(None);
+        };
+        let left = STALLED.checked_sub(since.elapsed());
+        let left = left.ok_or(io::ErrorKind::TimedOut)?;
+        Timespec::try_from(left).map(Some).map_err(io::Error::other)
+    }
+
+    /// Sends what can be sent now.
+    ///
+    /// # Errors
+    /// When the other side has closed: what was on its way is lost.
+    fn send(&mut self, kind: Kind, to: &OwnedFd) -> io::Result<()> {
+        let Some(mut item) = self.item.take() else {
+            return Ok(());
+        };
+        let rest = &item.bytes[item.sent..];
+        let sent = match kind {
+            Kind::Session => {
+                let files: Vec<_> = item.file.iter().map(AsFd::as_fd).collect();
+                send_bytes(to, rest, &files, SendFlags::DONTWAIT).map(|()| rest.len())
+            }
+            Kind::Api => {
+                let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
+                rustix::net::send(to, rest, flags).map_err(io::Error::from)
+            }
+        };
+        match sent {
+            Ok(length) => {
+                item.sent += length;
+                self.waits = None;
+            }
+            Err(error) => {
+                would_block(error)?;
+                self.waits.get_or_insert_with(Instant::now);
+            }
+        }
+        if item.sent < item.bytes.len() {
+            self.item = Some(item);
+        }
+        Ok(())
+    }
+}
+
+impl Work for Relay {
+    /// Passes on what comes until one side has ended. The daemon sees the end before the user's files are closed.
+    fn run(self) -> Vec<OwnedFd> {
+        let _ = self.pass();
+        let _ = shutdown(&self.daemon, Shutdown::Both);
+        let _ = shutdown(&self.user, Shutdown::Both);
+        vec![self.user]
+    }
+}
 
 impl Relay {
-    /// Passes on what comes until one side has ended. The daemon sees the end before the user's files are closed.
-    pub(super) fn run(self) {
-        match self.kind {
-            Kind::Session => self.packets(),
-            Kind::Api => self.stream(),
-        }
-    }
-
-    fn stream(self) {
-        let (user, daemon) = (UnixStream::from(self.user), UnixStream::from(self.daemon));
-        let ends = user
-            .try_clone()
-            .and_then(|it| Ok((it, daemon.try_clone()?)));
-        let Ok((from, to)) = ends else {
-            let _ = daemon.shutdown(Shutdown::Both);
-            return;
+    /// # Errors
+    /// When a side has ended.
+    fn pass(&self) -> io::Result<()> {
+        let mut buffer = match self.kind {
+            Kind::Session => vec![0; MAX_PACKET + 1],
+            Kind::Api => vec![0; CHUNK],
         };
-        let up = std::thread::Builder::new().spawn(move || {
-            // Files that come along are closed by the kernel, here.
-            let _ = io::copy(&mut &from, &mut &to);
-            let _ = to.shutdown(Shutdown::Write);
-        });
-        if up.is_ok() {
-            let _ = io::copy(&mut &daemon, &mut &user);
-        }
-        let _ = daemon.shutdown(Shutdown::Both);
-        let _ = user.shutdown(Shutdown::Both);
-    }
-
-    fn packets(self) {
-        let (user, daemon) = (&self.user, &self.daemon);
-        let mut buffer = vec![0; MAX_PACKET + 1];
-        let (mut up, mut down): (Option<Packet>, Option<Packet>) = (None, None);
+        let (mut up, mut down) = (Direction::default(), Direction::default());
+        let checked = |file: &OwnedFd| may_pass(file, self.emulated.as_deref());
         loop {
-            let wanted = |receive: bool, send: bool| {
+            let wanted = |from: &Direction, to: &Direction| {
                 let mut flags = PollFlags::empty();
-                flags.set(PollFlags::IN, receive);
-                flags.set(PollFlags::OUT, send);
+                flags.set(PollFlags::IN, from.wants_more());
+                flags.set(PollFlags::OUT, to.item.is_some());
                 flags
             };
             let sides = [
-                (user, wanted(up.is_none(), down.is_some())),
-                (daemon, wanted(down.is_none(), up.is_some())),
+                (&self.user, wanted(&up, &down)),
+                (&self.daemon, wanted(&down, &up)),
             ];
-            // One that nothing is wanted of would report its end again and again.
-            let mut ready: Vec<PollFd<'_>> = (sides.iter())
-                .filter(|(_, flags)| !flags.is_empty())
-                .map(|(file, flags)| PollFd::new(*file, *flags))
+            // Of a session the daemon's end is noticed in any case. Elsewhere one that nothing is wanted of would report its end again
+            // and again.
+            let looked_at = |it: &(&OwnedFd, PollFlags)| {
+                !it.1.is_empty() || (self.kind == Kind::Session && std::ptr::eq(it.0, &self.daemon))
+            };
+            let mut ready: Vec<PollFd<'_>> = (sides.iter().copied())
+                .filter(looked_at)
+                .map(|(file, flags)| PollFd::new(file, flags))
                 .collect();
-            match poll(&mut ready, None) {
+            let patience = match self.kind {
+                Kind::Session => None,
+                Kind::Api => down.patience()?,
+            };
+            match poll(&mut ready, patience.as_ref()) {
                 Ok(_) | Err(Errno::INTR) => {}
-                Err(_) => break,
+                Err(error) => return Err(error.into()),
             }
-            let received = match up {
-                None => receive(user, &mut buffer),
-                Some(_) => Ok(None),
-            };
-            match received {
-                Ok(Some((bytes, files))) => {
-                    let passes = |file: &OwnedFd| may_pass(file, self.emulated.as_deref());
-                    up = Some((bytes, files.into_iter().find(passes)));
-                }
-                Ok(None) => {}
-                Err(_) => break,
-            }
-            if let Some(packet) = up.take() {
-                match send(daemon, &packet) {
-                    Ok(true) => {}
-                    Ok(false) => up = Some(packet),
-                    Err(_) => break,
-                }
-            }
-            let received = match down {
-                None => receive(daemon, &mut buffer),
-                Some(_) => Ok(None),
-            };
-            match received {
-                Ok(Some((bytes, files))) => down = Some((bytes, files.into_iter().next())),
-                Ok(None) => {}
-                Err(_) => break,
-            }
-            if let Some(packet) = down.take()
-                && let Ok(false) = send(user, &packet)
+            let hung_up = |it: &PollFd<'_>| it.revents().contains(PollFlags::HUP);
+            if self.kind == Kind::Session
+                && down.item.is_some()
+                && ready.last().is_some_and(hung_up)
             {
-                // A user that has gone is seen by its end, after its last words.
-                down = Some(packet);
+                return Ok(());
+            }
+            if up.wants_more() {
+                match self.kind.receive(&self.user, &mut buffer, checked) {
+                    Ok(item) => up.item = item,
+                    // The daemon may still answer.
+                    Err(_) if self.kind == Kind::Api => {
+                        up.ended = true;
+                        shutdown(&self.daemon, Shutdown::Write)?;
+                    }
+                    Err(error) => return Err(error),
+                }
+            }
+            up.send(self.kind, &self.daemon)?;
+            if down.wants_more() {
+                down.item = self.kind.receive(&self.daemon, &mut buffer, |_| true)?;
+            }
+            match (self.kind, down.send(self.kind, &self.user)) {
+                // A process that has gone is seen by its end, after its last packets.
+                (Kind::Session, _) | (_, Ok(())) => {}
+                (Kind::Api, error) => return error,
             }
         }
-        let _ = rustix::net::shutdown(daemon, rustix::net::Shutdown::Both);
     }
 }
 
-/// The next packet, if there is one.
-///
-/// # Errors
-/// When the other side has closed.
-fn receive(socket: &OwnedFd, buffer: &mut [u8]) -> io::Result<Option<(Vec<u8>, Vec<OwnedFd>)>> {
-    match recv_bytes(socket, buffer, RecvFlags::DONTWAIT) {
-        Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
-        Ok((length, files)) => Ok(Some((buffer[..length].to_vec(), files))),
-        // It closed without reading all: what it sent can still be received.
-        Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
-        Err(error) => would_block(error).map(|()| None),
-    }
-}
-
-/// Whether it was sent now.
-///
-/// # Errors
-/// When the other side has closed.
-fn send(socket: &OwnedFd, (bytes, file): &Packet) -> io::Result<bool> {
-    let files: Vec<_> = file.iter().map(AsFd::as_fd).collect();
-    match send_bytes(socket, bytes, &files, SendFlags::DONTWAIT) {
-        Ok(()) => Ok(true),
-        Err(error) => would_block(error).map(|()| false),
+impl Kind {
+    /// What comes next, if there is something, with the first file that may pass.
+    ///
+    /// # Errors
+    /// When the other side has closed.
+    fn receive(
+        self,
+        socket: &OwnedFd,
+        buffer: &mut [u8],
+        may_pass: impl Fn(&OwnedFd) -> bool,
+    ) -> io::Result<Option<Item>> {
+        let received = match self {
+            Self::Session => recv_bytes(socket, buffer, RecvFlags::DONTWAIT),
+            // Files that come with bytes are never taken out: the kernel closes them.
+            Self::Api => match recv(socket, &mut *buffer, RecvFlags::DONTWAIT) {
+                Ok((length, _)) => Ok((length, Vec::new())),
+                Err(error) => Err(error.into()),
+            },
+        };
+        match received {
+            Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok((length, files)) => Ok(Some(Item {
+                bytes: buffer[..length].to_vec(),
+                file: files.into_iter().find(may_pass),
+                sent: 0,
+            })),
+            // It closed without reading all: what it sent can still be received.
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => Ok(None),
+            Err(error) => would_block(error).map(|()| None),
+        }
     }
 }
 

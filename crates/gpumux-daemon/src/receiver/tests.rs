@@ -2,29 +2,20 @@
 
 use std::{
     io::{Read, Write},
-    net::{TcpListener, TcpStream},
+    net::TcpStream,
     os::{fd::AsRawFd, unix::net::UnixStream},
     time::Duration,
 };
 
-use gpumux_wire::{Shim, socket};
+use gpumux_tests::hanging::lingering;
+use gpumux_wire::{Daemon, Shim, socket};
 use tempfile::TempDir;
 
 use super::*;
 
-/// A connection with unsent data whose end takes a minute, and its other side, which reads nothing. Another test that starts a
-/// program at this moment may have to wait for that.
-fn lingering() -> (TcpStream, TcpStream) {
-    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
-    let mut own = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
-    let (other, _) = listener.accept().unwrap();
-    own.set_nonblocking(true).unwrap();
-    while own.write(&[0; 65536]).is_ok() {}
-    own.set_nonblocking(false).unwrap();
-    let minute = Some(Duration::from_secs(60));
-    rustix::net::sockopt::set_socket_linger(&own, minute).unwrap();
-    (own, other)
-}
+const MINUTE: Duration = Duration::from_secs(60);
+/// Connections that a receiver of these tests may have.
+const MANY: usize = 100;
 
 /// Listening sockets, before a receiver accepts what comes there.
 struct Listening {
@@ -37,6 +28,14 @@ struct Sockets {
     arrivals: Arrivals,
 }
 
+fn setting(connections: usize) -> Setting {
+    Setting {
+        place: Place::Threads,
+        emulated: None,
+        connections,
+    }
+}
+
 impl Listening {
     fn new() -> Self {
         let dir = TempDir::new().unwrap();
@@ -46,9 +45,9 @@ impl Listening {
         Self { dir, listeners }
     }
 
-    fn receive(self) -> Sockets {
+    fn receive(self, connections: usize) -> Sockets {
         let [sessions, api] = self.listeners;
-        let first = Receiver::start(Place::Threads, None, sessions, api).unwrap();
+        let first = Receiver::start(&setting(connections), sessions, api).unwrap();
         let arrivals = receive(first, || unreachable!("it does not end"));
         let dir = self.dir;
         Sockets { dir, arrivals }
@@ -61,7 +60,7 @@ impl Listening {
             "api.sock" => UnixStream::connect(&path).unwrap().into(),
             _ => socket::connect(&path, SocketFlags::empty()).unwrap(),
         };
-        let (file, other) = lingering();
+        let (file, other) = lingering(MINUTE);
         socket::send(&socket, &gone(1), Some(file.as_fd()), SendFlags::empty()).unwrap();
         drop(file);
         (socket, other)
@@ -70,7 +69,7 @@ impl Listening {
 
 impl Sockets {
     fn receive() -> Self {
-        Listening::new().receive()
+        Listening::new().receive(MANY)
     }
 
     fn session(&self) -> OwnedFd {
@@ -102,7 +101,7 @@ fn gone(key: u32) -> Shim {
 async fn a_file_that_lingers_stops_only_its_own_session() {
     let listening = Listening::new();
     let (hostile, _other) = listening.linger("session.sock");
-    let mut sockets = listening.receive();
+    let mut sockets = listening.receive(MANY);
     let own = soon(sockets.arrivals.sessions.recv()).await.unwrap();
     let other = sockets.session();
     socket::send(&other, &gone(2), None, SendFlags::empty()).unwrap();
@@ -121,7 +120,7 @@ async fn a_file_that_lingers_stops_only_its_own_session() {
 async fn a_file_that_lingers_stops_only_its_own_request() {
     let listening = Listening::new();
     let (_hostile, _other) = listening.linger("api.sock");
-    let mut sockets = listening.receive();
+    let mut sockets = listening.receive(MANY);
     let _own = soon(sockets.arrivals.api.recv()).await.unwrap();
     let mut other = UnixStream::connect(sockets.dir.path().join("api.sock")).unwrap();
     other.write_all(b"GET / HTTP/1.1").unwrap();
@@ -195,7 +194,7 @@ async fn a_receiver_that_ends_is_replaced() {
     let mut arrivals = receive(broken, move || {
         let sessions = socket::listen(&listen.0, 16)?;
         let api = crate::api::listen(&listen.1)?;
-        Receiver::start(Place::Threads, None, sessions, api)
+        Receiver::start(&setting(MANY), sessions, api)
     });
     let connected = async {
         while socket::connect(&path, SocketFlags::empty()).is_err() {
@@ -205,4 +204,61 @@ async fn a_receiver_that_ends_is_replaced() {
     soon(connected).await;
     let arrived = soon(arrivals.sessions.recv()).await.unwrap();
     assert!(arrived.socket.as_raw_fd() > 0);
+}
+
+/// The reason that a refused process receives.
+fn refusal(session: &OwnedFd) -> String {
+    assert!(gpumux_tests::readable(session, Duration::from_secs(20)));
+    let receive = || socket::recv::<Daemon>(session, RecvFlags::DONTWAIT);
+    // First that what it sent was not read, if it sent something.
+    match receive().or_else(|_| receive()).unwrap() {
+        Some((Daemon::Refused { reason }, _)) => reason,
+        other => panic!("{other:?}"),
+    }
+}
+
+#[tokio::test]
+async fn connection_beyond_the_bound_is_refused_until_another_ends() {
+    let mut sockets = Listening::new().receive(2);
+    let first = sockets.session();
+    let _first = soon(sockets.arrivals.sessions.recv()).await.unwrap();
+    let _second = sockets.session();
+    let _theirs = soon(sockets.arrivals.sessions.recv()).await.unwrap();
+    let reason = refusal(&sockets.session());
+    assert!(reason.contains("connections to the daemon"), "{reason}");
+    let mut request = UnixStream::connect(sockets.dir.path().join("api.sock")).unwrap();
+    let mut answer = String::new();
+    request.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+    assert!(answer.contains(&reason), "{answer}");
+    drop(first);
+    let served = async {
+        loop {
+            let session = sockets.session();
+            tokio::select! {
+                arrived = sockets.arrivals.sessions.recv() => return (session, arrived.unwrap()),
+                () = tokio::time::sleep(Duration::from_millis(20)) => {}
+            }
+        }
+    };
+    soon(served).await;
+}
+
+#[tokio::test]
+async fn refused_connections_with_files_that_linger_stop_no_other() {
+    let listening = Listening::new();
+    let mut hanging: Vec<_> = (0..3).map(|_| listening.linger("session.sock")).collect();
+    let mut sockets = listening.receive(2);
+    let served = [
+        soon(sockets.arrivals.sessions.recv()).await.unwrap(),
+        soon(sockets.arrivals.sessions.recv()).await.unwrap(),
+    ];
+    let (third, _other) = hanging.pop().unwrap();
+    refusal(&third);
+    drop(third);
+    // Its closer hangs: the next wait for that, then for another.
+    for _ in 0..refused::MOST * 2 {
+        refusal(&sockets.session());
+    }
+    drop(served);
 }

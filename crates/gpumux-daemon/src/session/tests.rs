@@ -63,7 +63,12 @@ impl Node {
         let listener = socket::listen(&dir.path().join("session.sock"), 4096).unwrap();
         let api = crate::api::listen(&dir.path().join("api.sock")).unwrap();
         let place = receiver::Place::Threads;
-        let receiver = Receiver::start(place, config.emulated.as_deref(), listener, api).unwrap();
+        let setting = receiver::Setting {
+            place,
+            emulated: config.emulated.clone(),
+            connections: 4096,
+        };
+        let receiver = Receiver::start(&setting, listener, api).unwrap();
         let arrivals = receiver::receive(receiver, || unreachable!("it does not end"));
         let (stop, stopped) = watch::channel(false);
         tokio::spawn(Arc::clone(&sessions).serve(arrivals.sessions, stopped));
