@@ -98,6 +98,9 @@ enum Command {
     /// Receives connections for a daemon, which starts it
     #[command(hide = true, name = gpumux_daemon::receiver::COMMAND)]
     Receiver,
+    /// Looks into a process of a user for a daemon, which starts it
+    #[command(hide = true, name = gpumux_daemon::examine::COMMAND)]
+    Examine,
 }
 
 fn main() -> ExitCode {
@@ -142,6 +145,7 @@ fn main() -> ExitCode {
         Command::Notice(args) => notice::run(&args),
         Command::Scratch(args) => doctor::scratch::run(&args),
         Command::Receiver => daemon::receive(),
+        Command::Examine => daemon::examine(),
     };
     result.unwrap_or_else(|error| {
         if let Some(units::Usage(message)) = error.downcast_ref() {

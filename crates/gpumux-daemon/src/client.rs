@@ -531,7 +531,7 @@ mod tests {
         let daemon = std::thread::spawn(move || {
             for closes in [true, false].repeat(20) {
                 let mut stream = listener.accept().unwrap().0;
-                let answer = crate::api::unavailable("no \"place\"");
+                let answer = crate::receiver::unavailable("no \"place\"");
                 stream.write_all(answer.as_bytes()).unwrap();
                 if !closes {
                     stream.shutdown(std::net::Shutdown::Write).unwrap();

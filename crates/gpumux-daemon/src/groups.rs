@@ -30,6 +30,7 @@ use tokio::{
 
 use crate::{
     config::Config,
+    examine::Examiner,
     paths::MPS_VARIABLES,
     peer::ProcessId,
     scheduler::Crash,
@@ -99,6 +100,7 @@ pub(crate) enum Failure {
 
 /// All groups.
 pub(crate) struct Groups {
+    examiner: Examiner,
     dir: PathBuf,
     file: PathBuf,
     /// The control program, and why there is none.
@@ -194,8 +196,9 @@ pub(crate) enum GroupError {
 
 impl Groups {
     /// The groups in a runtime directory, those of the last daemon that still run among them.
-    pub(crate) fn load(config: &Config, dir: &Path) -> Arc<Self> {
+    pub(crate) fn load(config: &Config, dir: &Path, examiner: Examiner) -> Arc<Self> {
         let groups = Arc::new(Self {
+            examiner,
             dir: dir.join("groups"),
             file: dir.join("groups.json"),
             control: control(config),
@@ -250,7 +253,7 @@ impl Groups {
             };
             tracing::info!("{} belongs to no group: removed", path.display());
             if let Some(uid) = folder.user() {
-                folder.end_servants(uid);
+                folder.end_servants(uid, self.examiner);
             }
             folder.remove();
         }
@@ -601,8 +604,8 @@ impl Groups {
 
     /// Ends control daemon and servers, for sure: these would wait for clients that hang.
     async fn end(&self, group: &Group) {
-        let (folder, uid) = (group.folder.clone(), group.key.uid);
-        let servants = tokio::task::spawn_blocking(move || folder.servants(uid)).await;
+        let (folder, uid, examiner) = (group.folder.clone(), group.key.uid, self.examiner);
+        let servants = tokio::task::spawn_blocking(move || folder.servants(uid, examiner)).await;
         let control = group.state().process.take().and_then(ProcessId::watch);
         let Ok(mut all) = servants else { return };
         if let Some(control) = control {

@@ -13,6 +13,7 @@ pub mod paths;
 
 mod devices;
 mod events;
+pub mod examine;
 #[cfg(test)]
 mod fake;
 mod groups;

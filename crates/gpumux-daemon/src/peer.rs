@@ -89,7 +89,8 @@ impl ProcessId {
         (Self::of(self.pid) == Some(self)).then_some(ProcessFd(fd))
     }
 
-    /// What a variable was when its program began, unless it has written over that.
+    /// What a variable was when its program began, unless it has written over that. Waits for a file system that the process has put
+    /// its environment on: see [`crate::examine`].
     pub(crate) fn variable(self, name: &str) -> Option<String> {
         let mut environment = Vec::new();
         let file = File::open(format!("/proc/{}/environ", self.pid)).ok()?;
@@ -167,6 +168,12 @@ pub(crate) struct ProcessFd(OwnedFd);
 impl From<OwnedFd> for ProcessFd {
     fn from(fd: OwnedFd) -> Self {
         Self(fd)
+    }
+}
+
+impl AsFd for ProcessFd {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
     }
 }
 

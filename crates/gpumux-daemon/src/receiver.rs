@@ -38,9 +38,12 @@ use tokio::sync::mpsc;
 
 use crate::peer::{Peer, ProcessFd, readable};
 pub use process::main;
+pub(crate) use refused::unavailable;
 
 /// Name of the hidden command that runs [`main`].
 pub const COMMAND: &str = "receiver";
+/// How long a part of an answer of the API may wait to be read.
+pub(crate) const STALLED: Duration = Duration::from_secs(20);
 /// Connections that may wait for the daemon's tasks.
 const WAITING: usize = 64;
 /// How long to wait before a receiver that ended is replaced.
@@ -245,7 +248,7 @@ pub(crate) fn receive(
 }
 
 /// Two connected sockets, closed on exec.
-fn pair(kind: SocketType) -> io::Result<(OwnedFd, OwnedFd)> {
+pub(crate) fn pair(kind: SocketType) -> io::Result<(OwnedFd, OwnedFd)> {
     Ok(socketpair(
         AddressFamily::UNIX,
         kind,

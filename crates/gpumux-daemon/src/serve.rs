@@ -23,6 +23,7 @@ use crate::{
     api::{self, Api},
     config::{Config, ConfigError},
     devices::Devices,
+    examine::Examiner,
     groups::Groups,
     paths::{self, DirError, RuntimeDir},
     receiver::{self, Place, Receiver},
@@ -108,7 +109,8 @@ pub fn end_groups(config: &Config) -> Result<(), Error> {
     runtime.block_on(async {
         let dir = runtime_dir(config)?;
         // Nobody takes a seat in them.
-        Groups::load(config, dir.path()).close().await;
+        let examiner = Examiner::new(Place::Process);
+        Groups::load(config, dir.path(), examiner).close().await;
         Ok::<_, Error>(())
     })?;
     runtime.shutdown_timeout(Duration::from_secs(1));
@@ -161,7 +163,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
         settings: state.join("settings.json"),
         programs: state.join("programs.json"),
     };
-    let groups = Groups::load(&config, dir.path());
+    let groups = Groups::load(&config, dir.path(), Examiner::new(place));
     let tenants = Tenants::load(
         files,
         session_socket.display().to_string(),
@@ -281,7 +283,23 @@ fn state_dir(config: &Config, runtime_dir: &Path) -> PathBuf {
         );
         return runtime_dir.to_owned();
     }
+    if let Err(error) = try_to_write(dir) {
+        tracing::warn!(
+            %error,
+            "cannot write in {}: what is set from now on is lost when the daemon ends; make room there, or choose another with \
+             `state_dir` in the configuration",
+            dir.display()
+        );
+    }
     dir.clone()
+}
+
+/// Whether files can be made in a folder: its disk may be full or read-only.
+fn try_to_write(dir: &Path) -> io::Result<()> {
+    let probe = dir.join(".gpumux-probe");
+    let written = std::fs::write(&probe, [0; 4096]);
+    let _ = std::fs::remove_file(&probe);
+    written
 }
 
 async fn listen_tcp(address: SocketAddr) -> Result<TcpListener, Error> {

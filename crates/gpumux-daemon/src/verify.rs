@@ -17,9 +17,17 @@ use gpumux_rm::{
     emulated::EmulatedFile,
     real::{DeviceFile, is_control_file},
 };
-use rustix::net::SocketFlags;
+use rustix::{
+    fs::{FileType, fstat, major, stat},
+    net::SocketFlags,
+};
 
 use crate::peer::credentials;
+
+/// Device numbers of `/dev/nvidia*` begin with this (Documentation/admin-guide/devices.txt of Linux).
+const NVIDIA: u32 = 195;
+/// The driver's other device has a number that is found at run time.
+const UVM: &str = "/dev/nvidia-uvm";
 
 /// What a group turned out to be.
 pub(crate) struct Verified {
@@ -107,4 +115,13 @@ pub(crate) fn leads_to(file: &OwnedFd, server: &Path) -> io::Result<()> {
         true => Ok(()),
         false => other("it is not connected to the emulated device"),
     }
+}
+
+/// Whether a file is a device of the driver, whose end waits for no user.
+pub(crate) fn is_of_driver(file: &OwnedFd) -> bool {
+    fstat(file).is_ok_and(|own| {
+        let uvm = || stat(UVM).is_ok_and(|uvm| major(uvm.st_rdev) == major(own.st_rdev));
+        FileType::from_raw_mode(own.st_mode) == FileType::CharacterDevice
+            && (major(own.st_rdev) == NVIDIA || uvm())
+    })
 }

@@ -75,6 +75,12 @@ pub(crate) fn receive() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The process that looks into one of a user for a daemon.
+pub(crate) fn examine() -> anyhow::Result<ExitCode> {
+    gpumux_daemon::examine::main()?;
+    Ok(ExitCode::SUCCESS)
+}
+
 /// Names all mistakes of a configuration.
 fn check(config: &Config) -> ExitCode {
     let devices = gpumux_daemon::device_uuids(config);

@@ -55,7 +55,7 @@ use crate::{
     memory::{self as moves, MoveError},
     paths,
     peer::Peer,
-    receiver::Connection,
+    receiver::{Connection, STALLED, unavailable},
     scheduler::{Handle, Stopped, View},
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
@@ -71,8 +71,6 @@ const MAX_BODY: usize = 64 * 1024;
 const HEADERS: Duration = Duration::from_secs(10);
 /// How long a request's body may take to come.
 const BODY: Duration = Duration::from_secs(10);
-/// How long a part of an answer may wait to be read.
-pub(crate) const STALLED: Duration = Duration::from_secs(20);
 /// Most connections of one user, and of all; so many more are for root.
 const MAX_CONNECTIONS: (usize, usize, usize) = (256, 1024, 64);
 /// Most connections there are.
@@ -171,13 +169,6 @@ pub(crate) async fn serve_router(
         let service = TowerToHyperService::new(router.clone());
         tokio::spawn(converse(stream, service, place));
     }
-}
-
-/// The answer to a connection that is not served.
-pub(crate) fn unavailable(reason: &str) -> String {
-    let problem = serde_json::json!({ "error": reason });
-    let head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n";
-    format!("{head}{problem}\n")
 }
 
 /// A page of another site could have its name point to this machine, and then read what it finds

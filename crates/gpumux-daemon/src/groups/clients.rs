@@ -8,7 +8,7 @@ use std::{
 };
 
 use super::{AGAIN, Group, Groups, WATCH, folder::Output};
-use crate::{hold, peer::ProcessId, tenants::Tenants};
+use crate::{examine::PATIENCE, peer::ProcessId, tenants::Tenants};
 
 /// What the control daemon writes before it lets a process in; the pid follows. It should have a context after this time.
 const COMES: (&str, Duration) = ("NEW CLIENT ", Duration::from_secs(1));
@@ -79,7 +79,15 @@ impl Groups {
         if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
             return;
         }
-        let token = process.variable(TOKEN);
+        let (examiner, emulated) = (self.examiner, self.emulated.clone());
+        let look = move || {
+            let deadline = Instant::now() + PATIENCE;
+            let token = examiner.variable(process, &watch, TOKEN, deadline);
+            (watch, token)
+        };
+        let Ok((watch, token)) = tokio::task::spawn_blocking(look).await else {
+            return;
+        };
         if tenants.belongs(&group.key, token.as_deref(), &line).await || watch.has_ended() {
             return;
         }
@@ -94,8 +102,12 @@ impl Groups {
             why,
             "a process that does not belong to the group has entered it, and is ended"
         );
-        let files = hold::files_of(process, &watch, self.emulated.as_deref());
-        watch.kill();
+        let look = move || {
+            let files = examiner.files(process, &watch, emulated.as_deref());
+            watch.kill();
+            files
+        };
+        let files = tokio::task::spawn_blocking(look).await.unwrap_or_default();
         tenants.hold_memory(group.name().into(), files).await;
     }
 }

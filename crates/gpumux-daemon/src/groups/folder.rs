@@ -11,6 +11,7 @@ use std::{
         unix::fs::{DirBuilderExt, FileExt, MetadataExt, OpenOptionsExt, PermissionsExt, chown},
     },
     path::{Path, PathBuf},
+    time::Instant,
 };
 
 use rustix::{
@@ -19,6 +20,7 @@ use rustix::{
 };
 
 use crate::{
+    examine::{self, Examiner},
     paths::MPS_VARIABLES,
     peer::{ProcessFd, ProcessId},
 };
@@ -119,13 +121,14 @@ impl Folder {
     }
 
     /// The control daemon and its servers: this user's processes that write the output, which no other process has had from the daemon,
-    /// and the driver's programs that have this folder in their environment.
-    pub(super) fn servants(&self, uid: u32) -> Vec<ProcessFd> {
+    /// and the driver's programs that have this folder in their environment, as far as that is known within [`examine::PATIENCE`].
+    pub(super) fn servants(&self, uid: u32, examiner: Examiner) -> Vec<ProcessFd> {
         // As the kernel names it.
         let Ok(output) = self.output_path().canonicalize() else {
             return Vec::new();
         };
         let pipe = self.pipe();
+        let deadline = Instant::now() + examine::PATIENCE;
         let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
         let found = processes.filter_map(|process| {
             let pid = process.file_name().to_str()?.parse().ok()?;
@@ -134,19 +137,22 @@ impl Folder {
                 let link = fs::read_link(format!("/proc/{pid}/fd/{fd}"));
                 link.is_ok_and(|link| link == output)
             };
+            let watch = process.watch()?;
             let serves = || {
-                let folder = || process.variable(MPS_VARIABLES[0]);
+                let folder = || examiner.variable(process, &watch, MPS_VARIABLES[0], deadline);
                 process.program().starts_with(PROGRAMS)
                     && folder().is_some_and(|folder| Path::new(&folder) == pipe)
             };
-            (writes(1) || writes(2) || serves()).then(|| process.watch())?
+            (writes(1) || writes(2) || serves()).then_some(watch)
         });
         found.collect()
     }
 
     /// Kills them.
-    pub(super) fn end_servants(&self, uid: u32) {
-        self.servants(uid).iter().for_each(ProcessFd::kill);
+    pub(super) fn end_servants(&self, uid: u32, examiner: Examiner) {
+        self.servants(uid, examiner)
+            .iter()
+            .for_each(ProcessFd::kill);
     }
 
     /// Whose it is.
@@ -268,6 +274,7 @@ mod tests {
     };
 
     use super::*;
+    use crate::receiver::Place;
 
     fn folder() -> (tempfile::TempDir, Folder) {
         let dir = tempfile::tempdir().unwrap();
@@ -361,6 +368,7 @@ mod tests {
     fn servants_are_known_by_what_they_write_to_or_serve() {
         let (_dir, folder) = folder();
         let uid = rustix::process::geteuid().as_raw();
+        let examiner = Examiner::new(Place::Threads);
         let sleep = |out: Stdio| {
             let mut command = Command::new("sleep");
             command.arg("100").stdout(out).spawn().unwrap()
@@ -380,15 +388,15 @@ mod tests {
             child
         };
         let (mut own, mut foreign) = (server(folder.pipe()), server(folder.log()));
-        assert_eq!(folder.servants(uid).len(), 2);
-        assert_eq!(folder.servants(uid + 1).len(), 0);
-        folder.end_servants(uid);
+        assert_eq!(folder.servants(uid, examiner).len(), 2);
+        assert_eq!(folder.servants(uid + 1, examiner).len(), 0);
+        folder.end_servants(uid, examiner);
         servant.wait().unwrap();
         own.wait().unwrap();
         assert!(foreign.try_wait().unwrap().is_none());
         foreign.kill().unwrap();
         foreign.wait().unwrap();
-        assert_eq!(folder.servants(uid).len(), 0);
+        assert_eq!(folder.servants(uid, examiner).len(), 0);
         assert!(other.try_wait().unwrap().is_none());
         other.kill().unwrap();
         other.wait().unwrap();

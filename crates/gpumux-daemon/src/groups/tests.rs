@@ -1,4 +1,5 @@
 use super::*;
+use crate::receiver::Place;
 
 /// Plays the control program: what it is asked it finds in files beside it, and waits without end where there is a `.hang`. Where there is
 /// `stopped`, it has a server that was stopped, and writes its pid there.
@@ -43,7 +44,7 @@ impl Node {
     }
 
     fn load(&self) -> Arc<Groups> {
-        Groups::load(&self.config, self.dir.path())
+        Groups::load(&self.config, self.dir.path(), Examiner::new(Place::Threads))
     }
 
     fn folders(&self) -> usize {

@@ -32,11 +32,18 @@ pub(super) fn refuse(connection: &OwnedFd, kind: Kind, reason: &str) {
             reason: reason.to_owned(),
         })
         .unwrap_or_default(),
-        Kind::Api => crate::api::unavailable(reason).into_bytes(),
+        Kind::Api => unavailable(reason).into_bytes(),
     };
     // A new connection has room for that.
     let _ = send_bytes(connection, &bytes, &[], SendFlags::DONTWAIT);
     let _ = shutdown(connection, Shutdown::Write);
+}
+
+/// The answer to a connection that is not served.
+pub(crate) fn unavailable(reason: &str) -> String {
+    let problem = serde_json::json!({ "error": reason });
+    let head = "HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n";
+    format!("{head}{problem}\n")
 }
 
 /// Connections on their way to a closer.

@@ -13,18 +13,13 @@ use gpumux_wire::{
 };
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
-    fs::{FileType, fcntl_get_seals, fstat, major, stat},
+    fs::{FileType, fcntl_get_seals, fstat},
     io::Errno,
     net::{RecvFlags, SendFlags, Shutdown, recv, shutdown},
 };
 
-use super::{Kind, children::Work};
-use crate::{api::STALLED, verify::leads_to};
-
-/// Device numbers of `/dev/nvidia*` begin with this (Documentation/admin-guide/devices.txt of Linux).
-const NVIDIA: u32 = 195;
-/// The driver's other device has a number that is found at run time.
-const UVM: &str = "/dev/nvidia-uvm";
+use super::{Kind, STALLED, children::Work};
+use crate::verify::{is_of_driver, leads_to};
 
 /// What a relay has.
 pub(super) struct Relay {
@@ -233,16 +228,10 @@ fn would_block(error: io::Error) -> io::Result<()> {
 /// Whether the end of a file waits for no user: the driver's devices, memory, and sockets of the emulated device, to which only
 /// that can have sent something.
 fn may_pass(file: &OwnedFd, emulated: Option<&Path>) -> bool {
-    let Ok(own) = fstat(file) else {
-        return false;
-    };
-    match FileType::from_raw_mode(own.st_mode) {
-        FileType::CharacterDevice => {
-            let uvm = || stat(UVM).is_ok_and(|uvm| major(uvm.st_rdev) == major(own.st_rdev));
-            major(own.st_rdev) == NVIDIA || uvm()
-        }
-        FileType::RegularFile => fcntl_get_seals(file).is_ok(),
-        FileType::Socket => emulated.is_some_and(|server| leads_to(file, server).is_ok()),
-        _ => false,
+    let kind = fstat(file).map(|own| FileType::from_raw_mode(own.st_mode));
+    match kind {
+        Ok(FileType::RegularFile) => fcntl_get_seals(file).is_ok(),
+        Ok(FileType::Socket) => emulated.is_some_and(|server| leads_to(file, server).is_ok()),
+        _ => is_of_driver(file),
     }
 }

@@ -501,3 +501,12 @@ async fn over_tcp_everything_can_be_watched_and_nothing_changed() {
     assert_eq!(first.tenants.len(), 3);
     daemon.stop().await;
 }
+
+#[test]
+fn state_folder_that_takes_no_files_is_noticed() {
+    let dir = tempfile::tempdir().unwrap();
+    assert!(super::try_to_write(dir.path()).is_ok());
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+    // The kernel's: a folder where root cannot make files either.
+    assert!(super::try_to_write(Path::new("/proc/self/task")).is_err());
+}

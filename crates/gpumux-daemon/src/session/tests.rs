@@ -52,7 +52,11 @@ impl Node {
             programs: dir.path().join("programs.json"),
             settings: dir.path().join("settings.json"),
         };
-        let groups = crate::groups::Groups::load(&config, dir.path());
+        let groups = crate::groups::Groups::load(
+            &config,
+            dir.path(),
+            crate::examine::Examiner::new(crate::receiver::Place::Threads),
+        );
         let users = crate::users::Users::new(config.clone().into());
         let tenants = Tenants::load(files, String::new(), scheduler.clone(), groups, users)
             .await

@@ -64,7 +64,11 @@ pub(super) async fn with_config(dir: &tempfile::TempDir, config: Config) -> Arc<
         settings: dir.path().join("settings.json"),
         programs: dir.path().join("programs.json"),
     };
-    let groups = Groups::load(&config, dir.path());
+    let groups = Groups::load(
+        &config,
+        dir.path(),
+        crate::examine::Examiner::new(crate::receiver::Place::Threads),
+    );
     let users = Users::new(config);
     let tenants = Tenants::load(files, String::new(), scheduler, groups, users);
     let tenants = tenants.await.unwrap();
