@@ -121,23 +121,38 @@ impl Examiner {
                 command.arg(COMMAND).stdin(theirs).current_dir("/");
                 command.stdout(Stdio::null()).stderr(Stdio::null());
                 let mut child = command.process_group(0).spawn()?;
-                // It may hang: nothing of the daemon's waits for it but this thread, which ends with the daemon.
+                // It has the other end, too.
+                drop(command);
+                let found = answer(&own, deadline);
+                // SIGKILL ends most waits. Nothing of the daemon's waits for the others but this thread, which ends with the daemon.
+                let _ = child.kill();
                 std::thread::Builder::new().spawn(move || child.wait())?;
+                found
             }
-            Place::Threads => drop(std::thread::spawn(move || look(&theirs))),
+            Place::Threads => {
+                std::thread::spawn(move || look(&theirs));
+                answer(&own, deadline)
+            }
         }
-        let mut found = Vec::new();
-        let mut bytes = vec![0; MAX_PACKET];
-        loop {
-            let left = deadline.saturating_duration_since(Instant::now());
-            let left = Timespec::try_from(left).map_err(io::Error::other)?;
-            if poll(&mut [PollFd::new(&own, PollFlags::IN)], Some(&left))? == 0 {
-                return Err(io::ErrorKind::TimedOut.into());
-            }
-            match recv_bytes(&own, &mut bytes, RecvFlags::DONTWAIT)? {
-                (0, _) => return Ok(found),
-                (length, files) => found.push((bytes[..length].to_vec(), files.into_iter().next())),
-            }
+    }
+}
+
+/// What comes until the other side's end.
+///
+/// # Errors
+/// When that is not there by `deadline`.
+fn answer(own: &OwnedFd, deadline: Instant) -> io::Result<Vec<(Vec<u8>, Option<OwnedFd>)>> {
+    let mut found = Vec::new();
+    let mut bytes = vec![0; MAX_PACKET];
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = Timespec::try_from(left).map_err(io::Error::other)?;
+        if poll(&mut [PollFd::new(own, PollFlags::IN)], Some(&left))? == 0 {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        match recv_bytes(own, &mut bytes, RecvFlags::DONTWAIT)? {
+            (0, _) => return Ok(found),
+            (length, files) => found.push((bytes[..length].to_vec(), files.into_iter().next())),
         }
     }
 }
