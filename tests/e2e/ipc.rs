@@ -235,6 +235,8 @@ def rank(own, other, first):
             pass
         if not first:
             write(other, n)
+    # Work of a process that ends is lost.
+    call("cuCtxSynchronize")
 own = alloc(3 * MIB)
 write(own, 0)
 call("cuCtxSynchronize")
