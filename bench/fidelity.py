@@ -31,7 +31,7 @@ import common
 from common import say
 
 # What looks at the driver and the device rather than at the command line; the first matter most.
-GROUPS = ["timings::", "cuda::", "levers::", "hints::", "faults::"]
+GROUPS = ["timings::", "cuda::", "controls::", "hints::", "faults::"]
 BEGIN, RESULT = re.compile(r"^test (\S+) \.\.\. ?(.*)$"), re.compile(r"^(ok|FAILED|ignored)\b")
 TABLE_BEGIN, TABLE_END = "<!-- fidelity:begin -->", "<!-- fidelity:end -->"
 

@@ -109,7 +109,7 @@ fn set_changes_what_is_named_and_refuses_nonsense() {
 }
 
 #[test]
-fn doctor_tries_every_lever_on_every_device() {
+fn doctor_tries_every_control_on_every_device() {
     let devices = if real() { 0 } else { 2 };
     let node = Node::with(Options {
         devices,
@@ -132,15 +132,18 @@ fn doctor_tries_every_lever_on_every_device() {
                 .is_some_and(|uuid| uuid.starts_with("GPU-")),
             "{device:#}"
         );
-        let levers = device["levers"].as_array().unwrap();
+        let controls = device["controls"].as_array().unwrap();
         for name in ["timeslice", "freeze", "thaw", "preemption mode"] {
-            let lever = levers.iter().find(|lever| lever["name"] == name).unwrap();
-            assert_eq!(lever["works"], true, "{lever:#}");
+            let control = controls
+                .iter()
+                .find(|control| control["name"] == name)
+                .unwrap();
+            assert_eq!(control["works"], true, "{control:#}");
             assert!(
-                lever["reason"]
+                control["reason"]
                     .as_str()
                     .is_some_and(|reason| !reason.is_empty()),
-                "{lever:#}"
+                "{control:#}"
             );
         }
     }

@@ -3,6 +3,7 @@
 
 mod containers;
 mod contracts;
+mod controls;
 mod cuda;
 mod devices;
 mod docs;
@@ -14,7 +15,6 @@ mod hints;
 mod hostile;
 mod ipc;
 mod lease;
-mod levers;
 mod lifecycle;
 mod memory;
 mod mig;

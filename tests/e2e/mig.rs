@@ -50,7 +50,7 @@ fn instances_are_listed_instead_of_their_gpu() {
     let Some((node, [small, large])) = partitioned(0) else {
         return;
     };
-    // The levers of each, and the first where none is named: here the larger one.
+    // The controls of each, and the first where none is named: here the larger one.
     let doctor = |instance: Option<&String>| {
         let mut command =
             node.on_device([binary().into_os_string(), "doctor".into(), "--json".into()]);

@@ -178,8 +178,8 @@ fn a_failing_control_is_an_error_or_does_not_matter() {
     }
 }
 
-/// The daemon's own levers, slow or failing now and then: all tenants go on, and it reports the state.
-fn bad_levers(profile: &'static str) {
+/// The daemon's own controls, slow or failing now and then: all tenants go on, and it reports the state.
+fn bad_controls(profile: &'static str) {
     let Some(node) = node(Options {
         profile,
         ..Options::default()
@@ -205,13 +205,13 @@ fn bad_levers(profile: &'static str) {
 }
 
 #[test]
-fn slow_levers() {
-    bad_levers(
+fn slow_controls() {
+    bad_controls(
         "controls = { set_timeslice_us = [30000, 60000], freeze_us = [30000, 90000], thaw_us = [30000, 60000] }",
     );
 }
 
 #[test]
-fn failing_levers() {
-    bad_levers("controls = { fail_every = 3 }");
+fn failing_controls() {
+    bad_controls("controls = { fail_every = 3 }");
 }

@@ -300,7 +300,7 @@ fn program_waits_for_a_daemon_that_starts() {
 #[test]
 fn program_started_while_a_daemon_ends_gets_the_next() {
     if real() {
-        eprintln!("SKIPPED: it needs slow levers");
+        eprintln!("SKIPPED: it needs slow controls");
         return;
     }
     let node = Node::with(Options {

@@ -1,4 +1,4 @@
-//! Sharing in space: groups of a trust domain, the levers on a group, and what its faults end.
+//! Sharing in space: groups of a trust domain, the controls on a group, and what its faults end.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_rm::Levers;
+use gpumux_rm::Controls;
 use gpumux_tests::{Listener, Node, Options, PATIENCE, Process, Run, Session, real, wait_for};
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
@@ -27,13 +27,13 @@ fn work_of_a_killed_client_ends_others_unless_short_or_held() {
         (batch(20_000), true, false),
         (endless, false, true),
     ] {
-        let (mut neighbour, _session, levers) = puppets.start(TICKS);
-        let (killed, session, others_levers) = puppets.start(&program);
+        let (mut neighbour, _session, controls) = puppets.start(TICKS);
+        let (killed, session, others_controls) = puppets.start(&program);
         // Its longest kernels run, and its files have come.
         std::thread::sleep(Duration::from_secs(2));
         let files = session.files();
-        // The levers have a control file, too.
-        let kept = held.then_some((files, others_levers));
+        // The controls have a control file, too.
+        let kept = held.then_some((files, others_controls));
         drop(session);
         killed.kill();
         std::thread::sleep(Duration::from_secs(1));
@@ -46,7 +46,7 @@ fn work_of_a_killed_client_ends_others_unless_short_or_held() {
             let lines = neighbour.lines();
             neighbour.wait_lines(lines + 100);
         }
-        drop(levers);
+        drop(controls);
     }
 }
 
@@ -234,12 +234,12 @@ impl Puppets {
     }
 
     #[track_caller]
-    fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
+    fn start(&self, program: &str) -> (Process, Session, Box<dyn Controls>) {
         let mut command = self.node.shimmed(program, &self.listener.path);
         enter(&mut command, &self.folder);
         let process = Process::start(&mut command);
-        let (session, levers) = self.listener.levers();
-        (process, session, levers)
+        let (session, controls) = self.listener.controls();
+        (process, session, controls)
     }
 }
 
@@ -276,7 +276,7 @@ fn enter(command: &mut Command, folder: &Path) {
 }
 
 #[test]
-fn the_groups_levers_are_at_every_clients_handles() {
+fn the_groups_controls_are_at_every_clients_handles() {
     let puppets = Puppets::new();
     let mut clients = Vec::new();
     for count in [1, 2, 8] {
@@ -285,18 +285,19 @@ fn the_groups_levers_are_at_every_clients_handles() {
             client.0.wait_lines(2);
             clients.push(client);
         }
-        let levers: Vec<&dyn Levers> = clients.iter().map(|(_, _, levers)| &**levers).collect();
-        levers[0].set_timeslice(1000 + count as u64).unwrap();
-        let read: Vec<_> = levers.iter().map(|it| it.timeslice()).collect();
+        let controls: Vec<&dyn Controls> =
+            clients.iter().map(|(_, _, controls)| &**controls).collect();
+        controls[0].set_timeslice(1000 + count as u64).unwrap();
+        let read: Vec<_> = controls.iter().map(|it| it.timeslice()).collect();
         println!("{count} clients; slice set through the first, read through each: {read:?}");
-        for levers in &levers {
-            levers.set_timeslice(3000).unwrap();
+        for controls in &controls {
+            controls.set_timeslice(3000).unwrap();
         }
-        for levers in &levers {
-            assert_eq!(levers.timeslice().unwrap(), 3000);
+        for controls in &controls {
+            assert_eq!(controls.timeslice().unwrap(), 3000);
         }
     }
-    let progress = |clients: &[(Process, Session, Box<dyn Levers>)], time| -> Vec<usize> {
+    let progress = |clients: &[(Process, Session, Box<dyn Controls>)], time| -> Vec<usize> {
         let before: Vec<usize> = clients.iter().map(|it| it.0.lines()).collect();
         std::thread::sleep(time);
         clients
@@ -312,14 +313,14 @@ fn the_groups_levers_are_at_every_clients_handles() {
         "progress with the first of 8 frozen: {:?}",
         progress(&clients, time)
     );
-    for (_, _, levers) in &clients[1..] {
-        levers.freeze().unwrap();
+    for (_, _, controls) in &clients[1..] {
+        controls.freeze().unwrap();
     }
     for (process, _, _) in &clients {
         wait_still(process);
     }
-    for (_, _, levers) in &clients {
-        levers.thaw().unwrap();
+    for (_, _, controls) in &clients {
+        controls.thaw().unwrap();
     }
     for (process, _, _) in &mut clients {
         let lines = process.lines();
@@ -353,7 +354,7 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
     again.wait_lines(3);
     let fault = member(
         &node,
-        "culprit",
+        "faulty",
         "",
         "gpumux workload fault --kind illegal-address --seconds 1",
     )
@@ -363,7 +364,7 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
     let victim = victim.finish();
     assert_ne!(victim.code(), 0, "{victim:#?}");
     println!(
-        "the victim was gone {:?} after the culprit: {}",
+        "the victim was gone {:?} after the fault: {}",
         ended.elapsed(),
         victim.err
     );
@@ -388,8 +389,8 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
         "{fault:#}"
     );
     if !real() {
-        assert_eq!(fault["culprit"], "culprit", "{fault:#}");
-        assert!(!others.contains(&"culprit"), "{fault:#}");
+        assert_eq!(fault["faulting_client"], "faulty", "{fault:#}");
+        assert!(!others.contains(&"faulty"), "{fault:#}");
     }
     // What was outside did not notice; what asked for it runs again; who is new can join.
     let lines = outside.lines();
@@ -416,18 +417,18 @@ fn repeated_faulting_client_joins_no_group() {
     }
     let node = Node::start();
     for round in 1..=2 {
-        member(&node, "culprit", "", "gpumux workload fault --seconds 0.1").finish();
+        member(&node, "faulty", "", "gpumux workload fault --seconds 0.1").finish();
         wait_ps(&node, "the fault", |ps| {
             ps["faults"].get(round - 1).map(|_| ())
         });
     }
-    let mut moved = member(&node, "culprit", "", TICKS);
+    let mut moved = member(&node, "faulty", "", TICKS);
     moved.wait_lines(1);
-    let moved = node.wait_tenant("culprit", has_domain);
+    let moved = node.wait_tenant("faulty", has_domain);
     assert_eq!(moved["placement"]["way"], "time");
     let reason = moved["placement"]["reason"].as_str().unwrap();
     assert!(reason.contains("took its group down 2 times"), "{reason}");
-    let why = node.gpumux(["explain", "culprit"]).run().ok().out;
+    let why = node.gpumux(["explain", "faulty"]).run().ok().out;
     assert!(why.contains("A fault of its own (error "), "{why}");
     let mut api = UnixStream::connect(node.api_socket()).unwrap();
     api.write_all(b"GET /metrics HTTP/1.0\r\nhost: gpumux\r\n\r\n")
@@ -457,10 +458,10 @@ fn repeated_faulting_program_joins_no_group() {
     let place = |name: &str| node.wait_tenant(name, |_| true)["placement"].clone();
     for round in 1..=2 {
         start(bad).finish();
-        let culprit = wait_ps(&node, "the fault", |ps| {
-            Some(ps["faults"].get(round - 1)?["culprit"].clone())
+        let faulting_client = wait_ps(&node, "the fault", |ps| {
+            Some(ps["faults"].get(round - 1)?["faulting_client"].clone())
         });
-        assert_eq!(culprit, "gpumux-2");
+        assert_eq!(faulting_client, "gpumux-2");
         wait_for("its end", PATIENCE, || {
             node.find_tenant("gpumux-2").is_none().then_some(())
         });
@@ -489,7 +490,7 @@ fn a_fault_runs_a_program_again_once() {
     );
     let mut again = Process::start(command.arg(script));
     again.wait_lines(3);
-    member(&node, "culprit", "", "gpumux workload fault --seconds 0.1").finish();
+    member(&node, "faulty", "", "gpumux workload fault --seconds 0.1").finish();
     let finished = again.finish_within(PATIENCE);
     assert_eq!(finished.code(), 3, "{finished:#?}");
     let count = finished.out.lines().filter(|line| *line == "again").count();
@@ -520,7 +521,7 @@ fn who_loses_its_server_is_named_although_it_ends_at_once() {
         member.kill();
     }
     let fault = wait_ps(&node, "the failure", |ps| ps["faults"].get(0).cloned());
-    assert_eq!(fault["culprit"], Value::Null, "{fault:#}");
+    assert_eq!(fault["faulting_client"], Value::Null, "{fault:#}");
     assert_eq!(fault["others"], serde_json::json!(["a", "b"]), "{fault:#}");
 }
 
@@ -587,25 +588,29 @@ const FAULTS: [(&str, bool); 7] = [
 /// Lets a tenant do it, as far as it does anything.
 fn let_fail(node: &Node, options: &str, fault: &str) {
     // Of its own name, because who took a group down twice joins none any more.
-    let name = format!("culprit-{fault}");
+    let name = format!("faulty-{fault}");
     let killed = ["endless", "kill"].contains(&fault);
     let program = match fault {
         "kill" => "gpumux workload batch --kernel-us 20000 --seconds 600".to_owned(),
         "endless" => "gpumux workload fault --kind endless --seconds 0.1".to_owned(),
         fault => format!("gpumux workload fault --kind {fault} --seconds 0.7"),
     };
-    let mut culprit =
+    let mut faulting_client =
         Process::start(&mut node.tenant(&format!("--name {name} {options}"), &program));
     if killed {
         node.wait_tenant(&name, |it| domain(it)["demand"] == "busy");
         // So long that its last kernel is the one that does not end.
         std::thread::sleep(Duration::from_secs(2));
-        assert!(culprit.poll().is_none(), "{}", culprit.err());
-        culprit.kill();
+        assert!(
+            faulting_client.poll().is_none(),
+            "{}",
+            faulting_client.err()
+        );
+        faulting_client.kill();
     } else {
-        culprit.finish();
+        faulting_client.finish();
     }
-    wait_for("the culprit's end", PATIENCE, || {
+    wait_for("the end of the faulty client", PATIENCE, || {
         node.find_tenant(&name).is_none().then_some(())
     });
 }
@@ -645,7 +650,11 @@ fn the_fault_matrix_in_a_group() {
             });
             let found = node.ps()["faults"][before].clone();
             println!("{fault}: {found}");
-            assert_ne!(found["culprit"], format!("inside{number}"), "{fault}");
+            assert_ne!(
+                found["faulting_client"],
+                format!("inside{number}"),
+                "{fault}"
+            );
         } else {
             // So long that memory that was held has gone.
             std::thread::sleep(Duration::from_millis(2500));
@@ -707,7 +716,7 @@ fn a_server_that_hangs_or_dies_is_replaced() {
         let lines = outside.lines();
         outside.wait_lines(lines + 5);
         let fault = wait_ps(&node, "the failure", |ps| ps["faults"].get(number).cloned());
-        assert_eq!(fault["culprit"], Value::Null, "{fault:#}");
+        assert_eq!(fault["faulting_client"], Value::Null, "{fault:#}");
         assert!(
             fault["evidence"].as_str().unwrap().contains("server"),
             "{fault:#}"

@@ -1,4 +1,4 @@
-//! What the device takes: levers, preemption, calls. Here it only has to work; `bench/fidelity.py` collects the
+//! What the device takes: controls, preemption, calls. Here it only has to work; `bench/fidelity.py` collects the
 //! times, on an emulated and on a real device.
 //!
 //! `GPUMUX_TIMINGS=FILE` appends one JSON object a line, `{"case", "mode", "values"}` or `{"device"}`;
@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_rm::Levers;
+use gpumux_rm::Controls;
 use gpumux_tests::{
     PATIENCE, Process, Puppet, Session,
     cuda::{Runtime, program},
@@ -39,7 +39,7 @@ struct Bench(Puppet);
 
 impl Bench {
     /// A batch program that is in its measurement.
-    fn start_batch(&self, name: &str, arguments: &str) -> (Process, Session, Box<dyn Levers>) {
+    fn start_batch(&self, name: &str, arguments: &str) -> (Process, Session, Box<dyn Controls>) {
         let ready = self.0.node.dir().join(name);
         let batch = self.0.start(&format!(
             "gpumux workload batch --kernel-us 10000 --seconds 600 --ready-file {} {arguments}",
@@ -54,11 +54,11 @@ impl Bench {
     /// Runs the latency program, with its group's slice and perhaps hints: its report.
     fn latency(&self, mode: &str, slice: Option<u64>, hints: bool, arguments: &str) -> Value {
         let seconds = seconds();
-        let (process, session, levers) = self.0.start(&format!(
+        let (process, session, controls) = self.0.start(&format!(
             "gpumux workload latency --json --seconds {seconds} {arguments}"
         ));
         if let Some(slice) = slice {
-            levers.set_timeslice(slice).unwrap();
+            controls.set_timeslice(slice).unwrap();
         }
         if hints {
             session.send(&Daemon::Hints {
@@ -92,26 +92,26 @@ fn preemption() {
     note(&json!({"device": alone["device"]}));
     let work = format!("{rate} --iterations {}", alone["iterations"]);
     {
-        let (mut batch, _session, levers) = bench.start_batch("full", "");
+        let (mut batch, _session, controls) = bench.start_batch("full", "");
         bench.latency("driver's time slicing", None, false, &work);
-        levers.set_timeslice(SHORT).unwrap();
+        controls.set_timeslice(SHORT).unwrap();
         bench.latency("1 s and 1 µs", Some(LONG), false, &work);
         let hinting = format!("{work} --hint manual --prepare-us 300");
         bench.latency("1 s and 1 µs, hints", Some(LONG), true, &hinting);
         assert!(batch.poll().is_none(), "{}", batch.err());
     }
-    let (mut batch, _session, levers) = bench.start_batch("narrow", "--blocks 1 --threads 32");
-    levers.set_timeslice(SHORT).unwrap();
+    let (mut batch, _session, controls) = bench.start_batch("narrow", "--blocks 1 --threads 32");
+    controls.set_timeslice(SHORT).unwrap();
     bench.latency("1 s and 1 µs, one warp", Some(LONG), false, &work);
     assert!(batch.poll().is_none(), "{}", batch.err());
 }
 
-/// Levers on a group that is busy with full-size kernels, which it survives.
+/// Controls on a group that is busy with full-size kernels, which it survives.
 #[test]
-fn levers() {
+fn controls() {
     const ROUNDS: usize = 30;
     let bench = Bench(Puppet::new());
-    let (mut batch, _session, levers) = bench.start_batch("busy", "");
+    let (mut batch, _session, controls) = bench.start_batch("busy", "");
     let mut times: [Vec<Duration>; 4] = Default::default();
     for round in 0..ROUNDS {
         let timed = |pull: &dyn Fn()| {
@@ -120,12 +120,12 @@ fn levers() {
             begin.elapsed()
         };
         let slice = [SHORT, 2048][round % 2];
-        times[0].push(timed(&|| levers.set_timeslice(slice).unwrap()));
+        times[0].push(timed(&|| controls.set_timeslice(slice).unwrap()));
         times[1].push(timed(&|| {
-            assert_eq!(levers.timeslice().unwrap(), slice);
+            assert_eq!(controls.timeslice().unwrap(), slice);
         }));
-        times[2].push(timed(&|| levers.freeze().unwrap()));
-        times[3].push(timed(&|| levers.thaw().unwrap()));
+        times[2].push(timed(&|| controls.freeze().unwrap()));
+        times[3].push(timed(&|| controls.thaw().unwrap()));
     }
     assert!(batch.poll().is_none(), "{}", batch.err());
     for (mode, mut times) in ["set slice", "get slice", "freeze", "thaw"]
@@ -139,29 +139,29 @@ fn levers() {
     }
 }
 
-/// What a latency program of 0.7 ms feels of levers that are pulled on a neighbour, which is idle or waits for the device.
+/// What a latency program of 0.7 ms feels of controls that are pulled on a neighbour, which is idle or waits for the device.
 #[test]
 fn neighbours() {
-    type Pull = fn(&dyn Levers);
+    type Pull = fn(&dyn Controls);
     const PAUSE: Duration = Duration::from_micros(1500);
-    const FREEZE: Pull = |levers| {
-        levers.freeze().unwrap();
+    const FREEZE: Pull = |controls| {
+        controls.freeze().unwrap();
         thread::sleep(PAUSE);
-        levers.thaw().unwrap();
+        controls.thaw().unwrap();
     };
-    const SLICE: Pull = |levers| levers.set_timeslice(SHORT).unwrap();
+    const SLICE: Pull = |controls| controls.set_timeslice(SHORT).unwrap();
     let bench = Bench(Puppet::new());
     let kernels = "--kernels 70 --period-us 2500";
     let alone = bench.latency("0.7 ms alone", None, false, kernels);
     let work = format!("{kernels} --iterations {}", alone["iterations"]);
-    let measure = |state: &str, levers: Box<dyn Levers>| {
+    let measure = |state: &str, controls: Box<dyn Controls>| {
         bench.latency(&format!("0.7 ms, one {state}"), Some(LONG), false, &work);
         for (name, pull) in [("freeze and thaw", FREEZE), ("slice", SLICE)] {
             let mode = format!("0.7 ms, one {state}, {name}");
             thread::scope(|scope| {
                 let measured = scope.spawn(|| bench.latency(&mode, Some(LONG), false, &work));
                 while !measured.is_finished() {
-                    pull(&*levers);
+                    pull(&*controls);
                     thread::sleep(PAUSE);
                 }
             });
@@ -181,16 +181,16 @@ fn neighbours() {
         started
     };
     {
-        let (_idle, _session, levers) = start_idle();
-        measure("idle", levers);
+        let (_idle, _session, controls) = start_idle();
+        measure("idle", controls);
     }
-    let (mut batch, _session, levers) = bench.start_batch("waiting", "");
-    levers.set_timeslice(SHORT).unwrap();
+    let (mut batch, _session, controls) = bench.start_batch("waiting", "");
+    controls.set_timeslice(SHORT).unwrap();
     {
-        let (_idle, _session, levers) = start_idle();
-        measure("idle beside one that waits", levers);
+        let (_idle, _session, controls) = start_idle();
+        measure("idle beside one that waits", controls);
     }
-    measure("waiting", levers);
+    measure("waiting", controls);
     assert!(batch.poll().is_none(), "{}", batch.err());
 }
 

@@ -118,7 +118,7 @@ fn ended_tenants_of_one_name_are_found_by_user() {
 }
 
 #[test]
-fn an_ordinary_users_doctor_finds_the_levers() {
+fn an_ordinary_users_doctor_finds_the_controls() {
     let Some(node) = node_of_root() else { return };
     let doctor = node.on_device([binary().into_os_string(), "doctor".into(), "--json".into()]);
     let mut doctor = as_nobody(doctor);

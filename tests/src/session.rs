@@ -7,7 +7,7 @@ use std::{
 };
 
 use gpumux_rm::{
-    Group, Levers, RmLevers, emulated::EmulatedFile, layout::engine, real::DeviceFile,
+    Controls, Group, RmControls, emulated::EmulatedFile, layout::engine, real::DeviceFile,
 };
 use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
 use rustix::{
@@ -48,11 +48,11 @@ impl Puppet {
 
     /// Starts a program under the shim, and waits until its compute group is known.
     #[track_caller]
-    pub fn start(&self, program: &str) -> (Process, Session, Box<dyn Levers>) {
+    pub fn start(&self, program: &str) -> (Process, Session, Box<dyn Controls>) {
         let mut command = self.node.shimmed(program, &self.listener.path);
         let process = Process::start(&mut command);
-        let (session, levers) = self.listener.levers();
-        (process, session, levers)
+        let (session, controls) = self.listener.controls();
+        (process, session, controls)
     }
 }
 
@@ -83,7 +83,7 @@ impl Listener {
 
     /// Waits for a process, welcomes it, and waits until its compute group is known.
     #[track_caller]
-    pub fn levers(&self) -> (Session, Box<dyn Levers>) {
+    pub fn controls(&self) -> (Session, Box<dyn Controls>) {
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: "test".into(),
@@ -110,18 +110,18 @@ impl Listener {
                 group,
                 channels,
             };
-            let levers: Box<dyn Levers> = if real() {
-                Box::new(RmLevers::new(
+            let controls: Box<dyn Controls> = if real() {
+                Box::new(RmControls::new(
                     DeviceFile::new(file).expect("nvidiactl"),
                     group,
                 ))
             } else {
-                Box::new(RmLevers::new(
+                Box::new(RmControls::new(
                     EmulatedFile::new(file).expect("a socket"),
                     group,
                 ))
             };
-            return (session, levers);
+            return (session, controls);
         }
     }
 }

@@ -1,4 +1,4 @@
-//! Who got how much of a device: accounted from what the levers allow and what demand says.
+//! Who got how much of a device: accounted from what the controls allow and what demand says.
 //!
 //! The hardware goes round the enabled groups that have work and gives each its slice, so in an interval
 //! in which nothing changed each of them received `(slice - restore) / sum of (slice + switch)` of it. A latency domain's
@@ -69,8 +69,8 @@ impl Accounts {
         self.accounts
             .retain(|id, _| domains.iter().any(|domain| domain.id == *id));
         let fractions = fractions(domains, costs);
-        let levers = domains.iter().filter(|it| self.was_frozen_or_thawed(it));
-        let interruption = levers.count() as f64 * interruption(domains, costs);
+        let controls = domains.iter().filter(|it| self.was_frozen_or_thawed(it));
+        let interruption = controls.count() as f64 * interruption(domains, costs);
         let worked = elapsed - self.switch(domains, &fractions, elapsed, costs, interruption);
         for (domain, fraction) in domains.iter().zip(fractions) {
             let account = self.accounts.entry(domain.id).or_default();
@@ -126,7 +126,7 @@ impl Accounts {
     }
 }
 
-/// What a lever on one group costs another that runs, in µs: a switch, and one more if another waits, which runs first
+/// What a control on one group costs another that runs, in µs: a switch, and one more if another waits, which runs first
 /// (`timings::neighbours`, docs/fidelity.md).
 fn interruption(domains: &[DomainState], costs: &Costs) -> f64 {
     let wants = |it: &&DomainState| it.run == RunState::Enabled && it.demand == Demand::Busy;

@@ -7,7 +7,7 @@
 //! # One control at a time
 //! The driver takes controls one after the other, and each takes longer than a request of a latency tenant. So the next one is
 //! chosen when the last has ended, by the newest that is known: the controls of a plan are issued in its order
-//! ([`crate::Plan::levers`]) until something changes; then the device is planned anew, and also when the last has ended: the turn that
+//! ([`crate::Plan::controls`]) until something changes; then the device is planned anew, and also when the last has ended: the turn that
 //! they hand over begins only then.
 //!
 //! # A control that fails
@@ -25,8 +25,8 @@ use std::{
 };
 
 use crate::{
-    Account, Calm, Costs, Demand, DomainId, DomainState, Launches, Lever, Micros, Policy, Progress,
-    Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang,
+    Account, Calm, Control, Costs, Demand, DomainId, DomainState, Launches, Micros, Policy,
+    Progress, Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang,
 };
 
 use device::Device;
@@ -69,7 +69,7 @@ pub enum Event {
     /// Work came at this moment, after a pause.
     Arrival(DomainId, Micros),
     /// It must not run, because its memory is away; or may again.
-    Parked(DomainId, bool),
+    SwappedOut(DomainId, bool),
     /// Since when a group has work that none of its members knows of; none: it has no such work any more.
     LeftBehind(usize, DomainId, Option<Micros>),
     /// Its timeslice was read back.
@@ -120,7 +120,7 @@ pub struct Command {
     /// On which device.
     pub device: usize,
     /// What to do.
-    pub lever: Lever,
+    pub control: Control,
     /// When it counts as failed.
     pub deadline: Micros,
     /// What for.
@@ -174,7 +174,7 @@ pub struct Domain {
     /// Why it runs or not, in a few words.
     pub reason: &'static str,
     /// Its memory is away.
-    pub parked: bool,
+    pub swapped_out: bool,
     default: Timeslice,
     /// A control was issued and has not ended.
     under_way: bool,
@@ -220,7 +220,7 @@ impl Domain {
             },
             group: new.group,
             reason: "new",
-            parked: false,
+            swapped_out: false,
             default: new.default,
             under_way: false,
             at_work: false,
@@ -291,7 +291,7 @@ impl Domain {
     /// Leaves it alone for a while.
     fn give_up(&mut self, now: Micros) {
         self.state.timeslice = self.default;
-        if !self.parked {
+        if !self.swapped_out {
             self.set_run(RunState::Enabled, now);
         }
         let backoff = match self.last_fault {
@@ -323,7 +323,7 @@ pub enum Mutation {
     /// A late control is waited for.
     NoDeadline,
     /// That memory is away is left to the policy's plans of the future.
-    ForgetParked,
+    ForgetSwapped,
     /// Each device is planned alone.
     NoGangs,
     /// Controls wait for latency work as long as there is some.
@@ -489,7 +489,7 @@ impl Controller {
             | Event::AtWork(id, _)
             | Event::Arrival(id, _)
             | Event::Progress(id, _)
-            | Event::Parked(id, _)
+            | Event::SwappedOut(id, _)
             | Event::Found(id, _)
             | Event::Unreadable(id)
             | Event::Channels(id)
@@ -521,11 +521,11 @@ impl Controller {
                 let domain = device.change(now, id);
                 domain.into_iter().for_each(|it| it.set_demand(demand, now));
             }
-            Event::Parked(_, parked) if domain.parked != parked => {
-                let forgets = self.mutation == Some(Mutation::ForgetParked);
+            Event::SwappedOut(_, swapped_out) if domain.swapped_out != swapped_out => {
+                let forgets = self.mutation == Some(Mutation::ForgetSwapped);
                 if let Some(domain) = device.change(now, id).filter(|_| !forgets) {
-                    domain.parked = parked;
-                    domain.state.pinned = parked.then_some(RunState::Frozen);
+                    domain.swapped_out = swapped_out;
+                    domain.state.pinned = swapped_out.then_some(RunState::Frozen);
                 }
             }
             Event::Found(_, found) if domain.state.timeslice != found && !domain.is_faulty() => {
@@ -582,7 +582,7 @@ impl Controller {
         let Some(command) = self.issued.take_if(|it| it.id == command) else {
             return;
         };
-        let (at, lever) = (command.device, command.lever);
+        let (at, control) = (command.device, command.control);
         let trusted = match outcome {
             Outcome::Failed if self.mutation == Some(Mutation::TrustFailures) => {
                 Outcome::Done(Micros::ZERO)
@@ -590,9 +590,9 @@ impl Controller {
             outcome => outcome,
         };
         if let Outcome::Done(took) = outcome {
-            self.devices[at].costs.record(lever, took);
+            self.devices[at].costs.record(control, took);
         }
-        let id = lever.domain();
+        let id = control.domain();
         if let Some(domain) = self.devices[at].domains.get_mut(&id) {
             domain.under_way = false;
         }
@@ -601,12 +601,12 @@ impl Controller {
             (_, Outcome::Failed) => self.fail(now, at, id),
             (aim, Outcome::Done(_)) => {
                 let device = &mut self.devices[at];
-                device.obey(now, lever);
+                device.obey(now, control);
                 device.plan_from(now);
                 let Some(domain) = device.domains.get_mut(&id) else {
                     return;
                 };
-                if aim == Aim::Retry && !matches!(lever, Lever::SetTimeslice(..)) {
+                if aim == Aim::Retry && !matches!(control, Control::SetTimeslice(..)) {
                     domain.fault = None;
                     device.dirty = true;
                 }
@@ -649,21 +649,21 @@ impl Controller {
         }
     }
 
-    fn next_urgent(&mut self) -> Option<(usize, Lever, Aim)> {
+    fn next_urgent(&mut self) -> Option<(usize, Control, Aim)> {
         while let Some(next) = self.urgent.pop_front() {
             let Urgent { device, id, .. } = next;
             let Some(domain) = self.devices[device].domains.get(&id) else {
                 continue;
             };
-            let lever = match (next.sets, domain.parked) {
-                (Sets::Timeslice, _) => Lever::SetTimeslice(id, domain.default),
-                (Sets::Run, false) => Lever::Thaw(id),
-                (Sets::Run, true) if next.aim == Aim::Retry => Lever::Freeze(id),
-                (Sets::Frozen, _) if domain.state.run == RunState::Frozen => Lever::Freeze(id),
+            let control = match (next.sets, domain.swapped_out) {
+                (Sets::Timeslice, _) => Control::SetTimeslice(id, domain.default),
+                (Sets::Run, false) => Control::Thaw(id),
+                (Sets::Run, true) if next.aim == Aim::Retry => Control::Freeze(id),
+                (Sets::Frozen, _) if domain.state.run == RunState::Frozen => Control::Freeze(id),
                 // Its memory is away, and it must not run; or it is not frozen any more.
                 (Sets::Run | Sets::Frozen, _) => continue,
             };
-            return Some((device, lever, next.aim));
+            return Some((device, control, next.aim));
         }
         None
     }
@@ -675,11 +675,11 @@ impl Controller {
                 return None;
             }
             self.issued = None;
-            self.fail(now, command.device, command.lever.domain());
+            self.fail(now, command.device, command.control.domain());
         }
         self.retry(now);
-        if let Some((at, lever, aim)) = self.next_urgent() {
-            return Some(self.issue(now, at, lever, aim));
+        if let Some((at, control, aim)) = self.next_urgent() {
+            return Some(self.issue(now, at, control, aim));
         }
         if self.devices.iter().any(|device| device.needs_plan(now)) {
             self.plan(now);
@@ -690,22 +690,22 @@ impl Controller {
         };
         let mut devices = self.devices.iter_mut().enumerate();
         let next = devices.find_map(|(at, device)| Some((at, device.next_control(now, most)?)));
-        next.map(|(at, lever)| self.issue(now, at, lever, Aim::Plan))
+        next.map(|(at, control)| self.issue(now, at, control, Aim::Plan))
     }
 
-    fn issue(&mut self, now: Micros, device: usize, lever: Lever, aim: Aim) -> Command {
+    fn issue(&mut self, now: Micros, device: usize, control: Control, aim: Aim) -> Command {
         // It takes its domain off the device when it begins.
-        if matches!(lever, Lever::Freeze(_)) {
-            self.devices[device].obey(now, lever);
+        if matches!(control, Control::Freeze(_)) {
+            self.devices[device].obey(now, control);
         }
-        if let Some(domain) = self.devices[device].domains.get_mut(&lever.domain()) {
+        if let Some(domain) = self.devices[device].domains.get_mut(&control.domain()) {
             domain.under_way = true;
         }
         self.commands += 1;
         let command = Command {
             id: self.commands,
             device,
-            lever,
+            control,
             deadline: now + DEADLINE,
             aim,
         };

@@ -69,7 +69,7 @@ pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
 /// Plans all devices once. `again`: not for the first time at this moment.
 fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Plan> {
     let (away, present): (BTreeSet<TenantId>, BTreeSet<TenantId>) =
-        gangs.iter().partition(|gang| parked(**gang, devices));
+        gangs.iter().partition(|gang| swapped_out(**gang, devices));
     let mut drafts: Drafts = devices
         .iter()
         .map(|device| Rc::new(Draft::new(device, &present)))
@@ -133,7 +133,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Pla
         decided.insert(gang, fate);
     }
     for &gang in gangs {
-        if decided.get(&gang) == Some(&RunState::Frozen) && !parked(gang, devices) {
+        if decided.get(&gang) == Some(&RunState::Frozen) && !swapped_out(gang, devices) {
             let tried = pin(&drafts, devices, gang, RunState::Enabled);
             let mut own = drafts.iter().filter(|draft| draft.runs(gang).is_some());
             if !split(gang, &tried) && own.all(|draft| draft.is_free()) {
@@ -142,7 +142,7 @@ fn plan_once(devices: &mut [Device], gangs: &[TenantId], again: bool) -> Vec<Pla
         }
     }
     let waiting: BTreeSet<TenantId> = (gangs.iter().copied())
-        .filter(|gang| !runs(*gang, &drafts) && !parked(*gang, devices))
+        .filter(|gang| !runs(*gang, &drafts) && !swapped_out(*gang, devices))
         .collect();
     let running: BTreeSet<TenantId> = (gangs.iter().copied())
         .filter(|gang| whole(*gang, &drafts))
@@ -184,7 +184,7 @@ fn overdue(devices: &[Device], gangs: &[TenantId]) -> Vec<TenantId> {
         });
         overdue.min()
     };
-    let gangs = gangs.iter().filter(|gang| !parked(**gang, devices));
+    let gangs = gangs.iter().filter(|gang| !swapped_out(**gang, devices));
     let mut overdue: Vec<_> = gangs
         .filter_map(|gang| Some((since(*gang)?, *gang)))
         .collect();
@@ -373,7 +373,7 @@ fn pin(drafts: &[Rc<Draft>], devices: &[Device], tenant: TenantId, fate: RunStat
 }
 
 /// Whether the tenant must not run, even in its turn: its memory is not there.
-fn parked(tenant: TenantId, devices: &[Device]) -> bool {
+fn swapped_out(tenant: TenantId, devices: &[Device]) -> bool {
     with_work(tenant, devices).any(|(_, domain)| domain.pinned == Some(RunState::Frozen))
 }
 

@@ -28,7 +28,7 @@ pub mod tamper;
 
 pub use accounts::{Account, Accounts, fractions};
 pub use launches::{Launches, Progress};
-pub use plan::{Calm, DomainPlan, Lever, Plan, RunState};
+pub use plan::{Calm, Control, DomainPlan, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};

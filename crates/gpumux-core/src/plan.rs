@@ -1,4 +1,4 @@
-//! What a policy wants for one device, and the levers that bring it about.
+//! What a policy wants for one device, and the controls that bring it about.
 
 use serde::{Deserialize, Serialize};
 
@@ -37,10 +37,10 @@ pub struct Plan {
     pub next: Option<Micros>,
 }
 
-/// One pull of one lever.
+/// One call of one control.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Lever {
+pub enum Control {
     /// Take the domain off the device.
     Freeze(DomainId),
     /// Give the domain this slice.
@@ -49,7 +49,7 @@ pub enum Lever {
     Thaw(DomainId),
 }
 
-impl Lever {
+impl Control {
     /// The domain it acts on.
     pub const fn domain(self) -> DomainId {
         match self {
@@ -68,25 +68,25 @@ impl Lever {
 }
 
 impl Plan {
-    /// The fewest pulls that turn what the snapshot shows into this plan: see [`levers`].
-    pub fn levers(&self, snapshot: &Snapshot) -> Vec<Lever> {
-        levers(self.domains.iter().zip(&snapshot.domains))
+    /// The fewest pulls that turn what the snapshot shows into this plan: see [`controls`].
+    pub fn controls(&self, snapshot: &Snapshot) -> Vec<Control> {
+        controls(self.domains.iter().zip(&snapshot.domains))
     }
 }
 
 /// The fewest pulls that give each domain what it shall have, in the order to pull them:
 /// freezes before slices before thaws, and long slices before short ones, so that two runnable
 /// domains never share a 1 µs slice on the way. Last come freezes of those without work: none need wait for them.
-pub(crate) fn levers<'a>(
+pub(crate) fn controls<'a>(
     pairs: impl Iterator<Item = (&'a DomainPlan, &'a DomainState)> + Clone,
-) -> Vec<Lever> {
-    let (mut levers, mut last) = (Vec::new(), Vec::new());
+) -> Vec<Control> {
+    let (mut controls, mut last) = (Vec::new(), Vec::new());
     let mut slices = Vec::new();
     for (want, have) in pairs.clone() {
         if want.run == RunState::Frozen && have.run == RunState::Enabled {
             match have.demand.may_run() {
-                true => levers.push(Lever::Freeze(have.id)),
-                false => last.push(Lever::Freeze(have.id)),
+                true => controls.push(Control::Freeze(have.id)),
+                false => last.push(Control::Freeze(have.id)),
             }
         }
         if want.timeslice != have.timeslice {
@@ -95,34 +95,34 @@ pub(crate) fn levers<'a>(
     }
     slices.sort_by_key(|(_, timeslice)| std::cmp::Reverse(*timeslice));
     let slices = slices.into_iter();
-    levers.extend(slices.map(|(id, timeslice)| Lever::SetTimeslice(id, timeslice)));
+    controls.extend(slices.map(|(id, timeslice)| Control::SetTimeslice(id, timeslice)));
     for (want, have) in pairs {
         if want.run == RunState::Enabled && have.run == RunState::Frozen {
-            levers.push(Lever::Thaw(have.id));
+            controls.push(Control::Thaw(have.id));
         }
     }
-    levers.extend(last);
-    levers
+    controls.extend(last);
+    controls
 }
 
-/// Lets freezes and thaws wait for latency domains that are at work, or will be before the lever has been pulled. To freeze or thaw
+/// Lets freezes and thaws wait for latency domains that are at work, or will be before the control has been pulled. To freeze or thaw
 /// any group, RM interrupts the one that runs; if another waits, that one runs first: two switches, 0.2 to 0.4 ms, for the one that
 /// was at work (`timings::neighbours`, docs/fidelity.md).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calm {
-    /// Since when a lever waits.
+    /// Since when a control waits.
     since: Option<Micros>,
 }
 
 impl Calm {
-    /// The longest that a lever waits. Of longer work an interruption takes less than a tenth.
+    /// The longest that a control waits. Of longer work an interruption takes less than a tenth.
     pub const MOST: Micros = Micros::from_millis(3);
 
-    /// Whether the first of the levers that are left of a plan should not be pulled now. They belong together: between them the
+    /// Whether the first of the controls that are left of a plan should not be pulled now. They belong together: between them the
     /// device is idle, or two domains may meet. `most` is the longest that they wait; `at_work` says of a domain whether it has work and may run.
     pub fn awaits(
         &mut self,
-        mut levers: impl Iterator<Item = Lever> + Clone,
+        mut controls: impl Iterator<Item = Control> + Clone,
         snapshot: &Snapshot,
         now: Micros,
         most: Micros,
@@ -132,14 +132,14 @@ impl Calm {
             let tenant = snapshot.tenant(domain.tenant);
             tenant.is_some_and(|tenant| tenant.spec.class == Class::Latency)
         });
-        let costs = levers.clone().map(|lever| snapshot.costs.of(lever).0);
-        let Some(lever) = levers.next() else {
+        let costs = controls.clone().map(|control| snapshot.costs.of(control).0);
+        let Some(control) = controls.next() else {
             return false;
         };
         let pulled = now + Micros(costs.sum()) + Rhythm::SLACK;
         let comes = |at: Micros| now <= at + Rhythm::SLACK && at <= pulled;
-        let waits = !matches!(lever, Lever::SetTimeslice(..))
-            && latency.clone().all(|domain| domain.id != lever.domain())
+        let waits = !matches!(control, Control::SetTimeslice(..))
+            && latency.clone().all(|domain| domain.id != control.domain())
             && latency.any(|domain| at_work(domain.id) || domain.expected.is_some_and(comes))
             && now.saturating_sub(*self.since.get_or_insert(now)) < most;
         if !waits {
@@ -156,45 +156,49 @@ mod tests {
     use crate::testing::{domain, snapshot};
 
     #[test]
-    fn levers_on_others_wait_for_latency_work_but_not_for_long() {
+    fn controls_on_others_wait_for_latency_work_but_not_for_long() {
         let classes = [Class::Latency, Class::Batch];
         let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
-        let awaits = |calm: &mut Calm, lever, at: u64, busy: u64| {
-            calm.awaits([lever].into_iter(), &now, Micros(at), Calm::MOST, |id| {
+        let awaits = |calm: &mut Calm, control, at: u64, busy: u64| {
+            calm.awaits([control].into_iter(), &now, Micros(at), Calm::MOST, |id| {
                 id == DomainId(busy)
             })
         };
-        let freeze = Lever::Freeze(DomainId(2));
+        let freeze = Control::Freeze(DomainId(2));
         let mut calm = Calm::default();
         assert!(awaits(&mut calm, freeze, 1_000, 1));
         assert!(awaits(&mut calm, freeze, 3_999, 1));
         assert!(!awaits(&mut calm, freeze, 4_000, 1), "3 ms are enough");
         assert!(awaits(&mut calm, freeze, 4_500, 1), "a new wait");
         assert!(!awaits(&mut calm, freeze, 5_000, 2), "only batch work runs");
-        let own = Lever::Thaw(DomainId(1));
-        assert!(!awaits(&mut calm, own, 5_000, 1), "its own lever");
-        let slice = Lever::SetTimeslice(DomainId(2), Timeslice(1));
+        let own = Control::Thaw(DomainId(1));
+        assert!(!awaits(&mut calm, own, 5_000, 1), "its own control");
+        let slice = Control::SetTimeslice(DomainId(2), Timeslice(1));
         assert!(!awaits(&mut calm, slice, 5_000, 1));
     }
 
     #[test]
-    fn levers_wait_for_work_that_is_expected_before_they_are_pulled() {
+    fn controls_wait_for_work_that_is_expected_before_they_are_pulled() {
         let mut now = snapshot(
             &[Class::Latency, Class::Batch],
             vec![domain(1, 0), domain(2, 1)],
         );
         now.domains[0].expected = Some(Micros(10_000));
-        let freeze = Lever::Freeze(DomainId(2));
-        let all = |at: u64, levers: &[Lever]| {
-            Calm::default().awaits(levers.iter().copied(), &now, Micros(at), Calm::MOST, |_| {
-                false
-            })
+        let freeze = Control::Freeze(DomainId(2));
+        let all = |at: u64, controls: &[Control]| {
+            Calm::default().awaits(
+                controls.iter().copied(),
+                &now,
+                Micros(at),
+                Calm::MOST,
+                |_| false,
+            )
         };
         let awaits = |at: u64| all(at, &[freeze]);
         let begin = 10_000 - now.costs.freeze.0 - Rhythm::SLACK.0;
         assert!(!awaits(begin - 1), "there is time for it");
         assert!(
-            all(begin - 1, &[freeze, Lever::Thaw(DomainId(3))]),
+            all(begin - 1, &[freeze, Control::Thaw(DomainId(3))]),
             "not for both"
         );
         assert!(awaits(begin) && awaits(10_000 + Rhythm::SLACK.0));

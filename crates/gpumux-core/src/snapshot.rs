@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, Lever, Micros, RunState, TenantId, TenantSpec, Timeslice, UserId};
+use crate::{Control, DomainId, Micros, RunState, TenantId, TenantSpec, Timeslice, UserId};
 
 /// Whether a domain has work for the device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -67,7 +67,7 @@ pub struct DomainState {
     pub pinned: Option<RunState>,
 }
 
-/// What the levers and the hardware cost, as measured on this device.
+/// What the controls and the hardware cost, as measured on this device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Costs {
@@ -82,12 +82,12 @@ pub struct Costs {
 }
 
 impl Costs {
-    /// What pulling this lever costs.
-    pub const fn of(&self, lever: Lever) -> Micros {
-        match lever {
-            Lever::Freeze(_) => self.freeze,
-            Lever::Thaw(_) => self.thaw,
-            Lever::SetTimeslice(..) => self.set_timeslice,
+    /// What pulling this control costs.
+    pub const fn of(&self, control: Control) -> Micros {
+        match control {
+            Control::Freeze(_) => self.freeze,
+            Control::Thaw(_) => self.thaw,
+            Control::SetTimeslice(..) => self.set_timeslice,
         }
     }
 }

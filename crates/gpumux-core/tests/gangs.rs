@@ -5,8 +5,8 @@ use std::collections::BTreeSet;
 
 use gpumux_core::gang::{self, Device};
 use gpumux_core::{
-    Accounts, Class, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy, RunState,
-    Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, policy,
+    Accounts, Class, Control, Demand, DomainId, DomainState, Memory, Micros, Plan, Policy,
+    RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, policy,
 };
 use proptest::prelude::*;
 
@@ -169,18 +169,18 @@ impl World {
         gang::plan(&mut devices)
     }
 
-    /// Plans, pulls the levers, and checks what is then.
+    /// Plans, issues the controls, and checks what is then.
     fn plan(&mut self) {
         let plans = self.plans();
         for (snapshot, plan) in self.devices.iter_mut().zip(&plans) {
-            for lever in plan.levers(snapshot) {
+            for control in plan.controls(snapshot) {
                 let mut domains = snapshot.domains.iter_mut();
-                let domain = domains.find(|domain| domain.id == lever.domain());
+                let domain = domains.find(|domain| domain.id == control.domain());
                 let domain = domain.expect("a domain of the snapshot");
-                match lever {
-                    Lever::Freeze(_) => domain.run = RunState::Frozen,
-                    Lever::Thaw(_) => domain.run = RunState::Enabled,
-                    Lever::SetTimeslice(_, timeslice) => domain.timeslice = timeslice,
+                match control {
+                    Control::Freeze(_) => domain.run = RunState::Frozen,
+                    Control::Thaw(_) => domain.run = RunState::Enabled,
+                    Control::SetTimeslice(_, timeslice) => domain.timeslice = timeslice,
                 }
             }
         }
@@ -188,9 +188,9 @@ impl World {
         let again = self.plans();
         for (snapshot, plan) in self.devices.iter().zip(&again) {
             assert_eq!(
-                plan.levers(snapshot),
+                plan.controls(snapshot),
                 [],
-                "a plan applied twice pulls levers"
+                "a plan applied twice issues controls"
             );
         }
         self.next = again.iter().filter_map(|plan| plan.next).min();
@@ -207,12 +207,12 @@ impl World {
     }
 
     fn check(&self) {
-        let parked = |domain: &DomainState| domain.pinned.is_some();
+        let swapped_out = |domain: &DomainState| domain.pinned.is_some();
         let runs = |domain: &DomainState| domain.run == RunState::Enabled;
         for device in 0..DEVICES {
             let running = || self.runnable(device).filter(|domain| runs(domain));
             assert!(
-                !running().any(parked),
+                !running().any(swapped_out),
                 "runs without its memory: {:?}",
                 self.devices
             );
@@ -243,7 +243,7 @@ impl World {
                 self.devices
             );
             let mut devices = (0..DEVICES).filter(|device| of(*device).count() > 0);
-            let idle = states.contains(&false) && !parts().any(parked) && devices.all(free);
+            let idle = states.contains(&false) && !parts().any(swapped_out) && devices.all(free);
             assert!(!idle, "{tenant} waits for nobody: {:?}", self.devices);
         }
     }

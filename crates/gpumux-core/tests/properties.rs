@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 
 use gpumux_core::{
-    Accounts, Class, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
+    Accounts, Class, Control, Costs, Demand, DomainId, DomainState, Memory, Micros, Plan, Policy,
     RunState, Snapshot, TenantId, TenantSpec, TenantState, Timeslice, UserId, fractions, policy,
 };
 use proptest::prelude::*;
@@ -133,7 +133,7 @@ impl World {
         self.plan();
     }
 
-    /// Plans, checks the plan, and pulls the levers.
+    /// Plans, checks the plan, and issues the controls.
     fn plan(&mut self) {
         let mut again = self.memory.clone();
         let plan = self.policy.plan(&self.now, &mut self.memory);
@@ -144,23 +144,23 @@ impl World {
         );
         assert_eq!(self.memory, again, "not deterministic");
         self.check(&plan);
-        for lever in plan.levers(&self.now) {
+        for control in plan.controls(&self.now) {
             let domains = &mut self.now.domains;
             let domain = domains
                 .iter_mut()
-                .find(|domain| domain.id == lever.domain());
+                .find(|domain| domain.id == control.domain());
             let domain = domain.expect("a domain of the snapshot");
-            match lever {
-                Lever::Freeze(_) => domain.run = RunState::Frozen,
-                Lever::Thaw(_) => domain.run = RunState::Enabled,
-                Lever::SetTimeslice(_, timeslice) => domain.timeslice = timeslice,
+            match control {
+                Control::Freeze(_) => domain.run = RunState::Frozen,
+                Control::Thaw(_) => domain.run = RunState::Enabled,
+                Control::SetTimeslice(_, timeslice) => domain.timeslice = timeslice,
             }
         }
         let repeated = self.policy.plan(&self.now, &mut self.memory);
         assert_eq!(
-            repeated.levers(&self.now),
+            repeated.controls(&self.now),
             [],
-            "a plan applied twice pulls levers"
+            "a plan applied twice issues controls"
         );
         self.next = repeated.next;
         self.observe();

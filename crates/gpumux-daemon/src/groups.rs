@@ -2,7 +2,7 @@
 //!
 //! Every group has an MPS control daemon of its own, with folders of its own that only its user can enter ([`folder`]); it runs
 //! as that user. It has nothing to do with an MPS that an administrator runs, and the device's compute mode stays what it is. A
-//! group begins with the first tenant that takes a [`Seat`] in it and ends a while after the last one left.
+//! group begins with the first tenant that takes a [`Membership`] in it and ends a while after the last one left.
 //!
 //! The control daemon outlives this daemon, as its tenants do: the next daemon finds it in its file.
 
@@ -125,7 +125,7 @@ struct Group {
 
 #[derive(Default)]
 struct State {
-    seats: usize,
+    memberships: usize,
     /// Its control daemon, and whether that has answered.
     process: Option<ProcessId>,
     ready: bool,
@@ -150,7 +150,7 @@ struct Saved {
 
 /// That a process is a client of a group that is not its own.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Intrusion {
+pub(crate) enum UnauthorizedClient {
     Seen(String),
     /// The group does not say.
     Feared(String),
@@ -166,14 +166,14 @@ enum Unanswered {
 }
 
 /// A tenant's place in a group; given back when dropped.
-pub(crate) struct Seat {
+pub(crate) struct Membership {
     groups: Arc<Groups>,
     group: Arc<Group>,
 }
 
-impl std::fmt::Debug for Seat {
+impl std::fmt::Debug for Membership {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Seat({})", self.name())
+        write!(f, "Membership({})", self.name())
     }
 }
 
@@ -230,7 +230,7 @@ impl Groups {
             if process.is_some() {
                 groups.watch(&group);
             }
-            // Ends it unless a tenant of the last daemon takes its seat again.
+            // Ends it unless a tenant of the last daemon joins it again.
             groups.sit(&group);
             groups.stand(&group);
         }
@@ -281,7 +281,7 @@ impl Groups {
         uid: u32,
         own: Option<&str>,
         pid: u32,
-    ) -> Option<Intrusion> {
+    ) -> Option<UnauthorizedClient> {
         let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
         let groups = groups.into_iter().filter(|group| group.key.uid == uid);
         let (own, others): (Vec<_>, Vec<_>) = groups.partition(|group| Some(&*group.name()) == own);
@@ -300,8 +300,8 @@ impl Groups {
             let group_name = group.name();
             match self.clients(&group).await {
                 Ok(clients) if !clients.contains(&pid) => {}
-                Ok(_) => return Some(Intrusion::Seen(group_name)),
-                Err(_) => return Some(Intrusion::Feared(group_name)),
+                Ok(_) => return Some(UnauthorizedClient::Seen(group_name)),
+                Err(_) => return Some(UnauthorizedClient::Feared(group_name)),
             }
         }
         None
@@ -328,30 +328,34 @@ impl Groups {
         Ok(clients)
     }
 
-    /// Takes a seat in a group and sees to it that its server can be reached. `like` is a process of the group's user.
+    /// Joins a group and sees to it that its server can be reached. `like` is a process of the group's user.
     ///
     /// # Errors
     /// When there can be no group.
-    pub(crate) async fn enter(self: &Arc<Self>, key: &Key, like: u32) -> Result<Seat, GroupError> {
+    pub(crate) async fn enter(
+        self: &Arc<Self>,
+        key: &Key,
+        like: u32,
+    ) -> Result<Membership, GroupError> {
         if let Err(why) = &self.control {
             return Err(GroupError::Unavailable(why.clone()));
         }
         let group = self.find_or_make(key, like)?;
-        let seat = self.seat(group);
-        self.start(&seat.group).await?;
-        Ok(seat)
+        let membership = self.membership(group);
+        self.start(&membership.group).await?;
+        Ok(membership)
     }
 
-    /// Takes a seat in a group that exists, as it is.
-    pub(crate) fn enter_again(self: &Arc<Self>, key: &Key) -> Option<Seat> {
+    /// Joins a group that exists, as it is.
+    pub(crate) fn enter_again(self: &Arc<Self>, key: &Key) -> Option<Membership> {
         let group = self.table().get(key).cloned()?;
         self.watch(&group);
-        Some(self.seat(group))
+        Some(self.membership(group))
     }
 
-    fn seat(self: &Arc<Self>, group: Arc<Group>) -> Seat {
+    fn membership(self: &Arc<Self>, group: Arc<Group>) -> Membership {
         self.sit(&group);
-        Seat {
+        Membership {
             groups: Arc::clone(self),
             group,
         }
@@ -398,16 +402,16 @@ impl Groups {
     }
 
     fn sit(&self, group: &Group) {
-        group.state().seats += 1;
+        group.state().memberships += 1;
     }
 
-    /// One seat less; with the last one the group ends, a while later.
+    /// One membership less; with the last one the group ends, a while later.
     fn stand(self: &Arc<Self>, group: &Arc<Group>) {
         let emptied = {
             let mut state = group.state();
-            state.seats -= 1;
+            state.memberships -= 1;
             state.emptied += 1;
-            if state.seats > 0 {
+            if state.memberships > 0 {
                 return;
             }
             state.emptied
@@ -416,7 +420,7 @@ impl Groups {
         let tell_loss = move |groups: &Self, group: &Group| {
             let lost = |it: ProcessId| it.watch().is_none_or(|it| it.has_ended());
             let mut state = group.state();
-            let same = state.seats == 0 && state.emptied == emptied;
+            let same = state.memberships == 0 && state.emptied == emptied;
             let told = same && state.process.take_if(|it| lost(*it)).is_some();
             drop(state);
             if told {
@@ -433,7 +437,7 @@ impl Groups {
             {
                 let mut table = groups.table();
                 let state = group.state();
-                if state.seats > 0 || state.emptied != emptied {
+                if state.memberships > 0 || state.emptied != emptied {
                     return;
                 }
                 table.remove(&group.key);
@@ -513,7 +517,7 @@ impl Groups {
         let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
         for group in groups {
             let _alone = group.change.lock().await;
-            if group.state().seats == 0 {
+            if group.state().memberships == 0 {
                 self.table().remove(&group.key);
                 self.end(&group).await;
                 group.folder.remove();
@@ -565,7 +569,7 @@ impl Groups {
         self.end(&group).await;
         // The next one begins anew.
         let said = group.folder.said();
-        if group.state().seats > 0
+        if group.state().memberships > 0
             && let Err(error) = self.start_alone(&group).await
         {
             return Ok(Err(error));
@@ -646,7 +650,7 @@ impl Groups {
         while failed < ATTEMPTS && self.has(group) {
             tokio::time::sleep(WATCH).await;
             let alone = group.change.try_lock();
-            if alone.is_err() || group.state().seats == 0 {
+            if alone.is_err() || group.state().memberships == 0 {
                 continue;
             }
             drop(alone);
@@ -779,7 +783,7 @@ impl Group {
     }
 }
 
-impl Seat {
+impl Membership {
     /// The group's name to the scheduler: one of its own for every user and trust domain.
     pub(crate) fn name(&self) -> Arc<str> {
         self.group.name().into()
@@ -799,7 +803,7 @@ impl Seat {
     }
 }
 
-impl Drop for Seat {
+impl Drop for Membership {
     fn drop(&mut self) {
         self.groups.stand(&self.group);
     }

@@ -72,7 +72,7 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
             reply(op, Reply::Refused(reason))
         }
         Shim::Reclaimed { op, bytes } => reply(op, Reply::Freed(bytes)),
-        Shim::Knock => Event::Waits(process),
+        Shim::WakeRequest => Event::Waits(process),
         Shim::Keeps { bytes } => Event::Keeps(process, bytes),
         Shim::Reclaims => Event::Reclaims(process),
         Shim::Missing { ticket } => Event::Missing { process, ticket },

@@ -108,7 +108,7 @@ pub fn end_groups(config: &Config) -> Result<(), Error> {
     let runtime = runtime()?;
     runtime.block_on(async {
         let dir = runtime_dir(config)?;
-        // Nobody takes a seat in them.
+        // Nobody Joins them.
         let examiner = Examiner::new(Place::Process);
         Groups::load(config, dir.path(), examiner).close().await;
         Ok::<_, Error>(())

@@ -30,7 +30,7 @@ use tokio::{
 
 use crate::{
     config::Config,
-    groups::Intrusion,
+    groups::UnauthorizedClient,
     hold, memory,
     peer::{Peer, ProcessFd, readable},
     receiver::Connection,
@@ -581,21 +581,21 @@ impl Session<'_> {
             tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;
         if shared {
             match self.sessions.tenants.intruded(self.tenant, self.pid).await {
-                Some(Intrusion::Seen(group)) => {
+                Some(UnauthorizedClient::Seen(group)) => {
                     if let Some(process) = self.process {
                         process.kill();
                     }
                     return Err(Refusal::Intruder(group));
                 }
                 // One that did is ended when the group answers.
-                Some(Intrusion::Feared(group)) => return Err(Refusal::Unanswered(group)),
+                Some(UnauthorizedClient::Feared(group)) => return Err(Refusal::Unanswered(group)),
                 None => {}
             }
         }
         let verified = match examined.map_err(|_| Stopped)? {
             Ok(verified) => verified,
             // The program may have freed it meanwhile. But not for ever.
-            Err(rejection @ Rejection::Lever(_)) if self.rejected < MAX_REJECTED => {
+            Err(rejection @ Rejection::Control(_)) if self.rejected < MAX_REJECTED => {
                 tracing::warn!(pid = self.pid, %rejection, "a channel group cannot be managed");
                 self.rejected += 1;
                 return Ok(());
@@ -610,7 +610,7 @@ impl Session<'_> {
             engine,
             device: verified.device,
             emulated: verified.emulated,
-            levers: verified.levers,
+            controls: verified.controls,
             page: Arc::clone(&self.page),
             shared,
             timeslice: verified.timeslice,

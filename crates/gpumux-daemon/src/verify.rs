@@ -1,7 +1,7 @@
 //! Whether a group that a process announces is really its own.
 //!
 //! A daemon that runs as root could be made to freeze other tenants' channels: the firmware trusts
-//! root with any client's handles. So a group counts only if harmless levers move through the file that
+//! root with any client's handles. So a group counts only if harmless controls succeed through the file that
 //! came with it, with exactly the handles it names; only the holder of an RM client's file can achieve that.
 //! Channels are only ever sent together with the client that was verified so.
 
@@ -13,7 +13,7 @@ use std::{
 
 use gpumux_core::Timeslice;
 use gpumux_rm::{
-    Group, LeverError, Levers, RmLevers, RmStatus,
+    ControlFailure, Controls, Group, RmControls, RmStatus,
     emulated::EmulatedFile,
     real::{DeviceFile, is_control_file},
 };
@@ -31,7 +31,7 @@ const UVM: &str = "/dev/nvidia-uvm";
 
 /// What a group turned out to be.
 pub(crate) struct Verified {
-    pub(crate) levers: Box<dyn Levers>,
+    pub(crate) controls: Box<dyn Controls>,
     /// UUID of its device.
     pub(crate) device: String,
     /// Whether that is the emulated one.
@@ -48,14 +48,14 @@ pub(crate) enum Rejection {
     NotOwner(u32),
     /// Also when the program has just freed it.
     #[error(transparent)]
-    Lever(#[from] LeverError),
+    Control(#[from] ControlFailure),
     #[error("a compute group without channels")]
     NoChannels,
     #[error("the driver names no device")]
     NoDevice,
 }
 
-/// Examines a group. Takes as long as a few levers: not for the event loop.
+/// Examines a group. Takes as long as a few controls: not for the event loop.
 ///
 /// # Errors
 /// When it is not what it is said to be.
@@ -66,38 +66,38 @@ pub(crate) fn verify(
 ) -> Result<Verified, Rejection> {
     let client = group.client;
     let real = is_control_file(&file).map_err(Rejection::File)?;
-    let levers: Box<dyn Levers> = match emulated {
+    let controls: Box<dyn Controls> = match emulated {
         Some(server) if !real => {
             leads_to(&file, server).map_err(Rejection::File)?;
-            Box::new(RmLevers::new(
+            Box::new(RmControls::new(
                 EmulatedFile::new(file).map_err(Rejection::File)?,
                 group,
             ))
         }
-        _ => Box::new(RmLevers::new(
+        _ => Box::new(RmControls::new(
             DeviceFile::new(file).map_err(Rejection::File)?,
             group,
         )),
     };
-    examine(levers, !real).map_err(|rejection| match rejection {
-        Rejection::Lever(error) if error.status() == Some(RmStatus::INVALID_CLIENT) => {
+    examine(controls, !real).map_err(|rejection| match rejection {
+        Rejection::Control(error) if error.status() == Some(RmStatus::INVALID_CLIENT) => {
             Rejection::NotOwner(client)
         }
         other => other,
     })
 }
 
-fn examine(levers: Box<dyn Levers>, emulated: bool) -> Result<Verified, Rejection> {
+fn examine(controls: Box<dyn Controls>, emulated: bool) -> Result<Verified, Rejection> {
     // Client and subdevice, then client and group, then the channels, of which one
     // that an earlier daemon left frozen runs again.
-    let device = levers.device_uuid()?;
+    let device = controls.device_uuid()?;
     if device.is_empty() || device.len() > 64 || !device.chars().all(|c| c.is_ascii_graphic()) {
         return Err(Rejection::NoDevice);
     }
-    let timeslice = Timeslice(levers.timeslice()?);
-    levers.thaw()?;
+    let timeslice = Timeslice(controls.timeslice()?);
+    controls.thaw()?;
     Ok(Verified {
-        levers,
+        controls,
         device,
         emulated,
         timeslice,

@@ -42,7 +42,7 @@ pub struct Profile {
 pub const MAX_DEVICES: u32 = 16;
 
 /// How long controls take, in µs: least and most. Draws are spread evenly between, from a fixed seed.
-/// Calls that pull levers take turns on a device, as they do in the driver.
+/// Calls that pull controls take turns on a device, as they do in the driver.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Controls {

@@ -13,11 +13,11 @@ use std::collections::BTreeMap;
 use zerocopy::FromBytes;
 
 use crate::{
+    controls::Group,
     layout::{
         Alloc21, Alloc64, ChannelAllocHead, Control, DupObject, Free, GroupAlloc,
         GroupScheduleParams, TimesliceParams, XferCmd, class, cmd, engine, escape,
     },
-    levers::Group,
 };
 
 /// Most objects that are followed; what a program makes beyond is not seen. (A context needs

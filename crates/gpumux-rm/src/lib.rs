@@ -3,18 +3,18 @@
 //! that work on them.
 //!
 //! This is the only crate that knows RM. [`layout`] has the structures, [`capture`] learns
-//! handles from a program's calls, [`levers`] pulls on them through a [`ControlFile`]:
+//! handles from a program's calls, [`controls`] pulls on them through a [`ControlFile`]:
 //! [`real::DeviceFile`] sends ioctls on an nvidiactl file, [`emulated::EmulatedFile`] talks to
 //! the emulated device.
 
 pub mod capture;
+pub mod controls;
 pub mod emulated;
 pub mod layout;
-pub mod levers;
 pub mod real;
 mod status;
 
-pub use levers::{Group, Interleave, LeverError, Levers, PreemptionMode, RmLevers};
+pub use controls::{ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls};
 pub use status::RmStatus;
 
 use std::io;

@@ -441,7 +441,7 @@ impl Session {
         let send = |packet: &Shim| socket::send(session, packet, None, SendFlags::empty());
         let wanted = self.is_memory_requested();
         if self.mover.is_out() && (gate::take_wake_request() || wanted) {
-            lease::tell(Shim::Knock);
+            lease::tell(Shim::WakeRequest);
         }
         self.share_memory(session)?;
         while let Some(packet) = lease::next() {

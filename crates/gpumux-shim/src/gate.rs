@@ -24,7 +24,7 @@ struct Shard(AtomicU32);
 static INSIDE: [Shard; SHARDS] = [const { Shard(AtomicU32::new(0)) }; SHARDS];
 static CLOSED: AtomicBool = AtomicBool::new(false);
 /// A thread waits.
-static KNOCKED: AtomicBool = AtomicBool::new(false);
+static WOKEN: AtomicBool = AtomicBool::new(false);
 static OPENED: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
 
 /// How long a waiting thread sleeps before it looks again by itself.
@@ -113,7 +113,7 @@ pub(crate) fn is_nested() -> bool {
 #[cold]
 fn wait() {
     loop {
-        if !KNOCKED.swap(true, Ordering::AcqRel) {
+        if !WOKEN.swap(true, Ordering::AcqRel) {
             process::wake_agent();
         }
         let guard = lock();
@@ -128,7 +128,7 @@ fn wait() {
 fn await_open(patience: Duration) {
     let deadline = Instant::now() + patience;
     while CLOSED.load(Ordering::SeqCst) && Instant::now() < deadline {
-        if !KNOCKED.swap(true, Ordering::AcqRel) {
+        if !WOKEN.swap(true, Ordering::AcqRel) {
             process::wake_agent();
         }
         let guard = lock();
@@ -144,7 +144,7 @@ fn lock() -> MutexGuard<'static, ()> {
 
 /// Lets no thread in any more.
 pub(crate) fn close() {
-    KNOCKED.store(false, Ordering::Release);
+    WOKEN.store(false, Ordering::Release);
     CLOSED.store(true, Ordering::SeqCst);
 }
 
@@ -165,7 +165,7 @@ pub(crate) fn is_occupied() -> bool {
 
 /// Whether a thread has come to the closed gate; returned once.
 pub(crate) fn take_wake_request() -> bool {
-    CLOSED.load(Ordering::SeqCst) && KNOCKED.swap(false, Ordering::AcqRel)
+    CLOSED.load(Ordering::SeqCst) && WOKEN.swap(false, Ordering::AcqRel)
 }
 
 /// No move is under way, the agent is about to begin one, or none may begin any more.

@@ -13,7 +13,7 @@ use std::{
     thread,
 };
 
-use gpumux_rm::{Levers, RmLevers, capture::GroupId, emulated::EmulatedFile, real::DeviceFile};
+use gpumux_rm::{Controls, RmControls, capture::GroupId, emulated::EmulatedFile, real::DeviceFile};
 use gpumux_wire::lease::{LOOK, Leased};
 
 use crate::{
@@ -34,7 +34,7 @@ const AGAIN: u32 = 5;
 const STACK: usize = 256 << 10;
 
 /// A group's controls, and the timeslice in µs that its driver library gave it.
-type Controls = (Box<dyn Levers>, u64);
+type GroupControls = (Box<dyn Controls>, u64);
 
 /// Who controls the groups.
 #[derive(Debug)]
@@ -222,27 +222,27 @@ impl State {
 
 /// Gives a group a timeslice that others can live with, makes sure of it, and lets it run. Whether all of that worked;
 /// otherwise it stays frozen if it was.
-fn set_free((levers, timeslice_us): &Controls) -> bool {
+fn set_free((controls, timeslice_us): &GroupControls) -> bool {
     let timeslice = (*timeslice_us).max(LEAST_TIMESLICE);
-    levers.set_timeslice(timeslice).is_ok()
-        && levers
+    controls.set_timeslice(timeslice).is_ok()
+        && controls
             .timeslice()
             .is_ok_and(|found| found >= LEAST_TIMESLICE)
-        && levers.thaw().is_ok()
+        && controls.thaw().is_ok()
 }
 
 /// The controls of all groups. They hold descriptors that last no longer than they do.
-fn all_controls(process: &Process) -> BTreeMap<GroupId, Controls> {
+fn all_controls(process: &Process) -> BTreeMap<GroupId, GroupControls> {
     let picture = process.picture();
     let controls = |id| {
         let seen = picture.group(id)?;
         let (file, kind) = picture.descriptor(seen.file)?;
         let file = file.try_clone_to_owned().ok()?;
-        let levers: Box<dyn Levers> = match kind {
-            Kind::Device => Box::new(RmLevers::new(DeviceFile::new(file).ok()?, seen.group)),
-            Kind::Emulated => Box::new(RmLevers::new(EmulatedFile::new(file).ok()?, seen.group)),
+        let controls: Box<dyn Controls> = match kind {
+            Kind::Device => Box::new(RmControls::new(DeviceFile::new(file).ok()?, seen.group)),
+            Kind::Emulated => Box::new(RmControls::new(EmulatedFile::new(file).ok()?, seen.group)),
         };
-        Some((levers, seen.timeslice_us))
+        Some((controls, seen.timeslice_us))
     };
     let groups = picture.groups();
     let found = groups
@@ -255,7 +255,7 @@ fn all_controls(process: &Process) -> BTreeMap<GroupId, Controls> {
 mod tests {
     use std::sync::Arc;
 
-    use gpumux_rm::{ControlError, Interleave, LeverError, PreemptionMode, RmStatus};
+    use gpumux_rm::{ControlError, ControlFailure, Interleave, PreemptionMode, RmStatus};
 
     use super::*;
 
@@ -273,33 +273,33 @@ mod tests {
         }
     }
 
-    impl Levers for Fake {
-        fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+    impl Controls for Fake {
+        fn set_timeslice(&self, us: u64) -> Result<(), ControlFailure> {
             self.act(&format!("slice {us}"));
             let source = ControlError::Status(RmStatus::BUSY_RETRY);
-            let lever = "set_timeslice";
+            let control = "set_timeslice";
             (!self.set_fails)
                 .then_some(())
-                .ok_or(LeverError { lever, source })
+                .ok_or(ControlFailure { control, source })
         }
-        fn timeslice(&self) -> Result<u64, LeverError> {
+        fn timeslice(&self) -> Result<u64, ControlFailure> {
             self.act("read");
             Ok(self.found)
         }
-        fn freeze(&self) -> Result<(), LeverError> {
+        fn freeze(&self) -> Result<(), ControlFailure> {
             unreachable!("nothing is frozen without a daemon")
         }
-        fn thaw(&self) -> Result<(), LeverError> {
+        fn thaw(&self) -> Result<(), ControlFailure> {
             self.act("thaw");
             Ok(())
         }
-        fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), LeverError> {
+        fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
             Ok(())
         }
-        fn set_interleave(&self, _: Interleave) -> Result<(), LeverError> {
+        fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
             Ok(())
         }
-        fn device_uuid(&self) -> Result<String, LeverError> {
+        fn device_uuid(&self) -> Result<String, ControlFailure> {
             Ok(String::new())
         }
         fn set_channels(&mut self, _: Vec<u32>) {}

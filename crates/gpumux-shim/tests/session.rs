@@ -4,7 +4,7 @@ mod support;
 
 use std::process::{Command, Stdio};
 
-use gpumux_rm::{Group, Levers, RmLevers, emulated::EmulatedFile};
+use gpumux_rm::{Controls, Group, RmControls, emulated::EmulatedFile};
 use gpumux_wire::{
     Daemon, REVISION, Shim,
     lease::{LOOK, LOOKS, Lease},
@@ -13,7 +13,7 @@ use gpumux_wire::{
 use support::{Connection, Place, Tenant, example, shim};
 
 /// Key, engine and handles of the next packet, which must announce a group, and its controls.
-fn group(connection: &Connection) -> (u32, u32, Group, RmLevers<EmulatedFile>) {
+fn group(connection: &Connection) -> (u32, u32, Group, RmControls<EmulatedFile>) {
     match connection.recv() {
         Some((
             Shim::Group {
@@ -35,15 +35,15 @@ fn group(connection: &Connection) -> (u32, u32, Group, RmLevers<EmulatedFile>) {
                 group,
                 channels,
             };
-            let levers = RmLevers::new(EmulatedFile::new(file).unwrap(), group.clone());
-            (key, engine, group, levers)
+            let controls = RmControls::new(EmulatedFile::new(file).unwrap(), group.clone());
+            (key, engine, group, controls)
         }
         other => panic!("not a group: {other:?}"),
     }
 }
 
 /// Both groups of a context: its compute group and its copy group.
-fn context(connection: &Connection) -> [(u32, u32, Group, RmLevers<EmulatedFile>); 2] {
+fn context(connection: &Connection) -> [(u32, u32, Group, RmControls<EmulatedFile>); 2] {
     let mut both = [group(connection), group(connection)];
     both.sort_by_key(|(_, engine, ..)| *engine);
     both
@@ -96,7 +96,7 @@ fn groups_are_announced_with_their_file_and_followed() {
     let (session, token, page) = listener.session();
     assert_eq!(token.as_deref(), Some("5ec7e7"));
     let [compute, copy] = context(&session);
-    let (key, engine, handles, levers) = compute;
+    let (key, engine, handles, controls) = compute;
     assert_eq!((key, engine), (0, 1));
     assert_eq!(format!("{:x}", handles.client), client);
     assert_eq!((handles.subdevice, handles.group), (0x5c00_0003, 0x100));
@@ -106,8 +106,8 @@ fn groups_are_announced_with_their_file_and_followed() {
     assert_eq!(agents(&mut tenant), 1);
 
     // The file carries the authority.
-    levers.set_timeslice(7).unwrap();
-    levers.freeze().unwrap();
+    controls.set_timeslice(7).unwrap();
+    controls.freeze().unwrap();
     place.await_log(
         0,
         &[
@@ -132,7 +132,7 @@ fn groups_are_announced_with_their_file_and_followed() {
     tenant.tell("context 200");
     let second = context(&session);
     assert_eq!((second[0].0, second[0].2.group), (1, 0x200));
-    drop((levers, copy, second));
+    drop((controls, copy, second));
     assert_eq!(tenant.tell("close"), "0");
     for _ in 0..3 {
         assert!(matches!(session.packet(), Shim::Gone { .. }));
@@ -479,8 +479,8 @@ fn threads_that_race_are_all_seen() {
     assert_eq!(clients.len(), 8);
     // Each group came with the file of its own client.
     let from = place.log().len();
-    for (.., levers) in &groups {
-        levers.set_timeslice(9).unwrap();
+    for (.., controls) in &groups {
+        controls.set_timeslice(9).unwrap();
     }
     assert_eq!(place.log().len() - from, 16);
     end_quietly(tenant);

@@ -1,4 +1,4 @@
-//! A run as a Chrome trace (`chrome://tracing`, Perfetto): requests per tenant, levers per device.
+//! A run as a Chrome trace (`chrome://tracing`, Perfetto): requests per tenant, controls per device.
 
 use serde_json::{Value, json};
 
@@ -10,9 +10,9 @@ pub(crate) struct Trace {
     events: Vec<Value>,
 }
 
-/// Rows of the trace: one process for requests, one for levers.
+/// Rows of the trace: one process for requests, one for controls.
 const REQUESTS: u32 = 1;
-const LEVERS: u32 = 2;
+const CONTROLS: u32 = 2;
 
 impl Trace {
     pub(crate) fn tenant(&mut self, tenant: usize, name: &str) {
@@ -40,16 +40,16 @@ impl Trace {
         }));
     }
 
-    pub(crate) fn lever(&mut self, device: usize, what: &str, from: Nanos, to: Nanos) {
+    pub(crate) fn control(&mut self, device: usize, what: &str, from: Nanos, to: Nanos) {
         self.events.push(json!({
-            "ph": "X", "cat": "lever", "name": what,
-            "pid": LEVERS, "tid": device, "ts": micros(from), "dur": micros(to - from),
+            "ph": "X", "cat": "control", "name": what,
+            "pid": CONTROLS, "tid": device, "ts": micros(from), "dur": micros(to - from),
         }));
     }
 
     /// The whole trace as JSON.
     pub(crate) fn finish(mut self) -> String {
-        for (pid, name) in [(REQUESTS, "tenants"), (LEVERS, "levers per device")] {
+        for (pid, name) in [(REQUESTS, "tenants"), (CONTROLS, "controls per device")] {
             self.events.push(json!({
                 "ph": "M", "pid": pid, "name": "process_name", "args": {"name": name},
             }));

@@ -1,6 +1,6 @@
 //! A simulated daemon: the controller of the real one, with the delays and costs of the real one.
 //!
-//! It sees demand late and pulls one lever after the other. A freeze takes its domain off the device when the call begins and a
+//! It sees demand late and issues one control after the other. A freeze takes its domain off the device when the call begins and a
 //! thaw or slice acts when the call is over: with that, a rotation every 10 ms costs what was measured (8%).
 
 use std::collections::BTreeMap;
@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use gpumux_core::controller::{Controller, Event, NewDomain, Outcome};
 use gpumux_core::policy::Bound;
 use gpumux_core::{
-    Costs, Demand, DomainId, Lever, Micros, Policy, Progress, Snapshot, TenantId, TenantSpec,
+    Control, Costs, Demand, DomainId, Micros, Policy, Progress, Snapshot, TenantId, TenantSpec,
     Timeslice, UserId,
 };
 
 use crate::gpu::{Gpu, GroupId, Nanos};
 use crate::report::DeviceReport;
 
-/// Levers pulled.
+/// Controls pulled.
 #[derive(Clone, Copy, Debug, Default)]
 struct Pulled {
     freezes: u64,
@@ -23,11 +23,11 @@ struct Pulled {
     slices: u64,
 }
 
-/// A lever pulled, for the trace.
+/// A control pulled, for the trace.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Pull {
     pub(crate) device: usize,
-    pub(crate) lever: Lever,
+    pub(crate) control: Control,
     pub(crate) until: Nanos,
     command: u64,
 }
@@ -37,7 +37,7 @@ pub(crate) struct Daemon {
     costs: Costs,
     /// The device and the group of each domain.
     groups: BTreeMap<DomainId, (usize, GroupId)>,
-    /// The lever being pulled.
+    /// The control being pulled.
     pulling: Option<Pull>,
     /// By device.
     pulled: Vec<Pulled>,
@@ -110,8 +110,8 @@ impl Daemon {
     }
 
     /// A domain must be frozen because its memory is away or on its way, or need not any more.
-    pub(crate) fn park(&mut self, now: Nanos, id: DomainId, parked: bool) {
-        let event = Event::Parked(id, parked);
+    pub(crate) fn park(&mut self, now: Nanos, id: DomainId, swapped_out: bool) {
+        let event = Event::SwappedOut(id, swapped_out);
         self.controller.handle(micros(now), event);
     }
 
@@ -139,17 +139,17 @@ impl Daemon {
         self.controller.handle(micros(now), event);
     }
 
-    /// Finishes the lever it pulls, and begins the next one. Returns what it began.
+    /// Finishes the control it pulls, and begins the next one. Returns what it began.
     pub(crate) fn act(&mut self, now: Nanos, gpus: &mut [Gpu]) -> Option<Pull> {
         if self.wakes().is_none_or(|wakes| now < wakes) {
             return None;
         }
         let moment = micros(now);
         if let Some(pull) = self.pulling.take() {
-            if !matches!(pull.lever, Lever::Freeze(_)) {
-                self.apply(pull.lever, gpus);
+            if !matches!(pull.control, Control::Freeze(_)) {
+                self.apply(pull.control, gpus);
             }
-            let done = Outcome::Done(self.costs.of(pull.lever));
+            let done = Outcome::Done(self.costs.of(pull.control));
             (self.controller).handle(moment, Event::Ended(pull.command, done));
         }
         // The real one looks at what programs say just then, not at what it learned before.
@@ -158,21 +158,21 @@ impl Daemon {
             self.controller.handle(moment, Event::AtWork(*id, at_work));
         }
         let command = self.controller.poll(moment)?;
-        let (device, lever) = (command.device, command.lever);
-        if matches!(lever, Lever::Freeze(_)) {
-            self.apply(lever, gpus);
+        let (device, control) = (command.device, command.control);
+        if matches!(control, Control::Freeze(_)) {
+            self.apply(control, gpus);
         }
         let pulled = &mut self.pulled[device];
-        match lever {
-            Lever::Freeze(_) => pulled.freezes += 1,
-            Lever::Thaw(_) => pulled.thaws += 1,
-            Lever::SetTimeslice(..) => pulled.slices += 1,
+        match control {
+            Control::Freeze(_) => pulled.freezes += 1,
+            Control::Thaw(_) => pulled.thaws += 1,
+            Control::SetTimeslice(..) => pulled.slices += 1,
         }
-        let cost = self.costs.of(lever).0 * 1000;
+        let cost = self.costs.of(control).0 * 1000;
         self.busy += cost;
         let pull = Pull {
             device,
-            lever,
+            control,
             until: now + cost,
             command: command.id,
         };
@@ -180,13 +180,13 @@ impl Daemon {
         Some(pull)
     }
 
-    /// Part of this time that it spent pulling levers, and how often it planned.
+    /// Part of this time that it spent pulling controls, and how often it planned.
     pub(crate) fn effort(&self, seconds: f64) -> (f64, u64) {
         let busy = self.busy as f64 / 1e9 / seconds;
         (busy, self.controller.plans())
     }
 
-    /// Adds the levers pulled to a device's report.
+    /// Adds the controls pulled to a device's report.
     pub(crate) fn report(&self, device: usize, seconds: f64, report: &mut DeviceReport) {
         let pulled = self.pulled[device];
         report.freezes = pulled.freezes as f64 / seconds;
@@ -194,16 +194,16 @@ impl Daemon {
         report.slice_changes = pulled.slices as f64 / seconds;
     }
 
-    /// A lever acts. Its domain may be gone meanwhile.
-    fn apply(&self, lever: Lever, gpus: &mut [Gpu]) {
-        let Some((device, group)) = self.groups.get(&lever.domain()).copied() else {
+    /// A control acts. Its domain may be gone meanwhile.
+    fn apply(&self, control: Control, gpus: &mut [Gpu]) {
+        let Some((device, group)) = self.groups.get(&control.domain()).copied() else {
             return;
         };
         let gpu = &mut gpus[device];
-        let acted = match lever {
-            Lever::Freeze(_) => gpu.freeze(group),
-            Lever::Thaw(_) => gpu.thaw(group),
-            Lever::SetTimeslice(_, timeslice) => gpu.set_timeslice(group, timeslice),
+        let acted = match control {
+            Control::Freeze(_) => gpu.freeze(group),
+            Control::Thaw(_) => gpu.thaw(group),
+            Control::SetTimeslice(_, timeslice) => gpu.set_timeslice(group, timeslice),
         };
         acted.expect("a domain's group lives as long as the domain");
     }

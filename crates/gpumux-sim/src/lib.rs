@@ -1,7 +1,7 @@
 //! A virtual-time GPU that runs the policies unchanged.
 //!
 //! [`gpu`] is the hardware. On top of it, a [`Scenario`] (TOML) says which tenants ask for what and when, and [`run`]
-//! plays it: programs that submit kernels, a simulated daemon that sees demand late and pays for every lever, and the
+//! plays it: programs that submit kernels, a simulated daemon that sees demand late and pays for every control, and the
 //! policies of `gpumux-core` between them. Same scenario, same seed, same report.
 #![forbid(unsafe_code)]
 

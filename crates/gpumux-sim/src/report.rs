@@ -31,7 +31,7 @@ pub struct ModeReport {
     pub tenants: Vec<TenantReport>,
     /// Per device. In mode `alone` there is one set for each tenant.
     pub devices: Vec<DeviceReport>,
-    /// Part of the time that the daemon spent pulling levers.
+    /// Part of the time that the daemon spent pulling controls.
     pub daemon_busy: f64,
     /// How often the daemon asked for a plan.
     pub plans: u64,

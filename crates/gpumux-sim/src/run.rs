@@ -162,7 +162,7 @@ struct Place {
     whole_window: bool,
     holds: Vec<WorkId>,
     /// Frozen, because its memory is not there.
-    parked: bool,
+    swapped_out: bool,
 }
 
 /// A group that several tenants share.
@@ -443,7 +443,7 @@ impl<'a> Simulation<'a> {
             && let Some(pull) = daemon.act(at, &mut self.gpus)
             && let Some(trace) = &mut self.trace
         {
-            trace.lever(pull.device, &format!("{:?}", pull.lever), at, pull.until);
+            trace.control(pull.device, &format!("{:?}", pull.control), at, pull.until);
         }
     }
 
@@ -532,7 +532,7 @@ impl<'a> Simulation<'a> {
                 worst_lag: 0.0,
                 whole_window: false,
                 holds: Vec::new(),
-                parked: false,
+                swapped_out: false,
             });
             self.check_demand(tenant, place);
             self.want_memory(tenant, place);
@@ -590,11 +590,11 @@ impl<'a> Simulation<'a> {
                 let Some(broker) = self.memory.get(place.device) else {
                     continue;
                 };
-                let parked = !broker.is_home(TenantId(tenant as u64));
-                if parked != std::mem::replace(&mut place.parked, parked)
+                let swapped_out = !broker.is_home(TenantId(tenant as u64));
+                if swapped_out != std::mem::replace(&mut place.swapped_out, swapped_out)
                     && let Some(daemon) = &mut self.daemon
                 {
-                    daemon.park(self.now, place.id, parked);
+                    daemon.park(self.now, place.id, swapped_out);
                 }
             }
         }
@@ -1118,7 +1118,7 @@ impl<'a> Simulation<'a> {
                         0.0
                     };
                     let goes_on = place.outstanding > 0 || since <= GRACE;
-                    let counts = goes_on && !place.parked && self.now > self.warmup;
+                    let counts = goes_on && !place.swapped_out && self.now > self.warmup;
                     place.lag = if counts {
                         (place.lag + due - gained).max(0.0)
                     } else {

@@ -78,7 +78,7 @@ pub struct Scenario {
     /// How much later than the device the daemon notices that a domain has work, or has none any more.
     #[serde(default = "defaults::demand_delay_us")]
     pub demand_delay_us: u64,
-    /// What the daemon pays for its levers.
+    /// What the daemon pays for its controls.
     #[serde(default)]
     pub costs: Costs,
     /// Length of the windows in which shares are compared.

@@ -345,7 +345,7 @@ fn members_come_and_go_and_who_wants_time_or_preempts_stays_outside() {
 }
 
 #[test]
-fn who_comes_at_regular_times_meets_few_levers() {
+fn who_comes_at_regular_times_meets_few_controls() {
     // Where those that lost their turn in a pause may be back before anybody looks it is 1.18 and 1.24.
     for name in ["regular", "regular-short"] {
         let report = run(&scenario(name)).unwrap();

@@ -147,7 +147,7 @@ pub enum Shim {
         op: u64,
     },
     /// The program waits for memory that was moved away.
-    Knock,
+    WakeRequest,
     /// The process keeps so much of the host's memory for what is moved.
     Keeps {
         /// Bytes.

@@ -24,8 +24,7 @@ use std::{
 
 use anyhow::{Context, bail};
 use gpumux_rm::{
-    Group, Levers as Controls, RmLevers as RmControls, emulated::EmulatedFile, layout::engine,
-    real::DeviceFile,
+    Controls, Group, RmControls, emulated::EmulatedFile, layout::engine, real::DeviceFile,
 };
 use gpumux_wire::{
     Shim,

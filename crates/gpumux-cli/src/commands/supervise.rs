@@ -191,7 +191,7 @@ impl Patience {
             *self = Self::default();
         }
         // Perhaps it was its own.
-        self.unexplained += u32::from(fault.culprit.is_none());
+        self.unexplained += u32::from(fault.faulting_client.is_none());
         let pause = self.next;
         self.next = (pause * 2).min(PAUSES.1);
         (self.unexplained <= UNEXPLAINED).then_some(pause)
@@ -293,13 +293,13 @@ fn is_newer(fault: &Fault, last: Option<(u64, u64)>) -> bool {
 mod tests {
     use super::*;
 
-    fn fault(at: u64, number: u64, culprit: Option<&str>) -> Fault {
+    fn fault(at: u64, number: u64, faulting_client: Option<&str>) -> Fault {
         Fault {
             number,
             at,
             group: "0/team".into(),
             error: 700,
-            culprit: culprit.map(Into::into),
+            faulting_client: faulting_client.map(Into::into),
             evidence: String::new(),
             others: Vec::new(),
             noticed_after_ms: None,
@@ -308,7 +308,7 @@ mod tests {
     }
 
     #[test]
-    fn pauses_grow_and_faults_without_culprit_end_patience_until_a_long_run() {
+    fn pauses_grow_and_faults_without_faulting_client_end_patience_until_a_long_run() {
         let (known, unknown) = (fault(0, 1, Some("bad")), fault(0, 1, None));
         let short = Duration::from_secs(1);
         let mut patience = Patience::default();

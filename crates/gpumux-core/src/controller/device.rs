@@ -7,8 +7,8 @@ use std::{
 
 use super::{AWAY, Domain, Fault, TICK};
 use crate::{
-    Accounts, Calm, Costs, Demand, DomainId, DomainState, Lever, Memory, Micros, Plan, Policy,
-    Progress, RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::levers,
+    Accounts, Calm, Control, Costs, Demand, DomainId, DomainState, Memory, Micros, Plan, Policy,
+    Progress, RunState, Snapshot, TenantId, TenantSpec, TenantState, UserId, gang, plan::controls,
     space,
 };
 
@@ -38,7 +38,7 @@ pub(super) struct Device {
     /// When the policy wants to be asked again.
     next: Option<Micros>,
     /// What is left to do of the plan.
-    levers: VecDeque<Lever>,
+    controls: VecDeque<Control>,
     deferral: Calm,
     /// Looks in a row that found no domain that gives way with other demand than before.
     pub(super) quiet: u32,
@@ -58,7 +58,7 @@ impl Device {
             states: Vec::new(),
             dirty: false,
             next: None,
-            levers: VecDeque::new(),
+            controls: VecDeque::new(),
             deferral: Calm::default(),
             quiet: 0,
             looked: now,
@@ -75,7 +75,7 @@ impl Device {
 
     /// Whether there is something to do at once.
     pub(super) fn is_at_it(&self) -> bool {
-        self.dirty || !self.levers.is_empty()
+        self.dirty || !self.controls.is_empty()
     }
 
     pub(super) fn due(&self) -> Option<Micros> {
@@ -112,7 +112,7 @@ impl Device {
     pub(super) fn contended(&self, id: DomainId, now: Micros) -> bool {
         self.domains.get(&id).is_some_and(|own| {
             let mut others = self.domains.values();
-            !own.parked
+            !own.swapped_out
                 && others.any(|it| {
                     let together = it.group.is_some() && it.group == own.group;
                     it.state.id != id && !together && it.competes(now)
@@ -173,7 +173,7 @@ impl Device {
     pub(super) fn fail(&mut self, now: Micros, id: DomainId) -> Option<&mut Domain> {
         self.account(now);
         self.dirty = true;
-        self.levers.clear();
+        self.controls.clear();
         let domain = self.domains.get_mut(&id)?;
         domain.give_up(now);
         // A slice is all members'.
@@ -186,22 +186,22 @@ impl Device {
     }
 
     /// A control acts from now on.
-    pub(super) fn obey(&mut self, now: Micros, lever: Lever) {
+    pub(super) fn obey(&mut self, now: Micros, control: Control) {
         // Until now it was as before.
         self.account(now);
-        let Some(domain) = self.domains.get_mut(&lever.domain()) else {
+        let Some(domain) = self.domains.get_mut(&control.domain()) else {
             return;
         };
-        match lever {
-            Lever::Freeze(_) => domain.set_run(RunState::Frozen, now),
-            Lever::Thaw(_) => domain.set_run(RunState::Enabled, now),
-            Lever::SetTimeslice(_, timeslice) => domain.state.timeslice = timeslice,
+        match control {
+            Control::Freeze(_) => domain.set_run(RunState::Frozen, now),
+            Control::Thaw(_) => domain.set_run(RunState::Enabled, now),
+            Control::SetTimeslice(_, timeslice) => domain.state.timeslice = timeslice,
         }
     }
 
     /// Where a plan has been carried out, the moments that the policy wants count from now.
     pub(super) fn plan_from(&mut self, now: Micros) {
-        if self.levers.is_empty() {
+        if self.controls.is_empty() {
             self.next = Some(now);
         }
     }
@@ -287,7 +287,7 @@ impl Device {
         self.next = plan.next.map(|next| next.max(now + HURRY));
         for want in &mut plan.domains {
             // Whatever the policy made of it.
-            if self.domains.get(&want.id).is_some_and(|it| it.parked) {
+            if self.domains.get(&want.id).is_some_and(|it| it.swapped_out) {
                 (want.run, want.reason) = (RunState::Frozen, AWAY);
             }
             let domains = self.domains.values_mut();
@@ -302,37 +302,37 @@ impl Device {
             let at = plan.domains.binary_search_by_key(&id, |want| want.id);
             Some((&plan.domains[at.ok()?], &it.state))
         });
-        self.levers = levers(pairs).into();
+        self.controls = controls(pairs).into();
         if reverse {
-            self.levers.make_contiguous().reverse();
+            self.controls.make_contiguous().reverse();
         }
-        if self.levers.is_empty() {
+        if self.controls.is_empty() {
             self.deferral = Calm::default();
         }
     }
 
     /// The next control of the plan, unless it waits; then the device is planned anew soon.
-    pub(super) fn next_control(&mut self, now: Micros, most: Micros) -> Option<Lever> {
+    pub(super) fn next_control(&mut self, now: Micros, most: Micros) -> Option<Control> {
         let domains = &self.domains;
-        let planned = |lever: &Lever| {
-            let id = lever.domain();
-            lever.of_domain(domains.get(&id).map_or(id, Domain::planned_as))
+        let planned = |control: &Control| {
+            let id = control.domain();
+            control.of_domain(domains.get(&id).map_or(id, Domain::planned_as))
         };
         let at_work = |id| {
             let mut members = domains.values().filter(|it| it.planned_as() == id);
             members.any(|it| it.state.run == RunState::Enabled && it.at_work)
         };
-        let levers = self.levers.iter().map(planned);
-        if (self.deferral).awaits(levers, &self.snapshot, now, most, at_work) {
+        let controls = self.controls.iter().map(planned);
+        if (self.deferral).awaits(controls, &self.snapshot, now, most, at_work) {
             self.next = Some(now + TICK);
-            self.levers.clear();
+            self.controls.clear();
             return None;
         }
-        let lever = self.levers.pop_front();
-        if self.levers.is_empty() {
+        let control = self.controls.pop_front();
+        if self.controls.is_empty() {
             self.deferral = Calm::default();
         }
-        lever
+        control
     }
 }
 
@@ -409,11 +409,11 @@ impl Measured {
         }
     }
 
-    pub(super) fn record(&mut self, lever: Lever, took: Micros) {
-        let cost = match lever {
-            Lever::Freeze(_) => &mut self.freeze,
-            Lever::Thaw(_) => &mut self.thaw,
-            Lever::SetTimeslice(..) => &mut self.set_timeslice,
+    pub(super) fn record(&mut self, control: Control, took: Micros) {
+        let cost = match control {
+            Control::Freeze(_) => &mut self.freeze,
+            Control::Thaw(_) => &mut self.thaw,
+            Control::SetTimeslice(..) => &mut self.set_timeslice,
         };
         let took = took.0 as f64;
         *cost = Some(cost.map_or(took, |before| before + (took - before) / 8.0));

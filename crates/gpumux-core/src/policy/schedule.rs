@@ -26,7 +26,7 @@ pub struct Tuning {
     pub period: Micros,
     /// How long a latency domain keeps others of its class waiting without a pause.
     pub hog: Micros,
-    /// How long an idle domain counts when timeslices are set, so that short pauses pull no levers.
+    /// How long an idle domain counts when timeslices are set, so that short pauses issue no controls.
     pub recent: Micros,
 }
 
@@ -93,7 +93,7 @@ impl Tuning {
         2.0 * costs.switch.0.min(1_000) as f64
     }
 
-    /// By how much a lever can be late: it waits for latency work and for those before it, and moments are estimated.
+    /// By how much a control can be late: it waits for latency work and for those before it, and moments are estimated.
     fn control(costs: &Costs) -> f64 {
         Self::handover(costs) + Calm::MOST.0 as f64 + MIN_STEP_US
     }
@@ -599,13 +599,13 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
         let DomainState { tenant, pinned, .. } = domain;
         let state = snapshot.tenant(*tenant);
         // Who is held for its gang goes on being owed; who has no memory here can't be given anything.
-        let parked = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
+        let swapped_out = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
         Actor {
             domain,
             tenant: *tenant,
             claim: Claim::from(state.map_or(&nobody, |it| &it.spec)),
             user: state.map(|it| it.user).unwrap_or_default(),
-            wants: domain.demand.may_run() && !parked,
+            wants: domain.demand.may_run() && !swapped_out,
             share: 0.0,
             way: Way::Slices,
             owns: false,
@@ -652,7 +652,7 @@ mod tests {
     use super::*;
     use crate::policy::{MaxMin, Priority};
     use crate::testing::{domain, snapshot};
-    use crate::{DomainId, Lever, UserId};
+    use crate::{Control, DomainId, UserId};
 
     fn plan(snapshot: &Snapshot, memory: &mut Memory) -> Plan {
         Shared::new(Priority).plan(snapshot, memory)
@@ -669,7 +669,7 @@ mod tests {
     fn a_tenant_alone_is_left_alone() {
         let alone = snapshot(&[Class::Batch], vec![domain(1, 0)]);
         let got = plan(&alone, &mut Memory::default());
-        assert_eq!(got.levers(&alone), []);
+        assert_eq!(got.controls(&alone), []);
         assert_eq!(got.next, None);
     }
 
@@ -757,8 +757,12 @@ mod tests {
         now.now = Micros(5_600);
         let got = plan(&now, &mut memory);
         assert_eq!(shape(&got)[1..], [(1, Frozen), (1, Enabled)]);
-        let last = Lever::Freeze(DomainId(2));
-        assert_eq!(got.levers(&now).last(), Some(&last), "nobody waits for it");
+        let last = Control::Freeze(DomainId(2));
+        assert_eq!(
+            got.controls(&now).last(),
+            Some(&last),
+            "nobody waits for it"
+        );
     }
 
     #[test]

@@ -27,7 +27,7 @@ fn every_known_fault_is_found() {
             properties::failing_controls_are_tried_seldom,
         ),
         (Mutation::NoDeadline, single),
-        (Mutation::ForgetParked, single),
+        (Mutation::ForgetSwapped, single),
         (Mutation::NoGangs, gang),
         (
             Mutation::DeferForEver,

@@ -8,7 +8,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, Costs, Demand, DomainId, DomainState, Lever, Micros, Progress, RunState, Snapshot,
+    Class, Control, Costs, Demand, DomainId, DomainState, Micros, Progress, RunState, Snapshot,
     TenantId, TenantSpec, TenantState, Timeslice, UserId,
     broker::{self, Activity, Ask, Broker, Order, ProcessId, Reply, Terms},
     controller::{BACKOFF, Command, Controller, DEADLINE, Event, Mutation, NewDomain, Outcome},
@@ -384,18 +384,18 @@ impl World {
 
     /// A control has ended.
     fn end(&mut self, command: Command) {
-        let Some(group) = self.groups.get_mut(&command.lever.domain()) else {
+        let Some(group) = self.groups.get_mut(&command.control.domain()) else {
             let gone = Event::Ended(command.id, Outcome::Failed);
             return self.controller.handle(self.now, gone);
         };
         let outcome = match group.manner {
             Manner::Works => {
-                match command.lever {
-                    Lever::Freeze(_) => group.frozen = true,
-                    Lever::Thaw(_) => group.frozen = false,
-                    Lever::SetTimeslice(_, timeslice) => group.timeslice = timeslice,
+                match command.control {
+                    Control::Freeze(_) => group.frozen = true,
+                    Control::Thaw(_) => group.frozen = false,
+                    Control::SetTimeslice(_, timeslice) => group.timeslice = timeslice,
                 }
-                Outcome::Done(Costs::default().of(command.lever))
+                Outcome::Done(Costs::default().of(command.control))
             }
             Manner::Fails | Manner::Hangs => {
                 self.seen.failed += 1;
@@ -409,7 +409,7 @@ impl World {
         self.controller.handle(self.now, event);
         // Two that were enabled without work may begin at once; but no control lets them meet.
         let done = matches!(outcome, Outcome::Done(_));
-        let lets = done && short && !matches!(command.lever, Lever::Freeze(_));
+        let lets = done && short && !matches!(command.control, Control::Freeze(_));
         let meet = lets && others && self.livelocked(device) > 1;
         assert!(!meet, "{command:?}: {:?}", self.groups);
     }
@@ -431,14 +431,14 @@ impl World {
                 continue;
             };
             self.seen.commands += 1;
-            let group = self.groups.get(&command.lever.domain());
+            let group = self.groups.get(&command.control.domain());
             let group = group.unwrap_or_else(|| panic!("control of what is gone: {command:?}"));
             let took = match group.manner {
                 Manner::Hangs => {
                     self.seen.late += 1;
                     continue;
                 }
-                Manner::Works | Manner::Fails => Costs::default().of(command.lever),
+                Manner::Works | Manner::Fails => Costs::default().of(command.control),
             };
             self.sequence += 1;
             (self.queue).insert((self.now + took, self.sequence), Due::Ended(command));
@@ -524,10 +524,11 @@ impl World {
         }
     }
 
-    fn park(&mut self, tenant: TenantId, parked: bool) {
+    fn park(&mut self, tenant: TenantId, swapped_out: bool) {
         let groups = self.tenants.get(&tenant.0).map(|it| it.groups.clone());
         for id in groups.into_iter().flatten() {
-            self.controller.handle(self.now, Event::Parked(id, parked));
+            self.controller
+                .handle(self.now, Event::SwappedOut(id, swapped_out));
         }
     }
 
@@ -641,7 +642,7 @@ impl World {
         known.all(|id| {
             let known = self.controller.domain(*id).expect("it came");
             let works = self.groups[id].manner == Manner::Works;
-            works && !known.is_faulty() && !known.parked
+            works && !known.is_faulty() && !known.swapped_out
         })
     }
 
@@ -691,7 +692,7 @@ impl World {
                 if (group.frozen, group.timeslice) != (frozen, known.state.timeslice) {
                     wrong.insert(("differs", id.0));
                 }
-                if known.parked && !group.frozen {
+                if known.swapped_out && !group.frozen {
                     wrong.insert(("runs without its memory", id.0));
                 }
             }
@@ -700,8 +701,9 @@ impl World {
                 assert!(now <= longest || hangs, "{id:?} is not taken up again");
             }
             if group.frozen {
-                let ends =
-                    known.parked || known.is_faulty() || self.controller.next_wakeup().is_some();
+                let ends = known.swapped_out
+                    || known.is_faulty()
+                    || self.controller.next_wakeup().is_some();
                 assert!(
                     ends && !known.reason.is_empty(),
                     "{id:?} stays frozen: {known:?}"

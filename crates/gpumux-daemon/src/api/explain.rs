@@ -405,12 +405,13 @@ fn hindered(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
 /// The last fault in a group that ended processes of a tenant.
 fn fault(name: &str, faults: &[Fault]) -> Option<String> {
     let concerns = |fault: &&Fault| {
-        fault.culprit.as_deref() == Some(name) || fault.others.iter().any(|other| other == name)
+        fault.faulting_client.as_deref() == Some(name)
+            || fault.others.iter().any(|other| other == name)
     };
     let fault = faults.iter().rev().find(concerns)?;
-    let whose = match fault.culprit.as_deref() {
-        Some(culprit) if culprit == name => "of its own".into(),
-        Some(culprit) => format!("of {culprit}"),
+    let whose = match fault.faulting_client.as_deref() {
+        Some(faulting_client) if faulting_client == name => "of its own".into(),
+        Some(faulting_client) => format!("of {faulting_client}"),
         None => "whose cause is not known".into(),
     };
     let after = match fault.restarted_ms {
@@ -869,12 +870,12 @@ mod tests {
         let text = said(&sleeper, &[]);
         assert!(text.contains("called cuMemcpyFutureAsync"), "{text}");
 
-        let fault = |culprit: Option<&str>, others: &[&str]| Fault {
+        let fault = |faulting_client: Option<&str>, others: &[&str]| Fault {
             number: 1,
             at: 0,
             group: "0/team".into(),
             error: 700,
-            culprit: culprit.map(Into::into),
+            faulting_client: faulting_client.map(Into::into),
             evidence: "its server says so".into(),
             others: others.iter().map(|it| (*it).into()).collect(),
             noticed_after_ms: Some(3),

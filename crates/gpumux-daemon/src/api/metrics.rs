@@ -638,20 +638,23 @@ impl Scrape {
         }
         let pairs = || {
             devices.iter().flat_map(|d| {
-                d.levers
-                    .iter()
-                    .map(|lever| (vec![("device", &*d.uuid), ("lever", &lever.lever)], lever))
+                d.controls.iter().map(|control| {
+                    (
+                        vec![("device", &*d.uuid), ("control", &control.control)],
+                        control,
+                    )
+                })
             })
         };
-        let failures = ("gpumux_lever_failures", None, "Failed controls.");
+        let failures = ("gpumux_control_failures", None, "Failed controls.");
         family(encoder, failures, MetricType::Counter, |f| {
-            pairs().try_for_each(|(labels, lever)| f.sample(labels, lever.failures as f64))
+            pairs().try_for_each(|(labels, control)| f.sample(labels, control.failures as f64))
         })?;
-        let pulls = ("gpumux_lever_pull", Some("seconds"), "Time of a control.");
+        let pulls = ("gpumux_control", Some("seconds"), "Time of a control.");
         family(encoder, pulls, MetricType::Histogram, |f| {
-            pairs().try_for_each(|(labels, lever)| {
+            pairs().try_for_each(|(labels, control)| {
                 let metric = &mut f.metric.encode_family(&labels)?;
-                durations(metric, lever.total_us, lever.pulls, &lever.histogram)
+                durations(metric, control.total_us, control.pulls, &control.histogram)
             })
         })
     }
@@ -789,12 +792,12 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::api::types::{
-        Device, HintFigures, HostMemory, LeverCost, MoveFigures, Scheduler, Spec,
+        ControlCost, Device, HintFigures, HostMemory, MoveFigures, Scheduler, Spec,
     };
 
     pub(crate) fn example() -> Scrape {
-        let lever = |lever: &str| LeverCost {
-            lever: lever.into(),
+        let control = |control: &str| ControlCost {
+            control: control.into(),
             pulls: 3,
             failures: 1,
             min_us: 10,
@@ -825,7 +828,7 @@ pub(crate) mod tests {
                 used_share: Some(0.25),
                 tenant: None,
             }],
-            levers: vec![lever("freeze"), lever("thaw")],
+            controls: vec![control("freeze"), control("thaw")],
         };
         let totals = Totals {
             received_us: 1.5e6,
@@ -1012,8 +1015,8 @@ pub(crate) mod tests {
         lint(&text);
         for line in [
             r#"gpumux_tenant_received_seconds_total{tenant="web",device="GPU-0"} 1.5"#,
-            r#"gpumux_lever_pull_seconds_bucket{le="0.00005",device="GPU-0",lever="freeze"} 2"#,
-            r#"gpumux_lever_pull_seconds_count{device="GPU-1",lever="thaw"} 3"#,
+            r#"gpumux_control_seconds_bucket{le="0.00005",device="GPU-0",control="freeze"} 2"#,
+            r#"gpumux_control_seconds_count{device="GPU-1",control="thaw"} 3"#,
             r#"gpumux_scheduler_step_seconds_bucket{le="0.1"} 4"#,
             r#"gpumux_scheduler_step_seconds_bucket{le="+Inf"} 5"#,
             r#"gpumux_tenant_useful_hints_total{tenant="web"} 3"#,
@@ -1034,7 +1037,7 @@ pub(crate) mod tests {
         }
         assert!(text.contains(r#"name="with \"quotes\" and \\""#), "{text}");
         assert!(
-            text.contains(r#"le="+Inf",device="GPU-0",lever="freeze"} 3"#),
+            text.contains(r#"le="+Inf",device="GPU-0",control="freeze"} 3"#),
             "{text}"
         );
     }

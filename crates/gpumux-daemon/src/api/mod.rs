@@ -995,7 +995,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     let state = state::state(state::Facts {
         domains: &domains,
         used: (view.totals.keys()).any(|(id, _)| *id == tenant.id),
-        swapped: view.parked.contains(&tenant.id),
+        swapped: view.swapped_out.contains(&tenant.id),
         needs_memory,
         tampers: view.tampering.contains_key(&tenant.id),
     });
@@ -1006,7 +1006,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     });
     let memory: Vec<MemoryShare> = lines.collect();
     types::Tenant {
-        asleep: view.parked.contains(&tenant.id),
+        asleep: view.swapped_out.contains(&tenant.id),
         waits_for_memory: needs_memory,
         moves: view.moves.get(&tenant.id).copied().unwrap_or_default(),
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())

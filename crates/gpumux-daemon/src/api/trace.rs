@@ -203,7 +203,7 @@ fn mark(what: What) -> Option<String> {
         What::Slice(us) => Some(format!("slice {us} µs")),
         What::Tampered(us) => Some(format!("its timeslice was changed to {us} µs")),
         What::Ran => Some("it ran while it was frozen".into()),
-        What::Fault => Some("a lever did not move".into()),
+        What::Fault => Some("a control failed".into()),
         What::Held(1) => Some("hint".into()),
         What::Held(times) => Some(format!("{times} hints")),
         What::Frozen | What::Thawed | What::Demand(_) | What::Reason(_) => None,

@@ -74,11 +74,11 @@ pub struct Scheduler {
     pub steps: u64,
     /// How often a device was planned.
     pub plans: u64,
-    /// Seconds spent other than in levers.
+    /// Seconds spent other than in controls.
     pub busy_s: f64,
     /// The longest plan of all devices in µs.
     pub plan_max_us: u64,
-    /// Time of all steps, levers included, in µs.
+    /// Time of all steps, controls included, in µs.
     #[serde(default)]
     pub steps_total_us: u64,
     /// How many steps took up to 20, 50, 100, 200, 500 µs, 1, 2, 5, 20, 100 ms, and longer.
@@ -147,8 +147,8 @@ pub struct Device {
     /// The processes on it that gpumux does not control.
     #[serde(default)]
     pub foreign: Vec<ForeignProcess>,
-    /// What its levers cost.
-    pub levers: Vec<LeverCost>,
+    /// What its controls cost.
+    pub controls: Vec<ControlCost>,
 }
 
 /// A process on a device that gpumux does not control: a program without its library, or a tenant's process on a device that
@@ -191,11 +191,11 @@ pub struct Mig {
     pub compute_instance: u32,
 }
 
-/// What one kind of lever cost on one device so far.
+/// What one kind of control cost on one device so far.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-pub struct LeverCost {
+pub struct ControlCost {
     /// `freeze`, `thaw`, `set_timeslice` or `read_timeslice`.
-    pub lever: String,
+    pub control: String,
     /// How often it moved.
     pub pulls: u64,
     /// How often it did not.
@@ -778,7 +778,7 @@ pub struct Fault {
     /// The driver's error.
     pub error: u32,
     /// The tenant that caused it, if that is known.
-    pub culprit: Option<String>,
+    pub faulting_client: Option<String>,
     /// What says so.
     pub evidence: String,
     /// The other tenants whose processes it ended.
@@ -837,7 +837,7 @@ pub struct Domain {
     pub tampered: u64,
     /// Why it has what it has.
     pub reason: String,
-    /// Why it is not managed now: a lever that does not move.
+    /// Why it is not managed now: a control that does not move.
     pub error: Option<String>,
 }
 

@@ -74,16 +74,16 @@ async fn ended(process: ProcessId) {
 async fn only_a_control_daemon_that_was_asked_can_be_late() {
     let node = Node::new();
     let groups = node.load();
-    let seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let group = only(&groups);
     let pid = std::process::id();
     node.write("get_client_list", &format!("{pid}\n1\n"));
     assert_eq!(groups.clients(&group).await, Ok([1, pid].into()));
     let intruded = async |own| groups.intruded(key().uid, own, pid).await;
-    let name = seat.name();
+    let name = membership.name();
     assert_eq!(
         intruded(None).await,
-        Some(Intrusion::Seen(name.to_string()))
+        Some(UnauthorizedClient::Seen(name.to_string()))
     );
     assert_eq!(intruded(Some(&*name)).await, None, "it is its own");
     assert_eq!(groups.intruded(key().uid, None, pid + 1).await, None);
@@ -92,7 +92,7 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
     let answer = node.dir.path().join("get_client_list");
     fs::remove_file(&answer).unwrap();
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Failed));
-    let feared = Some(Intrusion::Feared(name.to_string()));
+    let feared = Some(UnauthorizedClient::Feared(name.to_string()));
     assert_eq!(intruded(None).await, feared);
     node.write("get_client_list.hang", "");
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Late));
@@ -104,7 +104,7 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
     let program = node.dir.path().join("control");
     fs::rename(&program, node.dir.path().join("old")).unwrap();
     assert_eq!(groups.clients(&group).await, Err(Unanswered::Failed));
-    drop(seat);
+    drop(membership);
     groups.close().await;
     assert_eq!(node.folders(), 0);
 }
@@ -113,11 +113,11 @@ async fn only_a_control_daemon_that_was_asked_can_be_late() {
 async fn client_of_a_failed_group_waits_for_the_next_server() {
     let node = Node::new();
     let groups = node.load();
-    let seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let failed = only(&groups).process().unwrap();
     let (tell, told) = tokio::sync::oneshot::channel();
     let restart = {
-        let (groups, name) = (Arc::clone(&groups), seat.name());
+        let (groups, name) = (Arc::clone(&groups), membership.name());
         tokio::spawn(async move { groups.restart(&name, told).await })
     };
     let enter = {
@@ -130,7 +130,7 @@ async fn client_of_a_failed_group_waits_for_the_next_server() {
     restart.await.unwrap().unwrap().unwrap();
     let second = enter.await.unwrap().unwrap();
     assert_ne!(only(&groups).process(), Some(failed));
-    drop((seat, second));
+    drop((membership, second));
     groups.close().await;
 }
 
@@ -179,7 +179,7 @@ async fn stopped_server_is_reported_without_being_asked() {
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
     groups.tell_failures(tell);
-    let _seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let _membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let group = only(&groups);
     let first = group.process().unwrap();
     let pid = || {
@@ -207,9 +207,9 @@ async fn who_ends_just_after_the_last_member_has_failed_all_the_same() {
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
     groups.tell_failures(tell);
-    let seat = groups.enter(&key(), std::process::id()).await.unwrap();
-    let (name, process) = (seat.name(), only(&groups).process().unwrap());
-    drop(seat);
+    let membership = groups.enter(&key(), std::process::id()).await.unwrap();
+    let (name, process) = (membership.name(), only(&groups).process().unwrap());
+    drop(membership);
     process.watch().unwrap().kill();
     let failure = tokio::time::timeout(Duration::from_secs(5), told.recv());
     assert!(matches!(failure.await.unwrap(), Some(Failure::Server(of)) if of == name));
@@ -222,7 +222,7 @@ async fn hung_server_is_reported_and_a_silent_one_is_left_alone() {
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
     groups.tell_failures(tell);
-    let _seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let _membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let first = only(&groups).process().unwrap();
     // As while a package is replaced.
     let (program, old) = (node.dir.path().join("control"), node.dir.path().join("old"));
@@ -274,7 +274,7 @@ async fn what_a_killed_daemon_was_starting_is_ended_by_the_next() {
 async fn groups_of_a_damaged_file_are_ended_and_others_kept() {
     let node = Node::new();
     let groups = node.load();
-    let _seat = groups.enter(&key(), std::process::id()).await.unwrap();
+    let _membership = groups.enter(&key(), std::process::id()).await.unwrap();
     let process = only(&groups).process().unwrap();
     let next = node.load();
     assert_eq!(only(&next).process(), Some(process));

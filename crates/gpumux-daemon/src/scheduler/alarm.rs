@@ -1,4 +1,4 @@
-//! Notices errors of processes, whatever the scheduling thread does: while the driver recovers from a fault, a lever may
+//! Notices errors of processes, whatever the scheduling thread does: while the driver recovers from a fault, a control may
 //! keep that waiting (0.3 s on an H100, driver 580.159.04).
 
 use std::{

@@ -7,11 +7,11 @@ use std::{
 };
 
 use gpumux_core::{
-    DomainId, Lever, Micros, TenantId, Timeslice,
+    Control, DomainId, Micros, TenantId, Timeslice,
     controller::{Command, Controller, Event, Outcome},
     tamper::{self, Tampering},
 };
-use gpumux_rm::{LeverError, RmStatus};
+use gpumux_rm::{ControlFailure, RmStatus};
 
 use super::{
     Clock, Reaper, SessionId,
@@ -19,7 +19,7 @@ use super::{
     held::Held,
     record::{Durations, Record, Totals, What},
 };
-use crate::api::types::LeverCost;
+use crate::api::types::ControlCost;
 
 /// How often slices are read back, and shares are counted anew.
 const CHECK: Micros = Micros::from_secs(1);
@@ -35,7 +35,7 @@ pub(super) struct Device {
     groups: BTreeMap<Arc<str>, DomainId>,
     /// What was left behind in groups.
     held: Vec<Held>,
-    pub(super) costs: LeverCosts,
+    pub(super) costs: ControlCosts,
     pub(super) record: Record,
     /// What domains that ended had, of tenants that live.
     pub(super) ended: BTreeMap<TenantId, Totals>,
@@ -57,7 +57,7 @@ impl Device {
             domains: BTreeMap::new(),
             groups: BTreeMap::new(),
             held: Vec::new(),
-            costs: LeverCosts::default(),
+            costs: ControlCosts::default(),
             record: Record::default(),
             ended: BTreeMap::new(),
             emulated: false,
@@ -123,15 +123,15 @@ impl Device {
         clock: &Clock,
     ) {
         let before = clock();
-        let id = command.lever.domain();
+        let id = command.control.domain();
         let Some(domain) = self.domains.get_mut(&id).filter(|it| !it.is_free()) else {
             return controller.handle(before, Event::Ended(command.id, Outcome::Failed));
         };
-        let (result, cost) = match command.lever {
-            Lever::Freeze(_) => (domain.levers.freeze(), &mut self.costs.freeze),
-            Lever::Thaw(_) => (domain.levers.thaw(), &mut self.costs.thaw),
-            Lever::SetTimeslice(_, slice) => (
-                domain.levers.set_timeslice(slice.0),
+        let (result, cost) = match command.control {
+            Control::Freeze(_) => (domain.controls.freeze(), &mut self.costs.freeze),
+            Control::Thaw(_) => (domain.controls.thaw(), &mut self.costs.thaw),
+            Control::SetTimeslice(_, slice) => (
+                domain.controls.set_timeslice(slice.0),
                 &mut self.costs.set_timeslice,
             ),
         };
@@ -143,10 +143,10 @@ impl Device {
         let outcome = match &result {
             Ok(()) => {
                 self.lost = None;
-                let (count, what) = match command.lever {
-                    Lever::Freeze(_) => (&mut domain.freezes, What::Frozen),
-                    Lever::Thaw(_) => (&mut domain.thaws, What::Thawed),
-                    Lever::SetTimeslice(_, slice) => {
+                let (count, what) = match command.control {
+                    Control::Freeze(_) => (&mut domain.freezes, What::Frozen),
+                    Control::Thaw(_) => (&mut domain.thaws, What::Thawed),
+                    Control::SetTimeslice(_, slice) => {
                         (&mut domain.slice_changes, What::Slice(slice.0))
                     }
                 };
@@ -260,7 +260,7 @@ impl Device {
         };
         let expected = known.state.timeslice;
         let before = clock();
-        let found = domain.levers.timeslice();
+        let found = domain.controls.timeslice();
         let now = clock();
         self.costs.read.record(&found, now.saturating_sub(before));
         match found {
@@ -285,8 +285,8 @@ impl Device {
         }
     }
 
-    /// A lever of this domain does not move.
-    fn failed(&mut self, id: DomainId, error: &LeverError, now: Micros) {
+    /// A control of this domain does not move.
+    fn failed(&mut self, id: DomainId, error: &ControlFailure, now: Micros) {
         if let Some(
             RmStatus::GPU_IS_LOST | RmStatus::GPU_IN_FULLCHIP_RESET | RmStatus::RESET_REQUIRED,
         ) = error.status()
@@ -294,7 +294,7 @@ impl Device {
             self.lost = Some(error.to_string());
         }
         if let Some(domain) = self.domains.get_mut(&id) {
-            tracing::warn!(pid = domain.member.pid, %error, "a lever does not move");
+            tracing::warn!(pid = domain.member.pid, %error, "a control fails");
             domain.error = Some(error.to_string());
             self.record.push(now, &domain.who, What::Fault);
         }
@@ -309,7 +309,7 @@ impl Device {
         controller: &mut Controller,
     ) {
         if let Some(domain) = self.domains.get_mut(&id) {
-            domain.levers.set_channels(channels);
+            domain.controls.set_channels(channels);
             controller.handle(now, Event::Channels(id));
         }
     }
@@ -365,14 +365,14 @@ impl Device {
                 Some(_) if alive => {}
                 // What it left behind shall end, while its memory is held; frozen, it would hold up the others, too.
                 Some(_) if domain::now(&known).frozen => {
-                    let _ = domain.levers.thaw();
+                    let _ = domain.controls.thaw();
                 }
                 Some(_) => {}
                 None if alive => domain.restore(&known),
                 _ => {}
             }
             // Without a reaper it is dropped here and now.
-            let _ = reaper.send(Box::new(domain.levers));
+            let _ = reaper.send(Box::new(domain.controls));
         }
         self.forget_groups();
     }
@@ -387,9 +387,9 @@ impl Device {
     }
 }
 
-/// What the levers of a device cost, as measured.
+/// What the controls of a device cost, as measured.
 #[derive(Default)]
-pub(super) struct LeverCosts {
+pub(super) struct ControlCosts {
     freeze: Cost,
     thaw: Cost,
     set_timeslice: Cost,
@@ -405,7 +405,7 @@ struct Cost {
 }
 
 impl Cost {
-    fn record<T>(&mut self, result: &Result<T, LeverError>, took: Micros) {
+    fn record<T>(&mut self, result: &Result<T, ControlFailure>, took: Micros) {
         if result.is_err() {
             self.failures += 1;
             return;
@@ -419,17 +419,17 @@ impl Cost {
     }
 }
 
-impl LeverCosts {
+impl ControlCosts {
     /// For people.
-    pub(super) fn list(&self) -> Vec<LeverCost> {
+    pub(super) fn list(&self) -> Vec<ControlCost> {
         let all = [
             ("freeze", &self.freeze),
             ("thaw", &self.thaw),
             ("set_timeslice", &self.set_timeslice),
             ("read_timeslice", &self.read),
         ];
-        all.map(|(lever, cost)| LeverCost {
-            lever: lever.into(),
+        all.map(|(control, cost)| ControlCost {
+            control: control.into(),
             pulls: cost.pulls.count,
             failures: cost.failures,
             min_us: cost.min.0,

@@ -1,11 +1,11 @@
-//! One channel group of a tenant's process, with its levers and its counters.
+//! One channel group of a tenant's process, with its controls and its counters.
 
 use std::{sync::Arc, time::Duration};
 
 use gpumux_core::{
     Account, Demand, DomainId, Micros, Progress, RunState, TenantId, Timeslice, controller,
 };
-use gpumux_rm::Levers;
+use gpumux_rm::Controls;
 use gpumux_wire::page::{Arrival, Page, Slot, Waits, Work};
 
 use super::{
@@ -35,7 +35,7 @@ pub(crate) struct NewGroup {
     /// UUID of its device.
     pub(crate) device: String,
     pub(crate) emulated: bool,
-    pub(crate) levers: Box<dyn Levers>,
+    pub(crate) controls: Box<dyn Controls>,
     pub(crate) page: Arc<Page>,
     /// The process has it from an MPS server.
     pub(crate) shared: bool,
@@ -51,7 +51,7 @@ pub(crate) struct Domain {
     pub(super) group: Option<DomainId>,
     pub(super) member: Member,
     pub(super) who: Arc<Who>,
-    pub(super) levers: Box<dyn Levers>,
+    pub(super) controls: Box<dyn Controls>,
     pub(super) default: Timeslice,
     pub(super) freezes: u64,
     pub(super) thaws: u64,
@@ -92,7 +92,7 @@ impl Domain {
             }),
             group: None,
             member: group.member,
-            levers: group.levers,
+            controls: group.controls,
             default: group.default,
             freezes: 0,
             thaws: 0,
@@ -181,16 +181,16 @@ impl Domain {
         given.checked_sub(before).filter(|times| *times > 0)
     }
 
-    /// Gives the group back as the driver library made it, as far as its levers move.
+    /// Gives the group back as the driver library made it, as far as its controls succeed.
     pub(super) fn restore(&self, known: &controller::Domain) {
         // What a faulty domain really has is not known.
         let faulty = known.is_faulty();
         if faulty || known.state.timeslice != self.default {
-            let _ = self.levers.set_timeslice(self.default.0);
+            let _ = self.controls.set_timeslice(self.default.0);
         }
-        // A parked one is thawed by its own process, once its memory is back.
-        if (faulty || known.state.run == RunState::Frozen) && !known.parked {
-            let _ = self.levers.thaw();
+        // A swapped out one is thawed by its own process, once its memory is back.
+        if (faulty || known.state.run == RunState::Frozen) && !known.swapped_out {
+            let _ = self.controls.thaw();
         }
     }
 

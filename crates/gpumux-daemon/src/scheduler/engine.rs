@@ -13,7 +13,7 @@ use gpumux_core::{
     controller::{self, Controller, NewDomain},
     policy::{self, Bound},
 };
-use gpumux_rm::{Levers, layout::engine::GR0};
+use gpumux_rm::{Controls, layout::engine::GR0};
 use gpumux_wire::{
     Daemon,
     page::{Page, SLOTS},
@@ -98,7 +98,7 @@ pub(crate) struct Engine {
     /// What processes that are gone counted, of tenants that live.
     ended: BTreeMap<TenantId, Counted>,
     domains_made: u64,
-    /// What a step cost lately, levers apart.
+    /// What a step cost lately, controls apart.
     cost: Micros,
     /// What it cost lately to wake up for a step.
     waking: Micros,
@@ -112,7 +112,7 @@ struct CopyGroup {
     tenant: TenantId,
     member: Member,
     device: String,
-    levers: Box<dyn Levers>,
+    controls: Box<dyn Controls>,
     timeslice: Timeslice,
     default: Timeslice,
 }
@@ -199,7 +199,7 @@ pub(crate) struct View {
     pub(crate) counted: BTreeMap<TenantId, Counted>,
     pub(crate) memory: Vec<Line>,
     /// Tenants whose memory is on its way or away.
-    pub(crate) parked: BTreeSet<TenantId>,
+    pub(crate) swapped_out: BTreeSet<TenantId>,
     pub(crate) standings: BTreeMap<TenantId, Standing>,
     /// Bytes of host memory that moved memory takes, and may take.
     pub(crate) on_host: (u64, u64),
@@ -525,8 +525,8 @@ impl Engine {
             }
             self.gone(old.session, old.key);
         }
-        group.levers = Box::new(Renewing {
-            levers: group.levers,
+        group.controls = Box::new(Renewing {
+            controls: group.controls,
             renewal: Arc::clone(&self.renewal),
         });
         if group.engine != GR0 {
@@ -534,7 +534,7 @@ impl Engine {
                 tenant: group.tenant,
                 member: group.member,
                 device: group.device,
-                levers: group.levers,
+                controls: group.controls,
                 timeslice: group.timeslice,
                 default: group.default,
             });
@@ -591,7 +591,7 @@ impl Engine {
     pub(crate) fn set_channels(&mut self, session: SessionId, key: u32, channels: Vec<u32>) {
         let is = |member: &Member| member.session == session && member.key == key;
         if let Some(copy) = self.copies.iter_mut().find(|copy| is(&copy.member)) {
-            copy.levers.set_channels(channels);
+            copy.controls.set_channels(channels);
         } else if let Some((device, id)) = self.find(session, key) {
             let now = self.now();
             if let Some(device) = self.devices.get_mut(&device) {
@@ -755,7 +755,7 @@ impl Engine {
             if alive {
                 copy.set(copy.default);
             }
-            let _ = self.reaper.send(Box::new(copy.levers));
+            let _ = self.reaper.send(Box::new(copy.controls));
         }
         self.count_contexts(session);
     }
@@ -938,7 +938,7 @@ impl Engine {
             },
             counted: self.ended.clone(),
             memory: self.moves.broker.lines(),
-            parked: self.moves.parked.clone(),
+            swapped_out: self.moves.swapped_out.clone(),
             standings: self.moves.broker.standings().collect(),
             on_host: self.moves.broker.on_host(),
             moves: self.moves.figures.clone(),
@@ -972,7 +972,7 @@ impl Engine {
                 foreign: (self.foreign.get(uuid))
                     .map(|all| all.list(|id| Some(self.owners.get(&id)?.name.clone())))
                     .unwrap_or_default(),
-                levers: device.costs.list(),
+                controls: device.costs.list(),
             });
             for (tenant, totals) in &device.ended {
                 *view.totals.entry((*tenant, uuid.clone())).or_default() += *totals;
@@ -1017,7 +1017,7 @@ impl Engine {
 
 impl CopyGroup {
     fn set(&mut self, slice: Timeslice) {
-        if self.timeslice != slice && self.levers.set_timeslice(slice.0).is_ok() {
+        if self.timeslice != slice && self.controls.set_timeslice(slice.0).is_ok() {
             self.timeslice = slice;
         }
     }

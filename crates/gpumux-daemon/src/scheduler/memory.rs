@@ -31,7 +31,7 @@ pub(super) struct MemoryMoves {
     /// What the broker was last told that tenants do.
     activity: BTreeMap<TenantId, Activity>,
     /// Tenants that stay frozen: their memory is on its way or away.
-    pub(super) parked: BTreeSet<TenantId>,
+    pub(super) swapped_out: BTreeSet<TenantId>,
     /// Those of them whose groups are not known to be frozen yet.
     freezing: BTreeSet<TenantId>,
     /// Users' requests that are not answered yet.
@@ -79,7 +79,7 @@ impl MemoryMoves {
                 scrub: rules.scrub,
             }),
             activity: BTreeMap::new(),
-            parked: BTreeSet::new(),
+            swapped_out: BTreeSet::new(),
             freezing: BTreeSet::new(),
             requests: BTreeMap::new(),
             requested: 0,
@@ -92,7 +92,7 @@ impl MemoryMoves {
 
     pub(super) fn forget(&mut self, tenant: TenantId) {
         self.activity.remove(&tenant);
-        self.parked.remove(&tenant);
+        self.swapped_out.remove(&tenant);
         self.freezing.remove(&tenant);
         self.figures.remove(&tenant);
     }
@@ -305,10 +305,10 @@ impl Engine {
     }
 
     /// Freezes a tenant until told otherwise, or lets it go on.
-    pub(super) fn park(&mut self, tenant: TenantId, parked: bool) {
-        match parked {
-            true => self.moves.parked.insert(tenant),
-            false => self.moves.parked.remove(&tenant),
+    pub(super) fn park(&mut self, tenant: TenantId, swapped_out: bool) {
+        match swapped_out {
+            true => self.moves.swapped_out.insert(tenant),
+            false => self.moves.swapped_out.remove(&tenant),
         };
         self.park_domains();
     }
@@ -316,8 +316,8 @@ impl Engine {
     pub(super) fn park_domains(&mut self) {
         let now = self.now();
         for domain in self.devices.values().flat_map(|it| it.domains.values()) {
-            let parked = self.moves.parked.contains(&domain.who.tenant);
-            let event = controller::Event::Parked(domain.who.id, parked);
+            let swapped_out = self.moves.swapped_out.contains(&domain.who.tenant);
+            let event = controller::Event::SwappedOut(domain.who.id, swapped_out);
             self.controller.handle(now, event);
         }
     }

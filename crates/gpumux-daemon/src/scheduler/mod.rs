@@ -1,7 +1,7 @@
-//! The scheduling thread: owns every domain and every lever.
+//! The scheduling thread: owns every domain and every control.
 //!
 //! Everybody else hands it jobs ([`Handle::call`]); between jobs it looks at demand, asks the
-//! policy and pulls levers ([`Engine::step`]). It never waits for a tenant, and if it fails, the
+//! policy and issues controls ([`Engine::step`]). It never waits for a tenant, and if it fails, the
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 
@@ -81,7 +81,7 @@ impl Crash {
 /// The time, from an origin of its own.
 type Clock = Arc<dyn Fn() -> Micros + Send + Sync>;
 
-/// Takes levers and files that are no longer needed: closing the last file of a dead process frees its
+/// Takes controls and files that are no longer needed: closing the last file of a dead process frees its
 /// memory and takes the driver long.
 type Reaper = mpsc::Sender<Box<dyn Send>>;
 

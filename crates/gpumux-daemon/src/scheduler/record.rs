@@ -33,7 +33,7 @@ pub(crate) enum What {
     Demand(Demand),
     /// A plan gave another reason than the one before.
     Reason(&'static str),
-    /// A lever did not move.
+    /// A control failed.
     Fault,
     /// So often since the last look the process took the device ahead of its work.
     Held(u64),
@@ -76,7 +76,7 @@ impl Record {
             self.0.pop_front();
         }
         let who = Arc::clone(who);
-        // In order, also where a plan is written down after the levers of another device were pulled.
+        // In order, also where a plan is written down after the controls of another device were pulled.
         let at = self.0.back().map_or(at, |last| last.at.max(at));
         self.0.push_back(Event { at, who, what });
     }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use gpumux_core::{Micros, tamper::Renewals};
-use gpumux_rm::{Interleave, LeverError, Levers, PreemptionMode};
+use gpumux_rm::{ControlFailure, Controls, Interleave, PreemptionMode};
 use gpumux_wire::lease::{LOOK, LOOKS, Lease};
 
 use super::Clock;
@@ -53,13 +53,13 @@ impl Renewal {
 
 /// Controls of a group, each of which renews the lease when it has returned.
 pub(super) struct Renewing {
-    pub(super) levers: Box<dyn Levers>,
+    pub(super) controls: Box<dyn Controls>,
     pub(super) renewal: Arc<Renewal>,
 }
 
 impl Renewing {
-    fn then_renew<T>(&self, control: impl FnOnce(&dyn Levers) -> T) -> T {
-        let result = control(&*self.levers);
+    fn then_renew<T>(&self, control: impl FnOnce(&dyn Controls) -> T) -> T {
+        let result = control(&*self.controls);
         if let Some(stalled) = self.renewal.renew() {
             tracing::warn!(
                 ms = stalled.0 / 1000,
@@ -70,29 +70,29 @@ impl Renewing {
     }
 }
 
-impl Levers for Renewing {
-    fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+impl Controls for Renewing {
+    fn set_timeslice(&self, us: u64) -> Result<(), ControlFailure> {
         self.then_renew(|it| it.set_timeslice(us))
     }
-    fn timeslice(&self) -> Result<u64, LeverError> {
+    fn timeslice(&self) -> Result<u64, ControlFailure> {
         self.then_renew(|it| it.timeslice())
     }
-    fn freeze(&self) -> Result<(), LeverError> {
+    fn freeze(&self) -> Result<(), ControlFailure> {
         self.then_renew(|it| it.freeze())
     }
-    fn thaw(&self) -> Result<(), LeverError> {
+    fn thaw(&self) -> Result<(), ControlFailure> {
         self.then_renew(|it| it.thaw())
     }
-    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), LeverError> {
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), ControlFailure> {
         self.then_renew(|it| it.set_preemption_mode(mode))
     }
-    fn set_interleave(&self, level: Interleave) -> Result<(), LeverError> {
+    fn set_interleave(&self, level: Interleave) -> Result<(), ControlFailure> {
         self.then_renew(|it| it.set_interleave(level))
     }
-    fn device_uuid(&self) -> Result<String, LeverError> {
+    fn device_uuid(&self) -> Result<String, ControlFailure> {
         self.then_renew(|it| it.device_uuid())
     }
     fn set_channels(&mut self, channels: Vec<u32>) {
-        self.levers.set_channels(channels);
+        self.controls.set_channels(channels);
     }
 }

@@ -1,4 +1,4 @@
-//! The scheduler on levers that only write down who pulled them, and on a clock that only they move.
+//! The scheduler on controls that only write down who pulled them, and on a clock that only they move.
 
 use std::{
     collections::BTreeMap,
@@ -13,7 +13,7 @@ use gpumux_core::{
     broker::{Ask, Event, Line, ProcessId},
     ledger::Kind,
 };
-use gpumux_rm::{ControlError, Interleave, LeverError, Levers, PreemptionMode, RmStatus};
+use gpumux_rm::{ControlError, ControlFailure, Controls, Interleave, PreemptionMode, RmStatus};
 use gpumux_wire::{
     lease::{LOOK, Lease, Leased},
     page::{HintCounts, Page},
@@ -24,7 +24,7 @@ use super::{
 };
 use crate::{api::types, config::Config};
 
-/// What each lever takes on this device.
+/// What each control takes on this device.
 const COST: u64 = 100;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -76,21 +76,21 @@ fn lock(hardware: &Shared) -> MutexGuard<'_, Hardware> {
     hardware.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn stuck() -> LeverError {
+fn stuck() -> ControlFailure {
     let source = ControlError::Status(RmStatus::INVALID_CHANNEL);
-    LeverError {
-        lever: "fake",
+    ControlFailure {
+        control: "fake",
         source,
     }
 }
 
-struct FakeLevers {
+struct FakeControls {
     group: u32,
     hardware: Shared,
 }
 
-impl FakeLevers {
-    fn pull(&self, pull: Pull, change: impl FnOnce(&mut Group)) -> Result<(), LeverError> {
+impl FakeControls {
+    fn pull(&self, pull: Pull, change: impl FnOnce(&mut Group)) -> Result<(), ControlFailure> {
         let mut hardware = lock(&self.hardware);
         let time = COST + hardware.busy;
         hardware.pass(time);
@@ -113,42 +113,42 @@ impl FakeLevers {
     }
 }
 
-impl Levers for FakeLevers {
-    fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+impl Controls for FakeControls {
+    fn set_timeslice(&self, us: u64) -> Result<(), ControlFailure> {
         self.pull(Pull::Set(self.group, us), |group| group.slice = us)
     }
-    fn timeslice(&self) -> Result<u64, LeverError> {
+    fn timeslice(&self) -> Result<u64, ControlFailure> {
         let group = lock(&self.hardware).groups[&self.group];
         match group.broken {
             true => Err(stuck()),
             false => Ok(group.slice),
         }
     }
-    fn freeze(&self) -> Result<(), LeverError> {
+    fn freeze(&self) -> Result<(), ControlFailure> {
         self.pull(Pull::Freeze(self.group), |group| group.frozen = true)
     }
-    fn thaw(&self) -> Result<(), LeverError> {
+    fn thaw(&self) -> Result<(), ControlFailure> {
         self.pull(Pull::Thaw(self.group), |group| group.frozen = false)
     }
-    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), LeverError> {
+    fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
         Ok(())
     }
-    fn set_interleave(&self, _: Interleave) -> Result<(), LeverError> {
+    fn set_interleave(&self, _: Interleave) -> Result<(), ControlFailure> {
         Ok(())
     }
-    fn device_uuid(&self) -> Result<String, LeverError> {
+    fn device_uuid(&self) -> Result<String, ControlFailure> {
         Ok("GPU-0".into())
     }
     fn set_channels(&mut self, _: Vec<u32>) {}
 }
 
-impl Drop for FakeLevers {
+impl Drop for FakeControls {
     fn drop(&mut self) {
         lock(&self.hardware).closed.push(self.group);
     }
 }
 
-/// An engine, its hardware, and the levers that it threw away.
+/// An engine, its hardware, and the controls that it threw away.
 struct Bench {
     engine: Engine,
     hardware: Shared,
@@ -223,7 +223,7 @@ impl Bench {
             engine,
             device: "GPU-0".into(),
             emulated: true,
-            levers: Box::new(FakeLevers {
+            controls: Box::new(FakeControls {
                 group: handle,
                 hardware: Arc::clone(&self.hardware),
             }),
@@ -396,7 +396,7 @@ fn a_group_is_one_domain_to_the_policy() {
         a.received_us.abs_diff(b.received_us) < 50_000,
         "{a:?} {b:?}"
     );
-    // Every member's levers are pulled.
+    // Every member's controls are pulled.
     let pulls = bench.take_pulls();
     let freezes = pulls
         .iter()
@@ -780,7 +780,7 @@ fn a_crash_is_told_within_a_tenth_of_a_second_however_many_there_are() {
 }
 
 #[test]
-fn levers_wait_for_a_latency_tenant_to_finish_but_not_for_long() {
+fn controls_wait_for_a_latency_tenant_to_finish_but_not_for_long() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);
@@ -806,7 +806,7 @@ fn levers_wait_for_a_latency_tenant_to_finish_but_not_for_long() {
 }
 
 #[test]
-fn levers_wait_for_a_latency_tenant_that_is_expected() {
+fn controls_wait_for_a_latency_tenant_that_is_expected() {
     // Where the machine stalls while a page is looked at, a time is wrong.
     let rounds = [(); 3].map(|()| pulled_just_before_work());
     assert!(rounds.iter().any(|count| *count < 12), "{rounds:?} of 49");
@@ -1174,7 +1174,7 @@ fn shutdown_gives_everybody_back_what_they_had() {
 }
 
 #[test]
-fn a_domain_whose_levers_stick_does_not_hold_up_the_others() {
+fn a_domain_whose_controls_stick_does_not_hold_up_the_others() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     for n in 2..=4 {
@@ -1210,7 +1210,7 @@ fn a_domain_whose_levers_stick_does_not_hold_up_the_others() {
 }
 
 #[test]
-fn a_domain_whose_memory_comes_back_while_its_levers_stick_is_frozen_when_it_is_said_to_be() {
+fn a_domain_whose_memory_comes_back_while_its_controls_stick_is_frozen_when_it_is_said_to_be() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);

@@ -408,8 +408,7 @@ async fn what_happens_is_measured_explained_and_traced() {
         "{metrics}"
     );
     assert!(
-        metrics
-            .contains(r#"gpumux_lever_pull_seconds_count{device="GPU-0",lever="set_timeslice"}"#),
+        metrics.contains(r#"gpumux_control_seconds_count{device="GPU-0",control="set_timeslice"}"#),
         "{metrics}"
     );
 

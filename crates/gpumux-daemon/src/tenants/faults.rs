@@ -11,7 +11,7 @@ use crate::{api::types::Fault, groups::Key, scheduler::Crash};
 
 /// Faults that are remembered.
 const MAX_FAULTS: usize = 32;
-/// Groups and culprits that are remembered.
+/// Groups and faulting clients that are remembered.
 const MAX_KNOWN: usize = 256;
 
 /// What is remembered of faults.
@@ -24,13 +24,13 @@ pub(super) struct Faults {
     /// What became of groups, those that have ended too, by name.
     pub(super) counts: BTreeMap<String, GroupCounts>,
     /// Who took a group down how often.
-    pub(super) culprits: BTreeMap<Repute, u32>,
+    pub(super) faulting_clients: BTreeMap<CrashCount, u32>,
 }
 
 /// A group in figures.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct GroupCounts {
-    /// Tenants with a seat in it.
+    /// Tenants in it.
     pub(crate) members: usize,
     /// Faults that ended its members' processes.
     pub(crate) faults: u64,
@@ -42,12 +42,12 @@ pub(crate) struct GroupCounts {
 /// What is to blame for faults in a group, from one start to the next: its tenants of a name that was chosen, else those that run a program. A name
 /// that was given is no sign: another program may have it next.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Repute {
+pub(super) enum CrashCount {
     Name(Key, String),
     Fingerprint(Key, String),
 }
 
-impl Repute {
+impl CrashCount {
     pub(super) fn of(
         group: Option<&Key>,
         name: Option<&str>,
@@ -89,12 +89,12 @@ impl Faults {
     pub(super) fn remember(
         &mut self,
         fault: Fault,
-        blamed: Option<Repute>,
+        blamed: Option<CrashCount>,
         took: Option<Duration>,
     ) {
-        if let Some(repute) = blamed {
-            make_room(&mut self.culprits, &repute, Repute::uid);
-            *self.culprits.entry(repute).or_default() += 1;
+        if let Some(crash_count) = blamed {
+            make_room(&mut self.faulting_clients, &crash_count, CrashCount::uid);
+            *self.faulting_clients.entry(crash_count).or_default() += 1;
         }
         self.number = fault.number;
         self.count(&fault.group, took);
@@ -104,9 +104,9 @@ impl Faults {
     }
 
     /// How often its like took a group down.
-    pub(super) fn of(&self, repute: Option<&Repute>) -> u32 {
-        repute
-            .and_then(|it| self.culprits.get(it))
+    pub(super) fn of(&self, crash_count: Option<&CrashCount>) -> u32 {
+        crash_count
+            .and_then(|it| self.faulting_clients.get(it))
             .copied()
             .unwrap_or(0)
     }
@@ -141,11 +141,11 @@ pub(super) fn is_origin(crash: &Crash) -> bool {
 }
 
 /// Which client caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
-/// in the middle of its work, then, of all who have a seat, who alone got an error of its own.
-pub(super) fn culprit(
+/// in the middle of its work, then, of all that are members, who alone got an error of its own.
+pub(super) fn faulting_client(
     crashes: &[Crash],
     said: &str,
-    seated: &[TenantId],
+    members: &[TenantId],
     whose: impl Fn(u32) -> Option<TenantId>,
 ) -> (Option<TenantId>, String) {
     let named = said.lines().find_map(|line| {
@@ -173,7 +173,7 @@ pub(super) fn culprit(
     }
     let living = of(&|it| it.ended_ms.is_none());
     // A client of which nothing is known may be the one.
-    if seated.iter().all(|tenant| living.contains(tenant)) {
+    if members.iter().all(|tenant| living.contains(tenant)) {
         let found = of(&is_origin);
         if let (1, Some(tenant)) = (found.len(), found.first()) {
             return (Some(*tenant), "only it got an error of its own".into());
@@ -187,27 +187,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_user_does_does_not_make_another_ones_culprits_forgotten() {
+    fn what_a_user_does_does_not_make_another_ones_faulting_clients_forgotten() {
         let of = |uid, n| {
             let group = Key {
                 uid,
                 trust: "team".into(),
             };
-            Repute::Name(group, format!("{n:03}"))
+            CrashCount::Name(group, format!("{n:03}"))
         };
-        let mut culprits = BTreeMap::from([(of(1, 0), 1), (of(1, 1), 2)]);
+        let mut faulting_clients = BTreeMap::from([(of(1, 0), 1), (of(1, 1), 2)]);
         for n in 0..2 * MAX_KNOWN {
-            make_room(&mut culprits, &of(2, n), Repute::uid);
-            culprits.insert(of(2, n), 1);
+            make_room(&mut faulting_clients, &of(2, n), CrashCount::uid);
+            faulting_clients.insert(of(2, n), 1);
         }
-        assert_eq!(culprits.len(), MAX_KNOWN);
-        assert_eq!((culprits[&of(1, 0)], culprits[&of(1, 1)]), (1, 2));
-        make_room(&mut culprits, &of(1, 0), Repute::uid);
-        assert_eq!(culprits.len(), MAX_KNOWN, "it has its place");
+        assert_eq!(faulting_clients.len(), MAX_KNOWN);
+        assert_eq!(
+            (faulting_clients[&of(1, 0)], faulting_clients[&of(1, 1)]),
+            (1, 2)
+        );
+        make_room(&mut faulting_clients, &of(1, 0), CrashCount::uid);
+        assert_eq!(faulting_clients.len(), MAX_KNOWN, "it has its place");
     }
 
     #[test]
-    fn the_culprit_is_whom_the_evidence_names_and_nobody_else() {
+    fn the_faulting_client_is_whom_the_evidence_names_and_nobody_else() {
         let crash = |tenant, error, busy| Crash {
             group: "0/team".into(),
             tenant: TenantId(tenant),
@@ -276,8 +279,8 @@ mod tests {
                     .contains(&pid)
                     .then(|| TenantId(u64::from(pid) - 100))
             };
-            let seated: Vec<TenantId> = (1..=last).map(TenantId).collect();
-            let (found, evidence) = culprit(&crashes, said, &seated, whose);
+            let members: Vec<TenantId> = (1..=last).map(TenantId).collect();
+            let (found, evidence) = faulting_client(&crashes, said, &members, whose);
             assert_eq!(
                 found,
                 named.map(TenantId),

@@ -7,7 +7,7 @@ use gpumux_core::{TenantId, TenantSpec, admission::Refusal, space};
 use super::life::Life;
 use crate::{
     api::types::Placement,
-    groups::{Key, Seat},
+    groups::{Key, Membership},
     peer::{Peer, ProcessFd, ProcessId},
     scheduler::{SessionId, Stopped},
 };
@@ -41,7 +41,7 @@ pub(crate) struct Tenant {
     /// How it shares devices, and its place in a group.
     pub(crate) placement: Placement,
     pub(super) group: Option<Key>,
-    pub(super) seat: Option<Arc<Seat>>,
+    pub(super) membership: Option<Arc<Membership>>,
     pub(super) utility: Vec<(u32, f64)>,
     /// Devices that it may use, by UUID; empty: all.
     pub(crate) devices: Vec<String>,
@@ -167,7 +167,7 @@ impl Tenant {
             named: false,
             placement,
             group: None,
-            seat: None,
+            membership: None,
             utility: Vec::new(),
             devices: Vec::new(),
             holders: BTreeMap::new(),

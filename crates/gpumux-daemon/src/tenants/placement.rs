@@ -5,10 +5,10 @@ use gpumux_core::{
     space::{self, Applicant, Curve, Decision, Interference, Program, Way},
 };
 
-use super::{faults::Repute, model::Tenant};
+use super::{faults::CrashCount, model::Tenant};
 use crate::{
     api::types::{CurveFrom, NewTenant, Placement},
-    groups::{self, Key, Seat},
+    groups::{self, Key, Membership},
 };
 
 /// A tenant to be made, and what is known of it.
@@ -22,15 +22,15 @@ pub(super) struct Wish<'a> {
 
 impl Wish<'_> {
     /// Under what its like would be known for faults.
-    pub(super) fn repute(&self) -> Option<Repute> {
+    pub(super) fn crash_count(&self) -> Option<CrashCount> {
         let (name, fingerprint) = (self.new.name.as_deref(), self.new.fingerprint.as_deref());
-        Repute::of(self.key.as_ref(), name, fingerprint)
+        CrashCount::of(self.key.as_ref(), name, fingerprint)
     }
 }
 
 /// What is known of the group that a new tenant may enter.
 pub(super) struct Room<'a> {
-    /// The tenants with a seat in it.
+    /// The tenants in it.
     pub(super) members: Vec<&'a Tenant>,
     /// Why there can be no group, if so.
     pub(super) unavailable: Option<&'a str>,
@@ -55,15 +55,15 @@ pub(super) fn decide(wish: &Wish<'_>, spec: &TenantSpec, room: &Room<'_>) -> Dec
     })
 }
 
-/// Where a new tenant goes for good, and its seat: what was decided before its group was `entered` is looked at again, now that
+/// Where a new tenant goes for good, and its membership: what was decided before its group was `entered` is looked at again, now that
 /// no other can come before it.
 pub(super) fn place(
     wish: &Wish<'_>,
     spec: &TenantSpec,
     before: Decision,
-    entered: Option<Result<Seat, groups::GroupError>>,
+    entered: Option<Result<Membership, groups::GroupError>>,
     room: &Room<'_>,
-) -> (Placement, Option<Seat>) {
+) -> (Placement, Option<Membership>) {
     let mut placement = Placement {
         way: Way::Time,
         reason: before.reason,
@@ -74,8 +74,8 @@ pub(super) fn place(
     let (Some(entered), Some(key)) = (entered, &wish.key) else {
         return (placement, None);
     };
-    let seat = match entered {
-        Ok(seat) => seat,
+    let membership = match entered {
+        Ok(membership) => membership,
         Err(error) => {
             tracing::warn!(trust = key.trust, %error, "no group");
             placement.reason = format!("the group cannot be had: {error}");
@@ -96,7 +96,7 @@ pub(super) fn place(
     let mut all: Vec<_> = others.iter().map(|(spec, curve)| (*spec, curve)).collect();
     all.push((spec, &own));
     (placement.sm_percent, placement.curve) = confine(wish.new.sm_percent, &all, *from);
-    (placement, Some(seat))
+    (placement, Some(membership))
 }
 
 /// What was measured of a program beside as many others as are in a group now, of whom it would have its share by weight in

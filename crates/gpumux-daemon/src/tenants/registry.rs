@@ -37,7 +37,7 @@ use crate::{
         Created, Ended, EventKind, Exit, Fault, NewTenant, Placement, Reported, Setting, SpecChange,
     },
     events::Events,
-    groups::{Groups, Intrusion, Key},
+    groups::{Groups, Key, UnauthorizedClient},
     hold,
     peer::{Peer, ProcessFd, ProcessId},
     programs::Programs,
@@ -168,7 +168,7 @@ impl Tenants {
             named: saved.named,
             placement: saved.placement,
             group: saved.group,
-            seat: None,
+            membership: None,
             utility: saved.utility,
             devices: saved.devices,
             holders: BTreeMap::new(),
@@ -259,7 +259,7 @@ impl Tenants {
         // By now others may have come: who is in the table counts until this one is.
         let (set, spec) = table.wish(peer.uid, &declared.spec, &new);
         let room = table.room(&wish, self.groups.unavailable());
-        let (placement, seat) = placement::place(&wish, &spec, decision, entered, &room);
+        let (placement, membership) = placement::place(&wish, &spec, decision, entered, &room);
         let named = new.name.is_some();
         table.check_name(peer.uid, new.name.as_deref())?;
         table.check_token(&new)?;
@@ -285,8 +285,8 @@ impl Tenants {
             TenantError::Refused(error) if set.is_some() => TenantError::Set(name.clone(), error),
             error => error,
         })?;
-        let mut environment = match &seat {
-            Some(seat) => seat.environment(placement.sm_percent),
+        let mut environment = match &membership {
+            Some(membership) => membership.environment(placement.sm_percent),
             None => BTreeMap::new(),
         };
         // A container has numbers of its own.
@@ -299,8 +299,8 @@ impl Tenants {
         if let Some(bytes) = memory_limit.or(shown) {
             environment.insert(MEMORY_LIMIT_VARIABLE.into(), bytes.to_string());
         }
-        if let Some(seat) = &seat {
-            let name = seat.name();
+        if let Some(membership) = &membership {
+            let name = membership.name();
             (self.scheduler)
                 .call(move |engine| engine.place(id, name))
                 .await?;
@@ -308,8 +308,10 @@ impl Tenants {
         if let Some(tenant) = table.tenants.get_mut(&id) {
             (tenant.kept, tenant.named) = (new.kept, named);
             tenant.placement = placement.clone();
-            tenant.group = seat.as_ref().map(|seat| seat.key().clone());
-            tenant.seat = seat.map(Arc::new);
+            tenant.group = membership
+                .as_ref()
+                .map(|membership| membership.key().clone());
+            tenant.membership = membership.map(Arc::new);
             tenant.utility = utility.0;
             let log = new
                 .log
@@ -381,22 +383,26 @@ impl Tenants {
     pub(crate) async fn groups(&self) -> BTreeMap<String, GroupCounts> {
         let table = self.table.lock().await;
         let mut groups = table.faults.counts.clone();
-        for seat in table.tenants.values().filter_map(|it| it.seat.as_ref()) {
-            let name = seat.name().to_string();
+        for membership in table
+            .tenants
+            .values()
+            .filter_map(|it| it.membership.as_ref())
+        {
+            let name = membership.name().to_string();
             groups.entry(name).or_default().members += 1;
         }
         groups
     }
 
-    /// Gives a tenant that was in a group its seat back, if the group is still there.
+    /// Gives a tenant that was in a group its membership back, if the group is still there.
     async fn sit_again(&self, table: &mut Table, id: TenantId) -> Result<(), Stopped> {
         let Some(tenant) = table.tenants.get_mut(&id) else {
             return Ok(());
         };
-        let seat = (tenant.group.as_ref()).and_then(|key| self.groups.enter_again(key));
-        if let Some(seat) = seat {
-            let name = seat.name();
-            tenant.seat = Some(Arc::new(seat));
+        let membership = (tenant.group.as_ref()).and_then(|key| self.groups.enter_again(key));
+        if let Some(membership) = membership {
+            let name = membership.name();
+            tenant.membership = Some(Arc::new(membership));
             (self.scheduler)
                 .call(move |engine| engine.place(id, name))
                 .await?;
@@ -439,7 +445,7 @@ impl Tenants {
             named: false,
             placement: Placement::default(),
             group: None,
-            seat: None,
+            membership: None,
             utility: Vec::new(),
             devices,
             holders: BTreeMap::new(),
@@ -584,11 +590,14 @@ impl Tenants {
 
     /// The group that a process is in although its tenant is not, if there is one. Its environment may say what it will: who
     /// enters a group that is not its tenant's could end it by a fault.
-    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<Intrusion> {
+    pub(crate) async fn intruded(&self, id: TenantId, pid: u32) -> Option<UnauthorizedClient> {
         let (uid, own) = {
             let table = self.table.lock().await;
             let tenant = table.tenants.get(&id)?;
-            let own = tenant.seat.as_ref().map(|seat| seat.name());
+            let own = tenant
+                .membership
+                .as_ref()
+                .map(|membership| membership.name());
             (tenant.uid, own)
         };
         self.groups.intruded(uid, own.as_deref(), pid).await
@@ -641,7 +650,7 @@ impl Tenants {
         };
         tenant.holders.remove(&holder);
         if tenant.holders.is_empty() && !tenant.kept {
-            tenant.seat = None;
+            tenant.membership = None;
             let ended = tenant.clone();
             self.remove(&mut table, id).await;
             if ended.made_for.is_none() {
@@ -971,18 +980,20 @@ fn end_of(tenant: &Tenant) -> Ended {
 }
 
 impl Table {
-    /// Those with a seat in a group.
-    fn seated(&self, key: &Key) -> impl Iterator<Item = &Tenant> {
+    /// Those in a group.
+    fn members(&self, key: &Key) -> impl Iterator<Item = &Tenant> {
         let all = self.tenants.values();
-        all.filter(move |it| it.seat.is_some() && it.group.as_ref() == Some(key))
+        all.filter(move |it| it.membership.is_some() && it.group.as_ref() == Some(key))
     }
 
     /// What is known of the group that a new tenant may enter.
     fn room<'a>(&'a self, wish: &Wish<'_>, unavailable: Option<&'a str>) -> Room<'a> {
         Room {
-            members: (wish.key.iter()).flat_map(|key| self.seated(key)).collect(),
+            members: (wish.key.iter())
+                .flat_map(|key| self.members(key))
+                .collect(),
             unavailable,
-            faults: self.faults.of(wish.repute().as_ref()),
+            faults: self.faults.of(wish.crash_count().as_ref()),
         }
     }
 

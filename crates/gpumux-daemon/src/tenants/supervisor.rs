@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    faults::{Repute, SERVER, culprit, is_origin},
+    faults::{CrashCount, SERVER, faulting_client, is_origin},
     registry::Tenants,
 };
 use crate::{
@@ -156,8 +156,12 @@ impl Tenants {
             String::new()
         });
         let mut table = self.table.lock().await;
-        let seated: Vec<TenantId> = (table.tenants.values())
-            .filter(|it| it.seat.as_ref().is_some_and(|seat| *seat.name() == *group))
+        let members: Vec<TenantId> = (table.tenants.values())
+            .filter(|it| {
+                it.membership
+                    .as_ref()
+                    .is_some_and(|membership| *membership.name() == *group)
+            })
             .map(|it| it.id)
             .collect();
         // Whoever says so, nobody outside the group can have done it.
@@ -165,20 +169,20 @@ impl Tenants {
             let told = crashes.iter().find(|crash| crash.pid == pid);
             let joined = || {
                 let mut all = table.joined.iter().rev();
-                let own = |(it, tenant): &&(u32, TenantId)| *it == pid && seated.contains(tenant);
+                let own = |(it, tenant): &&(u32, TenantId)| *it == pid && members.contains(tenant);
                 all.find(own).map(|(_, tenant)| *tenant)
             };
             told.map(|crash| crash.tenant).or_else(joined)
         };
-        let (culprit, evidence) = match server && !crashes.iter().any(is_origin) {
+        let (faulting_client, evidence) = match server && !crashes.iter().any(is_origin) {
             true => (None, SERVER.into()),
-            false => culprit(&crashes, &said, &seated, whose),
+            false => faulting_client(&crashes, &said, &members, whose),
         };
         let known = |id: TenantId| {
             let mut all = table.ended.iter().chain(table.tenants.values());
             all.find(|it| it.id == id)
         };
-        let blamed = culprit.and_then(known);
+        let blamed = faulting_client.and_then(known);
         let name = blamed.map(|it| it.name.clone());
         // Whoever ended a program did not make it fault.
         let was_ended = |id| {
@@ -186,19 +190,19 @@ impl Tenants {
                 .iter()
                 .any(|it| it.tenant == id && it.ended_at_work())
         };
-        let repute = blamed.filter(|it| !was_ended(it.id)).and_then(|it| {
+        let crash_count = blamed.filter(|it| !was_ended(it.id)).and_then(|it| {
             let name = it.named.then_some(it.name.as_str());
-            Repute::of(it.group.as_ref(), name, it.placement.fingerprint.as_deref())
+            CrashCount::of(it.group.as_ref(), name, it.placement.fingerprint.as_deref())
         });
         // Some processes ended before they could be asked.
-        let used = seated.into_iter();
+        let used = members.into_iter();
         let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
         // A process that an error ends has said so; one that loses its server may have had no time.
         let lately = (UNNOTICED + GATHER).as_millis() as u64;
         let ended_by_it = |crash: &&Crash| crash.ended_ms.is_none_or(|it| server && it <= lately);
         let crashed = crashes.iter().filter(ended_by_it);
         let mut others: Vec<String> = (crashed.map(|crash| crash.tenant).chain(used))
-            .filter(|tenant| Some(*tenant) != culprit)
+            .filter(|tenant| Some(*tenant) != faulting_client)
             .filter_map(|tenant| Some(known(tenant)?.name.clone()))
             .collect();
         others.sort();
@@ -211,28 +215,31 @@ impl Tenants {
             at,
             group: group.to_owned(),
             error: error.unwrap_or(0),
-            culprit: name,
+            faulting_client: name,
             evidence,
             others,
             noticed_after_ms,
             restarted_ms,
         };
-        tracing::warn!(group, error, culprit = ?fault.culprit, evidence = fault.evidence, others = ?fault.others,
+        tracing::warn!(group, error, faulting_client = ?fault.faulting_client, evidence = fault.evidence, others = ?fault.others,
             noticed_after_ms, restarted_ms, "a fault ended all processes in a group");
         self.record(&fault);
-        table.faults.remember(fault, repute, took);
+        table.faults.remember(fault, crash_count, took);
         Ok(())
     }
 
     /// Makes events of a fault.
     fn record(&self, fault: &Fault) {
-        let culprit = fault.culprit.as_deref().unwrap_or("an unknown member");
+        let faulting_client = fault
+            .faulting_client
+            .as_deref()
+            .unwrap_or("an unknown member");
         let others = match fault.others.is_empty() {
             true => "no other member".into(),
             false => fault.others.join(", "),
         };
         let text = format!(
-            "group {}: a fault (error {}) of {culprit} ended {others}",
+            "group {}: a fault (error {}) of {faulting_client} ended {others}",
             fault.group, fault.error
         );
         self.events.push(EventKind::Fault, None, text);
@@ -338,10 +345,22 @@ mod tests {
             let crashes = vec![crash(left, 700, None), crash(killed, 0, Some(50))];
             tenants.crashed("0/team", false, crashes).await.unwrap();
             let fault = tenants.faults().await.pop().unwrap();
-            assert_eq!(fault.culprit.as_deref(), Some("killed"), "{fault:?}");
+            assert_eq!(
+                fault.faulting_client.as_deref(),
+                Some("killed"),
+                "{fault:?}"
+            );
             assert_eq!(fault.others, ["left"]);
         }
-        assert!(tenants.table.lock().await.faults.culprits.is_empty());
+        assert!(
+            tenants
+                .table
+                .lock()
+                .await
+                .faults
+                .faulting_clients
+                .is_empty()
+        );
     }
 
     #[tokio::test]
@@ -462,12 +481,16 @@ mod tests {
             let log = group.unwrap().unwrap().path().join("control.out");
             std::fs::write(log, format!("Client {pid} caused a fatal fault")).unwrap();
         };
-        for (named, culprit) in [(mine.pid, None), (7, Some("bad"))] {
+        for (named, faulting_client) in [(mine.pid, None), (7, Some("bad"))] {
             say(named);
             let crashes = vec![crash(7)];
             tenants.crashed("0/team", false, crashes).await.unwrap();
             let fault = tenants.faults().await.pop().unwrap();
-            assert_eq!(fault.culprit.as_deref(), culprit, "{fault:?}");
+            assert_eq!(
+                fault.faulting_client.as_deref(),
+                faulting_client,
+                "{fault:?}"
+            );
         }
         let numbers = tenants.faults().await;
         let numbers: Vec<u64> = numbers.iter().map(|it| it.number).collect();

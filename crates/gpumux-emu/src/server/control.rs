@@ -12,7 +12,7 @@ use zerocopy::{FromBytes, IntoBytes};
 use super::{
     core::{Action, Connection, Core, Role},
     execution::Execution,
-    rm::{Caller, GroupKey, Lever},
+    rm::{Caller, GroupControl, GroupKey},
     wire::{self, Packet, now},
 };
 use crate::protocol::{OPEN_EXECUTION, OpenExecution, Report};
@@ -72,18 +72,18 @@ impl Core {
         *pending += 1;
         match self
             .tree
-            .lever(call.caller, call.escape, &call.arg, &call.params)
+            .group_control(call.caller, call.escape, &call.arg, &call.params)
         {
-            Some((device, lever)) => {
+            Some((device, group_control)) => {
                 let every = self.devices.profile.controls.fail_every;
-                let counted = matches!(lever, Lever::Freeze | Lever::Thaw);
+                let counted = matches!(group_control, GroupControl::Freeze | GroupControl::Thaw);
                 self.switched += u64::from(counted);
                 if counted && every > 0 && self.switched.is_multiple_of(every) {
                     *pending -= 1;
                     wire::send_once(&call.reply, &answer(libc::EIO as u32, &[], &[]));
                     return Some(());
                 }
-                let cost = self.cost(lever);
+                let cost = self.cost(group_control);
                 let device = self.devices.all.get_mut(device as usize)?;
                 let due = device.control_until.max(now) + cost;
                 device.control_until = due;
@@ -94,14 +94,14 @@ impl Core {
         Some(())
     }
 
-    /// What a lever costs this time, in ns.
-    pub(super) fn cost(&mut self, lever: Lever) -> u64 {
+    /// What a control costs this time, in ns.
+    pub(super) fn cost(&mut self, group_control: GroupControl) -> u64 {
         let costs = &self.devices.profile.controls;
-        let (least, most) = match lever {
-            Lever::SetTimeslice => costs.set_timeslice_us,
-            Lever::Freeze => costs.freeze_us,
-            Lever::Thaw => costs.thaw_us,
-            Lever::Preempt => costs.preempt_us,
+        let (least, most) = match group_control {
+            GroupControl::SetTimeslice => costs.set_timeslice_us,
+            GroupControl::Freeze => costs.freeze_us,
+            GroupControl::Thaw => costs.thaw_us,
+            GroupControl::Preempt => costs.preempt_us,
         };
         // xorshift64
         self.random ^= self.random << 13;
@@ -131,7 +131,7 @@ impl Core {
         );
         let errno = result.err().unwrap_or(0) as u32;
         let answer = answer(errno, &call.arg, &call.params);
-        let waiting = self.follow_levers();
+        let waiting = self.follow_controls();
         if waiting.is_empty() {
             wire::send_once(&call.reply, &answer);
             return;
@@ -154,7 +154,7 @@ impl Core {
 
     /// After a call: closes contexts whose groups are gone. Returns those with kernels that were
     /// frozen in the middle.
-    pub(super) fn follow_levers(&mut self) -> BTreeSet<u64> {
+    pub(super) fn follow_controls(&mut self) -> BTreeSet<u64> {
         let removed = std::mem::take(&mut self.devices.removed);
         let frozen = std::mem::take(&mut self.devices.frozen);
         let thawed_keys = std::mem::take(&mut self.devices.thawed);

@@ -331,7 +331,7 @@ impl Core {
             Role::Control(_) => {
                 self.end_orphans(id);
                 self.tree.close(&mut self.devices, id);
-                self.follow_levers();
+                self.follow_controls();
             }
             Role::Execution(execution) => self.leave_execution(id, connection.pid, execution),
             Role::Unknown | Role::Process => {}

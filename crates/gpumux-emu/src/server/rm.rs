@@ -120,7 +120,7 @@ pub(crate) struct Tree {
 
 /// A control with the device whose lock it takes and what kind it is, for its cost.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Lever {
+pub(crate) enum GroupControl {
     SetTimeslice,
     Freeze,
     Thaw,
@@ -199,23 +199,23 @@ impl Tree {
         Ok(())
     }
 
-    /// The device and lever of a control that takes noticeable time, if it is one that will work.
-    pub(crate) fn lever(
+    /// The device and control of a control that takes noticeable time, if it is one that will work.
+    pub(crate) fn group_control(
         &self,
         caller: Caller,
         number: u32,
         arg: &[u8],
         params: &[u8],
-    ) -> Option<(u32, Lever)> {
+    ) -> Option<(u32, GroupControl)> {
         if number != u32::from(escape::CONTROL) {
             return None;
         }
         let call = Control::read_from_bytes(arg).ok()?;
-        let lever = match call.cmd {
-            cmd::SET_TIMESLICE => Lever::SetTimeslice,
-            cmd::PREEMPT => Lever::Preempt,
-            cmd::DISABLE_CHANNELS if params.first() == Some(&0) => Lever::Thaw,
-            cmd::DISABLE_CHANNELS => Lever::Freeze,
+        let group_control = match call.cmd {
+            cmd::SET_TIMESLICE => GroupControl::SetTimeslice,
+            cmd::PREEMPT => GroupControl::Preempt,
+            cmd::DISABLE_CHANNELS if params.first() == Some(&0) => GroupControl::Thaw,
+            cmd::DISABLE_CHANNELS => GroupControl::Freeze,
             _ => return None,
         };
         let object = self.object(caller, call.client, call.object).ok()?;
@@ -223,7 +223,7 @@ impl Tree {
             Kind::Device(device) | Kind::Subdevice(device) => device,
             Kind::Group(group) | Kind::Channel(group) => self.groups.get(&group)?.device,
         };
-        Some((device, lever))
+        Some((device, group_control))
     }
 
     /// The file was closed for the last time: its clients go.

@@ -11,9 +11,9 @@ use std::{
 
 use gpumux_rm::{
     ControlFile, RmStatus,
+    controls::{Controls, Group, RmControls},
     emulated::{self, EmulatedFile, call},
     layout::{Alloc64, DupObject, GroupAlloc, Share, TimesliceParams, class, cmd, escape},
-    levers::{Group, Levers, RmLevers},
 };
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerocopy::IntoBytes;
@@ -144,9 +144,9 @@ impl Program {
         Self::with(file, client, subdevice, groups)
     }
 
-    fn levers(&self) -> RmLevers<EmulatedFile> {
+    fn controls(&self) -> RmControls<EmulatedFile> {
         let file = EmulatedFile::new(self.file.try_clone().unwrap()).unwrap();
-        RmLevers::new(file, self.group.clone())
+        RmControls::new(file, self.group.clone())
     }
 
     /// Submits to stream 1; the numbers of the work.
@@ -206,14 +206,14 @@ fn a_freeze_waits_for_the_effects_of_interrupted_kernels() {
     let running = start(Profile::default());
     let mut program = Program::start(&running);
     let ids = program.submit(&[kernel(1000 * MILLI), Work::Record]);
-    let levers = program.levers();
+    let controls = program.controls();
     let (told, answers) = mpsc::channel();
     thread::scope(|scope| {
         scope.spawn(move || {
             // The kernel runs when the freeze arrives: nothing was submitted before it.
-            levers.freeze().unwrap();
+            controls.freeze().unwrap();
             told.send(()).unwrap();
-            levers.thaw().unwrap();
+            controls.thaw().unwrap();
         });
         let Report::Progress { token, works } = program.report() else {
             panic!("no progress report");
@@ -241,19 +241,19 @@ fn a_freeze_waits_for_the_effects_of_interrupted_kernels() {
 fn slices_reach_the_driver_through_a_passed_file_only() {
     let running = start(Profile::default());
     let program = Program::start(&running);
-    let levers = program.levers();
-    assert_eq!(levers.timeslice().unwrap(), 1024);
-    levers.set_timeslice(1).unwrap();
-    assert_eq!(levers.timeslice().unwrap(), 1);
+    let controls = program.controls();
+    assert_eq!(controls.timeslice().unwrap(), 1024);
+    controls.set_timeslice(1).unwrap();
+    assert_eq!(controls.timeslice().unwrap(), 1);
     let text = crate::profile::uuid_text(&Profile::default().uuid(0));
-    assert_eq!(levers.device_uuid().unwrap(), text);
+    assert_eq!(controls.device_uuid().unwrap(), text);
 
     let own = EmulatedFile::new(open_control_file(&running.path).unwrap()).unwrap();
-    let error = RmLevers::new(own, program.group.clone())
+    let error = RmControls::new(own, program.group.clone())
         .set_timeslice(5)
         .unwrap_err();
     assert_eq!(error.status(), Some(RmStatus::INVALID_CLIENT));
-    assert_eq!(levers.timeslice().unwrap(), 1);
+    assert_eq!(controls.timeslice().unwrap(), 1);
 }
 
 #[test]

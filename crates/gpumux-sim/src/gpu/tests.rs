@@ -316,8 +316,8 @@ fn a_switch_costs_what_the_outgoing_group_occupies() {
 
 #[test]
 fn controls_interrupt_the_running_group() {
-    // What a request of 0.9 ms loses to one lever in its middle, in µs: where another waits, that one runs first.
-    let lost = |others_wait: bool, lever: &dyn Fn(&mut Gpu, GroupId)| {
+    // What a request of 0.9 ms loses to one control in its middle, in µs: where another waits, that one runs first.
+    let lost = |others_wait: bool, control: &dyn Fn(&mut Gpu, GroupId)| {
         let mut gpu = Gpu::new(Hardware::default());
         let latency = program(&mut gpu, 1_000_000);
         let other = program(&mut gpu, 1);
@@ -330,12 +330,12 @@ fn controls_interrupt_the_running_group() {
             other.saturate(&mut gpu, 10 * MILLI, 1);
         }
         gpu.advance(400 * MICRO);
-        lever(&mut gpu, idle.group);
+        control(&mut gpu, idle.group);
         (wait(&mut gpu, end) as f64 / 1e3 - 70.0 * 13.1).round()
     };
     let freeze = |gpu: &mut Gpu, group| gpu.freeze(group).unwrap();
     let slice = |gpu: &mut Gpu, group| gpu.set_timeslice(group, Timeslice(2)).unwrap();
-    // Measured (`timings::neighbours`, p90 against that without levers): 168, 380, 38, 396.
+    // Measured (`timings::neighbours`, p90 against that without controls): 168, 380, 38, 396.
     assert_near(lost(false, &freeze), 190.0, 0.15, "freeze, none waits");
     assert_near(lost(true, &freeze), 380.0, 0.1, "freeze, another waits");
     assert_eq!(lost(false, &slice), 0.0, "slice, none waits");

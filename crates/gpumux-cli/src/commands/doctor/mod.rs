@@ -1,6 +1,6 @@
 //! `gpumux doctor`: what of gpumux works on this machine, and why the rest does not.
 
-mod levers;
+mod controls;
 pub(crate) mod scratch;
 
 use std::{fs, process::ExitCode};
@@ -11,26 +11,26 @@ use serde::Serialize;
 
 use super::client;
 use crate::{emulated::Server, libraries, output};
-use levers::Lever;
+use controls::Control;
 
 const EXAMPLES: &str = "\
 Examples:
   gpumux doctor
-  gpumux doctor --json | jq '.devices[].levers[] | select(.works | not)'
+  gpumux doctor --json | jq '.devices[].controls[] | select(.works | not)'
   gpumux emu -- gpumux doctor       the same on the emulated device
 
-On each device it starts a program of its own for a few seconds and pulls every lever on it. \
+On each device it starts a program of its own for a few seconds and issues every control on it. \
 No other program is touched.
 
 Exit codes:
   0    timeslice, freeze and thaw work on every device
   1    they do not, or there is no device";
 
-/// Say which levers work on each device, and why not
+/// Say which controls work on each device, and why not
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Print JSON: driver, libraries, daemon, and per device the levers with `works` and `reason`
+    /// Print JSON: driver, libraries, daemon, and per device the controls with `works` and `reason`
     #[arg(long)]
     json: bool,
 }
@@ -66,24 +66,24 @@ struct Finding {
     reason: String,
 }
 
-/// One device with what its levers did.
+/// One device with what its controls did.
 #[derive(Serialize)]
 struct Examined {
     index: u32,
     name: String,
     uuid: String,
     emulated: bool,
-    levers: Vec<Lever>,
+    controls: Vec<Control>,
 }
 
 impl Examined {
     fn usable(&self) -> bool {
         let works = |name| {
-            self.levers
+            self.controls
                 .iter()
-                .any(|lever| lever.name == name && lever.works)
+                .any(|control| control.name == name && control.works)
         };
-        levers::NEEDED.into_iter().all(works)
+        controls::NEEDED.into_iter().all(works)
     }
 }
 
@@ -117,7 +117,7 @@ fn examine(emulated: bool) -> Result<Vec<Examined>, gpumux_cuda::Error> {
             name: device.name()?,
             uuid: device.uuid()?,
             emulated,
-            levers: levers::try_all(index, emulated),
+            controls: controls::try_all(index, emulated),
         });
     }
     Ok(devices)
@@ -157,7 +157,7 @@ fn driver_from(text: &str) -> Driver {
         Some("gpumux was only measured with the open kernel module".to_owned())
     } else if !known.contains(&branch) {
         Some(format!(
-            "gpumux knows the branches {}; levers may not work",
+            "gpumux knows the branches {}; controls may not work",
             known.join(", ")
         ))
     } else {
@@ -228,7 +228,7 @@ fn text(report: &Report) -> String {
             index, name, uuid, ..
         } = device;
         text += &format!("\ndevice {index}: {name} {uuid}\n");
-        let rows: Vec<_> = device.levers.iter().map(row).collect();
+        let rows: Vec<_> = device.controls.iter().map(row).collect();
         text += &output::table(&rows);
     }
     if let Some(problem) = &report.problem {
@@ -237,16 +237,16 @@ fn text(report: &Report) -> String {
     text
 }
 
-fn row(lever: &Lever) -> Vec<String> {
-    let works = if lever.works {
+fn row(control: &Control) -> Vec<String> {
+    let works = if control.works {
         "works"
     } else {
         "does not work"
     };
     vec![
-        format!("  {}", lever.name),
+        format!("  {}", control.name),
         works.into(),
-        lever.reason.clone(),
+        control.reason.clone(),
     ]
 }
 

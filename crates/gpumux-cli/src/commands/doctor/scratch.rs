@@ -1,4 +1,4 @@
-//! The program that `doctor` tries the levers on (and the tests watch): one short kernel after the other, with a
+//! The program that `doctor` tries the controls on (and the tests watch): one short kernel after the other, with a
 //! line for each.
 
 use std::{

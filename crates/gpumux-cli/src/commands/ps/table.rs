@@ -329,7 +329,10 @@ pub(super) fn foreign(device: &Device, devices: &[Device]) -> String {
 
 /// A line about a fault in a group.
 pub(super) fn told(fault: &Fault, now: SystemTime) -> String {
-    let culprit = fault.culprit.as_deref().unwrap_or("an unknown member");
+    let faulting_client = fault
+        .faulting_client
+        .as_deref()
+        .unwrap_or("an unknown member");
     let others = match fault.others.is_empty() {
         true => "no other member".into(),
         false => fault.others.join(", "),
@@ -339,7 +342,7 @@ pub(super) fn told(fault: &Fault, now: SystemTime) -> String {
         None => "the group could not be started again".into(),
     };
     format!(
-        "{} ago in group {}: a fault (error {}) of {culprit} ended {others}; {after} ({})\n",
+        "{} ago in group {}: a fault (error {}) of {faulting_client} ended {others}; {after} ({})\n",
         age(fault.at, now),
         fault.group,
         fault.error,

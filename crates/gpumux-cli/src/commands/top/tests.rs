@@ -97,7 +97,7 @@ fn status(tenants: usize, gpus: u32) -> Status {
         state: "ok".into(),
         domains: 2,
         foreign: Vec::new(),
-        levers: vec![],
+        controls: vec![],
     };
     Status {
         faults: Vec::new(),

@@ -60,10 +60,10 @@ async fn a_group_has_no_more_members_than_room_however_many_come_at_once() {
     let (inside, outside): (Vec<_>, Vec<_>) =
         all.iter().partition(|it| it.placement.way == Way::Space);
     assert_eq!((inside.len(), outside.len()), (groups::ROOM, 12));
-    assert!(inside.iter().all(|it| it.seat.is_some()));
+    assert!(inside.iter().all(|it| it.membership.is_some()));
     for tenant in outside {
         assert!(tenant.placement.reason.contains("is full"), "{tenant:?}");
-        assert!(tenant.seat.is_none());
+        assert!(tenant.membership.is_none());
     }
 }
 

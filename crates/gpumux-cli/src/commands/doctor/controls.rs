@@ -1,4 +1,4 @@
-//! Pulls every lever on a program of our own.
+//! issues every control on a program of our own.
 //!
 //! The program runs under the shim like any tenant, but its session socket is ours: we take
 //! its control file as a daemon would, and watch from its output whether it makes progress.
@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, bail};
 use gpumux_rm::{
-    Group, Interleave, LeverError, Levers, PreemptionMode, RmLevers, RmStatus,
+    ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls, RmStatus,
     emulated::EmulatedFile, layout::engine, real::DeviceFile,
 };
 use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
@@ -25,7 +25,7 @@ use serde::Serialize;
 
 use crate::{libraries, output};
 
-/// The levers without which gpumux cannot schedule.
+/// The controls without which gpumux cannot schedule.
 pub(super) const NEEDED: [&str; 3] = ["timeslice", "freeze", "thaw"];
 
 /// How long the program may take to make its context, on a machine whose driver sleeps.
@@ -37,15 +37,15 @@ const SETTLE: Duration = Duration::from_millis(100);
 /// How long a frozen program is watched: many of its kernels.
 const STILL: Duration = Duration::from_millis(400);
 
-/// What one lever did.
+/// What one control did.
 #[derive(Serialize)]
-pub(super) struct Lever {
+pub(super) struct Control {
     pub(super) name: &'static str,
     pub(super) works: bool,
     pub(super) reason: String,
 }
 
-impl Lever {
+impl Control {
     fn new(name: &'static str, outcome: Result<String, String>) -> Self {
         let works = outcome.is_ok();
         let reason = outcome.unwrap_or_else(|why| why);
@@ -57,14 +57,14 @@ impl Lever {
     }
 }
 
-/// All levers on the device with this ordinal.
-pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Lever> {
+/// All controls on the device with this ordinal.
+pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Control> {
     match Scratch::start(device, emulated) {
         Ok(scratch) => scratch.try_all(),
         Err(error) => NEEDED
             .into_iter()
             .map(|name| {
-                Lever::new(
+                Control::new(
                     name,
                     Err(format!("not tried: {}", output::with_causes(&error))),
                 )
@@ -73,9 +73,9 @@ pub(super) fn try_all(device: u32, emulated: bool) -> Vec<Lever> {
     }
 }
 
-/// The program, its levers, and a line for each kernel it finished.
+/// The program, its controls, and a line for each kernel it finished.
 struct Scratch {
-    levers: Box<dyn Levers>,
+    controls: Box<dyn Controls>,
     kernels: Receiver<String>,
     // In this order: while the program lives, its shim would miss a daemon that is gone.
     _program: Program,
@@ -110,7 +110,7 @@ impl Scratch {
             .stdout(Stdio::piped())
             .stderr(Stdio::inherit())
             .spawn()
-            .context("cannot start a program to try the levers on")?;
+            .context("cannot start a program to try the controls on")?;
         let out = program.stdout.take().context("its output is piped")?;
         let (send, kernels) = channel();
         std::thread::spawn(move || {
@@ -122,9 +122,9 @@ impl Scratch {
             }
         });
         let program = Program(program);
-        let (session, levers) = receive(&listener, emulated)?;
+        let (session, controls) = receive(&listener, emulated)?;
         Ok(Self {
-            levers,
+            controls,
             kernels,
             _program: program,
             _session: session,
@@ -132,41 +132,41 @@ impl Scratch {
         })
     }
 
-    fn try_all(self) -> Vec<Lever> {
+    fn try_all(self) -> Vec<Control> {
         let freeze = self.freeze();
         let thaw = match &freeze {
             Ok(_) => self.thaw(),
             Err(_) => Err("not tried, because freezing does not work".into()),
         };
         vec![
-            Lever::new("timeslice", self.timeslice()),
-            Lever::new("freeze", freeze),
-            Lever::new("thaw", thaw),
-            Lever::new("preemption mode", self.preemption_mode()),
-            Lever::new("interleave", self.interleave()),
+            Control::new("timeslice", self.timeslice()),
+            Control::new("freeze", freeze),
+            Control::new("thaw", thaw),
+            Control::new("preemption mode", self.preemption_mode()),
+            Control::new("interleave", self.interleave()),
         ]
     }
 
     fn timeslice(&self) -> Result<String, String> {
-        let levers = &self.levers;
-        let found = levers.timeslice().map_err(why)?;
+        let controls = &self.controls;
+        let found = controls.timeslice().map_err(why)?;
         // A second group with a slice of 1 µs would bring the device to a stop: the program is off it meanwhile. Where it
         // cannot be frozen, nobody else has such a slice.
-        let frozen = levers.freeze().is_ok();
+        let frozen = controls.freeze().is_ok();
         let answer = self.set_and_read_back(found);
-        match levers.thaw() {
+        match controls.thaw() {
             Err(error) if frozen => Err(why(error)),
             _ => answer,
         }
     }
 
     fn set_and_read_back(&self, found: u64) -> Result<String, String> {
-        let levers = &self.levers;
+        let controls = &self.controls;
         for slice in [1, 1_000_000, found] {
             let started = Instant::now();
-            levers.set_timeslice(slice).map_err(why)?;
+            controls.set_timeslice(slice).map_err(why)?;
             let took = started.elapsed().as_micros();
-            let read = levers.timeslice().map_err(why)?;
+            let read = controls.timeslice().map_err(why)?;
             if read != slice {
                 return Err(format!("{slice} µs were set, {read} µs were read back"));
             }
@@ -183,14 +183,14 @@ impl Scratch {
         self.progress()
             .map_err(|_| "the program makes no progress by itself".to_owned())?;
         let started = Instant::now();
-        self.levers.freeze().map_err(why)?;
+        self.controls.freeze().map_err(why)?;
         let took = started.elapsed().as_micros();
         std::thread::sleep(SETTLE);
         while self.kernels.try_recv().is_ok() {}
         std::thread::sleep(STILL);
         // The program waits for each kernel. One may have been done before, and is only told now.
         if self.kernels.try_iter().count() > 1 {
-            self.levers.thaw().map_err(why)?;
+            self.controls.thaw().map_err(why)?;
             return Err("the driver accepts it, but the program goes on".into());
         }
         Ok(format!("a running program stands still; {took} µs"))
@@ -198,7 +198,7 @@ impl Scratch {
 
     fn thaw(&self) -> Result<String, String> {
         let started = Instant::now();
-        self.levers.thaw().map_err(why)?;
+        self.controls.thaw().map_err(why)?;
         let took = started.elapsed().as_micros();
         self.progress()?;
         Ok(format!("it runs again; {took} µs"))
@@ -212,14 +212,14 @@ impl Scratch {
 
     fn preemption_mode(&self) -> Result<String, String> {
         for mode in [PreemptionMode::ThreadBlock, PreemptionMode::Instruction] {
-            self.levers.set_preemption_mode(mode).map_err(why)?;
+            self.controls.set_preemption_mode(mode).map_err(why)?;
         }
         Ok("thread block and instruction were accepted".into())
     }
 
     fn interleave(&self) -> Result<String, String> {
         for level in [Interleave::High, Interleave::Medium] {
-            self.levers
+            self.controls
                 .set_interleave(level)
                 .map_err(|error| match error.status() {
                     Some(RmStatus::INSUFFICIENT_PERMISSIONS) => {
@@ -232,12 +232,12 @@ impl Scratch {
     }
 }
 
-fn why(error: LeverError) -> String {
+fn why(error: ControlFailure) -> String {
     error.to_string()
 }
 
 /// Plays the daemon until the program's compute group is known.
-fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<dyn Levers>)> {
+fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<dyn Controls>)> {
     let deadline = Instant::now() + START;
     wait(listener, deadline)?;
     let session = rustix::net::accept(listener)?;
@@ -285,11 +285,11 @@ fn receive(listener: &OwnedFd, emulated: bool) -> anyhow::Result<(OwnedFd, Box<d
                     group,
                     channels,
                 };
-                let levers: Box<dyn Levers> = match emulated {
-                    true => Box::new(RmLevers::new(EmulatedFile::new(file)?, group)),
-                    false => Box::new(RmLevers::new(DeviceFile::new(file)?, group)),
+                let controls: Box<dyn Controls> = match emulated {
+                    true => Box::new(RmControls::new(EmulatedFile::new(file)?, group)),
+                    false => Box::new(RmControls::new(DeviceFile::new(file)?, group)),
                 };
-                return Ok((session, levers));
+                return Ok((session, controls));
             }
             _ => {}
         }

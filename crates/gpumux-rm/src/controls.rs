@@ -49,15 +49,15 @@ pub enum Interleave {
 
 /// A control that failed.
 #[derive(Debug, thiserror::Error)]
-#[error("{lever}: {source}")]
-pub struct LeverError {
+#[error("{control}: {source}")]
+pub struct ControlFailure {
     /// Which control.
-    pub lever: &'static str,
+    pub control: &'static str,
     /// Why.
     pub source: ControlError,
 }
 
-impl LeverError {
+impl ControlFailure {
     /// RM's status, where RM answered.
     pub fn status(&self) -> Option<RmStatus> {
         match self.source {
@@ -68,54 +68,54 @@ impl LeverError {
 }
 
 /// All controls of one channel group.
-pub trait Levers: Send {
+pub trait Controls: Send {
     /// Sets the timeslice in µs (1 to 1,000,000).
     ///
     /// # Errors
     /// When the driver refuses.
-    fn set_timeslice(&self, us: u64) -> Result<(), LeverError>;
+    fn set_timeslice(&self, us: u64) -> Result<(), ControlFailure>;
     /// Reads the timeslice in µs. Before it was set, the driver reports a constant.
     ///
     /// # Errors
     /// When the driver refuses.
-    fn timeslice(&self) -> Result<u64, LeverError>;
+    fn timeslice(&self) -> Result<u64, ControlFailure>;
     /// Takes the group off the device, in the middle of a kernel if need be, until [`Self::thaw`].
     ///
     /// # Errors
     /// When the driver refuses.
-    fn freeze(&self) -> Result<(), LeverError>;
+    fn freeze(&self) -> Result<(), ControlFailure>;
     /// Lets the group run again.
     ///
     /// # Errors
     /// When the driver refuses.
-    fn thaw(&self) -> Result<(), LeverError>;
+    fn thaw(&self) -> Result<(), ControlFailure>;
     /// Sets where its kernels may be interrupted.
     ///
     /// # Errors
     /// When the driver refuses.
-    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), LeverError>;
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), ControlFailure>;
     /// Sets the interleave level; works only for a caller with `CAP_SYS_NICE`.
     ///
     /// # Errors
     /// When the driver refuses.
-    fn set_interleave(&self, level: Interleave) -> Result<(), LeverError>;
+    fn set_interleave(&self, level: Interleave) -> Result<(), ControlFailure>;
     /// The device's UUID as the driver writes it (`GPU-…`).
     ///
     /// # Errors
     /// When the driver refuses.
-    fn device_uuid(&self) -> Result<String, LeverError>;
+    fn device_uuid(&self) -> Result<String, ControlFailure>;
     /// The channels changed.
     fn set_channels(&mut self, channels: Vec<u32>);
 }
 
-/// [`Levers`] over RM controls.
+/// [`Controls`] over RM controls.
 #[derive(Debug)]
-pub struct RmLevers<F> {
+pub struct RmControls<F> {
     file: F,
     group: Group,
 }
 
-impl<F: ControlFile> RmLevers<F> {
+impl<F: ControlFile> RmControls<F> {
     /// Controls of `group`, whose client was made through `file`.
     pub fn new(file: F, group: Group) -> Self {
         Self { file, group }
@@ -123,18 +123,18 @@ impl<F: ControlFile> RmLevers<F> {
 
     fn control<P: IntoBytes + FromBytes>(
         &self,
-        lever: &'static str,
+        control: &'static str,
         object: u32,
         cmd: u32,
         params: &mut P,
-    ) -> Result<(), LeverError> {
+    ) -> Result<(), ControlFailure> {
         self.file
             .control(self.group.client, object, cmd, params.as_mut_bytes())
-            .map_err(|source| LeverError { lever, source })
+            .map_err(|source| ControlFailure { control, source })
     }
 
     /// Disables or enables all channels, 64 in a call (the most RM takes).
-    fn disable_channels(&self, lever: &'static str, disable: bool) -> Result<(), LeverError> {
+    fn disable_channels(&self, control: &'static str, disable: bool) -> Result<(), ControlFailure> {
         for chunk in self.group.channels.chunks(64) {
             let mut params = DisableChannelsParams {
                 disable: disable.into(),
@@ -144,7 +144,7 @@ impl<F: ControlFile> RmLevers<F> {
             params.clients[..chunk.len()].fill(self.group.client);
             params.channels[..chunk.len()].copy_from_slice(chunk);
             self.control(
-                lever,
+                control,
                 self.group.subdevice,
                 cmd::DISABLE_CHANNELS,
                 &mut params,
@@ -154,8 +154,8 @@ impl<F: ControlFile> RmLevers<F> {
     }
 }
 
-impl<F: ControlFile> Levers for RmLevers<F> {
-    fn set_timeslice(&self, us: u64) -> Result<(), LeverError> {
+impl<F: ControlFile> Controls for RmControls<F> {
+    fn set_timeslice(&self, us: u64) -> Result<(), ControlFailure> {
         let mut params = TimesliceParams { timeslice_us: us };
         self.control(
             "set timeslice",
@@ -165,7 +165,7 @@ impl<F: ControlFile> Levers for RmLevers<F> {
         )
     }
 
-    fn timeslice(&self) -> Result<u64, LeverError> {
+    fn timeslice(&self) -> Result<u64, ControlFailure> {
         let mut params = TimesliceParams::default();
         self.control(
             "get timeslice",
@@ -176,15 +176,15 @@ impl<F: ControlFile> Levers for RmLevers<F> {
         Ok(params.timeslice_us)
     }
 
-    fn freeze(&self) -> Result<(), LeverError> {
+    fn freeze(&self) -> Result<(), ControlFailure> {
         self.disable_channels("freeze", true)
     }
 
-    fn thaw(&self) -> Result<(), LeverError> {
+    fn thaw(&self) -> Result<(), ControlFailure> {
         self.disable_channels("thaw", false)
     }
 
-    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), LeverError> {
+    fn set_preemption_mode(&self, mode: PreemptionMode) -> Result<(), ControlFailure> {
         let Some(channel) = self.group.channels.first() else {
             return Ok(());
         };
@@ -202,7 +202,7 @@ impl<F: ControlFile> Levers for RmLevers<F> {
         )
     }
 
-    fn set_interleave(&self, level: Interleave) -> Result<(), LeverError> {
+    fn set_interleave(&self, level: Interleave) -> Result<(), ControlFailure> {
         let mut params = InterleaveParams {
             level: level as u32,
         };
@@ -214,7 +214,7 @@ impl<F: ControlFile> Levers for RmLevers<F> {
         )
     }
 
-    fn device_uuid(&self) -> Result<String, LeverError> {
+    fn device_uuid(&self) -> Result<String, ControlFailure> {
         let mut params = GidInfoParams::default();
         self.control(
             "read device uuid",

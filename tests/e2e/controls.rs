@@ -1,4 +1,4 @@
-//! The levers, and what the daemon does with them.
+//! The controls, and what the daemon does with them.
 
 use std::time::Duration;
 
@@ -10,12 +10,12 @@ use crate::{REQUESTS, TICKS, a_second, wait_still};
 #[test]
 fn timeslices_read_back_as_they_were_set() {
     let puppet = Puppet::new();
-    let (mut process, _session, levers) = puppet.start(TICKS);
+    let (mut process, _session, controls) = puppet.start(TICKS);
     process.wait_lines(1);
-    assert_eq!(levers.timeslice().unwrap(), 2048, "libcuda's own");
+    assert_eq!(controls.timeslice().unwrap(), 2048, "libcuda's own");
     for slice in [1, 2048, 50_000, 1_000_000, 1] {
-        levers.set_timeslice(slice).unwrap();
-        assert_eq!(levers.timeslice().unwrap(), slice);
+        controls.set_timeslice(slice).unwrap();
+        assert_eq!(controls.timeslice().unwrap(), slice);
     }
 }
 
@@ -27,11 +27,11 @@ fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
         "gpumux workload check --json --seconds 1 --ready-file {}",
         running.display()
     );
-    let (mut process, _session, levers) = puppet.start(&check);
+    let (mut process, _session, controls) = puppet.start(&check);
     wait_for("the kernel to run", PATIENCE, || {
         running.exists().then_some(())
     });
-    levers.freeze().unwrap();
+    controls.freeze().unwrap();
     // Several times what it takes when it is left alone.
     std::thread::sleep(Duration::from_secs(4));
     assert!(
@@ -39,7 +39,7 @@ fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
         "a frozen kernel went on: {}",
         process.out()
     );
-    levers.thaw().unwrap();
+    controls.thaw().unwrap();
     let report = process.finish().ok().json();
     assert_eq!(report["mismatches"], 0, "{report:#}");
     assert_eq!(report["sum_matches"], true, "{report:#}");
@@ -49,15 +49,15 @@ fn a_frozen_kernel_stops_in_the_middle_and_finishes_correctly() {
 #[test]
 fn freezing_one_leaves_others_alone() {
     let puppet = Puppet::new();
-    let (mut a, _a_session, a_levers) = puppet.start(TICKS);
-    let (mut b, _b_session, _b_levers) = puppet.start(TICKS);
+    let (mut a, _a_session, a_controls) = puppet.start(TICKS);
+    let (mut b, _b_session, _b_controls) = puppet.start(TICKS);
     a.wait_lines(3);
     b.wait_lines(3);
-    a_levers.freeze().unwrap();
+    a_controls.freeze().unwrap();
     wait_still(&a);
     let lines = b.lines();
     b.wait_lines(lines + 20);
-    a_levers.thaw().unwrap();
+    a_controls.thaw().unwrap();
     let lines = a.lines();
     a.wait_lines(lines + 3);
 }
@@ -65,10 +65,10 @@ fn freezing_one_leaves_others_alone() {
 #[test]
 fn a_lost_daemon_thaws_what_it_froze() {
     let puppet = Puppet::new();
-    let (mut process, session, levers) = puppet.start(TICKS);
+    let (mut process, session, controls) = puppet.start(TICKS);
     process.wait_lines(3);
-    levers.set_timeslice(1).unwrap();
-    levers.freeze().unwrap();
+    controls.set_timeslice(1).unwrap();
+    controls.freeze().unwrap();
     wait_still(&process);
     let lines = process.lines();
     drop(session);
@@ -77,7 +77,7 @@ fn a_lost_daemon_thaws_what_it_froze() {
     });
     // Its file still works in our hands, so we can see what the shim left behind.
     wait_for("the slice that libcuda had set", a_second(), || {
-        (levers.timeslice().unwrap() == 2048).then_some(())
+        (controls.timeslice().unwrap() == 2048).then_some(())
     });
 }
 
