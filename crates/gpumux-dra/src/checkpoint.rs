@@ -300,7 +300,12 @@ impl Log {
 
     fn read_generation(&self) -> io::Result<u64> {
         let mut first = [0; HEADER as usize];
-        self.file.read_exact_at(&mut first, 0)?;
+        // A shorter file has no header either.
+        let read = match self.file.read_exact_at(&mut first, 0) {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(()),
+            read => read,
+        };
+        read?;
         std::str::from_utf8(&first)
             .ok()
             .and_then(|text| text.strip_prefix(MAGIC)?.strip_suffix('\n'))
