@@ -54,7 +54,7 @@ pub struct Config {
     /// Socket of an emulated device's server: its tenants are accepted too (default:
     /// `GPUMUX_EMU_SOCKET`).
     pub emulated: Option<PathBuf>,
-    /// TCP address where the web page, `/metrics` and the rest of the API can be read by anybody who
+    /// TCP address where the web page, `/metrics` and the rest of the API can be read by every client that
     /// reaches it; nothing can be changed there. Unset: none.
     pub listen: Option<Listen>,
     /// Whether slices of copy-engine groups follow the class as well.
