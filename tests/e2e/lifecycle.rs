@@ -432,8 +432,7 @@ fn completed(node: &Node, shell: &str, script: &str) -> Option<String> {
 fn shells_complete_names_of_tenants() {
     let node = Node::start();
     let mut tenant = Process::start(
-        &mut node
-            .tenant("--name training", "sh -c")
+        node.tenant("--name training", "sh -c")
             .arg("echo; read line"),
     );
     tenant.wait_lines(1);

@@ -271,7 +271,7 @@ mod tests {
             self.launches
                 .progress(self.now, self.done, || contended, 0.05);
             for _ in 0..requests {
-                self.now = self.now + Micros(us + 100);
+                self.now += Micros(us + 100);
                 self.done = self.done.plus(Progress {
                     waits: 1,
                     pieces,

@@ -62,9 +62,9 @@ impl Tampering {
 #[serde(rename_all = "lowercase")]
 pub enum Then {
     /// Nothing but the report.
+    #[default]
     Report,
     /// The tenant is class `batch` and its compute guarantee does not hold, until root changes its settings.
-    #[default]
     Lower,
     /// The process is ended.
     End,
@@ -84,7 +84,7 @@ impl Default for TamperRule {
     fn default() -> Self {
         Self {
             times: 3,
-            then: Then::Lower,
+            then: Then::Report,
         }
     }
 }

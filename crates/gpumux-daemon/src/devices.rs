@@ -150,6 +150,8 @@ fn failed(known: Known, error: &NvmlError) -> Known {
     Known {
         state,
         readings: Readings::default(),
+        // What was measured before says nothing of now.
+        used_by: None,
         ..known
     }
 }

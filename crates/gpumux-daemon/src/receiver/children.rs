@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     io,
+    mem::ManuallyDrop,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     sync::Arc,
 };
@@ -87,7 +88,7 @@ impl<T> Children<T> {
                             // SAFETY: the child uses none of them: it ends before this function returns.
                             unsafe { libc::close(file) };
                         }
-                        std::mem::forget(work.run());
+                        let _kept = ManuallyDrop::new(work.run());
                         // SAFETY: ends the process; what its parent has in memory is not for it to tidy up.
                         unsafe { libc::_exit(0) }
                     }

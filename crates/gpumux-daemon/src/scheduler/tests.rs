@@ -12,6 +12,7 @@ use gpumux_core::{
     admission::UserPolicy,
     broker::{Ask, Event, Line, ProcessId},
     ledger::Kind,
+    tamper::{TamperRule, Then},
 };
 use gpumux_rm::{ControlError, ControlFailure, Controls, Interleave, PreemptionMode, RmStatus};
 use gpumux_wire::{
@@ -1003,7 +1004,14 @@ fn a_slice_that_somebody_else_set_is_set_again() {
 
 #[test]
 fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
-    let mut bench = Bench::new();
+    let rule = TamperRule {
+        then: Then::Lower,
+        ..TamperRule::default()
+    };
+    let mut bench = Bench::with(Config {
+        tampering: rule,
+        ..Config::default()
+    });
     bench.add(1, Class::Standard);
     bench.add(2, Class::Latency);
     let class = |bench: &Bench| bench.engine.tenants[&TenantId(2)].class;
