@@ -39,6 +39,8 @@ use crate::{
 pub const COMMAND: &str = "examine";
 /// How long the look at a process may take: far more than it does on a busy machine.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
+/// Time until the next look at a program that is just beginning.
+const SOON: Duration = Duration::from_millis(1);
 /// Files of a process that the daemon gets.
 const MOST: usize = 8;
 /// The driver's files that it lives with.
@@ -75,18 +77,23 @@ impl Examiner {
         Self { place }
     }
 
-    /// What a variable was when the process's program began, unless that was written over. None, too, if that is not known by
-    /// `deadline`. Blocks.
+    /// What a variable was when the process's program began, unless that was written over. Blocks.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::TimedOut`] when that is not known by `deadline`; others when there is no look at the process.
     pub(crate) fn variable(
         self,
         process: ProcessId,
         watch: &ProcessFd,
         name: &str,
         deadline: Instant,
-    ) -> Option<String> {
-        let found = self.ask(process, watch, Question::Variable(name.into()), deadline);
-        let (value, _) = found.ok()?.into_iter().next()?;
-        decode(&value).ok()?
+    ) -> io::Result<Option<String>> {
+        let found = self.ask(process, watch, Question::Variable(name.into()), deadline)?;
+        let (value, _) = found
+            .into_iter()
+            .next()
+            .ok_or(io::ErrorKind::UnexpectedEof)?;
+        decode(&value).map_err(io::Error::other)
     }
 
     /// The driver's files that the process has open, as far as this daemon may take them (as `ptrace(2)` says of
@@ -175,7 +182,15 @@ fn look(daemon: &OwnedFd) -> io::Result<()> {
     let watch = watch.ok_or(io::ErrorKind::InvalidData)?;
     match task.question {
         Question::Variable(name) => {
-            let value = encode(&task.process.variable(&name)).map_err(io::Error::other)?;
+            let value = loop {
+                match task.process.variable(&name) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                        std::thread::sleep(SOON);
+                    }
+                    found => break found?,
+                }
+            };
+            let value = encode(&value).map_err(io::Error::other)?;
             send_bytes(daemon, &value, &[], SendFlags::empty())
         }
         Question::Files { emulated } => {
@@ -254,10 +269,11 @@ mod tests {
         let (mut child, process, watch) = process(nothing());
         let deadline = Instant::now() + PATIENCE;
         let variable = |name| examiner.variable(process, &watch, name, deadline);
-        assert_eq!(variable("TEST").as_deref(), Some("a=b"));
-        assert_eq!(variable("TES"), None);
+        assert_eq!(variable("TEST").unwrap().as_deref(), Some("a=b"));
+        assert_eq!(variable("TES").unwrap(), None);
         child.kill().unwrap();
         child.wait().unwrap();
+        assert!(variable("TEST").is_err());
     }
 
     #[test]

@@ -91,16 +91,28 @@ impl ProcessId {
 
     /// What a variable was when its program began, unless it has written over that. Waits for a file system that the process has put
     /// its environment on: see [`crate::examine`].
-    pub(crate) fn variable(self, name: &str) -> Option<String> {
+    ///
+    /// # Errors
+    /// When the process has ended or is hidden from the daemon; [`io::ErrorKind::WouldBlock`] while `execve(2)` replaces its program:
+    /// its environment looks empty for a moment.
+    pub(crate) fn variable(self, name: &str) -> io::Result<Option<String>> {
+        let program = || {
+            let stat = Stat::of(self.pid).filter(|stat| stat.process == self && !stat.exited);
+            stat.map(|stat| stat.program).ok_or(io::ErrorKind::NotFound)
+        };
+        let before = program()?;
         let mut environment = Vec::new();
-        let file = File::open(format!("/proc/{}/environ", self.pid)).ok()?;
-        file.take(MAX_ENVIRONMENT)
-            .read_to_end(&mut environment)
-            .ok()?;
+        let file = File::open(format!("/proc/{}/environ", self.pid))?;
+        file.take(MAX_ENVIRONMENT).read_to_end(&mut environment)?;
+        if before.is_none() || before != program()? {
+            return Err(io::ErrorKind::WouldBlock.into());
+        }
         let mut variables = environment.split(|byte| *byte == 0);
-        let value = variables
-            .find_map(|variable| variable.strip_prefix(name.as_bytes())?.strip_prefix(b"="))?;
-        Some(String::from_utf8_lossy(value).into_owned())
+        let value = variables.find_map(|variable| {
+            let value = variable.strip_prefix(name.as_bytes())?;
+            value.strip_prefix(b"=")
+        });
+        Ok(value.map(|value| String::from_utf8_lossy(value).into_owned()))
     }
 
     /// The files that it has open: their numbers, and where they lead.
@@ -125,6 +137,8 @@ struct Stat {
     parent: u32,
     stopped: bool,
     exited: bool,
+    /// Where its program and stack begin, which differ with each `execve(2)`; none before they are there, with the environment.
+    program: Option<(u64, u64)>,
 }
 
 impl Stat {
@@ -135,11 +149,15 @@ impl Stat {
         let (_, after) = stat.rsplit_once(") ")?;
         let field = |number: usize| after.split(' ').nth(number - 3);
         let start = field(22)?.parse().ok()?;
+        // 0: not yet; 1: hidden from this process.
+        let code: u64 = field(26)?.parse().ok()?;
+        let stack = field(28)?.parse().ok()?;
         Some(Self {
             process: ProcessId { pid, start },
             parent: field(4)?.parse().ok()?,
             stopped: field(3)? == "T",
             exited: matches!(field(3)?, "Z" | "X"),
+            program: (code > 1).then_some((code, stack)),
         })
     }
 }
@@ -327,12 +345,7 @@ fn option<T: Copy>(socket: impl AsFd, name: i32, mut value: T) -> io::Result<T> 
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        io::Write,
-        os::unix::net::UnixStream,
-        process::Command,
-        time::{Duration, Instant},
-    };
+    use std::{io::Write, os::unix::net::UnixStream, process::Command};
 
     use super::*;
 
@@ -352,13 +365,6 @@ mod tests {
         let mut command = Command::new("sleep");
         let mut child = command.arg("100").env("TEST", "a=b").spawn().unwrap();
         let process = ProcessId::of(child.id()).unwrap();
-        // `spawn` returns when the new program's memory is there, a moment before its environment is.
-        let deadline = Instant::now() + Duration::from_secs(10);
-        while process.variable("TEST").is_none() && Instant::now() < deadline {
-            std::thread::yield_now();
-        }
-        assert_eq!(process.variable("TEST").as_deref(), Some("a=b"));
-        assert_eq!(process.variable("TES"), None);
         let own = ProcessId::of(std::process::id()).unwrap();
         assert_eq!(process.line()[..2], [process, own]);
         let uid = rustix::process::getuid().as_raw();
@@ -368,6 +374,34 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_of(uid), "it belongs to no user any more");
+    }
+
+    #[test]
+    fn environment_that_is_not_there_yet_is_not_taken_for_an_empty_one() {
+        let variable = |command: &mut Command, name| {
+            // This returns when the new program's memory is there, a moment before its environment is.
+            let mut child = command.spawn().unwrap();
+            let process = ProcessId::of(child.id()).unwrap();
+            let found = loop {
+                match process.variable(name) {
+                    Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+                    found => break found,
+                }
+            };
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert!(process.variable(name).is_err(), "it has ended");
+            found.unwrap()
+        };
+        for _ in 0..200 {
+            let mut command = Command::new("sleep");
+            command.arg("100").env("TEST", "a=b");
+            assert_eq!(variable(&mut command, "TEST").as_deref(), Some("a=b"));
+        }
+        let mut command = Command::new("sleep");
+        command.arg("100").env("TEST", "a=b");
+        assert_eq!(variable(&mut command, "TES"), None);
+        assert_eq!(variable(command.env_clear(), "TEST"), None);
     }
 
     #[tokio::test]

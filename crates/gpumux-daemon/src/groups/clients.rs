@@ -3,6 +3,8 @@
 //! dies while it connects (driver 580.159.04).
 
 use std::{
+    collections::BTreeSet,
+    io,
     sync::{Arc, Weak},
     time::{Duration, Instant},
 };
@@ -20,6 +22,8 @@ const ACTIVE: (&str, &str, Duration) = (
 );
 /// What precedes the server's pid where it says that.
 const SERVER: &str = " Server ";
+/// A process that hides its environment for so many looks, of [`PATIENCE`] each, is ended.
+const LOOKS: u32 = 3;
 /// Names a process's tenant, by a secret.
 const TOKEN: &str = "GPUMUX_TENANT";
 
@@ -27,7 +31,7 @@ impl Groups {
     /// Ends a client that enters a group that is not its tenant's.
     pub(super) async fn guard(&self, group: &Arc<Group>) {
         let mut output: Option<Output> = None;
-        let mut due: Vec<(Instant, u32)> = Vec::new();
+        let mut due: Vec<Due> = Vec::new();
         loop {
             tokio::time::sleep(WATCH).await;
             let Some(tenants) = self.tenants.get().and_then(Weak::upgrade) else {
@@ -39,45 +43,47 @@ impl Groups {
                 output = Output::open(&group.folder, !inherited).ok();
                 // Clients that came before have not been read yet. What is written meanwhile is read after that.
                 if inherited {
-                    self.check_all(group, &tenants).await;
+                    let now = Instant::now();
+                    let inherited = self.inherited(group).await.into_iter();
+                    due.extend(inherited.map(|pid| Due::new(now, pid)));
                 }
             }
             let said = output.as_mut().and_then(|output| output.next().ok());
             let now = Instant::now();
             for came in said.iter().flat_map(|said| clients(said)) {
-                due.push((now + came.after, came.pid));
+                due.push(Due::new(now + came.after, came.pid));
                 group.state().serving.extend(came.server);
             }
-            for (_, pid) in due.extract_if(.., |(at, _)| *at <= now) {
-                self.check(group, pid, &tenants).await;
+            let now: Vec<Due> = due.extract_if(.., |look| look.at <= now).collect();
+            for look in now {
+                due.extend(self.check(group, look, &tenants).await);
             }
         }
     }
 
-    async fn check_all(&self, group: &Arc<Group>, tenants: &Tenants) {
+    /// The pids of those that came in an earlier daemon's time.
+    async fn inherited(&self, group: &Arc<Group>) -> BTreeSet<u32> {
         while group.process().is_some() {
             if let Ok(clients) = self.clients(group).await {
-                for pid in clients {
-                    self.check(group, pid, tenants).await;
-                }
-                return;
+                return clients;
             }
             tokio::time::sleep(AGAIN).await;
         }
+        BTreeSet::new()
     }
 
-    /// Ends a process, unless it is of a tenant of the group. Work that it leaves under way ends no other client.
-    async fn check(&self, group: &Group, pid: u32, tenants: &Tenants) {
-        let Some(process) = ProcessId::of(pid) else {
-            return;
-        };
-        let Some(watch) = process.watch() else { return };
+    /// Ends a process, unless it is of a tenant of the group. Work that it leaves under way ends no other client. Gives the next look at
+    /// one that could not be looked at.
+    async fn check(&self, group: &Group, due: Due, tenants: &Tenants) -> Option<Due> {
+        let pid = due.pid;
+        let process = ProcessId::of(pid)?;
+        let watch = process.watch()?;
         let line = process.line();
         let control = group.process();
         // Its server is the control daemon's child.
         let servant = control.is_some_and(|control| line.iter().take(2).any(|it| *it == control));
         if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
-            return;
+            return None;
         }
         let (examiner, emulated) = (self.examiner, self.emulated.clone());
         let look = move || {
@@ -85,15 +91,25 @@ impl Groups {
             let token = examiner.variable(process, &watch, TOKEN, deadline);
             (watch, token)
         };
-        let Ok((watch, token)) = tokio::task::spawn_blocking(look).await else {
-            return;
+        let (watch, token) = tokio::task::spawn_blocking(look).await.ok()?;
+        if watch.has_ended() {
+            return None;
+        }
+        let token = match token {
+            Ok(token) => Some(token),
+            Err(error) => match due.again(error.kind(), Instant::now()) {
+                Some(again) => return Some(again),
+                None => None,
+            },
         };
-        if tenants.belongs(&group.key, token.as_deref(), &line).await || watch.has_ended() {
-            return;
+        let secret = token.as_ref().and_then(Option::as_deref);
+        if tenants.belongs(&group.key, secret, &line).await || watch.has_ended() {
+            return None;
         }
         let why = match token {
-            Some(_) => "its secret is of no tenant of the group",
-            None => "it has no tenant's secret, and none of the group has started it",
+            Some(Some(_)) => "its secret is of no tenant of the group",
+            Some(None) => "it has no tenant's secret, and none of the group has started it",
+            None => "it hides its environment, and none of the group has started it",
         };
         tracing::warn!(
             group = group.name(),
@@ -109,6 +125,31 @@ impl Groups {
         };
         let files = tokio::task::spawn_blocking(look).await.unwrap_or_default();
         tenants.hold_memory(group.name().into(), files).await;
+        None
+    }
+}
+
+/// A process to be looked at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Due {
+    at: Instant,
+    pid: u32,
+    /// Looks that ended without an answer.
+    silent: u32,
+}
+
+impl Due {
+    fn new(at: Instant, pid: u32) -> Self {
+        let silent = 0;
+        Self { at, pid, silent }
+    }
+
+    /// The next look, after one that failed so; none if this one was the last. A machine without room for one more process, or the
+    /// like, says nothing about this one.
+    fn again(self, error: io::ErrorKind, now: Instant) -> Option<Self> {
+        let silent = self.silent + u32::from(error == io::ErrorKind::TimedOut);
+        let at = now + AGAIN;
+        (silent < LOOKS).then_some(Self { at, silent, ..self })
     }
 }
 
@@ -150,6 +191,23 @@ fn clients(said: &str) -> impl Iterator<Item = Came> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_a_process_that_hides_is_ended_unseen() {
+        let now = Instant::now();
+        let mut look = Due::new(now, 440);
+        for error in [
+            io::ErrorKind::UnexpectedEof,
+            io::ErrorKind::TimedOut,
+            io::ErrorKind::WouldBlock,
+            io::ErrorKind::TimedOut,
+            io::ErrorKind::OutOfMemory,
+        ] {
+            look = look.again(error, now).unwrap();
+            assert_eq!((look.pid, look.at), (440, now + AGAIN));
+        }
+        assert_eq!(look.again(io::ErrorKind::TimedOut, now), None);
+    }
 
     #[test]
     fn clients_are_found_in_what_control_daemons_say() {

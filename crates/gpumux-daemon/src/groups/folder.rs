@@ -141,7 +141,7 @@ impl Folder {
             let serves = || {
                 let folder = || examiner.variable(process, &watch, MPS_VARIABLES[0], deadline);
                 process.program().starts_with(PROGRAMS)
-                    && folder().is_some_and(|folder| Path::new(&folder) == pipe)
+                    && matches!(folder(), Ok(Some(folder)) if Path::new(&folder) == pipe)
             };
             (writes(1) || writes(2) || serves()).then_some(watch)
         });
