@@ -132,6 +132,13 @@ fn doctor_tries_every_control_on_every_device() {
                 .is_some_and(|uuid| uuid.starts_with("GPU-")),
             "{device:#}"
         );
+        // The record says what this device shows.
+        let evidence = &device["evidence"];
+        if real() {
+            assert_ne!(*evidence, "unknown", "{device:#}");
+        } else {
+            assert_eq!(*evidence, Value::Null);
+        }
         let controls = device["controls"].as_array().unwrap();
         for name in ["timeslice", "freeze", "thaw", "preemption mode"] {
             let control = controls

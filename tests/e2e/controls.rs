@@ -2,7 +2,8 @@
 
 use std::time::Duration;
 
-use gpumux_tests::{Node, PATIENCE, Process, Puppet, Run, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Puppet, Run, real, wait_for};
+use rustix::process::Signal;
 use serde_json::Value;
 
 use crate::{REQUESTS, TICKS, a_second, wait_still};
@@ -259,4 +260,37 @@ fn idle_contender_is_frozen_and_goes_on_afterwards() {
         let now = ["one", "two"].map(received);
         (now[0] > before[0] && now[1] > before[1]).then_some(())
     });
+}
+
+/// A driver, or a sandbox in front of it, without what gpumux needs.
+#[test]
+fn program_that_cannot_be_controlled_runs_unmanaged_and_says_so() {
+    if real() {
+        eprintln!("SKIPPED: it needs the emulated device");
+        return;
+    }
+    let node = Node::with(Options {
+        profile: "controls = { own_process_only = true }",
+        ..Options::default()
+    });
+    let mut process = Process::start(&mut node.tenant("--name a --class latency", TICKS));
+    process.wait_lines(3);
+    let state = || (node.find_tenant("a")?["state"] == "faulty").then_some(());
+    wait_for("the state", PATIENCE, state);
+    let explained = node.gpumux(["explain", "a"]).run().ok().out;
+    let why = "Processes of it run unmanaged: the driver does not let gpumux control this process";
+    assert!(explained.contains(why), "{explained}");
+    assert!(explained.contains("run `gpumux doctor`"), "{explained}");
+    // It goes on as if there were no daemon, and was told once.
+    let lines = process.lines();
+    process.wait_lines(lines + 10);
+    process.signal(Signal::TERM);
+    let finished = process.finish();
+    let told = finished.err.matches("insufficient permissions").count();
+    assert_eq!(told, 1, "{}", finished.err);
+    assert!(
+        finished.err.contains("running unmanaged"),
+        "{}",
+        finished.err
+    );
 }

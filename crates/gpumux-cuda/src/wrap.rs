@@ -113,6 +113,16 @@ impl Device {
         Ok(value)
     }
 
+    /// Compute capability, such as (9, 0).
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn compute_capability(&self) -> Result<(u32, u32)> {
+        let part = |attribute| Ok(u32::try_from(self.attribute(attribute)?).unwrap_or(0));
+        let major = part(DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?;
+        Ok((major, part(DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?))
+    }
+
     /// Number of streaming multiprocessors.
     ///
     /// # Errors

@@ -600,6 +600,13 @@ impl Session<'_> {
                 self.rejected += 1;
                 return Ok(());
             }
+            // Without controls it could be neither frozen nor moved safely: it goes on as if there were no daemon.
+            Err(rejection @ Rejection::Unsupported(_)) => {
+                let why = rejection.to_string();
+                tracing::warn!(pid = self.pid, %why, "a process runs unmanaged");
+                self.sessions.tenants.uncontrolled(self.tenant, why).await;
+                return Err(rejection.into());
+            }
             Err(rejection) => return Err(rejection.into()),
         };
         let slices = Timeslice::MIN..=Timeslice::MAX;

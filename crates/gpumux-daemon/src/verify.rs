@@ -48,7 +48,11 @@ pub(crate) enum Rejection {
     NotOwner(u32),
     /// Also when the program has just freed it.
     #[error(transparent)]
-    Control(#[from] ControlFailure),
+    Control(ControlFailure),
+    #[error(
+        "the driver does not let gpumux control this process ({0}): `gpumux doctor` tries each control"
+    )]
+    Unsupported(ControlFailure),
     #[error("a compute group without channels")]
     NoChannels,
     #[error("the driver names no device")]
@@ -85,6 +89,15 @@ pub(crate) fn verify(
         }
         other => other,
     })
+}
+
+impl From<ControlFailure> for Rejection {
+    fn from(failure: ControlFailure) -> Self {
+        match failure.is_of_driver() {
+            true => Self::Unsupported(failure),
+            false => Self::Control(failure),
+        }
+    }
 }
 
 fn examine(controls: Box<dyn Controls>, emulated: bool) -> Result<Verified, Rejection> {

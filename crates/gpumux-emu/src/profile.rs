@@ -56,6 +56,8 @@ pub struct Controls {
     pub preempt_us: (u64, u64),
     /// Every so many-th call that freezes or thaws fails with `EIO`; 0: none.
     pub fail_every: u64,
+    /// RM refuses controls of processes that did not open the file themselves: a driver or sandbox without what gpumux needs.
+    pub own_process_only: bool,
 }
 
 impl Default for Controls {
@@ -67,6 +69,7 @@ impl Default for Controls {
             thaw_us: (200, 240),
             preempt_us: (250, 356),
             fail_every: 0,
+            own_process_only: false,
         }
     }
 }

@@ -15,8 +15,8 @@ use zerocopy::FromBytes;
 use crate::{
     controls::Group,
     layout::{
-        Alloc21, Alloc64, ChannelAllocHead, Control, DupObject, Free, GroupAlloc,
-        GroupScheduleParams, TimesliceParams, XferCmd, class, cmd, engine, escape,
+        Alloc21, Alloc64, ChannelAllocHead, Control, DupObject, Free, GroupAlloc, TimesliceParams,
+        XferCmd, class, cmd, engine, escape,
     },
 };
 
@@ -175,9 +175,10 @@ fn decode_plain(nr: u8, arg: &[u8], read: &impl Fn(u64, &mut [u8]) -> bool) -> O
             let (client, group) = (control.client, control.object);
             match control.cmd {
                 cmd::GROUP_SCHEDULE => {
-                    let mut params = [0; size_of::<GroupScheduleParams>()];
-                    let enable = read(control.params, &mut params) && params[0] != 0;
-                    enable.then_some(Call::Schedule { client, group })
+                    // The structure's length differs between branches.
+                    let mut enable = [0];
+                    let enabled = read(control.params, &mut enable) && enable != [0];
+                    enabled.then_some(Call::Schedule { client, group })
                 }
                 cmd::SET_TIMESLICE => {
                     let mut params = [0; size_of::<TimesliceParams>()];
@@ -1011,6 +1012,26 @@ mod tests {
         );
         control.cmd = cmd::PREEMPT;
         assert_eq!(decode(&control), None);
+    }
+
+    #[test]
+    fn group_is_enabled_by_the_short_structure_of_older_drivers() {
+        // Nothing can be read behind it.
+        let memory = memory(8, &[1, 0]);
+        let control = Control {
+            client: CLIENT,
+            object: GROUP,
+            cmd: cmd::GROUP_SCHEDULE,
+            params: 8,
+            params_size: 2,
+            ..Default::default()
+        };
+        let enabled = Call::Schedule {
+            client: CLIENT,
+            group: GROUP,
+        };
+        let call = Call::decode(escape::CONTROL, control.as_bytes(), &memory);
+        assert_eq!(call, Some(enabled));
     }
 
     /// Calls over few handles, so that they meet.

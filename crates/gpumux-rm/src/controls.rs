@@ -65,6 +65,25 @@ impl ControlFailure {
             ControlError::Io(_) => None,
         }
     }
+
+    /// Whether the driver, or a sandbox in front of it, does not have the control or does not allow it, whatever the object.
+    pub fn is_of_driver(&self) -> bool {
+        match &self.source {
+            ControlError::Status(status) => matches!(
+                *status,
+                RmStatus::NOT_SUPPORTED
+                    | RmStatus::INSUFFICIENT_PERMISSIONS
+                    | RmStatus::PRIV_SEC_VIOLATION
+                    | RmStatus::INVALID_COMMAND
+                    | RmStatus::INVALID_FUNCTION
+                    | RmStatus::INVALID_PARAM_STRUCT
+            ),
+            ControlError::Io(error) => matches!(
+                error.raw_os_error(),
+                Some(libc::EPERM | libc::EACCES | libc::ENOTTY | libc::ENOSYS | libc::EINVAL)
+            ),
+        }
+    }
 }
 
 /// All controls of one channel group.

@@ -1,10 +1,10 @@
 //! Numbers and structures of the RM ioctls.
 //!
-//! Source: NVIDIA open GPU kernel modules, tags 580.142, 590.48.01 and 595.45.04:
+//! Source: NVIDIA open GPU kernel modules:
 //! `nv_escape.h`, `nv-ioctl.h`, `nvos.h`, `alloc_channel.h`, `cl2080_notification.h`, `class/cl*06f.h`,
 //! `ctrl/ctrla06c.h`, `ctrl2080fifo.h`, `ctrl2080gr.h`, `ctrl2080gpu.h`. RM compares a control's
-//! size with its own `sizeof`, so every size is checked here at compile time. All structures below are
-//! the same in the three branches; [`Branch`] says which branches that was read for.
+//! size with its own `sizeof`, so every size is checked here at compile time. All structures below but one are
+//! the same in all of [`crate::branches::BRANCHES`].
 
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
@@ -96,9 +96,6 @@ pub mod cmd {
     /// `NV2080_CTRL_CMD_GPU_GET_GID_INFO`
     pub const GET_GID_INFO: u32 = 0x2080_014a;
 }
-
-/// Driver branches for which every structure here was compared with the source.
-pub const BRANCHES: [&str; 3] = ["580", "590", "595"];
 
 macro_rules! layout {
     ($($(#[$doc:meta])* $name:ident: $size:literal { $($(#[$fdoc:meta])* $field:ident: $ty:ty),* $(,)? })*) => {$(
@@ -276,7 +273,7 @@ layout! {
         /// Slice in µs.
         timeslice_us: u64,
     }
-    /// `NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS`.
+    /// `NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS` from branch 575 on; before, it ends with `skip_submit`.
     GroupScheduleParams: 3 {
         /// Enable.
         enable: u8,

@@ -5,8 +5,9 @@
 //! This is the only crate that knows RM. [`layout`] has the structures, [`capture`] learns
 //! handles from a program's calls, [`controls`] pulls on them through a [`ControlFile`]:
 //! [`real::DeviceFile`] sends ioctls on an nvidiactl file, [`emulated::EmulatedFile`] talks to
-//! the emulated device.
+//! the emulated device. [`branches`] says for which drivers and GPUs that is known.
 
+pub mod branches;
 pub mod capture;
 pub mod controls;
 pub mod emulated;

@@ -247,7 +247,9 @@ fn why(
         );
     }
     parts.extend(memory(tenant));
-    if tenant.domains.is_empty() {
+    if let Some(why) = &tenant.uncontrolled {
+        parts.push(format!("Processes of it run unmanaged: {why}."));
+    } else if tenant.domains.is_empty() {
         parts.push(match tenant.pids.len() {
             0 => "No process of it has connected yet: a program connects when it makes its first CUDA context.".into(),
             n => format!("{n} of its processes are connected, but none has a CUDA context yet."),
@@ -495,6 +497,9 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
         it.class == Class::Latency && it.guaranteed == 0.0 && it.received >= ALL_THE_TIME
     });
     match tenant.state {
+        TenantState::Faulty if tenant.uncontrolled.is_some() => {
+            "run `gpumux doctor`: it says which controls this driver, GPU or sandbox lacks".into()
+        }
         TenantState::Faulty => "look at the daemon's log, and start the program again".into(),
         TenantState::Tampers => {
             "end the program that does it; root gives the tenant its class back with `gpumux set`"

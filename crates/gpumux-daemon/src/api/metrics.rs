@@ -906,6 +906,7 @@ pub(crate) mod tests {
                 }],
                 asleep: true,
                 waits_for_memory: true,
+                uncontrolled: None,
                 unlisted_calls: Vec::new(),
                 moves: MoveFigures {
                     outs: 2,

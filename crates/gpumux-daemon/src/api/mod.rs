@@ -998,6 +998,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         swapped: view.swapped_out.contains(&tenant.id),
         needs_memory,
         tampers: view.tampering.contains_key(&tenant.id),
+        uncontrolled: tenant.uncontrolled.is_some(),
     });
     let counted = view.counted.get(&tenant.id);
     let lines = view.memory.iter().flat_map(|line| {
@@ -1012,6 +1013,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         unlisted_calls: (view.unlisted.get(&tenant.id).into_iter().flatten())
             .cloned()
             .collect(),
+        uncontrolled: tenant.uncontrolled,
         memory,
         name: tenant.name,
         class: tenant.spec.class,

@@ -24,7 +24,7 @@ pub enum TenantState {
     Swapped,
     /// It waits for room in a GPU's memory.
     Blocked,
-    /// A control (freeze, thaw, timeslice) of one of its channel groups failed.
+    /// A control (freeze, thaw, timeslice) of one of its channel groups failed, or the driver does not allow them.
     Faulty,
     /// Its processes undo gpumux's controls.
     Tampers,
@@ -91,6 +91,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) needs_memory: bool,
     /// Its processes were found undoing controls lately.
     pub(crate) tampers: bool,
+    /// The driver does not let gpumux control its processes.
+    pub(crate) uncontrolled: bool,
 }
 
 /// The state: what a person must know first comes first.
@@ -99,7 +101,7 @@ pub(crate) fn state(facts: Facts<'_>) -> TenantState {
     let mut working = facts.domains.iter().filter(has_work).peekable();
     if facts.tampers {
         TenantState::Tampers
-    } else if facts.domains.iter().any(|domain| domain.error.is_some()) {
+    } else if facts.uncontrolled || facts.domains.iter().any(|domain| domain.error.is_some()) {
         TenantState::Faulty
     } else if facts.needs_memory {
         TenantState::Blocked
@@ -168,6 +170,9 @@ mod tests {
         assert_eq!(state(facts), TenantState::Swapped);
         facts.needs_memory = true;
         assert_eq!(state(facts), TenantState::Blocked);
+        facts.uncontrolled = true;
+        assert_eq!(state(facts), TenantState::Faulty);
+        facts.uncontrolled = false;
         let broken = [Domain {
             error: Some("cannot freeze".into()),
             ..domain(Busy, true)

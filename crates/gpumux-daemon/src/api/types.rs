@@ -610,6 +610,9 @@ pub struct Tenant {
     /// How its memory was moved.
     #[serde(default)]
     pub moves: MoveFigures,
+    /// Why the driver does not let gpumux control its processes: those run unmanaged.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub uncontrolled: Option<String>,
     /// Driver calls of its processes that the library does not know: their memory stays on the device, and they count as busy.
     #[serde(default)]
     pub unlisted_calls: Vec<String>,

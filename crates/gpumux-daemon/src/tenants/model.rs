@@ -48,6 +48,8 @@ pub(crate) struct Tenant {
     pub(super) holders: BTreeMap<Holder, Option<ProcessId>>,
     /// Its program, from start to end.
     pub(crate) life: Life,
+    /// Why the driver does not let gpumux control its processes, if it does not.
+    pub(crate) uncontrolled: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -172,6 +174,7 @@ impl Tenant {
             devices: Vec::new(),
             holders: BTreeMap::new(),
             life: Life::default(),
+            uncontrolled: None,
         }
     }
 

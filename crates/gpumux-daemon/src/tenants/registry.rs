@@ -173,6 +173,7 @@ impl Tenants {
             devices: saved.devices,
             holders: BTreeMap::new(),
             life: saved.life,
+            uncontrolled: None,
         };
         table.insert(tenant);
         self.sit_again(&mut table, id).await?;
@@ -450,6 +451,7 @@ impl Tenants {
             devices,
             holders: BTreeMap::new(),
             life: Life::default(),
+            uncontrolled: None,
         });
         Ok(id)
     }
@@ -601,6 +603,13 @@ impl Tenants {
             (tenant.uid, own)
         };
         self.groups.intruded(uid, own.as_deref(), pid).await
+    }
+
+    /// The driver does not let gpumux control a process of the tenant.
+    pub(crate) async fn uncontrolled(&self, id: TenantId, why: String) {
+        if let Some(tenant) = self.table.lock().await.tenants.get_mut(&id) {
+            tenant.uncontrolled = Some(why);
+        }
     }
 
     /// Whether a process may be in a group: the tenant that its secret names is of it, or, if it has none that is known, that of

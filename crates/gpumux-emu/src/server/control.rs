@@ -5,7 +5,10 @@ use std::{
     os::fd::OwnedFd,
 };
 
-use gpumux_rm::{RmStatus, emulated};
+use gpumux_rm::{
+    RmStatus, emulated,
+    layout::{Control, escape},
+};
 use gpumux_sim::gpu::Engine;
 use zerocopy::{FromBytes, IntoBytes};
 
@@ -63,9 +66,20 @@ impl Core {
         if call.escape == u32::from(OPEN_EXECUTION) {
             return self.open_execution(call);
         }
-        let Role::Control(pending) = &mut self.connections.get_mut(&id)?.role else {
+        let connection = self.connections.get_mut(&id)?;
+        let owner = connection.pid;
+        let Role::Control(pending) = &mut connection.role else {
             return None;
         };
+        if self.devices.profile.controls.own_process_only
+            && call.escape == u32::from(escape::CONTROL)
+            && (packet.sender).is_none_or(|it| it.pid.as_raw_nonzero().get() as u32 != owner)
+        {
+            let mut control = Control::read_from_bytes(&call.arg).ok()?;
+            control.status = RmStatus::INSUFFICIENT_PERMISSIONS.0;
+            wire::send_once(&call.reply, &answer(0, control.as_bytes(), &call.params));
+            return Some(());
+        }
         if *pending >= MAX_PENDING {
             return None;
         }

@@ -7,6 +7,7 @@ use std::{fs, process::ExitCode};
 
 use gpumux_cuda::Device;
 use gpumux_daemon::{client::ClientError, paths};
+use gpumux_rm::branches::{Architecture, Evidence, evidence};
 use serde::Serialize;
 
 use super::client;
@@ -73,6 +74,12 @@ struct Examined {
     name: String,
     uuid: String,
     emulated: bool,
+    /// NVIDIA's name of its kind, if the controls are known for it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    architecture: Option<&'static str>,
+    /// How well the controls were known for it before they were tried; none on the emulated device.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    evidence: Option<Evidence>,
     controls: Vec<Control>,
 }
 
@@ -89,12 +96,13 @@ impl Examined {
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let emulated = Server::here().is_some();
-    let (devices, problem) = match examine(emulated) {
+    let driver = driver(emulated);
+    let (devices, problem) = match examine(&driver) {
         Ok(devices) => (devices, None),
         Err(error) => (Vec::new(), Some(error.to_string())),
     };
     let report = Report {
-        driver: driver(emulated),
+        driver,
         libraries: [libraries::SHIM, libraries::EMULATED].map(library).into(),
         daemon: daemon(),
         devices,
@@ -108,15 +116,20 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::from(u8::from(!healthy)))
 }
 
-fn examine(emulated: bool) -> Result<Vec<Examined>, gpumux_cuda::Error> {
+fn examine(driver: &Driver) -> Result<Vec<Examined>, gpumux_cuda::Error> {
+    let emulated = driver.module == "emulated";
+    let version = driver.version.as_deref().unwrap_or_default();
     let mut devices = Vec::new();
     for index in 0..Device::count()? as u32 {
         let device = Device::get(index)?;
+        let capability = device.compute_capability()?;
         devices.push(Examined {
             index,
             name: device.name()?,
             uuid: device.uuid()?,
             emulated,
+            architecture: Architecture::of(capability).map(|it| it.name),
+            evidence: (!emulated).then(|| evidence(version, driver.module == "open", capability)),
             controls: controls::try_all(index, emulated),
         });
     }
@@ -148,25 +161,11 @@ fn driver_from(text: &str) -> Driver {
     let version = line
         .split_whitespace()
         .find(|word| word.starts_with(|c: char| c.is_ascii_digit()) && word.contains('.'));
-    let branch = version
-        .and_then(|version| version.split('.').next())
-        .unwrap_or_default();
     let open = line.contains("Open Kernel Module");
-    let known = gpumux_rm::layout::BRANCHES;
-    let note = if !open {
-        Some("gpumux was only measured with the open kernel module".to_owned())
-    } else if !known.contains(&branch) {
-        Some(format!(
-            "gpumux knows the branches {}; controls may not work",
-            known.join(", ")
-        ))
-    } else {
-        None
-    };
     Driver {
         version: version.map(str::to_owned),
         module: if open { "open" } else { "closed" },
-        note,
+        note: (!open).then(|| "gpumux was only measured with the open kernel module".to_owned()),
     }
 }
 
@@ -228,6 +227,10 @@ fn text(report: &Report) -> String {
             index, name, uuid, ..
         } = device;
         text += &format!("\ndevice {index}: {name} {uuid}\n");
+        if let Some(evidence) = device.evidence {
+            let kind = device.architecture.unwrap_or("other GPUs");
+            text += &format!("  controls on {kind}: {}\n", evidence.describe());
+        }
         let rows: Vec<_> = device.controls.iter().map(row).collect();
         text += &output::table(&rows);
     }
@@ -272,8 +275,5 @@ mod tests {
             ("closed", Some("535.129.03"))
         );
         assert!(closed.note.is_some());
-        let other =
-            driver_from("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  610.1  x");
-        assert!(other.note.unwrap().contains("580"));
     }
 }
