@@ -281,13 +281,13 @@ fn program_that_cannot_be_controlled_runs_unmanaged_and_says_so() {
     let why = "Processes of it run unmanaged: the driver does not let gpumux control this process";
     assert!(explained.contains(why), "{explained}");
     assert!(explained.contains("run `gpumux doctor`"), "{explained}");
-    // It goes on as if there were no daemon, and was told once.
+    // It goes on as if there were no daemon, and prints that once.
     let lines = process.lines();
     process.wait_lines(lines + 10);
     process.signal(Signal::TERM);
     let finished = process.finish();
-    let told = finished.err.matches("insufficient permissions").count();
-    assert_eq!(told, 1, "{}", finished.err);
+    let printed = finished.err.matches("insufficient permissions").count();
+    assert_eq!(printed, 1, "{}", finished.err);
     assert!(
         finished.err.contains("running unmanaged"),
         "{}",
