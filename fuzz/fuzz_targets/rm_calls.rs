@@ -3,7 +3,10 @@
 
 #![no_main]
 
-use gpumux_rm::capture::{Call, Capture, MAX_OBJECTS};
+use gpumux_rm::{
+    capture::{Call, Capture, MAX_OBJECTS},
+    layout::Variant,
+};
 use libfuzzer_sys::fuzz_target;
 
 fuzz_target!(|data: &[u8]| {
@@ -22,7 +25,7 @@ fuzz_target!(|data: &[u8]| {
     while let [nr, file, len, tail @ ..] = rest {
         let (arg, after) = tail.split_at(tail.len().min(usize::from(*len)));
         rest = after;
-        if let Some(call) = Call::decode(*nr, arg, read) {
+        if let Some(call) = Call::decode(Variant::of(""), *nr, arg, read) {
             capture.apply(u64::from(*file), &call);
         }
         assert!(capture.objects() <= MAX_OBJECTS);

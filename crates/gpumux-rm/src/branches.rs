@@ -4,7 +4,8 @@
 //! NVIDIA's open kernel modules of all branches in [`BRANCHES`] have the same controls, with the same structures, and ask no privilege
 //! for those that gpumux needs. One structure differs that gpumux looks at (`NVA06C_CTRL_GPFIFO_SCHEDULE_PARAMS` has 2 bytes up to 570,
 //! then 3), and of that only the first byte. `tests/branches.txt` has the record, and `tests/branches.rs` compares it with
-//! [`crate::layout`]. So there is nothing to choose by version: what a version can tell is how well the controls are known there.
+//! [`crate::layout`]. From 610 on one more structure differs, which [`crate::layout::Variant`] knows. All else that a version can tell is
+//! how well the controls are known there.
 
 /// How it is known that the controls work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
@@ -81,10 +82,14 @@ pub const BRANCHES: [u32; 11] = [535, 545, 550, 555, 560, 565, 570, 575, 580, 59
 /// Architecture and branch with which the controls were measured: H100 and H200, driver 580.159.04.
 const MEASURED: (&str, u32) = ("Hopper", 580);
 
+/// The branch of a version such as `580.159.04`.
+pub fn branch(version: &str) -> Option<u32> {
+    version.trim().split('.').next()?.parse().ok()
+}
+
 /// How well the controls are known with a driver of this version, open or closed, on GPUs of this compute capability.
 pub fn evidence(version: &str, open: bool, capability: (u32, u32)) -> Evidence {
-    let branch = version.split('.').next().and_then(|it| it.parse().ok());
-    let branch = branch.filter(|it| open && BRANCHES.contains(it));
+    let branch = branch(version).filter(|it| open && BRANCHES.contains(it));
     match (branch, Architecture::of(capability)) {
         (Some(branch), Some(it)) if (it.name, branch) == MEASURED => Evidence::Measured,
         (Some(branch), Some(it)) if branch >= it.since => Evidence::Source,

@@ -16,7 +16,7 @@ use crate::{
     controls::Group,
     layout::{
         Alloc21, Alloc64, ChannelAllocHead, Control, DupObject, Free, GroupAlloc, TimesliceParams,
-        XferCmd, class, cmd, engine, escape,
+        Variant, XferCmd, class, cmd, engine, escape,
     },
 };
 
@@ -103,11 +103,16 @@ impl Call {
         )
     }
 
-    /// Reads a finished ioctl: its escape number, its structure as RM left it, and `read`, which
+    /// Reads a finished ioctl of a driver with these structures: its escape number, its structure as RM left it, and `read`, which
     /// copies the program's memory at an address and says whether it could.
-    pub fn decode(nr: u8, arg: &[u8], read: impl Fn(u64, &mut [u8]) -> bool) -> Option<Self> {
+    pub fn decode(
+        variant: Variant,
+        nr: u8,
+        arg: &[u8],
+        read: impl Fn(u64, &mut [u8]) -> bool,
+    ) -> Option<Self> {
         if nr != escape::XFER_CMD {
-            return decode_plain(nr, arg, &read);
+            return decode_plain(variant, nr, arg, &read);
         }
         let xfer = XferCmd::read_from_bytes(arg).ok()?;
         let nr = u8::try_from(xfer.cmd).ok()?;
@@ -115,12 +120,17 @@ impl Call {
         let inner = inner.get_mut(..xfer.size as usize)?;
         // An XFER_CMD within an XFER_CMD is not a thing.
         (nr != escape::XFER_CMD && read(xfer.ptr, inner))
-            .then(|| decode_plain(nr, inner, &read))
+            .then(|| decode_plain(variant, nr, inner, &read))
             .flatten()
     }
 }
 
-fn decode_plain(nr: u8, arg: &[u8], read: &impl Fn(u64, &mut [u8]) -> bool) -> Option<Call> {
+fn decode_plain(
+    variant: Variant,
+    nr: u8,
+    arg: &[u8],
+    read: &impl Fn(u64, &mut [u8]) -> bool,
+) -> Option<Call> {
     match nr {
         escape::ALLOC => {
             // The two forms agree up to `params`; `status` is elsewhere.
@@ -133,7 +143,7 @@ fn decode_plain(nr: u8, arg: &[u8], read: &impl Fn(u64, &mut [u8]) -> bool) -> O
             };
             let engine_at = match alloc.class {
                 class::CHANNEL_GROUP => std::mem::offset_of!(GroupAlloc, engine),
-                class if class::is_channel(class) => std::mem::offset_of!(ChannelAllocHead, engine),
+                class if class::is_channel(class) => variant.channel_engine(),
                 class::DEVICE | class::SUBDEVICE => 0,
                 class if class::is_client(class) => 0,
                 _ => return None,
@@ -896,14 +906,25 @@ mod tests {
             ..Default::default()
         };
         let call = Some(alloc(DEVICE, GROUP, class::CHANNEL_GROUP, 11));
-        assert_eq!(Call::decode(escape::ALLOC, short.as_bytes(), &memory), call);
-        assert_eq!(Call::decode(escape::ALLOC, long.as_bytes(), &memory), call);
+        assert_eq!(
+            Call::decode(Variant::default(), escape::ALLOC, short.as_bytes(), &memory),
+            call
+        );
+        assert_eq!(
+            Call::decode(Variant::default(), escape::ALLOC, long.as_bytes(), &memory),
+            call
+        );
         let refused = Alloc64 {
             status: 0x1f,
             ..long
         };
         assert_eq!(
-            Call::decode(escape::ALLOC, refused.as_bytes(), &memory),
+            Call::decode(
+                Variant::default(),
+                escape::ALLOC,
+                refused.as_bytes(),
+                &memory
+            ),
             None
         );
         let refused = Alloc21 {
@@ -911,18 +932,31 @@ mod tests {
             ..short
         };
         assert_eq!(
-            Call::decode(escape::ALLOC, refused.as_bytes(), &memory),
+            Call::decode(
+                Variant::default(),
+                escape::ALLOC,
+                refused.as_bytes(),
+                &memory
+            ),
             None
         );
         assert_eq!(
-            Call::decode(escape::ALLOC, &long.as_bytes()[..40], &memory),
+            Call::decode(
+                Variant::default(),
+                escape::ALLOC,
+                &long.as_bytes()[..40],
+                &memory
+            ),
             None
         );
         let other = Alloc64 {
             class: 0x3e,
             ..long
         };
-        assert_eq!(Call::decode(escape::ALLOC, other.as_bytes(), &memory), None);
+        assert_eq!(
+            Call::decode(Variant::default(), escape::ALLOC, other.as_bytes(), &memory),
+            None
+        );
     }
 
     #[test]
@@ -940,13 +974,19 @@ mod tests {
             ..Default::default()
         };
         let call = Call::decode(
+            Variant::default(),
             escape::ALLOC,
             long.as_bytes(),
             memory(64, params.as_bytes()),
         );
         assert_eq!(call, Some(alloc(GROUP, 7, HOPPER, 12)));
         // Unreadable parameters are no reason to miss the channel.
-        let call = Call::decode(escape::ALLOC, long.as_bytes(), |_, _| false);
+        let call = Call::decode(
+            Variant::default(),
+            escape::ALLOC,
+            long.as_bytes(),
+            |_, _| false,
+        );
         assert_eq!(call, Some(alloc(GROUP, 7, HOPPER, 0)));
     }
 
@@ -964,7 +1004,7 @@ mod tests {
             ptr: 0x2000,
         };
         let read = memory(0x2000, free.as_bytes());
-        let call = Call::decode(escape::XFER_CMD, xfer.as_bytes(), &read);
+        let call = Call::decode(Variant::default(), escape::XFER_CMD, xfer.as_bytes(), &read);
         assert_eq!(
             call,
             Some(Call::Free {
@@ -976,13 +1016,21 @@ mod tests {
             size: u32::MAX,
             ..xfer
         };
-        assert_eq!(Call::decode(escape::XFER_CMD, huge.as_bytes(), &read), None);
+        assert_eq!(
+            Call::decode(Variant::default(), escape::XFER_CMD, huge.as_bytes(), &read),
+            None
+        );
         let nested = XferCmd {
             cmd: escape::XFER_CMD.into(),
             ..xfer
         };
         assert_eq!(
-            Call::decode(escape::XFER_CMD, nested.as_bytes(), &read),
+            Call::decode(
+                Variant::default(),
+                escape::XFER_CMD,
+                nested.as_bytes(),
+                &read
+            ),
             None
         );
     }
@@ -999,7 +1047,14 @@ mod tests {
             params_size: 8,
             ..Default::default()
         };
-        let decode = |control: &Control| Call::decode(escape::CONTROL, control.as_bytes(), &memory);
+        let decode = |control: &Control| {
+            Call::decode(
+                Variant::default(),
+                escape::CONTROL,
+                control.as_bytes(),
+                &memory,
+            )
+        };
         assert_eq!(decode(&control), Some(set(GROUP, 2048)));
         control.status = 0x23;
         assert_eq!(decode(&control), None);
@@ -1030,7 +1085,12 @@ mod tests {
             client: CLIENT,
             group: GROUP,
         };
-        let call = Call::decode(escape::CONTROL, control.as_bytes(), &memory);
+        let call = Call::decode(
+            Variant::default(),
+            escape::CONTROL,
+            control.as_bytes(),
+            &memory,
+        );
         assert_eq!(call, Some(enabled));
     }
 
@@ -1138,7 +1198,7 @@ mod tests {
             memory_bytes in proptest::collection::vec(any::<u8>(), 0..600),
         ) {
             let mut capture = context();
-            if let Some(call) = Call::decode(nr, &arg, memory(0, &memory_bytes)) {
+            if let Some(call) = Call::decode(Variant::default(), nr, &arg, memory(0, &memory_bytes)) {
                 prop_assert!(Call::may_matter(nr));
                 capture.apply(1, &call);
             }

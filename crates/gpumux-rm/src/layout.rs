@@ -243,7 +243,7 @@ layout! {
         /// Caller is a vGPU plugin (one byte and padding).
         vgpu_plugin: u32,
     }
-    /// `NV_CHANNEL_ALLOC_PARAMS`, its first fields (the rest differs between branches).
+    /// `NV_CHANNEL_ALLOC_PARAMS` up to branch 595, its first fields (the rest differs between branches).
     ChannelAllocHead: 136 {
         /// Error notifier.
         error: u32,
@@ -335,5 +335,34 @@ layout! {
         length: u32,
         /// The id; in ASCII with its final NUL.
         data: [u8; 256],
+    }
+}
+
+/// Which structures a driver has, where branches differ in what gpumux reads.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Variant {
+    /// Branches up to 595.
+    #[default]
+    To595,
+    /// Branches from 610 on have one more handle in `NV_CHANNEL_ALLOC_PARAMS` (source: gVisor's `pkg/abi/nvgpu/classes.go`,
+    /// `NV_CHANNEL_ALLOC_PARAMS_V610`).
+    From610,
+}
+
+impl Variant {
+    /// That of a driver of this version, as `/sys/module/nvidia/version` has it.
+    pub fn of(version: &str) -> Self {
+        match crate::branches::branch(version) {
+            Some(610..) => Self::From610,
+            _ => Self::To595,
+        }
+    }
+
+    /// Where the engine type is in `NV_CHANNEL_ALLOC_PARAMS`, in bytes.
+    pub const fn channel_engine(self) -> usize {
+        match self {
+            Self::To595 => std::mem::offset_of!(ChannelAllocHead, engine),
+            Self::From610 => 136,
+        }
     }
 }

@@ -4,8 +4,10 @@ use std::mem::offset_of;
 
 use gpumux_rm::{
     branches::{ARCHITECTURES, BRANCHES, Evidence, evidence},
+    capture::Call,
     layout::*,
 };
+use zerocopy::IntoBytes;
 
 /// Name, and the value in each branch.
 struct Row {
@@ -37,7 +39,7 @@ fn ours(name: &str) -> Option<String> {
                     concat!(stringify!($layout), ".size") => size_of::<$layout>(),
                     $(concat!(stringify!($layout), ".", stringify!($field)) => offset_of!($layout, $field),)*
                 )*
-                "ChannelAlloc.engine" => offset_of!(ChannelAllocHead, engine),
+                "ChannelAlloc.engine" => Variant::To595.channel_engine(),
                 _ => return numbers(name),
             }
         };
@@ -140,6 +142,29 @@ fn architectures_begin_where_their_chips_do() {
                 "{chip} {branch}"
             );
         }
+    }
+}
+
+#[test]
+fn channels_of_newer_drivers_are_read_where_they_have_their_engine() {
+    assert_eq!(Variant::of("580.159.04"), Variant::To595);
+    assert_eq!(Variant::of("610.43.02\n"), Variant::From610);
+    assert_eq!(Variant::of("620.6.0"), Variant::From610);
+    assert_eq!(Variant::of(""), Variant::To595);
+    let alloc = Alloc64 {
+        class: class::CHANNELS[3].0,
+        params: 8,
+        ..Default::default()
+    };
+    let mut params = [0; 376];
+    params[136] = engine::COPY0 as u8;
+    let read = |address: u64, out: &mut [u8]| {
+        out.copy_from_slice(&params[address as usize - 8..][..out.len()]);
+        true
+    };
+    for (variant, expected) in [(Variant::From610, engine::COPY0), (Variant::To595, 0)] {
+        let call = Call::decode(variant, escape::ALLOC, alloc.as_bytes(), read);
+        assert!(matches!(call, Some(Call::Alloc { engine, .. }) if engine == expected));
     }
 }
 

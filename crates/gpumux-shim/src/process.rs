@@ -17,7 +17,7 @@ use std::{
     os::fd::{AsFd, BorrowedFd, RawFd},
     ptr,
     sync::{
-        Condvar, Mutex, MutexGuard,
+        Condvar, Mutex, MutexGuard, OnceLock,
         atomic::{AtomicPtr, Ordering},
     },
     time::Duration,
@@ -25,7 +25,7 @@ use std::{
 
 use gpumux_rm::{
     capture::{Call, Capture, Event, FileId, GroupId, Seen},
-    layout::engine,
+    layout::{Variant, engine},
 };
 use gpumux_wire::page::{Page, SLOTS};
 use rustix::{
@@ -164,9 +164,21 @@ fn handle_forks() {
     });
 }
 
+/// The structures of the kernel's driver.
+static DRIVER: OnceLock<Variant> = OnceLock::new();
+
+fn driver() -> Variant {
+    let version = std::fs::read_to_string("/sys/module/nvidia/version");
+    Variant::of(&version.unwrap_or_default())
+}
+
 /// An RM call that may matter has succeeded.
 pub(crate) fn called(fd: c_int, kind: Kind, nr: u8, arg: &[u8]) {
-    let Some(call) = Call::decode(nr, arg, read_memory) else {
+    let variant = match kind {
+        Kind::Device => *DRIVER.get_or_init(driver),
+        Kind::Emulated => Variant::default(),
+    };
+    let Some(call) = Call::decode(variant, nr, arg, read_memory) else {
         return;
     };
     let Some(process) = get() else { return };
