@@ -15,8 +15,8 @@ use zerocopy::FromBytes;
 use crate::{
     controls::Group,
     layout::{
-        Alloc21, Alloc64, ChannelAllocHead, Control, DupObject, Free, GroupAlloc, TimesliceParams,
-        Variant, XferCmd, class, cmd, engine, escape,
+        Alloc21, Alloc64, Control, DupObject, Free, GroupAlloc, TimesliceParams, Variant, XferCmd,
+        class, cmd, engine, escape,
     },
 };
 
@@ -608,6 +608,7 @@ mod tests {
     use zerocopy::IntoBytes;
 
     use super::*;
+    use crate::layout::ChannelAllocHead;
 
     const CLIENT: u32 = 0xc1d0_001a;
     const DEVICE: u32 = 0x5c00_0002;
