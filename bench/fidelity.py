@@ -170,6 +170,8 @@ def rounded(row: dict[str, Any]) -> dict[str, Any]:
 
 
 QUANTILES = ["p50_us", "p90_us", "p99_us", "p999_us", "max_us"]
+# Words of older results, and what they are now.
+NOW = {"lever": "control", "set slice": "set timeslice", "get slice": "get timeslice", "levers": "controls"}
 
 
 def switches(data: dict[str, Any]) -> list[dict[str, Any]]:
@@ -188,7 +190,8 @@ def times(data: dict[str, Any]) -> dict[tuple[str, str, tuple[str, ...]], list[f
     found = {}
     for row in [*switches(data), *(row for row in data["rows"] if row["case"] != "test")]:
         names = sorted(row["values"], key=lambda name: QUANTILES.index(name) if name in QUANTILES else -1)
-        found[row["case"], row["mode"], tuple(names)] = [row["values"][name] for name in names]
+        case, mode = (NOW.get(row[key], row[key]) for key in ("case", "mode"))
+        found[case, mode, tuple(names)] = [row["values"][name] for name in names]
     return found
 
 
@@ -225,7 +228,7 @@ def table(reports: list[dict[str, Any]], number: Any, title: Any) -> str:
             mine = [values for name, values in one.items() if name.startswith(group + "::")]
             held, skipped = sum(it["ok"] for it in mine), sum(it["skipped"] for it in mine)
             cells.append(f"{held:.0f} of {len(mine)} hold" + (f", {skipped:.0f} skipped" if skipped else "") if mine else "")
-        text.append(f"| {group} | " + " | ".join(cells) + " |")
+        text.append(f"| {NOW.get(group, group)} | " + " | ".join(cells) + " |")
     return "\n".join(text)
 
 

@@ -74,10 +74,10 @@ class Fidelity(unittest.TestCase):
             self.assertEqual(untold, [])
 
     def test_two_calls_on_one_device_are_one_column(self) -> None:
-        late = report("NVIDIA X", 1, 2) | {"rows": [{"case": "lever", "mode": "freeze", "values": {"p50_us": 9.0}}], "note": "Late."}
+        late = report("NVIDIA X", 1, 2) | {"rows": [{"case": "control", "mode": "freeze", "values": {"p50_us": 9.0}}], "note": "Late."}
         table = fidelity.table([report("NVIDIA X", 1, 2), late], plot.number, plot.title)
         self.assertIn("| | | | X |\n", table)
-        self.assertIn("| lever | freeze | p50 (µs) | 9 |", table)
+        self.assertIn("| control | freeze | p50 (µs) | 9 |", table)
         self.assertIn("Late.", table)
 
 

@@ -27,7 +27,7 @@ use serde_json::Value;
 
 use crate::TICKS;
 
-/// How long anybody may have to wait for the daemon while somebody is hostile.
+/// How long another user's request may take while one user is hostile.
 const SOON: Duration = Duration::from_secs(5);
 
 const HOUR: Duration = Duration::from_secs(3600);
@@ -175,7 +175,7 @@ fn hellos_that_are_not_right_are_refused() {
 fn handles_and_files_that_are_not_the_senders_move_nothing() {
     let (node, old) = with_old_tenant();
     let guest = Guest::new(&node);
-    let (nobody, _silent) = socketpair(
+    let (unread, _silent) = socketpair(
         AddressFamily::UNIX,
         SocketType::SEQPACKET,
         SocketFlags::CLOEXEC,
@@ -190,7 +190,7 @@ fn handles_and_files_that_are_not_the_senders_move_nothing() {
         None,
         Some(null.as_fd()),
         Some(page.as_fd()),
-        Some(nobody.as_fd()),
+        Some(unread.as_fd()),
         Some(api.as_fd()),
     ] {
         for handle in [0, 1, 0x5c00_0010, u32::MAX] {

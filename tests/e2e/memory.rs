@@ -49,7 +49,7 @@ fn free(node: &Node) -> u64 {
     memory["devices"][0]["free"].as_u64().expect("a number")
 }
 
-/// So often programs are moved whenever they work: who is sent to sleep with every call would take minutes.
+/// So often programs are moved whenever they work: one that sleeps at every call would take minutes.
 const MOVES: u32 = 60;
 
 fn sleeps(node: &Node, name: &str) -> bool {
@@ -125,7 +125,7 @@ print(before, with_context, all.value >> 20, total())
     );
 }
 
-/// A Python program ends well within this limit, whoever keeps its memory: this library, or the driver.
+/// A Python program ends well within this limit, whether this library or the driver keeps its memory.
 fn runs_within_64_mib(program: &str) {
     let node = Node::start();
     let Some(command) = python(&node, program) else {
@@ -762,7 +762,7 @@ print("right" if back.raw == sent.raw else "wrong", flush=True)
     assert!(finished.out.ends_with("right\n"), "{}", finished.out);
 }
 
-/// Nobody else can ask about a thread's own default stream: whoever has seen the end of its copies counts, whatever it was
+/// No other thread can ask about a thread's own default stream: every call that has seen the end of its copies counts, whatever it was
 /// seen by. And a copy that fails for want of a context leaves nothing to wait for.
 #[test]
 fn copies_in_a_threads_own_stream_are_seen_to_end() {
@@ -782,7 +782,7 @@ def by_event():
     call("cuMemcpyHtoDAsync_v2_ptsz", address, sent, size, None)
     call("cuEventRecord_ptsz", event, None)
     call("cuEventSynchronize", event)
-def by_somebody_else():
+def from_another_thread():
     call("cuCtxSetCurrent", context)
     call("cuMemcpyHtoDAsync_v2_ptsz", address, sent, size, None)
 def in_a_thread(work):
@@ -791,14 +791,14 @@ def in_a_thread(work):
     thread.join()
 def by_event_in_a_thread():
     in_a_thread(by_event)
-def by_who_waits_for_all():
-    in_a_thread(by_somebody_else)
+def by_waiting_for_all():
+    in_a_thread(from_another_thread)
     call("cuCtxSynchronize")
 def without_context():
     assert cuda.cuMemcpyHtoDAsync_v2(address, sent, size, None) != 0
 def by_its_failure():
     in_a_thread(without_context)
-for how in by_its_failure, by_name, by_event_in_a_thread, by_who_waits_for_all:
+for how in by_its_failure, by_name, by_event_in_a_thread, by_waiting_for_all:
     how()
     print(how.__name__, flush=True)
     sys.stdin.readline()
@@ -854,7 +854,7 @@ print("right" if back.raw == bytes([7]) * size else "wrong", flush=True)
     let mut tenant = Process::start(&mut node.tenant("--name copier", &program));
     tenant.wait_lines(1);
     let mover = Process::start(&mut node.gpumux(["sleep", "copier"]));
-    // Whoever does not wait has moved it by then.
+    // A daemon that does not wait has moved it by then.
     std::thread::sleep(Duration::from_secs(1));
     tenant.write("\n");
     tenant.wait_lines(2);

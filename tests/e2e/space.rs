@@ -392,7 +392,7 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
         assert_eq!(fault["faulting_client"], "faulty", "{fault:#}");
         assert!(!others.contains(&"faulty"), "{fault:#}");
     }
-    // What was outside did not notice; what asked for it runs again; who is new can join.
+    // What was outside did not notice; what asked for it runs again; new members can join.
     let lines = outside.lines();
     outside.wait_lines(lines + 20);
     let lines = again.lines();
@@ -573,7 +573,7 @@ fn groups_that_no_daemon_will_find_can_be_ended() {
     assert_eq!(saved(), Value::Array(Vec::new()));
 }
 
-/// What a program does wrong, and whether it ends those in its group. Who leaves work behind does so only if that takes longer
+/// What a program does wrong, and whether it ends those in its group. A program that leaves work behind ends others only if that work takes longer
 /// than the daemon holds its memory.
 const FAULTS: [(&str, bool); 7] = [
     ("illegal-address", true),
@@ -788,12 +788,12 @@ fn process_of_another_trust_domain_cannot_join() {
         }
     }
     // Nor may a process without a tenant.
-    let stranger = |node: &Node| {
+    let foreign = |node: &Node| {
         let mut command = node.on_device(scratch.split(' '));
         enter(&mut command, &folder);
         Process::start(&mut command)
     };
-    let ended = stranger(&node).finish_within(PATIENCE);
+    let ended = foreign(&node).finish_within(PATIENCE);
     assert_eq!(ended.code(), 128 + 9, "{ended:#?}");
     // They were ended before they did harm.
     let lines = inside.lines();
@@ -801,7 +801,7 @@ fn process_of_another_trust_domain_cannot_join() {
     assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
     // Who came while there was no daemon is found by the next one.
     node.kill_daemon();
-    let mut early = stranger(&node);
+    let mut early = foreign(&node);
     early.wait_lines(1);
     node.start_daemon();
     let ended = early.finish_within(PATIENCE);
@@ -922,7 +922,7 @@ fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
     assert_eq!(
         placement("first")["curve"],
         Value::Null,
-        "with nobody else there is nothing to divide"
+        "without another member there is nothing to divide"
     );
     let _large = member(&node, "large", "", LARGE);
     let of_large = placement("large");

@@ -128,18 +128,18 @@ fn controls() {
         times[3].push(timed(&|| controls.thaw().unwrap()));
     }
     assert!(batch.poll().is_none(), "{}", batch.err());
-    for (mode, mut times) in ["set slice", "get slice", "freeze", "thaw"]
+    for (mode, mut times) in ["set timeslice", "get timeslice", "freeze", "thaw"]
         .into_iter()
         .zip(times)
     {
         times.sort_unstable();
         let us = |part: usize| times[(ROUNDS * part / 100).min(ROUNDS - 1)].as_secs_f64() * 1e6;
         let values = json!({"p50_us": us(50), "p99_us": us(99)});
-        note(&json!({"case": "lever", "mode": mode, "values": values}));
+        note(&json!({"case": "control", "mode": mode, "values": values}));
     }
 }
 
-/// What a latency program of 0.7 ms feels of controls that are pulled on a neighbour, which is idle or waits for the device.
+/// Latency of a program of 0.7 ms while controls are issued for a neighbour, which is idle or waits for the device.
 #[test]
 fn neighbours() {
     type Pull = fn(&dyn Controls);

@@ -118,7 +118,7 @@ pub struct Snapshot {
     pub domains: Vec<DomainState>,
     /// Measured costs.
     pub costs: Costs,
-    /// Set by [`crate::gang`] only: the tenants that have work on other devices too. Where there is one, who runs must
+    /// Set by [`crate::gang`] only: the tenants that have work on other devices too. Where there is one, a gang that runs must
     /// run alone.
     #[serde(default)]
     pub gangs: BTreeSet<TenantId>,

@@ -60,12 +60,12 @@ impl FromStr for Class {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Hints {
-    /// The program, its owner from outside, and the preloaded library where it foresees work.
+    /// The program, its owner from outside, and the preloaded library where it predicts work.
     #[default]
     Auto,
     /// The program and its owner only.
     Manual,
-    /// Nobody.
+    /// None of them.
     Off,
 }
 

@@ -219,7 +219,7 @@ impl World {
             let short = running().filter(|domain| domain.timeslice < Timeslice(500));
             assert!(short.count() <= 1, "livelock: {:?}", self.devices);
         }
-        // Whether nobody has the device, nor keeps it through a pause.
+        // Whether no tenant has the device, nor keeps it through a pause.
         let costs = &self.devices[0].costs;
         let linger = costs.freeze + costs.thaw + costs.switch;
         let free = |device: usize| {
@@ -244,7 +244,11 @@ impl World {
             );
             let mut devices = (0..DEVICES).filter(|device| of(*device).count() > 0);
             let idle = states.contains(&false) && !parts().any(swapped_out) && devices.all(free);
-            assert!(!idle, "{tenant} waits for nobody: {:?}", self.devices);
+            assert!(
+                !idle,
+                "{tenant} waits, and no other tenant runs: {:?}",
+                self.devices
+            );
         }
     }
 
@@ -308,7 +312,7 @@ proptest! {
     /// Whatever gangs meet where: each of equals gets on.
     #[test]
     fn every_gang_is_served(
-        // Six times that leaves something for who is promised nothing.
+        // Six times that leaves a part for tenants without a guarantee.
         gangs in gangs(&[Class::Batch], 0.15),
         events in prop::collection::vec(event(), 0..10),
     ) {
@@ -328,7 +332,7 @@ proptest! {
         }
     }
 
-    /// One that needs several devices and others that need one each all have what they are promised, whoever decides for
+    /// One that needs several devices and others that need one each all receive their guarantees, whichever device decides for
     /// the one.
     #[test]
     fn a_gang_and_its_neighbours_keep_their_guarantees(

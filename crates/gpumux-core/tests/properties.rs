@@ -222,7 +222,7 @@ impl World {
         }
     }
 
-    /// Notes who waits. A 1 µs slice beside a longer one doesn't count as running.
+    /// Notes which tenants wait. A timeslice of 1 µs beside a longer one does not count as running.
     fn observe(&mut self) {
         let now = self.now.now;
         let running = fractions(&self.now.domains, &self.now.costs);
@@ -239,7 +239,7 @@ impl World {
         }
     }
 
-    /// From now on, nobody has waited yet.
+    /// From now on, no tenant has waited yet.
     fn forget_waits(&mut self) {
         self.waiting.clear();
         self.longest_wait.clear();
@@ -266,7 +266,7 @@ proptest! {
     /// share makes up for what it was ahead when its share was larger: a quantum or a burst. At first, while what earlier
     /// shares left is paid back, it may be twice that.
     #[test]
-    fn nobody_waits_longer_than_its_bound(
+    fn each_tenant_waits_no_longer_than_its_bound(
         policy in policies(),
         events in prop::collection::vec(event(), 1..40),
     ) {
@@ -314,7 +314,7 @@ proptest! {
         }
     }
 
-    /// When everybody always has work, everybody gets its share, and with it its guarantee.
+    /// When all tenants always have work, each receives its share, and with it its guarantee.
     #[test]
     fn a_saturated_device_keeps_all_promises(
         policy in policies(),

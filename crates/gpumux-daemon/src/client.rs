@@ -41,7 +41,7 @@ pub struct Client {
 /// Why there is no answer.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
-    /// Nobody listens.
+    /// No daemon listens.
     #[error("no daemon at {socket} ({why}), so no tenant runs: `gpumux run` starts one")]
     NoDaemon {
         /// The API's socket.
@@ -49,7 +49,7 @@ pub enum ClientError {
         /// What connecting said.
         why: io::Error,
     },
-    /// The daemon says no.
+    /// The daemon refuses.
     #[error("{message}")]
     Refused {
         /// HTTP status.
@@ -193,7 +193,7 @@ impl Client {
         self.ask(Method::POST, &path, Some(hint)).await
     }
 
-    /// Who has what of each device's memory.
+    /// The memory of each device by tenant.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -351,7 +351,7 @@ impl Client {
         self.ask(Method::GET, "/v1/programs", None::<&()>).await
     }
 
-    /// Says what a program makes of SMs.
+    /// Sets a program's scaling profile.
     ///
     /// # Errors
     /// See [`ClientError`].
@@ -499,7 +499,7 @@ mod tests {
     use super::*;
 
     #[tokio::test]
-    async fn a_daemon_that_ends_is_told_from_one_that_talks_nonsense() {
+    async fn daemon_that_ends_differs_from_one_that_sends_nonsense() {
         let dir = tempfile::tempdir().unwrap();
         let client = Client::new(dir.path());
         let listener = UnixListener::bind(paths::api_socket(dir.path())).unwrap();

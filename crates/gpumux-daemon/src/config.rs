@@ -344,7 +344,7 @@ impl Config {
         )
     }
 
-    /// Whether every policy named exists, and places are such for everybody.
+    /// Whether every policy named exists, and every folder is one that all users can use.
     ///
     /// # Errors
     /// Names the first that does not.

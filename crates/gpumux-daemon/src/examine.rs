@@ -1,7 +1,7 @@
 //! Looks into a process of a user from a process that may hang.
 //!
 //! # Problem
-//! A process may have its environment on a file system of its own, and whoever reads it waits for that. A file that is taken from a
+//! A process may have its environment on a file system of its own, and a process that reads it waits for that file system. A file that is taken from a
 //! process by its number may be another by then than its name said before, and closing that one can take as long as its owner likes.
 //!
 //! # Approach

@@ -94,7 +94,7 @@ pub(crate) enum Failure {
     Process(Crash),
     /// Its server has ended, or hangs.
     Server(Arc<str>),
-    /// A process of this tenant waits for ever for a device that it had from a server that is gone.
+    /// A process of this tenant waits without end for a device that it had from a server that is gone.
     Stuck { tenant: TenantId, pid: u32 },
 }
 
@@ -108,7 +108,7 @@ pub(crate) struct Groups {
     emulated: Option<PathBuf>,
     runtime: Handle,
     table: Mutex<BTreeMap<Key, Arc<Group>>>,
-    /// Who wants to know when a server is gone.
+    /// Receives a notice when a server is gone.
     failures: OnceLock<UnboundedSender<Failure>>,
     /// Who knows whose process is whose.
     tenants: OnceLock<Weak<Tenants>>,
@@ -131,10 +131,10 @@ struct State {
     ready: bool,
     /// An earlier daemon has started that.
     inherited: bool,
-    /// Counts empty moments: who waits for the end of one knows whether it is still the same.
+    /// Counts empty moments: a task that waits for the end of one compares it to see whether it is still the same.
     emptied: u64,
     watched: bool,
-    /// Servers that gave somebody a context, and of which that is not yet known where they are watched.
+    /// Servers that gave a client a context, and of which that is not yet known where they are watched.
     serving: BTreeSet<u32>,
 }
 
@@ -259,7 +259,7 @@ impl Groups {
         }
     }
 
-    /// Servers that are gone are told here; who listens restarts the group.
+    /// Servers that are gone are reported here; the receiver restarts the group.
     pub(crate) fn tell_failures(&self, to: UnboundedSender<Failure>) {
         let _ = self.failures.set(to);
     }
@@ -486,7 +486,7 @@ impl Groups {
             let mut state = group.state();
             (state.process, state.ready, state.inherited) = (process, false, false);
         }
-        // Whatever happens from here on, somebody will end it.
+        // Whatever happens from here on, this daemon or the next one will end it.
         self.save();
         self.watch(group);
         let answers = async {
@@ -512,7 +512,7 @@ impl Groups {
         Ok(())
     }
 
-    /// Ends the groups that nobody needs; the others are the next daemon's.
+    /// Ends the groups without members; the others are the next daemon's.
     pub(crate) async fn close(&self) {
         let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
         for group in groups {
@@ -551,8 +551,8 @@ impl Groups {
         group.folder.has_control() && self.ask(group, "get_server_list").await.is_ok()
     }
 
-    /// What a group's control daemon and server have said, and starts them anew once `told` allows it: after a fault it would let
-    /// nobody in until all clients have gone. Who comes meanwhile waits.
+    /// What a group's control daemon and server have written, and starts them anew once `told` allows it: after a fault it would let
+    /// no client in until all of them have gone. A client that comes meanwhile waits.
     ///
     /// # Errors
     /// Those of `told`; inside, why it does not start.
@@ -629,7 +629,7 @@ impl Groups {
         let _ = tokio::time::timeout(KILLED, gone).await;
     }
 
-    /// Sees to it that a group that somebody needs has a server that answers, and that nobody else enters it.
+    /// Sees to it that a group with members has a server that answers, and that no other process enters it.
     fn watch(self: &Arc<Self>, group: &Arc<Group>) {
         if std::mem::replace(&mut group.state().watched, true) {
             return;
@@ -644,7 +644,7 @@ impl Groups {
         });
     }
 
-    /// Starts a group again whose server is gone or hangs, until that fails too often or nobody knows it any more.
+    /// Starts a group again whose server is gone or hangs, until that fails too often or the group is forgotten.
     async fn keep(self: &Arc<Self>, group: &Arc<Group>) {
         let (mut failed, mut gone, mut pulse) = (0, None, Pulse::default());
         while failed < ATTEMPTS && self.has(group) {
@@ -667,7 +667,7 @@ impl Groups {
                 }
                 continue;
             }
-            // Who is told starts it again. If not, it is done here.
+            // The receiver of the notice starts it again. If not, it is done here.
             let since = *gone.get_or_insert_with(|| {
                 self.tell(group);
                 Instant::now()
@@ -815,7 +815,7 @@ struct Pulse {
     /// The control daemon that was asked, and when.
     of: Option<ProcessId>,
     felt: Option<Instant>,
-    /// Servers that have answered before, or have given somebody a context.
+    /// Servers that have answered before, or have given a client a context.
     known: BTreeSet<u32>,
     misses: u32,
     /// Looks in a row that found one stopped.
@@ -874,7 +874,7 @@ fn pids(answer: &str) -> impl Iterator<Item = u32> {
     words.filter_map(|word| word.parse().ok())
 }
 
-/// Makes a folder that nobody else has made, or that is ours already.
+/// Makes a folder that no other process has made, or that is ours already.
 fn make(path: &Path, mode: u32) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(mode).create(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(mode))

@@ -2,7 +2,7 @@
 //!
 //! [`run`] is the whole daemon. Tenants' processes meet it at `session` (a `SOCK_SEQPACKET` socket: the shim
 //! hands over a process's channel groups), through relays of their own ([`receiver`]); people and programs at [`api`] (HTTP on a Unix socket;
-//! [`client`] speaks it). `tenants` knows who is who; `scheduler` is a thread of its own that owns every
+//! [`client`] speaks it). `tenants` has the tenants by name and secret; `scheduler` is a thread of its own that owns every
 //! domain and every control, and runs the policies of `gpumux-core`. All but that thread is on tokio.
 
 pub mod api;

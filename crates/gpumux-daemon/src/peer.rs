@@ -314,12 +314,12 @@ pub(crate) fn pidfd(socket: impl AsFd) -> Option<OwnedFd> {
 
 /// Pid and uid of the process at the other end.
 pub(crate) fn credentials(socket: impl AsFd) -> io::Result<(u32, u32)> {
-    let nobody = libc::ucred {
+    let unset = libc::ucred {
         pid: 0,
         uid: u32::MAX,
         gid: u32::MAX,
     };
-    let ucred = option(socket, libc::SO_PEERCRED, nobody)?;
+    let ucred = option(socket, libc::SO_PEERCRED, unset)?;
     Ok((ucred.pid.max(0) as u32, ucred.uid))
 }
 

@@ -1,4 +1,4 @@
-//! What is known of programs: what they make of SMs and what neighbours cost them, by user and fingerprint. Measured on
+//! What is known of programs: scaling profiles and what neighbours cost them, by user and fingerprint. Measured on
 //! purpose (`gpumux profile`), and learnt from every run.
 //!
 //! The measure of throughput is how much work (kernels, graphs) a process gives to its device per second. A process can
@@ -125,7 +125,7 @@ impl Programs {
         self.write(&mut table)
     }
 
-    /// Forgets a program of this user (root: of anybody); whether there was one.
+    /// Forgets a program of this user (root: of any user); whether there was one.
     ///
     /// # Errors
     /// The disk.
@@ -252,7 +252,7 @@ pub(crate) async fn watch(tenants: Weak<Tenants>) {
     }
 }
 
-/// What everybody had done until now.
+/// What each tenant had done until now.
 fn sights(view: &View) -> BTreeMap<TenantId, Sight> {
     let mut sights: BTreeMap<TenantId, Sight> = BTreeMap::new();
     for (tenant, domain) in &view.domains {
@@ -285,7 +285,7 @@ fn observations<'a>(
         if tenant.placement.fingerprint.is_none() || was.domains != is.domains {
             continue;
         }
-        // Neighbours that came or went in between count as there, and so does whoever began nothing because it was still at it.
+        // Neighbours that came or went in between count as there, and so does one that began nothing because its last piece of work still ran.
         let beside = |id: &TenantId| {
             let sight = now.get(id).or_else(|| before.get(id));
             let near = sight.is_some_and(|it| place.1.is_some() && it.places.contains(place));
@@ -354,11 +354,11 @@ mod tests {
         Tenant::example(TenantId(id), placement)
     }
 
-    /// Who was seen, at what percentage, and beside how many.
+    /// The tenant that was seen, at what percentage, and beside how many others.
     type Seen = (u64, u32, u32);
 
     #[test]
-    fn who_is_alone_in_a_group_and_who_is_not() {
+    fn members_alone_and_beside_others_are_told_apart() {
         let tenants = [
             tenant(1, "half", Some(50)),
             tenant(2, "whole", None),
@@ -390,7 +390,7 @@ mod tests {
                 (4, sight(4, other, 100)),
             ]
         };
-        // A neighbour without work disturbs nobody.
+        // A neighbour without work disturbs no tenant.
         let idle = [(1, 50, 0), (2, 100, 1), (3, 100, 0)];
         assert_eq!(seen(&before, &now(0)), idle);
         let busy = [(1, 50, 1), (2, 100, 1), (3, 100, 0)];
@@ -399,7 +399,7 @@ mod tests {
         let mut long = now(0);
         long[1].1.busy_us = 2_000_000;
         assert_eq!(seen(&before, &long), busy);
-        // Whoever works in other places too is a neighbour, and nothing is learnt of it.
+        // A tenant that works in other places too is a neighbour, and nothing is learnt of it.
         let elsewhere = ("GPU-1".to_owned(), None);
         let mut mixed = (before.clone(), now(50));
         for sights in [&mut mixed.0, &mut mixed.1] {
@@ -407,7 +407,7 @@ mod tests {
             sights[1].1.domains.push(9);
         }
         assert_eq!(seen(&mixed.0, &mixed.1), [(1, 50, 1), (3, 100, 0)]);
-        // Whoever came or went meanwhile was there.
+        // A tenant that came or went meanwhile counts as there.
         assert_eq!(seen(&before[..1], &now(50)[..2]), [(1, 50, 1)]);
         assert_eq!(seen(&before[..2], &now(50)[..1]), [(1, 50, 1)]);
         // Another process is another matter.
@@ -443,7 +443,7 @@ mod tests {
             [0, 1, 0, 1, 0, 0, 1]
         );
         assert_eq!(steady(&mut beside, Vec::new()).len(), 0);
-        assert!(beside.is_empty(), "who is gone is forgotten");
+        assert!(beside.is_empty(), "a tenant that is gone is forgotten");
     }
 
     #[test]

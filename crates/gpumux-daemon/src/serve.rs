@@ -77,7 +77,7 @@ impl From<Stopped> for Error {
 }
 
 /// Runs the daemon until SIGTERM or SIGINT, or until it was idle for as long as the configuration says.
-/// Everybody is thawed and has the old slices back when it returns.
+/// Every channel group is thawed and has its own timeslice back when it returns.
 ///
 /// # Errors
 /// When it cannot start.
@@ -108,7 +108,7 @@ pub fn end_groups(config: &Config) -> Result<(), Error> {
     let runtime = runtime()?;
     runtime.block_on(async {
         let dir = runtime_dir(config)?;
-        // Nobody Joins them.
+        // Their ends are not waited for.
         let examiner = Examiner::new(Place::Process);
         Groups::load(config, dir.path(), examiner).close().await;
         Ok::<_, Error>(())
@@ -181,7 +181,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     };
     paths::share_with_containers(dir.path())
         .map_err(|error| Error::Listen(session_socket.clone(), error))?;
-    // The API's socket appears last: whoever finds it finds a daemon that is ready.
+    // The API's socket appears last: a client that finds it finds a daemon that is ready.
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     know(&devices, &scheduler).await?;
     // What has failed must not keep the rest from its daemon.
@@ -246,7 +246,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
 
     tell(&[NotifyState::Stopping]);
     tenants.close().await;
-    // First everybody runs as before, then they are told.
+    // First all processes run as before, then they are notified.
     let restored = scheduler.call(|engine| engine.restore()).await;
     let _ = stop.send(true);
     let gone = async {
@@ -354,7 +354,7 @@ async fn know(devices: &Devices, scheduler: &Handle) -> Result<(), Stopped> {
         .await
 }
 
-/// Without a service manager nobody listens.
+/// Without a service manager the notice has no receiver.
 fn tell(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(false, state) {
         tracing::debug!(%error, "cannot notify the service manager");

@@ -99,7 +99,7 @@ impl Rate {
     }
 }
 
-/// Why a session ends. The other side is told.
+/// Why a session ends. The other side is notified.
 #[derive(Debug, thiserror::Error)]
 enum Refusal {
     #[error(
@@ -127,7 +127,7 @@ enum Refusal {
     #[error("more than {MAX_CHANNELS} channels in a group")]
     TooManyChannels,
     #[error("the process entered group {0}, which is not its tenant's: it is ended")]
-    Intruder(String),
+    Unauthorized(String),
     #[error("group {0}, of the same user, does not say whether the process is in it")]
     Unanswered(String),
     #[error("the group came without a control file of a device")]
@@ -188,7 +188,7 @@ impl Sessions {
         self.voices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells a tenant's processes that work is coming. Returns how many were told.
+    /// Notifies a tenant's processes that work is coming. Returns how many were notified.
     pub(crate) fn hint(&self, tenant: TenantId, expected_us: Option<u32>) -> usize {
         let range = (tenant, SessionId(0))..=(tenant, SessionId(u64::MAX));
         let hint = Daemon::Hint { expected_us };
@@ -585,7 +585,7 @@ impl Session<'_> {
                     if let Some(process) = self.process {
                         process.kill();
                     }
-                    return Err(Refusal::Intruder(group));
+                    return Err(Refusal::Unauthorized(group));
                 }
                 // One that did is ended when the group answers.
                 Some(UnauthorizedClient::Feared(group)) => return Err(Refusal::Unanswered(group)),
@@ -594,7 +594,7 @@ impl Session<'_> {
         }
         let verified = match examined.map_err(|_| Stopped)? {
             Ok(verified) => verified,
-            // The program may have freed it meanwhile. But not for ever.
+            // The program may have freed it meanwhile. A few times, that is.
             Err(rejection @ Rejection::Control(_)) if self.rejected < MAX_REJECTED => {
                 tracing::warn!(pid = self.pid, %rejection, "a channel group cannot be managed");
                 self.rejected += 1;

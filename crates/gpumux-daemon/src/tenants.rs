@@ -1,4 +1,4 @@
-//! Who is who: tenants by name and by secret, how long they live, and the files that a restarted
+//! Tenants by name and by secret, how long they live, and the files that a restarted
 //! daemon knows them from.
 //!
 //! `life` ← `model` ← `faults`, `persistence`, `placement`, `selection` ← `registry` ← `supervisor`.

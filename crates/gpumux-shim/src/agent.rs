@@ -1,7 +1,7 @@
 //! The library's first thread: talks to the daemon, and frees the process when there is none.
 //!
 //! It connects, introduces the process, and reports every change of the picture. When the session ends,
-//! for whatever reason, or the daemon's lease expires, all groups that the daemon knew are freed (see
+//! for whatever reason, or the daemon's lease expires, all groups of which the daemon was notified are freed (see
 //! [`crate::rescue`]): the daemon may have died with the process frozen. Then it tries
 //! again, patiently. The program never waits for any of this.
 

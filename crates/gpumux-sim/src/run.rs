@@ -91,7 +91,7 @@ struct Program<'a> {
     kind: &'a Tenant,
     spec: TenantSpec,
     user: UserId,
-    /// Its own randomness: the same in every mode and whoever else there is.
+    /// Its own randomness: the same in every mode and beside any other tenants.
     seed: u64,
 }
 
@@ -254,7 +254,7 @@ struct Simulation<'a> {
     used: Vec<Used>,
     /// Of each device, where a daemon runs.
     memory: Vec<memory::Memory>,
-    /// When somebody is told of a move's end.
+    /// When the next move ends.
     moved: Nanos,
     /// By device and trust domain.
     shared: BTreeMap<(usize, String), SharedGroup>,
@@ -575,7 +575,7 @@ impl<'a> Simulation<'a> {
         }
     }
 
-    /// Moves memory as far as it must, and parks those who have not got theirs.
+    /// Moves memory as far as it must, and freezes the tenants that lack theirs.
     fn move_memory(&mut self) {
         let players = &self.players;
         let idle = |tenant: TenantId| {

@@ -27,7 +27,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "latency+4batch",
     "livelock",
     "llm-trace",
-    "many-rivals",
+    "many-contenders",
     "oversubscribe-2x60",
     "pauses",
     "preempt",
@@ -319,7 +319,7 @@ fn measured_utility_beats_equal_parts_and_costs_the_latency_task_nothing() {
 }
 
 #[test]
-fn members_come_and_go_and_who_wants_time_or_preempts_stays_outside() {
+fn latency_tenants_and_sharing_in_time_stay_outside_of_groups() {
     let mut scenario = scenario("utility-2");
     (scenario.seconds, scenario.warmup_s) = (4.0, 3.0);
     scenario.modes = vec![Mode::Equal];
@@ -345,8 +345,8 @@ fn members_come_and_go_and_who_wants_time_or_preempts_stays_outside() {
 }
 
 #[test]
-fn who_comes_at_regular_times_meets_few_controls() {
-    // Where those that lost their turn in a pause may be back before anybody looks it is 1.18 and 1.24.
+fn regular_requests_meet_few_controls() {
+    // Where those that lost their turn in a pause may be back before the next look at demand it is 1.18 and 1.24.
     for name in ["regular", "regular-short"] {
         let report = run(&scenario(name)).unwrap();
         let p99 = |of| {
@@ -405,7 +405,7 @@ fn a_latency_tenant_that_always_has_work_leaves_the_guarantees() {
 }
 
 #[test]
-fn who_is_left_alone_uses_all() {
+fn tenant_that_is_left_alone_uses_the_whole_device() {
     let mut scenario = scenario("borrow");
     scenario.warmup_s = 11.0;
     let report = run(&scenario).expect("sound");
@@ -483,7 +483,7 @@ fn two_that_do_not_fit_lose_little_to_moving_and_share_alike() {
 
 /// One on two devices, of which one is crowded, and one that fits beside it.
 #[test]
-fn moves_on_all_devices_count_and_who_never_moved_has_none() {
+fn moves_count_on_all_devices_and_only_for_the_tenant_moved() {
     let text = r#"
         seconds = 40
         devices = 2
@@ -495,7 +495,7 @@ fn moves_on_all_devices_count_and_who_never_moved_has_none() {
         arrival = { kind = "closed", depth = 2 }
         work = { kind = "kernels", kernel_us = 70_000 }
         [[tenant]]
-        name = "rival"
+        name = "contender"
         class = "batch"
         memory_gib = 47
         devices = [0]
@@ -511,7 +511,7 @@ fn moves_on_all_devices_count_and_who_never_moved_has_none() {
     "#;
     let report = run(&Scenario::from_toml(text).expect("sound")).expect("played");
     let shared = mode(&report, Mode::Gpumux);
-    for name in ["both", "rival"] {
+    for name in ["both", "contender"] {
         let moves = tenant(shared, name).moves.expect("they do not fit");
         assert!(moves.outs > 0 && moves.out_gib > 10.0, "{name}: {moves:?}");
     }
@@ -591,8 +591,8 @@ fn batch_keeps_its_floor_behind_several_latency_tenants() {
 }
 
 #[test]
-fn guarantee_among_many_rivals_holds_in_every_second() {
-    let report = managed("many-rivals", 31.0, |_| ());
+fn guarantee_among_many_contenders_holds_in_every_second() {
+    let report = managed("many-contenders", 31.0, |_| ());
     let guaranteed = tenant(&report, "stdg");
     assert!(guaranteed.received_of_used >= 0.2, "{guaranteed:?}");
     assert!(guaranteed.window_min >= 0.15, "{guaranteed:?}");

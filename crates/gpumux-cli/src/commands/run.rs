@@ -98,10 +98,10 @@ pub(crate) struct Args {
     /// time: a context of its own, in turns with others; space: the group of its trust domain; auto: what serves it best, without a trust domain always time
     #[arg(long, value_parser = sharing(), default_value = Sharing::default().name())]
     sharing: Sharing,
-    /// What the program makes of so many percent of the SMs, such as 25:0.7,50:0.9,100:1 (throughput in any unit): in a group, SMs go to who makes most of them
+    /// The program's scaling profile: throughput (in any unit) by percentage of the SMs, such as 25:0.7,50:0.9,100:1. An MPS group's SMs are divided for the largest sum of throughputs
     #[arg(long, value_name = "PERCENT:RATE,…", value_delimiter = ',', value_parser = point)]
     utility: Vec<(u32, f64)>,
-    /// Under what name the daemon remembers what the program makes of SMs; without it, with --trust, one that is made from the command (see `gpumux profile`)
+    /// The name under which the daemon keeps the program's scaling profile; without it, with --trust, one that is made from the command (see `gpumux profile`)
     #[arg(long, value_name = "NAME")]
     fingerprint: Option<String>,
     /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent

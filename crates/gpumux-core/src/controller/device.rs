@@ -18,7 +18,7 @@ const LOOK_COST: f64 = 64.0;
 const QUIETER: f64 = 4.0;
 const QUIET: u32 = 16;
 
-/// A plan is not asked for sooner than this, whatever the policy wants.
+/// A plan is not asked for sooner than this, whatever the policy's next decision time is.
 const HURRY: Micros = Micros(100);
 
 #[derive(Clone)]
@@ -35,7 +35,7 @@ pub(super) struct Device {
     states: Vec<DomainState>,
     /// Something changed since the last plan.
     pub(super) dirty: bool,
-    /// When the policy wants to be asked again.
+    /// The policy's next decision time.
     next: Option<Micros>,
     /// What is left to do of the plan.
     controls: VecDeque<Control>,
@@ -199,7 +199,7 @@ impl Device {
         }
     }
 
-    /// Where a plan has been carried out, the moments that the policy wants count from now.
+    /// Where a plan has been carried out, the policy's decision times count from now.
     pub(super) fn plan_from(&mut self, now: Micros) {
         if self.controls.is_empty() {
             self.next = Some(now);

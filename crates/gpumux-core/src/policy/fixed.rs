@@ -2,7 +2,7 @@
 //! every other (the values of GPreempt's artifact, USENIX ATC 2025). No domain is ever frozen.
 //!
 //! What that is depends on the programs:
-//! - *a context per program* is not GPreempt. Two batch programs with work preempt each other for ever and neither makes
+//! - *a context per program* is not GPreempt. Two batch programs with work preempt each other without end, and neither makes
 //!   progress, so this breaks the rule that two runnable domains with a 1 µs timeslice never meet;
 //! - *one program with two contexts*, of class latency, is GPreempt's arrangement: latency work in the first context,
 //!   all batch work in the second, so that only one domain has 1 µs.

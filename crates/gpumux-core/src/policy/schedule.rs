@@ -20,7 +20,7 @@ pub struct Tuning {
     pub turn_cost: f64,
     /// Part of the device that switching between timeslices may cost. Sets the timeslices.
     pub slice_cost: f64,
-    /// The same when only batch domains share the device: nobody waits, so switch less.
+    /// The same when only batch domains share the device: no latency client waits, so switch less.
     pub batch_slice_cost: f64,
     /// How far latency domains may run ahead: one whose share is s runs ahead by s (1 - s) of this.
     pub period: Micros,
@@ -51,7 +51,7 @@ const MAX_ROUND_US: f64 = 1e6;
 const QUANTUM_US: (f64, f64) = (10_000.0, 200_000.0);
 /// Estimated moments are not asked for sooner than this.
 const MIN_STEP_US: f64 = 2_000.0;
-/// Who has paused for longer is not expected back soon.
+/// A domain that has paused for longer is not expected back soon.
 const PAUSE: Micros = Micros::from_millis(100);
 /// A latency domain may run ahead by this at least: a freeze costs about as much.
 const MIN_BURST_US: f64 = 1_000.0;
@@ -232,7 +232,7 @@ struct Actor<'a> {
     way: Way,
     /// The quantum is its.
     owns: bool,
-    /// Has no work, and may be back before anybody looks.
+    /// Has no work, and may be back before the next look at demand.
     contends: bool,
     exhausted: bool,
 }
@@ -547,7 +547,7 @@ impl<'a> Stage<'a> {
     /// The timeslices that alone bring shares about.
     fn slices(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<Timeslice> {
         if self.cast.len() == 1 {
-            // Nobody to share with: leave it as the driver made it.
+            // There is no other domain: leave it as the driver made it.
             return vec![Timeslice::DEFAULT];
         }
         let (now, keep) = (self.now, self.tuning.recent);
@@ -594,16 +594,16 @@ impl<'a> Stage<'a> {
 
 /// A snapshot's domains.
 fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
-    let nobody = TenantSpec::default();
+    let unknown = TenantSpec::default();
     let actor = |domain: &'a DomainState| {
         let DomainState { tenant, pinned, .. } = domain;
         let state = snapshot.tenant(*tenant);
-        // Who is held for its gang goes on being owed; who has no memory here can't be given anything.
+        // A domain that is frozen for its gang keeps its claim; one without its memory here cannot be given anything.
         let swapped_out = *pinned == Some(RunState::Frozen) && !snapshot.gangs.contains(tenant);
         Actor {
             domain,
             tenant: *tenant,
-            claim: Claim::from(state.map_or(&nobody, |it| &it.spec)),
+            claim: Claim::from(state.map_or(&unknown, |it| &it.spec)),
             user: state.map(|it| it.user).unwrap_or_default(),
             wants: domain.demand.may_run() && !swapped_out,
             share: 0.0,
@@ -870,7 +870,7 @@ mod tests {
         now.domains[1].received = level.saturating_sub(pause);
         now.now = level;
         assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
-        // An idle rival has no claim.
+        // An idle contender has no claim.
         now.domains[0].received += Micros::from_secs(1);
         now.domains[1].demand = Demand::Idle;
         now.now = level + Micros::from_secs(1);
@@ -878,7 +878,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_pauses_for_one_that_must_not_run() {
+    fn contender_that_must_not_run_pauses_no_other() {
         let classes = [Class::Latency, Class::Batch];
         let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
         now.tenants[1].spec.guaranteed = 0.4;

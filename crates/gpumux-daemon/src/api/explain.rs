@@ -506,7 +506,7 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
                 .into()
         }
         TenantState::Blocked => format!(
-            "`gpumux memory` shows who has the memory; `gpumux set {name} --memory-guaranteed SIZE` gives it room of its own"
+            "`gpumux memory` lists the memory of each tenant; `gpumux set {name} --memory-guaranteed SIZE` guarantees room for this one"
         ),
         TenantState::Swapped => {
             format!(
@@ -764,7 +764,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_driver_measured_is_told_where_it_is_another() {
+    fn received_shows_the_drivers_measure_where_it_differs() {
         let said = |measured: &[Option<f64>], group| {
             let with = |measured: &Option<f64>| Domain {
                 measured_share: *measured,
@@ -807,7 +807,7 @@ mod tests {
             member("sure", "team", Some(60)),
             member("free", "team", None),
             member("small", "team", Some(60)),
-            member("stranger", "other", None),
+            member("outside", "other", None),
             tenant("turns", Class::Batch, vec![]),
             member("large", "team", Some(61)),
         ];
@@ -898,8 +898,8 @@ mod tests {
             "{text}"
         );
         assert!(said(&web, &faults[..1]).contains("A fault of its own"));
-        let stranger = [fault(Some("bad"), &["other"])];
-        assert!(!said(&web, &stranger).contains("A fault"));
+        let foreign = [fault(Some("bad"), &["other"])];
+        assert!(!said(&web, &foreign).contains("A fault"));
     }
 
     /// The reasons are the policies' own words: each that is explained must still be one of them.

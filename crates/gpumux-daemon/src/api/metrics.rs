@@ -22,7 +22,7 @@ use crate::{
 /// How the answer is to be read.
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// All that is told.
+/// All that is shown.
 #[derive(Debug)]
 pub(crate) struct Scrape {
     pub(crate) status: Status,
@@ -80,7 +80,7 @@ fn write(metric: &mut MetricEncoder<'_>, counter: bool, value: f64) -> fmt::Resu
 type Name = (&'static str, Option<&'static str>, &'static str);
 
 /// A family, and what its value is.
-type Told<T> = (Name, fn(&T) -> f64);
+type Shown<T> = (Name, fn(&T) -> f64);
 type OfDomains = fn(&[&Domain]) -> f64;
 
 fn family(
@@ -96,7 +96,7 @@ fn family(
 }
 
 /// What is counted per tenant and device, over all their domains.
-const COUNTED: [Told<Totals>; 9] = [
+const COUNTED: [Shown<Totals>; 9] = [
     (
         (
             "gpumux_tenant_received",
@@ -200,7 +200,7 @@ const SHOWN: [(Name, OfDomains); 4] = [
 ];
 
 /// What is shown per tenant.
-const PROMISED: [Told<Tenant>; 4] = [
+const PROMISED: [Shown<Tenant>; 4] = [
     (
         (
             "gpumux_tenant_guaranteed",
@@ -228,7 +228,7 @@ const PROMISED: [Told<Tenant>; 4] = [
 ];
 
 /// What a tenant's processes count.
-const HINTS: [Told<Tenant>; 4] = [
+const HINTS: [Shown<Tenant>; 4] = [
     (
         (
             "gpumux_tenant_hints",
@@ -264,7 +264,7 @@ const HINTS: [Told<Tenant>; 4] = [
 ];
 
 /// What is shown of a tenant's memory on a device.
-const MEMORY: [Told<MemoryShare>; 5] = [
+const MEMORY: [Shown<MemoryShare>; 5] = [
     (
         (
             "gpumux_tenant_memory",
@@ -308,7 +308,7 @@ const MEMORY: [Told<MemoryShare>; 5] = [
 ];
 
 /// How a tenant's memory was moved.
-const MOVES: [Told<Tenant>; 6] = [
+const MOVES: [Shown<Tenant>; 6] = [
     (
         (
             "gpumux_tenant_swap_outs",
@@ -359,8 +359,8 @@ const MOVES: [Told<Tenant>; 6] = [
     ),
 ];
 
-/// What is told of groups that share devices in space.
-const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
+/// What is shown of groups that share devices in space.
+const GROUPS: [(Shown<GroupCounts>, MetricType); 4] = [
     (
         (
             ("gpumux_group_members", None, "Members of the MPS group."),
@@ -407,7 +407,7 @@ const GROUPS: [(Told<GroupCounts>, MetricType); 4] = [
 const REQUEST_DOUBLINGS: std::ops::RangeInclusive<i32> = 6..=26;
 
 /// What is counted of the scheduling thread.
-const SCHEDULER: [Told<Status>; 4] = [
+const SCHEDULER: [Shown<Status>; 4] = [
     (
         (
             "gpumux_scheduler_steps",
@@ -577,7 +577,7 @@ impl Scrape {
             gauge(),
             |f| each(f, |d| d.memory_bytes as f64),
         )?;
-        let foreign: [Told<super::types::Device>; 3] = [
+        let foreign: [Shown<super::types::Device>; 3] = [
             (
                 (
                     "gpumux_device_foreign_processes",
@@ -611,7 +611,7 @@ impl Scrape {
         for (name, value) in foreign {
             family(encoder, name, gauge(), |f| each(f, value))?;
         }
-        let kinds: [Told<DeviceMemory>; 2] = [
+        let kinds: [Shown<DeviceMemory>; 2] = [
             (
                 (
                     "gpumux_device_memory_free",
@@ -1011,7 +1011,7 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn what_is_told_keeps_the_rules() {
+    fn metrics_keep_the_rules_of_openmetrics() {
         let text = example().text();
         lint(&text);
         for line in [
@@ -1043,7 +1043,7 @@ pub(crate) mod tests {
         );
     }
 
-    /// Whatever the dashboard and the alerts ask for is told.
+    /// The metrics that the dashboard and the alerts ask for exist.
     #[test]
     fn the_dashboard_and_the_alerts_name_metrics_that_exist() {
         let known = lint(&example().text());
@@ -1063,7 +1063,7 @@ pub(crate) mod tests {
                 assert!(known.contains(name), "{file} asks for {name}");
             }
         }
-        // What an operator must hear of has an alert.
+        // What an operator must be notified of has an alert.
         for name in [
             "gpumux_tenant_swapping_in_seconds_total",
             "gpumux_tenant_state",

@@ -1,5 +1,5 @@
-//! The HTTP API. On the daemon's Unix socket it is known who asks: every local user may look, only
-//! a tenant's owner and root may change it. On TCP, if the configuration wants that, anybody may look and nobody
+//! The HTTP API. On the daemon's Unix socket the kernel names the client's user: every local user may look, only
+//! a tenant's owner and root may change it. On TCP, if the configuration has an address, every client may look, and none
 //! may change anything.
 
 pub mod explain;
@@ -75,7 +75,7 @@ const BODY: Duration = Duration::from_secs(10);
 const MAX_CONNECTIONS: (usize, usize, usize) = (256, 1024, 64);
 /// Most connections there are.
 pub(crate) const CONNECTIONS: usize = MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2;
-/// Most that watch what is live: the other places stay for those who ask once.
+/// The most connections that watch live data: the other places stay for single requests.
 const MAX_WATCHERS: usize = 128;
 static WATCHERS: Semaphore = Semaphore::const_new(MAX_WATCHERS);
 /// Why a connection finds no place.
@@ -340,7 +340,7 @@ async fn whole_body(request: Request, next: Next) -> Response {
     }
 }
 
-/// What everybody may look at.
+/// What every client may read.
 fn readable() -> Router<Arc<Api>> {
     Router::new()
         .route("/", get(page::page))
@@ -562,7 +562,7 @@ async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused>
     Ok(Sse::new(events))
 }
 
-/// Who has what of each device's memory.
+/// The memory of each device by tenant.
 #[utoipa::path(get, path = "/v1/memory", responses((status = 200, body = [DeviceMemory])))]
 async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
     let names = api.tenants.names().await;
@@ -624,7 +624,7 @@ async fn wake(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Who asks may go away in the middle of it; what was begun must not stay half done.
+/// The client may go away in the middle of it; what was begun must not stay half done.
 async fn to_its_end<T: Send + 'static, E: Into<Refused> + Send + 'static>(
     work: impl Future<Output = Result<T, E>> + Send + 'static,
 ) -> Result<T, Refused> {
@@ -799,7 +799,7 @@ async fn create(
     Ok((StatusCode::CREATED, Json(created)))
 }
 
-/// Changes what a tenant is promised: in force at once, or refused and nothing changed. If somebody chose its
+/// Changes a tenant's spec: in force at once, or refused and nothing changed. If the user chose its
 /// name, its owner's next tenant of this name has the same.
 #[utoipa::path(
     patch, path = "/v1/tenants/{name}", request_body = SpecChange,
@@ -854,7 +854,7 @@ async fn programs(State(api): State<Arc<Api>>) -> Json<Vec<Program>> {
     Json(api.tenants.programs.list())
 }
 
-/// Says what a program of the caller's makes of SMs.
+/// Sets the scaling profile of a program of the caller's.
 #[utoipa::path(
     put, path = "/v1/programs/{fingerprint}", request_body = NewCurve,
     params(("fingerprint" = String, Path, description = "What its tenants name as their program")),
@@ -871,7 +871,7 @@ async fn teach(
     Ok(StatusCode::NO_CONTENT)
 }
 
-/// Forgets what is known of a program of the caller's (root: of anybody's).
+/// Forgets what is known of a program of the caller's (root: of any user's).
 #[utoipa::path(
     delete, path = "/v1/programs/{fingerprint}",
     params(("fingerprint" = String, Path, description = "What its tenants name as their program")),
@@ -1095,7 +1095,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn what_was_begun_goes_on_when_nobody_waits_for_it() {
+    async fn change_that_was_begun_ends_without_its_client() {
         let (begin, begun) = tokio::sync::oneshot::channel();
         let (end, ended) = tokio::sync::oneshot::channel();
         let work = async move {

@@ -420,11 +420,11 @@ pub struct NewTenant {
     #[serde(default)]
     #[schema(value_type = String, pattern = "^(auto|time|space)$")]
     pub sharing: Sharing,
-    /// What its program makes of so many percent of the SMs: `[percent, throughput]`, in any unit. In a group, SMs go to who
-    /// makes most of them.
+    /// Its program's scaling profile: `[percent of the SMs, throughput]`, in any unit. An MPS group's SMs are divided for the
+    /// largest sum of throughputs.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub utility: Vec<(u32, f64)>,
-    /// Under what name to remember what its program makes of SMs, and to look it up.
+    /// The name under which its program's scaling profile is kept and looked up.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
     /// In a group: confined to so many percent of the SMs, whatever others would leave it. For measurements.
@@ -485,12 +485,12 @@ pub struct Placement {
     /// Where the curve is from by which SMs were divided for it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub curve: Option<CurveFrom>,
-    /// Under what name it is remembered what its program makes of SMs.
+    /// The name under which its program's scaling profile is kept.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fingerprint: Option<String>,
 }
 
-/// Where it is known from what a program makes of SMs.
+/// Where a program's scaling profile comes from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(rename_all = "lowercase")]
 pub enum CurveFrom {
@@ -507,7 +507,7 @@ pub struct Program {
     pub fingerprint: String,
     /// Whose tenants ran it.
     pub uid: u32,
-    /// Pieces of work per second at percentages of the SMs, while nobody disturbed it: `[percent, rate]`.
+    /// Pieces of work per second at percentages of the SMs, without neighbours: `[percent, rate]`.
     pub curve: Vec<(u32, f64)>,
     /// Throughput relative to that alone beside so many others of its group that had work: `[others, part]`.
     pub beside: Vec<(u32, f64)>,
@@ -636,7 +636,7 @@ impl Tenant {
     }
 }
 
-/// Moves of a tenant's memory between devices and the host, since the daemon knows the tenant.
+/// Moves of a tenant's memory between devices and the host, since the daemon's first message of the tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct MoveFigures {
     /// How often memory was moved to the host.
@@ -683,13 +683,13 @@ pub struct DeviceMemory {
     pub total: u64,
     /// What contexts, and programs that are no tenants, occupy, with a small reserve.
     pub occupied: u64,
-    /// What nobody has.
+    /// Not granted to any tenant.
     pub free: u64,
-    /// Who has the rest.
+    /// The tenants that have the rest.
     pub tenants: Vec<MemoryShare>,
 }
 
-/// Holds of a device ahead of work, since the daemon knows the tenant.
+/// Reservations of a device ahead of work, since the daemon's first message of the tenant.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct HintFigures {
     /// How many there were.
@@ -713,7 +713,7 @@ impl From<HintCounts> for HintFigures {
     }
 }
 
-/// Requests that a program marks with `gpumux_begin` and `gpumux_end`, since the daemon knows the tenant.
+/// Requests that a program marks with `gpumux_begin` and `gpumux_end`, since the daemon's first message of the tenant.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct RequestFigures {
     /// How many ended.
@@ -764,7 +764,7 @@ impl NewHint {
 /// A hint that was passed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Hinted {
-    /// How many processes were told.
+    /// How many processes were notified.
     pub processes: usize,
 }
 
@@ -786,7 +786,7 @@ pub struct Fault {
     pub evidence: String,
     /// The other tenants whose processes it ended.
     pub others: Vec<String>,
-    /// How long after a program got the error the daemon knew of it, in ms; none if no program got one.
+    /// How long after a program got the error the daemon noticed it, in ms; none if no program got one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub noticed_after_ms: Option<u64>,
     /// How long it took until the group was there again, in ms; none while it is not.

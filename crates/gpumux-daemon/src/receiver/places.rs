@@ -4,7 +4,7 @@ use std::{collections::BTreeMap, io};
 
 /// A user that has fewer has few: for those, one place in [`KEPT_FOR_FEW`] is kept.
 const FEW: usize = 16;
-/// Parts of all places, as reciprocals: those that only root may take, and those that only root and users who have few may take.
+/// Parts of all places, as reciprocals: those that only root may take, and those that only root and users with few connections may take.
 const KEPT_FOR_ROOT: usize = 16;
 const KEPT_FOR_FEW: usize = 8;
 /// The part of all places that one user may have, as a reciprocal.

@@ -81,7 +81,7 @@ impl Engine {
     /// Gives a tenant this spec.
     ///
     /// # Errors
-    /// When the spec makes no sense, its user may not have it, or its guarantees cannot be kept; then nothing changes.
+    /// When the spec makes no sense, its user may not have it, or its guarantees do not fit; then nothing changes.
     pub(crate) fn set_spec(&mut self, tenant: TenantId, spec: TenantSpec) -> Result<(), Refusal> {
         self.expire_guarantees();
         self.put_spec(tenant, spec)
@@ -237,7 +237,7 @@ impl Engine {
         let rooms = self.rooms(request.user, Some(&device));
         let reserve = admission::Reserve::none();
         if let Err(error) = admission::admit(&request, &UserPolicy::unlimited(), &reserve, &rooms) {
-            tracing::warn!(tenant = tenant.0, %error, "a guarantee cannot be kept on this device: its tenants share it in proportion");
+            tracing::warn!(tenant = tenant.0, %error, "guarantees do not fit on this device: its tenants share it in proportion");
         }
     }
 }

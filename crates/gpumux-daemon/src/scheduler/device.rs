@@ -252,7 +252,7 @@ impl Device {
         Some(look.min(self.checked + CHECK))
     }
 
-    /// Reads a domain's slice back; one that somebody else set is set again by the next plan.
+    /// Reads a domain's timeslice back; one that another process set is set again by the next plan.
     pub(super) fn check(&mut self, id: DomainId, controller: &mut Controller, clock: &Clock) {
         let known = controller.domain(id).filter(|it| !it.is_faulty());
         let Some((domain, known)) = self.domains.get_mut(&id).zip(known) else {
@@ -377,7 +377,7 @@ impl Device {
         self.forget_groups();
     }
 
-    /// Forgets groups that have no members, unless something is held: for those who come meanwhile it is held, too.
+    /// Forgets groups that have no members, unless something is held: for members that join meanwhile it is held, too.
     fn forget_groups(&mut self) {
         let (domains, held) = (&self.domains, &self.held);
         let lives = |group| domains.values().any(|it| it.group == Some(group));

@@ -68,7 +68,7 @@ pub(crate) struct Domain {
     page: Arc<Page>,
     /// How often the lease had expired for its process when it came.
     pub(super) epoch: u64,
-    /// Its context is of no use any more: it wants nothing.
+    /// Its context is unusable: it needs nothing.
     lost: bool,
     /// Holds that its process had counted at the last look.
     holds: u64,
@@ -108,7 +108,7 @@ impl Domain {
             came: None,
             waits: Waits::default(),
         };
-        // What it did before is nobody's business.
+        // What it did before this session does not count.
         domain.new_holds();
         domain
     }

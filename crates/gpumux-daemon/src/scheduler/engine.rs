@@ -39,7 +39,7 @@ use crate::{
 
 /// How long after a process left a group a fault there may be of its making: this much longer than its memory is held.
 const AFTERMATH: Micros = Micros::from_secs(1);
-/// How long a process may wait for a device that it has lost: NVIDIA's driver does so for ever where a server is gone (580.159.04).
+/// How long a process may wait for a device that it has lost: NVIDIA's driver does so without end where a server is gone (580.159.04).
 const STUCK: Micros = Micros::from_secs(2);
 const LATELY: Micros = Micros(STAY.as_micros() as u64 + AFTERMATH.0);
 /// Processes that ended in groups that are remembered.
@@ -93,7 +93,7 @@ pub(crate) struct Engine {
     pub(super) placed: BTreeMap<TenantId, Arc<str>>,
     /// Processes in groups that ended lately: others of their groups may fail by it.
     ended_in_groups: Vec<Ended>,
-    /// Who wants to know of crashes in groups.
+    /// Receives notices of crashes in groups.
     crashes: Option<UnboundedSender<Failure>>,
     /// What processes that are gone counted, of tenants that live.
     ended: BTreeMap<TenantId, Counted>,
@@ -134,7 +134,7 @@ pub(crate) struct Met {
     shared: Option<bool>,
     /// Its groups were let go, since its lease had expired.
     left: bool,
-    /// Its group has failed, and it is told no more what becomes of it.
+    /// Its group has failed, and what becomes of it is reported no more.
     given_up: bool,
     /// Since when it has waited for the device nevertheless.
     waits_since: Option<Micros>,
@@ -327,7 +327,7 @@ impl Engine {
         self.alarm.start()
     }
 
-    /// Crashes in groups are told here from now on.
+    /// Crashes in groups are reported here from now on.
     pub(crate) fn tell_crashes(&mut self, to: UnboundedSender<Failure>) {
         self.crashes = Some(to);
     }
@@ -380,7 +380,7 @@ impl Engine {
         }
     }
 
-    /// All processes in a group that has failed, and those that had left it just before. What happens to them is told no more.
+    /// All processes in a group that has failed, and those that had left it just before. What happens to them is reported no more.
     pub(crate) fn give_up(&mut self, group: &str) -> Vec<Crash> {
         let placed = self.placed.clone();
         let mut all =
@@ -889,7 +889,7 @@ impl Engine {
         }
     }
 
-    /// Gives everybody back what they had, and does nothing more.
+    /// Gives every channel group its own timeslice back, and does nothing more.
     pub(crate) fn restore(&mut self) {
         self.stopped = true;
         for device in self.devices.values_mut() {

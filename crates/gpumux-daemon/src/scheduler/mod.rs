@@ -1,6 +1,6 @@
 //! The scheduling thread: owns every domain and every control.
 //!
-//! Everybody else hands it jobs ([`Handle::call`]); between jobs it looks at demand, asks the
+//! All other threads hand it jobs ([`Handle::call`]); between jobs it looks at demand, asks the
 //! policy and issues controls ([`Engine::step`]). It never waits for a tenant, and if it fails, the
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
@@ -47,7 +47,7 @@ use crate::config::Config;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct SessionId(pub(crate) u64);
 
-/// A process in a group whose context is of no use any more.
+/// A process in a group whose context is unusable.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Crash {
     pub(crate) group: Arc<str>,
@@ -162,7 +162,7 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
         .is_err()
         {
             tracing::error!(
-                "the scheduling thread failed: the daemon ends, so that nobody stays frozen"
+                "the scheduling thread failed: the daemon ends, so that no process stays frozen"
             );
             std::process::abort();
         }

@@ -96,7 +96,7 @@ pub(crate) struct History {
     pub(crate) from: Micros,
     pub(crate) to: Micros,
     pub(crate) events: Vec<Event>,
-    /// Who is there at the end, and what they have.
+    /// The tenants that are there at the end, and what they have.
     pub(crate) present: Vec<(Arc<Who>, Now)>,
 }
 

@@ -487,7 +487,7 @@ fn members_come_and_go_without_changing_what_the_group_has() {
     // One leaves, alive: the slice is the other's too.
     bench.engine.leave(SessionId(3), true);
     assert_eq!(bench.take_pulls(), []);
-    // One dies: nobody else thaws its channels.
+    // One dies: only the daemon can thaw its channels.
     bench.member(5, 50, "team");
     bench.engine.step();
     bench.take_pulls();
@@ -499,7 +499,7 @@ fn members_come_and_go_without_changing_what_the_group_has() {
 }
 
 #[test]
-fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
+fn crash_in_a_group_is_reported_once_and_no_other_crash() {
     let mut bench = Bench::new();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
     bench.engine.tell_crashes(tell);
@@ -540,7 +540,7 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
         .iter()
         .map(|it| it.pid)
         .collect();
-    assert_eq!(pids, [1003], "who was told of is not told again");
+    assert_eq!(pids, [1003], "a crash is not reported again");
 
     // One whose context was its own says so after that has gone.
     bench.member(6, 60, "team");
@@ -555,7 +555,7 @@ fn a_crash_in_a_group_is_told_once_and_that_of_others_is_not() {
 }
 
 #[test]
-fn who_lost_its_group_has_no_more_turns_and_does_not_wait_for_ever() {
+fn process_that_lost_its_group_neither_runs_nor_waits_unbounded() {
     let mut bench = Bench::new();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
     bench.engine.tell_crashes(tell);
@@ -698,7 +698,7 @@ fn what_a_member_leaves_behind_is_work_of_its_group_until_that_had_time_for_it()
     let (mut bench, mut file) = left_behind(Class::Batch);
     assert!(held_after(&mut bench, 3, &mut file), "half of 3 s");
     assert!(!held_after(&mut bench, 3, &mut file));
-    // Nobody else in the group had work.
+    // No other member of the group had work.
     let had = bench.domain(2).received_us;
     assert!((2_000_000..2_600_000).contains(&had), "{had}");
     bench.run(Micros::from_secs(1));
@@ -717,7 +717,7 @@ fn what_a_member_leaves_behind_that_exits_is_held_as_long() {
 }
 
 #[test]
-fn what_the_last_member_leaves_behind_is_held_for_those_who_come_then() {
+fn work_of_the_last_member_is_held_for_new_members() {
     let (mut bench, mut file) = left_behind(Class::Standard);
     bench.engine.leave(SessionId(2), false);
     assert!(held_after(&mut bench, 1, &mut file));
@@ -729,7 +729,7 @@ fn what_the_last_member_leaves_behind_is_held_for_those_who_come_then() {
 }
 
 #[test]
-fn what_is_left_behind_waits_for_higher_classes_but_not_for_ever() {
+fn deferred_release_waits_for_higher_classes_within_a_bound() {
     let (mut bench, mut file) = left_behind(Class::Standard);
     assert!(held_after(&mut bench, 20, &mut file));
     bench.run(Micros::from_millis(10_500));
@@ -760,7 +760,7 @@ fn what_is_left_behind_waits_for_higher_classes_but_not_for_ever() {
 
 /// What `tests/e2e` measures as `noticed_after_ms`, on the engine's own clock.
 #[test]
-fn a_crash_is_told_within_a_tenth_of_a_second_however_many_there_are() {
+fn crash_is_reported_within_a_tenth_of_a_second_beside_others() {
     for others in [0, 1, 8] {
         let mut bench = Bench::new();
         let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
@@ -978,7 +978,7 @@ fn a_living_process_that_leaves_is_given_back() {
 }
 
 #[test]
-fn a_slice_that_somebody_else_set_is_set_again() {
+fn timeslice_that_another_process_set_is_set_again() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);
@@ -995,7 +995,7 @@ fn a_slice_that_somebody_else_set_is_set_again() {
     bench.run(Micros::from_secs(2));
     touch(&mut bench);
     assert_eq!(bench.domain(2).tampered, 1);
-    // Nobody tells: found by looking.
+    // No notice comes: found by looking.
     tamper(&bench);
     bench.run(Micros::from_millis(1100));
     assert_eq!(bench.hardware().groups[&2].slice, 1);
@@ -1165,7 +1165,7 @@ fn a_class_changes_while_running() {
 }
 
 #[test]
-fn shutdown_gives_everybody_back_what_they_had() {
+fn shutdown_gives_every_group_its_own_timeslice_back() {
     let mut bench = Bench::new();
     bench.add(1, Class::Latency);
     for n in 2..=5 {
@@ -1238,7 +1238,7 @@ fn a_domain_whose_memory_comes_back_while_its_controls_stick_is_frozen_when_it_i
 }
 
 #[test]
-fn a_promise_that_cannot_be_kept_changes_nothing() {
+fn guarantee_that_does_not_fit_changes_nothing() {
     let mut bench = Bench::new();
     bench.add(1, Class::Standard);
     bench.add(2, Class::Standard);
@@ -1304,9 +1304,9 @@ fn a_group_belongs_to_one_process() {
         1,
         "its old session has nothing to give back"
     );
-    let stranger = bench.group(9, 9, 1);
+    let foreign = bench.group(9, 9, 1);
     assert!(matches!(
-        bench.engine.add(stranger),
+        bench.engine.add(foreign),
         Err(GroupError::NoTenant)
     ));
 }

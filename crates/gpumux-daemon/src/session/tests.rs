@@ -138,7 +138,7 @@ fn send(session: &OwnedFd, message: &Shim, file: Option<BorrowedFd<'_>>) {
     socket::send(session, message, file, SendFlags::empty()).unwrap();
 }
 
-/// What the daemon says next; none if it has closed.
+/// The daemon's next message; none if it has closed.
 async fn answer(session: &OwnedFd) -> Option<Daemon> {
     let events = readable(session.as_fd()).unwrap();
     let receive = async {
@@ -282,7 +282,7 @@ async fn what_is_no_hello_is_refused() {
     let (guess, _, page) = fake::hello(Some("0123456789abcdef0123456789abcdef"));
     send(&session, &guess, Some(page.as_fd()));
     refused(&session, "secret is unknown").await;
-    // Nobody else noticed.
+    // No other session noticed.
     node.session().await;
 }
 

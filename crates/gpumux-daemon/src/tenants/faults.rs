@@ -140,8 +140,8 @@ pub(super) fn is_origin(crash: &Crash) -> bool {
     Crash::ends_others(crash.error) && !COLLATERAL.contains(&crash.error)
 }
 
-/// Which client caused a fault, if that can be told, and what says so: what the group's server said comes first, then who had ended
-/// in the middle of its work, then, of all that are members, who alone got an error of its own.
+/// Which client caused a fault, if there is evidence, and which: the log of the group's server comes first, then a client that had ended
+/// in the middle of its work, then, of all members, the only one that got an error of its own.
 pub(super) fn faulting_client(
     crashes: &[Crash],
     said: &str,
@@ -210,7 +210,7 @@ mod tests {
     }
 
     #[test]
-    fn the_faulting_client_is_whom_the_evidence_names_and_nobody_else() {
+    fn faulting_client_is_the_one_that_evidence_names() {
         let crash = |tenant, error, busy| Crash {
             group: "0/team".into(),
             tenant: TenantId(tenant),
@@ -226,7 +226,7 @@ mod tests {
         };
         let said = "[1 server 7] Client 101 connected\n[2 server 7] Client 102 caused a fatal fault: error 700";
         let unknown = "Client 77 caused a fatal fault";
-        // What is reported, what the server said, up to which number they are in the group, and whom that names.
+        // What is reported, the server's log, up to which number they are in the group, and the client that this names.
         for (crashes, said, last, named) in [
             (
                 vec![crash(1, 700, true), crash(2, 700, true)],

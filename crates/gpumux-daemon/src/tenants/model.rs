@@ -36,7 +36,7 @@ pub(crate) struct Tenant {
     pub(super) made_for: Option<ProcessId>,
     /// Lives without holders, and is joined by any user's processes.
     pub(super) kept: bool,
-    /// Somebody chose its name.
+    /// Its user chose its name.
     pub(super) named: bool,
     /// How it shares devices, and its place in a group.
     pub(crate) placement: Placement,
@@ -217,7 +217,7 @@ pub(super) fn is_secret(text: &str) -> bool {
     text.len() == 32 && text.bytes().all(|b| b.is_ascii_hexdigit())
 }
 
-/// 128 bits that nobody can guess, in hexadecimal.
+/// 128 random bits in hexadecimal: they cannot be guessed.
 pub(crate) fn secret() -> String {
     let mut bytes = [0; 16];
     let mut filled = 0;

@@ -1,6 +1,6 @@
 //! All tenants that live: who they are, how long they live, and what they are promised.
 //!
-//! A tenant lives while anybody holds it: the process that asked for it, or a session. What it is
+//! A tenant lives while it is held by the process that asked for it, or by a session. What it is
 //! promised is decided by the scheduler; here is only a copy to show and to keep.
 
 use std::{
@@ -152,7 +152,7 @@ impl Tenants {
         };
         let (spec, error) = self.scheduler.call(admit).await?;
         if let Some(error) = error {
-            tracing::warn!(tenant = saved.name, %error, "an old guarantee cannot be kept");
+            tracing::warn!(tenant = saved.name, %error, "an old guarantee does not fit any more");
         }
         let tenant = Tenant {
             id,
@@ -225,7 +225,7 @@ impl Tenants {
         if let Some(name) = &new.name {
             self.await_end(peer.uid, name).await;
         }
-        // It may take a while until the group is there: meanwhile nobody else waits. A request that cannot be met starts nothing.
+        // It may take a while until the group is there: meanwhile no other request waits. A request that cannot be met starts nothing.
         let (decision, (set, spec)) = {
             let table = self.table.lock().await;
             table.check_name(peer.uid, new.name.as_deref())?;
@@ -257,7 +257,7 @@ impl Tenants {
             None => None,
         };
         let mut table = self.open_table().await?;
-        // By now others may have come: who is in the table counts until this one is.
+        // By now others may have come: the tenants in the table count until this one is in it.
         let (set, spec) = table.wish(peer.uid, &declared.spec, &new);
         let room = table.room(&wish, self.groups.unavailable());
         let (placement, membership) = placement::place(&wish, &spec, decision, entered, &room);
@@ -341,7 +341,7 @@ impl Tenants {
         })
     }
 
-    /// Says what a program makes of SMs.
+    /// Sets a program's scaling profile.
     pub(crate) fn teach(
         &self,
         uid: u32,
@@ -411,7 +411,7 @@ impl Tenants {
         Ok(())
     }
 
-    /// Makes a tenant that nobody holds yet.
+    /// Makes a tenant that no process holds yet.
     async fn make(
         &self,
         table: &mut Table,
@@ -613,7 +613,7 @@ impl Tenants {
     }
 
     /// Whether a process may be in a group: the tenant that its secret names is of it, or, if it has none that is known, that of
-    /// the nearest in its `line` of itself and its parents who is a tenant's. A program may have overwritten its secret.
+    /// the nearest in its `line` of itself and its parents that is a tenant's. A program may have overwritten its secret.
     pub(crate) async fn belongs(
         &self,
         group: &Key,
@@ -684,7 +684,7 @@ impl Tenants {
         if table.tenants.is_empty() {
             table.empty_since = Some(Instant::now());
         }
-        // A scheduler that has ended has forgotten everybody.
+        // A scheduler that has ended has forgotten all tenants.
         let _ = self.scheduler.call(move |engine| engine.forget(id)).await;
     }
 

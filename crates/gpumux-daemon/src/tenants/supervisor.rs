@@ -53,15 +53,15 @@ pub(crate) async fn watch(tenants: &Arc<Tenants>) -> Result<(), Stopped> {
     Ok(())
 }
 
-/// What was told of one fault: whether the server is gone, and who crashed.
+/// What was reported of one fault: whether the server is gone, and which processes crashed.
 type Told = (bool, Vec<Crash>);
 
-/// Gathers what is told of each fault and deals with it: one after the other in a group, and each group by itself, because
+/// Gathers the reports of each fault and deals with it: one after the other in a group, and each group by itself, because
 /// starting one again may take long.
 async fn watch_crashes(tenants: Weak<Tenants>, mut told: UnboundedReceiver<Failure>) {
     let mut waiting: BTreeMap<Arc<str>, Told> = BTreeMap::new();
     let mut busy: BTreeSet<Arc<str>> = BTreeSet::new();
-    // Each ends with its group, and whether that was dealt with, or only time went by until all is told.
+    // Each ends with its group, and whether that was dealt with, or only time went by until all is reported.
     let mut tasks: JoinSet<(Arc<str>, bool)> = JoinSet::new();
     loop {
         let done = tokio::select! {
@@ -130,7 +130,7 @@ async fn gathered(group: Arc<str>) -> (Arc<str>, bool) {
 }
 
 impl Tenants {
-    /// A group has failed: says who caused it and who suffers, and starts it again.
+    /// A group has failed: records the faulting client and the members that it ended, and starts it again.
     async fn crashed(
         &self,
         group: &str,
@@ -164,7 +164,7 @@ impl Tenants {
             })
             .map(|it| it.id)
             .collect();
-        // Whoever says so, nobody outside the group can have done it.
+        // Whatever names it, no process outside the group can have done it.
         let whose = |pid| {
             let told = crashes.iter().find(|crash| crash.pid == pid);
             let joined = || {
@@ -184,7 +184,7 @@ impl Tenants {
         };
         let blamed = faulting_client.and_then(known);
         let name = blamed.map(|it| it.name.clone());
-        // Whoever ended a program did not make it fault.
+        // A program that was ended from outside did not fault.
         let was_ended = |id| {
             crashes
                 .iter()
@@ -252,8 +252,8 @@ impl Tenants {
         }
     }
 
-    /// Waits, though not for long, until all processes of a group that has failed know it: who then waits for a server that is
-    /// ended waits for ever.
+    /// Waits, though not for long, until all processes of a group that has failed have noticed: one that then waits for a server that is
+    /// ended waits without end.
     async fn all_told(&self, group: &str) -> Result<(), Stopped> {
         let patience = Instant::now() + TOLD;
         while Instant::now() < patience {
@@ -266,7 +266,7 @@ impl Tenants {
         Ok(())
     }
 
-    /// Ends a process that waits for ever.
+    /// Ends a process that waits for a server that is gone.
     async fn end_stuck(&self, id: TenantId, pid: u32) {
         let table = self.table.lock().await;
         let Some(tenant) = table.tenants.get(&id) else {
@@ -295,7 +295,7 @@ mod tests {
     use crate::{api::types::NewTenant, scheduler::SessionId};
 
     #[tokio::test]
-    async fn an_error_older_than_its_group_harms_nobody() {
+    async fn error_older_than_its_group_ends_no_process() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = with_groups(&dir, CONTROL).await;
         let wish = member("notebook", "team", 0.0);
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_was_ended_in_its_work_is_named_but_may_join_again() {
+    async fn member_ended_at_work_is_named_but_may_join_again() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = with_groups(&dir, CONTROL).await;
         for name in ["killed", "left"] {
@@ -427,7 +427,7 @@ mod tests {
             let wish = member(trust, trust, 0.0);
             tenants.create(&peer(0), wish).await.unwrap();
         }
-        // Nobody needs the group of `b` any more: there is nothing to wait for.
+        // The group of `b` has no members any more: there is nothing to wait for.
         tenants.delete(0, "b").await.unwrap();
         std::fs::write(&slow, "").unwrap();
         let (tell, told) = unbounded_channel();
@@ -443,7 +443,7 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         assert_eq!(faults().await, ["0/b"]);
-        // What is told of a group meanwhile is dealt with after that.
+        // What is reported of a group meanwhile is dealt with after that.
         tell.send(Failure::Server("0/a".into())).unwrap();
         std::fs::remove_file(&slow).unwrap();
         while faults().await.len() < 3 {
@@ -453,10 +453,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn nobody_outside_a_group_is_named_for_its_faults_whatever_its_log_says() {
+    async fn process_outside_a_group_is_never_its_faulting_client() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = with_groups(&dir, CONTROL).await;
-        let created = tenants.create(&peer(0), new("stranger")).await.unwrap();
+        let created = tenants.create(&peer(0), new("outside")).await.unwrap();
         let mine = peer(0);
         tenants
             .join(SessionId(1), &mine, Some(&created.token))

@@ -151,7 +151,7 @@ impl Scratch {
         let controls = &self.controls;
         let found = controls.timeslice().map_err(why)?;
         // A second group with a slice of 1 µs would bring the device to a stop: the program is off it meanwhile. Where it
-        // cannot be frozen, nobody else has such a slice.
+        // cannot be frozen, no other group has such a timeslice.
         let frozen = controls.freeze().is_ok();
         let answer = self.set_and_read_back(found);
         match controls.thaw() {
