@@ -56,7 +56,7 @@ fn wait_still(process: &Process) {
     wait_settled("it stands still", a_second(), a_while, || process.lines());
 }
 
-/// What is promised within a second. The emulated device's machine may stand still for longer: there, that it comes at all.
+/// What is specified to happen within a second. The emulated device's machine may stand still for longer: there, that it comes at all.
 fn a_second() -> Duration {
     match real() {
         true => Duration::from_secs(1),

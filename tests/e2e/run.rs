@@ -86,7 +86,7 @@ fn input_and_output_are_the_programs_own() {
 }
 
 #[test]
-fn the_environment_names_tenant_and_socket_but_no_promise() {
+fn environment_names_tenant_and_socket_but_no_guarantee() {
     let node = Node::start();
     let mut run = node.gpumux([
         "run", "--class", "batch", "--weight", "3", "--strict", "--", "env",

@@ -829,7 +829,7 @@ fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
         node.find_tenant("rest").unwrap()["placement"]["sm_percent"],
         60
     );
-    // What those who are there keep is not promised to others.
+    // What the members keep is not given to others.
     let late = start("late", "--guaranteed 0.2");
     let forced = start("forced", "--guaranteed 0.2 --sharing space");
     let reason = |name: &str| node.find_tenant(name).unwrap()["placement"]["reason"].clone();

@@ -51,7 +51,7 @@ fn tenant_that_raises_its_timeslice_is_reported_and_lowered() {
         Process::start(&mut node.tenant("--name honest --class batch", &format!("{BATCH} 60")));
     node.wait_tenant("thief", tampers);
     let thief = node.wait_tenant("thief", |it| it["tampering"]["lowered"] == true);
-    let share = |it: &Value| it["domains"][0]["promised_share"].as_f64();
+    let share = |it: &Value| it["domains"][0]["entitled_share"].as_f64();
     assert!(share(&thief) < Some(0.7), "{thief:#}");
     // Its settings stay as they were; what follows from them does not.
     assert_eq!(thief["class"], "standard", "{thief:#}");

@@ -37,7 +37,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     Class, MemoryPolicy, Micros, TenantId,
-    ledger::{Holding, HostFull, HostPool, OverPromised, Share, turn},
+    ledger::{Holding, HostFull, HostPool, Overcommitted, Share, turn},
 };
 
 use accounting::Accounting;
@@ -274,7 +274,7 @@ pub enum Command {
     /// For the log: a move failed, and why.
     Failed(TenantId, MoveError),
     /// For the log: a guarantee that this device has no room for.
-    NotKept(TenantId, String, OverPromised),
+    NotKept(TenantId, String, Overcommitted),
 }
 
 /// Why memory was not moved. Everything is as it was, but for [`MoveError::Stuck`].
@@ -552,7 +552,7 @@ impl Broker {
                 used,
             } => self.accounting.measure(&uuid, capacity, used),
             Event::Tenant(id, terms) => {
-                let refused = self.accounting.promise(id, terms.share);
+                let refused = self.accounting.guarantee(id, terms.share);
                 out.extend(
                     (refused.into_iter()).map(|(uuid, why)| Command::NotKept(id, uuid, why)),
                 );

@@ -4,8 +4,8 @@
 //! Rules, in this order:
 //! - what is handed out, with what contexts and foreign processes occupy, never exceeds the device;
 //! - no tenant gets more than its limit; what was moved to the host counts, since it comes back;
-//! - what was promised to others and is not in use may be *lent*, but only as movable memory: it
-//!   can be taken back. Memory that cannot be moved (*pinned*) never takes what others were promised.
+//! - what was guaranteed to others and is not in use may be *lent*, but only as movable memory: it
+//!   can be taken back. Memory that cannot be moved (*pinned*) never takes what others were guaranteed.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ const LEAST_TURN: Micros = Micros(1_000_000);
 /// A tenant that asks for memory will often ask for more: so much more of the device (as its reciprocal) is made free at a time.
 pub const EXTRA: u64 = 64;
 
-/// What a tenant was promised of a device's memory, in bytes.
+/// A tenant's guarantee and limit of a device's memory, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Hash)]
 pub struct Share {
     /// Gets so much whenever it wants it.
@@ -106,16 +106,16 @@ pub enum Denied {
     },
 }
 
-/// A promise that the device cannot keep.
+/// A guarantee that does not fit on the device.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
 #[error(
-    "cannot promise {asked} bytes of memory: {promised} of {usable} are promised to others or cannot be moved"
+    "cannot guarantee {asked} bytes of memory: {guaranteed} of {usable} are guaranteed to others or cannot be moved"
 )]
-pub struct OverPromised {
+pub struct Overcommitted {
     /// What was asked.
     pub asked: u64,
-    /// What the others were promised.
-    pub promised: u64,
+    /// What the others were guaranteed.
+    pub guaranteed: u64,
     /// What the device can hold.
     pub usable: u64,
 }
@@ -123,7 +123,7 @@ pub struct OverPromised {
 /// One tenant in the ledger.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub struct Entry {
-    /// Its promise.
+    /// Its guarantee and limit.
     pub share: Share,
     /// What it has.
     pub holding: Holding,
@@ -225,24 +225,24 @@ impl Ledger {
         others.map(|(_, entry)| entry)
     }
 
-    /// What can never be moved or is promised, of all others.
+    /// What can never be moved or is guaranteed, of all others.
     fn entitled(&self, tenant: TenantId) -> u64 {
         self.others(tenant)
             .fold(0, |sum, it| sum.saturating_add(it.entitled()))
     }
 
-    /// Changes a tenant's promise.
+    /// Changes a tenant's guarantee and limit.
     ///
     /// # Errors
-    /// When more would be promised than there is; then nothing changes.
-    pub fn promise(&mut self, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
-        let promised = self.entitled(tenant);
+    /// When more would be guaranteed than there is; then nothing changes.
+    pub fn guarantee(&mut self, tenant: TenantId, share: Share) -> Result<(), Overcommitted> {
+        let guaranteed = self.entitled(tenant);
         let before = self.entry(tenant).share.guaranteed;
         let usable = self.usable();
-        if share.guaranteed > before && promised.saturating_add(share.guaranteed) > usable {
-            return Err(OverPromised {
+        if share.guaranteed > before && guaranteed.saturating_add(share.guaranteed) > usable {
+            return Err(Overcommitted {
                 asked: share.guaranteed,
-                promised,
+                guaranteed,
                 usable,
             });
         }
@@ -463,7 +463,7 @@ mod tests {
     fn a_limit_bounds_one_and_the_device_all() {
         let mut ledger = Ledger::new(110);
         ledger.occupy(10);
-        ledger.promise(A, share(0, 60)).unwrap();
+        ledger.guarantee(A, share(0, 60)).unwrap();
         assert_eq!(ledger.ask(A, 10, 50, Kind::Movable), Ok(50));
         assert_eq!(ledger.ask(A, 10, 50, Kind::Movable), Ok(10));
         let beyond = ledger.ask(A, 1, 1, Kind::Movable).unwrap_err();
@@ -497,9 +497,9 @@ mod tests {
     }
 
     #[test]
-    fn what_is_promised_is_lent_only_if_it_can_be_taken_back() {
+    fn guaranteed_memory_is_lent_only_if_it_can_be_taken_back() {
         let mut ledger = Ledger::new(100);
-        ledger.promise(A, share(60, u64::MAX)).unwrap();
+        ledger.guarantee(A, share(60, u64::MAX)).unwrap();
         let never = ledger.ask(B, 50, 50, Kind::Pinned).unwrap_err();
         assert_eq!(
             never,
@@ -513,12 +513,12 @@ mod tests {
         assert_eq!(ledger.entry(B).borrowed(), 90);
         let full = ledger.ask(A, 60, 60, Kind::Pinned).unwrap_err();
         assert_eq!(full, Denied::Full { missing: 50 });
-        let error = ledger.promise(B, share(50, u64::MAX)).unwrap_err();
-        assert_eq!((error.promised, error.usable), (60, 100));
+        let error = ledger.guarantee(B, share(50, u64::MAX)).unwrap_err();
+        assert_eq!((error.guaranteed, error.usable), (60, 100));
     }
 
     #[test]
-    fn the_host_is_never_promised_more_than_it_may_give() {
+    fn host_memory_is_never_granted_beyond_its_limit() {
         let all = |all: &[(u64, u64)]| all.iter().copied().collect::<BTreeMap<_, _>>();
         let needs = |all: &[(u64, u64)]| {
             let needs = all.iter().map(|(id, need)| (*id, (*need, *need)));

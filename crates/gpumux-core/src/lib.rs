@@ -1,4 +1,4 @@
-//! What gpumux decides, apart from how it is done: tenants and their promises,
+//! What gpumux decides, apart from how it is done: tenants and their specs,
 //! domains, the snapshot of a device, the plan for it, and the policies between.
 //!
 //! Nothing here reads a clock, does I/O or keeps state of its own. Time comes in

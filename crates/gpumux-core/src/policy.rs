@@ -64,7 +64,7 @@ pub trait Policy: Send + Sync {
     /// (a domain came or went, demand flipped, a spec was set) and at [`Plan::next`].
     fn plan(&self, snapshot: &Snapshot, memory: &mut Memory) -> Plan;
 
-    /// What each tenant of the snapshot can rely on, whatever the others do; none of a policy that promises nothing.
+    /// What each tenant of the snapshot can rely on, whatever the others do; none of a policy that guarantees nothing.
     fn bounds(&self, snapshot: &Snapshot) -> Vec<Bound> {
         let _ = snapshot;
         Vec::new()

@@ -34,7 +34,7 @@ pub struct TenantState {
     /// Whose it is.
     #[serde(default)]
     pub user: UserId,
-    /// Its promise.
+    /// Its spec.
     pub spec: TenantSpec,
 }
 

@@ -1,4 +1,4 @@
-//! What a tenant asks for and is promised.
+//! A tenant's spec: what it asks for and may have.
 
 use std::{fmt, str::FromStr};
 
@@ -110,7 +110,7 @@ impl MemoryPolicy {
     }
 }
 
-/// A tenant's promise: what it gets whenever it wants it, and what bounds it.
+/// A tenant's spec: what it has whenever it has work, and what bounds it.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct TenantSpec {
@@ -250,7 +250,7 @@ impl TenantSpec {
         }
     }
 
-    /// Its promise of memory.
+    /// Its guarantee and limit of memory.
     pub fn memory(&self) -> Share {
         Share {
             guaranteed: self.memory_guaranteed,

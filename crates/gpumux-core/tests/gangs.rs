@@ -30,7 +30,7 @@ enum Event {
 
 const DEVICES: usize = 4;
 
-/// At most six, none of which is promised as much as `most`.
+/// At most six, none of which is guaranteed as much as `most`.
 fn gangs(classes: &'static [Class], most: f64) -> impl Strategy<Value = Vec<Gang>> {
     let devices = prop::collection::btree_set(0..DEVICES, 1..=3);
     let gang = (
@@ -39,10 +39,10 @@ fn gangs(classes: &'static [Class], most: f64) -> impl Strategy<Value = Vec<Gang
         0.0..most,
         any::<bool>(),
     );
-    let gang = gang.prop_map(|(class, devices, share, promised)| Gang {
+    let gang = gang.prop_map(|(class, devices, share, guaranteed)| Gang {
         spec: TenantSpec {
             class,
-            guaranteed: if promised { share } else { 0.0 },
+            guaranteed: if guaranteed { share } else { 0.0 },
             ..TenantSpec::default()
         },
         devices,
@@ -345,14 +345,14 @@ proptest! {
         for (device, guaranteed) in singles {
             let there = |gang: &&Gang| gang.devices.contains(&device);
             // What is left of the device, but for what switching costs and the floor of the others.
-            let promised: f64 = gangs.iter().filter(there).map(|gang| gang.spec.guaranteed).sum();
-            let spec = spec((3.0 * guaranteed).min(0.95 - promised).max(0.0));
+            let taken: f64 = gangs.iter().filter(there).map(|gang| gang.spec.guaranteed).sum();
+            let spec = spec((3.0 * guaranteed).min(0.95 - taken).max(0.0));
             gangs.push(Gang { spec, devices: BTreeSet::from([device]) });
         }
         let mut world = World::new("priority", &gangs);
         for (gang, got) in gangs.iter().zip(world.shares()) {
-            let promised = gang.spec.guaranteed;
-            prop_assert!(got > promised - 0.03, "{got} of {promised}: {gangs:?}");
+            let guaranteed = gang.spec.guaranteed;
+            prop_assert!(got > guaranteed - 0.03, "{got} of {guaranteed}: {gangs:?}");
         }
     }
 }
@@ -404,7 +404,7 @@ fn gangs_of_which_only_one_can_run_have_equal_parts() {
     );
 }
 
-/// That gangs wait long because they are many takes nothing from what others are promised.
+/// That gangs wait long because they are many takes nothing from what others are guaranteed.
 #[test]
 fn many_gangs_leave_a_single_its_guarantee() {
     let gang = |guaranteed, devices: &[usize]| Gang {

@@ -1,4 +1,4 @@
-//! What the ledger promises, for any order of requests.
+//! What the ledger guarantees, for any order of requests.
 
 use std::collections::BTreeMap;
 
@@ -10,7 +10,7 @@ use proptest::prelude::*;
 
 #[derive(Clone, Debug)]
 enum Op {
-    Promise(u64, u64, u64),
+    Guarantee(u64, u64, u64),
     Ask(u64, u64, u64, bool),
     /// Gives back a part of what it has, in 256ths.
     Give(u64, u64),
@@ -23,7 +23,7 @@ enum Op {
 fn op() -> impl Strategy<Value = Op> {
     let tenant = 0..5u64;
     prop_oneof![
-        (tenant.clone(), 0..60u64, 0..120u64).prop_map(|(t, g, l)| Op::Promise(t, g, g + l)),
+        (tenant.clone(), 0..60u64, 0..120u64).prop_map(|(t, g, l)| Op::Guarantee(t, g, g + l)),
         (tenant.clone(), 1..40u64, 0..80u64, any::<bool>())
             .prop_map(|(t, n, w, p)| Op::Ask(t, n, w, p)),
         (tenant.clone(), 0..257u64).prop_map(|(t, part)| Op::Give(t, part)),
@@ -41,11 +41,11 @@ proptest! {
         let mut ledger = Ledger::new(100);
         for op in ops {
             match op {
-                Op::Promise(t, guaranteed, limit) => {
+                Op::Guarantee(t, guaranteed, limit) => {
                     let held = ledger.entry(TenantId(t)).holding.all();
                     // A limit below what is held takes nothing away.
                     let limit = limit.max(held);
-                    let _ = ledger.promise(TenantId(t), Share { guaranteed: guaranteed.min(limit), limit });
+                    let _ = ledger.guarantee(TenantId(t), Share { guaranteed: guaranteed.min(limit), limit });
                 }
                 Op::Ask(t, need, want, pinned) => {
                     let kind = if pinned { Kind::Pinned } else { Kind::Movable };

@@ -27,7 +27,7 @@ fn demand() -> impl Strategy<Value = Demand> {
     ]
 }
 
-/// A spec that may promise too much together with others, or make no sense.
+/// A spec that may guarantee too much together with others, or make no sense.
 fn spec() -> impl Strategy<Value = TenantSpec> {
     let number = prop_oneof![
         8 => 0.0..1.0,
@@ -316,7 +316,7 @@ proptest! {
 
     /// When all tenants always have work, each receives its share, and with it its guarantee.
     #[test]
-    fn a_saturated_device_keeps_all_promises(
+    fn saturated_device_keeps_all_guarantees(
         policy in policies(),
         specs in prop::collection::vec((prop::sample::select(Class::ALL.to_vec()), 0.05..0.3f64), 2..4),
     ) {

@@ -169,7 +169,7 @@ impl Store {
         self.with(|log| Ok(log.damaged > 0))
     }
 
-    /// Enters a claim if its devices can keep the promise beside all other claims. Not on disk before [`Self::sync`].
+    /// Enters a claim if its guarantees fit on its devices beside all other claims. Not on disk before [`Self::sync`].
     ///
     /// # Errors
     /// Others hold what it needs, or it cannot be written.

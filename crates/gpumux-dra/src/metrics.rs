@@ -136,10 +136,10 @@ const SERIES: [Series; 11] = [
         |tenant, _| Some(tenant.spec.limit),
     ),
     (
-        "gpumux_pod_promised_share",
+        "gpumux_pod_entitled_share",
         "gauge",
         "Share that the pod gets if all on the device want it.",
-        |_, domain| domain.map(|domain| domain.promised_share),
+        |_, domain| domain.map(|domain| domain.entitled_share),
     ),
     (
         "gpumux_pod_received_share",
@@ -187,7 +187,7 @@ const SERIES: [Series; 11] = [
 
 /// Percent of its entitlement that a domain uses. What it may borrow is no headroom that a router should count on.
 fn utilization(domain: &Domain) -> f64 {
-    if domain.promised_share <= 0.0 {
+    if domain.entitled_share <= 0.0 {
         // Entitled to nothing: it has headroom as long as it does not wait.
         return if domain.frozen {
             100.0
@@ -195,7 +195,7 @@ fn utilization(domain: &Domain) -> f64 {
             (domain.received_share * 100.0).clamp(0.0, 100.0)
         };
     }
-    (domain.received_share / domain.promised_share * 100.0).clamp(0.0, 100.0)
+    (domain.received_share / domain.entitled_share * 100.0).clamp(0.0, 100.0)
 }
 
 fn seconds(us: u64) -> f64 {
@@ -310,7 +310,7 @@ fn head(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-/// A tenant's domains on one device as one: what they received together, and what the first of them is promised.
+/// A tenant's domains on one device as one: what they received together, and what the first of them is entitled to.
 fn busiest(tenant: &Tenant, uuid: &str) -> Option<Domain> {
     let mut own = tenant.domains.iter().filter(|domain| domain.device == uuid);
     let mut sum = own.next()?.clone();
@@ -512,7 +512,7 @@ mod tests {
                 pid: 1,
                 timeslice_us: 2000,
                 demand: Demand::Busy,
-                promised_share: 0.5,
+                entitled_share: 0.5,
                 received_share: received,
                 received_us: 1_500_000,
                 runnable_us: 2_000_000,

@@ -1,6 +1,6 @@
 //! The allocation model: what a device offers, how the scheduler rounds a request, and what fits together on
 //! one device. The published slices are built from it, and every claim is checked against it once more before
-//! it is prepared, so that no mistake or malice elsewhere can promise a device twice.
+//! it is prepared, so that no mistake or malice elsewhere can give a device away twice.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -227,7 +227,7 @@ pub enum Overbooked {
     },
 }
 
-/// What is promised on the devices of a node.
+/// What is guaranteed on the devices of a node.
 #[derive(Clone, Debug, Default)]
 pub struct Book {
     devices: BTreeMap<String, Vec<Use>>,
@@ -245,7 +245,7 @@ impl Book {
             .push(usage);
     }
 
-    /// Enters a use if the device can keep the promise.
+    /// Enters a use if its guarantee fits on the device.
     ///
     /// # Errors
     /// It is used whole, is to be used whole while it is shared, or too little is left.

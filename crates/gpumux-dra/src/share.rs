@@ -363,7 +363,7 @@ impl GpuShare {
         })
     }
 
-    /// The tenant's promise, with `allocated` guaranteed: memory as Kubernetes counts it, contexts included.
+    /// The tenant's spec, with `allocated` guaranteed: memory as Kubernetes counts it, contexts included.
     ///
     /// # Errors
     /// The tier and the allocation do not agree, a limit is below the guarantee, or the DeviceClass does not allow it.

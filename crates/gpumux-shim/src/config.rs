@@ -1,5 +1,5 @@
 //! What the environment says. Read when the program first opens a control file; there are no limits or
-//! promises in it.
+//! guarantees in it.
 
 use std::{
     env,

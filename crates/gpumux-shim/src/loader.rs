@@ -3,7 +3,7 @@
 //!
 //! libc's `dlsym` goes by its caller's address for `RTLD_NEXT` and `RTLD_DEFAULT`. Everything but the
 //! driver's names must therefore *jump* there with the program's return address still in place,
-//! which only assembly can promise.
+//! which only assembly can guarantee.
 
 use std::{
     arch::naked_asm,

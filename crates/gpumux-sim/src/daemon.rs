@@ -89,7 +89,7 @@ impl Daemon {
         (id, group): (DomainId, GroupId),
         (tenant, user, spec): (TenantId, UserId, &TenantSpec),
     ) {
-        self.promise(now, tenant, user, spec.clone());
+        self.guarantee(now, tenant, user, spec.clone());
         self.groups.insert(id, (device, group));
         let new = NewDomain {
             device,
@@ -103,8 +103,14 @@ impl Daemon {
         self.controller.handle(micros(now), Event::Came(new));
     }
 
-    /// This is promised to a tenant from now on.
-    pub(crate) fn promise(&mut self, now: Nanos, tenant: TenantId, user: UserId, spec: TenantSpec) {
+    /// A tenant has this spec from now on.
+    pub(crate) fn guarantee(
+        &mut self,
+        now: Nanos,
+        tenant: TenantId,
+        user: UserId,
+        spec: TenantSpec,
+    ) {
         let event = Event::Tenant(tenant, user, spec);
         self.controller.handle(micros(now), event);
     }

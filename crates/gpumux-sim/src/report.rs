@@ -43,7 +43,7 @@ pub struct TenantReport {
     /// Its name.
     pub name: String,
     /// Its guaranteed share of each device.
-    pub promised: f64,
+    pub guaranteed: f64,
     /// SMs that it had at the end, where the SMs of a group were divided.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub sms: Option<u32>,

@@ -674,7 +674,7 @@ impl<'a> Simulation<'a> {
             shares.join(&mut self.gpus[device], shared.group, stream, spec);
         }
         let made = (shared.group, shared.id);
-        self.promise(&key);
+        self.guarantee(&key);
         made
     }
 
@@ -691,17 +691,17 @@ impl<'a> Simulation<'a> {
         if let Some(shares) = &mut shared.shares {
             shares.leave(&mut self.gpus[key.0], shared.group, stream);
         }
-        self.promise(&key);
+        self.guarantee(&key);
         true
     }
 
-    /// The daemon promises a group what its members are promised together.
-    fn promise(&mut self, key: &(usize, String)) {
+    /// The daemon guarantees a group what its members are guaranteed together.
+    fn guarantee(&mut self, key: &(usize, String)) {
         if let (Some(shared), Some(daemon)) = (self.shared.get(key), &mut self.daemon) {
             let specs = shared.members.iter();
             let specs = specs.map(|member| &self.players[*member].program.spec);
             // The first that came stands for all, also when it has left.
-            daemon.promise(self.now, shared.tenant, shared.user, space::combine(specs));
+            daemon.guarantee(self.now, shared.tenant, shared.user, space::combine(specs));
         }
     }
 
@@ -1245,7 +1245,7 @@ impl<'a> Simulation<'a> {
             let windows = player.window_min.is_finite();
             TenantReport {
                 name: player.program.name.clone(),
-                promised: player.program.spec.guaranteed,
+                guaranteed: player.program.spec.guaranteed,
                 sms,
                 received: of(player.received),
                 received_of_used: player.received as f64 / of_used.max(1) as f64,

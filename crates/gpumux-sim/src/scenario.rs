@@ -687,7 +687,7 @@ impl Tenant {
         }
     }
 
-    /// Its promise.
+    /// Its spec.
     pub fn spec(&self) -> TenantSpec {
         TenantSpec {
             class: self.class,

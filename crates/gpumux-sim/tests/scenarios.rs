@@ -1,5 +1,5 @@
 //! The scenarios that come with gpumux: all can be played, those that were measured on an H100 come out
-//! as measured, and what the policies promise is kept.
+//! as measured, and what the policies guarantee is kept.
 
 use gpumux_sim::{Mode, ModeReport, Report, Scenario, TenantReport, Work, run};
 
@@ -359,14 +359,14 @@ fn regular_requests_meet_few_controls() {
 }
 
 #[test]
-fn promised_shares_are_received() {
+fn guaranteed_shares_are_received() {
     for name in ["shares-70-30", "shares-50-25-25"] {
         let report = play(name);
         for tenant in &mode(&report, Mode::Gpumux).tenants {
             let windows = tenant.window_min..=tenant.window_max;
-            let off = (windows.start() - tenant.promised)
+            let off = (windows.start() - tenant.guaranteed)
                 .abs()
-                .max((windows.end() - tenant.promised).abs());
+                .max((windows.end() - tenant.guaranteed).abs());
             assert!(off < 0.01, "{name}: {tenant:?}");
         }
     }
@@ -400,7 +400,10 @@ fn a_latency_tenant_that_always_has_work_leaves_the_guarantees() {
     assert!(fixed.received < 0.01, "{fixed:?}");
     for name in ["train-1", "train-2"] {
         let train = tenant(mode(&report, Mode::Gpumux), name);
-        assert!(train.received_of_used >= 0.99 * train.promised, "{train:?}");
+        assert!(
+            train.received_of_used >= 0.99 * train.guaranteed,
+            "{train:?}"
+        );
     }
 }
 
@@ -549,7 +552,10 @@ fn every_tenant_of_every_scenario_keeps_its_bounds() {
         let used = used(&report);
         for tenant in &report.tenants {
             let bound = tenant.bound.expect("one device and a policy");
-            assert!(bound.share >= tenant.promised - 0.005, "{name}: {tenant:?}");
+            assert!(
+                bound.share >= tenant.guaranteed - 0.005,
+                "{name}: {tenant:?}"
+            );
             let lag = bound.worst_lag_ms.unwrap_or(0.0);
             assert!(lag <= bound.lag_ms, "{name}: {tenant:?}");
             // Its wait is in the time that the device works, observed every 5 ms.

@@ -27,7 +27,7 @@ pub const RENEW: Duration = Duration::from_millis(100);
 pub const LOOK: Duration = Duration::from_millis(100);
 
 /// Looks in a row that find no renewal before the lease has expired. At most 600 ms pass from the last renewal to
-/// the look that finds it expired, which leaves 400 ms of the promised second for the controls.
+/// the look that finds it expired, which leaves 400 ms of the second for the controls.
 pub const LOOKS: u32 = 5;
 
 #[derive(Debug)]

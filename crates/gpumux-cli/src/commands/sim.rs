@@ -144,7 +144,7 @@ fn head(mode: &ModeReport) -> String {
 fn row(tenant: &TenantReport) -> Vec<String> {
     let mut row = vec![
         format!("  {}", tenant.name),
-        format!("{:.1}%", tenant.promised * 100.0),
+        format!("{:.1}%", tenant.guaranteed * 100.0),
         format!("{:.1}%", tenant.received * 100.0),
         format!("{:.1} ms", tenant.longest_wait_ms),
         tenant.bound.map_or_else(String::new, |bound| {

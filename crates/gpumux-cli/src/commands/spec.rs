@@ -1,4 +1,4 @@
-//! The promise of a tenant, as flags; the same for `run` and `set`.
+//! The spec of a tenant, as flags; the same for `run` and `set`.
 
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use gpumux_core::{Class, Hints, MemoryPolicy};

@@ -8,7 +8,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Mutation, ProcessId};
 use crate::{
     MemoryPolicy, TenantId,
-    ledger::{Denied, Entry, Holding, Kind, Ledger, OverPromised, Share},
+    ledger::{Denied, Entry, Holding, Kind, Ledger, Overcommitted, Share},
 };
 
 /// What a context occupies beside the memory that its program asks for: 520 MiB measured on an H100 (driver
@@ -244,17 +244,17 @@ impl Accounting {
     }
 
     /// A tenant is guaranteed this wherever it may be used and can be kept. Returns the devices where it cannot.
-    pub(super) fn promise(
+    pub(super) fn guarantee(
         &mut self,
         tenant: TenantId,
         share: Share,
-    ) -> Vec<(String, OverPromised)> {
+    ) -> Vec<(String, Overcommitted)> {
         self.shares.insert(tenant, share);
         let confined = self.confined.get(&tenant);
         let may_use = |uuid: &String| confined.is_none_or(|devices| devices.contains(uuid));
         let mut refused = Vec::new();
         for (uuid, device) in self.devices.iter_mut().filter(|(uuid, _)| may_use(uuid)) {
-            if let Err(error) = promise_here(device, tenant, share) {
+            if let Err(error) = guarantee_here(device, tenant, share) {
                 refused.push((uuid.clone(), error));
             }
         }
@@ -319,7 +319,7 @@ impl Accounting {
         if let Some(device) = self.devices.get_mut(uuid) {
             let known = device.ledger.entries().any(|(id, _)| id == tenant);
             if let Some(share) = share.filter(|_| !known) {
-                let _ = promise_here(device, tenant, share);
+                let _ = guarantee_here(device, tenant, share);
             }
             device.ledger.set(tenant, all);
             device
@@ -540,11 +540,15 @@ impl Accounting {
 }
 
 /// Guarantees it, or as much as was guaranteed before, and sets the limit in any case.
-fn promise_here(device: &mut Device, tenant: TenantId, share: Share) -> Result<(), OverPromised> {
-    let kept = device.ledger.promise(tenant, share);
+fn guarantee_here(
+    device: &mut Device,
+    tenant: TenantId,
+    share: Share,
+) -> Result<(), Overcommitted> {
+    let kept = device.ledger.guarantee(tenant, share);
     if kept.is_err() {
         let guaranteed = device.ledger.entry(tenant).share.guaranteed;
-        let _ = device.ledger.promise(
+        let _ = device.ledger.guarantee(
             tenant,
             Share {
                 guaranteed,

@@ -172,7 +172,7 @@ pub fn decide(applicant: &Applicant) -> Decision {
     }
 }
 
-/// The promise of a group to which these members belong: what they are guaranteed and weigh together. Its class is that
+/// The spec of a group to which these members belong: what they are guaranteed and weigh together. Its class is that
 /// of the highest member, for the group runs and waits as a whole.
 pub fn combine<'a>(members: impl IntoIterator<Item = &'a TenantSpec>) -> TenantSpec {
     let mut members = members.into_iter();
@@ -217,13 +217,13 @@ pub fn percentages(members: &[(&TenantSpec, &Curve)]) -> Option<Vec<u32>> {
             curve,
         })
         .collect();
-    let promised = claimants.iter().any(|claim| claim.min > 0);
-    let steps = [Some(PERCENT_STEP), promised.then_some(1)];
+    let guaranteed = claimants.iter().any(|claim| claim.min > 0);
+    let steps = [Some(PERCENT_STEP), guaranteed.then_some(1)];
     let (best, even) = steps.into_iter().flatten().find_map(|step| {
         let by = |rule| divide(rule, &claimants, 100, step);
         by(Rule::Utility).zip(by(Rule::Weighted))
     })?;
-    // Where a curve has dents, its hull may promise what is not there.
+    // Where a curve has dents, its hull may show what is not there.
     let sum = |shares: &[u32]| total(&claimants, shares, 100);
     let shares = match sum(&best) >= sum(&even) {
         true => best,
@@ -358,7 +358,7 @@ mod tests {
     }
 
     #[test]
-    fn a_group_is_promised_what_its_members_are() {
+    fn group_has_the_guarantees_of_its_members() {
         let member = |class, guaranteed, weight| TenantSpec {
             class,
             guaranteed,
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn members_that_are_alike_have_no_parts_unless_something_was_promised() {
+    fn equal_members_have_no_parts_without_a_guarantee() {
         let spec = TenantSpec::default();
         let curve = Curve::measured([(25, 0.4), (50, 0.75), (100, 1.0)]);
         assert_eq!(percentages(&[(&spec, &curve); 2]), None);

@@ -1,4 +1,4 @@
-//! Random worlds of up to 40 tenants: what must hold holds, and once all behave, each has what it was promised.
+//! Random worlds of up to 40 tenants: what must hold holds, and once all behave, each has what it is entitled to.
 
 use gpumux_core::{Class, Micros, TenantSpec, Timeslice, policy};
 use proptest::prelude::*;

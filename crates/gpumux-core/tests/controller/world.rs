@@ -766,7 +766,7 @@ impl World {
         since.map_or(Micros::ZERO, |since| self.now.saturating_sub(since))
     }
 
-    /// The longest wait that the policy promises to any tenant of these devices.
+    /// The longest wait that the policy's bounds allow any tenant of these devices.
     pub(crate) fn wait_bound(&self) -> Micros {
         let bounds = (0..self.devices).flat_map(|device| {
             let here = self.tenants.iter().filter(|(_, it)| {

@@ -92,7 +92,7 @@ fn share_of(tenant: &Tenant, uuid: &str) -> f64 {
 /// What it is entitled to on a device when all tenants there have work.
 fn entitled(tenant: &Tenant, uuid: &str) -> f64 {
     let here = tenant.domains.iter().filter(|it| it.device == uuid);
-    here.map(|domain| domain.promised_share).fold(0.0, f64::max)
+    here.map(|domain| domain.entitled_share).fold(0.0, f64::max)
 }
 
 /// The tenants on the same devices, once for each.
@@ -563,7 +563,7 @@ mod tests {
             timeslice_us: 1,
             frozen,
             demand: Demand::Busy,
-            promised_share: 0.5,
+            entitled_share: 0.5,
             received_share: 0.25,
             received_us: 6_000_000,
             runnable_us: 10_000_000,
@@ -755,7 +755,7 @@ mod tests {
     }
 
     #[test]
-    fn a_promise_that_the_device_cannot_keep_is_admitted() {
+    fn guarantee_that_does_not_fit_is_shown_as_such() {
         let short = "More is guaranteed to the tenants on GPU-0 than it has";
         let mut all = [1, 2].map(|n| tenant(&n.to_string(), Class::Batch, vec![domain(false, "")]));
         assert!(!explain(&all[0], &all, &[], &[]).text.contains(short));

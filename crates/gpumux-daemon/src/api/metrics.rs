@@ -167,11 +167,11 @@ const COUNTED: [Shown<Totals>; 9] = [
 const SHOWN: [(Name, OfDomains); 4] = [
     (
         (
-            "gpumux_tenant_promised",
+            "gpumux_tenant_entitled",
             Some("ratio"),
             "Share of the device while all tenants there want it.",
         ),
-        |d| d.iter().map(|d| d.promised_share).fold(0.0, f64::max),
+        |d| d.iter().map(|d| d.entitled_share).fold(0.0, f64::max),
     ),
     (
         (

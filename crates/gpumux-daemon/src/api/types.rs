@@ -214,7 +214,7 @@ pub struct ControlCost {
     pub histogram: Vec<u64>,
 }
 
-/// A tenant's promise.
+/// A tenant's spec.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct Spec {
@@ -310,7 +310,7 @@ impl From<Spec> for TenantSpec {
     }
 }
 
-/// A change of a tenant's promise: what is not named stays.
+/// A change of a tenant's spec: what is not named stays.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]
 pub struct SpecChange {
@@ -405,7 +405,7 @@ pub struct NewTenant {
     pub name: Option<String>,
     /// Without a name: the program that it is named after, with a number if that is taken.
     pub program: Option<String>,
-    /// Its promise, as far as it differs from what was [set](SpecChange) for this name before, and from the
+    /// Its spec, as far as it differs from what was [set](SpecChange) for this name before, and from the
     /// defaults.
     pub spec: SpecChange,
     /// It lives until it is deleted, and any process with its secret belongs to it, whatever its user: for
@@ -555,7 +555,7 @@ pub struct Tenant {
     /// How it takes its turn.
     #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
     pub class: Class,
-    /// Its promise.
+    /// Its spec.
     pub spec: Spec,
     /// Whose it is.
     pub uid: u32,
@@ -666,7 +666,7 @@ pub struct MemoryShare {
     pub limit: Option<u64>,
     /// What it has on the device.
     pub in_use: u64,
-    /// Of that, what it was not promised.
+    /// Of that, what is above its guarantee.
     pub borrowed: u64,
     /// Of that, what cannot be moved.
     pub pinned: u64,
@@ -813,7 +813,7 @@ pub struct Domain {
     #[schema(value_type = String, pattern = "^(unknown|idle|busy)$")]
     pub demand: Demand,
     /// Share of the device that its tenant gets if all tenants there want it.
-    pub promised_share: f64,
+    pub entitled_share: f64,
     /// Longest that its tenant waits with work, in µs of the time that the device works for tenants; 0: the policy has no bound.
     #[serde(default)]
     pub wait_bound_us: u64,

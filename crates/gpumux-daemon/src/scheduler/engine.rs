@@ -954,7 +954,7 @@ impl Engine {
             device.sample(now, &mut self.controller);
             self.controller.account_until(device.index, now);
             let policy = self.controller.policy(device.index);
-            let promised = promised(policy, device, &self.tenants, &self.users, &self.weights);
+            let entitled = entitled(policy, device, &self.tenants, &self.users, &self.weights);
             view.devices.push(types::Device {
                 uuid: uuid.clone(),
                 index: None,
@@ -992,8 +992,8 @@ impl Engine {
                     timeslice_us: has.timeslice_us,
                     frozen: has.frozen,
                     demand: has.demand,
-                    promised_share: promised.get(&tenant).map_or(0.0, |bound| bound.share),
-                    wait_bound_us: promised.get(&tenant).map_or(0, |bound| bound.wait.0),
+                    entitled_share: entitled.get(&tenant).map_or(0.0, |bound| bound.share),
+                    wait_bound_us: entitled.get(&tenant).map_or(0, |bound| bound.wait.0),
                     received_share: domain.share(now, account.received_us),
                     measured_share: device.measured(domain.member.pid),
                     received_us: account.received_us as u64,
@@ -1029,7 +1029,7 @@ fn smooth(average: Micros, value: Micros) -> Micros {
 }
 
 /// What each tenant of a device is sure of if all of them have work: its share, and its longest wait.
-fn promised(
+fn entitled(
     policy: &dyn Policy,
     device: &Device,
     specs: &BTreeMap<TenantId, TenantSpec>,

@@ -28,8 +28,9 @@ impl Engine {
     pub(super) fn expire_guarantees(&mut self) {
         let limit = |tenant: &TenantId| self.owners.get(tenant)?.policy.guarantee_expires_s;
         let subject = |(id, spec): (&TenantId, &TenantSpec)| {
-            let promised = spec.guaranteed > 0.0 || spec.memory_guaranteed > 0;
-            let seconds = limit(id).filter(|_| promised || self.expiry.lapsed.contains_key(id))?;
+            let guaranteed = spec.guaranteed > 0.0 || spec.memory_guaranteed > 0;
+            let seconds =
+                limit(id).filter(|_| guaranteed || self.expiry.lapsed.contains_key(id))?;
             Some((*id, Micros::from_secs(seconds)))
         };
         let subjects: Vec<(TenantId, Micros)> = self.tenants.iter().filter_map(subject).collect();

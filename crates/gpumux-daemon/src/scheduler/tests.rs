@@ -1242,23 +1242,23 @@ fn guarantee_that_does_not_fit_changes_nothing() {
     let mut bench = Bench::new();
     bench.add(1, Class::Standard);
     bench.add(2, Class::Standard);
-    let promise = |guaranteed| TenantSpec {
+    let guarantee = |guaranteed| TenantSpec {
         guaranteed,
         ..TenantSpec::default()
     };
-    bench.spec(1, promise(0.7)).unwrap();
+    bench.spec(1, guarantee(0.7)).unwrap();
     bench.engine.step();
     let before = bench.engine.view().domains;
-    let error = bench.spec(2, promise(0.5)).unwrap_err().to_string();
+    let error = bench.spec(2, guarantee(0.5)).unwrap_err().to_string();
     assert!(
         error.contains("tenant 1 (70%)") && error.contains("GPU-0"),
         "{error}"
     );
     assert_eq!(bench.engine.view().domains, before);
-    bench.spec(2, promise(0.3)).unwrap();
-    assert!((bench.domain(2).promised_share - 0.3).abs() < 1e-6);
+    bench.spec(2, guarantee(0.3)).unwrap();
+    assert!((bench.domain(2).entitled_share - 0.3).abs() < 1e-6);
     // One that names no device is booked on all that there are.
-    assert!(bench.spec(3, promise(0.1)).is_err());
+    assert!(bench.spec(3, guarantee(0.1)).is_err());
     bench.engine.know_devices([crate::devices::Known {
         uuid: "GPU-1".to_owned(),
         gpu: 1,
@@ -1272,12 +1272,12 @@ fn guarantee_that_does_not_fit_changes_nothing() {
         driver: String::new(),
         state: "ok".into(),
     }]);
-    let error = bench.spec(3, promise(0.1)).unwrap_err().to_string();
+    let error = bench.spec(3, guarantee(0.1)).unwrap_err().to_string();
     assert!(error.contains("GPU-0"), "{error}");
     bench.engine.confine(TenantId(3), &["GPU-1".to_owned()]);
-    assert!(bench.spec(3, promise(0.5)).is_err(), "1 may use it, too");
-    bench.spec(1, promise(0.0)).unwrap();
-    bench.spec(3, promise(0.7)).unwrap();
+    assert!(bench.spec(3, guarantee(0.5)).is_err(), "1 may use it, too");
+    bench.spec(1, guarantee(0.0)).unwrap();
+    bench.spec(3, guarantee(0.7)).unwrap();
 }
 
 #[test]

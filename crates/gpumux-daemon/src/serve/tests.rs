@@ -160,7 +160,7 @@ async fn a_tenant_from_its_making_to_its_end() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn what_cannot_be_promised_is_refused_and_changes_nothing() {
+async fn guarantee_that_does_not_fit_is_refused() {
     let dir = TempDir::new().unwrap();
     let driver = Driver::start(dir.path(), "driver.sock");
     let daemon = Running::start(dir.path(), &driver).await;

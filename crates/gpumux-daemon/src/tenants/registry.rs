@@ -1,7 +1,7 @@
-//! All tenants that live: who they are, how long they live, and what they are promised.
+//! All tenants that live: their names and users, how long they live, and their specs.
 //!
-//! A tenant lives while it is held by the process that asked for it, or by a session. What it is
-//! promised is decided by the scheduler; here is only a copy to show and to keep.
+//! A tenant lives while it is held by the process that asked for it, or by a session. Its spec
+//! is decided by the scheduler; here is only a copy to show and to keep.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -688,7 +688,7 @@ impl Tenants {
         let _ = self.scheduler.call(move |engine| engine.forget(id)).await;
     }
 
-    /// Changes what a tenant is promised; what cannot be promised changes nothing.
+    /// Changes a tenant's spec; one that does not fit changes nothing.
     pub(crate) async fn change(
         &self,
         uid: u32,

@@ -382,7 +382,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
                 .domains
                 .first()?;
             Some((
-                domain.promised_share,
+                domain.entitled_share,
                 domain.received_share,
                 domain.received_us,
             ))
@@ -393,7 +393,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
         &node,
         &runtime,
         &mut containers,
-        "three running shares in the order of their promises",
+        "three running shares in the order of their guarantees",
         |tenants| {
             shares(tenants).is_some_and(|shares| {
                 let received: Vec<_> = shares.iter().map(|share| share.1).collect();
@@ -406,7 +406,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
     )
     .await;
 
-    // Resized while it runs: now the second has the larger promise, and gets it.
+    // Resized while it runs: now the second has the larger guarantee, and receives it.
     node.api.annotate(
         "team",
         "first",

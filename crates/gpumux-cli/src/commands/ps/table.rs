@@ -225,7 +225,7 @@ pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> S
                 all.filter(|it| it.device == *device).collect::<Vec<_>>()
             };
             let entitled = device.map(|device| {
-                let shares = domains(device).into_iter().map(|it| it.promised_share);
+                let shares = domains(device).into_iter().map(|it| it.entitled_share);
                 shares.fold(0.0, f64::max)
             });
             let dash = || "-".to_owned();

@@ -20,13 +20,13 @@ use super::{
 const UUID: &str = "GPU-5efc3a7e-70d7-750a";
 const GIB: u64 = 1 << 30;
 
-fn domain(id: u64, promised_share: f64, received_us: u64, waited_us: u64) -> Domain {
+fn domain(id: u64, entitled_share: f64, received_us: u64, waited_us: u64) -> Domain {
     Domain {
         id,
         device: UUID.into(),
         pid: 7,
         demand: Demand::Busy,
-        promised_share,
+        entitled_share,
         received_share: 0.5,
         received_us,
         waited_us,
@@ -141,7 +141,7 @@ fn view(looks: u64, extra: usize) -> View {
                     memory("a-training-with-a-long-name", 4 * GIB, 0),
                 ],
             }],
-            why: "promised  75% of GPU 0\nreceived  25%\nwhy       it has no more work\n\
+            why: "entitled  75% of GPU 0\nreceived  25%\nwhy       it has no more work\n\
                   rest      a-training-with-a-long-name 75%\nto do     nothing"
                 .into(),
             tenants,

@@ -148,7 +148,7 @@ impl View {
                 *most = (most.0.max(received), most.1.max(waiting));
                 let row = rows.entry(&domain.device).or_default();
                 row.device = domain.device.clone();
-                row.share = row.share.max(domain.promised_share);
+                row.share = row.share.max(domain.entitled_share);
             }
             for ((device, group, _), (received, waiting)) in together {
                 match group {

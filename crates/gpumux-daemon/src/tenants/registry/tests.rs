@@ -82,12 +82,12 @@ async fn newcomer_does_not_get_what_a_guarantee_holds() {
     for created in [sure, plain] {
         created.unwrap();
     }
-    let (sure, promised) = placement(&tenants, "sure").await;
+    let (sure, apart) = placement(&tenants, "sure").await;
     let (plain, confined) = placement(&tenants, "plain").await;
     if sure < plain {
-        assert_eq!((promised.way, confined.sm_percent), (Way::Space, Some(40)));
+        assert_eq!((apart.way, confined.sm_percent), (Way::Space, Some(40)));
     } else {
-        assert_eq!((promised.way, confined.sm_percent), (Way::Time, None));
+        assert_eq!((apart.way, confined.sm_percent), (Way::Time, None));
     }
     // One that comes later finds members that keep what they have.
     tenants.create(&peer, auto("late", 0.1)).await.unwrap();

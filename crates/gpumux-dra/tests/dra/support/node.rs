@@ -152,7 +152,7 @@ impl Node {
         }
     }
 
-    /// The promise of a claim's tenant at the daemon.
+    /// The spec of a claim's tenant at the daemon.
     pub async fn tenant(&self, claim: &v1::Claim) -> Option<gpumux_daemon::api::types::Tenant> {
         let tenants = self.daemon.tenants().await.unwrap();
         tenants.into_iter().find(|tenant| {

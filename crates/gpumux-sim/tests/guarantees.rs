@@ -1,4 +1,4 @@
-//! Promises of random mixes of tenants, kept on the hardware model with all delays and costs.
+//! Guarantees of random mixes of tenants, kept on the hardware model with all delays and costs.
 
 use gpumux_core::{Class, policy};
 use gpumux_sim::{Arrival, Mode, Scenario, Work, run};
@@ -20,7 +20,7 @@ fn saturated(tenants: &[(Class, f64)], policy: &str, window_s: f64) -> Scenario 
     Scenario::from_toml(&text).expect("sound")
 }
 
-/// Two to four tenants who are promised the whole device. At most one latency tenant: what several that always
+/// Two to four tenants that are guaranteed the whole device. At most one latency tenant: what several that always
 /// have work get is bounded, but less exact.
 fn mixes() -> impl Strategy<Value = Vec<(Class, f64)>> {
     let class = prop::sample::select(Class::ALL.to_vec());
@@ -65,13 +65,13 @@ proptest! {
         let report = run(&saturated(&tenants, policy, window)).expect("sound");
         for tenant in &report.modes[0].tenants {
             let devices = &report.modes[0].devices;
-            let edge = turn * tenant.promised / window;
+            let edge = turn * tenant.guaranteed / window;
             prop_assert!(
-                tenant.received_of_used >= tenant.promised * 0.99 - 0.001 - edge / 5.0,
+                tenant.received_of_used >= tenant.guaranteed * 0.99 - 0.001 - edge / 5.0,
                 "{tenant:?} with {devices:?}"
             );
             prop_assert!(
-                tenant.window_min >= tenant.promised - 0.015 - edge,
+                tenant.window_min >= tenant.guaranteed - 0.015 - edge,
                 "{tenant:?} in windows of {window} s with {devices:?}"
             );
         }
@@ -97,7 +97,7 @@ proptest! {
         scenario.seconds = 10.0;
         let report = run(&scenario).expect("sound");
         for tenant in &report.modes[0].tenants {
-            let bound = 1e3 * 4.0 * 0.0514 * tenants.len() as f64 / tenant.promised.max(0.05);
+            let bound = 1e3 * 4.0 * 0.0514 * tenants.len() as f64 / tenant.guaranteed.max(0.05);
             prop_assert!(tenant.longest_wait_ms <= bound, "{tenant:?}, at most {bound}");
         }
     }
