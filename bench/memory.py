@@ -16,7 +16,7 @@ when idle) and `cold` (a process is started for the request). Values: time to th
 
 `all`: every part, one after the other; with `--quick` the cases that prove most, in 150 s.
 
-`alloc`: cases by size and by who allocates. Modes `alone` and `gpumux`. Value `pair_us`: one allocation with its release.
+`alloc`: cases by size and allocator. Modes `alone` and `gpumux`. Value `pair_us`: one allocation with its release.
 """
 
 from __future__ import annotations

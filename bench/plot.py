@@ -342,11 +342,13 @@ def outputs(results: Path, pages: Iterable[Path]) -> tuple[dict[Path, str], list
             report = fidelity.table(list(reports.values()), number, title) + "\n"
             text = between(page, text, fidelity.TABLE_BEGIN, fidelity.TABLE_END, report)
         files[page] = text
-        for name in re.findall(r"!\[[^\]]*\]\([^)]*results/([\w.-]+)\.svg\)", text):
+        for folder, name in re.findall(r"!\[[^\]]*\]\(([^)]*/)([\w.-]+)\.svg\)", text):
+            if name not in store.files and not folder.endswith("results/"):
+                continue
             svg = picture(store.files[name]) if name in store.files else None
             if svg is None:
                 raise common.BenchError(f"{page.name}: nothing can be drawn of {name}")
-            files[results / f"{name}.svg"] = svg
+            files[(results if folder.endswith("results/") else page.parent / folder) / f"{name}.svg"] = svg
         if "docs/img/sharing.svg)" in text or 'docs/img/sharing.svg"' in text:
             files[CHART] = chart(store)
     return files, sorted(store.files.keys() - tables)

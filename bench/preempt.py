@@ -105,11 +105,11 @@ def tasks(folder: Path, case: str) -> list[Task]:
     return found
 
 
-# --- who shares a process ------------------------------------------------------------------------
+# --- programs that share a process ---------------------------------------------------------------
 
 
 class Sharing(NamedTuple):
-    """A mode: how its programs share (`stage`: modes of the same stage use the same processes), which tasks share a process, and who hints."""
+    """A mode: how its programs share (`stage`: modes of the same stage use the same processes), which tasks share a process, and which give hints."""
 
     stage: str
     together: str = "task"  # or "class", or "all"

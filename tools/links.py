@@ -40,6 +40,8 @@ def problems(root: Path) -> list[str]:
             file = (page.parent / path).resolve() if path else page
             if not file.exists():
                 found.append(f"{page.relative_to(root)}: {target} is not there")
+            elif page.is_relative_to(root / "docs") and not file.is_relative_to(root / "docs"):
+                found.append(f"{page.relative_to(root)}: {target} is outside the book: name it by its address")
             elif anchor and file.suffix == ".md" and anchor not in anchors(file.read_text()):
                 found.append(f"{page.relative_to(root)}: {target} is no heading there")
     summary = root / "docs/SUMMARY.md"

@@ -131,7 +131,7 @@ fn the_daemon_holds_no_file_of_a_tenant_that_is_gone() {
         files.sort();
         files
     };
-    // It closes the connection of who asked a moment after that has ended.
+    // It closes a process's connection a moment after that process has ended.
     let a_while = Duration::from_millis(100);
     let before = wait_settled("no files come or go", PATIENCE, a_while, files);
     for signal in [Signal::TERM, Signal::KILL] {

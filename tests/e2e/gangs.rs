@@ -131,7 +131,7 @@ fn a_gang_and_its_neighbours_on_single_devices_share() {
         let all = all.concat();
         (all.len() == 4 && all.iter().all(|it| (0.4..0.6).contains(it))).then_some(())
     });
-    // Who stays has all of its device.
+    // A tenant that stays has all of its device.
     gang.kill();
     wait_for("the devices for themselves", PATIENCE, || {
         let all = ["left", "right"].map(|name| share(&node, name)).concat();

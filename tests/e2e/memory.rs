@@ -222,7 +222,7 @@ fn what_is_used_is_seen_and_given_back() {
     let options = "--name holder --memory-guaranteed 100MiB --memory-limit 2GiB";
     let holder = Process::start(&mut node.tenant(options, idle));
     let tenant = node.wait_tenant("holder", |it| bytes(it, "in_use") >= 300 << 20);
-    assert!(bytes(&tenant, "borrowed") >= 200 << 20, "{tenant:#}");
+    assert!(bytes(&tenant, "above_guarantee") >= 200 << 20, "{tenant:#}");
     assert_eq!(bytes(&tenant, "limit"), 2 << 30, "{tenant:#}");
     holder.kill();
     wait_for("the memory of a dead tenant", PATIENCE, || {
@@ -314,7 +314,7 @@ fn checks(node: &Node, memory: &str, seconds: u32) -> Process {
 }
 
 #[test]
-fn who_asked_for_a_move_may_go_away_in_its_middle() {
+fn client_that_asked_for_a_move_may_go_away_in_its_middle() {
     let node = Node::start();
     let worker = checks(&node, "96MiB", 8);
     for _ in 0..5 {
@@ -819,7 +819,7 @@ for how in by_its_failure, by_name, by_event_in_a_thread, by_waiting_for_all:
     own.finish_within(PATIENCE).ok();
 }
 
-/// Its stream is destroyed while the copy has not even begun: who moves the memory waits for it all the same.
+/// Its stream is destroyed while the copy has not even begun: a move of the memory waits for it all the same.
 #[test]
 fn a_copy_that_outlives_its_stream_arrives() {
     const PROGRAM: &str = r#"

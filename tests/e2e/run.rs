@@ -41,7 +41,7 @@ fn programs_that_cannot_run_have_the_shells_codes() {
 #[test]
 fn signals_reach_the_program() {
     let node = Node::start();
-    // Who started the tests may have had signals ignored, as shells do in the background, and what is ignored stays so.
+    // The parent of the tests may have had signals ignored, as shells do in the background, and what is ignored stays so.
     let env = ["run", "--", "env", "--default-signal"];
     let script = "trap 'echo int; exit 3' INT; trap 'echo usr1' USR1; echo ready; while :; do sleep 0.01; done";
     let mut process = Process::start(node.gpumux(env).args(["sh", "-c", script]));
@@ -271,7 +271,7 @@ fn many_at_once_start_one_daemon() {
 #[test]
 fn program_waits_for_a_daemon_that_starts() {
     let node = no_daemon();
-    // It reads this file when it starts, and so waits for who writes it.
+    // It reads this file when it starts, and so waits for its writer.
     let settings = node.dir().join("settings.json");
     Command::new("mkfifo").arg(&settings).run().ok();
     let _slow = Process::start(&mut node.gpumux(["daemon"]));
@@ -413,7 +413,7 @@ fn watched(node: &Node, options: &str, script: &str) -> Process {
     let line = format!("--trust team --restart on-collateral {options}");
     let mut tenant = node.tenant(&line, "sh -c");
     tenant.arg(script);
-    // Who started the tests may have had signals ignored.
+    // The parent of the tests may have had signals ignored.
     let mut command = Command::new("env");
     command.arg("--default-signal").arg(tenant.get_program());
     command.args(tenant.get_args());

@@ -358,7 +358,7 @@ fn web_page_in_a_browser_shows_all_and_changes_none() {
     );
 }
 
-/// The page as a user, its address, and who serves it.
+/// The page as a user, its address, and the process that serves it.
 fn page(node: &Node) -> (Process, String) {
     let mut process = Process::start(&mut node.gpumux(["page"]));
     process.wait_lines(1);

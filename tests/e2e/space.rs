@@ -412,7 +412,7 @@ fn a_fault_ends_the_group_and_nothing_else_and_the_group_comes_back() {
 #[test]
 fn repeated_faulting_client_joins_no_group() {
     if real() {
-        // Who caused a fault is known for sure on the emulated device only.
+        // The faulting client is known for sure on the emulated device only.
         return;
     }
     let node = Node::start();
@@ -446,7 +446,7 @@ fn repeated_faulting_client_joins_no_group() {
 #[test]
 fn repeated_faulting_program_joins_no_group() {
     if real() {
-        // Who caused a fault is known for sure on the emulated device only.
+        // The faulting client is known for sure on the emulated device only.
         return;
     }
     let node = Node::start();
@@ -498,7 +498,7 @@ fn a_fault_runs_a_program_again_once() {
 }
 
 #[test]
-fn who_loses_its_server_is_named_although_it_ends_at_once() {
+fn member_that_loses_its_server_is_named_although_it_ends() {
     // Only of what is one process it is known that it ends.
     if real() {
         return;
@@ -587,7 +587,7 @@ const FAULTS: [(&str, bool); 7] = [
 
 /// Lets a tenant do it, as far as it does anything.
 fn let_fail(node: &Node, options: &str, fault: &str) {
-    // Of its own name, because who took a group down twice joins none any more.
+    // Of its own name, because a tenant that ended its group twice joins none any more.
     let name = format!("faulty-{fault}");
     let killed = ["endless", "kill"].contains(&fault);
     let program = match fault {
@@ -799,7 +799,7 @@ fn process_of_another_trust_domain_cannot_join() {
     let lines = inside.lines();
     inside.wait_lines(lines + 10);
     assert_eq!(node.ps()["faults"].as_array().map(Vec::len), Some(0));
-    // Who came while there was no daemon is found by the next one.
+    // A process that came while there was no daemon is found by the next one.
     node.kill_daemon();
     let mut early = foreign(&node);
     early.wait_lines(1);
@@ -973,7 +973,7 @@ fn a_program_that_ends_before_it_was_measured_is_no_profile() {
 }
 
 #[test]
-fn who_loses_more_in_the_group_than_by_turns_gets_turns_at_its_next_start() {
+fn program_that_loses_more_in_its_group_starts_outside() {
     let node = Node::start();
     // One kernel after the other, each of which waits until the neighbour's long ones leave SMs.
     let program =

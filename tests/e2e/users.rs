@@ -151,7 +151,7 @@ fn another_users_process_cannot_enter_a_group() {
     assert!(domain(&inside)["group"].is_u64(), "{inside:#}");
 }
 
-/// The daemon of root works beside files of the group's user, who may have put there whatever it likes.
+/// The daemon of root works beside files of the group's user, whatever they are.
 #[test]
 fn what_a_user_does_to_its_groups_folder_harms_itself_only() {
     let Some(node) = node_of_root() else { return };

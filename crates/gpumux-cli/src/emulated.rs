@@ -80,7 +80,7 @@ fn links(socket: &Path) -> PathBuf {
     path.into()
 }
 
-/// Makes them. Before the socket: who finds that finds them.
+/// Makes them. Before the socket: a process that finds the socket finds them.
 ///
 /// # Errors
 /// When the library is missing, or they cannot be made.

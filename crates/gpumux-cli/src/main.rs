@@ -32,7 +32,7 @@ Examples:
   gpumux demo                                     see it work; needs no GPU
   gpumux run --class latency -- python serve.py   takes the GPU at once when it has work
   gpumux run --class batch -- python train.py     gets what is left
-  gpumux ps                                       who shares the GPU
+  gpumux ps                                       the tenants that share the GPU
   gpumux top                                      watch them, and change them
   gpumux explain train                            why it receives what it receives
   gpumux run -d -- python train.py                in the background: see stop, kill, wait, logs

@@ -10,7 +10,7 @@ use gpumux_core::{
 /// Divides what is not guaranteed in inverse proportion to the latency objectives.
 struct Objective;
 
-/// Who names no objective is served as if it wanted an answer within a second.
+/// A tenant without an objective is served as if its objective were a second.
 const PATIENT: Micros = Micros::from_secs(1);
 
 impl Division for Objective {

@@ -1,4 +1,4 @@
-//! Who got how much of a device: accounted from what the controls allow and what demand says.
+//! How much of a device each tenant received: accounted from what the controls allow and what demand says.
 //!
 //! The hardware goes round the enabled groups that have work and gives each its slice, so in an interval
 //! in which nothing changed each of them received `(slice - restore) / sum of (slice + switch)` of it. A latency domain's

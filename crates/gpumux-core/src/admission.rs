@@ -91,7 +91,7 @@ pub enum Refusal {
         "{user} may not have tenants of class {asked}: use {allowed}, or ask the administrator (`classes` in gpumux.toml)"
     )]
     Class {
-        /// Who asked.
+        /// The tenant that asked.
         user: String,
         /// For which class.
         asked: Class,
@@ -104,7 +104,7 @@ pub enum Refusal {
          another guarantee, or ask the administrator (`{key}` in gpumux.toml)"
     )]
     User {
-        /// Who asked.
+        /// The tenant that asked.
         user: String,
         /// What was asked.
         asked: Quantity,

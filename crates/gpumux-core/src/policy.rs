@@ -40,7 +40,7 @@
 //! that instead of 1 µs. A tenant that launches kernel by kernel then costs its neighbours less time for switching.
 //!
 //! # Ties
-//! Equal deadlines: who became the owner longest ago, then the lower id. Nothing depends on hash order or on a clock.
+//! Equal deadlines: the domain that became the owner longest ago, then the lower id. Nothing depends on hash order or on a clock.
 
 mod divide;
 mod fixed;

@@ -56,7 +56,7 @@ impl FromStr for Class {
     }
 }
 
-/// Who may take the device for a `latency` tenant before its work arrives.
+/// What may take the device for a `latency` tenant before its work arrives.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Hints {
@@ -126,7 +126,7 @@ pub struct TenantSpec {
     /// How long a request of a `latency` tenant may take, in µs. With one, it waits up to a tenth of that, and
     /// 2 ms, for others: that spares them switches between its kernels. Without, it never waits.
     pub latency_objective_us: Option<u64>,
-    /// Who may take the device before its work arrives.
+    /// What may take the device before its work arrives.
     pub hints: Hints,
     /// Bytes of each device's memory that it always gets when it wants them.
     pub memory_guaranteed: u64,

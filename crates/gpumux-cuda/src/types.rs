@@ -75,7 +75,7 @@ impl CUmemAllocationProp {
     }
 }
 
-/// `CUmemAccessDesc`: who may access a mapping, and how.
+/// `CUmemAccessDesc`: the device that may access a mapping, and how.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct CUmemAccessDesc {

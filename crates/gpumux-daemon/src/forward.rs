@@ -1,4 +1,4 @@
-//! The web page for one user: a local TCP address that forwards to the daemon's Unix socket, where the daemon can tell who the user is.
+//! The web page for one user: a local TCP address that forwards to the daemon's Unix socket, where the kernel names the user to the daemon.
 //!
 //! Every process of the machine reaches a local TCP address, and so does every site in the user's browser. So each request but the
 //! one for the page itself, which holds no data, must carry a secret of this address. The page gets it behind the `#` of its URL,

@@ -110,7 +110,7 @@ pub(crate) struct Groups {
     table: Mutex<BTreeMap<Key, Arc<Group>>>,
     /// Receives a notice when a server is gone.
     failures: OnceLock<UnboundedSender<Failure>>,
-    /// Who knows whose process is whose.
+    /// Finds the tenant of a process.
     tenants: OnceLock<Weak<Tenants>>,
 }
 
@@ -593,7 +593,7 @@ impl Groups {
             let line = format!("{question}\n");
             input.write_all(line.as_bytes()).await.ok()?;
             drop(input);
-            // Who answers is a process of the user.
+            // The one that answers is a process of the user.
             let mut text = String::new();
             let mut output = asked.stdout.take()?.take(MAX_ANSWER);
             output.read_to_string(&mut text).await.ok()?;

@@ -264,7 +264,7 @@ impl Drop for RuntimeDir {
     }
 }
 
-/// Lets every local user connect to a socket. Who may do what is decided by peer credentials,
+/// Lets every local user connect to a socket. Permissions are decided by peer credentials,
 /// and the users that get here at all by the directory.
 pub(crate) fn open_to_all(socket: &Path) -> io::Result<()> {
     std::fs::set_permissions(socket, Permissions::from_mode(0o666))
@@ -292,7 +292,10 @@ mod tests {
         assert!(!taken(&path));
         let pipe = parent.path().join("lock");
         mknodat(CWD, pipe, FileType::Fifo, Mode::RWXU, 0).unwrap();
-        assert!(!taken(parent.path()), "nobody waits for who writes it");
+        assert!(
+            !taken(parent.path()),
+            "a reader without a writer does not wait"
+        );
         let _second = RuntimeDir::take(path.clone()).unwrap();
         assert!(
             !session_socket(&path).exists(),

@@ -292,7 +292,7 @@ pub(crate) struct Peer {
 }
 
 impl Peer {
-    /// Who it is, by what the kernel reports of its socket.
+    /// Its process and user, as the kernel reports them of its socket.
     pub(crate) fn new(pid: u32, uid: u32, fd: Option<ProcessFd>) -> Self {
         let process = ProcessId::of(pid);
         Self {
@@ -350,7 +350,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_peer_is_who_connected() {
+    fn peer_is_the_process_that_connected() {
         let (a, _b) = UnixStream::pair().unwrap();
         let (pid, uid) = credentials(&a).unwrap();
         let peer = Peer::new(pid, uid, pidfd(&a).map(ProcessFd::from));

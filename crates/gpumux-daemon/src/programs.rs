@@ -313,7 +313,7 @@ fn observations<'a>(
     found
 }
 
-/// Those who had as many working neighbours as in the while before, which `beside` says: where one began or ended to work in between,
+/// Those that had as many working neighbours as in the while before, which `beside` says: where one began or ended to work in between,
 /// it is not known for how much of the time it did. So the first while of a program, in which it gets ready, is left out too.
 fn steady<'a>(
     beside: &mut BTreeMap<TenantId, u32>,
@@ -447,7 +447,7 @@ mod tests {
     }
 
     #[test]
-    fn who_rests_beside_a_busy_neighbour_is_not_slowed_down_by_it() {
+    fn idle_program_is_not_slowed_down_by_a_busy_neighbour() {
         let tenants = [tenant(1, "rests", None), tenant(2, "works", None)];
         let look = |works: u64, busy_us: u64| -> BTreeMap<TenantId, Sight> {
             let mut rests = sight(1, Some(7), works / 10);

@@ -223,7 +223,7 @@ impl Sessions {
         let mut users = self.users.lock().unwrap_or_else(PoisonError::into_inner);
         let all = users.values().sum();
         let own = users.entry(uid).or_default();
-        // Some places are root's: it must be able to see, and to end, who fills the others.
+        // Some places are root's: it must be able to see, and to end, the processes that fill the others.
         let most = match uid {
             0 => self.max,
             _ => self.max - self.max / RESERVE,

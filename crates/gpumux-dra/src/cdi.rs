@@ -1,5 +1,5 @@
 //! CDI files, of claims and of whole nodes: what the container runtime adds to a container that uses them. No image changes, no
-//! privilege: device nodes, the driver's and gpumux's libraries, the session socket, and who the container is.
+//! privilege: device nodes, the driver's and gpumux's libraries, the session socket, and the container's tenant.
 
 use std::{
     fs, io,
@@ -600,7 +600,7 @@ mod tests {
         let env = |device: usize| json["devices"][device]["containerEdits"]["env"].to_string();
         assert!(env(0).contains(&format!("CUDA_VISIBLE_DEVICES={first},{second}")));
         assert!(env(1).contains(&format!("CUDA_VISIBLE_DEVICES={second},{first}")));
-        // Who only looks has the driver and its device, and is no tenant.
+        // A container that only looks has the driver and its device, and is no tenant.
         assert!(env(2).contains(&format!("CUDA_VISIBLE_DEVICES={second}\"")));
         assert!(!env(2).contains("GPUMUX") && !env(2).contains("LD_PRELOAD"));
         let mounts = json["devices"][2]["containerEdits"]["mounts"].to_string();

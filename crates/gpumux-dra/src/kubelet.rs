@@ -240,7 +240,7 @@ fn hold(path: &Path) -> Result<File, KubeletError> {
 
 fn listen(path: &Path) -> Result<impl Stream<Item = io::Result<Lenient>> + use<>, KubeletError> {
     let failed = |e| KubeletError::Io(path.to_owned(), e);
-    // We hold the lock: who bound it is gone.
+    // We hold the lock: the process that bound it is gone.
     match fs::remove_file(path) {
         Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(failed(error)),
         _ => {}

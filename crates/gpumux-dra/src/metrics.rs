@@ -51,7 +51,7 @@ pub struct User {
     pub container: String,
 }
 
-/// Who uses a claim, by namespace and name.
+/// The pods that use a claim, by namespace and name.
 pub type Users = BTreeMap<(String, String), Vec<User>>;
 
 /// Asks the kubelet which containers use which claims.
@@ -102,7 +102,7 @@ pub struct Facts {
     pub records: Vec<Arc<Record>>,
     /// The daemon's tenants.
     pub tenants: Vec<Tenant>,
-    /// Who uses the claims.
+    /// The pods that use the claims.
     pub users: Users,
     /// What is published.
     pub published: Published,
@@ -371,7 +371,7 @@ fn pairs(labels: &[(&str, &str)]) -> String {
 pub struct Endpoints {
     /// For records, devices and the daemon.
     pub engine: Engine,
-    /// The kubelet's socket that says who uses what.
+    /// The kubelet's socket that lists the devices of each pod.
     pub pod_resources: PathBuf,
     /// Follows the publisher.
     pub published: watch::Receiver<Published>,

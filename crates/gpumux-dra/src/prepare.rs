@@ -432,7 +432,7 @@ fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> 
 }
 
 /// Which shares are one tenant: a guarantee holds on each device of a tenant, so shares of the same size on several devices
-/// are one, as a job on several devices needs. Shares of one device never are, and who only looks is none.
+/// are one, as a job on several devices needs. Shares of one device never are, and a share that only looks is none.
 fn group(shares: &[Share]) -> Vec<Option<usize>> {
     let mut groups: Vec<Vec<&Share>> = Vec::new();
     shares

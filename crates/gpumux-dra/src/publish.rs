@@ -48,7 +48,7 @@ pub struct Published {
     pub looked: bool,
 }
 
-/// Who the node is.
+/// The node's name and identity.
 ///
 /// # Errors
 /// The API server does not know it, or does not answer.

@@ -70,7 +70,7 @@ impl Mapping {
     }
 }
 
-/// Who touches memory: a context's device, and the devices to whose memory it has access, a bit each.
+/// An access to memory: a context's device, and the devices to whose memory it has access, a bit each.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Viewer {
     pub(crate) device: u32,

@@ -202,7 +202,7 @@ fn start() -> std::result::Result<Process, StartError> {
 
 /// The devices that `CUDA_VISIBLE_DEVICES` lists, by number or by (the start of) UUID, up to the first
 /// that does not exist; without a list all. Partitioned GPUs are none; a MIG instance is seen by its UUID, or where there
-/// is no other device, the first as number 0. Who sees an instance sees nothing else.
+/// is no other device, the first as number 0. A process that sees an instance sees nothing else.
 fn visible(devices: &[Device], list: Option<&str>) -> Vec<Device> {
     let is_instance = |device: &&Device| device.info.instance.is_some();
     let is_whole = |device: &&Device| {

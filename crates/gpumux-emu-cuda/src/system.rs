@@ -230,7 +230,7 @@ fn parameters(number: u8, arg: &[u8]) -> Option<(u64, u32)> {
 pub(crate) mod outward {
     use super::*;
 
-    /// Who defines this function for the process: the first preloaded library that does. When none does (this
+    /// The library that defines this function for the process: the first preloaded library that does. When none does (this
     /// library was not preloaded), it is ours.
     fn find(name: &CStr) -> Option<*mut c_void> {
         // SAFETY: the name is terminated.

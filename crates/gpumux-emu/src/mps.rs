@@ -196,7 +196,7 @@ struct Server {
 
 #[derive(Default)]
 struct State {
-    /// Pids of those who share.
+    /// Pids of its clients.
     clients: Vec<u32>,
     /// A client faulted: no new one until all have gone.
     faulted: bool,

@@ -290,7 +290,7 @@ pub enum Command {
         /// And that of the others in its group.
         all: bool,
     },
-    /// The program destroys the context. Who goes without that has died, or left its work behind.
+    /// The program destroys the context. A program that goes without that has died, or left its work behind.
     End,
 }
 

@@ -81,7 +81,7 @@ pub struct Run {
     pub moves: usize,
 }
 
-/// Who chooses places.
+/// The planner that chooses places.
 #[derive(Clone, Copy, Debug)]
 pub enum Policy {
     /// A known rule.

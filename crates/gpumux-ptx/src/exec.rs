@@ -386,7 +386,7 @@ impl Turn {
                 return Ok(true);
             }
             resumed |= block.open_barriers();
-            // Who computes for long may wait for another block as well: it is that one's turn.
+            // A block that computes for long may wait for another one as well: it is that one's turn.
             if only_turns && !resumed && self.stats.instructions > before {
                 return Ok(false);
             }

@@ -2,7 +2,7 @@
 //! shared memory, atomics, barriers, warp functions, calls and `printf`.
 //!
 //! [`Module::parse`] reads text into kernels whose instructions are resolved; an instruction that is not known makes
-//! only its own kernel unusable ([`Kernel::usable`]). A [`Run`] executes one launch step by step, so that who drives
+//! only its own kernel unusable ([`Kernel::usable`]). A [`Run`] executes one launch step by step, so that the caller that drives
 //! it can stop in between: blocks take turns, and so do the threads of a block, hence a thread that waits for another one's
 //! store gets it. Threads of a warp do not run in lockstep; warp functions wait for all the lanes that they name.
 //!

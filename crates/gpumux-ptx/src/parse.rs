@@ -100,7 +100,7 @@ struct Raw {
     problem: Option<String>,
 }
 
-/// Who can see a name of the module.
+/// Where a name of the module is visible.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Linkage {
     /// Its own text.

@@ -96,7 +96,7 @@ pub(crate) fn try_through<R>(call: impl FnOnce() -> R) -> Option<R> {
 }
 
 /// Makes the program's call once the gate is open, and does not count it: for calls that only wait for work. They are no
-/// reason not to close the gate, but who begins to wait while its memory is away wants it back.
+/// reason not to close the gate, but a thread that begins to wait while its memory is away needs it back.
 #[inline]
 pub(crate) fn after<R>(real: impl FnOnce() -> R) -> R {
     while DEPTH.get() == 0 && CLOSED.load(Ordering::SeqCst) {
@@ -124,7 +124,7 @@ fn wait() {
     }
 }
 
-/// Waits until the gate is open, a while: for those who do not touch memory, but wait for the device.
+/// Waits until the gate is open, a while: for threads that do not touch memory, but wait for the device.
 fn await_open(patience: Duration) {
     let deadline = Instant::now() + patience;
     while CLOSED.load(Ordering::SeqCst) && Instant::now() < deadline {

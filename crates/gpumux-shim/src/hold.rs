@@ -200,7 +200,7 @@ struct Later {
     at: u64,
     /// `None`: all.
     device: Option<c_int>,
-    /// Who hinted.
+    /// Where the hint came from.
     context: Option<u64>,
 }
 

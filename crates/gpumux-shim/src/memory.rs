@@ -533,7 +533,7 @@ fn in_time<T>(mut attempt: impl FnMut() -> Result<T, Refused>) -> Result<T, CUre
     Err(OUT_OF_MEMORY)
 }
 
-/// Who gives no memory.
+/// What gives no memory.
 enum Refused {
     ByBooks,
     ByDriver(CUresult),

@@ -109,7 +109,7 @@ impl Agent {
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
-/// Its agent, for who may not wait. A forked child has none; one of vfork sees its parent's, but calls no CUDA.
+/// Its agent, for callers that may not wait. A forked child has none; one of vfork sees its parent's, but calls no CUDA.
 static AGENT: AtomicPtr<Agent> = AtomicPtr::new(ptr::null_mut());
 
 /// This process's picture, made at its first use. `None` in a child that shares its parent's memory.

@@ -36,7 +36,7 @@ const STACK: usize = 256 << 10;
 /// A group's controls, and the timeslice in µs that its driver library gave it.
 type GroupControls = (Box<dyn Controls>, u64);
 
-/// Who controls the groups.
+/// What controls the groups.
 #[derive(Debug)]
 enum Phase {
     /// A daemon; one of revision 0 has no lease.

@@ -1,4 +1,4 @@
-//! Scenarios: who shares which devices, what they ask for, and how the devices are run.
+//! Scenarios: tenants and their devices, what they ask for, and how the devices are run.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
@@ -27,7 +27,7 @@ pub enum Mode {
     Mps,
     /// A daemon with a policy; each in a context of its own.
     Gpumux,
-    /// The same; who names a trust domain may share its group.
+    /// The same; a tenant that names a trust domain may share its group.
     Space,
     /// The same with equal parts of the SMs in groups.
     Equal,
@@ -93,7 +93,7 @@ pub struct Scenario {
     /// Weights of users; 1 for those that are not named.
     #[serde(default)]
     pub users: BTreeMap<String, f64>,
-    /// Who shares the devices.
+    /// The tenants that share the devices.
     #[serde(rename = "tenant")]
     pub tenants: Vec<Tenant>,
     /// Request traces by name, set with [`Scenario::add_trace`].

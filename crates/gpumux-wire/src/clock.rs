@@ -8,7 +8,7 @@ pub(crate) fn now_ns() -> u64 {
         .wrapping_add(now.tv_nsec as u64)
 }
 
-/// Milliseconds by the machine's monotonic clock, as far as they fit: who compares two must mind that they begin anew.
+/// Milliseconds by the machine's monotonic clock, as far as they fit: a comparison of two must mind that they begin anew.
 pub(crate) fn now_ms() -> u32 {
     (now_ns() / 1_000_000) as u32
 }

@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 pub const PROTOCOL: u32 = 7;
 
 /// What was added to [`PROTOCOL`] since. Each side says its own: the shim in its page of counters
-/// ([`crate::page::Page::revision`]), the daemon in its lease ([`crate::lease::Leased::revision`]); who says nothing has 0.
+/// ([`crate::page::Page::revision`]), the daemon in its lease ([`crate::lease::Leased::revision`]); a side that sends none has 0.
 /// A side sends nothing that the other side's revision lacks, so that libraries and daemons of different revisions work
 /// together, with what both have. Additions stand at the ends of the enumerations.
 ///

@@ -13,7 +13,7 @@ Examples:
   gpumux memory
   gpumux memory --json | jq '.devices[].tenants[] | {tenant, in_use, swapped}'
 
-OCCUPIED is what contexts and programs that are no tenants take. BORROWED is what a tenant has beyond its \
+OCCUPIED is what contexts and programs that are no tenants take. ABOVE is what a tenant has beyond its \
 guarantee: it is taken back when others are entitled to it. PINNED cannot be moved to the host.";
 
 /// Show what each tenant has of each device's memory
@@ -74,7 +74,7 @@ fn table(device: &DeviceMemory) -> String {
         "IN USE",
         "GUARANTEED",
         "LIMIT",
-        "BORROWED",
+        "ABOVE",
         "PINNED",
         "SWAPPED",
     ];
@@ -85,7 +85,7 @@ fn table(device: &DeviceMemory) -> String {
             bytes(tenant.in_use),
             bytes(tenant.guaranteed),
             tenant.limit.map_or_else(|| "-".to_owned(), bytes),
-            bytes(tenant.borrowed),
+            bytes(tenant.above_guarantee),
             bytes(tenant.pinned),
             bytes(tenant.swapped),
         ]);

@@ -1,4 +1,4 @@
-//! `gpumux ps`: who shares the GPUs, what each is guaranteed and what it receives.
+//! `gpumux ps`: the tenants of the GPUs, what each is guaranteed and what it receives.
 
 mod table;
 

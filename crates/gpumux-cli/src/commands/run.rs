@@ -342,7 +342,7 @@ pub(super) fn make(tenant: &NewTenant) -> Result<Created, Failure> {
     })
 }
 
-/// Asks until it is clear whether there is a daemon: one that starts, ends or has just ended is waited for, and for who follows it. A
+/// Asks until it is clear whether there is a daemon: one that starts, ends or has just ended is waited for, and so is its successor. A
 /// second daemon beside that would do harm.
 fn settled<T>(ask: impl Fn() -> Result<T, ClientError>) -> Result<T, ClientError> {
     let asked = Instant::now();

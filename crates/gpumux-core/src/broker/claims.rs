@@ -1,4 +1,4 @@
-//! Claims: what tenants lack, in which order they are served, and who gives way.
+//! Claims: what tenants lack, in which order they are served, and which others give way.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -528,7 +528,7 @@ impl Broker {
     }
 }
 
-/// Who gives how much, in this order; none if it does not suffice.
+/// The tenants that give, and how much, in this order; none if it does not suffice.
 fn choose(missing: u64, offers: &[Offer]) -> Option<Vec<(TenantId, u64)>> {
     let mut left = missing;
     let mut chosen = Vec::new();

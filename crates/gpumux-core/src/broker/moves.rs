@@ -261,7 +261,7 @@ impl Broker {
                     return;
                 };
                 match (leaving.step, leaving.round.refused.take()) {
-                    // Room came free otherwise, or who lacked it has gone.
+                    // Room came free otherwise, or the tenant that lacked it has gone.
                     (Step::Quiesce, None) if !needed => self.undo(id, out),
                     (Step::Quiesce, None) => {
                         leaving.step = Step::Freeze;

@@ -15,7 +15,7 @@ pub const WORTH: f64 = 0.02;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Rule {
-    /// Who gains most by it, by weight: the sum of weighted utilities is largest.
+    /// To the members that gain most by it, by weight: the sum of weighted utilities is largest.
     Utility,
     /// The one with the fewest SMs; weights don't count.
     MaxMin,

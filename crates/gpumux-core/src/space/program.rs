@@ -24,7 +24,7 @@ pub struct Observation {
     pub seconds: f64,
     /// Seconds of that in which it, or its group, had work and others had the device.
     pub waited: f64,
-    /// Seconds of that in which it had work itself: while it waits the others of its group may be those who do.
+    /// Seconds of that in which it had work itself: while it waits, the work may be that of others in its group.
     pub busy: f64,
     /// Pieces of work that it gave to the device.
     pub work: u64,
@@ -82,7 +82,7 @@ impl Program {
         &self.curve
     }
 
-    /// Its curve, if more of it is known than one point: a line tells nothing about who makes most of the SMs.
+    /// Its curve, if more of it is known than one point: a line does not show which program gains most from SMs.
     pub fn utility(&self) -> Option<&Curve> {
         (self.curve.points().count() > 1).then_some(&self.curve)
     }
@@ -249,7 +249,7 @@ mod tests {
     }
 
     #[test]
-    fn who_rests_half_of_the_time_loses_less_by_turns() {
+    fn program_idle_half_of_the_time_loses_less_by_turns() {
         let mut program = Program::default();
         let lazy = Observation {
             busy: 0.5,

@@ -83,7 +83,7 @@ pub struct Applicant<'a> {
     pub trust: Option<&'a str>,
     /// Its class.
     pub class: Class,
-    /// Who else is in the group of that trust domain *and of the same user*.
+    /// The other members of the group of that trust domain *and of the same user*.
     pub members: usize,
     /// How many members a group can have.
     pub room: usize,
@@ -106,7 +106,7 @@ pub struct Decision {
     pub reason: String,
 }
 
-/// Who took a group down so often joins none any more.
+/// A tenant that ended its group so often joins none any more.
 const FAULTS: u32 = 2;
 /// A program stays in the group unless turns serve it better by this factor: less may be noise.
 const BETTER: f64 = 1.05;
@@ -405,7 +405,7 @@ mod tests {
     }
 
     #[test]
-    fn who_makes_little_of_more_sms_leaves_them_to_others() {
+    fn member_that_gains_little_from_sms_leaves_them_to_others() {
         let spec = TenantSpec::default();
         let small = Curve::measured([(20, 0.9), (50, 0.95), (100, 1.0)]);
         let large = Curve::measured([(25, 0.25), (50, 0.5), (75, 0.75), (100, 1.0)]);
@@ -463,7 +463,7 @@ mod tests {
     }
 
     #[test]
-    fn who_may_take_what_another_is_guaranteed_hinders_it() {
+    fn member_without_a_bound_hinders_one_with_a_guarantee() {
         assert!(hinders(None, 0.01) && hinders(Some(11), 0.9) && hinders(Some(67), 0.334));
         assert!(!hinders(None, 0.0) && !hinders(Some(10), 0.9) && !hinders(Some(66), 0.334));
     }

@@ -851,7 +851,7 @@ mod tests {
             guaranteed: 0,
             limit: None,
             in_use: 0,
-            borrowed: 0,
+            above_guarantee: 0,
             pinned: 0,
             swapped: 3 << 30,
         }];

@@ -1,4 +1,4 @@
-//! `/v1/history`: who had what in the last minutes; a sample is taken each second.
+//! `/v1/history`: time and memory of tenants and devices in the last minutes; a sample is taken each second.
 
 use std::{
     sync::{Arc, Mutex, PoisonError},
@@ -106,7 +106,7 @@ pub(super) struct Asked {
     span: Option<String>,
 }
 
-/// Who had what: the last five minutes by the second, or the last hour by ten seconds.
+/// Time and memory of tenants and devices: the last five minutes by the second, or the last hour by ten seconds.
 #[utoipa::path(
     get, path = "/v1/history",
     params(("span" = Option<String>, Query, description = "`5m` (if not given) or `1h`")),

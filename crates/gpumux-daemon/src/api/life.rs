@@ -41,7 +41,7 @@ pub(super) struct Since {
     after: Option<u64>,
 }
 
-/// Who follows events: the last one sent, those to be sent, whether it is a local user, and its place.
+/// A client that follows events: the last one sent, those to be sent, whether it is a local user, and its place.
 type Following = (
     Arc<Api>,
     u64,

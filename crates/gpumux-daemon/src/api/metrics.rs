@@ -283,11 +283,11 @@ const MEMORY: [Shown<MemoryShare>; 5] = [
     ),
     (
         (
-            "gpumux_tenant_memory_borrowed",
+            "gpumux_tenant_memory_above_guarantee",
             Some("bytes"),
             "Memory of the device that the tenant has above its guarantee.",
         ),
-        |m| m.borrowed as f64,
+        |m| m.above_guarantee as f64,
     ),
     (
         (
@@ -900,7 +900,7 @@ pub(crate) mod tests {
                     guaranteed: 4 << 20,
                     limit: None,
                     in_use: 5 << 20,
-                    borrowed: 1 << 20,
+                    above_guarantee: 1 << 20,
                     pinned: 2 << 20,
                     swapped: 3 << 20,
                 }],

@@ -93,7 +93,7 @@ pub(crate) struct Api {
     pub(crate) started: Instant,
     /// The TCP address that is listened on.
     pub(crate) listen: Option<SocketAddr>,
-    /// What was sent last, and when it was made: all who watch share it.
+    /// What was sent last, and when it was made: all watchers share it.
     pub(crate) live: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
     pub(crate) past: history::Past,
 }
@@ -127,7 +127,7 @@ pub(crate) async fn serve(
     }
 }
 
-/// Serves those who only look, on TCP, until told to stop.
+/// Serves clients that only read, on TCP, until it is stopped.
 pub(crate) async fn serve_tcp(
     api: Arc<Api>,
     listener: TcpListener,
@@ -280,7 +280,7 @@ impl Place {
         let mut table = users.lock().unwrap_or_else(PoisonError::into_inner);
         let all: usize = table.values().sum();
         let own = table.entry(uid).or_default();
-        // Root must be able to see, and to end, who fills the others.
+        // Root must be able to see, and to end, the processes that fill the others.
         let (most_own, most) = match uid {
             0 => (usize::MAX, MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2),
             _ => (MAX_CONNECTIONS.0, MAX_CONNECTIONS.1),
@@ -592,7 +592,7 @@ fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
         guaranteed: entry.share.guaranteed,
         limit: Some(entry.share.limit).filter(|limit| *limit != u64::MAX),
         in_use: entry.holding.resident(),
-        borrowed: entry.borrowed(),
+        above_guarantee: entry.borrowed(),
         pinned: entry.holding.pinned,
         swapped: entry.holding.swapped,
     }

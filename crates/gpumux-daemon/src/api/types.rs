@@ -232,7 +232,7 @@ pub struct Spec {
     pub weight: f64,
     /// Latency objective of one request in µs, if it has one.
     pub latency_objective_us: Option<u64>,
-    /// Who may take the device for a latency tenant before its work arrives.
+    /// What may take the device for a latency tenant before its work arrives.
     #[schema(value_type = String, pattern = "^(auto|manual|off)$")]
     pub hints: Hints,
     /// Bytes of each device's memory that it always gets when it wants them.
@@ -334,7 +334,7 @@ pub struct SpecChange {
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
     #[schema(value_type = Option<u64>)]
     pub latency_objective_us: Option<Option<u64>>,
-    /// Who may take the device for a latency tenant before its work arrives.
+    /// What may take the device for a latency tenant before its work arrives.
     #[serde(skip_serializing_if = "Option::is_none")]
     #[schema(value_type = Option<String>, pattern = "^(auto|manual|off)$")]
     pub hints: Option<Hints>,
@@ -667,7 +667,7 @@ pub struct MemoryShare {
     /// What it has on the device.
     pub in_use: u64,
     /// Of that, what is above its guarantee.
-    pub borrowed: u64,
+    pub above_guarantee: u64,
     /// Of that, what cannot be moved.
     pub pinned: u64,
     /// What it has on the host.

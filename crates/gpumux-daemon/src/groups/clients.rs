@@ -1,4 +1,4 @@
-//! Who may be in a group. A process of the same user finds every group, whatever its own is, by its folder: it is ended when
+//! Which processes may be in a group. A process of the same user finds every group, whatever its own is, by its folder: it is ended when
 //! the server reports that it has a context. Not before, as it can do no harm, and as NVIDIA's server hangs at times when a client
 //! dies while it connects (driver 580.159.04).
 

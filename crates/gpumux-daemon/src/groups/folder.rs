@@ -1,7 +1,7 @@
 //! A group's folder.
 //!
 //! It belongs to the daemon, and so does what the control daemon and its server say (`control.out`). Only `pipe` and `log` in
-//! it are the group's user's, who may put there what it likes: no path leads through them, and nothing in them is read.
+//! it are the group's user's, and may be anything: no path leads through them, and nothing in them is read.
 
 use std::{
     fs::{self, DirBuilder, File, OpenOptions, Permissions},

@@ -202,7 +202,7 @@ async fn stopped_server_is_reported_without_being_asked() {
 
 /// Members that lose their server may all have ended before their control daemon does.
 #[tokio::test]
-async fn who_ends_just_after_the_last_member_has_failed_all_the_same() {
+async fn server_that_ends_just_after_its_last_member_has_failed() {
     let node = Node::new();
     let groups = node.load();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();

@@ -237,7 +237,7 @@ impl Device {
         Some(used_by.get(&pid).copied().unwrap_or(0.0))
     }
 
-    /// Who uses it.
+    /// Its users: tenants and other processes.
     pub(super) fn tenants(&self) -> BTreeSet<TenantId> {
         let domains = self.domains.values();
         domains.map(|domain| domain.who.tenant).collect()

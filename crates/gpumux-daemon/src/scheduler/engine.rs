@@ -664,7 +664,7 @@ impl Engine {
     /// nothing is known of such a group, or too much is held for it.
     pub(crate) fn hold(&mut self, of: &Left, files: Vec<OwnedFd>) -> Option<Arc<[OwnedFd]>> {
         let (now, files) = (self.now(), Arc::from(files));
-        // Who exits frees its part of the group first.
+        // A process that exits frees its part of the group first.
         let freed = |id: &SessionId| {
             let met = self.sessions.get(id).filter(|met| met.freed.is_some())?;
             self.placed.get(&met.tenant).cloned()

@@ -232,7 +232,7 @@ impl Engine {
             }
             Command::Answer(request, result) => {
                 if let Some(answer) = self.moves.requests.remove(&request) {
-                    // Who asked may have gone.
+                    // The process that asked may have gone.
                     let _ = answer.send(result);
                 }
             }

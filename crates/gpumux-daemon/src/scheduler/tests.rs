@@ -1,4 +1,4 @@
-//! The scheduler on controls that only write down who pulled them, and on a clock that only they move.
+//! The scheduler on controls that only record their calls, and on a clock that only they move.
 
 use std::{
     collections::BTreeMap,
@@ -608,7 +608,7 @@ fn process_that_lost_its_group_neither_runs_nor_waits_unbounded() {
 }
 
 #[test]
-fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_for_a_while() {
+fn ended_member_is_remembered_with_its_work_for_a_while() {
     let mut bench = Bench::new();
     let mut files = Vec::new();
     for (n, group) in [
@@ -628,7 +628,7 @@ fn who_ended_is_remembered_with_the_work_that_it_had_until_its_group_fails_or_fo
     bench.run(Micros::from_secs(1));
     // Its last piece of work was done, although the daemon has not looked since.
     bench.pages[1].slot(3).unwrap().complete(1);
-    // Who exits frees what it has first.
+    // A process that exits frees what it has first.
     bench.engine.gone(SessionId(6), 6);
     for n in [2, 3, 4, 6] {
         bench.engine.leave(SessionId(n), false);

@@ -287,7 +287,7 @@ async fn what_is_no_hello_is_refused() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
-async fn who_never_says_hello_is_let_go() {
+async fn client_without_an_introduction_loses_its_connection() {
     let node = Node::start(16).await;
     let silent = node.connect();
     node.session().await;

@@ -23,7 +23,7 @@ pub(super) struct Faults {
     pub(super) number: u64,
     /// What became of groups, those that have ended too, by name.
     pub(super) counts: BTreeMap<String, GroupCounts>,
-    /// Who took a group down how often.
+    /// Crash counts.
     pub(super) faulting_clients: BTreeMap<CrashCount, u32>,
 }
 
@@ -245,7 +245,7 @@ mod tests {
                 Some(2),
             ),
             (
-                // Who had work need not be who did it.
+                // A client that had work need not be the faulting client.
                 vec![crash(1, 700, false), crash(2, 700, true)],
                 "",
                 2,

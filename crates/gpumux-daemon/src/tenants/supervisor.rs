@@ -1,4 +1,4 @@
-//! Deals with groups that fail: who caused it, whom it ended, and the group's new start.
+//! Deals with groups that fail: the faulting client, the members that it ended, and the group's new start.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn who_took_groups_down_is_known_again_by_its_name_or_else_its_program() {
+    async fn crash_count_is_found_by_name_or_else_by_program() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = with_groups(&dir, CONTROL).await;
         let unnamed = |fingerprint: &str| NewTenant {

@@ -347,7 +347,7 @@ async fn programs_in_containers_get_the_shares_of_their_claims() {
         let devices = &devices[0].cdi_device_ids;
         containers.push(runtime.run(&dir, &cdi_dir, devices, &program).await);
     }
-    // What is in a container: who it is, and no way to the daemon's API.
+    // What is in a container: its tenant, and no way to the daemon's API.
     let look = "ls /usr/local/gpumux/run; env; id -u; ls /dev";
     let devices = kubelet.prepare_one(&claims[0]).await.unwrap();
     let dir = scratch.path().join("look");

@@ -44,7 +44,7 @@ const ACCEPT_PAUSE: u64 = 100_000_000;
 
 pub(super) struct Connection {
     socket: OwnedFd,
-    /// Who opened it: owner of its memory.
+    /// The process that opened it: owner of its memory.
     pub(super) pid: u32,
     pub(super) role: Role,
     /// What could not be sent yet.

@@ -1,4 +1,4 @@
-//! The kernel driver's resource manager: clients, their objects, and who may name them.
+//! The kernel driver's resource manager: clients, their objects, and the processes that may name them.
 //!
 //! Strict as the real one: a client belongs to the open control file that made it, and a call
 //! through another file gets `INVALID_CLIENT`, whatever its rights. Sizes must be exact. What the calls mean for the
@@ -34,7 +34,7 @@ pub(crate) trait Hardware {
     fn add_group(&mut self, key: GroupKey, device: u32, engine: u32);
     /// Its last handle is gone.
     fn remove_group(&mut self, key: GroupKey);
-    /// Who made it is gone, while others still have handles: nothing can run there any more.
+    /// Its maker is gone, while others still have handles: nothing can run there any more.
     fn orphan_group(&mut self, key: GroupKey);
     /// Its slice.
     fn set_timeslice(&mut self, key: GroupKey, slice: Timeslice);
@@ -77,7 +77,7 @@ enum Kind {
 struct Group {
     /// Handles that lead to it.
     handles: usize,
-    /// Who made it.
+    /// Its maker.
     file: FileId,
     device: u32,
     /// What GET reports: the last value set, before any a constant.

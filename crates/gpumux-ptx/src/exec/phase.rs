@@ -10,7 +10,7 @@ pub(super) fn new(count: u64) -> u64 {
     count << 20 | count
 }
 
-/// The barrier after `count` more have arrived, who stay away from the next phases if they `drop`.
+/// The barrier after `count` more have arrived, which stay away from the next phases if they `drop`.
 pub(super) fn arrive(word: u64, count: u64, drop: bool) -> u64 {
     let (pending, each) = (word & COUNT, word >> 20 & COUNT);
     let each = if drop {

@@ -400,7 +400,7 @@ impl Gpu {
         }
     }
 
-    /// Shares the SMs among a group's kernels: who became ready first gets all that it can use and its partition has left.
+    /// Shares the SMs among a group's kernels: the one that became ready first gets all that it can use and its partition has left.
     fn share(&mut self, id: GroupId, capacity: u32) {
         let Some(group) = self.groups.get_mut(&id) else {
             return;

@@ -429,7 +429,7 @@ mod tests {
                 guaranteed: 0,
                 limit: None,
                 in_use: 15 << 29,
-                borrowed: 0,
+                above_guarantee: 0,
                 pinned: 0,
                 swapped: 0,
             }],

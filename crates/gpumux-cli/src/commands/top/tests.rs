@@ -41,7 +41,7 @@ fn memory(tenant: &str, in_use: u64, swapped: u64) -> MemoryShare {
         guaranteed: 0,
         limit: Some(8 * GIB),
         in_use,
-        borrowed: in_use,
+        above_guarantee: in_use,
         pinned: 0,
         swapped,
     }

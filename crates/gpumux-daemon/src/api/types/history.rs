@@ -81,6 +81,6 @@ pub struct TenantHistory {
 /// The user of the client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Me {
-    /// The user, who may change own tenants; 0: root, who may change all.
+    /// The user, whose own tenants may be changed; 0: root, all tenants.
     pub uid: u32,
 }

@@ -334,7 +334,7 @@ async fn handle(State(api): State<Api>, request: Request) -> Response {
         .filter_map(|pair| pair.split_once('='))
         .map(|(name, value)| (name.to_owned(), unescape(value)))
         .collect();
-    // Who may do what: `reader` may read metrics, any other known token nothing.
+    // Permissions: `reader` may read metrics, any other known token nothing.
     let review: Value = serde_json::from_slice(&body).unwrap_or_default();
     match parts.uri.path() {
         "/apis/authentication.k8s.io/v1/tokenreviews" => {
