@@ -1,6 +1,7 @@
 //! gpumux from end to end: the real binary, libraries and processes, on the emulated device, or on a real one
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
+mod consoles;
 mod containers;
 mod contracts;
 mod controls;

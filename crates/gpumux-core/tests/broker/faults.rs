@@ -1,9 +1,11 @@
 //! Each fault that was met or predicted, one by one.
 
 use gpumux_core::{
-    Class, Micros, TenantId,
-    broker::{Event, FREEZE, HEDGE, LOOK, MoveError, ProcessId},
-    ledger::Holding,
+    Class, MemoryPolicy, Micros, TenantId,
+    broker::{
+        Event, FREEZE, HEDGE, LOOK, MoveError, PATIENCE, PATIENCE_FOR_TURNS, ProcessId, Terms,
+    },
+    ledger::{Holding, Share},
 };
 
 use super::world::{DEVICE, GIB, Manner, World};
@@ -551,6 +553,41 @@ pub(crate) fn waiting_requests_of_a_process_and_tenant_are_bounded() {
     world.ask(ProcessId(29), 501, 4 * GIB);
     world.run_for(Micros::from_millis(1));
     assert!(!world.grants.contains_key(&(ProcessId(29), 501)));
+}
+
+/// A request for more memory ends, whatever others are entitled to: their memory quanta do not lengthen it.
+#[test]
+pub(crate) fn request_without_room_fails_after_the_time_of_its_policy() {
+    for (policy, bound) in [
+        (MemoryPolicy::SwapOthers, PATIENCE_FOR_TURNS),
+        (MemoryPolicy::Wait, PATIENCE),
+        (MemoryPolicy::Fail, Micros::ZERO),
+    ] {
+        let mut world = World::new(10 * GIB);
+        // It always has work with memory that is guaranteed to it.
+        world.tenant(1, Class::Latency, 6 * GIB);
+        assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+        world.set_busy(1, true);
+        let process = world.tenant(2, Class::Batch, 0);
+        let terms = Terms {
+            class: Class::Batch,
+            share: Share {
+                guaranteed: 0,
+                limit: u64::MAX,
+            },
+            policy,
+            sleep_after: None,
+        };
+        world.event(Event::Tenant(TenantId(2), terms));
+        let asked = world.now;
+        world.ask(process, 1, 6 * GIB);
+        while !world.grants.contains_key(&(process, 1)) {
+            world.run_for(Micros::from_millis(10));
+            assert!(world.now < asked + bound + S, "{policy:?}");
+        }
+        assert_eq!(world.grants[&(process, 1)], 0, "{policy:?}");
+        assert!(world.now >= asked + bound, "{policy:?}");
+    }
 }
 
 #[test]

@@ -28,9 +28,9 @@ pub(crate) struct Life {
     /// How it ended.
     #[serde(skip)]
     pub(super) exit: Option<Exit>,
-    /// The last signal that a user had sent to it.
+    /// The signals that a user had sent to it, the last one last.
     #[serde(skip)]
-    pub(super) sent: Option<i32>,
+    sent: Vec<i32>,
     /// The memory limit that it reached, in bytes.
     #[serde(skip)]
     pub(super) limited: Option<u64>,
@@ -56,13 +56,19 @@ impl Life {
         }
     }
 
+    /// Notes a signal that a user has sent to it. A stop sends two: SIGTERM, and SIGKILL to what is left after the grace time.
+    pub(super) fn signalled(&mut self, signal: i32) {
+        self.sent.retain(|sent| *sent != signal);
+        self.sent.push(signal);
+    }
+
     /// How it ended, as far as that is known: no process survives SIGKILL.
     pub(super) fn exit(&self) -> Exit {
         const KILLED: Exit = Exit {
             code: None,
             signal: Some(9),
         };
-        let killed = || (self.sent == Some(9)).then_some(KILLED);
+        let killed = || self.sent.contains(&9).then_some(KILLED);
         self.exit.or_else(killed).unwrap_or_default()
     }
 
@@ -93,13 +99,13 @@ impl Life {
             (Some(9), _, Killed::OnTheMachine) => {
                 "killed by SIGKILL; the kernel's OOM killer killed a process of this machine meanwhile".to_owned()
             }
-            (Some(signal), _, _) if self.sent == Some(signal) => {
+            (Some(signal), _, _) if self.sent.contains(&signal) => {
                 format!("ended by {} on request", signal_name(signal))
             }
             (Some(signal), _, _) => format!("killed by {}", signal_name(signal)),
             (None, Some(0), _) => "completed".to_owned(),
-            (None, Some(code), _) => match self.sent {
-                Some(sent) => format!("exit code {code} after {} on request", signal_name(sent)),
+            (None, Some(code), _) => match self.sent.last() {
+                Some(sent) => format!("exit code {code} after {} on request", signal_name(*sent)),
                 None => format!("failed with exit code {code}"),
             },
             (None, None, Killed::InItsGroup) => {
@@ -243,17 +249,21 @@ mod tests {
             let for_memory = status == 9 && killed != Killed::None;
             assert_eq!(life.is_for_memory(killed), for_memory, "{reason}");
         }
-        (life.exit, life.sent) = (None, Some(9));
+        (life.exit, life.sent) = (None, vec![9]);
         let reason = life.reason(Killed::None);
         assert_eq!(reason, "ended by SIGKILL on request");
-        (life.exit, life.sent) = (exit(15), Some(15));
+        (life.exit, life.sent) = (exit(15), vec![15]);
         assert_eq!(life.reason(Killed::None), "ended by SIGTERM on request");
+        // Its children outlived it, and were killed after the grace time.
+        life.signalled(9);
+        assert_eq!(life.reason(Killed::None), "ended by SIGTERM on request");
+        life.sent = vec![15];
         life.exit = exit(143 << 8);
         assert_eq!(
             life.reason(Killed::None),
             "exit code 143 after SIGTERM on request"
         );
-        (life.exit, life.sent, life.limited) = (exit(1 << 8), None, Some(1 << 30));
+        (life.exit, life.sent, life.limited) = (exit(1 << 8), Vec::new(), Some(1 << 30));
         let reason = life.reason(Killed::None);
         assert_eq!(
             reason,

@@ -779,7 +779,7 @@ impl Tenants {
             0 => Err(TenantError::NoProcess(name.into())),
             count => {
                 if let Some(tenant) = table.tenants.get_mut(&id) {
-                    tenant.life.sent = Some(signal);
+                    tenant.life.signalled(signal);
                 }
                 Ok(count)
             }
