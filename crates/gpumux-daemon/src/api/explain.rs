@@ -149,7 +149,7 @@ fn entitlement(tenant: &Tenant, devices: &[Device]) -> String {
             here.find_map(|domain| (domain.wait_bound_us > 0).then_some(domain.wait_bound_us));
         let wait = wait.map(|us| {
             let longest = Time(Duration::from_micros(us));
-            format!(", and waits at most {longest} of the time that the GPU works for tenants")
+            format!(", and waits at most {longest} of GPU time")
         });
         parts.push(format!(
             "when all have work {} of {}{}",
@@ -524,6 +524,9 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
                 "`gpumux set {} --class standard` lets {} take turns; `gpumux set {name} --guaranteed 30%` gives this one a share of its own",
                 hog.name, hog.name
             ),
+            _ if lacks && tenant.class == Class::Latency => {
+                format!("if it lasts: `gpumux set {name} --guaranteed 50%` puts it before others")
+            }
             _ if lacks => {
                 format!(
                     "if it lasts: `gpumux set {name} --guaranteed 50%` or `--class latency` puts it before others"
@@ -658,6 +661,13 @@ mod tests {
                 "if it lasts: `gpumux set night --guaranteed 50%` or `--class latency` puts it before others",
             ]
         );
+        // Advice is never what the tenant has already.
+        let web = tenant("web", Class::Latency, vec![domain(false, "has its turn")]);
+        let with_web = [web, all[1].clone()];
+        assert_eq!(
+            self::lines(&with_web[0], &with_web)[4],
+            "if it lasts: `gpumux set web --guaranteed 50%` puts it before others"
+        );
         let text = explain(&all[0], &all, &[], &[]).text;
         assert!(text.starts_with("entitled: a batch tenant"), "{text}");
         let alone = explain(&all[0], &all[..1], &[], &[]).text;
@@ -733,7 +743,7 @@ mod tests {
         };
         let text = explain(&all[0], &all, &[device], &[]).text;
         assert!(
-            text.contains("50% of GPU 3, and waits at most 12.3 ms of the time"),
+            text.contains("50% of GPU 3, and waits at most 12.3 ms of GPU time"),
             "{text}"
         );
         assert!(!text.contains("GPU-0"), "{text}");

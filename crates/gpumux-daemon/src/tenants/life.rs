@@ -30,7 +30,7 @@ pub(crate) struct Life {
     pub(super) exit: Option<Exit>,
     /// The signals that a user had sent to it, the last one last.
     #[serde(skip)]
-    sent: Vec<i32>,
+    pub(super) sent: Vec<i32>,
     /// The memory limit that it reached, in bytes.
     #[serde(skip)]
     pub(super) limited: Option<u64>,
