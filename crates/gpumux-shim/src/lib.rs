@@ -19,6 +19,7 @@ compile_error!(
 );
 
 mod agent;
+mod block;
 mod config;
 mod control_files;
 mod driver;

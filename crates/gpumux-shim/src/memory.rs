@@ -11,7 +11,6 @@
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::{c_int, c_void},
-    ops::Range,
     sync::{
         Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU32, Ordering},
@@ -23,6 +22,7 @@ use std::{
 use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
 
 use crate::{
+    block::{Block, UNKNOWN},
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS, functions},
     gate, guard, ipc, lease,
     notice::say,
@@ -31,7 +31,7 @@ use crate::{
     process,
     ranges::{self, Allocation},
     swap,
-    vmm::{self, Chunk, GRANULE, OUT_OF_MEMORY},
+    vmm::{self, GRANULE, OUT_OF_MEMORY},
     work::{self, current_context, within},
 };
 
@@ -59,28 +59,6 @@ functions! {
     device_uuid c"cuDeviceGetUuid" (*mut [u8; 16], c_int);
     device_uuid_v2 c"cuDeviceGetUuid_v2" (*mut [u8; 16], c_int);
     device_total c"cuDeviceTotalMem_v2" (*mut usize, c_int);
-}
-
-/// Memory mapped by this library.
-#[derive(Debug)]
-pub(crate) struct Block {
-    pub(crate) bytes: u64,
-    pub(crate) device: c_int,
-    pub(crate) context: u64,
-    /// Empty while it is away.
-    pub(crate) chunks: Vec<Chunk>,
-    /// Where its contents are while it is away: host addresses and lengths; at 0: nowhere, they were discarded.
-    pub(crate) host: Vec<(usize, usize)>,
-    /// The program has taken hold of the physical memory: it stays.
-    pub(crate) pinned: bool,
-    /// How many exports of it other processes have open: it stays for so long.
-    pub(crate) shared: u32,
-    /// Moved before others.
-    pub(crate) cold: bool,
-    /// Ranges by offset whose contents need not be kept, and whether they are lost.
-    pub(crate) discardable: BTreeMap<u64, (u64, bool)>,
-    /// Of a shared block: free ranges by offset.
-    free: Option<BTreeMap<u64, u64>>,
 }
 
 /// What the driver keeps and this library only counts.
@@ -354,7 +332,7 @@ pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
 
 /// Frees a block that is in the tables no more.
 pub(crate) fn let_go(at: u64, block: &Block) {
-    vmm::unback(at, &block.chunks);
+    block.unback(at);
     vmm::unreserve(at, block.bytes);
     give(block.device, block.bytes, block.stays());
 }
@@ -397,7 +375,7 @@ impl Space {
     pub(crate) fn set_away(&mut self) {
         for (ordinal, device) in &mut self.devices {
             let own = self.blocks.values().filter(|it| it.device == *ordinal);
-            let blocks = own.filter(|it| it.chunks.is_empty()).map(|it| it.bytes);
+            let blocks = own.map(Block::away);
             let own = self.physicals.values().filter(|it| it.device == *ordinal);
             let physicals = own.filter(|it| it.is_away()).map(|it| it.bytes);
             device.away = blocks.chain(physicals).sum();
@@ -558,18 +536,7 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
         let chunks = vmm::back(at, size, device).inspect_err(|_| vmm::unreserve(at, size))?;
         let free = small.then(|| BTreeMap::from([(0, size)]));
         with(|space| {
-            let block = Block {
-                bytes: size,
-                device,
-                context,
-                chunks,
-                host: Vec::new(),
-                pinned: false,
-                shared: 0,
-                cold: false,
-                discardable: BTreeMap::new(),
-                free,
-            };
+            let block = Block::new((size, device, context), chunks, free);
             space.blocks.insert(at, block);
             if small {
                 return space.carve_from(at, context, bytes).ok_or(OUT_OF_MEMORY);
@@ -658,10 +625,8 @@ impl Space {
                 (offset, length) = (*before, length + size);
             }
             free.insert(offset, length);
-            let (begin, end) = (address - at, address - at + allocation.bytes);
-            block
-                .discardable
-                .retain(|offset, _| !(begin..end).contains(offset));
+            let begin = address - at;
+            block.forget_range(&(begin..begin + allocation.bytes));
             if length != block.bytes {
                 return None;
             }
@@ -723,11 +688,10 @@ impl Space {
         let kept: u64 = own.map(|spare| spare.bytes).sum();
         let keep = !block.stays()
             && !device.native
-            && !block.chunks.is_empty()
+            && block.away() == 0
             && kept + block.bytes <= batch(device.total);
         if keep && let Some(block) = self.blocks.get_mut(&at) {
-            block.cold = false;
-            block.discardable.clear();
+            block.forget_advice();
             self.spares.push(at);
         }
         keep
@@ -879,16 +843,6 @@ fn end_context(
 
 // ---- What the program knows of its memory --------------------------------------------------------
 
-/// What a program says of a range (`gpumux.h`): its contents count; it is rarely used, so it is moved before
-/// others; its contents need not survive a move.
-const KEEP: c_int = 0;
-const COLD: c_int = 1;
-const DISCARDABLE: c_int = 2;
-/// The answers.
-const DONE: c_int = 0;
-const LOST: c_int = 1;
-const UNKNOWN: c_int = -1;
-
 /// `gpumux_advise`
 pub(crate) fn advise(address: u64, bytes: u64, advice: c_int) -> c_int {
     if off() {
@@ -906,94 +860,6 @@ pub(crate) fn advise(address: u64, bytes: u64, advice: c_int) -> c_int {
         )
     });
     advised.unwrap_or(UNKNOWN)
-}
-
-impl Block {
-    /// Whether it stays where it is.
-    pub(crate) const fn stays(&self) -> bool {
-        self.pinned || self.shared > 0
-    }
-
-    fn advise(&mut self, range: Range<u64>, advice: c_int) -> c_int {
-        match advice {
-            KEEP => {
-                self.cold = false;
-                if self.keep(&range) { LOST } else { DONE }
-            }
-            COLD => {
-                self.cold = true;
-                DONE
-            }
-            DISCARDABLE => {
-                let lost = self.keep(&range);
-                if range.start < range.end {
-                    let length = range.end - range.start;
-                    self.discardable.insert(range.start, (length, lost));
-                }
-                DONE
-            }
-            _ => UNKNOWN,
-        }
-    }
-
-    /// What is in this range counts again. Whether some of it was lost.
-    fn keep(&mut self, range: &Range<u64>) -> bool {
-        let mut any = false;
-        for (offset, (length, lost)) in std::mem::take(&mut self.discardable) {
-            let end = offset + length;
-            any |= lost && offset < range.end && range.start < end;
-            for (from, to) in [(offset, end.min(range.start)), (offset.max(range.end), end)] {
-                if from < to {
-                    self.discardable.insert(from, (to - from, lost));
-                }
-            }
-        }
-        any
-    }
-
-    /// It is about to move. All of it in order, in lengths: what must be kept, and what is lost from now on; and which ranges are
-    /// newly lost.
-    pub(crate) fn leave(&mut self) -> (Vec<(usize, bool)>, Vec<u64>) {
-        let (mut sections, mut newly) = (Vec::new(), Vec::new());
-        let mut done = 0;
-        for (offset, (length, lost)) in &mut self.discardable {
-            let Some(dropped) = whole_grains(*offset, *length) else {
-                continue;
-            };
-            if !std::mem::replace(lost, true) {
-                newly.push(*offset);
-            }
-            sections.push(((dropped.start - done) as usize, true));
-            sections.push(((dropped.end - dropped.start) as usize, false));
-            done = dropped.end;
-        }
-        sections.push(((self.bytes - done) as usize, true));
-        sections.retain(|(length, _)| *length > 0);
-        (sections, newly)
-    }
-
-    /// It did not move after all: nothing was lost.
-    pub(crate) fn stay(&mut self, newly: &[u64]) {
-        for offset in newly {
-            if let Some((_, lost)) = self.discardable.get_mut(offset) {
-                *lost = false;
-            }
-        }
-    }
-
-    /// Bytes that must be kept when it moves.
-    pub(crate) fn kept(&self) -> u64 {
-        let ranges = self.discardable.iter();
-        let dropped = ranges.filter_map(|(offset, (length, _))| whole_grains(*offset, *length));
-        self.bytes - dropped.map(|it| it.end - it.start).sum::<u64>()
-    }
-}
-
-/// The part of a range that is dropped when it moves, so that what is copied around it comes in whole grains too.
-fn whole_grains(offset: u64, length: u64) -> Option<Range<u64>> {
-    let start = offset.next_multiple_of(swap::GRAIN);
-    let end = (offset + length) / swap::GRAIN * swap::GRAIN;
-    (start < end).then_some(start..end)
 }
 
 /// See `include/gpumux.h`.
@@ -1665,21 +1531,7 @@ pub(crate) unsafe fn pointer_attributes(
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn block(bytes: u64) -> Block {
-        Block {
-            bytes,
-            device: 0,
-            context: 1,
-            chunks: Vec::new(),
-            host: Vec::new(),
-            pinned: false,
-            shared: 0,
-            cold: false,
-            discardable: BTreeMap::new(),
-            free: None,
-        }
-    }
+    use crate::block::tests::block;
 
     #[test]
     fn arrays_are_counted_by_extent_and_format() {
@@ -1725,36 +1577,5 @@ mod tests {
         assert_eq!(space.natives[&1].context, 2, "another's stays so");
         assert_eq!(space.take_context(1).0.len(), 0);
         assert_eq!(space.take_context(3).0.len(), 1);
-    }
-
-    #[test]
-    fn what_is_discardable_is_not_kept_and_known_to_be_lost() {
-        const MIB: u64 = 1 << 20;
-        let mut block = block(100 * MIB);
-        assert_eq!(block.advise(10 * MIB - 5..30 * MIB, DISCARDABLE), DONE);
-        assert_eq!(block.advise(50 * MIB..60 * MIB + 5, DISCARDABLE), DONE);
-        // Too small to be worth a copy of its own.
-        assert_eq!(block.advise(80 * MIB + 1..81 * MIB, DISCARDABLE), DONE);
-        // A part of it counts again, before anything happened.
-        assert_eq!(block.advise(20 * MIB..55 * MIB, KEEP), DONE);
-        assert_eq!(block.kept(), 85 * MIB);
-        let sections = [(10, true), (10, false), (35, true), (5, false), (40, true)];
-        let sections = sections.map(|(length, kept)| ((length * MIB) as usize, kept));
-        // A move that fails loses nothing.
-        let (found, newly) = block.leave();
-        assert_eq!((&found[..], newly.len()), (&sections[..], 2));
-        block.stay(&newly);
-        assert!(block.discardable.values().all(|(_, lost)| !lost));
-        assert_eq!(block.leave(), (found, newly));
-        assert!(block.leave().1.is_empty(), "they are lost already");
-        assert_eq!(block.advise(30 * MIB..50 * MIB, KEEP), DONE);
-        assert_eq!(block.advise(80 * MIB..82 * MIB, KEEP), DONE);
-        assert_eq!(block.advise(0..15 * MIB, KEEP), LOST);
-        assert_eq!(block.advise(0..15 * MIB, KEEP), DONE, "it is reported once");
-        // What is lost stays so until it was reported.
-        assert_eq!(block.advise(0..100 * MIB, DISCARDABLE), DONE);
-        assert_eq!(block.advise(99 * MIB..100 * MIB, KEEP), LOST);
-        assert_eq!(block.kept(), MIB);
-        assert_eq!(block.advise(0..1, 77), UNKNOWN);
     }
 }

@@ -4,11 +4,13 @@
 //! touch memory. When the daemon has frozen the compute groups, nothing can. Then the contents go to pinned host
 //! memory over the process's own copy engines, and the physical memory is let go of; the addresses stay. Back is the
 //! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
-//! program called cold goes first, and the rest stays on the device, as frozen as its program.
+//! program called cold goes first, and the rest stays on the device, as frozen as its program ([`choice`]).
+
+mod choice;
 
 use std::{
     collections::BTreeMap,
-    ffi::{c_int, c_void},
+    ffi::c_void,
     io,
     path::{Path, PathBuf},
     ptr,
@@ -23,12 +25,13 @@ use crate::{
     driver::{CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by},
-    memory::{self, Block},
+    memory,
     notice::say,
     own::OwnFd,
     physical, pools, vmm,
     work::{self, within},
 };
+use choice::{Gone, Good, Key};
 
 /// How long to wait until no thread is inside the gate, no copy under way and no capture going on.
 const QUIET: Duration = Duration::from_secs(15);
@@ -56,7 +59,7 @@ const POPULATORS: usize = 8;
 /// is frozen then: they would not end.
 pub(crate) const GRAIN: u64 = 1 << 20;
 /// The host address of contents that were not kept.
-const NOWHERE: usize = 0;
+pub(crate) const NOWHERE: usize = 0;
 
 functions! {
     stream_create c"cuStreamCreate" (*mut CUstream, u32);
@@ -309,24 +312,19 @@ impl Mover {
         let mut places = Vec::new();
         let mut lost = Vec::new();
         let mut begin = || {
-            for Good {
-                at,
-                handle,
-                bytes,
-                context,
-                ..
-            } in chosen(least)
-            {
-                let sections = match handle {
-                    None => memory::with(|space| space.blocks.get_mut(&at).map(Block::leave)).map(
-                        |(sections, newly)| {
-                            lost.push((at, newly));
-                            sections
-                        },
-                    ),
-                    Some(_) => Some(vec![(bytes as usize, true)]),
+            for good in chosen(least) {
+                let sections = match good.key {
+                    Key::Chunk { block, index } => {
+                        let departure =
+                            memory::with(|space| Some(space.blocks.get_mut(&block)?.leave(index)));
+                        departure.map(|it| {
+                            lost.push((block, it.lost));
+                            it.sections
+                        })
+                    }
+                    Key::Physical(_) => Some(vec![(good.bytes as usize, true)]),
                 };
-                let stream = self.stream(context)?;
+                let stream = self.stream(good.context)?;
                 let mut parts: Vec<(usize, usize)> = Vec::new();
                 for (length, kept) in sections.unwrap_or_default() {
                     match kept {
@@ -339,7 +337,7 @@ impl Mover {
                     }
                 }
                 let copy = || {
-                    let mut from = at;
+                    let mut from = good.at;
                     for (to, length) in &parts {
                         if *to != NOWHERE {
                             call!(to_host, *to as *mut c_void, from, *length, stream)?;
@@ -348,8 +346,8 @@ impl Mover {
                     }
                     Ok::<_, String>(())
                 };
-                within(context, copy).ok_or("its context cannot be entered")??;
-                places.push((at, handle, parts));
+                within(good.context, copy).ok_or("its context cannot be entered")??;
+                places.push((good, parts));
             }
             Ok::<_, String>(())
         };
@@ -357,9 +355,9 @@ impl Mover {
         self.dirty = self.dirty.max(filled.bytes);
         if let Err(why) = begun.and(self.await_copies()) {
             memory::with(|space| {
-                for (at, newly) in &lost {
+                for (at, lost) in &lost {
                     if let Some(block) = space.blocks.get_mut(at) {
-                        block.stay(newly);
+                        block.stay(lost);
                     }
                 }
             });
@@ -367,17 +365,15 @@ impl Mover {
         }
         // From here on there is a copy of everything: nothing can fail.
         (self.away, self.filled) = (Away::Out, filled);
-        for (at, handle, parts) in places {
-            if let Some(handle) = handle {
-                physical::leave(handle, parts);
-                continue;
+        for (good, parts) in places {
+            match good.key {
+                Key::Chunk { block, index } => {
+                    let chunk =
+                        memory::with(|space| space.blocks.get_mut(&block)?.left(index, parts));
+                    vmm::unback(good.at, chunk.as_slice());
+                }
+                Key::Physical(handle) => physical::leave(handle, parts),
             }
-            let chunks = memory::with(|space| {
-                let block = space.blocks.get_mut(&at)?;
-                block.host = parts;
-                Some(std::mem::take(&mut block.chunks))
-            });
-            vmm::unback(at, &chunks.unwrap_or_default());
         }
         memory::with(|space| space.set_away());
         Ok(())
@@ -394,7 +390,7 @@ impl Mover {
             Away::Out => {}
         }
         let (mut all, mut failed) = (Vec::new(), None);
-        for gone in gone() {
+        for gone in memory::with(|space| choice::gone(space)) {
             let begun = self.stream(gone.context).and_then(|stream| {
                 within(gone.context, || bring(&gone, stream))
                     .ok_or("its context cannot be entered")
@@ -402,7 +398,7 @@ impl Mover {
             });
             match begun {
                 Ok((made, copied)) => {
-                    all.push((gone.key, made));
+                    all.push((gone, made));
                     failed = copied.err();
                 }
                 Err(why) => failed = Some(why),
@@ -423,15 +419,18 @@ impl Mover {
             failed = None;
         }
         // All or nothing: a process that waits for room with half of its memory there keeps others from theirs.
-        for (key, made) in all {
-            match (key, made, &failed) {
-                (Key::Block(at), Made::Block(chunks), Some(_)) => vmm::unback(at, &chunks),
-                (Key::Block(at), Made::Block(chunks), None) => memory::with(|space| {
-                    if let Some(block) = space.blocks.get_mut(&at) {
-                        block.chunks = chunks;
-                        block.host.clear();
-                    }
-                }),
+        for (gone, made) in all {
+            match (gone.key, made, &failed) {
+                (Key::Chunk { .. }, Made::Chunks(chunks), Some(_)) => {
+                    vmm::unback(gone.at, &chunks);
+                }
+                (Key::Chunk { block, index }, Made::Chunks(chunks), None) => {
+                    memory::with(|space| {
+                        if let Some(block) = space.blocks.get_mut(&block) {
+                            block.arrived(index, chunks);
+                        }
+                    });
+                }
                 (Key::Physical(handle), Made::Physical(Some(made)), Some(_)) => {
                     physical::give_up(handle, made);
                 }
@@ -545,64 +544,21 @@ pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// Of what is moved: a block of this library, by address, or memory that the program handles, by its handle.
-#[derive(Clone, Copy, Debug)]
-enum Key {
-    Block(u64),
-    Physical(u64),
-}
-
 /// Physical memory in place of what is away.
 enum Made {
-    Block(Vec<vmm::Chunk>),
+    Chunks(Vec<vmm::Chunk>),
     /// None: the driver has none.
     Physical(Option<u64>),
-}
-
-/// What is away.
-struct Gone {
-    key: Key,
-    at: u64,
-    context: u64,
-    parts: Vec<(usize, usize)>,
-}
-
-fn gone() -> Vec<Gone> {
-    memory::with(|space| {
-        let blocks = space.blocks.iter();
-        let blocks = blocks.filter(|(_, block)| block.chunks.is_empty());
-        let blocks = blocks.map(|(at, block)| Gone {
-            key: Key::Block(*at),
-            at: *at,
-            context: block.context,
-            parts: block.host.clone(),
-        });
-        let physicals = space.physicals.iter().filter(|(_, it)| it.is_away());
-        let physicals = physicals.filter_map(|(handle, physical)| {
-            Some(Gone {
-                key: Key::Physical(*handle),
-                at: physical.address()?,
-                context: physical.context,
-                parts: physical.host.clone(),
-            })
-        });
-        blocks.chain(physicals).collect()
-    })
 }
 
 /// Puts physical memory where something was and begins to copy the contents to it.
 fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
     let made = match gone.key {
-        Key::Block(at) => {
-            let known = memory::with(|space| {
-                let block = space.blocks.get(&at)?;
-                Some((block.bytes, block.device))
-            });
-            let (bytes, device) = known.unwrap_or_default();
-            let chunks = vmm::back(at, bytes, device);
+        Key::Chunk { .. } => {
+            let chunks = vmm::back(gone.at, gone.bytes, gone.device);
             (
                 chunks.as_ref().err().copied(),
-                Made::Block(chunks.unwrap_or_default()),
+                Made::Chunks(chunks.unwrap_or_default()),
             )
         }
         Key::Physical(handle) => {
@@ -619,7 +575,7 @@ fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
         (None, made) => made,
     };
     let mut to = gone.at;
-    for (from, length) in &gone.parts {
+    for (from, length) in &gone.host {
         if *from != NOWHERE
             && let Err(why) = call!(to_device, to, *from as *const c_void, *length, stream)
         {
@@ -630,77 +586,8 @@ fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
     (made, Ok(()))
 }
 
-/// A block that is to be moved.
-#[derive(Clone, Copy)]
-struct Good {
-    at: u64,
-    /// Of what the program handles itself.
-    handle: Option<u64>,
-    /// Bytes on the device, and those of them whose contents count.
-    bytes: u64,
-    kept: u64,
-    device: c_int,
-    context: u64,
-    cold: bool,
-}
-
-/// What is to be moved so that at least so much of each device comes free, if there is so much.
 fn chosen(least: u64) -> Vec<Good> {
-    let good = |at: &u64, block: &Block| Good {
-        at: *at,
-        handle: None,
-        bytes: block.bytes,
-        kept: block.kept(),
-        device: block.device,
-        context: block.context,
-        cold: block.cold,
-    };
-    let mut goods: Vec<Good> = memory::with(|space| {
-        let blocks = space.blocks.iter();
-        let movable = blocks.filter(|(at, block)| {
-            !block.stays() && !block.chunks.is_empty() && !space.is_spare(**at)
-        });
-        let blocks = movable.map(|(at, block)| good(at, block));
-        let physicals = space.physicals.iter().filter(|(_, it)| it.is_movable());
-        let physicals = physicals.filter_map(|(handle, it)| {
-            Some(Good {
-                at: it.address()?,
-                handle: Some(*handle),
-                bytes: it.bytes,
-                kept: it.bytes,
-                device: it.device,
-                context: it.context,
-                cold: false,
-            })
-        });
-        blocks.chain(physicals).collect()
-    });
-    pick(&mut goods, least);
-    goods
-}
-
-/// Cold before warm, then what costs least to move for what comes free, in large pieces; the last one no larger than needed.
-fn pick(goods: &mut Vec<Good>, least: u64) {
-    let rank = |it: &Good| (it.device, !it.cold, it.kept == it.bytes);
-    goods.sort_by_key(|it| (rank(it), std::cmp::Reverse(it.bytes)));
-    let mut found: BTreeMap<c_int, u64> = BTreeMap::new();
-    let mut picked = Vec::new();
-    for (at, good) in goods.iter().enumerate() {
-        let found = found.entry(good.device).or_default();
-        let missing = least.saturating_sub(*found);
-        if missing == 0 {
-            continue;
-        }
-        // Sorted by size: the last of its rank that is large enough.
-        let alike = goods[at..].iter().take_while(|it| rank(it) == rank(good));
-        let good = alike
-            .take_while(|it| it.bytes >= missing)
-            .last()
-            .unwrap_or(good);
-        *found = found.saturating_add(good.bytes);
-        picked.push(*good);
-    }
-    *goods = picked;
+    memory::with(|space| choice::goods(space, least))
 }
 
 /// How far the pool is filled.
@@ -932,42 +819,6 @@ fn number(text: &str, word: &str) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_cold_and_the_cheap_go_first_and_no_more_than_needed() {
-        let good = |at, bytes, kept, cold| Good {
-            at,
-            handle: None,
-            bytes,
-            kept,
-            device: 0,
-            context: 1,
-            cold,
-        };
-        let all = vec![
-            good(1, 10, 10, false),
-            good(2, 30, 30, false),
-            good(3, 5, 5, true),
-            good(4, 8, 2, false),
-            Good {
-                device: 1,
-                ..good(5, 50, 50, false)
-            },
-        ];
-        let ids = |least| {
-            let mut goods = all.clone();
-            pick(&mut goods, least);
-            let mut ids: Vec<u64> = goods.iter().map(|it| it.at).collect();
-            ids.sort_unstable();
-            ids
-        };
-        assert_eq!(ids(0), [0; 0]);
-        assert_eq!(ids(4), [3, 5]);
-        assert_eq!(ids(6), [3, 4, 5]);
-        assert_eq!(ids(14), [1, 3, 4, 5]);
-        assert_eq!(ids(25), [2, 3, 4, 5]);
-        assert_eq!(ids(u64::MAX), [1, 2, 3, 4, 5]);
-    }
 
     #[test]
     fn numbers_are_found_by_their_word() {

@@ -70,7 +70,7 @@ macro_rules! call {
 /// A piece of physical memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Chunk {
-    handle: u64,
+    pub(crate) handle: u64,
     pub(crate) bytes: u64,
 }
 

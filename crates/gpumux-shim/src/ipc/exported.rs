@@ -151,7 +151,7 @@ impl Space {
         let (address, at) = (export.address?, export.block);
         let allocation = ranges::read(|it| it.allocations.get(&address).copied())?;
         let block = self.blocks.get(&at)?;
-        let chunk = *block.chunks.get(index as usize)?;
+        let chunk = block.chunk(index as usize)?;
         let piece = Piece {
             bytes: chunk.bytes,
             whole: block.bytes,
