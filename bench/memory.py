@@ -147,9 +147,9 @@ def script(what: str, *arguments: str) -> list[str]:
     return [sys.executable, str(WORKER), what, *arguments]
 
 
-def holder(case: str, ready: Path) -> list[str]:
+def holder(case: str, ready: Path, *arguments: str) -> list[str]:
     """A program that holds so much memory and does nothing."""
-    held = ["--memory", case, "--seconds", "600", "--ready-file", str(ready)]
+    held = ["--memory", case, "--seconds", "600", "--ready-file", str(ready), *arguments]
     return [common.gpumux(), "workload", "idle", *held]
 
 
@@ -162,10 +162,10 @@ def wait_for(ready: Path, holding: Worker) -> None:
         time.sleep(0.01)
 
 
-def swap_gpumux(case: str, logs: Path, tries: int) -> dict[str, float]:
+def swap_gpumux(case: str, logs: Path, tries: int, *arguments: str) -> dict[str, float]:
     """Sleeps and wakes of a tenant: the medians, the first time out apart, since it makes the host memory."""
-    ready = logs / f"ready-{case}"
-    with Gpumux("gpumux", logs) as mode, started(mode, f"hold-{case}", holder(case, ready)) as holding:
+    ready = logs / "-".join(["ready", case, *arguments])
+    with Gpumux("gpumux", logs) as mode, started(mode, f"hold-{case}", holder(case, ready, *arguments)) as holding:
         wait_for(ready, holding)
         api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
         outs, ins = [], []

@@ -14,6 +14,12 @@ accounting less what NVML reports; at most BOUND contexts), `back_s` (until the 
 `guaranteed`: a latency tenant with a memory guarantee, `alone` and beside two jobs that exceed the rest together (`gpumux`). Values `latency_p50_ms`,
 `latency_p99_ms` from the moment when the two begin, `moves` (of the two after their first passes; at least `--moves`). The server's own memory must not move.
 
+`arena`: two jobs that do not fit together, with their memory in one allocation each (mode `allocation`) or in many (`pieces`). Values `lacking_gib`,
+`moved_gib` (bytes in a move to the host, mean of the job with more; fails where that is more than is lacking and OVER), `moves`, `longest_s`, `wrong`.
+
+`chunks`: a tenant with `--size` of memory sleeps and wakes. Cases: one `allocation`, and physical memory that the program maps itself in chunks of a
+size. Values as of `memory.py swap`: `out_ms`, `in_ms`, `out_gbps`, `in_gbps`, `first_out_ms`.
+
 `programs`: cases `triton-8-pointers` (`launch_us`), `torch-async` and `cupy-async` (`rate` of allocations with a kernel each, by stream-ordered
 pools), modes `alone` and `gpumux`; `jax-75%` (mode `gpumux`): JAX with its default preallocation beside a job of 60%: `jax_rate`, `passes`, `moved_gib`.
 """
@@ -36,7 +42,7 @@ from typing import Any
 
 import common
 from common import BenchError, Gpumux, Mode, Results, Worker, say
-from memory import Api, cell, started
+from memory import Api, cell, started, swap_gpumux
 
 WORKER = Path(__file__).resolve().parent / "residency_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -44,10 +50,14 @@ GIB, MIB = 1 << 30, 1 << 20
 BOUND = 2
 TOGETHER = {"2x60%": (["60%", "60%"], None), "3x45%": (["45%"] * 3, None), "2+endless": (["45%", "45%"], "60%")}
 KILLS = ["kill-tenant", "kill-daemon"]
+# A move takes whole chunks of 64 MiB, and tenants keep leases of as much that they do not use yet.
+OVER = 128 * MIB
 PARTS = {
     "together": (list(TOGETHER), ["serial", "gpumux", *KILLS]),
     "restart": (["60%"], ["gpumux"]),
     "guaranteed": (["20%"], ["alone", "gpumux"]),
+    "arena": (["60%+45%"], ["allocation", "pieces"]),
+    "chunks": (["allocation", "16MiB", "64MiB", "256MiB", "1GiB"], ["gpumux"]),
     "programs": (["triton-8-pointers", "torch-async", "cupy-async", "jax-75%"], ["alone", "gpumux"]),
 }
 
@@ -96,12 +106,14 @@ class Jobs:
         self.workers: dict[str, Worker] = {}
         self.first: dict[str, float] = {}
         self.moves: dict[str, int] = {}
+        self.moved: dict[str, int] = {}
         self.api = Api(mode) if isinstance(mode, Gpumux) else None
 
-    def add(self, name: str, size: int, *arguments: str, promise: Sequence[str] = ("--class", "batch")) -> None:
-        """One more, which waits for `begin`."""
+    def add(self, name: str, size: int, *arguments: str, promise: Sequence[str] = ("--class", "batch"), whole: bool = False) -> None:
+        """One more, which waits for `begin`; its memory is in pieces, or whole."""
         files = ["--ready-file", str(self.folder / name), "--start-file", str(self.folder / "start")]
-        command = sweep(size, "--piece", str(pieces(size)), *files, *arguments)
+        piece = [] if whole else ["--piece", str(pieces(size))]
+        command = sweep(size, *piece, *files, *arguments)
         self.workers[name] = self.enter(started(self.mode, name, command, promise))
 
     def begin(self) -> None:
@@ -119,6 +131,7 @@ class Jobs:
         try:
             for tenant in self.api.ask("GET", "/v1/tenants"):
                 self.moves[tenant["name"]] = max(self.moves.get(tenant["name"], 0), tenant["moves"]["outs"])
+                self.moved[tenant["name"]] = max(self.moved.get(tenant["name"], 0), tenant["moves"]["out_bytes"])
         except (OSError, http.client.HTTPException, BenchError):
             # A daemon that was killed answers again, on a new connection, when it has started.
             self.api.close()
@@ -327,6 +340,55 @@ def guaranteed(results: Results, cases: Sequence[str], modes: Sequence[str], log
                 results.add(case, name, times | {"latency_max_ms": found["max_us"] / 1e3, "late": found["late"], "moves": moves})
 
 
+def lacking(api: Api) -> int:
+    """Bytes that all tenants have, on the device and the host, beyond what the device has room for."""
+    device = api.ask("GET", "/v1/memory")[0]
+    return sum(it["in_use"] + it["swapped"] for it in device["tenants"]) - (device["total"] - device["occupied"])
+
+
+def arena(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """All cells of `arena`."""
+    total = Nvml().memory().total
+    for case in cases:
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs), Gpumux(f"arena-{name}", logs) as mode, contextlib.ExitStack() as stack:
+                jobs = Jobs(mode, logs, stack.enter_context)
+                for n, part in enumerate(case.split("+")):
+                    jobs.add(f"{name}-job{n}", part_of(part, total), "--seconds", "3600", whole=name == "allocation")
+                jobs.begin()
+                tenants = [mode.tenants[job] for job in jobs.workers]
+
+                def turns(least: Sequence[int]) -> bool:
+                    jobs.look()
+                    ended = [job for job, worker in jobs.workers.items() if worker.process.poll() is not None]
+                    if ended:
+                        raise BenchError(f"{ended[0]} has ended: {common.tail(jobs.workers[ended[0]].log)}")
+                    return all(jobs.moves.get(it, 0) >= count for it, count in zip(tenants, least, strict=True))
+
+                # While they allocate, each allocation may move another.
+                until("every job has made a pass", 300, lambda: (turns([0, 0]), len(jobs.first) == len(tenants))[1])
+                moves, moved = dict(jobs.moves), dict(jobs.moved)
+                until("the turns", 60 + 120 * options.turns, lambda: turns([moves.get(it, 0) + options.turns for it in tenants]))
+                over = lacking(Api(mode))
+                counts = {it: jobs.moves[it] - moves.get(it, 0) for it in tenants}
+                means = [(jobs.moved[it] - moved.get(it, 0)) / counts[it] for it in tenants]
+                found = [jobs.report(job) for job in jobs.workers]
+                values = {"lacking_gib": over / GIB, "moved_gib": max(means) / GIB, "moves": sum(counts.values())}
+                values["longest_s"] = max(it["max_us"] for it in found) / 1e6
+                results.add(case, name, values | {"wrong": sum(it["mismatches"] for it in found)})
+                if max(means) > over + OVER:
+                    raise BenchError(f"{max(means) / GIB:.2f} GiB moved in each turn, where {over / GIB:.2f} were lacking")
+
+
+def chunks(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
+    """All cells of `chunks`."""
+    for case in cases:
+        for name in modes:
+            with cell(results, f"{case} / {name}", logs):
+                arguments = [] if case == "allocation" else ["--chunk", case]
+                results.add(case, name, swap_gpumux(options.size, logs, 6, *arguments))
+
+
 def programs(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `programs`."""
     for case in cases:
@@ -358,7 +420,7 @@ def jax_beside(mode: Mode, logs: Path, options: argparse.Namespace) -> dict[str,
         return {"jax_rate": found["rate"], "passes": beside["calls"], "longest_s": beside["max_us"] / 1e6, "moved_gib": moved / GIB}
 
 
-RUN = {"together": together, "restart": restart, "guaranteed": guaranteed, "programs": programs}
+RUN = {"together": together, "restart": restart, "guaranteed": guaranteed, "arena": arena, "chunks": chunks, "programs": programs}
 
 
 def main() -> int:
@@ -367,6 +429,7 @@ def main() -> int:
         "What is guaranteed while memory does not suffice.",
         "  GPUMUX=.bundle/bin/gpumux python3 bench/residency.py all\n"
         "  GPUMUX=.bundle/bin/gpumux python3 bench/residency.py together --cases 2x60% --rounds 5 --kill\n"
+        "  GPUMUX=.bundle/bin/gpumux python3 bench/residency.py arena\n"
         "  gpumux emu --profile FILE -- python3 bench/residency.py restart --restarts 3",
     )
     parser.add_argument("part", choices=[*PARTS, "all"])
@@ -378,6 +441,8 @@ def main() -> int:
     parser.add_argument("--restarts", type=int, default=20, help="[%(default)s]")
     parser.add_argument("--seconds", type=float, default=35.0, help="of `guaranteed`, and half of it of JAX [%(default)s]")
     parser.add_argument("--moves", type=int, default=20, help="of the two jobs of `guaranteed`, at least [%(default)s]")
+    parser.add_argument("--turns", type=int, default=3, help="moves of each job of `arena` [%(default)s]")
+    parser.add_argument("--size", default="8GiB", help="of the tenant of `chunks`, in GiB [%(default)s]")
     options = parser.parse_args()
     if options.part == "all" and (options.cases or options.modes):
         parser.error("--cases and --modes need one part")

@@ -586,6 +586,7 @@ fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
     (made, Ok(()))
 }
 
+/// See [`choice::goods`].
 fn chosen(least: u64) -> Vec<Good> {
     memory::with(|space| choice::goods(space, least))
 }

@@ -298,6 +298,9 @@ pub struct Idle {
     /// Device memory to hold besides, which is given back when gpumux asks for it
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub cache: Option<usize>,
+    /// Map the memory from physical memory of so many bytes each (cuMemCreate) instead of one allocation
+    #[arg(long, value_name = "BYTES", value_parser = bytes, requires = "memory")]
+    pub chunk: Option<usize>,
 }
 
 /// `fault`.

@@ -7,7 +7,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_cuda::{DeviceBuffer, Event, HostBuffer, Result};
+use gpumux_cuda::{DeviceBuffer, Event, HostBuffer, Mapping, Result};
 
 use crate::{
     Batch, Common, Latency, Launch, Report, Wait, Work,
@@ -141,7 +141,7 @@ pub(crate) fn latency(args: &Latency, stop: &AtomicBool) -> anyhow::Result<Repor
         return Ok(report);
     }
 
-    let _held = hold_memory(&gpu, &args.common)?;
+    let _held = hold_memory(&gpu, &args.common, None)?;
     let input = args
         .copy
         .map(|bytes| {
@@ -245,7 +245,7 @@ pub(crate) fn batch(args: &Batch, stop: &AtomicBool) -> anyhow::Result<Report> {
         return Ok(report);
     }
 
-    let _held = hold_memory(&gpu, &args.common)?;
+    let _held = hold_memory(&gpu, &args.common, None)?;
     let mut idle = (0..args.in_flight)
         .map(|_| Event::new(&gpu.context, args.work.wait.into()))
         .collect::<Result<Vec<_>>>()?;
@@ -299,7 +299,7 @@ pub(crate) fn launch(args: &Launch, stop: &AtomicBool) -> anyhow::Result<Report>
     const BURST: u32 = 512;
     let gpu = Gpu::open(args.common.device)?;
     let mut report = args.common.report("launch", &gpu.name);
-    let _held = hold_memory(&gpu, &args.common)?;
+    let _held = hold_memory(&gpu, &args.common, None)?;
     let one = Shape {
         blocks: 1,
         threads: 1,
@@ -329,12 +329,23 @@ pub(crate) fn launch(args: &Launch, stop: &AtomicBool) -> anyhow::Result<Report>
     Ok(end.report(report, Instant::now(), &times))
 }
 
-/// The memory that was asked for, written once so that it is really there.
-pub(crate) fn hold_memory(gpu: &Gpu, common: &Common) -> Result<Option<DeviceBuffer>> {
+/// The memory that was asked for, written once so that it is really there: one allocation, or mapped in chunks of so many bytes.
+pub(crate) fn hold_memory(
+    gpu: &Gpu,
+    common: &Common,
+    chunk: Option<usize>,
+) -> Result<Option<DeviceBuffer>> {
     let Some(bytes) = common.memory else {
         return Ok(None);
     };
-    let buffer = DeviceBuffer::new(&gpu.context, bytes)?;
+    let buffer = match chunk.map(|chunk| chunk.max(1)) {
+        None => DeviceBuffer::new(&gpu.context, bytes)?,
+        Some(chunk) => {
+            let mut mapping = Mapping::reserve(&gpu.context, chunk, bytes.div_ceil(chunk))?;
+            mapping.back()?;
+            DeviceBuffer::of_mapping(mapping, bytes)
+        }
+    };
     gpu.stream.fill(&buffer, 0)?;
     gpu.stream.synchronize()?;
     Ok(Some(buffer))

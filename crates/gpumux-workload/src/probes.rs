@@ -82,7 +82,7 @@ fn mismatches(buffer: &DeviceBuffer, expected: u32) -> gpumux_cuda::Result<u64> 
 pub(crate) fn idle(args: &Idle, stop: &AtomicBool) -> anyhow::Result<Report> {
     let gpu = Gpu::open(args.common.device)?;
     let mut report = args.common.report("idle", &gpu.name);
-    let _held = hold_memory(&gpu, &args.common)?;
+    let _held = hold_memory(&gpu, &args.common, args.chunk)?;
     let cache = (args.cache.map(|bytes| hold_cache(&gpu, bytes))).transpose()?;
     args.common.gate.ready()?;
     if args.common.gate.wait(stop)? {
@@ -136,7 +136,7 @@ unsafe extern "C" fn give_back(_device: c_int, bytes: u64, cache: *mut c_void) -
 pub(crate) fn fault(args: &Fault, stop: &AtomicBool) -> anyhow::Result<Report> {
     let gpu = Gpu::open(args.common.device)?;
     let mut report = args.common.report("fault", &gpu.name);
-    let _held = hold_memory(&gpu, &args.common)?;
+    let _held = hold_memory(&gpu, &args.common, None)?;
     // Shares its piece with what is asked for after the fault.
     let _small = DeviceBuffer::new(&gpu.context, SMALL)?;
     if !args.common.gate.wait(stop)? {
