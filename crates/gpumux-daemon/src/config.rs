@@ -5,19 +5,18 @@ use std::{
     io,
     net::{SocketAddr, ToSocketAddrs},
     path::{Path, PathBuf},
-    sync::Arc,
     time::Duration,
 };
 
 use gpumux_core::{
-    TenantId, TenantSpec, UserId,
-    admission::{self, Request, Reserve, Room, UserRules},
+    TenantSpec,
+    admission::{Reserve, UserRules},
     policy, quantity,
     tamper::TamperRule,
 };
 use serde::{Deserialize, Deserializer, Serialize, de};
 
-use crate::{api::types::SpecChange, users};
+use crate::api::types::SpecChange;
 
 /// All that can be set. Every key may be left out; unknown keys are refused.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -171,30 +170,6 @@ pub struct DeclaredTenant {
     pub spec: SpecChange,
     /// Numbers or UUIDs of the devices that it may use. Unset: all.
     pub gpu: Vec<String>,
-}
-
-impl DeclaredTenant {
-    /// Why its user could not have it although the user had no other tenants, if so.
-    fn refused(&self, config: &Config, name: &str) -> Option<String> {
-        let spec = self.spec.apply(&TenantSpec::default());
-        // What makes no sense by itself was found before.
-        spec.validate().ok()?;
-        let (user, _) = name.split_once('/')?;
-        let uid = users::uid_of(user)?;
-        let policy = users::Users::new(Arc::new(config.clone())).look(uid);
-        let request = Request {
-            tenant: TenantId(0),
-            user: UserId(uid),
-            spec: &spec,
-            before: None,
-        };
-        let rooms = [Room {
-            device: "a device".into(),
-            ..Room::default()
-        }];
-        let admitted = admission::admit(&request, &policy, &config.reserve, &rooms);
-        admitted.err().map(|error| error.to_string())
-    }
 }
 
 impl TryFrom<toml::Table> for DeclaredTenant {
@@ -401,31 +376,6 @@ impl Config {
         Ok(())
     }
 
-    /// All that makes no sense on this machine: what [`Self::check`] finds, names that the system does not know, a folder that is not
-    /// there, and declared tenants that their users may not have. No daemon starts with these.
-    pub fn mistakes(&self) -> Vec<ConfigError> {
-        let mut mistakes: Vec<ConfigError> = self.check().err().into_iter().collect();
-        mistakes.extend(users::unknown(self).into_iter().map(ConfigError::Unknown));
-        if let Some(path) = self
-            .host_memory
-            .location
-            .as_ref()
-            .filter(|path| !path.is_dir())
-        {
-            let (key, path) = ("location of [host_memory]", path.clone());
-            mistakes.push(ConfigError::Missing {
-                key,
-                path,
-                why: "which is no folder: make it",
-            });
-        }
-        mistakes.extend(self.tenants.iter().filter_map(|(name, declared)| {
-            let error = declared.refused(self, name)?;
-            Some(ConfigError::Tenant(name.clone(), error))
-        }));
-        mistakes
-    }
-
     /// All that the configuration names and the machine lacks now: files, and devices, of which it has these, if that is known. A
     /// daemon starts without them.
     pub fn absences(&self, devices: Option<&[String]>) -> Vec<ConfigError> {
@@ -620,36 +570,6 @@ mod tests {
         };
         let config = load(&example.lines().map(switched).collect::<String>()).unwrap();
         assert!(config.idle_exit_s.is_some() && config.nvml.is_some() && config.emulated.is_some());
-    }
-
-    #[test]
-    fn check_finds_what_the_machine_lacks() {
-        let config = load(
-            "nvml = '/nonexistent/nvml.so'\n\
-             [devices.GPU-1]\n[devices.GPU-2]\n\
-             [host_memory]\nlocation = '/nonexistent'\n\
-             [users.nosuchuser]\n\
-             [defaults]\nmax_guaranteed = 0.5\n\
-             [tenants.'4711/web']\nguaranteed = 0.6",
-        )
-        .unwrap();
-        let known = ["GPU-1".to_owned()];
-        let (mistakes, absences) = (config.mistakes(), config.absences(Some(&known)));
-        let mistakes: Vec<String> = (mistakes.iter().chain(&absences))
-            .map(ToString::to_string)
-            .collect();
-        let expected = [
-            "no user `nosuchuser`",
-            "location of [host_memory] names /nonexistent",
-            "4711 may be guaranteed 50%",
-            "nvml names /nonexistent/nvml.so",
-            "[devices.GPU-2]: no such device: the machine has GPU-1",
-        ];
-        assert_eq!(mistakes.len(), expected.len(), "{mistakes:#?}");
-        for (mistake, expected) in mistakes.iter().zip(expected) {
-            assert!(mistake.contains(expected), "{mistake}");
-        }
-        assert_eq!(Config::default().mistakes().len(), 0);
     }
 
     #[test]

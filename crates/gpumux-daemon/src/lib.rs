@@ -20,6 +20,7 @@ mod groups;
 mod history;
 mod hold;
 mod memory;
+mod mistakes;
 mod peer;
 mod programs;
 pub mod receiver;
@@ -45,4 +46,5 @@ pub fn read_state(kind: u8, bytes: &[u8]) {
 }
 
 pub use config::{Config, Listen};
+pub use mistakes::mistakes;
 pub use serve::{Error, device_uuids, end_groups, run};

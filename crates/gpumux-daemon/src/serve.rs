@@ -25,6 +25,7 @@ use crate::{
     devices::Devices,
     examine::Examiner,
     groups::Groups,
+    mistakes::mistakes,
     paths::{self, DirError, RuntimeDir},
     receiver::{self, Place, Receiver},
     scheduler::{self, Handle, Stopped},
@@ -145,7 +146,7 @@ fn runtime_dir(config: &Config) -> Result<RuntimeDir, DirError> {
 
 /// The daemon, until `ended` says so.
 async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) -> Result<(), Error> {
-    if let Some(mistake) = config.mistakes().into_iter().next() {
+    if let Some(mistake) = mistakes(&config).into_iter().next() {
         return Err(mistake.into());
     }
     raise_file_limit();

@@ -18,7 +18,7 @@ use crate::{
         StreamCallback, Text, UserData, cuda, exports,
     },
     context::{self, context, current},
-    device, entries,
+    device,
     error::{self, CuError, Result},
     event, graph, link, memory, module,
     process::{self, process},
@@ -34,13 +34,7 @@ type Host = u64;
 
 exports! { FUNCTIONS by cuda;
     cuInit(flags: c_uint) => process::init(flags);
-    cuDriverGetVersion(version: Out<c_int>) => version.put(driver_version());
-    cuGetProcAddress(symbol: Text, function: Out<usize>, version: c_int, flags: u64) => entries::get_proc_address(symbol, function, version, flags, None);
-    cuGetProcAddress_v2(symbol: Text, function: Out<usize>, version: c_int, flags: u64, status: Out<c_int>) => entries::get_proc_address(symbol, function, version, flags, Some(status));
-    cuGetProcAddress_v2_ptsz(symbol: Text, function: Out<usize>, version: c_int, flags: u64, status: Out<c_int>) => {
-        let flags = if flags == 0 { entries::PER_THREAD_DEFAULT_STREAM } else { flags };
-        entries::get_proc_address(symbol, function, version, flags, Some(status))
-    };
+    cuDriverGetVersion(version: Out<c_int>) => version.put(process::driver_version());
     cuGetErrorName(code: c_int, text: Out<*const c_char>) => describe(code, text, |(name, _)| name);
     cuGetErrorString(code: c_int, text: Out<*const c_char>) => describe(code, text, |(_, sentence)| sentence);
 
@@ -430,14 +424,6 @@ pub(crate) struct LaunchConfig {
 }
 
 const _: () = assert!(size_of::<LaunchConfig>() == 56);
-
-/// The version of the server's profile; before `cuInit`, the one this library was written after.
-pub(crate) fn driver_version() -> c_int {
-    process()
-        .ok()
-        .and_then(|process| process.devices.first())
-        .map_or(13_000, |device| device.info.cuda_version)
-}
 
 /// The function of a handle, or of a kernel's in the current context.
 fn function_of(handle: Handle) -> Result<std::sync::Arc<module::Function>> {

@@ -6,17 +6,28 @@ use std::{collections::HashMap, ffi::c_int, sync::LazyLock};
 use gpumux_cuda::list::entry_points;
 
 use crate::{
-    border::{Address, Out, Text},
+    border::{Address, Out, Text, cuda, exports},
     driver,
     error::{CuError, Result},
-    ipc, library, missing, nodes, plane, pool, tables, values,
+    ipc, library, missing, nodes, plane, pool,
+    process::driver_version,
+    tables, values,
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
-pub(crate) const PER_THREAD_DEFAULT_STREAM: u64 = 2;
+const PER_THREAD_DEFAULT_STREAM: u64 = 2;
 
 /// A function that no CUDA has: tests take it for one of a newer CUDA than the list knows.
 const FUTURE: (&str, c_int) = ("cuMemcpyFutureAsync", 14_000);
+
+exports! { FUNCTIONS by cuda;
+    cuGetProcAddress(symbol: Text, function: Out<usize>, version: c_int, flags: u64) => get_proc_address(symbol, function, version, flags, None);
+    cuGetProcAddress_v2(symbol: Text, function: Out<usize>, version: c_int, flags: u64, status: Out<c_int>) => get_proc_address(symbol, function, version, flags, Some(status));
+    cuGetProcAddress_v2_ptsz(symbol: Text, function: Out<usize>, version: c_int, flags: u64, status: Out<c_int>) => {
+        let flags = if flags == 0 { PER_THREAD_DEFAULT_STREAM } else { flags };
+        get_proc_address(symbol, function, version, flags, Some(status))
+    };
+}
 
 /// One form of a function.
 #[derive(Clone, Copy)]
@@ -30,6 +41,7 @@ struct Form {
 /// The functions that do something.
 fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
     [
+        FUNCTIONS,
         driver::FUNCTIONS,
         ipc::FUNCTIONS,
         library::FUNCTIONS,
@@ -70,7 +82,7 @@ static ADDRESSES: LazyLock<HashMap<&str, usize>> = LazyLock::new(|| {
 });
 
 /// `cuGetProcAddress`
-pub(crate) fn get_proc_address(
+fn get_proc_address(
     symbol: Text,
     function: Out<usize>,
     version: c_int,
@@ -90,7 +102,7 @@ pub(crate) fn get_proc_address(
     }
     let forms = FORMS.get(name.as_str()).map_or(&[][..], Vec::as_slice);
     // A driver has nothing of later versions than its own.
-    let version = version.min(driver::driver_version());
+    let version = version.min(driver_version());
     let found = newest(forms, version, flags & PER_THREAD_DEFAULT_STREAM != 0);
     match found.and_then(|form| ADDRESSES.get(form.symbol)) {
         Some(address) => {

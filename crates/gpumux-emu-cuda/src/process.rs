@@ -100,6 +100,14 @@ pub(crate) fn process() -> Result<&'static Process> {
     PROCESS.get().ok_or(CuError::NOT_INITIALIZED)
 }
 
+/// The version of the server's profile; before `cuInit`, the one this library was written after.
+pub(crate) fn driver_version() -> std::ffi::c_int {
+    process()
+        .ok()
+        .and_then(|process| process.devices.first())
+        .map_or(13_000, |device| device.info.cuda_version)
+}
+
 /// `cuInit`.
 pub(crate) fn init(flags: u32) -> Result {
     static INITIALISING: Mutex<()> = Mutex::new(());

@@ -13,11 +13,11 @@ use gpumux_cuda::types::CUuuid;
 use crate::{
     border::{Address, Image, In, JitOptions, Out, StorageEnd, cuda, exports},
     context::context,
-    device, driver,
+    device,
     error::{CuError, Result},
     integrity::{self, Seen},
     module,
-    process::{lock, process},
+    process::{self, lock, process},
 };
 
 type Handle = usize;
@@ -177,7 +177,7 @@ fn prove_for(version: u32, seconds: u64) -> Result<[u64; 2]> {
     let devices: Vec<_> = devices.map(|it| (it.info.uuid, it.info.pci_bus)).collect();
     Ok(integrity::prove(
         &Seen {
-            driver: driver::driver_version() as u32,
+            driver: process::driver_version() as u32,
             runtime: version,
             process: std::process::id(),
             thread: integrity::thread(),

@@ -21,7 +21,7 @@ use gpumux_cuda::{
         EVENT_DISABLE_TIMING, MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, STREAM_NON_BLOCKING,
     },
 };
-use gpumux_emu::{Profile, SOCKET_VARIABLE, profile::uuid_text};
+use gpumux_emu::{Profile, SOCKET_VARIABLE, protocol::uuid_text};
 
 use common::*;
 

@@ -1,6 +1,6 @@
 //! MIG: into which instances a device can be partitioned, and what an instance is made of.
 
-use crate::{Profile, protocol::Instance};
+use crate::protocol::{DeviceInfo, Instance};
 
 /// What `nvidia-smi mig -lgip` names on an H100 80GB, which also gives the memory and the SMs.
 struct Shape {
@@ -65,43 +65,35 @@ fn find(name: &str) -> Option<&'static Shape> {
     SHAPES.iter().find(|shape| shape.name == name)
 }
 
-/// An instance's part of a device: memory, SMs, bandwidth.
-pub(crate) struct Part {
-    pub(crate) memory: u64,
-    pub(crate) sms: u32,
-    pub(crate) memory_bandwidth: u64,
-    pub(crate) instance: Instance,
-}
-
-/// The instances of a device. A device that is not an H100 is partitioned in proportion, under the same names.
-pub(crate) fn parts(profile: &Profile, gpu: u32) -> Vec<Part> {
+/// The instances of these names, in order, that the GPU of this number is partitioned into: each with its part of the GPU's memory,
+/// SMs and bandwidth, still under the GPU's UUID. A GPU that is not an H100 is partitioned in proportion, under the same names.
+pub(crate) fn parts(names: &[String], gpu: u32, whole: &DeviceInfo) -> Vec<DeviceInfo> {
     let mut taken = Vec::new();
-    let names = profile.mig.get(gpu as usize).into_iter().flatten();
-    names
-        .filter_map(|name| {
-            let shape = find(name)?;
-            let of = |all: u64, part: u64, whole: u64| {
-                (u128::from(all) * u128::from(part) / u128::from(whole)) as u64
-            };
-            let id = (shape.first_id..).find(|id| !taken.contains(id))?;
-            taken.push(id);
-            let sms = of(profile.hardware.sms.into(), shape.sms, WHOLE.0).max(1);
-            Some(Part {
-                memory: of(profile.memory, shape.memory_mib, WHOLE.1),
-                sms: sms as u32,
-                memory_bandwidth: of(profile.memory_bandwidth, shape.memory_slices.into(), 8)
-                    .max(1),
-                instance: Instance {
-                    gpu,
-                    gpu_uuid: profile.uuid(gpu),
-                    profile: shape.name.to_owned(),
-                    gpu_instance: id,
-                    compute_instance: 0,
-                    slices: shape.slices,
-                },
-            })
+    let of = |all: u64, part: u64, whole: u64| {
+        (u128::from(all) * u128::from(part) / u128::from(whole)) as u64
+    };
+    let part = |name: &String| {
+        let shape = find(name)?;
+        let id = (shape.first_id..).find(|id| !taken.contains(id))?;
+        taken.push(id);
+        let bandwidth = of(whole.memory_bandwidth, shape.memory_slices.into(), 8);
+        Some(DeviceInfo {
+            name: format!("{} MIG {}", whole.name, shape.name),
+            memory: of(whole.memory, shape.memory_mib, WHOLE.1),
+            sms: of(whole.sms.into(), shape.sms, WHOLE.0).max(1) as u32,
+            memory_bandwidth: bandwidth.max(1),
+            instance: Some(Instance {
+                gpu,
+                gpu_uuid: whole.uuid,
+                profile: shape.name.to_owned(),
+                gpu_instance: id,
+                compute_instance: 0,
+                slices: shape.slices,
+            }),
+            ..whole.clone()
         })
-        .collect()
+    };
+    names.iter().filter_map(part).collect()
 }
 
 #[cfg(test)]
@@ -136,18 +128,18 @@ mod tests {
 
     #[test]
     fn instances_are_what_the_driver_makes_of_an_h100() {
-        let mut profile = Profile {
-            mig: vec![names(&["1g.10gb", "3g.40gb", "1g.10gb", "2g.20gb"])],
-            ..Profile::default()
-        };
-        let found: Vec<_> = parts(&profile, 0)
+        let mut whole = crate::Profile::default().infos().remove(0);
+        let made = names(&["1g.10gb", "3g.40gb", "1g.10gb", "2g.20gb"]);
+        let found: Vec<_> = parts(&made, 0, &whole)
             .iter()
-            .map(|it| (it.sms, it.memory >> 20, it.instance.gpu_instance))
+            .map(|it| {
+                let id = it.instance.as_ref().map(|it| it.gpu_instance);
+                (it.sms, it.memory >> 20, id.unwrap())
+            })
             .collect();
         let expected = [(16, 9984, 7), (60, 40448, 1), (16, 9984, 8), (32, 20096, 3)];
         assert_eq!(found, expected);
-        assert!(parts(&profile, 1).is_empty());
-        profile.hardware.sms = 4;
-        assert_eq!(parts(&profile, 0)[0].sms, 1);
+        whole.sms = 4;
+        assert_eq!(parts(&made, 0, &whole)[0].sms, 1);
     }
 }

@@ -210,15 +210,11 @@ impl Profile {
             cuda_version: self.cuda_version,
             instance: None,
         };
-        let parts = (0..self.devices).flat_map(|gpu| mig::parts(self, gpu));
+        let parts = (self.mig.iter()).zip(0..self.devices);
+        let parts = parts.flat_map(|(names, gpu)| mig::parts(names, gpu, &whole(gpu)));
         let instances = (self.devices..).zip(parts).map(|(index, part)| DeviceInfo {
-            name: format!("{} MIG {}", self.name, part.instance.profile),
             uuid: self.uuid(index),
-            memory: part.memory,
-            sms: part.sms,
-            memory_bandwidth: part.memory_bandwidth,
-            instance: Some(part.instance.clone()),
-            ..whole(part.instance.gpu)
+            ..part
         });
         (0..self.devices).map(whole).chain(instances).collect()
     }
@@ -248,27 +244,10 @@ impl Profile {
     }
 }
 
-/// A GPU's UUID as the driver writes it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
-pub fn uuid_text(uuid: &[u8; 16]) -> String {
-    prefixed("GPU", uuid)
-}
-
-/// The same with `MIG`, for an instance, or any other prefix.
-pub(crate) fn prefixed(prefix: &str, uuid: &[u8; 16]) -> String {
-    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
-    format!(
-        "{prefix}-{}-{}-{}-{}-{}",
-        &hex[..8],
-        &hex[8..12],
-        &hex[12..16],
-        &hex[16..20],
-        &hex[20..]
-    )
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::protocol::uuid_text;
 
     #[test]
     fn an_empty_profile_is_an_h100() {

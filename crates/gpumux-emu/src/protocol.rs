@@ -9,8 +9,6 @@
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
-use crate::profile::prefixed;
-
 /// Both sides must have the same.
 pub const VERSION: u32 = 7;
 
@@ -176,6 +174,24 @@ impl DeviceInfo {
     pub fn is_part_of(&self, gpu: u32) -> bool {
         self.instance.as_ref().is_some_and(|it| it.gpu == gpu)
     }
+}
+
+/// A GPU's UUID as the driver writes it: `GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx`.
+pub fn uuid_text(uuid: &[u8; 16]) -> String {
+    prefixed("GPU", uuid)
+}
+
+/// The same with `MIG`, for an instance, or any other prefix.
+fn prefixed(prefix: &str, uuid: &[u8; 16]) -> String {
+    let hex: String = uuid.iter().map(|byte| format!("{byte:02x}")).collect();
+    format!(
+        "{prefix}-{}-{}-{}-{}-{}",
+        &hex[..8],
+        &hex[8..12],
+        &hex[12..16],
+        &hex[16..20],
+        &hex[20..]
+    )
 }
 
 /// A device at one moment.

@@ -84,7 +84,7 @@ pub(crate) fn examine() -> anyhow::Result<ExitCode> {
 /// Names all mistakes of a configuration.
 fn check(config: &Config) -> ExitCode {
     let devices = gpumux_daemon::device_uuids(config);
-    let mut mistakes = config.mistakes();
+    let mut mistakes = gpumux_daemon::mistakes(config);
     mistakes.extend(config.absences(devices.as_deref()));
     for mistake in &mistakes {
         eprintln!("gpumux: {mistake}");

@@ -245,7 +245,7 @@ fn slices_reach_the_driver_through_a_passed_file_only() {
     assert_eq!(controls.timeslice().unwrap(), 1024);
     controls.set_timeslice(1).unwrap();
     assert_eq!(controls.timeslice().unwrap(), 1);
-    let text = crate::profile::uuid_text(&Profile::default().uuid(0));
+    let text = crate::protocol::uuid_text(&Profile::default().uuid(0));
     assert_eq!(controls.device_uuid().unwrap(), text);
 
     let own = EmulatedFile::new(open_control_file(&running.path).unwrap()).unwrap();
