@@ -21,6 +21,9 @@ use crate::api::types::{Hardware, Mig, Readings};
 /// How often NVML is asked whether the devices are well, and how much of their memory is used.
 const EVERY: Duration = Duration::from_secs(1);
 
+/// The numbers that NVML and `nvidia-smi` give the GPUs, by the UUIDs of GPUs and MIG instances.
+pub(crate) type Numbers = BTreeMap<String, u32>;
+
 /// One GPU that is not partitioned, or one MIG instance.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Known {

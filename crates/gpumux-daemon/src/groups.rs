@@ -18,7 +18,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_core::TenantId;
 use rustix::process::Signal;
 use serde::{Deserialize, Serialize};
 use tokio::{
@@ -31,9 +30,9 @@ use tokio::{
 use crate::{
     config::Config,
     examine::Examiner,
+    failure::Failure,
     paths::MPS_VARIABLES,
     peer::ProcessId,
-    scheduler::Crash,
     store::{self, Sync},
     tenants::Tenants,
 };
@@ -85,17 +84,6 @@ pub(crate) const ROOM: usize = 48;
 pub(crate) struct Key {
     pub(crate) uid: u32,
     pub(crate) trust: String,
-}
-
-/// What can go wrong with a group.
-#[derive(Debug)]
-pub(crate) enum Failure {
-    /// A process in it got an error that ends its context.
-    Process(Crash),
-    /// Its server has ended, or hangs.
-    Server(Arc<str>),
-    /// A process of this tenant waits without end for a device that it had from a server that is gone.
-    Stuck { tenant: TenantId, pid: u32 },
 }
 
 /// All groups.

@@ -1,12 +1,10 @@
 //! Memory that is kept from going before the kernels that use it have ended: in a shared group that is a fault of all
 //! (an H100, docs/fidelity.md), and NVIDIA's MPS leaves it at that. A process's memory stays while any process has its driver files.
 
-use std::{os::fd::OwnedFd, time::Duration};
+use std::os::fd::OwnedFd;
 
-use crate::scheduler::{Handle, Left};
+use crate::scheduler::{Command, Handle, Left, STAY};
 
-/// How much time on the device the group gets to end such kernels. A program that runs ahead of the device has up to a second of work queued.
-pub(crate) const STAY: Duration = Duration::from_secs(2);
 /// Holds a process's driver files until its group had [`STAY`] on the device. Without such a group they are held for that time, while
 /// the caller waits for what this returns.
 pub(crate) async fn until_ended(
@@ -14,7 +12,9 @@ pub(crate) async fn until_ended(
     of: Left,
     files: Vec<OwnedFd>,
 ) -> impl Future<Output = ()> + use<> {
-    let rest = scheduler.call(move |engine| engine.hold(&of, files)).await;
+    let rest = scheduler
+        .ask(|answer| Command::Hold(of, files, answer))
+        .await;
     async move {
         if let Ok(Some(files)) = rest {
             tokio::time::sleep(STAY).await;

@@ -14,6 +14,7 @@ pub mod paths;
 mod devices;
 mod events;
 pub mod examine;
+mod failure;
 #[cfg(test)]
 mod fake;
 mod groups;

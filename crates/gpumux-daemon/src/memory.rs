@@ -7,9 +7,8 @@ use gpumux_core::{
     ledger::{Holding, Kind},
 };
 use gpumux_wire::Shim;
-use tokio::sync::oneshot;
 
-use crate::scheduler::{Handle, SessionId, Stopped};
+use crate::scheduler::{Command, Handle, SessionId, Stopped};
 
 /// Longest reason of a process that is kept, in bytes.
 const REASON: usize = 200;
@@ -85,7 +84,8 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
 /// # Errors
 /// When it cannot be moved now.
 pub(crate) async fn sleep(scheduler: &Handle, tenant: TenantId) -> Result<(), MoveError> {
-    request(scheduler, move |request| Event::Sleep(tenant, request)).await
+    let asleep = scheduler.ask(|answer| Command::Sleep(tenant, answer));
+    Ok(asleep.await??)
 }
 
 /// Brings all memory of a tenant back, others' away for it if need be.
@@ -93,16 +93,6 @@ pub(crate) async fn sleep(scheduler: &Handle, tenant: TenantId) -> Result<(), Mo
 /// # Errors
 /// When it cannot come back.
 pub(crate) async fn wake(scheduler: &Handle, tenant: TenantId) -> Result<(), MoveError> {
-    request(scheduler, move |request| Event::Wake(tenant, request)).await
-}
-
-async fn request(
-    scheduler: &Handle,
-    event: impl FnOnce(u64) -> Event + Send + 'static,
-) -> Result<(), MoveError> {
-    let (answer, answered) = oneshot::channel();
-    scheduler
-        .call(move |engine| engine.request(event, answer))
-        .await?;
-    Ok(answered.await.map_err(|_| Stopped)??)
+    let awake = scheduler.ask(|answer| Command::Wake(tenant, answer));
+    Ok(awake.await??)
 }

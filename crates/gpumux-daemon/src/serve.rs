@@ -28,7 +28,7 @@ use crate::{
     mistakes::mistakes,
     paths::{self, DirError, RuntimeDir},
     receiver::{self, Place, Receiver},
-    scheduler::{self, Handle, Stopped},
+    scheduler::{self, Command, Handle, Stopped},
     session::{HELLO, Sessions},
     tenants::{self, Files, TenantError, Tenants},
     users::Users,
@@ -248,7 +248,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     tell(&[NotifyState::Stopping]);
     tenants.close().await;
     // First all processes run as before, then they are notified.
-    let restored = scheduler.call(|engine| engine.restore()).await;
+    let restored = scheduler.ask(Command::Restore).await;
     let _ = stop.send(true);
     let gone = async {
         while sessions.count() > 0 {
@@ -336,7 +336,7 @@ async fn keep_house(
         tokio::select! {
             _ = beat.tick(), if watched => {
                 // Only a scheduler that still works is well.
-                scheduler.call(|_| ()).await?;
+                scheduler.ask(Command::Nothing).await?;
                 tell(&[NotifyState::Watchdog]);
             }
             changed = looked.changed(), if nvml => {
@@ -351,7 +351,7 @@ async fn keep_house(
 async fn know(devices: &Devices, scheduler: &Handle) -> Result<(), Stopped> {
     let known = devices.list();
     scheduler
-        .call(move |engine| engine.know_devices(known))
+        .ask(|answer| Command::KnowDevices(known, answer))
         .await
 }
 

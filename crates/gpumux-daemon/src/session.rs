@@ -34,7 +34,7 @@ use crate::{
     hold, memory,
     peer::{Peer, ProcessFd, readable},
     receiver::Connection,
-    scheduler::{GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
+    scheduler::{Command, GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
     sharing::Sharing,
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
@@ -311,7 +311,7 @@ impl Sessions {
         tracing::info!(pid = peer.pid, tenant = name, "session");
         let _ = self
             .scheduler
-            .call(move |engine| engine.meet(id, met))
+            .ask(|answer| Command::Meet(id, met, answer))
             .await;
         self.voices().insert((tenant, id), Arc::clone(socket));
         self.sharing.join(id, tenant, peer, socket);
@@ -356,10 +356,14 @@ impl Sessions {
         let alive = !held && !peer.fd.as_ref().is_some_and(|process| process.has_ended());
         tracing::info!(pid = peer.pid, tenant = name, alive, "session ended");
         self.voices().remove(&(tenant, id));
-        // Jobs are done in order: a group that is still on its way is removed by this one.
+        // Commands are carried out in order: a group that is still on its way is removed by this one.
         let _ = self
             .scheduler
-            .call(move |engine| engine.leave(id, alive))
+            .ask(|answer| Command::Leave {
+                session: id,
+                alive,
+                answer,
+            })
             .await;
         self.stop_sharing(id, peer, alive);
         self.tenants.leave(id, tenant, peer.pid).await;
@@ -473,25 +477,27 @@ impl Session<'_> {
                 if let Some(compute) = self.keys.get(&key) {
                     check_channels(&channels, *compute)?;
                     scheduler
-                        .call(move |engine| engine.set_channels(id, key, channels))
+                        .ask(|answer| Command::SetChannels(id, key, channels, answer))
                         .await?;
                 }
             }
             Shim::TimesliceTouched { key } => {
                 scheduler
-                    .call(move |engine| engine.touched(id, key))
+                    .ask(|answer| Command::Touched(id, key, answer))
                     .await?;
             }
             Shim::Gone { key } => {
                 self.keys.remove(&key);
-                scheduler.call(move |engine| engine.gone(id, key)).await?;
+                scheduler
+                    .ask(|answer| Command::Gone(id, key, answer))
+                    .await?;
             }
             Shim::Unlisted { mut name } => {
                 name.retain(|it| it.is_ascii_alphanumeric() || it == '_');
                 name.truncate(LONGEST_NAME);
                 let tenant = self.tenant;
                 scheduler
-                    .call(move |engine| engine.called_unlisted(tenant, name))
+                    .ask(|answer| Command::CalledUnlisted(tenant, name, answer))
                     .await?;
             }
             Shim::View {
@@ -499,10 +505,14 @@ impl Session<'_> {
                 device,
                 total,
             } => {
-                let view = move |engine: &mut crate::scheduler::Engine| {
-                    engine.answer_view(id, ticket, &device, total)
+                let view = |answer| Command::AnswerView {
+                    session: id,
+                    ticket,
+                    device,
+                    total,
+                    answer,
                 };
-                scheduler.call(view).await?;
+                scheduler.ask(view).await?;
             }
             Shim::Piece { .. } => {
                 if let Some(file) = &file {
@@ -518,7 +528,7 @@ impl Session<'_> {
             packet => {
                 if let Some(event) = memory::event(id, packet) {
                     scheduler
-                        .call(move |engine| engine.memory_event(event))
+                        .ask(|answer| Command::Memory(event, answer))
                         .await?;
                 }
             }
@@ -623,18 +633,16 @@ impl Session<'_> {
             timeslice: verified.timeslice,
             default: default.unwrap_or(Timeslice::DEFAULT),
         };
-        let id = self.id;
         let replaces = self
             .keys
             .insert(key, engine == gpumux_rm::layout::engine::GR0)
             .is_some();
-        let add = move |engine: &mut crate::scheduler::Engine| {
-            if replaces {
-                engine.gone(id, key);
-            }
-            engine.add(group)
+        let add = |answer| Command::Add {
+            group,
+            replaces,
+            answer,
         };
-        Ok(self.sessions.scheduler.call(add).await??)
+        Ok(self.sessions.scheduler.ask(add).await??)
     }
 }
 

@@ -18,5 +18,4 @@ pub(crate) use faults::GroupCounts;
 pub(crate) use model::{Tenant, TenantError, secret};
 pub(crate) use persistence::{Files, read_state};
 pub(crate) use registry::Tenants;
-pub(crate) use selection::Numbers;
 pub(crate) use supervisor::watch;

@@ -56,7 +56,7 @@ use crate::{
     paths,
     peer::Peer,
     receiver::{Connection, STALLED, unavailable},
-    scheduler::{Handle, Stopped, View},
+    scheduler::{Command, Handle, Stopped, View},
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
 };
@@ -658,7 +658,7 @@ async fn trace(State(api): State<Arc<Api>>, past: Query<Past>) -> Result<Respons
     let time = Micros((seconds * 1e6) as u64);
     let history = api
         .scheduler
-        .call(move |engine| engine.history(time))
+        .ask(|answer| Command::History(time, answer))
         .await?;
     let names = api.tenants.names().await;
     let name = |id| {
@@ -912,7 +912,7 @@ async fn hint(
 impl Api {
     /// What the scheduler sees, and of the devices what only NVML knows.
     async fn view(&self) -> Result<View, Stopped> {
-        let mut view = self.scheduler.call(|engine| engine.view()).await?;
+        let mut view = self.scheduler.ask(Command::View).await?;
         let known = self.devices.list();
         for device in &mut view.devices {
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {

@@ -11,7 +11,7 @@ use std::{
 
 use gpumux_wire::page::Page;
 
-use super::SessionId;
+use super::model::SessionId;
 
 /// How often it looks.
 const LOOK: Duration = Duration::from_millis(40);

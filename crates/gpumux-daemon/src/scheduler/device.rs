@@ -14,9 +14,9 @@ use gpumux_core::{
 use gpumux_rm::{ControlFailure, RmStatus};
 
 use super::{
-    Clock, Reaper, SessionId,
     domain::{self, Domain},
     held::Held,
+    model::{Clock, Reaper, SessionId},
     record::{Durations, Record, Totals, What},
 };
 use crate::api::types::ControlCost;

@@ -9,7 +9,7 @@ use gpumux_rm::Controls;
 use gpumux_wire::page::{Arrival, Page, Slot, Waits, Work};
 
 use super::{
-    SessionId,
+    model::SessionId,
     record::{Now, Totals, Who},
 };
 
@@ -24,6 +24,13 @@ pub(crate) struct Member {
     pub(crate) pid: u32,
     /// RM client and group: together the group's name on its device.
     pub(crate) handles: (u32, u32),
+}
+
+impl Member {
+    /// Whether it is a group of this session, and this one if one is named.
+    pub(super) fn is_of(&self, session: SessionId, key: Option<u32>) -> bool {
+        self.session == session && key.is_none_or(|key| key == self.key)
+    }
 }
 
 /// A group that a session announced, after it was verified.

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{TenantId, admission};
 
-use super::engine::Engine;
+use super::state::State;
 use crate::{api::types, devices::Process};
 
 /// How NVIDIA's MPS control program and server are called, as far as the kernel keeps it.
@@ -29,6 +29,31 @@ struct Foreigner {
 }
 
 impl Foreigners {
+    /// NVML has found these processes on this device.
+    pub(super) fn see(
+        &mut self,
+        state: &State,
+        uuid: &str,
+        processes: Vec<Process>,
+        used_by: Option<&BTreeMap<u32, f64>>,
+    ) {
+        let own = std::process::id();
+        let groups = !state.placed.is_empty();
+        let found = processes.into_iter().filter_map(|process| {
+            if process.pid == own || (groups && process.name.starts_with(MPS)) {
+                return None;
+            }
+            let mut tenants = state.sessions.values().filter(|met| met.pid == process.pid);
+            let tenant = tenants.next().map(|met| met.tenant);
+            if tenant.is_some_and(|tenant| state.may_use(tenant, uuid)) {
+                return None;
+            }
+            let used = used_by.map(|parts| parts.get(&process.pid).copied().unwrap_or(0.0));
+            Some((process, used, tenant))
+        });
+        self.look(found.collect());
+    }
+
     /// NVML has found these, each with the part of the last second in which its kernels ran.
     fn look(&mut self, found: Vec<(Process, Option<f64>, Option<TenantId>)>) {
         let before = std::mem::take(&mut self.known);
@@ -80,39 +105,6 @@ impl Foreigners {
             })
         };
         self.known.values().filter_map(used).collect()
-    }
-}
-
-impl Engine {
-    /// NVML has found these processes on a device.
-    pub(super) fn see_processes(
-        &mut self,
-        uuid: &str,
-        processes: Vec<Process>,
-        used_by: Option<&BTreeMap<u32, f64>>,
-    ) {
-        let own = std::process::id();
-        let groups = !self.placed.is_empty();
-        let found = processes.into_iter().filter_map(|process| {
-            if process.pid == own || (groups && process.name.starts_with(MPS)) {
-                return None;
-            }
-            let mut tenants = self.sessions.values().filter(|met| met.pid == process.pid);
-            let tenant = tenants.next().map(|met| met.tenant);
-            if tenant.is_some_and(|tenant| self.may_use(tenant, uuid)) {
-                return None;
-            }
-            let used = used_by.map(|parts| parts.get(&process.pid).copied().unwrap_or(0.0));
-            Some((process, used, tenant))
-        });
-        let found: Vec<_> = found.collect();
-        self.foreign.entry(uuid.to_owned()).or_default().look(found);
-    }
-
-    /// Whether a tenant may use a device.
-    pub(super) fn may_use(&self, tenant: TenantId, uuid: &str) -> bool {
-        let devices = self.confined.get(&tenant);
-        devices.is_none_or(|devices| devices.contains(uuid))
     }
 }
 

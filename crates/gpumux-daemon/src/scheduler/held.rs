@@ -1,14 +1,26 @@
 //! What a process left behind in a group when it ended at work: its work goes on, as the group's, and its memory stays until
 //! the group had time enough to end it.
 
-use std::{os::fd::OwnedFd, sync::Arc};
+use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use gpumux_core::{DomainId, Micros};
 
-use crate::hold::STAY;
+use super::model::SessionId;
+
+/// How much time on the device a group gets to end kernels that a process left behind. A program that runs ahead of the device has up to a
+/// second of work queued.
+pub(crate) const STAY: Duration = Duration::from_secs(2);
 
 /// The longest that it stays, for a group that gets no time on the device: behind higher classes that always have work.
 const LONGEST: Micros = Micros::from_secs(30);
+
+/// Whom memory is held of.
+pub(crate) enum Left {
+    /// A process with a session.
+    Session(SessionId),
+    /// One without, in the group of this name.
+    Group(Arc<str>),
+}
 
 /// Memory held for a group.
 pub(super) struct Held {

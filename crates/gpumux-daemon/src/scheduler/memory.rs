@@ -11,12 +11,14 @@ use gpumux_core::{
     Demand, Micros, TenantId, TenantSpec,
     broker::{Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
     controller,
-    tamper::{Tampering, Then},
 };
 use gpumux_wire::Daemon;
-use tokio::sync::{mpsc::UnboundedSender, oneshot};
 
-use super::{Engine, SessionId, record::What};
+use super::{
+    model::{Answer, Happening, SessionId},
+    record::What,
+    state::State,
+};
 use crate::{api::types, config::HostMemory};
 
 /// The log says not more often than this that the host is full.
@@ -35,37 +37,12 @@ pub(super) struct MemoryMoves {
     /// Those of them whose groups are not known to be frozen yet.
     freezing: BTreeSet<TenantId>,
     /// Users' requests that are not answered yet.
-    requests: BTreeMap<u64, oneshot::Sender<Result<(), MoveError>>>,
+    requests: BTreeMap<u64, Answer<Result<(), MoveError>>>,
     requested: u64,
     pub(super) figures: BTreeMap<TenantId, types::MoveFigures>,
     told_full: Option<Micros>,
-    /// Where happenings are reported.
-    tell: Option<UnboundedSender<Happening>>,
     /// Each process's last request for memory that has no answer yet: its ticket, device and bytes.
     asked: BTreeMap<ProcessId, (u32, String, u64)>,
-}
-
-/// Something that happened to a tenant.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Happening {
-    /// Its memory has moved.
-    Moved {
-        tenant: TenantId,
-        /// To the host, or back.
-        out: bool,
-        bytes: u64,
-        took: Micros,
-    },
-    /// A request was denied, because the tenant would have exceeded its limit.
-    AtLimit { tenant: TenantId, limit: u64 },
-    /// A process of it undid a control.
-    Tampered {
-        tenant: TenantId,
-        pid: u32,
-        what: Tampering,
-        /// What is done about it now.
-        then: Option<Then>,
-    },
 }
 
 impl MemoryMoves {
@@ -85,7 +62,6 @@ impl MemoryMoves {
             requested: 0,
             figures: BTreeMap::new(),
             told_full: None,
-            tell: None,
             asked: BTreeMap::new(),
         }
     }
@@ -97,90 +73,86 @@ impl MemoryMoves {
         self.figures.remove(&tenant);
     }
 
-    /// When [`Engine::step_memory`] has something to do although nothing happens.
+    /// When [`Self::step`] has something to do although nothing happens.
     pub(super) fn due(&self, now: Micros) -> Option<Micros> {
         let freezing = (!self.freezing.is_empty()).then(|| now + FREEZING);
         self.broker.next_wakeup().into_iter().chain(freezing).min()
     }
-}
 
-/// What the broker must know of a spec.
-pub(super) fn terms(spec: &TenantSpec) -> Terms {
-    Terms {
-        class: spec.class,
-        share: spec.memory(),
-        policy: spec.memory_policy,
-        sleep_after: spec.sleep_after_s.map(Micros::from_secs),
-    }
-}
-
-impl Engine {
     /// Something happened that concerns memory.
-    pub(crate) fn memory_event(&mut self, event: Event) {
-        let now = self.now();
-        if self.moves.broker.settles(now) {
-            let changed = self.changed_activity(now);
+    pub(super) fn handle(&mut self, state: &mut State, event: Event) {
+        let now = state.now();
+        if self.broker.settles(now) {
+            let changed = self.changed_activity(state, now);
             if !changed.is_empty() {
-                self.handle(now, Event::Activity(changed));
+                self.pass(state, now, Event::Activity(changed));
             }
         }
-        self.handle(now, event);
+        self.pass(state, now, event);
     }
 
     /// Has a user's request carried out; the answer comes when that is done.
-    pub(crate) fn request(
+    pub(super) fn request(
         &mut self,
+        state: &mut State,
         event: impl FnOnce(u64) -> Event,
-        answer: oneshot::Sender<Result<(), MoveError>>,
+        answer: Answer<Result<(), MoveError>>,
     ) {
-        self.moves.requested += 1;
-        let request = self.moves.requested;
-        self.moves.requests.insert(request, answer);
-        self.memory_event(event(request));
+        self.requested += 1;
+        let request = self.requested;
+        self.requests.insert(request, answer);
+        self.handle(state, event(request));
     }
 
     /// The capacity that a tenant's programs are shown before they have a session, where that is less than the device's.
-    pub(crate) fn shown_memory(&mut self, tenant: TenantId) -> Option<u64> {
-        self.moves.broker.shown(tenant)
+    pub(super) fn shown(&mut self, tenant: TenantId) -> Option<u64> {
+        self.broker.shown(tenant)
     }
 
     /// Answers what a process is shown of a device's memory.
-    pub(crate) fn answer_view(&mut self, session: SessionId, ticket: u32, uuid: &str, total: u64) {
+    pub(super) fn answer_view(
+        &mut self,
+        state: &State,
+        session: SessionId,
+        ticket: u32,
+        uuid: &str,
+        total: u64,
+    ) {
         let process = ProcessId(session.0);
-        let (free, total) = self.moves.broker.view(process, uuid, total);
+        let (free, total) = self.broker.view(process, uuid, total);
         let seen = Daemon::Seen {
             ticket,
             free,
             total,
         };
-        self.send(process, &seen);
+        state.send(session, &seen);
     }
 
     /// A process has connected: it hears where moved memory is kept.
-    pub(super) fn greet(&self, session: SessionId) {
-        if let Some((rules, met)) = self.moves.rules.as_ref().zip(self.sessions.get(&session)) {
-            met.say(rules);
+    pub(super) fn greet(&self, state: &State, session: SessionId) {
+        if let Some(rules) = &self.rules {
+            state.send(session, rules);
         }
     }
 
     /// Lets the broker go on where time has passed or groups were frozen.
-    pub(super) fn step_memory(&mut self) {
-        let now = self.now();
-        if (self.moves.broker.next_wakeup()).is_some_and(|at| at <= now) {
-            self.memory_event(Event::Tick);
+    pub(super) fn step(&mut self, state: &mut State) {
+        let now = state.now();
+        if (self.broker.next_wakeup()).is_some_and(|at| at <= now) {
+            self.handle(state, Event::Tick);
         }
-        for tenant in self.moves.freezing.clone() {
-            let result = match self.is_frozen(tenant) {
+        for tenant in self.freezing.clone() {
+            let result = match is_frozen(state, tenant) {
                 Ok(false) => continue,
                 Ok(true) => Ok(()),
                 Err(why) => Err(why),
             };
-            self.moves.freezing.remove(&tenant);
-            self.memory_event(Event::Frozen(tenant, result));
+            self.freezing.remove(&tenant);
+            self.handle(state, Event::Frozen(tenant, result));
         }
     }
 
-    fn handle(&mut self, now: Micros, event: Event) {
+    fn pass(&mut self, state: &mut State, now: Micros, event: Event) {
         if let Event::Ask {
             process,
             ticket,
@@ -188,17 +160,17 @@ impl Engine {
         } = &event
         {
             let asked = (*ticket, ask.device.clone(), ask.need);
-            self.moves.asked.insert(*process, asked);
+            self.asked.insert(*process, asked);
         }
         if let Event::Left(process) = &event {
-            self.moves.asked.remove(process);
+            self.asked.remove(process);
         }
-        let mut commands = self.moves.broker.handle(now, event);
+        let mut commands = self.broker.handle(now, event);
         while !commands.is_empty() {
             let mut next = Vec::new();
             for command in commands {
-                if let Some(failed) = self.carry_out(now, command) {
-                    next.extend(self.moves.broker.handle(now, failed));
+                if let Some(failed) = self.carry_out(state, now, command) {
+                    next.extend(self.broker.handle(now, failed));
                 }
             }
             commands = next;
@@ -206,11 +178,11 @@ impl Engine {
     }
 
     /// Does what the broker says; what failed at once is an event again.
-    fn carry_out(&mut self, now: Micros, command: Command) -> Option<Event> {
+    fn carry_out(&mut self, state: &mut State, now: Micros, command: Command) -> Option<Event> {
         match command {
             Command::Order(process, op, order) => {
                 let asks = !matches!(order, Order::Resume | Order::Trim);
-                let sent = self.send(process, &message(op, order));
+                let sent = state.send(SessionId(process.0), &message(op, order));
                 let why = || Reply::Refused("it does not listen".into());
                 return (asks && !sent).then(|| Event::Reply(process, op, why()));
             }
@@ -219,19 +191,20 @@ impl Engine {
                 ticket,
                 bytes,
             } => {
-                self.send(process, &Daemon::Granted { ticket, bytes });
-                self.granted(process, ticket, bytes);
+                let granted = Daemon::Granted { ticket, bytes };
+                state.send(SessionId(process.0), &granted);
+                self.granted(state, process, ticket, bytes);
             }
             Command::Freeze(tenant) => {
-                self.park(tenant, true);
-                self.moves.freezing.insert(tenant);
+                self.park(state, tenant, true);
+                self.freezing.insert(tenant);
             }
             Command::Thaw(tenant) => {
-                self.moves.freezing.remove(&tenant);
-                self.park(tenant, false);
+                self.freezing.remove(&tenant);
+                self.park(state, tenant, false);
             }
             Command::Answer(request, result) => {
-                if let Some(answer) = self.moves.requests.remove(&request) {
+                if let Some(answer) = self.requests.remove(&request) {
                     // The process that asked may have gone.
                     let _ = answer.send(result);
                 }
@@ -241,13 +214,13 @@ impl Engine {
                 out,
                 bytes,
                 took,
-            } => self.moved(tenant, out, bytes, took),
+            } => self.moved(state, tenant, out, bytes, took),
             Command::Failed(tenant, error) => {
-                let lately = (self.moves.told_full).is_some_and(|at| now < at + HOST_FULL_PAUSE);
+                let lately = (self.told_full).is_some_and(|at| now < at + HOST_FULL_PAUSE);
                 match error {
                     MoveError::HostFull(_) if lately => {}
                     MoveError::HostFull(_) => {
-                        self.moves.told_full = Some(now);
+                        self.told_full = Some(now);
                         tracing::warn!(tenant = tenant.0, %error, "memory is not moved");
                     }
                     MoveError::Stuck => {
@@ -263,31 +236,20 @@ impl Engine {
         None
     }
 
-    /// Happenings are reported there from now on.
-    pub(crate) fn tell_happenings(&mut self, to: UnboundedSender<Happening>) {
-        self.moves.tell = Some(to);
-    }
-
-    pub(super) fn tell(&self, happening: Happening) {
-        if let Some(to) = &self.moves.tell {
-            let _ = to.send(happening);
-        }
-    }
-
     /// Reports a request that was denied because of the tenant's limit.
-    fn granted(&mut self, process: ProcessId, ticket: u32, bytes: u64) {
-        let asked = self.moves.asked.get(&process);
+    fn granted(&mut self, state: &State, process: ProcessId, ticket: u32, bytes: u64) {
+        let asked = self.asked.get(&process);
         if asked.is_none_or(|(of, ..)| *of != ticket) {
             return;
         }
-        let Some((_, device, need)) = self.moves.asked.remove(&process) else {
+        let Some((_, device, need)) = self.asked.remove(&process) else {
             return;
         };
-        let met = self.sessions.get(&SessionId(process.0));
+        let met = state.sessions.get(&SessionId(process.0));
         let Some(tenant) = met.map(|met| met.tenant).filter(|_| bytes == 0) else {
             return;
         };
-        let lines = self.moves.broker.lines();
+        let lines = self.broker.lines();
         let mut entries = (lines.iter().filter(|line| line.uuid == device))
             .flat_map(|line| line.entries.iter().filter(|(id, _)| *id == tenant));
         let exceeds = entries.find_map(|(_, entry)| {
@@ -295,56 +257,35 @@ impl Engine {
             (need > limit.saturating_sub(entry.holding.all())).then_some(limit)
         });
         if let Some(limit) = exceeds {
-            self.tell(Happening::AtLimit { tenant, limit });
+            state.report(Happening::AtLimit { tenant, limit });
         }
-    }
-
-    fn send(&self, process: ProcessId, message: &Daemon) -> bool {
-        let session = self.sessions.get(&SessionId(process.0));
-        session.is_some_and(|met| met.say(message))
     }
 
     /// Freezes a tenant until told otherwise, or lets it go on.
-    pub(super) fn park(&mut self, tenant: TenantId, swapped_out: bool) {
+    pub(super) fn park(&mut self, state: &mut State, tenant: TenantId, swapped_out: bool) {
         match swapped_out {
-            true => self.moves.swapped_out.insert(tenant),
-            false => self.moves.swapped_out.remove(&tenant),
+            true => self.swapped_out.insert(tenant),
+            false => self.swapped_out.remove(&tenant),
         };
-        self.park_domains();
+        self.park_domains(state);
     }
 
-    pub(super) fn park_domains(&mut self) {
-        let now = self.now();
-        for domain in self.devices.values().flat_map(|it| it.domains.values()) {
-            let swapped_out = self.moves.swapped_out.contains(&domain.who.tenant);
+    pub(super) fn park_domains(&self, state: &mut State) {
+        let now = state.now();
+        for domain in state.devices.values().flat_map(|it| it.domains.values()) {
+            let swapped_out = self.swapped_out.contains(&domain.who.tenant);
             let event = controller::Event::SwappedOut(domain.who.id, swapped_out);
-            self.controller.handle(now, event);
+            state.controller.handle(now, event);
         }
-    }
-
-    /// Whether every group of a tenant is frozen. An error names the control that failed.
-    fn is_frozen(&self, tenant: TenantId) -> Result<bool, String> {
-        let all = self.devices.values().flat_map(|it| it.domains.values());
-        let mut frozen = true;
-        for domain in all.filter(|it| it.who.tenant == tenant) {
-            let Some(known) = self.controller.domain(domain.who.id) else {
-                continue;
-            };
-            if known.is_faulty() {
-                return Err(domain.error.clone().unwrap_or_default());
-            }
-            frozen &= known.is_frozen();
-        }
-        Ok(frozen)
     }
 
     /// What tenants do, of those of whom that has changed.
-    fn changed_activity(&mut self, now: Micros) -> Vec<(TenantId, Activity)> {
-        let mut all: BTreeMap<TenantId, Activity> = (self.tenants.keys())
+    fn changed_activity(&mut self, state: &State, now: Micros) -> Vec<(TenantId, Activity)> {
+        let mut all: BTreeMap<TenantId, Activity> = (state.tenants.keys())
             .map(|id| (*id, Activity::default()))
             .collect();
-        for domain in self.devices.values().flat_map(|it| it.domains.values()) {
-            let known = self.controller.domain(domain.who.id);
+        for domain in state.domains() {
+            let known = state.controller.domain(domain.who.id);
             let Some((activity, known)) = all.get_mut(&domain.who.tenant).zip(known) else {
                 continue;
             };
@@ -358,17 +299,22 @@ impl Engine {
             activity.idle_since = activity.idle_since.max(since);
             activity.in_group |= domain.group.is_some();
         }
-        all.retain(|id, activity| self.moves.activity.get(id) != Some(activity));
-        self.moves
-            .activity
-            .extend(all.iter().map(|(id, it)| (*id, *it)));
+        all.retain(|id, activity| self.activity.get(id) != Some(activity));
+        self.activity.extend(all.iter().map(|(id, it)| (*id, *it)));
         all.into_iter().collect()
     }
 
     /// For the records: memory of a tenant has moved.
-    pub(super) fn moved(&mut self, tenant: TenantId, out: bool, bytes: u64, took: Micros) {
+    pub(super) fn moved(
+        &mut self,
+        state: &mut State,
+        tenant: TenantId,
+        out: bool,
+        bytes: u64,
+        took: Micros,
+    ) {
         let took_us = took.0;
-        let figures = self.moves.figures.entry(tenant).or_default();
+        let figures = self.figures.entry(tenant).or_default();
         let what = match out {
             true => {
                 figures.outs += 1;
@@ -383,7 +329,7 @@ impl Engine {
                 What::CameBack { bytes, took_us }
             }
         };
-        self.tell(Happening::Moved {
+        state.report(Happening::Moved {
             tenant,
             out,
             bytes,
@@ -391,15 +337,40 @@ impl Engine {
         });
         let took = Duration::from_micros(took_us);
         tracing::info!(tenant = tenant.0, out, bytes, ?took, "memory has moved");
-        let now = self.now();
+        let now = state.now();
         // Wherever it has domains: once per device.
-        for device in self.devices.values_mut() {
+        for device in state.devices.values_mut() {
             let mut domains = device.domains.values();
             if let Some(domain) = domains.find(|it| it.who.tenant == tenant) {
                 device.record.push(now, &Arc::clone(&domain.who), what);
             }
         }
     }
+}
+
+/// What the broker must know of a spec.
+pub(super) fn terms(spec: &TenantSpec) -> Terms {
+    Terms {
+        class: spec.class,
+        share: spec.memory(),
+        policy: spec.memory_policy,
+        sleep_after: spec.sleep_after_s.map(Micros::from_secs),
+    }
+}
+
+/// Whether every group of a tenant is frozen. An error names the control that failed.
+fn is_frozen(state: &State, tenant: TenantId) -> Result<bool, String> {
+    let mut frozen = true;
+    for domain in state.domains().filter(|it| it.who.tenant == tenant) {
+        let Some(known) = state.controller.domain(domain.who.id) else {
+            continue;
+        };
+        if known.is_faulty() {
+            return Err(domain.error.clone().unwrap_or_default());
+        }
+        frozen &= known.is_frozen();
+    }
+    Ok(frozen)
 }
 
 /// An order as the session's packet.

@@ -7,7 +7,7 @@ use gpumux_core::{Micros, tamper::Renewals};
 use gpumux_rm::{ControlFailure, Controls, Interleave, PreemptionMode};
 use gpumux_wire::lease::{LOOK, LOOKS, Lease};
 
-use super::Clock;
+use super::model::Clock;
 
 /// Some process that looks every [`LOOK`] may have found the lease expired by then.
 const EXPIRES: Micros = Micros((LOOK.as_micros() * (LOOKS as u128 - 1)) as u64);

@@ -4,15 +4,22 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
     DomainId, Micros, TenantId, TenantSpec, controller,
-    tamper::{self, Conduct, Tampering, Then, Watch},
+    tamper::{self, Conduct, TamperRule, Tampering, Then, Watch},
 };
 
-use super::{Happening, SessionId, domain::Domain, engine::Engine, record::What};
+use super::{
+    domain::Domain,
+    model::{Happening, SessionId},
+    record::What,
+    state::State,
+};
 use crate::api::types;
 
 /// What is known of processes that undo controls.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Tampers {
+    /// What follows.
+    rule: TamperRule,
     /// Processes with groups of their own, by device and pid.
     watches: BTreeMap<(String, u32), Watch>,
     conducts: BTreeMap<TenantId, Conduct>,
@@ -21,6 +28,15 @@ pub(super) struct Tampers {
 }
 
 impl Tampers {
+    pub(super) fn new(rule: TamperRule) -> Self {
+        Self {
+            rule,
+            watches: BTreeMap::new(),
+            conducts: BTreeMap::new(),
+            lowered: BTreeSet::new(),
+        }
+    }
+
     /// For people.
     pub(super) fn list(&self, now: Micros) -> BTreeMap<TenantId, types::Tampering> {
         let shown = |(id, conduct): (&TenantId, &Conduct)| {
@@ -47,31 +63,28 @@ impl Tampers {
         self.lowered.remove(&tenant);
         self.conducts.remove(&tenant);
     }
-}
 
-impl Engine {
     /// A process reports that its lease has expired although it was renewed in time: that is counted, and it stays under control.
-    pub(super) fn disbelieve(&mut self, session: SessionId) {
-        let Some(met) = self.sessions.get_mut(&session) else {
-            return;
-        };
+    /// Returns its tenant if that has no settings any more.
+    pub(super) fn disbelieve(&mut self, state: &mut State, session: SessionId) -> Option<TenantId> {
+        let met = state.sessions.get_mut(&session)?;
         met.epoch = met.page.expired();
         let (epoch, tenant, pid) = (met.epoch, met.tenant, met.pid);
-        for device in self.devices.values_mut() {
+        for device in state.devices.values_mut() {
             let own = device.domains.values_mut();
             own.filter(|it| it.member.session == session)
                 .for_each(|it| it.epoch = epoch);
         }
-        self.convict(tenant, pid, Tampering::Lease);
+        self.convict(state, tenant, pid, Tampering::Lease)
     }
 
     /// NVML has measured processes on this device: finds those that ran while they were frozen.
-    pub(super) fn watch_frozen(&mut self, uuid: &str) {
-        let now = self.now();
-        let Some(device) = self.devices.get_mut(uuid) else {
+    pub(super) fn watch_frozen(&mut self, state: &mut State, uuid: &str) {
+        let now = state.now();
+        let Some(device) = state.devices.get_mut(uuid) else {
             return;
         };
-        self.controller.account_until(device.index, now);
+        state.controller.account_until(device.index, now);
         let used = device.used_by.as_ref();
         let used = used.filter(|all| tamper::is_plausible(all.values().copied()));
         let mut processes: BTreeMap<u32, BTreeMap<DomainId, Micros>> = BTreeMap::new();
@@ -80,19 +93,18 @@ impl Engine {
             domain.group.is_none() && domain.member.pid != 0 && !domain.is_free()
         };
         for (id, domain) in device.domains.iter().filter(own) {
-            let known = self.controller.domain(*id).filter(|it| !it.is_faulty());
+            let known = state.controller.domain(*id).filter(|it| !it.is_faulty());
             if let Some(known) = known {
                 let groups = processes.entry(domain.member.pid).or_default();
                 groups.insert(*id, known.frozen(now));
             }
         }
-        self.tampers
-            .watches
+        self.watches
             .retain(|(on, pid), _| on != uuid || processes.contains_key(pid));
         let mut found = Vec::new();
         for (pid, frozen) in processes {
             let groups: Vec<DomainId> = frozen.keys().copied().collect();
-            let watch = self.tampers.watches.entry((uuid.to_owned(), pid));
+            let watch = self.watches.entry((uuid.to_owned(), pid));
             let used = used.map(|all| all.get(&pid).copied().unwrap_or(0.0));
             if watch.or_default().look(now, frozen, used) {
                 found.push(groups);
@@ -107,48 +119,48 @@ impl Engine {
             let (tenant, pid) = (domain.who.tenant, domain.member.pid);
             device.record.push(now, &domain.who, What::Ran);
             for id in groups {
-                self.controller.handle(now, controller::Event::Ran(id));
+                state.controller.handle(now, controller::Event::Ran(id));
             }
             device.tampered.push((tenant, pid, Tampering::Thaw));
         }
-        self.judge();
     }
 
-    /// Counts what was found, and does what follows.
-    pub(super) fn judge(&mut self) {
-        let found = self.devices.values_mut();
+    /// Counts what was found. Returns the tenants whose settings hold no longer.
+    pub(super) fn judge(&mut self, state: &mut State) -> Vec<TenantId> {
+        let found = state.devices.values_mut();
         let found: Vec<_> = found.flat_map(|it| it.tampered.drain(..)).collect();
-        for (tenant, pid, what) in found {
-            self.convict(tenant, pid, what);
-        }
+        let convict = |(tenant, pid, what)| self.convict(state, tenant, pid, what);
+        found.into_iter().filter_map(convict).collect()
     }
 
-    /// A process was found tampering.
-    pub(super) fn convict(&mut self, tenant: TenantId, pid: u32, what: Tampering) {
-        if !self.tenants.contains_key(&tenant) {
-            return;
+    /// A process was found tampering. Returns its tenant if that has no settings any more.
+    fn convict(
+        &mut self,
+        state: &State,
+        tenant: TenantId,
+        pid: u32,
+        what: Tampering,
+    ) -> Option<TenantId> {
+        if !state.tenants.contains_key(&tenant) {
+            return None;
         }
-        let now = self.now();
-        let conduct = self.tampers.conducts.entry(tenant).or_default();
-        let verdict = conduct.found(now, &self.config.tampering);
+        let now = state.now();
+        let conduct = self.conducts.entry(tenant).or_default();
+        let verdict = conduct.found(now, &self.rule);
         let then = match verdict.then {
-            Some(Then::Lower) => (self.tampers.lowered.insert(tenant)).then_some(Then::Lower),
+            Some(Then::Lower) => (self.lowered.insert(tenant)).then_some(Then::Lower),
             Some(Then::End) => Some(Then::End),
             Some(Then::Report) | None => None,
         };
         if verdict.is_news || then.is_some() {
             tracing::warn!(tenant = tenant.0, pid, ?then, "it {}", what.deed());
-            self.tell(Happening::Tampered {
+            state.report(Happening::Tampered {
                 tenant,
                 pid,
                 what,
                 then,
             });
         }
-        if then == Some(Then::Lower) {
-            let spec = self.tenants.get(&tenant).cloned().unwrap_or_default();
-            // A spec that does not rise is never refused.
-            let _ = self.put_spec(tenant, spec);
-        }
+        (then == Some(Then::Lower)).then_some(tenant)
     }
 }

@@ -21,7 +21,8 @@ use gpumux_wire::{
 };
 
 use super::{
-    Clock, Engine, GroupError, Left, Member, Met, NewGroup, Owner, Renewal, SessionId, What, used,
+    GroupError, Left, Member, Met, NewGroup, Owner, SessionId, What, engine::Engine, model::Clock,
+    renewal::Renewal, thread::used,
 };
 use crate::{api::types, config::Config};
 
@@ -198,6 +199,16 @@ impl Bench {
         self.pages.last().unwrap().slot(n).unwrap().submit();
     }
 
+    fn park(&mut self, tenant: TenantId, swapped_out: bool) {
+        let Engine { moves, state, .. } = &mut self.engine;
+        moves.park(state, tenant, swapped_out);
+    }
+
+    fn moved(&mut self, tenant: TenantId, out: bool, bytes: u64, took: Micros) {
+        let Engine { moves, state, .. } = &mut self.engine;
+        moves.moved(state, tenant, out, bytes, took);
+    }
+
     fn spec(&mut self, n: u32, spec: TenantSpec) -> Result<(), gpumux_core::admission::Refusal> {
         self.engine.set_spec(TenantId(n.into()), spec)
     }
@@ -257,8 +268,8 @@ impl Bench {
 
     /// Steps as the thread would, for this long.
     fn run(&mut self, time: Micros) {
-        let end = self.engine.now() + time;
-        while self.engine.now() < end {
+        let end = self.engine.state.now() + time;
+        while self.engine.state.now() < end {
             let next = self.engine.step().unwrap_or(end).min(end);
             let mut hardware = self.hardware();
             hardware.now = hardware.now.max(next.0);
@@ -502,7 +513,7 @@ fn members_come_and_go_without_changing_what_the_group_has() {
 fn crash_in_a_group_is_reported_once_and_no_other_crash() {
     let mut bench = Bench::new();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    bench.engine.tell_crashes(tell);
+    bench.engine.crashes.report_to(tell);
     let come = |bench: &mut Bench, n: u32| {
         let (page, file) = Page::create().unwrap();
         let page_of_daemon = Arc::new(Page::open(file).unwrap());
@@ -529,7 +540,7 @@ fn crash_in_a_group_is_reported_once_and_no_other_crash() {
         bench.engine.step();
     }
     let crash = match told.try_recv() {
-        Ok(crate::groups::Failure::Process(crash)) => crash,
+        Ok(crate::failure::Failure::Process(crash)) => crash,
         other => panic!("{other:?}"),
     };
     assert_eq!((crash.pid, crash.error, &*crash.group), (1002, 700, "team"));
@@ -558,7 +569,7 @@ fn crash_in_a_group_is_reported_once_and_no_other_crash() {
 fn process_that_lost_its_group_neither_runs_nor_waits_unbounded() {
     let mut bench = Bench::new();
     let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-    bench.engine.tell_crashes(tell);
+    bench.engine.crashes.report_to(tell);
     bench.add(1, Class::Batch);
     // The second knows it, the third has no work.
     let mut errors = Vec::new();
@@ -588,7 +599,7 @@ fn process_that_lost_its_group_neither_runs_nor_waits_unbounded() {
     assert!(told.try_recv().is_err(), "not yet");
     bench.run(Micros::from_millis(200));
     let stuck = match told.try_recv() {
-        Ok(crate::groups::Failure::Stuck { pid, .. }) => pid,
+        Ok(crate::failure::Failure::Stuck { pid, .. }) => pid,
         other => panic!("{other:?}"),
     };
     assert_eq!(stuck, 1002);
@@ -599,7 +610,7 @@ fn process_that_lost_its_group_neither_runs_nor_waits_unbounded() {
     bench.run(Micros::from_secs(2));
     assert!(matches!(
         told.try_recv(),
-        Ok(crate::groups::Failure::Stuck { pid: 1002, .. })
+        Ok(crate::failure::Failure::Stuck { pid: 1002, .. })
     ));
     errors[0].receive_fault();
     assert!(!bench.engine.has_unaware("team"));
@@ -764,7 +775,7 @@ fn crash_is_reported_within_a_tenth_of_a_second_beside_others() {
     for others in [0, 1, 8] {
         let mut bench = Bench::new();
         let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
-        bench.engine.tell_crashes(tell);
+        bench.engine.crashes.report_to(tell);
         bench.member(2, 50, "team");
         for other in 0..others {
             bench.add(3 + other, Class::Standard);
@@ -829,7 +840,7 @@ fn pulled_just_before_work() -> usize {
         bench.pages[0].slot(1).unwrap().complete(request + 1);
         bench.run(Micros(8750));
         all.extend(bench.take_pulls());
-        bench.engine.park(TenantId(2), request % 2 == 0);
+        bench.park(TenantId(2), request % 2 == 0);
         bench.run(Micros(250));
         let pulls = bench.take_pulls();
         just_before += usize::from(request > 10 && !pulls.is_empty());
@@ -939,12 +950,12 @@ fn hints_and_moves_of_memory_are_in_the_history() {
     });
     bench.run(Micros::from_millis(50));
     let (tenant, took) = (TenantId(2), Micros::from_millis(3));
-    bench.engine.park(tenant, true);
+    bench.park(tenant, true);
     bench.run(Micros::from_millis(50));
     assert_eq!(bench.domain(2).reason, "its memory is away");
-    bench.engine.moved(tenant, true, 4096, took);
-    bench.engine.park(tenant, false);
-    bench.engine.moved(tenant, false, 4096, took);
+    bench.moved(tenant, true, 4096, took);
+    bench.park(tenant, false);
+    bench.moved(tenant, false, 4096, took);
     let (bytes, took_us) = (4096, 3000);
     let all = bench.engine.history(Micros::from_secs(10));
     let of = |n: u64| -> Vec<What> {
@@ -1014,7 +1025,7 @@ fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
     });
     bench.add(1, Class::Standard);
     bench.add(2, Class::Latency);
-    let class = |bench: &Bench| bench.engine.tenants[&TenantId(2)].class;
+    let class = |bench: &Bench| bench.engine.state.tenants[&TenantId(2)].class;
     bench.run(Micros::from_secs(3));
     for n in 0..3 {
         assert_eq!(class(&bench), Class::Latency, "{n}");
@@ -1036,7 +1047,7 @@ fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
         uid: 7,
         policy: Arc::new(UserPolicy::unlimited()),
     };
-    bench.engine.owners.insert(TenantId(2), owner);
+    bench.engine.state.owners.insert(TenantId(2), owner);
     let policy = || Arc::new(UserPolicy::unlimited());
     (bench.engine)
         .change(TenantId(2), policy(), latency.clone(), false)
@@ -1099,7 +1110,7 @@ fn process_that_thaws_itself_is_frozen_again() {
     let mut bench = Bench::new();
     bench.add(1, Class::Batch);
     bench.engine.know_devices([measured([(1001, 1.0)])]);
-    bench.engine.park(TenantId(1), true);
+    bench.park(TenantId(1), true);
     bench.run(Micros::from_millis(10));
     assert!(bench.hardware().groups[&1].frozen);
     for second in 1..=5 {
@@ -1138,7 +1149,7 @@ fn a_class_changes_while_running() {
     bench.add(1, Class::Latency);
     bench.add(2, Class::Batch);
     bench.engine.step();
-    let set = bench.engine.now();
+    let set = bench.engine.state.now();
     let class = Class::Latency;
     bench
         .spec(
@@ -1161,7 +1172,7 @@ fn a_class_changes_while_running() {
     bench.engine.step();
     assert_eq!(bench.hardware().groups[&1].slice, 1);
     assert!(bench.hardware().groups[&2].slice > 1000);
-    assert!(bench.engine.now().saturating_sub(set) < Micros::from_millis(100));
+    assert!(bench.engine.state.now().saturating_sub(set) < Micros::from_millis(100));
 }
 
 #[test]
@@ -1224,12 +1235,12 @@ fn a_domain_whose_memory_comes_back_while_its_controls_stick_is_frozen_when_it_i
     bench.add(2, Class::Batch);
     bench.add(3, Class::Batch);
     bench.pages[0].slot(1).unwrap().complete(1);
-    bench.engine.park(TenantId(3), true);
+    bench.park(TenantId(3), true);
     bench.run(Micros::from_millis(100));
     bench.hardware().groups.get_mut(&3).unwrap().broken = true;
     bench.run(Micros::from_millis(1_500));
     assert!(bench.domain(3).error.is_some() && bench.domain(3).frozen);
-    bench.engine.park(TenantId(3), false);
+    bench.park(TenantId(3), false);
     bench.hardware().groups.get_mut(&3).unwrap().broken = false;
     // That never two of them may run is checked at every pull.
     bench.run(Micros::from_secs(5));
@@ -1357,7 +1368,7 @@ fn a_tenant_on_two_devices_runs_on_both_or_on_none() {
     }
     let mut together = [0; 2];
     let end = Micros::from_secs(3);
-    while bench.engine.now() < end {
+    while bench.engine.state.now() < end {
         let next = bench.engine.step().unwrap();
         let mut hardware = bench.hardware();
         let frozen = [2, 20].map(|handle| hardware.groups[&handle].frozen);
@@ -1434,7 +1445,7 @@ fn sixteen_tenants_cost_less_than_two_percent_of_a_cpu() {
             0..2 => drop(slot.submit()),
             _ => slot.complete(slot.submitted()),
         }
-        let wait = next.saturating_sub(bench.engine.now());
+        let wait = next.saturating_sub(bench.engine.state.now());
         let asleep = used();
         std::thread::sleep(std::time::Duration::from_micros(wait.0));
         bench.engine.woke(used().saturating_sub(asleep));
@@ -1593,5 +1604,5 @@ fn guarantee_lapses_without_work_and_holds_again_with_it() {
     bench.hardware().now += 1_000;
     bench.engine.step();
     assert!(!bench.engine.view().lapsed.contains(&sleeper));
-    assert_eq!(bench.engine.tenants[&sleeper].guaranteed, 0.7);
+    assert_eq!(bench.engine.state.tenants[&sleeper].guaranteed, 0.7);
 }

@@ -102,7 +102,7 @@ impl Node {
     }
 
     async fn domains(&self) -> Vec<types::Domain> {
-        let view = self.scheduler.call(|engine| engine.view()).await.unwrap();
+        let view = self.scheduler.ask(scheduler::Command::View).await.unwrap();
         view.domains.into_iter().map(|(_, domain)| domain).collect()
     }
 
@@ -233,7 +233,7 @@ async fn lease_comes_with_the_welcome_and_is_renewed_while_there_are_sessions() 
     }
     // A scheduling thread that does not come to its next step renews nothing.
     let (stop, stopped) = std::sync::mpsc::channel::<()>();
-    let stall = node.scheduler.call(move |_| stopped.recv().is_err());
+    let stall = (node.scheduler).ask(|answer| scheduler::Command::Stall(stopped, answer));
     let look = async {
         while !lease.look() {
             tokio::time::sleep(LOOK).await;
@@ -241,7 +241,7 @@ async fn lease_comes_with_the_welcome_and_is_renewed_while_there_are_sessions() 
         drop(stop);
     };
     let (stalled, ()) = tokio::join!(stall, look);
-    assert!(stalled.unwrap());
+    stalled.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -438,7 +438,7 @@ async fn the_last_word_is_goodbye_and_comes_after_the_thaw() {
     send(&other, &fake::group(0, 2), Some(files.as_fd()));
     node.until_domains(2).await;
     node.scheduler
-        .call(|engine| engine.restore())
+        .ask(scheduler::Command::Restore)
         .await
         .unwrap();
     node.stop.send(true).unwrap();

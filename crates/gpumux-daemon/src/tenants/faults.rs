@@ -7,7 +7,7 @@ use std::{
 
 use gpumux_core::TenantId;
 
-use crate::{api::types::Fault, groups::Key, scheduler::Crash};
+use crate::{api::types::Fault, failure::Crash, groups::Key};
 
 /// Faults that are remembered.
 const MAX_FAULTS: usize = 32;

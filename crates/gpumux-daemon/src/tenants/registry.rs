@@ -41,7 +41,7 @@ use crate::{
     hold,
     peer::{Peer, ProcessFd, ProcessId},
     programs::Programs,
-    scheduler::{Engine, Handle, Happening, Left, Owner, SessionId, Stopped, View},
+    scheduler::{Command, Handle, Happening, Left, Owner, SessionId, Stopped, View},
     users::{Users, trusted, uid_of},
 };
 
@@ -135,22 +135,14 @@ impl Tenants {
             policy,
         };
         let (given, devices) = (saved.spec.clone(), saved.devices.clone());
-        let admit = move |engine: &mut Engine| {
-            engine.confine(id, &devices);
-            let refused = engine.admit_again(id, owner.clone(), given.clone()).err();
-            let Some(error) = refused else {
-                return (given, None);
-            };
-            let spec = TenantSpec {
-                class: given.class,
-                ..TenantSpec::default()
-            };
-            // Without guarantees nothing stands in its way.
-            engine.confine(id, &devices);
-            let again = engine.admit_again(id, owner, spec.clone());
-            (spec, Some(again.err().unwrap_or(error)))
+        let admit = |answer| Command::AdmitAgain {
+            tenant: id,
+            owner,
+            devices,
+            spec: given,
+            answer,
         };
-        let (spec, error) = self.scheduler.call(admit).await?;
+        let (spec, error) = self.scheduler.ask(admit).await?;
         if let Some(error) = error {
             tracing::warn!(tenant = saved.name, %error, "an old guarantee does not fit any more");
         }
@@ -206,7 +198,7 @@ impl Tenants {
             check_curve(&new.utility)?;
         }
         let policy = self.users.policy(peer.uid).await;
-        let numbers = self.scheduler.call(|engine| engine.numbers.clone()).await?;
+        let numbers = self.scheduler.ask(Command::Numbers).await?;
         let declared = self.users.declared(&policy, &new);
         let (asked, visible) = (&new.devices, new.visible.as_deref());
         let selection = selection::select(asked, &declared.gpu, visible, &numbers)?;
@@ -241,12 +233,14 @@ impl Tenants {
                 uid: peer.uid,
                 policy: Arc::clone(&policy),
             };
-            let devices: BTreeSet<String> = selection.devices.iter().cloned().collect();
-            let admits = move |engine: &mut Engine| {
-                let devices = Some(&devices).filter(|devices| !devices.is_empty());
-                engine.admits(NOBODY, Some(&owner), devices, &spec)
+            let admits = |answer| Command::Admits {
+                tenant: NOBODY,
+                owner,
+                devices: selection.devices.iter().cloned().collect(),
+                spec,
+                answer,
             };
-            let admitted = self.scheduler.call(admits).await?;
+            let admitted = self.scheduler.ask(admits).await?;
             admitted.map_err(|error| match (&set, &new.name) {
                 (Some(_), Some(name)) => TenantError::Set(name.clone(), error.into()),
                 _ => error.into(),
@@ -295,7 +289,7 @@ impl Tenants {
             environment.extend(selection.environment);
         }
         let shown = (self.scheduler)
-            .call(move |engine| engine.shown_memory(id))
+            .ask(|answer| Command::ShownMemory(id, answer))
             .await?;
         if let Some(bytes) = memory_limit.or(shown) {
             environment.insert(MEMORY_LIMIT_VARIABLE.into(), bytes.to_string());
@@ -303,7 +297,7 @@ impl Tenants {
         if let Some(membership) = &membership {
             let name = membership.name();
             (self.scheduler)
-                .call(move |engine| engine.place(id, name))
+                .ask(|answer| Command::Place(id, name, answer))
                 .await?;
         }
         if let Some(tenant) = table.tenants.get_mut(&id) {
@@ -365,7 +359,7 @@ impl Tenants {
 
     /// What the scheduler sees.
     pub(crate) async fn view(&self) -> Result<View, Stopped> {
-        self.scheduler.call(|engine| engine.view()).await
+        self.scheduler.ask(Command::View).await
     }
 
     /// The last faults in groups, the latest last.
@@ -405,7 +399,7 @@ impl Tenants {
             let name = membership.name();
             tenant.membership = Some(Arc::new(membership));
             (self.scheduler)
-                .call(move |engine| engine.place(id, name))
+                .ask(|answer| Command::Place(id, name, answer))
                 .await?;
         }
         Ok(())
@@ -422,13 +416,15 @@ impl Tenants {
     ) -> Result<TenantId, TenantError> {
         table.check_room(owner.uid, &owner.policy)?;
         let id = table.next_id();
-        let (given, confined) = (spec.clone(), devices.clone());
         let (name, uid, user) = (owner.name.clone(), owner.uid, owner.policy.user.clone());
-        let set = move |engine: &mut Engine| {
-            engine.confine(id, &confined);
-            engine.admit(id, owner, given)
+        let admit = |answer| Command::Admit {
+            tenant: id,
+            owner,
+            devices: devices.clone(),
+            spec: spec.clone(),
+            answer,
         };
-        self.scheduler.call(set).await??;
+        self.scheduler.ask(admit).await??;
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |t| t.as_secs());
@@ -685,7 +681,8 @@ impl Tenants {
             table.empty_since = Some(Instant::now());
         }
         // A scheduler that has ended has forgotten all tenants.
-        let _ = self.scheduler.call(move |engine| engine.forget(id)).await;
+        let forget = |answer| Command::Forget(id, answer);
+        let _ = self.scheduler.ask(forget).await;
     }
 
     /// Changes a tenant's spec; one that does not fit changes nothing.
@@ -701,12 +698,15 @@ impl Tenants {
         let (id, spec) = table
             .owned(uid, name)
             .map(|tenant| (tenant.id, change.apply(&tenant.spec)))?;
-        let given = spec.clone();
-        // What root grants one of its users is root's business.
-        let by_root = uid == 0;
-        self.scheduler
-            .call(move |engine| engine.change(id, policy, given, by_root))
-            .await??;
+        let change_spec = |answer| Command::Change {
+            tenant: id,
+            policy,
+            spec: spec.clone(),
+            // What root grants one of its users is root's business.
+            by_root: uid == 0,
+            answer,
+        };
+        self.scheduler.ask(change_spec).await??;
         let (mut set, mut kept) = (None, Ok(()));
         if let Some(tenant) = table.tenants.get_mut(&id) {
             let whose = (tenant.name.as_str(), tenant.uid);

@@ -3,9 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::model::{MAX_CONFINED, TenantError, is_name};
-
-/// The numbers that NVML and `nvidia-smi` give the GPUs, by the UUIDs of GPUs and MIG instances.
-pub(crate) type Numbers = BTreeMap<String, u32>;
+use crate::devices::Numbers;
 
 /// The variable that tells CUDA programs which devices to use.
 const VISIBLE: &str = "CUDA_VISIBLE_DEVICES";

@@ -18,9 +18,9 @@ use super::{
 };
 use crate::{
     api::types::{EventKind, Fault},
-    groups::Failure,
+    failure::{Crash, Failure},
     programs,
-    scheduler::{Crash, Stopped},
+    scheduler::{Command, Stopped},
 };
 
 /// How long reports of one fault are gathered.
@@ -35,17 +35,14 @@ pub(crate) async fn watch(tenants: &Arc<Tenants>) -> Result<(), Stopped> {
     let (tell, told) = unbounded_channel();
     tenants.groups.tell_failures(tell.clone());
     tenants.groups.know(Arc::downgrade(tenants));
+    let (report, mut reported) = unbounded_channel();
     (tenants.scheduler)
-        .call(move |engine| engine.tell_crashes(tell))
+        .ask(|answer| Command::ReportTo(tell, report, answer))
         .await?;
     tokio::spawn(watch_crashes(Arc::downgrade(tenants), told));
-    let (tell, mut told) = unbounded_channel();
-    (tenants.scheduler)
-        .call(move |engine| engine.tell_happenings(tell))
-        .await?;
     let watcher = Arc::downgrade(tenants);
     tokio::spawn(async move {
-        while let (Some(happening), Some(tenants)) = (told.recv().await, watcher.upgrade()) {
+        while let (Some(happening), Some(tenants)) = (reported.recv().await, watcher.upgrade()) {
             tenants.happened(happening).await;
         }
     });
@@ -139,8 +136,8 @@ impl Tenants {
     ) -> Result<(), Stopped> {
         let begun = Instant::now();
         let at = (SystemTime::now().duration_since(UNIX_EPOCH)).map_or(0, |it| it.as_secs());
-        let name = group.to_owned();
-        let more = self.scheduler.call(move |e| e.give_up(&name)).await?;
+        let give_up = |answer| Command::GiveUp(group.into(), answer);
+        let more = self.scheduler.ask(give_up).await?;
         crashes.extend(more);
         let told = async {
             match server {
@@ -257,8 +254,8 @@ impl Tenants {
     async fn all_told(&self, group: &str) -> Result<(), Stopped> {
         let patience = Instant::now() + TOLD;
         while Instant::now() < patience {
-            let name = group.to_owned();
-            if !self.scheduler.call(move |it| it.has_unaware(&name)).await? {
+            let unaware = |answer| Command::HasUnaware(group.into(), answer);
+            if !self.scheduler.ask(unaware).await? {
                 break;
             }
             tokio::time::sleep(GATHER).await;

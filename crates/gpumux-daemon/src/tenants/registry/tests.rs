@@ -531,8 +531,8 @@ async fn with_devices(dir: &tempfile::TempDir, config: &str, devices: u32) -> Ar
         ..crate::devices::Known::default()
     });
     let known: Vec<_> = known.collect();
-    let know = move |engine: &mut Engine| engine.know_devices(known);
-    tenants.scheduler.call(know).await.unwrap();
+    let know = |answer| Command::KnowDevices(known, answer);
+    tenants.scheduler.ask(know).await.unwrap();
     tenants
 }
 

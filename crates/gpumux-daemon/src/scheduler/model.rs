@@ -1,0 +1,58 @@
+//! The words that all parts of the scheduling thread share.
+
+use std::sync::{Arc, mpsc};
+
+use gpumux_core::{
+    Micros, TenantId,
+    admission::UserPolicy,
+    tamper::{Tampering, Then},
+};
+use tokio::sync::oneshot;
+
+/// One connection of a tenant's process.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) struct SessionId(pub(crate) u64);
+
+/// The time, from an origin of its own.
+pub(super) type Clock = Arc<dyn Fn() -> Micros + Send + Sync>;
+
+/// Takes controls and files that are no longer needed: closing the last file of a dead process frees its
+/// memory and takes the driver long.
+pub(super) type Reaper = mpsc::Sender<Box<dyn Send>>;
+
+/// Something that happened to a tenant.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Happening {
+    /// Its memory has moved.
+    Moved {
+        tenant: TenantId,
+        /// To the host, or back.
+        out: bool,
+        bytes: u64,
+        took: Micros,
+    },
+    /// A request was denied, because the tenant would have exceeded its limit.
+    AtLimit { tenant: TenantId, limit: u64 },
+    /// A process of it undid a control.
+    Tampered {
+        tenant: TenantId,
+        pid: u32,
+        what: Tampering,
+        /// What is done about it now.
+        then: Option<Then>,
+    },
+}
+
+/// Whose a tenant is.
+#[derive(Clone, Debug)]
+pub(crate) struct Owner {
+    /// The tenant's name.
+    pub(crate) name: String,
+    /// The user's id.
+    pub(crate) uid: u32,
+    /// What the user may have.
+    pub(crate) policy: Arc<UserPolicy>,
+}
+
+/// Where the answer to a command goes.
+pub(crate) type Answer<T> = oneshot::Sender<T>;

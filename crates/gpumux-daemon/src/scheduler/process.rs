@@ -1,0 +1,75 @@
+//! A process that is connected to the daemon.
+
+use std::sync::Arc;
+
+use gpumux_core::{Micros, TenantId};
+use gpumux_wire::{Daemon, page::Page};
+
+use super::record::Counted;
+
+/// A process that is connected.
+pub(crate) struct Met {
+    pub(super) tenant: TenantId,
+    pub(super) page: Arc<Page>,
+    /// How often the lease had expired for the process when its session began: at any other number it is over.
+    pub(super) epoch: u64,
+    /// What the page had counted when the process came: one that comes again brings it along.
+    pub(super) before: Counted,
+    /// Tells it something, without waiting. Whether that was possible.
+    speak: Box<dyn Fn(&Daemon) -> bool + Send>,
+    /// What it knows of [`Daemon::Hints`].
+    pub(super) told: (u64, bool),
+    pub(super) pid: u32,
+    /// Whether the last compute group that it announced was one of its tenant's group.
+    pub(super) shared: Option<bool>,
+    /// Its groups were let go, since its lease had expired.
+    pub(super) left: bool,
+    /// Its group has failed, and what becomes of it is reported no more.
+    pub(super) given_up: bool,
+    /// Since when it has waited for the device nevertheless.
+    pub(super) waits_since: Option<Micros>,
+    /// When it last freed a part of a group in which it had work: what a process does that exits.
+    pub(super) freed: Option<Micros>,
+}
+
+impl Met {
+    /// The process's pid.
+    pub(crate) fn with_pid(self, pid: u32) -> Self {
+        Self { pid, ..self }
+    }
+
+    pub(crate) fn new(
+        tenant: TenantId,
+        page: Arc<Page>,
+        speak: Box<dyn Fn(&Daemon) -> bool + Send>,
+    ) -> Self {
+        Self {
+            tenant,
+            epoch: page.expired(),
+            before: Counted::of(&page),
+            page,
+            speak,
+            told: (0, false),
+            pid: 0,
+            shared: None,
+            left: false,
+            given_up: false,
+            waits_since: None,
+            freed: None,
+        }
+    }
+
+    /// Tells the process something, without waiting. Whether that was possible.
+    pub(super) fn say(&self, message: &Daemon) -> bool {
+        (self.speak)(message)
+    }
+
+    pub(super) fn counted(&self) -> Counted {
+        Counted::of(&self.page).since(&self.before)
+    }
+
+    /// Whether the process has freed its groups, since its lease had expired.
+    pub(super) fn has_expired(&self) -> bool {
+        self.page.expired() != self.epoch
+    }
+}

@@ -1,0 +1,171 @@
+//! The step that brings the devices from what is to what shall be.
+
+use gpumux_core::{Class, Hints, Micros, broker::Event};
+use gpumux_wire::{Daemon, page::SLOTS};
+
+use super::engine::Engine;
+use crate::devices::Known;
+
+impl Engine {
+    /// Renews the lease of all sessions.
+    pub(super) fn renew(&self) {
+        if let Some(stalled) = self.renewal.renew()
+            && !self.state.sessions.is_empty()
+        {
+            tracing::warn!(
+                ms = stalled.0 / 1000,
+                "the scheduling thread stood still: the processes may have freed themselves"
+            );
+        }
+    }
+
+    /// Devices that exist although no tenant has shown them yet.
+    pub(super) fn know_devices(&mut self, devices: impl IntoIterator<Item = Known>) {
+        for known in devices {
+            self.memory_event(Event::Device {
+                uuid: known.uuid.clone(),
+                capacity: known.memory_bytes,
+                used: known.memory_used,
+            });
+            self.admission.numbers.insert(known.uuid.clone(), known.gpu);
+            let foreign = self
+                .admission
+                .foreign
+                .entry(known.uuid.clone())
+                .or_default();
+            let used_by = known.used_by.as_ref();
+            foreign.see(&self.state, &known.uuid, known.processes, used_by);
+            let policy = self.config.policy_of(&known.uuid);
+            self.state.device(known.uuid.clone(), policy).used_by = known.used_by;
+            self.tampers.watch_frozen(&mut self.state, &known.uuid);
+            self.judge();
+        }
+        self.expire_guarantees();
+    }
+
+    /// Brings every device to what its policy wants now. Returns when to do so again at the
+    /// latest; none: when something happens.
+    pub(super) fn step(&mut self) -> Option<Micros> {
+        if self.stopped {
+            return None;
+        }
+        self.moves.step(&mut self.state);
+        let start = self.state.now();
+        self.leave_expired();
+        let cost = self.cost + self.waking;
+        for device in self.state.devices.values_mut() {
+            let (controller, clock) = (&mut self.state.controller, &self.state.clock);
+            device.observe(start, controller, clock, cost);
+            for held in device.release(start, &mut self.state.controller) {
+                self.crashes.released(device, &held, start);
+                let _ = self.state.reaper.send(Box::new(held));
+            }
+        }
+        self.judge();
+        self.crashes.report(&mut self.state);
+        self.crashes.report_stuck(&mut self.state, start);
+        if self.expiry.lapsed().next().is_some() {
+            self.expire_guarantees();
+        }
+        let observed = self.state.now();
+        let planning = self.control();
+        self.tell_hints(observed);
+        let took = observed.saturating_sub(start) + planning;
+        self.cost = smooth(self.cost, took);
+        self.stats.busy_s += took.as_secs_f64();
+        let now = self.state.now();
+        self.steps.record(now.saturating_sub(start));
+        self.moves.step(&mut self.state);
+        let cost = self.cost + self.waking;
+        (self.state.devices.values())
+            .filter_map(|device| device.due(&self.state.controller, cost))
+            .chain(self.state.controller.next_wakeup())
+            .chain(self.moves.due(now))
+            .min()
+    }
+
+    /// Carries out what the controller decides, until it has no more to do now. Returns how long the planning took.
+    fn control(&mut self) -> Micros {
+        let domains = self.state.devices.values().map(|it| it.domains.len());
+        // Even a policy that always changes its mind must not keep the thread from everything else.
+        let most = 4 * (1 + domains.sum::<usize>());
+        let mut planning = Micros::ZERO;
+        let plans = self.state.controller.plans();
+        for _ in 0..most {
+            let now = self.state.now();
+            if (self.state.controller.next_wakeup()).is_none_or(|at| at > now) {
+                break;
+            }
+            // The newest that can be known: controls take longer than a request, and a process may have freed itself.
+            self.leave_expired();
+            self.state.sample(now);
+            let command = self.state.controller.poll(now);
+            let took = self.state.now().saturating_sub(now);
+            planning += took;
+            self.stats.plan_max_us = self.stats.plan_max_us.max(took.0);
+            let Some(command) = command else {
+                continue;
+            };
+            let mut devices = self.state.devices.values_mut();
+            if let Some(device) = devices.find(|it| it.index == command.device) {
+                let (controller, clock) = (&mut self.state.controller, &self.state.clock);
+                device.carry_out(&command, controller, clock);
+            }
+        }
+        let made = self.state.controller.plans() - plans;
+        if made > 0 {
+            let now = self.state.now();
+            self.stats.plans += made;
+            for device in self.state.devices.values_mut() {
+                device.record_reasons(now, &self.state.controller);
+            }
+        }
+        planning
+    }
+
+    /// Tells processes where taking the device ahead of their work may pay, when that has changed.
+    fn tell_hints(&mut self, now: Micros) {
+        for (id, met) in &mut self.state.sessions {
+            let spec = self.state.tenants.get(&met.tenant);
+            let wanted =
+                spec.filter(|spec| spec.class == Class::Latency && spec.hints != Hints::Off);
+            let mut contended = 0;
+            let domains = self
+                .state
+                .devices
+                .values()
+                .flat_map(|it| it.domains.values());
+            for domain in domains.filter(|it| wanted.is_some() && it.member.session == *id) {
+                let key = domain.member.key;
+                if key < SLOTS as u32 && self.state.controller.contended(domain.who.id, now) {
+                    contended |= 1 << key;
+                }
+            }
+            let automatic = wanted.is_some_and(|spec| spec.hints == Hints::Auto);
+            let tell = (contended, contended != 0 && automatic);
+            let (contended, automatic) = tell;
+            let message = Daemon::Hints {
+                contended,
+                automatic,
+            };
+            if met.told != tell && met.say(&message) {
+                met.told = tell;
+            }
+        }
+    }
+
+    /// Whether there is a process to control.
+    pub(super) fn has_sessions(&self) -> bool {
+        !self.state.sessions.is_empty()
+    }
+
+    /// Takes note of the CPU time that waking up for a step took.
+    pub(super) fn woke(&mut self, took: Micros) {
+        self.waking = smooth(self.waking, took);
+    }
+}
+
+/// An average over some eight values.
+fn smooth(average: Micros, value: Micros) -> Micros {
+    Micros((average.0 * 7 + value.0).div_ceil(8))
+}
