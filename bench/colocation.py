@@ -10,8 +10,8 @@ The server's class is latency, the jobs' batch. `batch_rate` is the sum over the
 
 from __future__ import annotations
 
+import functools
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 import common
@@ -77,24 +77,14 @@ def main() -> int:
     seconds = options.seconds / (4 if options.quick else 1)
     training = (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")
     results = Results("colocation", options.out, list(CASES), MODES)
-    with ExitStack() as stack:
-        # Alone is time slicing with no other program at work.
-        stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
-        crews, notes = peers.crews(stack, stages.values(), logs)
-        modes = [name for name, stage in stages.items() if stage in crews]
+    # Alone is time slicing with no other program at work.
+    stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
 
-        def have(case: str, mode: str) -> Crew:
-            jobs = {f"training-{at + 1}": training for at in range(CASES[case])}
-            crews[stages[mode]].have({"server": server(case)} | jobs)
-            return crews[stages[mode]]
+    def programs(case: str) -> peers.Programs:
+        return {"server": server(case)} | {f"training-{at + 1}": training for at in range(CASES[case])}
 
-        plan = rounds.Plan(
-            options.cases,
-            modes,
-            lambda case, mode, number: measure(have(case, mode), case, mode, number, seconds),
-            lambda case: rounds.prepare(case, modes, have, notes),
-        )
-        return rounds.run(plan, results, options.budget, options.rounds, notes)
+    cell = functools.partial(measure, seconds=seconds)
+    return peers.compare(results, options.cases, stages, programs, cell, logs, options.budget, options.rounds)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ second).
 
 from __future__ import annotations
 
+import functools
 import sys
-from contextlib import ExitStack
 from typing import Any
 
 import common
@@ -52,26 +52,12 @@ def main() -> int:
     options = parser.parse_args()
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)
-    wanted = {"server": (["generate"], "latency"), "training": (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")}
+    training = (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")
+    programs: peers.Programs = {"server": (["generate"], "latency"), "training": training}
     results = Results("decode", options.out, CASES, MODES)
-    with ExitStack() as stack:
-        stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
-        crews, notes = peers.crews(stack, stages.values(), logs)
-        peers.warm(crews, wanted)
-        modes = [name for name, stage in stages.items() if stage in crews]
-
-        def have(_case: str, mode: str) -> Crew:
-            crews[stages[mode]].have(wanted)
-            return crews[stages[mode]]
-
-        plan = rounds.Plan(
-            options.cases,
-            modes,
-            lambda case, mode, number: measure(have(case, mode), case, mode, number, seconds),
-            lambda case: rounds.prepare(case, modes, have, notes),
-            dict.fromkeys(CASES, least),
-        )
-        return rounds.run(plan, results, options.budget, most, notes)
+    stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
+    cell = functools.partial(measure, seconds=seconds)
+    return peers.compare(results, options.cases, stages, lambda _: programs, cell, logs, options.budget, most, least, at_once=True)
 
 
 if __name__ == "__main__":

@@ -23,13 +23,18 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import common
-from common import BenchError, Crew, Gpumux, Mode, Mps
+import rounds
+from common import BenchError, Crew, Gpumux, Mode, Mps, Results
+
+# Programs by name: their arguments, and their class.
+Programs = dict[str, tuple[Sequence[str], str]]
 
 
 class Fixed(Gpumux):
@@ -209,7 +214,7 @@ def crews(
     return found, notes
 
 
-def warm(crews: dict[str, Crew], wanted: dict[str, tuple[Sequence[str], str]]) -> None:
+def warm(crews: dict[str, Crew], wanted: Programs) -> None:
     """Starts the programs of all crews at once. What fails here fails again, and is then named, where the mode is prepared."""
 
     def have(crew: Crew) -> None:
@@ -218,3 +223,39 @@ def warm(crews: dict[str, Crew], wanted: dict[str, tuple[Sequence[str], str]]) -
 
     with ThreadPoolExecutor() as threads:
         list(threads.map(have, crews.values()))
+
+
+def compare(
+    results: Results,
+    cases: Sequence[str],
+    stages: Mapping[str, str],
+    programs: Callable[[str], Programs],
+    measure: Callable[[Crew, str, str, int], dict[str, Any]],
+    logs: Path,
+    budget_s: float,
+    most: int,
+    least: int = rounds.LEAST,
+    at_once: bool = False,
+) -> int:
+    """Measures each case in each mode, in rounds; returns the exit code of `rounds.run`.
+
+    `stages` has the stage of each mode, `programs(case)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell.
+    `at_once`: the first case's programs start in all modes at once, since other cases have the same."""
+    with ExitStack() as stack:
+        found, notes = crews(stack, stages.values(), logs)
+        if at_once and cases:
+            warm(found, programs(cases[0]))
+        modes = [name for name, stage in stages.items() if stage in found]
+
+        def have(case: str, mode: str) -> Crew:
+            found[stages[mode]].have(programs(case))
+            return found[stages[mode]]
+
+        plan = rounds.Plan(
+            cases,
+            modes,
+            lambda case, mode, number: measure(have(case, mode), case, mode, number),
+            lambda case: rounds.prepare(case, modes, have, notes),
+            dict.fromkeys(cases, least),
+        )
+        return rounds.run(plan, results, budget_s, most, notes)
