@@ -300,7 +300,7 @@ impl Sessions {
         let speak = Box::new(move |message: &Daemon| say(&voice, message));
         let page = Arc::new(page);
         // Before the welcome, with which the lease begins: an expiry right after it must be noticed.
-        let met = Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid);
+        let met = Box::new(Met::new(tenant, Arc::clone(&page), speak).with_pid(peer.pid));
         let welcome = Daemon::Welcome {
             protocol: PROTOCOL,
             tenant: name.clone(),

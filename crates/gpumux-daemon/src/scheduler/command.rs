@@ -93,7 +93,7 @@ pub(crate) enum Command {
 
     // ---- Sessions
     /// A process has connected. Before anything else of its session.
-    Meet(SessionId, Met, Answer<()>),
+    Meet(SessionId, Box<Met>, Answer<()>),
     /// A process announced a group, which is under control from now on; `replaces`: another under the same key is gone.
     Add {
         group: NewGroup,
@@ -148,7 +148,10 @@ impl Command {
     pub(super) fn carry_out(self, engine: &mut Engine) {
         match self {
             Self::Nothing(answer) => send(answer, ()),
-            Self::KnowDevices(known, answer) => send(answer, engine.know_devices(known)),
+            Self::KnowDevices(known, answer) => {
+                engine.know_devices(known);
+                send(answer, ());
+            }
             Self::Numbers(answer) => send(answer, engine.admission.numbers.clone()),
             Self::View(answer) => send(answer, engine.view()),
             Self::History(time, answer) => send(answer, engine.history(time)),
@@ -157,7 +160,10 @@ impl Command {
                 engine.state.report_to(happenings);
                 send(answer, ());
             }
-            Self::Restore(answer) => send(answer, engine.restore()),
+            Self::Restore(answer) => {
+                engine.restore();
+                send(answer, ());
+            }
 
             Self::Admits {
                 tenant,
@@ -193,7 +199,10 @@ impl Command {
                 by_root,
                 answer,
             } => send(answer, engine.change(tenant, policy, spec, by_root)),
-            Self::Place(tenant, group, answer) => send(answer, engine.place(tenant, group)),
+            Self::Place(tenant, group, answer) => {
+                engine.place(tenant, group);
+                send(answer, ());
+            }
             Self::ShownMemory(tenant, answer) => send(answer, engine.moves.shown(tenant)),
             Self::Sleep(tenant, answer) => {
                 let sleep = |request| Event::Sleep(tenant, request);
@@ -203,9 +212,15 @@ impl Command {
                 let wake = |request| Event::Wake(tenant, request);
                 engine.moves.request(&mut engine.state, wake, answer);
             }
-            Self::Forget(tenant, answer) => send(answer, engine.forget(tenant)),
+            Self::Forget(tenant, answer) => {
+                engine.forget(tenant);
+                send(answer, ());
+            }
 
-            Self::Meet(session, met, answer) => send(answer, engine.meet(session, met)),
+            Self::Meet(session, met, answer) => {
+                engine.meet(session, *met);
+                send(answer, ());
+            }
             Self::Add {
                 group,
                 replaces,
@@ -217,12 +232,20 @@ impl Command {
                 send(answer, engine.add(group));
             }
             Self::SetChannels(session, key, channels, answer) => {
-                send(answer, engine.set_channels(session, key, channels));
+                engine.set_channels(session, key, channels);
+                send(answer, ());
             }
-            Self::Touched(session, key, answer) => send(answer, engine.touched(session, key)),
-            Self::Gone(session, key, answer) => send(answer, engine.gone(session, key)),
+            Self::Touched(session, key, answer) => {
+                engine.touched(session, key);
+                send(answer, ());
+            }
+            Self::Gone(session, key, answer) => {
+                engine.gone(session, key);
+                send(answer, ());
+            }
             Self::CalledUnlisted(tenant, name, answer) => {
-                send(answer, engine.called_unlisted(tenant, name));
+                engine.called_unlisted(tenant, name);
+                send(answer, ());
             }
             Self::AnswerView {
                 session,
@@ -232,18 +255,22 @@ impl Command {
                 answer,
             } => {
                 let (moves, state) = (&mut engine.moves, &engine.state);
-                send(
-                    answer,
-                    moves.answer_view(state, session, ticket, &device, total),
-                );
+                moves.answer_view(state, session, ticket, &device, total);
+                send(answer, ());
             }
-            Self::Memory(event, answer) => send(answer, engine.memory_event(event)),
+            Self::Memory(event, answer) => {
+                engine.memory_event(event);
+                send(answer, ());
+            }
             Self::Hold(of, files, answer) => send(answer, engine.hold(&of, files)),
             Self::Leave {
                 session,
                 alive,
                 answer,
-            } => send(answer, engine.leave(session, alive)),
+            } => {
+                engine.leave(session, alive);
+                send(answer, ());
+            }
 
             Self::GiveUp(group, answer) => send(answer, engine.give_up(&group)),
             Self::HasUnaware(group, answer) => send(answer, engine.has_unaware(&group)),

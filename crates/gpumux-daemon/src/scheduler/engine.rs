@@ -79,10 +79,10 @@ impl Engine {
     ) -> Self {
         Self {
             state: State::new(clock, reaper),
-            admission: Admission::new(config.reserve.clone()),
+            admission: Admission::new(config.reserve),
             expiry: Expiry::default(),
             moves: MemoryMoves::new(&config.host_memory),
-            tampers: Tampers::new(config.tampering.clone()),
+            tampers: Tampers::new(config.tampering),
             crashes: Crashes::default(),
             copies: Copies::default(),
             config,
