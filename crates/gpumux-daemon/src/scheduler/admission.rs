@@ -32,7 +32,7 @@ impl Admission {
     /// Whether a new or old tenant of this owner, on these devices only or, if none are named, on all, could have this spec.
     ///
     /// # Errors
-    /// When its user may not have it, or its guarantees cannot be kept.
+    /// When its user may not have it, or its guarantees do not fit.
     pub(super) fn admits(
         &self,
         state: &State,

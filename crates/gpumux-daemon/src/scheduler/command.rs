@@ -63,7 +63,7 @@ pub(crate) enum Command {
         spec: TenantSpec,
         answer: Answer<Result<(), Refusal>>,
     },
-    /// The same for a tenant that the last daemon had admitted, whatever its user's policy is by now. If its guarantees cannot be kept,
+    /// The same for a tenant that the last daemon had admitted, whatever its user's policy is by now. If its guarantees do not fit,
     /// it goes on without: the spec that it has, and why.
     AdmitAgain {
         tenant: TenantId,

@@ -1,4 +1,4 @@
-//! Processes in groups whose contexts are of no use any more: which they are, which of them wait in vain, and which ended shortly before.
+//! Processes in groups whose contexts are unusable: which they are, which of them wait in vain, and which ended shortly before.
 
 use std::{collections::BTreeSet, io, sync::Arc};
 
