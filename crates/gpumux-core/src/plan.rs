@@ -110,12 +110,13 @@ pub(crate) fn controls<'a>(
 /// was at work (`timings::neighbours`, docs/fidelity.md).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Calm {
-    /// Since when a control waits.
+    /// When a control of the plan first waited.
     since: Option<Micros>,
 }
 
 impl Calm {
-    /// The longest that a control waits. Of longer work an interruption takes less than a tenth.
+    /// The longest that a plan's controls wait together: [`Calm`] is made anew when a plan has been carried out. Of longer work an
+    /// interruption takes less than a tenth.
     pub const MOST: Micros = Micros::from_millis(3);
 
     /// Whether the first of the controls that are left of a plan should not be pulled now. They belong together: between them the
@@ -138,14 +139,10 @@ impl Calm {
         };
         let pulled = now + Micros(costs.sum()) + Rhythm::SLACK;
         let comes = |at: Micros| now <= at + Rhythm::SLACK && at <= pulled;
-        let waits = !matches!(control, Control::SetTimeslice(..))
+        !matches!(control, Control::SetTimeslice(..))
             && latency.clone().all(|domain| domain.id != control.domain())
             && latency.any(|domain| at_work(domain.id) || domain.expected.is_some_and(comes))
-            && now.saturating_sub(*self.since.get_or_insert(now)) < most;
-        if !waits {
-            self.since = None;
-        }
-        waits
+            && now.saturating_sub(*self.since.get_or_insert(now)) < most
     }
 }
 
@@ -169,7 +166,9 @@ mod tests {
         assert!(awaits(&mut calm, freeze, 1_000, 1));
         assert!(awaits(&mut calm, freeze, 3_999, 1));
         assert!(!awaits(&mut calm, freeze, 4_000, 1), "3 ms are enough");
-        assert!(awaits(&mut calm, freeze, 4_500, 1), "a new wait");
+        assert!(!awaits(&mut calm, freeze, 4_500, 1), "nor once more");
+        let mut calm = Calm::default();
+        assert!(awaits(&mut calm, freeze, 4_500, 1), "another plan");
         assert!(!awaits(&mut calm, freeze, 5_000, 2), "only batch work runs");
         let own = Control::Thaw(DomainId(1));
         assert!(!awaits(&mut calm, own, 5_000, 1), "its own control");

@@ -328,11 +328,12 @@ impl Device {
             self.controls.clear();
             return None;
         }
-        let control = self.controls.pop_front();
+        // None is left also while they wait for the next plan: the wait goes on.
+        let control = self.controls.pop_front()?;
         if self.controls.is_empty() {
             self.deferral = Calm::default();
         }
-        control
+        Some(control)
     }
 }
 

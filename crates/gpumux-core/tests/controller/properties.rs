@@ -1,6 +1,6 @@
 //! Random worlds of up to 40 tenants: what must hold holds, and once all behave, each has what it is entitled to.
 
-use gpumux_core::{Class, Micros, TenantSpec, Timeslice, policy};
+use gpumux_core::{Calm, Class, Micros, TenantSpec, Timeslice, controller::Event, policy};
 use proptest::prelude::*;
 
 use super::world::{GIB, Manner, World, spec, with_memory};
@@ -205,6 +205,29 @@ pub(crate) fn controls_wait_for_latency_work_but_not_for_long() {
     world.ask(1, 0, 60 * GIB);
     world.run_for(Micros::from_secs(100));
     assert!(world.seen.moves > 0, "{:?}", world.seen);
+}
+
+/// Controls of two devices wait for latency work at moments that differ: a poll for one does not prolong the other's wait.
+#[test]
+fn controls_of_two_devices_wait_no_longer_than_of_one() {
+    let mut world = World::new("priority", 2);
+    for (id, device) in [(1, 0), (3, 1)] {
+        world.tenant(id, spec(Class::Latency, 0.9), &[device]);
+        world.tenant(id + 1, spec(Class::Batch, 0.0), &[device]);
+        world.set_busy(id, true);
+    }
+    world.run_for(Micros::from_secs(2));
+    for batch in [2, 4] {
+        let id = world.group(batch);
+        let now = world.now;
+        (world.controller).handle(now, Event::SwappedOut(id, true));
+        world.run_for(Micros(500));
+    }
+    // One of them waits for the other's control, too.
+    world.run_for(Calm::MOST + Micros::from_millis(2));
+    for batch in [2, 4] {
+        assert!(world.groups[&world.group(batch)].frozen, "{batch}");
+    }
 }
 
 /// The neighbour of a launch-bound program has a longer timeslice, and the shortest again within two requests that take too long or are graphs.

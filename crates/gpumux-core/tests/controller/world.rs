@@ -35,7 +35,7 @@ const SHORT: Timeslice = Timeslice(500);
 const SOON: Micros = Micros::from_millis(100);
 
 /// How long the control of one group may take that latency work defers.
-const DEFERRED: Micros = Micros::from_millis(8);
+const DEFERRED: Micros = Micros::from_millis(5);
 
 /// How long a gang may run on one of its devices only: while the controls of a handover are issued.
 const PART: Micros = Micros::from_millis(20);
@@ -256,9 +256,14 @@ impl World {
         self.settle();
     }
 
-    /// The timeslice of a tenant's group on the first device.
+    /// A tenant's group on its first device.
+    pub(crate) fn group(&self, id: u64) -> DomainId {
+        self.tenants[&id].groups[0]
+    }
+
+    /// The timeslice of that group.
     pub(crate) fn timeslice(&self, id: u64) -> u64 {
-        self.groups[&self.tenants[&id].groups[0]].timeslice.0
+        self.groups[&self.group(id)].timeslice.0
     }
 
     pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
