@@ -66,8 +66,6 @@ impl Accounts {
     pub fn advance(&mut self, now: Micros, domains: &[DomainState], costs: &Costs) {
         let elapsed = self.until.map_or(0, |until| now.saturating_sub(until).0) as f64;
         self.until = self.until.max(Some(now));
-        self.accounts
-            .retain(|id, _| domains.iter().any(|domain| domain.id == *id));
         let fractions = fractions(domains, costs);
         let controls = domains.iter().filter(|it| self.was_frozen_or_thawed(it));
         let interruption = controls.count() as f64 * interruption(domains, costs);
@@ -84,6 +82,10 @@ impl Accounts {
                 account.preemptions += u64::from(frozen && !account.frozen);
             }
             account.frozen = frozen;
+        }
+        if self.accounts.len() > domains.len() {
+            let named = |id: DomainId| domains.iter().any(|domain| domain.id == id);
+            self.accounts.retain(|id, _| named(*id));
         }
     }
 

@@ -49,6 +49,9 @@ pub struct Device<'a> {
 /// on all. Without such a tenant, the plans are those that the policies make alone.
 pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
     let gangs = gangs(devices);
+    if gangs.is_empty() {
+        return devices.iter_mut().map(plan_alone).collect();
+    }
     let again = (devices.iter()).any(|it| it.memory.planned_at() == Some(it.snapshot.now));
     // Once, not in every draft.
     for device in devices.iter_mut() {
@@ -64,6 +67,14 @@ pub fn plan(devices: &mut [Device]) -> Vec<Plan> {
         }
     }
     plans
+}
+
+/// The plan that the policy makes of a device on which no gang has work.
+fn plan_alone(device: &mut Device) -> Plan {
+    let plan = device.policy.plan(device.snapshot, device.memory);
+    let none = BTreeSet::new();
+    (device.memory).note_gangs(device.snapshot.now, &none, &none, OVERDUE);
+    plan
 }
 
 /// Plans all devices once. `again`: not for the first time at this moment.
@@ -322,6 +333,9 @@ impl Draft {
 /// The tenants that have work on more than one device.
 fn gangs(devices: &[Device]) -> Vec<TenantId> {
     let mut counts: BTreeMap<TenantId, usize> = BTreeMap::new();
+    if devices.len() < 2 {
+        return Vec::new();
+    }
     for device in devices {
         let domains = device.snapshot.domains.iter();
         let busy: BTreeSet<TenantId> = domains

@@ -148,7 +148,8 @@ impl Snapshot {
 
     /// The tenant of this id.
     pub fn tenant(&self, id: TenantId) -> Option<&TenantState> {
-        self.tenants.iter().find(|tenant| tenant.id == id)
+        let at = (self.tenants).binary_search_by_key(&id, |tenant| tenant.id);
+        self.tenants.get(at.ok()?)
     }
 
     /// Whose a tenant is; of one that isn't named, root's.

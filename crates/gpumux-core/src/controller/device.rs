@@ -244,32 +244,29 @@ impl Device {
         count_in(&mut snapshot.domains, &self.left_behind);
         snapshot.tenants.clear();
         for domain in &snapshot.domains {
-            let known = |tenant: &TenantState| tenant.id == domain.tenant;
-            if snapshot.tenants.iter().any(known) {
-                continue;
-            }
-            let members = managed().filter(|it| it.group == Some(domain.id));
-            let members: BTreeMap<TenantId, &(UserId, TenantSpec)> = members
-                .filter_map(|it| Some((it.state.tenant, tenants.get(&it.state.tenant)?)))
-                .collect();
-            // All members of a group are one user's.
-            let (user, spec) = match members.values().next() {
-                Some((user, _)) => (
-                    *user,
-                    space::combine(members.values().map(|(_, spec)| spec)),
-                ),
-                None => match tenants.get(&domain.tenant) {
-                    Some(known) => known.clone(),
-                    None => continue,
-                },
+            let known = match self.domains.contains_key(&domain.id) {
+                true => tenants.get(&domain.tenant).cloned(),
+                false => {
+                    let members = managed().filter(|it| it.group == Some(domain.id));
+                    let members: BTreeMap<TenantId, &(UserId, TenantSpec)> = members
+                        .filter_map(|it| Some((it.state.tenant, tenants.get(&it.state.tenant)?)))
+                        .collect();
+                    let specs = members.values().map(|(_, spec)| spec);
+                    // All members of a group are one user's.
+                    let first = members.values().next();
+                    first.map(|(user, _)| (*user, space::combine(specs)))
+                }
             };
-            snapshot.tenants.push(TenantState {
-                id: domain.tenant,
-                user,
-                spec,
-            });
+            snapshot
+                .tenants
+                .extend(known.map(|(user, spec)| TenantState {
+                    id: domain.tenant,
+                    user,
+                    spec,
+                }));
         }
         snapshot.tenants.sort_unstable_by_key(|tenant| tenant.id);
+        snapshot.tenants.dedup_by_key(|tenant| tenant.id);
     }
 
     /// What is planned together with the other devices.
@@ -290,18 +287,19 @@ impl Device {
             if self.domains.get(&want.id).is_some_and(|it| it.swapped_out) {
                 (want.run, want.reason) = (RunState::Frozen, AWAY);
             }
-            let domains = self.domains.values_mut();
-            for domain in domains.filter(|it| it.planned_as() == want.id) {
+        }
+        let planned = |id: DomainId| {
+            let at = (plan.domains).binary_search_by_key(&id, |want| want.id);
+            plan.domains.get(at.ok()?)
+        };
+        for domain in self.domains.values_mut() {
+            if let Some(want) = planned(domain.planned_as()) {
                 domain.reason = want.reason;
             }
         }
         // What the driver shares of a group is not relied on: every member gets the same.
         let managed = self.domains.values().filter(|it| !it.is_faulty());
-        let pairs = managed.filter_map(|it| {
-            let id = it.planned_as();
-            let at = plan.domains.binary_search_by_key(&id, |want| want.id);
-            Some((&plan.domains[at.ok()?], &it.state))
-        });
+        let pairs = managed.filter_map(|it| Some((planned(it.planned_as())?, &it.state)));
         self.controls = controls(pairs).into();
         if reverse {
             self.controls.make_contiguous().reverse();

@@ -22,10 +22,6 @@ pub struct Claim {
 impl From<&TenantSpec> for Claim {
     /// Nonsense numbers, which validation refuses, become harmless ones.
     fn from(spec: &TenantSpec) -> Self {
-        let sane = |value: f64, min: f64, max: f64, otherwise: f64| match value.is_nan() {
-            true => otherwise,
-            false => value.clamp(min, max),
-        };
         let limit = sane(spec.limit, 0.0, 1.0, 1.0);
         let (lightest, heaviest) = TenantSpec::WEIGHTS.into_inner();
         Self {
@@ -35,6 +31,14 @@ impl From<&TenantSpec> for Claim {
             weight: sane(spec.weight, lightest, heaviest, 1.0),
             objective: spec.latency_objective_us.map(Micros),
         }
+    }
+}
+
+/// The value within these bounds; of what is no number, `otherwise`.
+fn sane(value: f64, min: f64, max: f64, otherwise: f64) -> f64 {
+    match value.is_nan() {
+        true => otherwise,
+        false => value.clamp(min, max),
     }
 }
 
@@ -194,7 +198,7 @@ pub(super) fn shares(
             class: Class::Standard,
             guaranteed: sum(members, |claim| claim.guaranteed).min(limit),
             limit,
-            weight: weight.clamp(lightest, heaviest),
+            weight: sane(weight, lightest, heaviest, 1.0),
             objective: None,
         }
     };

@@ -624,7 +624,8 @@ fn divide(
     snapshot: &Snapshot,
     counts: impl Fn(&Actor) -> bool,
 ) -> Vec<f64> {
-    let mut claimants: Vec<(TenantId, usize, divide::Claimant)> = Vec::new();
+    let mut claimants: Vec<(usize, divide::Claimant)> = Vec::new();
+    let mut known: BTreeMap<TenantId, usize> = BTreeMap::new();
     // Of each domain, which claimant is its tenant.
     let mut whose = Vec::with_capacity(cast.len());
     for actor in cast {
@@ -632,18 +633,17 @@ fn divide(
             whose.push(None);
             continue;
         }
-        let known = claimants.iter().rposition(|it| it.0 == actor.tenant);
-        let claimant = known.unwrap_or_else(|| {
+        let claimant = *known.entry(actor.tenant).or_insert_with(|| {
             let (user, claim) = (actor.user, actor.claim);
-            claimants.push((actor.tenant, 0, divide::Claimant { user, claim }));
+            claimants.push((0, divide::Claimant { user, claim }));
             claimants.len() - 1
         });
-        claimants[claimant].1 += 1;
+        claimants[claimant].0 += 1;
         whose.push(Some(claimant));
     }
-    let claims: Vec<divide::Claimant> = claimants.iter().map(|it| it.2).collect();
+    let claims: Vec<divide::Claimant> = claimants.iter().map(|it| it.1).collect();
     let shares = divide::shares(division, &claims, &snapshot.users);
-    let share = |at: Option<usize>| at.map_or(0.0, |at| shares[at] / claimants[at].1 as f64);
+    let share = |at: Option<usize>| at.map_or(0.0, |at| shares[at] / claimants[at].0 as f64);
     whose.into_iter().map(share).collect()
 }
 

@@ -68,15 +68,16 @@ impl Device {
         }
     }
 
-    /// Looks at what happened by itself: demand, and slices that others set.
+    /// Looks at what happened by itself: demand, and slices that others set. Returns whether it sampled demand.
     pub(super) fn observe(
         &mut self,
         now: Micros,
         controller: &mut Controller,
         clock: &Clock,
         cost: Micros,
-    ) {
-        if controller.should_look(self.index, now, cost) {
+    ) -> bool {
+        let looks = controller.should_look(self.index, now, cost);
+        if looks {
             controller.looked(self.index, now);
             self.sample(now, controller);
         }
@@ -91,6 +92,7 @@ impl Device {
                 }
             }
         }
+        looks
     }
 
     /// Reports what the processes write of their work.

@@ -53,9 +53,10 @@ impl Engine {
         let start = self.state.now();
         self.leave_expired();
         let cost = self.cost + self.waking;
+        let mut sampled = true;
         for device in self.state.devices.values_mut() {
             let (controller, clock) = (&mut self.state.controller, &self.state.clock);
-            device.observe(start, controller, clock, cost);
+            sampled &= device.observe(start, controller, clock, cost);
             for held in device.release(start, &mut self.state.controller) {
                 self.crashes.released(device, &held, start);
                 let _ = self.state.reaper.send(Box::new(held));
@@ -68,7 +69,7 @@ impl Engine {
             self.expire_guarantees();
         }
         let observed = self.state.now();
-        let planning = self.control();
+        let planning = self.control(sampled);
         self.tell_hints(observed);
         let took = observed.saturating_sub(start) + planning;
         self.cost = smooth(self.cost, took);
@@ -84,8 +85,9 @@ impl Engine {
             .min()
     }
 
-    /// Carries out what the controller decides, until it has no more to do now. Returns how long the planning took.
-    fn control(&mut self) -> Micros {
+    /// Carries out what the controller decides, until it has no more to do now. `sampled`: all devices have just been sampled.
+    /// Returns how long the planning took.
+    fn control(&mut self, mut sampled: bool) -> Micros {
         let domains = self.state.devices.values().map(|it| it.domains.len());
         // Even a policy that always changes its mind must not keep the thread from everything else.
         let most = 4 * (1 + domains.sum::<usize>());
@@ -98,7 +100,9 @@ impl Engine {
             }
             // The newest that can be known: controls take longer than a request, and a process may have freed itself.
             self.leave_expired();
-            self.state.sample(now);
+            if !std::mem::take(&mut sampled) {
+                self.state.sample(now);
+            }
             let command = self.state.controller.poll(now);
             let took = self.state.now().saturating_sub(now);
             planning += took;
@@ -130,12 +134,9 @@ impl Engine {
             let wanted =
                 spec.filter(|spec| spec.class == Class::Latency && spec.hints != Hints::Off);
             let mut contended = 0;
-            let domains = self
-                .state
-                .devices
-                .values()
-                .flat_map(|it| it.domains.values());
-            for domain in domains.filter(|it| wanted.is_some() && it.member.session == *id) {
+            let devices = self.state.devices.values().filter(|_| wanted.is_some());
+            let domains = devices.flat_map(|it| it.domains.values());
+            for domain in domains.filter(|it| it.member.session == *id) {
                 let key = domain.member.key;
                 if key < SLOTS as u32 && self.state.controller.contended(domain.who.id, now) {
                     contended |= 1 << key;
