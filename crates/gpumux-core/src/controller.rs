@@ -512,6 +512,9 @@ impl Controller {
                 }
                 let tenant = self.tenants.get(&domain.state.tenant);
                 let slowdown = tenant.map_or(0.0, |(_, spec)| spec.slowdown());
+                if slowdown <= 0.0 && domain.state.tolerated.is_none() {
+                    return;
+                }
                 device.progress(now, id, progress, slowdown);
             }
             Event::Demand(_, demand) if domain.state.demand != demand => {

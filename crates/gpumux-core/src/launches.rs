@@ -1,4 +1,5 @@
-//! Whether a program is *launch-bound*: its host submits many small pieces of work, and only then waits. The device idles between them.
+//! Whether a program is *launch-bound*: its host submits many small pieces of work, and only then waits, or never for all of them. The device
+//! idles between them.
 //!
 //! A neighbour with the shortest timeslice runs in these gaps, and is preempted by the next piece: two switches for each gap. With a longer
 //! timeslice it keeps the device for a while, and the pieces that were submitted meanwhile run one after the other: the host is
@@ -29,6 +30,10 @@ const SURE: u32 = 4;
 /// timeslice lost nothing: many programs wait for a number or two between long requests.
 const STRIKES: u64 = 2;
 
+/// What a program submits in so long without ever having waited for all of it is judged as [`STRIKES`] requests: a pipeline of bounded depth, or a
+/// program that waits in callbacks, always has work outstanding. Some requests of a language model, so that the depth matters little.
+const STREAM: Micros = Micros::from_millis(50);
+
 /// A mean forgets one part in so many with each value.
 const WEIGHT: u32 = 16;
 
@@ -46,6 +51,8 @@ pub struct Progress {
     pub pieces: u64,
     /// How long they took, each from the first piece to the end of the wait.
     pub busy: Micros,
+    /// Pieces of work that it has submitted so far, also those that it has not waited for.
+    pub submitted: u64,
 }
 
 impl Progress {
@@ -55,6 +62,7 @@ impl Progress {
             waits: self.waits.checked_sub(before.waits)?,
             pieces: self.pieces.checked_sub(before.pieces)?,
             busy: Micros(self.busy.0.checked_sub(before.busy.0)?),
+            submitted: self.submitted.checked_sub(before.submitted)?,
         })
     }
 
@@ -63,6 +71,7 @@ impl Progress {
             waits: self.waits.saturating_add(more.waits),
             pieces: self.pieces.saturating_add(more.pieces),
             busy: Micros(self.busy.0.saturating_add(more.busy.0)),
+            submitted: self.submitted.saturating_add(more.submitted),
         }
     }
 }
@@ -92,6 +101,8 @@ pub struct Launches {
     seen: Option<Progress>,
     /// What is not judged yet.
     open: Progress,
+    /// Since when it has waited for nothing, and what it submitted from then on.
+    stream: Option<(Micros, u64)>,
     /// A launch-bound request, in µs, with what is waited for between them.
     length: Mean,
     /// Time for each piece, in µs: with neighbours at the shortest timeslice, and at a longer one.
@@ -114,6 +125,7 @@ impl Default for Launches {
         Self {
             seen: None,
             open: Progress::default(),
+            stream: None,
             length: Mean::default(),
             short: Mean::default(),
             long: Mean::default(),
@@ -152,10 +164,12 @@ impl Launches {
         // It may be anything: the program writes it.
         let more = progress.since(before).unwrap_or_default();
         self.open = self.open.plus(more);
+        self.stream(now, more);
         let Progress {
             waits: requests,
             pieces,
             busy,
+            ..
         } = self.open;
         if requests == 0 {
             return false;
@@ -181,6 +195,26 @@ impl Launches {
             contended(),
             slowdown,
         )
+    }
+
+    /// Counts what it submits without a wait as requests.
+    fn stream(&mut self, now: Micros, more: Progress) {
+        // Before the first look, it may have had no work.
+        self.stream = match self.stream.filter(|_| more.waits == 0) {
+            Some((since, before)) => Some((since, before.saturating_add(more.submitted))),
+            None => Some((now, 0)),
+        };
+        if let Some((since, pieces)) = self.stream
+            && since + STREAM <= now
+        {
+            self.stream = Some((now, 0));
+            self.open = Progress {
+                waits: STRIKES,
+                pieces,
+                busy: now.saturating_sub(since),
+                submitted: pieces,
+            };
+        }
     }
 
     /// One or more launch-bound requests, of so long, with so much time for each piece.
@@ -276,12 +310,25 @@ mod tests {
                     waits: 1,
                     pieces,
                     busy: Micros(us),
+                    submitted: pieces,
                 });
                 changes +=
                     u64::from(
                         self.launches
                             .progress(self.now, self.done, || contended, 0.05),
                     );
+            }
+            changes
+        }
+
+        /// So many milliseconds in which it submits so many pieces each and waits for none.
+        fn stream(&mut self, ms: u64, pieces: u64) -> u64 {
+            let mut changes = 0;
+            for _ in 0..ms {
+                self.now += Micros(1_000);
+                self.done.submitted += pieces;
+                let (now, done) = (self.now, self.done);
+                changes += u64::from(self.launches.progress(now, done, || true, 0.05));
             }
             changes
         }
@@ -401,6 +448,50 @@ mod tests {
     }
 
     #[test]
+    fn pipeline_gets_a_longer_timeslice_for_its_neighbours() {
+        let mut program = Program::default();
+        program.stream(190, 58);
+        assert_eq!(program.tolerated(), None, "not sure yet");
+        program.stream(20, 58);
+        assert_eq!(program.tolerated(), Some(2_000));
+        assert_eq!(program.stream(10_000, 57), 0, "it stays");
+    }
+
+    #[test]
+    fn slower_pipeline_ends_it_within_150_ms() {
+        let mut program = Program::default();
+        program.stream(1_000, 58);
+        assert_eq!(program.tolerated(), Some(2_000));
+        assert_eq!(program.stream(150, 46), 1);
+        assert_eq!(program.tolerated(), None);
+    }
+
+    #[test]
+    fn pipeline_that_becomes_graph_and_wait_ends_it() {
+        let mut program = Program::default();
+        program.stream(1_000, 58);
+        assert_eq!(program.run(2, (3, 2_000), true), 1);
+        assert_eq!(program.tolerated(), None);
+    }
+
+    #[test]
+    fn stream_of_few_pieces_never_gets_one() {
+        let mut program = Program::default();
+        assert_eq!(program.stream(10_000, 1), 0);
+    }
+
+    #[test]
+    fn time_without_work_is_no_stream() {
+        let mut program = Program::default();
+        program.run(20, EAGER, true);
+        for _ in 0..100 {
+            // It has waited: nothing changes until it works again.
+            program.now += Micros::from_secs(1);
+            assert_eq!(program.run(1, (480, 10_700), true), 0);
+        }
+    }
+
+    #[test]
     fn counters_may_be_anything() {
         let mut launches = Launches::default();
         let wild = [0, u64::MAX, 3, 1 << 63, 0, 7, u64::MAX];
@@ -409,6 +500,7 @@ mod tests {
                 waits: value,
                 pieces: wild[at % 5],
                 busy: Micros(wild[at % 3]),
+                submitted: wild[at % 7],
             };
             launches.progress(Micros(at as u64), progress, || true, 0.05);
         }
@@ -422,6 +514,7 @@ mod tests {
                 waits: at,
                 pieces: at * EAGER.0,
                 busy: Micros(at * EAGER.1),
+                submitted: at * EAGER.0,
             };
             assert!(!launches.progress(Micros(at * 20_000), progress, || true, 0.0));
         }

@@ -935,6 +935,10 @@ impl<'a> Simulation<'a> {
         if let Some(flight) = self.players[tenant].flights.get_mut(&request) {
             flight.barriers = barriers;
         }
+        // The daemon looks at what was submitted, too.
+        for place in 0..self.players[tenant].places.len() {
+            self.check_demand(tenant, place);
+        }
         if !last {
             self.at(
                 self.now + nanos(launch_us * 1e-6),
@@ -1074,7 +1078,11 @@ impl<'a> Simulation<'a> {
         let busy = places
             .flat_map(|player| &player.places)
             .any(|place| place.outstanding > 0 && (place.device, place.id) == (device, id));
-        let progress = self.players[tenant].places[place].progress;
+        let state = &self.players[tenant].places[place];
+        let progress = Progress {
+            submitted: state.pieces,
+            ..state.progress
+        };
         let Some(daemon) = &mut self.daemon else {
             return;
         };

@@ -30,6 +30,7 @@ const ALL: &[(&str, &str)] = scenarios![
     "many-contenders",
     "oversubscribe-2x60",
     "pauses",
+    "pipeline+train",
     "preempt",
     "preempt-hint",
     "regular",
@@ -260,6 +261,28 @@ fn launch_bound_program_and_its_neighbour_lose_little() {
     assert!(
         graph <= shortest,
         "graph: {graph:.3}, {shortest:.3} of alone"
+    );
+}
+
+/// A pipeline always has work outstanding: its neighbour runs in its gaps, and it loses no more than it may, a twentieth.
+#[test]
+fn pipeline_and_its_neighbour_lose_little() {
+    let mut known = scenario("pipeline+train");
+    known.seconds = 6.0;
+    known.modes = vec![Mode::Gpumux];
+    let played = |known: &Scenario| {
+        let report = run(known).expect("played");
+        let all = mode(&report, Mode::Gpumux);
+        let of = |name| tenant(all, name);
+        (of("pipeline").rate, of("resnet152").received)
+    };
+    let (rate, training) = played(&known);
+    // The shortest timeslice, which is what an objective of 10 µs sets.
+    known.tenants[0].latency_objective_us = Some(10);
+    let (undisturbed, starved) = played(&known);
+    assert!(
+        rate >= 0.95 * undisturbed && training > 0.4 && starved < 0.1,
+        "{rate:.1} of {undisturbed:.1} a second; training {training:.3}, {starved:.3}"
     );
 }
 

@@ -255,6 +255,29 @@ pub(crate) fn neighbours_timeslice_follows_the_shape_of_requests() {
     }
 }
 
+/// The neighbour of a program that always has work outstanding, and never waits for all of it, has a longer timeslice while that costs the
+/// program nothing.
+#[test]
+fn neighbours_timeslice_follows_a_pipeline_s_pace() {
+    let mut world = World::new("priority", 1);
+    world.tenant(1, spec(Class::Latency, 0.0), &[0]);
+    world.tenant(2, spec(Class::Batch, 0.0), &[0]);
+    world.set_busy(1, true);
+    world.set_busy(2, true);
+    let stream = |world: &mut World, ms: u64, pieces: u64| {
+        for _ in 0..ms {
+            world.run_for(Micros::from_millis(1));
+            world.submitted(1, pieces);
+        }
+        // The control is issued.
+        world.run_for(Micros::from_millis(5));
+        world.timeslice(2)
+    };
+    assert_eq!(stream(&mut world, 1_000, 1), 1, "large kernels");
+    assert_eq!(stream(&mut world, 2_000, 58), 2_000);
+    assert_eq!(stream(&mut world, 200, 40), 1, "slower");
+}
+
 /// Whenever a tenant ends, also in the middle of its turn's handover, no control of its groups follows.
 #[test]
 pub(crate) fn no_control_follows_the_end_of_a_tenant() {

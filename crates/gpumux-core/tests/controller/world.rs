@@ -242,13 +242,26 @@ impl World {
 
     /// Its program has waited for so many pieces of work, which took so long.
     pub(crate) fn waited(&mut self, id: u64, pieces: u64, time: Micros) {
-        let now = self.now;
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
         tenant.progress.waits += 1;
         tenant.progress.pieces += pieces;
         tenant.progress.busy += time;
+        tenant.progress.submitted += pieces;
+        self.report_progress(id);
+    }
+
+    /// Its program has submitted so many pieces of work, and waited for none of them.
+    pub(crate) fn submitted(&mut self, id: u64, pieces: u64) {
+        if let Some(tenant) = self.tenants.get_mut(&id) {
+            tenant.progress.submitted += pieces;
+            self.report_progress(id);
+        }
+    }
+
+    fn report_progress(&mut self, id: u64) {
+        let (now, tenant) = (self.now, &self.tenants[&id]);
         for group in tenant.groups.clone() {
             let event = Event::Progress(group, tenant.progress);
             self.controller.handle(now, event);

@@ -6,7 +6,7 @@ use gpumux_core::{
     Account, Demand, DomainId, Micros, Progress, RunState, TenantId, Timeslice, controller,
 };
 use gpumux_rm::Controls;
-use gpumux_wire::page::{Arrival, Page, Slot, Waits, Work};
+use gpumux_wire::page::{Arrival, Page, Slot, Work};
 
 use super::{
     model::SessionId,
@@ -81,8 +81,8 @@ pub(crate) struct Domain {
     holds: u64,
     /// The last arrival that is known.
     came: Option<Arrival>,
-    /// What is known of its requests.
-    waits: Waits,
+    /// What its program had done at the last look.
+    progress: Progress,
 }
 
 /// Longer than a process holds the device ahead of work that it expects soon.
@@ -113,7 +113,7 @@ impl Domain {
             lost: false,
             holds: 0,
             came: None,
-            waits: Waits::default(),
+            progress: Progress::default(),
         };
         // What it did before this session does not count.
         domain.new_holds();
@@ -171,13 +171,16 @@ impl Domain {
 
     /// What its program has done so far, if that is news.
     pub(super) fn progress(&mut self) -> Option<Progress> {
-        let found = self.page.slot(self.member.key)?.waits()?;
-        let before = std::mem::replace(&mut self.waits, found);
-        (found != before).then_some(Progress {
-            waits: found.count,
-            pieces: found.pieces,
-            busy: Micros(found.busy_ns / 1_000),
-        })
+        let slot = self.page.slot(self.member.key)?;
+        let waits = slot.waits()?;
+        let found = Progress {
+            waits: waits.count,
+            pieces: waits.pieces,
+            busy: Micros(waits.busy_ns / 1_000),
+            submitted: slot.submitted(),
+        };
+        let before = std::mem::replace(&mut self.progress, found);
+        (found != before).then_some(found)
     }
 
     /// How often its process took the device ahead of work since this was asked last, if it did.
