@@ -17,8 +17,15 @@ const STATES: [&str; 6] = [
     "starting", "idle", "running", "queued", "swapped", "blocked",
 ];
 
-/// A line without what differs from run to run: numbers with their units, paths, tenants' states, and how wide columns are.
+/// The lines of `gpumux explain`: what is said in them differs from moment to moment.
+const EXPLAINED: [&str; 5] = ["entitled:", "received:", "why:", "others:", "to do:"];
+
+/// A line without what differs from run to run: numbers with their units, paths, tenants' states, sentences of `gpumux explain`, and how
+/// wide columns are.
 fn shape(line: &str) -> String {
+    if let Some(label) = EXPLAINED.iter().find(|label| line.starts_with(**label)) {
+        return (*label).to_owned();
+    }
     let mut words: Vec<&str> = Vec::new();
     // The stand-in has an argument of its own behind the command that it stands for.
     for word in line.split_whitespace().filter(|it| *it != "scratch") {
@@ -161,6 +168,7 @@ fn shape_keeps_words_and_columns_alone() {
             "ok libgpumux.so: /opt/lib/libgpumux.so",
         ),
         ("night  batch  -  4s", "night  batch  12 MiB  1.5s"),
+        ("why:      It has its turn.", "why:      It is frozen."),
     ] {
         assert_eq!(shape(one), shape(other));
     }
