@@ -1,7 +1,7 @@
 //! The receiver: accepts connections, and has each served by a relay.
 
 use std::{
-    io,
+    io::{self, IoSliceMut},
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd},
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -14,7 +14,9 @@ use gpumux_wire::{
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     io::Errno,
-    net::{RecvFlags, SendFlags, SocketFlags, SocketType},
+    net::{
+        RecvAncillaryBuffer, RecvFlags, ReturnFlags, SendFlags, SocketFlags, SocketType, recvmsg,
+    },
     process::{DumpableBehavior, Resource, getrlimit, set_dumpable_behavior},
     thread::{
         CapabilitySet, CapabilitySets, set_capabilities, set_no_new_privs, set_thread_groups,
@@ -180,6 +182,9 @@ impl Receiving {
 
     /// Has a relay serve a connection, and notifies the daemon. From then on the relay's reference is the last.
     fn introduce(&mut self, user: OwnedFd, kind: Kind) -> io::Result<()> {
+        if is_over(&user) {
+            return Ok(());
+        }
         let (pid, uid) = credentials(&user).unwrap_or((0, NOBODY));
         let pidfd = pidfd(&user);
         let packets = match kind {
@@ -212,7 +217,15 @@ impl Receiving {
         }
         let arrival = Report::Arrival { kind, pid, uid };
         let bytes = encode(&arrival).map_err(io::Error::other)?;
-        send_bytes(&self.control, &bytes, &files, SendFlags::empty())
+        match send_bytes(&self.control, &bytes, &files, SendFlags::empty()) {
+            // Too many files of this process's user are on their way in sockets (unix(7)). The relay passes the reason on, and ends.
+            Err(error) if error.raw_os_error() == Some(Errno::TOOMANYREFS.raw_os_error()) => {
+                let reason = Refusal::from(error).to_string();
+                refused::refuse(&theirs, kind, &reason);
+                Ok(())
+            }
+            sent => sent,
+        }
     }
 
     fn refuse(&mut self, user: OwnedFd, kind: Kind, refusal: &Refusal) -> io::Result<()> {
@@ -255,6 +268,24 @@ impl Receiving {
     }
 }
 
+/// Whether the other side has closed the connection and left nothing in it: no file ends with it, so that it needs no process. A packet
+/// without bytes may carry files.
+fn is_over(user: &OwnedFd) -> bool {
+    let mut ready = [PollFd::new(user, PollFlags::IN)];
+    let polled = poll(&mut ready, Some(&Timespec::default()));
+    let [ready] = ready;
+    if polled.is_err() || !ready.revents().contains(PollFlags::HUP) {
+        return false;
+    }
+    let left = recvmsg(
+        user,
+        &mut [IoSliceMut::new(&mut [0])],
+        &mut RecvAncillaryBuffer::default(),
+        RecvFlags::PEEK | RecvFlags::DONTWAIT,
+    );
+    left.is_ok_and(|left| left.bytes == 0 && !left.flags.contains(ReturnFlags::CTRUNC))
+}
+
 /// From now on this process has no rights but those of its open files, and no other process can look into it.
 fn give_up_rights(emulated: bool) -> io::Result<()> {
     set_no_new_privs(true)?;
@@ -284,4 +315,32 @@ fn give_up_rights(emulated: bool) -> io::Result<()> {
     )?;
     set_dumpable_behavior(DumpableBehavior::NotDumpable)?;
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn closed_connection_is_over_unless_something_is_left_in_it() {
+        for packets in [SocketType::SEQPACKET, SocketType::STREAM] {
+            let (own, theirs) = pair(packets).unwrap();
+            assert!(!is_over(&own));
+            drop(theirs);
+            assert!(is_over(&own));
+            let (own, theirs) = pair(packets).unwrap();
+            send_bytes(&theirs, &[1], &[theirs.as_fd()], SendFlags::empty()).unwrap();
+            rustix::net::shutdown(&theirs, rustix::net::Shutdown::Both).unwrap();
+            assert!(!is_over(&own), "a file is left");
+        }
+        // A packet without bytes, with a file.
+        let (own, theirs) = pair(SocketType::SEQPACKET).unwrap();
+        send_bytes(&theirs, &[], &[io::stdin().as_fd()], SendFlags::empty()).unwrap();
+        drop(theirs);
+        assert!(!is_over(&own));
+        let (_, files) = recv_bytes(&own, &mut [0], RecvFlags::DONTWAIT).unwrap();
+        assert_eq!(files.len(), 1, "it is still there");
+        drop(files);
+        assert!(is_over(&own));
+    }
 }

@@ -197,13 +197,85 @@ async fn a_receiver_that_ends_is_replaced() {
         Receiver::start(&setting(MANY), sessions, api)
     });
     let connected = async {
-        while socket::connect(&path, SocketFlags::empty()).is_err() {
+        loop {
+            if let Ok(connected) = socket::connect(&path, SocketFlags::empty()) {
+                break connected;
+            }
             tokio::time::sleep(Duration::from_millis(2)).await;
         }
     };
-    soon(connected).await;
+    let _connected = soon(connected).await;
     let arrived = soon(arrivals.sessions.recv()).await.unwrap();
     assert!(arrived.socket.as_raw_fd() > 0);
+}
+
+#[tokio::test]
+async fn closed_connections_take_no_process_and_delay_no_other() {
+    let listening = Listening::new();
+    let path = listening.dir.path().join("session.sock");
+    let connect = || socket::connect(&path, SocketFlags::empty()).unwrap();
+    for _ in 0..12 {
+        drop(connect());
+    }
+    let living = connect();
+    socket::send(&living, &gone(7), None, SendFlags::empty()).unwrap();
+    // With a place for one relay only.
+    let mut sockets = listening.receive(1);
+    let arrived = soon(sockets.arrivals.sessions.recv()).await.unwrap();
+    assert_eq!(packet(&arrived.socket).await.unwrap().0, gone(7));
+}
+
+/// Sends files until the kernel passes on no more for this thread's user.
+fn fill_with_files() -> Vec<(OwnedFd, OwnedFd)> {
+    let file = std::fs::File::open("/dev/null").unwrap();
+    let mut pairs = Vec::new();
+    loop {
+        let (into, from) = pair(SocketType::SEQPACKET).unwrap();
+        let files = [file.as_fd(); 4];
+        let sent = std::iter::repeat_with(|| send_bytes(&into, &[0], &files, SendFlags::DONTWAIT));
+        let error = sent.skip_while(Result::is_ok).find_map(Result::err);
+        pairs.push((into, from));
+        let full = rustix::io::Errno::TOOMANYREFS.raw_os_error();
+        if error.and_then(|error| error.raw_os_error()) == Some(full) {
+            return pairs;
+        }
+    }
+}
+
+#[tokio::test]
+async fn connection_that_cannot_be_passed_on_is_refused_alone() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: only root can act as another user");
+        return;
+    }
+    let listening = Listening::new();
+    let [sessions, api] = listening.listeners;
+    let (started, receiver) = std::sync::mpsc::channel();
+    let (go, wait) = std::sync::mpsc::channel::<()>();
+    let (filled, full) = std::sync::mpsc::channel();
+    // A user of its own, of this thread and the receiver's: the kernel counts files on their way by user.
+    std::thread::spawn(move || {
+        let own = rustix::fs::Uid::from_raw(54_321);
+        rustix::thread::set_thread_res_uid(own, own, own).unwrap();
+        let receiver = Receiver::start(&setting(MANY), sessions, api).unwrap();
+        started.send(receiver).unwrap();
+        wait.recv().unwrap();
+        filled.send(fill_with_files()).unwrap();
+    });
+    let first = receiver.recv().unwrap();
+    let mut arrivals = receive(first, || unreachable!("it does not end"));
+    let path = listening.dir.path().join("session.sock");
+    let connect = || socket::connect(&path, SocketFlags::empty()).unwrap();
+    let before = connect();
+    soon(arrivals.sessions.recv()).await.unwrap();
+    go.send(()).unwrap();
+    let files = full.recv().unwrap();
+    let reason = refusal(&connect());
+    assert!(reason.contains("Too many references"), "{reason}");
+    drop(files);
+    let after = connect();
+    soon(arrivals.sessions.recv()).await.unwrap();
+    drop((before, after));
 }
 
 /// The reason that a refused process receives.
