@@ -9,13 +9,15 @@
 //! took, the daemon gets those that are what they were taken for; with the others it ends. The daemon waits a bounded time.
 
 use std::{
+    collections::BTreeMap,
     io,
     os::{
         fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
-        unix::process::CommandExt,
+        unix::{fs::MetadataExt, process::CommandExt},
     },
     path::{Path, PathBuf},
     process::{Command, Stdio},
+    sync::{Arc, Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
@@ -41,6 +43,8 @@ pub const COMMAND: &str = "examine";
 pub(crate) const PATIENCE: Duration = Duration::from_secs(5);
 /// Time until the next look at a program that is just beginning.
 const SOON: Duration = Duration::from_millis(1);
+/// Looks into processes of one user that may be under way or hang.
+const MOST_LOOKS: usize = 256;
 /// Files of a process that the daemon gets.
 const MOST: usize = 8;
 /// The driver's files that it lives with.
@@ -66,15 +70,54 @@ struct Task {
 }
 
 /// Looks into processes of users.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct Examiner {
     place: Place,
+    /// Looks that have not ended, also those that hang, by the user whose process it is.
+    looks: Arc<Mutex<BTreeMap<u32, usize>>>,
+}
+
+/// That a look takes place. Ends when its process has ended.
+struct Look {
+    looks: Arc<Mutex<BTreeMap<u32, usize>>>,
+    uid: u32,
+}
+
+impl Look {
+    /// # Errors
+    /// [`io::ErrorKind::QuotaExceeded`] when the user has too many.
+    fn begin(looks: &Arc<Mutex<BTreeMap<u32, usize>>>, uid: u32) -> io::Result<Self> {
+        let mut all = looks.lock().unwrap_or_else(PoisonError::into_inner);
+        let own = all.entry(uid).or_default();
+        if *own >= MOST_LOOKS {
+            let text = format!(
+                "{own} processes that look into processes of user {uid} have not ended: end that user's file systems that do not answer"
+            );
+            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
+        }
+        *own += 1;
+        let looks = Arc::clone(looks);
+        Ok(Self { looks, uid })
+    }
+}
+
+impl Drop for Look {
+    fn drop(&mut self) {
+        let mut all = self.looks.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(own) = all.get_mut(&self.uid) {
+            *own -= 1;
+            if *own == 0 {
+                all.remove(&self.uid);
+            }
+        }
+    }
 }
 
 impl Examiner {
     /// That works there.
     pub(crate) fn new(place: Place) -> Self {
-        Self { place }
+        let looks = Arc::default();
+        Self { place, looks }
     }
 
     /// What a variable was when the process's program began, unless that was written over. Blocks.
@@ -82,7 +125,7 @@ impl Examiner {
     /// # Errors
     /// [`io::ErrorKind::TimedOut`] when that is not known by `deadline`; others when there is no look at the process.
     pub(crate) fn variable(
-        self,
+        &self,
         process: ProcessId,
         watch: &ProcessFd,
         name: &str,
@@ -99,7 +142,7 @@ impl Examiner {
     /// The driver's files that the process has open, as far as this daemon may take them (as `ptrace(2)` says of
     /// `PTRACE_MODE_ATTACH_REALCREDS`), and as far as that is known in [`PATIENCE`]. Blocks.
     pub(crate) fn files(
-        self,
+        &self,
         process: ProcessId,
         watch: &ProcessFd,
         emulated: Option<&Path>,
@@ -113,12 +156,14 @@ impl Examiner {
     }
 
     fn ask(
-        self,
+        &self,
         process: ProcessId,
         watch: &ProcessFd,
         question: Question,
         deadline: Instant,
     ) -> io::Result<Vec<(Vec<u8>, Option<OwnedFd>)>> {
+        let uid = std::fs::metadata(format!("/proc/{}", process.pid))?.uid();
+        let look = Look::begin(&self.looks, uid)?;
         let (own, theirs) = pair(SocketType::SEQPACKET)?;
         let task = encode(&Task { process, question }).map_err(io::Error::other)?;
         send_bytes(&own, &task, &[watch.as_fd()], SendFlags::empty())?;
@@ -133,11 +178,17 @@ impl Examiner {
                 let found = answer(&own, deadline);
                 // SIGKILL ends most waits. Nothing of the daemon's waits for the others but this thread, which ends with the daemon.
                 let _ = child.kill();
-                std::thread::Builder::new().spawn(move || child.wait())?;
+                std::thread::Builder::new().spawn(move || {
+                    let _ = child.wait();
+                    drop(look);
+                })?;
                 found
             }
             Place::Threads => {
-                std::thread::spawn(move || look(&theirs));
+                std::thread::spawn(move || {
+                    let _ = self::look(&theirs);
+                    drop(look);
+                });
                 answer(&own, deadline)
             }
         }
@@ -274,6 +325,34 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(variable("TEST").is_err());
+    }
+
+    #[test]
+    fn looks_that_hang_are_bounded_for_each_user() {
+        let looks = Arc::default();
+        let mut hung: Vec<Look> = (0..MOST_LOOKS)
+            .map(|_| Look::begin(&looks, 1000).unwrap())
+            .collect();
+        let error = Look::begin(&looks, 1000).err().unwrap();
+        assert_eq!(error.kind(), io::ErrorKind::QuotaExceeded);
+        assert!(error.to_string().contains("user 1000"), "{error}");
+        assert!(Look::begin(&looks, 1001).is_ok(), "of another user");
+        hung.pop();
+        assert!(Look::begin(&looks, 1000).is_ok());
+        drop(hung);
+        assert!(looks.lock().unwrap().is_empty());
+    }
+
+    #[test]
+    fn look_counts_until_its_process_has_ended() {
+        let examiner = Examiner::new(Place::Threads);
+        let (mut child, id, watch) = process(nothing());
+        let deadline = Instant::now() + PATIENCE;
+        for _ in 0..2 * MOST_LOOKS {
+            examiner.variable(id, &watch, "TEST", deadline).unwrap();
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

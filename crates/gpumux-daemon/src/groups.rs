@@ -241,7 +241,7 @@ impl Groups {
             };
             tracing::info!("{} belongs to no group: removed", path.display());
             if let Some(uid) = folder.user() {
-                folder.end_servants(uid, self.examiner);
+                folder.end_servants(uid, &self.examiner);
             }
             folder.remove();
         }
@@ -596,8 +596,8 @@ impl Groups {
 
     /// Ends control daemon and servers, for sure: these would wait for clients that hang.
     async fn end(&self, group: &Group) {
-        let (folder, uid, examiner) = (group.folder.clone(), group.key.uid, self.examiner);
-        let servants = tokio::task::spawn_blocking(move || folder.servants(uid, examiner)).await;
+        let (folder, uid, examiner) = (group.folder.clone(), group.key.uid, self.examiner.clone());
+        let servants = tokio::task::spawn_blocking(move || folder.servants(uid, &examiner)).await;
         let control = group.state().process.take().and_then(ProcessId::watch);
         let Ok(mut all) = servants else { return };
         if let Some(control) = control {

@@ -85,10 +85,11 @@ impl Groups {
         if servant || pid == std::process::id() || !process.is_of(group.key.uid) {
             return None;
         }
-        let (examiner, emulated) = (self.examiner, self.emulated.clone());
+        let (examiner, emulated) = (self.examiner.clone(), self.emulated.clone());
+        let own = examiner.clone();
         let look = move || {
             let deadline = Instant::now() + PATIENCE;
-            let token = examiner.variable(process, &watch, TOKEN, deadline);
+            let token = own.variable(process, &watch, TOKEN, deadline);
             (watch, token)
         };
         let (watch, token) = tokio::task::spawn_blocking(look).await.ok()?;

@@ -122,7 +122,7 @@ impl Folder {
 
     /// The control daemon and its servers: this user's processes that write the output, which no other process has had from the daemon,
     /// and the driver's programs that have this folder in their environment, as far as that is known within [`examine::PATIENCE`].
-    pub(super) fn servants(&self, uid: u32, examiner: Examiner) -> Vec<ProcessFd> {
+    pub(super) fn servants(&self, uid: u32, examiner: &Examiner) -> Vec<ProcessFd> {
         // As the kernel names it.
         let Ok(output) = self.output_path().canonicalize() else {
             return Vec::new();
@@ -149,7 +149,7 @@ impl Folder {
     }
 
     /// Kills them.
-    pub(super) fn end_servants(&self, uid: u32, examiner: Examiner) {
+    pub(super) fn end_servants(&self, uid: u32, examiner: &Examiner) {
         self.servants(uid, examiner)
             .iter()
             .for_each(ProcessFd::kill);
@@ -368,7 +368,7 @@ mod tests {
     fn servants_are_known_by_what_they_write_to_or_serve() {
         let (_dir, folder) = folder();
         let uid = rustix::process::geteuid().as_raw();
-        let examiner = Examiner::new(Place::Threads);
+        let examiner = &Examiner::new(Place::Threads);
         let sleep = |out: Stdio| {
             let mut command = Command::new("sleep");
             command.arg("100").stdout(out).spawn().unwrap()
