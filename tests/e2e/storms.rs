@@ -20,6 +20,9 @@ use crate::{REQUESTS, TICKS};
 
 /// A program that verifies every byte, until SIGTERM ends it.
 const BYTES: &str = "gpumux workload memory --json --seed 7 --memory 48MiB --seconds 86400";
+/// Requests for as long as a storm lasts.
+const SERVE: &str =
+    "gpumux workload latency --kernels 1 --iterations 1000000 --period-us 20000 --seconds 20000";
 /// By how much the daemon's memory may grow while tenants come and go: what its rings keep of them.
 const GROWTH: u64 = 24 << 20;
 
@@ -139,7 +142,7 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
     let storm = Storm::new(3);
     let mut node = Node::start();
     // Requests now and then: one that always has work would leave the others their floor, whatever is killed.
-    let _serve = start(&node, "serve", "--class latency", REQUESTS);
+    let _serve = start(&node, "serve", "--class latency", SERVE);
     let survivors = [
         start(&node, "shared", "--class standard", TICKS),
         start(&node, "train", "--class batch", TICKS),
@@ -213,7 +216,7 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
 fn stops_of_the_daemon_stop_no_tenant() {
     let storm = Storm::new(1);
     let node = Node::start();
-    let _serve = start(&node, "serve", "--class latency", REQUESTS);
+    let _serve = start(&node, "serve", "--class latency", SERVE);
     let names = ["b0", "b1", "b2"];
     let batch = names.map(|name| start(&node, name, "--class batch", TICKS));
     let mut done = 0;
