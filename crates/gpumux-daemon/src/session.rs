@@ -314,7 +314,8 @@ impl Sessions {
             .ask(|answer| Command::Meet(id, met, answer))
             .await;
         self.voices().insert((tenant, id), Arc::clone(socket));
-        self.sharing.join(id, tenant, peer, socket);
+        let library = (socket, page.revision());
+        self.sharing.join(id, tenant, peer, library);
         let mut session = Session {
             sessions: self,
             id,
@@ -524,7 +525,10 @@ impl Session<'_> {
             | Shim::Withdraw { .. }
             | Shim::Redeem { .. }
             | Shim::Opened { .. }
-            | Shim::Closed { .. } => self.sessions.sharing.handle(id, &packet, None),
+            | Shim::Closed { .. }
+            | Shim::Exported { .. }
+            | Shim::Introduced
+            | Shim::Delayed { .. } => self.sessions.sharing.handle(id, &packet, None),
             packet => {
                 if let Some(event) = memory::event(id, packet) {
                     scheduler

@@ -18,7 +18,7 @@ use gpumux_rm::{capture::GroupId, capture::Seen, layout::engine};
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
     lease::Leased,
-    message::{MAX_CHANNELS, MAX_DOMAINS},
+    message::{INTRODUCTION, MAX_CHANNELS, MAX_DOMAINS},
     socket,
 };
 use rustix::{
@@ -79,6 +79,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     mover: Mover::new(),
                     shared_memory: VecDeque::new(),
                     requested: false,
+                    delayed: 0,
                 }
                 .run();
             });
@@ -136,6 +137,8 @@ struct Session {
     shared_memory: VecDeque<Daemon>,
     /// The daemon was sent a request to bring the memory back for them.
     requested: bool,
+    /// The last request that was reported to be delayed; a daemon counts them up.
+    delayed: u64,
 }
 
 impl Session {
@@ -152,7 +155,7 @@ impl Session {
                     pause = PAUSE.0;
                     // The daemon before may have had others; this one says where its own differ.
                     self.mover.set_rules(None, false);
-                    lease::set_up(memory, if memory { self.introduce() } else { Vec::new() });
+                    self.begin(memory);
                     let end = self.serve(&session);
                     lease::set_up(false, Vec::new());
                     drop(session);
@@ -186,14 +189,22 @@ impl Session {
         }
     }
 
-    /// What a daemon receives about this process's memory.
-    fn introduce(&self) -> Vec<Shim> {
-        let mut all = memory::holds();
-        all.push(self.keeps());
-        all.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
-        all.extend(unlisted::message());
-        all.extend(ipc::introduce());
-        all
+    /// The session begins: with what the daemon receives about this process's memory, if it accounts memory.
+    fn begin(&mut self, memory: bool) {
+        self.delayed = 0;
+        if !memory {
+            return lease::set_up(false, Vec::new());
+        }
+        let mut own = vec![self.keeps()];
+        own.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
+        own.extend(unlisted::message());
+        // What changes after it was named is sent: no thread gets between.
+        memory::with(|space| {
+            let mut all = space.holds();
+            all.append(&mut own);
+            all.extend(ipc::introduce(space));
+            lease::set_up(true, all);
+        });
     }
 
     fn keeps(&self) -> Shim {
@@ -340,6 +351,7 @@ impl Session {
                         let file = file.and_then(|file| OwnFd::new(|| Ok(file)).ok());
                         ipc::arrived(ticket, piece.zip(file));
                     }
+                    Ok(Some((Daemon::Late { ticket }, _))) => ipc::late(ticket),
                     Ok(Some((Daemon::Exported { ticket }, _))) => {
                         let _ = lease::answered(ticket, (0, 0));
                     }
@@ -410,9 +422,25 @@ impl Session {
         wanted && !std::mem::replace(&mut self.requested, true)
     }
 
+    /// Reports the requests whose answer waits for the memory to be back, each once.
+    fn report_delay(&mut self) {
+        if !lease::knows(INTRODUCTION) {
+            return;
+        }
+        for order in &self.shared_memory {
+            if let Daemon::Serve { op, .. } = *order
+                && op > self.delayed
+            {
+                self.delayed = op;
+                lease::tell(Shim::Delayed { op });
+            }
+        }
+    }
+
     /// Carries out orders about shared memory, while all memory is on the device.
     fn share_memory(&mut self, session: &OwnFd) -> Result<(), End> {
         if !self.mover.is_here() {
+            self.report_delay();
             return Ok(());
         }
         self.requested = false;

@@ -8,13 +8,16 @@
 mod exported;
 mod opened;
 
-use gpumux_wire::{Shim, message::SHARING};
+use gpumux_wire::{
+    Shim,
+    message::{INTRODUCTION, SHARING},
+};
 
-use crate::{lease, memory::with};
+use crate::{lease, memory::Space};
 
 pub(crate) use self::{
     exported::{Export, get, serve, unshared},
-    opened::{Import, arrived, close, close_deferred, forget_context, open, orphaned},
+    opened::{Import, arrived, close, close_deferred, forget_context, late, open, orphaned},
 };
 
 /// `CUipcMemHandle`: two words that no handle of the driver begins with, and the token.
@@ -55,22 +58,28 @@ fn handle_of(token: u128) -> Handle {
     ]
 }
 
-/// What a daemon receives about shared memory when a session begins.
-pub(crate) fn introduce() -> Vec<Shim> {
+/// What a daemon receives about shared memory when a session begins: all that there is. The session must begin before the tables
+/// change.
+pub(crate) fn introduce(space: &Space) -> Vec<Shim> {
     if !lease::knows(SHARING) {
         return Vec::new();
     }
-    with(|space| {
-        let exports = space.exports.keys().map(|token| Shim::Export {
+    let whole = lease::knows(INTRODUCTION);
+    let exports = space.exports.iter().map(|(token, export)| match whole {
+        true => Shim::Exported {
+            token: *token,
+            open: export.open,
+        },
+        false => Shim::Export {
             ticket: 0,
             token: *token,
-        });
-        let imports = space.imports.values().map(|it| Shim::Opened {
-            token: it.token,
-            charged: it.charged,
-        });
-        exports.chain(imports).collect()
-    })
+        },
+    });
+    let imports = space.imports.values().map(|it| (it.token, it.charged));
+    let opened = (space.opening.into_iter().chain(imports))
+        .map(|(token, charged)| Shim::Opened { token, charged });
+    let end = whole.then_some(Shim::Introduced);
+    exports.chain(opened).chain(end).collect()
 }
 
 #[cfg(test)]

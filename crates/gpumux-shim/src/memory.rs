@@ -27,7 +27,7 @@ use crate::{
     gate, guard, ipc, lease,
     notice::say,
     physical::{self, Physical},
-    pools::{self, Pool},
+    pools::{self, Pools},
     process,
     ranges::{self, Allocation},
     swap,
@@ -67,7 +67,7 @@ struct Native {
     device: c_int,
     bytes: u64,
     context: u64,
-    /// The pool that it is from; 0: none.
+    /// The number of the pool that it is from; 0: none.
     pool: u64,
 }
 
@@ -113,8 +113,9 @@ pub(crate) struct Space {
     pub(crate) exports: BTreeMap<u128, ipc::Export>,
     /// Other processes' memory that is open here, by address.
     pub(crate) imports: BTreeMap<u64, ipc::Import>,
-    /// The driver's pools, by their handles.
-    pub(crate) pools: BTreeMap<u64, Pool>,
+    /// What is being opened, by token, and whether it will be accounted to this process.
+    pub(crate) opening: Option<(u128, bool)>,
+    pub(crate) pools: Pools,
     devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     deferred: Vec<u64>,
@@ -179,7 +180,7 @@ pub(crate) fn current_device() -> Option<c_int> {
 }
 
 /// A device, once it is known to the tables.
-fn known_device(device: c_int) -> Option<c_int> {
+pub(crate) fn known_device(device: c_int) -> Option<c_int> {
     if with(|space| space.devices.contains_key(&device)) {
         return Some(device);
     }
@@ -299,18 +300,7 @@ pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
 
 /// Gives so much back.
 pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
-    tell_with(|space| {
-        let known = space.devices.get_mut(&device)?;
-        let keep = batch(known.total);
-        let lease = known.lease(pinned);
-        lease.used = lease.used.saturating_sub(bytes);
-        // Only now and then, so that a program that frees and allocates in turn sends no requests.
-        if lease.unused() <= keep * 2 {
-            return None;
-        }
-        lease.granted = lease.used + keep;
-        Some(known.holds())
-    });
+    tell_with(|space| space.give(device, bytes, pinned));
 }
 
 /// Frees the spare blocks that are meant. Whether there were any.
@@ -334,7 +324,13 @@ pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
 pub(crate) fn let_go(at: u64, block: &Block) {
     block.unback(at);
     vmm::unreserve(at, block.bytes);
-    give(block.device, block.bytes, block.stays());
+    tell_with(|space| {
+        // What is kept of the lease is for memory that moves.
+        let stayed = block.stays();
+        let moves = stayed.then(|| space.book_as_movable(block.device, block.bytes));
+        let given = space.give(block.device, block.bytes, false);
+        moves.flatten().into_iter().chain(given)
+    });
 }
 
 /// Gives back all that is granted and not used.
@@ -356,12 +352,21 @@ pub(crate) fn ordinal(uuid: &str) -> Option<c_int> {
     })
 }
 
-/// All that the process has, for a daemon that does not know.
-pub(crate) fn holds() -> Vec<Shim> {
-    with(Space::holds)
-}
-
 impl Space {
+    /// Gives so much back. What the daemon must receive.
+    pub(crate) fn give(&mut self, device: c_int, bytes: u64, pinned: bool) -> Option<Shim> {
+        let known = self.devices.get_mut(&device)?;
+        let keep = batch(known.total);
+        let lease = known.lease(pinned);
+        lease.used = lease.used.saturating_sub(bytes);
+        // Only now and then, so that a program that frees and allocates in turn sends no requests.
+        if lease.unused() <= keep * 2 {
+            return None;
+        }
+        lease.granted = lease.used + keep;
+        Some(known.holds())
+    }
+
     pub(crate) fn holds(&mut self) -> Vec<Shim> {
         self.devices.values_mut().map(Device::holds).collect()
     }
@@ -631,10 +636,8 @@ impl Space {
                 return None;
             }
         }
-        // Other processes use it.
-        if self.blocks.get(&at).is_some_and(|block| block.shared > 0) {
-            return None;
-        }
+        // Other processes that use it keep it.
+        self.drop_exports(at);
         match self.spare(at) {
             true => None,
             false => self.blocks.remove(&at).map(|block| (at, block)),
@@ -817,7 +820,7 @@ fn end_context(
     gate::through(|| {
         // Still inside, or a mover would find no thread there and enter a context that is no more.
         let (result, ended) = swap::without_preparing(|| {
-            let result = real();
+            let result = pools::without_use(real);
             let gone = gone(&result).filter(|_| USED.load(Ordering::Acquire));
             let ended = gone.map(|context| {
                 swap::forget_context(context);
@@ -835,7 +838,7 @@ fn end_context(
         }
         give_natives(natives);
         if is_over {
-            pools::forget_unused();
+            pools::context_ended();
         }
         result
     })
@@ -945,22 +948,20 @@ pub(crate) unsafe fn alloc_pooled(
     };
     let bytes = bytes as u64;
     let made = in_time(|| {
-        let need = pools::take(pool, device, bytes).ok_or(Refused::ByBooks)?;
+        let drawn = pools::take(pool, device, bytes).ok_or(Refused::ByBooks)?;
         match gate::through(&real) {
-            SUCCESS => Ok(need),
+            SUCCESS => Ok(drawn),
             result => {
-                pools::give(pool, device, bytes, need);
+                drawn.give();
                 Err(Refused::ByDriver(result))
             }
         }
     });
     match made {
-        Ok(need) => {
+        Ok(drawn) => {
             // SAFETY: the driver has just written there.
-            note_native(unsafe { *out }, device, bytes, pool);
-            if need > 0 {
-                pools::grown(pool);
-            }
+            note_native(unsafe { *out }, device, bytes, drawn.pool);
+            drawn.grown();
             SUCCESS
         }
         Err(result) => result,
@@ -1203,13 +1204,6 @@ pub(crate) fn set_pointer_attribute(
 }
 
 impl Space {
-    /// A pool of the driver's and its allocations are not told apart from now on.
-    pub(crate) fn remove_pool(&mut self, handle: u64) -> Option<Pool> {
-        let natives = self.natives.values_mut().filter(|it| it.pool == handle);
-        natives.for_each(|it| it.pool = 0);
-        self.pools.remove(&handle)
-    }
-
     /// A pool has taken so much more of a device. What the daemon must receive.
     pub(crate) fn book_more(&mut self, device: c_int, bytes: u64) -> Option<Shim> {
         let device = self.devices.get_mut(&device).filter(|_| bytes > 0)?;
@@ -1256,16 +1250,6 @@ impl Space {
             (true, false) => self.book_as_movable(device, bytes),
             _ => None,
         }
-    }
-
-    /// Takes out a block that was freed while other processes had it open, and that none has open any more.
-    pub(crate) fn take_freed(&mut self, at: u64) -> Option<(u64, Block)> {
-        let block = self.blocks.get(&at).filter(|block| block.shared == 0)?;
-        let inside = ranges::read(|it| {
-            let mut inside = it.allocations.range(at..at + block.bytes);
-            inside.next().is_some()
-        });
-        (!inside && !self.is_spare(at)).then(|| Some((at, self.blocks.remove(&at)?)))?
     }
 
     /// So much of a device does not move any more. What the daemon must hear.
@@ -1526,6 +1510,36 @@ pub(crate) unsafe fn pointer_attributes(
         }
     }
     result
+}
+
+#[cfg(test)]
+impl Space {
+    /// A device of 100 GiB.
+    pub(crate) fn know_for_tests(&mut self, device: c_int) {
+        let known = Device {
+            uuid: String::new(),
+            total: 100 << 30,
+            movable: Lease::default(),
+            pinned: Lease::default(),
+            away: 0,
+            native: false,
+            told: 0,
+        };
+        self.devices.insert(device, known);
+    }
+
+    /// The daemon has granted what does not move, and it is used.
+    pub(crate) fn grant_for_tests(&mut self, device: c_int, bytes: u64) {
+        let lease = &mut self.devices.get_mut(&device).expect("known").pinned;
+        lease.granted += bytes;
+        lease.used += bytes;
+    }
+
+    /// Of a device, what is used that moves, and that does not.
+    pub(crate) fn used_for_tests(&self, device: c_int) -> (u64, u64) {
+        let known = &self.devices[&device];
+        (known.movable.used, known.pinned.used)
+    }
 }
 
 #[cfg(test)]

@@ -14,10 +14,15 @@ pub const PROTOCOL: u32 = 7;
 /// 2: [`Shim::Unlisted`].
 /// 3: [`crate::page::Page::receive_fault`].
 /// 4: memory that processes share: [`SHARING`].
-pub const REVISION: u32 = 4;
+/// 5: all that a process shares, when a session begins: [`INTRODUCTION`].
+pub const REVISION: u32 = 5;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
+
+/// The revision from which on a session begins with all that the process shares ([`Shim::Exported`], [`Shim::Opened`] and then
+/// [`Shim::Introduced`]), and a request for memory ends when the exporter doesn't answer ([`Shim::Delayed`], [`Daemon::Late`]).
+pub const INTRODUCTION: u32 = 5;
 
 /// Longest name in [`Shim::Unlisted`], in bytes.
 pub const LONGEST_NAME: usize = 64;
@@ -215,6 +220,20 @@ pub enum Shim {
         /// The export's name.
         token: u128,
     },
+    /// From revision 5 on. The process exports memory since before this session.
+    Exported {
+        /// The export's name.
+        token: u128,
+        /// Another process has it open: the exporter has served it, and has received no [`Daemon::Unshared`] since.
+        open: bool,
+    },
+    /// From revision 5 on. The process has named all that it exports and has open.
+    Introduced,
+    /// From revision 5 on. The answer to [`Daemon::Serve`] comes when the memory is back on the device.
+    Delayed {
+        /// Of which request.
+        op: u64,
+    },
 }
 
 /// A piece of exported memory, and where it belongs. All counts are in bytes.
@@ -361,6 +380,11 @@ pub enum Daemon {
     Orphaned {
         /// The export's name.
         token: u128,
+    },
+    /// From revision 5 on. Answer to [`Shim::Redeem`]: the process that exports it has not answered in time.
+    Late {
+        /// Of which request.
+        ticket: u32,
     },
 }
 

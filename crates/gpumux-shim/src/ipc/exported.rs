@@ -22,11 +22,11 @@ use crate::{
 /// Memory that other processes may open.
 #[derive(Debug)]
 pub(crate) struct Export {
-    /// The allocation; none: it was freed while others had it open.
+    /// The allocation; none: it was freed while others had it open, and others of its block were not.
     address: Option<u64>,
     block: u64,
     /// Another process has it open.
-    open: bool,
+    pub(super) open: bool,
     /// The daemon has it: the token may be passed on.
     known: bool,
 }
@@ -138,7 +138,7 @@ impl Space {
         });
     }
 
-    /// A block is gone: what others have open of it is not this process's any more.
+    /// A block is gone: what others have open of it they keep, and it is accounted to one of them.
     pub(crate) fn drop_exports(&mut self, block: u64) {
         for (token, _) in self.exports.extract_if(.., |_, it| it.block == block) {
             tell(Shim::Withdraw { token });
@@ -166,6 +166,17 @@ impl Space {
         }
         Some((chunk, piece, context))
     }
+
+    fn unshare(&mut self, token: u128) -> Option<Shim> {
+        let export = self.exports.get_mut(&token)?;
+        let (at, ended) = (export.block, export.address.is_none());
+        let was_open = std::mem::replace(&mut export.open, false);
+        if ended {
+            self.exports.remove(&token);
+            tell(Shim::Withdraw { token });
+        }
+        was_open.then(|| self.set_shared(at, false)).flatten()
+    }
 }
 
 /// A piece of an export, for another process. By the agent, while all memory is on the device.
@@ -177,26 +188,7 @@ pub(crate) fn serve(token: u128, index: u32) -> Option<(Piece, OwnFd)> {
 
 /// No other process has an export open any more. By the agent, while all memory is on the device.
 pub(crate) fn unshared(token: u128) {
-    let freed = with(|space| {
-        let export = space.exports.get_mut(&token)?;
-        let (at, ended) = (export.block, export.address.is_none());
-        if std::mem::replace(&mut export.open, false)
-            && let Some(holds) = space.set_shared(at, false)
-        {
-            lease::tell(holds);
-        }
-        if !ended {
-            return None;
-        }
-        space.exports.remove(&token);
-        tell(Shim::Withdraw { token });
-        space.take_freed(at)
-    });
-    if let Some((at, block)) = freed {
-        let context = block.context;
-        // Where the context is gone, so is all that was in it.
-        let _ = swap::in_context(context, || memory::let_go(at, &block));
-    }
+    memory::tell_with(|space| space.unshare(token));
 }
 
 #[cfg(test)]
@@ -225,6 +217,8 @@ mod tests {
         assert_eq!(space.exports.keys().collect::<Vec<_>>(), [&2, &3]);
         assert_eq!(space.exports[&2].address, None);
         assert!(space.serve(2, 0).is_none());
+        assert!(space.unshare(2).is_none());
+        assert_eq!(space.exports.keys().collect::<Vec<_>>(), [&3]);
         space.drop_exports(4096);
         assert!(space.exports.is_empty());
     }

@@ -35,7 +35,9 @@ pub(crate) struct Import {
     at: u64,
     bytes: u64,
     chunks: Vec<Chunk>,
+    /// Where the memory is.
     device: i32,
+    /// For which it was opened: another context has the same memory elsewhere.
     pub(crate) context: u64,
     /// How often the program has it open.
     count: u32,
@@ -45,6 +47,11 @@ pub(crate) struct Import {
 
 /// Held while memory is opened or closed, so that one handle is opened once. Never inside the gate.
 static OPENING: Mutex<()> = Mutex::new(());
+/// What a request was answered with.
+const FOUND: u64 = 1;
+const REFUSED: u64 = 0;
+const LATE: u64 = 2;
+
 /// Pieces that have come, by the request's ticket.
 static PIECES: Mutex<BTreeMap<u32, (Piece, OwnFd)>> = Mutex::new(BTreeMap::new());
 
@@ -76,7 +83,7 @@ pub(crate) unsafe fn open(
     let _alone = guard::lock(&OPENING);
     let again = with(|space| {
         let mut imports = space.imports.iter_mut();
-        let (at, import) = imports.find(|(_, it)| it.token == token)?;
+        let (at, import) = imports.find(|(_, it)| (it.token, it.context) == (token, context))?;
         import.count += 1;
         Some(*at)
     });
@@ -87,49 +94,94 @@ pub(crate) unsafe fn open(
             unsafe { *out = address };
             SUCCESS
         }
-        Err(error) => {
-            tell(Shim::Closed { token });
-            error
-        }
+        Err(error) => error,
     }
 }
 
 /// A piece of what another process exports. Not inside the gate: the exporter may have to bring it back first.
-fn piece(token: u128, index: u32) -> Option<(Piece, OwnFd)> {
-    is_managed().then_some(())?;
+fn piece(token: u128, index: u32) -> Result<(Piece, OwnFd), CUresult> {
     let asked = Cell::new(0);
-    let answer = lease::ask(|ticket| {
-        asked.set(ticket);
-        Shim::Redeem {
-            ticket,
-            token,
-            index,
-        }
-    });
+    let ask = || {
+        lease::ask(|ticket| {
+            asked.set(ticket);
+            Shim::Redeem {
+                ticket,
+                token,
+                index,
+            }
+        })
+    };
+    let answer = is_managed().then(ask).flatten().map(|it| it.0);
     let came = guard::lock(&PIECES).remove(&asked.get());
-    came.filter(|_| answer.is_some())
+    let (why, error) = match (answer, came) {
+        (Some(FOUND), Some(piece)) => return Ok(piece),
+        (Some(LATE), _) => (
+            "the process that exports it has not answered in time. If it is stopped, let it go on; then open the memory again",
+            MAP_FAILED,
+        ),
+        (Some(_), _) => (
+            "no process of this tenant exports it. Start both programs as one tenant, or both with GPUMUX_MEMORY=native",
+            INVALID_HANDLE,
+        ),
+        (None, _) => (
+            "the daemon, which passes it on, does not answer. Open it again when the daemon is back",
+            INVALID_HANDLE,
+        ),
+    };
+    say(format_args!(
+        "cannot open another process's device memory: {why}"
+    ));
+    Err(error)
 }
 
 /// The daemon has answered a request. By the agent.
 pub(crate) fn arrived(ticket: u32, piece: Option<(Piece, OwnFd)>) {
-    let found = piece.is_some();
-    if let Some(piece) = piece {
-        guard::lock(&PIECES).insert(ticket, piece);
-    }
+    let answer = match piece {
+        Some(piece) => {
+            guard::lock(&PIECES).insert(ticket, piece);
+            FOUND
+        }
+        None => REFUSED,
+    };
     // The request may have been given up.
-    if !lease::answered(ticket, (found.into(), 0)) {
+    if !lease::answered(ticket, (answer, 0)) {
         guard::lock(&PIECES).remove(&ticket);
     }
 }
 
-/// Maps another process's memory; the address of the allocation.
+/// The exporter has not answered a request in time. By the agent.
+pub(crate) fn late(ticket: u32) {
+    let _ = lease::answered(ticket, (LATE, 0));
+}
+
+/// Opens another process's memory; the address of the allocation.
 fn fetch(token: u128, device: i32, context: u64) -> Result<u64, CUresult> {
-    let Some((head, file)) = piece(token, 0) else {
-        say(format_args!(
-            "cannot open another process's device memory: no process of this tenant exports it. Start both programs as one tenant, or both with GPUMUX_MEMORY=native"
-        ));
-        return Err(INVALID_HANDLE);
-    };
+    // A new session may begin meanwhile: its daemon must know.
+    with(|space| space.opening = Some((token, false)));
+    let made = import(token, device, context);
+    with(|space| {
+        let orphaned = space.opening.take().is_some_and(|it| it.1);
+        match made {
+            Ok((address, import, allocation)) => {
+                space.imports.insert(address, import);
+                ranges::write(|it| it.opened.insert(address, allocation));
+                if orphaned {
+                    let holds = space.adopt(token);
+                    holds.into_iter().for_each(lease::tell);
+                }
+                Ok(address)
+            }
+            Err(error) => {
+                space.tell_closed(token);
+                Err(error)
+            }
+        }
+    })
+}
+
+/// Maps another process's memory.
+fn import(token: u128, device: i32, context: u64) -> Result<(u64, Import, Allocation), CUresult> {
+    let (head, file) = piece(token, 0)?;
     let inside = head.offset.checked_add(head.allocation);
     let sound = head.whole <= LARGEST
         && head.whole.is_multiple_of(GRANULE)
@@ -140,20 +192,18 @@ fn fetch(token: u128, device: i32, context: u64) -> Result<u64, CUresult> {
     }
     let at = gate::through(|| vmm::reserve(head.whole)).map_err(|_| MAP_FAILED)?;
     let mut chunks = Vec::new();
-    if let Err(error) = map(token, (at, device), (head, file), &mut chunks) {
+    let home = map(token, (at, device), (head, file), &mut chunks).inspect_err(|_| {
         gate::through(|| {
             vmm::unback(at, &chunks);
             vmm::unreserve(at, head.whole);
         });
-        return Err(error);
-    }
-    let address = at + head.offset;
+    })?;
     let import = Import {
         token,
         at,
         bytes: head.whole,
         chunks,
-        device,
+        device: home,
         context,
         count: 1,
         charged: false,
@@ -163,20 +213,16 @@ fn fetch(token: u128, device: i32, context: u64) -> Result<u64, CUresult> {
         block: at,
         context,
     };
-    with(|space| {
-        space.imports.insert(address, import);
-        ranges::write(|it| it.opened.insert(address, allocation));
-    });
-    Ok(address)
+    Ok((at + head.offset, import, allocation))
 }
 
-/// Maps all pieces at reserved addresses, for this device.
+/// Maps all pieces at reserved addresses, for this device. Where the memory is.
 fn map(
     token: u128,
     (at, device): (u64, i32),
     (head, file): (Piece, OwnFd),
     chunks: &mut Vec<Chunk>,
-) -> Result<(), CUresult> {
+) -> Result<i32, CUresult> {
     let mut mapped = 0;
     let mut places: Vec<Location> = vec![Location {
         kind: 1,
@@ -193,16 +239,18 @@ fn map(
         mapped += piece.bytes;
         places.extend(location.filter(|it| !places.contains(it)));
         if mapped < head.whole {
-            next = Some(self::piece(token, chunks.len() as u32).ok_or(INVALID_HANDLE)?);
+            next = Some(self::piece(token, chunks.len() as u32)?);
         }
     }
-    for location in places {
-        let result = gate::through(|| vmm::set_access(at, head.whole as usize, location));
+    for location in &places {
+        let result = gate::through(|| vmm::set_access(at, head.whole as usize, *location));
         if result != SUCCESS {
             return Err(MAP_FAILED);
         }
     }
-    Ok(())
+    // The last is the memory's own, if the driver tells it.
+    let home = places.last().map_or(device, |it| it.id);
+    Ok(memory::known_device(home).unwrap_or(device))
 }
 
 /// `cuIpcCloseMemHandle`
@@ -249,52 +297,116 @@ pub(crate) fn close_deferred(address: u64) {
 }
 
 fn end(address: u64) {
-    let import = with(|space| space.take_import(address));
-    if let Some(import) = import {
-        gate::through(|| let_go(&import));
-    }
+    gate::through(|| let_go(address));
 }
 
 /// A context is gone, with what was opened in it.
 pub(crate) fn forget_context(context: u64) {
-    let gone: Vec<Import> = with(|space| {
+    let own = with(|space| {
         let own = space.imports.iter().filter(|(_, it)| it.context == context);
-        let own: Vec<u64> = own.map(|(address, _)| *address).collect();
-        let gone = own.into_iter().filter_map(|it| space.take_import(it));
-        gone.collect()
+        own.map(|(address, _)| *address).collect::<Vec<u64>>()
     });
-    gone.iter().for_each(let_go);
+    own.into_iter().for_each(let_go);
+}
+
+fn let_go(address: u64) {
+    let mapped = with(|space| {
+        let import = space.imports.get_mut(&address)?;
+        ranges::write(|it| it.opened.remove(&address));
+        Some((import.at, import.bytes, std::mem::take(&mut import.chunks)))
+    });
+    let Some((at, bytes, chunks)) = mapped else {
+        return;
+    };
+    vmm::unback(at, &chunks);
+    // Only now: the exporter may move the memory from then on.
+    with(|space| space.forget_import(address));
+    vmm::unreserve(at, bytes);
 }
 
 impl Space {
-    fn take_import(&mut self, address: u64) -> Option<Import> {
-        ranges::write(|it| it.opened.remove(&address));
-        self.imports.remove(&address)
+    /// Memory of another process is not mapped any more.
+    fn forget_import(&mut self, address: u64) {
+        let Some(import) = self.imports.remove(&address) else {
+            return;
+        };
+        let mut others = self.imports.values_mut();
+        match others.find(|it| it.token == import.token) {
+            Some(other) => other.charged |= import.charged,
+            None if import.charged => {
+                let holds = self.book_foreign(import.device, import.bytes, false);
+                holds.into_iter().for_each(lease::tell);
+            }
+            None => {}
+        }
+        self.tell_closed(import.token);
+    }
+
+    /// Sends that an export is not open here, if that is so.
+    fn tell_closed(&self, token: u128) {
+        let mut open = self.imports.values().map(|it| it.token);
+        let opening = self.opening.is_some_and(|it| it.0 == token);
+        if !opening && !open.any(|it| it == token) {
+            tell(Shim::Closed { token });
+        }
     }
 
     /// An exporter is gone: its memory is this process's now. What the daemon must receive.
     fn adopt(&mut self, token: u128) -> Option<Shim> {
-        let mut imports = self.imports.values_mut();
-        let import = imports.find(|it| it.token == token && !it.charged)?;
+        let own = |it: &&mut Import| it.token == token;
+        if self.imports.values_mut().filter(own).any(|it| it.charged) {
+            return None;
+        }
+        let Some(import) = self.imports.values_mut().find(own) else {
+            // As soon as it is open.
+            if let Some((_, orphaned)) = self.opening.as_mut().filter(|it| it.0 == token) {
+                *orphaned = true;
+            }
+            return None;
+        };
         import.charged = true;
         let (device, bytes) = (import.device, import.bytes);
         self.book_foreign(device, bytes, true)
     }
 }
 
-fn let_go(import: &Import) {
-    vmm::unback(import.at, &import.chunks);
-    vmm::unreserve(import.at, import.bytes);
-    if import.charged {
-        memory::tell_with(|space| space.book_foreign(import.device, import.bytes, false));
-    }
-    // Only now: the exporter may move the memory from then on.
-    tell(Shim::Closed {
-        token: import.token,
-    });
-}
-
 /// The exporter of memory that is open here is gone. By the agent.
 pub(crate) fn orphaned(token: u128) {
     memory::tell_with(|space| space.adopt(token));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Memory that two contexts have open is accounted once, and closed when neither has it.
+    #[test]
+    fn memory_of_two_contexts_is_accounted_once() {
+        let import = |context| Import {
+            token: 7,
+            at: 4096 * context,
+            bytes: 4096,
+            chunks: Vec::new(),
+            device: 0,
+            context,
+            count: 1,
+            charged: false,
+        };
+        let mut space = Space::default();
+        space.imports.insert(4096, import(1));
+        space.imports.insert(8192, import(2));
+        let charged = |space: &Space| space.imports.values().filter(|it| it.charged).count();
+        space.adopt(7);
+        space.adopt(7);
+        assert_eq!(charged(&space), 1);
+        space.forget_import(4096);
+        assert_eq!((space.imports.len(), charged(&space)), (1, 1));
+        space.forget_import(8192);
+        space.opening = Some((8, false));
+        space.adopt(7);
+        assert!(space.imports.is_empty());
+        assert_eq!(space.opening, Some((8, false)));
+        space.adopt(8);
+        assert_eq!(space.opening, Some((8, true)));
+    }
 }

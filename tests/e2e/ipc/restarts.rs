@@ -1,0 +1,178 @@
+//! Shared memory over restarts and pauses of the daemon.
+
+use gpumux_tests::{Node, Options, PATIENCE, devices, real, wait_for};
+use rustix::process::Signal;
+
+use super::{MIB, bytes, sleep, start, wait_pinned};
+
+/// A parent exports 10 MiB, which two children open. It does what it reads: with the memory, or to a child.
+const FAMILY: &str = r#"
+import os, signal
+if len(sys.argv) > 1:
+    at = open_memory(sys.argv[1])
+    say("open")
+    for line in sys.stdin:
+        if line == "close\n":
+            close_memory(at)
+            say("closed")
+        else:
+            say(read(at))
+    sys.exit()
+at, other = alloc(10 * MIB), alloc(20 * MIB)
+write(at, 1)
+write(other, 1)
+call("cuCtxSynchronize")
+handle = export(at)
+children = [Child(handle), Child(handle)]
+for child in children:
+    assert child.hear() == ["open"]
+say("open")
+for line in sys.stdin:
+    what, n = line.split()
+    if what == "write":
+        write(at, int(n))
+        call("cuCtxSynchronize")
+        say("written")
+    elif what == "free":
+        free(at)
+        say("freed")
+    elif what.startswith("SIG"):
+        os.kill(children[int(n)].process.pid, getattr(signal, what))
+        say(what)
+    else:
+        children[int(n)].say(what)
+        say(*children[int(n)].hear())
+"#;
+
+/// The lines that the family has written, and the next order.
+struct Family {
+    process: gpumux_tests::Process,
+    lines: usize,
+}
+
+impl Family {
+    fn start(node: &Node) -> Option<Self> {
+        let process = start(node, "family", FAMILY)?;
+        let mut family = Self { process, lines: 0 };
+        family.wait("open");
+        Some(family)
+    }
+
+    #[track_caller]
+    fn wait(&mut self, answer: &str) {
+        self.lines += 1;
+        self.process.wait_lines(self.lines);
+        let out = self.process.out();
+        assert_eq!(out.lines().nth(self.lines - 1), Some(answer));
+    }
+
+    #[track_caller]
+    fn order(&mut self, what: &str, answer: &str) {
+        self.process.write(&format!("{what}\n"));
+        self.wait(answer);
+    }
+}
+
+#[test]
+fn memory_of_a_stopped_opener_stays_after_a_restart() {
+    let mut node = Node::start();
+    let Some(mut family) = Family::start(&node) else {
+        return;
+    };
+    wait_pinned(&node, "family", 10);
+    family.order("SIGSTOP 0", "SIGSTOP");
+    node.kill_daemon();
+    node.start_daemon();
+    let both = |it: &serde_json::Value| it["pids"].as_array().is_some_and(|it| it.len() >= 2);
+    node.wait_tenant("family", |it| both(it) && bytes(it, "pinned") == 10 * MIB);
+    family.order("close 1", "closed");
+    // The daemon has received of no process that has it open; the stopped one has.
+    assert!(sleep(&node, "family") >= 20 * MIB);
+    family.order("write 7", "written");
+    family.order("SIGCONT 0", "SIGCONT");
+    family.order("read 0", "7");
+    family.order("close 0", "closed");
+    wait_pinned(&node, "family", 10);
+    // It is given back with the memory.
+    family.order("free 0", "freed");
+    wait_pinned(&node, "family", 0);
+    family.process.close_input();
+    family.process.finish().ok();
+}
+
+#[test]
+fn memory_closed_while_the_daemon_stands_still_moves_again() {
+    let node = Node::start();
+    let Some(mut family) = Family::start(&node) else {
+        return;
+    };
+    wait_pinned(&node, "family", 10);
+    node.daemon().signal(Signal::STOP);
+    wait_for("three processes to lose the daemon", PATIENCE, || {
+        let lost = family.process.err().matches("it stands still").count();
+        (lost == 3).then_some(())
+    });
+    family.order("close 0", "closed");
+    family.order("close 1", "closed");
+    node.daemon().signal(Signal::CONT);
+    wait_pinned(&node, "family", 0);
+    family.process.close_input();
+    family.process.finish().ok();
+}
+
+/// A process opens the same memory for two devices: each reaches it.
+#[test]
+fn memory_is_opened_for_each_device() {
+    const PROGRAM: &str = r#"
+if len(sys.argv) > 1:
+    first = open_memory(sys.argv[1])
+    other = ctypes.c_void_p()
+    call("cuDevicePrimaryCtxRetain", ctypes.byref(other), 1)
+    call("cuCtxSetCurrent", other)
+    second = open_memory(sys.argv[1])
+    assert second != first, "each device has a mapping of its own"
+    assert open_memory(sys.argv[1]) == second
+    assert read(second) == 1
+    write(second, 2)
+    call("cuCtxSynchronize")
+    # The first stays open while the other one's goes with its context.
+    call("cuDevicePrimaryCtxRelease_v2", 1)
+    call("cuCtxSetCurrent", context)
+    assert cuda.cuIpcCloseMemHandle(ctypes.c_uint64(second)) != 0
+    assert read(first) == 2
+    say("one")
+    hear()
+    close_memory(first)
+    sys.exit()
+at = alloc(70 * MIB)
+write(at, 1)
+call("cuCtxSynchronize")
+it = Child(export(at))
+assert it.hear() == ["one"]
+say("one")
+hear()
+it.say("close")
+it.end()
+assert read(at) == 2
+say("closed")
+hear()
+"#;
+    if real() && devices() < 2 {
+        eprintln!("SKIPPED: it needs two devices");
+        return;
+    }
+    let node = Node::with(Options {
+        devices: 2,
+        ..Options::default()
+    });
+    let Some(mut program) = start(&node, "family", PROGRAM) else {
+        return;
+    };
+    program.wait_lines(1);
+    wait_pinned(&node, "family", 70);
+    program.write("close\n");
+    program.wait_lines(2);
+    wait_pinned(&node, "family", 0);
+    program.write("end\n");
+    program.finish().ok();
+}

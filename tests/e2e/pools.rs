@@ -1,0 +1,106 @@
+//! Pools of stream-ordered memory, accounted as the device has them.
+
+use gpumux_tests::{Node, PATIENCE, Process, Run, wait_for};
+
+use crate::memory::python;
+
+/// Random calls of pools: of the device's own, of others, and of a second context that ends. Then prints what the pools have.
+const PROGRAM: &str = r#"
+import random, sys
+random.seed(int(sys.argv[1]))
+use_device()
+first, device = ctypes.c_void_p(), 0
+call("cuCtxGetCurrent", ctypes.byref(first))
+# A part that moves: only then everything that is not used is given back.
+plain = ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(plain), ctypes.c_size_t(20 << 20))
+own = ctypes.c_void_p()
+call("cuDeviceGetDefaultMemPool", ctypes.byref(own), device)
+call("cuMemPoolSetAttribute", own, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))
+pools, made, second = [own.value], [], None
+def alloc():
+    at, size = ctypes.c_uint64(), 512 * random.randrange(1, 2 * 40960)
+    pool = random.choice(pools)
+    call("cuMemAllocFromPoolAsync", ctypes.byref(at), ctypes.c_size_t(size), ctypes.c_void_p(pool), None)
+    made.append((at.value, pool, second))
+def free():
+    if made:
+        at, _, of = made.pop(random.randrange(len(made)))
+        call("cuMemFreeAsync", ctypes.c_uint64(at), None)
+def create():
+    if len(pools) < 4:
+        properties, pool = (ctypes.c_int * 32)(1, 0, 1, device), ctypes.c_void_p()
+        call("cuMemPoolCreate", ctypes.byref(pool), properties)
+        if random.random() < 0.5:
+            call("cuMemPoolSetAttribute", pool, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))
+        pools.append(pool.value)
+def destroy():
+    unused = [it for it in pools[1:] if all(it != pool for _, pool, _ in made)]
+    if unused:
+        gone = random.choice(unused)
+        pools.remove(gone)
+        call("cuMemPoolDestroy", ctypes.c_void_p(gone))
+def trim():
+    call("cuMemPoolTrimTo", ctypes.c_void_p(random.choice(pools)), ctypes.c_size_t(0))
+def wait():
+    call("cuCtxSynchronize")
+def change_context():
+    global second, made
+    if second is None:
+        made_context = ctypes.c_void_p()
+        call("cuCtxCreate_v2", ctypes.byref(made_context), 0, device)
+        second = made_context.value
+    else:
+        call("cuCtxDestroy_v2", ctypes.c_void_p(second))
+        made = [it for it in made if it[2] != second]
+        second = None
+        call("cuCtxSetCurrent", first)
+steps = [alloc] * 6 + [free] * 5 + [create, destroy, trim, wait, change_context]
+for line in sys.stdin:
+    if line == "go\n":
+        for _ in range(60):
+            random.choice(steps)()
+        call("cuCtxSynchronize")
+        print("done", flush=True)
+    else:
+        reserved = 0
+        for pool in pools:
+            value = ctypes.c_uint64()
+            call("cuMemPoolGetAttribute", ctypes.c_void_p(pool), 5, ctypes.byref(value))
+            reserved += value.value
+        print(reserved, flush=True)
+"#;
+
+#[test]
+fn pools_are_accounted_as_the_device_has_them() {
+    for seed in 1..=4 {
+        let node = Node::start();
+        let Some(command) = python(&node, PROGRAM) else {
+            return;
+        };
+        let command = format!("{command} {seed}");
+        let mut program = Process::start(&mut node.tenant("--name pools", &command));
+        for round in 0..5 {
+            program.write("go\n");
+            program.wait_lines(2 * round + 1);
+            wait_for("it is moved", PATIENCE, || {
+                let slept = node.gpumux(["sleep", "pools"]).run();
+                slept.status.success().then_some(())
+            });
+            // To ask a pool wakes nothing.
+            program.write("count\n");
+            program.wait_lines(2 * round + 2);
+            let out = program.out();
+            let reserved: u64 = out.lines().last().unwrap().parse().unwrap();
+            let tenant = node.find_tenant("pools").expect("it runs");
+            let memory = &tenant["memory"][0];
+            let accounted = memory["in_use"].as_u64().unwrap();
+            assert_eq!(
+                accounted, reserved,
+                "seed {seed}, round {round}: {memory:#}"
+            );
+        }
+        program.close_input();
+        program.finish().ok();
+    }
+}
