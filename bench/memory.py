@@ -165,6 +165,8 @@ def wait_for(ready: Path, holding: Worker) -> None:
 def swap_gpumux(case: str, logs: Path, tries: int, *arguments: str) -> dict[str, float]:
     """Sleeps and wakes of a tenant: the medians, the first time out apart, since it makes the host memory."""
     ready = logs / "-".join(["ready", case, *arguments])
+    # One of an earlier run is no sign.
+    ready.unlink(missing_ok=True)
     with Gpumux("gpumux", logs) as mode, started(mode, f"hold-{case}", holder(case, ready, *arguments)) as holding:
         wait_for(ready, holding)
         api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
