@@ -42,7 +42,7 @@ fn events(node: &Node, kind: &str) -> Vec<String> {
 
 #[test]
 fn tenant_that_raises_its_timeslice_is_reported_and_lowered() {
-    let node = Node::start();
+    let node = node("lower");
     let program = format!("{BATCH} 60 --tamper timeslice");
     let _thief = Process::start(
         &mut node.tenant("--name thief --class standard --guaranteed 70%", &program),

@@ -26,7 +26,7 @@ use std::{
 
 use crate::{
     Account, Calm, Control, Costs, Demand, DomainId, DomainState, Launches, Micros, Policy,
-    Progress, Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang,
+    Progress, Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang, tamper::Course,
 };
 
 use device::Device;
@@ -175,6 +175,8 @@ pub struct Domain {
     pub reason: &'static str,
     /// Its memory is away.
     pub swapped_out: bool,
+    /// When it was certainly frozen.
+    pub course: Course,
     default: Timeslice,
     /// A control was issued and has not ended.
     under_way: bool,
@@ -221,6 +223,7 @@ impl Domain {
             group: new.group,
             reason: "new",
             swapped_out: false,
+            course: Course::default(),
             default: new.default,
             under_way: false,
             at_work: false,
@@ -539,6 +542,7 @@ impl Controller {
             Event::Unreadable(_) if !domain.is_faulty() => self.fail(now, at, id),
             // New channels are to be frozen, too.
             Event::Channels(_) | Event::Ran(_) if domain.state.run == RunState::Frozen => {
+                domain.course.may_run(now);
                 self.urgent.push_back(Urgent {
                     device: at,
                     id,
@@ -609,6 +613,9 @@ impl Controller {
                 let Some(domain) = device.domains.get_mut(&id) else {
                     return;
                 };
+                if matches!(control, Control::Freeze(_)) {
+                    domain.course.froze(now);
+                }
                 if aim == Aim::Retry && !matches!(control, Control::SetTimeslice(..)) {
                     domain.fault = None;
                     device.dirty = true;
@@ -703,6 +710,9 @@ impl Controller {
         }
         if let Some(domain) = self.devices[device].domains.get_mut(&control.domain()) {
             domain.under_way = true;
+            if matches!(control, Control::Thaw(_)) {
+                domain.course.may_run(now);
+            }
         }
         self.commands += 1;
         let command = Command {

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use nvml_wrapper::{
@@ -40,10 +40,31 @@ pub(crate) struct Known {
     pub(crate) hardware: Hardware,
     /// `ok`, or what is wrong.
     pub(crate) state: String,
-    /// The part of the last second in which kernels of each process ran, by pid; none: the driver does not tell.
-    pub(crate) used_by: Option<BTreeMap<u32, f64>>,
+    /// What each process used lately; none: the driver does not tell.
+    pub(crate) used_by: Option<Used>,
     /// The processes that have a context on it.
     pub(crate) processes: Vec<Process>,
+}
+
+/// What processes used of a device.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Used {
+    /// When that was read before.
+    pub(crate) since: Instant,
+    /// When it was read.
+    pub(crate) at: Instant,
+    /// The part of a time between these, or of one that began up to two samples of NVML's before, in which kernels of each process
+    /// ran, by pid.
+    pub(crate) parts: BTreeMap<u32, f64>,
+}
+
+/// Up to when the use of a GPU was seen.
+#[derive(Clone, Copy, Debug, Default)]
+struct Seen {
+    /// By NVML's clock, in µs.
+    sample: u64,
+    /// When it was read last, if it could be.
+    at: Option<Instant>,
 }
 
 /// A process that uses a device.
@@ -116,8 +137,8 @@ impl Devices {
         (devices, changes)
     }
 
-    /// `seen` says up to when the use of each GPU was seen, by NVML's clock.
-    fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>, seen: &mut BTreeMap<u32, u64>) {
+    /// `seen` has up to when the use of each GPU was seen.
+    fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>, seen: &mut BTreeMap<u32, Seen>) {
         let driver = nvml.sys_driver_version().unwrap_or_default();
         let old = self.list();
         let new: Vec<Known> = (0..nvml.device_count().unwrap_or(0))
@@ -176,7 +197,7 @@ fn describe(
     nvml: &Nvml,
     raw: Option<&NvmlLib>,
     gpu: u32,
-    seen: &mut u64,
+    seen: &mut Seen,
 ) -> Result<Vec<Known>, NvmlError> {
     let device = nvml.device_by_index(gpu)?;
     let partitioned = device.mig_mode().is_ok_and(|mode| mode.current == 1);
@@ -270,24 +291,29 @@ fn numbers(raw: &NvmlLib, instance: &Device<'_>) -> Option<Mig> {
     })
 }
 
-/// Which part of the time since `seen` processes used a GPU.
-fn used_by(device: &Device<'_>, seen: &mut u64) -> Option<BTreeMap<u32, f64>> {
-    let samples = match device.process_utilization_stats(*seen) {
+/// What processes used of a GPU since that was seen last.
+fn used_by(device: &Device<'_>, seen: &mut Seen) -> Option<Used> {
+    let since = seen.at.take();
+    let samples = match device.process_utilization_stats(seen.sample) {
         Ok(samples) => samples,
         Err(NvmlError::NotFound) => Vec::new(),
         Err(_) => return None,
     };
+    let at = Instant::now();
+    seen.at = Some(at);
     let mut sums: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
     for sample in samples.iter().filter(|it| it.sm_util <= 100) {
-        *seen = sample.timestamp.max(*seen);
+        seen.sample = sample.timestamp.max(seen.sample);
         let (sum, count) = sums.entry(sample.pid).or_default();
         (*sum, *count) = (*sum + f64::from(sample.sm_util) / 100.0, *count + 1.0);
     }
-    Some(
-        sums.into_iter()
-            .map(|(pid, (sum, count))| (pid, sum / count))
-            .collect(),
-    )
+    let parts = sums.into_iter().map(|(pid, (sum, n))| (pid, sum / n));
+    Some(Used {
+        // The first may tell of any time.
+        since: since?,
+        at,
+        parts: parts.collect(),
+    })
 }
 
 fn instances<'nvml>(nvml: &'nvml Nvml, raw: &NvmlLib, gpu: &Device<'_>) -> Vec<Device<'nvml>> {

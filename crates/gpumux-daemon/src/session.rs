@@ -609,9 +609,14 @@ impl Session<'_> {
         let verified = match examined.map_err(|_| Stopped)? {
             Ok(verified) => verified,
             // The program may have freed it meanwhile. A few times, that is.
-            Err(rejection @ Rejection::Control(_)) if self.rejected < MAX_REJECTED => {
-                tracing::warn!(pid = self.pid, %rejection, "a channel group cannot be managed");
+            Err(Rejection::Control(error)) if self.rejected < MAX_REJECTED => {
+                tracing::warn!(pid = self.pid, %error, "a channel group cannot be managed");
                 self.rejected += 1;
+                let id = self.id;
+                let refused = error.status().is_some();
+                let lost = (shared && refused).then_some(key);
+                let leave = |answer| Command::LeaveUnmanaged(id, lost, answer);
+                self.sessions.scheduler.ask(leave).await?;
                 return Ok(());
             }
             // Without controls it could be neither frozen nor moved safely: it goes on as if there were no daemon.

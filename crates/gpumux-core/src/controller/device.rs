@@ -176,6 +176,7 @@ impl Device {
         self.controls.clear();
         let domain = self.domains.get_mut(&id)?;
         domain.give_up(now);
+        domain.course.may_run(now);
         // A slice is all members'.
         let (group, timeslice) = (domain.group, domain.state.timeslice);
         let others = self.domains.values_mut();

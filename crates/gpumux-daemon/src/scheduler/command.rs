@@ -102,7 +102,9 @@ pub(crate) enum Command {
     },
     /// The channels of the group with this key are now these.
     SetChannels(SessionId, u32, Vec<u32>, Answer<()>),
-    /// The process itself set the timeslice of the group with this key.
+    /// A group of the process cannot be managed. With its key, if the process has it from an MPS server, and the driver refuses it.
+    LeaveUnmanaged(SessionId, Option<u32>, Answer<()>),
+    /// The process's library reports that the timeslice of the group with this key was set.
     Touched(SessionId, u32, Answer<()>),
     /// The process freed the group with this key.
     Gone(SessionId, u32, Answer<()>),
@@ -233,6 +235,10 @@ impl Command {
             }
             Self::SetChannels(session, key, channels, answer) => {
                 engine.set_channels(session, key, channels);
+                send(answer, ());
+            }
+            Self::LeaveUnmanaged(session, lost, answer) => {
+                engine.leave_unmanaged(session, lost);
                 send(answer, ());
             }
             Self::Touched(session, key, answer) => {

@@ -99,12 +99,14 @@ impl Crashes {
         let Some(to) = &self.tell else {
             return;
         };
-        let lost = state.sessions.iter().filter(|(_, met)| met.given_up);
+        let sessions = state.sessions.iter();
+        let lost = sessions.filter(|(_, met)| met.given_up || !met.lost.is_empty());
         for id in lost.map(|(id, _)| *id).collect::<Vec<_>>() {
             let waits = waits_in_vain(state, id);
             let Some(met) = state.sessions.get_mut(&id) else {
                 continue;
             };
+            let waits = met.waits_for_the_lost() || waits;
             let waits = waits && !met.page.has_received_fault();
             let since = waits.then(|| met.waits_since.unwrap_or(now));
             met.waits_since = since;

@@ -9,7 +9,7 @@ use std::{
 use gpumux_core::{
     Control, DomainId, Micros, TenantId, Timeslice,
     controller::{Command, Controller, Event, Outcome},
-    tamper::{self, Tampering},
+    tamper,
 };
 use gpumux_rm::{ControlFailure, RmStatus};
 
@@ -43,8 +43,8 @@ pub(super) struct Device {
     pub(super) emulated: bool,
     /// What is wrong with the device.
     pub(super) lost: Option<String>,
-    /// Findings that are not judged yet: whose process did what.
-    pub(super) tampered: Vec<(TenantId, u32, Tampering)>,
+    /// Groups whose timeslices were not as they should be, which is not explained yet.
+    pub(super) changed: Vec<DomainId>,
     /// What the driver measured of processes, by pid, if it does.
     pub(super) used_by: Option<BTreeMap<u32, f64>>,
     checked: Micros,
@@ -62,7 +62,7 @@ impl Device {
             ended: BTreeMap::new(),
             emulated: false,
             lost: None,
-            tampered: Vec::new(),
+            changed: Vec::new(),
             used_by: None,
             checked: now,
         }
@@ -145,6 +145,9 @@ impl Device {
         let outcome = match &result {
             Ok(()) => {
                 self.lost = None;
+                if matches!(command.control, Control::SetTimeslice(..)) {
+                    domain.verified = now;
+                }
                 let (count, what) = match command.control {
                     Control::Freeze(_) => (&mut domain.freezes, What::Frozen),
                     Control::Thaw(_) => (&mut domain.thaws, What::Thawed),
@@ -270,16 +273,19 @@ impl Device {
             Ok(_) if domain.is_free() => {}
             Ok(us) if Timeslice(us) != expected => {
                 tracing::debug!(pid = domain.member.pid, %expected, found = us, "its timeslice was changed");
-                // An MPS group's is set by the driver library of each process that joins.
-                if domain.group.is_none() && now.saturating_sub(domain.came_at) >= tamper::SETTLES {
-                    domain.tampered += 1;
-                    let of = (domain.who.tenant, domain.member.pid);
-                    self.tampered.push((of.0, of.1, Tampering::Timeslice));
+                // An MPS group's is set by the driver library of each process that joins. Since the last look: what is found now
+                // may have been done before.
+                let settled = domain.verified >= domain.came_at + tamper::SETTLES;
+                if domain.group.is_none() && settled {
+                    self.changed.push(id);
                 }
                 self.record.push(now, &domain.who, What::Tampered(us));
                 controller.handle(now, Event::Found(id, Timeslice(us)));
             }
-            Ok(_) => self.lost = None,
+            Ok(_) => {
+                domain.verified = now;
+                self.lost = None;
+            }
             Err(error) => {
                 self.failed(id, &error, now);
                 controller.handle(now, Event::Unreadable(id));

@@ -72,6 +72,10 @@ pub(crate) struct Domain {
     window: [(Micros, f64); 2],
     /// When it came under control.
     pub(super) came_at: Micros,
+    /// When its timeslice was last read back as it should be.
+    pub(super) verified: Micros,
+    /// How often its process's library has reported that the timeslice was set.
+    pub(super) own_sets: u32,
     page: Arc<Page>,
     /// How often the lease had expired for its process when it came.
     pub(super) epoch: u64,
@@ -109,6 +113,8 @@ impl Domain {
             error: None,
             window: [(now, 0.0); 2],
             came_at: now,
+            verified: now,
+            own_sets: 0,
             page: group.page,
             lost: false,
             holds: 0,

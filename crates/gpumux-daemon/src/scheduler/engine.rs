@@ -300,7 +300,8 @@ impl Engine {
     // ---- Processes and their groups
 
     /// A process has connected.
-    pub(super) fn meet(&mut self, session: SessionId, met: Met) {
+    pub(super) fn meet(&mut self, session: SessionId, mut met: Met) {
+        met.began = self.state.ago(met.made);
         let joined = Event::Joined(ProcessId(session.0), met.tenant);
         self.crashes.watch(session, &met);
         self.state.sessions.insert(session, met);
@@ -425,12 +426,22 @@ impl Engine {
         }
     }
 
-    /// The process itself set the slice of a group.
+    /// A group of the process cannot be managed. With the key of one that it has from an MPS server, and that the driver refuses: it may
+    /// have ended with its server, before this session began.
+    pub(super) fn leave_unmanaged(&mut self, session: SessionId, lost: Option<u32>) {
+        if let Some(met) = self.state.sessions.get_mut(&session) {
+            met.unmanaged = true;
+            met.lost.extend(lost.map(|key| (key, 0)));
+        }
+    }
+
+    /// The process's library reports that the timeslice of a group was set.
     pub(super) fn touched(&mut self, session: SessionId, key: u32) {
         if let Some((device, id)) = self.state.find(session, key)
             && let Some(device) = self.state.devices.get_mut(&device)
         {
             device.check(id, &mut self.state.controller, &self.state.clock);
+            self.tampers.excuse(&mut self.state, id);
         }
         self.judge();
     }
@@ -442,8 +453,9 @@ impl Engine {
             let is = it.member.is_of(session, Some(key));
             is && it.group.is_some() && it.demand() == Demand::Busy
         });
-        if let Some(met) = self.state.sessions.get_mut(&session).filter(|_| at_work) {
-            met.freed = Some(now);
+        if let Some(met) = self.state.sessions.get_mut(&session) {
+            met.lost.remove(&key);
+            met.freed = at_work.then_some(now).or(met.freed);
         }
         self.remove(session, Some(key), false);
     }
@@ -535,8 +547,9 @@ impl Engine {
     pub(super) fn leave_expired(&mut self) {
         let expired = |(_, met): &(&SessionId, &Met)| met.has_expired() && !met.left;
         let expired = self.state.sessions.iter().filter(expired);
-        for id in expired.map(|(id, _)| *id).collect::<Vec<_>>() {
-            if !self.renewal.may_have_expired() {
+        let expired = expired.map(|(id, met)| (*id, met.began));
+        for (id, began) in expired.collect::<Vec<_>>() {
+            if !self.renewal.may_have_expired(began) {
                 let lowered = self.tampers.disbelieve(&mut self.state, id);
                 lowered.into_iter().for_each(|tenant| self.lower(tenant));
                 continue;

@@ -1,9 +1,12 @@
 //! A process that is connected to the daemon.
 
-use std::sync::Arc;
+use std::{collections::BTreeMap, sync::Arc, time::Instant};
 
 use gpumux_core::{Micros, TenantId};
-use gpumux_wire::{Daemon, page::Page};
+use gpumux_wire::{
+    Daemon,
+    page::{Page, Slot, Work},
+};
 
 use super::record::Counted;
 
@@ -24,6 +27,14 @@ pub(crate) struct Met {
     pub(super) shared: Option<bool>,
     /// Its groups were let go, since its lease had expired.
     pub(super) left: bool,
+    /// It has a channel group that cannot be managed, and runs when it likes.
+    pub(super) unmanaged: bool,
+    /// When its session began: before it could see the lease.
+    pub(super) began: Micros,
+    pub(super) made: Instant,
+    /// Groups of an MPS server that the driver refused when this session began, and the work that was submitted there at the last
+    /// look.
+    pub(super) lost: BTreeMap<u32, u64>,
     /// Its group has failed, and what becomes of it is reported no more.
     pub(super) given_up: bool,
     /// Since when it has waited for the device nevertheless.
@@ -53,6 +64,10 @@ impl Met {
             pid: 0,
             shared: None,
             left: false,
+            unmanaged: false,
+            began: Micros::ZERO,
+            made: Instant::now(),
+            lost: BTreeMap::new(),
             given_up: false,
             waits_since: None,
             freed: None,
@@ -62,6 +77,17 @@ impl Met {
     /// Tells the process something, without waiting. Whether that was possible.
     pub(super) fn say(&self, message: &Daemon) -> bool {
         (self.speak)(message)
+    }
+
+    /// Whether it waits for work in a group that it has lost, and has submitted none there since the last look.
+    pub(super) fn waits_for_the_lost(&mut self) -> bool {
+        let mut waits = false;
+        for (key, before) in &mut self.lost {
+            if let Some(Work::Busy(submitted)) = self.page.slot(*key).map(Slot::work) {
+                waits |= std::mem::replace(before, submitted) == submitted;
+            }
+        }
+        waits
     }
 
     pub(super) fn counted(&self) -> Counted {

@@ -22,8 +22,8 @@ pub(crate) struct Renewal {
 
 impl Renewal {
     pub(crate) fn new(lease: Option<Lease>, clock: Clock) -> Self {
-        let mut renewals = Renewals::default();
-        renewals.renewed(clock());
+        let (mut renewals, now) = (Renewals::default(), clock());
+        renewals.renewed(now, now);
         Self {
             lease,
             clock,
@@ -35,18 +35,18 @@ impl Renewal {
         self.renewals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether processes that report now that their lease has expired may be right.
-    pub(super) fn may_have_expired(&self) -> bool {
-        self.lease.is_none() || self.renewals().may_have_expired((self.clock)())
+    /// Whether a process that reports now that its lease has expired in a session that began at this time may be right.
+    pub(super) fn may_have_expired(&self, began: Micros) -> bool {
+        self.lease.is_none() || self.renewals().may_have_expired(began, (self.clock)())
     }
 
     /// The thread has come this far. Returns for how long it had stood still, if that was long enough for processes to free themselves.
     pub(crate) fn renew(&self) -> Option<Micros> {
-        let now = (self.clock)();
-        let stalled = self.renewals().renewed(now);
+        let began = (self.clock)();
         if let Some(lease) = &self.lease {
             lease.renew();
         }
+        let stalled = self.renewals().renewed(began, (self.clock)());
         (stalled >= EXPIRES).then_some(stalled)
     }
 }

@@ -4,6 +4,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::Arc,
+    time::Instant,
 };
 
 use gpumux_core::{
@@ -61,6 +62,12 @@ impl State {
 
     pub(super) fn now(&self) -> Micros {
         (self.clock)()
+    }
+
+    /// A moment on this thread's clock.
+    pub(super) fn ago(&self, at: Instant) -> Micros {
+        let ago = Micros(at.elapsed().as_micros() as u64);
+        self.now().saturating_sub(ago)
     }
 
     /// The device of this UUID, under the policy of this name if it is new.

@@ -33,11 +33,12 @@ impl Engine {
                 .foreign
                 .entry(known.uuid.clone())
                 .or_default();
-            let used_by = known.used_by.as_ref();
+            let used_by = known.used_by.as_ref().map(|used| &used.parts);
             foreign.see(&self.state, &known.uuid, known.processes, used_by);
             let policy = self.config.policy_of(&known.uuid);
-            self.state.device(known.uuid.clone(), policy).used_by = known.used_by;
-            self.tampers.watch_frozen(&mut self.state, &known.uuid);
+            self.state.device(known.uuid.clone(), policy);
+            let state = &mut self.state;
+            self.tampers.watch_frozen(state, &known.uuid, known.used_by);
             self.judge();
         }
         self.expire_guarantees();

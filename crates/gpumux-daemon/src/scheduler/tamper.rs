@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
     DomainId, Micros, TenantId, TenantSpec, controller,
-    tamper::{self, Conduct, TamperRule, Tampering, Then, Watch},
+    tamper::{self, Conduct, Reading, TamperRule, Tampering, Then, Watch},
 };
 
 use super::{
@@ -13,7 +13,22 @@ use super::{
     record::What,
     state::State,
 };
-use crate::api::types;
+use crate::{api::types, devices::Used};
+
+/// The longest time between two looks at suspicions that counts: they are looked at with every step.
+const LONGEST: Micros = Micros::from_secs(1);
+
+/// What a process may have done, unless it is explained before [`tamper::CONFIRMED`].
+#[derive(Debug)]
+struct Suspicion {
+    /// How long it may still be explained.
+    left: Micros,
+    what: Tampering,
+    session: SessionId,
+    /// All groups that the process had on the device; for a timeslice, the one.
+    groups: BTreeSet<DomainId>,
+    device: String,
+}
 
 /// What is known of processes that undo controls.
 #[derive(Debug)]
@@ -22,6 +37,9 @@ pub(super) struct Tampers {
     rule: TamperRule,
     /// Processes with groups of their own, by device and pid.
     watches: BTreeMap<(String, u32), Watch>,
+    suspicions: Vec<Suspicion>,
+    /// When they were looked at last.
+    judged: Micros,
     conducts: BTreeMap<TenantId, Conduct>,
     /// Tenants whose settings do not hold.
     lowered: BTreeSet<TenantId>,
@@ -58,6 +76,14 @@ impl Tampers {
         }
     }
 
+    /// One of the same kind that is not explained yet covers it.
+    fn suspect(&mut self, of: Suspicion) {
+        let same = |it: &Suspicion| it.what == of.what && it.groups == of.groups;
+        if !self.suspicions.iter().any(same) {
+            self.suspicions.push(of);
+        }
+    }
+
     /// Its settings hold again.
     pub(super) fn pardon(&mut self, tenant: TenantId) {
         self.lowered.remove(&tenant);
@@ -78,59 +104,143 @@ impl Tampers {
         self.convict(state, tenant, pid, Tampering::Lease)
     }
 
-    /// NVML has measured processes on this device: finds those that ran while they were frozen.
-    pub(super) fn watch_frozen(&mut self, state: &mut State, uuid: &str) {
+    /// NVML has measured processes on this device: suspects those that ran while they were frozen, and freezes them again.
+    pub(super) fn watch_frozen(&mut self, state: &mut State, uuid: &str, used: Option<Used>) {
         let now = state.now();
+        let reading = used.as_ref().map(|used| Reading {
+            since: state.ago(used.since),
+            at: state.ago(used.at),
+        });
         let Some(device) = state.devices.get_mut(uuid) else {
             return;
         };
-        state.controller.account_until(device.index, now);
-        let used = device.used_by.as_ref();
-        let used = used.filter(|all| tamper::is_plausible(all.values().copied()));
-        let mut processes: BTreeMap<u32, BTreeMap<DomainId, Micros>> = BTreeMap::new();
-        // What members of an MPS group use is not told apart.
-        let own = |(_, domain): &(&DomainId, &Domain)| {
-            domain.group.is_none() && domain.member.pid != 0 && !domain.is_free()
+        device.used_by = used.map(|it| it.parts);
+        let Some((used, reading)) = device.used_by.as_ref().zip(reading) else {
+            return;
         };
-        for (id, domain) in device.domains.iter().filter(own) {
-            let known = state.controller.domain(*id).filter(|it| !it.is_faulty());
-            if let Some(known) = known {
-                let groups = processes.entry(domain.member.pid).or_default();
-                groups.insert(*id, known.frozen(now));
-            }
+        let plausible = tamper::is_plausible(used.values().copied());
+        let mut processes: BTreeMap<u32, Vec<(DomainId, &Domain)>> = BTreeMap::new();
+        for (id, domain) in &device.domains {
+            let own = processes.entry(domain.member.pid).or_default();
+            own.push((*id, domain));
         }
-        self.watches
-            .retain(|(on, pid), _| on != uuid || processes.contains_key(pid));
+        let (controller, sessions) = (&state.controller, &state.sessions);
+        // NVML measures all groups of a process together: what one of them has must be known, and one session have them all.
+        // What members of an MPS group use is not told apart.
+        let is_known = |(id, domain): &(DomainId, &Domain)| {
+            domain.group.is_none()
+                && !domain.is_free()
+                && controller.domain(*id).is_some_and(|it| !it.is_faulty())
+        };
+        processes.retain(|pid, own| {
+            let mut met = sessions.values().filter(|met| met.pid == *pid);
+            let alone = met.next().is_none_or(|met| !met.unmanaged) && met.next().is_none();
+            *pid != 0 && alone && own.iter().all(is_known)
+        });
+        let watches = &mut self.watches;
+        watches.retain(|(on, pid), _| on != uuid || processes.contains_key(pid));
         let mut found = Vec::new();
-        for (pid, frozen) in processes {
-            let groups: Vec<DomainId> = frozen.keys().copied().collect();
-            let watch = self.watches.entry((uuid.to_owned(), pid));
-            let used = used.map(|all| all.get(&pid).copied().unwrap_or(0.0));
-            if watch.or_default().look(now, frozen, used) {
-                found.push(groups);
+        for (pid, own) in processes {
+            let watch = watches.entry((uuid.to_owned(), pid)).or_default();
+            let used = used.get(&pid).copied().unwrap_or(0.0);
+            let courses =
+                (own.iter()).filter_map(|(id, _)| Some((*id, &controller.domain(*id)?.course)));
+            if watch.look(reading, courses, plausible.then_some(used)) {
+                let session = own.first().map(|(_, domain)| domain.member.session);
+                let groups: BTreeSet<DomainId> = own.iter().map(|(id, _)| *id).collect();
+                found.extend(session.map(|session| (session, groups)));
             }
         }
-        for groups in found {
+        for (session, groups) in found {
+            for id in &groups {
+                state.controller.handle(now, controller::Event::Ran(*id));
+            }
+            self.suspect(Suspicion {
+                left: tamper::CONFIRMED,
+                what: Tampering::Thaw,
+                session,
+                groups,
+                device: uuid.to_owned(),
+            });
+        }
+    }
+
+    /// The process's library reports that this group's timeslice was set: by the driver library, unless it reports that too often.
+    pub(super) fn excuse(&mut self, state: &mut State, id: DomainId) {
+        let mut domains = state.devices.values_mut();
+        let Some(domain) = domains.find_map(|device| device.domains.get_mut(&id)) else {
+            return;
+        };
+        domain.own_sets = domain.own_sets.saturating_add(1);
+        if domain.own_sets > tamper::OWN_SETS {
+            return;
+        }
+        self.suspect_changed(state);
+        self.suspicions
+            .retain(|it| it.what != Tampering::Timeslice || !it.groups.contains(&id));
+    }
+
+    /// Groups whose timeslices were changed are under suspicion.
+    fn suspect_changed(&mut self, state: &mut State) {
+        for (uuid, device) in &mut state.devices {
+            for id in device.changed.drain(..) {
+                if let Some(domain) = device.domains.get(&id) {
+                    self.suspect(Suspicion {
+                        left: tamper::CONFIRMED,
+                        what: Tampering::Timeslice,
+                        session: domain.member.session,
+                        groups: BTreeSet::from([id]),
+                        device: uuid.clone(),
+                    });
+                }
+            }
+        }
+    }
+
+    /// Counts what was suspected and not explained. Returns the tenants whose settings hold no longer.
+    pub(super) fn judge(&mut self, state: &mut State) -> Vec<TenantId> {
+        self.suspect_changed(state);
+        let now = state.now();
+        let passed = now.saturating_sub(std::mem::replace(&mut self.judged, now));
+        // In a time in which this thread stood still, no explanation could arrive.
+        let passed = passed.min(LONGEST);
+        let due = |it: &mut Suspicion| {
+            it.left = it.left.saturating_sub(passed);
+            it.left == Micros::ZERO
+        };
+        let due: Vec<_> = self.suspicions.extract_if(.., due).collect();
+        let mut lowered = Vec::new();
+        for Suspicion {
+            what,
+            session,
+            groups,
+            device,
+            ..
+        } in due
+        {
+            let Some(device) = state.devices.get_mut(&device) else {
+                continue;
+            };
+            let all = device.domains.iter();
+            let own = all.filter(|(_, it)| it.member.session == session && !it.is_free());
+            let own: BTreeSet<DomainId> = own.map(|(id, _)| *id).collect();
+            // With a group that came or ended there may be an explanation.
+            let same = match what {
+                Tampering::Thaw => own == groups,
+                Tampering::Timeslice | Tampering::Lease => groups.is_subset(&own),
+            };
             let first = groups.first().and_then(|id| device.domains.get_mut(id));
-            let Some(domain) = first else {
+            let Some(domain) = first.filter(|_| same) else {
                 continue;
             };
             domain.tampered += 1;
             let (tenant, pid) = (domain.who.tenant, domain.member.pid);
-            device.record.push(now, &domain.who, What::Ran);
-            for id in groups {
-                state.controller.handle(now, controller::Event::Ran(id));
+            if what == Tampering::Thaw {
+                device.record.push(now, &domain.who, What::Ran);
             }
-            device.tampered.push((tenant, pid, Tampering::Thaw));
+            lowered.extend(self.convict(state, tenant, pid, what));
         }
-    }
-
-    /// Counts what was found. Returns the tenants whose settings hold no longer.
-    pub(super) fn judge(&mut self, state: &mut State) -> Vec<TenantId> {
-        let found = state.devices.values_mut();
-        let found: Vec<_> = found.flat_map(|it| it.tampered.drain(..)).collect();
-        let convict = |(tenant, pid, what)| self.convict(state, tenant, pid, what);
-        found.into_iter().filter_map(convict).collect()
+        lowered
     }
 
     /// A process was found tampering. Returns its tenant if that has no settings any more.

@@ -4,7 +4,7 @@ use std::{
     collections::BTreeMap,
     io,
     sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use gpumux_core::{
@@ -319,6 +319,7 @@ fn process_that_freed_itself_is_not_controlled_until_it_comes_again() {
     bench.run(Micros::from_millis(500));
     let frozen = (2..=3).find(|n| group(&bench, *n).frozen).unwrap();
     // Its lease expires while the daemon stands still; the daemon's own control was on its way then.
+    bench.hardware().now += 500_000;
     bench.pages[frozen as usize - 1].expire();
     bench.take_pulls();
     bench.run(Micros::from_millis(500));
@@ -562,6 +563,44 @@ fn crash_in_a_group_is_reported_once_and_no_other_crash() {
     bench.engine.gone(SessionId(6), 6);
     page.set_fault(700);
     bench.engine.step();
+    assert!(told.try_recv().is_err());
+}
+
+#[test]
+fn session_begun_anew_in_a_lost_group_does_not_wait_unbounded() {
+    let mut bench = Bench::new();
+    let (tell, mut told) = tokio::sync::mpsc::unbounded_channel();
+    bench.engine.crashes.report_to(tell);
+    bench.engine.place(TenantId(2), "team".into());
+    let (page, file) = Page::create().unwrap();
+    let opened = Arc::new(Page::open(file).unwrap());
+    let met = Met::new(TenantId(2), opened, Box::new(|_| true)).with_pid(1002);
+    bench.engine.meet(SessionId(2), met);
+    bench.engine.leave_unmanaged(SessionId(2), Some(7));
+    let slot = page.slot(7).unwrap();
+    slot.begin_counting();
+    // As the thread does while there are sessions, although nothing happens.
+    let run = |bench: &mut Bench, seconds: u64| {
+        for _ in 0..seconds * 10 {
+            bench.hardware().now += 100_000;
+            bench.engine.step();
+        }
+    };
+    run(&mut bench, 5);
+    assert!(told.try_recv().is_err(), "it has no work");
+    // One that gets on has not lost its server.
+    for _ in 0..5 {
+        slot.submit();
+        run(&mut bench, 1);
+    }
+    assert!(told.try_recv().is_err());
+    run(&mut bench, 2);
+    assert!(matches!(
+        told.try_recv(),
+        Ok(crate::failure::Failure::Stuck { pid: 1002, .. })
+    ));
+    bench.engine.gone(SessionId(2), 7);
+    run(&mut bench, 5);
     assert!(told.try_recv().is_err());
 }
 
@@ -1002,15 +1041,51 @@ fn timeslice_that_another_process_set_is_set_again() {
         assert_eq!(bench.hardware().groups[&2].slice, 1);
     };
     touch(&mut bench);
-    assert_eq!(bench.domain(2).tampered, 0, "the driver library's doing");
-    bench.run(Micros::from_secs(2));
+    bench.run(Micros::from_secs(6));
     touch(&mut bench);
+    bench.run(Micros::from_secs(6));
+    assert_eq!(bench.domain(2).tampered, 0, "the driver library's doing");
+    // It sets one no more often than that.
+    touch(&mut bench);
+    bench.run(Micros::from_secs(6));
     assert_eq!(bench.domain(2).tampered, 1);
-    // No notice comes: found by looking.
+    // No report: found by looking.
     tamper(&bench);
     bench.run(Micros::from_millis(1100));
     assert_eq!(bench.hardware().groups[&2].slice, 1);
+    bench.run(Micros::from_secs(3));
     assert_eq!(bench.domain(2).tampered, 2);
+}
+
+#[test]
+fn timeslice_set_in_time_and_found_late_is_no_tampering() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.engine.step();
+    bench.run(Micros::from_millis(1_900));
+    bench.hardware().groups.get_mut(&2).unwrap().slice = 500_000;
+    // The thread stands still.
+    bench.hardware().now += 5_000_000;
+    bench.run(Micros::from_secs(10));
+    assert_eq!(bench.hardware().groups[&2].slice, 1);
+    assert!(bench.engine.view().tampering.is_empty());
+}
+
+#[test]
+fn session_that_ends_explains_a_timeslice_that_changed() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.run(Micros::from_secs(4));
+    // Its library frees the group; that the session has ended is known later, since the thread stands still.
+    bench.hardware().groups.get_mut(&2).unwrap().slice = 2048;
+    bench.run(Micros::from_millis(1_500));
+    bench.hardware().now += 20_000_000;
+    bench.engine.step();
+    bench.engine.leave(SessionId(2), true);
+    bench.run(Micros::from_secs(10));
+    assert!(bench.engine.view().tampering.is_empty());
 }
 
 #[test]
@@ -1030,7 +1105,7 @@ fn tenant_that_sets_its_timeslice_again_and_again_is_lowered() {
     for n in 0..3 {
         assert_eq!(class(&bench), Class::Latency, "{n}");
         bench.hardware().groups.get_mut(&2).unwrap().slice = 777;
-        bench.run(Micros::from_millis(1100));
+        bench.run(Micros::from_millis(4100));
     }
     assert_eq!(class(&bench), Class::Batch);
     let shown = bench.engine.view().tampering[&TenantId(2)];
@@ -1095,6 +1170,11 @@ fn process_that_claims_an_expired_lease_stays_under_control() {
         bench.run(Micros::from_millis(100));
     }
     assert_eq!(bench.hardware().groups[&2].slice, set);
+    assert_eq!(bench.engine.view().tampering[&TenantId(2)].findings, 1);
+    for _ in 0..40 {
+        bench.engine.renew();
+        bench.run(Micros::from_millis(100));
+    }
     // The lease, and the timeslice.
     assert_eq!(bench.engine.view().tampering[&TenantId(2)].findings, 2);
     // After a daemon stood still, it may be true.
@@ -1105,39 +1185,99 @@ fn process_that_claims_an_expired_lease_stays_under_control() {
     assert_eq!(bench.engine.view().domains.len(), 1);
 }
 
-#[test]
-fn process_that_thaws_itself_is_frozen_again() {
+/// A tenant whose process is frozen, since its memory is away.
+fn frozen() -> Bench {
     let mut bench = Bench::new();
     bench.add(1, Class::Batch);
-    bench.engine.know_devices([measured([(1001, 1.0)])]);
     bench.park(TenantId(1), true);
     bench.run(Micros::from_millis(10));
     assert!(bench.hardware().groups[&1].frozen);
-    for second in 1..=5 {
-        bench.run(Micros::from_secs(1));
+    bench
+}
+
+/// A second, and then what NVML measured.
+fn measure(bench: &mut Bench, used: &[(u32, f64)]) {
+    bench.run(Micros::from_secs(1));
+    bench.engine.know_devices([measured(used)]);
+    bench.engine.step();
+}
+
+#[test]
+fn process_that_thaws_itself_is_frozen_again_and_found() {
+    let mut bench = frozen();
+    for second in 1..=10 {
         // What is measured beside it makes the measurement worthless at first.
-        let other = if second < 4 { 0.0 } else { 1.0 };
-        bench
-            .engine
-            .know_devices([measured([(1001, 0.05), (7, other)])]);
-        bench.engine.step();
+        let own = if second < 7 { 1.0 } else { 0.05 };
+        measure(&mut bench, &[(1001, own), (7, 0.9)]);
     }
     assert!(bench.engine.view().tampering.is_empty());
     bench.hardware().groups.get_mut(&1).unwrap().frozen = false;
-    bench.run(Micros::from_secs(1));
-    bench.engine.know_devices([measured([(1001, 1.0)])]);
-    bench.engine.step();
+    measure(&mut bench, &[(1001, 1.0)]);
     assert!(bench.hardware().groups[&1].frozen);
+    assert_eq!(bench.domain(1).tampered, 0);
+    bench.run(Micros::from_secs(4));
     assert_eq!(bench.domain(1).tampered, 1);
     assert_eq!(bench.engine.view().tampering[&TenantId(1)].findings, 1);
 }
 
+#[test]
+fn process_with_a_group_that_cannot_be_managed_is_not_found() {
+    let mut bench = frozen();
+    let met = Met::new(
+        TenantId(1),
+        Arc::new(Page::create().unwrap().0),
+        Box::new(|_| true),
+    );
+    bench.engine.meet(SessionId(1), met.with_pid(1001));
+    bench.engine.leave_unmanaged(SessionId(1), None);
+    for _ in 0..20 {
+        measure(&mut bench, &[(1001, 1.0)]);
+    }
+    assert!(bench.engine.view().tampering.is_empty());
+}
+
+#[test]
+fn process_with_another_group_that_fails_or_is_shared_is_not_found() {
+    for broken in [true, false] {
+        let mut bench = frozen();
+        let mut second = bench.group(1, 2, 1);
+        (second.shared, second.member.key) = (!broken, 2);
+        if !broken {
+            bench.engine.place(TenantId(1), "group".into());
+        }
+        bench.engine.add(second).unwrap();
+        bench.hardware().groups.get_mut(&2).unwrap().broken = broken;
+        for _ in 0..20 {
+            measure(&mut bench, &[(1001, 1.0)]);
+        }
+        assert!(bench.engine.view().tampering.is_empty(), "{broken}");
+    }
+}
+
+#[test]
+fn control_that_takes_long_is_no_tampering() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Batch);
+    // The driver freezes at the end of 1.5 s, and thaws at their beginning.
+    bench.hardware().busy = 1_500_000;
+    for second in 0..40 {
+        bench.park(TenantId(1), second % 4 < 2);
+        measure(&mut bench, &[(1001, 0.85)]);
+    }
+    assert!(bench.engine.view().tampering.is_empty());
+}
+
 /// What NVML reports of a device whose processes used these parts of the last second.
-fn measured<const N: usize>(used: [(u32, f64); N]) -> crate::devices::Known {
+fn measured(used: &[(u32, f64)]) -> crate::devices::Known {
+    let at = Instant::now();
     crate::devices::Known {
         uuid: "GPU-0".to_owned(),
         memory_bytes: 80 << 30,
-        used_by: Some(used.into()),
+        used_by: Some(crate::devices::Used {
+            since: at - Duration::from_secs(1),
+            at,
+            parts: used.iter().copied().collect(),
+        }),
         state: "ok".into(),
         ..Default::default()
     }
