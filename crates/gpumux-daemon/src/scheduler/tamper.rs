@@ -50,6 +50,8 @@ impl Tampers {
         Self {
             rule,
             watches: BTreeMap::new(),
+            suspicions: Vec::new(),
+            judged: Micros::ZERO,
             conducts: BTreeMap::new(),
             lowered: BTreeSet::new(),
         }
