@@ -34,6 +34,7 @@ use crate::{
     pools,
     process::{Agent, Picture, Process},
     reclaim,
+    rescue::Rescue,
     swap::Mover,
     unlisted, work,
 };
@@ -71,6 +72,7 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                 Session {
                     process,
                     shared,
+                    rescue: Box::leak(Box::default()),
                     told: BTreeMap::new(),
                     unsettled: BTreeMap::new(),
                     decided: false,
@@ -125,6 +127,7 @@ struct Told {
 struct Session {
     process: &'static Process,
     shared: &'static Agent,
+    rescue: &'static Rescue,
     told: BTreeMap<GroupId, Told>,
     /// Groups under construction: their channels when last seen to change, and when that was.
     unsettled: BTreeMap<GroupId, (usize, Instant)>,
@@ -256,7 +259,7 @@ impl Session {
                     // A daemon of revision 0 sends none.
                     let lease = lease.map(Leased::open).transpose()?;
                     lease::set_revision(lease.as_ref().map_or(0, Leased::revision));
-                    (self.shared.rescue).begin(self.process, self.shared, lease)?;
+                    (self.rescue).begin(self.process, self.shared, lease)?;
                     return Ok((session, memory));
                 }
                 Ok(Some((Daemon::Welcome { protocol, .. }, _))) => {
@@ -315,7 +318,7 @@ impl Session {
                 return error.into();
             }
             let _ = rustix::io::read(&self.shared.wake, &mut [0u8; 8]);
-            if self.shared.rescue.has_expired() {
+            if self.rescue.has_expired() {
                 let why = "it stands still: it has not renewed its lease";
                 return End::Lost(io::Error::new(io::ErrorKind::TimedOut, why));
             }
@@ -389,16 +392,16 @@ impl Session {
             }
             Daemon::Resume { .. } => return self.mover.resume(),
             Daemon::SwapOut { op, least, host } => {
-                let moved = match self.shared.rescue.begin_move() {
+                let moved = match self.rescue.begin_move() {
                     true => self.mover.out(least, host),
                     false => Err("the daemon's lease has expired".into()),
                 };
-                self.shared.rescue.end_move(self.mover.is_out());
+                self.rescue.end_move(self.mover.is_out());
                 (op, moved)
             }
             Daemon::SwapIn { op } => {
                 let moved = self.mover.back();
-                self.shared.rescue.end_move(self.mover.is_out());
+                self.rescue.end_move(self.mover.is_out());
                 (op, moved)
             }
             Daemon::DropHost { op } => {
@@ -485,7 +488,7 @@ impl Session {
             send(&Shim::Gone {
                 key: self.told[&id].key,
             })?;
-            self.shared.rescue.forget(id);
+            self.rescue.forget(id);
             self.told.remove(&id);
         }
         self.unsettled.retain(|id, _| !gone(id));
@@ -545,7 +548,7 @@ impl Session {
                     timeslice_us: seen.timeslice_us,
                     shared: seen.shared,
                 };
-                self.shared.rescue.know(id);
+                self.rescue.know(id);
                 socket::send(session, &packet, Some(file), SendFlags::empty())?;
                 hand_over_memory(session, &picture, &seen)?;
                 let Seen { group, touched, .. } = seen;
@@ -566,7 +569,7 @@ impl Session {
     /// Frees all groups that a daemon knew; those whose memory is away once it is back.
     fn rescue(&mut self) {
         hold::set_policy(0, false);
-        let rescue = &self.shared.rescue;
+        let rescue = self.rescue;
         rescue.end(self.process);
         self.mover.rescue();
         rescue.end_move(false);

@@ -9,7 +9,7 @@ use std::ffi::{c_char, c_int, c_ulong, c_void};
 
 use gpumux_rm::{capture::Call, layout::IOC_MAGIC};
 
-use crate::{control_files, guard, next::Next, process};
+use crate::{agent, control_files, guard, next::Next, process};
 
 type Ioctl = unsafe extern "C-unwind" fn(c_int, c_ulong, *mut c_void) -> c_int;
 type Open = unsafe extern "C-unwind" fn(*const c_char, c_int, libc::mode_t) -> c_int;
@@ -47,7 +47,7 @@ unsafe extern "C-unwind" fn ioctl(fd: c_int, request: c_ulong, arg: *mut c_void)
                 let size = (request >> 16) as usize & 0x3fff;
                 // SAFETY: the driver has just read and written as many bytes there.
                 let arg = unsafe { std::slice::from_raw_parts(arg.cast::<u8>(), size) };
-                process::called(fd, kind, nr, arg);
+                process::called(fd, kind, nr, arg, agent::start);
             }
         });
     }

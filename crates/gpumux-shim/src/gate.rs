@@ -13,7 +13,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{guard, process};
+use crate::{guard, wake};
 
 /// Counters of threads inside, so that threads rarely share one.
 pub(crate) const SHARDS: usize = 64;
@@ -114,7 +114,7 @@ pub(crate) fn is_nested() -> bool {
 fn wait() {
     loop {
         if !WOKEN.swap(true, Ordering::AcqRel) {
-            process::wake_agent();
+            wake::agent();
         }
         let guard = lock();
         if !CLOSED.load(Ordering::SeqCst) {
@@ -129,7 +129,7 @@ fn await_open(patience: Duration) {
     let deadline = Instant::now() + patience;
     while CLOSED.load(Ordering::SeqCst) && Instant::now() < deadline {
         if !WOKEN.swap(true, Ordering::AcqRel) {
-            process::wake_agent();
+            wake::agent();
         }
         let guard = lock();
         if CLOSED.load(Ordering::SeqCst) {

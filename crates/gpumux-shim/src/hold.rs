@@ -31,12 +31,12 @@ use gpumux_wire::{
 };
 
 use crate::{
+    context::{bits, current_context, is_capturing_anywhere, page, within},
     driver::{CUresult, CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by, try_lock},
     notice::say,
     predictor::{Call, Lessons, Site, TIMEOUT},
-    work::{self, bits, current_context, page, within},
 };
 
 /// Contexts that can be held.
@@ -308,6 +308,16 @@ pub(crate) fn end(context: u64, work: impl FnOnce() -> bool) -> bool {
     true
 }
 
+/// Runs something while no capture begins and no context goes; not while a stream is capturing or the process exits.
+type Undisturbed = fn(&mut dyn FnMut());
+
+static UNDISTURBED: OnceLock<Undisturbed> = OnceLock::new();
+
+/// Work is counted from now on: holds may be prepared, by what keeps the driver undisturbed meanwhile.
+pub(crate) fn activate(undisturbed: Undisturbed) {
+    let _ = UNDISTURBED.set(undisturbed);
+}
+
 /// Loads the kernel into contexts where it may be needed. Called by the poller while the program is idle.
 pub(crate) fn prepare_all() {
     let contended = CONTENDED.load(Ordering::Acquire);
@@ -323,7 +333,7 @@ pub(crate) fn prepare_all() {
     }
 }
 
-/// Loads the kernel into a context. Under the lock of [`work`], so that no capture begins and no
+/// Loads the kernel into a context. Undisturbed, so that no capture begins and no
 /// context goes meanwhile; and inside the gate, because in a frozen group that would never end.
 fn prepare(index: usize) {
     let place = &TABLE[index];
@@ -348,9 +358,9 @@ fn prepare(index: usize) {
             ));
         }
     };
-    work::undisturbed(|| {
-        gate::try_through(prepare);
-    });
+    if let Some(undisturbed) = UNDISTURBED.get() {
+        undisturbed(&mut || _ = gate::try_through(&prepare));
+    }
 }
 
 /// Makes what a hold needs, in the current context.
@@ -427,7 +437,7 @@ pub(crate) fn may_pay() -> bool {
 fn wanted(place: &Place) -> bool {
     place.slots.load(Ordering::Relaxed) & CONTENDED.load(Ordering::Acquire) != 0
         && !EXITING.load(Ordering::Acquire)
-        && !work::is_capturing_anywhere()
+        && !is_capturing_anywhere()
         && is_idle(place)
 }
 
@@ -634,7 +644,7 @@ fn release_behind(index: usize, stream: u64, ticket: u32) -> bool {
     let Some(address) = try_lock(&place.state).map(|state| state.words) else {
         return false;
     };
-    if address == 0 || work::is_capturing_anywhere() {
+    if address == 0 || is_capturing_anywhere() {
         return false;
     }
     let context = place.context.load(Ordering::Acquire);
@@ -688,7 +698,7 @@ fn remember(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hi
 
 /// Takes a device now; that of this context first.
 fn take(device: Option<c_int>, context: Option<u64>, expected_us: u32) -> Hinted {
-    if CONTENDED.load(Ordering::Acquire) == 0 || work::is_capturing_anywhere() {
+    if CONTENDED.load(Ordering::Acquire) == 0 || is_capturing_anywhere() {
         return Hinted::Needless;
     }
     let timeout = match expected_us {

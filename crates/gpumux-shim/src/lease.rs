@@ -14,7 +14,7 @@ use std::{
 
 use gpumux_wire::Shim;
 
-use crate::{guard, process};
+use crate::{guard, wake};
 
 /// How long the first question waits for the session.
 const CONNECT: Duration = Duration::from_secs(2);
@@ -81,7 +81,7 @@ pub(crate) fn await_link() -> bool {
 
 /// Asks, and waits for the answer: two numbers. None: no daemon manages this process.
 pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
-    if !process::has_agent() {
+    if !wake::has_agent() {
         return None;
     }
     let mut guard = settled();
@@ -94,7 +94,7 @@ pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
     it.answers.insert(ticket, None);
     it.outbox.push_back(question(ticket));
     drop(guard);
-    process::wake_agent();
+    wake::agent();
     let deadline = Instant::now() + ANSWER;
     let mut guard = lock();
     loop {
@@ -125,7 +125,7 @@ pub(crate) fn tell(what: Shim) {
     if it.link == Link::Up {
         it.outbox.push_back(what);
         drop(guard);
-        process::wake_agent();
+        wake::agent();
     }
 }
 

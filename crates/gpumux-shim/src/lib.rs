@@ -21,6 +21,7 @@ compile_error!(
 mod agent;
 mod block;
 mod config;
+mod context;
 mod control_files;
 mod driver;
 mod exports;
@@ -46,4 +47,5 @@ mod swap;
 mod trace;
 mod unlisted;
 mod vmm;
+mod wake;
 mod work;

@@ -28,10 +28,10 @@ use crate::{
     notice::say,
     physical::{self, Physical},
     pools::{self, Pools},
-    process,
     ranges::{self, Allocation},
     swap,
     vmm::{self, GRANULE, OUT_OF_MEMORY},
+    wake,
     work::{self, current_context, within},
 };
 
@@ -146,7 +146,7 @@ pub(crate) fn in_child() {
 }
 
 pub(crate) fn off() -> bool {
-    SPOILED.load(Ordering::Acquire) || !driver::enabled() || !process::has_agent()
+    SPOILED.load(Ordering::Acquire) || !driver::enabled() || !wake::has_agent()
 }
 
 /// Whether `GPUMUX_MEMORY=native` leaves all memory with the driver.

@@ -19,7 +19,7 @@ use crate::{
     driver::{CUresult, SUCCESS, functions},
     gate, guard, lease,
     memory::{self, Space},
-    process, work,
+    wake, work,
 };
 
 /// `CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT`
@@ -243,7 +243,7 @@ impl Drawn {
 /// Some of what a pool has is free now.
 pub(crate) fn freed() {
     if !WATCHED.swap(true, Ordering::AcqRel) {
-        process::wake_agent();
+        wake::agent();
     }
 }
 

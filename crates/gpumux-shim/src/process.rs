@@ -34,15 +34,12 @@ use rustix::{
 };
 
 use crate::{
-    agent,
     config::Config,
     control_files::{self, Kind},
     guard, memory,
     notice::say,
     own::{self, OwnFd},
-    reclaim,
-    rescue::Rescue,
-    work,
+    reclaim, wake, work,
 };
 
 /// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
@@ -82,7 +79,6 @@ pub(crate) struct Agent {
     pub(crate) page: Page,
     pub(crate) page_file: OwnFd,
     pub(crate) wake: OwnFd,
-    pub(crate) rescue: Rescue,
 }
 
 impl Agent {
@@ -98,19 +94,15 @@ impl Agent {
             page: page.ok_or(io::ErrorKind::Other)?,
             page_file,
             wake: OwnFd::new(|| Ok(eventfd(0, flags)?))?,
-            rescue: Rescue::new(),
         })
     }
 
     pub(crate) fn wake(&self) {
-        // Full means that it is awake already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        wake::signal(&self.wake);
     }
 }
 
 static PROCESS: AtomicPtr<Process> = AtomicPtr::new(ptr::null_mut());
-/// Its agent, for callers that may not wait. A forked child has none; one of vfork sees its parent's, but calls no CUDA.
-static AGENT: AtomicPtr<Agent> = AtomicPtr::new(ptr::null_mut());
 
 /// This process's picture, made at its first use. `None` in a child that shares its parent's memory.
 fn get() -> Option<&'static Process> {
@@ -146,7 +138,7 @@ fn handle_forks() {
     extern "C" fn in_child() {
         // The parent's locks may be held by threads that do not exist here: begin anew.
         PROCESS.store(ptr::null_mut(), Ordering::Release);
-        AGENT.store(ptr::null_mut(), Ordering::Release);
+        wake::in_child();
         own::in_child();
         work::in_child();
         memory::in_child();
@@ -172,8 +164,11 @@ fn driver() -> Variant {
     Variant::of(&version.unwrap_or_default())
 }
 
-/// An RM call that may matter has succeeded.
-pub(crate) fn called(fd: c_int, kind: Kind, nr: u8, arg: &[u8]) {
+/// Starts the agent's thread.
+pub(crate) type Start = fn(&'static Process, &'static Agent) -> io::Result<()>;
+
+/// An RM call that may matter has succeeded; with the first group, the agent starts.
+pub(crate) fn called(fd: c_int, kind: Kind, nr: u8, arg: &[u8], start: Start) {
     let variant = match kind {
         Kind::Device => *DRIVER.get_or_init(driver),
         Kind::Emulated => Variant::default(),
@@ -197,7 +192,7 @@ pub(crate) fn called(fd: c_int, kind: Kind, nr: u8, arg: &[u8]) {
             agent.wake();
             false
         }
-        None => process.start_agent(&mut picture),
+        None => process.start_agent(&mut picture, start),
     };
     drop(picture);
     if started && process.config.strict {
@@ -226,28 +221,6 @@ pub(crate) fn closing(fd: c_int) {
     }
 }
 
-/// The slots of all compute groups that have one, as bits.
-pub(crate) fn compute_slots() -> u64 {
-    let Some(process) = get() else { return 0 };
-    let picture = process.picture();
-    let slots = picture.keys.values().filter(|key| **key < SLOTS as u32);
-    slots.fold(0, |mask, slot| mask | 1 << slot)
-}
-
-/// Whether there is an agent, and so maybe a daemon. One load: programs ask this with every launch.
-#[inline]
-pub(crate) fn has_agent() -> bool {
-    !AGENT.load(Ordering::Acquire).is_null()
-}
-
-/// Makes the agent look at everything.
-pub(crate) fn wake_agent() {
-    // SAFETY: null, or an agent, which is never freed.
-    if let Some(agent) = unsafe { AGENT.load(Ordering::Acquire).as_ref() } {
-        agent.wake();
-    }
-}
-
 /// Copies the program's memory at `address`. Only for calls that the driver has carried out: it has read
 /// the same memory.
 fn read_memory(address: u64, out: &mut [u8]) -> bool {
@@ -266,7 +239,7 @@ impl Process {
         guard::lock(&self.picture)
     }
 
-    fn start_agent(&'static self, picture: &mut Picture) -> bool {
+    fn start_agent(&'static self, picture: &mut Picture, start: Start) -> bool {
         let agent = match Agent::new() {
             Ok(agent) => Box::leak(Box::new(agent)),
             Err(error) => {
@@ -274,12 +247,12 @@ impl Process {
                 return false;
             }
         };
-        if let Err(error) = agent::start(self, agent) {
+        if let Err(error) = start(self, agent) {
             self.give_up(format_args!("cannot start a thread: {error}"));
             return false;
         }
         picture.agent = Some(agent);
-        AGENT.store(ptr::from_ref(agent).cast_mut(), Ordering::Release);
+        wake::set(&agent.wake);
         work::activate(&agent.page);
         true
     }
@@ -365,7 +338,7 @@ impl Picture {
                     };
                     self.keys.insert(*id, key);
                 }
-                Event::Gone(id) => _ = self.keys.remove(id),
+                Event::Gone(id) => _ = self.keys.remove(id).map(work::group_gone),
                 _ => {}
             }
         }

@@ -16,7 +16,7 @@ use std::{
 
 use gpumux_wire::Shim;
 
-use crate::{guard, lease, memory, process};
+use crate::{guard, lease, memory, wake};
 
 /// Frees what it can of a device, given its ordinal, the bytes that are missing and what was registered with it. Says how
 /// many bytes it has freed.
@@ -149,7 +149,7 @@ fn register(function: Option<Function>, user: *mut c_void) -> c_int {
     state.functions.push(Registered { function, user });
     drop(state);
     // A session that begins later gets it first.
-    if process::has_agent() {
+    if wake::has_agent() {
         lease::tell(Shim::Reclaims);
     }
     DONE

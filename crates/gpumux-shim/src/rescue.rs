@@ -65,8 +65,8 @@ pub(crate) struct Rescue {
     changed: Condvar,
 }
 
-impl Rescue {
-    pub(crate) fn new() -> Self {
+impl Default for Rescue {
+    fn default() -> Self {
         Self {
             state: Mutex::new(State {
                 phase: Phase::Ended {
@@ -80,7 +80,9 @@ impl Rescue {
             changed: Condvar::new(),
         }
     }
+}
 
+impl Rescue {
     fn lock(&self) -> MutexGuard<'_, State> {
         guard::lock(&self.state)
     }
@@ -332,7 +334,7 @@ mod tests {
 
     #[test]
     fn memory_does_not_move_once_the_lease_has_expired() {
-        let rescue = Rescue::new();
+        let rescue = Rescue::default();
         assert!(!rescue.begin_move(), "without a session");
         rescue.lock().phase = Phase::Managed(None);
         assert!(rescue.begin_move());

@@ -21,7 +21,7 @@ use std::{
     ptr,
     sync::{
         Mutex, Once,
-        atomic::{AtomicBool, AtomicPtr, AtomicU64, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -29,11 +29,13 @@ use std::{
 
 use gpumux_wire::page::{Page, SLOTS};
 
+pub(crate) use crate::context::{current_context, is_capturing_anywhere, within};
 use crate::{
+    context::{self, bits, page},
     driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
     gate, guard, hold,
     predictor::Call,
-    process,
+    wake,
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)
@@ -144,8 +146,6 @@ static STATES: [Stream; STREAMS] = [const {
 /// How many places have ever been used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 
-/// Where to count; null: not at all.
-static PAGE: AtomicPtr<Page> = AtomicPtr::new(ptr::null_mut());
 /// This process was forked from one that counted. Its tables and locks are not usable.
 static SPOILED: AtomicBool = AtomicBool::new(false);
 /// Slots of groups that got work of which nothing more can be known: they stay busy.
@@ -155,9 +155,6 @@ const _: () = assert!(SLOTS == 64, "one bit for each slot");
 static UNKNOWN: AtomicBool = AtomicBool::new(false);
 /// Copies were given to a stream that is not known.
 static COPIES_LOST: AtomicBool = AtomicBool::new(false);
-/// How many captures are going on. While there are any, the poller asks nothing: a query can invalidate
-/// a capture.
-static CAPTURES: AtomicUsize = AtomicUsize::new(0);
 /// Set by the first stream: the agent starts the poller.
 static POLLER_WANTED: AtomicBool = AtomicBool::new(false);
 
@@ -188,9 +185,6 @@ thread_local! {
 }
 
 functions! {
-    ctx_get_current c"cuCtxGetCurrent" (*mut CUcontext);
-    ctx_push_current c"cuCtxPushCurrent_v2" (CUcontext);
-    ctx_pop_current c"cuCtxPopCurrent_v2" (*mut CUcontext);
     stream_get_ctx c"cuStreamGetCtx" (CUstream, *mut CUcontext);
     stream_get_green_ctx c"cuStreamGetGreenCtx" (CUstream, *mut CUcontext);
     stream_is_capturing c"cuStreamIsCapturing" (CUstream, *mut c_int);
@@ -204,6 +198,9 @@ functions! {
     primary_release c"cuDevicePrimaryCtxRelease_v2" (c_int);
     primary_state c"cuDevicePrimaryCtxGetState" (c_int, *mut u32, *mut c_int);
 }
+
+/// The slots of all compute groups that have one, as bits.
+static GROUPS: AtomicU64 = AtomicU64::new(0);
 
 /// A stream's identity.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -245,13 +242,6 @@ impl Key {
     }
 }
 
-pub(crate) fn current_context() -> Option<u64> {
-    let mut context = ptr::null_mut();
-    // SAFETY: a place to write.
-    let result = unsafe { ctx_get_current()?(&raw mut context) };
-    (result == SUCCESS && !context.is_null()).then_some(context as u64)
-}
-
 fn thread_number() -> Option<u64> {
     static NEXT: AtomicU64 = AtomicU64::new(1);
     if THREAD.get() == 0 {
@@ -259,12 +249,6 @@ fn thread_number() -> Option<u64> {
     }
     // Later threads cannot be told apart: their work is lost track of.
     Some(THREAD.get()).filter(|number| *number < 1 << 16)
-}
-
-/// Whether this process counts.
-pub(crate) fn page() -> Option<&'static Page> {
-    // SAFETY: null, or a page that is never unmapped.
-    unsafe { PAGE.load(Ordering::Acquire).as_ref() }
 }
 
 /// Runs `work` under the lock. `None` within itself: libcuda may call its own exports through ours.
@@ -280,39 +264,12 @@ fn slow<R>(work: impl FnOnce(&mut Slow) -> R) -> Option<R> {
 }
 
 /// Runs `work` while no capture goes on or begins and no context is destroyed, unless one does just now.
-pub(crate) fn undisturbed(work: impl FnOnce()) {
+fn undisturbed(work: &mut dyn FnMut()) {
     slow(|slow| {
         if !slow.exiting && slow.captures.is_empty() {
             work();
         }
     });
-}
-
-/// Whether any stream is capturing.
-pub(crate) fn is_capturing_anywhere() -> bool {
-    CAPTURES.load(Ordering::Acquire) != 0
-}
-
-/// Runs `work` with `context` current.
-pub(crate) fn within<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
-    let (push, pop) = (ctx_push_current()?, ctx_pop_current()?);
-    // SAFETY: a context that is removed from the tables before it is destroyed.
-    if context == 0 || unsafe { push(context as CUcontext) } != SUCCESS {
-        return None;
-    }
-    let result = work();
-    let mut popped = ptr::null_mut();
-    // SAFETY: a place to write; undoes the push above.
-    unsafe { pop(&raw mut popped) };
-    Some(result)
-}
-
-pub(crate) fn bits(mut mask: u64) -> impl Iterator<Item = u32> {
-    std::iter::from_fn(move || {
-        let bit = (mask != 0).then(|| mask.trailing_zeros())?;
-        mask &= mask - 1;
-        Some(bit)
-    })
 }
 
 impl Stream {
@@ -409,13 +366,13 @@ fn counted(
         return (real(), None);
     };
     let key = Key::new(stream, own);
-    if key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key)) {
+    if key.is_some_and(|key| is_capturing_anywhere() && is_capturing(key)) {
         return (real(), None);
     }
     let place = key.and_then(|key| key.find().or_else(|| insert(key)));
     let Some(state) = place.map(|place| &STATES[place]) else {
         if key.is_some() || thread_number().is_none() {
-            lose(process::compute_slots());
+            lose(GROUPS.load(Ordering::Acquire));
         }
         return (real(), None);
     };
@@ -480,7 +437,7 @@ fn copied(stream: CUstream, own: bool, result: CUresult) {
 /// Nothing more can be known of the work of this process: it stays busy. Copies that are not seen move nothing that may move.
 pub(crate) fn lose_track() {
     UNKNOWN.store(true, Ordering::Release);
-    lose(process::compute_slots());
+    lose(GROUPS.load(Ordering::Acquire));
 }
 
 /// Nothing more can be known of the work of these groups, which have some.
@@ -609,7 +566,7 @@ fn insert(key: Key) -> Option<usize> {
     })
     .flatten()?;
     if !POLLER_WANTED.swap(true, Ordering::AcqRel) {
-        process::wake_agent();
+        wake::agent();
     }
     Some(place)
 }
@@ -620,7 +577,7 @@ impl Slow {
         if let Some((_, slots)) = self.contexts.iter().find(|(known, _)| *known == context) {
             return *slots;
         }
-        let all = process::compute_slots();
+        let all = GROUPS.load(Ordering::Acquire);
         let claimed = self
             .contexts
             .iter()
@@ -651,7 +608,7 @@ impl Slow {
 
     fn end_capture_of(&mut self, key: Key) {
         self.captures.retain(|capturing| *capturing != key);
-        CAPTURES.store(self.captures.len(), Ordering::Release);
+        context::set_captures(self.captures.len());
     }
 }
 
@@ -760,6 +717,14 @@ pub(crate) unsafe fn create_context(
 pub(crate) fn group_made(slot: u32) {
     if slot < SLOTS as u32 {
         MADE.set(MADE.get() | 1 << slot);
+        GROUPS.fetch_or(1 << slot, Ordering::AcqRel);
+    }
+}
+
+/// The compute group of this slot is gone.
+pub(crate) fn group_gone(slot: u32) {
+    if slot < SLOTS as u32 {
+        GROUPS.fetch_and(!(1 << slot), Ordering::AcqRel);
     }
 }
 
@@ -834,7 +799,7 @@ pub(crate) fn destroy_stream(stream: CUstream, real: impl FnOnce() -> CUresult) 
                 handle: stream as u64,
                 scope: 0,
             });
-            if !state.is_clean() && CAPTURES.load(Ordering::Acquire) == 0 {
+            if !state.is_clean() && !is_capturing_anywhere() {
                 within(state.context.load(Ordering::Relaxed), || {
                     leave_event(state, stream)
                 });
@@ -877,7 +842,7 @@ pub(crate) fn begin_capture(
     // Before, and under the lock: the poller has finished asking and asks no more.
     slow(|slow| {
         slow.captures.push(key);
-        CAPTURES.store(slow.captures.len(), Ordering::Release);
+        context::set_captures(slow.captures.len());
     });
     let result = real();
     if result != SUCCESS {
@@ -969,8 +934,7 @@ pub(crate) fn record(
     }
     Mark::clear(event);
     let key = Key::new(stream, own);
-    let captured =
-        key.is_some_and(|key| CAPTURES.load(Ordering::Acquire) != 0 && is_capturing(key));
+    let captured = key.is_some_and(|key| is_capturing_anywhere() && is_capturing(key));
     let at = key.and_then(Key::find).map(|place| {
         let (returned, copies) = STATES[place].so_far();
         ((place as u64) << 48 | returned & ((1 << 48) - 1), copies)
@@ -1019,13 +983,15 @@ pub(crate) fn destroy_event(event: CUevent, real: impl FnOnce() -> CUresult) -> 
 /// From now on work is counted in `page`.
 pub(crate) fn activate(page: &'static Page) {
     if !SPOILED.load(Ordering::Acquire) && driver::enabled() {
-        PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+        context::set_page(page);
+        hold::activate(undisturbed);
     }
 }
 
 /// After a fork, in the child: the driver is unusable here if the parent had used it.
 pub(crate) fn in_child() {
-    if !PAGE.swap(ptr::null_mut(), Ordering::AcqRel).is_null() {
+    GROUPS.store(0, Ordering::Release);
+    if context::take_page() {
         SPOILED.store(true, Ordering::Release);
     }
     POLLER_WANTED.store(false, Ordering::Release);
@@ -1126,7 +1092,7 @@ fn look(before: &mut u64) -> Look {
     }
     slow(|slow| {
         for ((handle, state), slot) in places().zip(&HANDLES) {
-            if handle == FREE || slow.exiting || CAPTURES.load(Ordering::Acquire) != 0 {
+            if handle == FREE || slow.exiting || is_capturing_anywhere() {
                 continue;
             }
             ask(handle, state);
@@ -1177,7 +1143,7 @@ mod tests {
     /// A stream of no context, at a place of the test's own.
     fn stream_at(place: usize) -> (CUstream, &'static Stream) {
         let page = Box::leak(Box::new(Page::create().expect("a page").0));
-        PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+        context::set_page(page);
         let handle = 0x1000 + place as u64;
         HANDLES[place].store(handle, Ordering::Release);
         USED.fetch_max(place + 1, Ordering::AcqRel);
