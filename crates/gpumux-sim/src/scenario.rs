@@ -296,7 +296,7 @@ pub enum Error {
     )]
     TraceOfAlone,
     /// No such policy.
-    #[error("unknown policy `{0}`: use priority, max-min or weighted")]
+    #[error("unknown policy `{0}`: use {list}", list = gpumux_core::policy::NAMES.join(", "))]
     Policy(String),
     /// A tenant names a device that there isn't.
     #[error("tenant `{tenant}` names device {device}, but there are {devices}, counted from 0")]
