@@ -359,7 +359,7 @@ fn prepare(index: usize) {
         }
     };
     if let Some(undisturbed) = UNDISTURBED.get() {
-        undisturbed(&mut || _ = gate::try_through(&prepare));
+        undisturbed(&mut || _ = gate::try_through(prepare));
     }
 }
 
