@@ -25,7 +25,6 @@ mod pools;
 mod recipes;
 mod run;
 mod seen;
-mod sessions;
 mod soak;
 mod space;
 mod storms;
