@@ -540,19 +540,24 @@ impl Groups {
     }
 
     /// What a group's control daemon and server have written, and starts them anew once `told` allows it: after a fault it would let
-    /// no client in until all of them have gone. A client that comes meanwhile waits.
+    /// no client in until all of them have gone. A client that comes meanwhile waits. Where the `server` itself was lost, one that is
+    /// there now was started since, and stays.
     ///
     /// # Errors
     /// Those of `told`; inside, why it does not start.
     pub(crate) async fn restart<E>(
         self: &Arc<Self>,
         name: &str,
+        server: bool,
         told: impl Future<Output = Result<(), E>>,
     ) -> Result<Result<String, GroupError>, E> {
         let Some(group) = self.named(name) else {
             return Ok(Ok(String::new()));
         };
         let _alone = group.change.lock().await;
+        if server && group.process().is_some() {
+            return Ok(Ok(String::new()));
+        }
         told.await?;
         self.end(&group).await;
         // The next one begins anew.
@@ -563,6 +568,13 @@ impl Groups {
             return Ok(Err(error));
         }
         Ok(Ok(said))
+    }
+
+    /// Ends a group's servers, as if they had crashed.
+    #[cfg(test)]
+    pub(crate) async fn lose(&self, name: &str) {
+        let group = self.named(name).expect("there is such a group");
+        self.end(&group).await;
     }
 
     /// The control daemon's answer to a command, if it gives one in time.

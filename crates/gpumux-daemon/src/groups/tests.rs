@@ -118,7 +118,7 @@ async fn client_of_a_failed_group_waits_for_the_next_server() {
     let (tell, told) = tokio::sync::oneshot::channel();
     let restart = {
         let (groups, name) = (Arc::clone(&groups), membership.name());
-        tokio::spawn(async move { groups.restart(&name, told).await })
+        tokio::spawn(async move { groups.restart(&name, false, told).await })
     };
     let enter = {
         let groups = Arc::clone(&groups);
@@ -198,6 +198,22 @@ async fn stopped_server_is_reported_without_being_asked() {
     );
     ended(first).await;
     groups.end(&only(&groups)).await;
+}
+
+#[tokio::test]
+async fn server_started_since_the_lost_one_stays() {
+    let node = Node::new();
+    let groups = node.load();
+    let membership = groups.enter(&key(), std::process::id()).await.unwrap();
+    let name = membership.name();
+    groups.lose(&name).await;
+    let second = groups.enter(&key(), std::process::id()).await.unwrap();
+    let fresh = only(&groups).process().unwrap();
+    let told = async { Ok::<_, ()>(()) };
+    groups.restart(&name, true, told).await.unwrap().unwrap();
+    assert_eq!(only(&groups).process(), Some(fresh));
+    drop((membership, second));
+    groups.close().await;
 }
 
 /// Members that lose their server may all have ended before their control daemon does.

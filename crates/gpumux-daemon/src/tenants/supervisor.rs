@@ -145,7 +145,7 @@ impl Tenants {
                 false => self.all_told(group).await,
             }
         };
-        let restarted = self.groups.restart(group, told).await?;
+        let restarted = self.groups.restart(group, server, told).await?;
         let took = restarted.is_ok().then(|| begun.elapsed());
         let restarted_ms = took.map(|took| took.as_millis() as u64);
         let said = restarted.unwrap_or_else(|error| {
@@ -427,6 +427,7 @@ mod tests {
         // The group of `b` has no members any more: there is nothing to wait for.
         tenants.delete(0, "b").await.unwrap();
         std::fs::write(&slow, "").unwrap();
+        tenants.groups.lose("0/a").await;
         let (tell, told) = unbounded_channel();
         tokio::spawn(watch_crashes(Arc::downgrade(&tenants), told));
         for group in ["0/a", "0/b"] {
