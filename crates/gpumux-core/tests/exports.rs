@@ -276,8 +276,8 @@ impl World {
         }
         match what {
             // Most messages arrive soon: else no process would ever have anything open.
-            0..6 => (0..other % 6).for_each(|_| drop(self.up(n))),
-            6..12 => (0..other % 6).for_each(|_| drop(self.down(n))),
+            0..6 => (0..other % 6).for_each(|_| _ = self.up(n)),
+            6..12 => (0..other % 6).for_each(|_| _ = self.down(n)),
             12..15 => self.connect(n),
             15 if other < 6 => self.disconnect(n),
             16..18 => self.export(n),
