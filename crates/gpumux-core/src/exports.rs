@@ -363,7 +363,7 @@ impl Exports {
         commands
     }
 
-    /// A session, if its process has not begun another one: what is left of an old session's messages tells nothing any more.
+    /// A session, if its process has not begun another one: messages of an old session that arrive late are ignored.
     fn current(&mut self, session: Session) -> Option<&mut Member> {
         let member = self.sessions.get_mut(&session)?;
         (self.current.get(&member.process) == Some(&session)).then_some(member)

@@ -6,10 +6,13 @@
 
 use std::{collections::BTreeMap, ffi::c_int, ops::Range};
 
-use crate::{
-    swap,
-    vmm::{self, CHUNK, Chunk},
-};
+use crate::vmm::{self, CHUNK, Chunk};
+
+/// Contents are copied in multiples of this. The driver has small copies made by the compute group itself, which
+/// is frozen then: they would not end.
+pub(crate) const GRAIN: u64 = 1 << 20;
+/// The host address of contents that were not kept.
+pub(crate) const NOWHERE: usize = 0;
 
 /// What a program says of a range (`gpumux.h`): its contents count; it is rarely used, so it is moved before
 /// others; its contents need not survive a move.
@@ -51,7 +54,7 @@ struct Slot {
 #[derive(Debug)]
 enum Place {
     Device(Chunk),
-    /// Host addresses and lengths; at [`swap::NOWHERE`]: they were discarded.
+    /// Host addresses and lengths; at [`NOWHERE`]: they were discarded.
     Host(Vec<(usize, usize)>),
 }
 
@@ -302,8 +305,8 @@ impl Block {
 
 /// The part of a range that is dropped when it moves, so that what is copied around it comes in whole grains too.
 fn whole_grains(offset: u64, length: u64) -> Option<Range<u64>> {
-    let start = offset.next_multiple_of(swap::GRAIN);
-    let end = (offset + length) / swap::GRAIN * swap::GRAIN;
+    let start = offset.next_multiple_of(GRAIN);
+    let end = (offset + length) / GRAIN * GRAIN;
     (start < end).then_some(start..end)
 }
 

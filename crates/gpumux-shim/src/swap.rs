@@ -22,6 +22,7 @@ use std::{
 use gpumux_wire::message::HOST_PIECE;
 
 use crate::{
+    block::{GRAIN, NOWHERE},
     driver::{CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by},
@@ -55,11 +56,6 @@ const HUGETLBFS: u32 = 0x9584_58f6;
 const SPARE: u64 = 10;
 /// Most threads that make host memory ready.
 const POPULATORS: usize = 8;
-/// Contents are copied in multiples of this. The driver has small copies made by the compute group itself, which
-/// is frozen then: they would not end.
-pub(crate) const GRAIN: u64 = 1 << 20;
-/// The host address of contents that were not kept.
-pub(crate) const NOWHERE: usize = 0;
 
 functions! {
     stream_create c"cuStreamCreate" (*mut CUstream, u32);

@@ -761,7 +761,7 @@ mod tests {
         assert_eq!(
             got.controls(&now).last(),
             Some(&last),
-            "nobody waits for it"
+            "no tenant waits for it"
         );
     }
 

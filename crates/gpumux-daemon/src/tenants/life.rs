@@ -56,7 +56,7 @@ impl Life {
         }
     }
 
-    /// Notes a signal that a user has sent to it. A stop sends two: SIGTERM, and SIGKILL to what is left after the grace time.
+    /// Notes a signal that a user has sent to it. A stop sends two: SIGTERM, and SIGKILL to processes that are there after the grace time.
     pub(super) fn signalled(&mut self, signal: i32) {
         self.sent.retain(|sent| *sent != signal);
         self.sent.push(signal);

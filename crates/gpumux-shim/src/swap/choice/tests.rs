@@ -4,8 +4,7 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::{
-    block::tests::block,
-    swap::{GRAIN, NOWHERE},
+    block::{GRAIN, NOWHERE, tests::block},
     vmm::{CHUNK, Chunk, GRANULE},
 };
 
