@@ -88,7 +88,7 @@ pub enum Refusal {
     Spec(#[from] SpecError),
     /// A class that the user may not have.
     #[error(
-        "{user} may not have tenants of class {asked}: use {allowed}, or ask the administrator (`classes` in gpumux.toml)"
+        "user {user} may not have tenants of class {asked}: use {allowed}, or ask the administrator (`classes` in gpumux.toml)"
     )]
     Class {
         /// The tenant that asked.
@@ -100,7 +100,7 @@ pub enum Refusal {
     },
     /// More than the user's tenants may be guaranteed together.
     #[error(
-        "cannot guarantee {asked} of {device}: {user} may be guaranteed {most} of it, and {held}: guarantee at most {free}, lower \
+        "cannot guarantee {asked} of {device}: user {user} may be guaranteed at most {most} of it, and {held}: guarantee at most {free}, lower \
          another guarantee, or ask the administrator (`{key}` in gpumux.toml)"
     )]
     User {

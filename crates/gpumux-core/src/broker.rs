@@ -22,6 +22,12 @@
 //! process refuses or is late; a victim that failed is left alone for 1, 2, 4 … 60 s and is the last resort then. From the third
 //! step on, the tenant stays frozen until its memory is back, or until its processes end.
 //!
+//! # Memory that needs no copy
+//! Of elastic ranges, processes report what has no contents (*free*) and what is a cache (*cached*). If that suffices for a claim, it is
+//! taken instead of moving anything: free memory above its holder's guarantee from everyone, caches where the claim is within its
+//! guarantee or the holder would be moved. The tenant is frozen meanwhile, so that no kernel meets an address that is being
+//! mapped anew, and goes on at once. A move frees such memory first, too.
+//!
 //! # Thrash control
 //! A tenant with work keeps its memory for at least [`turn`]: moving takes at most a twentieth of the time, and tenants
 //! whose sets do not fit run one after the other. Idle means idle for at least as long as coming back takes; memory within a guarantee
@@ -41,7 +47,7 @@ use crate::{
 };
 
 use accounting::Accounting;
-pub use accounting::{Ask, CONTEXT, Line, RESERVE, overhead};
+pub use accounting::{Ask, CONTEXT, Droppable, LEAVE, Line, RESERVE, overhead};
 use moves::{Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
@@ -57,8 +63,10 @@ pub const HEDGE: Micros = Micros::from_secs(1);
 pub const PATIENCE: Micros = Micros::from_secs(60);
 /// See [`PATIENCE`].
 pub const PATIENCE_FOR_TURNS: Micros = Micros::from_secs(300);
-/// How long processes get to give back leases that they do not use, and how often they are asked to.
-const TRIM: Micros = Micros::from_millis(30);
+/// How long processes get to give back leases that they do not use before a request is refused, before others are moved for
+/// it, and how often they are asked to.
+pub const TRIM: Micros = Micros::from_secs(1);
+const TRIM_HEDGE: Micros = Micros::from_millis(30);
 const TRIM_PAUSE: Micros = Micros::from_secs(1);
 /// How often room is looked for while a claim waits.
 pub const LOOK: Micros = Micros::from_millis(100);
@@ -75,6 +83,8 @@ const RECLAIM: Micros = Micros::from_secs(1);
 const RECLAIM_PAUSE: Micros = Micros::from_secs(5);
 /// How long a request to sleep waits for others to let go of host memory.
 const DROP: Micros = Micros::from_secs(5);
+/// How long freeing memory that needs no copy may take before its tenant counts as stuck.
+const TAKE: Micros = HEDGE;
 /// Shortest and longest time for which a victim that failed is left alone.
 pub const BACKOFF: (Micros, Micros) = (Micros::from_secs(1), Micros::from_secs(60));
 /// How long a tenant must have been idle at least to count as idle.
@@ -181,6 +191,17 @@ pub enum Event {
     Keeps(ProcessId, u64),
     /// Its program gives caches back when it is asked to.
     Reclaims(ProcessId),
+    /// So much of what it has of a device can be freed without a copy.
+    Droppable {
+        /// Which process.
+        process: ProcessId,
+        /// UUID of the device.
+        device: String,
+        /// How much.
+        droppable: Droppable,
+    },
+    /// A request of this name needs no answer any more.
+    Cancel(ProcessId, u32),
     /// A thread of it is blocked because its memory is away.
     Waits(ProcessId),
     /// It answers an order.
@@ -238,6 +259,13 @@ pub enum Order {
     },
     /// Give back leases that are not used; not answered.
     Trim,
+    /// Free memory that needs no copy; answered by [`Reply::Done`].
+    Take {
+        /// UUID of the device.
+        device: String,
+        /// Bytes that shall come free.
+        bytes: u64,
+    },
 }
 
 /// What is to be done.
@@ -245,7 +273,8 @@ pub enum Order {
 pub enum Command {
     /// A process gets an order of this name.
     Order(ProcessId, u64, Order),
-    /// Answers [`Event::Ask`]: bytes that it may have, 0 for none. [`Event::Missing`]: 1 to try again.
+    /// Answers [`Event::Ask`]: bytes that it may have, 0 for none. [`Event::Missing`]: 1 to try again once the accounting may have been
+    /// corrected, 2 to try again at once and until the answer is another: the memory of processes that have ended is being freed.
     Grant {
         /// Which process.
         process: ProcessId,
@@ -322,6 +351,12 @@ pub enum Mutation {
     ForgetReturning,
     /// A victim that does not answer is waited for.
     NoHedge,
+    /// Memory is copied to the host although what needs no copy would do.
+    CopyDroppable,
+    /// The driver is expected to have freed a process's memory when the process has ended.
+    LeaveAtOnce,
+    /// A request is refused before leases that are not used can have come back.
+    RefuseEarly,
 }
 
 /// Where a tenant's memory is.
@@ -373,6 +408,8 @@ struct Tenant {
     /// The same for its way back, when the driver had less room than is accounted for.
     back_failures: u32,
     back_not_before: Micros,
+    /// It freed less without a copy than it had reported: it is not asked to again before this.
+    take_not_before: Micros,
     sleeps: Vec<(u64, Micros)>,
     wakes: Vec<(u64, Micros)>,
 }
@@ -387,6 +424,8 @@ struct Process {
     reclaimed: Option<Micros>,
     /// When it was last asked to let go of host memory.
     dropped: Option<Micros>,
+    /// By device: since when it owes the answer to [`Order::Trim`]. The answer is what it has.
+    trims: BTreeMap<String, Micros>,
 }
 
 /// A request for memory that waits: its tenant, and its place among all by age.
@@ -399,8 +438,8 @@ struct Pending {
     ticket: u32,
     ask: Ask,
     since: Micros,
-    /// Leases that are not used were asked back for it: until then they come.
-    retry_at: Option<Micros>,
+    /// Leases that are not used were asked back for it.
+    trimmed: bool,
 }
 
 /// Caches that are being given back on a device.
@@ -450,6 +489,7 @@ impl Tenant {
             not_before: Micros::ZERO,
             back_failures: 0,
             back_not_before: Micros::ZERO,
+            take_not_before: Micros::ZERO,
             sleeps: Vec::new(),
             wakes: Vec::new(),
         }
@@ -550,7 +590,7 @@ impl Broker {
                 uuid,
                 capacity,
                 used,
-            } => self.accounting.measure(&uuid, capacity, used),
+            } => self.accounting.measure(now, &uuid, capacity, used),
             Event::Tenant(id, terms) => {
                 let refused = self.accounting.guarantee(id, terms.share);
                 out.extend(
@@ -587,6 +627,7 @@ impl Broker {
                     reclaims: false,
                     reclaimed: None,
                     dropped: None,
+                    trims: BTreeMap::new(),
                 };
                 self.processes.insert(process, new);
                 if let Some(tenant) = self.tenants.get_mut(&id) {
@@ -609,11 +650,16 @@ impl Broker {
             Event::Missing { process, ticket } => {
                 let tenant = self.accounting.tenant_of(process);
                 let policy = tenant.and_then(|id| Some(self.tenants.get(&id)?.terms.policy));
-                let again = policy.is_some_and(|policy| policy != MemoryPolicy::Fail);
+                let leaving = tenant.is_some_and(|id| self.accounting.is_leaving(now, id));
+                let again = match policy {
+                    None | Some(MemoryPolicy::Fail) => 0,
+                    Some(_) if leaving => 2,
+                    Some(_) => 1,
+                };
                 out.push(Command::Grant {
                     process,
                     ticket,
-                    bytes: u64::from(again),
+                    bytes: again,
                 });
             }
             Event::Holds {
@@ -628,6 +674,15 @@ impl Broker {
                     process.reclaims = true;
                 }
             }
+            Event::Droppable {
+                process,
+                device,
+                droppable,
+            } => self.accounting.droppable(process, &device, droppable),
+            Event::Cancel(process, ticket) => {
+                let meant = |it: &Pending| (it.process, it.ticket) == (process, ticket);
+                self.asks.retain(|_, pending| !meant(pending));
+            }
             Event::Waits(process) => {
                 let tenant = self.accounting.tenant_of(process);
                 if let Some(tenant) = tenant.and_then(|id| self.tenants.get_mut(&id)) {
@@ -641,7 +696,10 @@ impl Broker {
                 None => out.push(Command::Answer(request, Err(no_process()))),
             },
             Event::Wake(id, request) => match self.tenants.get_mut(&id) {
-                Some(tenant) if tenant.place != Place::Home => tenant.wakes.push((request, now)),
+                Some(tenant) if tenant.place != Place::Home => {
+                    tenant.wakes.push((request, now));
+                    self.call_off(now, id, out);
+                }
                 _ => out.push(Command::Answer(request, Ok(()))),
             },
         }
@@ -651,7 +709,7 @@ impl Broker {
         let Some(process) = self.processes.remove(&id) else {
             return;
         };
-        self.accounting.leave(id);
+        self.accounting.leave(now, id);
         self.host.set(id.0, 0);
         self.asks.retain(|_, pending| pending.process != id);
         for reclaim in self.reclaims.values_mut() {
@@ -680,7 +738,12 @@ impl Broker {
             return;
         }
         match &mut tenant.place {
-            Place::Leaving(leaving) => drop(leaving.round.waiting.remove(&id)),
+            Place::Leaving(leaving) => {
+                if leaving.forget(id) {
+                    // The others have joined since. A user's request is carried out with them.
+                    return self.undo(process.tenant, out);
+                }
+            }
             Place::Returning(round) => drop(round.waiting.remove(&id)),
             Place::Home | Place::Away { .. } => return,
         }
@@ -717,7 +780,7 @@ impl Broker {
             ticket,
             ask,
             since: now,
-            retry_at: None,
+            trimmed: false,
         };
         self.asks.insert((tenant, self.asked), pending);
     }
@@ -725,8 +788,21 @@ impl Broker {
     /// Orders all processes to give back leases that are not used.
     fn trim(&mut self, now: Micros, out: &mut Vec<Command>) {
         self.trimmed = Some(now);
-        let all = self.processes.keys();
-        out.extend(all.map(|process| Command::Order(*process, 0, Order::Trim)));
+        for (id, process) in &mut self.processes {
+            for uuid in self.accounting.devices_of(*id) {
+                process.trims.entry(uuid.clone()).or_insert(now);
+            }
+            out.push(Command::Order(*id, 0, Order::Trim));
+        }
+    }
+
+    /// Whether processes, or those of one tenant, were asked for leases of a device less than `time` ago and have not answered.
+    fn is_trimming(&self, now: Micros, uuid: &str, of: Option<TenantId>, time: Micros) -> bool {
+        self.processes
+            .values()
+            .filter(|it| of.is_none_or(|id| it.tenant == id))
+            .filter_map(|it| it.trims.get(uuid))
+            .any(|since| now < *since + time)
     }
 
     fn holds(
@@ -738,6 +814,9 @@ impl Broker {
         out: &mut Vec<Command>,
     ) {
         self.accounting.holds(process, device, total, holding);
+        if let Some(it) = self.processes.get_mut(&process) {
+            it.trims.remove(device);
+        }
         let tenant = self.accounting.tenant_of(process);
         if let Some((id, tenant)) = tenant.and_then(|id| Some((id, self.tenants.get_mut(&id)?)))
             && holding.swapped > 0
@@ -819,9 +898,8 @@ impl Broker {
                 Place::Home | Place::Returning(_) => {}
             }
         }
-        for pending in self.asks.values() {
-            let soon = pending.retry_at.filter(|at| *at > now);
-            at(soon.map_or(now + LOOK, |at| at.min(now + LOOK)));
+        if !self.asks.is_empty() {
+            at(now + LOOK);
         }
         match self.unsettled {
             true => Some(self.looked + self.pause()),
@@ -851,19 +929,21 @@ impl Broker {
             at(&mut tenant.home_since);
             at(&mut tenant.not_before);
             at(&mut tenant.back_not_before);
+            at(&mut tenant.take_not_before);
             (tenant.sleeps.iter_mut().chain(&mut tenant.wakes)).for_each(|(_, since)| at(since));
         }
         for process in self.processes.values_mut() {
             maybe(&mut process.reclaimed);
             maybe(&mut process.dropped);
+            process.trims.values_mut().for_each(at);
         }
         for pending in self.asks.values_mut() {
             at(&mut pending.since);
-            maybe(&mut pending.retry_at);
         }
         for reclaim in self.reclaims.values_mut() {
             at(&mut reclaim.until);
         }
+        self.accounting.times().for_each(at);
         maybe(&mut self.trimmed);
         at(&mut self.looked);
     }
@@ -953,7 +1033,11 @@ impl Broker {
         self.tenants.iter().map(|(id, tenant)| {
             let late = |round: &Round| round.late;
             let standing = Standing {
-                swapped_out: tenant.place != Place::Home,
+                swapped_out: match &tenant.place {
+                    Place::Home => false,
+                    Place::Leaving(leaving) => !leaving.drops(),
+                    Place::Away { .. } | Place::Returning(_) => true,
+                },
                 waits: tenant.wants_since.is_some()
                     || matches!(tenant.place, Place::Returning(_))
                     || self.has_asked(*id),

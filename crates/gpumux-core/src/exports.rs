@@ -18,8 +18,7 @@ const MOST_EXPORTS: usize = 1 << 12;
 /// Most requests of a session that are under way: one for each of its threads that opens memory.
 const MOST_REQUESTS: usize = 64;
 
-/// How long an exporter may take to answer a request, or to report that its memory is on its way back. A library that moves
-/// memory answers nothing meanwhile: to pin the host memory for 60 GiB takes 20 s (H100).
+/// How long an exporter may take to answer a request, or to report that its memory is being moved or on its way back.
 pub const ANSWER: Micros = Micros::from_secs(30);
 
 /// A session with a process; a process may have several, one after the other.

@@ -23,6 +23,7 @@ pub mod gang;
 pub mod ledger;
 pub mod policy;
 pub mod quantity;
+pub mod runlist;
 pub mod space;
 pub mod tamper;
 
@@ -32,5 +33,8 @@ pub use plan::{Calm, Control, DomainPlan, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
-pub use tenant::{Class, Hints, MemoryPolicy, ParseClassError, SpecError, TenantSpec};
+pub use tenant::{
+    Class, Hints, MAX_NAME, MemoryPolicy, ParseClassError, SpecError, TenantSpec, is_name,
+    is_name_char,
+};
 pub use units::{DomainId, Micros, TenantId, Timeslice, UserId};

@@ -9,6 +9,8 @@
 
 use std::{fmt, time::Duration};
 
+use serde::{Deserialize, Deserializer, de};
+
 /// Why a text is not a quantity.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum QuantityError {
@@ -101,6 +103,53 @@ pub fn parse_time(text: &str, unit: Duration) -> Result<Duration, QuantityError>
     }
     let span: jiff::SignedDuration = trimmed.parse().map_err(|_| wrong())?;
     span.try_into().map_err(|_| wrong())
+}
+
+/// A share in a file: a number, or a text such as `"50%"`. Whether a number is a share is checked where it is used.
+///
+/// # Errors
+/// When it is neither, or the text is no share.
+pub fn read_share<'de, D: Deserializer<'de>>(value: D) -> Result<f64, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(untagged, expecting = "use a share such as 0.5 or \"50%\"")]
+    enum Written {
+        Number(f64),
+        Text(String),
+    }
+    match Written::deserialize(value)? {
+        Written::Number(share) => Ok(share),
+        Written::Text(text) => parse_share(&text).map_err(de::Error::custom),
+    }
+}
+
+/// The same, where it may be left out.
+///
+/// # Errors
+/// As above.
+pub fn read_some_share<'de, D: Deserializer<'de>>(value: D) -> Result<Option<f64>, D::Error> {
+    read_share(value).map(Some)
+}
+
+/// A time in a file that may be left out: a number of seconds, or a text such as `"5min"`.
+///
+/// # Errors
+/// When it is neither, or the text is no time.
+pub fn read_some_seconds<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
+    #[derive(Deserialize)]
+    #[serde(
+        untagged,
+        expecting = "use a number of seconds, or a time such as \"5min\""
+    )]
+    enum Written {
+        Seconds(u64),
+        Text(String),
+    }
+    match Written::deserialize(value)? {
+        Written::Seconds(seconds) => Ok(Some(seconds)),
+        Written::Text(text) => parse_time(&text, Duration::from_secs(1))
+            .map(|time| Some(time.as_secs()))
+            .map_err(de::Error::custom),
+    }
 }
 
 /// Prints a share as percent: `50%`, `12.5%`.

@@ -30,13 +30,13 @@ pub const OWN_SETS: u32 = 2;
 
 const SECOND: Micros = Micros::from_secs(1);
 
-/// The shortest time over which NVML is taken to measure a process's use, whichever that is: a second, less a tenth. On an H200 (driver
-/// 580.159.04) tenants of class batch fit that; their samples were not measured. NVML's documentation has 1/6 s to 1 s by product
-/// (`nvmlDeviceGetUtilizationRates`): with shorter samples a process whose turns are longer than these could be found falsely.
-const SAMPLE: Micros = Micros::from_millis(900);
+/// The time of which a sample of NVML tells ends with its timestamp, and is as long as the product has it: 1/6 s to 1 s by NVML's
+/// documentation (`nvmlDeviceGetUtilizationRates`), 0.2 s on an H200 (driver 580.159.04, measured). A driver may also tell of all the
+/// time since the sample before.
+const SAMPLE: Micros = Micros::from_millis(150);
 
-/// A measurement may begin so long before the reading before it: two samples of a second.
-const STALE: Micros = Micros::from_secs(2);
+/// By how much that time may lie beside the timestamp. On that H200 the largest error of a sample was that of 11 ms.
+const BESIDE: Micros = Micros::from_millis(20);
 
 /// Shorter freezes count as time in which a group may have run, so that a bounded number is remembered, for so long.
 const SHORT: Micros = Micros::from_millis(5);
@@ -206,38 +206,30 @@ impl Course {
         }
     }
 
-    /// The largest part of any time of a [`SAMPLE`] or longer, between these moments, in which it may have run.
+    /// The largest part of any time of which a sample with this timestamp may tell in which it may have run. `longest`: that time.
     #[must_use]
-    pub fn most(&self, from: Micros, to: Micros) -> f64 {
-        if to.saturating_sub(from) < SAMPLE {
-            return 1.0;
-        }
-        let current = self.since.map(|since| (since, to));
+    pub fn most(&self, timestamp: Micros, longest: Micros) -> f64 {
+        let (first, last) = (timestamp.saturating_sub(BESIDE), timestamp + BESIDE);
+        let from = first.saturating_sub(longest);
+        let current = self.since.map(|since| (since, last));
         let frozen = self.frozen.iter().copied().chain(current);
-        let clipped = frozen.map(|(since, until)| (since.max(from), until.min(to)));
+        let clipped = frozen.map(|(since, until)| (since.max(from), until.min(last)));
         let frozen: Vec<(Micros, Micros)> = clipped.filter(|(a, b)| a < b).collect();
         let ran = |a: Micros, b: Micros| {
-            let first = frozen.partition_point(|(_, until)| *until <= a);
-            let within = frozen[first..].iter().take_while(|(since, _)| *since < b);
-            let off = within.map(|(since, until)| until.min(&b).saturating_sub(*since.max(&a)));
-            1.0 - off.map(Micros::as_secs_f64).sum::<f64>() / b.saturating_sub(a).as_secs_f64()
+            let off = (frozen.iter())
+                .map(|(since, until)| (*until.min(&b)).saturating_sub(*since.max(&a)))
+                .map(Micros::as_secs_f64);
+            1.0 - off.sum::<f64>() / b.saturating_sub(a).as_secs_f64()
         };
-        // The part is largest for a time that begins and ends where a freeze does, or is as short as can be. Of one that is twice
-        // as long a half has as large a part.
-        let mut ends = vec![from, to];
-        ends.extend(frozen.iter().flat_map(|(since, until)| [*since, *until]));
-        ends.sort_unstable();
+        // The part is largest for a time that begins and ends where a freeze does, or is as short, long, early or late as can be.
+        let bounds = || frozen.iter().flat_map(|(since, until)| [*since, *until]);
+        let begins = bounds().flat_map(|a| [a, a + SAMPLE, a + longest]);
+        let ends = [first, last].into_iter().chain(bounds()).chain(begins);
         let mut most = 0.0_f64;
-        for (at, a) in ends.iter().enumerate() {
-            let short = [(*a, *a + SAMPLE), (a.saturating_sub(SAMPLE), *a)];
-            let inside = |(a, b): &(Micros, Micros)| {
-                *a >= from && *b <= to && b.saturating_sub(*a) == SAMPLE
-            };
-            let long = ends[at..].iter().map(|b| (*a, *b));
-            let long = long
-                .skip_while(|(a, b)| b.saturating_sub(*a) < SAMPLE)
-                .take_while(|(a, b)| b.saturating_sub(*a) <= SAMPLE + SAMPLE);
-            for (a, b) in short.into_iter().filter(inside).chain(long) {
+        for b in ends.filter(|b| (first..=last).contains(b)) {
+            let lengths = [b.saturating_sub(SAMPLE), b.saturating_sub(longest)];
+            let is_one = |a: &Micros| (SAMPLE..=longest).contains(&b.saturating_sub(*a));
+            for a in lengths.into_iter().chain(bounds()).filter(is_one) {
                 most = most.max(ran(a, b));
             }
         }
@@ -245,20 +237,13 @@ impl Course {
     }
 }
 
-/// What the driver measured of processes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Reading {
-    /// When it was read before.
-    pub since: Micros,
-    /// When it was read.
-    pub at: Micros,
-}
-
-impl Reading {
-    /// The time of which it may tell.
-    fn covers(&self) -> (Micros, Micros) {
-        (self.since.saturating_sub(STALE), self.at)
-    }
+/// What the driver measured of a process on a device.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sample {
+    /// When it ended.
+    pub end: Micros,
+    /// The part of its time in which kernels of the process ran.
+    pub used: f64,
 }
 
 /// Compares the device time that the driver measured for one process on one device with the time in which it was not frozen.
@@ -267,43 +252,45 @@ pub struct Watch {
     groups: BTreeSet<DomainId>,
     /// Since when it has just these groups.
     since: Option<Micros>,
-    /// The last reading.
-    read: Option<Micros>,
+    /// The end of the last sample.
+    seen: Micros,
     /// Device time beyond what was permitted, in seconds.
     stolen: f64,
 }
 
 impl Watch {
-    /// A reading: `courses` of all groups that it has now, and the part of the time in which its kernels ran; none: that was not
-    /// measured, or is no evidence. Whether it ran while it was frozen.
+    /// Looks at `courses` of all groups that it has now, and the latest sample, if it is evidence. Whether it ran while it was
+    /// frozen.
     pub fn look<'a>(
         &mut self,
-        reading: Reading,
+        now: Micros,
         courses: impl IntoIterator<Item = (DomainId, &'a Course)>,
-        used: Option<f64>,
+        sample: Option<Sample>,
     ) -> bool {
-        // The same once more.
-        if self.read.is_some_and(|read| read >= reading.at) {
-            return false;
-        }
-        self.read = Some(reading.at);
         let courses: BTreeMap<DomainId, &Course> = courses.into_iter().collect();
         if !courses.keys().eq(&self.groups) || self.since.is_none() {
             self.groups = courses.keys().copied().collect();
             // Of one that ended meanwhile it is not known when.
-            (self.since, self.stolen) = (Some(reading.at), 0.0);
+            (self.since, self.stolen) = (Some(now), 0.0);
         }
-        let (from, to) = reading.covers();
-        let Some(used) = used.filter(|_| self.since.is_some_and(|since| since <= from)) else {
-            self.stolen = 0.0;
+        // None, or the same once more.
+        let Some(Sample { end, used }) = sample.filter(|it| it.end > self.seen) else {
             return false;
         };
+        let time = end.saturating_sub(std::mem::replace(&mut self.seen, end));
+        let (time, longest) = (time.min(SECOND), time.max(SECOND));
+        let from = end.saturating_sub(longest + BESIDE);
+        // Later than now by no more than clocks differ.
+        let is_known = end <= now + BESIDE && now.saturating_sub(from) < KEPT;
+        if !is_known || self.since.is_none_or(|since| since > from) {
+            self.stolen = 0.0;
+            return false;
+        }
         // It may have used that in any case.
         if used <= TOLERANCE && self.stolen == 0.0 {
             return false;
         }
-        let most: f64 = courses.values().map(|it| it.most(from, to)).sum();
-        let time = to.saturating_sub(reading.since).min(SECOND);
+        let most: f64 = courses.values().map(|it| it.most(end, longest)).sum();
         let beyond = (used - most - TOLERANCE) * time.as_secs_f64();
         self.stolen = (self.stolen + beyond).max(0.0);
         let found = self.stolen >= STOLEN;
@@ -514,22 +501,14 @@ mod tests {
             within.sum::<u64>() as f64 / (to - from) as f64
         }
 
-        /// What a driver answers that keeps samples of this length, which end at `phase`, and only those with use.
-        fn nvml(&self, since: u64, sample: u64, phase: u64) -> f64 {
-            let mut sums = (0.0, 0.0);
-            let mut end = (self.now - phase.min(self.now)) / sample * sample;
-            loop {
-                // Also one that began before, as the first that is new.
-                let percent = (self.used(end.saturating_sub(sample), end.max(1)) * 100.0).ceil();
-                if percent > 0.0 {
-                    sums = (sums.0 + percent / 100.0, sums.1 + 1.0);
-                }
-                if end <= since + sample {
-                    break;
-                }
-                end -= sample;
-            }
-            sums.0 / f64::max(sums.1, 1.0)
+        /// The last sample of a driver whose samples are of this length, as it was so long ago.
+        fn nvml(&self, length: u64, ago: u64) -> Option<Sample> {
+            let end = self.now.saturating_sub(ago) / length * length;
+            let used = |end| (self.used(end - length, end) * 100.0).ceil() / 100.0;
+            (end > 0).then(|| Sample {
+                end: Micros(end),
+                used: used(end),
+            })
         }
     }
 
@@ -551,23 +530,21 @@ mod tests {
         #[test]
         fn honest_process_is_never_found(
             turns in turns(),
-            sample in 900_000u64..=1_000_000,
-            phase in 0u64..1_000_000,
-            looks in vec(200_000u64..4_000_000, 1..50),
+            length in 166_667u64..=1_000_000,
+            ago in 0u64..7_000_000,
+            looks in vec(100_000u64..4_000_000, 1..50),
         ) {
             let mut world = World::new();
             let mut watch = Watch::default();
             let mut looks = looks.into_iter().cycle();
-            let (mut read, mut due) = (0, 1_000_000);
+            let mut due = 1_000_000;
             for (n, (pause, took, part)) in turns.into_iter().enumerate() {
                 let end = world.now + pause;
                 while due < end {
                     world.now = world.now.max(due);
-                    let used = world.nvml(read, sample, phase);
-                    let reading = Reading { since: Micros(read), at: Micros(world.now) };
+                    let sample = world.nvml(length, ago);
                     let courses = [(DomainId(1), &world.course)];
-                    prop_assert!(!watch.look(reading, courses, Some(used)), "{} {used}", world.now);
-                    read = world.now;
+                    prop_assert!(!watch.look(Micros(world.now), courses, sample), "{sample:?}");
                     due = world.now + looks.next().unwrap();
                 }
                 world.now = world.now.max(end);
@@ -577,34 +554,45 @@ mod tests {
 
         /// One that thaws itself soon after each freeze, alone on the device in its turns and half of it in those of others.
         #[test]
-        fn process_that_thaws_itself_is_found_within_8_s(
+        fn process_that_thaws_itself_is_found_within_15_s(
             quantum in 10_000u64..=300_000,
             others in 2u64..5,
-            sample in 900_000u64..=1_000_000,
-            phase in 0u64..1_000_000,
+            length in 166_667u64..=1_000_000,
+            ago in 0u64..100_000,
+            looks in vec(900_000u64..1_100_000, 10..40),
         ) {
             let mut world = World::new();
             let mut watch = Watch::default();
-            let (mut read, mut found) = (0, Vec::new());
+            let mut looks = looks.into_iter().cycle();
+            let (mut due, mut found) = (0, Vec::new());
+            let mut look = |world: &World| {
+                if world.now < due {
+                    return;
+                }
+                due = world.now + looks.next().unwrap();
+                let courses = [(DomainId(1), &world.course)];
+                if watch.look(Micros(world.now), courses, world.nvml(length, ago)) {
+                    found.push(world.now);
+                }
+            };
             while world.now < 30_000_000 {
                 world.control(false, 500, 0.5);
-                world.now += quantum;
+                // NVML is read at any time.
+                for _ in 0..10 {
+                    world.now += quantum / 10;
+                    look(&world);
+                }
                 world.control(true, 500, 0.5);
                 world.now += 1_000;
                 world.own(true);
-                world.now += quantum * others;
-                if world.now >= read + 1_000_000 {
-                    let used = world.nvml(read, sample, phase);
-                    let reading = Reading { since: Micros(read), at: Micros(world.now) };
-                    read = world.now;
-                    if watch.look(reading, [(DomainId(1), &world.course)], Some(used)) {
-                        found.push(world.now);
-                    }
+                for _ in 0..10 {
+                    world.now += quantum * others / 10;
+                    look(&world);
                 }
             }
-            prop_assert!(found.first().is_some_and(|at| *at < 8_000_000), "{found:?}");
+            prop_assert!(found.first().is_some_and(|at| *at < 15_000_000), "{found:?}");
             // And again and again while it goes on.
-            prop_assert!(found.len() >= 5, "{found:?}");
+            prop_assert!(found.len() >= 3, "{found:?}");
         }
     }
 
@@ -612,41 +600,47 @@ mod tests {
     fn time_that_is_not_known_to_be_frozen_may_have_been_used() {
         let ms = Micros::from_millis;
         let mut course = Course::default();
-        assert_eq!(course.most(ms(0), ms(1000)), 1.0);
+        let most = |course: &Course, at| course.most(ms(at), SECOND);
+        assert_eq!(most(&course, 1000), 1.0);
         course.froze(ms(1000));
         course.froze(ms(1500));
-        assert_eq!(course.most(ms(1000), ms(3000)), 0.0);
-        assert!(course.most(ms(950), ms(3000)) < 0.31);
+        assert_eq!(most(&course, 3000), 0.0);
+        // It may tell of a second that began 30 ms before, or of one of which a tenth is frozen.
+        assert!(most(&course, 1990) < 0.05);
+        assert!(most(&course, 1120) > 0.89 && most(&course, 1120) < 0.91);
+        assert!(course.most(ms(1120), ms(150)) < 0.4);
+        assert_eq!(most(&course, 1010), 1.0);
         course.may_run(ms(3000));
-        assert_eq!(course.most(ms(1000), ms(3000)), 0.0);
-        assert_eq!(course.most(ms(1000), ms(4000)), 1.0);
-        // Too short to tell.
-        assert_eq!(course.most(ms(2000), ms(2100)), 1.0);
+        assert_eq!(most(&course, 2900), 0.0);
+        assert!(most(&course, 3010) < 0.21, "it may run again");
+        assert_eq!(most(&course, 4000), 1.0);
         // Long ago.
         course.froze(ms(20_000));
         course.may_run(ms(21_000));
-        assert_eq!(course.most(ms(1000), ms(3000)), 1.0);
+        assert_eq!(most(&course, 2500), 1.0);
     }
 
     #[test]
-    fn reading_that_comes_twice_or_without_measurement_is_no_finding() {
+    fn sample_that_comes_twice_or_is_old_is_no_finding() {
         let mut course = Course::default();
         course.froze(SECOND);
         let mut watch = Watch::default();
-        let mut look = |since, at, used| {
-            let reading = Reading {
-                since: Micros::from_secs(since),
-                at: Micros::from_secs(at),
+        let mut look = |now, end| {
+            let sample = Sample {
+                end: Micros::from_secs(end),
+                used: 1.0,
             };
-            watch.look(reading, [(DomainId(1), &course)], used)
+            let now = Micros::from_secs(now);
+            watch.look(now, [(DomainId(1), &course)], Some(sample))
         };
-        for n in 1..20 {
-            assert!(!look(n, n + 1, None));
+        for n in 10..30 {
+            assert!(!look(n, n - 9), "older than what is remembered");
+            assert!(!look(n, n + 1), "its clock is another");
         }
         // It was frozen all the time.
-        assert!(look(20, 21, Some(1.0)));
-        for _ in 0..20 {
-            assert!(!look(20, 21, Some(1.0)));
+        assert!(look(34, 34));
+        for n in 0..20 {
+            assert!(!look(34 + n, 34));
         }
     }
 
@@ -656,12 +650,10 @@ mod tests {
         course.froze(Micros::ZERO);
         let mut watch = Watch::default();
         for n in 10..50 {
-            let reading = Reading {
-                since: Micros::from_secs(n),
-                at: Micros::from_secs(n + 1),
-            };
-            let group = DomainId(n / 3);
-            assert!(!watch.look(reading, [(group, &course)], Some(1.0)));
+            let end = Micros::from_secs(n);
+            let group = DomainId(n / 2);
+            let sample = Some(Sample { end, used: 1.0 });
+            assert!(!watch.look(end, [(group, &course)], sample));
         }
     }
 }

@@ -6,6 +6,21 @@ use serde::{Deserialize, Serialize};
 
 use crate::{admission::Quantity, ledger::Share};
 
+/// Most characters of a name.
+pub const MAX_NAME: usize = 64;
+
+/// Whether this may be in the name of a tenant, trust domain or program.
+pub fn is_name_char(c: char) -> bool {
+    c.is_ascii_alphanumeric() || "._-".contains(c)
+}
+
+/// Whether a tenant, trust domain or program may be called that.
+pub fn is_name(name: &str) -> bool {
+    (1..=MAX_NAME).contains(&name.len())
+        && name.chars().all(is_name_char)
+        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
+}
+
 /// How a tenant takes its turn.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,

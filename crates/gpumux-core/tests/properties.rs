@@ -16,6 +16,8 @@ enum Event {
     Depart(usize),
     Demand(usize, Demand),
     Spec(usize, TenantSpec),
+    /// Its program is launch-bound: neighbours may have this timeslice.
+    Tolerates(usize, Option<Timeslice>),
     Wait(u64),
 }
 
@@ -25,6 +27,11 @@ fn demand() -> impl Strategy<Value = Demand> {
         2 => Just(Demand::Idle),
         1 => Just(Demand::Unknown),
     ]
+}
+
+fn tolerated() -> impl Strategy<Value = Option<Timeslice>> {
+    let slices = [500, 1_000, 2_000].map(|us| Some(Timeslice(us)));
+    prop::sample::select([&slices[..], &[None]].concat())
 }
 
 /// A spec that may guarantee too much together with others, or make no sense.
@@ -53,6 +60,7 @@ fn event() -> impl Strategy<Value = Event> {
         1 => any::<usize>().prop_map(Event::Depart),
         5 => (any::<usize>(), demand()).prop_map(|(at, demand)| Event::Demand(at, demand)),
         1 => (any::<usize>(), spec()).prop_map(|(at, spec)| Event::Spec(at, spec)),
+        1 => (any::<usize>(), tolerated()).prop_map(|(at, slice)| Event::Tolerates(at, slice)),
         4 => (0..300_000u64).prop_map(Event::Wait),
     ]
 }
@@ -125,6 +133,9 @@ impl World {
                     domain.demand = demand;
                     domain.demand_since = self.now.now;
                 }
+            }
+            Event::Tolerates(at, slice) if count > 0 => {
+                self.now.domains[at % count].tolerated = slice;
             }
             Event::Spec(at, spec) if count > 0 => self.now.tenants[at % count].spec = spec,
             Event::Wait(us) => return self.run_for(us),
@@ -222,12 +233,12 @@ impl World {
         }
     }
 
-    /// Notes which tenants wait. A timeslice of 1 µs beside a longer one does not count as running.
+    /// Notes which tenants wait. A timeslice of 1 µs beside a longer one does not count as running: restoring the state takes longer.
     fn observe(&mut self) {
         let now = self.now.now;
         let running = fractions(&self.now.domains, &self.now.costs);
         for (domain, fraction) in self.now.domains.iter().zip(running) {
-            let waits = domain.demand == Demand::Busy && fraction < 1e-3;
+            let waits = domain.demand == Demand::Busy && fraction <= 0.0;
             if let Some(since) = self.waiting.get(&domain.id) {
                 let longest = self.longest_wait.entry(domain.id).or_default();
                 *longest = (*longest).max(now.saturating_sub(*since).0);

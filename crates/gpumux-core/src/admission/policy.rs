@@ -67,8 +67,11 @@ pub struct UserRules {
     /// Classes that tenants may have.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub classes: Option<BTreeSet<Class>>,
-    /// Largest share of each device's compute that all tenants of one user may be guaranteed together, 0 to 1.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// Largest share of each device's compute that all tenants of one user may be guaranteed together, such as `0.5` or `"50%"`.
+    #[serde(
+        deserialize_with = "quantity::read_some_share",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub max_guaranteed: Option<f64>,
     /// Largest part of each device's memory that all tenants of one user may be guaranteed together, such as `"80%"` or `"64GiB"`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -82,9 +85,16 @@ pub struct UserRules {
     /// Weight of the user where a device is divided among users, 0.001 to 1000.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub weight: Option<f64>,
-    /// A tenant's guarantees lapse after so many seconds without work, until it has work again and they can be had; 0: never.
-    #[serde(skip_serializing_if = "Option::is_none")]
+    /// A tenant's guarantees lapse after so many seconds (or a time such as `"10min"`) without work, until it has work again and they can be had; 0: never.
+    #[serde(
+        deserialize_with = "quantity::read_some_seconds",
+        skip_serializing_if = "Option::is_none"
+    )]
     pub guarantee_expires_s: Option<u64>,
+    /// The trust domain of `batch` tenants without guarantees that name none: they share devices in space, where a fault of one ends all of
+    /// them; `""`: none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub batch_trust: Option<String>,
 }
 
 impl UserRules {
@@ -99,6 +109,7 @@ impl UserRules {
             max_sessions: self.max_sessions.or(other.max_sessions),
             weight: self.weight.or(other.weight),
             guarantee_expires_s: self.guarantee_expires_s.or(other.guarantee_expires_s),
+            batch_trust: self.batch_trust.or_else(|| other.batch_trust.clone()),
         }
     }
 
@@ -136,6 +147,11 @@ impl UserRules {
             max_sessions: most(self.max_sessions, other.max_sessions),
             weight: most(self.weight, other.weight),
             guarantee_expires_s: expires,
+            // Of two domains the first by name; none, which shares no fault, before any.
+            batch_trust: match (self.batch_trust, &other.batch_trust) {
+                (Some(a), Some(b)) => Some(a.min(b.clone())),
+                (a, b) => a.or_else(|| b.clone()),
+            },
         }
     }
 
@@ -156,7 +172,11 @@ impl UserRules {
     pub fn mistake(&self) -> Option<(&'static str, String, &'static str)> {
         let share = |share: &f64| !(0.0..=1.0).contains(share);
         if let Some(share) = self.max_guaranteed.filter(share) {
-            return Some(("max_guaranteed", share.to_string(), "a share from 0 to 1"));
+            return Some((
+                "max_guaranteed",
+                share.to_string(),
+                "a share such as 0.5 or \"50%\"",
+            ));
         }
         let weight = |weight: &f64| !TenantSpec::WEIGHTS.contains(weight);
         if let Some(weight) = self.weight.filter(weight) {
@@ -168,6 +188,16 @@ impl UserRules {
                 "[]".into(),
                 "at least one of latency, standard, batch",
             ));
+        }
+        let allowed = |c: char| c.is_ascii_alphanumeric() || "._-".contains(c);
+        let is_name = |name: &String| {
+            let begins = name.starts_with(|c: char| c.is_ascii_alphanumeric());
+            name.is_empty() || begins && name.len() <= 64 && name.chars().all(allowed)
+        };
+        if let Some(name) = self.batch_trust.as_ref().filter(|name| !is_name(name)) {
+            let instead =
+                "a name of letters, digits, `.`, `_` and `-` that begins with a letter or digit";
+            return Some(("batch_trust", format!("{name:?}"), instead));
         }
         None
     }
@@ -192,6 +222,8 @@ pub struct UserPolicy {
     pub weight: f64,
     /// After so many seconds without work a tenant's guarantees lapse; none: never.
     pub guarantee_expires_s: Option<u64>,
+    /// The trust domain of batch tenants that name none: see [`Self::trust_of`].
+    pub batch_trust: Option<String>,
     /// Root, or the daemon's own user: may have what is reserved for root.
     pub privileged: bool,
 }
@@ -214,6 +246,7 @@ impl UserPolicy {
             max_sessions: rules.max_sessions.unwrap_or(most),
             weight: rules.weight.unwrap_or(1.0),
             guarantee_expires_s: rules.guarantee_expires_s.filter(|seconds| *seconds > 0),
+            batch_trust: rules.batch_trust.clone().filter(|name| !name.is_empty()),
             privileged,
         }
     }
@@ -229,6 +262,14 @@ impl UserPolicy {
         }
     }
 
+    /// The trust domain of a tenant that names none. One that is guaranteed anything keeps a context of its own: in a group a fault of
+    /// another would end it.
+    pub fn trust_of(&self, spec: &TenantSpec) -> Option<&str> {
+        let guaranteed = spec.guaranteed > 0.0 || spec.memory_guaranteed > 0;
+        let shares = spec.class == Class::Batch && !guaranteed;
+        self.batch_trust.as_deref().filter(|_| shares)
+    }
+
     /// One that allows everything.
     pub fn unlimited() -> Self {
         Self::new("root".into(), true, &UserRules::default())
@@ -239,7 +280,8 @@ impl UserPolicy {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Reserve {
-    /// Share of compute, 0 to 1.
+    /// Share of compute, such as `0.1` or `"10%"`.
+    #[serde(deserialize_with = "quantity::read_share")]
     pub guaranteed: f64,
     /// Part of the memory, such as `"10%"` or `"8GiB"`.
     pub memory_guaranteed: Amount,

@@ -54,7 +54,10 @@ fn ask(user: u32, spec: &TenantSpec, rooms: &[Room]) -> Result<(), String> {
 fn whole_machine_is_root_s_only() {
     for (share, memory) in [(1.0, 0), (0.81, 0), (0.0, 81 * GIB)] {
         let error = ask(1000, &spec(share, memory), &[room(Vec::new())]).unwrap_err();
-        assert!(error.contains("alice may be guaranteed 80"), "{error}");
+        assert!(
+            error.contains("alice may be guaranteed at most 80"),
+            "{error}"
+        );
     }
     let all = spec(1.0, 100 * GIB);
     assert_eq!(ask(0, &all, &[room(Vec::new())]), Ok(()));
@@ -87,7 +90,7 @@ fn refusal_names_value_device_holders_and_way_out() {
     );
     assert_eq!(
         ask(1000, &spec(0.75, 0), &rooms[..]).unwrap_err(),
-        "cannot guarantee 75% of GPU 0: alice may be guaranteed 80% of it, and guaranteed to web (10%): guarantee at most 70%, \
+        "cannot guarantee 75% of GPU 0: user alice may be guaranteed at most 80% of it, and guaranteed to web (10%): guarantee at most 70%, \
          lower another guarantee, or ask the administrator (`max_guaranteed` in gpumux.toml)"
     );
 }
@@ -328,4 +331,31 @@ proptest! {
             }
         }
     }
+}
+
+#[test]
+fn trust_domain_of_batch_tenants_is_a_name_or_none() {
+    let rules = |name: &str| UserRules {
+        batch_trust: Some(name.into()),
+        ..UserRules::default()
+    };
+    for name in ["night", "team-1", ""] {
+        assert_eq!(rules(name).mistake(), None, "{name}");
+    }
+    for name in ["a b", "-a", "../a", "é"] {
+        let (key, ..) = rules(name).mistake().expect(name);
+        assert_eq!(key, "batch_trust");
+    }
+    let batch = TenantSpec {
+        class: Class::Batch,
+        ..TenantSpec::default()
+    };
+    let domain = |rules: &UserRules| {
+        let policy = policy("alice", rules);
+        policy.trust_of(&batch).map(str::to_owned)
+    };
+    let (night, none) = (rules("night"), rules(""));
+    assert_eq!(domain(&night).as_deref(), Some("night"));
+    assert_eq!(domain(&none.clone().or(&night)), None, "the user's own");
+    assert_eq!(domain(&night.joined(&none)), None, "of two Unix groups");
 }

@@ -7,7 +7,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Mutation, ProcessId};
 use crate::{
-    MemoryPolicy, TenantId,
+    MemoryPolicy, Micros, TenantId,
     ledger::{Denied, Entry, Holding, Kind, Ledger, Overcommitted, Share},
 };
 
@@ -18,6 +18,9 @@ pub const CONTEXT: u64 = 544 << 20;
 /// Left free on every device, for what cannot be predicted; at most a 64th of it. Besides, there is always room for one context
 /// more, or no further program could begin.
 pub const RESERVE: u64 = 256 << 20;
+
+/// How long the driver may take to free the memory of a process that has ended: up to about a second for 140 GiB.
+pub const LEAVE: Micros = Micros::from_secs(5);
 
 /// Most devices that are accounted for: all that a machine can have, and some.
 const MAX_DEVICES: usize = 64;
@@ -39,6 +42,9 @@ struct Device {
     foreign: u64,
     /// The same by the last look alone; none before the first.
     last_look: Option<u64>,
+    /// Memory of processes that have ended, which the driver may not have freed yet: until when that is expected, and bytes. The
+    /// oldest first.
+    leaving: Vec<(Micros, u64)>,
 }
 
 /// What a process has, and whose it is.
@@ -46,6 +52,18 @@ struct Device {
 struct Member {
     tenant: TenantId,
     holdings: BTreeMap<String, Holding>,
+    droppable: BTreeMap<String, Droppable>,
+}
+
+/// What of a process's movable memory can be freed without a copy, in bytes.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash,
+)]
+pub struct Droppable {
+    /// It has no contents.
+    pub free: u64,
+    /// The program can make its contents anew.
+    pub cached: u64,
 }
 
 /// All devices and processes.
@@ -113,6 +131,7 @@ impl Device {
             contexts: BTreeMap::new(),
             foreign: 0,
             last_look: None,
+            leaving: Vec::new(),
         };
         device.occupy();
         device
@@ -139,16 +158,38 @@ impl Device {
     }
 
     /// The driver reports that so much is used.
-    fn look(&mut self, used: u64) {
+    fn look(&mut self, time: Micros, used: u64) {
+        self.leaving.retain(|(until, _)| time < *until);
+        // What is granted may not be made yet: it takes nothing from what is leaving.
+        self.left(self.in_leaving().saturating_sub(used));
         let accounted = self.in_contexts().saturating_add(self.ledger.physical());
-        let now = used.saturating_sub(accounted);
+        let beyond = used.saturating_sub(accounted);
+        let now = beyond.saturating_sub(self.in_leaving());
         self.foreign = now.min(self.last_look.unwrap_or(now));
         self.last_look = Some(now);
         self.occupy();
     }
 
-    /// So much of what the last looks took for foreign belongs to a tenant: it was allocated before this accounting began.
+    fn in_leaving(&self) -> u64 {
+        self.leaving.iter().map(|(_, bytes)| *bytes).sum()
+    }
+
+    /// So much of the memory of processes that have ended is not with them any more.
+    fn left(&mut self, mut bytes: u64) {
+        for (_, of) in &mut self.leaving {
+            let part = bytes.min(*of);
+            *of -= part;
+            bytes -= part;
+        }
+        self.leaving.retain(|(_, of)| *of > 0);
+    }
+
+    /// So much of what the last looks took for foreign belongs to a tenant: it was allocated before this accounting began. Or the
+    /// process that has it was taken for ended.
     fn adopt(&mut self, bytes: u64) {
+        let leaving = self.in_leaving().min(bytes);
+        self.left(leaving);
+        let bytes = bytes - leaving;
         self.foreign = self.foreign.saturating_sub(bytes);
         self.last_look = self.last_look.map(|last| last.saturating_sub(bytes));
         self.occupy();
@@ -157,7 +198,7 @@ impl Device {
 
 impl Accounting {
     /// The driver reports a device's capacity and what is used of it.
-    pub(super) fn measure(&mut self, uuid: &str, capacity: u64, used: u64) {
+    pub(super) fn measure(&mut self, now: Micros, uuid: &str, capacity: u64, used: u64) {
         if capacity == 0 || capacity > MAX_CAPACITY {
             return;
         }
@@ -177,7 +218,7 @@ impl Accounting {
         if device.capacity != capacity {
             device.resize(capacity);
         }
-        device.look(used);
+        device.look(now, used);
     }
 
     /// A process names a device that no driver may have reported.
@@ -273,21 +314,50 @@ impl Accounting {
     }
 
     pub(super) fn join(&mut self, process: ProcessId, tenant: TenantId) {
-        let holdings = BTreeMap::new();
-        self.members.insert(process, Member { tenant, holdings });
+        let member = Member {
+            tenant,
+            holdings: BTreeMap::new(),
+            droppable: BTreeMap::new(),
+        };
+        self.members.insert(process, member);
     }
 
-    pub(super) fn leave(&mut self, process: ProcessId) {
-        if let Some(member) = self.members.remove(&process) {
-            for device in member.holdings.keys() {
-                self.add_up(device, member.tenant);
+    /// A process has ended. The driver frees its memory within [`LEAVE`].
+    pub(super) fn leave(&mut self, now: Micros, process: ProcessId) {
+        let member = self.members.remove(&process);
+        let holdings = member.as_ref().map(|it| &it.holdings);
+        for (uuid, device) in &mut self.devices {
+            let contexts = device.contexts.remove(&process);
+            let held = holdings.and_then(|it| it.get(uuid));
+            let in_contexts = u64::from(contexts.unwrap_or(0)) * context(device.capacity);
+            let bytes = held.map_or(0, |it| it.resident()) + in_contexts;
+            if bytes > 0 && self.mutation != Some(Mutation::LeaveAtOnce) {
+                device.leaving.push((now + LEAVE, bytes));
             }
-        }
-        for device in self.devices.values_mut() {
-            if device.contexts.remove(&process).is_some() {
+            if contexts.is_some() {
                 device.occupy();
             }
         }
+        if let Some(member) = member {
+            for uuid in member.holdings.keys() {
+                self.add_up(uuid, member.tenant);
+            }
+        }
+    }
+
+    /// Whether the driver may still free memory of processes that have ended, on a device of which this tenant has memory.
+    pub(super) fn is_leaving(&self, now: Micros, tenant: TenantId) -> bool {
+        let own = || self.members.values().filter(|it| it.tenant == tenant);
+        self.devices.iter().any(|(uuid, device)| {
+            device.leaving.iter().any(|(until, _)| now < *until)
+                && own().any(|it| it.holdings.contains_key(uuid))
+        })
+    }
+
+    /// For [`super::Broker::rebase`].
+    pub(super) fn times(&mut self) -> impl Iterator<Item = &mut Micros> {
+        let devices = self.devices.values_mut();
+        devices.flat_map(|it| it.leaving.iter_mut().map(|(until, _)| until))
     }
 
     /// A process has so many compute contexts on a device. `before`: they were there before this accounting began.
@@ -482,6 +552,12 @@ impl Accounting {
         self.members.get(&process).map(|member| member.tenant)
     }
 
+    /// The devices of which a process has reported what it has.
+    pub(super) fn devices_of(&self, process: ProcessId) -> impl Iterator<Item = &String> {
+        let member = self.members.get(&process);
+        member.into_iter().flat_map(|it| it.holdings.keys())
+    }
+
     pub(super) fn entry(&self, tenant: TenantId, uuid: &str) -> Entry {
         let device = self.devices.get(uuid);
         device.map_or_else(Entry::default, |it| it.ledger.entry(tenant))
@@ -505,6 +581,27 @@ impl Accounting {
         ledgers
             .map(|it| it.entry(tenant).holding.movable)
             .fold(0, u64::saturating_add)
+    }
+
+    /// A process reports what it can free without a copy.
+    pub(super) fn droppable(&mut self, process: ProcessId, uuid: &str, droppable: Droppable) {
+        let known = self.devices.contains_key(uuid);
+        if let Some(member) = self.members.get_mut(&process).filter(|_| known) {
+            member.droppable.insert(uuid.to_owned(), droppable);
+        }
+    }
+
+    /// The processes of a tenant that can free memory of a device without a copy, and how much: never more than they have.
+    pub(super) fn droppables(&self, tenant: TenantId, uuid: &str) -> Vec<(ProcessId, Droppable)> {
+        let own = self.members.iter().filter(|(_, it)| it.tenant == tenant);
+        let all = own.filter_map(|(process, member)| {
+            let known = member.droppable.get(uuid)?;
+            let movable = member.holdings.get(uuid)?.movable;
+            let free = known.free.min(movable);
+            let cached = known.cached.min(movable - free);
+            (free + cached > 0).then_some((*process, Droppable { free, cached }))
+        });
+        all.collect()
     }
 
     /// What a process has on a device.

@@ -5,7 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{
     ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, HEDGE, IDLE, LOOK, MOVE, MemoryPolicy,
     Micros, MoveError, Mutation, Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId,
-    RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_PAUSE, Tenant, TenantId, moves::Why, turn,
+    RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    moves::{Step, Why},
+    turn,
 };
 use crate::{
     Class,
@@ -101,10 +103,16 @@ impl Broker {
             }
         }
         for (id, tenant) in &self.tenants {
-            if tenant.place != Place::Home {
-                continue;
-            }
+            // A process that makes host memory still runs: it gets what is free.
+            let leaving = match &tenant.place {
+                Place::Home => None,
+                Place::Leaving(leaving) if leaving.step == Step::Quiesce => Some(&leaving.round),
+                _ => continue,
+            };
             for (key, pending) in self.asks_of(*id).take(ASKS_LOOKED_AT) {
+                if leaving.is_some_and(|it| !it.waiting.contains(&pending.process)) {
+                    continue;
+                }
                 let entry = self.accounting.entry(*id, &pending.ask.device);
                 let with = entry.holding.all().saturating_add(pending.ask.need);
                 claims.push(Claim {
@@ -114,7 +122,7 @@ impl Broker {
                     since: pending.since,
                     class: tenant.terms.class,
                     entitled: with <= entry.share.guaranteed,
-                    takes: tenant.terms.policy == MemoryPolicy::SwapOthers,
+                    takes: leaving.is_none() && tenant.terms.policy == MemoryPolicy::SwapOthers,
                 });
             }
         }
@@ -242,7 +250,7 @@ impl Broker {
             MemoryPolicy::Fail => Micros::ZERO,
         };
         let full = Denied::Full { missing: 0 };
-        let answer = match fits {
+        let answer = match fits && self.extend_move(process, &pending.ask, out) {
             true => self.accounting.ask(process, &pending.ask),
             false => Err(self
                 .accounting
@@ -255,20 +263,20 @@ impl Broker {
             Err(_) => {
                 // Little can have come together since the last time; a limit may be met by what the asker itself does not use.
                 let lately = self.trimmed.is_some_and(|at| now < at + TRIM_PAUSE);
-                if pending.retry_at.is_none() {
-                    if !(lately && full) {
-                        self.trim(now, out);
-                    }
-                    let at = self.trimmed.unwrap_or(now) + TRIM;
-                    if let Some(pending) = self.asks.get_mut(&key) {
-                        pending.retry_at = Some(at);
-                    }
-                    if now < at {
-                        return false;
-                    }
+                if !(pending.trimmed || lately && full) {
+                    self.trim(now, out);
                 }
-                let early = pending.retry_at.is_some_and(|at| now < at);
-                if early || (full && now < pending.since + patience) {
+                if let Some(pending) = self.asks.get_mut(&key) {
+                    pending.trimmed = true;
+                }
+                let uuid = &pending.ask.device;
+                let of = (!full).then_some(claim.tenant);
+                let time = match self.has(Mutation::RefuseEarly) {
+                    true => TRIM_HEDGE,
+                    false => TRIM,
+                };
+                if self.is_trimming(now, uuid, of, time) || (full && now < pending.since + patience)
+                {
                     return false;
                 }
                 0
@@ -327,7 +335,17 @@ impl Broker {
             let offers = self.offers(now, claim, (uuid, missing), first);
             // Leases that are not used come first, then caches.
             let pending = claim.ask.and_then(|key| self.asks.get(&key));
-            if pending.is_some_and(|it| it.retry_at.is_none_or(|at| now < at)) {
+            if pending
+                .is_some_and(|it| !it.trimmed || self.is_trimming(now, uuid, None, TRIM_HEDGE))
+            {
+                continue;
+            }
+            // What needs no copy goes before what must be copied, and before a program's help.
+            let drops = self.drops(now, claim, (uuid, missing), &offers);
+            if let Some(drops) = drops.filter(|_| !self.has(Mutation::CopyDroppable)) {
+                for (holder, part) in drops {
+                    self.begin_drop(now, holder, uuid, part, out);
+                }
                 continue;
             }
             if self.reclaim(now, uuid, missing, &offers, out) {
@@ -442,6 +460,49 @@ impl Broker {
             return true;
         }
         false
+    }
+
+    /// What others can free of a device without a copy, if that suffices: what has no contents first, then caches; of each that of
+    /// the lowest class first.
+    fn drops(
+        &self,
+        now: Micros,
+        claim: &Claim,
+        (uuid, missing): (&str, u64),
+        offers: &[Offer],
+    ) -> Option<Vec<(TenantId, u64)>> {
+        let mut holders: Vec<_> = (self.tenants.iter())
+            .filter(|(id, it)| {
+                let rests = now >= it.not_before && now >= it.take_not_before;
+                **id != claim.tenant && it.place == Place::Home && !it.activity.in_group && rests
+            })
+            .filter_map(|(id, it)| {
+                let all = self.accounting.droppables(*id, uuid);
+                let free = all.iter().map(|(_, it)| it.free).sum::<u64>();
+                let cached = all.iter().map(|(_, it)| it.cached).sum::<u64>();
+                let gives = offers.iter().find(|it| it.tenant == *id);
+                let borrowed = self.accounting.entry(*id, uuid).borrowed();
+                let most = gives.map_or(borrowed, |it| it.bytes.max(borrowed));
+                let free = free.min(most);
+                let yields = claim.entitled || gives.is_some();
+                let cached = if yields { cached.min(most - free) } else { 0 };
+                let order = (std::cmp::Reverse(it.terms.class), *id);
+                (free + cached > 0).then_some((order, free, cached))
+            })
+            .collect();
+        holders.sort_unstable();
+        let mut left = missing;
+        let mut parts: BTreeMap<TenantId, u64> = BTreeMap::new();
+        let free = holders.iter().map(|((_, id), free, _)| (*id, *free));
+        let cached = holders.iter().map(|((_, id), _, cached)| (*id, *cached));
+        for (id, bytes) in free.chain(cached) {
+            let part = left.min(bytes);
+            if part > 0 {
+                *parts.entry(id).or_default() += part;
+            }
+            left -= part;
+        }
+        (left == 0).then(|| parts.into_iter().collect())
     }
 
     /// What others can give of a device for a claim, in the order in which they are asked.

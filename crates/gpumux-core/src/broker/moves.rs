@@ -5,10 +5,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Mutation, Order,
-    PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB, Reply, TRIM_PAUSE, TenantId,
-    no_process,
+    Ask, Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Mutation, Order,
+    PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply, TAKE,
+    TRIM_PAUSE, Tenant, TenantId, no_process,
 };
+use crate::ledger::Kind;
 
 /// An order to all processes of a tenant whose answers are awaited.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -22,7 +23,7 @@ pub(super) struct Round {
     pub(super) refused: Option<String>,
     /// The deadline has passed, and there is no way back.
     pub(super) late: bool,
-    /// What was on the host when it began.
+    /// What was on the host when it began; what was on the device, if memory is only freed.
     before: u64,
 }
 
@@ -42,6 +43,8 @@ pub(super) enum Why {
     User,
     /// The tenant was idle for as long as its terms say.
     Idle,
+    /// Others lack room, and memory is freed that needs no copy: nothing goes to the host.
+    Drop,
 }
 
 /// A move to the host.
@@ -102,21 +105,11 @@ impl Broker {
             }
         };
         let least = self.apportion(&processes, &parts);
-        let needs = |least: u64, process: ProcessId| {
-            let uuids = self.accounting.uuids();
-            let holdings = uuids.map(|uuid| self.accounting.holding(process, uuid));
-            let on_host =
-                |it: crate::ledger::Holding| it.swapped.saturating_add(it.movable.min(least));
-            holdings.map(on_host).fold(0, u64::saturating_add)
+        let nothing = ("", 0);
+        let needs = |(process, least): (&ProcessId, &u64)| {
+            (process.0, self.host_needs(*process, *least, nothing))
         };
-        let host = (least.iter())
-            .map(|(process, least)| {
-                (
-                    process.0,
-                    (needs(*least, *process), needs(u64::MAX, *process)),
-                )
-            })
-            .collect();
+        let host = least.iter().map(needs).collect();
         let host = self.host.reserve(&host, HOST_PIECE)?;
         let orders: BTreeMap<ProcessId, (u64, u64)> = (least.into_iter())
             .map(|(process, least)| (process, (least, host.get(&process.0).copied().unwrap_or(0))))
@@ -151,6 +144,132 @@ impl Broker {
             tenant.place = Place::Leaving(leaving);
         }
         Ok(())
+    }
+
+    /// Host memory that a process needs at least when so much of each device moves, and when all of it does, in bytes; with so much
+    /// more of one device.
+    fn host_needs(
+        &self,
+        process: ProcessId,
+        least: u64,
+        (device, more): (&str, u64),
+    ) -> (u64, u64) {
+        let needs = |least: u64| {
+            let on_host = |uuid: &String| {
+                let it = self.accounting.holding(process, uuid);
+                let movable = it.movable + if uuid == device { more } else { 0 };
+                it.swapped.saturating_add(movable.min(least))
+            };
+            let all = self.accounting.uuids().map(on_host);
+            all.fold(0, u64::saturating_add)
+        };
+        (needs(least), needs(u64::MAX))
+    }
+
+    /// A process asks for more while it makes host memory for a move: what it is granted may move too. Whether the host has room
+    /// for that.
+    pub(super) fn extend_move(
+        &mut self,
+        process: ProcessId,
+        ask: &Ask,
+        out: &mut Vec<Command>,
+    ) -> bool {
+        let tenant = self.accounting.tenant_of(process);
+        let leaving = |tenant: &'_ Tenant| match &tenant.place {
+            Place::Leaving(leaving) if !leaving.drops() => {
+                Some((leaving.round.op, *leaving.orders.get(&process)?))
+            }
+            _ => None,
+        };
+        let found = tenant.and_then(|id| Some((id, leaving(self.tenants.get(&id)?)?)));
+        let Some((id, (op, (least, before)))) = found else {
+            return true;
+        };
+        if ask.kind != Kind::Movable {
+            return true;
+        }
+        let needs = self.host_needs(process, least, (&ask.device, ask.want.max(ask.need)));
+        let reserved = self
+            .host
+            .reserve(&BTreeMap::from([(process.0, needs)]), HOST_PIECE);
+        let Ok(host) = reserved.map(|it| it.values().sum::<u64>().max(before)) else {
+            return false;
+        };
+        if let Some(Place::Leaving(leaving)) = self.tenants.get_mut(&id).map(|it| &mut it.place) {
+            leaving.orders.insert(process, (least, host));
+        }
+        if host > before {
+            // The same order: it is under way, with a new bound.
+            out.push(Command::Order(process, op, Order::Quiesce { least, host }));
+        }
+        true
+    }
+
+    /// Begins to free so much of a device that needs no copy: of the processes that have it the gates are closed, and the tenant is
+    /// frozen, only while it is mapped anew.
+    pub(super) fn begin_drop(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        uuid: &str,
+        bytes: u64,
+        out: &mut Vec<Command>,
+    ) {
+        let mut left = bytes;
+        let mut orders = BTreeMap::new();
+        for (process, can) in self.accounting.droppables(id, uuid) {
+            let part = left.min(can.free + can.cached);
+            if part > 0 {
+                orders.insert(process, (part, 0));
+            }
+            left -= part;
+        }
+        let leaving = Leaving {
+            step: Step::Quiesce,
+            round: Round {
+                op: self.next_op(),
+                began: now,
+                deadline: now + QUIET,
+                waiting: orders.keys().copied().collect(),
+                refused: None,
+                late: false,
+                before: self.accounting.entry(id, uuid).holding.movable,
+            },
+            parts: BTreeMap::from([(uuid.to_owned(), bytes)]),
+            orders,
+            busy: false,
+            more: false,
+            why: Why::Drop,
+        };
+        leaving.give_orders(out);
+        if let Some(tenant) = self.tenants.get_mut(&id) {
+            tenant.place = Place::Leaving(leaving);
+        }
+    }
+
+    /// Memory that needed no copy has been freed: the tenant goes on.
+    fn dropped(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        refused: Option<&String>,
+        out: &mut Vec<Command>,
+    ) {
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        let Place::Leaving(leaving) = &tenant.place else {
+            return;
+        };
+        let freed: u64 = (leaving.parts.keys())
+            .map(|uuid| self.accounting.entry(id, uuid).holding.movable)
+            .map(|movable| leaving.round.before.saturating_sub(movable))
+            .sum();
+        if refused.is_some() || freed < leaving.parts.values().sum() {
+            // The program has taken it into use, or its report is wrong.
+            tenant.take_not_before = now + RECLAIM_PAUSE;
+        }
+        self.undo(id, out);
     }
 
     /// Which process moves how much of each device, so that together they move at least the parts.
@@ -235,7 +354,7 @@ impl Broker {
         self.ops += 1;
         leaving.step = Step::Out;
         leaving.round.op = self.ops;
-        leaving.round.deadline = now + MOVE;
+        leaving.round.deadline = now + if leaving.drops() { TAKE } else { MOVE };
         leaving.round.waiting = leaving.orders.keys().copied().collect();
         // A process that has ended since has nothing.
         (leaving.round.waiting).retain(|process| self.processes.contains_key(process));
@@ -249,12 +368,16 @@ impl Broker {
             return;
         };
         match &mut tenant.place {
-            Place::Leaving(leaving) if leaving.round.waiting.is_empty() => {
-                let needed =
-                    leaving.why != Why::Room || self.mutation == Some(Mutation::OutliveAsker) || {
-                        let parts = leaving.parts.clone();
-                        self.is_needed(id, parts.keys())
-                    };
+            // One refusal is enough: the others need not make host memory for a move that will not be.
+            Place::Leaving(leaving)
+                if leaving.round.waiting.is_empty()
+                    || (leaving.step == Step::Quiesce && leaving.round.refused.is_some()) =>
+            {
+                let asked = leaving.is_asked_for();
+                let needed = asked || self.mutation == Some(Mutation::OutliveAsker) || {
+                    let parts = leaving.parts.clone();
+                    self.is_needed(id, parts.keys())
+                };
                 let Some(Place::Leaving(leaving)) =
                     self.tenants.get_mut(&id).map(|it| &mut it.place)
                 else {
@@ -270,6 +393,9 @@ impl Broker {
                     }
                     (Step::Quiesce, Some(why)) => self.give_up(now, id, MoveError::Busy(why), out),
                     (Step::Freeze, _) => {}
+                    (Step::Out, refused) if leaving.drops() => {
+                        self.dropped(now, id, refused.as_ref(), out);
+                    }
                     (Step::Out, refused) => self.left(now, id, refused, out),
                 }
             }
@@ -293,15 +419,34 @@ impl Broker {
         out.push(Command::Failed(id, why));
     }
 
-    /// Undoes a move to the host of which nothing has moved yet.
-    fn undo(&mut self, id: TenantId, out: &mut Vec<Command>) {
+    /// A user has a tenant woken whose move to the host has not begun to copy, and that no other tenant needs: the move is called off.
+    pub(super) fn call_off(&mut self, now: Micros, id: TenantId, out: &mut Vec<Command>) {
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
         let Place::Leaving(leaving) = &tenant.place else {
             return;
         };
-        if leaving.step == Step::Freeze {
+        if !leaving.is_asked_for() || leaving.step == Step::Out {
+            return;
+        }
+        // Not moved again at once where it was idle.
+        tenant.home_since = now;
+        let why = MoveError::Busy("it was woken before it was asleep".into());
+        let requests = std::mem::take(&mut tenant.sleeps);
+        out.extend((requests.into_iter()).map(|it| Command::Answer(it.0, Err(why.clone()))));
+        self.undo(id, out);
+    }
+
+    /// Undoes a move to the host of which nothing has moved yet.
+    pub(super) fn undo(&mut self, id: TenantId, out: &mut Vec<Command>) {
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return;
+        };
+        let Place::Leaving(leaving) = &tenant.place else {
+            return;
+        };
+        if leaving.step != Step::Quiesce {
             out.push(Command::Thaw(id));
         }
         let resumed = leaving.orders.keys().copied();
@@ -416,6 +561,7 @@ impl Broker {
     ) {
         self.accounting.returned(id);
         let swapped = self.accounting.swapped(id);
+        let leaving = self.accounting.is_leaving(now, id);
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
@@ -425,10 +571,11 @@ impl Broker {
         let (took, bytes) = (now.saturating_sub(round.began), round.before);
         let lacks = || "it reports memory on the host".to_owned();
         if let Some(why) = refused.or_else(|| (!swapped.is_empty()).then(lacks)) {
-            // The driver had less room than is accounted for: more of others' is moved before the next attempt.
+            // The driver had less room than is accounted for: more of others' is moved before the next attempt, unless room comes
+            // by itself.
             tenant.place = Place::Away { asked: false };
             tenant.left_busy = true;
-            tenant.back_failures = tenant.back_failures.saturating_add(1);
+            tenant.back_failures = tenant.back_failures.saturating_add(u32::from(!leaving));
             let pause = super::LOOK.0 << tenant.back_failures.min(5);
             tenant.back_not_before = now + Micros(pause);
             out.push(Command::Failed(id, MoveError::Busy(why)));
@@ -474,6 +621,9 @@ impl Broker {
                     }
                     Step::Out => {
                         leaving.round.late = true;
+                        if leaving.drops() {
+                            tenant.failed(now, self.mutation);
+                        }
                         let requests = std::mem::take(&mut tenant.sleeps);
                         let stuck =
                             |it: (u64, Micros)| Command::Answer(it.0, Err(MoveError::Stuck));
@@ -582,12 +732,36 @@ impl Broker {
 }
 
 impl Leaving {
+    /// A process of it is gone. Whether it was the last one that was to move something.
+    pub(super) fn forget(&mut self, process: ProcessId) -> bool {
+        self.round.waiting.remove(&process);
+        self.orders.remove(&process);
+        self.orders.is_empty()
+    }
+
+    /// Its user or its terms ask for it: no other tenant needs it.
+    fn is_asked_for(&self) -> bool {
+        matches!(self.why, Why::User | Why::Idle)
+    }
+
+    /// Nothing goes to the host.
+    pub(super) fn drops(&self) -> bool {
+        self.why == Why::Drop
+    }
+
     fn give_orders(&self, out: &mut Vec<Command>) {
+        let device = self.parts.keys().next();
         for process in &self.round.waiting {
             let (least, host) = self.orders.get(process).copied().unwrap_or_default();
-            let order = match self.step {
-                Step::Quiesce => Order::Quiesce { least, host },
-                Step::Freeze | Step::Out => Order::Out { least, host },
+            let order = match (self.step, device.filter(|_| self.drops())) {
+                (Step::Quiesce, None) => Order::Quiesce { least, host },
+                // Nothing is to be made ready for copies.
+                (Step::Quiesce, Some(_)) => Order::Quiesce { least: 0, host: 0 },
+                (Step::Freeze | Step::Out, None) => Order::Out { least, host },
+                (Step::Freeze | Step::Out, Some(device)) => Order::Take {
+                    device: device.clone(),
+                    bytes: least,
+                },
             };
             out.push(Command::Order(*process, self.round.op, order));
         }

@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{DomainId, DomainState, Micros, Snapshot, TenantId, UserId};
+use crate::{Demand, DomainId, DomainState, Micros, RunState, Snapshot, TenantId, UserId};
 
 /// A pause of this length forfeits nothing of what a node is owed; a longer one forfeits all.
 pub(super) const GRACE: Micros = Micros::from_millis(5);
@@ -58,6 +58,8 @@ struct Node {
     wants: bool,
     /// Nothing keeps it from running, such as its gang.
     able: bool,
+    /// It might have run since the plan before and did not, and whether it had work is not known: it is owed nothing for that time.
+    unknown: bool,
     /// When it last had work.
     left: Micros,
 }
@@ -170,12 +172,23 @@ impl Memory {
         let mut users = vec![0.0; self.users.len()];
         let mut tenants = vec![0.0; self.tenants.len()];
         let mut domains = vec![0.0; self.domains.len()];
+        let of_users = self.users.iter_mut().map(|it| &mut it.node);
+        let above = of_users.chain(self.tenants.iter_mut().map(|it| &mut it.node));
+        above.for_each(|node| node.unknown = node.wants);
         for (index, (track, domain)) in self.domains.iter_mut().zip(&snapshot.domains).enumerate() {
             let got = domain.received.saturating_sub(track.received).0 as f64;
             let got = got.min(elapsed);
             track.received = track.received.max(domain.received);
             if self.owner.is_some_and(|owner| owner.id == domain.id) {
                 track.used += got;
+            }
+            let idle = got == 0.0 && domain.run == RunState::Enabled;
+            let unknown = domain.demand == Demand::Unknown && idle;
+            track.node.unknown = track.node.wants && unknown;
+            if track.node.wants && !unknown {
+                let tenant = &mut self.tenants[track.parent];
+                tenant.node.unknown = false;
+                self.users[tenant.parent].node.unknown = false;
             }
             delivered += got;
             domains[index] = got;
@@ -315,7 +328,8 @@ impl Node {
 
     fn charge(&mut self, parent: f64, got: f64, elapsed: f64, now: Micros) {
         if self.wants {
-            self.lag += self.part * parent - got;
+            let part = if self.unknown { 0.0 } else { self.part };
+            self.lag += part * parent - got;
         } else if self.lag < 0.0 {
             // It pays back at its own rate.
             self.lag = (self.lag - got + self.share * elapsed).min(0.0);
@@ -357,7 +371,7 @@ fn branch<Id: Copy + PartialEq>(
 fn level<'a>(parents: usize, nodes: impl Iterator<Item = (usize, &'a mut Node)>) {
     // The sums of lag, and of spare and part of those that are open.
     let mut sums = vec![(0.0, 0.0, 0.0); parents];
-    let open = |node: &Node| node.wants && node.able;
+    let open = |node: &Node| node.wants && node.able && !node.unknown;
     let nodes: Vec<(usize, &mut Node)> = nodes.collect();
     for (parent, node) in &nodes {
         let sum = &mut sums[*parent];

@@ -145,7 +145,7 @@ impl<D: Division> Policy for Shared<D> {
                 stage.bursts(memory);
                 stage.choose_owner(memory);
                 stage.separate(memory, &snapshot.gangs);
-                stage.rotating_slices()
+                stage.rotating_slices(&self.division, snapshot)
             }
             false => {
                 memory.clear();
@@ -533,15 +533,53 @@ impl<'a> Stage<'a> {
         Timeslice(least.clamp(Timeslice::MIN.0, MAX_PATIENCE))
     }
 
-    /// The timeslices where domains rotate.
-    fn rotating_slices(&self) -> Vec<Timeslice> {
+    /// The timeslices where domains rotate. Where the owner's is not the shortest, a latency domain's leaves it its share, if such a round
+    /// costs no more than others: a freeze, in which a request waits for the owner's whole debt, is not needed then.
+    fn rotating_slices(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<Timeslice> {
         let (patience, several) = (self.patience(), self.several());
-        let slice = |actor: &Actor| match (actor.class(), actor.way) {
+        let shares = match patience.0 as f64 >= MIN_SLICE_US {
+            true => self.shares_lately(division, snapshot),
+            false => vec![0.0; self.cast.len()],
+        };
+        let rotating = self.cast.iter().zip(&shares);
+        let rotating = rotating.filter(|(it, _)| it.class() != Class::Latency && self.lately(it));
+        let of_owner: f64 = rotating.map(|(_, share)| share).sum();
+        let least = 2.0 * self.costs.switch.0 as f64 / self.tuning.slice_cost.max(1e-3);
+        let long = |actor: &Actor, share: f64| {
+            let progress = (patience.0 as f64 - RESTORE_US) * share / of_owner.max(1e-9);
+            let slice = (progress + RESTORE_US).min(Timeslice::MAX.0 as f64);
+            let known = actor.domain.demand != Demand::Unknown;
+            match known && slice + patience.0 as f64 >= least {
+                true => Timeslice(slice as u64).max(patience),
+                false => Timeslice::MAX,
+            }
+        };
+        let slice = |(actor, share): (&Actor, &f64)| match (actor.class(), actor.way) {
             (Class::Latency, Way::Rotating) if several && actor.owns => patience,
-            (Class::Latency, _) => Timeslice::MAX,
+            (Class::Latency, _) => long(actor, *share),
             _ => patience,
         };
-        self.cast.iter().map(slice).collect()
+        self.cast.iter().zip(&shares).map(slice).collect()
+    }
+
+    /// Whether a domain has work or had some lately: short pauses issue no controls.
+    fn lately(&self, actor: &Actor) -> bool {
+        actor.idle_for(self.now) < self.tuning.recent
+    }
+
+    /// The shares of the domains that had work lately, beside each other; of another, what it would have if all had work.
+    fn shares_lately(&mut self, division: &dyn Division, snapshot: &Snapshot) -> Vec<f64> {
+        let lately = divide(division, &self.cast, snapshot, |it| self.lately(it));
+        let all = divide(division, &self.cast, snapshot, |_| true);
+        let pauses = self.cast.iter().filter(|it| !it.runnable());
+        let pauses = pauses.filter(|it| self.lately(it));
+        let end = pauses.map(|it| it.domain.demand_since + self.tuning.recent);
+        if let Some(end) = end.min() {
+            self.ask_at(end);
+        }
+        let both = self.cast.iter().zip(lately.into_iter().zip(all));
+        both.map(|(actor, (lately, all))| if self.lately(actor) { lately } else { all })
+            .collect()
     }
 
     /// The timeslices that alone bring shares about.
@@ -550,22 +588,18 @@ impl<'a> Stage<'a> {
             // There is no other domain: leave it as the driver made it.
             return vec![Timeslice::DEFAULT];
         }
-        let (now, keep) = (self.now, self.tuning.recent);
-        let recent = |actor: &Actor| actor.idle_for(now) < keep;
-        let lately = divide(division, &self.cast, snapshot, recent);
-        let all = divide(division, &self.cast, snapshot, |_| true);
-        let shares: Vec<f64> = lately.iter().copied().filter(|it| *it > 0.0).collect();
+        let shares = self.shares_lately(division, snapshot);
+        let pairs = self.cast.iter().zip(&shares);
+        let lately: Vec<f64> = pairs
+            .filter(|(actor, _)| self.lately(actor))
+            .map(|(_, share)| *share)
+            .collect();
         let only_batch = self.cast.iter().all(|it| it.class() == Class::Batch);
-        let round = self.tuning.round(self.costs, &shares, only_batch);
-        let pauses = self.cast.iter().filter(|it| recent(it) && !it.runnable());
-        let end = pauses.map(|it| it.domain.demand_since + keep).min();
-        if let Some(end) = end {
-            self.ask_at(end);
-        }
-        let both = lately.into_iter().zip(all);
-        both.map(|(lately, all)| if lately > 0.0 { lately } else { all })
-            .map(|share| (share * round).max(MIN_SLICE_US) + RESTORE_US)
-            .map(|slice| Timeslice((slice as u64).min(Timeslice::MAX.0)))
+        let round = self.tuning.round(self.costs, &lately, only_batch);
+        let slice = |share: f64| (share * round).max(MIN_SLICE_US) + RESTORE_US;
+        shares
+            .into_iter()
+            .map(|share| Timeslice((slice(share) as u64).min(Timeslice::MAX.0)))
             .collect()
     }
 
@@ -648,305 +682,4 @@ fn divide(
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::policy::{MaxMin, Priority};
-    use crate::testing::{domain, snapshot};
-    use crate::{Control, DomainId, UserId};
-
-    fn plan(snapshot: &Snapshot, memory: &mut Memory) -> Plan {
-        Shared::new(Priority).plan(snapshot, memory)
-    }
-
-    fn shape(plan: &Plan) -> Vec<(u64, RunState)> {
-        let shape = |domain: &DomainPlan| (domain.timeslice.0, domain.run);
-        plan.domains.iter().map(shape).collect()
-    }
-
-    use RunState::{Enabled, Frozen};
-
-    #[test]
-    fn a_tenant_alone_is_left_alone() {
-        let alone = snapshot(&[Class::Batch], vec![domain(1, 0)]);
-        let got = plan(&alone, &mut Memory::default());
-        assert_eq!(got.controls(&alone), []);
-        assert_eq!(got.next, None);
-    }
-
-    #[test]
-    fn latency_goes_before_one_batch_domain() {
-        let classes = [Class::Latency, Class::Batch, Class::Batch];
-        let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
-        let got = plan(&snapshot(&classes, domains), &mut Memory::default());
-        assert_eq!(
-            shape(&got),
-            [(1_000_000, Enabled), (1, Enabled), (1, Frozen)]
-        );
-    }
-
-    #[test]
-    fn an_objective_leaves_the_back_row_a_slice() {
-        let classes = [Class::Latency, Class::Latency, Class::Batch];
-        let domains = vec![domain(1, 0), domain(2, 1), domain(3, 2)];
-        let mut now = snapshot(&classes, domains);
-        let slice = |now: &Snapshot| shape(&plan(now, &mut Memory::default()))[2].0;
-        now.tenants[0].spec.latency_objective_us = Some(8_000);
-        assert_eq!(slice(&now), 1, "the other one has no time");
-        now.tenants[1].spec.latency_objective_us = Some(20_000);
-        assert_eq!(slice(&now), 800);
-        now.tenants[0].spec.latency_objective_us = Some(3_000_000);
-        assert_eq!(slice(&now), 2_000);
-        now.tenants[1].spec.latency_objective_us = Some(1_000_000);
-        assert_eq!(slice(&now), 2_000, "never longer than the driver's own");
-    }
-
-    #[test]
-    fn standard_tenants_share_by_slices_that_cost_five_percent() {
-        let mut two = snapshot(&[Class::Standard; 2], vec![domain(1, 0), domain(2, 1)]);
-        two.tenants[0].spec.guaranteed = 0.7;
-        two.tenants[1].spec.guaranteed = 0.3;
-        let got = plan(&two, &mut Memory::default());
-        let slices: Vec<f64> = got.domains.iter().map(|d| d.timeslice.0 as f64).collect();
-        let share = slices[0] / (slices[0] + slices[1]);
-        assert!((share - 0.7).abs() < 0.003, "{share}");
-        let cost = 2.0 * two.costs.switch.0 as f64 / (slices[0] + slices[1]);
-        assert!((cost - 0.05).abs() < 0.001, "{cost}");
-        assert_eq!(got.next, None, "slices alone do it");
-    }
-
-    #[test]
-    fn batch_tenants_alone_are_neither_frozen_nor_switched_often() {
-        let four = snapshot(
-            &[Class::Batch; 4],
-            (0..4).map(|id| domain(id, id)).collect(),
-        );
-        let got = plan(&four, &mut Memory::default());
-        assert!(shape(&got).iter().all(|shape| *shape == (18_829, Enabled)));
-    }
-
-    #[test]
-    fn a_standard_domain_takes_a_turn_that_batch_only_borrowed() {
-        let classes = [Class::Latency, Class::Standard, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
-        now.domains[0].demand = Demand::Idle;
-        now.domains[1].demand = Demand::Idle;
-        let mut memory = Memory::default();
-        assert_eq!(shape(&plan(&now, &mut memory))[2], (1, Enabled));
-        now.now = Micros::from_secs(1);
-        now.domains[2].received = Micros::from_secs(1);
-        now.domains[1].demand = Demand::Busy;
-        now.domains[1].demand_since = now.now;
-        let got = plan(&now, &mut memory);
-        assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
-        // The borrower comes back for its floor, but not before the other had a full turn.
-        assert!(got.next.expect("a turn ends") >= now.now + Micros::from_millis(40));
-    }
-
-    #[test]
-    fn a_short_pause_does_not_cost_the_turn_and_a_long_one_does() {
-        let classes = [Class::Latency, Class::Batch, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
-        let mut memory = Memory::default();
-        plan(&now, &mut memory);
-        now.now = Micros(5_000);
-        now.domains[1].demand = Demand::Idle;
-        now.domains[1].demand_since = Micros(4_500);
-        let got = plan(&now, &mut memory);
-        assert_eq!(shape(&got)[1..], [(1, Enabled), (1, Frozen)]);
-        assert_eq!(got.next, Some(Micros(4_500 + 1_008)));
-        now.now = Micros(5_600);
-        let got = plan(&now, &mut memory);
-        assert_eq!(shape(&got)[1..], [(1, Frozen), (1, Enabled)]);
-        let last = Control::Freeze(DomainId(2));
-        assert_eq!(
-            got.controls(&now).last(),
-            Some(&last),
-            "no tenant waits for it"
-        );
-    }
-
-    #[test]
-    fn contender_in_a_pause_is_kept_from_the_owner() {
-        let classes = [Class::Latency, Class::Batch, Class::Batch, Class::Batch];
-        let mut now = snapshot(&classes, (1..=4).map(|id| domain(id, id - 1)).collect());
-        now.domains[3].demand = Demand::Idle;
-        now.now = Micros(200_000);
-        let mut memory = Memory::default();
-        let states =
-            |plan: &Plan| -> Vec<_> { plan.domains[1..].iter().map(|it| it.run).collect() };
-        let first = plan(&now, &mut memory);
-        assert_eq!(states(&first), [Enabled, Frozen, Enabled], "long idle");
-        // The owner pauses for longer than handing over takes.
-        now.now = Micros(210_000);
-        now.domains[1].demand = Demand::Idle;
-        now.domains[1].demand_since = Micros(205_000);
-        let handed_over = plan(&now, &mut memory);
-        assert_eq!(states(&handed_over), [Frozen, Enabled, Enabled]);
-        assert!(handed_over.next <= Some(Micros(305_000)));
-        let with = |change: &dyn Fn(&mut Snapshot)| {
-            let (mut later, mut memory) = (now.clone(), memory.clone());
-            later.now = Micros(220_000);
-            change(&mut later);
-            plan(&later, &mut memory)
-        };
-        let both = with(&|now| {
-            now.domains[2].demand = Demand::Idle;
-            now.domains[2].demand_since = Micros(215_000);
-        });
-        let apart = [Frozen, Enabled, Enabled];
-        assert_eq!(states(&both), apart, "both may be back at once");
-        let long = with(&|now| now.now = Micros(305_000));
-        assert_eq!(states(&long), [Enabled; 3]);
-        let back = with(&|now| now.domains[1].demand = Demand::Busy);
-        assert_eq!(back.domains[1].reason, "waits for its turn");
-    }
-
-    #[test]
-    fn short_pause_keeps_what_is_owed_and_a_long_one_forfeits_it() {
-        let classes = [Class::Latency, Class::Batch, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
-        now.domains[0].demand = Demand::Idle;
-        let mut memory = Memory::default();
-        plan(&now, &mut memory);
-        now.now = Micros(40_000);
-        now.domains[1].received = now.now;
-        now.domains[2].demand = Demand::Idle;
-        now.domains[2].demand_since = now.now;
-        plan(&now, &mut memory);
-        let back_after = |pause: u64| {
-            let (mut now, mut memory) = (now.clone(), memory.clone());
-            now.now = Micros(40_000 + pause);
-            now.domains[1].received = now.now;
-            now.domains[2].demand = Demand::Busy;
-            now.domains[2].demand_since = now.now;
-            plan(&now, &mut memory);
-            memory.lag(DomainId(3))
-        };
-        assert!((back_after(5_000) - 20_000.0).abs() < 1.0);
-        assert!(back_after(5_001).abs() < 1.0);
-    }
-
-    #[test]
-    fn users_tenants_share_what_the_user_is_entitled_to() {
-        let classes = [Class::Latency, Class::Latency, Class::Batch, Class::Batch];
-        let mut now = snapshot(&classes, (1..=4).map(|id| domain(id, id - 1)).collect());
-        now.tenants[3].user = UserId(7);
-        now.domains[1].demand = Demand::Idle;
-        let mut memory = Memory::default();
-        plan(&now, &mut memory);
-        assert!((memory.share(DomainId(4)) - 0.5).abs() < 1e-9);
-        // One takes all, pauses, and another of the same user comes: the user is still ahead.
-        now.now = Micros(30_000);
-        now.domains[0].received = now.now;
-        now.domains[0].demand = Demand::Idle;
-        now.domains[0].demand_since = now.now;
-        now.domains[1].demand = Demand::Busy;
-        now.domains[1].demand_since = now.now;
-        let next = plan(&now, &mut memory);
-        assert!(memory.lag(DomainId(4)) > 14_900.0);
-        assert!(memory.lag(DomainId(2)) < -13_000.0, "{memory:?}");
-        now.now = Micros(60_000);
-        now.domains[1].received = Micros(30_000);
-        let after = plan(&now, &mut memory);
-        let runs = |plan: &Plan| [plan.domains[1].run, plan.domains[3].run];
-        assert_eq!((runs(&next)[0], runs(&after)), (Enabled, [Frozen, Enabled]));
-    }
-
-    #[test]
-    fn a_latency_domain_over_its_budget_pauses_until_it_is_level() {
-        let classes = [Class::Latency, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
-        now.tenants[1].spec.guaranteed = 0.4;
-        let mut memory = Memory::default();
-        let first = plan(&now, &mut memory);
-        assert_eq!(shape(&first)[0], (1_000_000, Enabled));
-        let pause = first.next.expect("the budget ends");
-        assert!((55_000..65_000).contains(&pause.0), "{pause}");
-        now.now = pause;
-        now.domains[0].received = pause;
-        let second = plan(&now, &mut memory);
-        assert_eq!(shape(&second), [(1_000_000, Frozen), (1, Enabled)]);
-        let level = second.next.expect("the pause ends");
-        now.domains[1].received = level.saturating_sub(pause);
-        now.now = level;
-        assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
-        // An idle contender has no claim.
-        now.domains[0].received += Micros::from_secs(1);
-        now.domains[1].demand = Demand::Idle;
-        now.now = level + Micros::from_secs(1);
-        assert_eq!(shape(&plan(&now, &mut memory))[0], (1_000_000, Enabled));
-    }
-
-    #[test]
-    fn contender_that_must_not_run_pauses_no_other() {
-        let classes = [Class::Latency, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
-        now.tenants[1].spec.guaranteed = 0.4;
-        now.domains[1].pinned = Some(Frozen);
-        for gangs in [vec![], vec![now.domains[1].tenant]] {
-            now.gangs = gangs.into_iter().collect();
-            let mut memory = Memory::default();
-            plan(&now, &mut memory);
-            let mut later = now.clone();
-            later.now = Micros::from_secs(1);
-            later.domains[0].received = later.now;
-            assert_eq!(shape(&plan(&later, &mut memory))[0], (1_000_000, Enabled));
-        }
-    }
-
-    #[test]
-    fn what_a_limited_domain_took_too_much_is_not_forgotten_when_another_comes() {
-        let classes = [Class::Latency, Class::Latency, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
-        now.tenants[0].spec.limit = 0.3;
-        now.domains[1].demand = Demand::Idle;
-        let mut memory = Memory::default();
-        plan(&now, &mut memory);
-        now.now = Micros::from_millis(100);
-        now.domains[0].received = now.now;
-        assert_eq!(shape(&plan(&now, &mut memory))[0].1, Frozen);
-        let debt = memory.lag(DomainId(1));
-        now.domains[1].demand = Demand::Busy;
-        plan(&now, &mut memory);
-        let later = memory.lag(DomainId(1));
-        assert!(
-            later < -30_000.0 && (later - debt).abs() < 100.0,
-            "{debt}, {later}"
-        );
-    }
-
-    #[test]
-    fn busy_latency_domain_gives_way_to_another() {
-        let classes = [Class::Latency, Class::Latency];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
-        now.domains[1].demand = Demand::Idle;
-        let mut memory = Memory::default();
-        let got = plan(&now, &mut memory);
-        assert_eq!(shape(&got)[0].0, 1_000_000);
-        assert_eq!(got.next, Some(Micros::from_millis(10)));
-        now.now = Micros::from_millis(10);
-        let got = plan(&now, &mut memory);
-        assert_eq!(shape(&got), [(1, Enabled), (1_000_000, Enabled)]);
-    }
-
-    #[test]
-    fn max_min_lets_batch_share_by_slices() {
-        let classes = [Class::Standard, Class::Batch];
-        let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
-        let got = Shared::new(MaxMin).plan(&now, &mut Memory::default());
-        assert_eq!(got.domains[0].timeslice, got.domains[1].timeslice);
-        assert!(got.domains.iter().all(|domain| domain.run == Enabled));
-    }
-
-    #[test]
-    fn what_is_gone_is_forgotten() {
-        let classes = [Class::Latency, Class::Batch, Class::Batch];
-        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1), domain(3, 2)]);
-        let mut memory = Memory::default();
-        plan(&now, &mut memory);
-        now.domains.clear();
-        now.tenants.clear();
-        assert_eq!(plan(&now, &mut memory), Plan::default());
-        assert_eq!((memory.owner, memory.domains.len()), (None, 0));
-    }
-}
+mod tests;

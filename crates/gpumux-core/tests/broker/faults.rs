@@ -3,7 +3,7 @@
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
     broker::{
-        Event, FREEZE, HEDGE, LOOK, MoveError, PATIENCE, PATIENCE_FOR_TURNS, ProcessId, Terms,
+        Event, FREEZE, HEDGE, LOOK, MoveError, PATIENCE, PATIENCE_FOR_TURNS, ProcessId, TRIM, Terms,
     },
     ledger::{Holding, Share},
 };
@@ -177,6 +177,58 @@ pub(crate) fn leases_that_are_not_used_are_given_back_before_the_victim_is_asked
 }
 
 #[test]
+pub(crate) fn a_request_waits_for_leases_that_come_back_late() {
+    let mut world = World::new(10 * GIB);
+    let terms = |policy| Terms {
+        class: Class::Standard,
+        share: Share {
+            guaranteed: 0,
+            limit: 5 * GIB,
+        },
+        policy,
+        sleep_after: None,
+    };
+    let of_one = |policy| {
+        let mut world = World::new(10 * GIB);
+        world.tenant(1, Class::Standard, 0);
+        world.event(Event::Tenant(TenantId(1), terms(policy)));
+        world.process(2, 1);
+        assert_eq!(world.allocate(1, 3 * GIB), 3 * GIB);
+        let one = world.puppets.get_mut(&ProcessId(1)).expect("there");
+        (one.unused, one.trim) = (2 * GIB, Micros::from_millis(400));
+        world
+    };
+    // At the tenant's limit, of which its other process does not use all: that one's host is slow.
+    let mut own = of_one(MemoryPolicy::Fail);
+    assert_eq!(own.allocate(2, 3 * GIB), 3 * GIB);
+    // Where the driver has less room than is accounted for.
+    world.tenant(1, Class::Standard, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    let one = world.puppets.get_mut(&ProcessId(1)).expect("there");
+    (one.unused, one.trim) = (6 * GIB, Micros::from_millis(400));
+    world.tenant(2, Class::Standard, 0);
+    world.event(Event::Tenant(TenantId(2), terms(MemoryPolicy::Fail)));
+    assert_eq!(world.allocate(2, 4 * GIB), 4 * GIB);
+    // One that is stopped holds others up once, not each time.
+    let mut stopped = of_one(MemoryPolicy::Fail);
+    stopped
+        .puppets
+        .get_mut(&ProcessId(1))
+        .expect("there")
+        .manner = Manner::Stopped;
+    for (at_most, round) in [TRIM + LOOK, LOOK, LOOK].into_iter().zip(0..) {
+        let asked = stopped.now;
+        assert_eq!(stopped.allocate(2, 3 * GIB), 0, "{round}");
+        let waited = stopped.now.saturating_sub(asked);
+        assert!(
+            waited <= at_most + Micros::from_millis(10),
+            "{round}: {waited}"
+        );
+        stopped.run_for(Micros::from_secs(3));
+    }
+}
+
+#[test]
 pub(crate) fn only_what_is_lacking_moves() {
     let mut world = World::new(100 * GIB);
     world.tenant(1, Class::Batch, 0);
@@ -267,6 +319,108 @@ pub(crate) fn a_driver_with_less_room_than_accounted_for_gets_more() {
         "{:?}",
         world.moves
     );
+}
+
+/// One process refuses while another still makes host memory: the other is not waited for.
+#[test]
+pub(crate) fn refusal_of_one_process_ends_the_move_of_all() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.process(11, 1);
+    for process in [1, 11] {
+        assert_eq!(world.allocate(process, 2 * GIB), 2 * GIB);
+    }
+    let manner = |world: &mut World, process, manner| {
+        world
+            .puppets
+            .get_mut(&ProcessId(process))
+            .expect("there")
+            .manner = manner;
+    };
+    manner(&mut world, 1, Manner::Slow(Micros::from_secs(15)));
+    manner(&mut world, 11, Manner::Refuses(Micros::from_millis(10)));
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(Micros::from_millis(20));
+    assert!(matches!(
+        world.answers.get(&1),
+        Some(Err(MoveError::Busy(_)))
+    ));
+    assert!(world.is_home(1));
+    // The late answer of the other belongs to no move.
+    manner(&mut world, 11, Manner::Prompt);
+    world.event(Event::Sleep(TenantId(1), 2));
+    world.run_for(Micros::from_secs(14));
+    assert!(!world.answers.contains_key(&2));
+    world.run_for(Micros::from_secs(4));
+    assert_eq!(world.answers.get(&2), Some(&Ok(())));
+}
+
+/// A process whose session is replaced in the middle of a move joins before its old session has left.
+#[test]
+pub(crate) fn move_begins_anew_with_a_process_that_joined_meanwhile() {
+    for moment in [500, 5_000_200, 5_020_000] {
+        let mut world = World::new(10 * GIB);
+        world.tenant(1, Class::Batch, 0);
+        assert_eq!(world.allocate(1, 2 * GIB), 2 * GIB);
+        let puppet = world.puppets.get_mut(&ProcessId(1)).expect("there");
+        puppet.manner = Manner::Slow(Micros::from_secs(5));
+        world.event(Event::Sleep(TenantId(1), 1));
+        world.run_for(Micros(moment));
+        world.process(11, 1);
+        world.kill(1);
+        assert_eq!(world.allocate(11, 3 * GIB), 3 * GIB);
+        world.run_for(S);
+        assert_eq!(world.answers.get(&1), Some(&Ok(())), "{moment}");
+        assert_eq!(world.swapped(1), 3 * GIB, "{moment}");
+    }
+}
+
+#[test]
+pub(crate) fn wake_ends_a_move_that_has_not_begun_to_copy() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 2 * GIB), 2 * GIB);
+    let puppet = world.puppets.get_mut(&ProcessId(1)).expect("there");
+    puppet.manner = Manner::Slow(Micros::from_secs(5));
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(S);
+    world.event(Event::Wake(TenantId(1), 2));
+    assert!(matches!(
+        world.answers.get(&1),
+        Some(Err(MoveError::Busy(_)))
+    ));
+    assert_eq!(world.answers.get(&2), Some(&Ok(())));
+    assert!(world.is_home(1) && world.frozen.is_empty());
+    world.run_for(Micros::from_secs(10));
+    assert!(world.moves.is_empty());
+    // A move for which others wait goes on.
+    world.tenant(2, Class::Batch, 0);
+    world.ask(ProcessId(2), 1, 9 * GIB);
+    world.run_for(S);
+    world.event(Event::Wake(TenantId(1), 3));
+    world.run_for(Micros::from_secs(10));
+    assert!(world.grants.contains_key(&(ProcessId(2), 1)));
+}
+
+/// Its host memory is being made, which takes as long as there is much: it still runs.
+#[test]
+pub(crate) fn leaving_tenant_gets_free_memory_until_it_is_frozen() {
+    let mut world = World::new(10 * GIB);
+    for tenant in [1, 2] {
+        world.tenant(tenant, Class::Batch, 0);
+    }
+    assert_eq!(world.allocate(1, 2 * GIB), 2 * GIB);
+    assert_eq!(world.allocate(2, 6 * GIB), 6 * GIB);
+    let puppet = world.puppets.get_mut(&ProcessId(1)).expect("there");
+    puppet.manner = Manner::Slow(Micros::from_secs(5));
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(S);
+    world.ask(ProcessId(1), 1, GIB);
+    assert!(world.grants.contains_key(&(ProcessId(1), 1)));
+    // No other tenant is moved for it.
+    world.ask(ProcessId(1), 2, 6 * GIB);
+    world.run_for(S);
+    assert!(!world.grants.contains_key(&(ProcessId(1), 2)) && world.is_home(2));
 }
 
 /// A latency tenant with a guarantee of 30 GiB beside two batch tenants that do not fit into the rest of 100.

@@ -1,5 +1,7 @@
 //! The memory broker in virtual time: what went wrong before, what may go wrong, and what must hold in any case.
 
+mod elastic;
+mod ends;
 mod faults;
 mod model;
 mod mutations;

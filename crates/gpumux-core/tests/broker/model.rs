@@ -8,7 +8,9 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
-    broker::{Activity, Ask, Broker, Command, Event, Order, ProcessId, Reply, Terms, overhead},
+    broker::{
+        Activity, Ask, Broker, Command, Droppable, Event, Order, ProcessId, Reply, Terms, overhead,
+    },
     ledger::{Holding, Kind, Share},
 };
 use stateright::{Checker, Model, Property};
@@ -27,6 +29,8 @@ struct World {
     room: u64,
     /// Their classes, guarantees and sizes in MiB.
     tenants: Vec<(Class, u64, u64)>,
+    /// Of the last one, what is free and what is cached in MiB: it needs no copy.
+    droppable: (u64, u64),
     /// How often processes may refuse, be late, end, or change whether they work.
     refusals: u8,
     lateness: u8,
@@ -39,6 +43,9 @@ struct World {
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 struct Process {
     holding: Holding,
+    droppable: u64,
+    /// What was freed without a copy.
+    dropped: u64,
     busy: bool,
     idle_since: Micros,
     pending: Option<(u64, Order)>,
@@ -89,6 +96,15 @@ impl World {
     }
 }
 
+fn holds(process: ProcessId, holding: Holding) -> Event {
+    Event::Holds {
+        process,
+        device: DEVICE.to_owned(),
+        total: 0,
+        holding,
+    }
+}
+
 impl State {
     fn event(&mut self, event: Event) {
         let commands = self.broker.handle(NOW, event);
@@ -99,10 +115,17 @@ impl State {
 
     fn carry_out(&mut self, command: Command) {
         match command {
-            Command::Order(_, _, Order::Trim | Order::DropHost | Order::Resume) => {}
+            Command::Order(process, _, Order::Trim) => {
+                if let Some(holding) = self.processes.get(&process.0).map(|it| it.holding) {
+                    self.event(holds(process, holding));
+                }
+            }
+            Command::Order(_, _, Order::DropHost | Order::Resume) => {}
             Command::Order(process, op, order) => {
                 let tenant = TenantId(process.0);
-                if matches!(order, Order::Out { .. }) && !self.frozen.contains(&tenant) {
+                if matches!(order, Order::Out { .. } | Order::Take { .. })
+                    && !self.frozen.contains(&tenant)
+                {
                     self.broken = Some(format!("{tenant:?} is moved while it runs"));
                 }
                 if let Some(it) = self.processes.get_mut(&process.0) {
@@ -164,6 +187,12 @@ impl State {
                 process.holding.movable -= bytes;
                 process.holding.swapped += bytes;
             }
+            Order::Take { bytes, .. } => {
+                let bytes = bytes.min(process.droppable);
+                process.holding.movable -= bytes;
+                process.droppable -= bytes;
+                process.dropped += bytes;
+            }
             Order::In => {
                 process.holding.movable += before.swapped;
                 process.holding.swapped = 0;
@@ -176,12 +205,13 @@ impl State {
             _ => Reply::Done,
         };
         if holding != before {
-            self.event(Event::Holds {
+            let (free, cached) = (process.droppable, 0);
+            self.event(Event::Droppable {
                 process: ProcessId(id),
                 device: DEVICE.to_owned(),
-                total: 0,
-                holding,
+                droppable: Droppable { free, cached },
             });
+            self.event(holds(ProcessId(id), holding));
         }
         self.event(Event::Reply(ProcessId(id), op, reply));
     }
@@ -267,6 +297,8 @@ impl Model for World {
         for n in 0..self.tenants.len() as u64 {
             let process = Process {
                 holding: Holding::default(),
+                droppable: 0,
+                dropped: 0,
                 busy: true,
                 idle_since: NOW,
                 pending: None,
@@ -277,6 +309,16 @@ impl Model for World {
         }
         let activity = state.activity();
         state.event(activity);
+        let (free, cached) = (self.droppable.0 * MIB, self.droppable.1 * MIB);
+        let last = self.tenants.len() as u64 - 1;
+        if let Some(process) = state.processes.get_mut(&last) {
+            process.droppable = free + cached;
+        }
+        state.event(Event::Droppable {
+            process: ProcessId(last),
+            device: DEVICE.to_owned(),
+            droppable: Droppable { free, cached },
+        });
         // All at the same moment.
         for (n, (_, _, size)) in self.tenants.iter().enumerate() {
             state.event(Event::Ask {
@@ -376,7 +418,7 @@ impl Model for World {
             }),
             Property::sometimes("all were home", |world, state: &State| {
                 let has = |(id, it): (&u64, &Process)| {
-                    it.holding.all() == world.tenants[*id as usize].2 * MIB
+                    it.holding.all() + it.dropped == world.tenants[*id as usize].2 * MIB
                 };
                 state.processes.len() == world.tenants.len() && state.processes.iter().all(has)
             }),
@@ -422,6 +464,7 @@ fn two(tenants: &[(Class, u64, u64)]) -> World {
     World {
         room: 100,
         tenants: tenants.to_vec(),
+        droppable: (0, 0),
         refusals: 0,
         lateness: 0,
         deaths: 0,
@@ -466,6 +509,32 @@ fn two_tenants_in_every_order_with_failures() {
     }
     println!("two tenants, 16 worlds: {all} states");
     assert!(all > 1000);
+}
+
+/// The second tenant has memory that needs no copy: enough for what the first lacks of its guarantee, and too little.
+#[test]
+fn memory_that_needs_no_copy_in_every_order_with_failures() {
+    let mut all = 0;
+    for droppable in [(20, 10), (5, 5)] {
+        for (refusals, lateness, deaths, toggles) in
+            [(0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
+        {
+            let world = World {
+                droppable,
+                refusals,
+                lateness,
+                deaths,
+                toggles,
+                patience: Micros::from_secs(20 + 60 * u64::from(lateness + refusals)),
+                ..two(&[(Class::Latency, 50, 50), (Class::Batch, 0, 79)])
+            };
+            let (states, wrong) = check(world.clone());
+            assert_eq!(wrong, None, "{world:?}");
+            all += states;
+        }
+    }
+    println!("memory that needs no copy, 8 worlds: {all} states");
+    assert!(all > 100);
 }
 
 #[test]

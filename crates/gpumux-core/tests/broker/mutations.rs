@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpumux_core::broker::Mutation;
 
-use super::{faults, model, world::MUTATION};
+use super::{elastic, ends, faults, model, world::MUTATION};
 
 /// Whether a test fails while brokers have this fault.
 fn finds(mutation: Mutation, test: fn()) -> bool {
@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 11] = [
+    let all: [(Mutation, fn()); 15] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -53,6 +53,22 @@ fn every_known_fault_is_found() {
         (
             Mutation::ForgetReturning,
             faults::a_return_keeps_its_place_until_all_are_back,
+        ),
+        (
+            Mutation::CopyDroppable,
+            elastic::guaranteed_memory_comes_of_free_pages_first,
+        ),
+        (
+            Mutation::LeaveAtOnce,
+            ends::memory_of_an_ended_process_is_waited_for,
+        ),
+        (
+            Mutation::LeaveAtOnce,
+            ends::tenant_returns_when_an_ended_process_is_freed_and_moves_no_other,
+        ),
+        (
+            Mutation::RefuseEarly,
+            faults::a_request_waits_for_leases_that_come_back_late,
         ),
         (
             Mutation::NoHedge,

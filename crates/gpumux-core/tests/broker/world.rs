@@ -10,8 +10,8 @@ use std::{
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
     broker::{
-        Activity, Ask, Broker, Command, Event, MoveError, Mutation, Order, ProcessId, Reply,
-        Standing, Terms,
+        Activity, Ask, Broker, Command, Droppable, Event, MoveError, Mutation, Order, ProcessId,
+        Reply, Standing, Terms,
     },
     ledger::{Holding, Kind, Share},
 };
@@ -42,6 +42,8 @@ pub(crate) enum Manner {
     RefusesToMove,
     /// The driver has no memory for it this often when it comes back.
     CannotReturn(u32),
+    /// The driver has no memory for it until then.
+    CannotReturnBefore(Micros),
 }
 
 #[derive(Clone, Debug)]
@@ -50,11 +52,21 @@ pub(crate) struct Puppet {
     pub(crate) holding: Holding,
     /// Of what it was granted, what it does not use: it cannot be moved, only given back.
     pub(crate) unused: u64,
+    /// How long it takes to give that back.
+    pub(crate) trim: Micros,
+    /// Of what moves, what needs no copy.
+    pub(crate) droppable: Droppable,
     pub(crate) manner: Manner,
     /// Orders that came while it was stopped.
     mailbox: Vec<(u64, Order)>,
     pub(crate) closed: bool,
     kept: u64,
+}
+
+enum Due {
+    Event(Event),
+    /// A process gives back what it does not use, and says what it has.
+    Trim(ProcessId),
 }
 
 pub(crate) struct World {
@@ -64,14 +76,18 @@ pub(crate) struct World {
     pub(crate) busy: BTreeMap<TenantId, bool>,
     idle_since: BTreeMap<TenantId, Micros>,
     pub(crate) frozen: BTreeSet<TenantId>,
-    queue: BTreeMap<(Micros, u64), Event>,
+    queue: BTreeMap<(Micros, u64), Due>,
     sequence: u64,
     pub(crate) capacity: u64,
+    /// What the driver has not freed of processes that have ended.
+    pub(crate) unfreed: u64,
     pub(crate) answers: BTreeMap<u64, Result<(), MoveError>>,
     pub(crate) grants: BTreeMap<(ProcessId, u32), u64>,
     asked: BTreeMap<(ProcessId, u32), u64>,
     pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
     pub(crate) orders: u64,
+    /// Bytes that were freed without a copy, and when.
+    pub(crate) drops: Vec<(Micros, TenantId, u64)>,
     /// Since when a tenant waits although there is room for it.
     starved: BTreeMap<TenantId, Micros>,
     pub(crate) longest_starved: Micros,
@@ -100,11 +116,13 @@ impl World {
             queue: BTreeMap::new(),
             sequence: 0,
             capacity,
+            unfreed: 0,
             answers: BTreeMap::new(),
             grants: BTreeMap::new(),
             asked: BTreeMap::new(),
             moves: Vec::new(),
             orders: 0,
+            drops: Vec::new(),
             starved: BTreeMap::new(),
             longest_starved: Micros::ZERO,
             waits: BTreeMap::new(),
@@ -116,11 +134,9 @@ impl World {
 
     /// What the driver would report.
     pub(crate) fn measure(&mut self) {
-        let used = self
-            .puppets
-            .values()
-            .map(|it| it.holding.resident() - it.unused)
-            .sum();
+        let held = self.puppets.values();
+        let held: u64 = held.map(|it| it.holding.resident() - it.unused).sum();
+        let used = held + self.unfreed;
         let (uuid, capacity) = (DEVICE.to_owned(), self.capacity);
         self.event(Event::Device {
             uuid,
@@ -151,6 +167,8 @@ impl World {
             tenant,
             holding: Holding::default(),
             unused: 0,
+            trim: Micros(100),
+            droppable: Droppable::default(),
             manner: Manner::Prompt,
             mailbox: Vec::new(),
             closed: false,
@@ -159,6 +177,16 @@ impl World {
         self.puppets.insert(process, puppet);
         self.event(Event::Joined(process, tenant));
         process
+    }
+
+    pub(crate) fn set_policy(&mut self, tenant: u64, policy: MemoryPolicy) {
+        let terms = Terms {
+            class: Class::Standard,
+            share: Share::default(),
+            policy,
+            sleep_after: None,
+        };
+        self.event(Event::Tenant(TenantId(tenant), terms));
     }
 
     pub(crate) fn set_busy(&mut self, tenant: u64, busy: bool) {
@@ -205,11 +233,31 @@ impl World {
         self.grants.get(&(process, ticket)).copied().unwrap_or(0)
     }
 
+    /// A process reports what of its memory needs no copy.
+    pub(crate) fn offer(&mut self, process: u64, free: u64, cached: u64) {
+        let (process, droppable) = (ProcessId(process), Droppable { free, cached });
+        if let Some(puppet) = self.puppets.get_mut(&process) {
+            puppet.droppable = droppable;
+        }
+        self.event(Event::Droppable {
+            process,
+            device: DEVICE.to_owned(),
+            droppable,
+        });
+    }
+
+    /// The driver has no memory for a process although it was granted: what the broker answers.
+    pub(crate) fn missing(&mut self, process: u64) -> u64 {
+        let (process, ticket) = (ProcessId(process), u32::MAX);
+        self.event(Event::Missing { process, ticket });
+        self.grants.remove(&(process, ticket)).expect("an answer")
+    }
+
     pub(crate) fn kill(&mut self, process: u64) {
         self.puppets.remove(&ProcessId(process));
         // What it would have said.
-        self.queue.retain(|_, event| {
-            !matches!(event, Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. }
+        self.queue.retain(|_, due| {
+            !matches!(due, Due::Event(Event::Reply(it, ..) | Event::Keeps(it, _) | Event::Holds { process: it, .. })
                 if it.0 == process)
         });
         self.event(Event::Left(ProcessId(process)));
@@ -245,10 +293,11 @@ impl World {
                 .first_key_value()
                 .map(|(key, _)| *key)
                 .filter(|key| key.0 <= at);
-            let event = due
-                .and_then(|key| self.queue.remove(&key))
-                .unwrap_or(Event::Tick);
-            self.event(event);
+            match due.and_then(|key| self.queue.remove(&key)) {
+                Some(Due::Event(event)) => self.event(event),
+                Some(Due::Trim(process)) => self.trim(process),
+                None => self.event(Event::Tick),
+            }
         }
         self.now = end;
     }
@@ -273,8 +322,20 @@ impl World {
     }
 
     fn later(&mut self, delay: Micros, event: Event) {
+        self.due(delay, Due::Event(event));
+    }
+
+    fn due(&mut self, delay: Micros, due: Due) {
         self.sequence += 1;
-        self.queue.insert((self.now + delay, self.sequence), event);
+        self.queue.insert((self.now + delay, self.sequence), due);
+    }
+
+    fn trim(&mut self, process: ProcessId) {
+        if let Some(puppet) = self.puppets.get_mut(&process) {
+            puppet.holding.movable -= std::mem::take(&mut puppet.unused);
+            let holding = puppet.holding;
+            self.event(holds(process, self.capacity, holding));
+        }
     }
 
     fn carry_out(&mut self, commands: Vec<Command>) {
@@ -289,7 +350,9 @@ impl World {
                     ticket,
                     bytes,
                 } => {
-                    if let Some(puppet) = self.puppets.get_mut(&process) {
+                    if let Some(puppet) = self.puppets.get_mut(&process)
+                        && ticket != u32::MAX
+                    {
                         puppet.holding.movable += bytes;
                     }
                     self.grants.insert((process, ticket), bytes);
@@ -335,13 +398,8 @@ impl World {
         match order {
             Order::Resume => puppet.closed = false,
             Order::Trim => {
-                let unused = std::mem::take(&mut puppet.unused);
-                if unused == 0 {
-                    return;
-                }
-                puppet.holding.movable -= unused;
-                let holding = puppet.holding;
-                self.report(process, holding, Micros(100));
+                let delay = puppet.trim;
+                self.due(delay, Due::Trim(process));
             }
             Order::Quiesce { .. } => {
                 let idle = !self.busy.get(&tenant).copied().unwrap_or(false);
@@ -395,6 +453,9 @@ impl World {
                     puppet.manner = Manner::CannotReturn(times - 1);
                     return self.later(Micros(100), reply(Reply::Refused("out of memory".into())));
                 }
+                if matches!(manner, Manner::CannotReturnBefore(at) if self.now < at) {
+                    return self.later(Micros(100), reply(Reply::Refused("out of memory".into())));
+                }
                 puppet.closed = false;
                 let after = Holding {
                     movable: holding.movable + holding.swapped,
@@ -413,20 +474,41 @@ impl World {
                 self.later(Micros(1000), Event::Keeps(process, kept));
             }
             Order::Reclaim { .. } => self.later(Micros(1000), reply(Reply::Freed(0))),
+            Order::Take { bytes, .. } => {
+                assert!(
+                    self.frozen.contains(&tenant),
+                    "mapped anew while it runs: {tenant:?}"
+                );
+                let bytes = match manner {
+                    Manner::MovesNothing => 0,
+                    _ => bytes.min(puppet.droppable.free + puppet.droppable.cached),
+                };
+                let free = bytes.min(puppet.droppable.free);
+                puppet.droppable.free -= free;
+                puppet.droppable.cached -= bytes - free;
+                let after = Holding {
+                    movable: holding.movable - bytes,
+                    ..holding
+                };
+                let (took, droppable) = (Micros(bytes / GIB * 3000 + 100), puppet.droppable);
+                self.drops.push((self.now, tenant, bytes));
+                if manner != Manner::MovesNothing {
+                    let device = DEVICE.to_owned();
+                    let event = Event::Droppable {
+                        process,
+                        device,
+                        droppable,
+                    };
+                    self.later(took, event);
+                }
+                self.report(process, after, took);
+                self.later(took, reply(Reply::Done));
+            }
         }
     }
 
-    fn report(&mut self, process: ProcessId, holding: Holding, delay: Micros) {
-        let (device, total) = (DEVICE.to_owned(), self.capacity);
-        self.later(
-            delay,
-            Event::Holds {
-                process,
-                device,
-                total,
-                holding,
-            },
-        );
+    pub(crate) fn report(&mut self, process: ProcessId, holding: Holding, delay: Micros) {
+        self.later(delay, holds(process, self.capacity, holding));
     }
 
     pub(crate) fn standing(&self, tenant: u64) -> Standing {
@@ -489,5 +571,14 @@ impl World {
             let longest = self.longest_wait.entry(id).or_default();
             *longest = (*longest).max(waited);
         }
+    }
+}
+
+fn holds(process: ProcessId, total: u64, holding: Holding) -> Event {
+    Event::Holds {
+        process,
+        device: DEVICE.to_owned(),
+        total,
+        holding,
     }
 }

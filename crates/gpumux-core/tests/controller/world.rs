@@ -581,7 +581,13 @@ impl World {
         let reply = |reply| broker::Event::Reply(process, op, reply);
         let idle = !tenant.busy;
         match order {
-            Order::Resume | Order::Trim => {}
+            Order::Resume => {}
+            Order::Trim => {
+                for (device, holding) in tenant.holding.clone() {
+                    let event = holds(process, device, holding);
+                    self.later(process, Micros::ZERO, event);
+                }
+            }
             Order::Quiesce { .. } => self.later(process, Micros(300), reply(Reply::Quiet(idle))),
             Order::Out { least, .. } => {
                 for id in &tenant.groups {
@@ -625,6 +631,7 @@ impl World {
                 self.later(process, Micros(1000), broker::Event::Keeps(process, kept));
             }
             Order::Reclaim { .. } => self.later(process, Micros(1000), reply(Reply::Freed(0))),
+            Order::Take { .. } => self.later(process, Micros(1000), reply(Reply::Done)),
         }
     }
 
@@ -632,13 +639,7 @@ impl World {
         let bytes: u64 = reports.iter().map(|it| it.1).sum();
         let took = Micros(bytes / LINK + 1000);
         for (device, _, holding) in reports {
-            let event = broker::Event::Holds {
-                process,
-                device: uuid(device),
-                total: CAPACITY,
-                holding,
-            };
-            self.later(process, took, event);
+            self.later(process, took, holds(process, device, holding));
         }
         took
     }
@@ -885,5 +886,14 @@ pub(crate) fn with_memory(spec: TenantSpec, bytes: u64) -> TenantSpec {
     TenantSpec {
         memory_guaranteed: share.guaranteed,
         ..spec
+    }
+}
+
+fn holds(process: ProcessId, device: usize, holding: Holding) -> broker::Event {
+    broker::Event::Holds {
+        process,
+        device: uuid(device),
+        total: CAPACITY,
+        holding,
     }
 }

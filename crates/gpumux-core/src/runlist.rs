@@ -1,0 +1,247 @@
+//! Timeslices and freezes in software: which channel groups of a device may launch kernels, where the driver refuses the controls.
+//!
+//! The controller plans timeslices and run states as always. The hardware's runlist would carry them out; here it is
+//! [`Runlist::step`], which lets one group at a time launch, or several if a timeslice cannot keep them apart. It is a pure state
+//! machine: the daemon reports what it knows, and writes the [`Permit`] of each group where the group's process reads it.
+//!
+//! A running kernel is not interrupted. A group whose time is over gets [`Permit::Hold`], and the next one follows when its
+//! kernels have ended. What it used beyond its timeslice is taken off its next ones, so that long kernels gain nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+
+use crate::{DomainId, Micros, RunState, Timeslice};
+
+/// How programs are scheduled.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Mechanism {
+    /// By the controls where the driver allows them, else at their launches.
+    Auto,
+    /// By the driver's controls. A program for which it refuses them runs unmanaged.
+    #[default]
+    Controls,
+    /// At their launches: a kernel is launched when its program may run.
+    Launches,
+}
+
+impl std::str::FromStr for Mechanism {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        match text {
+            "auto" => Ok(Self::Auto),
+            "controls" => Ok(Self::Controls),
+            "launches" => Ok(Self::Launches),
+            _ => Err(format!(
+                "unknown mechanism `{text}`: use auto, controls or launches"
+            )),
+        }
+    }
+}
+
+/// Launched and not done, at most, in time, of a group that others preempt: a request waits for that much and one kernel.
+pub const OUTSTANDING: Micros = Micros(400);
+/// The same at most, of a group that only gives way at the end of a timeslice.
+const MOST_OUTSTANDING: Micros = Micros(4_000);
+/// A timeslice of which at most this part is launched ahead, as its reciprocal.
+const AHEAD: u64 = 8;
+/// A group with a shorter timeslice gives way at once to one with a longer.
+const SHORT: Timeslice = Timeslice(500);
+/// How long the next group waits for kernels of the last. They may wait for one that is held: then both must run for a while.
+pub const PATIENCE: Micros = Micros::from_millis(50);
+
+/// Whether a group may launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Permit {
+    /// As much as it likes.
+    Free,
+    /// As long as so much is launched and not done.
+    Budget(Micros),
+    /// Not now.
+    Hold,
+}
+
+/// A channel group as it is now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// Its name.
+    pub id: DomainId,
+    /// What the plan gave it.
+    pub timeslice: Timeslice,
+    /// Whether the plan lets it run.
+    pub run: RunState,
+    /// Something was launched that is not done.
+    pub running: bool,
+    /// A thread waits to launch.
+    pub waits: bool,
+}
+
+impl Member {
+    /// Whether it would use the device.
+    fn wants(&self) -> bool {
+        self.run == RunState::Enabled && (self.running || self.waits)
+    }
+
+    fn gives_way(&self) -> bool {
+        self.timeslice < SHORT
+    }
+}
+
+/// See the module's description.
+#[derive(Clone, Debug, Default)]
+pub struct Runlist {
+    /// Whose time it is, and since when.
+    current: Option<(DomainId, Micros)>,
+    /// Groups whose kernels the next one waits for, and until when at most.
+    draining: Option<(Vec<DomainId>, Micros)>,
+    /// Groups whose kernels were waited for in vain, until they end.
+    endless: BTreeSet<DomainId>,
+    /// Whose time it was last.
+    last: Option<DomainId>,
+    /// By how much groups exceeded their time, in µs.
+    debts: BTreeMap<DomainId, u64>,
+}
+
+impl Runlist {
+    /// What each of these may do now, in their order, and when to ask again although nothing happens. They are all groups of the
+    /// device, by rising names.
+    pub fn step(&mut self, now: Micros, members: &[Member]) -> (Vec<Permit>, Option<Micros>) {
+        let wants = |id: DomainId| members.iter().any(|it| it.id == id && it.wants());
+        self.debts.retain(|id, _| wants(*id));
+        let runs = |id: DomainId| members.iter().any(|it| it.id == id && it.running);
+        self.endless.retain(|id| runs(*id));
+        self.drain(now, members);
+        self.leave(now, members);
+        if self.draining.is_none() && self.current.is_none() {
+            self.current = self.choose(members).map(|id| (id, now));
+        }
+        let next = match (&self.draining, self.current) {
+            (Some((_, until)), _) => Some(*until),
+            (None, Some((id, since))) => {
+                let contended = members.iter().filter(|it| it.wants()).count() > 1;
+                let current = members.iter().find(|it| it.id == id && contended);
+                current.map(|it| (since + self.length(it)).max(now + Micros(1)))
+            }
+            (None, None) => None,
+        };
+        let permits = members.iter().map(|it| self.permit(it, members));
+        (permits.collect(), next)
+    }
+
+    /// How long a group may run in a row.
+    fn length(&self, of: &Member) -> Micros {
+        let debt = self.debts.get(&of.id).copied().unwrap_or(0);
+        Micros(of.timeslice.0).saturating_sub(Micros(debt))
+    }
+
+    /// The kernels of those before have ended, or take too long.
+    fn drain(&mut self, now: Micros, members: &[Member]) {
+        let Some((of, until)) = &self.draining else {
+            return;
+        };
+        if now < *until && members.iter().any(|it| it.running && of.contains(&it.id)) {
+            return;
+        }
+        let running = members
+            .iter()
+            .filter(|it| it.running && of.contains(&it.id));
+        self.endless.extend(running.map(|it| it.id));
+        self.draining = None;
+        // What it used until now is its.
+        if let Some((id, since)) = self.current.take()
+            && let Some(member) = members.iter().find(|it| it.id == id && !it.gives_way())
+        {
+            let debt = self.debts.entry(id).or_default();
+            *debt = (now.saturating_sub(since).0 + *debt).saturating_sub(member.timeslice.0);
+        }
+    }
+
+    /// The current group stops, if its time is over.
+    fn leave(&mut self, now: Micros, members: &[Member]) {
+        let Some((id, since)) = self.current else {
+            // Kernels of a group that was frozen may still run.
+            let left = members.iter().filter(|it| {
+                it.running && it.run == RunState::Frozen && !self.endless.contains(&it.id)
+            });
+            let left: Vec<DomainId> = left.map(|it| it.id).collect();
+            if !left.is_empty() && self.draining.is_none() && members.iter().any(Member::wants) {
+                self.draining = Some((left, now + PATIENCE));
+            }
+            return;
+        };
+        let current = members.iter().find(|it| it.id == id);
+        let Some(current) = current.filter(|it| it.wants() || it.running) else {
+            (self.current, self.draining) = (None, None);
+            return;
+        };
+        let mut others = members.iter().filter(|it| it.id != id && it.wants());
+        // One with a longer timeslice does not wait for kernels that run.
+        if let Some(other) = others
+            .clone()
+            .find(|it| current.gives_way() && !it.gives_way())
+        {
+            (self.current, self.draining) = (Some((other.id, now)), None);
+            return;
+        }
+        let frozen = current.run == RunState::Frozen;
+        let over = since + self.length(current) <= now;
+        // Those that give way to it would not run.
+        let follows = |it: &Member| frozen || over && it.gives_way() == current.gives_way();
+        if self.draining.is_none() && others.any(follows) {
+            self.draining = Some((vec![id], now + PATIENCE));
+        }
+    }
+
+    /// The next one: in turn, the ones before that others must give way to. One that owes a whole timeslice is left out once for it.
+    fn choose(&mut self, members: &[Member]) -> Option<DomainId> {
+        let wanting = members.iter().filter(|it| it.wants());
+        let gives_way = wanting.clone().map(Member::gives_way).min()?;
+        let mut wanting: Vec<&Member> = wanting.filter(|it| it.gives_way() == gives_way).collect();
+        let after = |it: &&&Member| self.last.is_some_and(|last| it.id <= last);
+        let before = wanting.iter().filter(after).count();
+        wanting.rotate_left(before);
+        if wanting.len() == 1 {
+            self.debts.clear();
+        }
+        // None owes more than a few times `PATIENCE`, and each round pays something.
+        let found = wanting
+            .iter()
+            .cycle()
+            .find(|it| match self.debts.get_mut(&it.id) {
+                Some(debt) if *debt >= it.timeslice.0 => {
+                    *debt -= it.timeslice.0.max(1);
+                    false
+                }
+                _ => true,
+            });
+        self.last = found.map(|it| it.id);
+        self.last
+    }
+
+    fn permit(&self, member: &Member, members: &[Member]) -> Permit {
+        if member.run == RunState::Frozen {
+            return Permit::Hold;
+        }
+        if members.len() == 1 {
+            return Permit::Free;
+        }
+        let current = self.current.map(|(id, _)| id);
+        let may = match members.iter().find(|it| Some(it.id) == current) {
+            Some(it) if it.id == member.id => self.draining.is_none(),
+            Some(it) => it.gives_way() && !member.gives_way(),
+            None => self.draining.is_none() || !member.gives_way(),
+        };
+        let ahead = Micros(member.timeslice.0 / AHEAD).clamp(OUTSTANDING, MOST_OUTSTANDING);
+        match may {
+            false => Permit::Hold,
+            true if member.timeslice == Timeslice::MAX => Permit::Free,
+            true if member.gives_way() => Permit::Budget(OUTSTANDING),
+            true => Permit::Budget(ahead),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,240 @@
+use proptest::prelude::*;
+
+use super::*;
+
+fn member(id: u64, timeslice: u64) -> Member {
+    Member {
+        id: DomainId(id),
+        timeslice: Timeslice(timeslice),
+        run: RunState::Enabled,
+        running: true,
+        waits: true,
+    }
+}
+
+const FREE: Permit = Permit::Free;
+const HOLD: Permit = Permit::Hold;
+const SOME: Permit = Permit::Budget(OUTSTANDING);
+
+#[test]
+fn group_alone_is_never_held() {
+    let mut runlist = Runlist::default();
+    let alone = [member(1, 2048)];
+    assert_eq!(runlist.step(Micros(0), &alone), (vec![FREE], None));
+    assert_eq!(runlist.step(Micros(9_000_000), &alone), (vec![FREE], None));
+}
+
+#[test]
+fn request_holds_batch_work_at_once_and_ends_it_when_done() {
+    let mut runlist = Runlist::default();
+    let (mut latency, batch) = (member(1, 1_000_000), member(2, 1));
+    (latency.running, latency.waits) = (false, false);
+    let idle = runlist.step(Micros(0), &[latency, batch]).0;
+    assert_eq!(idle, [FREE, SOME], "a request would find no gate closed");
+    latency.running = true;
+    let (busy, next) = runlist.step(Micros(10), &[latency, batch]);
+    assert_eq!(busy, [FREE, HOLD]);
+    assert_eq!(
+        next,
+        Some(Micros(1_000_010)),
+        "nothing to do until the request ends"
+    );
+    let late = runlist.step(Micros(1_000_010), &[latency, batch]).0;
+    assert_eq!(late, [FREE, HOLD], "the other would not be next");
+    latency.running = false;
+    assert_eq!(
+        runlist.step(Micros(1_000_020), &[latency, batch]).0,
+        [FREE, SOME]
+    );
+}
+
+#[test]
+fn next_group_waits_for_the_kernels_of_the_last() {
+    let mut runlist = Runlist::default();
+    let (mut one, two) = (member(1, 5_000), member(2, 5_000));
+    let budget = Permit::Budget(Micros(625));
+    let at = |runlist: &mut Runlist, now, one| runlist.step(Micros(now), &[one, two]);
+    assert_eq!(
+        at(&mut runlist, 0, one),
+        (vec![budget, HOLD], Some(Micros(5_000)))
+    );
+    let (drains, next) = at(&mut runlist, 5_000, one);
+    assert_eq!((drains, next), (vec![HOLD, HOLD], Some(Micros(55_000))));
+    assert_eq!(at(&mut runlist, 7_000, one).0, [HOLD, HOLD]);
+    one.running = false;
+    assert_eq!(at(&mut runlist, 8_000, one).0, [HOLD, budget]);
+    // It has used 3 ms too much, which its next time lacks.
+    let two_done = Member {
+        running: false,
+        ..two
+    };
+    runlist.step(Micros(13_000), &[one, two]);
+    let (back, next) = runlist.step(Micros(13_000), &[one, two_done]);
+    assert_eq!((back, next), (vec![budget, HOLD], Some(Micros(15_000))));
+}
+
+/// A kernel may wait for one that is held.
+#[test]
+fn kernel_that_does_not_end_delays_others_by_a_bound() {
+    let mut runlist = Runlist::default();
+    let both = [member(1, 5_000), member(2, 5_000)];
+    runlist.step(Micros(0), &both);
+    runlist.step(Micros(5_000), &both);
+    let late = Micros(5_000) + PATIENCE;
+    assert_eq!(runlist.step(late, &both).0[0], HOLD);
+    assert_ne!(runlist.step(late, &both).0[1], HOLD);
+}
+
+#[test]
+fn kernel_of_a_frozen_group_delays_others_by_a_bound() {
+    let mut runlist = Runlist::default();
+    let (mut frozen, other) = (member(1, 1), member(2, 1));
+    frozen.run = RunState::Frozen;
+    assert_eq!(runlist.step(Micros(0), &[frozen, other]).0, [HOLD, HOLD]);
+    for late in [PATIENCE, PATIENCE + Micros(100)] {
+        assert_eq!(runlist.step(late, &[frozen, other]).0, [HOLD, SOME]);
+    }
+}
+
+#[test]
+fn frozen_group_drains_before_the_next_runs() {
+    let mut runlist = Runlist::default();
+    let (mut one, mut two) = (member(1, 1), member(2, 1));
+    two.run = RunState::Frozen;
+    two.running = false;
+    assert_eq!(runlist.step(Micros(0), &[one, two]).0, [SOME, HOLD]);
+    (one.run, two.run) = (RunState::Frozen, RunState::Enabled);
+    assert_eq!(runlist.step(Micros(10), &[one, two]).0, [HOLD, HOLD]);
+    one.running = false;
+    assert_eq!(runlist.step(Micros(300), &[one, two]).0, [HOLD, SOME]);
+}
+
+/// A device that runs kernels of fixed lengths in the order of their launch.
+struct World {
+    /// Per group: its name, timeslice and a kernel's length.
+    groups: Vec<(u64, u64, u64)>,
+    runlist: Runlist,
+    now: u64,
+    /// Until when kernels of a group are on the device.
+    until: Vec<u64>,
+    served: Vec<u64>,
+}
+
+impl World {
+    fn new(groups: Vec<(u64, u64)>) -> Self {
+        let named = groups.into_iter().zip(1..);
+        let groups: Vec<_> = named
+            .map(|((slice, kernel), id)| (id, slice, kernel))
+            .collect();
+        let zeros = vec![0; groups.len()];
+        Self {
+            groups,
+            runlist: Runlist::default(),
+            now: 0,
+            until: zeros.clone(),
+            served: zeros,
+        }
+    }
+
+    /// One step of 50 µs, in which every group launches what it may. Returns the permits.
+    fn step(&mut self) -> Vec<Permit> {
+        let members = self.groups.iter().zip(&self.until);
+        let members = members.map(|((id, slice, _), until)| Member {
+            running: *until > self.now,
+            ..member(*id, *slice)
+        });
+        let members: Vec<_> = members.collect();
+        let (permits, _) = self.runlist.step(Micros(self.now), &members);
+        let mut free_at = self.until.iter().copied().max().unwrap_or(0).max(self.now);
+        for (at, permit) in permits.iter().enumerate() {
+            let budget = match *permit {
+                FREE => 10_000,
+                Permit::Budget(budget) => budget.0,
+                HOLD => 0,
+            };
+            let kernel = self.groups[at].2;
+            while *permit != HOLD && free_at - self.now < budget {
+                free_at += kernel;
+                self.until[at] = free_at;
+                self.served[at] += kernel;
+            }
+        }
+        self.now += 50;
+        permits
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(48))]
+
+    /// Whatever the lengths of kernels, groups receive device time as their timeslices are to each other.
+    #[test]
+    fn device_time_follows_timeslices(groups in prop::collection::vec((1_000u64..20_000, 5u64..30_000), 2..5)) {
+        let mut world = World::new(groups.clone());
+        while world.now < 10_000_000 {
+            let admitted = world.step();
+            let running = admitted.iter().filter(|it| **it != HOLD).count();
+            prop_assert!(running <= 1, "{admitted:?}");
+        }
+        let all: u64 = world.served.iter().sum();
+        let slices: u64 = groups.iter().map(|it| it.0).sum();
+        for (served, (slice, _)) in world.served.iter().zip(&groups) {
+            let (got, due) = (*served as f64 / all as f64, *slice as f64 / slices as f64);
+            prop_assert!((got - due).abs() < 0.02, "{got} of {due}: {:?} {groups:?}", world.served);
+        }
+    }
+
+    /// What batch work may still be on the device when a request comes: its budget and one kernel.
+    #[test]
+    fn request_waits_for_the_budget_and_one_kernel(kernel in 5u64..5_000, after in 1u64..2_000) {
+        let mut world = World::new(vec![(1_000_000, 10), (1, kernel)]);
+        // Before the request: the batch group alone has work.
+        let batch = |world: &mut World| {
+            let members = [
+                Member { running: false, waits: false, ..member(1, 1_000_000) },
+                Member { running: world.until[1] > world.now, ..member(2, 1) },
+            ];
+            let (permits, _) = world.runlist.step(Micros(world.now), &members);
+            prop_assert_eq!(permits, vec![FREE, SOME]);
+            let mut free_at = world.until[1].max(world.now);
+            while free_at - world.now < OUTSTANDING.0 {
+                free_at += kernel;
+            }
+            world.until[1] = free_at;
+            world.now += 50;
+            Ok(())
+        };
+        for _ in 0..after {
+            batch(&mut world)?;
+        }
+        let served = world.served[1];
+        prop_assert_eq!(world.step(), vec![FREE, HOLD]);
+        prop_assert_eq!(world.served[1], served, "not one more is launched");
+        prop_assert!(world.until[1] - (world.now - 50) <= OUTSTANDING.0 + kernel);
+    }
+
+    /// No group that may run is held without end, also if no kernel ends.
+    #[test]
+    fn every_group_that_may_run_is_permitted(
+        slices in prop::collection::vec(500u64..50_000, 2..6),
+        ends in any::<bool>(),
+    ) {
+        let mut runlist = Runlist::default();
+        let members: Vec<_> = slices.iter().zip(1..).map(|(slice, id)| Member {
+            running: !ends,
+            ..member(id, *slice)
+        }).collect();
+        let mut admitted = vec![false; members.len()];
+        let mut now = Micros(0);
+        for _ in 0..10_000 {
+            let (permits, next) = runlist.step(now, &members);
+            for (seen, permit) in admitted.iter_mut().zip(&permits) {
+                *seen |= *permit != HOLD;
+            }
+            let next = next.expect("others wait");
+            prop_assert!(next > now);
+            now = next;
+        }
+        prop_assert!(admitted.iter().all(|it| *it), "{admitted:?}");
+    }
+}
