@@ -93,6 +93,11 @@ impl Leased {
         u32::try_from(revision).unwrap_or(u32::MAX)
     }
 
+    /// Whether the daemon has renewed it since the last look.
+    pub fn is_renewed(&self) -> bool {
+        self.watch.renewed != self.page.renewed.load(Ordering::Acquire)
+    }
+
     /// Looks once; to be called every [`LOOK`]. Whether the lease has expired.
     pub fn look(&mut self) -> bool {
         self.watch.look(self.page.renewed.load(Ordering::Acquire))
@@ -148,7 +153,9 @@ mod tests {
         }
         assert!(leased.look());
         assert!(leased.look(), "and stays so until it is renewed");
+        assert!(!leased.is_renewed());
         lease.renew();
+        assert!(leased.is_renewed());
         assert!(!leased.look());
     }
 

@@ -2,7 +2,8 @@
 //!
 //! A session is one connection of a `SOCK_SEQPACKET` socket: [`message`] has the packets,
 //! [`socket`] sends and receives them with their files, [`page`] is the memory in which the shim counts
-//! work, [`lease`] the memory in which the daemon counts its renewals. The daemon takes everything that arrives as hostile: packets are bounded and parsed
+//! work, [`lease`] the memory in which the daemon counts its renewals, [`permits`] the memory in which it
+//! permits launches. The daemon takes everything that arrives as hostile: packets are bounded and parsed
 //! without panicking, and the page can neither shrink nor be written by the daemon.
 
 mod clock;
@@ -10,6 +11,7 @@ pub mod lease;
 mod mapping;
 pub mod message;
 pub mod page;
+pub mod permits;
 mod slot;
 pub mod socket;
 
@@ -21,5 +23,8 @@ mod sync {
 /// The variable that tells a tenant's programs in bytes how much of a device's memory they may have, which some ask before they
 /// have a context and so a session. The limit itself is the daemon's.
 pub const MEMORY_LIMIT_VARIABLE: &str = "GPUMUX_MEMORY_LIMIT";
+
+/// The variable by which a program's user leaves the memory of its frameworks as it is: `leave`.
+pub const FRAMEWORK_MEMORY_VARIABLE: &str = "GPUMUX_FRAMEWORK_MEMORY";
 
 pub use message::{Daemon, PROTOCOL, REVISION, Shim};

@@ -15,7 +15,9 @@ pub const PROTOCOL: u32 = 7;
 /// 3: [`crate::page::Page::receive_fault`].
 /// 4: memory that processes share: [`SHARING`].
 /// 5: all that a process shares, when a session begins: [`INTRODUCTION`].
-pub const REVISION: u32 = 5;
+/// 6: launches that wait for permits: [`PERMITS`].
+/// 7: elastic ranges: [`ELASTIC`].
+pub const REVISION: u32 = 7;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -23,6 +25,16 @@ pub const SHARING: u32 = 4;
 /// The revision from which on a session begins with all that the process shares ([`Shim::Exported`], [`Shim::Opened`] and then
 /// [`Shim::Introduced`]), and a request for memory ends when the exporter doesn't answer ([`Shim::Delayed`], [`Daemon::Late`]).
 pub const INTRODUCTION: u32 = 5;
+
+/// The revision from which on a process whose controls are refused waits for permits to launch ([`crate::permits`]).
+pub const PERMITS: u32 = 6;
+
+/// The revision from which on memory may be freed without being copied ([`Shim::Droppable`], [`Daemon::Take`]), and a request for
+/// memory is withdrawn ([`Shim::Cancel`]).
+pub const ELASTIC: u32 = 7;
+
+/// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
+pub const LEAVING: u64 = 2;
 
 /// Longest name in [`Shim::Unlisted`], in bytes.
 pub const LONGEST_NAME: usize = 64;
@@ -168,7 +180,7 @@ pub enum Shim {
         bytes: u64,
     },
     /// The driver has no memory although it was granted. Answered by [`Daemon::Granted`]: 0 when the program shall get the error
-    /// at once.
+    /// at once, [`LEAVING`] while the memory of processes that have ended is being freed.
     Missing {
         /// The shim's name for the question.
         ticket: u32,
@@ -233,6 +245,27 @@ pub enum Shim {
     Delayed {
         /// Of which request.
         op: u64,
+    },
+    /// From revision 6 on. Answer to [`Daemon::Permits`]: the group's launches wait for permits from now on.
+    AwaitsPermits {
+        /// Which group.
+        key: u32,
+        /// UUID of its device.
+        device: String,
+    },
+    /// From revision 7 on. So much of the process's movable memory can be freed without being copied: [`Daemon::Take`].
+    Droppable {
+        /// UUID of the device.
+        device: String,
+        /// Bytes without contents.
+        free: u64,
+        /// Bytes of caches, which the program can make anew.
+        cached: u64,
+    },
+    /// From revision 7 on. A [`Shim::Ask`] needs no answer any more.
+    Cancel {
+        /// The shim's name for the question.
+        ticket: u32,
     },
 }
 
@@ -385,6 +418,22 @@ pub enum Daemon {
     Late {
         /// Of which request.
         ticket: u32,
+    },
+    /// From revision 6 on. *file*: the page of permits (see [`crate::permits`]), the same for all groups of a session. The group's
+    /// launches wait there, since its controls are not used. Answered by [`Shim::AwaitsPermits`].
+    Permits {
+        /// Which group.
+        key: u32,
+    },
+    /// From revision 7 on. The compute groups are frozen: free memory that needs no copy ([`Shim::Droppable`]). Answered by
+    /// [`Shim::Moved`] or [`Shim::Busy`]; [`Shim::Droppable`] and [`Shim::Holds`] come before.
+    Take {
+        /// The order's name.
+        op: u64,
+        /// UUID of the device.
+        device: String,
+        /// So many bytes shall come free, if there are so many.
+        bytes: u64,
     },
 }
 

@@ -33,6 +33,10 @@ pub struct Slot {
     settled: AtomicU64,
     /// How long that took each time, from `began`, in ns.
     busy: AtomicU64,
+    /// Threads that wait to launch, see [`crate::permits`]. From revision 6 on, as the next.
+    waiting: AtomicU64,
+    /// Launches that have waited so.
+    held: AtomicU64,
 }
 
 /// When work came; no other came then.
@@ -184,6 +188,28 @@ impl Slot {
         fence(Ordering::Acquire);
         let after = self.waits.load(Ordering::Relaxed);
         (before == after && before.is_multiple_of(2)).then_some(found)
+    }
+
+    /// A thread begins to wait for a permit to launch: work has come. Whether none waited.
+    pub fn begin_wait(&self) -> bool {
+        self.come();
+        self.held.fetch_add(1, Ordering::Relaxed);
+        self.waiting.fetch_add(1, Ordering::AcqRel) == 0
+    }
+
+    /// It has ended waiting.
+    pub fn end_wait(&self) {
+        self.waiting.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// Whether a thread waits to launch, whatever the writer put there.
+    pub fn waits_to_launch(&self) -> bool {
+        self.waiting.load(Ordering::Acquire) != 0
+    }
+
+    /// How many launches have waited for a permit, whatever the writer put there.
+    pub fn held_launches(&self) -> u64 {
+        self.held.load(Ordering::Relaxed)
     }
 
     /// Adds to the counts of hints.
