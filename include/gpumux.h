@@ -80,6 +80,69 @@ typedef uint64_t (*gpumux_reclaim)(int device, uint64_t missing, void *user);
  */
 int gpumux_on_reclaim(gpumux_reclaim function, void *user) __attribute__((weak));
 
+/*
+ * Elastic ranges: addresses that are reserved once, with memory behind the granules that the program needs now. Others get what it
+ * does not need without its help, whatever its threads do. A granule without memory can be read and written; what is written there is
+ * lost, and what is read is undefined.
+ */
+
+/* The states of a granule: the lowest three bits of its word. */
+enum {
+    GPUMUX_OUT = 0,     /* no memory */
+    GPUMUX_FREE = 1,    /* memory, whose contents are not needed: others get it first */
+    GPUMUX_CACHED = 2,  /* memory, whose contents the program can make anew: others get it next */
+    GPUMUX_IN_USE = 3   /* memory, whose contents count: it moves to the host and back as other memory */
+                        /* more: on its way to GPUMUX_OUT, or from it */
+};
+
+/* Of an elastic range, for reading. It stays readable after the range is freed. In a forked child all of it is 0. */
+struct gpumux_range {
+    uint64_t address;      /* 0: the range has been freed */
+    uint64_t bytes;
+    uint64_t granule;      /* bytes of a granule */
+    uint64_t granules;     /* their number */
+    uint64_t target;       /* bytes of memory that the range should keep: less than `bytes` while others lack room */
+    uint64_t taken;        /* how many granules others have taken */
+    uint64_t reserved[2];
+    uint32_t words[];      /* of each granule: its state, and above that how often it has lost its memory */
+};
+
+/* Answers of these functions, besides GPUMUX_DONE and GPUMUX_UNKNOWN (no such range, or no such granules). */
+enum {
+    GPUMUX_NOT_YET = 1,      /* no room was made in this time: less is to be used, or the call repeated */
+    GPUMUX_FULL = 2,         /* beyond the tenant's limit, or what others give way for */
+    GPUMUX_NO_CONTEXT = -2,  /* no context of this device is current */
+    GPUMUX_NATIVE = -3,      /* memory is left to the driver here: GPUMUX_MEMORY=native, peer access, a forked child */
+    GPUMUX_REFUSED = -4      /* the driver refuses */
+};
+
+/*
+ * Reserves `bytes` of addresses of a device (its CUDA ordinal), whose context must be current, and stores where the range's
+ * description is. `granule` is a multiple of 2 MiB, at most 64 MiB; 0: 16 MiB. All granules are without memory, but for one that is
+ * mapped in place of all that are.
+ */
+int gpumux_range_new(int device, uint64_t bytes, uint64_t granule, const struct gpumux_range **range) __attribute__((weak));
+
+/* Waits until the device has done all work, and frees a range. */
+int gpumux_range_free(uint64_t address) __attribute__((weak));
+
+/*
+ * Gets memory for `count` granules from `first` on, all or none; afterwards all of them are in use. Contents of a granule that had no
+ * memory are undefined. Others may have to give way, which is awaited for `wait_ms` at most. No kernel may use these
+ * granules meanwhile. What is within the tenant's guarantee is there in the time that the specification says.
+ */
+int gpumux_commit(uint64_t address, uint64_t first, uint64_t count, unsigned wait_ms) __attribute__((weak));
+
+/* Gives the memory of these granules back. No kernel may be using them. */
+int gpumux_decommit(uint64_t address, uint64_t first, uint64_t count) __attribute__((weak));
+
+/*
+ * Sets the state of granules: GPUMUX_FREE, GPUMUX_CACHED or GPUMUX_IN_USE. The answer is how many could not be set, since they have no
+ * memory any more: contents of a cache are there if the answer to GPUMUX_IN_USE is 0. What is free or cached must not be used by
+ * a kernel that is still to run.
+ */
+int64_t gpumux_mark(uint64_t address, uint64_t first, uint64_t count, int state) __attribute__((weak));
+
 /* The same, for programs that may run without gpumux. */
 static inline int gpumux_hint_if_there(int device, unsigned expected_us)
 {

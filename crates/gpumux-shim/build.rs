@@ -72,7 +72,7 @@ fn generic(out: &mut String) -> std::fmt::Result {
         };
         let own = if it.per_thread() { "OWN" } else { "LEGACY" };
         let body = match it.class {
-            Class::Submit => format!("work::submit({stream}, {own}, real)"),
+            Class::Submit => format!("work::submit({stream}, {own}, {}, real)", piece(&it)),
             Class::Copy => format!("work::copy({stream}, {own}, real)"),
             Class::SubmitAndCopy => format!("work::either({stream}, {own}, real)"),
             Class::Gate => "gate::through(real)".into(),
@@ -87,4 +87,15 @@ fn generic(out: &mut String) -> std::fmt::Result {
         writeln!(out, "    {symbol}({arguments}) (real) => {body};")?;
     }
     writeln!(out, "}}")
+}
+
+/// What is launched: a function with its blocks, or memory that is set.
+fn piece(it: &EntryPoint) -> &'static str {
+    match (it.name, it.arguments.contains('c')) {
+        (_, true) => "Piece::new(a1, unsafe { (*a0).grid })",
+        ("cuLaunchKernel" | "cuLaunchCooperativeKernel", _) => {
+            "Piece::new(a0, [a1 as u32, a2 as u32, a3 as u32])"
+        }
+        _ => "Piece::new(0, [a2 as u32, 0, 0])",
+    }
 }

@@ -8,7 +8,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     io,
-    os::fd::{AsFd, AsRawFd, BorrowedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::Path,
     thread::{self, sleep},
     time::{Duration, Instant},
@@ -19,6 +19,7 @@ use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
     lease::Leased,
     message::{INTRODUCTION, MAX_CHANNELS, MAX_DOMAINS},
+    permits::Permitted,
     socket,
 };
 use rustix::{
@@ -28,14 +29,14 @@ use rustix::{
 };
 
 use crate::{
-    gate, guard, hold, ipc, lease, memory,
+    elastic, gate, guard, hold, ipc, lease, memory,
+    mover::MoverThread,
     notice::say,
     own::OwnFd,
-    pools,
+    permits, pools,
     process::{Agent, Picture, Process},
     reclaim,
     rescue::Rescue,
-    swap::Mover,
     unlisted, work,
 };
 
@@ -52,13 +53,16 @@ const REFUSED_PAUSE: Duration = Duration::from_secs(10);
 /// that it is finished. (Real libcuda sets the slice about 65 ms after the last channel.)
 const SETTLED: Duration = Duration::from_millis(500);
 
+/// How soon a context is looked for that is being made.
+const CONTEXT_TICK: Duration = Duration::from_millis(5);
+
 /// Tries to free groups, and the pause between them.
 const FREE_TRIES: (u32, Duration) = (3, Duration::from_millis(10));
 
 /// The file through which the driver library maps memory on the devices.
 const UVM: &str = "/dev/nvidia-uvm";
 
-/// Enough for the driver library, which the thread calls to move memory.
+/// Enough for the driver library, which the thread asks about pools of memory.
 const STACK: usize = 2 << 20;
 
 /// Starts the thread. It gets no signal of the program's: all are blocked from its first instruction.
@@ -78,10 +82,11 @@ pub(crate) fn start(process: &'static Process, shared: &'static Agent) -> io::Re
                     decided: false,
                     warned: false,
                     poller_started: false,
-                    mover: Mover::new(),
+                    mover: Box::leak(Box::default()),
                     shared_memory: VecDeque::new(),
                     requested: false,
                     delayed: 0,
+                    permits: Vec::new(),
                 }
                 .run();
             });
@@ -135,13 +140,15 @@ struct Session {
     decided: bool,
     warned: bool,
     poller_started: bool,
-    mover: Mover,
+    mover: &'static MoverThread,
     /// Orders about shared memory, which are carried out while all memory is on the device.
     shared_memory: VecDeque<Daemon>,
     /// The daemon was sent a request to bring the memory back for them.
     requested: bool,
     /// The last request that was reported to be delayed; a daemon counts them up.
     delayed: u64,
+    /// Groups whose launches are to wait for permits, once it is known which device is whose.
+    permits: Vec<u32>,
 }
 
 impl Session {
@@ -153,6 +160,7 @@ impl Session {
                 Ok((session, memory)) => {
                     self.told.clear();
                     self.shared_memory.clear();
+                    self.permits.clear();
                     self.process.decide();
                     self.decided = true;
                     pause = PAUSE.0;
@@ -177,8 +185,11 @@ impl Session {
             match end {
                 End::Lost(error) => {
                     self.fail(format_args!("cannot reach the daemon at {at}: {error}"));
-                    sleep(pause);
-                    pause = (pause * 2).min(PAUSE.1);
+                    pause = match self.rescue.pause(pause) {
+                        // It may be late, but not long.
+                        true => PAUSE.0,
+                        false => (pause * 2).min(PAUSE.1),
+                    };
                 }
                 End::Refused(reason) => {
                     self.fail(format_args!(
@@ -201,6 +212,7 @@ impl Session {
         let mut own = vec![self.keeps()];
         own.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
         own.extend(unlisted::message());
+        elastic::forget_told();
         // What changes after it was named is sent: no thread gets between.
         memory::with(|space| {
             let mut all = space.holds();
@@ -299,12 +311,7 @@ impl Session {
                 Err(End::Lost(error)) if error.kind() == io::ErrorKind::WouldBlock => (true, None),
                 Err(end) => return end,
             };
-            // Only now: the daemon has the message that the memory is back.
-            let settles = match self.mover.scrub() {
-                true => Some(Duration::ZERO),
-                false => settles,
-            };
-            let settles = pools::look(settles);
+            let settles = elastic::look(pools::look(settles));
             let events = if full {
                 PollFlags::IN | PollFlags::OUT
             } else {
@@ -338,7 +345,10 @@ impl Session {
                     ))) => hold::set_policy(contended, automatic),
                     Ok(Some((Daemon::Hint { expected_us }, _))) => hold::from_outside(expected_us),
                     Ok(Some((Daemon::Granted { ticket, bytes }, _))) => {
-                        let _ = lease::answered(ticket, (bytes, 0));
+                        // One that came too late is given back.
+                        if !lease::answered(ticket, (bytes, 0)) && bytes > 0 {
+                            memory::tell_with(memory::Space::holds);
+                        }
                     }
                     Ok(Some((
                         Daemon::Seen {
@@ -362,6 +372,7 @@ impl Session {
                     Ok(Some((order @ (Daemon::Serve { .. } | Daemon::Unshared { .. }), _))) => {
                         self.shared_memory.push_back(order)
                     }
+                    Ok(Some((Daemon::Permits { key }, file))) => self.wait_to_launch(key, file),
                     Ok(Some((Daemon::Trim, _))) => memory::trim(),
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
                         self.mover.set_rules(location, scrub);
@@ -369,7 +380,7 @@ impl Session {
                     Ok(Some((Daemon::Reclaim { op, device, bytes }, _))) => {
                         reclaim::begin(op, &device, bytes);
                     }
-                    Ok(Some((order, _))) => self.obey(&order),
+                    Ok(Some((order, _))) => self.mover.obey(self.rescue, order),
                     Ok(None) => return End::Lost(io::ErrorKind::ConnectionReset.into()),
                     Err(error) if error.kind() == io::ErrorKind::WouldBlock => break,
                     Err(error) => return error.into(),
@@ -378,44 +389,32 @@ impl Session {
         }
     }
 
-    /// Carries out an order about memory, and tells what came of it.
-    fn obey(&mut self, order: &Daemon) {
-        let busy = |op, reason| Shim::Busy { op, reason };
-        let (op, moved) = match *order {
-            Daemon::Quiesce { op, least, host } => {
-                let quiet = self.mover.quiesce(least, host);
-                lease::tell(self.keeps());
-                return lease::tell(match quiet {
-                    Ok(idle) => Shim::Quiet { op, idle },
-                    Err(why) => busy(op, why),
-                });
-            }
-            Daemon::Resume { .. } => return self.mover.resume(),
-            Daemon::SwapOut { op, least, host } => {
-                let moved = match self.rescue.begin_move() {
-                    true => self.mover.out(least, host),
-                    false => Err("the daemon's lease has expired".into()),
-                };
-                self.rescue.end_move(self.mover.is_out());
-                (op, moved)
-            }
-            Daemon::SwapIn { op } => {
-                let moved = self.mover.back();
-                self.rescue.end_move(self.mover.is_out());
-                (op, moved)
-            }
-            Daemon::DropHost { op } => {
-                self.mover.drop_host();
-                (op, Ok(()))
-            }
-            _ => return,
-        };
-        memory::tell_with(memory::Space::holds);
-        lease::tell(self.keeps());
-        lease::tell(match moved {
-            Ok(()) => Shim::Moved { op },
-            Err(why) => busy(op, why),
-        });
+    /// A group's controls are not used: its launches wait for permits.
+    fn wait_to_launch(&mut self, key: u32, file: Option<OwnedFd>) {
+        if permits::has_page() || file.is_some() {
+            let page = file.and_then(|file| Permitted::open(file).ok());
+            permits::begin(page, key);
+            self.permits.push(key);
+        }
+        let own = self.told.iter().find(|(_, told)| told.key == key);
+        // Without a daemon there is nothing to set free but the launches.
+        own.into_iter().for_each(|(id, _)| self.rescue.forget(*id));
+    }
+
+    /// Reports which device the groups are on whose launches wait. Says how soon to look again.
+    fn report_permits(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
+        while let Some(key) = self.permits.last().copied() {
+            let context = work::context_of(key);
+            let uuid = context.and_then(|it| work::within(it, memory::current_uuid));
+            // The context may be about to be made.
+            let Some(device) = uuid.flatten() else {
+                return Ok(Some(CONTEXT_TICK));
+            };
+            let packet = Shim::AwaitsPermits { key, device };
+            socket::send(session, &packet, None, SendFlags::empty())?;
+            self.permits.pop();
+        }
+        Ok(None)
     }
 
     /// Whether another process waits for memory of this one, which is away. Returned once for each time that it is away.
@@ -440,29 +439,27 @@ impl Session {
         }
     }
 
-    /// Carries out orders about shared memory, while all memory is on the device.
+    /// Has orders about shared memory carried out, one after the other, while all memory is on the device.
     fn share_memory(&mut self, session: &OwnFd) -> Result<(), End> {
+        if let Some((op, made)) = self.mover.take_made() {
+            let piece = made.as_ref().map(|(piece, _)| *piece);
+            let file = made.as_ref().map(|(_, file)| file.as_fd());
+            let packet = Shim::Piece { op, piece };
+            let sent = socket::send(session, &packet, file, SendFlags::empty());
+            if let Err(error) = sent {
+                self.mover.put_back((op, made));
+                return Err(error.into());
+            }
+        }
         if !self.mover.is_here() {
-            self.report_delay();
+            if !self.mover.shares() {
+                self.report_delay();
+            }
             return Ok(());
         }
         self.requested = false;
-        while let Some(order) = self.shared_memory.pop_front() {
-            match order {
-                Daemon::Serve { op, token, index } => {
-                    let made = ipc::serve(token, index);
-                    let piece = made.as_ref().map(|(piece, _)| *piece);
-                    let file = made.as_ref().map(|(_, file)| file.as_fd());
-                    let packet = Shim::Piece { op, piece };
-                    let sent = socket::send(session, &packet, file, SendFlags::empty());
-                    if let Err(error) = sent {
-                        self.shared_memory.push_front(order);
-                        return Err(error.into());
-                    }
-                }
-                Daemon::Unshared { token } => ipc::unshared(token),
-                _ => {}
-            }
+        if let Some(order) = self.shared_memory.pop_front() {
+            self.mover.obey(self.rescue, order);
         }
         Ok(())
     }
@@ -481,6 +478,8 @@ impl Session {
                 return Err(error.into());
             }
         }
+        // Calls the driver, whose threads may need the picture.
+        let mut settles = self.report_permits(session)?;
         let mut picture = self.process.picture();
         let groups = picture.groups();
         let gone = |id: &GroupId| !groups.iter().any(|(other, _)| other == id);
@@ -492,7 +491,6 @@ impl Session {
             self.told.remove(&id);
         }
         self.unsettled.retain(|id, _| !gone(id));
-        let mut settles: Option<Duration> = None;
         for (id, key) in groups {
             let Some(mut seen) = picture.group(id) else {
                 continue;
@@ -569,9 +567,11 @@ impl Session {
     /// Frees all groups that a daemon knew; those whose memory is away once it is back.
     fn rescue(&mut self) {
         hold::set_policy(0, false);
+        // Also what a daemon that stands still had sent before.
+        permits::release();
         let rescue = self.rescue;
         rescue.end(self.process);
-        self.mover.rescue();
+        self.mover.bring_back();
         rescue.end_move(false);
         // What does not work now the thread that watches the lease tries again, where there is one.
         for _ in 0..FREE_TRIES.0 {
@@ -580,7 +580,6 @@ impl Session {
             }
             sleep(FREE_TRIES.1);
         }
-        self.mover.resume();
     }
 }
 

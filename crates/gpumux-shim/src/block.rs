@@ -6,7 +6,10 @@
 
 use std::{collections::BTreeMap, ffi::c_int, ops::Range};
 
-use crate::vmm::{self, CHUNK, Chunk};
+use crate::{
+    granules::{self, Table},
+    vmm::{self, CHUNK, Chunk},
+};
 
 /// Contents are copied in multiples of this. The driver has small copies made by the compute group itself, which
 /// is frozen then: they would not end.
@@ -30,8 +33,12 @@ pub(crate) struct Block {
     pub(crate) bytes: u64,
     pub(crate) device: c_int,
     pub(crate) context: u64,
-    /// In the order of their addresses; all but the last are of [`CHUNK`].
+    /// In the order of their addresses; all but the last are of `piece` bytes.
     chunks: Vec<Slot>,
+    /// [`CHUNK`]; of an elastic range its granule.
+    pub(crate) piece: u64,
+    /// The program says which chunks have memory.
+    pub(crate) elastic: Option<Elastic>,
     /// The program has taken hold of the physical memory: it stays.
     pub(crate) pinned: bool,
     /// How many exports of it other processes have open: it stays for so long.
@@ -40,6 +47,14 @@ pub(crate) struct Block {
     discardable: BTreeMap<u64, (u64, bool)>,
     /// Of a shared block: free ranges by offset.
     pub(crate) free: Option<BTreeMap<u64, u64>>,
+}
+
+/// What an elastic range has besides.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Elastic {
+    pub(crate) table: Table,
+    /// Handle of the memory, one granule, that is mapped wherever there is no other: so that a stray access is no fault.
+    pub(crate) scratch: u64,
 }
 
 /// A chunk's part of a block.
@@ -56,6 +71,8 @@ enum Place {
     Device(Chunk),
     /// Host addresses and lengths; at [`NOWHERE`]: they were discarded.
     Host(Vec<(usize, usize)>),
+    /// There is no memory but the scratch page.
+    Out,
 }
 
 /// A part of a block that leaves the device.
@@ -79,6 +96,31 @@ pub(crate) struct Gap {
     pub(crate) host: Vec<(usize, usize)>,
 }
 
+/// A chunk that has left the device.
+#[derive(Debug)]
+pub(crate) struct Departed {
+    at: u64,
+    pub(crate) chunk: Chunk,
+    /// Nothing of it was kept: what is mapped in its place, of which device.
+    scratch: Option<(u64, c_int)>,
+}
+
+impl Departed {
+    /// Lets go of the physical memory, which nothing may be using.
+    pub(crate) fn free(&self) {
+        vmm::unback(self.at, &[self.chunk]);
+        if let Some((scratch, device)) = self.scratch {
+            // Without it a stray access is a fault, as with any freed memory.
+            let _ = vmm::cover(self.at, 1, self.chunk.bytes, scratch, device);
+        }
+    }
+
+    /// Bytes that are the process's no longer.
+    pub(crate) fn dropped(&self) -> u64 {
+        self.scratch.map_or(0, |_| self.chunk.bytes)
+    }
+}
+
 impl Block {
     /// Memory that was just mapped.
     pub(crate) fn new(
@@ -95,11 +137,39 @@ impl Block {
             device,
             context,
             chunks: chunks.into_iter().map(slot).collect(),
+            piece: CHUNK,
+            elastic: None,
             pinned: false,
             shared: 0,
             discardable: BTreeMap::new(),
             free,
         }
+    }
+
+    /// Addresses at which there is nothing but the scratch page.
+    pub(crate) fn elastic(
+        (bytes, device, context): (u64, c_int, u64),
+        piece: u64,
+        elastic: Elastic,
+    ) -> Self {
+        let slot = |_| Slot {
+            place: Place::Out,
+            cold: false,
+        };
+        Self {
+            chunks: (0..bytes / piece).map(slot).collect(),
+            piece,
+            elastic: Some(elastic),
+            ..Self::new((bytes, device, context), Vec::new(), None)
+        }
+    }
+
+    /// Bytes that are on the device or on the host.
+    pub(crate) fn held(&self) -> u64 {
+        let there = (self.chunks.iter().enumerate())
+            .filter(|(_, slot)| !matches!(slot.place, Place::Out))
+            .map(|(index, _)| self.span(index));
+        there.map(|span| span.end - span.start).sum()
     }
 
     /// Whether it stays where it is.
@@ -109,15 +179,15 @@ impl Block {
 
     /// Offsets of a chunk.
     pub(crate) fn span(&self, index: usize) -> Range<u64> {
-        let begin = index as u64 * CHUNK;
-        begin..(begin + CHUNK).min(self.bytes)
+        let begin = index as u64 * self.piece;
+        begin..(begin + self.piece).min(self.bytes)
     }
 
     /// The physical memory of a chunk, unless it is away.
     pub(crate) fn chunk(&self, index: usize) -> Option<Chunk> {
         match self.chunks.get(index)?.place {
             Place::Device(chunk) => Some(chunk),
-            Place::Host(_) => None,
+            Place::Host(_) | Place::Out => None,
         }
     }
 
@@ -164,12 +234,54 @@ impl Block {
                 vmm::unback(at + self.span(index).start, &[chunk]);
             }
         }
+        let Some(Elastic { table, scratch }) = self.elastic else {
+            return;
+        };
+        table.end();
+        for (index, slot) in self.chunks.iter().enumerate() {
+            if matches!(slot.place, Place::Out) {
+                vmm::unmap(at + self.span(index).start, self.piece);
+            }
+        }
+        let _ = vmm::release(scratch);
+    }
+
+    /// Whether nothing of a chunk must be kept, at this moment.
+    pub(crate) fn is_droppable(&self, index: usize) -> bool {
+        self.elastic.is_some_and(|it| it.table.is_droppable(index))
+    }
+
+    /// Bytes on the device that are free, and those that are a cache.
+    pub(crate) fn droppable(&self) -> (u64, u64) {
+        let Some(Elastic { table, .. }) = self.elastic.filter(|_| !self.stays()) else {
+            return (0, 0);
+        };
+        let of = |state| {
+            let alike = self.resident().filter(|(n, _)| table.state(*n) == state);
+            alike.count() as u64 * self.piece
+        };
+        (of(granules::FREE), of(granules::CACHED))
+    }
+
+    /// A granule that was taken from the program's reach loses its memory, which is to be freed.
+    pub(crate) fn drop_granule(&mut self, index: usize) -> Option<Chunk> {
+        let place = &mut self.chunks.get_mut(index)?.place;
+        match std::mem::replace(place, Place::Out) {
+            Place::Device(chunk) => Some(chunk),
+            other => {
+                *place = other;
+                None
+            }
+        }
     }
 
     // ---- Moving ----------------------------------------------------------------------------------
 
     /// Bytes of a chunk that must be kept when it moves.
     pub(crate) fn kept(&self, index: usize) -> u64 {
+        if self.is_droppable(index) {
+            return 0;
+        }
         let span = self.span(index);
         let before_end = self.discardable.range(..span.end).rev();
         let inside = before_end.map(|(offset, (length, _))| {
@@ -184,6 +296,15 @@ impl Block {
     /// A chunk is about to leave: what of it must be copied.
     pub(crate) fn leave(&mut self, index: usize) -> Departure {
         let span = self.span(index);
+        if self
+            .elastic
+            .is_some_and(|it| it.table.grab_droppable(index))
+        {
+            return Departure {
+                sections: vec![((span.end - span.start) as usize, false)],
+                lost: vec![span.start],
+            };
+        }
         // Of a range that reaches into other chunks, only this part is lost.
         self.split(span.start);
         self.split(span.end);
@@ -207,6 +328,10 @@ impl Block {
 
     /// It did not leave after all: these ranges were not lost.
     pub(crate) fn stay(&mut self, lost: &[u64]) {
+        if let Some(Elastic { table, .. }) = self.elastic {
+            let granules = lost.iter().map(|offset| (offset / self.piece) as usize);
+            return granules.for_each(|index| table.put_back(index));
+        }
         for offset in lost {
             if let Some((_, is_lost)) = self.discardable.get_mut(offset) {
                 *is_lost = false;
@@ -214,12 +339,36 @@ impl Block {
         }
     }
 
-    /// A chunk has left. Its physical memory, which is to be freed.
-    pub(crate) fn left(&mut self, index: usize, host: Vec<(usize, usize)>) -> Option<Chunk> {
+    /// A chunk of the block at this address has left. Its physical memory, which is to be freed.
+    pub(crate) fn left(
+        &mut self,
+        at: u64,
+        index: usize,
+        host: Vec<(usize, usize)>,
+    ) -> Option<Departed> {
+        let at = at + self.span(index).start;
+        if let Some(Elastic { table, scratch }) = self.elastic
+            && table.is_grabbed(index)
+        {
+            let Some(chunk) = self.drop_granule(index) else {
+                table.put_back(index);
+                return None;
+            };
+            table.lose(index);
+            return Some(Departed {
+                at,
+                chunk,
+                scratch: Some((scratch, self.device)),
+            });
+        }
         let place = &mut self.chunks.get_mut(index)?.place;
         match std::mem::replace(place, Place::Host(host)) {
-            Place::Device(chunk) => Some(chunk),
-            Place::Host(_) => None,
+            Place::Device(chunk) => Some(Departed {
+                at,
+                chunk,
+                scratch: None,
+            }),
+            Place::Host(_) | Place::Out => None,
         }
     }
 
@@ -235,6 +384,8 @@ impl Block {
     /// `gpumux_advise`
     pub(crate) fn advise(&mut self, range: Range<u64>, advice: c_int) -> c_int {
         match advice {
+            // Its table has the same.
+            KEEP | DISCARDABLE if self.elastic.is_some() => UNKNOWN,
             KEEP => {
                 self.set_cold(&range, false);
                 if self.keep(&range) { LOST } else { DONE }
@@ -390,15 +541,21 @@ pub(crate) mod tests {
     fn chunks_leave_and_come_back_by_themselves() {
         let mut block = block(200 * MIB);
         assert_eq!(
-            block.left(3, vec![(1, 8 << 20)]).map(|it| it.bytes),
+            block
+                .left(0, 3, vec![(1, 8 << 20)])
+                .map(|it| it.chunk.bytes),
             Some(8 * MIB)
         );
         assert_eq!(
-            block.left(2, vec![(9, 64 << 20)]).map(|it| it.bytes),
+            block
+                .left(0, 2, vec![(9, 64 << 20)])
+                .map(|it| it.chunk.bytes),
             Some(CHUNK)
         );
         assert_eq!(
-            block.left(0, vec![(7, 64 << 20)]).map(|it| it.bytes),
+            block
+                .left(0, 0, vec![(7, 64 << 20)])
+                .map(|it| it.chunk.bytes),
             Some(CHUNK)
         );
         assert_eq!(block.away(), 136 * MIB);
@@ -419,5 +576,57 @@ pub(crate) mod tests {
             .filter_map(|n| Some(block.chunk(n)?.handle))
             .collect();
         assert_eq!(handles, [79, 2, 77, 78]);
+    }
+
+    #[test]
+    fn granules_leave_without_a_copy_unless_they_are_in_use() {
+        const AT: u64 = 0x7000_0000;
+        let table = Table::new(AT, 8 * MIB, 2 * MIB).expect("room");
+        let mut block = Block::elastic((8 * MIB, 0, 1), 2 * MIB, Elastic { table, scratch: 9 });
+        assert_eq!(
+            (block.held(), block.away(), block.droppable()),
+            (0, 0, (0, 0))
+        );
+        for index in 0..3 {
+            assert!(table.grab(index, granules::OUT));
+            block.arrived(
+                index,
+                vec![Chunk {
+                    handle: 5,
+                    bytes: 2 * MIB,
+                }],
+            );
+            table.fill(index);
+        }
+        assert!(table.exchange(1, granules::IN_USE, granules::FREE));
+        assert!(table.exchange(2, granules::IN_USE, granules::CACHED));
+        assert_eq!(
+            (block.held(), block.droppable()),
+            (6 * MIB, (2 * MIB, 2 * MIB))
+        );
+        assert_eq!(
+            (block.kept(0), block.kept(1), block.kept(2)),
+            (2 * MIB, 0, 0)
+        );
+        // A move that fails changes nothing.
+        let departure = block.leave(1);
+        assert_eq!(departure.sections, [(2 << 20, false)]);
+        assert!(
+            !table.exchange(1, granules::FREE, granules::IN_USE),
+            "it is being moved"
+        );
+        block.stay(&departure.lost);
+        assert!(table.exchange(1, granules::FREE, granules::IN_USE));
+        assert_eq!(block.leave(1).sections, [(2 << 20, true)]);
+        for (index, dropped) in [(0, 0), (1, 0), (2, 2 * MIB)] {
+            let lost = block.leave(index).lost;
+            let departed = block.left(AT, index, vec![(NOWHERE, 2 << 20)]);
+            assert_eq!(departed.expect("it was there").dropped(), dropped);
+            assert_eq!(lost.is_empty(), dropped == 0);
+        }
+        // What was dropped does not come back.
+        assert_eq!((block.held(), block.away()), (4 * MIB, 4 * MIB));
+        assert_eq!(table.state(2), granules::OUT);
+        table.end();
     }
 }

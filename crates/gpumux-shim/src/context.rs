@@ -1,6 +1,7 @@
 //! What counting work and holding the device ahead of it both stand on: the page, the current context, and whether streams are capturing.
 
 use std::{
+    ffi::c_int,
     ptr,
     sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
 };
@@ -13,6 +14,7 @@ functions! {
     ctx_get_current c"cuCtxGetCurrent" (*mut CUcontext);
     ctx_push_current c"cuCtxPushCurrent_v2" (CUcontext);
     ctx_pop_current c"cuCtxPopCurrent_v2" (*mut CUcontext);
+    exchange_capture_mode c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
 }
 
 /// Where to count; null: not at all.
@@ -47,6 +49,32 @@ pub(crate) fn is_capturing_anywhere() -> bool {
 /// So many streams are capturing now.
 pub(crate) fn set_captures(streams: usize) {
     CAPTURES.store(streams, Ordering::Release);
+}
+
+/// Exchanges what this thread's calls may do to captures of others for `mode`.
+fn exchange(mode: &mut c_int) {
+    if let Some(exchange) = exchange_capture_mode() {
+        // SAFETY: a place to read and write.
+        unsafe { exchange(mode) };
+    }
+}
+
+/// `CU_STREAM_CAPTURE_MODE_RELAXED`
+const RELAXED: c_int = 2;
+
+/// This thread's calls spoil no capture from now on.
+pub(crate) fn relax_captures() {
+    let mut mode = RELAXED;
+    exchange(&mut mode);
+}
+
+/// Runs `work`, whose calls spoil no capture, with `context` current.
+pub(crate) fn aside<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
+    let mut mode = RELAXED;
+    exchange(&mut mode);
+    let result = within(context, work);
+    exchange(&mut mode);
+    result
 }
 
 /// The context that is current in this thread.

@@ -83,6 +83,21 @@ pub(crate) fn through<R>(real: impl FnOnce() -> R) -> R {
     real()
 }
 
+/// The same, but a gate that stays closed for so long keeps the call from being made. None: it was.
+pub(crate) fn through_by<R>(deadline: Instant, real: impl FnOnce() -> R) -> Option<R> {
+    let mut real = Some(real);
+    loop {
+        if let Some(result) = try_through(|| real.take().map(|real| real())) {
+            return result;
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return None;
+        }
+        await_open(left);
+    }
+}
+
 /// Makes a call of this library's own, which the program does not wait for, unless the gate is closed.
 pub(crate) fn try_through<R>(call: impl FnOnce() -> R) -> Option<R> {
     if DEPTH.get() != 0 {
@@ -168,13 +183,13 @@ pub(crate) fn take_wake_request() -> bool {
     CLOSED.load(Ordering::SeqCst) && WOKEN.swap(false, Ordering::AcqRel)
 }
 
-/// No move is under way, the agent is about to begin one, or none may begin any more.
+/// No move is under way, one is about to begin, or none may begin any more.
 const NOBODY: u32 = 0;
 const MOVER: u32 = 1;
 const LEFT: u32 = 2;
 static MOVES: AtomicU32 = AtomicU32::new(NOBODY);
 
-/// The agent makes ready to move memory, until this is dropped.
+/// The thread that moves memory makes ready for that, until this is dropped.
 pub(crate) struct Moving(());
 
 impl Drop for Moving {
@@ -183,7 +198,7 @@ impl Drop for Moving {
     }
 }
 
-/// Before the agent calls the driver in order to move memory; not while the process ends.
+/// Before the driver is called in order to move memory; not while the process ends.
 pub(crate) fn begin_move() -> Option<Moving> {
     let begun = MOVES.compare_exchange(NOBODY, MOVER, Ordering::SeqCst, Ordering::SeqCst);
     begun.is_ok().then(|| Moving(()))

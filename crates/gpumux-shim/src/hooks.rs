@@ -33,7 +33,9 @@ use crate::{
     },
     gate, ipc,
     memory::{self, ArrayShape, FlatShape},
-    next, physical, pools,
+    meter::Piece,
+    next, physical,
+    pools::{self, PoolProperties},
     predictor::Call,
     trace, unlisted,
     vmm::Access,
@@ -326,7 +328,7 @@ hooks! {
     };
 
     // A graph may have copies in it.
-    [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => work::copy(stream, own, || work::submit(stream, own, real));
+    [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => work::launch_graph(graph as u64, stream, own, real);
 
     // Device memory.
     cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { memory::alloc(out, bytes, real) };
@@ -341,6 +343,7 @@ hooks! {
     [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { memory::alloc_pooled(out, bytes, None, real) };
     [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: u64, stream: CUstream) (real, _own) => unsafe { memory::alloc_pooled(out, bytes, Some(pool), real) };
     [cuMemFreeAsync_ptsz] cuMemFreeAsync(address: CUdeviceptr, stream: CUstream) (real, _own) => memory::free_async(address, real);
+    cuMemPoolCreate(out: *mut u64, properties: *const PoolProperties) (real) => unsafe { pools::create(out, properties, real) };
     cuMemPoolDestroy(pool: u64) (real) => pools::destroy(pool, real);
     cuMemCreate(handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64) (real) => unsafe { memory::create(handle, bytes, prop, flags, real) };
     cuMemRelease(handle: u64) (real) => memory::release_handle(handle, real);

@@ -27,6 +27,11 @@ const MARK: [u64; 2] = [
     u64::from_ne_bytes(*b"PC token"),
 ];
 
+/// The half of a token that all exports of one block have in common: they are opened, and accounted, as one.
+const fn block_of(token: u128) -> u64 {
+    (token >> 64) as u64
+}
+
 /// Whether this process's daemon passes memory on.
 fn is_managed() -> bool {
     lease::await_link() && lease::knows(SHARING)

@@ -12,14 +12,17 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_wire::Shim;
+use gpumux_wire::{Shim, message::ELASTIC};
 
 use crate::{guard, wake};
 
 /// How long the first question waits for the session.
 const CONNECT: Duration = Duration::from_secs(2);
+/// How long after the loss of its daemon a program waits for memory until there is one again: a daemon that was killed starts
+/// within seconds, and only it can move the memory of others.
+const RETURN: Duration = Duration::from_secs(10);
 /// How long an answer may take: the daemon itself waits at most 300 s for room.
-const ANSWER: Duration = Duration::from_secs(330);
+pub(crate) const ANSWER: Duration = Duration::from_secs(330);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Link {
@@ -31,6 +34,8 @@ enum Link {
 
 struct State {
     link: Link,
+    /// When the last session ended.
+    lost: Option<Instant>,
     outbox: VecDeque<Shim>,
     /// By ticket; none yet.
     answers: HashMap<u32, Option<(u64, u64)>>,
@@ -51,6 +56,7 @@ fn lock() -> MutexGuard<'static, Option<State>> {
 fn state(guard: &mut Option<State>) -> &mut State {
     guard.get_or_insert_with(|| State {
         link: Link::Unknown,
+        lost: None,
         outbox: VecDeque::new(),
         answers: HashMap::new(),
         tickets: 0,
@@ -79,8 +85,33 @@ pub(crate) fn await_link() -> bool {
     state(&mut settled()).link == Link::Up
 }
 
+/// The driver has no memory and no daemon is there to make room: waits for one, if one was there until lately. Whether it is back.
+pub(crate) fn await_return() -> bool {
+    if !wake::has_agent() {
+        return false;
+    }
+    let mut guard = lock();
+    loop {
+        let it = state(&mut guard);
+        if it.link == Link::Up {
+            return true;
+        }
+        let left = it.lost.map(|lost| RETURN.saturating_sub(lost.elapsed()));
+        let Some(left) = left.filter(|left| !left.is_zero()) else {
+            return false;
+        };
+        let waited = CHANGED.wait_timeout(guard, left);
+        guard = waited.unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
 /// Asks, and waits for the answer: two numbers. None: no daemon manages this process.
 pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
+    ask_within(ANSWER, question)
+}
+
+/// The same, but a daemon that takes longer than this has answered zeros, and forgets the question.
+pub(crate) fn ask_within(wait: Duration, question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
     if !wake::has_agent() {
         return None;
     }
@@ -95,7 +126,7 @@ pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
     it.outbox.push_back(question(ticket));
     drop(guard);
     wake::agent();
-    let deadline = Instant::now() + ANSWER;
+    let deadline = Instant::now() + wait;
     let mut guard = lock();
     loop {
         let it = state(&mut guard);
@@ -106,6 +137,14 @@ pub(crate) fn ask(question: impl FnOnce(u32) -> Shim) -> Option<(u64, u64)> {
                 return Some(answer);
             }
             Some(None) if Instant::now() < deadline => {}
+            Some(None) if wait < ANSWER && it.link == Link::Up => {
+                it.answers.remove(&ticket);
+                drop(guard);
+                if knows(ELASTIC) {
+                    tell(Shim::Cancel { ticket });
+                }
+                return Some((0, 0));
+            }
             // The session has ended, or the daemon is silent.
             _ => {
                 it.answers.remove(&ticket);
@@ -135,6 +174,9 @@ pub(crate) fn tell(what: Shim) {
 pub(crate) fn set_up(up: bool, first: Vec<Shim>) {
     let mut guard = lock();
     let it = state(&mut guard);
+    if it.link == Link::Up {
+        it.lost = Some(Instant::now());
+    }
     it.link = if up { Link::Up } else { Link::Down };
     EVER_UP.fetch_or(up, Ordering::AcqRel);
     it.outbox = first.into();

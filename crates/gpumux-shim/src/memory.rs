@@ -15,14 +15,15 @@ use std::{
         Mutex, MutexGuard,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    thread::sleep,
     time::Duration,
 };
 
 use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
 
 use crate::{
-    block::{Block, UNKNOWN},
+    attempt::{self, Refused, in_time},
+    block::{Block, Departed, UNKNOWN},
+    caches,
     driver::{self, AllocationProp, CUcontext, CUresult, SUCCESS, functions},
     gate, guard, ipc, lease,
     notice::say,
@@ -30,7 +31,7 @@ use crate::{
     pools::{self, Pools},
     ranges::{self, Allocation},
     swap,
-    vmm::{self, GRANULE, OUT_OF_MEMORY},
+    vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     wake,
     work::{self, current_context, within},
 };
@@ -45,10 +46,6 @@ const BATCH: u64 = 64 << 20;
 const BATCH_PART: u64 = 128;
 /// After so many failures to map, the driver's own calls are made at once.
 const MAX_FAILURES: u32 = 3;
-/// How often, and after which pause, memory is asked for that the driver refuses although the books have it: the daemon
-/// compares them with the driver every second, and believes what it sees twice.
-const TRIES: u32 = 5;
-const NOTICED: Duration = Duration::from_millis(700);
 /// Most devices that are told apart.
 const MAX_DEVICES: usize = 32;
 
@@ -179,6 +176,12 @@ pub(crate) fn current_device() -> Option<c_int> {
     known_device(device)
 }
 
+/// The UUID of the current context's device.
+pub(crate) fn current_uuid() -> Option<String> {
+    let device = current_device()?;
+    with(|space| Some(space.devices.get(&device)?.uuid.clone()))
+}
+
 /// A device, once it is known to the tables.
 pub(crate) fn known_device(device: c_int) -> Option<c_int> {
     if with(|space| space.devices.contains_key(&device)) {
@@ -245,6 +248,11 @@ impl Device {
 
 /// Takes so much from the lease, which grows if it must. Not inside the gate: this may wait for others to be moved.
 pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
+    take_within(lease::ANSWER, device, bytes, pinned)
+}
+
+/// The same, waited for no longer than this.
+pub(crate) fn take_within(wait: Duration, device: c_int, bytes: u64, pinned: bool) -> bool {
     // What is there is taken at once, so that no thread gives it back while more is requested.
     let found = with(|space| {
         let known = space.devices.get_mut(&device)?;
@@ -260,6 +268,10 @@ pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
     if need == 0 {
         return true;
     }
+    if wait.is_zero() {
+        give(device, pocket, pinned);
+        return false;
+    }
     // What is kept for later is of use now.
     if !pinned && drop_spares(|spare| spare.device == device) {
         with(|space| {
@@ -267,8 +279,9 @@ pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
                 known.movable.used = known.movable.used.saturating_sub(pocket);
             }
         });
-        return take(device, bytes, pinned);
+        return take_within(wait, device, bytes, pinned);
     }
+    caches::look();
     let ask = |ticket| Shim::Ask {
         ticket,
         device: uuid,
@@ -278,7 +291,7 @@ pub(crate) fn take(device: c_int, bytes: u64, pinned: bool) -> bool {
         pinned,
     };
     // When no daemon manages this process, it grants itself what it needs.
-    let given = lease::ask(ask).map_or(need, |(bytes, _)| bytes);
+    let given = lease::ask_within(wait, ask).map_or(need, |(bytes, _)| bytes);
     with(|space| {
         let Some(known) = space.devices.get_mut(&device) else {
             return true;
@@ -327,9 +340,12 @@ pub(crate) fn let_go(at: u64, block: &Block) {
     tell_with(|space| {
         // What is kept of the lease is for memory that moves.
         let stayed = block.stays();
-        let moves = stayed.then(|| space.book_as_movable(block.device, block.bytes));
-        let given = space.give(block.device, block.bytes, false);
-        moves.flatten().into_iter().chain(given)
+        let moves = stayed.then(|| space.book_as_movable(block.device, block.held()));
+        let scratch = block
+            .elastic
+            .and_then(|_| space.give(block.device, block.piece, true));
+        let given = space.give(block.device, block.held(), false);
+        moves.flatten().into_iter().chain(scratch).chain(given)
     });
 }
 
@@ -369,6 +385,40 @@ impl Space {
 
     pub(crate) fn holds(&mut self) -> Vec<Shim> {
         self.devices.values_mut().map(Device::holds).collect()
+    }
+
+    /// Whether nothing of a device is mapped by this library any more.
+    pub(crate) fn is_native(&self, device: c_int) -> bool {
+        self.devices.get(&device).is_none_or(|it| it.native)
+    }
+
+    /// A device's UUID, as NVML writes it.
+    pub(crate) fn uuid(&self, device: c_int) -> Option<String> {
+        Some(self.devices.get(&device)?.uuid.clone())
+    }
+
+    /// A chunk of the block at this address has left the device.
+    pub(crate) fn leave(
+        &mut self,
+        at: u64,
+        index: usize,
+        host: Vec<(usize, usize)>,
+    ) -> Option<Departed> {
+        let block = self.blocks.get_mut(&at)?;
+        let (departed, device) = (block.left(at, index, host)?, block.device);
+        if let Some(elastic) = block.elastic.filter(|_| departed.dropped() > 0) {
+            elastic.table.count_taken();
+        }
+        self.drop_bytes(device, departed.dropped());
+        Some(departed)
+    }
+
+    /// So much of a device is freed that the daemon is to have back: it receives that with the next message.
+    pub(crate) fn drop_bytes(&mut self, device: c_int, bytes: u64) {
+        if let Some(known) = self.devices.get_mut(&device).filter(|_| bytes > 0) {
+            known.movable.used = known.movable.used.saturating_sub(bytes);
+            known.movable.granted = known.movable.granted.saturating_sub(bytes);
+        }
     }
 
     /// Whether there is nothing in this block.
@@ -442,21 +492,21 @@ unsafe fn alloc_bytes(
         return error;
     }
     free_deferred();
-    let native = with(|space| space.devices.get(&device).is_none_or(|it| it.native));
+    let native = with(|space| space.is_native(device));
     // Without a daemon it would never move; one that was lost may come back.
     if native || !lease::is_managed() {
         // SAFETY: as above.
         return unsafe { count_native(device, bytes, out, real) };
     }
-    match in_time(|| map(device, context, bytes)) {
+    match in_time(None, || map(device, context, bytes)) {
         Ok(address) => {
             // SAFETY: the program's place, which is not null.
             unsafe { *out = address };
             done();
             SUCCESS
         }
-        Err(OUT_OF_MEMORY) => OUT_OF_MEMORY,
-        Err(error) => {
+        Err(Refused::ByAccounting | Refused::ByDriver(OUT_OF_MEMORY)) => OUT_OF_MEMORY,
+        Err(Refused::ByDriver(error)) => {
             failed(error);
             // SAFETY: as above.
             unsafe { count_native(device, bytes, out, real) }
@@ -495,33 +545,6 @@ fn failed(error: CUresult) {
     }
 }
 
-/// Allocates; if the driver has less than the books say, once more when they have noticed.
-fn in_time<T>(mut attempt: impl FnMut() -> Result<T, Refused>) -> Result<T, CUresult> {
-    for tried in 0..TRIES {
-        if tried != 0 {
-            // A caller that cannot wait gets an answer at once, as do all without a daemon.
-            let answer = lease::ask(|ticket| Shim::Missing { ticket });
-            if answer.is_none_or(|(again, _)| again == 0) {
-                break;
-            }
-            sleep(NOTICED);
-        }
-        match attempt() {
-            Err(Refused::ByDriver(OUT_OF_MEMORY)) => {}
-            Err(Refused::ByDriver(error)) => return Err(error),
-            Err(Refused::ByBooks) => return Err(OUT_OF_MEMORY),
-            Ok(made) => return Ok(made),
-        }
-    }
-    Err(OUT_OF_MEMORY)
-}
-
-/// What gives no memory.
-enum Refused {
-    ByBooks,
-    ByDriver(CUresult),
-}
-
 /// Memory of the lease, mapped.
 fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
     let small = bytes < SMALL;
@@ -534,11 +557,12 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
         return Ok(found);
     }
     if !take(device, size, false) {
-        return Err(Refused::ByBooks);
+        return Err(Refused::ByAccounting);
     }
-    let mapped = gate::through(|| {
+    let back = || {
         let at = vmm::reserve(size)?;
-        let chunks = vmm::back(at, size, device).inspect_err(|_| vmm::unreserve(at, size))?;
+        let chunks =
+            vmm::back(at, size, CHUNK, device).inspect_err(|_| vmm::unreserve(at, size))?;
         let free = small.then(|| BTreeMap::from([(0, size)]));
         with(|space| {
             let block = Block::new((size, device, context), chunks, free);
@@ -554,11 +578,9 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
             ranges::write(|it| it.allocations.insert(at, allocation));
             Ok(at)
         })
-    });
-    mapped.map_err(|error| {
-        give(device, size, false);
-        Refused::ByDriver(error)
-    })
+    };
+    let mapped = attempt::make(None, || gate::through(back));
+    mapped.inspect_err(|_| give(device, size, false))
 }
 
 impl Space {
@@ -644,9 +666,10 @@ impl Space {
         }
     }
 
-    /// A context's memory goes with it: this library's, and what is only counted.
+    /// A context's memory goes with it: this library's, and what is only counted. What comes from a pool stays until it is freed.
     fn take_context(&mut self, context: u64) -> (Vec<(u64, Block)>, Vec<Native>) {
-        let natives = self.natives.extract_if(|_, it| it.context == context);
+        let own = |it: &Native| it.context == context && it.pool == 0;
+        let natives = self.natives.extract_if(|_, it| own(it));
         let natives = natives.map(|(_, it)| it).collect();
         ranges::write(|it| it.allocations.retain(|_, it| it.context != context));
         let blocks = self.blocks.extract_if(.., |_, it| it.context == context);
@@ -690,6 +713,7 @@ impl Space {
         let own = own.filter(|spare| spare.device == block.device);
         let kept: u64 = own.map(|spare| spare.bytes).sum();
         let keep = !block.stays()
+            && block.elastic.is_none()
             && !device.native
             && block.away() == 0
             && kept + block.bytes <= batch(device.total);
@@ -873,20 +897,24 @@ extern "C" fn gpumux_advise(address: u64, bytes: u64, advice: c_int) -> c_int {
 
 // ---- What stays with the driver ------------------------------------------------------------------
 
+/// A call of the driver, inside the gate.
+fn through(real: impl Fn() -> CUresult) -> Result<(), CUresult> {
+    match gate::through(real) {
+        SUCCESS => Ok(()),
+        error => Err(error),
+    }
+}
+
 /// Has the driver give out memory, booked as what does not move.
 fn make_native(device: c_int, bytes: u64, real: impl Fn() -> CUresult) -> Result<(), CUresult> {
-    in_time(|| {
+    let made = in_time(None, || {
         if !take(device, bytes, true) {
-            return Err(Refused::ByBooks);
+            return Err(Refused::ByAccounting);
         }
-        match gate::through(&real) {
-            SUCCESS => Ok(()),
-            result => {
-                give(device, bytes, true);
-                Err(Refused::ByDriver(result))
-            }
-        }
-    })
+        let made = attempt::make(None, || through(&real));
+        made.inspect_err(|_| give(device, bytes, true))
+    });
+    made.map_err(Refused::error)
 }
 
 /// Counts what the driver gives out itself.
@@ -940,20 +968,28 @@ pub(crate) unsafe fn alloc_pooled(
 ) -> CUresult {
     // What is captured allocates when its graph runs, and is not seen.
     let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
-    let device = counted.then(current_device).flatten();
-    let pool = |device| Some((device, pool.or_else(|| pools::of_device(device))?));
-    let Some((device, pool)) = device.and_then(pool) else {
+    let current = counted.then(current_device).flatten();
+    let place = |current| match pool {
+        Some(pool) => Some((pools::place(pool).unwrap_or(current), pool)),
+        None => Some((current, pools::of_device(current)?)),
+    };
+    let place = current.and_then(place);
+    if place.is_some_and(|(device, _)| device == pools::ELSEWHERE) {
+        return gate::through(real);
+    }
+    let known = |(device, pool)| Some((known_device(device)?, pool));
+    let Some((device, pool)) = place.and_then(known) else {
         // SAFETY: the caller's.
         return unsafe { alloc_native(out, bytes, real) };
     };
     let bytes = bytes as u64;
-    let made = in_time(|| {
-        let drawn = pools::take(pool, device, bytes).ok_or(Refused::ByBooks)?;
-        match gate::through(&real) {
-            SUCCESS => Ok(drawn),
-            result => {
+    let made = in_time(None, || {
+        let drawn = pools::take(pool, device, bytes).ok_or(Refused::ByAccounting)?;
+        match attempt::make(None, || through(&real)) {
+            Ok(()) => Ok(drawn),
+            Err(refused) => {
                 drawn.give();
-                Err(Refused::ByDriver(result))
+                Err(refused)
             }
         }
     });
@@ -964,7 +1000,7 @@ pub(crate) unsafe fn alloc_pooled(
             drawn.grown();
             SUCCESS
         }
-        Err(result) => result,
+        Err(refused) => refused.error(),
     }
 }
 
@@ -1113,21 +1149,22 @@ pub(crate) unsafe fn create(
             Err(result) => result,
         };
     };
-    if !take(device, bytes, false) {
-        return OUT_OF_MEMORY;
-    }
-    let result = gate::through(|| {
+    let make = || {
         let result = real();
         if result == SUCCESS {
             // SAFETY: the driver has just written there.
             unsafe { *out = physical::made(*out, bytes, context, *prop) };
         }
         result
+    };
+    let made = in_time(None, || {
+        if !take(device, bytes, false) {
+            return Err(Refused::ByAccounting);
+        }
+        let made = attempt::make(None, || through(make));
+        made.inspect_err(|_| give(device, bytes, false))
     });
-    if result != SUCCESS {
-        give(device, bytes, false);
-    }
-    result
+    made.map_or_else(Refused::error, |()| SUCCESS)
 }
 
 /// `cuMemRelease`
@@ -1229,7 +1266,7 @@ impl Space {
         let block = self.blocks.get_mut(&at).filter(|block| !block.pinned)?;
         let stayed = block.stays();
         block.pinned = true;
-        let (device, bytes) = (block.device, block.bytes);
+        let (device, bytes) = (block.device, block.held());
         match stayed {
             true => None,
             false => self.book_as_pinned(device, bytes),
@@ -1244,7 +1281,7 @@ impl Space {
             true => block.shared + 1,
             false => block.shared.saturating_sub(1),
         };
-        let (device, bytes, stays) = (block.device, block.bytes, block.stays());
+        let (device, bytes, stays) = (block.device, block.held(), block.stays());
         match (stayed, stays) {
             (false, true) => self.book_as_pinned(device, bytes),
             (true, false) => self.book_as_movable(device, bytes),

@@ -30,6 +30,7 @@ const PERIOD: Duration = Duration::from_secs(1);
 const SOON: Duration = Duration::from_millis(100);
 
 functions! {
+    device_count c"cuDeviceGetCount" (*mut c_int);
     device_pool c"cuDeviceGetMemPool" (*mut u64, c_int);
     default_pool c"cuDeviceGetDefaultMemPool" (*mut u64, c_int);
     pool_attribute c"cuMemPoolGetAttribute" (u64, c_int, *mut u64);
@@ -55,6 +56,8 @@ struct Pool {
 pub(crate) struct Pools {
     all: BTreeMap<u64, Pool>,
     numbers: u64,
+    /// The devices of those that the program has made, by handle.
+    places: BTreeMap<u64, c_int>,
 }
 
 impl Pools {
@@ -93,6 +96,65 @@ pub(crate) fn of_device(device: c_int) -> Option<u64> {
     let mut pool = 0;
     // SAFETY: a place to write; a device that does not exist is refused.
     (unsafe { device_pool()?(&raw mut pool, device) } == SUCCESS).then_some(pool)
+}
+
+/// Stands for a pool whose memory is on no device.
+pub(crate) const ELSEWHERE: c_int = -1;
+
+/// The head of `CUmemPoolProps`.
+#[repr(C)]
+pub(crate) struct PoolProperties {
+    allocation: c_int,
+    handles: c_int,
+    location: c_int,
+    device: c_int,
+}
+
+/// The device of a pool, which need not be the current one; [`ELSEWHERE`] is the host. None: not known, as that of a pool of
+/// another process.
+pub(crate) fn place(pool: u64) -> Option<c_int> {
+    let known = memory::with(|space| {
+        let Pools { all, places, .. } = &space.pools;
+        let used = all.values().find(|it| it.handle == Some(pool));
+        (used.map(|it| it.device)).or_else(|| places.get(&pool).copied())
+    });
+    known.or_else(|| {
+        let mut count = 0;
+        // SAFETY: a place to write.
+        unsafe { device_count()?(&raw mut count) };
+        (0..count).find(|device| default_of(*device) == Some(pool))
+    })
+}
+
+/// A device's first pool, which the program cannot destroy.
+fn default_of(device: c_int) -> Option<u64> {
+    let mut pool = 0;
+    // SAFETY: a place to write; no context is needed.
+    (unsafe { default_pool()?(&raw mut pool, device) } == SUCCESS).then_some(pool)
+}
+
+/// `cuMemPoolCreate`
+///
+/// # Safety
+/// Both must be what the program passed, which the driver accepts.
+pub(crate) unsafe fn create(
+    out: *mut u64,
+    properties: *const PoolProperties,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    /// `CU_MEM_LOCATION_TYPE_DEVICE`
+    const DEVICE: c_int = 1;
+    let result = gate::through(real);
+    if result == SUCCESS && !memory::off() {
+        // SAFETY: the driver has read the one and written the other.
+        let (pool, it) = unsafe { (*out, &*properties) };
+        let device = match it.location {
+            DEVICE => it.device,
+            _ => ELSEWHERE,
+        };
+        memory::with(|space| space.pools.places.insert(pool, device));
+    }
+    result
 }
 
 /// Bytes of the device that a pool has. The program must not destroy it meanwhile.
@@ -174,6 +236,7 @@ impl Space {
 
     /// The program has destroyed a pool: the driver keeps what it has until all of it is freed.
     fn end_pool(&mut self, handle: u64) {
+        self.pools.places.remove(&handle);
         let Some(number) = self.pools.number(handle) else {
             return;
         };
@@ -337,15 +400,12 @@ pub(crate) fn without_use<R>(work: impl FnOnce() -> R) -> R {
     work()
 }
 
-/// A context has ended, and its allocations with it; their pools may keep the memory.
+/// A context has ended. What it allocated from pools is there until it is freed, but not every pool can be asked about.
 pub(crate) fn context_ended() {
     let _in_use = guard::lock(&IN_USE);
     for device in memory::with(|space| space.pools.devices()) {
         if work::primary_context(device).is_none() {
-            let mut own = 0;
-            // SAFETY: a place to write; no context is needed.
-            let asked = default_pool().map(|ask| unsafe { ask(&raw mut own, device) });
-            let own = (asked == Some(SUCCESS)).then_some(own);
+            let own = default_of(device);
             memory::with(|space| space.doubt_pools(device, own));
         }
     }
@@ -417,7 +477,6 @@ mod tests {
         /// Which of the driver's pools, and which piece of it.
         kept: (usize, usize),
         bytes: u64,
-        context: usize,
     }
 
     struct World {
@@ -449,7 +508,7 @@ mod tests {
             (*handle, *at)
         }
 
-        fn alloc(&mut self, n: usize, bytes: u64, context: usize, refused: bool) {
+        fn alloc(&mut self, n: usize, bytes: u64, refused: bool) {
             let (handle, at) = self.pool(n);
             let (number, need) = self.space.draw(handle, DEVICE, bytes);
             self.space.grant_for_tests(DEVICE, need);
@@ -463,7 +522,6 @@ mod tests {
                 number,
                 kept: (at, place),
                 bytes,
-                context,
             });
         }
 
@@ -474,7 +532,7 @@ mod tests {
 
         fn step(&mut self, (what, n, size): (u8, usize, u64)) {
             match what {
-                0..4 => self.alloc(n, size * MIB, n % 3, size % 7 == 0),
+                0..4 => self.alloc(n, size * MIB, size % 7 == 0),
                 4..7 if !self.made.is_empty() => {
                     let gone = self.made.swap_remove(n % self.made.len());
                     self.free(&gone);
@@ -504,15 +562,9 @@ mod tests {
                     }
                 }
                 11 => {
-                    let context = n % 3;
-                    let gone: Vec<Made> = (self.made)
-                        .extract_if(.., |it| it.context == context)
-                        .collect();
-                    gone.iter().for_each(|it| self.free(it));
-                    if context == 0 {
-                        self.space.doubt_pools(DEVICE, Some(OWN));
-                        self.doubts = true;
-                    }
+                    // The device's primary context ends.
+                    self.space.doubt_pools(DEVICE, Some(OWN));
+                    self.doubts = true;
                 }
                 _ => {}
             }
@@ -556,9 +608,12 @@ mod tests {
     #[test]
     fn pool_keeps_its_memory_after_the_context() {
         let mut world = World::new();
-        world.alloc(0, 100 * MIB, 0, false);
-        world.check();
+        world.alloc(0, 100 * MIB, false);
         world.step((11, 0, 1));
+        world.check();
+        assert_eq!(world.space.used_for_tests(DEVICE), (0, 100 * MIB));
+        let gone = world.made.remove(0);
+        world.free(&gone);
         world.check();
         assert_eq!(world.space.used_for_tests(DEVICE), (100 * MIB, 0));
     }

@@ -143,6 +143,7 @@ fn handle_forks() {
         work::in_child();
         memory::in_child();
         reclaim::in_child();
+        crate::caches::in_child();
     }
     extern "C" fn before() {
         own::before_fork();

@@ -16,7 +16,7 @@ use std::{
 
 use gpumux_wire::Shim;
 
-use crate::{guard, lease, memory, wake};
+use crate::{elastic, guard, lease, memory, wake};
 
 /// Frees what it can of a device, given its ordinal, the bytes that are missing and what was registered with it. Says how
 /// many bytes it has freed.
@@ -78,6 +78,7 @@ pub(crate) fn begin(op: u64, device: &str, bytes: u64) {
     let mut state = ordinal.map(|ordinal| (lock(), ordinal));
     match &mut state {
         Some((state, ordinal)) if state.asked.is_none() => {
+            elastic::lower_targets(*ordinal, bytes);
             state.asked = Some((op, *ordinal, bytes));
             NEWS.notify_all();
         }
@@ -111,6 +112,7 @@ fn serve() {
         drop(state);
         // What is freed is the daemon's to give, and not kept for the next allocation.
         memory::trim();
+        elastic::report();
         lease::tell(Shim::Reclaimed { op, bytes: freed });
         state = lock();
         state.asked = None;

@@ -1,16 +1,17 @@
 //! Frees the process's channel groups when no daemon controls them any more.
 //!
 //! A daemon may have died, or stand still, with this process frozen or at a timeslice of 1 µs. A thread of its own
-//! watches the daemon's lease (see [`gpumux_wire::lease`]), apart from the agent, which may be moving memory for
-//! seconds. When the session has ended, or the lease expired, every group gets a timeslice that two groups can share
+//! watches the daemon's lease (see [`gpumux_wire::lease`]), apart from the agent, which waits for memory to come back. When the
+//! session has ended, or the lease expired, every group gets a timeslice that two groups can share
 //! a device with, and only then runs again: two running groups at 1 µs would switch without end and run neither. What
-//! fails is tried again. Groups whose memory is away stay frozen until the agent has brought it back.
+//! fails is tried again. Groups whose memory is away stay frozen until it is back.
 
 use std::{
     collections::BTreeMap,
     io,
     sync::{Condvar, Mutex, MutexGuard},
     thread,
+    time::{Duration, Instant},
 };
 
 use gpumux_rm::{Controls, RmControls, capture::GroupId, emulated::EmulatedFile, real::DeviceFile};
@@ -18,7 +19,7 @@ use gpumux_wire::lease::{LOOK, Leased};
 
 use crate::{
     control_files::Kind,
-    guard,
+    guard, permits,
     process::{Agent, Process},
 };
 
@@ -45,9 +46,21 @@ enum Phase {
     Ended {
         /// The daemon may only stand still.
         stalled: bool,
+        /// The lease that expired, until the daemon renews it.
+        expired: Option<Leased>,
         /// Looks since all groups were free.
         looks: u32,
     },
+}
+
+impl Phase {
+    /// Whether a daemon that stood still goes on. Returned once for each time that its lease expired.
+    fn is_over(&mut self) -> bool {
+        let Self::Ended { expired, .. } = self else {
+            return false;
+        };
+        expired.take_if(|lease| lease.is_renewed()).is_some()
+    }
 }
 
 struct State {
@@ -71,6 +84,7 @@ impl Default for Rescue {
             state: Mutex::new(State {
                 phase: Phase::Ended {
                     stalled: false,
+                    expired: None,
                     looks: 0,
                 },
                 groups: BTreeMap::new(),
@@ -130,6 +144,22 @@ impl Rescue {
         matches!(self.lock().phase, Phase::Ended { .. })
     }
 
+    /// Waits before the next attempt to reach the daemon: no longer than until one that stood still goes on. The processes that it
+    /// controls again have short timeslices, and would get next to nothing beside those that it does not. Whether it goes on.
+    pub(crate) fn pause(&self, longest: Duration) -> bool {
+        let deadline = Instant::now() + longest;
+        loop {
+            if self.lock().phase.is_over() {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            thread::sleep(left.min(LOOK));
+        }
+    }
+
     /// Memory is about to be moved away: the groups stay frozen from here on, unless they have been freed already.
     /// Whether they have not.
     pub(crate) fn begin_move(&self) -> bool {
@@ -180,12 +210,12 @@ impl Rescue {
                     if lease.look() {
                         // First the daemon can see it: it uses no control after that.
                         agent.page.expire();
-                        state.end(true);
+                        state.expire();
                         agent.wake();
                     }
                     Some(LOOK)
                 }
-                Phase::Ended { stalled, looks } => {
+                Phase::Ended { stalled, looks, .. } => {
                     *looks += 1;
                     if *stalled && *looks % AGAIN == 0 {
                         state
@@ -214,11 +244,26 @@ impl Rescue {
 }
 
 impl State {
-    fn end(&mut self, stalled: bool) {
-        self.phase = Phase::Ended { stalled, looks: 0 };
+    /// The lease has expired.
+    fn expire(&mut self) {
+        let before = self.end(true);
+        if let (Phase::Managed(lease), Phase::Ended { expired, .. }) = (before, &mut self.phase) {
+            *expired = lease;
+        }
+    }
+
+    /// Returns what controlled the groups until now.
+    fn end(&mut self, stalled: bool) -> Phase {
+        permits::release();
+        let ended = Phase::Ended {
+            stalled,
+            expired: None,
+            looks: 0,
+        };
         self.groups
             .values_mut()
             .for_each(|is_free| *is_free = false);
+        std::mem::replace(&mut self.phase, ended)
     }
 }
 
@@ -333,12 +378,36 @@ mod tests {
     }
 
     #[test]
+    fn pause_ends_once_when_the_expired_lease_is_renewed() {
+        let (lease, file) = gpumux_wire::lease::Lease::create().unwrap();
+        let rescue = Rescue::default();
+        let is_over = || rescue.lock().phase.is_over();
+        rescue.lock().phase = Phase::Managed(Some(Leased::open(&file).unwrap()));
+        lease.renew();
+        assert!(!is_over(), "it is in force");
+        rescue.lock().expire();
+        assert!(is_over(), "it was renewed after the last look");
+        lease.renew();
+        assert!(
+            !is_over(),
+            "a daemon that does not answer now is looked for as any other"
+        );
+        rescue.lock().phase = Phase::Managed(Some(Leased::open(&file).unwrap()));
+        rescue.lock().end(false);
+        lease.renew();
+        assert!(!is_over(), "the session ended in another way");
+        let before = Instant::now();
+        assert!(!rescue.pause(LOOK));
+        assert!(before.elapsed() >= LOOK);
+    }
+
+    #[test]
     fn memory_does_not_move_once_the_lease_has_expired() {
         let rescue = Rescue::default();
         assert!(!rescue.begin_move(), "without a session");
         rescue.lock().phase = Phase::Managed(None);
         assert!(rescue.begin_move());
-        rescue.lock().end(true);
+        rescue.lock().expire();
         assert!(rescue.begin_move(), "it was on its way already");
         rescue.end_move(false);
         assert!(!rescue.begin_move());

@@ -1,4 +1,4 @@
-//! Moving the process's memory to the host and back, by the agent, at the daemon's word.
+//! Moving the process's memory to the host and back, by a thread of its own ([`crate::mover`]), at the daemon's word.
 //!
 //! First the gate is closed, all threads leave it, and copies end ([`Mover::quiesce`]): from then on only kernels can
 //! touch memory. When the daemon has frozen the compute groups, nothing can. Then the contents go to pinned host
@@ -14,7 +14,10 @@ use std::{
     io,
     path::{Path, PathBuf},
     ptr,
-    sync::{Mutex, MutexGuard},
+    sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
     thread::sleep,
     time::{Duration, Instant},
 };
@@ -22,14 +25,14 @@ use std::{
 use gpumux_wire::message::HOST_PIECE;
 
 use crate::{
-    block::{GRAIN, NOWHERE},
+    block::{Departed, GRAIN, NOWHERE},
     driver::{CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by},
     memory,
     notice::say,
     own::OwnFd,
-    physical, pools, vmm,
+    permits, physical, pools, vmm,
     work::{self, within},
 };
 use choice::{Gone, Good, Key};
@@ -84,7 +87,7 @@ macro_rules! call {
 
 /// Where the process's memory is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Away {
+pub(crate) enum Away {
     No,
     /// On the device, and no thread may touch it.
     Quiet,
@@ -104,8 +107,42 @@ struct Pool {
     location: Option<PathBuf>,
 }
 
-/// The agent's tool.
+/// What the agent may change of a move under way.
+#[derive(Default)]
+pub(crate) struct Bounds {
+    /// The move to the host is not wanted any more.
+    called_off: AtomicBool,
+    /// So many bytes of the host's memory may be kept.
+    host: AtomicU64,
+}
+
+impl Bounds {
+    pub(crate) fn is_called_off(&self) -> bool {
+        self.called_off.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn host(&self) -> u64 {
+        self.host.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn call_off(&self) {
+        self.called_off.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn allow(&self, host: u64) {
+        self.host.store(host, Ordering::Release);
+    }
+
+    /// A task begins.
+    pub(crate) fn begin(&self, host: u64) {
+        self.called_off.store(false, Ordering::Release);
+        self.allow(host);
+    }
+}
+
+/// The tool of the thread that moves memory.
 pub(crate) struct Mover {
+    bounds: &'static Bounds,
     away: Away,
     pool: Pool,
     /// How far the pool is in use.
@@ -119,9 +156,24 @@ pub(crate) struct Mover {
     relaxed: bool,
 }
 
+/// Where the driver refuses to freeze kernels, those that run must end before their memory moves. None is launched any more.
+fn await_kernels() -> Result<(), String> {
+    let deadline = Instant::now() + QUIET;
+    while permits::is_active() && !work::all_idle() {
+        if Instant::now() > deadline {
+            return Err(format!(
+                "its kernels do not end within {QUIET:?}, and the driver does not let gpumux freeze them"
+            ));
+        }
+        sleep(LOOK);
+    }
+    Ok(())
+}
+
 impl Mover {
-    pub(crate) const fn new() -> Self {
+    pub(crate) const fn new(bounds: &'static Bounds) -> Self {
         Self {
+            bounds,
             away: Away::No,
             pool: Pool {
                 pieces: Vec::new(),
@@ -141,14 +193,17 @@ impl Mover {
         }
     }
 
-    /// Whether memory is on the host.
-    pub(crate) fn is_out(&self) -> bool {
-        self.away == Away::Out
+    /// Where the memory is.
+    pub(crate) const fn away(&self) -> Away {
+        self.away
     }
 
-    /// Whether all memory is on the device, and the program may touch it.
-    pub(crate) fn is_here(&self) -> bool {
-        self.away == Away::No
+    /// Ends a move to the host that is not wanted any more.
+    fn check_wanted(&self) -> Result<(), String> {
+        match self.bounds.is_called_off() {
+            true => Err("the move was called off".into()),
+            false => Ok(()),
+        }
     }
 
     /// Where host memory is made from now on, and whether it is overwritten after use.
@@ -199,10 +254,9 @@ impl Mover {
         from > 0
     }
 
-    /// Makes ready what moving so much of each device needs, in so much host memory, then closes the gate.
+    /// Makes ready what moving so much of each device needs, then closes the gate.
     /// Says whether all work has ended too.
-    pub(crate) fn quiesce(&mut self, least: u64, host: u64) -> Result<bool, String> {
-        self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
+    pub(crate) fn quiesce(&mut self, least: u64) -> Result<bool, String> {
         match self.away {
             Away::Out => return Err("its memory is on the host already".into()),
             Away::Quiet => return Ok(work::all_idle()),
@@ -222,26 +276,28 @@ impl Mover {
             }
             let quiet =
                 !gate::is_occupied() && !work::is_capturing_anywhere() && !work::copies_under_way();
-            if quiet || Instant::now() > deadline {
+            if quiet || Instant::now() > deadline || self.check_wanted().is_err() {
                 break quiet;
             }
             sleep(LOOK);
         };
         // What was allocated meanwhile needs room too.
-        let ready = if quiet {
-            pools::trim();
-            memory::drop_spares(|_| true);
-            self.prepare(least)
-        } else {
-            Err(format!("its copies and calls do not end within {QUIET:?}"))
-        };
-        if let Err(why) = ready {
+        let ready = self.check_wanted().and_then(|()| match quiet {
+            true => {
+                pools::trim();
+                memory::drop_spares(|_| true);
+                self.prepare(least)
+            }
+            false => Err(format!("its copies and calls do not end within {QUIET:?}")),
+        });
+        // Where nothing is copied, the freeze is over soon.
+        let hope = Instant::now() + if least > 0 { IDLE } else { Duration::ZERO };
+        while ready.is_ok() && !work::all_idle() && Instant::now() < hope {
+            sleep(LOOK);
+        }
+        if let Err(why) = ready.and_then(|()| self.check_wanted()) {
             gate::open();
             return Err(why);
-        }
-        let hope = Instant::now() + IDLE;
-        while !work::all_idle() && Instant::now() < hope {
-            sleep(LOOK);
         }
         self.away = Away::Quiet;
         Ok(work::all_idle())
@@ -274,6 +330,8 @@ impl Mover {
             if gate::is_leaving() {
                 return Err("the program is ending".into());
             }
+            self.check_wanted()?;
+            self.pool.most = usize::try_from(self.bounds.host()).unwrap_or(usize::MAX);
             let step = bytes.min(self.pool.total + GROWTH);
             self.pool.grow(step, first.context)?;
         }
@@ -296,14 +354,14 @@ impl Mover {
 
     /// Copies at least so much of each device to the host, if there is so much, and lets go of the physical memory.
     /// All of that or nothing.
-    pub(crate) fn out(&mut self, least: u64, host: u64) -> Result<(), String> {
-        self.pool.most = usize::try_from(host).unwrap_or(usize::MAX);
+    pub(crate) fn out(&mut self, least: u64) -> Result<(), String> {
         match self.away {
             Away::No => return Err("it was not asked to be quiet".into()),
             Away::Quiet => {}
             // More of it.
             Away::Out => self.prepare(least)?,
         }
+        await_kernels()?;
         let mut filled = self.filled;
         let mut places = Vec::new();
         let mut lost = Vec::new();
@@ -349,7 +407,8 @@ impl Mover {
         };
         let begun = begin();
         self.dirty = self.dirty.max(filled.bytes);
-        if let Err(why) = begun.and(self.await_copies()) {
+        let copied = begun.and(self.await_copies());
+        if let Err(why) = copied.and_then(|()| self.check_wanted()) {
             memory::with(|space| {
                 for (at, lost) in &lost {
                     if let Some(block) = space.blocks.get_mut(at) {
@@ -364,9 +423,8 @@ impl Mover {
         for (good, parts) in places {
             match good.key {
                 Key::Chunk { block, index } => {
-                    let chunk =
-                        memory::with(|space| space.blocks.get_mut(&block)?.left(index, parts));
-                    vmm::unback(good.at, chunk.as_slice());
+                    let departed = memory::with(|space| space.leave(block, index, parts));
+                    departed.iter().for_each(Departed::free);
                 }
                 Key::Physical(handle) => physical::leave(handle, parts),
             }
@@ -513,15 +571,15 @@ impl Mover {
 
 /// Contexts that are gone, by handle: another may get the same.
 static GONE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
-/// Held while the agent enters contexts although the gate is open.
+/// Held while the thread that moves memory enters contexts although the gate is open.
 static PREPARING: Mutex<()> = Mutex::new(());
 
-/// A lock, but not waited for long: the agent must stay reachable.
+/// A lock, but not waited for long: its holder may wait for the device.
 fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
     lock_by(mutex, Instant::now() + SOON)
 }
 
-/// Calls the driver in a context for the agent, while that is not moving memory; none: the context or the process is ending.
+/// Calls the driver in a context, by the thread that moves memory; none: the context or the process is ending.
 pub(crate) fn in_context<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
     let _moving = gate::begin_move()?;
     let _alone = lock_soon(&PREPARING)?;
@@ -533,8 +591,8 @@ pub(crate) fn forget_context(context: u64) {
     lock(&GONE).push(context);
 }
 
-/// Does what may end a context, while the agent is in none. To be called inside the gate: behind a closed one the
-/// agent enters contexts at any time.
+/// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
+/// thread enters contexts at any time.
 pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
     let _alone = lock(&PREPARING);
     work()
@@ -551,7 +609,7 @@ enum Made {
 fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
     let made = match gone.key {
         Key::Chunk { .. } => {
-            let chunks = vmm::back(gone.at, gone.bytes, gone.device);
+            let chunks = vmm::back(gone.at, gone.bytes, gone.piece, gone.device);
             (
                 chunks.as_ref().err().copied(),
                 Made::Chunks(chunks.unwrap_or_default()),

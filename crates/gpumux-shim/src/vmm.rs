@@ -21,7 +21,7 @@ pub(crate) const CHUNK: u64 = 64 << 20;
 /// `CUDA_ERROR_OUT_OF_MEMORY`
 pub(crate) const OUT_OF_MEMORY: CUresult = 2;
 /// `CUDA_ERROR_NOT_SUPPORTED`: what a driver answers that lacks a call.
-const NOT_SUPPORTED: CUresult = 801;
+pub(crate) const NOT_SUPPORTED: CUresult = 801;
 
 /// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`
 const FILE: c_int = 1;
@@ -105,26 +105,53 @@ pub(crate) fn unreserve(at: u64, bytes: u64) {
     let _: Result<(), CUresult> = call!(mem_address_free(), at, bytes as usize);
 }
 
-/// Puts new physical memory of a device at reserved addresses, all or nothing.
-pub(crate) fn back(at: u64, bytes: u64, device: c_int) -> Result<Vec<Chunk>, CUresult> {
+/// Physical memory of a device as this library makes it.
+fn plain(device: c_int) -> AllocationProp {
     let location = Location {
         // `CU_MEM_LOCATION_TYPE_DEVICE`
         kind: 1,
         id: device,
     };
-    let prop = AllocationProp {
+    AllocationProp {
         // `CU_MEM_ALLOCATION_TYPE_PINNED`
         kind: 1,
         location,
         // It costs nothing until it is done.
         handles: if is_shareable(device) { FILE } else { 0 },
         ..AllocationProp::default()
-    };
+    }
+}
+
+/// One piece of physical memory that is mapped nowhere yet; its handle.
+pub(crate) fn make(bytes: u64, device: c_int) -> Result<u64, CUresult> {
+    create(bytes as usize, &plain(device))
+}
+
+/// Maps the same piece of physical memory at so many places after each other.
+pub(crate) fn cover(
+    at: u64,
+    count: u64,
+    piece: u64,
+    handle: u64,
+    device: c_int,
+) -> Result<(), CUresult> {
+    let undo = |places: u64| (0..places).for_each(|it| unmap(at + it * piece, piece));
+    for place in 0..count {
+        result(map(at + place * piece, piece as usize, 0, handle, 0))
+            .inspect_err(|_| undo(place))?;
+    }
+    let accessible = set_access(at, (count * piece) as usize, plain(device).location);
+    result(accessible).inspect_err(|_| undo(count))
+}
+
+/// Puts new physical memory of a device at reserved addresses, in such pieces, all or nothing.
+pub(crate) fn back(at: u64, bytes: u64, piece: u64, device: c_int) -> Result<Vec<Chunk>, CUresult> {
+    let prop = plain(device);
     let mut chunks: Vec<Chunk> = Vec::new();
     let mut mapped = 0;
     let mut all = || {
         while mapped < bytes {
-            let size = CHUNK.min(bytes - mapped);
+            let size = piece.min(bytes - mapped);
             let mut handle = 0;
             call!(
                 mem_create(),
@@ -144,7 +171,7 @@ pub(crate) fn back(at: u64, bytes: u64, device: c_int) -> Result<Vec<Chunk>, CUr
             chunks.push(chunk);
             mapped += size;
         }
-        result(set_access(at, bytes as usize, location))
+        result(set_access(at, bytes as usize, prop.location))
     };
     match all() {
         Ok(()) => Ok(chunks),

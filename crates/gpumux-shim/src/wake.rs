@@ -39,3 +39,9 @@ pub(crate) fn signal(event: &OwnFd) {
 pub(crate) fn in_child() {
     EVENT.store(ptr::null_mut(), Ordering::Release);
 }
+
+/// Time-outs of this thread end when they should, not some 50 µs later.
+pub(crate) fn be_punctual() {
+    // SAFETY: it sets a property of this thread, in ns, and touches no memory.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1 as libc::c_ulong) };
+}

@@ -14,6 +14,8 @@
 //! programs that reach libcuda past [`crate::driver`]; their groups stay *unknown*. The
 //! poller cannot ask about per-thread default streams: those become idle when their thread synchronises.
 
+mod events;
+
 use std::{
     cell::Cell,
     ffi::c_int,
@@ -29,20 +31,20 @@ use std::{
 
 use gpumux_wire::page::{Page, SLOTS};
 
-pub(crate) use crate::context::{current_context, is_capturing_anywhere, within};
+pub(crate) use self::events::{destroy_event, observe_event, record, record_all};
+pub(crate) use crate::context::{current_context, is_capturing_anywhere, relax_captures, within};
 use crate::{
     context::{self, bits, page},
     driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
     gate, guard, hold,
+    meter::Piece,
+    permits::{self, On},
     predictor::Call,
     wake,
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)
 const STREAMS: usize = 512;
-
-/// Events that are remembered, by a hash of their handle.
-const EVENTS: usize = 1024;
 
 /// Copies from the host of so many bytes may be made by the compute group (an H100, from memory that is not pinned).
 const STAGED: usize = 64 << 10;
@@ -189,7 +191,6 @@ functions! {
     stream_get_green_ctx c"cuStreamGetGreenCtx" (CUstream, *mut CUcontext);
     stream_is_capturing c"cuStreamIsCapturing" (CUstream, *mut c_int);
     stream_query c"cuStreamQuery" (CUstream);
-    exchange_capture_mode c"cuThreadExchangeStreamCaptureMode" (*mut c_int);
     event_create c"cuEventCreate" (*mut CUevent, u32);
     event_record c"cuEventRecord" (CUevent, CUstream);
     event_query c"cuEventQuery" (CUevent);
@@ -339,12 +340,81 @@ fn settle(slots: u64) {
 
 /// The program submits work to a stream.
 #[inline]
-pub(crate) fn submit(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
-    gate::through(|| submit_inside(stream, own, real))
+pub(crate) fn submit(
+    stream: CUstream,
+    own: bool,
+    piece: Piece,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let on = permits::is_active().then(|| admit(stream, own, piece));
+    gate::through(|| match on.flatten() {
+        Some(on) => submit_measured(on, (stream, own), piece, real),
+        None => submit_inside(stream, own, real).0,
+    })
+}
+
+/// The program launches a graph. It may have copies in it.
+pub(crate) fn launch_graph(
+    graph: u64,
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let piece = Piece::new(graph, [0; 3]);
+    submit(stream, own, piece, || copy(stream, own, real))
+}
+
+/// Waits until the program may launch. On which stream, if the launch is to be measured.
+#[cold]
+fn admit(stream: CUstream, own: bool, piece: Piece) -> Option<On> {
+    if gate::is_nested() || page().is_none() {
+        return None;
+    }
+    let key = Key::new(stream, own)?;
+    if is_capturing_anywhere() && is_capturing(key) {
+        return None;
+    }
+    let place = key.find().or_else(|| insert(key))?;
+    let state = &STATES[place];
+    let on = On {
+        place,
+        stream: key.handle,
+        context: state.context.load(Ordering::Relaxed),
+        slots: state.slots.load(Ordering::Relaxed),
+    };
+    permits::enter(on, piece, reap).then_some(on)
+}
+
+fn submit_measured(
+    on: On,
+    (stream, own): (CUstream, bool),
+    piece: Piece,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let before = permits::before(on);
+    let (result, counted) = submit_inside(stream, own, real);
+    if let Some((_, state)) = counted
+        && result == SUCCESS
+    {
+        permits::launched(on, state.so_far().0, piece, before);
+    }
+    result
+}
+
+/// Finds out by our events what is done.
+fn reap() {
+    let done = |place: usize| STATES[place].done.load(Ordering::Acquire);
+    for (place, upto) in permits::reap(done) {
+        STATES[place].finish((upto, 0));
+    }
 }
 
 #[inline]
-fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -> CUresult {
+fn submit_inside(
+    stream: CUstream,
+    own: bool,
+    real: impl FnOnce() -> CUresult,
+) -> (CUresult, Option<(Key, &'static Stream)>) {
     let (result, counted) = counted(stream, own, real);
     if hold::is_armed()
         && result == SUCCESS
@@ -352,7 +422,7 @@ fn submit_inside(stream: CUstream, own: bool, real: impl FnOnce() -> CUresult) -
     {
         hold::launched(state.context.load(Ordering::Relaxed), key.handle);
     }
-    result
+    (result, counted)
 }
 
 /// Counts what `real` submits. Also returns for which stream.
@@ -591,6 +661,7 @@ impl Slow {
     /// Forgets a context, green or not, and all its streams.
     fn forget_context(&mut self, context: u64) {
         hold::forget(context);
+        permits::forget(context);
         self.contexts.retain(|(known, _)| *known != context);
         for ((handle, state), slot) in places().zip(&HANDLES) {
             let is = |field: &AtomicU64| field.load(Ordering::Relaxed) == context;
@@ -719,6 +790,15 @@ pub(crate) fn group_made(slot: u32) {
         MADE.set(MADE.get() | 1 << slot);
         GROUPS.fetch_or(1 << slot, Ordering::AcqRel);
     }
+}
+
+/// A context whose compute group this is, once that is known for sure.
+pub(crate) fn context_of(slot: u32) -> Option<u64> {
+    let of = |slow: &mut Slow| {
+        let is = |(_, slots): &&(u64, u64)| slots.checked_shr(slot).is_some_and(|it| it & 1 != 0);
+        slow.contexts.iter().find(is).map(|(context, _)| *context)
+    };
+    slow(of).flatten()
 }
 
 /// The compute group of this slot is gone.
@@ -864,120 +944,6 @@ pub(crate) fn end_capture(
     result
 }
 
-// ---- Events --------------------------------------------------------------------------------------
-
-/// Where an event was last recorded: its handle, stream's place (16 bits) with how much work had returned, and how many copies.
-struct Mark {
-    event: AtomicU64,
-    at: AtomicU64,
-    copies: AtomicU64,
-}
-
-static MARKS: [Mark; EVENTS] = [const {
-    Mark {
-        event: AtomicU64::new(0),
-        at: AtomicU64::new(0),
-        copies: AtomicU64::new(0),
-    }
-}; EVENTS];
-
-/// A mark that is being written.
-const WRITING: u64 = u64::MAX;
-
-impl Mark {
-    fn of(event: CUevent) -> &'static Self {
-        // Fibonacci hashing: handles differ in their middle bits.
-        &MARKS[((event as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 54) as usize % EVENTS]
-    }
-
-    /// Writes it, over whichever event had it.
-    fn set(&self, event: u64, (at, copies): (u64, u64)) {
-        // Three stores long, by threads that record events of the same hash at the same time.
-        while self.event.swap(WRITING, Ordering::AcqRel) == WRITING {
-            thread::yield_now();
-        }
-        self.at.store(at, Ordering::Release);
-        self.copies.store(copies, Ordering::Release);
-        self.event.store(event, Ordering::Release);
-    }
-
-    fn get(&self, event: CUevent) -> Option<(u64, u64)> {
-        let is = || self.event.load(Ordering::Acquire) == event as u64;
-        let read = || {
-            (
-                self.at.load(Ordering::Acquire),
-                self.copies.load(Ordering::Acquire),
-            )
-        };
-        let at = is().then(read)?;
-        is().then_some(at)
-    }
-
-    /// What `event` says no longer holds.
-    fn clear(event: CUevent) {
-        let mark = Self::of(event);
-        if mark.event.load(Ordering::Acquire) == event as u64 {
-            mark.set(0, (0, 0));
-        }
-    }
-}
-
-/// The program records an event: it will prove what had returned on the stream until now.
-pub(crate) fn record(
-    event: CUevent,
-    stream: CUstream,
-    own: bool,
-    real: impl FnOnce() -> CUresult,
-) -> CUresult {
-    if page().is_none() {
-        return real();
-    }
-    Mark::clear(event);
-    let key = Key::new(stream, own);
-    let captured = key.is_some_and(|key| is_capturing_anywhere() && is_capturing(key));
-    let at = key.and_then(Key::find).map(|place| {
-        let (returned, copies) = STATES[place].so_far();
-        ((place as u64) << 48 | returned & ((1 << 48) - 1), copies)
-    });
-    let result = real();
-    if let Some(at) = at
-        && result == SUCCESS
-        && !captured
-    {
-        Mark::of(event).set(event as u64, at);
-    }
-    result
-}
-
-/// The program has an event record all of a context's work: what it proved of a stream before no longer holds.
-pub(crate) fn record_all(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
-    destroy_event(event, real)
-}
-
-/// The program asks or waits for an event.
-pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
-    hold::submitted();
-    let mark = page().and_then(|_| Mark::of(event).get(event));
-    let result = real();
-    note(result);
-    // Only if it has not been recorded anew meanwhile.
-    if let Some(mark) = mark
-        && result == SUCCESS
-        && Mark::of(event).get(event) == Some(mark)
-    {
-        let (at, copies) = mark;
-        STATES[(at >> 48) as usize].finish((at & ((1 << 48) - 1), copies));
-    }
-    result
-}
-
-pub(crate) fn destroy_event(event: CUevent, real: impl FnOnce() -> CUresult) -> CUresult {
-    if page().is_some() {
-        Mark::clear(event);
-    }
-    real()
-}
-
 // ---- The poller ----------------------------------------------------------------------------------
 
 /// From now on work is counted in `page`.
@@ -997,6 +963,7 @@ pub(crate) fn in_child() {
     POLLER_WANTED.store(false, Ordering::Release);
     COPIES_LOST.store(false, Ordering::Release);
     hold::in_child();
+    permits::in_child();
     gate::in_child();
 }
 
@@ -1017,16 +984,6 @@ pub(crate) fn guard_exit() {
     });
 }
 
-/// This thread's calls spoil no capture from now on.
-pub(crate) fn relax_captures() {
-    if let Some(exchange) = exchange_capture_mode() {
-        // `CU_STREAM_CAPTURE_MODE_RELAXED`
-        let mut mode = 2;
-        // SAFETY: a place to read and write.
-        unsafe { exchange(&raw mut mode) };
-    }
-}
-
 /// Starts the poller when the first stream has appeared. Called by the agent.
 ///
 /// It is a thread of its own because libcuda may keep it waiting for the device: the agent
@@ -1042,6 +999,7 @@ pub(crate) fn start_poller(started: &mut bool) {
         .spawn(|| {
             guard_exit();
             relax_captures();
+            wake::be_punctual();
             hold::become_server();
             let (mut tick, mut before) = (BUSY_TICK, 0);
             loop {
@@ -1051,7 +1009,9 @@ pub(crate) fn start_poller(started: &mut bool) {
                 }
                 let longer =
                     |(first, most): (Duration, Duration)| (tick * 3 / 2).clamp(first, most);
-                tick = match look(&mut before) {
+                let found = look(&mut before);
+                let outstanding = !matches!(found, Look::Idle);
+                let pause = match found {
                     Look::Submitting => BUSY_TICK,
                     Look::Asked if tick == BUSY_TICK => SILENT_TICK.0,
                     Look::Asked => longer(SILENT_TICK),
@@ -1060,6 +1020,7 @@ pub(crate) fn start_poller(started: &mut bool) {
                         longer(IDLE_TICK)
                     }
                 };
+                tick = permits::hasten(pause, outstanding);
                 hold::account_all();
             }
         });
@@ -1087,7 +1048,11 @@ fn look(before: &mut u64) -> Look {
     if !outstanding {
         return Look::Idle;
     }
-    if std::mem::replace(before, started) != started {
+    let watched = permits::is_watched();
+    if watched {
+        reap();
+    }
+    if std::mem::replace(before, started) != started && !watched {
         return Look::Submitting;
     }
     slow(|slow| {

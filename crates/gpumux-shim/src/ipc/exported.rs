@@ -7,7 +7,7 @@ use gpumux_wire::{
     message::{Piece, SHARING},
 };
 
-use super::{Handle, handle_of, tell};
+use super::{Handle, block_of, handle_of, tell};
 use crate::{
     driver::{CUresult, SUCCESS},
     gate, lease,
@@ -16,7 +16,7 @@ use crate::{
     own::OwnFd,
     ranges::{self, Allocation},
     swap,
-    vmm::{self, Chunk},
+    vmm::{self, Chunk, NOT_SUPPORTED},
 };
 
 /// Memory that other processes may open.
@@ -60,7 +60,15 @@ pub(crate) unsafe fn get(
         // The driver's own memory, or none.
         return gate::through(real);
     };
-    let device = with(|space| Some(space.blocks.get(&allocation.block)?.device));
+    let block = |space: &mut Space| {
+        let block = space.blocks.get(&allocation.block)?;
+        Some((block.device, block.elastic.is_some()))
+    };
+    let device = match with(block) {
+        // What is behind its addresses changes.
+        Some((_, true)) => return NOT_SUPPORTED,
+        found => found.map(|(device, _)| device),
+    };
     // A daemon that is just away will learn of it.
     let token = match device.is_some_and(vmm::is_shareable) && lease::knows(SHARING) {
         true => fresh().and_then(|token| with(|space| space.export(start, allocation, token))),
@@ -113,6 +121,11 @@ impl Space {
         }
         // It may have been freed a moment ago.
         ranges::read(|it| it.allocations.contains_key(&address)).then_some(())?;
+        let mut exports = self.exports.iter();
+        let sibling = exports.find(|(_, it)| it.block == allocation.block);
+        let token = sibling.map_or(token, |(sibling, _)| {
+            u128::from(block_of(*sibling)) << 64 | u128::from(token as u64)
+        });
         let export = Export {
             address: Some(address),
             block: allocation.block,
@@ -179,14 +192,14 @@ impl Space {
     }
 }
 
-/// A piece of an export, for another process. By the agent, while all memory is on the device.
+/// A piece of an export, for another process. By the thread that moves memory, while all memory is on the device.
 pub(crate) fn serve(token: u128, index: u32) -> Option<(Piece, OwnFd)> {
     let (chunk, piece, context) = with(|space| space.serve(token, index))?;
     let made = swap::in_context(context, || vmm::export(&chunk))?;
     Some((piece, made.ok()?))
 }
 
-/// No other process has an export open any more. By the agent, while all memory is on the device.
+/// No other process has an export open any more. By the thread that moves memory, while all memory is on the device.
 pub(crate) fn unshared(token: u128) {
     memory::tell_with(|space| space.unshare(token));
 }

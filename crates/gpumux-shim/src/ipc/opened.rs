@@ -4,7 +4,7 @@ use std::{cell::Cell, collections::BTreeMap, ffi::c_uint, sync::Mutex};
 
 use gpumux_wire::{Shim, message::Piece};
 
-use super::{Handle, is_managed, tell, token_of};
+use super::{Handle, block_of, is_managed, tell, token_of};
 use crate::{
     driver::{CUresult, Location, SUCCESS},
     gate, guard, lease,
@@ -331,7 +331,7 @@ impl Space {
             return;
         };
         let mut others = self.imports.values_mut();
-        match others.find(|it| it.token == import.token) {
+        match others.find(|it| block_of(it.token) == block_of(import.token)) {
             Some(other) => other.charged |= import.charged,
             None if import.charged => {
                 let holds = self.book_foreign(import.device, import.bytes, false);
@@ -353,11 +353,12 @@ impl Space {
 
     /// An exporter is gone: its memory is this process's now. What the daemon must receive.
     fn adopt(&mut self, token: u128) -> Option<Shim> {
-        let own = |it: &&mut Import| it.token == token;
-        if self.imports.values_mut().filter(own).any(|it| it.charged) {
+        let mut imports = self.imports.values();
+        if imports.any(|it| it.charged && block_of(it.token) == block_of(token)) {
             return None;
         }
-        let Some(import) = self.imports.values_mut().find(own) else {
+        let mut imports = self.imports.values_mut();
+        let Some(import) = imports.find(|it| it.token == token) else {
             // As soon as it is open.
             if let Some((_, orphaned)) = self.opening.as_mut().filter(|it| it.0 == token) {
                 *orphaned = true;
@@ -379,11 +380,9 @@ pub(crate) fn orphaned(token: u128) {
 mod tests {
     use super::*;
 
-    /// Memory that two contexts have open is accounted once, and closed when neither has it.
-    #[test]
-    fn memory_of_two_contexts_is_accounted_once() {
-        let import = |context| Import {
-            token: 7,
+    fn import(token: u128, context: u64) -> Import {
+        Import {
+            token,
             at: 4096 * context,
             bytes: 4096,
             chunks: Vec::new(),
@@ -391,7 +390,31 @@ mod tests {
             context,
             count: 1,
             charged: false,
+        }
+    }
+
+    /// Two allocations in one block have each a handle, and both are opened as the block.
+    #[test]
+    fn exports_of_one_block_are_accounted_once() {
+        let (one, other, another) = (1 << 64 | 7, 1 << 64 | 8, 2 << 64 | 7);
+        let mut space = Space::default();
+        for (context, token) in (1..).zip([one, other, another]) {
+            space.imports.insert(4096 * context, import(token, context));
+            space.adopt(token);
+        }
+        let charged = |space: &Space| -> Vec<u128> {
+            let charged = space.imports.values().filter(|it| it.charged);
+            charged.map(|it| it.token).collect()
         };
+        assert_eq!(charged(&space), [one, another]);
+        space.forget_import(4096);
+        assert_eq!(charged(&space), [other, another]);
+    }
+
+    /// Memory that two contexts have open is accounted once, and closed when neither has it.
+    #[test]
+    fn memory_of_two_contexts_is_accounted_once() {
+        let import = |context| import(7, context);
         let mut space = Space::default();
         space.imports.insert(4096, import(1));
         space.imports.insert(8192, import(2));

@@ -23,6 +23,8 @@ pub(super) struct Good {
     pub(super) kept: u64,
     device: c_int,
     pub(super) context: u64,
+    /// Nothing of it must be kept, and it does not come back.
+    droppable: bool,
     cold: bool,
 }
 
@@ -32,6 +34,8 @@ pub(super) struct Gone {
     pub(super) key: Key,
     pub(super) at: u64,
     pub(super) bytes: u64,
+    /// Bytes of one chunk.
+    pub(super) piece: u64,
     pub(super) device: c_int,
     pub(super) context: u64,
     /// Where its contents are.
@@ -52,6 +56,7 @@ pub(super) fn goods(space: &Space, least: u64) -> Vec<Good> {
                 kept: block.kept(index),
                 device: block.device,
                 context: block.context,
+                droppable: block.is_droppable(index),
                 cold,
             }
         })
@@ -65,16 +70,17 @@ pub(super) fn goods(space: &Space, least: u64) -> Vec<Good> {
             kept: it.bytes,
             device: it.device,
             context: it.context,
+            droppable: false,
             cold: false,
         })
     });
     pick(chunks.chain(physicals).collect(), least)
 }
 
-/// Cold before warm, then what costs least to move for what comes free, in large pieces from the highest address; the last one no larger
+/// What needs no copy first, cold before warm, then what costs least to move for what comes free, in large pieces from the highest address; the last one no larger
 /// than needed. As long as a program's memory is the same, so is the choice: what moved in the last quantum moves in the next.
 fn pick(mut goods: Vec<Good>, least: u64) -> Vec<Good> {
-    let rank = |it: &Good| (it.device, !it.cold, it.kept == it.bytes);
+    let rank = |it: &Good| (it.device, !it.droppable, !it.cold, it.kept == it.bytes);
     goods.sort_by_key(|it| (rank(it), Reverse(it.bytes), Reverse(it.at)));
     let mut found: BTreeMap<c_int, u64> = BTreeMap::new();
     let mut picked = Vec::new();
@@ -104,6 +110,7 @@ pub(super) fn gone(space: &Space) -> Vec<Gone> {
             },
             at: at + gap.offset,
             bytes: gap.bytes,
+            piece: block.piece,
             device: block.device,
             context: block.context,
             host: gap.host,
@@ -115,6 +122,7 @@ pub(super) fn gone(space: &Space) -> Vec<Gone> {
             key: Key::Physical(*handle),
             at: it.address()?,
             bytes: it.bytes,
+            piece: it.bytes,
             device: it.device,
             context: it.context,
             host: it.host.clone(),

@@ -19,6 +19,7 @@ fn cold_and_cheap_go_first_and_no_more_than_needed() {
         kept,
         device: 0,
         context: 1,
+        droppable: false,
         cold,
     };
     let all = vec![
@@ -208,8 +209,8 @@ impl World {
         }
         for (block, index, good, parts, _) in places {
             let known = self.space.blocks.get_mut(&block).expect("it was chosen");
-            let chunk = known.left(index, parts).expect("it was there");
-            assert_eq!(chunk.bytes, good.bytes);
+            let chunk = known.left(0, index, parts).expect("it was there");
+            assert_eq!(chunk.chunk.bytes, good.bytes);
             self.unback(good.at, good.bytes);
         }
         assert_eq!(self.away(), before + moved);
