@@ -2,7 +2,11 @@
 
 mod stream;
 
-use std::{io, path::PathBuf, time::Duration};
+use std::{
+    io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use gpumux_core::TenantSpec;
 use http_body_util::{BodyExt, Full, Limited};
@@ -42,7 +46,7 @@ pub struct Client {
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No daemon listens.
-    #[error("no daemon at {socket} ({why}), so no tenant runs: `gpumux run` starts one")]
+    #[error("{}", no_daemon(socket, why))]
     NoDaemon {
         /// The API's socket.
         socket: PathBuf,
@@ -57,6 +61,9 @@ pub enum ClientError {
         /// Why, in the daemon's words.
         message: String,
     },
+    /// The daemon cannot do it, because the driver does not answer.
+    #[error("{0}")]
+    Stalled(String),
     /// No answer within five seconds.
     #[error("the daemon at {0} does not answer: look at its log, or restart it")]
     Timeout(PathBuf),
@@ -73,6 +80,19 @@ pub enum ClientError {
         /// What is wrong.
         why: String,
     },
+}
+
+fn no_daemon(socket: &Path, why: &io::Error) -> String {
+    let socket = socket.display();
+    match why.kind() {
+        io::ErrorKind::NotFound => {
+            format!("no daemon at {socket}, so no tenant runs: `gpumux run` starts one")
+        }
+        io::ErrorKind::PermissionDenied => format!(
+            "{socket} is in a directory of another user: set GPUMUX_RUNTIME_DIR to one of your own"
+        ),
+        _ => format!("no daemon at {socket} ({why}), so no tenant runs: `gpumux run` starts one"),
+    }
 }
 
 impl ClientError {
@@ -450,6 +470,9 @@ impl Client {
 
     fn refusal(&self, status: StatusCode, bytes: &[u8]) -> ClientError {
         match serde_json::from_slice::<Problem>(bytes) {
+            Ok(problem) if status == StatusCode::GATEWAY_TIMEOUT => {
+                ClientError::Stalled(problem.error)
+            }
             Ok(problem) => ClientError::Refused {
                 status: status.as_u16(),
                 message: problem.error,
@@ -521,6 +544,18 @@ mod tests {
         daemon.join().unwrap();
         let error = client.status().await.unwrap_err();
         assert!(matches!(error, ClientError::NoDaemon { .. }), "{error}");
+    }
+
+    #[test]
+    fn missing_daemon_is_reported_with_the_way_to_one() {
+        for (why, expected) in [
+            (io::ErrorKind::NotFound, "/x/api.sock, so no tenant runs"),
+            (io::ErrorKind::ConnectionRefused, "`gpumux run` starts one"),
+            (io::ErrorKind::PermissionDenied, "set GPUMUX_RUNTIME_DIR"),
+        ] {
+            let text = no_daemon(Path::new("/x/api.sock"), &why.into());
+            assert!(text.contains(expected), "{text}");
+        }
     }
 
     #[tokio::test]

@@ -9,12 +9,13 @@ use std::{
 };
 
 use gpumux_core::{
-    TenantSpec,
+    MAX_NAME, TenantSpec,
     admission::{Reserve, UserRules},
-    policy, quantity,
+    is_name, policy, quantity,
+    runlist::Mechanism,
     tamper::TamperRule,
 };
-use serde::{Deserialize, Deserializer, Serialize, de};
+use serde::{Deserialize, Serialize};
 
 use crate::api::types::SpecChange;
 
@@ -29,6 +30,9 @@ pub struct Config {
     pub state_dir: Option<PathBuf>,
     /// The policy of devices that have none of their own: `priority`, `max-min` or `weighted`.
     pub policy: String,
+    /// How programs are scheduled: by the driver's `controls`, at their `launches`, or `auto`: at launches where the driver or a
+    /// sandbox refuses the controls.
+    pub mechanism: Mechanism,
     /// Settings of single devices, by UUID.
     pub devices: BTreeMap<String, DeviceConfig>,
     /// What an ordinary user may have, unless a section of its Unix groups or its own says otherwise.
@@ -56,12 +60,12 @@ pub struct Config {
     /// TCP address where the web page, `/metrics` and the rest of the API can be read by every client that
     /// reaches it; nothing can be changed there. Unset: none.
     pub listen: Option<Listen>,
-    /// Whether slices of copy-engine groups follow the class as well.
+    /// Whether timeslices of copy-engine groups follow the class as well.
     pub copy_engines: bool,
     /// Most processes that may be connected. How many of one user: `max_sessions` of `[defaults]`.
     pub max_sessions: usize,
     /// Exit after so long without a tenant: a number of seconds, or a time such as `"10min"`. Unset: never.
-    #[serde(deserialize_with = "seconds")]
+    #[serde(deserialize_with = "quantity::read_some_seconds")]
     pub idle_exit_s: Option<u64>,
 }
 
@@ -96,22 +100,6 @@ impl TryFrom<String> for Bytes {
     fn try_from(text: String) -> Result<Self, String> {
         let bytes = quantity::parse_bytes(&text).map(Self);
         bytes.map_err(|error| error.to_string())
-    }
-}
-
-/// A number of seconds, or a time as people write it.
-fn seconds<'de, D: Deserializer<'de>>(value: D) -> Result<Option<u64>, D::Error> {
-    #[derive(Deserialize)]
-    #[serde(untagged)]
-    enum Written {
-        Seconds(u64),
-        Text(String),
-    }
-    match Written::deserialize(value)? {
-        Written::Seconds(seconds) => Ok(Some(seconds)),
-        Written::Text(text) => quantity::parse_time(&text, Duration::from_secs(1))
-            .map(|time| Some(time.as_secs()))
-            .map_err(de::Error::custom),
     }
 }
 
@@ -165,7 +153,8 @@ impl TryFrom<String> for Listen {
 #[serde(try_from = "toml::Table")]
 pub struct DeclaredTenant {
     /// The keys of its spec, named as in the API: `class`, `guaranteed`, `limit`, `weight`, `hints`, `memory_guaranteed`,
-    /// `memory_limit`, `memory_policy`, `latency_objective_us`, `sleep_after_s`. Memory may be written as `"8GiB"`.
+    /// `memory_limit`, `memory_policy`, `latency_objective_us`, `sleep_after_s`. Shares, memory and times may be written as `"50%"`,
+    /// `"8GiB"` and `"5min"`.
     #[serde(flatten)]
     pub spec: SpecChange,
     /// Numbers or UUIDs of the devices that it may use. Unset: all.
@@ -182,19 +171,36 @@ impl TryFrom<toml::Table> for DeclaredTenant {
                 .map_err(|error| format!("gpu: {error}"))?,
             None => Vec::new(),
         };
-        for key in ["memory_guaranteed", "memory_limit"] {
-            let Some(value) = table.get_mut(key) else {
-                continue;
-            };
-            if let Some(text) = value.as_str() {
-                let bytes = Bytes::try_from(text.to_owned())?.0;
-                *value =
-                    toml::Value::Integer(bytes.try_into().map_err(|_| format!("{key}: too much"))?);
+        for (key, value) in &mut table {
+            if let Some(read) = value.as_str().and_then(|text| quantity_of(key, text)) {
+                *value = read.map_err(|error| format!("{key}: {error}"))?;
             }
         }
         let spec: SpecChange = table.try_into().map_err(|error| error.to_string())?;
         Ok(Self { spec, gpu })
     }
+}
+
+/// What the API's number is for a quantity as people write it; none for a key of another kind.
+fn quantity_of(key: &str, text: &str) -> Option<Result<toml::Value, String>> {
+    let whole = |number: u128| i64::try_from(number).map_err(|_| format!("{text} is too much"));
+    let time = |unit, number: fn(Duration) -> u128| {
+        let time = quantity::parse_time(text, unit).map_err(|error| error.to_string())?;
+        whole(number(time))
+    };
+    let number = match key {
+        "guaranteed" | "limit" => {
+            let share = quantity::parse_share(text).map(toml::Value::Float);
+            return Some(share.map_err(|error| error.to_string()));
+        }
+        "memory_guaranteed" | "memory_limit" => quantity::parse_bytes(text)
+            .map_err(|error| error.to_string())
+            .and_then(|bytes| whole(bytes.into())),
+        "sleep_after_s" => time(Duration::from_secs(1), |it| it.as_secs().into()),
+        "latency_objective_us" => time(Duration::from_micros(1), |it| it.as_micros()),
+        _ => return None,
+    };
+    Some(number.map(toml::Value::Integer))
 }
 
 /// Settings of one device.
@@ -216,6 +222,7 @@ impl Default for Config {
             runtime_dir: None,
             state_dir: path("GPUMUX_STATE_DIR"),
             policy: policy::NAMES[0].into(),
+            mechanism: Mechanism::Auto,
             devices: BTreeMap::new(),
             defaults: UserRules::default(),
             unix_groups: BTreeMap::new(),
@@ -278,6 +285,11 @@ pub enum ConfigError {
     /// A device that the machine does not have.
     #[error("[devices.{0}]: no such device: the machine has {1}")]
     NoDevice(String, String),
+    /// A section of devices whose name is none that a driver gives.
+    #[error(
+        "[devices.{0}]: not a device's UUID: use one as `gpumux doctor` and `nvidia-smi -L` print it, such as GPU-5efc3a7e-70d7-750a-e943-dc5db632f589"
+    )]
+    NotUuid(String),
     /// Other processes would look elsewhere.
     #[error("the location of host memory must begin with a slash: `{0}` is not absolute")]
     RelativeLocation(PathBuf),
@@ -337,6 +349,9 @@ impl Config {
         if let Some(unknown) = unknown {
             return Err(ConfigError::UnknownPolicy(unknown.clone()));
         }
+        if let Some(wrong) = self.devices.keys().find(|uuid| !is_uuid(uuid)) {
+            return Err(ConfigError::NotUuid(wrong.clone()));
+        }
         self.check_users()
     }
 
@@ -365,10 +380,16 @@ impl Config {
                 section: "[reserve]".into(),
                 key: "guaranteed",
                 value: self.reserve.guaranteed.to_string(),
-                instead: "a share from 0 to 1",
+                instead: "a share such as 0.5 or \"50%\"",
             });
         }
         for (name, declared) in &self.tenants {
+            if !is_name(name.rsplit('/').next().unwrap_or_default()) {
+                let rule = format!(
+                    "no tenant is called so: use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`"
+                );
+                return Err(ConfigError::Tenant(name.clone(), rule));
+            }
             let spec = declared.spec.apply(&TenantSpec::default());
             spec.validate()
                 .map_err(|error| ConfigError::Tenant(name.clone(), error.to_string()))?;
@@ -413,6 +434,16 @@ impl Config {
             .and_then(|device| device.policy.as_deref());
         own.unwrap_or(&self.policy)
     }
+}
+
+/// Whether a text is a UUID as drivers write those of devices: `GPU-` or `MIG-`, and 8, 4, 4, 4 and 12 hexadecimal digits.
+fn is_uuid(text: &str) -> bool {
+    let digits = (text.strip_prefix("GPU-")).or_else(|| text.strip_prefix("MIG-"));
+    digits.is_some_and(|digits| {
+        let groups = digits.split('-');
+        let is_hex = |group: &str| group.bytes().all(|it| it.is_ascii_hexdigit());
+        groups.clone().all(is_hex) && groups.map(str::len).eq([8, 4, 4, 4, 12])
+    })
 }
 
 #[cfg(test)]
@@ -460,7 +491,7 @@ mod tests {
             "PathBuf" => "path",
             "String" => "text",
             "bool" => "true or false",
-            "Then" => "text",
+            "Then" | "Mechanism" => "text",
             "usize" | "u64" | "u32" | "f64" => "number",
             "Amount" => "size or percentage",
             "BTreeSet<Class>" | "Vec<String>" => "list of texts",
@@ -528,9 +559,11 @@ mod tests {
 
     #[test]
     fn a_file_changes_what_it_names() {
-        let config = load("policy = 'max-min'\n[devices.GPU-1]\npolicy = 'weighted'").unwrap();
+        let own = "GPU-5efc3a7e-70d7-750a-e943-dc5db632f589";
+        let text = format!("policy = 'max-min'\n[devices.{own}]\npolicy = 'weighted'");
+        let config = load(&text).unwrap();
         assert_eq!(config.policy_of("GPU-0"), "max-min");
-        assert_eq!(config.policy_of("GPU-1"), "weighted");
+        assert_eq!(config.policy_of(own), "weighted");
         assert_eq!(config.max_sessions, Config::default().max_sessions);
     }
 
@@ -548,6 +581,19 @@ mod tests {
             let config = load(&format!("idle_exit_s = {written}")).unwrap();
             assert_eq!(config.idle_exit_s, Some(seconds), "{written}");
         }
+        let shares = "[defaults]\nmax_guaranteed = '50%'\nguarantee_expires_s = '10min'\n\
+            [reserve]\nguaranteed = '5%'\n\
+            [tenants.web]\nguaranteed = '30%'\nlimit = '80%'\nsleep_after_s = '5min'\nlatency_objective_us = '20ms'";
+        let config = load(shares).unwrap();
+        assert_eq!(config.defaults.max_guaranteed, Some(0.5));
+        assert_eq!(config.defaults.guarantee_expires_s, Some(600));
+        assert_eq!(config.reserve.guaranteed, 0.05);
+        let web = &config.tenants["web"].spec;
+        assert_eq!((web.guaranteed, web.limit), (Some(0.3), Some(0.8)));
+        assert_eq!(web.sleep_after_s, Some(Some(300)));
+        assert_eq!(web.latency_objective_us, Some(Some(20_000)));
+        let whole = load("[users.a]\nmax_guaranteed = 1\n[reserve]\nguaranteed = 0").unwrap();
+        assert_eq!(whole.users["a"].max_guaranteed, Some(1.0));
         let local: Listen = "localhost:9440".parse().unwrap();
         assert!(local.0.ip().is_loopback() && local.0.port() == 9440);
         assert_eq!(
@@ -594,6 +640,12 @@ mod tests {
                 "unknown policy `fair`: use priority, max-min, weighted",
             ),
             ("[devices.GPU-1]\npolicy = 'fair'", "`fair`"),
+            ("[devices.0]", "[devices.0]: not a device's UUID"),
+            ("[devices.GPU-1234]", "[devices.GPU-1234]: not a"),
+            (
+                "[devices.GPU-5efc3a7e-70d7-750a-e943-dc5db632f58g]",
+                "`nvidia-smi -L`",
+            ),
             (
                 "[defaults]\nmax_guaranteed = 1.5",
                 "[defaults]: max_guaranteed 1.5",
@@ -609,6 +661,21 @@ mod tests {
                 "[tenants.web]\nguaranteed = 1.5",
                 "[tenants.\"web\"]: guaranteed 1.5",
             ),
+            (
+                "[tenants.web]\nguaranteed = '200%'",
+                "guaranteed: `200%` is out of range",
+            ),
+            (
+                "[users.a]\nmax_guaranteed = '150%'",
+                "`150%` is out of range",
+            ),
+            ("[users.a]\nmax_guaranteed = true", "a share such as 0.5"),
+            ("[reserve]\nguaranteed = 'half'", "`half` is not a share"),
+            (
+                "[tenants.'a b']\nclass = 'batch'",
+                "[tenants.\"a b\"]: no tenant",
+            ),
+            ("[tenants.'alice/']\nclass = 'batch'", "letters, digits"),
             ("[tenants.web]\ncolour = 'red'", "colour"),
             (
                 "[tenants.web]\nmemory_limit = 'much'",

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{Arc, PoisonError, RwLock},
     thread,
-    time::{Duration, Instant},
+    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use nvml_wrapper::{
@@ -46,16 +46,13 @@ pub(crate) struct Known {
     pub(crate) processes: Vec<Process>,
 }
 
-/// What processes used of a device.
-#[derive(Clone, Debug, PartialEq)]
+/// What processes used of a device lately, by pid.
+#[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Used {
-    /// When that was read before.
-    pub(crate) since: Instant,
-    /// When it was read.
-    pub(crate) at: Instant,
-    /// The part of a time between these, or of one that began up to two samples of NVML's before, in which kernels of each process
-    /// ran, by pid.
+    /// The part of the time in which kernels of each ran.
     pub(crate) parts: BTreeMap<u32, f64>,
+    /// The last sample of each, with the moment at which it ended; none where that is not known.
+    pub(crate) samples: BTreeMap<u32, (Instant, f64)>,
 }
 
 /// Up to when the use of a GPU was seen.
@@ -63,8 +60,42 @@ pub(crate) struct Used {
 struct Seen {
     /// By NVML's clock, in µs.
     sample: u64,
-    /// When it was read last, if it could be.
-    at: Option<Instant>,
+    clock: Clock,
+}
+
+/// Finds moments that NVML names by the system's time, which may be set.
+#[derive(Clone, Copy, Debug, Default)]
+struct Clock {
+    /// A moment, and the time since 1970 then.
+    last: Option<(Instant, Duration)>,
+    /// Since when the two go alike.
+    steady: Option<Instant>,
+}
+
+/// By how much the system's time may be adjusted between two looks.
+const ADJUSTED: Duration = Duration::from_millis(10);
+/// For how long no moment is found after it was set.
+const SET: Duration = Duration::from_secs(10);
+
+impl Clock {
+    fn look(&mut self, now: Instant, time: Duration) {
+        let apart = |(before, then): (Instant, Duration)| {
+            let (passed, by_time) = (now - before, time.checked_sub(then));
+            by_time.is_none_or(|it| it.abs_diff(passed) > ADJUSTED)
+        };
+        if self.last.is_none_or(apart) {
+            self.steady = Some(now);
+        }
+        self.last = Some((now, time));
+    }
+
+    /// The moment of a timestamp in µs since 1970 that is at most a few seconds old.
+    fn moment(&self, timestamp: u64) -> Option<Instant> {
+        let (now, time) = self.last?;
+        let is_steady = self.steady.is_some_and(|it| now - it >= SET);
+        let ago = time.checked_sub(Duration::from_micros(timestamp));
+        now.checked_sub(ago.filter(|it| is_steady && *it < SET)?)
+    }
 }
 
 /// A process that uses a device.
@@ -97,16 +128,31 @@ fn processes(device: &Device<'_>) -> Vec<Process> {
     all.into_iter().map(process).collect()
 }
 
+/// A look that takes longer is shown as a device's state.
+const HANGS: Duration = Duration::from_secs(5);
+
 /// What is known of all devices.
 #[derive(Clone, Default)]
-pub(crate) struct Devices(Arc<RwLock<Vec<Known>>>);
+pub(crate) struct Devices {
+    known: Arc<RwLock<Vec<Known>>>,
+    /// Since when NVML is asked; none between two looks, and without NVML.
+    asked: Arc<RwLock<Option<Instant>>>,
+}
 
 impl Devices {
     pub(crate) fn list(&self) -> Vec<Known> {
-        self.0
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        let known = self.known.read();
+        known.unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Why what is known may be old.
+    pub(crate) fn trouble(&self) -> Option<&'static str> {
+        let asked = *self.asked.read().unwrap_or_else(PoisonError::into_inner);
+        (asked?.elapsed() > HANGS).then_some("NVML does not answer")
+    }
+
+    fn asks(&self, since: Option<Instant>) {
+        *self.asked.write().unwrap_or_else(PoisonError::into_inner) = since;
     }
 
     /// Watches the devices from a thread of its own: a driver in trouble may not answer for
@@ -116,9 +162,11 @@ impl Devices {
         let (looked, changes) = watch::channel(false);
         let own = devices.clone();
         let body = move || {
+            own.asks(Some(Instant::now()));
             let (nvml, raw) = match init(library.as_deref()) {
                 Ok(found) => found,
                 Err(error) => {
+                    own.asks(None);
                     tracing::info!(%error, "no NVML: devices are known once a tenant uses them");
                     let _ = looked.send(true);
                     return;
@@ -126,7 +174,9 @@ impl Devices {
             };
             let mut seen = BTreeMap::new();
             while !looked.is_closed() {
+                own.asks(Some(Instant::now()));
                 own.look(&nvml, raw.as_ref(), &mut seen);
+                own.asks(None);
                 let _ = looked.send(true);
                 thread::park_timeout(EVERY);
             }
@@ -160,7 +210,7 @@ impl Devices {
             .collect();
         // A driver that does not answer at all has not lost its devices.
         if new != old && !new.is_empty() {
-            *self.0.write().unwrap_or_else(PoisonError::into_inner) = new;
+            *self.known.write().unwrap_or_else(PoisonError::into_inner) = new;
         }
     }
 }
@@ -293,26 +343,30 @@ fn numbers(raw: &NvmlLib, instance: &Device<'_>) -> Option<Mig> {
 
 /// What processes used of a GPU since that was seen last.
 fn used_by(device: &Device<'_>, seen: &mut Seen) -> Option<Used> {
-    let since = seen.at.take();
     let samples = match device.process_utilization_stats(seen.sample) {
         Ok(samples) => samples,
         Err(NvmlError::NotFound) => Vec::new(),
         Err(_) => return None,
     };
-    let at = Instant::now();
-    seen.at = Some(at);
+    let time = SystemTime::now().duration_since(UNIX_EPOCH);
+    seen.clock.look(Instant::now(), time.unwrap_or_default());
     let mut sums: BTreeMap<u32, (f64, f64)> = BTreeMap::new();
+    let mut last: BTreeMap<u32, (u64, f64)> = BTreeMap::new();
     for sample in samples.iter().filter(|it| it.sm_util <= 100) {
         seen.sample = sample.timestamp.max(seen.sample);
+        let part = f64::from(sample.sm_util) / 100.0;
         let (sum, count) = sums.entry(sample.pid).or_default();
-        (*sum, *count) = (*sum + f64::from(sample.sm_util) / 100.0, *count + 1.0);
+        (*sum, *count) = (*sum + part, *count + 1.0);
+        let last = last.entry(sample.pid).or_default();
+        if sample.timestamp > last.0 {
+            *last = (sample.timestamp, part);
+        }
     }
     let parts = sums.into_iter().map(|(pid, (sum, n))| (pid, sum / n));
+    let moment = |(pid, (end, part))| Some((pid, (seen.clock.moment(end)?, part)));
     Some(Used {
-        // The first may tell of any time.
-        since: since?,
-        at,
         parts: parts.collect(),
+        samples: last.into_iter().filter_map(moment).collect(),
     })
 }
 
@@ -345,6 +399,31 @@ fn instances<'nvml>(nvml: &'nvml Nvml, raw: &NvmlLib, gpu: &Device<'_>) -> Vec<D
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn moments_are_found_unless_the_systems_time_was_set() {
+        let (begin, second) = (Instant::now(), Duration::from_secs(1));
+        let mut clock = Clock::default();
+        let mut moment = |at: u32, time: u32, timestamp: u32| {
+            clock.look(begin + second * at, second * time);
+            let found = clock.moment(u64::from(timestamp) * 1_000_000);
+            found.map(|it| (it - begin).as_secs())
+        };
+        assert_eq!(moment(1, 101, 101), None, "it was not looked at before");
+        for at in 2..11 {
+            assert_eq!(moment(at, 100 + at, 100 + at), None);
+        }
+        assert_eq!(moment(11, 111, 110), Some(10));
+        assert_eq!(moment(12, 112, 102), None, "too old");
+        assert_eq!(moment(12, 112, 113), None, "later than now");
+        // It was set, forwards and backwards.
+        for time in [160, 50] {
+            for at in 0..10 {
+                assert_eq!(moment(20 + at, time + at, time + at), None);
+            }
+            assert_eq!(moment(30, time + 10, time + 9), Some(29));
+        }
+    }
 
     #[test]
     fn nvml_bus_ids_are_written_as_sysfs_does() {

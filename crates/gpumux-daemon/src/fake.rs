@@ -11,8 +11,8 @@ use std::{
 };
 
 use gpumux_rm::{
-    RmStatus,
-    emulated::{AnswerHead, MAGIC, RequestHead},
+    Controls, Group, RmControls, RmStatus,
+    emulated::{AnswerHead, EmulatedFile, MAGIC, RequestHead},
     layout::{Control, DisableChannelsParams, GidInfoParams, TimesliceParams, cmd},
 };
 use gpumux_wire::{Shim, page::Page, socket};
@@ -32,6 +32,8 @@ pub(crate) struct Client {
     owner: usize,
     pub(crate) slice: u64,
     pub(crate) frozen: bool,
+    /// What the driver answers to its controls instead.
+    pub(crate) refuses: Option<RmStatus>,
 }
 
 /// The driver, served by threads that end with their connections.
@@ -62,6 +64,22 @@ impl Driver {
     /// A control file, as a program opens it.
     pub(crate) fn open(&self) -> OwnedFd {
         socket::connect(&self.socket, SocketFlags::empty()).unwrap()
+    }
+
+    /// A control file with a client whose controls the driver refuses.
+    pub(crate) fn open_refusing(&self, client: u32, status: RmStatus) -> OwnedFd {
+        let file = self.open();
+        let group = Group {
+            client,
+            subdevice: SUBDEVICE,
+            group: GROUP,
+            channels: CHANNELS.collect(),
+        };
+        let controls =
+            RmControls::new(EmulatedFile::new(file.try_clone().unwrap()).unwrap(), group);
+        controls.timeslice().unwrap();
+        self.clients().get_mut(&client).unwrap().refuses = Some(status);
+        file
     }
 
     /// The clients that are still open.
@@ -98,6 +116,7 @@ fn answer(file: &OwnedFd, connection: usize, clients: &Mutex<BTreeMap<u32, Clien
         owner: connection,
         slice: 2048,
         frozen: false,
+        refuses: None,
     });
     let status = match client.owner == connection {
         true => act(client, &control, &mut params),
@@ -123,6 +142,9 @@ fn answer(file: &OwnedFd, connection: usize, clients: &Mutex<BTreeMap<u32, Clien
 }
 
 fn act(client: &mut Client, control: &Control, params: &mut [u8]) -> RmStatus {
+    if let Some(status) = client.refuses {
+        return status;
+    }
     match (control.object, control.cmd) {
         (SUBDEVICE, cmd::GET_GID_INFO) => {
             let mut info = GidInfoParams {

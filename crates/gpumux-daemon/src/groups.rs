@@ -460,7 +460,8 @@ impl Groups {
         self.end(group).await;
         let folder = group.folder.clone();
         let _ = tokio::task::spawn_blocking(move || folder.clear_pipe()).await;
-        let out = group.folder.begin_output().map_err(failed)?;
+        let cannot = |error| GroupError::Folder(group.folder.output_path(), error);
+        let out = group.folder.begin_output().map_err(cannot)?;
         let mut child = command
             .arg("-f")
             .stdin(Stdio::null())

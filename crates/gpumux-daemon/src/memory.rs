@@ -3,7 +3,7 @@
 
 use gpumux_core::{
     TenantId,
-    broker::{self, Ask, Event, ProcessId, Reply},
+    broker::{self, Ask, Droppable, Event, ProcessId, Reply},
     ledger::{Holding, Kind},
 };
 use gpumux_wire::Shim;
@@ -74,6 +74,16 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
         Shim::WakeRequest => Event::Waits(process),
         Shim::Keeps { bytes } => Event::Keeps(process, bytes),
         Shim::Reclaims => Event::Reclaims(process),
+        Shim::Droppable {
+            device,
+            free,
+            cached,
+        } => Event::Droppable {
+            process,
+            device,
+            droppable: Droppable { free, cached },
+        },
+        Shim::Cancel { ticket } => Event::Cancel(process, ticket),
         Shim::Missing { ticket } => Event::Missing { process, ticket },
         _ => return None,
     })

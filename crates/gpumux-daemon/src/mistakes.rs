@@ -65,16 +65,19 @@ mod tests {
 
     #[test]
     fn check_finds_what_the_machine_lacks() {
-        let config: Config = toml::from_str(
+        let [here, absent] =
+            ["1", "2"].map(|end| format!("GPU-5efc3a7e-70d7-750a-e943-dc5db632f58{end}"));
+        let config: Config = toml::from_str(&format!(
             "nvml = '/nonexistent/nvml.so'\n\
-             [devices.GPU-1]\n[devices.GPU-2]\n\
+             [devices.{here}]\n[devices.{absent}]\n\
              [host_memory]\nlocation = '/nonexistent'\n\
              [users.nosuchuser]\n\
              [defaults]\nmax_guaranteed = 0.5\n\
              [tenants.'4711/web']\nguaranteed = 0.6",
-        )
+        ))
         .unwrap();
-        let known = ["GPU-1".to_owned()];
+        let missing = format!("[devices.{absent}]: no such device: the machine has {here}");
+        let known = [here];
         let (wrong, absent) = (mistakes(&config), config.absences(Some(&known)));
         let found: Vec<String> = wrong
             .iter()
@@ -84,9 +87,9 @@ mod tests {
         let expected = [
             "no user `nosuchuser`",
             "location of [host_memory] names /nonexistent",
-            "4711 may be guaranteed 50%",
+            "4711 may be guaranteed at most 50%",
             "nvml names /nonexistent/nvml.so",
-            "[devices.GPU-2]: no such device: the machine has GPU-1",
+            &missing,
         ];
         assert_eq!(found.len(), expected.len(), "{found:#?}");
         for (found, expected) in found.iter().zip(expected) {

@@ -38,6 +38,8 @@ const SAVE: Duration = Duration::from_secs(30);
 pub(crate) struct Programs {
     file: PathBuf,
     table: Mutex<Table>,
+    /// Held while the file is written: a disk may take long, or hang.
+    writer: tokio::sync::Mutex<()>,
 }
 
 #[derive(Debug, Default)]
@@ -77,6 +79,7 @@ impl Programs {
         Self {
             file,
             table: Mutex::new(table),
+            writer: tokio::sync::Mutex::default(),
         }
     }
 
@@ -106,15 +109,7 @@ impl Programs {
     }
 
     /// A curve that was measured on purpose.
-    ///
-    /// # Errors
-    /// The disk.
-    pub(crate) fn teach(
-        &self,
-        uid: u32,
-        fingerprint: &str,
-        curve: &[(u32, f64)],
-    ) -> io::Result<()> {
+    pub(crate) fn teach(&self, uid: u32, fingerprint: &str, curve: &[(u32, f64)]) {
         let mut table = self.table();
         let known = table.entry(uid, fingerprint);
         // What neighbours cost it was measured against the old one.
@@ -122,23 +117,17 @@ impl Programs {
         known.program.set_curve(curve.iter().copied());
         known.profiled = true;
         table.unsaved = true;
-        self.write(&mut table)
     }
 
     /// Forgets a program of this user (root: of any user); whether there was one.
-    ///
-    /// # Errors
-    /// The disk.
-    pub(crate) fn forget(&self, uid: u32, fingerprint: &str) -> io::Result<bool> {
+    pub(crate) fn forget(&self, uid: u32, fingerprint: &str) -> bool {
         let mut table = self.table();
         let before = table.known.len();
         let its = |(owner, name): &(u32, String)| name == fingerprint && [0, *owner].contains(&uid);
         table.known.retain(|key, _| !its(key));
-        if table.known.len() == before {
-            return Ok(false);
-        }
-        table.unsaved = true;
-        self.write(&mut table).map(|()| true)
+        let forgotten = table.known.len() < before;
+        table.unsaved |= forgotten;
+        forgotten
     }
 
     fn learn(&self, uid: u32, fingerprint: &str, seen: &Observation) {
@@ -152,26 +141,36 @@ impl Programs {
         }
     }
 
-    /// Writes what was learnt since the last time.
-    pub(crate) fn save(&self) {
-        let mut table = self.table();
-        if table.unsaved
-            && let Err(error) = self.write(&mut table)
-        {
+    /// Writes what is not written yet, one writer after the other, beside the runtime's threads. To its end, or another would write, too.
+    ///
+    /// # Errors
+    /// The disk.
+    pub(crate) async fn save(&self) -> io::Result<()> {
+        let _alone = self.writer.lock().await;
+        let Some(saved) = self.take_unsaved() else {
+            return Ok(());
+        };
+        let file = self.file.clone();
+        let write = move || store::write(&file, &saved, Sync::Disk);
+        let written = tokio::task::spawn_blocking(write).await;
+        let written = written.unwrap_or_else(|error| Err(io::Error::other(error)));
+        written.inspect_err(|_| self.table().unsaved = true)
+    }
+
+    pub(crate) async fn save_or_warn(&self) {
+        if let Err(error) = self.save().await {
             tracing::warn!(%error, "a restarted daemon will not know what was learnt of programs");
         }
     }
 
-    fn write(&self, table: &mut Table) -> io::Result<()> {
+    fn take_unsaved(&self) -> Option<Vec<Saved>> {
+        let mut table = self.table();
         let save = |((uid, fingerprint), known): (&(u32, String), &Known)| Saved {
             uid: *uid,
             fingerprint: fingerprint.clone(),
             known: known.clone(),
         };
-        let saved: Vec<Saved> = table.known.iter().map(save).collect();
-        store::write(&self.file, &saved, Sync::Disk)?;
-        table.unsaved = false;
-        Ok(())
+        std::mem::take(&mut table.unsaved).then(|| table.known.iter().map(save).collect())
     }
 }
 
@@ -247,7 +246,7 @@ pub(crate) async fn watch(tenants: Weak<Tenants>) {
         }
         if saved.elapsed() > SAVE {
             saved = Instant::now();
-            tenants.programs.save();
+            tenants.programs.save_or_warn().await;
         }
     }
 }
@@ -467,36 +466,36 @@ mod tests {
         assert_eq!(learnt(1_900_000), [true, true]);
     }
 
-    #[test]
-    fn what_the_disk_refused_is_written_later() {
+    #[tokio::test]
+    async fn what_the_disk_refused_is_written_later() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("late/programs.json");
         let programs = Programs::load(file.clone());
-        assert!(programs.teach(1000, "train", &[(100, 1.0)]).is_err());
+        programs.teach(1000, "train", &[(100, 1.0)]);
+        assert!(programs.save().await.is_err());
         std::fs::create_dir(dir.path().join("late")).unwrap();
-        programs.save();
+        programs.save().await.unwrap();
         assert_eq!(Programs::load(file.clone()).list(), programs.list());
         assert_eq!(programs.list().len(), 1);
         std::fs::remove_dir_all(dir.path().join("late")).unwrap();
-        assert!(programs.forget(1000, "train").is_err());
+        assert!(programs.forget(1000, "train"));
+        assert!(programs.save().await.is_err());
         std::fs::create_dir(dir.path().join("late")).unwrap();
-        programs.save();
+        programs.save().await.unwrap();
         assert!(file.exists(), "that nothing is known any more");
     }
 
-    #[test]
-    fn what_was_taught_and_learnt_is_known_to_the_next_daemon() {
+    #[tokio::test]
+    async fn what_was_taught_and_learnt_is_known_to_the_next_daemon() {
         let dir = tempfile::tempdir().unwrap();
         let first = programs(&dir);
-        first
-            .teach(1000, "train", &[(25, 500.0), (100, 1000.0)])
-            .unwrap();
+        first.teach(1000, "train", &[(25, 500.0), (100, 1000.0)]);
         first.learn(1000, "train", &seen(400, 1));
         // What is seen of runs leaves a curve that was measured on purpose alone.
         first.learn(1000, "train", &seen(9000, 0));
         first.learn(1000, "serve", &seen(100, 0));
         first.learn(1000, "rests", &seen(1, 0));
-        first.save();
+        first.save().await.unwrap();
         let next = programs(&dir);
         let list = next.list();
         assert_eq!(list, first.list());
@@ -509,17 +508,18 @@ mod tests {
         assert!(next.find(1001, "train").is_none(), "it is another user's");
     }
 
-    #[test]
-    fn only_its_owner_and_root_make_one_forgotten() {
+    #[tokio::test]
+    async fn only_its_owner_and_root_make_one_forgotten() {
         let dir = tempfile::tempdir().unwrap();
         let programs = programs(&dir);
         for uid in [1000, 1001] {
-            programs.teach(uid, "train", &[(100, 1.0)]).unwrap();
+            programs.teach(uid, "train", &[(100, 1.0)]);
         }
-        assert!(!programs.forget(1002, "train").unwrap());
-        assert!(programs.forget(1000, "train").unwrap());
+        assert!(!programs.forget(1002, "train"));
+        assert!(programs.forget(1000, "train"));
         assert!(programs.find(1001, "train").is_some());
-        assert!(programs.forget(0, "train").unwrap());
+        assert!(programs.forget(0, "train"));
+        programs.save().await.unwrap();
         assert_eq!(self::programs(&dir).list(), []);
     }
 

@@ -225,6 +225,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
         listen: tcp.as_ref().and_then(|listener| listener.local_addr().ok()),
         live: tokio::sync::Mutex::default(),
         past: api::history::Past::default(),
+        last: std::sync::Mutex::default(),
     });
     tokio::spawn(api::history::keep(Arc::clone(&api), stopped.clone()));
     if let Some(listener) = tcp {
@@ -239,7 +240,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     let result = tokio::select! {
         () = ended => Ok(()),
         () = idle_for(&tenants, idle) => {
-            tracing::info!("nobody needs the daemon any more");
+            tracing::info!("no tenant runs any more: the daemon ends");
             Ok(())
         }
         result = keep_house(&devices, &scheduler, looked) => result,

@@ -5,7 +5,7 @@
 use std::{
     collections::BTreeMap,
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     path::PathBuf,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError, Weak,
@@ -14,12 +14,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_core::{TenantId, Timeslice};
-use gpumux_rm::Group;
+use gpumux_core::{TenantId, Timeslice, runlist::Mechanism};
+use gpumux_rm::{ControlFailure, Group};
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
-    message::{LONGEST_NAME, MAX_CHANNELS, MAX_DOMAINS},
+    message::{LONGEST_NAME, MAX_CHANNELS, MAX_DOMAINS, PERMITS},
     page::{Page, SLOTS, Work},
+    permits::Permits,
     socket,
 };
 use rustix::net::{RecvFlags, SendFlags};
@@ -34,7 +35,9 @@ use crate::{
     hold, memory,
     peer::{Peer, ProcessFd, readable},
     receiver::Connection,
-    scheduler::{Command, GroupError, Handle, Left, Member, Met, NewGroup, SessionId, Stopped},
+    scheduler::{
+        Command, GroupError, Handle, Launches, Left, Member, Met, NewGroup, SessionId, Stopped,
+    },
     sharing::Sharing,
     tenants::{TenantError, Tenants},
     verify::{Rejection, verify},
@@ -49,6 +52,9 @@ const RATE: (f64, f64) = (4096.0, 4000.0);
 /// Groups that were not what they were said to be (because the program freed them meanwhile)
 /// before a session counts as hostile.
 const MAX_REJECTED: usize = 64;
+
+/// How long after the driver refused a group's controls the program's report that it has freed the group may take.
+const FREED: Duration = Duration::from_secs(3);
 
 /// Files held so per session: a control file, and the two of UVM that libcuda opens, told twice.
 const MAX_KEPT: usize = 8;
@@ -68,6 +74,7 @@ pub(crate) struct Sessions {
     tenants: Arc<Tenants>,
     scheduler: Handle,
     emulated: Option<PathBuf>,
+    mechanism: Mechanism,
     max: usize,
     files: u64,
     hello: Duration,
@@ -142,6 +149,15 @@ enum Refusal {
     Stopped(#[from] Stopped),
 }
 
+/// That a limit of open files leaves room for few sessions, if so.
+fn lack_of_files(limit: Option<u64>) -> Option<String> {
+    const LEAST: u64 = 2 * SPARE_FILES;
+    let limit = limit.filter(|limit| *limit < LEAST)?;
+    Some(format!(
+        "the limit of open files is {limit}, and the daemon keeps {SPARE_FILES} for itself: programs run unmanaged. Raise it to {LEAST} or more (`ulimit -n`)"
+    ))
+}
+
 impl Sessions {
     pub(crate) fn new(
         config: &Config,
@@ -150,10 +166,14 @@ impl Sessions {
         scheduler: Handle,
     ) -> Arc<Self> {
         let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+        if let Some(why) = lack_of_files(limit.current) {
+            tracing::warn!("{why}");
+        }
         Arc::new(Self {
             tenants,
             scheduler,
             emulated: config.emulated.clone(),
+            mechanism: config.mechanism,
             max: config.max_sessions,
             files: limit.current.unwrap_or(u64::MAX),
             hello,
@@ -325,8 +345,11 @@ impl Sessions {
             page,
             keys: BTreeMap::new(),
             rejected: 0,
+            refused: BTreeMap::new(),
             kept: Vec::new(),
             rate: self.rate(tenant),
+            permits: None,
+            offered: BTreeMap::new(),
         };
         let ended = async {
             match &peer.fd {
@@ -419,9 +442,23 @@ struct Session<'a> {
     /// Its groups: whether each is a compute group.
     keys: BTreeMap<u32, bool>,
     rejected: usize,
+    /// Compute groups of its own whose controls the driver refused, until when it may report that it has freed them, and the refusal.
+    refused: BTreeMap<u32, (Instant, ControlFailure)>,
     /// Files that its memory lives with, if it shares a group.
     kept: Vec<OwnedFd>,
     rate: Arc<Rate>,
+    /// Where it is written which groups may launch, if some are scheduled so; the file is the process's.
+    permits: Option<(Arc<Permits>, OwnedFd)>,
+    /// Groups that shall be scheduled at launch, once the process has named their devices.
+    offered: BTreeMap<u32, Offered>,
+}
+
+/// A group that shall be scheduled at launch.
+struct Offered {
+    launches: Launches,
+    /// Its device, if the driver has named it.
+    device: Option<String>,
+    default: Timeslice,
 }
 
 impl Session<'_> {
@@ -431,14 +468,27 @@ impl Session<'_> {
             if !pause.is_zero() {
                 tokio::time::sleep(pause).await;
             }
-            let Some((packet, file)) = receive(events).await? else {
-                return Ok(());
+            let late = self.refused.values().map(|(until, _)| *until).min();
+            let received = match late.map(tokio::time::Instant::from_std) {
+                Some(late) => tokio::time::timeout_at(late, receive(events)).await,
+                None => Ok(receive(events).await),
             };
-            self.handle(packet, file).await?;
+            match received {
+                Ok(received) => match received? {
+                    Some((packet, file)) => self.handle(packet, file, events.get_ref()).await?,
+                    None => return Ok(()),
+                },
+                Err(_late) => self.give_up_refused().await?,
+            }
         }
     }
 
-    async fn handle(&mut self, packet: Shim, file: Option<OwnedFd>) -> Result<(), Refusal> {
+    async fn handle(
+        &mut self,
+        packet: Shim,
+        file: Option<OwnedFd>,
+        socket: &BorrowedFd<'_>,
+    ) -> Result<(), Refusal> {
         let id = self.id;
         let scheduler = &self.sessions.scheduler;
         match packet {
@@ -466,7 +516,7 @@ impl Session<'_> {
                     group,
                     channels,
                 };
-                self.announce(key, engine, handles, (timeslice_us, shared), file)
+                self.announce(key, engine, handles, (timeslice_us, shared), file, socket)
                     .await?;
             }
             Shim::Memory => {
@@ -487,8 +537,11 @@ impl Session<'_> {
                     .ask(|answer| Command::Touched(id, key, answer))
                     .await?;
             }
+            Shim::AwaitsPermits { key, device } => self.begin_launches(key, device).await?,
             Shim::Gone { key } => {
                 self.keys.remove(&key);
+                self.offered.remove(&key);
+                self.refused.remove(&key);
                 scheduler
                     .ask(|answer| Command::Gone(id, key, answer))
                     .await?;
@@ -540,6 +593,27 @@ impl Session<'_> {
         Ok(())
     }
 
+    /// The process goes on as if there were no daemon: it could be neither frozen nor moved safely.
+    async fn leave_unmanaged(&self, error: ControlFailure) -> Result<(), Refusal> {
+        let rejection = Rejection::Unsupported(error);
+        let why = rejection.to_string();
+        tracing::warn!(pid = self.pid, %why, "a process runs unmanaged");
+        self.sessions.tenants.uncontrolled(self.tenant, why).await;
+        Err(rejection.into())
+    }
+
+    /// The program still has a group whose controls the driver refused.
+    async fn give_up_refused(&mut self) -> Result<(), Refusal> {
+        let now = Instant::now();
+        let due = (self.refused)
+            .extract_if(.., |_, (until, _)| *until <= now)
+            .next();
+        match due {
+            Some((_, (_, error))) => self.leave_unmanaged(error).await,
+            None => Ok(()),
+        }
+    }
+
     /// Keeps a file that the process's memory lives with.
     fn keep(&mut self, file: OwnedFd) {
         if self.kept.len() < MAX_KEPT {
@@ -583,6 +657,7 @@ impl Session<'_> {
         handles: Group,
         (default, shared): (u64, bool),
         file: OwnedFd,
+        socket: &BorrowedFd<'_>,
     ) -> Result<(), Refusal> {
         let member = Member {
             session: self.id,
@@ -606,30 +681,42 @@ impl Session<'_> {
                 None => {}
             }
         }
+        let slices = Timeslice::MIN..=Timeslice::MAX;
+        let default = Some(Timeslice(default)).filter(|slice| slices.contains(slice));
+        let default = default.unwrap_or(Timeslice::DEFAULT);
         let verified = match examined.map_err(|_| Stopped)? {
+            Ok(verified) if self.launches_instead(shared, true) => {
+                let (why, device) = ("the daemon's `mechanism` is `launches`", verified.device);
+                return self.offer((key, engine), why, Some(device), default, socket);
+            }
+            Err(Rejection::Unsupported(failure)) if self.launches_instead(shared, false) => {
+                let why = format!("the driver or a sandbox refuses the controls ({failure})");
+                return self.offer((key, engine), &why, None, default, socket);
+            }
             Ok(verified) => verified,
-            // The program may have freed it meanwhile. A few times, that is.
-            Err(Rejection::Control(error)) if self.rejected < MAX_REJECTED => {
+            // The program may have freed it meanwhile, a few times, or its MPS server is lost: then whatever the driver answers is no
+            // word on what it has.
+            Err(rejection) if self.rejected < MAX_REJECTED && rejection.may_pass(shared) => {
+                let (Rejection::Control(error) | Rejection::Unsupported(error)) = rejection else {
+                    return Err(rejection.into());
+                };
                 tracing::warn!(pid = self.pid, %error, "a channel group cannot be managed");
                 self.rejected += 1;
                 let id = self.id;
                 let refused = error.status().is_some();
                 let lost = (shared && refused).then_some(key);
+                // The members of an MPS group stay: it is controlled through the others' handles, and those that wait for a lost server
+                // are ended.
+                if engine == gpumux_rm::layout::engine::GR0 && !shared {
+                    self.refused.insert(key, (Instant::now() + FREED, error));
+                }
                 let leave = |answer| Command::LeaveUnmanaged(id, lost, answer);
                 self.sessions.scheduler.ask(leave).await?;
                 return Ok(());
             }
-            // Without controls it could be neither frozen nor moved safely: it goes on as if there were no daemon.
-            Err(rejection @ Rejection::Unsupported(_)) => {
-                let why = rejection.to_string();
-                tracing::warn!(pid = self.pid, %why, "a process runs unmanaged");
-                self.sessions.tenants.uncontrolled(self.tenant, why).await;
-                return Err(rejection.into());
-            }
+            Err(Rejection::Unsupported(error)) => return self.leave_unmanaged(error).await,
             Err(rejection) => return Err(rejection.into()),
         };
-        let slices = Timeslice::MIN..=Timeslice::MAX;
-        let default = Some(Timeslice(default)).filter(|slice| slices.contains(slice));
         let group = NewGroup {
             member,
             tenant: self.tenant,
@@ -640,12 +727,92 @@ impl Session<'_> {
             page: Arc::clone(&self.page),
             shared,
             timeslice: verified.timeslice,
-            default: default.unwrap_or(Timeslice::DEFAULT),
+            default,
+            launches: None,
         };
-        let replaces = self
-            .keys
-            .insert(key, engine == gpumux_rm::layout::engine::GR0)
-            .is_some();
+        self.add(group).await
+    }
+
+    /// Whether a group is scheduled at launch although, or because, its controls are `usable`. Not a member of an MPS group.
+    fn launches_instead(&self, shared: bool, usable: bool) -> bool {
+        let chosen = match self.sessions.mechanism {
+            Mechanism::Auto => !usable,
+            Mechanism::Controls => false,
+            Mechanism::Launches => true,
+        };
+        chosen && !shared && self.page.revision() >= PERMITS
+    }
+
+    /// Has the process wait before it launches in a group, whose controls are not used.
+    fn offer(
+        &mut self,
+        (key, engine): (u32, u32),
+        why: &str,
+        device: Option<String>,
+        default: Timeslice,
+        socket: &BorrowedFd<'_>,
+    ) -> Result<(), Refusal> {
+        // Copies do not wait, nor what is not counted.
+        if engine != gpumux_rm::layout::engine::GR0 || key >= SLOTS as u32 {
+            return Ok(());
+        }
+        if self.permits.is_none() {
+            let (page, file) = Permits::create().map_err(Refusal::Page)?;
+            self.permits = Some((page.into(), file));
+        }
+        if let Some((page, file)) = &self.permits {
+            let launches = Launches {
+                page: Arc::clone(page),
+                key,
+                why: why.into(),
+            };
+            let offered = Offered {
+                launches,
+                device,
+                default,
+            };
+            self.offered.insert(key, offered);
+            let order = Daemon::Permits { key };
+            socket::send(socket, &order, Some(file.as_fd()), SendFlags::DONTWAIT)
+                .map_err(Refusal::Packet)?;
+            tracing::info!(pid = self.pid, why, "its launches are scheduled");
+        }
+        Ok(())
+    }
+
+    /// A group's launches wait from now on. The process has named its device, of which the driver may have said nothing.
+    async fn begin_launches(&mut self, key: u32, device: String) -> Result<(), Refusal> {
+        let Some(offered) = self.offered.remove(&key) else {
+            return Ok(());
+        };
+        let Offered {
+            launches, default, ..
+        } = offered;
+        let group = NewGroup {
+            member: Member {
+                session: self.id,
+                key,
+                pid: self.pid,
+                // The driver has confirmed none. Its clients have far higher numbers than sessions.
+                handles: (self.id.0 as u32, key),
+            },
+            tenant: self.tenant,
+            engine: gpumux_rm::layout::engine::GR0,
+            device: offered.device.unwrap_or(device),
+            emulated: self.sessions.emulated.is_some(),
+            controls: launches.controls(default.0),
+            page: Arc::clone(&self.page),
+            shared: false,
+            timeslice: default,
+            default,
+            launches: Some(launches),
+        };
+        self.add(group).await
+    }
+
+    async fn add(&mut self, group: NewGroup) -> Result<(), Refusal> {
+        let compute = group.engine == gpumux_rm::layout::engine::GR0;
+        let replaces = self.keys.insert(group.member.key, compute).is_some();
         let add = |answer| Command::Add {
             group,
             replaces,

@@ -58,8 +58,19 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 /// Replaces a file. Only its owner can read it: there are secrets in some.
 ///
 /// # Errors
-/// The disk; then the old one is still there.
+/// The disk. Then the old one is still there, or the new one, of which it is not known whether it outlasts a power failure.
 pub(crate) fn write(file: &Path, value: &impl Serialize, sync: Sync) -> io::Result<()> {
+    match sync {
+        Sync::Disk => write_flushed(file, value, File::sync_all),
+        Sync::No => write_flushed(file, value, |_| Ok(())),
+    }
+}
+
+fn write_flushed(
+    file: &Path,
+    value: &impl Serialize,
+    flush: impl Fn(&File) -> io::Result<()>,
+) -> io::Result<()> {
     let body = serde_json::to_string(value)?;
     let new = file.with_extension("json.new");
     let mut options = OpenOptions::new();
@@ -67,9 +78,7 @@ pub(crate) fn write(file: &Path, value: &impl Serialize, sync: Sync) -> io::Resu
     let written = || {
         let mut out = options.open(&new)?;
         out.write_all(format!("{HEAD}{}\n{body}", checksum(&body)).as_bytes())?;
-        if sync == Sync::Disk {
-            out.sync_all()?;
-        }
+        flush(&out)?;
         fs::rename(&new, file)
     };
     if let Err(error) = written() {
@@ -78,8 +87,8 @@ pub(crate) fn write(file: &Path, value: &impl Serialize, sync: Sync) -> io::Resu
         return Err(error);
     }
     match file.parent() {
-        Some(dir) if sync == Sync::Disk => File::open(dir)?.sync_all(),
-        _ => Ok(()),
+        Some(dir) => flush(&File::open(dir)?),
+        None => Ok(()),
     }
 }
 
@@ -117,6 +126,25 @@ mod tests {
 
     fn numbers(file: &Path) -> Vec<u32> {
         read(file)
+    }
+
+    #[test]
+    fn flush_that_fails_is_reported_and_leaves_the_old_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("some.json");
+        write(&file, &[1, 2], Sync::Disk).unwrap();
+        let broken = || Err(io::ErrorKind::StorageFull.into());
+        write_flushed(&file, &[3], |_| broken()).unwrap_err();
+        assert_eq!(numbers(&file), [1, 2]);
+        assert_eq!(fs::read_dir(&dir).unwrap().count(), 1, "nothing else stays");
+        // The file is on the disk, and its folder is not.
+        let of_folder = |it: &File| it.metadata().is_ok_and(|it| it.is_dir());
+        write_flushed(&file, &[3], |it| match of_folder(it) {
+            true => broken(),
+            false => Ok(()),
+        })
+        .unwrap_err();
+        assert_eq!(numbers(&file), [3]);
     }
 
     #[test]

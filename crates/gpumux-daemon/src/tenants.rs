@@ -15,7 +15,7 @@ mod supervisor;
 mod testing;
 
 pub(crate) use faults::GroupCounts;
-pub(crate) use model::{Tenant, TenantError, secret};
+pub(crate) use model::{Tenant, TenantError, find, secret};
 pub(crate) use persistence::{Files, read_state};
 pub(crate) use registry::Tenants;
 pub(crate) use supervisor::watch;

@@ -134,12 +134,12 @@ pub(crate) fn unknown(config: &Config) -> Vec<String> {
     let owners = config.tenants.keys().filter_map(|key| key.split_once('/'));
     let owners: Vec<String> = owners.map(|(user, _)| user.to_owned()).collect();
     let users = config.users.keys().filter(no_user);
-    let users = users.map(|name| format!("[users.{name}]: the system knows no user `{name}`"));
+    let users = users.map(|name| format!("[users.{name}]: the system has no user `{name}`"));
     let groups = config.unix_groups.keys().filter(no_group);
     let groups =
-        groups.map(|name| format!("[unix_groups.{name}]: the system knows no group `{name}`"));
+        groups.map(|name| format!("[unix_groups.{name}]: the system has no group `{name}`"));
     let owners = owners.iter().filter(no_user);
-    let owners = owners.map(|name| format!("[tenants]: the system knows no user `{name}`"));
+    let owners = owners.map(|name| format!("[tenants]: the system has no user `{name}`"));
     users.chain(groups).chain(owners).collect()
 }
 

@@ -91,6 +91,17 @@ pub(crate) fn verify(
     })
 }
 
+impl Rejection {
+    /// Whether it may be of this moment only: the program frees the group, or it is `shared` and its MPS server is gone.
+    pub(crate) fn may_pass(&self, shared: bool) -> bool {
+        match self {
+            Self::Control(_) => true,
+            Self::Unsupported(_) => shared,
+            _ => false,
+        }
+    }
+}
+
 impl From<ControlFailure> for Rejection {
     fn from(failure: ControlFailure) -> Self {
         match failure.is_of_driver() {

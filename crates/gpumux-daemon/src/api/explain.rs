@@ -5,6 +5,7 @@ use std::{collections::BTreeMap, time::Duration};
 use gpumux_core::{
     Class,
     quantity::{Percent, Size, Time},
+    runlist::OUTSTANDING,
     space::Way,
 };
 
@@ -262,6 +263,13 @@ fn why(
             parts.push(sentence);
         }
     }
+    if let Some(why) = tenant.domains.iter().find_map(|it| it.refused.as_ref()) {
+        parts.push(format!(
+            "Its launches are scheduled, not its channel groups, since {why}: a running kernel is not interrupted, and a request waits \
+             for at most {} of work that others have launched and one of their kernels.",
+            Time(Duration::from_micros(OUTSTANDING.0))
+        ));
+    }
     if tenant.devices.len() > 1 {
         parts.push("It runs on all its GPUs together or on none.".into());
     }
@@ -498,7 +506,8 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
     });
     match tenant.state {
         TenantState::Faulty if tenant.uncontrolled.is_some() => {
-            "run `gpumux doctor`: it says which controls this driver, GPU or sandbox lacks".into()
+            "run `gpumux doctor`: it lists the controls that this driver, GPU or sandbox lacks"
+                .into()
         }
         TenantState::Faulty => "look at the daemon's log, and start the program again".into(),
         TenantState::Tampers => {

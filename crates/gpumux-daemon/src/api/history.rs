@@ -65,10 +65,11 @@ pub(crate) async fn keep(api: Arc<Api>, mut stop: watch::Receiver<bool>) {
 }
 
 async fn take(api: &Api) -> Result<(), Stopped> {
-    let view = api.view().await?;
+    let seen = api.look().await?;
+    let view = &seen.view;
     let now = Micros(api.started.elapsed().as_micros() as u64);
     let mut looks = Vec::new();
-    for tenant in api.tenants.list().await {
+    for tenant in &seen.tenants {
         for device in &view.devices {
             let totals = view.totals.get(&(tenant.id, device.uuid.clone()));
             let line = view.memory.iter().find(|line| line.uuid == device.uuid);
@@ -95,7 +96,7 @@ async fn take(api: &Api) -> Result<(), Stopped> {
             });
         }
     }
-    let devices = view.devices.into_iter().map(|it| (it.uuid, it.readings));
+    let devices = (view.devices.iter()).map(|it| (it.uuid.clone(), it.readings));
     api.past.record(now, &devices.collect::<Vec<_>>(), looks);
     Ok(())
 }

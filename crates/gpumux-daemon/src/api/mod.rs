@@ -7,6 +7,7 @@ pub(crate) mod history;
 mod life;
 mod metrics;
 mod page;
+pub(crate) mod seen;
 mod state;
 mod trace;
 pub mod types;
@@ -27,6 +28,7 @@ use std::{
 
 use axum::{
     Extension, Json, Router,
+    body::{Body, Bytes},
     extract::{DefaultBodyLimit, Path, Query, Request, State, rejection::JsonRejection},
     http::{StatusCode, header},
     middleware::{self, Next},
@@ -60,6 +62,7 @@ use crate::{
     session::Sessions,
     tenants::{Tenant, TenantError, Tenants},
 };
+use seen::Seen;
 use types::{
     Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
     NewHint, NewTenant, Problem, Program, SpecChange, Status,
@@ -67,7 +70,7 @@ use types::{
 
 /// Largest request body in bytes.
 const MAX_BODY: usize = 64 * 1024;
-/// How long a connection may take to say what it wants.
+/// How long a connection may take for the head of its first request, and of the next one.
 const HEADERS: Duration = Duration::from_secs(10);
 /// How long a request's body may take to come.
 const BODY: Duration = Duration::from_secs(10);
@@ -96,6 +99,8 @@ pub(crate) struct Api {
     /// What was sent last, and when it was made: all watchers share it.
     pub(crate) live: tokio::sync::Mutex<Option<(Instant, Arc<str>)>>,
     pub(crate) past: history::Past,
+    /// What was seen last.
+    pub(crate) last: Mutex<Option<Arc<Seen>>>,
 }
 
 /// Serves the API until told to stop.
@@ -123,7 +128,7 @@ pub(crate) async fn serve(
             continue;
         };
         let service = TowerToHyperService::new(router.clone().layer(Extension(Arc::new(peer))));
-        tokio::spawn(converse(stream, service, place));
+        tokio::spawn(converse(stream, service, place, HEADERS));
     }
 }
 
@@ -167,7 +172,7 @@ pub(crate) async fn serve_router(
             continue;
         };
         let service = TowerToHyperService::new(router.clone());
-        tokio::spawn(converse(stream, service, place));
+        tokio::spawn(converse(stream, service, place, HEADERS));
     }
 }
 
@@ -197,10 +202,11 @@ async fn converse(
     stream: impl AsyncRead + AsyncWrite + Unpin,
     service: TowerToHyperService<Router>,
     _place: Place,
+    headers: Duration,
 ) {
     let connection = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADERS)
+        .header_read_timeout(headers)
         .serve_connection(TokioIo::new(Patient::new(stream)), service);
     if let Err(error) = connection.await {
         tracing::debug!(%error, "a request went wrong");
@@ -326,16 +332,22 @@ fn router(api: Arc<Api>) -> Router {
 /// Takes a request's body before anything is done for it: one that never ends must not keep a place.
 async fn whole_body(request: Request, next: Next) -> Response {
     let (head, body) = request.into_parts();
-    let bytes = tokio::time::timeout(BODY, axum::body::to_bytes(body, MAX_BODY)).await;
-    match bytes {
-        Ok(Ok(bytes)) => next.run(Request::from_parts(head, bytes.into())).await,
+    match take_body(body, BODY).await {
+        Ok(bytes) => next.run(Request::from_parts(head, bytes.into())).await,
+        Err(refused) => refused.into_response(),
+    }
+}
+
+async fn take_body(body: Body, patience: Duration) -> Result<Bytes, Refused> {
+    match tokio::time::timeout(patience, axum::body::to_bytes(body, MAX_BODY)).await {
+        Ok(Ok(bytes)) => Ok(bytes),
         Ok(Err(_)) => {
             let why = format!("the request's body is broken, or longer than {MAX_BODY} bytes");
-            Refused(StatusCode::PAYLOAD_TOO_LARGE, why).into_response()
+            Err(Refused(StatusCode::PAYLOAD_TOO_LARGE, why))
         }
         Err(_) => {
-            let why = format!("the request's body has not come within {BODY:?}");
-            Refused(StatusCode::REQUEST_TIMEOUT, why).into_response()
+            let why = format!("the request's body has not come within {patience:?}");
+            Err(Refused(StatusCode::REQUEST_TIMEOUT, why))
         }
     }
 }
@@ -486,20 +498,17 @@ async fn openapi() -> impl IntoResponse {
 /// What the daemon is and does.
 #[utoipa::path(get, path = "/v1/status", responses((status = 200, body = Status)))]
 async fn status(State(api): State<Arc<Api>>) -> Answer<Status> {
-    let view = api.view().await?;
-    let tenants = api.tenants.list().await.len();
-    let faults = api.tenants.faults().await;
-    Ok(Json(api.status(&view, tenants, faults)))
+    let seen = api.seen().await?;
+    Ok(Json(api.status(&seen, seen.faults.clone())))
 }
 
 /// Metrics for Prometheus.
 #[utoipa::path(get, path = "/metrics", responses((status = 200, description = "OpenMetrics text", content_type = "application/openmetrics-text")))]
 async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
-    let view = api.view().await?;
-    let tenants = api.tenants.list().await;
-    let names = api.tenants.names().await;
+    let seen = api.seen().await?;
+    let (view, names) = (&seen.view, &seen.names);
     let name = |id: TenantId| {
-        let lives = tenants.iter().any(|tenant| tenant.id == id);
+        let lives = seen.tenants.iter().any(|tenant| tenant.id == id);
         names.get(&id).filter(|_| lives).cloned()
     };
     let totals = (view.totals.iter())
@@ -510,17 +519,16 @@ async fn metrics(State(api): State<Arc<Api>>) -> Result<Response, Refused> {
         .unwrap_or_default();
     let scrape = metrics::Scrape {
         totals,
-        groups: api.tenants.groups().await,
-        memory: memory_map(&view, &names),
-        status: api.status(&view, tenants.len(), Vec::new()),
-        tenants: tenants
-            .into_iter()
+        groups: seen.groups.clone(),
+        memory: memory_map(view, names),
+        status: api.status(&seen, Vec::new()),
+        tenants: (seen.tenants.iter().cloned())
             .map(|mut tenant| {
                 // A label must tell two users' tenants of one name apart.
                 if let Some(name) = names.get(&tenant.id) {
                     tenant.name.clone_from(name);
                 }
-                show(tenant, &view)
+                show(tenant, view)
             })
             .collect(),
         // Whole seconds, so that it stays the same.
@@ -565,8 +573,8 @@ async fn live(State(api): State<Arc<Api>>) -> Result<impl IntoResponse, Refused>
 /// The memory of each device by tenant.
 #[utoipa::path(get, path = "/v1/memory", responses((status = 200, body = [DeviceMemory])))]
 async fn memory(State(api): State<Arc<Api>>) -> Answer<Vec<DeviceMemory>> {
-    let names = api.tenants.names().await;
-    Ok(Json(memory_map(&api.view().await?, &names)))
+    let seen = api.seen().await?;
+    Ok(Json(memory_map(&seen.view, &seen.names)))
 }
 
 fn memory_map(view: &View, names: &BTreeMap<TenantId, String>) -> Vec<DeviceMemory> {
@@ -656,11 +664,9 @@ async fn trace(State(api): State<Arc<Api>>, past: Query<Past>) -> Result<Respons
         return Err(Refused(StatusCode::UNPROCESSABLE_ENTITY, message));
     }
     let time = Micros((seconds * 1e6) as u64);
-    let history = api
-        .scheduler
-        .ask(|answer| Command::History(time, answer))
-        .await?;
-    let names = api.tenants.names().await;
+    let asked = api.scheduler.ask(|answer| Command::History(time, answer));
+    let history = api.unless_stalled(asked).await?;
+    let names = &api.seen().await?.names;
     let name = |id| {
         names
             .get(&id)
@@ -682,24 +688,16 @@ async fn explanation(
     peer: Option<Extension<Arc<Peer>>>,
     Path(name): Path<String>,
 ) -> Answer<Explanation> {
-    let view = api.view().await?;
-    let id = api.tenants.find(asker(peer.as_ref()), &name).await?;
-    let tenants = api.tenants.list().await;
-    let position = tenants.iter().position(|tenant| tenant.id == id);
-    let all: Vec<_> = tenants
-        .into_iter()
-        .map(|tenant| show(tenant, &view))
-        .collect();
-    let Some(tenant) = position.and_then(|at| all.get(at)) else {
-        return Err(TenantError::Unknown(name).into());
-    };
-    let faults = api.tenants.faults().await;
-    Ok(Json(explain::explain(tenant, &all, &view.devices, &faults)))
+    let seen = api.seen().await?;
+    let tenant = show(seen.find(asker(peer.as_ref()), &name)?.clone(), &seen.view);
+    let all: Vec<_> = seen.shown().collect();
+    let (devices, faults) = (&seen.view.devices, &seen.faults);
+    Ok(Json(explain::explain(&tenant, &all, devices, faults)))
 }
 
 impl Api {
-    fn status(&self, view: &View, tenants: usize, faults: Vec<Fault>) -> Status {
-        let api = self;
+    fn status(&self, seen: &Seen, faults: Vec<Fault>) -> Status {
+        let (api, view) = (self, &seen.view);
         Status {
             version: env!("CARGO_PKG_VERSION").into(),
             faults,
@@ -712,7 +710,7 @@ impl Api {
                 .to_string(),
             listen: api.listen.map(|address| address.to_string()),
             policy: api.config.policy.clone(),
-            tenants,
+            tenants: seen.tenants.len(),
             sessions: api.sessions.count(),
             devices: view.devices.clone(),
             scheduler: view.scheduler.clone(),
@@ -735,7 +733,7 @@ impl Api {
 /// The devices.
 #[utoipa::path(get, path = "/v1/devices", responses((status = 200, body = Vec<Device>)))]
 async fn devices(State(api): State<Arc<Api>>) -> Answer<Vec<Device>> {
-    Ok(Json(api.view().await?.devices))
+    Ok(Json(api.seen().await?.view.devices.clone()))
 }
 
 /// All tenants, the oldest first.
@@ -744,15 +742,9 @@ async fn tenants(
     State(api): State<Arc<Api>>,
     peer: Option<Extension<Arc<Peer>>>,
 ) -> Answer<Vec<types::Tenant>> {
-    let view = api.view().await?;
-    let tenants = api.tenants.list().await;
-    Ok(Json(
-        tenants
-            .into_iter()
-            .map(|tenant| show(tenant, &view))
-            .map(|tenant| outward(tenant, peer.is_some()))
-            .collect(),
-    ))
+    let seen = api.seen().await?;
+    let shown = seen.shown();
+    Ok(Json(shown.map(|it| outward(it, peer.is_some())).collect()))
 }
 
 /// One tenant.
@@ -787,15 +779,16 @@ async fn create(
 ) -> Result<(StatusCode, Json<Created>), Refused> {
     let Json(new) = new?;
     // A group may be started for it.
+    let tenants = Arc::clone(&api.tenants);
     let created = to_its_end(async move {
         let name = new.name.clone().or(new.program.clone());
-        let created = api.tenants.create(&peer, new).await;
+        let created = tenants.create(&peer, new).await;
         created.inspect_err(|error| {
             let whose = (name.as_deref().unwrap_or_default(), peer.uid);
-            (api.tenants.events).push(types::EventKind::Refused, Some(whose), error.to_string());
+            (tenants.events).push(types::EventKind::Refused, Some(whose), error.to_string());
         })
-    })
-    .await?;
+    });
+    let created = api.unless_stalled(created).await?;
     Ok((StatusCode::CREATED, Json(created)))
 }
 
@@ -814,7 +807,8 @@ async fn change(
 ) -> Answer<types::Tenant> {
     let Json(change) = change?;
     let (tenants, tenant, uid) = (Arc::clone(&api.tenants), name.clone(), peer.uid);
-    to_its_end(async move { tenants.change(uid, &tenant, &change).await }).await?;
+    let changed = to_its_end(async move { tenants.change(uid, &tenant, &change).await });
+    api.unless_stalled(changed).await?;
     api.tenant(Some(uid), &name).await
 }
 
@@ -829,7 +823,9 @@ async fn remove(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    to_its_end(async move { api.tenants.delete(peer.uid, &name).await }).await?;
+    let tenants = Arc::clone(&api.tenants);
+    let removed = to_its_end(async move { tenants.delete(peer.uid, &name).await });
+    api.unless_stalled(removed).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -867,7 +863,8 @@ async fn teach(
     curve: Result<Json<NewCurve>, JsonRejection>,
 ) -> Result<StatusCode, Refused> {
     let Json(NewCurve { curve }) = curve?;
-    api.tenants.teach(peer.uid, &fingerprint, &curve)?;
+    let taught = async move { api.tenants.teach(peer.uid, &fingerprint, &curve).await };
+    to_its_end(taught).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -882,7 +879,8 @@ async fn unlearn(
     Extension(peer): Extension<Arc<Peer>>,
     Path(fingerprint): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    api.tenants.unlearn(peer.uid, &fingerprint)?;
+    let unlearnt = async move { api.tenants.unlearn(peer.uid, &fingerprint).await };
+    to_its_end(unlearnt).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -910,9 +908,8 @@ async fn hint(
 }
 
 impl Api {
-    /// What the scheduler sees, and of the devices what only NVML knows.
-    async fn view(&self) -> Result<View, Stopped> {
-        let mut view = self.scheduler.ask(Command::View).await?;
+    /// Adds what only NVML knows of the devices.
+    fn complete(&self, view: &mut View) {
         let known = self.devices.list();
         for device in &mut view.devices {
             if let Some(known) = known.iter().find(|known| known.uuid == device.uuid) {
@@ -931,28 +928,25 @@ impl Api {
                     device.state = known.state.clone();
                 }
             }
+            if let Some(trouble) = self.devices.trouble().filter(|_| device.state == "ok") {
+                device.state = trouble.into();
+            }
         }
-        Ok(view)
     }
 
     /// All that there is, as JSON; made at most as often as it is sent to one.
-    async fn live(&self) -> Result<Arc<str>, Stopped> {
+    async fn live(&self) -> Result<Arc<str>, Refused> {
         let mut last = self.live.lock().await;
         if let Some((at, text)) = &*last
             && at.elapsed() < LIVE * 4 / 5
         {
             return Ok(Arc::clone(text));
         }
-        let view = self.view().await?;
-        let tenants = self.tenants.list().await;
-        let names = self.tenants.names().await;
+        let seen = self.seen().await?;
         let live = Live {
-            memory: memory_map(&view, &names),
-            status: self.status(&view, tenants.len(), self.tenants.faults().await),
-            tenants: tenants
-                .into_iter()
-                .map(|tenant| outward(show(tenant, &view), false))
-                .collect(),
+            memory: memory_map(&seen.view, &seen.names),
+            status: self.status(&seen, seen.faults.clone()),
+            tenants: seen.shown().map(|it| outward(it, false)).collect(),
         };
         // No map with odd keys is in it.
         let text: Arc<str> = serde_json::to_string(&live).unwrap_or_default().into();
@@ -961,12 +955,9 @@ impl Api {
     }
 
     async fn tenant(&self, uid: Option<u32>, name: &str) -> Answer<types::Tenant> {
-        let view = self.view().await?;
-        let id = self.tenants.find(uid, name).await?;
-        let tenants = self.tenants.list().await;
-        let tenant = tenants.into_iter().find(|tenant| tenant.id == id);
-        let tenant = tenant.ok_or_else(|| TenantError::Unknown(name.to_owned()))?;
-        Ok(Json(show(tenant, &view)))
+        let seen = self.seen().await?;
+        let tenant = seen.find(uid, name)?.clone();
+        Ok(Json(show(tenant, &seen.view)))
     }
 }
 
@@ -1056,7 +1047,7 @@ pub(crate) use metrics::tests::lint as lint_metrics;
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::AsyncWriteExt;
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
     use super::*;
 
@@ -1070,6 +1061,38 @@ mod tests {
         assert_eq!(most(0).len(), MAX_CONNECTIONS.2);
         drop(of_users);
         assert_eq!(most(0).len(), MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2);
+    }
+
+    #[tokio::test]
+    async fn slow_headers_and_idle_connections_are_closed() {
+        let router = Router::new().route("/", get(async || "here"));
+        let whole = "GET / HTTP/1.1\r\nhost: gpumux\r\n\r\n";
+        for sent in ["", "GET / HT", whole] {
+            let (mut client, server) = tokio::io::duplex(1024);
+            client.write_all(sent.as_bytes()).await.unwrap();
+            let users = Arc::default();
+            let place = Place::take(&users, 1).unwrap();
+            let service = TowerToHyperService::new(router.clone());
+            let served = converse(server, service, place, Duration::from_millis(10));
+            let ended = tokio::time::timeout(HEADERS, served).await;
+            assert!(ended.is_ok(), "{sent:?}");
+            assert!(users.lock().unwrap().is_empty());
+            let mut answer = String::new();
+            client.read_to_string(&mut answer).await.unwrap();
+            assert_eq!(answer.contains("here"), sent == whole, "{answer}");
+        }
+    }
+
+    #[tokio::test]
+    async fn request_whose_body_does_not_end_is_refused() {
+        let status = |it: Result<Bytes, Refused>| it.err().map(|it| it.0);
+        let endless = Body::from_stream(futures_util::stream::pending::<io::Result<Bytes>>());
+        let late = take_body(endless, Duration::ZERO).await;
+        assert_eq!(status(late), Some(StatusCode::REQUEST_TIMEOUT));
+        let long = take_body(vec![0; MAX_BODY + 1].into(), BODY).await;
+        assert_eq!(status(long), Some(StatusCode::PAYLOAD_TOO_LARGE));
+        let good = take_body(vec![7; MAX_BODY].into(), BODY).await;
+        assert!(good.is_ok_and(|it| it.len() == MAX_BODY));
     }
 
     #[tokio::test]

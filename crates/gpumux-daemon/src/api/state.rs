@@ -67,7 +67,9 @@ impl TenantState {
             Self::Swapped => "some or all of its memory is on the host",
             Self::Blocked => "waits for room in a GPU's memory",
             Self::Faulty => "gpumux cannot control it: `gpumux explain NAME` names the error",
-            Self::Tampers => "its processes undo what gpumux sets: `gpumux explain NAME` says more",
+            Self::Tampers => {
+                "its processes undo what gpumux sets: `gpumux explain NAME` has the details"
+            }
         }
     }
 }

@@ -8,6 +8,7 @@ use std::{collections::BTreeMap, fmt};
 use gpumux_core::{
     Class, Demand, Hints, MemoryPolicy, TenantSpec,
     quantity::{Percent, Size},
+    runlist::Mechanism,
     space::{self, Sharing, Way},
 };
 use gpumux_wire::page::{HintCounts, RequestTimes};
@@ -446,6 +447,9 @@ pub struct NewTenant {
     /// Where it names no devices: what the program finds in `CUDA_VISIBLE_DEVICES`; none: all devices.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub visible: Option<String>,
+    /// The secret of the tenant that the asking process is of: it leaves that one, which ends if it was its last process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub leaves: Option<String>,
 }
 
 /// A tenant that was made.
@@ -809,6 +813,16 @@ pub struct Domain {
     pub timeslice_us: u64,
     /// Whether it is taken off the device.
     pub frozen: bool,
+    /// How it is scheduled: by the driver's `controls`, or at its `launches` where they are refused.
+    #[serde(default)]
+    #[schema(value_type = String, pattern = "^(controls|launches)$")]
+    pub mechanism: Mechanism,
+    /// Why its controls are not used, if so.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub refused: Option<String>,
+    /// How often a thread waited to launch, since the process began.
+    #[serde(default)]
+    pub held_launches: u64,
     /// Whether it has work.
     #[schema(value_type = String, pattern = "^(unknown|idle|busy)$")]
     pub demand: Demand,

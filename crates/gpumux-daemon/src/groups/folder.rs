@@ -77,7 +77,8 @@ impl Folder {
         self.0.join("log")
     }
 
-    /// Where a control daemon that starts now writes.
+    /// Where a control daemon that starts now writes. There is room for what is kept: a file system that its user has filled takes
+    /// folders and sockets, but no output, and what a group writes tells of its faults and of unauthorized clients.
     pub(super) fn begin_output(&self) -> io::Result<File> {
         match fs::remove_file(self.output_path()) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
@@ -85,10 +86,15 @@ impl Folder {
         }
         let mut options = OpenOptions::new();
         options.append(true).create_new(true).mode(0o600);
-        options.open(self.output_path())
+        let file = options.open(self.output_path())?;
+        match fallocate(&file, FallocateFlags::KEEP_SIZE, 0, MAX_LOG) {
+            // Not every file system can.
+            Ok(()) | Err(Errno::OPNOTSUPP) => Ok(file),
+            Err(error) => Err(error.into()),
+        }
     }
 
-    fn output_path(&self) -> PathBuf {
+    pub(super) fn output_path(&self) -> PathBuf {
         self.0.join("control.out")
     }
 
@@ -324,6 +330,14 @@ mod tests {
         let made = Command::new("mkfifo").arg(&output).status().unwrap();
         assert!(made.success());
         assert_eq!(folder.said(), "", "nobody waits for a writer");
+    }
+
+    #[test]
+    fn output_that_is_begun_has_its_room() {
+        let (_dir, folder) = folder();
+        let output = folder.begin_output().unwrap().metadata().unwrap();
+        assert_eq!(output.len(), 0);
+        assert!(output.blocks() * 512 >= MAX_LOG, "{output:?}");
     }
 
     #[test]

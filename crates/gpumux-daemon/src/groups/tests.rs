@@ -71,6 +71,30 @@ async fn ended(process: ProcessId) {
 }
 
 #[tokio::test]
+async fn user_has_a_bounded_number_of_groups() {
+    let node = Node::new();
+    let groups = node.load();
+    let make = |uid, n: usize| {
+        let key = Key {
+            uid,
+            trust: format!("team{n}"),
+        };
+        groups.find_or_make(&key, std::process::id())
+    };
+    for n in 0..MAX_GROUPS_PER_USER {
+        make(4797, n).unwrap();
+    }
+    let refused = make(4797, MAX_GROUPS_PER_USER).err();
+    assert!(
+        matches!(refused, Some(GroupError::TooMany(16))),
+        "{refused:?}"
+    );
+    make(4797, 0).unwrap();
+    make(4798, 0).unwrap();
+    assert_eq!(node.folders(), MAX_GROUPS_PER_USER + 1);
+}
+
+#[tokio::test]
 async fn only_a_control_daemon_that_was_asked_can_be_late() {
     let node = Node::new();
     let groups = node.load();

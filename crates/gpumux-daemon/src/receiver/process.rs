@@ -29,13 +29,16 @@ use super::{
     children::Children,
     pair,
     places::{Places, Refusal},
-    refused::{self, Closer, Pair, Refused},
+    refused::{self, Pair, Refused},
     relay::Relay,
 };
 use crate::peer::{credentials, pidfd};
 
 /// User and group without rights (`nobody` on all Linux distributions; the kernel's overflow id).
 const NOBODY: u32 = 65534;
+/// User and group that no other process has: one of the same user could stop or kill this one. Linux distributions and container
+/// runtimes give out no ids above 2^31 (systemd's table of users and groups).
+const ALONE: u32 = 0xfffe_4750;
 /// How long to wait when there are no processes or files left.
 const PAUSE: Duration = Duration::from_millis(50);
 /// How often the daemon is notified that connections are refused.
@@ -49,6 +52,9 @@ pub fn main() -> io::Result<()> {
     // A copy of it in a relay would hide this process's end from the daemon.
     // SAFETY: the file is open, as the one that started this process knows, and nothing else here uses it.
     let control = unsafe { OwnedFd::from_raw_fd(io::stdin().as_raw_fd()) };
+    // It ends after the daemon, also where a container's runtime stops all processes at once. Relays inherit that.
+    // SAFETY: no handler is set.
+    unsafe { libc::signal(libc::SIGTERM, libc::SIG_IGN) };
     serve(control, Place::Process)
 }
 
@@ -242,17 +248,19 @@ impl Receiving {
 
     fn start_closers(&mut self) {
         loop {
-            let runs = (self.children.living()).any(|it| matches!(it, Role::Closer(_)));
-            let Some(pair) = self.refused.due(runs) else {
+            let closers = (self.children.living()).filter(|it| matches!(it, Role::Closer(_)));
+            // Without files left, it is tried again.
+            let Ok(Some((mut pair, closer))) = self.refused.due(closers.count()) else {
                 return;
             };
-            let Ok(closer) = Closer::new(&pair) else {
-                return self.refused.give_back(pair);
-            };
-            let unneeded = self.unneeded(&pair.files());
+            let keeps = closer.keeps;
+            let unneeded = self.unneeded(&pair.files().collect::<Vec<_>>());
+            let into = pair.close();
             let started = (self.children).start(closer, &unneeded, Role::Closer(pair));
-            if let Err((_, _, Role::Closer(pair))) = started {
-                return self.refused.give_back(pair);
+            match started {
+                Ok(()) => self.refused.keep(into.filter(|_| keeps)),
+                Err((_, _, Role::Closer(pair))) => return self.refused.give_back(pair),
+                Err((_, _, Role::Relay(_))) => return,
             }
         }
     }
@@ -291,15 +299,19 @@ fn give_up_rights(emulated: bool) -> io::Result<()> {
     set_no_new_privs(true)?;
     // The emulated device's socket may be for its own user only, and a relay must reach it.
     if rustix::process::geteuid().is_root() && !emulated {
-        let (uid, gid) = (
-            rustix::fs::Uid::from_raw(NOBODY),
-            rustix::fs::Gid::from_raw(NOBODY),
-        );
-        // A daemon without CAP_SETUID stays what it is, but for its capabilities.
-        let changed = set_thread_groups(&[])
-            .and_then(|()| set_thread_res_gid(gid, gid, gid))
-            .and_then(|()| set_thread_res_uid(uid, uid, uid));
+        let become_user = |id: u32| {
+            let (uid, gid) = (rustix::fs::Uid::from_raw(id), rustix::fs::Gid::from_raw(id));
+            set_thread_groups(&[])
+                .and_then(|()| set_thread_res_gid(gid, gid, gid))
+                .and_then(|()| set_thread_res_uid(uid, uid, uid))
+        };
+        // A container's user namespace may have no such id.
+        let changed = become_user(ALONE).or_else(|error| match error {
+            Errno::INVAL => become_user(NOBODY),
+            other => Err(other),
+        });
         match changed {
+            // A daemon without CAP_SETUID stays what it is, but for its capabilities.
             Ok(()) | Err(Errno::PERM) => {}
             Err(error) => return Err(error.into()),
         }
@@ -320,6 +332,50 @@ fn give_up_rights(emulated: bool) -> io::Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[ignore = "runs as a process of its own"]
+    fn process_without_rights() {
+        give_up_rights(false).unwrap();
+        println!("ready");
+        let _ = io::Read::read(&mut io::stdin(), &mut [0]);
+        println!("lives");
+    }
+
+    #[test]
+    fn no_other_process_can_stop_the_receiver_or_look_into_it() {
+        use std::{
+            io::{BufRead, BufReader, Write},
+            os::unix::process::CommandExt,
+            process::{Command, Stdio},
+        };
+        if !rustix::process::geteuid().is_root() {
+            return eprintln!("SKIPPED: only root can act as another user");
+        }
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let test = "receiver::process::tests::process_without_rights";
+        command.args([test, "--exact", "--ignored", "--nocapture"]);
+        command.stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let mut out = BufReader::new(child.stdout.take().unwrap()).lines();
+        let mut said = |what: &str| out.any(|line| line.unwrap().ends_with(what));
+        assert!(said("ready"));
+        let pid = child.id();
+        for attack in [
+            format!("kill -STOP {pid}"),
+            format!("kill -KILL {pid}"),
+            format!("cat /proc/{pid}/environ"),
+            format!("ls /proc/{pid}/fd/"),
+        ] {
+            let mut shell = Command::new("sh");
+            let shell = shell.args(["-c", &attack]).uid(NOBODY).gid(NOBODY);
+            let done = shell.stdout(Stdio::null()).stderr(Stdio::null()).status();
+            assert!(!done.unwrap().success(), "{attack}");
+        }
+        child.stdin.take().unwrap().write_all(b"\n").unwrap();
+        assert!(said("lives"));
+        assert!(child.wait().unwrap().success());
+    }
 
     #[test]
     fn closed_connection_is_over_unless_something_is_left_in_it() {

@@ -9,6 +9,7 @@ use std::{
 use gpumux_core::{
     Control, DomainId, Micros, TenantId, Timeslice,
     controller::{Command, Controller, Event, Outcome},
+    runlist::Runlist,
     tamper,
 };
 use gpumux_rm::{ControlFailure, RmStatus};
@@ -48,6 +49,8 @@ pub(super) struct Device {
     /// What the driver measured of processes, by pid, if it does.
     pub(super) used_by: Option<BTreeMap<u32, f64>>,
     checked: Micros,
+    /// Whose time it is, among groups that are scheduled at launch.
+    pub(super) runlist: Runlist,
 }
 
 impl Device {
@@ -65,6 +68,7 @@ impl Device {
             changed: Vec::new(),
             used_by: None,
             checked: now,
+            runlist: Runlist::default(),
         }
     }
 

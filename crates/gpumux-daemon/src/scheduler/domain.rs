@@ -9,6 +9,7 @@ use gpumux_rm::Controls;
 use gpumux_wire::page::{Arrival, Page, Slot, Work};
 
 use super::{
+    launches::Launches,
     model::SessionId,
     record::{Now, Totals, Who},
 };
@@ -50,6 +51,8 @@ pub(crate) struct NewGroup {
     pub(crate) timeslice: Timeslice,
     /// The slice that the driver library gave it.
     pub(crate) default: Timeslice,
+    /// What replaces its controls, if they are not used.
+    pub(crate) launches: Option<Launches>,
 }
 
 /// A domain under management: what it takes to carry out what the controller decides.
@@ -60,6 +63,7 @@ pub(crate) struct Domain {
     pub(super) who: Arc<Who>,
     pub(super) controls: Box<dyn Controls>,
     pub(super) default: Timeslice,
+    pub(super) launches: Option<Launches>,
     pub(super) freezes: u64,
     pub(super) thaws: u64,
     pub(super) slice_changes: u64,
@@ -105,6 +109,7 @@ impl Domain {
             member: group.member,
             controls: group.controls,
             default: group.default,
+            launches: group.launches,
             freezes: 0,
             thaws: 0,
             slice_changes: 0,
@@ -149,9 +154,28 @@ impl Domain {
         }
         match self.page.slot(self.member.key).map(|slot| slot.work()) {
             Some(Work::Busy(_)) => Demand::Busy,
+            _ if self.waits_to_launch() => Demand::Busy,
             Some(Work::Idle(_)) => Demand::Idle,
             Some(Work::Unknown) | None => Demand::Unknown,
         }
+    }
+
+    /// Whether a thread waits to launch, where that takes a permit.
+    pub(super) fn waits_to_launch(&self) -> bool {
+        let slot = self.page.slot(self.member.key);
+        self.launches.is_some() && !self.lost && slot.is_some_and(Slot::waits_to_launch)
+    }
+
+    /// Whether something was launched that is not done.
+    pub(super) fn has_launched(&self) -> bool {
+        let slot = self.page.slot(self.member.key);
+        !self.lost && slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
+    }
+
+    /// How many launches waited for a permit.
+    pub(super) fn held_launches(&self) -> u64 {
+        let slot = self.page.slot(self.member.key);
+        slot.map_or(0, Slot::held_launches)
     }
 
     /// Whether it has work, or holds the device ahead of some.

@@ -66,6 +66,8 @@ pub(crate) enum GroupError {
     Claimed(u32),
     #[error("its lease has expired: the process must begin a new session")]
     Expired,
+    #[error("it names device {0:?}, which NVML does not list on this machine")]
+    NoDevice(String),
     #[error("its tenant may not use device {0}: run it on {1}")]
     Elsewhere(String, String),
 }
@@ -320,6 +322,10 @@ impl Engine {
         if (self.state.sessions.get(&group.member.session)).is_some_and(Met::has_expired) {
             return Err(GroupError::Expired);
         }
+        // The driver has not named it, but the process.
+        if group.launches.is_some() && !self.state.devices.contains_key(&group.device) {
+            return Err(GroupError::NoDevice(group.device));
+        }
         if let Some(devices) = self.state.confined.get(&group.tenant)
             && !devices.contains(&group.device)
         {
@@ -393,6 +399,16 @@ impl Engine {
         self.count_contexts(session);
         self.moves.park_domains(&mut self.state);
         Ok(())
+    }
+
+    /// Writes which groups may launch now, where that is how they are scheduled. Returns when to do so again.
+    pub(super) fn schedule_launches(&mut self) -> Option<Micros> {
+        if self.stopped {
+            return None;
+        }
+        let (now, controller) = (self.state.now(), &self.state.controller);
+        let devices = self.state.devices.values_mut();
+        devices.filter_map(|it| it.admit(now, controller)).min()
     }
 
     /// The group of these handles on a device, if some process has announced it.

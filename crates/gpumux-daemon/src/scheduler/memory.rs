@@ -383,5 +383,6 @@ fn message(op: u64, order: Order) -> Daemon {
         Order::DropHost => Daemon::DropHost { op },
         Order::Reclaim { device, bytes } => Daemon::Reclaim { op, device, bytes },
         Order::Trim => Daemon::Trim,
+        Order::Take { device, bytes } => Daemon::Take { op, device, bytes },
     }
 }

@@ -5,7 +5,7 @@
 //! process ends: that closes every session, upon which the tenants' agents thaw themselves. If it stands still,
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 //!
-//! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device`, `copies` ← `state` ← `admission`, `expiry`, `foreign`,
+//! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device`, `copies` ← `launches`, `state` ← `admission`, `expiry`, `foreign`,
 //! `tamper`, `crashes`, `memory` ← `engine` ← `step`, `view` ← `command` ← `thread`.
 
 mod admission;
@@ -19,6 +19,7 @@ mod engine;
 mod expiry;
 mod foreign;
 mod held;
+mod launches;
 mod memory;
 mod model;
 mod process;
@@ -37,6 +38,7 @@ pub(crate) use domain::{Member, NewGroup};
 pub(crate) use engine::GroupError;
 pub(crate) use gpumux_core::controller::AWAY;
 pub(crate) use held::{Left, STAY};
+pub(crate) use launches::Launches;
 pub(crate) use model::{Happening, Owner, SessionId};
 pub(crate) use process::Met;
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};

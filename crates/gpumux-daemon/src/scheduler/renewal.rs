@@ -1,7 +1,10 @@
 //! Renews the lease wherever the scheduling thread makes progress: a step may hold hundreds of controls, each of which waits for the
 //! driver while programs start or end.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{
+    Arc, Mutex, MutexGuard, PoisonError,
+    atomic::{AtomicU64, Ordering},
+};
 
 use gpumux_core::{Micros, tamper::Renewals};
 use gpumux_rm::{ControlFailure, Controls, Interleave, PreemptionMode};
@@ -18,7 +21,11 @@ pub(crate) struct Renewal {
     lease: Option<Lease>,
     clock: Clock,
     renewals: Mutex<Renewals>,
+    /// When the thread made progress last, in µs; [`RESTS`] while it waits for something to do.
+    progress: AtomicU64,
 }
+
+const RESTS: u64 = u64::MAX;
 
 impl Renewal {
     pub(crate) fn new(lease: Option<Lease>, clock: Clock) -> Self {
@@ -28,6 +35,7 @@ impl Renewal {
             lease,
             clock,
             renewals: Mutex::new(renewals),
+            progress: AtomicU64::new(RESTS),
         }
     }
 
@@ -40,9 +48,23 @@ impl Renewal {
         self.lease.is_none() || self.renewals().may_have_expired(began, (self.clock)())
     }
 
+    /// The thread waits for something to do.
+    pub(super) fn rest(&self) {
+        self.progress.store(RESTS, Ordering::Relaxed);
+    }
+
+    /// For how long the thread has been at work without progress.
+    pub(super) fn stood(&self) -> Micros {
+        match self.progress.load(Ordering::Relaxed) {
+            RESTS => Micros::ZERO,
+            at => (self.clock)().saturating_sub(Micros(at)),
+        }
+    }
+
     /// The thread has come this far. Returns for how long it had stood still, if that was long enough for processes to free themselves.
     pub(crate) fn renew(&self) -> Option<Micros> {
         let began = (self.clock)();
+        self.progress.store(began.0, Ordering::Relaxed);
         if let Some(lease) = &self.lease {
             lease.renew();
         }

@@ -3,7 +3,7 @@
 use gpumux_core::{Class, Hints, Micros, broker::Event};
 use gpumux_wire::{Daemon, page::SLOTS};
 
-use super::engine::Engine;
+use super::{domain::Domain, engine::Engine};
 use crate::devices::Known;
 
 impl Engine {
@@ -137,7 +137,9 @@ impl Engine {
             let mut contended = 0;
             let devices = self.state.devices.values().filter(|_| wanted.is_some());
             let domains = devices.flat_map(|it| it.domains.values());
-            for domain in domains.filter(|it| it.member.session == *id) {
+            // A reservation kernel takes nothing from groups that wait to launch.
+            let own = |it: &&Domain| it.member.session == *id && it.launches.is_none();
+            for domain in domains.filter(own) {
                 let key = domain.member.key;
                 if key < SLOTS as u32 && self.state.controller.contended(domain.who.id, now) {
                     contended |= 1 << key;

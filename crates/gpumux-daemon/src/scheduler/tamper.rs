@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
     DomainId, Micros, TenantId, TenantSpec, controller,
-    tamper::{self, Conduct, Reading, TamperRule, Tampering, Then, Watch},
+    tamper::{self, Conduct, Sample, TamperRule, Tampering, Then, Watch},
 };
 
 use super::{
@@ -109,15 +109,18 @@ impl Tampers {
     /// NVML has measured processes on this device: suspects those that ran while they were frozen, and freezes them again.
     pub(super) fn watch_frozen(&mut self, state: &mut State, uuid: &str, used: Option<Used>) {
         let now = state.now();
-        let reading = used.as_ref().map(|used| Reading {
-            since: state.ago(used.since),
-            at: state.ago(used.at),
-        });
+        let of = |(pid, (end, used)): (&u32, &(_, _))| {
+            let end = state.ago(*end);
+            (*pid, Sample { end, used: *used })
+        };
+        let measured: Option<BTreeMap<u32, Sample>> = used
+            .as_ref()
+            .map(|used| used.samples.iter().map(of).collect());
         let Some(device) = state.devices.get_mut(uuid) else {
             return;
         };
         device.used_by = used.map(|it| it.parts);
-        let Some((used, reading)) = device.used_by.as_ref().zip(reading) else {
+        let Some((used, measured)) = device.used_by.as_ref().zip(measured) else {
             return;
         };
         let plausible = tamper::is_plausible(used.values().copied());
@@ -131,6 +134,7 @@ impl Tampers {
         // What members of an MPS group use is not told apart.
         let is_known = |(id, domain): &(DomainId, &Domain)| {
             domain.group.is_none()
+                && domain.launches.is_none()
                 && !domain.is_free()
                 && controller.domain(*id).is_some_and(|it| !it.is_faulty())
         };
@@ -144,10 +148,10 @@ impl Tampers {
         let mut found = Vec::new();
         for (pid, own) in processes {
             let watch = watches.entry((uuid.to_owned(), pid)).or_default();
-            let used = used.get(&pid).copied().unwrap_or(0.0);
+            let sample = measured.get(&pid).copied().filter(|_| plausible);
             let courses =
                 (own.iter()).filter_map(|(id, _)| Some((*id, &controller.domain(*id)?.course)));
-            if watch.look(reading, courses, plausible.then_some(used)) {
+            if watch.look(now, courses, sample) {
                 let session = own.first().map(|(_, domain)| domain.member.session);
                 let groups: BTreeSet<DomainId> = own.iter().map(|(id, _)| *id).collect();
                 found.extend(session.map(|session| (session, groups)));

@@ -32,6 +32,7 @@ const COMMANDS_PER_STEP: usize = 64;
 pub(crate) struct Handle {
     commands: mpsc::Sender<Command>,
     lease: Option<Arc<OwnedFd>>,
+    renewal: Arc<Renewal>,
 }
 
 /// The scheduling thread has ended.
@@ -51,6 +52,15 @@ impl Handle {
         let (answer, answered) = oneshot::channel();
         self.commands.send(command(answer)).map_err(|_| Stopped)?;
         answered.await.map_err(|_| Stopped)
+    }
+
+    /// Returns when the thread has made no progress for so long: a control has not returned from the driver.
+    pub(crate) async fn stalled_for(&self, limit: Duration) {
+        while let Some(rest) = limit.checked_sub(Duration::from_micros(self.renewal.stood().0))
+            && !rest.is_zero()
+        {
+            tokio::time::sleep(rest).await;
+        }
     }
 
     /// The lease that the thread renews, for the processes under its control; none where the kernel has no such memory.
@@ -79,10 +89,11 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
             (None, None)
         }
     };
+    let renewal = Arc::new(Renewal::new(lease, Arc::clone(&clock)));
+    let own = Arc::clone(&renewal);
     let body = move || {
         ask_for_priority();
-        let renewal = Arc::new(Renewal::new(lease, Arc::clone(&clock)));
-        let engine = Engine::new(config, clock, reaper, renewal);
+        let engine = Engine::new(config, clock, reaper, own);
         if let Err(error) = engine.crashes.start() {
             tracing::warn!(%error, "errors of programs are noticed later than they could be");
         }
@@ -103,20 +114,37 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     Ok(Handle {
         commands,
         lease: file,
+        renewal,
     })
 }
 
 fn serve(mut engine: Engine, queue: &mpsc::Receiver<Command>) {
     loop {
-        let wait = (engine.step()).map(|at| at.saturating_sub(engine.state.now()));
-        let wait = match engine.has_sessions() {
-            true => Some(wait.map_or(RENEW_AFTER, |wait| wait.min(RENEW_AFTER))),
-            false => wait,
+        let due = engine.step();
+        let due = match engine.has_sessions() {
+            true => {
+                let renew = engine.state.now() + RENEW_AFTER;
+                Some(due.map_or(renew, |due| due.min(renew)))
+            }
+            false => due,
         };
         let before = used();
-        let command = match wait {
-            Some(wait) => queue.recv_timeout(Duration::from_micros(wait.0)),
-            None => queue.recv().map_err(Into::into),
+        engine.renewal.rest();
+        let command = loop {
+            // Far more often than anything else, and far less work.
+            let look = engine.schedule_launches();
+            let received = match due.into_iter().chain(look).min() {
+                Some(at) => {
+                    let wait = at.saturating_sub(engine.state.now());
+                    queue.recv_timeout(Duration::from_micros(wait.0))
+                }
+                None => queue.recv().map_err(Into::into),
+            };
+            let is_due = due.is_none_or(|due| due <= engine.state.now());
+            match received {
+                Err(mpsc::RecvTimeoutError::Timeout) if !is_due => {}
+                received => break received,
+            }
         };
         engine.woke(used().saturating_sub(before));
         // Before any control: processes that freed themselves meanwhile are left alone, see `Engine::step`.
@@ -143,6 +171,8 @@ pub(super) fn used() -> Micros {
 
 /// A scheduler should not wait for what it schedules. Without the right to it, it is as others.
 fn ask_for_priority() {
+    // SAFETY: it sets a property of this thread, in ns, and touches no memory: time-outs end when they should.
+    unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1 as libc::c_ulong) };
     let lowest = libc::sched_param { sched_priority: 1 };
     // SAFETY: the parameter outlives the call; 0 means this thread.
     let real_time = unsafe {

@@ -9,6 +9,7 @@ use gpumux_core::{
     Micros, Policy, Snapshot, TenantId, TenantState,
     broker::{Line, Standing},
     policy::Bound,
+    runlist::Mechanism,
 };
 
 use super::{
@@ -21,7 +22,7 @@ use super::{
 use crate::api::types;
 
 /// What the scheduling thread knows, for people.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(crate) struct View {
     pub(crate) domains: Vec<(TenantId, types::Domain)>,
     /// How long each domain had work itself, whatever the others of its group had, in µs.
@@ -151,6 +152,12 @@ impl Engine {
                     thaws: domain.thaws,
                     slice_changes: domain.slice_changes,
                     tampered: domain.tampered,
+                    mechanism: match domain.launches {
+                        Some(_) => Mechanism::Launches,
+                        None => Mechanism::Controls,
+                    },
+                    refused: domain.launches.as_ref().map(|it| it.why.to_string()),
+                    held_launches: domain.held_launches(),
                     reason: has.reason.into(),
                     error: (domain.error.clone()).filter(|_| known.is_faulty()),
                 };

@@ -6,6 +6,7 @@ use std::{
     process::{Command, Stdio},
 };
 
+use gpumux_rm::RmStatus;
 use gpumux_wire::{
     lease::{LOOK, LOOKS, Leased},
     message::encode,
@@ -35,10 +36,15 @@ struct Node {
 
 impl Node {
     async fn start(max_sessions: usize) -> Self {
+        Self::with(max_sessions, Mechanism::Auto).await
+    }
+
+    async fn with(max_sessions: usize, mechanism: Mechanism) -> Self {
         let dir = TempDir::new().unwrap();
         let driver = Driver::start(dir.path(), "driver.sock");
         let config = Config {
             emulated: Some(driver.socket.clone()),
+            mechanism,
             max_sessions,
             defaults: gpumux_core::admission::UserRules {
                 max_sessions: Some(max_sessions),
@@ -317,6 +323,51 @@ async fn files_that_are_no_control_files_are_refused() {
     assert_eq!(node.domains().await, []);
 }
 
+/// A process whose group the driver refuses to control, in one of these ways.
+async fn uncontrolled(node: &Node, client: u32, status: RmStatus, shared: bool) -> OwnedFd {
+    let session = node.session().await;
+    let file = node.driver.open_refusing(client, status);
+    let mut group = fake::group(0, client);
+    if let Shim::Group { shared: is, .. } = &mut group {
+        *is = shared;
+    }
+    send(&session, &group, Some(file.as_fd()));
+    session
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn groups_that_cannot_be_controlled_are_scheduled_at_launch() {
+    let node = Node::start(64).await;
+    let denied = RmStatus::INSUFFICIENT_PERMISSIONS;
+    let session = uncontrolled(&node, 1, denied, false).await;
+    assert_eq!(answer(&session).await, Some(Daemon::Permits { key: 0 }));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn groups_that_cannot_be_controlled_end_their_session() {
+    let node = Node::with(64, Mechanism::Controls).await;
+    let why = "the driver does not let gpumux control this process";
+    let denied = RmStatus::INSUFFICIENT_PERMISSIONS;
+    let session = uncontrolled(&node, 1, denied, false).await;
+    refused(&session, why).await;
+    // It might be that the program has freed the group, but it has not.
+    let absent = uncontrolled(&node, 2, RmStatus::OBJECT_NOT_FOUND, false).await;
+    let busy = uncontrolled(&node, 3, RmStatus::BUSY_RETRY, false).await;
+    // It has.
+    let freed = uncontrolled(&node, 20, RmStatus::OBJECT_NOT_FOUND, false).await;
+    send(&freed, &Shim::Gone { key: 0 }, None);
+    // Whatever the driver answers for a lost MPS server, its member stays, and is ended if it waits.
+    let member = uncontrolled(&node, 21, denied, true).await;
+    refused(&absent, why).await;
+    refused(&busy, why).await;
+    tokio::time::sleep(FREED).await;
+    for (session, client) in [(&freed, 22), (&member, 23)] {
+        let file = node.driver.open();
+        send(session, &fake::group(1, client), Some(file.as_fd()));
+    }
+    node.until_domains(2).await;
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn handles_that_the_file_does_not_own_are_refused() {
     let node = Node::start(64).await;
@@ -399,6 +450,21 @@ async fn thousands_of_connections_leave_room_for_the_rest() {
     node.until("all places are free", |node| node.sessions.count() == 0)
         .await;
     node.session().await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn users_who_fill_all_sessions_leave_some_to_root() {
+    let node = Node::start(64).await;
+    let socket = node.connect();
+    let most = |uid| {
+        let place = || node.sessions.enter(&socket, uid).ok();
+        std::iter::from_fn(place).collect::<Vec<_>>()
+    };
+    let of_users = [1000, 1001, 1002].map(most);
+    assert_eq!(of_users.each_ref().map(Vec::len), [60, 0, 0]);
+    assert_eq!(most(0).len(), 4);
+    drop(of_users);
+    assert_eq!(most(1001).len(), 60);
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -542,4 +608,12 @@ fn packets_of_a_tenant_share_one_rate() {
     assert_eq!(waits, [500, 750, 1000]);
     let later = start + Duration::from_secs(2);
     assert!(rate.take(later).is_zero());
+}
+
+#[test]
+fn few_open_files_are_reported() {
+    assert_eq!(lack_of_files(None), None);
+    assert_eq!(lack_of_files(Some(1024)), None);
+    let why = lack_of_files(Some(100)).unwrap();
+    assert!(why.contains("open files is 100"), "{why}");
 }

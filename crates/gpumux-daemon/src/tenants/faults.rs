@@ -127,9 +127,10 @@ impl Faults {
     }
 }
 
-/// Errors by which a process learns that its MPS server gave it up (`CUDA_ERROR_MPS_RPC_FAILURE`,
-/// `CUDA_ERROR_MPS_CLIENT_TERMINATED`).
-const COLLATERAL: [u32; 2] = [806, 810];
+/// `CUDA_ERROR_MPS_RPC_FAILURE`: a process's MPS server has ended.
+const SERVER_LOST: u32 = 806;
+/// Errors by which a process learns that its MPS server gave it up, the other being `CUDA_ERROR_MPS_CLIENT_TERMINATED`.
+const COLLATERAL: [u32; 2] = [SERVER_LOST, 810];
 /// No client's fault.
 pub(super) const SERVER: &str = "the group's server ended, or hung";
 /// A process that goes away while a kernel of it runs ends the others, as a fault does.
@@ -159,6 +160,11 @@ pub(super) fn faulting_client(
         let some = crashes.iter().filter(|crash| which(crash));
         some.map(|crash| crash.tenant).collect()
     };
+    let has_origin = crashes.iter().any(is_origin);
+    // By the end of a client the others get an error of their own, not this one.
+    if !has_origin && crashes.iter().any(|it| it.error == SERVER_LOST) {
+        return (None, SERVER.into());
+    }
     let suspects = of(&Crash::ended_at_work);
     match (suspects.len(), suspects.first()) {
         (0, _) => {}
@@ -168,7 +174,7 @@ pub(super) fn faulting_client(
             return (None, evidence);
         }
     }
-    if !crashes.iter().any(is_origin) && crashes.iter().any(|it| it.error != 0) {
+    if !has_origin && crashes.iter().any(|it| it.error != 0) {
         return (None, SERVER.into());
     }
     let living = of(&|it| it.ended_ms.is_none());
@@ -238,6 +244,8 @@ mod tests {
             (vec![crash(1, 700, true), crash(2, 700, true)], "", 2, None),
             // The server has gone, whichever client had work.
             (vec![crash(1, 806, true)], "", 1, None),
+            (vec![crash(1, 806, false), ended(3, true)], "", 1, None),
+            (vec![crash(1, 810, false), ended(3, true)], "", 1, Some(3)),
             (
                 vec![crash(1, 810, true), crash(2, 719, false)],
                 "",

@@ -28,6 +28,9 @@ pub(crate) struct Life {
     /// How it ended.
     #[serde(skip)]
     pub(super) exit: Option<Exit>,
+    /// Its program turned into that of another tenant.
+    #[serde(skip)]
+    pub(super) replaced: bool,
     /// The signals that a user had sent to it, the last one last.
     #[serde(skip)]
     pub(super) sent: Vec<i32>,
@@ -53,6 +56,15 @@ impl Life {
             main,
             kills: main.map(|main| Kills::of(main.pid)).unwrap_or_default(),
             ..Self::default()
+        }
+    }
+
+    /// That of a program that goes on after its end was recorded.
+    pub(super) fn again(self) -> Self {
+        Self {
+            exit: None,
+            replaced: false,
+            ..self
         }
     }
 
@@ -111,6 +123,7 @@ impl Life {
             (None, None, Killed::InItsGroup) => {
                 "ended; the kernel's OOM killer killed a process of its control group".to_owned()
             }
+            (None, None, _) if self.replaced => "its process became another tenant".to_owned(),
             (None, None, _) => "ended; its exit code is not known".to_owned(),
         };
         if let Some(limit) = self.limited {

@@ -1,12 +1,18 @@
 //! What a tenant is, by which names and secrets it is known, and why a request for one is refused.
 
-use std::{collections::BTreeMap, io, path::PathBuf, sync::Arc};
+use std::{
+    collections::BTreeMap,
+    io,
+    path::PathBuf,
+    sync::Arc,
+    time::{SystemTime, UNIX_EPOCH},
+};
 
-use gpumux_core::{TenantId, TenantSpec, admission::Refusal, space};
+use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::Refusal, is_name, space};
 
 use super::life::Life;
 use crate::{
-    api::types::Placement,
+    api::types::{Ended, Placement},
     groups::{Key, Membership},
     peer::{Peer, ProcessFd, ProcessId},
     scheduler::{SessionId, Stopped},
@@ -15,7 +21,6 @@ use crate::{
 /// Most devices that one tenant can be confined to: all that a machine can have, and some.
 pub(super) const MAX_CONFINED: usize = 64;
 /// Longest name.
-pub(super) const MAX_NAME: usize = 64;
 /// Points of a curve.
 const MAX_POINTS: usize = 100;
 
@@ -178,13 +183,70 @@ impl Tenant {
         }
     }
 
+    /// What is kept of it when it ends now.
+    pub(super) fn end(&self) -> Ended {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let life = &self.life;
+        let report = life.report();
+        Ended {
+            name: self.name.clone(),
+            uid: self.uid,
+            user: self.user.clone(),
+            class: self.spec.class.to_string(),
+            command: life.command.clone(),
+            since: self.since,
+            at: now.map_or(0, |now| now.as_secs()),
+            exit: life.exit(),
+            reason: match self.kept {
+                true => "deleted".into(),
+                false => report.reason,
+            },
+            noteworthy: report.noteworthy && !self.kept,
+            log: life.log.clone(),
+        }
+    }
+
     /// What it is called beside tenants of other users.
     pub(crate) fn full_name(&self) -> String {
         format!("{}/{}", self.user, self.name)
     }
 
+    /// By what a process of this secret holds it, not by a session.
+    pub(super) fn held_by(&self, token: &str, peer: &Peer) -> Option<Holder> {
+        let is_its = |(holder, process): &(&Holder, &Option<ProcessId>)| {
+            matches!(holder, Holder::Process(_)) && process.is_some() && **process == peer.process
+        };
+        let mut own = self.holders.iter().filter(|_| self.may_join(token, peer));
+        own.find(is_its).map(|(holder, _)| *holder)
+    }
+
     pub(super) fn may_join(&self, token: &str, peer: &Peer) -> bool {
         self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
+    }
+}
+
+/// The tenant that a user means by a name: its own before others', or the one of `user/name`.
+pub(crate) fn find<'a>(
+    tenants: impl Iterator<Item = &'a Tenant> + Clone,
+    uid: Option<u32>,
+    name: &str,
+) -> Result<&'a Tenant, TenantError> {
+    let unknown = || TenantError::Unknown(name.into());
+    if let Some((user, own)) = name.split_once('/') {
+        let is = |it: &&Tenant| it.name == own && (it.user == user || user.parse() == Ok(it.uid));
+        return tenants.clone().find(is).ok_or_else(unknown);
+    }
+    let all: Vec<&Tenant> = tenants.filter(|it| it.name == name).collect();
+    if let Some(own) = all.iter().find(|it| Some(it.uid) == uid) {
+        return Ok(own);
+    }
+    match all.as_slice() {
+        [] => Err(unknown()),
+        [one] => Ok(one),
+        several => {
+            let names: Vec<String> = several.iter().map(|it| it.full_name()).collect();
+            Err(TenantError::Ambiguous(name.into(), names.join(", ")))
+        }
     }
 }
 
@@ -201,16 +263,6 @@ pub(super) fn check_curve(curve: &[(u32, f64)]) -> Result<(), TenantError> {
         true => Ok(()),
         false => Err(TenantError::BadCurve),
     }
-}
-
-pub(super) fn is_name_char(c: char) -> bool {
-    c.is_ascii_alphanumeric() || "._-".contains(c)
-}
-
-pub(super) fn is_name(name: &str) -> bool {
-    (1..=MAX_NAME).contains(&name.len())
-        && name.chars().all(is_name_char)
-        && name.starts_with(|c: char| c.is_ascii_alphanumeric())
 }
 
 pub(super) fn is_secret(text: &str) -> bool {

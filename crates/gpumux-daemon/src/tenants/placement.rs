@@ -2,6 +2,7 @@
 
 use gpumux_core::{
     TenantSpec,
+    admission::UserPolicy,
     space::{self, Applicant, Curve, Decision, Interference, Program, Way},
 };
 
@@ -28,6 +29,14 @@ impl Wish<'_> {
     }
 }
 
+/// The trust domain of a new tenant: the one that it names, or the one that its user's policy has for such. A kept one's containers
+/// have what they were made for.
+pub(super) fn trust(new: &NewTenant, policy: &UserPolicy, spec: &TenantSpec) -> Option<String> {
+    let of_user = || policy.trust_of(spec).filter(|_| !new.kept);
+    let named = new.trust.as_deref();
+    named.or_else(of_user).map(str::to_owned)
+}
+
 /// What is known of the group that a new tenant may enter.
 pub(super) struct Room<'a> {
     /// The tenants in it.
@@ -44,7 +53,7 @@ pub(super) fn decide(wish: &Wish<'_>, spec: &TenantSpec, room: &Room<'_>) -> Dec
     let hinders = |it: &&Tenant| space::hinders(it.placement.sm_percent, spec.guaranteed);
     space::decide(&Applicant {
         sharing: wish.new.sharing,
-        trust: wish.new.trust.as_deref(),
+        trust: wish.key.as_ref().map(|key| key.trust.as_str()),
         class: spec.class,
         members: members.len(),
         room: groups::ROOM,
@@ -67,7 +76,7 @@ pub(super) fn place(
     let mut placement = Placement {
         way: Way::Time,
         reason: before.reason,
-        trust: wish.new.trust.clone(),
+        trust: wish.key.as_ref().map(|key| key.trust.clone()),
         fingerprint: wish.new.fingerprint.clone(),
         ..Placement::default()
     };
@@ -84,6 +93,9 @@ pub(super) fn place(
     };
     let decision = decide(wish, spec, room);
     (placement.way, placement.reason) = (decision.way, decision.reason);
+    if wish.new.trust.is_none() {
+        placement.reason += ", where its user's policy puts batch tenants";
+    }
     if placement.way == Way::Time {
         return (placement, None);
     }
@@ -147,6 +159,8 @@ fn confine(
 
 #[cfg(test)]
 mod tests {
+    use gpumux_core::Class;
+
     use super::{super::testing::new, *};
 
     #[test]
@@ -173,6 +187,39 @@ mod tests {
         assert_eq!(confine(Some(100), &two, from), (None, None));
         let limited = [two[0], (&half, &small)];
         assert_eq!(confine(Some(70), &limited, from), (Some(50), None));
+    }
+
+    #[test]
+    fn batch_tenant_without_a_domain_gets_its_users() {
+        let rules = gpumux_core::admission::UserRules {
+            batch_trust: Some("night".into()),
+            ..Default::default()
+        };
+        let policy = UserPolicy::new("alice".into(), false, &rules);
+        let domain = |new: &NewTenant, class, guaranteed| {
+            let spec = TenantSpec {
+                class,
+                guaranteed,
+                ..TenantSpec::default()
+            };
+            trust(new, &policy, &spec)
+        };
+        let (night, own) = (Some("night".to_owned()), Some("own".to_owned()));
+        assert_eq!(domain(&new("a"), Class::Batch, 0.0), night);
+        assert_eq!(domain(&new("a"), Class::Batch, 0.1), None, "guaranteed");
+        assert_eq!(domain(&new("a"), Class::Standard, 0.0), None);
+        let kept = NewTenant {
+            kept: true,
+            ..new("a")
+        };
+        assert_eq!(domain(&kept, Class::Batch, 0.0), None, "a container's");
+        let named = NewTenant {
+            trust: own.clone(),
+            ..new("a")
+        };
+        assert_eq!(domain(&named, Class::Batch, 0.0), own);
+        let nothing = UserPolicy::unlimited();
+        assert_eq!(trust(&new("a"), &nothing, &TenantSpec::default()), None);
     }
 
     #[test]

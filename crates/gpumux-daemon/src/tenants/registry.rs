@@ -11,8 +11,9 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, Hints, TenantId, TenantSpec,
+    Class, Hints, MAX_NAME, TenantId, TenantSpec,
     admission::UserPolicy,
+    is_name, is_name_char,
     quantity::{Size, Time},
     space::Way,
     tamper::Then,
@@ -24,10 +25,7 @@ use tokio::sync::{Mutex, MutexGuard};
 use super::{
     faults::{Faults, GroupCounts},
     life::Life,
-    model::{
-        Holder, MAX_NAME, Tenant, TenantError, check_curve, check_fingerprint, is_name,
-        is_name_char, is_secret, secret,
-    },
+    model::{Holder, Tenant, TenantError, check_curve, check_fingerprint, find, is_secret, secret},
     persistence::{self, Files, Saved, Settings},
     placement::{self, Room, Wish},
     selection,
@@ -205,15 +203,19 @@ impl Tenants {
         let known =
             (new.fingerprint.as_deref()).and_then(|name| self.programs.find(peer.uid, name));
         let utility = placement::utility(&new, known.as_ref());
+        let (_, spec) = (self.table.lock().await).wish(peer.uid, &declared.spec, &new);
         let wish = Wish {
             new: &new,
-            key: new.trust.as_ref().map(|trust| Key {
+            key: placement::trust(&new, &policy, &spec).map(|trust| Key {
                 uid: peer.uid,
-                trust: trust.clone(),
+                trust,
             }),
             known: known.as_ref(),
             utility: &utility,
         };
+        if let Some(token) = &new.leaves {
+            self.depart(peer, token).await;
+        }
         if let Some(name) = &new.name {
             self.await_end(peer.uid, name).await;
         }
@@ -336,7 +338,7 @@ impl Tenants {
     }
 
     /// Sets a program's scaling profile.
-    pub(crate) fn teach(
+    pub(crate) async fn teach(
         &self,
         uid: u32,
         fingerprint: &str,
@@ -344,17 +346,21 @@ impl Tenants {
     ) -> Result<(), TenantError> {
         check_fingerprint(Some(fingerprint))?;
         check_curve(curve)?;
-        let taught = self.programs.teach(uid, fingerprint, curve);
-        taught.map_err(|error| TenantError::Save(self.files.programs.clone(), error))
+        self.programs.teach(uid, fingerprint, curve);
+        self.save_programs().await
     }
 
     /// Forgets what is known of a program.
-    pub(crate) fn unlearn(&self, uid: u32, fingerprint: &str) -> Result<(), TenantError> {
+    pub(crate) async fn unlearn(&self, uid: u32, fingerprint: &str) -> Result<(), TenantError> {
         match self.programs.forget(uid, fingerprint) {
-            Ok(true) => Ok(()),
-            Ok(false) => Err(TenantError::NothingKnown(fingerprint.into())),
-            Err(error) => Err(TenantError::Save(self.files.programs.clone(), error)),
+            true => self.save_programs().await,
+            false => Err(TenantError::NothingKnown(fingerprint.into())),
         }
+    }
+
+    async fn save_programs(&self) -> Result<(), TenantError> {
+        let kept = self.programs.save().await;
+        kept.map_err(|error| TenantError::Save(self.files.programs.clone(), error))
     }
 
     /// What the scheduler sees.
@@ -548,7 +554,7 @@ impl Tenants {
                 let id = self.make(&mut table, owner, spec, token, confined).await?;
                 if let Some(tenant) = table.tenants.get_mut(&id) {
                     (tenant.named, tenant.placement, tenant.group) = (named, placement, group);
-                    tenant.life = Life { exit: None, ..life };
+                    tenant.life = life.again();
                 }
                 self.started(&table, id);
                 self.sit_again(&mut table, id).await?;
@@ -648,8 +654,25 @@ impl Tenants {
         self.release(id, Holder::Session(session)).await;
     }
 
+    /// A process leaves the tenant of this secret for another one, before that is admitted: what it held is free.
+    async fn depart(&self, peer: &Peer, token: &str) {
+        let mut table = self.table.lock().await;
+        let held = |it: &Tenant| Some((it.held_by(token, peer)?, it.id));
+        let Some((holder, id)) = table.tenants.values().find_map(held) else {
+            return;
+        };
+        if let Some(tenant) = table.tenants.get_mut(&id) {
+            tenant.life.replaced = true;
+        }
+        self.release_in(&mut table, id, holder).await;
+    }
+
     async fn release(&self, id: TenantId, holder: Holder) {
         let mut table = self.table.lock().await;
+        self.release_in(&mut table, id, holder).await;
+    }
+
+    async fn release_in(&self, table: &mut Table, id: TenantId, holder: Holder) {
         let Some(tenant) = table.tenants.get_mut(&id) else {
             return;
         };
@@ -657,7 +680,7 @@ impl Tenants {
         if tenant.holders.is_empty() && !tenant.kept {
             tenant.membership = None;
             let ended = tenant.clone();
-            self.remove(&mut table, id).await;
+            self.remove(table, id).await;
             if ended.made_for.is_none() {
                 table.ended.push_back(ended);
                 let surplus = table.ended.len().saturating_sub(MAX_ENDED);
@@ -669,7 +692,7 @@ impl Tenants {
 
     async fn remove(&self, table: &mut Table, id: TenantId) {
         if let Some(tenant) = table.tenants.remove(&id) {
-            let end = end_of(&tenant);
+            let end = tenant.end();
             tracing::info!(tenant = tenant.name, reason = end.reason, "tenant ended");
             let whose = (tenant.name.as_str(), tenant.uid);
             (self.events).push(EventKind::Ended, Some(whose), end.reason.clone());
@@ -931,11 +954,6 @@ impl Tenants {
         all().map(|tenant| (tenant.id, called(tenant))).collect()
     }
 
-    /// The tenant that a user means by a name: its own before others', or the one of `user/name`.
-    pub(crate) async fn find(&self, uid: Option<u32>, name: &str) -> Result<TenantId, TenantError> {
-        self.table.lock().await.find(uid, name).map(|it| it.id)
-    }
-
     /// Closes if there was no tenant for so long; else says how long to wait at least.
     pub(crate) async fn close_if_empty(&self, idle: Duration) -> Result<(), Duration> {
         let mut table = self.table.lock().await;
@@ -960,31 +978,8 @@ impl Tenants {
 
     /// The daemon leaves: what ends from now on stays in the file for the next one.
     pub(crate) async fn close(&self) {
-        self.programs.save();
+        self.programs.save_or_warn().await;
         self.table.lock().await.closed = true;
-    }
-}
-
-/// What is kept of a tenant that ends now.
-fn end_of(tenant: &Tenant) -> Ended {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let life = &tenant.life;
-    let report = life.report();
-    Ended {
-        name: tenant.name.clone(),
-        uid: tenant.uid,
-        user: tenant.user.clone(),
-        class: tenant.spec.class.to_string(),
-        command: life.command.clone(),
-        since: tenant.since,
-        at: now.map_or(0, |now| now.as_secs()),
-        exit: life.exit(),
-        reason: match tenant.kept {
-            true => "deleted".into(),
-            false => report.reason,
-        },
-        noteworthy: report.noteworthy && !tenant.kept,
-        log: life.log.clone(),
     }
 }
 
@@ -1022,30 +1017,8 @@ impl Table {
         all.find(|tenant| tenant.uid == uid && tenant.name == name)
     }
 
-    /// The tenant that a user means by a name: its own before others', or the one of `user/name`.
-    pub(super) fn find(&self, uid: Option<u32>, name: &str) -> Result<&Tenant, TenantError> {
-        let unknown = || TenantError::Unknown(name.into());
-        if let Some((user, own)) = name.split_once('/') {
-            let is =
-                |it: &&Tenant| it.name == own && (it.user == user || user.parse() == Ok(it.uid));
-            return self.tenants.values().find(is).ok_or_else(unknown);
-        }
-        if let Some(own) = uid.and_then(|uid| self.of_user(uid, name)) {
-            return Ok(own);
-        }
-        let all = self.tenants.values().filter(|it| it.name == name);
-        match all.collect::<Vec<_>>().as_slice() {
-            [] => Err(unknown()),
-            [one] => Ok(one),
-            several => {
-                let names: Vec<String> = several.iter().map(|it| it.full_name()).collect();
-                Err(TenantError::Ambiguous(name.into(), names.join(", ")))
-            }
-        }
-    }
-
     fn owned(&self, uid: u32, name: &str) -> Result<&Tenant, TenantError> {
-        let tenant = self.find(Some(uid), name)?;
+        let tenant = find(self.tenants.values(), Some(uid), name)?;
         match uid == 0 || uid == tenant.uid {
             true => Ok(tenant),
             false => Err(TenantError::NotYours(name.into())),

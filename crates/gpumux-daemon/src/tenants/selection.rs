@@ -2,7 +2,9 @@
 
 use std::collections::BTreeMap;
 
-use super::model::{MAX_CONFINED, TenantError, is_name};
+use gpumux_core::is_name;
+
+use super::model::{MAX_CONFINED, TenantError};
 use crate::devices::Numbers;
 
 /// The variable that tells CUDA programs which devices to use.

@@ -4,7 +4,7 @@ use std::{path::PathBuf, sync::Arc};
 
 use gpumux_core::{TenantId, space};
 
-use super::{Files, Tenants, watch};
+use super::{Files, Tenants, find, watch};
 use crate::{
     Config,
     api::types::{NewTenant, Placement, SpecChange},
@@ -98,6 +98,6 @@ pub(super) fn member(name: &str, trust: &str, guaranteed: f64) -> NewTenant {
 
 pub(super) async fn placement(tenants: &Tenants, name: &str) -> (TenantId, Placement) {
     let table = tenants.table.lock().await;
-    let tenant = table.find(None, name).unwrap();
+    let tenant = find(table.tenants.values(), None, name).unwrap();
     (tenant.id, tenant.placement.clone())
 }

@@ -97,6 +97,56 @@ async fn newcomer_does_not_get_what_a_guarantee_holds() {
 }
 
 #[tokio::test]
+async fn process_that_becomes_another_tenant_leaves_the_first() {
+    let dir = tempfile::tempdir().unwrap();
+    let tenants = tenants(&dir).await;
+    let wish = |name: &str, leaves: Option<&Created>| NewTenant {
+        leaves: leaves.map(|it| it.token.clone()),
+        spec: SpecChange {
+            guaranteed: Some(0.6),
+            ..SpecChange::default()
+        },
+        ..new(name)
+    };
+    let own = rustix::process::getuid().as_raw();
+    let outer = tenants.create(&peer(own), wish("outer", None)).await;
+    let outer = outer.unwrap();
+    // Another process of the first tenant's: that one lives on, with its guarantee.
+    let mut child = std::process::Command::new("sleep")
+        .arg("60")
+        .spawn()
+        .unwrap();
+    let process = ProcessId::of(child.id());
+    let other = Peer {
+        uid: own,
+        pid: child.id(),
+        process,
+        fd: process.and_then(ProcessId::watch),
+    };
+    let refused = tenants.create(&other, wish("inner", Some(&outer))).await;
+    assert!(
+        matches!(refused, Err(TenantError::Refused(_))),
+        "{refused:?}"
+    );
+    let names = async || {
+        let all = tenants.list().await;
+        all.into_iter().map(|it| it.name).collect::<Vec<_>>()
+    };
+    assert_eq!(names().await, ["outer"]);
+    child.kill().unwrap();
+    child.wait().unwrap();
+    // Its own process: what it held is free for the new one.
+    let inner = tenants
+        .create(&peer(own), wish("inner", Some(&outer)))
+        .await;
+    inner.unwrap();
+    assert_eq!(names().await, ["inner"]);
+    let ends = tenants.ends().await;
+    let ends: Vec<_> = ends.iter().map(|it| (&*it.name, &*it.reason)).collect();
+    assert_eq!(ends, [("outer", "its process became another tenant")]);
+}
+
+#[tokio::test]
 async fn only_its_owner_and_root_have_a_say() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = tenants(&dir).await;
@@ -166,13 +216,13 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
         &[(50, 1e16)],
         &[(1, 1.0); 101],
     ] {
-        let error = tenants.teach(0, "train", curve).unwrap_err();
+        let error = tenants.teach(0, "train", curve).await.unwrap_err();
         assert!(matches!(error, TenantError::BadCurve), "{error}");
     }
-    tenants.teach(1000, "train", &[(100, 1.0)]).unwrap();
-    let error = tenants.unlearn(1001, "train").unwrap_err();
+    tenants.teach(1000, "train", &[(100, 1.0)]).await.unwrap();
+    let error = tenants.unlearn(1001, "train").await.unwrap_err();
     assert!(matches!(error, TenantError::NothingKnown(_)), "{error}");
-    tenants.unlearn(1000, "train").unwrap();
+    tenants.unlearn(1000, "train").await.unwrap();
 }
 
 #[tokio::test]
@@ -377,7 +427,10 @@ async fn what_was_set_for_a_name_is_there_for_the_next_tenant_and_the_next_daemo
     let spec = async |tenants: &Arc<Tenants>, uid, wish: NewTenant| {
         let name = tenants.create(&peer(uid), wish).await.unwrap().name;
         let table = tenants.table.lock().await;
-        let spec = table.find(Some(uid), &name).unwrap().spec.clone();
+        let spec = find(table.tenants.values(), Some(uid), &name)
+            .unwrap()
+            .spec
+            .clone();
         (spec.class, spec.weight)
     };
     let wish = |name: &str, spec| NewTenant { spec, ..new(name) };
@@ -602,7 +655,7 @@ async fn ordinary_user_cannot_take_the_whole_machine() {
     let error = tenants.create(&peer(4711), greedy).await.unwrap_err();
     let error = error.to_string();
     assert!(
-        error.contains("4711 may be guaranteed 80% of it"),
+        error.contains("4711 may be guaranteed at most 80% of it"),
         "{error}"
     );
     for n in 0..2 {
@@ -703,7 +756,10 @@ async fn two_users_may_each_have_a_tenant_of_one_name() {
         assert!(matches!(error, TenantError::Taken(_)), "{error}");
     }
     let all = tenants.list().await;
-    let id = async |uid, name: &str| tenants.find(uid, name).await.ok();
+    let id = async |uid, name: &str| {
+        let all = tenants.list().await;
+        find(all.iter(), uid, name).ok().map(|it| it.id)
+    };
     assert_eq!(id(Some(4711), "web").await, Some(all[0].id));
     assert_eq!(id(Some(4712), "web").await, Some(all[1].id));
     assert_eq!(id(Some(0), "4712/web").await, Some(all[1].id));

@@ -1,0 +1,237 @@
+//! Guarantees: admission for each device, tenants of several devices, and claims without work.
+
+use super::*;
+
+#[test]
+fn guarantee_that_does_not_fit_changes_nothing() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Standard);
+    bench.add(2, Class::Standard);
+    let guarantee = |guaranteed| TenantSpec {
+        guaranteed,
+        ..TenantSpec::default()
+    };
+    bench.spec(1, guarantee(0.7)).unwrap();
+    bench.engine.step();
+    let before = bench.engine.view().domains;
+    let error = bench.spec(2, guarantee(0.5)).unwrap_err().to_string();
+    assert!(
+        error.contains("tenant 1 (70%)") && error.contains("GPU-0"),
+        "{error}"
+    );
+    assert_eq!(bench.engine.view().domains, before);
+    bench.spec(2, guarantee(0.3)).unwrap();
+    assert!((bench.domain(2).entitled_share - 0.3).abs() < 1e-6);
+    // One that names no device is booked on all that there are.
+    assert!(bench.spec(3, guarantee(0.1)).is_err());
+    bench.engine.know_devices([crate::devices::Known {
+        uuid: "GPU-1".to_owned(),
+        gpu: 1,
+        name: String::new(),
+        memory_bytes: 80 << 30,
+        memory_used: 0,
+        readings: Default::default(),
+        hardware: Default::default(),
+        used_by: None,
+        processes: Vec::new(),
+        driver: String::new(),
+        state: "ok".into(),
+    }]);
+    let error = bench.spec(3, guarantee(0.1)).unwrap_err().to_string();
+    assert!(error.contains("GPU-0"), "{error}");
+    bench.engine.confine(TenantId(3), &["GPU-1".to_owned()]);
+    assert!(bench.spec(3, guarantee(0.5)).is_err(), "1 may use it, too");
+    bench.spec(1, guarantee(0.0)).unwrap();
+    bench.spec(3, guarantee(0.7)).unwrap();
+}
+
+#[test]
+fn a_tenant_on_two_devices_runs_on_both_or_on_none() {
+    let mut bench = Bench::new();
+    // Tenant 2 has a domain on either device, and each device others that want it.
+    for n in 1..=6 {
+        bench.add(n, if n == 1 { Class::Latency } else { Class::Batch });
+    }
+    bench.pages[0].slot(1).unwrap().complete(1);
+    for (n, handle) in [(2, 20), (3, 30), (7, 70)] {
+        bench
+            .spec(
+                n,
+                TenantSpec {
+                    class: Class::Batch,
+                    ..TenantSpec::default()
+                },
+            )
+            .unwrap();
+        let mut group = bench.group(n, handle, 1);
+        group.device = "GPU-1".into();
+        bench.hardware().groups.get_mut(&handle).unwrap().device = 1;
+        group.member.key = n + 10;
+        let slot = bench.pages.last().unwrap().slot(n + 10).unwrap();
+        slot.begin_counting();
+        slot.submit();
+        bench.engine.add(group).unwrap();
+    }
+    let mut together = [0; 2];
+    let end = Micros::from_secs(3);
+    while bench.engine.state.now() < end {
+        let next = bench.engine.step().unwrap();
+        let mut hardware = bench.hardware();
+        let frozen = [2, 20].map(|handle| hardware.groups[&handle].frozen);
+        assert_eq!(frozen[0], frozen[1], "after {:?}", hardware.pulls);
+        together[usize::from(frozen[0])] += 1;
+        hardware.now = hardware.now.max(next.0);
+    }
+    assert!(together[0] > 0 && together[1] > 0, "{together:?}");
+}
+
+#[test]
+fn confined_tenants_are_guaranteed_per_device() {
+    const GIB: u64 = 1 << 30;
+    let mut bench = Bench::new();
+    let known = |uuid: &str| crate::devices::Known {
+        uuid: uuid.to_owned(),
+        gpu: 0,
+        name: String::new(),
+        memory_bytes: 80 * GIB,
+        memory_used: 0,
+        readings: Default::default(),
+        hardware: Default::default(),
+        used_by: None,
+        processes: Vec::new(),
+        driver: String::new(),
+        state: "ok".into(),
+    };
+    bench.engine.know_devices(["GPU-0", "GPU-1"].map(known));
+    let mut make = |n: u32, device: &str, guaranteed, memory_guaranteed| {
+        let (id, devices) = (TenantId(n.into()), [device.to_owned()]);
+        bench.engine.confine(id, &devices);
+        let spec = TenantSpec {
+            guaranteed,
+            memory_guaranteed,
+            ..TenantSpec::default()
+        };
+        let made = bench.engine.set_spec(id, spec);
+        made.map_err(|error| {
+            bench.engine.forget(id);
+            error.to_string()
+        })
+    };
+    // Each device has its own 100% and its own memory, also before anything runs there.
+    make(1, "GPU-0", 0.9, 60 * GIB).unwrap();
+    make(2, "GPU-1", 0.9, 60 * GIB).unwrap();
+    let error = make(3, "GPU-1", 0.2, 0).unwrap_err();
+    assert!(
+        error.contains("GPU 0 (GPU-1)") && error.contains("90%"),
+        "{error}"
+    );
+    let error = make(3, "GPU-1", 0.0, 30 * GIB).unwrap_err();
+    assert!(error.contains("cannot guarantee 30.0 GiB"), "{error}");
+    make(3, "GPU-1", 0.1, 10 * GIB).unwrap();
+    // All that a device is said to guarantee can be guaranteed, contexts included.
+    bench.engine.forget(TenantId(2));
+    bench.engine.forget(TenantId(3));
+    let device = &bench.engine.view().devices[1];
+    let (all, context) = (device.memory_guaranteeable, device.context_bytes);
+    assert!(all > 79 * GIB && context > 0);
+    bench.engine.confine(TenantId(2), &["GPU-1".to_owned()]);
+    let whole = TenantSpec {
+        memory_guaranteed: all - context,
+        ..TenantSpec::default()
+    };
+    bench.spec(2, whole).unwrap();
+    let mut group = bench.group(2, 2, 1);
+    group.device = "GPU-1".into();
+    bench.engine.add(group).unwrap();
+    let device = &bench.engine.view().devices[1];
+    assert_eq!(device.memory_guaranteeable, all, "whoever runs there");
+}
+
+#[test]
+fn confined_tenant_on_another_device_is_refused() {
+    let mut bench = Bench::new();
+    let tenant = TenantId(1);
+    bench.engine.confine(tenant, &["GPU-1".to_owned()]);
+    bench.spec(1, TenantSpec::default()).unwrap();
+    let group = bench.group(1, 1, 1);
+    let error = bench.engine.add(group).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "its tenant may not use device GPU-0: run it on GPU-1"
+    );
+    let mut group = bench.group(1, 2, 1);
+    group.device = "GPU-1".into();
+    bench.engine.add(group).unwrap();
+    let (page, session) = (Page::create().unwrap().1, SessionId(1));
+    let page = Arc::new(Page::open(page).unwrap());
+    let met = Met::new(tenant, page, Box::new(|_| true));
+    bench.engine.meet(session, met);
+    for (ticket, device) in ["GPU-0", "GPU-1"].into_iter().enumerate() {
+        bench.engine.memory_event(Event::Ask {
+            process: ProcessId(session.0),
+            ticket: ticket as u32,
+            ask: Ask {
+                device: device.into(),
+                total: 80 << 30,
+                need: 1 << 30,
+                want: 1 << 30,
+                kind: Kind::Movable,
+            },
+        });
+    }
+    bench.run(Micros::from_secs(1));
+    let lines = bench.engine.view().memory;
+    let has = |line: &Line| {
+        let own = line.entries.iter().find(|(id, _)| *id == tenant);
+        own.map_or(0, |(_, entry)| entry.holding.resident())
+    };
+    let granted: Vec<(&str, u64)> = (lines.iter())
+        .map(|line| (line.uuid.as_str(), has(line)))
+        .filter(|(_, bytes)| *bytes > 0)
+        .collect();
+    assert_eq!(granted, [("GPU-1", 1 << 30)]);
+}
+
+#[test]
+fn guarantee_lapses_without_work_and_holds_again_with_it() {
+    let mut bench = Bench::new();
+    let rules = gpumux_core::admission::UserRules {
+        guarantee_expires_s: Some(10),
+        ..Default::default()
+    };
+    let policy = gpumux_core::admission::UserPolicy::new("alice".into(), false, &rules);
+    let owner = |name: &str| super::Owner {
+        name: name.into(),
+        uid: 1000,
+        policy: policy.clone().into(),
+    };
+    let spec = |guaranteed| TenantSpec {
+        guaranteed,
+        ..TenantSpec::default()
+    };
+    let sleeper = TenantId(1);
+    bench
+        .engine
+        .admit(sleeper, owner("sleeper"), spec(0.7))
+        .unwrap();
+    let group = bench.group(1, 1, 1);
+    bench.engine.add(group).unwrap();
+    bench.engine.step();
+    let wish =
+        |bench: &mut Bench, share| bench.engine.admit(TenantId(2), owner("new"), spec(share));
+    assert!(wish(&mut bench, 0.6).is_err(), "it holds yet");
+    bench.hardware().now += 9_000_000;
+    assert!(wish(&mut bench, 0.6).is_err(), "it holds yet");
+    bench.hardware().now += 2_000_000;
+    wish(&mut bench, 0.6).unwrap();
+    assert!(bench.engine.view().lapsed.contains(&sleeper));
+    // Work comes, but there is no room.
+    bench.pages[0].slot(1).unwrap().submit();
+    bench.engine.step();
+    assert!(bench.engine.view().lapsed.contains(&sleeper));
+    bench.engine.forget(TenantId(2));
+    bench.hardware().now += 1_000;
+    bench.engine.step();
+    assert!(!bench.engine.view().lapsed.contains(&sleeper));
+    assert_eq!(bench.engine.state.tenants[&sleeper].guaranteed, 0.7);
+}

@@ -1,0 +1,203 @@
+//! What is known of processes: their channel groups, counters and history, and what becomes of those that end.
+
+use super::*;
+
+#[test]
+fn process_that_freed_itself_is_not_controlled_until_it_comes_again() {
+    let mut bench = Bench::new();
+    for (n, class) in [(1, Class::Latency), (2, Class::Batch), (3, Class::Batch)] {
+        let spec = TenantSpec {
+            class,
+            ..TenantSpec::default()
+        };
+        bench.spec(n, spec).unwrap();
+        let group = bench.group(n, n, 1);
+        let page = Arc::clone(&group.page);
+        let met = Met::new(TenantId(n.into()), page, Box::new(|_| true)).with_pid(1000 + n);
+        bench.engine.meet(SessionId(n.into()), met);
+        bench.engine.add(group).unwrap();
+        if class == Class::Batch {
+            bench.pages.last().unwrap().slot(n).unwrap().submit();
+        }
+    }
+    let group = |bench: &Bench, n: u32| bench.hardware().groups[&n];
+    bench.run(Micros::from_millis(500));
+    let frozen = (2..=3).find(|n| group(&bench, *n).frozen).unwrap();
+    // Its lease expires while the daemon stands still; the daemon's own control was on its way then.
+    bench.hardware().now += 500_000;
+    bench.pages[frozen as usize - 1].expire();
+    bench.take_pulls();
+    bench.run(Micros::from_millis(500));
+    let own = [
+        Pull::Thaw(frozen),
+        Pull::Set(frozen, 2048),
+        Pull::Freeze(frozen),
+        Pull::Set(frozen, 1),
+    ];
+    let pulls: Vec<Pull> = bench
+        .take_pulls()
+        .into_iter()
+        .filter(|it| own.contains(it))
+        .collect();
+    assert!(!group(&bench, frozen).frozen && group(&bench, frozen).slice == 2048);
+    assert!(
+        !pulls.contains(&own[2]) && !pulls.contains(&own[3]),
+        "{pulls:?}"
+    );
+    assert_eq!(bench.engine.view().scheduler.lease_expiries, 1);
+    let late = bench.group(frozen, 9, 1);
+    assert!(matches!(bench.engine.add(late), Err(GroupError::Expired)));
+    bench.engine.leave(SessionId(frozen.into()), true);
+    assert_eq!(
+        bench.engine.view().scheduler.lease_expiries,
+        1,
+        "counted once"
+    );
+}
+
+#[test]
+fn a_dead_process_is_closed_at_once_and_untouched() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.engine.step();
+    bench.take_pulls();
+    let group = bench.group(2, 20, 9);
+    bench.engine.add(group).unwrap();
+    bench.engine.leave(SessionId(2), false);
+    assert_eq!(bench.closed(), [2, 20], "compute and copy group");
+    assert_eq!(bench.take_pulls(), []);
+    bench.hardware().groups.remove(&2);
+    bench.engine.step();
+    assert!(
+        !bench.hardware().groups[&3].frozen,
+        "the other has the device"
+    );
+}
+
+#[test]
+fn counts_of_ended_processes_are_kept_and_counted_once() {
+    let mut bench = Bench::new();
+    bench.spec(1, TenantSpec::default()).unwrap();
+    let (page, file) = Page::create().unwrap();
+    let come = |bench: &mut Bench, session| {
+        let page = Arc::new(Page::open(&file).unwrap());
+        let met = Met::new(TenantId(1), page, Box::new(|_| true));
+        bench.engine.meet(SessionId(session), met);
+    };
+    let count = |bench: &mut Bench| {
+        let view = bench.engine.view();
+        let all = view.counted.get(&TenantId(1));
+        all.map(|all| (all.hints.given, all.requests.count()))
+    };
+    let hint = HintCounts {
+        given: 1,
+        ..HintCounts::default()
+    };
+    come(&mut bench, 1);
+    page.requests().record(5000);
+    page.slot(3).unwrap().count_hints(hint);
+    assert_eq!(count(&mut bench), Some((1, 1)));
+    bench.engine.leave(SessionId(1), true);
+    page.requests().record(5000);
+    // The same process comes again, with the same page; what it did alone is not the daemon's business.
+    come(&mut bench, 2);
+    assert_eq!(count(&mut bench), Some((1, 1)));
+    page.requests().record(5000);
+    bench.engine.leave(SessionId(2), false);
+    assert_eq!(count(&mut bench), Some((1, 2)));
+    bench.engine.step();
+    let steps = bench.engine.view().scheduler;
+    assert_eq!(
+        (steps.steps, steps.steps_histogram.iter().sum::<u64>()),
+        (1, 1)
+    );
+    // A tenant that has ended before its last process leaves nothing.
+    come(&mut bench, 3);
+    bench.engine.forget(TenantId(1));
+    bench.engine.leave(SessionId(3), false);
+    assert_eq!(count(&mut bench), None);
+}
+
+#[test]
+fn hints_and_moves_of_memory_are_in_the_history() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.engine.step();
+    let page = bench.pages.first().unwrap();
+    page.slot(1).unwrap().count_hints(HintCounts {
+        given: 2,
+        ..HintCounts::default()
+    });
+    bench.run(Micros::from_millis(50));
+    let (tenant, took) = (TenantId(2), Micros::from_millis(3));
+    bench.park(tenant, true);
+    bench.run(Micros::from_millis(50));
+    assert_eq!(bench.domain(2).reason, "its memory is away");
+    bench.moved(tenant, true, 4096, took);
+    bench.park(tenant, false);
+    bench.moved(tenant, false, 4096, took);
+    let (bytes, took_us) = (4096, 3000);
+    let all = bench.engine.history(Micros::from_secs(10));
+    let of = |n: u64| -> Vec<What> {
+        let events = all[0].events.iter().filter(|it| it.who.tenant.0 == n);
+        events.map(|it| it.what).collect()
+    };
+    assert!(of(1).contains(&What::Held(2)), "{:?}", of(1));
+    assert!(of(2).contains(&What::Reason("its memory is away")));
+    assert!(of(2).ends_with(&[
+        What::WentAway { bytes, took_us },
+        What::CameBack { bytes, took_us }
+    ]));
+}
+
+#[test]
+fn a_living_process_that_leaves_is_given_back() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.add(3, Class::Batch);
+    bench.engine.step();
+    let frozen = if bench.hardware().groups[&2].frozen {
+        2
+    } else {
+        3
+    };
+    bench.engine.leave(SessionId(frozen), true);
+    let group = bench.hardware().groups[&(frozen as u32)];
+    assert!(!group.frozen && group.slice == 2048, "{group:?}");
+    assert_eq!(bench.closed(), [frozen as u32]);
+}
+
+#[test]
+fn a_group_belongs_to_one_process() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Standard);
+    let mut stolen = bench.group(1, 1, 1);
+    stolen.member.pid += 1;
+    assert!(matches!(
+        bench.engine.add(stolen),
+        Err(GroupError::Claimed(1001))
+    ));
+    let mut again = bench.group(1, 1, 1);
+    again.member.session = SessionId(77);
+    bench.engine.add(again).unwrap();
+    assert_eq!(
+        bench.engine.view().domains.len(),
+        1,
+        "the same process is back"
+    );
+    bench.engine.leave(SessionId(1), true);
+    assert_eq!(
+        bench.engine.view().domains.len(),
+        1,
+        "its old session has nothing to give back"
+    );
+    let foreign = bench.group(9, 9, 1);
+    assert!(matches!(
+        bench.engine.add(foreign),
+        Err(GroupError::NoTenant)
+    ));
+}
