@@ -399,8 +399,8 @@ impl Context {
         for items in items.chunks(MAX_SUBMISSIONS) {
             let items = items.to_vec();
             if self.execution.send(&Command::Submit { at, items }).is_err() {
-                self.fail(CuError::DEVICE_UNAVAILABLE);
-                return Err(CuError::DEVICE_UNAVAILABLE);
+                self.fail(why_lost());
+                return self.check().map(|()| *order);
             }
         }
         Ok(*order)
@@ -549,7 +549,7 @@ impl Context {
                 // As an H100 reports it to every client of an MPS server.
                 Ok(Some(Report::Lost)) => self.fail(CuError::ILLEGAL_ADDRESS),
                 Ok(Some(Report::Thawed)) => self.interpreter.freeze(false),
-                Ok(None) | Err(_) => return self.fail(CuError::DEVICE_UNAVAILABLE),
+                Ok(None) | Err(_) => return self.fail(why_lost()),
             }
         }
     }
@@ -645,6 +645,17 @@ impl Context {
             let context = Arc::downgrade(self);
             process.call_host(HostWork { context, id, call });
         }
+    }
+}
+
+/// Why the device does not answer any more.
+fn why_lost() -> CuError {
+    let process = process().ok();
+    let rm = process.as_ref().map(|it| lock(&it.rm));
+    let lost = rm.and_then(|rm| rm.as_ref().map(Rm::has_lost_server));
+    match lost {
+        Some(true) => CuError::MPS_RPC_FAILURE,
+        _ => CuError::DEVICE_UNAVAILABLE,
     }
 }
 

@@ -79,6 +79,7 @@ errors! {
     NOT_PERMITTED = 800 "operation not permitted";
     NOT_SUPPORTED = 801 "operation not supported";
     MPS_CONNECTION_FAILED = 805 "MPS client failed to connect to the MPS control daemon or the MPS server";
+    MPS_RPC_FAILURE = 806 "the remote procedural call between the MPS server and the MPS client failed";
     MPS_SERVER_NOT_READY = 807 "MPS server is not ready to accept new MPS client requests";
     STREAM_CAPTURE_UNSUPPORTED = 900 "operation not permitted when stream is capturing";
     STREAM_CAPTURE_INVALIDATED = 901 "operation failed due to a previous error during capture";

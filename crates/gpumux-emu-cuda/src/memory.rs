@@ -316,7 +316,7 @@ pub(crate) fn free_reservation(at: u64, bytes: u64) -> Result {
 // Physical memory
 
 fn fail_if_due() -> Result {
-    fault::due(fault::At::Allocation).map_or(Ok(()), |kind| Err(kind.code()))
+    fault::due(fault::At::Allocation).map_or(Ok(()), |kind| Err(fault::code(kind)))
 }
 
 fn create_physical(device: u32, bytes: u64, exportable: bool) -> Result<Arc<Physical>> {
@@ -729,12 +729,13 @@ pub(crate) fn free(address: u64) -> Result {
     Ok(())
 }
 
-/// Frees everything that was allocated for a context.
+/// Frees everything that was allocated for a context. What comes from a pool is the pool's, and outlives the context (as on an H200,
+/// driver 580.159.04).
 pub(crate) fn free_all_of(context: usize) {
     let addresses: Vec<u64> = space()
         .allocations
         .iter()
-        .filter(|(_, allocation)| allocation.context == context)
+        .filter(|(_, allocation)| allocation.context == context && allocation.pool == 0)
         .map(|(address, _)| *address)
         .collect();
     for address in addresses {

@@ -234,15 +234,15 @@ pub(crate) fn launch(
             return stream.submit(Op::compute(Work::Rest { sms }, Effect::Nothing));
         }
         Some(Kind::DeviceLost) => {
-            context.fault(Kind::DeviceLost.code());
-            return Err(Kind::DeviceLost.code());
+            context.fault(fault::code(Kind::DeviceLost));
+            return Err(fault::code(Kind::DeviceLost));
         }
         Some(kind) => {
             let work = Work::Kernel {
                 sms,
                 duration: 1000,
             };
-            return stream.submit(Op::compute(work, Effect::Fault(kind.code())));
+            return stream.submit(Op::compute(work, Effect::Fault(fault::code(kind))));
         }
     }
     let of = &function.program.kernels[function.kernel];

@@ -20,6 +20,7 @@ use crate::{
     border::{Out, Text, exports},
     device::{pci_bus_id, same_bus_id},
     error::CuError,
+    fault,
     process::lock,
     system,
 };
@@ -74,7 +75,8 @@ impl From<ClientError> for NvmlError {
     }
 }
 
-fn nvml(_name: &str, body: impl FnOnce() -> Result) -> c_int {
+fn nvml(name: &str, body: impl FnOnce() -> Result) -> c_int {
+    fault::nvml_call(name);
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(error)) => error.0,

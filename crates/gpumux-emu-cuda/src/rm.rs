@@ -165,6 +165,11 @@ impl Rm {
         }
     }
 
+    /// Whether the MPS server of this process's contexts has ended.
+    pub(crate) fn has_lost_server(&self) -> bool {
+        self.mps.as_ref().is_some_and(Member::is_lost)
+    }
+
     /// Opens the connection for a context's work, confined to the SMs that an MPS client may use.
     pub(crate) fn execution(&self, groups: &Groups, sms: u32) -> Result<Execution> {
         let [compute, up, down, _] = groups.groups[..] else {

@@ -9,6 +9,7 @@
 //! the program's own process, where device addresses are mapped memory.
 
 pub mod client;
+pub mod fault;
 pub mod mig;
 pub mod mps;
 pub mod profile;

@@ -25,9 +25,13 @@ use gpumux_rm::{
         engine, escape,
     },
 };
-use rustix::net::{
-    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with,
-    bind, connect, listen, recv, send, socket_with, sockopt,
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::retry_on_intr,
+    net::{
+        AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, accept_with,
+        bind, connect, listen, recv, send, socket_with, sockopt,
+    },
 };
 use serde::{Deserialize, Serialize};
 use zerocopy::{FromZeros, Immutable, IntoBytes};
@@ -44,6 +48,8 @@ const ENGINES: [u32; 4] = [engine::GR0, 11, 12, 13];
 const TIMESLICE: u64 = 2048;
 /// How long a client waits for an answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
+/// How long the end of a server takes at most.
+const ENDING: Duration = Duration::from_secs(1);
 /// How often the server looks whether its folder is still there.
 const LOOK: Duration = Duration::from_secs(1);
 /// Clients that one server takes.
@@ -116,6 +122,14 @@ impl Member {
     /// Tells the server of a fault, as the hardware would.
     pub fn faulted(&self, error: i32) {
         let _ = exchange(&self.socket, &Request::Fault { error });
+    }
+
+    /// Whether the server has ended. One that is ending closes its groups and this connection in any order, so a moment is waited for it.
+    pub fn is_lost(&self) -> bool {
+        let mut ready = [PollFd::new(&self.socket, PollFlags::empty())];
+        let moment = Timespec::try_from(ENDING).ok();
+        let polled = retry_on_intr(|| poll(&mut ready, moment.as_ref()));
+        polled.is_ok_and(|count| count > 0)
     }
 
     /// How many of a device's SMs the program uses; 0: all.

@@ -74,6 +74,12 @@ impl Device {
         let connection = ProcessConnection::open(&self.socket()).unwrap();
         connection.status(0).unwrap().used
     }
+
+    /// What an ended process had stays taken for a moment, then all is free.
+    #[track_caller]
+    pub(crate) fn wait_until_free(&self) {
+        wait_for("the memory of ended processes", || self.used() == 0);
+    }
 }
 
 /// The folder with the library, built at the first call.
@@ -119,7 +125,7 @@ pub(crate) fn on_profile(name: &str, profile: &str, program: impl FnOnce()) {
     }
     let device = Device::new(Profile::parse(profile).unwrap());
     finish(device.start(name));
-    assert_eq!(device.used(), 0, "memory of a process that has ended");
+    device.wait_until_free();
 }
 
 // What programs use

@@ -67,6 +67,8 @@ pub(super) enum Action {
     Control(Call),
     /// A freeze that waits for programs waits no longer.
     FreezeTimeout(u64),
+    /// The driver has freed memory of a process that has ended: of which device, and how much.
+    Release(u32, u64),
     /// Accept again.
     Accept,
 }
@@ -195,6 +197,7 @@ impl Core {
             match action {
                 Action::Control(call) => self.finish_control(call, due),
                 Action::FreezeTimeout(token) => self.finish_freeze(token),
+                Action::Release(device, bytes) => self.devices.give(device, bytes),
                 Action::Accept => {
                     let data = epoll::EventData::new_u64(LISTENER);
                     let _ = epoll::modify(&self.poll, &self.listener, data, epoll::EventFlags::IN);

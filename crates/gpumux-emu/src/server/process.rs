@@ -8,7 +8,7 @@ use std::{
 use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::{
-    core::{Core, Role},
+    core::{Action, Core, Role},
     wire::now,
 };
 use crate::protocol::{Answer, Refusal, Request};
@@ -33,7 +33,7 @@ pub(super) struct Process {
 const MOST: usize = 2048;
 
 impl Core {
-    /// A process has one connection less; with the last one its memory goes.
+    /// A process has one connection less. With the last one its memory goes, but stays taken for a while.
     pub(super) fn leave(&mut self, pid: u32) {
         let Some(process) = self.processes.get_mut(&pid) else {
             return;
@@ -43,22 +43,24 @@ impl Core {
             return;
         }
         let process = self.processes.remove(&pid).unwrap_or_default();
+        let due = now() + self.devices.profile.release_ms * 1_000_000;
         for (memory, shares) in process.shares {
-            self.free_shares(memory, shares);
+            if let Some((device, bytes)) = self.drop_shares(memory, shares) {
+                self.after(due, Action::Release(device, bytes));
+            }
         }
     }
 
-    pub(super) fn free_shares(&mut self, id: u64, shares: u64) {
-        let Some(memory) = self.memory.get_mut(&id) else {
-            return;
-        };
+    /// Ends shares in memory. With the last one it is gone: of which device, and how much.
+    fn drop_shares(&mut self, id: u64, shares: u64) -> Option<(u32, u64)> {
+        let memory = self.memory.get_mut(&id)?;
         memory.shares = memory.shares.saturating_sub(shares);
-        if memory.shares == 0 {
-            let (device, bytes, file) = (memory.device, memory.bytes, memory.file);
-            self.devices.give(device, bytes);
-            self.files.remove(&file);
-            self.memory.remove(&id);
+        if memory.shares > 0 {
+            return None;
         }
+        let gone = self.memory.remove(&id)?;
+        self.files.remove(&gone.file);
+        Some((gone.device, gone.bytes))
     }
 
     pub(super) fn request(
@@ -94,7 +96,9 @@ impl Core {
                 if *shares == 0 {
                     process.shares.remove(&id);
                 }
-                self.free_shares(id, 1);
+                if let Some((device, bytes)) = self.drop_shares(id, 1) {
+                    self.devices.give(device, bytes);
+                }
                 Ok((Answer::Ok, None))
             }
             Request::Status { device } => {
