@@ -3,9 +3,69 @@
 use rand::Rng;
 use rand::rngs::StdRng;
 use rand_distr::{Distribution, Exp1, Gamma};
+use serde::{Deserialize, Serialize};
 
 use crate::gpu::Nanos;
-use crate::scenario::Arrival;
+
+/// When requests come. Rates are per second.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
+pub enum Arrival {
+    /// At equal distances.
+    Periodic {
+        /// How many per second.
+        rate: f64,
+    },
+    /// At random, independent of each other.
+    Poisson {
+        /// How many per second.
+        rate: f64,
+    },
+    /// With gamma-distributed distances: in bursts if `cv` is above 1.
+    Gamma {
+        /// How many per second.
+        rate: f64,
+        /// Standard deviation of the distances over their mean.
+        cv: f64,
+    },
+    /// At random for a while, then not at all for a while.
+    OnOff {
+        /// How many per second while on.
+        rate: f64,
+        /// How long it is on.
+        on_s: f64,
+        /// How long it is off.
+        off_s: f64,
+    },
+    /// The next comes when one is complete.
+    Closed {
+        /// Pause between a completion and the next request.
+        #[serde(default)]
+        think_us: f64,
+        /// Standard deviation of the pause over its mean.
+        #[serde(default)]
+        think_cv: f64,
+        /// Requests in flight. A program that submits ahead has 2 or more.
+        #[serde(default = "one")]
+        depth: usize,
+    },
+    /// As in a trace that [`Scenario::add_trace`](crate::Scenario::add_trace) brought, over and over.
+    Trace {
+        /// Its name.
+        name: String,
+        /// How many times faster than recorded.
+        #[serde(default = "recorded")]
+        speed: f64,
+    },
+}
+
+fn one() -> usize {
+    1
+}
+
+fn recorded() -> f64 {
+    1.0
+}
 
 /// A request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -10,13 +10,15 @@ mod chrome;
 mod daemon;
 pub mod gpu;
 mod memory;
+mod mode;
 mod report;
 mod run;
 mod scenario;
 mod shares;
 
-pub use arrivals::{Request, parse_trace};
+pub use arrivals::{Arrival, Request, parse_trace};
 pub use memory::MemoryModel;
+pub use mode::Mode;
 pub use report::{BoundReport, DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
 pub use run::{run, run_traced};
-pub use scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};
+pub use scenario::{Error, Scenario, Tenant, Work};

@@ -278,18 +278,11 @@ impl Memory {
                 };
                 (holding.swapped, after, false)
             }
-            Order::Resume | Order::DropHost | Order::Reclaim { .. } | Order::Trim => return,
+            Order::Trim => return self.later(now, holds(id, holding)),
+            Order::Resume | Order::DropHost | Order::Reclaim { .. } | Order::Take { .. } => return,
         };
         let until = self.until(now, bytes, out);
-        self.later(
-            until,
-            Event::Holds {
-                process: id,
-                device: DEVICE.to_owned(),
-                total: 0,
-                holding: after,
-            },
-        );
+        self.later(until, holds(id, after));
         self.later(until, reply(Reply::Done));
     }
 
@@ -313,6 +306,15 @@ const fn process(tenant: TenantId) -> ProcessId {
 /// Bytes.
 pub(crate) fn gib(gib: f64) -> u64 {
     (gib * (1u64 << 30) as f64) as u64
+}
+
+fn holds(process: ProcessId, holding: Holding) -> Event {
+    Event::Holds {
+        process,
+        device: DEVICE.to_owned(),
+        total: 0,
+        holding,
+    }
 }
 
 #[cfg(test)]

@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use crate::gpu::Nanos;
-use crate::scenario::Mode;
+use crate::mode::Mode;
 
 /// A scenario's results, one entry per mode.
 #[derive(Clone, Debug, PartialEq, Serialize)]

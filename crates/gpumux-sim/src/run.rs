@@ -12,13 +12,14 @@ use gpumux_core::{
 use rand::SeedableRng;
 use rand::rngs::StdRng;
 
-use crate::arrivals::{Arrivals, Request, nanos, spread};
+use crate::arrivals::{Arrival, Arrivals, Request, nanos, spread};
 use crate::chrome::Trace;
 use crate::daemon::Daemon;
 use crate::gpu::{Engine, EventKind, Gpu, GroupId, Nanos, StreamId, Work as GpuWork, WorkId};
 use crate::memory::{self, Newcomer, gib};
+use crate::mode::Mode;
 use crate::report::{BoundReport, DeviceReport, Latency, ModeReport, Moves, Report, TenantReport};
-use crate::scenario::{Arrival, Error, Mode, Scenario, Tenant, Work};
+use crate::scenario::{Error, Scenario, Tenant, Work};
 use crate::shares::Shares;
 
 /// Plays a scenario in all its modes.

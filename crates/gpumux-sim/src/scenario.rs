@@ -9,41 +9,10 @@ use gpumux_core::space::Sharing;
 use gpumux_core::{Class, Costs, TenantId, TenantSpec, Timeslice, UserId};
 use serde::{Deserialize, Serialize};
 
-use crate::arrivals::Request;
+use crate::arrivals::{Arrival, Request};
 use crate::gpu::Hardware;
 use crate::memory::{MemoryModel, gib};
-
-/// How the devices are run.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum Mode {
-    /// Every tenant has the devices for itself.
-    Alone,
-    /// What the driver does: all have the default timeslice.
-    TimeSlicing,
-    /// Fixed timeslices, a context per program: latency tenants 1 s, all others 1 µs, and nothing after that.
-    Fixed,
-    /// All in one MPS group, and nothing else.
-    Mps,
-    /// A daemon with a policy; each in a context of its own.
-    Gpumux,
-    /// The same; a tenant that names a trust domain may share its group.
-    Space,
-    /// The same with equal parts of the SMs in groups.
-    Equal,
-    /// The same with parts of the SMs by measured utility.
-    Utility,
-}
-
-impl Mode {
-    /// Whether a daemon runs.
-    pub(crate) fn managed(self) -> bool {
-        matches!(
-            self,
-            Self::Gpumux | Self::Space | Self::Equal | Self::Utility
-        )
-    }
-}
+use crate::mode::Mode;
 
 /// A scenario, as written in TOML.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -152,58 +121,6 @@ pub struct Tenant {
     pub arrival: Arrival,
     /// What a request is.
     pub work: Work,
-}
-
-/// When requests come. Rates are per second.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(tag = "kind", rename_all = "kebab-case", deny_unknown_fields)]
-pub enum Arrival {
-    /// At equal distances.
-    Periodic {
-        /// How many per second.
-        rate: f64,
-    },
-    /// At random, independent of each other.
-    Poisson {
-        /// How many per second.
-        rate: f64,
-    },
-    /// With gamma-distributed distances: in bursts if `cv` is above 1.
-    Gamma {
-        /// How many per second.
-        rate: f64,
-        /// Standard deviation of the distances over their mean.
-        cv: f64,
-    },
-    /// At random for a while, then not at all for a while.
-    OnOff {
-        /// How many per second while on.
-        rate: f64,
-        /// How long it is on.
-        on_s: f64,
-        /// How long it is off.
-        off_s: f64,
-    },
-    /// The next comes when one is complete.
-    Closed {
-        /// Pause between a completion and the next request.
-        #[serde(default)]
-        think_us: f64,
-        /// Standard deviation of the pause over its mean.
-        #[serde(default)]
-        think_cv: f64,
-        /// Requests in flight. A program that submits ahead has 2 or more.
-        #[serde(default = "defaults::one")]
-        depth: usize,
-    },
-    /// As in a trace that [`Scenario::add_trace`] brought, over and over.
-    Trace {
-        /// Its name.
-        name: String,
-        /// How many times faster than recorded.
-        #[serde(default = "defaults::whole")]
-        speed: f64,
-    },
 }
 
 /// What a request is.
