@@ -140,7 +140,7 @@ pub fn write(dir: &Path, host: &Host, record: &Record) -> io::Result<()> {
     if fs::read(&path).is_ok_and(|there| there == bytes) {
         return Ok(());
     }
-    write_whole(&path, &bytes).map(drop)
+    write_whole(&path, &bytes)
 }
 
 /// Removes the claim's file; one that is not there is removed already.

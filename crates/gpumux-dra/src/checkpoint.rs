@@ -91,8 +91,18 @@ pub struct Store {
     dir: PathBuf,
     lock: Arc<File>,
     log: Arc<Mutex<Log>>,
-    /// How many of this process's changes are on disk.
-    synced: Arc<Mutex<u64>>,
+    synced: Arc<Mutex<Synced>>,
+    /// Sees to it that a file is on disk; tests have one that fails.
+    flush: fn(&File) -> io::Result<()>,
+}
+
+/// What is on disk.
+#[derive(Debug, Default)]
+struct Synced {
+    /// So many of this process's changes.
+    changes: u64,
+    /// The disk has refused some since. The system takes them for written from then on, so that a later flush succeeds without them.
+    lost: bool,
 }
 
 /// The file as last read.
@@ -141,6 +151,7 @@ impl Store {
             lock: Arc::new(lock),
             log: Arc::new(Mutex::new(log)),
             synced: Arc::default(),
+            flush: File::sync_data,
             dir,
         })
     }
@@ -216,16 +227,30 @@ impl Store {
         let own = changes();
         // A caller that waited here while another flushed finds that done, or flushes for all callers behind it.
         let mut synced = self.synced.lock().unwrap_or_else(PoisonError::into_inner);
-        if *synced >= own {
+        if synced.changes >= own {
             return Ok(());
         }
-        let (file, until) = {
-            let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-            (log.file.try_clone(), log.changes)
+        let path = self.dir.join(FILE);
+        let until = if synced.lost {
+            self.with(|log| {
+                log.compact(&path, self.flush)?;
+                Ok(log.changes)
+            })?
+        } else {
+            let (file, until) = {
+                let log = self.log.lock().unwrap_or_else(PoisonError::into_inner);
+                (log.file.try_clone(), log.changes)
+            };
+            if let Err(error) = file.and_then(|file| (self.flush)(&file)) {
+                synced.lost = true;
+                return Err(failed(&path, error));
+            }
+            until
         };
-        file.and_then(|file| file.sync_data())
-            .map_err(|e| failed(&self.dir.join(FILE), e))?;
-        *synced = until;
+        *synced = Synced {
+            changes: until,
+            lost: false,
+        };
         Ok(())
     }
 
@@ -253,7 +278,7 @@ impl Store {
             log.refresh(&path)?;
             let done = work(&mut log)?;
             if log.dead > MOST_DEAD {
-                log.compact(&path)?;
+                log.compact(&path, self.flush)?;
             }
             Ok(done)
         };
@@ -270,7 +295,7 @@ impl Log {
     /// Opens the file, or makes an empty one, and reads it.
     fn open(path: &Path) -> io::Result<Self> {
         if !path.try_exists()? {
-            write_synced(path, header(0).as_bytes())?;
+            write_synced(path, header(0).as_bytes(), File::sync_data)?;
         }
         let mut log = Self {
             file: OpenOptions::new().read(true).write(true).open(path)?,
@@ -398,7 +423,7 @@ impl Log {
     }
 
     /// Writes the file anew without the lines that do not count. Those that cannot be read stay.
-    fn compact(&mut self, path: &Path) -> io::Result<()> {
+    fn compact(&mut self, path: &Path, flush: fn(&File) -> io::Result<()>) -> io::Result<()> {
         let old = fs::read(path)?;
         let mut new = header(self.generation + 1).into_bytes();
         for line in old[HEADER as usize..self.end as usize].split_inclusive(|&byte| byte == b'\n') {
@@ -406,7 +431,7 @@ impl Log {
                 new.extend_from_slice(line);
             }
         }
-        write_synced(path, &new)?;
+        write_synced(path, &new, flush)?;
         self.refresh(path)
     }
 }
@@ -450,20 +475,25 @@ fn private() -> OpenOptions {
 }
 
 /// Writes a file beside its place and moves it there. Nothing stays behind if the disk is full.
-pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<File> {
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    write_flushed(path, bytes, |_| Ok(()))
+}
+
+fn write_flushed(path: &Path, bytes: &[u8], flush: fn(&File) -> io::Result<()>) -> io::Result<()> {
     let beside = path.with_extension(format!("tmp-{}", std::process::id()));
     let write = || {
         let mut file = private().truncate(true).open(&beside)?;
         file.write_all(bytes)?;
-        fs::rename(&beside, path)?;
-        Ok(file)
+        // Before it takes the other's place, which a disk that fails here leaves as it was.
+        flush(&file)?;
+        fs::rename(&beside, path)
     };
     write().inspect_err(|_| drop(fs::remove_file(&beside)))
 }
 
 /// The same, and returns when it would survive a power failure.
-fn write_synced(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    write_whole(path, bytes)?.sync_all()?;
+fn write_synced(path: &Path, bytes: &[u8], flush: fn(&File) -> io::Result<()>) -> io::Result<()> {
+    write_flushed(path, bytes, flush)?;
     File::open(path.parent().unwrap_or(path))?.sync_all()
 }
 
@@ -548,6 +578,37 @@ pub(crate) mod tests {
             ready: false,
             patch: None,
         }
+    }
+
+    /// Where a disk refuses a write, the system takes it for written: another flush tells nothing.
+    #[test]
+    fn claim_that_a_flush_lost_is_written_anew_before_it_counts() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut store = Store::open(dir.path()).unwrap();
+        let inode = || fs::metadata(dir.path().join(FILE)).unwrap().ino();
+        let names = || {
+            let mut all: Vec<_> = fs::read_dir(dir.path()).unwrap().flatten().collect();
+            all.sort_by_key(fs::DirEntry::file_name);
+            all.iter().map(|it| it.file_name()).collect::<Vec<_>>()
+        };
+        let (first, files) = (inode(), names());
+        store.admit(&record("a", 500)).unwrap();
+        let broken: fn(&File) -> io::Result<()> = |_| Err(io::ErrorKind::StorageFull.into());
+        store.flush = broken;
+        for _ in 0..3 {
+            store.sync().unwrap_err();
+            assert_eq!((inode(), names()), (first, files.clone()));
+        }
+        store.flush = File::sync_data;
+        store.sync().unwrap();
+        assert_ne!(inode(), first, "it was written anew");
+        let other = Store::open(dir.path()).unwrap();
+        assert_eq!(*other.get("a").unwrap().unwrap(), record("a", 500));
+        // From then on changes are flushed as ever.
+        let second = inode();
+        store.remove("a").unwrap();
+        store.sync().unwrap();
+        assert_eq!(inode(), second);
     }
 
     #[test]

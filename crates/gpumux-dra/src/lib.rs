@@ -3,7 +3,7 @@
 //! It tells the API server which devices there are ([`slices`], [`publish`]), turns allocated claims into tenants
 //! of the daemon and CDI files when the kubelet asks ([`claim`], [`prepare`], [`kubelet`]), follows changes
 //! of a claim while its pod runs ([`live`], [`events`]), and serves metrics and its health ([`metrics`], [`health`]). What a claim may have is in
-//! [`model`] and [`share`]. State that must survive a restart is in [`checkpoint`].
+//! [`model`] and [`share`]. `gpumux fleet serve` extends the scheduler ([`extender`]). State that must survive a restart is in [`checkpoint`].
 
 mod authority;
 pub mod cdi;
@@ -11,6 +11,7 @@ pub mod checkpoint;
 pub mod claim;
 pub mod device;
 pub mod events;
+pub mod extender;
 pub mod health;
 mod http;
 pub mod inventory;

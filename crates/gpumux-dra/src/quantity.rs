@@ -34,10 +34,18 @@ const SUFFIXES: [(&str, u128, u32); 15] = [
 /// # Errors
 /// It is no number, negative, or beyond 63 bits.
 pub fn parse(quantity: &Quantity) -> Result<u64, QuantityError> {
-    parse_str(&quantity.0).ok_or_else(|| QuantityError(quantity.0.clone()))
+    parse_str(&quantity.0, 1).ok_or_else(|| QuantityError(quantity.0.clone()))
 }
 
-fn parse_str(text: &str) -> Option<u64> {
+/// The same in thousandths, as of CPUs.
+///
+/// # Errors
+/// As of [`parse`], for a thousand times as much.
+pub fn milli(quantity: &Quantity) -> Result<u64, QuantityError> {
+    parse_str(&quantity.0, 1000).ok_or_else(|| QuantityError(quantity.0.clone()))
+}
+
+fn parse_str(text: &str, times: u128) -> Option<u64> {
     let (number, multiply, divide) = split(text)?;
     let (whole, fraction) = number.split_once('.').unwrap_or((number, ""));
     let digits = |s: &str| s.bytes().all(|b| b.is_ascii_digit());
@@ -50,7 +58,10 @@ fn parse_str(text: &str) -> Option<u64> {
     }
     let mantissa: u128 = format!("0{whole}{fraction}").parse().ok()?;
     let divide = divide.checked_mul(10u128.checked_pow(u32::try_from(fraction.len()).ok()?)?)?;
-    let value = mantissa.checked_mul(multiply)?.div_ceil(divide);
+    let value = mantissa
+        .checked_mul(multiply)?
+        .checked_mul(times)?
+        .div_ceil(divide);
     u64::try_from(value)
         .ok()
         .filter(|&value| value <= i64::MAX as u64)
@@ -132,6 +143,19 @@ mod tests {
             ("9223372036854775808", None),
         ] {
             assert_eq!(parse(&Quantity(text.into())).ok(), value, "{text}");
+        }
+    }
+
+    #[test]
+    fn thousandths_of_a_quantity_keep_its_fraction() {
+        for (text, value) in [
+            ("500m", Some(500)),
+            ("2", Some(2000)),
+            ("0.25", Some(250)),
+            ("100u", Some(1)),
+            ("9223372036854775807", None),
+        ] {
+            assert_eq!(milli(&Quantity(text.into())).ok(), value, "{text}");
         }
     }
 

@@ -172,6 +172,9 @@ pub enum Error {
     /// The socket of the instance's health.
     #[error("cannot serve health at {0}: {1}")]
     Health(PathBuf, std::io::Error),
+    /// The extender's address.
+    #[error("cannot listen at {0}: {1}; choose another address with --listen")]
+    Listen(SocketAddr, std::io::Error),
     /// The system.
     #[error(transparent)]
     Io(#[from] std::io::Error),
@@ -182,6 +185,14 @@ pub enum Error {
 /// # Errors
 /// It cannot start; once started, it retries.
 pub fn run(config: Config) -> Result<(), Error> {
+    until_signal(async |client| start(config, client).await, Driver::stop)
+}
+
+/// Starts something in a runtime of its own, and stops it at SIGTERM or SIGINT.
+pub(crate) fn until_signal<T>(
+    start: impl AsyncFnOnce(kube::Client) -> Result<T, Error>,
+    stop: impl AsyncFnOnce(T),
+) -> Result<(), Error> {
     // Two providers may be linked; the HTTP client does not choose.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -197,12 +208,12 @@ pub fn run(config: Config) -> Result<(), Error> {
         let client = kube::Client::try_default()
             .await
             .map_err(|e| Error::NoCluster(e.to_string()))?;
-        let driver = start(config, client).await?;
+        let running = start(client).await?;
         tokio::select! {
             _ = term.recv() => {}
             _ = int.recv() => {}
         }
-        driver.stop().await;
+        stop(running).await;
         Ok(())
     })
 }

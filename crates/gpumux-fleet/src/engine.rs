@@ -6,7 +6,7 @@
 //! the same memory bandwidth.
 
 use crate::{
-    fleet::{Fleet, Free, Gpus, Place, Refused, TenantId},
+    fleet::{Fleet, Free, Gpus, Move, NodeId, Place, Refused, TenantId},
     index::Index,
     model::{Class, Demand, NodeSpec, WHOLE},
     outlook::{Outlook, UNIT},
@@ -33,6 +33,7 @@ pub struct Engine {
     typical: Typical,
     outlook: Outlook,
     index: Index,
+    pods: Index<Vec<Demand>>,
 }
 
 impl Engine {
@@ -44,8 +45,26 @@ impl Engine {
         Self {
             typical,
             outlook,
+            pods: Index::new(ranks.clone()),
             index: Index::new(ranks),
         }
+    }
+
+    /// The fleet was built anew, from other nodes perhaps: what is known of its nodes' scores no longer holds. What was
+    /// learned of the workload does.
+    pub fn forget_nodes(&mut self) {
+        (self.index, self.pods) = (Index::default(), Index::default());
+    }
+
+    /// The nodes on which these demands of one pod fit together, the best first, if another scheduler chooses the GPUs
+    /// of a node: for each demand in turn the first ones that have room, as that of Kubernetes does.
+    pub fn order(&mut self, fleet: &Fleet, demands: &[Demand]) -> Vec<NodeId> {
+        let scorer = Scorer {
+            typical: &self.typical,
+            outlook: &self.outlook,
+        };
+        let score = |_, free: &Free| scorer.first_fit(free, demands);
+        self.pods.order(fleet, &demands.to_vec(), score).collect()
     }
 
     /// Where the demand should go. None if it fits nowhere.
@@ -191,15 +210,6 @@ pub struct Moves {
     pub card_mib: u32,
 }
 
-/// A tenant goes to other GPUs of its node.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Move {
-    /// Who.
-    pub tenant: TenantId,
-    /// Where to.
-    pub to: Place,
-}
-
 /// A tenant was placed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Admitted {
@@ -241,6 +251,27 @@ impl Scorer<'_> {
                 Some((self.packed(free, self.loss(free), demand, gpus)?, gpus))
             }
         }
+    }
+
+    /// The node's score if each demand takes the first GPUs that have room. None if they do not fit together.
+    fn first_fit(&self, free: &Free, demands: &[Demand]) -> Option<i64> {
+        let (mut left, mut cost, mut packs) = (*free, 0, false);
+        for demand in demands {
+            let gpus = left.first(demand)?;
+            if demand.class == Class::Preemptible {
+                let used = gpus.iter().map(|gpu| left.used_milli(gpu)).max();
+                cost += i64::from(used.unwrap_or(0) / SPREAD);
+            } else {
+                packs = true;
+            }
+            left = left.without(demand, gpus)?;
+            cost += crowded(&left, gpus);
+        }
+        let gain = match packs {
+            true => self.loss(free) as i64 - self.loss(&left) as i64,
+            false => 0,
+        };
+        Some(gain.div_euclid((STEP * UNIT) as i64) - cost)
     }
 
     /// What the fleet loses on this node, in thousandths of a GPU times [`UNIT`].

@@ -2,10 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::{
-    engine::Move,
-    model::{Class, Demand, MOST_GPUS, NodeSpec, WHOLE},
-};
+use crate::model::{Class, Demand, MOST_GPUS, NodeSpec, WHOLE};
 
 /// A node's place in the fleet.
 pub type NodeId = u32;
@@ -184,6 +181,13 @@ impl Free {
         }
     }
 
+    /// The first GPUs that have room. None if the demand does not fit.
+    pub fn first(&self, demand: &Demand) -> Option<Gpus> {
+        let first = self.hosting(demand).take(usize::from(demand.gpus));
+        self.fits(demand)
+            .then(|| first.fold(Gpus::default(), Gpus::with))
+    }
+
     /// The GPUs with the least free share that suffices, lower numbers first.
     pub fn tightest(&self, demand: &Demand) -> Option<Gpus> {
         let mut chosen = Gpus::default();
@@ -220,6 +224,15 @@ pub struct Tenant {
     pub demand: Demand,
     /// Where.
     pub place: Place,
+}
+
+/// A tenant goes to other GPUs of its node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Move {
+    /// Who.
+    pub tenant: TenantId,
+    /// Where to.
+    pub to: Place,
 }
 
 /// A tenant's number, given by the caller.

@@ -26,16 +26,16 @@ struct Queue {
     scores: Vec<Option<i64>>,
 }
 
-/// Nodes in the order of their scores, for each demand that came lately.
+/// Nodes in the order of their scores, for each demand that came lately: of one tenant, or of all parts of a pod.
 #[derive(Clone, Debug, Default)]
-pub struct Index {
+pub struct Index<K = Demand> {
     /// Among equal scores the node with the lower rank wins. Nodes beyond its end have their number as rank.
     ranks: Vec<u32>,
-    queues: BTreeMap<Demand, Queue>,
+    queues: BTreeMap<K, Queue>,
     uses: u64,
 }
 
-impl Index {
+impl<K: Ord + Clone + Default> Index<K> {
     /// An index in which nodes of equal score are taken in this order.
     pub fn new(ranks: Vec<u32>) -> Self {
         Self {
@@ -48,17 +48,17 @@ impl Index {
     pub fn order(
         &mut self,
         fleet: &Fleet,
-        demand: &Demand,
+        demand: &K,
         mut score: impl FnMut(NodeId, &Free) -> Option<i64>,
     ) -> impl ExactSizeIterator<Item = NodeId> + '_ {
         self.uses += 1;
         if self.queues.len() >= MOST_DEMANDS && !self.queues.contains_key(demand) {
             let oldest = self.queues.iter().min_by_key(|(_, queue)| queue.used);
-            if let Some(oldest) = oldest.map(|(demand, _)| *demand) {
+            if let Some(oldest) = oldest.map(|(demand, _)| demand.clone()) {
                 self.queues.remove(&oldest);
             }
         }
-        let queue = self.queues.entry(*demand).or_default();
+        let queue = self.queues.entry(demand.clone()).or_default();
         queue.used = self.uses;
         let nodes = fleet.free().len();
         let changed: Vec<NodeId> = match queue.scores.len() == nodes {

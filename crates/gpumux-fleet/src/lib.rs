@@ -6,6 +6,7 @@
 //! Nothing here reads a clock or a file.
 #![forbid(unsafe_code)]
 
+pub mod arrivals;
 pub mod engine;
 pub mod fleet;
 pub mod index;

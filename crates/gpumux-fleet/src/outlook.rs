@@ -8,10 +8,10 @@
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 
 use crate::{
+    arrivals::arrivals,
     fleet::{Fleet, Free, Place},
     index::Index,
     model::{Demand, MOST_MODELS, NodeSpec, WHOLE},
-    replay,
     rules::Rule,
     typical::Typical,
 };
@@ -129,7 +129,7 @@ fn rehearse(
     seen: &mut [Seen],
 ) {
     let mut fleet = Fleet::new(specs.to_vec());
-    let demands = replay::arrivals(workload, fleet.total_milli(), FILLED_PERCENT, rng);
+    let demands = arrivals(workload, fleet.total_milli(), FILLED_PERCENT, rng);
     let mut ranks: Vec<u32> = (0..specs.len() as u32).collect();
     ranks.shuffle(rng);
     let mut index = Index::new(ranks);

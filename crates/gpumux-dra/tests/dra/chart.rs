@@ -8,7 +8,7 @@ use k8s_openapi::api::{
     admissionregistration::v1::{ValidatingAdmissionPolicy, ValidatingAdmissionPolicyBinding},
     apps::v1::{DaemonSet, Deployment, StatefulSet},
     batch::v1::Job,
-    core::v1::{Namespace, ServiceAccount},
+    core::v1::{Namespace, Service, ServiceAccount},
     networking::v1::NetworkPolicy,
     rbac::v1::{ClusterRole, ClusterRoleBinding},
     resource::v1::{DeviceClass, ResourceClaimTemplate},
@@ -120,7 +120,8 @@ fn change(values: &mut Value, changes: &Value) {
     }
 }
 
-/// What this chart uses of the Prometheus operator's PodMonitor (monitoring.coreos.com/v1, by its public documentation).
+/// What this chart uses of the Prometheus operator's PodMonitor (monitoring.coreos.com/v1). The fields were compared with the CRD of the
+/// operator's version 0.91.0.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct PodMonitor {
@@ -163,6 +164,7 @@ fn check(object: &Value) {
         "StatefulSet" => strict::<StatefulSet>(object).map(drop),
         "Job" => strict::<Job>(object).map(drop),
         "Namespace" => strict::<Namespace>(object).map(drop),
+        "Service" => strict::<Service>(object).map(drop),
         "ServiceAccount" => strict::<ServiceAccount>(object).map(drop),
         "ClusterRole" => strict::<ClusterRole>(object).map(drop),
         "ClusterRoleBinding" => strict::<ClusterRoleBinding>(object).map(drop),
@@ -245,7 +247,8 @@ fn every_value_of_the_chart_makes_valid_objects() {
             "authenticate": true,
             "podMonitor": {"enabled": true, "bearerTokenSecret": {"name": "scrape", "key": "token"}},
             "networkPolicy": {"enabled": true, "from": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}]}
-        }
+        },
+        "fleet": {"enabled": true, "clusterIP": "10.96.0.40", "from": [{"ipBlock": {"cidr": "10.0.0.10/32"}}]}
     });
     let objects = render_with(&changes);
     objects.iter().for_each(check);
@@ -289,6 +292,46 @@ fn every_value_of_the_chart_makes_valid_objects() {
     find("PodMonitor", "gpumux-dra");
     find("NetworkPolicy", "gpumux-dra");
     find("ClusterRole", "gpumux-metrics-reader");
+    // The extender reads the cluster and changes nothing.
+    for rule in find("ClusterRole", "gpumux-fleet")["rules"]
+        .as_array()
+        .unwrap()
+    {
+        assert_eq!(rule["verbs"], serde_json::json!(["list", "watch"]));
+    }
+    extender_is_where_the_scheduler_looks(&objects);
+}
+
+/// The recipe for the scheduler names an address, a path and a port that the chart's extender has. Field names are those of
+/// kubescheduler.config.k8s.io/v1.
+fn extender_is_where_the_scheduler_looks(objects: &[Value]) {
+    use clap::{Args, FromArgMatches};
+    let named = |kind: &str| {
+        let mut found = objects.iter().filter(|object| object["kind"] == kind);
+        let found = found.find(|object| object["metadata"]["name"] == "gpumux-fleet");
+        found.unwrap_or_else(|| panic!("no {kind}"))
+    };
+    let text = std::fs::read_to_string(deploy().join("kubernetes/scheduler.yaml")).unwrap();
+    let recipe = read(&text);
+    let extender = recipe["extenders"][0].as_object().unwrap();
+    let known = "urlPrefix filterVerb preemptVerb prioritizeVerb weight bindVerb enableHTTPS tlsConfig httpTimeout \
+        nodeCacheCapable managedResources ignorable";
+    for field in extender.keys() {
+        assert!(known.split(' ').any(|known| known == field), "{field}");
+    }
+    let service = &named("Service")["spec"];
+    let port = &service["ports"][0]["port"];
+    let address = format!("http://{}:{port}", service["clusterIP"].as_str().unwrap());
+    assert_eq!(extender["urlPrefix"], address);
+    assert_eq!(extender["prioritizeVerb"], "prioritize");
+    let container = &named("Deployment")["spec"]["template"]["spec"]["containers"][0];
+    let command = container["command"].as_array().unwrap().iter();
+    let command: Vec<&str> = command.map(|arg| arg.as_str().unwrap()).collect();
+    assert_eq!(command[..3], ["gpumux", "fleet", "serve"]);
+    let parser = gpumux_dra::extender::Args::augment_args(clap::Command::new("serve"));
+    let matches = parser.get_matches_from(&command[2..]);
+    let args = gpumux_dra::extender::Args::from_arg_matches(&matches).unwrap();
+    assert_eq!(serde_json::json!(args.listen.port()), *port);
 }
 
 #[test]
@@ -325,6 +368,16 @@ fn the_driver_has_the_least_rights() {
             &set["spec"]["template"]["metadata"]["labels"],
         ];
         assert_eq!(sets[0], sets[1], "{name}");
+        if privileged == 0 {
+            let text = pod.to_string();
+            assert!(text.contains(r#""drop":["ALL"]"#), "{name}");
+            for volume in pod["volumes"].as_array().unwrap() {
+                assert_ne!(volume["hostPath"]["path"], "/", "{name}");
+            }
+            // A client that floods the port of the metrics must not restart it.
+            let probe = &pod["containers"][0]["livenessProbe"];
+            assert!(probe["exec"].is_object(), "{name}: {probe}");
+        }
         // Each mount has its volume.
         let volumes: Vec<_> = pod["volumes"]
             .as_array()

@@ -1,4 +1,4 @@
-//! An API server for tests: nodes, ResourceSlices and ResourceClaims, typed, with resource versions, conflicts, field
+//! An API server for tests: nodes, pods, DeviceClasses, ResourceSlices and ResourceClaims, typed, with resource versions, conflicts, field
 //! selectors, watches and server-side apply of a claim's device status. It refuses unknown fields, and checks slices
 //! as the real one does (`recordings.rs` proves it).
 
@@ -28,6 +28,8 @@ type Key = (&'static str, String, String);
 const CLAIMS: &str = "resourceclaims";
 const SLICES: &str = "resourceslices";
 const NODES: &str = "nodes";
+const PODS: &str = "pods";
+const CLASSES: &str = "deviceclasses";
 const EVENTS: &str = "events";
 
 /// How the bytes of a claim's opaque parameters are stored. The real server keeps them as they were sent, and compares them as bytes
@@ -173,7 +175,11 @@ impl Api {
     }
 
     pub fn delete_claim(&self, namespace: &str, name: &str) {
-        self.remove(&(CLAIMS, namespace.to_owned(), name.to_owned()));
+        self.delete(CLAIMS, namespace, name);
+    }
+
+    pub fn delete(&self, kind: &'static str, namespace: &str, name: &str) {
+        self.remove(&(kind, namespace.to_owned(), name.to_owned()));
     }
 
     /// Sets or removes an annotation of a claim.
@@ -293,6 +299,10 @@ fn target(path: &str) -> Option<Target> {
     let (kind, namespace, rest): (_, &str, &[&str]) = match parts.as_slice() {
         ["api", "v1", "nodes", rest @ ..] => (NODES, "", rest),
         ["apis", "resource.k8s.io", "v1", "resourceslices", rest @ ..] => (SLICES, "", rest),
+        ["apis", "resource.k8s.io", "v1", "deviceclasses", rest @ ..] => (CLASSES, "", rest),
+        // Those of all namespaces.
+        ["apis", "resource.k8s.io", "v1", "resourceclaims"] => (CLAIMS, "", &[]),
+        ["api", "v1", "pods"] => (PODS, "", &[]),
         [
             "apis",
             "resource.k8s.io",
@@ -421,6 +431,11 @@ fn unescape(text: &str) -> String {
     String::from_utf8(bytes).unwrap()
 }
 
+/// Whether a namespace is asked for; none asked for means all.
+fn within(namespace: &str, asked: &str) -> bool {
+    asked.is_empty() || namespace == asked
+}
+
 /// Whether an object is selected. Only the selectors that the real server has for these kinds.
 fn selected(object: &Value, query: &BTreeMap<String, String>) -> Result<bool, Refusal> {
     let Some(selector) = query.get("fieldSelector") else {
@@ -428,14 +443,22 @@ fn selected(object: &Value, query: &BTreeMap<String, String>) -> Result<bool, Re
     };
     for term in selector.split(',').filter(|term| !term.is_empty()) {
         let (field, value) = term.split_once('=').unwrap_or((term, ""));
+        let (field, wanted) = match field.strip_suffix('!') {
+            Some(field) => (field, false),
+            None => (field, true),
+        };
         if !matches!(
             field,
-            "metadata.name" | "metadata.namespace" | "spec.nodeName" | "spec.driver"
+            "metadata.name"
+                | "metadata.namespace"
+                | "spec.nodeName"
+                | "spec.driver"
+                | "status.phase"
         ) {
             return refuse(400, format!("field label not supported: {field}"));
         }
         let pointer = format!("/{}", field.replace('.', "/"));
-        if object.pointer(&pointer).and_then(Value::as_str) != Some(value) {
+        if (object.pointer(&pointer).and_then(Value::as_str) == Some(value)) != wanted {
             return Ok(false);
         }
     }
@@ -457,7 +480,8 @@ impl Api {
         let parse = || serde_json::from_slice::<Value>(body);
         let result = match (method.as_str(), &target.name) {
             ("GET", None) => {
-                let in_namespace = |key: &Key| key.0 == target.kind && key.1 == target.namespace;
+                let in_namespace =
+                    |key: &Key| key.0 == target.kind && within(&key.1, &target.namespace);
                 let mut items = Vec::new();
                 for (_, object) in inner.objects.iter().filter(|(key, _)| in_namespace(key)) {
                     if selected(object, query)? {
@@ -608,7 +632,7 @@ impl Api {
                     let (version, text) = {
                         let inner = api.state.lock().unwrap();
                         let news = inner.events.iter().filter(|(version, key, ..)| {
-                            *version > from && key.0 == kind && key.1 == namespace
+                            *version > from && key.0 == kind && within(&key.1, &namespace)
                         });
                         let lines: String = news
                             .filter(|(.., object)| selected(object, &query).unwrap_or(false))

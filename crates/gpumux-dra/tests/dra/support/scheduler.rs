@@ -16,7 +16,7 @@ use serde_json::{Value, json};
 use super::api::Api;
 
 /// What is given out of a pool.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Scheduler {
     consumed: BTreeMap<(String, String), u64>,
     /// How many claims use a device.
