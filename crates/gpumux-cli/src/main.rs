@@ -18,13 +18,13 @@ use std::process::ExitCode;
 
 use clap::{
     CommandFactory, Parser, Subcommand,
-    error::{ContextKind, ErrorKind},
+    error::{ContextKind, ContextValue, ErrorKind},
 };
 
 use crate::commands::{
-    cdi, completions, daemon, demo, doctor, dra, emu, events, explain, fleet, hint, inspect, kill,
-    logs as show_logs, man, memory, notice, page, profile, ps, run, set, sim, stop, top, trace,
-    wait, workload,
+    cdi, client, completions, daemon, demo, doctor, dra, emu, events, explain, fleet, hint,
+    inspect, kill, logs as show_logs, man, memory, notice, page, profile, ps, run, set, sim, stop,
+    top, trace, wait, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -69,8 +69,10 @@ enum Command {
     Hint(hint::Args),
     Memory(memory::Args),
     /// Move a tenant's memory to the host
+    #[command(after_help = memory::SLEEP)]
     Sleep(memory::Move),
     /// Bring a tenant's memory back
+    #[command(after_help = memory::WAKE)]
     Wake(memory::Move),
     Explain(explain::Args),
     Profile(profile::Args),
@@ -149,8 +151,12 @@ fn main() -> ExitCode {
     };
     result.unwrap_or_else(|error| {
         if let Some(units::Usage(message)) = error.downcast_ref() {
-            let message = format!("{message}\n");
-            Cli::command()
+            let mut command = Cli::command();
+            // Its usage, not that of all commands.
+            command.build();
+            let name = std::env::args().nth(1).unwrap_or_default();
+            let own = command.find_subcommand_mut(&name).cloned();
+            own.unwrap_or(command)
                 .error(ErrorKind::ValueValidation, message)
                 .exit();
         }
@@ -165,12 +171,47 @@ fn refuse(mut error: clap::Error) -> ! {
     if error.kind() == ErrorKind::UnknownArgument {
         error.remove(ContextKind::Suggested);
     }
+    suggest(&mut error, std::env::args().nth(1).as_deref());
     error.exit()
+}
+
+/// Adds the command that `first`, the first argument, is most like, where clap finds none: it compares short words too strictly.
+fn suggest(error: &mut clap::Error, first: Option<&str>) {
+    let known = error.get(ContextKind::SuggestedSubcommand).is_some();
+    let typed = match error.get(ContextKind::InvalidSubcommand) {
+        Some(ContextValue::String(typed)) if !known && first == Some(typed) => typed.clone(),
+        _ => return,
+    };
+    let cli = Cli::command();
+    let shown = cli.get_subcommands().filter(|it| !it.is_hide_set());
+    let names: Vec<&str> = shown.map(clap::Command::get_name).collect();
+    if let Some(other) = client::similar(&typed, &names) {
+        let names = ContextValue::Strings(vec![other.into()]);
+        error.insert(ContextKind::SuggestedSubcommand, names);
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn mistyped_command_has_a_suggestion() {
+        for (typed, expected) in [("rnu", Some("'run'")), ("pss", Some("'ps'")), ("xyz", None)] {
+            let mut error = Cli::try_parse_from(["gpumux", typed]).err().unwrap();
+            suggest(&mut error, Some(typed));
+            let text = error.to_string();
+            match expected {
+                Some(name) => assert!(text.contains(name), "{text}"),
+                None => assert!(!text.contains("similar"), "{text}"),
+            }
+        }
+        let mut nested = Cli::try_parse_from(["gpumux", "fleet", "rnu"])
+            .err()
+            .unwrap();
+        suggest(&mut nested, Some("fleet"));
+        assert!(!nested.to_string().contains("'run'"), "{nested}");
+    }
 
     /// All that `--help` says, a chapter per command.
     fn chapter(command: &mut clap::Command, text: &mut String) {

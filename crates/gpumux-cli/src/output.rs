@@ -43,7 +43,19 @@ fn cell(text: &str) -> String {
 /// # Errors
 /// When stdout cannot be written.
 pub(crate) fn json(value: &impl Serialize) -> anyhow::Result<()> {
-    print(&(serde_json::to_string_pretty(value)? + "\n"))
+    print(&(json_text(&serde_json::to_string_pretty(value)?) + "\n"))
+}
+
+/// JSON with its control characters as JSON escapes them: `serde_json` leaves those from U+007F on, which occur in strings only.
+pub(crate) fn json_text(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        match c.is_control() && c >= '\x7f' {
+            true => shown.push_str(&format!("\\u{:04x}", u32::from(c))),
+            false => shown.push(c),
+        }
+    }
+    shown
 }
 
 /// Lines in columns, two spaces apart. The first row is the head.
@@ -115,6 +127,14 @@ mod tests {
         assert!(text.ends_with("a\\u{1b}[31m\\nb\\u{9b}1m  y\n"), "{text}");
         assert_eq!(harmless("a\tb\n"), "a\tb\n");
         assert_eq!(harmless("\r\x07"), "\\r\\u{7}");
+    }
+
+    #[test]
+    fn json_with_control_characters_stays_json() {
+        let name = "a\x1b[2J\x7f\u{80}\u{9b}\n\"é";
+        let text = json_text(&serde_json::to_string_pretty(&[name]).unwrap());
+        assert_eq!(harmless(&text), text);
+        assert_eq!(serde_json::from_str::<[String; 1]>(&text).unwrap(), [name]);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use std::{ops::RangeInclusive, time::Duration};
 
 use gpumux_core::{
-    TenantSpec,
+    MAX_NAME, TenantSpec, is_name,
     quantity::{self, Percent, QuantityError, Size},
 };
 use gpumux_daemon::api::types::NewHint;
@@ -26,9 +26,43 @@ pub(crate) fn size(text: &str) -> Result<u64, QuantityError> {
     quantity::parse_bytes(text)
 }
 
+/// A name of a tenant, a trust domain or a program.
+pub(crate) fn name(text: &str) -> Result<String, String> {
+    match is_name(text) {
+        true => Ok(text.to_owned()),
+        false => Err(format!(
+            "use 1 to {MAX_NAME} letters, digits, `.`, `_`, `-`"
+        )),
+    }
+}
+
+/// A device, of which more may be known where there is a daemon.
+pub(crate) fn device(text: &str) -> Result<String, String> {
+    match text.is_empty() {
+        true => Err("use a number, a UUID, or all".into()),
+        false => Ok(text.to_owned()),
+    }
+}
+
+/// Seconds between two looks.
+pub(crate) fn interval(text: &str) -> Result<f64, String> {
+    number(text, 0.1..=60.0)
+}
+
 /// A weight.
 pub(crate) fn weight(text: &str) -> Result<f64, String> {
     number(text, TenantSpec::WEIGHTS)
+}
+
+/// A whole number.
+pub(crate) fn whole(range: RangeInclusive<u32>) -> impl Fn(&str) -> Result<u32, String> + Clone {
+    move |text| {
+        let value = text.trim().parse().ok();
+        value.filter(|it| range.contains(it)).ok_or_else(|| {
+            let (least, most) = (range.start(), range.end());
+            format!("use a whole number from {least} to {most}")
+        })
+    }
 }
 
 fn number(text: &str, range: RangeInclusive<f64>) -> Result<f64, String> {
@@ -127,6 +161,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn names_and_devices_are_checked_before_anything_starts() {
+        assert_eq!(name("web-1.a").as_deref(), Ok("web-1.a"));
+        for wrong in ["", "a b", "../x", "-x", &"x".repeat(65)] {
+            assert!(
+                name(wrong).unwrap_err().contains("1 to 64 letters"),
+                "{wrong}"
+            );
+        }
+        assert_eq!(device("all").as_deref(), Ok("all"));
+        assert!(device("").is_err());
+        assert_eq!(interval("2"), Ok(2.0));
+        assert!(interval("x").is_err() && interval("0").is_err());
+    }
+
+    #[test]
     fn settings_can_be_cleared_by_a_word() {
         assert_eq!(size_or_none("none"), Ok(None));
         assert_eq!(size_or_none("1GiB"), Ok(Some(1 << 30)));
@@ -149,6 +198,10 @@ mod tests {
 
     #[test]
     fn weights_and_hints_have_a_range() {
+        assert_eq!(whole(10..=600)("25"), Ok(25));
+        for wrong in ["9", "-1", "25.5", "many", "99999999999"] {
+            assert!(whole(10..=600)(wrong).is_err(), "{wrong}");
+        }
         assert_eq!(weight("3"), Ok(3.0));
         for wrong in ["0", "-1", "1001", "NaN", "heavy"] {
             assert!(weight(wrong).is_err(), "{wrong}");

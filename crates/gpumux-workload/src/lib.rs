@@ -35,7 +35,7 @@ pub use tasks::Task;
 
 /// The workloads' command line.
 #[derive(Clone, Debug, clap::Args)]
-#[command(after_help = "EXAMPLES:
+#[command(after_help = "Examples:
   gpumux workload latency --period-us 5000 --kernels 10 --kernel-us 10
   gpumux workload latency --rate 200 --poisson --graph --json
   gpumux workload batch --kernel-us 10000 --in-flight 2 --memory 1GiB

@@ -23,7 +23,7 @@ pub(crate) fn block<T>(
         .block_on(question(Client::new(paths::find())))
 }
 
-/// Asks about a tenant; where there is none of this name, the error suggests one of a similar name.
+/// Asks about a tenant; where there is none of this name, the error tells if one has ended, or suggests a similar name.
 ///
 /// # Errors
 /// The client's.
@@ -41,10 +41,10 @@ pub(crate) fn about<T>(
             return answer;
         };
         let tenants = client.tenants().await.unwrap_or_default();
-        let message = match similar(name, tenants.iter().map(|tenant| tenant.name.as_str())) {
-            Some(other) => format!("{message}; a similar name is `{other}`"),
-            None => message,
-        };
+        let ends = client.ended().await.unwrap_or_default();
+        let tenants: Vec<&str> = tenants.iter().map(|it| &*it.name).collect();
+        let ends: Vec<&str> = ends.iter().map(|it| &*it.name).collect();
+        let message = message + &hint(name, &tenants, &ends);
         Err(ClientError::Refused {
             status: 404,
             message,
@@ -52,10 +52,40 @@ pub(crate) fn about<T>(
     })
 }
 
+/// What a message about a name that no tenant has ends with, by the names of tenants that run and that have ended.
+fn hint(name: &str, tenants: &[&str], ends: &[&str]) -> String {
+    let own = name.rsplit('/').next().unwrap_or(name);
+    if ends.contains(&own) {
+        return "; the last one of this name has ended: see `gpumux ps -a`".into();
+    }
+    if let Some(other) = similar(own, tenants) {
+        return format!("; a similar name is `{other}`");
+    }
+    similar(own, ends).map_or_else(String::new, |other| {
+        format!("; a similar name is `{other}`, which has ended")
+    })
+}
+
+/// There is no tenant of this name, and none is known to have ended.
+pub(crate) fn unknown(name: &str) -> ClientError {
+    ClientError::Refused {
+        status: 404,
+        message: format!(
+            "no tenant is called `{name}`, and none that ended lately: see `gpumux ps -a`"
+        ),
+    }
+}
+
 /// The name that is most like another one, if any is.
-fn similar<'a>(name: &str, all: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    let alike = |other: &'a str| (strsim::jaro_winkler(name, other), other);
+pub(crate) fn similar<'a>(name: &str, all: &[&'a str]) -> Option<&'a str> {
+    // In a short name two letters in the wrong order are most of it.
+    let likeness = |other: &str| match strsim::osa_distance(name, other) {
+        1 => 1.0,
+        _ => strsim::jaro_winkler(name, other),
+    };
+    let alike = |other: &&'a str| (likeness(other), *other);
     let best = all
+        .iter()
         .map(alike)
         .filter(|(alike, other)| *alike >= ALIKE && *other != name);
     best.max_by(|a, b| a.0.total_cmp(&b.0))
@@ -110,14 +140,14 @@ pub(crate) async fn until_ended(client: &Client, name: &str) -> Result<Ended, Cl
                 let known = (end.since, end.uid, end.name.clone());
                 seen.as_ref().is_none_or(|seen| *seen == known)
             };
-            return match (last_end(ends, name, is_it), tenant) {
-                (Some(end), _) => Ok(end),
+            return match last_end(ends, name, is_it) {
+                Some(end) => Ok(end),
                 // It ended, and so many others since that nothing is known of it.
-                (None, Ok(_)) => Err(ClientError::Refused {
+                None if seen.is_some() => Err(ClientError::Refused {
                     status: 410,
                     message: format!("`{name}` has ended; its exit code is not known"),
                 }),
-                (None, Err(error)) => Err(error),
+                None => Err(unknown(name)),
             };
         }
         // From the first kept event on, so that none is missed between question and answer.
@@ -139,14 +169,30 @@ mod tests {
 
     #[test]
     fn typo_in_a_name_has_a_suggestion() {
-        let all = ["train", "serve", "night-2"];
+        let all = ["train", "serve", "night-2", "web"];
         for (name, suggested) in [
             ("trian", Some("train")),
             ("sevre", Some("serve")),
             ("night", Some("night-2")),
+            ("wbe", Some("web")),
             ("xyz", None),
         ] {
-            assert_eq!(similar(name, all.into_iter()), suggested, "{name}");
+            assert_eq!(similar(name, &all), suggested, "{name}");
         }
+    }
+
+    #[test]
+    fn unknown_name_has_the_way_to_the_right_one() {
+        let (tenants, ends) = (["train", "web"], ["night", "train"]);
+        for (name, expected) in [
+            ("night", "the last one of this name has ended"),
+            ("alice/night", "the last one of this name has ended"),
+            ("trian", "; a similar name is `train`"),
+            ("nightt", "`night`, which has ended"),
+        ] {
+            let hint = hint(name, &tenants, &ends);
+            assert!(hint.contains(expected), "{name}: {hint}");
+        }
+        assert_eq!(hint("xyz", &tenants, &ends), "");
     }
 }

@@ -21,25 +21,33 @@ pub(crate) struct Args {
 pub(crate) fn run(args: &Args, command: &mut clap::Command) -> anyhow::Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(args.shell, command, "gpumux", &mut script);
-    let script = with_tenants(args.shell, String::from_utf8(script)?);
+    let script = completed(args.shell, String::from_utf8(script)?);
     crate::output::print(&script)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Completes the names of tenants, too, where a command takes them.
-fn with_tenants(shell: Shell, script: String) -> String {
+/// Completes the names of tenants, too, where a command takes them, and the program that another command starts.
+fn completed(shell: Shell, script: String) -> String {
     match shell {
-        Shell::Bash => script + &BASH.replace("COMMANDS", &COMMANDS.join("|")),
-        Shell::Fish => script + &FISH.replace("COMMANDS", &COMMANDS.join(" ")),
+        Shell::Bash => {
+            let own = BASH.replace("COMMANDS", &COMMANDS.join("|"));
+            script + &own.replace("STARTERS", &STARTERS.join("|"))
+        }
+        Shell::Fish => {
+            let own = FISH.replace("COMMANDS", &COMMANDS.join(" "));
+            script + &own.replace("STARTERS", &STARTERS.join(" "))
+        }
         Shell::Zsh => {
-            let lines = script.lines().map(|line| match line.contains(NAMED_BY_PS) {
+            let names = |line: &str| NAMES.iter().any(|it| line.contains(it));
+            let lines = script.lines().map(|line| match names(line) {
                 true => line.replace(":_default'", ":_gpumux_tenants'"),
                 false => line.to_owned(),
             });
             let lines: Vec<String> = lines.collect();
+            let own = ZSH.replace("STARTERS", &STARTERS.join("|"));
             // Its function must be there before the last line calls the first.
             let text = lines.join("\n") + "\n";
-            text.replacen("_gpumux() {", &(ZSH.to_owned() + "_gpumux() {"), 1)
+            text.replacen("_gpumux() {\n", &own, 1)
         }
         _ => script,
     }
@@ -50,12 +58,27 @@ const COMMANDS: [&str; 12] = [
     "stop", "kill", "wait", "logs", "ps", "events", "inspect", "set", "hint", "sleep", "wake",
     "explain",
 ];
-/// What the help of such an argument says.
-const NAMED_BY_PS: &str = "as `gpumux ps";
+/// Commands that start the program behind `--`.
+const STARTERS: [&str; 3] = ["run", "emu", "profile"];
+/// What zsh's script has of an argument that names tenants.
+const NAMES: [&str; 2] = ["::names -- ", ":name -- The tenant"];
 const BASH: &str = r#"
 _gpumux_with_tenants() {
+    local at word="${COMP_WORDS[COMP_CWORD]}"
+    if [[ "${COMP_WORDS[1]}" =~ ^(STARTERS)$ ]]; then
+        for ((at = 2; at < COMP_CWORD; at++)); do
+            [[ "${COMP_WORDS[at]}" == -- ]] || continue
+            if declare -F _command_offset >/dev/null; then
+                _command_offset $((at + 1))
+            elif ((at + 1 == COMP_CWORD)); then
+                COMPREPLY=($(compgen -c -- "$word"))
+            else
+                COMPREPLY=()
+            fi
+            return
+        done
+    fi
     _gpumux "$@"
-    local word="${COMP_WORDS[COMP_CWORD]}"
     if [[ "$word" != -* && "${COMP_WORDS[1]}" =~ ^(COMMANDS)$ && $COMP_CWORD -gt 1 ]]; then
         COMPREPLY=($(compgen -W "$(gpumux ps -q 2>/dev/null)" -- "$word"))
     fi
@@ -64,14 +87,30 @@ complete -F _gpumux_with_tenants -o nosort -o bashdefault -o default gpumux 2>/d
     complete -F _gpumux_with_tenants -o bashdefault -o default gpumux
 "#;
 const FISH: &str = r#"
+function __gpumux_started
+    set -l words (commandline -opc)
+    set -l at (contains -i -- -- $words)
+    set -l behind (string escape -- $words[(math $at + 1)..-1]) (commandline -ct)
+    complete -C (string join ' ' -- $behind)
+end
+complete -c gpumux -n "__fish_seen_subcommand_from STARTERS; and contains -- -- (commandline -opc)" -x -a "(__gpumux_started)"
 complete -c gpumux -n "__fish_seen_subcommand_from COMMANDS" -f -a "(gpumux ps -q 2>/dev/null)"
 "#;
+/// Ends in the first line of the script's function.
 const ZSH: &str = r#"_gpumux_tenants() {
     local -a tenants
     tenants=(${(f)"$(gpumux ps -q 2>/dev/null)"})
     compadd -a tenants
 }
 
+_gpumux() {
+    local -i gpumux_behind=${words[(ie)--]}
+    if [[ $words[2] == (STARTERS) ]] && (( gpumux_behind < CURRENT )); then
+        words=("${(@)words[gpumux_behind + 1,-1]}")
+        (( CURRENT -= gpumux_behind ))
+        _normal
+        return
+    fi
 "#;
 
 #[cfg(test)]
@@ -85,18 +124,20 @@ mod tests {
         let mut script = Vec::new();
         let mut command = crate::Cli::command();
         clap_complete::generate(shell, &mut command, "gpumux", &mut script);
-        with_tenants(shell, String::from_utf8(script).unwrap())
+        completed(shell, String::from_utf8(script).unwrap())
     }
 
     #[test]
     fn commands_that_take_tenants_complete_their_names() {
         let zsh = script(Shell::Zsh);
         let places = zsh.matches(":_gpumux_tenants'").count();
-        assert!(places >= 10, "{places}");
+        assert_eq!(places, COMMANDS.len(), "{zsh}");
         assert!(zsh.find("_gpumux_tenants() {") < zsh.find("_gpumux() {"));
         let command = crate::Cli::command();
         let known: Vec<&str> = command.get_subcommands().map(|it| it.get_name()).collect();
         assert!(COMMANDS.iter().all(|name| known.contains(name)));
+        assert!(STARTERS.iter().all(|name| known.contains(name)));
+        assert!(zsh.contains("== (run|emu|profile) ]]"), "{zsh}");
         assert!(script(Shell::Bash).contains("^(stop|kill|"));
         assert!(script(Shell::Fish).contains("seen_subcommand_from stop kill "));
     }

@@ -2,6 +2,8 @@
 
 use std::{path::PathBuf, process::ExitCode};
 
+use clap::builder::{PossibleValue, PossibleValuesParser};
+use gpumux_core::{policy, runlist::Mechanism};
 use gpumux_daemon::{Config, Listen, receiver::Place};
 
 use crate::{libraries, units};
@@ -13,7 +15,7 @@ Examples:
   gpumux daemon --config gpumux.toml --policy weighted
   gpumux daemon --listen 127.0.0.1:9440  with a web page, and /metrics for Prometheus
   gpumux daemon --check                  find mistakes in the configuration, and start nothing
-  GPUMUX_LOG=debug gpumux daemon         say more
+  GPUMUX_LOG=debug gpumux daemon         log in more detail
 
 SIGTERM and SIGINT end it in good order: all tenants are thawed and get back the timeslices that were \
 found.
@@ -31,8 +33,11 @@ pub(crate) struct Args {
     #[arg(long, value_name = "DIR")]
     runtime_dir: Option<PathBuf>,
     /// Scheduling policy: priority, max-min or weighted
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = policies(), hide_possible_values = true)]
     policy: Option<String>,
+    /// How programs are scheduled: by the driver's `controls`, at their `launches`, or `auto`: at launches where the controls are refused
+    #[arg(long, value_name = "NAME")]
+    mechanism: Option<Mechanism>,
     /// TCP address where the web page and metrics can be read (not changed) by all that reach it
     #[arg(long, value_name = "ADDRESS:PORT")]
     listen: Option<Listen>,
@@ -43,7 +48,7 @@ pub(crate) struct Args {
     #[arg(long, conflicts_with = "end_groups")]
     check: bool,
     /// Run no daemon, but end the groups (see `--trust` of `gpumux run`) that the last one left to the next, and all programs in them
-    #[arg(long, conflicts_with_all = ["policy", "listen", "idle_exit"])]
+    #[arg(long, conflicts_with_all = ["policy", "mechanism", "listen", "idle_exit"])]
     end_groups: bool,
 }
 
@@ -52,6 +57,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let mut config = Config::load(args.config.as_deref())?;
     config.runtime_dir = args.runtime_dir.or(config.runtime_dir);
     config.listen = args.listen.or(config.listen);
+    config.mechanism = args.mechanism.unwrap_or(config.mechanism);
     config.idle_exit_s = args.idle_exit.or(config.idle_exit_s);
     if let Some(policy) = args.policy {
         config.policy = policy;
@@ -81,6 +87,15 @@ pub(crate) fn examine() -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
+/// The policies by name; the baseline, which is for measurements, is not shown.
+fn policies() -> PossibleValuesParser {
+    let names = policy::NAMES.map(PossibleValue::new).into_iter();
+    names
+        .chain([PossibleValue::new("fixed").hide(true)])
+        .collect::<Vec<_>>()
+        .into()
+}
+
 /// Names all mistakes of a configuration.
 fn check(config: &Config) -> ExitCode {
     let devices = gpumux_daemon::device_uuids(config);
@@ -89,11 +104,20 @@ fn check(config: &Config) -> ExitCode {
     for mistake in &mistakes {
         eprintln!("gpumux: {mistake}");
     }
-    match mistakes.is_empty() {
-        true => {
-            println!("the configuration is in order");
-            ExitCode::SUCCESS
-        }
-        false => ExitCode::FAILURE,
+    if !mistakes.is_empty() {
+        return ExitCode::FAILURE;
     }
+    println!("the configuration is in order");
+    if devices.is_none() && !config.devices.is_empty() {
+        let named: Vec<String> = config
+            .devices
+            .keys()
+            .map(|it| format!("[devices.{it}]"))
+            .collect();
+        println!(
+            "not checked: {}: NVML lists no device here (`gpumux doctor` tells why)",
+            named.join(", ")
+        );
+    }
+    ExitCode::SUCCESS
 }

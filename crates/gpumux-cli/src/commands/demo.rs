@@ -20,7 +20,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde::{Deserialize, Serialize};
 
 use super::client;
-use crate::{emulated::Server, output};
+use crate::{emulated::Server, output, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -34,9 +34,9 @@ Its device, daemon and programs are its own and are gone when it ends.";
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// How long the whole may take, 10 to 600
-    #[arg(long, default_value_t = 25, value_parser = clap::value_parser!(u64).range(10..=600))]
-    seconds: u64,
+    /// How long the demonstration may take, 10 to 600
+    #[arg(long, default_value_t = 25, value_parser = units::whole(10..=600), allow_negative_numbers = true)]
+    seconds: u32,
     /// Use the emulated device even where there is a GPU
     #[arg(long)]
     emulated: bool,
@@ -116,7 +116,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Another daemon on a device whose tenants run would bring it to a stop: each would let one batch tenant run
-/// with the least slice, and the device would switch between the two without end.
+/// with the shortest timeslice, and the device would switch between the two without end.
 fn refuse_company() -> anyhow::Result<()> {
     let dir = paths::find();
     let tenants = client::block(async |client| client.tenants().await).unwrap_or_default();
@@ -130,12 +130,12 @@ fn refuse_company() -> anyhow::Result<()> {
     Ok(())
 }
 
-fn progress(seconds: u64) -> ProgressBar {
+fn progress(seconds: u32) -> ProgressBar {
     if !output::watched() {
         return ProgressBar::hidden();
     }
     let style = ProgressStyle::with_template("{bar:30} {msg}").expect("a template");
-    let bar = ProgressBar::new(seconds * 1000).with_style(style);
+    let bar = ProgressBar::new(u64::from(seconds) * 1000).with_style(style);
     bar.enable_steady_tick(Duration::from_millis(200));
     bar
 }
@@ -151,9 +151,9 @@ struct Round {
     managed: (Report, Report),
 }
 
-fn play(seconds: u64, emulated: bool, shared: bool, bar: &ProgressBar) -> anyhow::Result<Demo> {
+fn play(seconds: u32, emulated: bool, shared: bool, bar: &ProgressBar) -> anyhow::Result<Demo> {
     // A round has three long measurements and one half as long. The rest is what starting everything takes.
-    let long = (seconds as f64 - 4.0) / f64::from(ROUNDS) / 3.5;
+    let long = (f64::from(seconds) - 4.0) / f64::from(ROUNDS) / 3.5;
     let mut done = 0.0;
     let mut next = |seconds: f64, message: &'static str| {
         bar.set_message(message);

@@ -10,7 +10,12 @@ use std::{
 };
 
 use anyhow::Context;
-use gpumux_emu::Profile;
+use clap::builder::{PathBufValueParser, TypedValueParser};
+use gpumux_emu::{
+    Profile,
+    fault::{Fault, FaultError},
+    profile::ProfileError,
+};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     fs::{FlockOperation, flock},
@@ -23,7 +28,10 @@ use tokio::{
 };
 
 use super::become_program;
-use crate::emulated::{self, Server};
+use crate::{
+    emulated::{self, Server},
+    units,
+};
 
 /// How long a daemon may take to end with the device.
 const DAEMON_END: Duration = Duration::from_secs(5);
@@ -104,19 +112,29 @@ struct MpsArgs {
 #[derive(clap::Args)]
 struct DeviceArgs {
     /// Profile of the device (TOML) [default: an H100]
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = PathBufValueParser::new().try_map(profile))]
     profile: Option<PathBuf>,
     /// How many devices [default: as the profile says]
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = units::whole(1..=16), allow_negative_numbers = true)]
     devices: Option<u32>,
 }
 
 #[derive(clap::Args)]
 struct FaultArgs {
-    /// What shall go wrong, at which of the program's calls: out-of-memory, illegal-address, trap, endless, device-lost,
+    /// What shall go wrong, at which of the program's calls, such as trap@3: out-of-memory, illegal-address, trap, endless, device-lost,
     /// stalled-copy, control, kill, stop or fail
-    #[arg(long = "fault", value_name = "KIND@N", value_delimiter = ',')]
+    #[arg(long = "fault", value_name = "KIND@N", value_delimiter = ',', value_parser = fault)]
     faults: Vec<String>,
+}
+
+/// A profile that can be read: a wrong one starts nothing.
+fn profile(file: PathBuf) -> Result<PathBuf, ProfileError> {
+    Profile::load(&file).map(|_| file)
+}
+
+/// A fault as the program's library reads it.
+fn fault(text: &str) -> Result<String, FaultError> {
+    text.parse::<Fault>().map(|_| text.to_owned())
 }
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
@@ -138,6 +156,10 @@ fn start(device: &DeviceArgs, fault: &FaultArgs, command: &[OsString]) -> anyhow
         program.env("GPUMUX_EMU_FAULT", fault.faults.join(","));
     }
     let server = match Server::here() {
+        Some(_) if !device.options().is_empty() => {
+            let message = "--devices and --profile are of a new device, and GPUMUX_EMU_SOCKET names one that runs: unset it, or leave them out";
+            return Err(units::Usage(message.to_owned()).into());
+        }
         Some(server) => server,
         None => {
             let dir = tempfile::Builder::new().prefix("gpumux-emu-").tempdir()?;

@@ -58,7 +58,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 fn line(event: &Event, json: bool) -> String {
     if json {
         // No map with odd keys is in it.
-        return serde_json::to_string(event).unwrap_or_default();
+        return output::json_text(&serde_json::to_string(event).unwrap_or_default());
     }
     let at = jiff::Timestamp::from_millisecond(event.at_ms as i64).unwrap_or_default();
     let tenant = event.tenant.as_deref().unwrap_or("-");

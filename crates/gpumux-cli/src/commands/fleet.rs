@@ -1,4 +1,4 @@
-//! `gpumux fleet`: places tenants on the GPUs of a fleet, and replays workloads on one.
+//! `gpumux fleet`: places tenants on the GPUs of a fleet, replays workloads on one, and orders nodes for the Kubernetes scheduler.
 
 use std::{
     collections::BTreeMap,
@@ -48,6 +48,7 @@ enum Command {
     Place(PlaceArgs),
     Simulate(SimulateArgs),
     Size(SizeArgs),
+    Serve(gpumux_dra::extender::Args),
 }
 
 #[derive(clap::Args)]
@@ -97,7 +98,7 @@ struct SimulateArgs {
     json: bool,
 }
 
-/// Find the smallest fleet for 99% of the tenants' shares at once, by way of sharing GPUs
+/// Find the smallest fleet for 99% of the tenants' shares, for each way of sharing GPUs
 #[derive(clap::Args)]
 struct SizeArgs {
     #[command(flatten)]
@@ -105,7 +106,7 @@ struct SizeArgs {
     /// Orders of nodes and tenants, each with the seeds 42, 43, ...
     #[arg(long, value_name = "N", default_value_t = 1)]
     seeds: u64,
-    /// Size to the next N GPUs
+    /// Round the size up to a multiple of N GPUs
     #[arg(long, value_name = "N", default_value_t = 8)]
     step: usize,
     /// Print JSON
@@ -118,6 +119,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         Command::Place(args) => place(args),
         Command::Simulate(args) => simulate(args),
         Command::Size(args) => size(args),
+        Command::Serve(args) => {
+            crate::bounded_log::start();
+            gpumux_dra::extender::run(args).map_err(Into::into)
+        }
     }?;
     Ok(ExitCode::SUCCESS)
 }

@@ -45,7 +45,7 @@ enum Known {
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let name = &args.name;
     let known = client::about(name, async |client| {
-        let missing = match client.tenant(name).await {
+        match client.tenant(name).await {
             Ok(tenant) => {
                 let explanation = client.explanation(name).await?;
                 return Ok(Known::Lives {
@@ -53,12 +53,14 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
                     explanation: explanation.into(),
                 });
             }
-            Err(error @ ClientError::Refused { status: 404, .. }) => error,
+            Err(ClientError::Refused { status: 404, .. }) => {}
             Err(error) => return Err(error),
-        };
+        }
         let ends = client.ended().await?;
         let ended = client::last_end(ends, name, |_| true);
-        ended.map(|ended| Known::Ended { ended }).ok_or(missing)
+        ended
+            .map(|ended| Known::Ended { ended })
+            .ok_or_else(|| client::unknown(name))
     })?;
     output::json(&known)?;
     Ok(ExitCode::SUCCESS)

@@ -89,28 +89,23 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 
 /// The tenant's file: as the daemon records it, or where this user's are.
 fn find(name: &str) -> anyhow::Result<PathBuf> {
-    let known = client::block(async |client| {
-        let log = match client.tenant(name).await {
-            Ok(tenant) => Some(tenant.log),
-            Err(_) => {
-                let ends = client.ended().await?;
-                client::last_end(ends, name, |_| true).map(|end| end.log)
-            }
-        };
-        Ok(log)
+    let known = client::about(name, async |client| match client.tenant(name).await {
+        Ok(tenant) => Ok(tenant.log),
+        Err(_) => {
+            let ends = client.ended().await?;
+            let end = client::last_end(ends, name, |_| true);
+            end.map(|end| end.log).ok_or_else(|| client::unknown(name))
+        }
     });
     // Only tenants of this user have their output there.
     let own_name = name.rsplit('/').next().unwrap_or(name);
     let own = logs::folder().map(|folder| logs::file(&folder, own_name));
     match (known, own) {
-        (Ok(Some(Some(path))), _) => Ok(path.into()),
-        (Ok(Some(None)), _) => bail!(
+        (Ok(Some(path)), _) => Ok(path.into()),
+        (Ok(None), _) => bail!(
             "`{name}` does not run detached, so its output went where `gpumux run` was called: use `gpumux run -d`"
         ),
         (_, Ok(path)) if path.is_file() => Ok(path),
-        (Ok(None), _) => {
-            bail!("no tenant is called `{name}`, and none that ended lately: see `gpumux ps -a`")
-        }
         (Err(error), _) => Err(error.into()),
     }
 }

@@ -93,7 +93,8 @@ fn table(device: &DeviceMemory) -> String {
     title + &output::table(&rows)
 }
 
-const MOVES: &str = "\
+/// The help of `gpumux sleep`.
+pub(crate) const SLEEP: &str = "\
 Examples:
   gpumux sleep serve
   gpumux wake serve
@@ -101,9 +102,17 @@ Examples:
 The tenant is frozen, maybe in the middle of a kernel, and its memory is moved to the host. It comes back with \
 its next CUDA call, or with `gpumux wake`. Returns when the move is done.";
 
+/// The help of `gpumux wake`.
+pub(crate) const WAKE: &str = "\
+Examples:
+  gpumux sleep serve
+  gpumux wake serve
+
+Brings back what `gpumux sleep`, `--sleep-after` or other tenants' need moved to the host, so that the next CUDA call need not wait \
+for it. Returns when the memory is on the device; where that has no room, the command waits or reports it.";
+
 /// Which tenant
 #[derive(clap::Args)]
-#[command(after_help = MOVES)]
 pub(crate) struct Move {
     /// The tenant, as `gpumux ps` names it
     name: String,

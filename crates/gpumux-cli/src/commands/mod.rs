@@ -29,7 +29,7 @@ pub(crate) mod trace;
 pub(crate) mod wait;
 pub(crate) mod workload;
 
-mod client;
+pub(crate) mod client;
 mod spec;
 mod supervise;
 

@@ -30,7 +30,7 @@ use super::{
     client,
     run::{self, Failure},
 };
-use crate::{fingerprint, libraries, output};
+use crate::{fingerprint, libraries, output, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -41,7 +41,7 @@ Examples:
 
 The program runs once for every point, alone in a group, confined to so many percent of the SMs, and is ended \
 (SIGTERM) when it was measured. Throughput is the work (kernels, graphs) that it gives to the device per second in which no other \
-tenant kept it waiting. Its standard output is thrown away.
+tenant kept it waiting. Its standard output is discarded.
 
 The daemon keeps the curve by the program's fingerprint: `gpumux run --trust NAME` of the same program divides the SMs of its \
 group by it, as with --utility. A fingerprint is made from the executable and the arguments, where the first that is a file counts with its whole path; \
@@ -58,7 +58,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "NAME")]
     fingerprint: Option<String>,
     /// Percentages of the SMs to measure at
-    #[arg(long, value_name = "PERCENT,…", value_delimiter = ',', default_value = "25,50,75,100", value_parser = clap::value_parser!(u32).range(1..=100))]
+    #[arg(long, value_name = "PERCENT,…", value_delimiter = ',', default_value = "25,50,75,100", value_parser = units::whole(1..=100), allow_negative_numbers = true)]
     points: Vec<u32>,
     /// Seconds to wait at each point after the program's first work
     #[arg(long, value_name = "S", default_value = "5", value_parser = seconds)]

@@ -36,9 +36,10 @@ States:
   swapped     some or all of its memory is on the host
   blocked     waits for room in a GPU's memory
   faulty      gpumux cannot control it: `gpumux explain NAME` names the error
-  tampers     its processes undo what gpumux sets: `gpumux explain NAME` says more
+  tampers     its processes undo what gpumux sets: `gpumux explain NAME` has the details
 
-Guarantees that do not hold yet, faults in groups, and processes that use a GPU without gpumux are listed below the tenants.";
+Guarantees that do not hold yet, tenants that are scheduled at launch, faults in groups, and processes that use a GPU without gpumux are \
+listed below the tenants.";
 
 /// List the tenants
 #[derive(clap::Args)]
@@ -149,6 +150,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             for tenant in &tenants {
                 output::print(&table::hindered(tenant, &everyone))?;
             }
+            output::print(&table::at_launch(&tenants))?;
             for fault in &status.faults {
                 output::print(&table::told(fault, now))?;
             }

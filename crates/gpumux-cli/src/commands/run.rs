@@ -35,7 +35,7 @@ use crate::{
     frameworks::{self, FrameworkMemory},
     libraries,
     logs::{self, Log},
-    names, output,
+    names, output, units,
 };
 
 /// The variable that tells CUDA programs which devices to use.
@@ -82,7 +82,7 @@ and scripts also XLA_PYTHON_CLIENT_PREALLOCATE=false (JAX) and TF_FORCE_GPU_ALLO
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// The tenant's name; without it, that of the script, module or program, numbered where it is in use
-    #[arg(long)]
+    #[arg(long, value_parser = units::name)]
     name: Option<String>,
     /// Run in the background: prints the tenant's name; `gpumux logs` shows the output
     #[arg(short, long)]
@@ -90,10 +90,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     spec: SpecArgs,
     /// GPUs that it may use, and that its guarantees hold on: numbers as nvidia-smi has them, UUIDs, or all [default: those of CUDA_VISIBLE_DEVICES, else all]
-    #[arg(long, value_name = "GPU,…", value_delimiter = ',')]
+    #[arg(long, value_name = "GPU,…", value_delimiter = ',', value_parser = units::device)]
     gpu: Vec<String>,
     /// Trust domain: tenants of yours that name the same one may share the SMs at the same time; a crash of one then ends all of them
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = units::name)]
     trust: Option<String>,
     /// time: a context of its own, in turns with others; space: the group of its trust domain; auto: what serves it best, without a trust domain always time
     #[arg(long, value_parser = sharing(), default_value = Sharing::default().name())]
@@ -102,7 +102,7 @@ pub(crate) struct Args {
     #[arg(long, value_name = "PERCENT:RATE,…", value_delimiter = ',', value_parser = point)]
     utility: Vec<(u32, f64)>,
     /// The name under which the daemon keeps the program's scaling profile; without it, with --trust, one that is made from the command (see `gpumux profile`)
-    #[arg(long, value_name = "NAME")]
+    #[arg(long, value_name = "NAME", value_parser = units::name)]
     fingerprint: Option<String>,
     /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent
     #[arg(long, value_enum, default_value_t)]
@@ -162,6 +162,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     };
     let grows = args.framework_memory == FrameworkMemory::Grow
         && (names::may_run_python(&args.command) || elf::is_script(name));
+    if args.framework_memory == FrameworkMemory::Leave {
+        program.env(gpumux_wire::FRAMEWORK_MEMORY_VARIABLE, "leave");
+    }
     let frameworks = grows.then(|| frameworks::set(&mut program)).flatten();
     for line in notes(&args, &tenant).into_iter().chain(frameworks) {
         eprintln!("gpumux: {line}");
@@ -320,6 +323,7 @@ fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
         fingerprint: args.fingerprint.clone().or(own),
         devices: args.gpu.clone(),
         visible: env::var(VISIBLE).ok(),
+        leaves: env::var("GPUMUX_TENANT").ok(),
         ..NewTenant::default()
     })
 }

@@ -23,9 +23,15 @@ others leave no room for is refused and changes nothing. What was set for a tena
 remembered, also when the daemon restarts: your next tenant of this name has it, unless `gpumux \
 run` names another value. `gpumux run` prints a line about it.";
 
+/// Its own: the one that clap makes has all settings in one line.
+const USAGE: &str = "\
+gpumux set [OPTIONS] <NAME>
+       gpumux set --forget <NAME>
+       gpumux set --list [NAME]";
+
 /// Change the settings of a running tenant
 #[derive(clap::Args)]
-#[command(after_help = EXAMPLES)]
+#[command(after_help = EXAMPLES, override_usage = USAGE)]
 #[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget", "list"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it

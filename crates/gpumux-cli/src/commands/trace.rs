@@ -13,8 +13,8 @@ Examples:
   gpumux trace --seconds 2 | jq '.traceEvents | length'
 
 The daemon always remembers the last events of each device, so a trace shows what has already \
-happened. Open it at https://ui.perfetto.dev or in chrome://tracing: one process per device, \
-one thread per domain, with its states, its slices and the policy's reasons.";
+happened. Open it at https://ui.perfetto.dev or in chrome://tracing: a \
+process for each device, and in it a row for each channel group with its states, its timeslices and the policy's reasons.";
 
 /// Write what the scheduler did lately as a Chrome trace
 #[derive(clap::Args)]

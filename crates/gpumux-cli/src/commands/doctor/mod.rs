@@ -27,7 +27,7 @@ Exit codes:
   0    timeslice, freeze and thaw work on every device
   1    they do not, or there is no device";
 
-/// Say which controls work on each device, and why not
+/// Test which controls work on each device, and print why one does not
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
@@ -233,6 +233,9 @@ fn text(report: &Report) -> String {
         }
         let rows: Vec<_> = device.controls.iter().map(row).collect();
         text += &output::table(&rows);
+        if !device.usable() {
+            text += "  instead of the controls, gpumux schedules launches: a running kernel is not interrupted\n";
+        }
     }
     if let Some(problem) = &report.problem {
         text += &format!("\nno device: {problem}\n");

@@ -7,6 +7,7 @@ use std::{
 
 use gpumux_core::{
     quantity::{Percent, Size, Time},
+    runlist::Mechanism,
     space::Way,
 };
 use gpumux_daemon::api::types::{Device, Domain, Ended, Fault, MemoryShare, Placement, Tenant};
@@ -310,6 +311,23 @@ pub(super) fn hindered(tenant: &Tenant, all: &[Tenant]) -> String {
             tenant.name,
             Percent(tenant.spec.guaranteed),
             by.join(", ")
+        ),
+    }
+}
+
+/// A line about the tenants that are scheduled at launch, if there are some.
+pub(super) fn at_launch(tenants: &[Tenant]) -> String {
+    let is = |it: &&Tenant| {
+        it.domains
+            .iter()
+            .any(|it| it.mechanism == Mechanism::Launches)
+    };
+    let all: Vec<&str> = tenants.iter().filter(is).map(|it| &*it.name).collect();
+    match all.is_empty() {
+        true => String::new(),
+        false => format!(
+            "scheduled at launch, without the driver's controls: {}\n",
+            all.join(", ")
         ),
     }
 }

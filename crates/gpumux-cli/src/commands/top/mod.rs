@@ -23,6 +23,7 @@ use ratatui::{
 };
 use tokio::runtime::Runtime;
 
+use crate::units;
 use keys::Action;
 use view::{Answer, Change, View, What};
 
@@ -36,24 +37,18 @@ Examples:
 
 Press ? for the keys. No single key changes a tenant's class or puts it to sleep: c asks for the class, z asks for y. \
 u undoes the last change. The bar is filled as far as a tenant receives its GPU; | is the share that it gets when all tenants have work. \
-WAIT is the part of the time in which it has work and doesn't run.";
+WAIT is the part of the time in which it has work and does not run.";
 
 /// Watch what tenants receive; change classes and weights; put to sleep and wake
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// Seconds between two looks, 0.1 to 60
-    #[arg(long, default_value_t = 0.5, value_name = "SECONDS")]
+    #[arg(long, default_value_t = 0.5, value_name = "SECONDS", value_parser = units::interval)]
     interval: f64,
 }
 
 pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
-    if !(0.1..=60.0).contains(&args.interval) {
-        bail!(
-            "an interval of {} s is out of range: use 0.1 to 60",
-            args.interval
-        );
-    }
     if !io::stdout().is_terminal() {
         bail!("`gpumux top` needs a terminal: use `gpumux ps --json` in scripts");
     }
