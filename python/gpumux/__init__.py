@@ -6,7 +6,8 @@
     with gpumux.request():            # `gpumux ps --json` shows count, median and 99% of request times
         model(prepare(data))
     gpumux.advise(cache.data_ptr(), cache.nbytes, gpumux.DISCARDABLE)  # its contents need not survive a move
-    gpumux.on_reclaim(gpumux.torch_cache)  # PyTorch's free blocks are given back when others need memory
+    gpumux.on_reclaim(function)       # has it free memory when others need some
+    gpumux.sleep()                    # all memory of the tenant moves to the host, until its next work
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ import atexit
 import contextlib
 import ctypes
 import sys
+from dataclasses import dataclass
 from typing import Any, Callable, Iterator
+
+from gpumux import _daemon
+from gpumux._daemon import DaemonError as DaemonError
 
 __version__ = "0.2.0"
 
@@ -108,3 +113,68 @@ def request() -> Iterator[None]:
     number = begin()
     yield
     end(number)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What the tenant has of one device, in bytes."""
+
+    device: str
+    """UUID, as NVML writes it."""
+    in_use: int
+    """On the device."""
+    swapped: int
+    """On the host."""
+    pinned: int
+    """Of `in_use`, what can't be moved."""
+    guaranteed: int
+    limit: int | None
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """The tenant of this process."""
+
+    name: str
+    class_: str
+    """`latency`, `standard` or `batch`."""
+    asleep: bool
+    """Its memory is on the host."""
+    memory: tuple[Memory, ...]
+
+
+def tenant() -> Tenant | None:
+    """The tenant of this process; None where no daemon manages it: without `gpumux run`, before its first context, without a daemon, in
+    a container that has not the daemon's API.
+    """
+    own = _daemon.own()
+    if own is None:
+        return None
+    names = ("device", "in_use", "swapped", "pinned", "guaranteed", "limit")
+    memory = tuple(Memory(**{name: it.get(name) for name in names}) for it in own["memory"])
+    return Tenant(own["name"], own["class"], own["asleep"], memory)
+
+
+def limits() -> tuple[Memory, ...]:
+    """What the tenant has of each device, and may have; nothing where no daemon manages this process."""
+    found = tenant()
+    return found.memory if found else ()
+
+
+def sleep() -> bool:
+    """Moves all memory of the tenant to the host, also that of its other processes. It is back at the next work of any of them. Returns
+    whether a daemon manages this process; raises `DaemonError` with the reason where memory cannot be moved.
+    """
+    return _move("sleep")
+
+
+def wake() -> bool:
+    """Brings it back before that. Returns and raises as `sleep`."""
+    return _move("wake")
+
+
+def _move(what: str) -> bool:
+    own = _daemon.own()
+    if own is not None:
+        _daemon.move(what, own["name"])
+    return own is not None

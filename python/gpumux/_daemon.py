@@ -1,0 +1,68 @@
+"""The daemon's API, as far as a program asks about itself: over its socket, with nothing but the standard library."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+TIMEOUT_S = 10.0
+"""For an answer that needs no move of memory."""
+
+
+class DaemonError(RuntimeError):
+    """The daemon refuses, and says why."""
+
+
+class _Connection(http.client.HTTPConnection):
+    """HTTP over a socket of the file system."""
+
+    def __init__(self, path: Path, timeout: float | None) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self.path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self.path))
+
+
+def _socket() -> Path | None:
+    """Of the daemon that manages this process."""
+    session = os.environ.get("GPUMUX_SOCKET")
+    return Path(session).with_name("api.sock") if session else None
+
+
+def ask(method: str, path: str, timeout: float | None = TIMEOUT_S) -> Any:
+    """What the daemon answers; none where there is no daemon."""
+    where = _socket()
+    if where is None:
+        return None
+    connection = _Connection(where, timeout)
+    try:
+        connection.request(method, path, headers={"content-type": "application/json"})
+        response = connection.getresponse()
+        text = response.read()
+    except (ConnectionRefusedError, FileNotFoundError):
+        return None
+    finally:
+        connection.close()
+    answer = json.loads(text) if text else {}
+    if response.status >= 400:
+        raise DaemonError(answer.get("error", f"the daemon answers {response.status} to {method} {path}"))
+    return answer
+
+
+def own() -> dict[str, Any] | None:
+    """This process's tenant."""
+    tenants: list[dict[str, Any]] = ask("GET", "/v1/tenants") or []
+    return next((it for it in tenants if os.getpid() in it["pids"]), None)
+
+
+def move(what: str, name: str) -> None:
+    """Moves a tenant's memory: `sleep` or `wake`."""
+    ask("POST", f"/v1/tenants/{quote(name, safe='')}/{what}", timeout=None)

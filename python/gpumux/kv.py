@@ -1,0 +1,586 @@
+"""Pages of device memory for caches that grow and shrink, such as the KV cache of a language-model server.
+
+    import gpumux.kv
+
+    pool = gpumux.kv.Pool(bytes_max=64 << 30, page_bytes=2 << 20)
+    cache = torch.from_dlpack(pool.tensor())  # one row of bytes a page; its address stays
+    pages = pool.alloc(16)                    # their numbers, or None: there is no room now
+    pool.free(pages)                          # others get their memory when they lack room
+    keys = pool.cached(pages)                 # or: the contents may be of use again
+    pages = pool.touch(keys)                  # None for each page whose contents are gone
+
+Under `gpumux run` a pool has memory only behind the pages that it needs. What is free or cached is there for other tenants, which take it
+without this program's help, whatever its threads do. Without the library that `gpumux run` preloads, the pool takes `bytes_max` of device
+memory at once; without a device, of the host's memory. `Pool.kind` and a warning say so.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import heapq
+import math
+import mmap
+import threading
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any, Callable, Iterable, Iterator, Sequence
+
+import gpumux
+
+OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
+"""States of a granule: see include/gpumux.h."""
+
+_DONE, _NOT_YET, _FULL = 0, 1, 2
+_GRANULE = 16 << 20
+_WHY = {
+    _NOT_YET: "there is no room for one granule on the device now",
+    _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
+    -1: "a granule is a multiple of 2 MiB, at most 64 MiB",
+    -2: "no context of the device is current",
+    -3: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
+    -4: "the driver refuses to reserve addresses or to map memory",
+}
+
+_range_new = gpumux._function(
+    "gpumux_range_new", ctypes.c_int, ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_void_p
+)
+_range_free = gpumux._function("gpumux_range_free", ctypes.c_int, ctypes.c_uint64)
+_commit = gpumux._function(
+    "gpumux_commit", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint
+)
+_decommit = gpumux._function("gpumux_decommit", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64)
+_mark = gpumux._function(
+    "gpumux_mark", ctypes.c_int64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int
+)
+
+
+class PoolError(RuntimeError):
+    """A pool cannot be made, or not in the way that was asked for."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a pool has, in bytes."""
+
+    bytes_max: int
+    """All pages."""
+    target: int
+    """So much it should keep: less than `bytes_max` while others lack room."""
+    committed: int
+    """Memory that is behind its pages."""
+    in_use: int
+    """Pages in use."""
+    cached: int
+    """Pages that are a cache, some of which may be gone."""
+    taken: int
+    """How many granules others have taken since it was made."""
+
+
+class _Header(ctypes.Structure):
+    """`struct gpumux_range`"""
+
+    _fields_ = [
+        (name, ctypes.c_uint64)
+        for name in ("address", "bytes", "granule", "granules", "target", "taken", "reserved0", "reserved1")
+    ]
+
+
+class _Driver:
+    """The driver API, with a context of the device current."""
+
+    def __init__(self, device: int) -> None:
+        try:
+            self.library = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise PoolError(f"there is no CUDA driver: {error}") from None
+        self.call("cuInit", 0)
+        current = ctypes.c_int(-1)
+        if self.library.cuCtxGetDevice(ctypes.byref(current)) or current.value != device:
+            context = ctypes.c_void_p()
+            self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+            self.call("cuCtxSetCurrent", context)
+
+    def call(self, name: str, *arguments: Any) -> None:
+        if error := getattr(self.library, name)(*arguments):
+            raise PoolError(f"{name} answers {error}")
+
+
+class _Elastic:
+    """A range of gpumux's."""
+
+    kind = "elastic"
+
+    def __init__(self, device: int, size: int, granule: int) -> None:
+        if not _range_new:
+            raise PoolError("gpumux's library is not loaded (start the program with `gpumux run`)")
+        _Driver(device)
+        at = ctypes.c_void_p()
+        answer = _range_new(device, size, granule, ctypes.byref(at))
+        if answer != _DONE or not at.value:
+            raise PoolError(f"an elastic range of {size} bytes on device {device}: {_WHY.get(answer, answer)}")
+        self.header = _Header.from_address(at.value)
+        self.address, self.granule = int(self.header.address), granule
+        self.words = (ctypes.c_uint32 * self.header.granules).from_address(at.value + ctypes.sizeof(_Header))
+
+    def commit(self, first: int, count: int, wait_s: float) -> int:
+        return int(_commit(self.address, first, count, max(0, int(wait_s * 1000))))
+
+    def decommit(self, first: int, count: int) -> None:
+        _decommit(self.address, first, count)
+
+    def mark(self, first: int, count: int, state: int) -> int:
+        return int(_mark(self.address, first, count, state))
+
+    def generation(self, granule: int) -> int:
+        return int(self.words[granule]) >> 3
+
+    def committed(self) -> int:
+        return sum(1 for word in self.words if word & 7) * self.granule
+
+    def target(self) -> int:
+        return int(self.header.target)
+
+    def taken(self) -> int:
+        return int(self.header.taken)
+
+    def close(self) -> None:
+        _range_free(self.address)
+
+
+class _Plain:
+    """Memory that is there as a whole, and stays."""
+
+    def __init__(self, size: int, granule: int) -> None:
+        self.size, self.granule = size, granule
+
+    def commit(self, _first: int, _count: int, _wait_s: float) -> int:
+        return _DONE
+
+    def decommit(self, _first: int, _count: int) -> None:
+        pass
+
+    def mark(self, _first: int, _count: int, _state: int) -> int:
+        return 0
+
+    def generation(self, _granule: int) -> int:
+        return 0
+
+    def committed(self) -> int:
+        return self.size
+
+    target = committed
+
+    def taken(self) -> int:
+        return 0
+
+
+class _Device(_Plain):
+    kind = "device"
+
+    def __init__(self, device: int, size: int, granule: int) -> None:
+        super().__init__(size, granule)
+        self.driver, at = _Driver(device), ctypes.c_uint64()
+        self.driver.call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
+        self.address = int(at.value)
+
+    def close(self) -> None:
+        self.driver.call("cuMemFree_v2", ctypes.c_uint64(self.address))
+
+
+class _Host(_Plain):
+    kind = "host"
+
+    def __init__(self, size: int, granule: int) -> None:
+        super().__init__(size, granule)
+        self.memory = mmap.mmap(-1, size)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def close(self) -> None:
+        pass  # It goes with the last view of it.
+
+
+def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
+    """An elastic range; else, if that is allowed, all of the memory at once."""
+    try:
+        return _Elastic(device, size, granule)
+    except PoolError as error:
+        if not fallback:
+            raise
+        why = str(error)
+    try:
+        plain: Any = _Device(device, size, granule)
+    except PoolError as error:
+        plain, why = _Host(size, granule), f"{why}; {error}"
+    where = "device" if plain.kind == "device" else "host"
+    warnings.warn(f"gpumux.kv: all {size} bytes of {where} memory are taken now, and stay: {why}", stacklevel=4)
+    return plain
+
+
+def _runs(numbers: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Neighbours among sorted numbers: the first, and how many."""
+    first = count = -1
+    for number in numbers:
+        if count > 0 and number == first + count:
+            count += 1
+            continue
+        if count > 0:
+            yield first, count
+        first, count = number, 1
+    if count > 0:
+        yield first, count
+
+
+class Pool:
+    """Pages of one device's memory at addresses that stay.
+
+    `bytes_max` are its addresses, `page_bytes` the size of a page, of any number of bytes. Memory comes in granules of `granule_bytes`
+    (a multiple of 2 MiB, at most 64 MiB). With `fallback=False` it is an error where memory cannot be elastic.
+
+    Its methods may be called by any thread. Pages must not be freed, cached or left to others while a kernel that uses them is still
+    to run.
+    """
+
+    def __init__(
+        self,
+        bytes_max: int,
+        page_bytes: int,
+        *,
+        device: int = 0,
+        granule_bytes: int = _GRANULE,
+        fallback: bool = True,
+    ) -> None:
+        if page_bytes <= 0 or bytes_max < page_bytes:
+            raise ValueError(f"a pool has at least one page: {bytes_max} bytes in pages of {page_bytes}")
+        if granule_bytes % (2 << 20) or not 0 < granule_bytes <= 64 << 20:
+            raise ValueError(f"a granule is a multiple of 2 MiB, at most 64 MiB: {granule_bytes} bytes")
+        self.device, self.page_bytes, self.pages = device, page_bytes, bytes_max // page_bytes
+        granules = math.ceil(self.pages * page_bytes / granule_bytes)
+        self._memory = _backing(device, granules * granule_bytes, granule_bytes, fallback)
+        self.kind: str = self._memory.kind
+        """`elastic`, `device` or `host`."""
+        self.address: int = self._memory.address
+        """Where page 0 is; page n is `n * page_bytes` behind it."""
+        self.granule_bytes = granule_bytes
+        self._lock = threading.RLock()
+        self._closed = False
+        # Of each page: free, cached or in use. Of each granule: how many such pages reach into it.
+        self._states = bytearray([FREE]) * self.pages
+        self._in_use, self._has_cached = [0] * granules, [0] * granules
+        # Free pages by the granule in which they begin; granules that have some, the lowest first.
+        self._free: list[list[int]] = [[] for _ in range(granules)]
+        for page in reversed(range(self.pages)):
+            self._free[page * page_bytes // granule_bytes].append(page)
+        self._open = [granule for granule in range(granules) if self._free[granule]]
+        self._is_open = bytearray(bool(it) for it in self._free)
+        self._unused = self.pages
+        # By key: the page, and how often its granules had lost their memory. The oldest first.
+        self._cache: collections.OrderedDict[int, tuple[int, tuple[int, ...]]] = collections.OrderedDict()
+        self._keys = 0
+
+    # ---- pages -------------------------------------------------------------------------------
+
+    def alloc(self, count: int, wait_s: float = 1.0) -> list[int] | None:
+        """So many pages, with undefined contents; None when there is no room for them within about `wait_s`.
+
+        Where room is short, the pool's own cached pages go first, the oldest before the others.
+        """
+        deadline = time.monotonic() + wait_s
+        with self._lock:
+            self._check_open()
+            if count > self._unused + len(self._cache):
+                return None
+            self._evict(count - self._unused)
+            pages = self._pick(count)
+            if self._back(pages, deadline):
+                return pages
+            self._unpick(pages)
+            # There is no more memory. What the pool has is used before it is said.
+            pages = []
+            while self._cache and len(pages) < count:
+                self._evict(1)
+                pages = self._pick_backed(count)
+            if len(pages) == count and self._back(pages, 0):
+                return pages
+            self._unpick(pages)
+            return None
+
+    def free(self, pages: Sequence[int]) -> None:
+        """Their contents are not needed any more."""
+        with self._lock:
+            self._check_open()
+            self._leave(pages)
+            self._unpick(pages)
+            self._settle(pages)
+
+    def cached(self, pages: Sequence[int]) -> list[int]:
+        """Their contents can be made anew, and may be of use: a key for each, by which `touch` finds it."""
+        with self._lock:
+            self._check_open()
+            self._leave(pages)
+            keys = []
+            for page in pages:
+                self._states[page] = CACHED
+                granules = self._granules(page)
+                for granule in granules:
+                    self._has_cached[granule] += 1
+                self._keys += 1
+                self._cache[self._keys] = page, tuple(self._memory.generation(it) for it in granules)
+                keys.append(self._keys)
+            self._settle(pages)
+            return keys
+
+    def touch(self, keys: Sequence[int]) -> list[int | None]:
+        """Takes cached pages into use again: the number of each, or None where its contents are gone. Keys are used once."""
+        with self._lock:
+            self._check_open()
+            found: list[int | None] = []
+            for key in keys:
+                entry = self._cache.pop(key, None)
+                if entry is None:
+                    found.append(None)
+                    continue
+                page, generations = entry
+                granules = self._granules(page)
+                there = all(self._in_use[it] or not self._memory.mark(it, 1, IN_USE) for it in granules)
+                there = there and generations == tuple(self._memory.generation(it) for it in granules)
+                self._uncache(page)
+                if there:
+                    self._enter([page])
+                else:
+                    self._unpick([page])
+                    self._settle([page])
+                found.append(page if there else None)
+            return found
+
+    def trim(self) -> int:
+        """Gives all memory without contents back now; how many bytes that were."""
+        with self._lock:
+            self._check_open()
+            before = self._memory.committed()
+            unused = (it for it, used in enumerate(self._in_use) if not used and not self._has_cached[it])
+            for first, count in _runs(unused):
+                self._memory.decommit(first, count)
+            return int(before - self._memory.committed())
+
+    def limits(self) -> Limits:
+        """What it has now."""
+        with self._lock:
+            self._check_open()
+            cached = len(self._cache)
+            return Limits(
+                bytes_max=self.pages * self.page_bytes,
+                target=self._memory.target(),
+                committed=self._memory.committed(),
+                in_use=(self.pages - self._unused - cached) * self.page_bytes,
+                cached=cached * self.page_bytes,
+                taken=self._memory.taken(),
+            )
+
+    def on_reclaim(self, function: Callable[[int], object]) -> bool:
+        """Has `function(missing)` called, in a thread of its own, when others lack so many bytes on the device, before pages in use are
+        moved: it frees pages. Returns whether that is possible."""
+
+        def call(device: int, missing: int) -> int:
+            if device != self.device or self._closed:
+                return 0
+            function(missing)
+            return self.trim()
+
+        return self.kind == "elastic" and gpumux.on_reclaim(call)
+
+    def close(self) -> None:
+        """Frees all of it; tensors of it must not be used any more. Without this it ends with the process."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._memory.close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    # ---- tensors -----------------------------------------------------------------------------
+
+    def tensor(self, shape: Sequence[int] | None = None, dtype: str = "uint8") -> Tensor:
+        """All of the pages, for `torch.from_dlpack` and others: rows of bytes, or as it is said. Of pages that are not in use the contents
+        are undefined."""
+        kind, bits = _dtype(dtype)
+        shape = tuple(shape) if shape is not None else (self.pages, self.page_bytes * 8 // bits)
+        if any(it < 0 for it in shape) or math.prod(shape) * bits // 8 > self.pages * self.page_bytes:
+            raise ValueError(f"{shape} of {dtype} is more than {self.pages} pages of {self.page_bytes} bytes")
+        return Tensor(self, shape, dtype)
+
+    # ---- inside ------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("the pool is closed")
+
+    def _granules(self, page: int) -> range:
+        first = page * self.page_bytes
+        return range(first // self.granule_bytes, (first + self.page_bytes - 1) // self.granule_bytes + 1)
+
+    def _granules_of(self, pages: Iterable[int]) -> list[int]:
+        return sorted({granule for page in pages for granule in self._granules(page)})
+
+    def _pick(self, count: int) -> list[int]:
+        """Free pages at the lowest addresses."""
+        pages: list[int] = []
+        while len(pages) < count:
+            granule = self._open[0]
+            free = self._free[granule]
+            while free and len(pages) < count:
+                pages.append(free.pop())
+            if not free:
+                heapq.heappop(self._open)
+                self._is_open[granule] = False
+        self._unused -= count
+        return pages
+
+    def _pick_backed(self, count: int) -> list[int]:
+        """Free pages whose granules have memory, all or none."""
+        backed = [granule for granule in sorted(self._open) if self._has_memory(granule)]
+        pages = [page for it in backed for page in reversed(self._free[it]) if all(map(self._has_memory, self._granules(page)))]
+        if len(pages) < count:
+            return []
+        pages = pages[:count]
+        for page in pages:
+            self._free[self._granules(page)[0]].remove(page)
+        self._open = [granule for granule in self._open if self._free[granule]]
+        heapq.heapify(self._open)
+        self._is_open = bytearray(bool(it) for it in self._free)
+        self._unused -= count
+        return pages
+
+    def _has_memory(self, granule: int) -> bool:
+        memory = self._memory
+        return memory.kind != "elastic" or 0 < memory.words[granule] & 7 <= IN_USE
+
+    def _unpick(self, pages: Iterable[int]) -> None:
+        """These pages are free."""
+        for page in pages:
+            self._states[page] = FREE
+            granule = self._granules(page)[0]
+            self._free[granule].append(page)
+            self._unused += 1
+            if not self._is_open[granule]:
+                self._is_open[granule] = True
+                heapq.heappush(self._open, granule)
+
+    def _back(self, pages: Sequence[int], deadline: float) -> bool:
+        """Has memory behind these pages, which are in use then."""
+        lacking = [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
+        for first, count in _runs(lacking):
+            if self._memory.commit(first, count, deadline - time.monotonic()) != _DONE:
+                self._settle_granules(lacking)
+                return False
+        self._enter(pages)
+        return True
+
+    def _enter(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            self._states[page] = IN_USE
+            for granule in self._granules(page):
+                self._in_use[granule] += 1
+
+    def _leave(self, pages: Sequence[int]) -> None:
+        """These pages are in use, and no longer."""
+        wrong = [page for page in pages if not 0 <= page < self.pages or self._states[page] != IN_USE]
+        if wrong or len(set(pages)) != len(pages):
+            raise ValueError(f"pages that are not in use: {wrong[:8]}" if wrong else "a page is named twice")
+        for page in pages:
+            for granule in self._granules(page):
+                self._in_use[granule] -= 1
+
+    def _uncache(self, page: int) -> None:
+        for granule in self._granules(page):
+            self._has_cached[granule] -= 1
+
+    def _evict(self, count: int) -> None:
+        """The oldest cached pages are free."""
+        for _ in range(count):
+            _key, (page, _generations) = self._cache.popitem(last=False)
+            self._uncache(page)
+            self._unpick([page])
+            self._settle([page])
+
+    def _settle(self, pages: Iterable[int]) -> None:
+        """Others may have what is not in use."""
+        self._settle_granules(self._granules_of(pages))
+
+    def _settle_granules(self, granules: Iterable[int]) -> None:
+        by_state: dict[int, list[int]] = {FREE: [], CACHED: []}
+        for granule in granules:
+            if not self._in_use[granule]:
+                by_state[CACHED if self._has_cached[granule] else FREE].append(granule)
+        for state, own in by_state.items():
+            for first, count in _runs(own):
+                self._memory.mark(first, count, state)
+
+
+# ---- DLPack --------------------------------------------------------------------------------------
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int),
+        ("device_id", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class _DLManagedTensor(ctypes.Structure):
+    # Without a deleter: the memory is the pool's until it is closed.
+    _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
+
+
+_CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4}
+_CPU, _CUDA = 1, 2
+_capsule = ctypes.pythonapi.PyCapsule_New
+_capsule.restype, _capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def _dtype(name: str) -> tuple[int, int]:
+    """DLPack's code of a type such as `float16`, and its bits."""
+    kind = name.rstrip("0123456789")
+    bits = int(name[len(kind) :] or 0)
+    if kind not in _CODES or bits not in (8, 16, 32, 64):
+        raise ValueError(f"no type of DLPack's: {name}")
+    return _CODES[kind], bits
+
+
+class Tensor:
+    """A pool's pages as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
+
+    def __init__(self, pool: Pool, shape: tuple[int, ...], dtype: str) -> None:
+        self.pool, self.shape, self.dtype = pool, shape, dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (_CPU, 0) if self.pool.kind == "host" else (_CUDA, self.pool.device)
+
+    def __dlpack__(self, **_wishes: Any) -> Any:
+        self.pool._check_open()
+        shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
+        managed = _DLManagedTensor()
+        managed.tensor.data = self.pool.address
+        managed.tensor.device_type, managed.tensor.device_id = self.__dlpack_device__()
+        managed.tensor.ndim, managed.tensor.shape = len(self.shape), shape
+        managed.tensor.code, managed.tensor.bits = _dtype(self.dtype)
+        managed.tensor.lanes = 1
+        # Its readers may look at it for as long as they live.
+        _exported.append((self.pool, shape, managed))
+        return _capsule(ctypes.addressof(managed), b"dltensor", None)
+
+
+_exported: list[Any] = []

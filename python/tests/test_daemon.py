@@ -1,0 +1,107 @@
+"""Tests of what a program asks the daemon about itself, against a server that answers as the daemon, and without one."""
+
+import json
+import os
+import socketserver
+import sys
+import tempfile
+import threading
+import unittest
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import gpumux  # noqa: E402
+
+MEMORY = {"device": "GPU-1", "in_use": 5, "swapped": 0, "pinned": 1, "guaranteed": 4, "limit": None, "above_guarantee": 1}
+OTHER = {"name": "other", "class": "batch", "asleep": True, "pids": [1], "memory": []}
+OWN = {"name": "a b", "class": "latency", "asleep": False, "pids": [7, os.getpid()], "memory": [MEMORY]}
+
+
+class Daemon(socketserver.ThreadingUnixStreamServer):
+    """Answers as the daemon, and has what was asked."""
+
+    daemon_threads = True
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, Answers)
+        self.asked: list[str] = []
+        self.refusal = ""
+
+    def get_request(self):  # The handler writes the client's address to its log.
+        return self.socket.accept()[0], ("", 0)
+
+
+class Answers(BaseHTTPRequestHandler):
+    def answer(self, status: int, body: object = None) -> None:
+        self.send_response(status)
+        if body is None:
+            self.end_headers()
+            return
+        text = json.dumps(body).encode()
+        self.send_header("content-length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        self.answer(200, [OTHER, OWN])
+
+    def do_POST(self) -> None:
+        self.server.asked.append(self.path)
+        if self.server.refusal:
+            self.answer(409, {"error": self.server.refusal})
+        else:
+            self.answer(204)
+
+    def log_message(self, *_arguments: object) -> None:
+        pass
+
+
+class WithDaemon(unittest.TestCase):
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.daemon = Daemon(f"{folder.name}/api.sock")
+        self.addCleanup(self.daemon.server_close)
+        self.addCleanup(self.daemon.shutdown)
+        threading.Thread(target=self.daemon.serve_forever, daemon=True).start()
+        session = mock.patch.dict(os.environ, GPUMUX_SOCKET=f"{folder.name}/session.sock")
+        session.start()
+        self.addCleanup(session.stop)
+
+    def test_tenant_is_that_of_this_process(self) -> None:
+        found = gpumux.tenant()
+        self.assertEqual((found.name, found.class_, found.asleep), ("a b", "latency", False))
+        memory = gpumux.Memory(device="GPU-1", in_use=5, swapped=0, pinned=1, guaranteed=4, limit=None)
+        self.assertEqual((found.memory, gpumux.limits()), ((memory,), (memory,)))
+
+    def test_sleep_and_wake_are_of_the_own_tenant(self) -> None:
+        self.assertTrue(gpumux.sleep() and gpumux.wake())
+        self.assertEqual(self.daemon.asked, ["/v1/tenants/a%20b/sleep", "/v1/tenants/a%20b/wake"])
+
+    def test_refusal_is_an_error_with_the_daemon_s_words(self) -> None:
+        self.daemon.refusal = "the tenant cannot be moved now: copies do not end"
+        with self.assertRaisesRegex(gpumux.DaemonError, "copies do not end"):
+            gpumux.sleep()
+
+    def test_process_of_no_tenant_moves_nothing(self) -> None:
+        with mock.patch.object(os, "getpid", return_value=-1):
+            self.assertEqual((gpumux.tenant(), gpumux.limits(), gpumux.sleep()), (None, (), False))
+        self.assertEqual(self.daemon.asked, [])
+
+
+class WithoutDaemon(unittest.TestCase):
+    def test_nothing_is_managed_and_nothing_fails(self) -> None:
+        gone = {"GPUMUX_SOCKET": "/nonexistent/session.sock"}
+        for environment in ({}, gone):
+            with mock.patch.dict(os.environ, environment):
+                if not environment:
+                    os.environ.pop("GPUMUX_SOCKET", None)
+                self.assertEqual((gpumux.tenant(), gpumux.limits()), (None, ()))
+                self.assertFalse(gpumux.sleep() or gpumux.wake())
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,168 @@
+"""Tests of `gpumux.kv` that need neither a device nor the library: pages in the host's memory, and a range that loses granules."""
+
+import ctypes
+import random
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpumux import kv  # noqa: E402
+
+MIB = 1 << 20
+
+
+class Taken:
+    """Stands in for a range of gpumux's, of which others take granules."""
+
+    kind = "elastic"
+
+    def __init__(self, _device: int, size: int, granule: int) -> None:
+        self.address, self.granule = 1 << 30, granule
+        self.words = (ctypes.c_uint32 * (size // granule))()
+        self.room = len(self.words)
+
+    def commit(self, first: int, count: int, _wait_s: float) -> int:
+        own = range(first, first + count)
+        lacking = [it for it in own if self.words[it] & 7 == kv.OUT]
+        if sum(1 for it in self.words if it & 7) + len(lacking) > self.room:
+            return 1
+        for it in own:
+            self.words[it] = self.words[it] & ~7 | kv.IN_USE
+        return 0
+
+    def decommit(self, first: int, count: int) -> None:
+        for it in range(first, first + count):
+            if self.words[it] & 7:
+                self.words[it] = (self.words[it] & ~7) + 8
+
+    def mark(self, first: int, count: int, state: int) -> int:
+        lost = 0
+        for it in range(first, first + count):
+            if self.words[it] & 7 == kv.OUT:
+                lost += 1
+            else:
+                self.words[it] = self.words[it] & ~7 | state
+        return lost
+
+    def take(self, it: int) -> bool:
+        """Others take this granule, if they may."""
+        may = self.words[it] & 7 in (kv.FREE, kv.CACHED)
+        if may:
+            self.decommit(it, 1)
+        return may
+
+    generation = kv._Elastic.generation
+    committed = kv._Elastic.committed
+
+    def target(self) -> int:
+        return self.committed()
+
+    taken = target
+
+
+def made(*arguments: int, **options: int) -> kv.Pool:
+    with mock.patch.object(kv, "_Elastic", Taken):
+        return kv.Pool(*arguments, **options)
+
+
+class Pages(unittest.TestCase):
+    def test_memory_follows_the_pages_in_use(self) -> None:
+        pool = made(64 * MIB, MIB, granule_bytes=4 * MIB)
+        self.assertEqual(pool.limits().committed, 0)
+        pages = pool.alloc(5)
+        self.assertEqual((pages, pool.limits().committed), ([0, 1, 2, 3, 4], 8 * MIB))
+        pool.free(pages[1:])
+        self.assertEqual([word & 7 for word in pool._memory.words[:2]], [kv.IN_USE, kv.FREE])
+        self.assertEqual((pool.trim(), pool.limits().committed), (4 * MIB, 4 * MIB))
+        self.assertIsNone(pool.alloc(64))
+        self.assertEqual(len(pool.alloc(63)), 63)
+
+    def test_pages_that_are_not_in_use_are_not_freed(self) -> None:
+        pool = made(16 * MIB, MIB)
+        pages = pool.alloc(2)
+        for wrong in ([2], [pages[0], pages[0]], [-1], [16]):
+            with self.assertRaises(ValueError):
+                pool.free(wrong)
+        pool.free(pages)
+        self.assertEqual(pool.limits().in_use, 0)
+
+    def test_cached_page_is_found_by_its_key_until_it_is_taken(self) -> None:
+        pool = made(16 * MIB, MIB, granule_bytes=2 * MIB)
+        one, two, three, four = pool.alloc(4)
+        keys = pool.cached([one, two, three, four])
+        self.assertTrue(pool._memory.take(0))
+        self.assertEqual(pool.touch(keys[1:3]), [None, three])
+        # Its granule has memory again, of other contents.
+        self.assertEqual(pool.alloc(1), [two])
+        self.assertEqual(pool.touch([keys[0], keys[3], keys[3]]), [None, four, None])
+
+    def test_own_cache_goes_before_a_request_is_refused(self) -> None:
+        pool = made(32 * MIB, MIB, granule_bytes=2 * MIB)
+        pool._memory.room = 4
+        keys = pool.cached(pool.alloc(6))
+        kept = pool.alloc(2)
+        new = pool.alloc(3)
+        self.assertEqual(len(new), 3)
+        self.assertFalse(set(kept) & set(new))
+        self.assertEqual(pool.touch(keys)[:2], [None, None])
+        self.assertIsNone(pool.alloc(8))
+
+    def test_random_use_never_gives_a_page_twice(self) -> None:
+        for page in (MIB, 3 * MIB // 2, 5 * MIB, 700_000):
+            rng = random.Random(page)
+            pool = made(96 * MIB, page, granule_bytes=2 * MIB)
+            memory, have, keys = pool._memory, {}, {}
+            for turn in range(3000):
+                memory.room = rng.choice([12, 30, 48])
+                way = rng.random()
+                if way < 0.35:
+                    for number in pool.alloc(rng.randint(1, 5), wait_s=0) or []:
+                        self.assertNotIn(number, have)
+                        have[number] = turn
+                elif way < 0.5 and have:
+                    number = rng.choice(list(have))
+                    del have[number]
+                    pool.free([number])
+                elif way < 0.7 and have:
+                    number = rng.choice(list(have))
+                    keys[pool.cached([number])[0]] = number
+                    del have[number]
+                elif way < 0.85 and keys:
+                    key = rng.choice(list(keys))
+                    number = keys.pop(key)
+                    found = pool.touch([key])
+                    self.assertIn(found, ([number], [None]))
+                    if found == [number]:
+                        self.assertNotIn(number, have)
+                        have[number] = turn
+                else:
+                    memory.take(rng.randrange(len(memory.words)))
+                for number in have:
+                    self.assertTrue(all(memory.words[it] & 7 == kv.IN_USE for it in pool._granules(number)))
+                self.assertEqual(pool.limits().in_use, len(have) * page)
+
+    def test_tensor_covers_the_pages(self) -> None:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            pool = kv._Host(4 * MIB, 2 * MIB)
+        self.assertEqual((said, pool.kind), ([], "host"))
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        tensor = pool.tensor(dtype="float16")
+        self.assertEqual((tensor.shape, tensor.__dlpack_device__()), ((4, MIB // 2), (2, 0)))
+        self.assertIn("dltensor", repr(tensor.__dlpack__(stream=None)))
+        for shape, dtype in (((5, MIB), "uint8"), ((4,), "complex64"), ((4,), "float7")):
+            with self.assertRaises(ValueError):
+                pool.tensor(shape, dtype)
+
+    def test_wrong_sizes_are_refused(self) -> None:
+        for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
+            with self.assertRaises(ValueError):
+                made(*arguments, **options)
+
+
+if __name__ == "__main__":
+    unittest.main()
