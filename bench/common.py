@@ -352,11 +352,11 @@ class Mps(Mode):
 
 
 class Gpumux(Mode):
-    """A gpumux daemon of our own, with one of its policies."""
+    """A gpumux daemon of our own, with one of its policies and mechanisms."""
 
-    def __init__(self, name: str, logs: Path, policy: str | None = None) -> None:
+    def __init__(self, name: str, logs: Path, policy: str | None = None, mechanism: str | None = None) -> None:
         super().__init__(name, logs)
-        self.policy = policy
+        self.policy, self.mechanism = policy, mechanism
         self.tenants: dict[str, str] = {}
         self.started = 0
 
@@ -367,7 +367,9 @@ class Gpumux(Mode):
 
     def start_daemon(self) -> None:
         """Starts the daemon, and waits until it answers."""
-        command = [self.binary, "daemon"] + (["--policy", self.policy] if self.policy else [])
+        command = [self.binary, "daemon"]
+        for flag, value in (("--policy", self.policy), ("--mechanism", self.mechanism)):
+            command += [flag, value] if value else []
         log = self.logs / f"daemon-{self.name}.log"
         with open(log, "a") as out:
             self.daemon = subprocess.Popen(
@@ -539,6 +541,7 @@ class Crew:
     def __init__(self, mode: Mode, program: Sequence[str] = TORCH) -> None:
         self.mode, self.program = mode, program
         self.workers: dict[str, Worker] = {}
+        self.started: dict[str, tuple[Sequence[str], str]] = {}
 
     def __enter__(self) -> Crew:
         return self
@@ -548,12 +551,14 @@ class Crew:
 
     def have(self, wanted: dict[str, tuple[Sequence[str], str]]) -> None:
         """Makes exactly these workers (arguments and class) run, warm, and checks that the mode is in force."""
-        self.close(*(name for name in self.workers if name not in wanted))
+        # Another program of the same name is not the one that is wanted.
+        self.close(*(name for name in self.workers if wanted.get(name) != self.started[name]))
         new = [name for name in wanted if name not in self.workers]
         begin = time.monotonic()
         for name in new:
             arguments, klass = wanted[name]
             self.workers[name] = Worker(name, arguments, self.mode, klass, self.program)
+            self.started[name] = wanted[name]
         try:
             for name in new:
                 self.workers[name].reply(max(1.0, READY_S - (time.monotonic() - begin)))

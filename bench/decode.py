@@ -57,7 +57,7 @@ def main() -> int:
     results = Results("decode", options.out, CASES, MODES)
     stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
     cell = functools.partial(measure, seconds=seconds)
-    return peers.compare(results, options.cases, stages, lambda _: programs, cell, logs, options.budget, most, least, at_once=True)
+    return peers.compare(results, options.cases, stages, lambda _: programs, cell, logs, options.budget, most, least)
 
 
 if __name__ == "__main__":

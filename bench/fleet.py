@@ -3,8 +3,8 @@
 `fetch` downloads the lists of nodes and pods, and FGD's published results, into a folder and checks them. `replay` runs
 the command on the seventeen inputs and writes results/fleet-replay.json: per input and policy the mean over the orders of
 arrival, and as modes NAME-published the mean of FGD's own ten runs. `size` writes results/fleet-size.json, and
-`time` results/fleet-time.json. `fleet-sizing.json` holds the GPUs that are needed.
-Needs no GPU.
+`time` results/fleet-time.json. `extender` runs the benchmark of the scheduler's extender with cargo and writes
+results/fleet-extender.json; it needs no trace. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -201,6 +201,21 @@ def one_time(case: str, mode: str, report: dict[str, Any], run: dict[str, Any]) 
     return {"case": case, "mode": mode, "values": values | {name: float(f"{value:.3g}") for name, value in times.items()}}
 
 
+def extender_rows(profile: str) -> list[dict[str, Any]]:
+    """The row of the results file with the times of the scheduler's extender."""
+    command = ["cargo", "bench", "--profile", profile, "-p", "gpumux-dra", "--bench", "extender"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=common.BENCH.parent)
+    return [extender_row(json.loads(done.stdout.splitlines()[-1]))]
+
+
+def extender_row(found: dict[str, float]) -> dict[str, Any]:
+    """The row of one run."""
+    names = {"p50_us": "order_us_p50", "p99_us": "order_us_p99", "max_us": "order_us_max", "learn_ms_max": "learn_ms", "allocated_percent": "allocated"}
+    values = {names.get(name, name): value for name, value in found.items() if name not in ("requests", "learned")}
+    values = {name: float(f"{value:.4g}") if isinstance(value, float) else value for name, value in values.items()}
+    return {"case": "extender", "mode": "prioritize", "values": values, "samples": int(found["requests"])}
+
+
 NOTE = (
     "Inputs: Alibaba cluster-trace-gpu-v2023 as published with FGD's simulator (commit 8f3d641). Values are percent of the "
     "fleet's 6,212 GPUs when the arrivals had asked for 100% or 130% of them. Modes NAME-published are FGD's own results."
@@ -213,15 +228,27 @@ SIZE_NOTE = "The list `default` of the replay. GPUs to the next 20; attained and
 TIME_NOTE = "Time per arrival, with the replay's accounting, and time to learn. Seed 42."
 
 
+EXTENDER_NOTE = (
+    "Requests of a scheduler that names all nodes with room, from reading the request to the answer's JSON, without the "
+    "network; pods of 24 kinds arrive until the GPUs are full. learn: the longest time to learn, beside requests."
+)
+
+
 def main() -> int:
     """Fetches, replays or sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fetch", "replay", "size", "time"])
-    parser.add_argument("--data", type=Path, required=True, help="folder of the trace, outside the repository")
+    parser.add_argument("what", choices=["fetch", "replay", "size", "time", "extender"])
+    parser.add_argument("--data", type=Path, help="folder of the trace, outside the repository")
+    parser.add_argument("--profile", default="bench", help="cargo's profile, for `extender`")
     parser.add_argument("--cases", default=",".join(CASES), help="inputs, separated by commas")
     parser.add_argument("--seeds", type=int, default=10)
     parser.add_argument("--out", type=Path, default=common.BENCH / "results")
     options = parser.parse_args()
+    if options.what == "extender":
+        write("extender", extender_rows(options.profile), EXTENDER_NOTE, options.out)
+        return 0
+    if options.data is None:
+        parser.error(f"{options.what} needs --data FOLDER")
     fetch(options.data)
     if options.what == "replay":
         write("replay", replay(options.data, options.cases.split(","), options.seeds), NOTE, options.out)

@@ -13,12 +13,12 @@
 | `xsched` | XSched in XSCHED (a folder with its `lib` and `bin`), by the priorities of its own policy |
 | `gpumux` | a daemon with its defaults |
 | `no-hints`, `objective` | the same with hints off, and with `--latency-objective 100` (ms) for latency programs, so that batch programs have longer timeslices |
+| `launches` | the same with `--mechanism launches`: programs are scheduled at launch, as where the driver refuses the controls |
 | `space` | the same, with the batch programs in one group |
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -117,7 +117,7 @@ class XSched(Mode):
             "XSCHED_SCHEDULER": "GLB",
             "XSCHED_AUTO_XQUEUE": "ON",
             "XSCHED_AUTO_XQUEUE_PRIORITY": "1" if klass == "latency" else "0",
-            "XSCHED_AUTO_XQUEUE_LEVEL": os.environ.get("XSCHED_LEVEL", "1"),
+            "XSCHED_AUTO_XQUEUE_LEVEL": os.environ.get("XSCHED_LEVEL", "3"),
             "XSCHED_CUDA_LV3_IMPL": "TSG",
             "XSCHED_AUTO_XQUEUE_THRESHOLD": "4" if klass == "batch" else "16",
             "XSCHED_AUTO_XQUEUE_BATCH_SIZE": "2" if klass == "batch" else "8",
@@ -173,6 +173,19 @@ class GpumuxWith(Gpumux):
         return super().command(command, name, klass, [*(self.flags if klass == "latency" else ()), *promise])
 
 
+class Launches(Gpumux):
+    """gpumux without the driver's controls."""
+
+    def __init__(self, name: str, logs: Path) -> None:
+        super().__init__(name, logs, mechanism="launches")
+
+    def check(self, names: Sequence[str]) -> None:
+        super().check(names)
+        found = {domain["mechanism"] for tenant in self.tenants_now() for domain in tenant["domains"]}
+        if found != {"launches"}:
+            raise BenchError(f"not scheduled at launch: {', '.join(sorted(found))}")
+
+
 def mode(stage: str, logs: Path) -> Mode:
     """What puts a stage into force."""
     match stage:
@@ -185,6 +198,8 @@ def mode(stage: str, logs: Path) -> Mode:
             return GpumuxWith(stage, logs, "--hints", "off")
         case "objective":
             return GpumuxWith(stage, logs, "--latency-objective", "100")
+        case "launches":
+            return Launches(stage, logs)
         case "space":
             return Space(stage, logs)
         case "mps-priority":
@@ -214,15 +229,19 @@ def crews(
     return found, notes
 
 
-def warm(crews: dict[str, Crew], wanted: Programs) -> None:
-    """Starts the programs of all crews at once. What fails here fails again, and is then named, where the mode is prepared."""
+def warm(crews: Mapping[str, Crew], wanted: Programs) -> dict[str, BenchError]:
+    """Starts the programs of all crews at once; what failed, by crew."""
+    failed = dict[str, BenchError]()
 
-    def have(crew: Crew) -> None:
-        with contextlib.suppress(BenchError):
-            crew.have(wanted)
+    def have(stage: str) -> None:
+        try:
+            crews[stage].have(wanted)
+        except BenchError as error:
+            failed[stage] = error
 
     with ThreadPoolExecutor() as threads:
-        list(threads.map(have, crews.values()))
+        list(threads.map(have, crews))
+    return failed
 
 
 def compare(
@@ -235,27 +254,32 @@ def compare(
     budget_s: float,
     most: int,
     least: int = rounds.LEAST,
-    at_once: bool = False,
 ) -> int:
     """Measures each case in each mode, in rounds; returns the exit code of `rounds.run`.
 
-    `stages` has the stage of each mode, `programs(case)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell.
-    `at_once`: the first case's programs start in all modes at once, since other cases have the same."""
+    `stages` has the stage of each mode, `programs(case)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell."""
     with ExitStack() as stack:
         found, notes = crews(stack, stages.values(), logs)
-        if at_once and cases:
-            warm(found, programs(cases[0]))
         modes = [name for name, stage in stages.items() if stage in found]
 
         def have(case: str, mode: str) -> Crew:
             found[stages[mode]].have(programs(case))
             return found[stages[mode]]
 
+        def prepare(case: str) -> None:
+            failed = warm({stages[mode]: found[stages[mode]] for mode in modes}, programs(case))
+
+            def started(_: str, mode: str) -> None:
+                if stages[mode] in failed:
+                    raise failed[stages[mode]]
+
+            rounds.prepare(case, modes, started, notes)
+
         plan = rounds.Plan(
             cases,
             modes,
             lambda case, mode, number: measure(have(case, mode), case, mode, number),
-            lambda case: rounds.prepare(case, modes, have, notes),
+            prepare,
             dict.fromkeys(cases, least),
         )
         return rounds.run(plan, results, budget_s, most, notes)

@@ -254,7 +254,7 @@ def picture(data: dict[str, Any]) -> str | None:
 
 # What the README's chart shows: its panels, their measures, and the modes.
 CHART = ROOT / "docs/img/sharing.svg"
-CHART_OF = "colocation-85f1a9c"
+CHART_OF = "colocation-h200-f71b980"
 PANELS = [("graph+train", "Requests as CUDA graphs"), ("eager+train", "Requests kernel by kernel (eager)")]
 MEASURES = [("latency_p99_ms", "p99 latency ÷ alone", "lower is better", 6.2), ("batch_rate", "training rate ÷ alone", "higher is better", 1.1)]
 SHOWN = {"alone": "alone", "time-slicing": "time slicing", "mps": "MPS", "gpumux": "gpumux"}

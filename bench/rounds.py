@@ -4,9 +4,10 @@ A *round* of a case measures every mode once, `alone` among them, with the same 
 begins with another mode. Rounds are kept as they are measured (`NAME.rounds.jsonl`), so a call that ends goes on where it was.
 
 Rules, fixed here before anything is measured:
-- *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent of more than
-  NOISE times their median, or its `alone` has a median that is further than DRIFT from that of the case's rounds. A round with a failed cell is
-  incomplete and does not count either. No other value decides. Fewer than LEAST rounds are shown as they are, with the host's noise and without intervals.
+- *Rejected* is a round on a disturbed host: the pieces of a spinning thread before one of its cells had a slowest percent, relative to their
+  median, of more than NOISE times what is usual in the case's rounds (two threads of a core alone make 2, in every round), or its `alone` has a
+  median that is further than DRIFT from that of the case's rounds. A round with a failed cell is incomplete and does not count either. No other
+  value decides. Fewer than LEAST rounds are shown as they are, with the host's noise and without intervals.
 - *Enough* rounds of a case are at least LEAST, and then when the 95% interval of every mode's primary value, relative to alone, is no wider than
   WIDTH of it; or MOST. (Looking again and again makes intervals a little too narrow.)
 - *Intervals* are 95% by bootstrap over rounds, not over requests: requests of a round are not independent.
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 import common
 from common import BenchError, Results, say
 
-NOISE, DRIFT = 2.0, 0.15
+NOISE, DRIFT = 1.5, 0.15
 LEAST, MOST, WIDTH = 5, 40, 0.10
 RESAMPLES = 200
 PRIMARY = 0.99  # the quantile whose interval decides when there are enough rounds
@@ -118,6 +119,7 @@ def rejected(rounds: Sequence[Round]) -> dict[int, str]:
     """Which of a case's rounds do not count, and why."""
     medians = [statistics.median(it["cells"]["alone"]["latencies_ms"]) for it in rounds if it["cells"].get("alone", {}).get("latencies_ms")]
     middle = statistics.median(medians) if medians else 0.0
+    usual = statistics.median(it["noise"] for it in rounds) if rounds else 0.0
     found = {}
     for one in rounds:
         alone = one["cells"].get("alone", {}).get("latencies_ms")
@@ -125,8 +127,8 @@ def rejected(rounds: Sequence[Round]) -> dict[int, str]:
             found[one["round"]] = "incomplete"
         elif len(rounds) < LEAST:
             continue
-        elif one["noise"] > NOISE:
-            found[one["round"]] = f"host noise {one['noise']:.2f}"
+        elif one["noise"] > NOISE * usual:
+            found[one["round"]] = f"host noise {one['noise']:.2f}, {usual:.2f} is usual"
         elif alone and abs(statistics.median(alone) / middle - 1) > DRIFT:
             found[one["round"]] = f"alone at {statistics.median(alone) / middle:.2f} of its median"
     return found
@@ -235,7 +237,7 @@ class Record:
         worst, counts = max(one["noise"] for one in good_rounds), [len(kept(rounds)) for rounds in self.cases.values()]
         data["host"] = (
             f"{min(counts)} to {max(counts)} rounds a case, host noise at most {worst:.2f}"
-            f" (limit {NOISE:g}); {len(lost)} rounds rejected{': ' + '; '.join(lost) if lost else ''}."
+            f" (limit {NOISE:g} times the usual); {len(lost)} rounds rejected{': ' + '; '.join(lost) if lost else ''}."
         )
         if notes:
             data["note"] = " ".join(notes)

@@ -132,6 +132,7 @@ def main() -> int:
     parser.add_argument("--trace", type=Path, required=True, help="CSV with TIMESTAMP,ContextTokens,GeneratedTokens")
     parser.add_argument("--config", type=Path, help="folder with the model's config.json [Llama-3-8B's shape]")
     parser.add_argument("--memory", type=float, default=0.35, help="part of the GPU's memory for each engine [%(default)s]")
+    parser.add_argument("--engine", default="{}", help='more arguments of vllm.LLM, as JSON: {"enforce_eager": true} [%(default)s]')
     parser.add_argument("--cases", type=common.listed(CASES), default=["1x", "1x+train"])
     parser.add_argument("--modes", type=common.listed(MODES), default=["alone", "time-slicing", "gpumux"])
     options = parser.parse_args()
@@ -144,7 +145,7 @@ def main() -> int:
     if not options.config:
         config.mkdir(exist_ok=True)
         (config / "config.json").write_text(json.dumps(LLAMA_3_8B))
-    engine = ([str(config), "--memory", str(options.memory), "--context", str(CONTEXT)], "latency")
+    engine = ([str(config), "--memory", str(options.memory), "--context", str(CONTEXT), "--engine", options.engine], "latency")
     results = Results(f"serve-{options.trace.stem}", options.out, CASES, MODES)
     with ExitStack() as stack:
         stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}

@@ -30,7 +30,7 @@ class Vllm:
             skip_tokenizer_init=True,
             gpu_memory_utilization=options.memory,
             max_model_len=options.context,
-            enforce_eager=options.eager,
+            **options.engine,
         ).llm_engine
 
     def add(self, name: str, prompt: int, output: int) -> None:
@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("model", help="folder with a config.json")
     parser.add_argument("--memory", type=float, default=0.35)
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument("--engine", type=json.loads, default={}, help="more arguments of vllm.LLM, as JSON")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

@@ -178,6 +178,9 @@ class Workers(WithWorker):
                 crew.measure(1.0, {"a": {"op": "die"}})
             crew.have({"a": ([], "latency")})
             self.assertNotEqual(crew.workers["a"].process.pid, pid)
+            pid = crew.workers["a"].process.pid
+            crew.have({"a": (["another"], "latency")})
+            self.assertNotEqual(crew.workers["a"].process.pid, pid, "another program of that name")
         with self.assertRaises(ProcessLookupError):
             os.kill(pid, 0)
 

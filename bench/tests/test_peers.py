@@ -71,7 +71,7 @@ class Compare(unittest.TestCase):
         self.assertEqual(self.plan.least, {"one": rounds.LEAST, "two": rounds.LEAST})
 
     def test_mode_that_cannot_run_is_left_out_and_named(self) -> None:
-        self.compare({"one": {"gone": ([], "batch")}}, least=1, at_once=True)
+        self.compare({"one": {"gone": ([], "batch")}}, least=1)
         self.assertEqual(self.plan.modes, ["alone", "time-slicing"])
         self.assertEqual([note.split()[0] for note in self.notes], ["xsched", "mps"])
         self.assertEqual(self.plan.least, {"one": 1})
