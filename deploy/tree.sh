@@ -36,6 +36,7 @@ for strip in "$machine-linux-gnu-strip" strip; do
 done
 put 644 "$repository/include/gpumux.h" "$to/include/gpumux.h"
 put 644 "$here/systemd/gpumuxd.service" "$to/lib/systemd/system/gpumuxd.service"
+put 644 "$here/systemd/run-gpumux-groups.mount" "$to/lib/systemd/system/run-gpumux-groups.mount"
 put 644 "$here/systemd/user/gpumuxd.service" "$to/lib/systemd/user/gpumuxd.service"
 
 share=$to/share
