@@ -262,7 +262,7 @@ fn idle_contender_is_frozen_and_goes_on_afterwards() {
     });
 }
 
-/// A driver, or a sandbox in front of it, without what gpumux needs.
+/// A driver, or a sandbox in front of it, without what gpumux needs, and a daemon that may use nothing else.
 #[test]
 fn program_that_cannot_be_controlled_runs_unmanaged_and_says_so() {
     if real() {
@@ -271,6 +271,7 @@ fn program_that_cannot_be_controlled_runs_unmanaged_and_says_so() {
     }
     let node = Node::with(Options {
         profile: "controls = { own_process_only = true }",
+        daemon: ["--mechanism", "controls"].map(str::to_owned).into(),
         ..Options::default()
     });
     let mut process = Process::start(&mut node.tenant("--name a --class latency", TICKS));

@@ -14,11 +14,12 @@ use gpumux_tests::{Node, PATIENCE, Process, Run, binary, program, real, wait_for
 use rustix::process::Signal;
 
 /// What is not executed, and why.
-const EXCEPTIONS: [(&str, &str); 7] = [
+const EXCEPTIONS: [(&str, &str); 8] = [
     ("cargo ", CARGO),
     ("pip install .", CARGO),
     ("pip ", FRESH),
     ("sudo apt ", FRESH),
+    ("sudo dnf ", FRESH),
     ("sudo systemctl ", FRESH),
     ("tar -xzf gpumux-", FRESH),
     ("sudo gpumux-", FRESH),
@@ -368,7 +369,7 @@ fn the_examples_of_every_help_work() {
     let (mut pages, mut done) = (vec![("gpumux".to_owned(), all.clone())], BTreeSet::new());
     pages.extend(names.iter().map(|name| ((*name).to_owned(), help(&[name]))));
     for (name, text) in pages {
-        let examples = (text.split_once("Examples:\n")).or(text.split_once("EXAMPLES:\n"));
+        let examples = text.split_once("Examples:\n");
         let (_, examples) = examples.unwrap_or_else(|| panic!("{name} has no example"));
         println!("{name}");
         // Also what follows the examples may name a command, but not a list with a title, as `Exit codes:`.
@@ -391,6 +392,65 @@ fn the_examples_of_every_help_work() {
             if done.insert(command.clone()) {
                 stage.execute(&command);
             }
+        }
+    }
+}
+
+/// The names of all tests of this repository, and of the modules that have some.
+fn tests_and_modules() -> BTreeSet<String> {
+    fn read(dir: &Path, into: &mut BTreeSet<String>) {
+        for path in fs::read_dir(dir).unwrap().flatten().map(|it| it.path()) {
+            if path.is_dir() {
+                read(&path, into);
+            } else if path.extension().is_some_and(|it| it == "rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                // Each attribute of a test is followed by its function, maybe after others.
+                for after in text
+                    .split("#[test]")
+                    .skip(1)
+                    .chain(text.split("#[tokio::test").skip(1))
+                {
+                    let name = after.split_once("fn ").map(|(_, name)| name);
+                    let word = |c: char| c.is_ascii_alphanumeric() || c == '_';
+                    into.extend(
+                        name.and_then(|it| it.split(|c| !word(c)).next())
+                            .map(str::to_owned),
+                    );
+                }
+                into.extend(path.file_stem().map(|it| it.to_string_lossy().into_owned()));
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let mut all = BTreeSet::new();
+    read(&root.join("crates"), &mut all);
+    read(&root.join("tests"), &mut all);
+    all
+}
+
+#[test]
+fn tests_that_documents_name_exist() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let all = tests_and_modules();
+    for (page, least) in [("SPECIFICATION.md", 60), ("docs/security.md", 50)] {
+        let text = fs::read_to_string(root.join(page)).unwrap();
+        // What stands in the last column of a table.
+        let rows = text
+            .lines()
+            .filter_map(|line| line.strip_suffix(" |")?.rsplit(" | ").next());
+        let quoted = rows.flat_map(|cell| cell.split('`').skip(1).step_by(2));
+        let is_name = |it: &&str| {
+            let word = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || "_:".contains(c);
+            it.chars().all(word) && (it.contains("::") || it.matches('_').count() > 1)
+        };
+        let names: Vec<&str> = quoted.filter(is_name).collect();
+        assert!(names.len() >= least, "{page} names {} tests", names.len());
+        for name in names {
+            let parts: Vec<&str> = name.split("::").collect();
+            let missing = parts
+                .iter()
+                .find(|it| !all.contains(**it) && **it != "tests");
+            assert_eq!(missing, None, "{page} names the test {name}");
         }
     }
 }

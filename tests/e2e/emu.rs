@@ -116,8 +116,42 @@ fn devices_are_as_the_profile_says() {
 fn what_cannot_be_started_says_why() {
     let missing = emu(["--", "gpumux-there-is-no-such-program"]).run();
     assert_eq!(missing.code(), 127, "{missing:#?}");
-    let profile = emu(["--profile", "/nonexistent.toml", "--", "true"]).run();
-    assert_eq!(profile.code(), 125, "{profile:#?}");
-    assert!(profile.err.contains("/nonexistent.toml"), "{profile:#?}");
-    assert_eq!(profile.err.lines().count(), 1, "{profile:#?}");
+}
+
+#[test]
+fn wrong_usage_ends_with_two_and_starts_nothing() {
+    let wrong = [
+        (
+            "--fault",
+            "foo",
+            "no fault is called `foo`: use one of out-of-memory",
+        ),
+        ("--fault", "foo@2", "no fault is called `foo`"),
+        ("--fault", "trap@1,kill", "use kill@N, where N is"),
+        ("--devices", "0", "use a whole number from 1 to 16"),
+        (
+            "--profile",
+            "/nonexistent.toml",
+            "cannot read the profile /nonexistent.toml",
+        ),
+    ];
+    for (flag, value, message) in wrong {
+        for socket in [None, Some("/nonexistent/emu.sock")] {
+            let mut command = emu([flag, value, "--", "echo", "started"]);
+            command.envs(socket.map(|socket| ("GPUMUX_EMU_SOCKET", socket)));
+            let finished = command.run();
+            assert_eq!(finished.code(), 2, "{finished:#?}");
+            assert!(finished.err.contains(message), "{finished:#?}");
+            assert_eq!(finished.out, "", "{finished:#?}");
+        }
+    }
+}
+
+#[test]
+fn options_of_a_new_device_are_refused_inside_another() {
+    let gpumux = binary().display().to_string();
+    let inner = [&gpumux, "emu", "--devices", "2", "--", "echo", "started"];
+    let finished = emu(["--"].into_iter().chain(inner)).run();
+    assert_eq!((finished.code(), &*finished.out), (2, ""), "{finished:#?}");
+    assert!(finished.err.contains("GPUMUX_EMU_SOCKET"), "{finished:#?}");
 }

@@ -20,6 +20,10 @@ struct Way {
     lines: &'static [&'static str],
     /// Those of them that remove it.
     remove: &'static str,
+    /// What the system needs first.
+    needs: &'static str,
+    /// What stays, as the page says: here, it goes then.
+    stays: Option<&'static str>,
     /// The header's place.
     header: &'static str,
     /// What finds the Python module.
@@ -28,11 +32,13 @@ struct Way {
     pages: &'static [&'static str],
 }
 
-const WAYS: [Way; 3] = [
+const WAYS: [Way; 4] = [
     Way {
         format: "wheel",
         lines: &["pip install ./gpumux-", "pip uninstall "],
         remove: "uninstall",
+        needs: "",
+        stays: None,
         header: "/opt/venv/include/gpumux.h",
         python: Some("/opt/venv/bin/python3"),
         pages: &["docs/getting-started.md"],
@@ -41,14 +47,28 @@ const WAYS: [Way; 3] = [
         format: "deb",
         lines: &["sudo apt ", "sudo systemctl "],
         remove: " purge ",
+        needs: "",
+        stays: None,
         header: "/usr/include/gpumux.h",
         python: Some("/usr/bin/python3"),
         pages: &PAGES,
     },
     Way {
+        format: "rpm",
+        lines: &["sudo dnf ", "sudo systemctl "],
+        remove: " remove ",
+        needs: RPM,
+        stays: Some("/var/lib/gpumux"),
+        header: "/usr/include/gpumux.h",
+        python: None,
+        pages: &["docs/getting-started.md"],
+    },
+    Way {
         format: "tar",
         lines: &["tar -xzf gpumux-", "sudo gpumux-"],
         remove: "--uninstall",
+        needs: "",
+        stays: None,
         header: "/usr/local/include/gpumux.h",
         python: None,
         pages: &[],
@@ -71,12 +91,15 @@ fn printed(page: &str) -> Vec<String> {
     lines.collect()
 }
 
-/// The lines of a way, each once, in the order in which the pages print them: those that install it, and those that remove it.
+/// The lines of a way, each once, in the order of what they begin with: those that install it, and those that remove it.
 fn lines_of(way: &Way) -> (Vec<String>, Vec<String>) {
+    let all: Vec<String> = PAGES.iter().flat_map(|page| printed(page)).collect();
     let mut found: Vec<String> = Vec::new();
-    for line in PAGES.iter().flat_map(|page| printed(page)) {
-        if way.lines.iter().any(|start| line.starts_with(start)) && !found.contains(&line) {
-            found.push(line);
+    for start in way.lines {
+        for line in all.iter().filter(|line| line.starts_with(start)) {
+            if !found.contains(line) {
+                found.push(line.clone());
+            }
         }
     }
     found
@@ -118,17 +141,36 @@ stand_in() { printf '#!/bin/sh\n%s\n' "$2" > "/root/bin/$1"; chmod +x "/root/bin
 stand_in sudo 'exec "$@"'
 stand_in python 'exec gpumux scratch > "$TICKS"'
 stand_in systemctl 'GPUMUX_RUNTIME_DIR=/run/gpumux GPUMUX_STATE_DIR=/var/lib/gpumux setsid gpumux daemon 2> /root/daemon.log &
-echo $! > /root/daemon; until [ -S /run/gpumux/api.sock ]; do kill -0 $!; sleep 0.05; done'
+echo $! > /root/daemon; until [ -S /run/gpumux/api.sock ]; do kill -0 $! || exit 1; sleep 0.05; done'
 echo 'APT::Get::Assume-Yes "true";' > /etc/apt/apt.conf.d/99test
 export PIP_YES=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 python3 -m venv /opt/venv
 export PATH=/root/bin:/opt/venv/bin:$PATH
 list() {
   find / -xdev \( -path /proc -o -path /dev -o -path /root -o -path /var/lib/apt -o -path /var/lib/dpkg \
-    -o -path /var/cache -o -path /var/log -o -name __pycache__ \) -prune -o -not \( -type d -path '/opt/venv/*' \) -print | sort
+    -o -path /var/lib/dnf -o -path /var/lib/rpm -o -path /var/cache -o -path /var/log -o -name __pycache__ \) -prune -o -not \( -type d -path '/opt/venv/*' \) -print | sort
   find / -xdev -path '*gpumux*/__pycache__' -not -path '/root/*'
 }
 quiet() { "$@" > /root/quiet 2>&1 || { echo "$* fails:"; cat /root/quiet; exit 1; }; }
+"#;
+
+/// Debian has dnf and rpm, but its C library is in no RPM: a package that provides what that library does, by RPM's own generator.
+const RPM: &str = r#"
+for program in dnf rpmbuild; do
+  command -v $program > /root/quiet || { echo "SKIPPED: the fresh system has no $program"; exit 0; }
+done
+{
+  printf 'Name: %s\n' system-libraries
+  printf '%s\n' 'Version: 1' 'Release: 1' 'Summary: stand-in' 'License: none' 'Provides: /bin/sh' 'Provides: rtld(GNU_HASH)' 'AutoReqProv: no'
+  for library in libc.so.6 libm.so.6 libdl.so.2 libpthread.so.0 librt.so.1 libgcc_s.so.1 ld-linux-*.so.*; do
+    find /usr/lib /usr/lib64 -name "$library"
+  done | /usr/lib/rpm/elfdeps --provides | sed 's/^/Provides: /' | sort -u
+  printf '%s\n' '%description' 'Stand-in.' '%files'
+} > /root/libraries.spec
+quiet rpmbuild -bb --define '_rpmdir /root/rpms' /root/libraries.spec
+quiet sh -c 'rpm -i /root/rpms/*/system-libraries-*.rpm'
+mkdir -p /etc/dnf
+echo 'assumeyes=True' >> /etc/dnf/dnf.conf
 "#;
 
 /// What the service manager does before a package is removed.
@@ -143,7 +185,7 @@ fi
 /// The whole script of a way.
 fn script(way: &Way) -> String {
     let (install, remove) = lines_of(way);
-    let mut script = String::from(BEFORE);
+    let mut script = format!("{BEFORE}{}", way.needs);
     let all =
         |lines: &[String]| -> String { lines.iter().map(|it| format!("quiet {it}\n")).collect() };
     writeln!(script, "list > /root/before\n{}hash -r", all(&install)).unwrap();
@@ -159,7 +201,11 @@ fn script(way: &Way) -> String {
         writeln!(script, "gpumux emu -- bash /root/session.{n}").unwrap();
     }
     script += STOP;
-    writeln!(script, "{}list > /root/after", all(&remove)).unwrap();
+    script += &all(&remove);
+    if let Some(folder) = way.stays {
+        writeln!(script, "rm -r {folder}").unwrap();
+    }
+    script += "list > /root/after\n";
     script += "diff /root/before /root/after\necho 'as it was before'\n";
     script
 }
@@ -186,7 +232,7 @@ fn works(format: &str) {
     // To make one takes minutes and a mirror: `.ci/run` does.
     let Some(system) = std::env::var_os("GPUMUX_TEST_ROOT") else {
         eprintln!(
-            "SKIPPED: no GPUMUX_TEST_ROOT (a folder made by `debootstrap --variant=minbase --include=python3-venv`)"
+            "SKIPPED: no GPUMUX_TEST_ROOT (a folder made by `debootstrap --variant=minbase --include=python3-venv,dnf,rpm`)"
         );
         return;
     };
@@ -224,7 +270,11 @@ fn works(format: &str) {
         .env("HOME", "/root");
     let done = Process::start(&mut enter).finish_within(PATIENCE * 10).ok();
     println!("{}", done.out);
-    assert!(done.out.ends_with("as it was before\n"), "{done:?}");
+    let skipped = done.out.starts_with("SKIPPED");
+    assert!(
+        skipped || done.out.ends_with("as it was before\n"),
+        "{done:?}"
+    );
 }
 
 #[test]
@@ -235,6 +285,11 @@ fn wheel_in_a_fresh_system_comes_works_and_goes() {
 #[test]
 fn deb_in_a_fresh_system_comes_works_and_goes() {
     works("deb");
+}
+
+#[test]
+fn rpm_in_a_system_with_dnf_comes_works_and_goes() {
+    works("rpm");
 }
 
 #[test]

@@ -60,12 +60,20 @@ fn expiries(node: &Node) -> u64 {
 #[test]
 fn stopped_daemon_leaves_a_sleeping_tenant_frozen_until_its_memory_is_back() {
     let node = Node::start();
-    let program = "gpumux workload memory --json --seed 5 --memory 48MiB --steps 400";
+    // Until it is asked to end: however fast the device is, it is asleep before.
+    let program = "gpumux workload memory --json --seed 5 --memory 48MiB --seconds 86400";
     let check = Process::start(&mut node.tenant("--name sleeper", program));
     node.wait_tenant("sleeper", |tenant| !tenant["domains"][0].is_null());
-    node.gpumux(["sleep", "sleeper"]).run().ok();
+    wait_for("memory that is moved away", PATIENCE, || {
+        node.gpumux(["sleep", "sleeper"]).run().ok();
+        let moved = node.find_tenant("sleeper")?["memory"][0]["swapped"].as_u64() > Some(0);
+        // It has allocated none yet.
+        (!moved).then(|| node.gpumux(["wake", "sleeper"]).run().ok());
+        moved.then_some(())
+    });
     node.daemon().signal(Signal::STOP);
-    // It brings its memory back itself, and only then runs: every element is as it should be.
+    check.signal(Signal::TERM);
+    // It brings its memory back itself, and only then runs and ends: every element is as it should be.
     let report = check.finish().ok().json();
     assert_eq!(report["mismatches"], 0, "{report:#}");
     assert_eq!(report["sum_matches"], true, "{report:#}");

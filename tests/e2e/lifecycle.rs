@@ -38,6 +38,25 @@ fn ended(node: &Node, name: &str) -> Option<Value> {
 }
 
 #[test]
+fn unknown_name_is_answered_with_a_similar_one() {
+    let node = Node::start();
+    detached(&node, "night", "true").ok();
+    wait_for("its end", PATIENCE, || ended(&node, "night"));
+    for command in ["wait", "logs", "inspect", "stop", "kill"] {
+        let refused = gpumux(&node, &format!("{command} nightt")).run();
+        assert_eq!(refused.code(), 1, "{refused:?}");
+        let hint = "a similar name is `night`, which has ended";
+        assert!(refused.err.contains(hint), "{refused:?}");
+        let refused = gpumux(&node, &format!("{command} xyz")).run();
+        assert_eq!(refused.code(), 1, "{refused:?}");
+        assert!(refused.err.contains("see `gpumux ps"), "{refused:?}");
+    }
+    let ended = gpumux(&node, "stop night").run();
+    assert!(ended.err.contains("this name has ended"), "{ended:?}");
+    assert_eq!(gpumux(&node, "wait night").run().code(), 0);
+}
+
+#[test]
 fn detached_program_leaves_its_output_and_its_exit_code() {
     let node = Node::start();
     let started = detached(
@@ -401,61 +420,6 @@ fn memory_limit_of_a_foreground_program_is_printed_at_a_terminal() {
     );
     let (_, printed) = at_terminal(node.tenant("--name modest", "sh -c exit"));
     assert_eq!(printed, "");
-}
-
-/// What a shell finds for `gpumux explain tr`, by the script that `gpumux completions` prints for it; none where the shell is missing.
-fn completed(node: &Node, shell: &str, script: &str) -> Option<String> {
-    let folder = gpumux_tests::binary().parent().unwrap().to_owned();
-    let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
-    let missing = Command::new(shell).arg("--version").output().is_err();
-    if missing {
-        eprintln!("SKIPPED: {shell} is not installed");
-        return None;
-    }
-    let file = node.dir().join(format!("completions.{shell}"));
-    let text = gpumux(node, &format!("completions {shell}")).run().ok().out;
-    fs::write(&file, text).unwrap();
-    let mut command = gpumux(node, "");
-    let environment: Vec<_> = (command.get_envs())
-        .filter_map(|(name, value)| Some((name.to_owned(), value?.to_owned())))
-        .collect();
-    command = Command::new(shell);
-    command.args(["-c", script]).envs(environment);
-    command
-        .env("PATH", path)
-        .env("FILE", file)
-        .env("TERM", "dumb");
-    Some(command.run().ok().out)
-}
-
-#[test]
-fn shells_complete_names_of_tenants() {
-    let node = Node::start();
-    let mut tenant = Process::start(
-        node.tenant("--name training", "sh -c")
-            .arg("echo; read line"),
-    );
-    tenant.wait_lines(1);
-    let bash = "source \"$FILE\"; COMP_WORDS=(gpumux explain tr); COMP_CWORD=2; COMP_LINE='gpumux explain tr'; COMP_POINT=17
-        _gpumux_with_tenants gpumux tr explain; echo \"${COMPREPLY[@]}\"";
-    if let Some(found) = completed(&node, "bash", bash) {
-        assert_eq!(found, "training\n");
-    }
-    let fish = "source $FILE; complete -C 'gpumux explain tr'";
-    if let Some(found) = completed(&node, "fish", fish) {
-        assert!(
-            found.lines().any(|line| line.trim() == "training"),
-            "{found}"
-        );
-    }
-    // Its completion works in an interactive shell only: Tab completes the name, and the command runs.
-    let zsh = "zmodload zsh/zpty; zpty shell zsh -f -i
-        zpty -w shell \"autoload -U compinit; compinit -u -D; source $FILE; compdef _gpumux gpumux\"
-        zpty -w shell $'gpumux explain tr\\t; exit'
-        while zpty -r shell line; do print -r -- $line; done";
-    if let Some(found) = completed(&node, "zsh", zsh) {
-        assert!(found.contains("entitled: "), "{found}");
-    }
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! gpumux from end to end: the real binary, libraries and processes, on the emulated device, or on a real one
 //! with `GPUMUX_TEST_REAL=1`. See the harness (`gpumux-tests`) for how to carry this to another machine.
 
+mod attacks;
+mod caches;
+mod completions;
 mod consoles;
 mod containers;
 mod contracts;
@@ -8,17 +11,23 @@ mod controls;
 mod cuda;
 mod devices;
 mod docs;
+mod elastic;
 mod emu;
+mod ends;
 mod faults;
 mod fresh;
 mod gangs;
 mod hints;
 mod hostile;
 mod ipc;
+mod itself;
+mod launches;
 mod lease;
 mod lifecycle;
+mod machine;
 mod memory;
 mod mig;
+mod mover;
 mod on_demand;
 mod packages;
 mod pools;

@@ -38,13 +38,13 @@ fn verified(finished: &Finished) -> Value {
     report
 }
 
-fn bytes(tenant: &Value, field: &str) -> u64 {
+pub(crate) fn bytes(tenant: &Value, field: &str) -> u64 {
     let memory = tenant["memory"].as_array().expect("an array");
     memory.iter().filter_map(|it| it[field].as_u64()).sum()
 }
 
 /// Free memory of the only device.
-fn free(node: &Node) -> u64 {
+pub(crate) fn free(node: &Node) -> u64 {
     let memory = node.gpumux(["memory", "--json"]).run().ok().json();
     memory["devices"][0]["free"].as_u64().expect("a number")
 }
@@ -144,12 +144,29 @@ import sys
 size = ctypes.c_size_t(40 << 20)
 for alloc in [
     lambda at: call("cuMemAllocManaged", at, size, 1),
-    lambda at: call("cuMemAllocAsync", at, size, None),
     lambda at: call("cuMemAlloc_v2", at, size),
 ] * 2:
     use_device()
     alloc(ctypes.byref(ctypes.c_uint64()))
     call("cuDevicePrimaryCtxReset_v2", 0)
+"#;
+    runs_within_64_mib(PROGRAM);
+}
+
+/// As long as it is not freed, it is there, and the program can free it in another context.
+#[test]
+fn memory_of_a_pool_outlives_the_context() {
+    const PROGRAM: &str = r#"
+OUT_OF_MEMORY, size = 2, ctypes.c_size_t(40 << 20)
+use_device()
+pooled, other = ctypes.c_uint64(), ctypes.c_uint64()
+call("cuMemAllocAsync", ctypes.byref(pooled), size, None)
+call("cuDevicePrimaryCtxReset_v2", 0)
+use_device()
+assert cuda.cuMemAlloc_v2(ctypes.byref(other), size) == OUT_OF_MEMORY, "while it is allocated"
+call("cuMemFreeAsync", pooled, None)
+call("cuCtxSynchronize")
+call("cuMemAlloc_v2", ctypes.byref(other), size)
 "#;
     runs_within_64_mib(PROGRAM);
 }
@@ -1107,7 +1124,7 @@ fn broken(
     let mut command = node.tenant(&format!("--name {name}"), &program);
     command.env(
         "GPUMUX_EMU_FAULT",
-        format!("{what}@{call}:{function}:gpumux"),
+        format!("{what}@{call}:{function}:gpumux-mover"),
     );
     let process = Process::start(&mut command);
     node.wait_tenant(name, |it| bytes(it, "swapped") + bytes(it, "in_use") > 0);
@@ -1270,7 +1287,7 @@ fn single_allocations_move_by_what_is_lacking() {
     };
     for (name, job) in &mut jobs {
         wait_for("both to have moved", PATIENCE * 6, || {
-            assert!(job.poll().is_none(), "{name} has ended");
+            assert!(job.poll().is_none(), "{name} has ended: {}", job.err());
             (moves(name, "outs")? > 0).then_some(())
         });
     }

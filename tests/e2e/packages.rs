@@ -91,6 +91,7 @@ fn a_debian_package_comes_works_and_goes() {
         "usr/include/gpumux.h",
         "usr/lib/python3/dist-packages/gpumux/__init__.py",
         "usr/lib/systemd/system/gpumuxd.service",
+        "usr/lib/systemd/system/run-gpumux-groups.mount",
         "usr/share/doc/gpumux/docs/getting-started.md",
         "usr/share/doc/gpumux/examples/inference-and-training.yaml",
         "usr/share/man/man1/gpumux-run.1.gz",
@@ -250,7 +251,12 @@ fn systemd_understands_the_units() {
         }
         assert!(!unit.contains("KillSignal"), "{file}");
     }
+    let mount = "run-gpumux-groups.mount";
+    let file = repository().join("deploy/systemd").join(mount);
+    let wrong = wrong_in(&fs::read_to_string(file).unwrap(), "--system", mount);
+    assert_eq!(wrong, Some(Vec::new()));
     let system = fs::read_to_string(repository().join("deploy/systemd/gpumuxd.service")).unwrap();
+    assert!(system.contains(&format!("After={mount}")));
     assert!(system.contains("RuntimeDirectoryPreserve=yes"));
 }
 

@@ -1,10 +1,11 @@
 //! Pools of stream-ordered memory, accounted as the device has them.
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, devices, wait_for};
 
 use crate::memory::python;
 
-/// Random calls of pools: of the device's own, of others, and of a second context that ends. Then prints what the pools have.
+/// Random calls of pools: of the device's own, of others, and of a second context that ends, which the pools outlive. Then prints
+/// what the pools have.
 const PROGRAM: &str = r#"
 import random, sys
 random.seed(int(sys.argv[1]))
@@ -22,10 +23,10 @@ def alloc():
     at, size = ctypes.c_uint64(), 512 * random.randrange(1, 2 * 40960)
     pool = random.choice(pools)
     call("cuMemAllocFromPoolAsync", ctypes.byref(at), ctypes.c_size_t(size), ctypes.c_void_p(pool), None)
-    made.append((at.value, pool, second))
+    made.append((at.value, pool))
 def free():
     if made:
-        at, _, of = made.pop(random.randrange(len(made)))
+        at, _ = made.pop(random.randrange(len(made)))
         call("cuMemFreeAsync", ctypes.c_uint64(at), None)
 def create():
     if len(pools) < 4:
@@ -35,7 +36,7 @@ def create():
             call("cuMemPoolSetAttribute", pool, 4, ctypes.byref(ctypes.c_uint64(2**64 - 1)))
         pools.append(pool.value)
 def destroy():
-    unused = [it for it in pools[1:] if all(it != pool for _, pool, _ in made)]
+    unused = [it for it in pools[1:] if all(it != pool for _, pool in made)]
     if unused:
         gone = random.choice(unused)
         pools.remove(gone)
@@ -45,14 +46,13 @@ def trim():
 def wait():
     call("cuCtxSynchronize")
 def change_context():
-    global second, made
+    global second
     if second is None:
         made_context = ctypes.c_void_p()
         call("cuCtxCreate_v2", ctypes.byref(made_context), 0, device)
         second = made_context.value
     else:
         call("cuCtxDestroy_v2", ctypes.c_void_p(second))
-        made = [it for it in made if it[2] != second]
         second = None
         call("cuCtxSetCurrent", first)
 steps = [alloc] * 6 + [free] * 5 + [create, destroy, trim, wait, change_context]
@@ -100,6 +100,53 @@ fn pools_are_accounted_as_the_device_has_them() {
                 "seed {seed}, round {round}: {memory:#}"
             );
         }
+        program.close_input();
+        program.finish().ok();
+    }
+}
+
+/// The pool's device need not be the current one.
+#[test]
+fn pool_counts_on_its_own_device() {
+    const PROGRAM: &str = r#"
+import sys, uuid
+use_device()
+at, pool, name = ctypes.c_uint64(), ctypes.c_void_p(), (ctypes.c_ubyte * 16)()
+call("cuDeviceGetUuid", name, 1)
+if sys.argv[1] == "made":
+    properties = (ctypes.c_int * 32)(1, 0, 1, 1)
+    call("cuMemPoolCreate", ctypes.byref(pool), properties)
+else:
+    call("cuDeviceGetDefaultMemPool", ctypes.byref(pool), 1)
+call("cuMemAllocFromPoolAsync", ctypes.byref(at), ctypes.c_size_t(40 << 20), pool, None)
+print(f"GPU-{uuid.UUID(bytes=bytes(name))}", flush=True)
+sys.stdin.read()
+"#;
+    if devices() < 2 {
+        return eprintln!("SKIPPED: one device");
+    }
+    for kind in ["made", "default"] {
+        let node = Node::with(Options {
+            devices: 2,
+            ..Options::default()
+        });
+        let Some(command) = python(&node, PROGRAM) else {
+            return;
+        };
+        let mut program =
+            Process::start(&mut node.tenant("--name pools", &format!("{command} {kind}")));
+        program.wait_lines(1);
+        let second = program.out();
+        let tenant = node.wait_tenant("pools", |it| {
+            let memory = it["memory"].as_array().expect("an array");
+            memory
+                .iter()
+                .any(|it| it["pinned"].as_u64() >= Some(40 << 20))
+        });
+        let memory = tenant["memory"].as_array().expect("an array");
+        let pinned = memory.iter().filter(|it| it["pinned"].as_u64() > Some(0));
+        let found: Vec<&str> = pinned.filter_map(|it| it["device"].as_str()).collect();
+        assert_eq!(found, [second.trim_end()], "{kind}: {tenant:#}");
         program.close_input();
         program.finish().ok();
     }

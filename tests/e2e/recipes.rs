@@ -131,3 +131,90 @@ fn jupyter_kernel_starts_its_program_as_a_tenant() {
     assert_eq!(secret.len(), 32, "{lines}");
     assert_eq!(arguments, "-m ipykernel_launcher -f {connection_file}");
 }
+
+/// The commands that the page gives to launchers, each as its launcher starts it.
+#[test]
+fn launchers_commands_start_tenants_with_their_arguments() {
+    let page = include_str!("../../docs/recipes.md");
+    let between = |start: &str, end: &str| {
+        let rest = page
+            .split_once(start)
+            .unwrap_or_else(|| panic!("{start}"))
+            .1;
+        rest.split_once(end).unwrap().0.to_owned()
+    };
+    let node = Node::start();
+    let dir = tempfile::tempdir().unwrap();
+    let put = |name: &str, script: &str| program(&dir.path().join(name), script);
+    // In place of Python, a program that prints its arguments and the tenants.
+    put("python", "#!/bin/sh\necho \"$@\"\nexec gpumux ps --json\n");
+    put("srun", "#!/bin/sh\nexec \"$@\"\n");
+    let script = format!("#!/bin/sh\n{}", between("```text\n#!/bin/sh\n", "```"));
+    put("interpreter", &script);
+    let path = std::env::var("PATH").unwrap();
+    let built = binary().parent().unwrap().display().to_string();
+    let path = format!("{}:{built}:{path}", dir.path().display());
+
+    let ray = between(r#"ray.init(runtime_env={"py_executable": ""#, "\"");
+    let sweep = between("\ncommand: [", "]");
+    let sweep: Vec<&str> = sweep
+        .split(", ")
+        .map(|word| word.trim_matches('"'))
+        .collect();
+    let sweep = (sweep.join(" "))
+        .replace("${interpreter}", "python")
+        .replace("${program}", "train.py")
+        .replace("${args}", "--lr=0.1");
+    let cases = [
+        (
+            "Slurm",
+            between("--gres=gpu:1\n", "\n"),
+            "job-42",
+            "train.py",
+        ),
+        (
+            "Ray",
+            ray + " worker.py --port=1",
+            "worker",
+            "worker.py --port=1",
+        ),
+        (
+            "MLflow",
+            between("    command: \"", "\""),
+            "train",
+            "train.py",
+        ),
+        ("Weights & Biases", sweep, "train", "train.py --lr=0.1"),
+        (
+            "a script",
+            "interpreter train.py -x".into(),
+            "train",
+            "train.py -x",
+        ),
+    ];
+    for (launcher, command, name, arguments) in cases {
+        let mut shell = node.on_device(["bash", "-euc", &command]);
+        shell.env("PATH", &path).env("SLURM_JOB_ID", "42");
+        let done = shell.run().ok();
+        let (printed, tenants) = done.out.split_once('\n').unwrap();
+        assert_eq!(printed, arguments, "{launcher}");
+        let tenants: Value = serde_json::from_str(tenants).unwrap();
+        let all = tenants["tenants"].as_array().unwrap();
+        let tenant = all.iter().find(|tenant| tenant["name"] == name);
+        let tenant = tenant.unwrap_or_else(|| panic!("{launcher}: {command}: {tenants:#}"));
+        assert_eq!(tenant["class"], "batch", "{launcher}");
+    }
+}
+
+#[test]
+fn slurm_configuration_names_the_scripts_that_exist() {
+    let page = include_str!("../../docs/recipes.md");
+    let named = page
+        .lines()
+        .filter_map(|line| line.split_once("=/etc/slurm/gpumux/"));
+    let scripts: Vec<&str> = named.map(|(_, script)| script).collect();
+    assert_eq!(scripts.len(), 3, "{scripts:?}");
+    for script in scripts {
+        assert!(deploy("slurm").join(script).is_file(), "{script}");
+    }
+}

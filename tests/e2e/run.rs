@@ -488,3 +488,33 @@ fn a_percentage_of_the_callers_shell_does_not_reach_members_of_groups() {
         assert_eq!(command.run().ok().out, said, "{options}");
     }
 }
+
+#[test]
+fn run_inside_run_leaves_one_tenant() {
+    let node = Node::start();
+    let own = binary().display().to_string();
+    let inner = format!("{own} run --name inner --guaranteed 0.6 -- {TICKS}");
+    let mut program = Process::start(&mut node.tenant("--name outer --guaranteed 0.6", &inner));
+    program.wait_lines(1);
+    let found = node.wait_tenant("inner", |tenant| tenant["domains"][0].is_object());
+    assert_eq!(found["pids"], serde_json::json!([program.pid()]));
+    assert!(node.find_tenant("outer").is_none());
+    let ended = node.gpumux(["ps", "-a", "-o", "wide"]).run().ok().out;
+    assert!(
+        ended.contains("its process became another tenant"),
+        "{ended}"
+    );
+}
+
+#[test]
+fn run_in_a_tenants_child_keeps_the_outer_tenant() {
+    let node = Node::start();
+    let own = binary().display().to_string();
+    let script = format!("{own} run --name inner -- sh -c 'echo; exec sleep 60'; true");
+    let mut outer = node.tenant("--name outer", "sh -c");
+    let mut outer = Process::start(outer.arg(script));
+    outer.wait_lines(1);
+    for name in ["outer", "inner"] {
+        assert!(node.find_tenant(name).is_some(), "{name}");
+    }
+}

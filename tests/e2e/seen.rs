@@ -7,6 +7,7 @@ use std::{
     process::{Child, Command, Stdio},
     sync::mpsc,
     thread,
+    time::Duration,
 };
 
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, wait_for};
@@ -229,7 +230,9 @@ impl Browser {
             .write_all(format!("{message}\0").as_bytes())
             .unwrap();
         loop {
-            let answer = self.answers.recv_timeout(PATIENCE).expect(method);
+            let answer = wait_for(method, PATIENCE, || {
+                self.answers.recv_timeout(Duration::from_millis(20)).ok()
+            });
             if answer["id"] == self.last {
                 assert!(answer["error"].is_null(), "{method}: {answer}");
                 return answer["result"].clone();
@@ -414,6 +417,10 @@ fn web_page_fits_phones_and_changes_own_tenants() {
             browser.until("JSON.stringify([document.documentElement.scrollWidth, innerWidth])");
         let [wide, room]: [u32; 2] = serde_json::from_str(fits.as_str().unwrap()).unwrap();
         assert!(wide <= room && room == width, "{wide} pixels in {room}");
+        let columns = browser
+            .until("String(new Set([...document.querySelectorAll('#facts > div')].map(it => it.offsetLeft)).size)");
+        let columns: u32 = columns.as_str().unwrap().parse().unwrap();
+        assert!(columns >= 2, "facts in {columns} columns at {width} pixels");
     }
     browser.until("document.querySelector('#move').click() === undefined");
     node.wait_tenant("sleeper", |tenant| tenant["asleep"] == false);

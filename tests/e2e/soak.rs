@@ -112,7 +112,9 @@ fn sixteen_processes_on_two_devices() {
     wait_for("all files are closed", PATIENCE, || {
         (node.emulated_files() == before).then_some(())
     });
-    assert_eq!(free(&node), free_before);
+    wait_for("their memory is free", PATIENCE, || {
+        (free(&node) == free_before).then_some(())
+    });
     let grown = resident(server).saturating_sub(settled);
     assert!(grown <= most, "the server has grown by {grown} bytes");
 }

@@ -216,3 +216,54 @@ fn what_a_user_does_to_its_groups_folder_harms_itself_only() {
     }
     assert_eq!(fs::read_to_string(&file).unwrap(), "secret\n");
 }
+
+/// As `deploy/systemd/run-gpumux-groups.mount` has it.
+#[test]
+fn user_that_fills_the_groups_file_system_stops_no_tenant() {
+    let Some(node) = node_of_root() else { return };
+    let groups = node.dir().join("groups");
+    fs::create_dir(&groups).unwrap();
+    let mut mount = Command::new("mount");
+    mount.args(["-t", "tmpfs", "-o", "size=1m,mode=0711", "none"]);
+    if mount.arg(&groups).run().code() != 0 {
+        return eprintln!("SKIPPED: no file system can be mounted here");
+    }
+    let _mounted = Mounted(groups.clone());
+    let tenant = |options: &str| as_nobody(node.tenant(options, TICKS));
+    let mut first = Process::start(&mut tenant("--class batch --trust team --name first"));
+    first.wait_lines(2);
+    let folder = fs::read_dir(&groups).unwrap().flatten().next().unwrap();
+    let mut fill = Command::new("sh");
+    let pipe = folder.path().join("pipe");
+    fill.args(["-c", &format!("cat /dev/zero > {}/full", pipe.display())]);
+    assert_ne!(as_nobody(fill).run().code(), 0, "it is full");
+    // Another of its groups, as of any user: they share in time instead.
+    let mut second = Process::start(&mut tenant("--class batch --trust other --name second"));
+    second.wait_lines(2);
+    let why = node.find_tenant("second").unwrap()["placement"]["reason"].to_string();
+    assert!(why.contains("No space left"), "{why}");
+    second.kill();
+    // All else goes on, and is kept.
+    let mut third = Process::start(&mut node.tenant("--class batch --name third", TICKS));
+    third.wait_lines(2);
+    node.gpumux(["set", "third", "--guaranteed", "20%"])
+        .run()
+        .ok();
+    let kept = fs::read_to_string(node.dir().join("tenants.json")).unwrap();
+    assert!(kept.contains("third") && kept.contains("0.2"), "{kept}");
+    let lines = first.lines();
+    first.wait_lines(lines + 2);
+    fs::remove_file(pipe.join("full")).unwrap();
+    let mut third = Process::start(&mut tenant("--class batch --trust other --name fourth"));
+    third.wait_lines(2);
+    node.wait_tenant("fourth", |it| it["placement"]["way"] == "space");
+}
+
+/// Unmounted when it is dropped.
+struct Mounted(std::path::PathBuf);
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}

@@ -85,15 +85,52 @@ pub fn wait_settled<T: PartialEq>(
 /// With `what`, after `patience`.
 #[track_caller]
 pub fn wait_for<T>(what: &str, patience: Duration, mut answer: impl FnMut() -> Option<T>) -> T {
-    let started = Instant::now();
+    let mut left = Patience::new(patience);
     loop {
         if let Some(answer) = answer() {
             return answer;
         }
-        assert!(
-            started.elapsed() < patience,
-            "waited {patience:?} in vain: {what}"
-        );
+        assert!(left.lasts(), "waited {patience:?} in vain: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// How long something may still take. Time in which programs of this machine wait for a CPU counts a tenth: what they do takes longer.
+#[derive(Debug)]
+pub struct Patience {
+    left: Duration,
+    looked: Instant,
+    waited: Duration,
+}
+
+impl Patience {
+    /// So long, where nothing waits for a CPU.
+    pub fn new(patience: Duration) -> Self {
+        Self {
+            left: patience,
+            looked: Instant::now(),
+            waited: waited_for_cpus(),
+        }
+    }
+
+    /// Whether some of it is left.
+    pub fn lasts(&mut self) -> bool {
+        let passed = self.looked.elapsed();
+        let waited = waited_for_cpus();
+        let busy = waited.saturating_sub(self.waited).min(passed);
+        self.left = self.left.saturating_sub(passed - busy * 9 / 10);
+        (self.looked, self.waited) = (self.looked + passed, waited);
+        !self.left.is_zero()
+    }
+}
+
+/// For how long, since the machine was started, some program waited for a CPU (Linux's pressure stall information); zero where it is
+/// not counted.
+fn waited_for_cpus() -> Duration {
+    let pressure = std::fs::read_to_string("/proc/pressure/cpu").unwrap_or_default();
+    let total = pressure.lines().find_map(|line| {
+        let (_, total) = line.strip_prefix("some ")?.split_once("total=")?;
+        total.trim().parse().ok()
+    });
+    Duration::from_micros(total.unwrap_or(0))
 }

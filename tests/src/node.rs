@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
     process::Command,
     sync::{Mutex, MutexGuard, PoisonError},
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use gpumux_wire::socket;
@@ -17,7 +17,9 @@ use rustix::{
 };
 use serde_json::Value;
 
-use crate::{Finished, PATIENCE, Process, Run, binary, library, real, wait_for, wait_settled};
+use crate::{
+    Finished, PATIENCE, Patience, Process, Run, binary, library, real, wait_for, wait_settled,
+};
 
 /// How a node is made.
 #[derive(Clone, Debug, Default)]
@@ -38,6 +40,8 @@ pub struct Options {
 #[derive(Debug)]
 pub struct Node {
     options: Options,
+    /// Variables of the daemon's environment.
+    variables: Vec<(String, OsString)>,
     daemon: Option<Process>,
     // Dropped after the daemon.
     emulated: Option<Process>,
@@ -75,6 +79,7 @@ impl Node {
             .expect("a folder");
         let mut node = Self {
             options,
+            variables: Vec::new(),
             daemon: None,
             emulated: None,
             dir,
@@ -122,6 +127,7 @@ impl Node {
         };
         command.arg("daemon").args(&self.options.daemon);
         self.enter(&mut command);
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
         let mut process = Process::start(&mut command);
         wait_for("an answer of the daemon", PATIENCE, || {
             assert!(process.poll().is_none(), "it ended: {}", process.err());
@@ -133,6 +139,11 @@ impl Node {
     /// Adds arguments of `gpumux daemon`, for the next one.
     pub fn configure(&mut self, args: impl IntoIterator<Item = String>) {
         self.options.daemon.extend(args);
+    }
+
+    /// Sets a variable of the environment, for the next daemon and those after it.
+    pub fn set_variable(&mut self, name: &str, value: impl Into<OsString>) {
+        self.variables.push((name.into(), value.into()));
     }
 
     /// Kills the daemon as the kernel would: at once and without a word.
@@ -275,13 +286,13 @@ impl Node {
     /// Waits until `gpumux ps --json` shows this tenant and `accept` takes it.
     #[track_caller]
     pub fn wait_tenant(&self, name: &str, accept: impl Fn(&Value) -> bool) -> Value {
-        let started = Instant::now();
+        let mut left = Patience::new(PATIENCE);
         loop {
             let ps = self.ps();
             match tenant(&ps, name) {
                 Some(tenant) if accept(&tenant) => return tenant,
                 _ => assert!(
-                    started.elapsed() < PATIENCE,
+                    left.lasts(),
                     "tenant {name} never came to be as it should: {ps:#}"
                 ),
             }
@@ -333,10 +344,8 @@ impl Drop for Node {
         let Ok(lock) = fs::File::open(&path) else {
             return;
         };
-        let started = Instant::now();
-        while flock(&lock, FlockOperation::NonBlockingLockShared).is_err()
-            && started.elapsed() < PATIENCE
-        {
+        let mut left = Patience::new(PATIENCE);
+        while flock(&lock, FlockOperation::NonBlockingLockShared).is_err() && left.lasts() {
             let pid = fs::read_to_string(&path).unwrap_or_default();
             if let Some(pid) = pid.trim().parse().ok().and_then(Pid::from_raw) {
                 let _ = kill_process(pid, Signal::TERM);

@@ -8,13 +8,13 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicUsize, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use rustix::process::{Pid, Signal};
 use serde_json::Value;
 
-use crate::{PATIENCE, wait_for};
+use crate::{PATIENCE, Patience, wait_for};
 
 /// What a process that has ended left behind.
 #[derive(Debug)]
@@ -126,7 +126,7 @@ impl Process {
     /// Waits until it has written `count` lines of output.
     #[track_caller]
     pub fn wait_lines(&mut self, count: usize) {
-        let started = Instant::now();
+        let mut left = Patience::new(PATIENCE);
         while self.lines() < count {
             // What it wrote last is read a moment after its end.
             if self.poll().is_some() && self.out.whole().lines().count() < count {
@@ -138,7 +138,7 @@ impl Process {
                 );
             }
             assert!(
-                started.elapsed() < PATIENCE,
+                left.lasts(),
                 "it wrote {} lines, not {count}: {}{}",
                 self.lines(),
                 self.out(),

@@ -3,7 +3,7 @@
 use std::{
     os::fd::{AsFd, OwnedFd},
     path::PathBuf,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use gpumux_rm::{
@@ -15,7 +15,7 @@ use rustix::{
     net::{RecvFlags, SendFlags},
 };
 
-use crate::{Node, Options, PATIENCE, Process, real};
+use crate::{Node, Options, PATIENCE, Patience, Process, real};
 
 /// A session socket that a test serves itself.
 #[derive(Debug)]
@@ -155,14 +155,14 @@ impl Session {
 
 /// Waits until there is something to read, or the other side has closed.
 pub fn readable(fd: impl AsFd, patience: Duration) -> bool {
-    let deadline = Instant::now() + patience;
+    let mut left = Patience::new(patience);
+    let moment = Timespec {
+        tv_sec: 0,
+        tv_nsec: 20_000_000,
+    };
     loop {
-        let left = deadline.saturating_duration_since(Instant::now());
-        let left = Timespec {
-            tv_sec: left.as_secs() as i64,
-            tv_nsec: left.subsec_nanos().into(),
-        };
-        match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&left)) {
+        match poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&moment)) {
+            Ok(0) if left.lasts() => {}
             Ok(count) => return count > 0,
             Err(rustix::io::Errno::INTR) => {}
             Err(error) => panic!("poll: {error}"),

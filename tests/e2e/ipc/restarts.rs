@@ -1,9 +1,10 @@
 //! Shared memory over restarts and pauses of the daemon.
 
 use gpumux_tests::{Node, Options, PATIENCE, devices, real, wait_for};
-use rustix::process::Signal;
+use rustix::process::{Pid, Signal, kill_process};
 
 use super::{MIB, bytes, sleep, start, wait_pinned};
+use crate::memory::free;
 
 /// A parent exports 10 MiB, which two children open. It does what it reads: with the memory, or to a child.
 const FAMILY: &str = r#"
@@ -175,4 +176,96 @@ hear()
     wait_pinned(&node, "family", 0);
     program.write("end\n");
     program.finish().ok();
+}
+
+/// A process that is stopped answers nothing: the one that opens its memory gets an error, and can open it later.
+#[test]
+fn open_fails_in_time_while_the_exporter_is_stopped() {
+    const PROGRAM: &str = r#"
+import os, time
+flag = os.path.join(os.path.dirname(__file__), "open")
+if len(sys.argv) > 1:
+    say("ready")
+    while not os.path.exists(flag):
+        time.sleep(0.01)
+    say(try_open(sys.argv[1])[0])
+    while os.path.exists(flag):
+        time.sleep(0.01)
+    say(read(open_memory(sys.argv[1])))
+    sys.exit()
+at = alloc(10 * MIB)
+write(at, 5)
+call("cuCtxSynchronize")
+say(os.getpid())
+child = subprocess.Popen([sys.executable, __file__, export(at)])
+sys.exit(child.wait())
+"#;
+    let node = Node::start();
+    let Some(mut process) = start(&node, "stopped", PROGRAM) else {
+        return;
+    };
+    process.wait_lines(2);
+    let exporter = process.out().lines().next().and_then(|it| it.parse().ok());
+    let exporter = Pid::from_raw(exporter.expect("its number")).expect("a process");
+    kill_process(exporter, Signal::STOP).expect("it runs");
+    let flag = node.dir().join("open");
+    std::fs::write(&flag, "").expect("room");
+    let line = |n: usize| process.out().lines().nth(n).map(str::to_owned);
+    // The daemon waits for 30 s.
+    let error = wait_for("the answer", PATIENCE * 3, || line(2));
+    assert_eq!(error, "205");
+    kill_process(exporter, Signal::CONT).expect("it is there");
+    std::fs::remove_file(&flag).expect("it is there");
+    assert_eq!(wait_for("the memory", PATIENCE, || line(3)), "5");
+    process.finish_within(PATIENCE).ok();
+}
+
+/// What is open of it stays readable, is accounted to no tenant, and comes free with the opener.
+#[test]
+fn memory_of_an_exporter_that_ends_without_a_daemon_stays_open() {
+    const PROGRAM: &str = r#"
+if len(sys.argv) > 1:
+    at = alloc(40 * MIB)
+    write(at + 39 * MIB, 5)
+    call("cuCtxSynchronize")
+    say(export(at))
+    hear()
+    sys.exit("it was to be killed")
+alloc(MIB)
+it = Child("exporter")
+at = open_memory(it.hear()[0])
+say("open")
+hear()
+it.process.kill()
+it.process.wait()
+say("killed")
+hear()
+assert read(at + 39 * MIB) == 5
+write(at + 39 * MIB, 6)
+assert read(at + 39 * MIB) == 6
+close_memory(at)
+say("closed")
+hear()
+"#;
+    let mut node = Node::start();
+    let before = free(&node);
+    let Some(mut opener) = start(&node, "opener", PROGRAM) else {
+        return;
+    };
+    opener.wait_lines(1);
+    wait_pinned(&node, "opener", 40);
+    node.kill_daemon();
+    opener.write("kill it\n");
+    opener.wait_lines(2);
+    node.start_daemon();
+    let alone = |it: &serde_json::Value| it["pids"].as_array().is_some_and(|it| it.len() == 1);
+    let tenant = node.wait_tenant("opener", |it| alone(it) && bytes(it, "in_use") > 0);
+    assert_eq!(bytes(&tenant, "pinned"), 0, "{tenant:#}");
+    opener.write("read it\n");
+    opener.wait_lines(3);
+    opener.write("end\n");
+    opener.finish().ok();
+    wait_for("the memory of all", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
 }

@@ -1,0 +1,558 @@
+//! More of what a hostile program may try: odd pages, packets in odd states, odd requests, names, and races.
+
+use std::{
+    fs::{File, OpenOptions, Permissions, read_dir, read_link, set_permissions},
+    io::{Read, Write},
+    os::{
+        fd::{AsFd, OwnedFd},
+        unix::{
+            fs::{FileExt, PermissionsExt},
+            net::UnixStream,
+        },
+    },
+    sync::Arc,
+    thread,
+    time::Duration,
+};
+
+use gpumux_tests::{Node, PATIENCE, Process, Run, readable, wait_for, wait_settled};
+use gpumux_wire::{
+    Daemon, Shim,
+    message::Piece,
+    page::{Page, SLOTS},
+    socket,
+};
+use rustix::{
+    fs::{
+        FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fstat, ftruncate,
+        memfd_create,
+    },
+    net::{RecvFlags, SendFlags},
+};
+
+use crate::{
+    TICKS,
+    hostile::{Guest, connect, daemon_serves, group, hello, send, with_old_tenant},
+};
+
+/// Numbers that look random (xorshift64).
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, most: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % most
+    }
+
+    fn number(&mut self) -> u64 {
+        let any = self.below(u64::MAX);
+        [0, 1, 7, any, u64::from(u32::MAX), u64::MAX][self.below(6) as usize]
+    }
+}
+
+fn memory(size: u64, seals: SealFlags) -> OwnedFd {
+    let file = memfd_create("page", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, size).unwrap();
+    fcntl_add_seals(&file, seals).unwrap();
+    file
+}
+
+/// Reading behind the end of a mapped file would end the daemon.
+#[test]
+fn page_that_may_shrink_or_has_another_size_is_refused() {
+    let (node, old) = with_old_tenant();
+    let size = fstat(Page::create().unwrap().1).unwrap().st_size as u64;
+    let both = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
+    for (size, seals) in [
+        (size, SealFlags::empty()),
+        (size, SealFlags::GROW),
+        (size, SealFlags::SHRINK),
+        (0, both),
+        (1, both),
+        (size - 1, both),
+        (size + 4096, both),
+        (1 << 40, both),
+    ] {
+        let session = connect(&node);
+        let page = memory(size, seals);
+        send(&session, &hello(None), Some(page.as_fd()));
+        // It might be cut right after it was looked at.
+        let _ = ftruncate(&page, 0);
+        assert!(
+            readable(&session, PATIENCE),
+            "no answer to {size} {seals:?}"
+        );
+        if let Ok(Some((message, _))) = socket::recv::<Daemon>(&session, RecvFlags::empty()) {
+            assert!(
+                matches!(message, Daemon::Refused { .. }),
+                "{size} {seals:?}: {message:?}"
+            );
+        }
+    }
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn page_without_its_memory_harms_no_other() {
+    let (node, old) = with_old_tenant();
+    let session = connect(&node);
+    let (_page, file) = Page::create().unwrap();
+    send(&session, &hello(None), Some(file.as_fd()));
+    assert!(readable(&session, PATIENCE));
+    let size = fstat(&file).unwrap().st_size as u64;
+    for _ in 0..200 {
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        fallocate(&file, hole, 0, size).unwrap();
+        send(&session, &Shim::TimesliceTouched { key: 0 }, None);
+        assert!(ftruncate(&file, 0).is_err(), "it is sealed");
+    }
+    daemon_serves(&node, &old);
+}
+
+/// A program whose page always reports that it has no work takes nothing from one whose page does not.
+#[test]
+fn page_that_claims_to_be_idle_gains_nothing() {
+    let (node, old) = with_old_tenant();
+    let liar = Process::start(&mut node.tenant("--name liar --class batch", TICKS));
+    node.wait_tenant("liar", |tenant| !tenant["domains"][0].is_null());
+    let (idle, file) = Page::create().unwrap();
+    for key in 0..SLOTS as u32 {
+        idle.slot(key).unwrap().begin_counting();
+    }
+    let mut lie = vec![0; fstat(&file).unwrap().st_size as usize];
+    File::from(file).read_exact_at(&mut lie, 0).unwrap();
+    let files = read_dir(format!("/proc/{}/fd", liar.pid()))
+        .unwrap()
+        .flatten();
+    let pages = files.filter(|it| {
+        read_link(it.path()).is_ok_and(|to| to.to_string_lossy().contains("gpumux-page"))
+    });
+    let mut pages: Vec<File> = pages
+        .map(|it| OpenOptions::new().write(true).open(it.path()).unwrap())
+        .collect();
+    assert_eq!(pages.len(), 1);
+    let page = pages.remove(0);
+    let ends = Arc::new(());
+    let goes_on = Arc::downgrade(&ends);
+    thread::spawn(move || {
+        while goes_on.strong_count() > 0 {
+            page.write_all_at(&lie, 0).unwrap();
+            thread::sleep(Duration::from_micros(100));
+        }
+    });
+    node.wait_tenant("liar", |it| it["domains"][0]["demand"] == "idle");
+    let before = (old.lines(), liar.lines());
+    let done = || (old.lines() - before.0, liar.lines() - before.1);
+    wait_for("work of the old", PATIENCE, || {
+        (done().0 > 300).then_some(())
+    });
+    let (honest, lied) = done();
+    assert!(2 * lied <= 3 * honest, "{lied} beside {honest}");
+    daemon_serves(&node, &old);
+}
+
+fn any_packet(random: &mut Random) -> Shim {
+    let names = ["", "GPU-0", "\u{1b}[2J\n", "../..", &"x".repeat(5000)];
+    let (a, b, c) = (random.number(), random.number(), random.number());
+    let name = names[random.below(5) as usize].to_owned();
+    let (key, flag, token) = (
+        a as u32,
+        b.is_multiple_of(2),
+        u128::from(a) << 64 | u128::from(b),
+    );
+    match random.below(24) {
+        0 => hello(Some(&name)),
+        1 => group(key, b as u32, c as u32 % 600),
+        2 => Shim::Memory,
+        3 => Shim::Channels {
+            key,
+            channels: vec![b as u32; c as usize % 600],
+        },
+        4 => Shim::TimesliceTouched { key },
+        5 => Shim::Gone { key },
+        6 => Shim::Ask {
+            ticket: key,
+            device: name,
+            total: a,
+            need: b,
+            want: c,
+            pinned: flag,
+        },
+        7 => Shim::Holds {
+            device: name,
+            total: a,
+            movable: b,
+            pinned: c,
+            swapped: a,
+        },
+        8 => Shim::View {
+            ticket: key,
+            device: name,
+            total: c,
+        },
+        9 => Shim::Quiet { op: a, idle: flag },
+        10 => Shim::Busy {
+            op: a,
+            reason: name,
+        },
+        11 => Shim::Moved { op: a },
+        12 => Shim::WakeRequest,
+        13 => Shim::Keeps { bytes: a },
+        14 => Shim::Reclaims,
+        15 => Shim::Reclaimed { op: a, bytes: b },
+        16 => Shim::Missing { ticket: key },
+        17 => Shim::Unlisted { name },
+        18 => Shim::Export { ticket: key, token },
+        19 => Shim::Withdraw { token },
+        20 => Shim::Redeem {
+            ticket: key,
+            token,
+            index: c as u32,
+        },
+        21 => Shim::Piece {
+            op: a,
+            piece: flag.then_some(Piece {
+                bytes: a,
+                whole: b,
+                offset: c,
+                allocation: a,
+            }),
+        },
+        22 => Shim::Opened {
+            token,
+            charged: flag,
+        },
+        _ => Shim::Closed { token },
+    }
+}
+
+#[test]
+fn packets_in_any_order_are_survived() {
+    let (node, old) = with_old_tenant();
+    let mut random = Random(0x9e37_79b9_7f4a_7c15);
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let (_page, page) = Page::create().unwrap();
+    for round in 0..60 {
+        // Half of them before they are welcome.
+        let guest = (round % 2 == 0).then(|| Guest::new(&node));
+        let session = match &guest {
+            Some(guest) => guest.session.try_clone().unwrap(),
+            None => connect(&node),
+        };
+        for _ in 0..200 {
+            let file =
+                [None, None, Some(null.as_fd()), Some(page.as_fd())][random.below(4) as usize];
+            let sent = socket::send(
+                &session,
+                &any_packet(&mut random),
+                file,
+                SendFlags::DONTWAIT,
+            );
+            // Its end, or a full socket, is no fault.
+            if sent.is_err_and(|it| it.kind() == std::io::ErrorKind::BrokenPipe) {
+                break;
+            }
+        }
+    }
+    daemon_serves(&node, &old);
+    // Nothing of that is left in what the daemon believes of the device.
+    wait_for("the guests' ends", PATIENCE, || {
+        let ps = node.ps();
+        (ps["tenants"].as_array()?.len() == 1).then_some(())
+    });
+    let memory = node.gpumux(["memory", "--json"]).run().ok().json();
+    assert_eq!(
+        memory["devices"].as_array().map(Vec::len),
+        Some(1),
+        "{memory:#}"
+    );
+}
+
+/// How many files the daemon has once no more come or go.
+fn settled_files(node: &Node) -> usize {
+    let a_while = Duration::from_millis(500);
+    let what = "no files come or go";
+    wait_settled(what, PATIENCE, a_while, || node.daemon_files().len())
+}
+
+#[test]
+fn connections_that_race_with_their_end_leave_nothing() {
+    let (node, old) = with_old_tenant();
+    let before = settled_files(&node);
+    let (_page, page) = Page::create().unwrap();
+    thread::scope(|scope| {
+        for thread in 0..4 {
+            let (node, page) = (&node, &page);
+            scope.spawn(move || {
+                for n in 0..150 {
+                    let session = connect(node);
+                    match (thread + n) % 3 {
+                        0 => {}
+                        1 => send(&session, &hello(None), Some(page.as_fd())),
+                        _ => send(&session, &hello(None), None),
+                    }
+                    let request = UnixStream::connect(node.api_socket());
+                    let _ = request.and_then(|mut it| it.write_all(b"GET /v1/status HTTP/1.1\r\n"));
+                }
+            });
+        }
+    });
+    daemon_serves(&node, &old);
+    assert!(settled_files(&node) <= before, "{:#?}", node.daemon_files());
+}
+
+/// The status of an answer to a request with this body; none if the daemon only closed.
+fn status(node: &Node, method: &str, path: &str, body: &str) -> Option<u16> {
+    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
+    let length = body.len();
+    let head = format!(
+        "{method} {path} HTTP/1.1\r\nhost: gpumux\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: {length}\r\n\r\n"
+    );
+    let _ = stream.write_all(head.as_bytes());
+    let _ = stream.write_all(body.as_bytes());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    let answer = String::from_utf8_lossy(&answer);
+    answer.split(' ').nth(1)?.parse().ok()
+}
+
+#[test]
+fn requests_with_odd_numbers_names_and_nesting_are_refused() {
+    let (node, old) = with_old_tenant();
+    let spec = |what: &str| format!("{{\"spec\":{{{what}}}}}");
+    let bodies = [
+        "[".repeat(100_000),
+        "{\"spec\":".repeat(20_000),
+        spec("\"guaranteed\":1e400"),
+        spec("\"guaranteed\":-0.1"),
+        spec("\"guaranteed\":NaN"),
+        spec("\"weight\":-1"),
+        spec("\"weight\":1e308"),
+        spec("\"memory_limit\":-1"),
+        spec("\"memory_limit\":18446744073709551616"),
+        spec("\"memory_guaranteed\":18446744073709551615"),
+        "{\"name\":\"\\u001b[2J\"}".into(),
+        "{\"name\":\"../../etc/passwd\"}".into(),
+        "{\"name\":\"a\\u0000b\"}".into(),
+        format!("{{\"name\":\"{}\"}}", "n".repeat(100_000)),
+        "{\"trust\":\"../x\"}".into(),
+    ];
+    for body in &bodies {
+        let shown: String = body.chars().take(60).collect();
+        let answer = status(&node, "POST", "/v1/tenants", body);
+        assert!(
+            answer.is_none_or(|it| (400..500).contains(&it)),
+            "{shown}: {answer:?}"
+        );
+    }
+    for path in [
+        "/v1/tenants/..%2f..%2fetc",
+        "/v1/tenants/%00",
+        "/v1/tenants/%ff%fe",
+    ] {
+        let answer = status(&node, "DELETE", path, "");
+        assert!(
+            answer.is_some_and(|it| (400..500).contains(&it)),
+            "{path}: {answer:?}"
+        );
+    }
+    let tenants = node.ps()["tenants"].as_array().map(Vec::len);
+    assert_eq!(tenants, Some(1), "{:#}", node.ps());
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn program_with_control_characters_in_its_name_commands_no_terminal() {
+    let (node, old) = with_old_tenant();
+    // Its first argument is what the kernel shows, and what the tenant is named after.
+    let mut run = node.gpumux(["run", "--class", "batch", "--"]);
+    let program = node.dir().join("\u{1b}[2J\u{9b}x\nname");
+    std::fs::copy("/bin/sleep", &program).unwrap();
+    let _named = Process::start(run.arg(&program).arg("600"));
+    wait_for("its tenant", PATIENCE, || {
+        (node.ps()["tenants"].as_array()?.len() == 2).then_some(())
+    });
+    for args in [
+        &["ps"][..],
+        &["ps", "-o", "wide"],
+        &["ps", "--json"],
+        &["events", "--past"],
+        &["events", "--past", "--json"],
+        &["memory"],
+    ] {
+        let out = node.gpumux(args).run().ok().out;
+        let commands = |it: char| it.is_control() && it != '\n';
+        assert!(!out.contains(commands), "{args:?}: {out:?}");
+    }
+    daemon_serves(&node, &old);
+}
+
+/// Programs that lived keep running; their guarantees are gone with the file.
+#[test]
+fn damaged_state_files_keep_no_daemon_from_starting() {
+    let mut node = Node::start();
+    let mut old = Process::start(&mut node.tenant("--name old --class batch", TICKS));
+    old.wait_lines(1);
+    for damage in ["cut", "bit", "garbage", "folder"] {
+        node.kill_daemon();
+        for name in [
+            "tenants.json",
+            "groups.json",
+            "settings.json",
+            "programs.json",
+        ] {
+            let file = node.dir().join(name);
+            let mut bytes =
+                std::fs::read(&file).unwrap_or_else(|_| b"gpumux 1 00000000\n[]".into());
+            match damage {
+                "cut" => bytes.truncate(bytes.len() / 2),
+                "bit" => *bytes.last_mut().unwrap() ^= 1,
+                _ => bytes = vec![0xff; 3 << 20],
+            }
+            let _ = std::fs::remove_file(&file);
+            match damage {
+                "folder" => std::fs::create_dir(&file).unwrap(),
+                _ => std::fs::write(&file, bytes).unwrap(),
+            }
+        }
+        node.start_daemon();
+        let mut new = Process::start(&mut node.tenant("--name new --class batch", TICKS));
+        new.wait_lines(1);
+        node.wait_tenant("new", |it| !it["domains"][0].is_null());
+        let lines = old.lines();
+        old.wait_lines(lines + 3);
+        new.kill();
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant("new").is_none().then_some(())
+        });
+        for name in [
+            "tenants.json",
+            "groups.json",
+            "settings.json",
+            "programs.json",
+        ] {
+            let bad = node.dir().join(name).with_extension("json.bad");
+            if bad.is_dir() {
+                std::fs::remove_dir_all(bad).unwrap();
+            }
+        }
+    }
+}
+
+/// A user without tenants.
+const OTHER: u32 = 4798;
+
+#[test]
+fn token_of_another_users_tenant_opens_no_session() {
+    if !rustix::process::geteuid().is_root() {
+        return eprintln!("skipped: it needs processes of two users");
+    }
+    let node = Node::start();
+    set_permissions(node.dir(), Permissions::from_mode(0o755)).unwrap();
+    let script = "echo $GPUMUX_TENANT; sleep 600";
+    let run = ["run", "--name", "victim", "--", "sh", "-c", script];
+    let mut victim = Process::start(&mut node.gpumux(run));
+    victim.wait_lines(1);
+    let token = victim.out().trim().to_owned();
+    let answer = |uid: u32| {
+        let (node, token) = (&node, &token);
+        let ask = move || {
+            // This thread's user alone.
+            let uid = rustix::fs::Uid::from_raw(uid);
+            rustix::thread::set_thread_res_uid(uid, uid, uid).unwrap();
+            let session = connect(node);
+            let (_page, page) = Page::create().unwrap();
+            send(&session, &hello(Some(token)), Some(page.as_fd()));
+            assert!(readable(&session, PATIENCE), "no answer");
+            socket::recv::<Daemon>(&session, RecvFlags::empty()).unwrap()
+        };
+        thread::scope(|scope| scope.spawn(ask).join().unwrap())
+    };
+    let refused = answer(OTHER);
+    assert!(
+        matches!(refused, Some((Daemon::Refused { .. }, _))),
+        "{refused:?}"
+    );
+    let welcome = answer(0);
+    assert!(
+        matches!(welcome, Some((Daemon::Welcome { .. }, _))),
+        "{welcome:?}"
+    );
+}
+
+#[test]
+fn tenant_that_is_started_and_killed_at_once_leaves_nothing() {
+    let (node, old) = with_old_tenant();
+    for n in 0..20 {
+        let process = Process::start(&mut node.tenant(&format!("--name quick{n}"), TICKS));
+        thread::sleep(Duration::from_millis(n * 9));
+        process.kill();
+    }
+    wait_for("their ends", PATIENCE, || {
+        (node.ps()["tenants"].as_array()?.len() == 1).then_some(())
+    });
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn packets_with_many_files_leave_none_in_the_daemon() {
+    let (node, old) = with_old_tenant();
+    let before = settled_files(&node);
+    let null = std::fs::File::open("/dev/null").unwrap();
+    let guest = Guest::new(&node);
+    for session in [&guest.session, &connect(&node)] {
+        for count in 1..=300 {
+            let files = [null.as_fd(); 16];
+            let files = &files[..1 + count % 16];
+            let _ = socket::send_bytes(session, &[0xff; 8], files, SendFlags::DONTWAIT);
+        }
+    }
+    drop(guest);
+    daemon_serves(&node, &old);
+    assert!(settled_files(&node) <= before, "{:#?}", node.daemon_files());
+}
+
+#[test]
+fn half_requests_and_watchers_that_do_not_read_keep_none_out() {
+    let (node, old) = with_old_tenant();
+    let begin = |request: &str| {
+        let mut stream = UnixStream::connect(node.api_socket()).unwrap();
+        stream.write_all(request.as_bytes()).unwrap();
+        stream
+    };
+    let live = "GET /v1/live HTTP/1.1\r\nhost: gpumux\r\n\r\n";
+    let body = "POST /v1/tenants HTTP/1.1\r\nhost: gpumux\r\ncontent-length: 100\r\n\r\n{";
+    let _kept: Vec<UnixStream> = (0..150)
+        .flat_map(|_| [live, body, "GET /v1/sta"])
+        .map(begin)
+        .collect();
+    let mut metrics = begin("GET /metrics HTTP/1.0\r\nhost: gpumux\r\n\r\n");
+    let mut answer = String::new();
+    metrics.read_to_string(&mut answer).unwrap();
+    assert!(answer.starts_with("HTTP/1.0 200"), "{answer}");
+    daemon_serves(&node, &old);
+}
+
+#[test]
+fn stopped_tenants_stop_no_other() {
+    let (node, old) = with_old_tenant();
+    let stopped: Vec<Process> = ["batch", "latency"]
+        .map(|class| {
+            Process::start(&mut node.tenant(&format!("--name {class} --class {class}"), TICKS))
+        })
+        .into();
+    for (process, name) in stopped.iter().zip(["batch", "latency"]) {
+        node.wait_tenant(name, |tenant| !tenant["domains"][0].is_null());
+        process.signal(rustix::process::Signal::STOP);
+    }
+    daemon_serves(&node, &old);
+    for (process, name) in stopped.iter().zip(["batch", "latency"]) {
+        process.signal(rustix::process::Signal::CONT);
+        let lines = process.lines();
+        wait_for(name, PATIENCE, || {
+            (process.lines() > lines + 3).then_some(())
+        });
+    }
+}

@@ -1,0 +1,267 @@
+//! Elastic ranges and `gpumux.kv`: memory goes to whom it is guaranteed, whatever its borrower does, and every byte that counts stays.
+
+use std::process::Command;
+
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
+use rustix::process::Signal;
+
+use crate::memory::python;
+
+/// Carries out lines of Python, one after the other.
+const COMMON: &str = r#"
+import sys, threading, time
+sys.path.insert(0, sys.argv[1])
+import gpumux.kv
+MIB = 1 << 20
+context = use_device()
+pool = gpumux.kv.Pool(192 * MIB, MIB, granule_bytes=2 * MIB, fallback=False)
+def write(pages):
+    for page in pages:
+        call("cuMemsetD32_v2", ctypes.c_uint64(pool.address + page * MIB), page * 77 + 1, ctypes.c_size_t(MIB // 4))
+    call("cuCtxSynchronize")
+def verify(pages):
+    found = (ctypes.c_uint32 * (MIB // 4))()
+    for page in pages:
+        call("cuMemcpyDtoH_v2", found, ctypes.c_uint64(pool.address + page * MIB), ctypes.c_size_t(MIB))
+        assert bytes(found) == (page * 77 + 1).to_bytes(4, "little") * (MIB // 4), f"page {page} is {found[0]}"
+def get(count):
+    deadline, pages = time.monotonic() + 60, None
+    while pages is None and time.monotonic() < deadline:
+        pages = pool.alloc(count)
+    assert pages is not None, f"no {count} pages: {pool.limits()}"
+    write(pages)
+    return pages
+def work(pages):
+    call("cuCtxSetCurrent", context)
+    while True:
+        write(pages)
+def begin_work(pages):
+    threading.Thread(target=work, args=[pages], daemon=True).start()
+print("there", flush=True)
+for line in sys.stdin:
+    exec(line)
+    print("done", flush=True)
+"#;
+
+/// A tenant with a pool on a device of 320 MiB, of which it gets 192 at most.
+struct Tenant {
+    process: Process,
+    lines: usize,
+}
+
+impl Tenant {
+    fn start(node: &Node, options: &str) -> Option<Self> {
+        let program = python(node, COMMON)?;
+        let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
+        let process = Process::start(&mut node.tenant(options, &format!("{program} {folder}")));
+        let mut tenant = Self { process, lines: 0 };
+        tenant.wait();
+        Some(tenant)
+    }
+
+    fn wait(&mut self) {
+        self.lines += 1;
+        self.process.wait_lines(self.lines);
+    }
+
+    fn send(&mut self, line: &str) {
+        self.process.write(&format!("{line}\n"));
+    }
+
+    fn runs(&mut self, line: &str) {
+        self.send(line);
+        self.wait();
+    }
+}
+
+/// A borrower of 192 MiB, and a tenant that is guaranteed as much.
+fn two(borrower: &str) -> Option<(Node, Tenant, Tenant)> {
+    two_on("", borrower)
+}
+
+/// The same on an emulated device of this profile.
+fn two_on(profile: &'static str, borrower: &str) -> Option<(Node, Tenant, Tenant)> {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return None;
+    }
+    let node = Node::with(Options {
+        memory: 320 << 20,
+        profile,
+        ..Options::default()
+    });
+    let owner = Tenant::start(&node, "--name owner --memory-guaranteed 224MiB")?;
+    let borrower = Tenant::start(&node, &format!("--name borrower {borrower}"))?;
+    Some((node, owner, borrower))
+}
+
+/// Bytes that went to the host.
+fn copied(node: &Node, name: &str) -> u64 {
+    let tenant = node.find_tenant(name).expect("it is there");
+    tenant["moves"]["out_bytes"].as_u64().expect("a number")
+}
+
+#[test]
+fn free_pages_go_back_and_forth_between_two_pools() {
+    let Some((node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("kept = get(16); write(kept)");
+    for _ in 0..3 {
+        borrower.runs("pages = get(160); verify(kept + pages); pool.free(pages)");
+        owner.runs("pages = get(160); verify(pages); pool.free(pages)");
+        borrower.runs("verify(kept)");
+    }
+    borrower.runs("assert pool.limits().taken >= 40, pool.limits()");
+    for name in ["owner", "borrower"] {
+        assert_eq!(copied(&node, name), 0, "{name}");
+    }
+}
+
+#[test]
+fn cached_pages_are_taken_and_their_owner_learns_it() {
+    let Some((node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("kept = get(20); keys = pool.cached(get(150))");
+    owner.runs("pages = get(180)");
+    borrower.runs("found = pool.touch(keys); there = [it for it in found if it is not None]");
+    borrower.runs("assert 0 < len(there) < 140, len(there); verify(there + kept)");
+    assert_eq!(copied(&node, "borrower"), 0);
+}
+
+#[test]
+fn borrower_that_holds_python_s_lock_gives_free_pages() {
+    let Some((node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("pool.free(get(160))");
+    borrower.send("ctypes.PyDLL(None).sleep(3600)");
+    owner.runs("pages = get(190); verify(pages)");
+    assert_eq!(
+        borrower.process.lines(),
+        borrower.lines,
+        "it still has the lock"
+    );
+    assert_eq!(copied(&node, "borrower"), 0);
+    borrower.process.signal(Signal::KILL);
+}
+
+#[test]
+fn borrower_that_holds_python_s_lock_gives_pages_in_use() {
+    let Some((node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("pages = get(190)");
+    borrower.send("ctypes.PyDLL(None).sleep(8); verify(pages)");
+    owner.runs("pages = get(190); verify(pages); pool.free(pages); del pages");
+    assert!(copied(&node, "borrower") >= 64 << 20);
+    borrower.wait();
+}
+
+#[test]
+fn borrower_that_is_frozen_gives_free_pages() {
+    let Some((_node, mut owner, mut borrower)) = two("--class batch") else {
+        return;
+    };
+    borrower.runs("pool.free(get(160)); kept = get(2); begin_work(kept)");
+    owner.runs("kept = get(2); begin_work(kept)");
+    owner.runs("pages = get(188); verify(pages)");
+    borrower.runs("verify(kept)");
+}
+
+#[test]
+fn pages_of_a_killed_borrower_come_when_the_driver_has_freed_them() {
+    let late = "release_ms = 3500";
+    let Some((node, mut owner, mut borrower)) = two_on(late, "") else {
+        return;
+    };
+    borrower.runs("pages = get(190)");
+    borrower.process.signal(Signal::KILL);
+    owner.runs("pages = pool.alloc(190, wait_s=60)");
+    owner.runs("assert pages is not None, pool.limits(); write(pages); verify(pages)");
+    wait_for("the borrower to be gone", PATIENCE, || {
+        node.find_tenant("borrower").is_none().then_some(())
+    });
+}
+
+#[test]
+fn pages_in_use_move_and_come_back_and_others_do_not() {
+    let Some((node, _owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("kept = get(31); gone = pool.cached(get(40)); pool.free(get(40))");
+    for _ in 0..3 {
+        node.gpumux(["sleep", "borrower"]).run().ok();
+        let asleep = node.wait_tenant("borrower", |it| it["asleep"] == true);
+        let bytes = asleep["memory"][0]["swapped"].as_u64().unwrap_or(0);
+        assert!((31 << 20..64 << 20).contains(&bytes), "{asleep:#}");
+        node.gpumux(["wake", "borrower"]).run().ok();
+        borrower.runs("verify(kept); pages = get(40); verify(pages); pool.free(pages)");
+    }
+    borrower.runs("assert pool.touch(gone).count(None) >= 38");
+}
+
+#[test]
+fn pool_outlives_its_daemon() {
+    let Some((mut node, _owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("kept = get(31); pool.free(get(40))");
+    node.kill_daemon();
+    borrower.runs("pages = get(60); verify(kept + pages); pool.free(pages)");
+    node.start_daemon();
+    node.wait_tenant("borrower", |it| {
+        it["memory"][0]["in_use"].as_u64() >= Some(90 << 20)
+    });
+    borrower.runs("pages = get(60); verify(kept + pages)");
+}
+
+#[test]
+fn forked_child_has_no_pool_and_its_parent_keeps_it() {
+    let Some((_node, _owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs("import os; kept = get(31); child = os.fork(); child or os._exit(pool.alloc(200 - 31) is not None)");
+    borrower.runs(
+        "assert os.waitpid(child, 0)[1] == 0; verify(kept); pages = get(60); verify(kept + pages)",
+    );
+}
+
+#[test]
+fn pool_without_the_library_takes_all_of_it_at_once() {
+    const PROGRAM: &str = r#"
+import sys, warnings
+sys.path.insert(0, sys.argv[1])
+import gpumux.kv
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    pool = gpumux.kv.Pool(8 << 20, 1 << 20)
+assert pool.kind == "device" and "gpumux run" in str(said[0].message), said
+pages = pool.alloc(8)
+assert sorted(pages) == list(range(8)) and pool.alloc(1) is None
+keys = pool.cached(pages[:4])
+assert len(pool.alloc(1)) == 1 and pool.touch(keys)[1:] == pages[1:4]
+pool.close()
+print("right")
+"#;
+    let node = Node::start();
+    let Some(program) = python(&node, PROGRAM) else {
+        return;
+    };
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
+    let words = format!("{program} {folder}");
+    let finished = node.on_device(words.split_whitespace()).run().ok();
+    assert_eq!(finished.out, "right\n");
+}
+
+#[test]
+fn python_tests_pass() {
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python/tests");
+    if Command::new("python3").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: no python3");
+        return;
+    }
+    let tests = ["-m", "unittest", "discover", "-s", folder];
+    Command::new("python3").args(tests).run().ok();
+}

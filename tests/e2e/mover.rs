@@ -1,0 +1,311 @@
+//! Moves that take long: the process answers meanwhile, whatever happens to it, to its daemon, or to the move.
+
+use std::path::PathBuf;
+
+use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for};
+use rustix::process::Signal;
+use serde_json::Value;
+
+use crate::memory::python;
+
+const MIB: u64 = 1 << 20;
+
+/// A program with memory that it fills. It does what it reads, and prints what came of it.
+const PROGRAM: &str = r#"
+import os, sys
+MIB = 1 << 20
+context = use_device()
+def alloc(size):
+    at = ctypes.c_uint64()
+    call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(size))
+    return at
+at = alloc(48 * MIB)
+call("cuMemsetD32_v2", at, 7, ctypes.c_size_t(12 * MIB))
+call("cuCtxSynchronize")
+print("ready", flush=True)
+for line in sys.stdin:
+    what = line.strip()
+    if what == "take":
+        # More than the process was granted: the daemon is asked.
+        call("cuMemFree_v2", alloc(300 * MIB))
+    elif what == "look":
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        assert 0 < free.value <= total.value
+    elif what == "read":
+        value = ctypes.c_uint32()
+        call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(at.value + 47 * MIB), ctypes.c_size_t(4))
+        assert value.value == 7, value.value
+    elif what == "fork":
+        child = os.fork()
+        if child == 0:
+            os._exit(3)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    elif what == "exit":
+        break
+    print(what, flush=True)
+"#;
+
+/// The library makes host memory, or copies to it. (The first copy is a trial.)
+const MAKES: (&str, u32) = ("cuMemHostRegister_v2", 1);
+const COPIES: (&str, u32) = ("cuMemcpyDtoHAsync_v2", 2);
+
+/// A tenant whose next move to the host takes until it is let go on.
+struct Mover {
+    process: Process,
+    lines: usize,
+    /// It is there while the move is held up.
+    file: PathBuf,
+    sleep: Option<Process>,
+}
+
+impl Mover {
+    /// `None` where there is no Python, or no emulated device.
+    fn start(node: &Node, (function, call): (&str, u32)) -> Option<Self> {
+        if real() {
+            eprintln!("SKIPPED: calls of a real driver cannot be held up");
+            return None;
+        }
+        let command = python(node, PROGRAM)?;
+        let file = node.dir().join("delay");
+        let mut tenant = node.tenant("--name mover --class batch", &command);
+        tenant
+            .env("GPUMUX_EMU_FAULT", format!("delay@{call}:{function}"))
+            .env("GPUMUX_EMU_DELAY_FILE", &file);
+        let mut mover = Self {
+            process: Process::start(&mut tenant),
+            lines: 0,
+            file,
+            sleep: None,
+        };
+        mover.wait("ready");
+        node.wait_tenant("mover", |it| bytes(it, "in_use") >= 48 * MIB);
+        Some(mover)
+    }
+
+    #[track_caller]
+    fn wait(&mut self, answer: &str) {
+        self.lines += 1;
+        self.process.wait_lines(self.lines);
+        let out = self.process.out();
+        assert_eq!(out.lines().nth(self.lines - 1), Some(answer));
+    }
+
+    #[track_caller]
+    fn order(&mut self, what: &str) {
+        self.process.write(&format!("{what}\n"));
+        self.wait(what);
+    }
+
+    /// Begins to move it, until it is held up.
+    #[track_caller]
+    fn begin(&mut self, node: &Node) {
+        self.sleep = Some(Process::start(&mut node.gpumux(["sleep", "mover"])));
+        wait_for("the move to be held up", PATIENCE, || {
+            self.file.exists().then_some(())
+        });
+    }
+
+    /// It is still held up, and no request was answered.
+    #[track_caller]
+    fn is_held_up(&mut self) {
+        assert!(self.file.exists());
+        let answer = self.sleep.as_mut().and_then(Process::poll);
+        assert!(answer.is_none(), "the move has ended: {answer:?}");
+    }
+
+    /// Lets the move go on.
+    fn release(&self) {
+        std::fs::remove_file(&self.file).expect("it is there");
+    }
+
+    /// What the user who asked for the move was answered.
+    #[track_caller]
+    fn answer(&mut self) -> gpumux_tests::Finished {
+        let sleep = self.sleep.take().expect("a move was begun");
+        sleep.finish_within(PATIENCE * 2)
+    }
+
+    /// It has its memory and every byte of it, can be moved, and ends well.
+    #[track_caller]
+    fn ends_well(mut self, node: &Node) {
+        self.order("read");
+        wait_for("it is moved", PATIENCE, || {
+            let slept = node.gpumux(["sleep", "mover"]).run();
+            slept.status.success().then_some(())
+        });
+        self.order("read");
+        self.process.close_input();
+        self.process.finish_within(PATIENCE).ok();
+    }
+}
+
+fn bytes(tenant: &Value, field: &str) -> u64 {
+    let memory = tenant["memory"].as_array().expect("an array");
+    memory.iter().filter_map(|it| it[field].as_u64()).sum()
+}
+
+#[test]
+fn process_asks_and_is_set_while_host_memory_is_made() {
+    let node = Node::start();
+    let Some(mut mover) = Mover::start(&node, MAKES) else {
+        return;
+    };
+    mover.begin(&node);
+    for what in ["take", "look", "read", "take"] {
+        mover.order(what);
+        mover.is_held_up();
+    }
+    crate::contracts::set(&node, "mover --class latency --weight 3");
+    node.wait_tenant("mover", |it| {
+        it["spec"]["weight"] == 3.0 && it["domains"][0]["timeslice_us"] == 1_000_000
+    });
+    mover.is_held_up();
+    mover.release();
+    mover.answer().ok();
+    mover.ends_well(&node);
+}
+
+/// The process runs when the daemon ends: it must not wait for a daemon that is not there.
+#[test]
+fn daemon_death_while_host_memory_is_made_stops_nothing() {
+    let mut node = Node::start();
+    let Some(mut mover) = Mover::start(&node, MAKES) else {
+        return;
+    };
+    mover.begin(&node);
+    node.kill_daemon();
+    mover.order("take");
+    assert!(mover.file.exists());
+    mover.release();
+    node.start_daemon();
+    node.wait_tenant("mover", |it| bytes(it, "in_use") >= 48 * MIB);
+    mover.ends_well(&node);
+}
+
+/// The process is frozen when the daemon ends: it runs again with its memory.
+#[test]
+fn daemon_death_while_memory_is_copied_loses_no_byte() {
+    let mut node = Node::start();
+    let Some(mut mover) = Mover::start(&node, COPIES) else {
+        return;
+    };
+    mover.begin(&node);
+    node.kill_daemon();
+    mover.release();
+    mover.order("read");
+    node.start_daemon();
+    node.wait_tenant("mover", |it| bytes(it, "in_use") >= 48 * MIB);
+    mover.ends_well(&node);
+}
+
+/// The daemon stands still for longer than its lease, and goes on.
+#[test]
+fn daemon_stop_while_host_memory_is_made_calls_the_move_off() {
+    let node = Node::start();
+    let Some(mut mover) = Mover::start(&node, MAKES) else {
+        return;
+    };
+    mover.begin(&node);
+    node.daemon().signal(Signal::STOP);
+    // Without an answer of the daemon: its lease has expired.
+    mover.order("take");
+    mover.release();
+    node.daemon().signal(Signal::CONT);
+    // The user's request may be carried out yet.
+    node.wait_tenant("mover", |it| {
+        bytes(it, "in_use") + bytes(it, "swapped") >= 48 * MIB
+    });
+    mover.ends_well(&node);
+}
+
+/// A program that needs the memory of others waits for the daemon that was killed: only that can move it.
+#[test]
+fn allocation_waits_for_a_daemon_that_was_killed() {
+    const PROGRAM: &str = r#"
+import sys
+use_device()
+print("ready", flush=True)
+sys.stdin.readline()
+call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(150 << 20))
+"#;
+    if real() {
+        return eprintln!("SKIPPED: calls of a real driver cannot be held up");
+    }
+    let mut node = Node::with_memory(256 * MIB);
+    let Some(command) = python(&node, PROGRAM) else {
+        return;
+    };
+    let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
+    let _holder = Process::start(&mut node.tenant("--name holder", idle));
+    node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 * MIB);
+    let file = node.dir().join("delay");
+    let mut tenant = node.tenant("--name late", &command);
+    tenant
+        .env("GPUMUX_EMU_FAULT", "delay@1:cuMemCreate")
+        .env("GPUMUX_EMU_DELAY_FILE", &file);
+    let mut late = Process::start(&mut tenant);
+    late.wait_lines(1);
+    node.kill_daemon();
+    late.write("go\n");
+    wait_for("the allocation", PATIENCE, || file.exists().then_some(()));
+    std::fs::remove_file(&file).expect("it is there");
+    node.start_daemon();
+    late.finish_within(PATIENCE * 2).ok();
+}
+
+#[test]
+fn kill_while_host_memory_is_made_leaves_nothing() {
+    let node = Node::start();
+    let free = || {
+        let memory = node.gpumux(["memory", "--json"]).run().ok().json();
+        memory["devices"][0]["free"].as_u64().expect("a number")
+    };
+    let before = wait_for("the device's books", PATIENCE, || Some(free()));
+    let Some(mut mover) = Mover::start(&node, MAKES) else {
+        return;
+    };
+    mover.begin(&node);
+    mover.process.signal(Signal::KILL);
+    let answer = mover.answer();
+    assert!(!answer.status.success(), "{answer:?}");
+    assert_eq!(mover.process.finish_within(PATIENCE).code(), 137);
+    wait_for("the memory of the dead", PATIENCE, || {
+        (node.find_tenant("mover").is_none() && free() >= before).then_some(())
+    });
+}
+
+#[test]
+fn process_forks_and_ends_while_host_memory_is_made() {
+    let node = Node::start();
+    let Some(mut mover) = Mover::start(&node, MAKES) else {
+        return;
+    };
+    mover.begin(&node);
+    mover.order("fork");
+    mover.order("take");
+    mover.is_held_up();
+    mover.process.write("exit\n");
+    // The call never returns: the end of the process does not wait for it.
+    let Mover { process, file, .. } = mover;
+    process.finish_within(PATIENCE).ok();
+    assert!(file.exists());
+}
+
+#[test]
+fn wake_calls_a_move_off_before_anything_moved() {
+    let node = Node::start();
+    let Some(mut mover) = Mover::start(&node, MAKES) else {
+        return;
+    };
+    mover.begin(&node);
+    node.gpumux(["wake", "mover"]).run().ok();
+    let answer = mover.answer();
+    assert!(answer.err.contains("it was woken"), "{answer:?}");
+    assert!(mover.file.exists());
+    mover.order("take");
+    mover.release();
+    let tenant = node.find_tenant("mover").expect("it runs");
+    assert_eq!(tenant["moves"]["outs"], 0, "{tenant:#}");
+    mover.ends_well(&node);
+}
