@@ -2,9 +2,10 @@
 """Makes the pictures of the web page and of `gpumux top` in docs/pictures, on the emulated device.
 
     cargo build --workspace && python3 tools/screenshots.py [--bin target/debug] [--out docs/pictures] [--seconds 40]
+    python3 tools/screenshots.py --out /tmp/pictures --pages 390,390-dark,1280,1280-dark,1920,1920-dark --columns 60,80,130
 
-Needs Chromium and tmux; pngquant, where it is installed, makes the files small. The page is shown by `gpumux page` and taken 390, 768 and 1280 pixels wide; `top` runs in terminals
-of 50, 80 and 120 columns.
+Needs Chromium and tmux; pngquant, where it is installed, makes the files small. The page is shown by `gpumux page`. The second line makes
+those that a change of the page or of `top` is judged by.
 """
 
 import argparse
@@ -37,13 +38,13 @@ class Browser:
         program = next(filter(shutil.which, ["chromium", "chromium-browser", "google-chrome"]), None)
         if not program:
             raise SystemExit("no Chromium is installed (apt install chromium)")
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--remote-debugging-pipe"]
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"]
         # Chromium reads from file 3 and writes to file 4.
         script = f'exec "$@" 3<&{to_read} 4>&{back_write}'
         command = ["bash", "-c", script, "sh", program, *options, f"--user-data-dir={folder}/profile"]
         self.process = subprocess.Popen(command, pass_fds=[to_read, back_write], stderr=subprocess.DEVNULL)
         os.close(to_read), os.close(back_write)
-        self.session, self.last, self.rest = None, 0, b""
+        self.target, self.session, self.last, self.rest = None, None, 0, b""
 
     def call(self, method, **params):
         self.last += 1
@@ -64,8 +65,12 @@ class Browser:
                 return answer["result"]
 
     def open(self, url, width, height=900, dark=False):
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        self.session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        self.session = None
+        if self.target:
+            # A page keeps a connection, and a browser makes six to one address.
+            self.call("Target.closeTarget", targetId=self.target)
+        self.target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        self.session = self.call("Target.attachToTarget", targetId=self.target, flatten=True)["sessionId"]
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}])
         self.call("Page.navigate", url=url)
@@ -81,7 +86,7 @@ class Browser:
         data = self.call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)["data"]
         Path(file).write_bytes(base64.b64decode(data))
         if shutil.which("pngquant"):
-            subprocess.run(["pngquant", "--force", "--strip", "--output", file, "32", file], check=True)
+            subprocess.run(["pngquant", "--force", "--strip", "--output", file, "64", file], check=True)
 
     def close(self):
         stop(self.process)
@@ -192,6 +197,8 @@ def main():
     parser.add_argument("--bin", default="target/debug")
     parser.add_argument("--out", default="docs/pictures")
     parser.add_argument("--seconds", type=float, default=40, help="how long the tenants run before")
+    parser.add_argument("--pages", default="390,768-dark,1280", help="widths of the web page in pixels, light or dark")
+    parser.add_argument("--columns", default="50,80,120", help="widths of `top`")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -199,17 +206,19 @@ def main():
         node, browser = Node(str((Path(args.bin) / "gpumux").resolve()), folder), Browser(folder)
         try:
             wait_for("all tenants on the device", lambda: sum(bool(it["domains"]) for it in node.tenants()) == len(TENANTS))
-            node.run("sleep", "sleeper")
+            if (slept := node.run("sleep", "sleeper")).returncode:
+                raise SystemExit(slept.stderr)
             time.sleep(args.seconds)
             page = node.start("page", stdout=subprocess.PIPE)
             url = re.search(r"http://\S+", page.stdout.readline()).group()
-            for width in (390, 768, 1280):
-                browser.open(url, width, dark=width == 768)
+            for name in args.pages.split(","):
+                width, _, scheme = name.partition("-")
+                browser.open(url, int(width), dark=scheme == "dark")
                 wait_for("the page", lambda: browser.value("document.querySelectorAll('#devices svg').length"))
                 browser.value("location.hash = 'web'")
                 time.sleep(3)
-                browser.picture(out / f"page-{width}.png", 2400)
-            for columns in (50, 80, 120):
+                browser.picture(out / f"page-{name}.png", 2400)
+            for columns in map(int, args.columns.split(",")):
                 show_top(node, browser, columns, out / f"top-{columns}.png")
             show_top(node, browser, 79, out / "top-gpus.png", ["Tab"])
         finally:
