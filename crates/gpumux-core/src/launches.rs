@@ -7,9 +7,11 @@
 //! of a language model takes 10.6 ms alone, 11.4 ms with a neighbour's timeslice of 1 µs, and 10.7 ms with one of 2 ms; training then keeps
 //! 0.95 of its rate instead of 0.76.
 //!
-//! So the neighbours of a launch-bound tenant get a longer timeslice, as long as its requests take no longer than they do otherwise: time for each piece is compared
-//! with that under the shortest timeslice. What exceeds it twice in a row, or is no longer launch-bound, ends it. How long requests took without
+//! So the neighbours of a launch-bound tenant get a longer timeslice, as long as its requests take no longer than they do otherwise. How long requests took without
 //! neighbours is no measure: on an H200 they take 1.12 to 1.36 times as long beside training whatever its timeslice, and the shortest is the worst (`bench/sweep.py`).
+//! Nor is how long they took a while ago: the host that submits them is slower and faster by itself, for seconds. So a request that takes too long ends
+//! nothing yet. It begins a *comparison*: a few requests beside the shortest timeslice. Only a timeslice that loses most of several comparisons
+//! is given up, for half of it.
 
 use serde::{Deserialize, Serialize};
 
@@ -23,19 +25,30 @@ const PIECES: u64 = 32;
 /// cost more than the gaps are worth; above the longest was not measured. To be checked: `bench/sweep.py`.
 const TIMESLICES: (Timeslice, Timeslice) = (Timeslice(500), Timeslice(2_000));
 
-/// So many launch-bound requests in a row come before a longer timeslice is tried.
+/// So many launch-bound requests beside the shortest timeslice are what others are compared with.
 const SURE: u32 = 4;
 
-/// So many requests in a row that take too long, or are not launch-bound, end it. Those that together took less than a
-/// timeslice lost nothing: many programs wait for a number or two between long requests.
+/// So many requests in a row that take too long begin a comparison.
 const STRIKES: u64 = 2;
+
+/// So many more comparisons lost than not end a timeslice. On a noisy host one in four is lost by chance, in a row with the first one.
+const LOST: u32 = 4;
+
+/// After a comparison that was not lost, requests must be so many before they can begin another: twice as many each time, at most so many.
+/// One that takes more than so many times as long as beside the shortest timeslice begins one at once, which counts twice.
+const MOST_QUIET: u32 = 64;
+const GROSS: f64 = 2.0;
+
+/// A comparison also begins after so many requests, and so long: the program may have become faster beside the shortest timeslice.
+const ROUTINE: (u32, Micros) = (128, Micros::from_secs(10));
 
 /// What a program submits in so long without ever having waited for all of it is judged as [`STRIKES`] requests: a pipeline of bounded depth, or a
 /// program that waits in callbacks, always has work outstanding. Some requests of a language model, so that the depth matters little.
 const STREAM: Micros = Micros::from_millis(50);
 
-/// A mean forgets one part in so many with each value.
+/// A mean forgets one part in so many with each value; that of what a comparison follows, which is to be near it, in so many.
 const WEIGHT: u32 = 16;
+const NEAR: u32 = 4;
 
 /// How soon it is tried again after it had to be ended: at first, and at most, doubled with each end at the shortest timeslice. One that lasted
 /// for long enough was no failure.
@@ -85,9 +98,10 @@ struct Mean {
 }
 
 impl Mean {
-    fn record(&mut self, value: f64) {
+    /// It forgets one part in `most` with each value.
+    fn record(&mut self, value: f64, most: u32) {
         self.count = self.count.saturating_add(1);
-        let weight = 1.0 / f64::from(self.count.min(WEIGHT));
+        let weight = 1.0 / f64::from(self.count.min(most));
         if self.count > 1 {
             self.deviation += weight * ((value - self.mean).abs() - self.deviation);
         }
@@ -108,12 +122,21 @@ pub struct Launches {
     /// Time for each piece, in µs: with neighbours at the shortest timeslice, and at a longer one.
     short: Mean,
     long: Mean,
+    near: Mean,
     /// The longer timeslice, and since when.
     tolerated: Option<(Timeslice, Micros)>,
     /// What is tried next.
     next: Timeslice,
-    /// Launch-bound requests in a row; then, those that take too long.
+    /// Requests in a row that take too long.
     row: u32,
+    /// What requests took at the longer timeslice, while they are compared with those at the shortest.
+    compared: Option<Mean>,
+    /// How many more comparisons were lost than not.
+    lost: u32,
+    /// Requests at a longer timeslice before a comparison may begin.
+    quiet: u32,
+    /// Since when a longer timeslice is in force or compared.
+    since: Micros,
     /// What is not judged yet shall not be: it began under another timeslice, or the program was frozen meanwhile.
     mixed: bool,
     /// Not tried before this, and how long that was after the last end.
@@ -129,9 +152,14 @@ impl Default for Launches {
             length: Mean::default(),
             short: Mean::default(),
             long: Mean::default(),
+            near: Mean::default(),
             tolerated: None,
             next: TIMESLICES.1,
             row: 0,
+            compared: None,
+            lost: 0,
+            quiet: STRIKES as u32,
+            since: Micros::ZERO,
             mixed: false,
             retry: (Micros::ZERO, Micros::ZERO),
         }
@@ -175,15 +203,15 @@ impl Launches {
             return false;
         }
         let launch_bound = pieces / requests >= PIECES;
-        let timeslice = self.tolerated().unwrap_or(TIMESLICES.0);
-        let short = requests >= STRIKES && (busy.0 >= timeslice.0 || requests >= 4 * STRIKES);
+        // Many programs wait for a number or two between long requests, and may lose a timeslice at each: they are judged together.
+        let cycle = self.length.mean.max(TIMESLICES.1.0 as f64);
+        let short = requests >= STRIKES && busy.0 as f64 >= cycle || requests >= 4 * STRIKES;
         if !launch_bound && !short {
             return false;
         }
         self.open = Progress::default();
         if slowdown <= 0.0 || !launch_bound {
-            self.row = 0;
-            return self.end(now, false);
+            return self.end(now);
         }
         if std::mem::take(&mut self.mixed) {
             return false;
@@ -229,58 +257,100 @@ impl Launches {
         if !contended {
             return false;
         }
-        if self.tolerated.is_none() {
-            self.short.record(each);
-            self.length.record(length);
-            self.row += 1;
-            return self.row >= SURE && now >= self.retry.0 && self.begin(now);
-        }
-        self.long.record(each);
+        let Some((_, since)) = self.tolerated else {
+            self.short.record(each, WEIGHT);
+            self.length.record(length, WEIGHT);
+            return self.short.count >= SURE && now >= self.retry.0 && self.begin(now, slowdown);
+        };
+        self.long.record(each, WEIGHT);
+        self.near.record(each, NEAR);
         let allowed = self.short.mean * (1.0 + slowdown);
         // One request may be off by as much as others are.
         self.row = match each > allowed + 2.0 * self.short.deviation {
             true => self.row + 1,
             false => 0,
         };
-        let slow = u64::from(self.row) >= STRIKES;
-        let slow_on_average = self.long.count >= WEIGHT && self.long.mean > allowed;
-        (slow || slow_on_average) && self.end(now, true)
+        let slow =
+            u64::from(self.row) >= STRIKES || self.long.count >= WEIGHT && self.long.mean > allowed;
+        let gross = u64::from(self.row) >= STRIKES && each > GROSS * allowed;
+        let (count, time) = ROUTINE;
+        let routine = self.long.count >= count && since + time <= now;
+        // One lost comparison may be chance: the next ones follow at once.
+        let again = self.lost > 0 && self.long.count >= SURE;
+        let compare = slow && self.long.count >= self.quiet || gross || again || routine;
+        if compare {
+            self.compared = Some(self.near);
+            self.leave();
+        }
+        compare
     }
 
-    /// Begins to try a longer timeslice, if the requests are long enough.
-    fn begin(&mut self, now: Micros) -> bool {
+    /// The shortest timeslice is in force again; what it is like is found anew.
+    fn leave(&mut self) {
+        self.tolerated = None;
+        (self.row, self.mixed) = (0, true);
+        (self.short, self.length) = (Mean::default(), Mean::default());
+    }
+
+    /// A longer timeslice, if the requests are long enough: the one that was compared if it was no slower, or not often enough.
+    fn begin(&mut self, now: Micros, slowdown: f64) -> bool {
+        match self.compared.take() {
+            Some(long) => {
+                if long.mean > self.short.mean * (1.0 + slowdown) {
+                    let far = long.mean > self.short.mean * GROSS;
+                    self.lost += if far { LOST / 2 } else { 1 };
+                    if self.lost >= LOST && self.halve(now) {
+                        return false;
+                    }
+                } else if self.lost > 0 {
+                    self.lost -= 1;
+                } else {
+                    self.quiet = (2 * self.quiet).min(MOST_QUIET);
+                }
+            }
+            None => self.since = now,
+        }
         while self.next > TIMESLICES.0 && self.next.0 as f64 > self.length.mean {
             self.next = Timeslice(self.next.0 / 2);
         }
         if self.next.0 as f64 > self.length.mean {
             return false;
         }
-        (self.long, self.row, self.mixed) = (Mean::default(), 0, true);
+        (self.long, self.near) = (Mean::default(), Mean::default());
+        (self.row, self.mixed) = (0, true);
         self.tolerated = Some((self.next, now));
         true
     }
 
-    /// Ends it, if it was tried; `slow`: because requests took too long.
-    fn end(&mut self, now: Micros, slow: bool) -> bool {
-        let Some((timeslice, since)) = self.tolerated.take() else {
+    /// The timeslice is too long. Whether it was the shortest of those that are tried.
+    fn halve(&mut self, now: Micros) -> bool {
+        let lasted = now.saturating_sub(self.since) >= LASTED;
+        (self.lost, self.quiet) = (0, STRIKES as u32);
+        self.since = now;
+        self.next = Timeslice(self.next.0 / 2);
+        if self.next >= TIMESLICES.0 {
             return false;
-        };
-        let (_, before) = self.retry;
-        let mut wait = RETRY.0;
-        if slow && now.saturating_sub(since) < LASTED {
-            self.next = Timeslice(timeslice.0 / 2);
-            if self.next < TIMESLICES.0 {
-                self.next = TIMESLICES.1;
-                wait = Micros(before.0 * 2).clamp(RETRY.0, RETRY.1);
-            } else {
-                wait = before.max(RETRY.0);
-            }
         }
+        self.next = TIMESLICES.1;
+        let wait = match lasted {
+            true => RETRY.0,
+            false => Micros(self.retry.1.0 * 2).clamp(RETRY.0, RETRY.1),
+        };
         self.retry = (now + wait, wait);
-        (self.row, self.mixed) = (0, true);
-        // The program may have changed.
-        (self.short, self.length) = (Mean::default(), Mean::default());
         true
+    }
+
+    /// The program does not submit in this way any more.
+    fn end(&mut self, now: Micros) -> bool {
+        let was = self.tolerated.is_some();
+        let mixed = self.mixed;
+        self.leave();
+        (self.compared, self.lost, self.quiet) = (None, 0, STRIKES as u32);
+        match was {
+            true => self.retry.0 = self.retry.0.max(now + RETRY.0),
+            false => self.mixed = mixed,
+        }
+        was
     }
 }
 
@@ -336,6 +406,59 @@ mod tests {
         fn tolerated(&self) -> Option<u64> {
             self.launches.tolerated().map(|it| it.0)
         }
+
+        /// The part of so many requests that ran beside a neighbour's timeslice of so many µs (0: any longer one). How long one takes
+        /// depends on its number and on whether such a timeslice is in force.
+        fn part_at(
+            &mut self,
+            requests: usize,
+            timeslice: u64,
+            us: impl FnMut(usize, bool) -> u64,
+        ) -> f64 {
+            let mut us = us;
+            let mut found = 0;
+            for at in 0..requests {
+                let tolerated = self.tolerated();
+                found += usize::from(tolerated.is_some_and(|it| timeslice == 0 || it == timeslice));
+                self.run(1, (480, us(at, tolerated.is_some())), true);
+            }
+            found as f64 / requests as f64
+        }
+    }
+
+    /// A host like those of virtual machines: it drifts by a third within seconds, and single requests take longer by chance.
+    struct Noise {
+        state: u64,
+        drift: f64,
+    }
+
+    impl Noise {
+        fn new(seed: u64) -> Self {
+            Self {
+                state: seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1,
+                drift: 1.0,
+            }
+        }
+
+        /// 0 to 1.
+        fn next(&mut self) -> f64 {
+            self.state ^= self.state << 13;
+            self.state ^= self.state >> 7;
+            self.state ^= self.state << 17;
+            (self.state >> 11) as f64 / (1u64 << 53) as f64
+        }
+
+        fn of(&mut self, us: f64) -> u64 {
+            self.drift = (self.drift + 0.06 * (self.next() - 0.5)).clamp(0.85, 1.35);
+            let single = 1.0
+                + 0.05 * self.next()
+                + if self.next() < 0.05 {
+                    0.5 * self.next()
+                } else {
+                    0.0
+                };
+            (us * self.drift * single) as u64
+        }
     }
 
     #[test]
@@ -345,7 +468,8 @@ mod tests {
         assert_eq!(program.tolerated(), None, "not sure yet");
         program.run(1, EAGER, true);
         assert_eq!(program.tolerated(), Some(2_000));
-        assert_eq!(program.run(1_000, (480, 10_700), true), 0, "it stays");
+        let kept = program.part_at(2_000, 2_000, |_, _| 10_700);
+        assert!(kept > 0.97, "all but comparisons: {kept}");
     }
 
     #[test]
@@ -353,11 +477,11 @@ mod tests {
         let mut program = Program::default();
         let mut tried = Vec::new();
         while program.now < Micros::from_secs(30) {
-            let before = program.tolerated();
-            let slow = before.is_some_and(|it| it > 500);
+            let slow = program.tolerated().is_some_and(|it| it > 500);
             program.run(1, (480, if slow { 13_000 } else { 10_600 }), true);
-            tried.extend(program.tolerated().filter(|_| before.is_none()));
+            tried.extend(program.tolerated());
         }
+        tried.dedup();
         assert_eq!(tried, [2_000, 1_000, 500]);
     }
 
@@ -388,12 +512,50 @@ mod tests {
     }
 
     #[test]
-    fn change_of_shape_ends_it_within_two_requests() {
+    fn timeslice_that_makes_requests_slower_is_given_up() {
+        for slower in [1.15, 1.4, 3.0] {
+            for seed in 1..=20 {
+                let mut program = Program::default();
+                let mut noise = Noise::new(seed);
+                for _ in 0..2 {
+                    let part = program.part_at(3_000, 0, |_, longer| {
+                        noise.of(10_600.0 * if longer { slower } else { 1.0 })
+                    });
+                    assert!(part * (slower - 1.0) < 0.08, "{slower} {seed}: {part}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn noise_of_the_host_does_not_end_it() {
+        for seed in 1..=50 {
+            let mut program = Program::default();
+            let mut noise = Noise::new(seed);
+            let part = program.part_at(1_000, 0, |_, _| noise.of(11_000.0));
+            assert!(part > 0.75, "{seed}: {part}");
+            let later = program.part_at(3_000, 0, |_, _| noise.of(11_000.0));
+            assert!(later > 0.85, "{seed}: {later}");
+        }
+    }
+
+    #[test]
+    fn change_of_shape_ends_it_within_the_time_of_a_request() {
         let mut program = Program::default();
         program.run(20, EAGER, true);
         // A graph that lost most of two timeslices.
-        assert_eq!(program.run(2, (3, 2_000), true), 1);
+        assert_eq!(program.run(6, (3, 2_000), true), 1);
         assert_eq!(program.tolerated(), None);
+    }
+
+    #[test]
+    fn waits_that_lose_a_timeslice_are_judged_with_their_request() {
+        let mut program = Program::default();
+        for _ in 0..100 {
+            program.run(1, EAGER, true);
+            program.run(2, (3, 2_000), true);
+        }
+        assert_eq!(program.tolerated(), Some(2_000));
     }
 
     #[test]
@@ -417,34 +579,34 @@ mod tests {
 
     #[test]
     fn slower_on_average_ends_it_though_single_requests_vary() {
+        let vary = |at: usize, us: u64| us + [0, 1_600][at % 2];
         let mut program = Program::default();
-        let vary = |program: &mut Program, us: u64, requests: u64| {
-            (0..requests)
-                .map(|at| program.run(1, (480, us + [0, 1_600][at as usize % 2]), true))
-                .sum::<u64>()
-        };
-        vary(&mut program, 10_000, 40);
-        assert_eq!(program.tolerated(), Some(2_000));
-        assert_eq!(vary(&mut program, 10_300, 40), 0, "within the target");
-        assert_eq!(vary(&mut program, 11_000, 40), 1);
+        let kept = program.part_at(400, 2_000, |at, longer| {
+            vary(at, if longer { 10_300 } else { 10_000 })
+        });
+        assert!(kept > 0.95, "within the target: {kept}");
+        let mut program = Program::default();
+        program.part_at(400, 2_000, |at, longer| {
+            vary(at, if longer { 11_500 } else { 10_000 })
+        });
+        let kept = program.part_at(400, 0, |at, longer| {
+            vary(at, if longer { 11_500 } else { 10_000 })
+        });
+        assert!(kept < 0.25, "{kept}");
     }
 
     #[test]
     fn it_is_tried_again_less_and_less_often() {
         let mut program = Program::default();
-        let mut tried = Vec::new();
-        while program.now < Micros::from_secs(200) {
-            let slow = program.tolerated().is_some();
-            if program.run(1, (480, if slow { 13_000 } else { 10_600 }), true) > 0 && !slow {
-                tried.push(program.now.0 / 1_000_000);
-            }
-        }
-        // Three timeslices after about a second each, then after two, and so on.
-        let times: Vec<usize> = [0..20, 20..100, 100..200]
-            .map(|span| tried.iter().filter(|at| span.contains(*at)).count())
-            .to_vec();
-        assert!(times[0] <= 9 && times[1] <= 9 && times[2] <= 3, "{tried:?}");
-        assert!(tried.len() >= 12, "{tried:?}");
+        let slow = |_, longer| if longer { 13_000 } else { 10_600 };
+        let parts: Vec<f64> = [20, 80, 100]
+            .map(|seconds| program.part_at(seconds * 1_000_000 / 11_000, 0, slow))
+            .into();
+        assert!(
+            parts[0] < 0.25 && parts[1] < 0.05 && parts[2] < 0.02,
+            "{parts:?}"
+        );
+        assert!(parts.iter().all(|it| *it > 0.0), "{parts:?}");
     }
 
     #[test]
@@ -454,7 +616,10 @@ mod tests {
         assert_eq!(program.tolerated(), None, "not sure yet");
         program.stream(20, 58);
         assert_eq!(program.tolerated(), Some(2_000));
-        assert_eq!(program.stream(10_000, 57), 0, "it stays");
+        assert!(
+            program.stream(10_000, 57) <= 2,
+            "it stays, but for a comparison"
+        );
     }
 
     #[test]
@@ -470,7 +635,7 @@ mod tests {
     fn pipeline_that_becomes_graph_and_wait_ends_it() {
         let mut program = Program::default();
         program.stream(1_000, 58);
-        assert_eq!(program.run(2, (3, 2_000), true), 1);
+        program.run(60, (3, 2_000), true);
         assert_eq!(program.tolerated(), None);
     }
 
