@@ -72,7 +72,7 @@ class Blocks:
         pinned: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._memory, self._blocks, self._per = memory, blocks, memory.granule // stride
+        self.memory, self._blocks, self._per = memory, blocks, memory.granule // stride
         self._evict, self._fence, self._clear, self._clock = evict, fence, clear, clock
         granules = math.ceil(len(blocks) / self._per)
         # Of each granule: blocks that are not free; free ones without contents, the lowest last; free ones with contents.
@@ -116,7 +116,7 @@ class Blocks:
     def begin(self, need: int, more: int = 0, lookup: bool = False, wait_s: float = 0.05) -> None:
         """A step begins, for which `need` new blocks are awaited for `wait_s`, and which can use `more`. With `lookup` it may find cached blocks."""
         self._in_step = True
-        taken = self._memory.taken()
+        taken = self.memory.taken()
         if taken != self._taken:
             self._taken = taken
             self._drop(it for it, own in enumerate(self._filled) if own and not self._held[it] and not self._has_memory(it))
@@ -140,7 +140,7 @@ class Blocks:
         leaving = sorted(it for it in self._idle if it not in self._recent and it not in under_way)
         for state, own in ((kv.FREE, [it for it in leaving if not self._filled[it]]), (kv.CACHED, [it for it in leaving if self._filled[it]])):
             for first, count in kv._runs(own):
-                self._memory.mark(first, count, state)
+                self.memory.mark(first, count, state)
         for granule in leaving:
             self._leave(granule)
 
@@ -218,7 +218,7 @@ class Blocks:
     # ---- inside ------------------------------------------------------------------------------
 
     def _has_memory(self, granule: int) -> bool:
-        return 0 < self._memory.words[granule] & 7 <= kv.IN_USE
+        return 0 < self.memory.words[granule] & 7 <= kv.IN_USE
 
     def _enter(self, granule: int) -> None:
         """A free block of it is in use."""
@@ -265,12 +265,12 @@ class Blocks:
         """Holds granules that were left to others, as far as they are still there."""
         lost = []
         for first, count in kv._runs(granules):
-            if not self._memory.mark(first, count, kv.IN_USE):
+            if not self.memory.mark(first, count, kv.IN_USE):
                 for granule in range(first, first + count):
                     self._hold(granule)
                 continue
             for granule in range(first, first + count):
-                if self._memory.mark(granule, 1, kv.IN_USE):
+                if self.memory.mark(granule, 1, kv.IN_USE):
                     lost.append(granule)
                 else:
                     self._hold(granule)
@@ -312,7 +312,7 @@ class Blocks:
             own = [self._out.pop() for _ in range(count)]
             done = 0
             for first, run in kv._runs(own):
-                if self._memory.commit(first, run, max(0.001, deadline - self._clock())):
+                if self.memory.commit(first, run, max(0.001, deadline - self._clock())):
                     break
                 self._clear(first, run)
                 for granule in range(first, first + run):

@@ -25,7 +25,7 @@ from gpumux._blocks import Blocks, layout
 
 logger = logging.getLogger("vllm.gpumux")
 VERSIONS = ("0.24.",)
-URGENT_S, IDLE_S = 0.05, 0.2
+URGENT_S, IDLE_S = 0.25, 0.5
 _kept: list[Any] = []  # What PyTorch and the device use until the process ends.
 
 
