@@ -89,7 +89,7 @@ class Blocks:
         self._recent: set[int] = set()  # blocks were freed since the last fence
         self._fenced: tuple[Any, set[int]] | None = None
         self._free = self._available = self._available_cached = 0
-        self._in_step, self._again, self._taken = False, 0.0, 0
+        self._in_step, self._again = False, 0.0
         self.refused = 0
         """How often there was no memory."""
         is_free = bytearray(len(blocks))
@@ -116,10 +116,6 @@ class Blocks:
     def begin(self, need: int, more: int = 0, lookup: bool = False, wait_s: float = 0.05) -> None:
         """A step begins, for which `need` new blocks are awaited for `wait_s`, and which can use `more`. With `lookup` it may find cached blocks."""
         self._in_step = True
-        taken = self.memory.taken()
-        if taken != self._taken:
-            self._taken = taken
-            self._drop(it for it, own in enumerate(self._filled) if own and not self._held[it] and not self._has_memory(it))
         if lookup:
             self._take_back([it for it, own in enumerate(self._filled) if own and not self._held[it]])
         self._grow(need, wait_s)

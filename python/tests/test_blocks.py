@@ -119,6 +119,8 @@ class Steps(unittest.TestCase):
         made.blocks.append_n(reversed(found))
         made.blocks.end()
         self.assertEqual(made.range.state(1), kv.IN_USE)
+        made.blocks.end()
+        self.assertEqual(made.range.state(1), kv.IN_USE)
         made.device.given, made.device.done = 2, 1
         made.blocks.end()
         self.assertEqual(made.states()[:2], [kv.IN_USE, kv.FREE])
