@@ -279,14 +279,11 @@ class Blocks:
             granule = self._left.pop()
             if self._held[granule]:
                 continue
-            if self._plain[granule] or not self._has_memory(granule):
-                self._take_back([granule])
-            if self._held[granule]:
-                continue
-            if self._has_memory(granule):
+            if not self._plain[granule] and self._has_memory(granule):
                 aside.append(granule)
-            else:
-                self._drop([granule])
+                continue
+            self._take_back([granule])
+            if not self._held[granule]:
                 self._out.push(granule)
         if (lacks := self._lacks(need)) > 0 and self._out.numbers and not self._commit(math.ceil(lacks / self._per), wait_s):
             self.refused += 1
