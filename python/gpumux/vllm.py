@@ -16,6 +16,7 @@ from typing import Any, Iterator
 
 import torch
 import vllm
+from vllm.v1.attention.backends.utils import get_kv_cache_layout
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
 from vllm.v1.worker.gpu_worker import Worker as GpuWorker
@@ -211,6 +212,8 @@ class Worker(GpuWorker):
             raise Unfit("a KV connector uses the KV cache beside the scheduler")
         if self.vllm_config.scheduler_config.scheduler_cls is not None:
             raise Unfit("another scheduler is chosen with --scheduler-cls")
+        if get_kv_cache_layout() != "NHD":
+            raise Unfit("vLLM's packed layout is for VLLM_KV_CACHE_LAYOUT=NHD")
         sizes = pages(config)
         fit = layout(sum(sizes))
         if fit is None:
