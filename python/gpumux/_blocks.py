@@ -129,10 +129,13 @@ class Blocks:
         if idle and (self._recent or self._fenced):
             self._fence().synchronize()
             self._recent, self._fenced = set(), None
-        if self._fenced and self._fenced[0].query():
+        # One fence at a time: what is freed while it is open waits for the next.
+        while self._fenced or self._recent:
+            if not self._fenced:
+                self._fenced, self._recent = (self._fence(), self._recent), set()
+            if not self._fenced[0].query():
+                break
             self._fenced = None
-        if self._recent and not self._fenced:
-            self._fenced, self._recent = (self._fence(), self._recent), set()
         under_way = self._fenced[1] if self._fenced else ()
         leaving = sorted(it for it in self._idle if it not in self._recent and it not in under_way)
         for state, own in ((kv.FREE, [it for it in leaving if not self._filled[it]]), (kv.CACHED, [it for it in leaving if self._filled[it]])):
