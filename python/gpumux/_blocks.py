@@ -18,8 +18,8 @@ from gpumux import kv
 
 MIB = 1 << 20
 _GRANULE_MAX = 64 * MIB
-_SHORT_S, _AGAIN_S = 0.005, 0.02
-"""How long memory is awaited that is of use, but not needed; and for how long it is not asked for after that."""
+_SHORT_S, _AGAIN_S = 0.005, 0.1
+"""How long memory is awaited that is of use, but not needed; and for how long there is no longer wait after a refusal."""
 
 
 def layout(block_bytes: int) -> tuple[int, int] | None:
@@ -119,7 +119,9 @@ class Blocks:
         self._in_step = True
         if lookup:
             self._take_back([it for it, own in enumerate(self._filled) if own and not self._held[it]])
-        self._grow(need, wait_s)
+        # The wait is long only for what the engine can't do without: where its own cache would do, and after a refusal, it is short.
+        enough = len(self._cached) >= self._lacks(need)
+        self._grow(need, _SHORT_S if enough or self._clock() < self._again else wait_s)
         if more and self._clock() >= self._again:
             self._grow(need + more, _SHORT_S)
 
