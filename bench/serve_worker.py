@@ -48,13 +48,29 @@ class Vllm:
         """Whether requests are unfinished."""
         return self.engine.has_unfinished_requests()
 
+    def greedy(self, requests: list[list[int]]) -> dict[str, Any]:
+        """All of these requests (tokens given, tokens made) at once: the tokens of each, how often they were preempted, and the elastic cache."""
+        made, preempted = dict[str, list[int]](), 0
+        for number, (prompt, output) in enumerate(requests):
+            self.add(f"greedy-{number}", prompt, output)
+        core = self.engine.engine_core
+        scheduler = getattr(core, "engine_core", core).scheduler
+        while self.engine.has_unfinished_requests():
+            for it in self.engine.step():
+                made[it.request_id] = list(it.outputs[0].token_ids)
+            preempted = max(preempted, sum(it.num_preemptions for it in scheduler.requests.values()))
+        tokens = [made[f"greedy-{number}"] for number in range(len(requests))]
+        blocks = getattr(scheduler, "gpumux", None)
+        more = {"refused": blocks.refused, "taken": blocks.memory.taken(), "committed": blocks.memory.committed()} if blocks else {}
+        return {"tokens": tokens, "preempted": preempted} | more
+
     def drop(self, names: Iterable[str]) -> None:
         """Forgets requests."""
         self.engine.abort_request(list(names))
 
 
 def replay(engine: Any, order: dict[str, Any], now: Callable[[], float], sleep: Callable[[float], None], turn: int = 0) -> dict[str, Any]:
-    """Requests at their times from `start` until `stop`: when each had its first and its last token, and how many it had."""
+    """Requests at their times from `start` until `stop` (with `ends`: until all are done, if that is earlier): when each had its first and its last token, and how many it had."""
     start, stop, requests = order["start"], order["stop"], order["requests"]
     first: list[float | None] = [None] * len(requests)
     last, tokens = list(first), [0] * len(requests)
@@ -66,6 +82,8 @@ def replay(engine: Any, order: dict[str, Any], now: Callable[[], float], sleep: 
             engine.add(name, requests[coming][1], requests[coming][2])
             coming += 1
         if not engine.busy():
+            if coming == len(requests) and order.get("ends"):
+                break
             due = start + requests[coming][0] if coming < len(requests) else stop
             sleep(min(due, stop) - moment)
             continue
@@ -98,7 +116,7 @@ def main() -> None:
     try:
         engine = Vllm(options)
         begin = time.monotonic()
-        warm = {"start": begin, "stop": begin + 10.0, "requests": [[0.0, 512, 32], [0.1, 64, 64]]}
+        warm = {"start": begin, "stop": begin + 10.0, "requests": [[0.0, 512, 32], [0.1, 64, 64]], "ends": True}
         replay(engine, warm, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn=-1)
     except Exception as error:
         traceback.print_exc()
@@ -108,6 +126,9 @@ def main() -> None:
     for turn, line in enumerate(sys.stdin):
         order = json.loads(line)
         try:
+            if "greedy" in order:
+                answer(**engine.greedy(order["greedy"]))
+                continue
             answer(**replay(engine, order, time.monotonic, lambda s: time.sleep(max(0.0, s)), turn))
         except Exception as error:
             traceback.print_exc()
