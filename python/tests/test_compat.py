@@ -1,5 +1,7 @@
 """Tests of `gpumux.compat.kvcached` without a device, PyTorch or kvcached: stand-ins have what is used of them."""
 
+from __future__ import annotations
+
 import ctypes
 import inspect
 import os
@@ -17,6 +19,10 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+try:
+    import torch as _torch  # noqa: F401
+except ImportError:
+    sys.modules["torch"] = types.ModuleType("torch")
 
 from test_kv import Taken  # noqa: E402
 
@@ -99,12 +105,22 @@ class Case(unittest.TestCase):
             self.ranges.append(Range(*arguments))
             return self.ranges[-1]
 
-        cuda = types.SimpleNamespace(is_available=lambda: False, is_initialized=lambda: False)
-        torch = types.SimpleNamespace(from_dlpack=lambda it: it, cuda=cuda)
-        for patch in (mock.patch.object(kv, "_Elastic", made), mock.patch.dict(sys.modules, torch=torch)):
+        self.synchronized = 0
+        cuda = types.SimpleNamespace(
+            is_available=lambda: True,
+            current_device=lambda: 0,
+            mem_get_info=lambda device: (self.free, 100 * PAGE),
+            synchronize=self.synchronize,
+        )
+        self.torch = types.SimpleNamespace(from_dlpack=lambda it: it, cuda=cuda)
+        self.free = 1 << 40
+        for patch in (mock.patch.object(kv, "_Elastic", made), mock.patch.object(ops, "torch", self.torch)):
             patch.start()
             self.addCleanup(patch.stop)
         self.addCleanup(ops.shutdown_kvcached)
+
+    def synchronize(self, _device: int) -> None:
+        self.synchronized += 1
 
     def create(self, contiguous: bool, *arguments: object, page: int = PAGE, **options: object) -> list[kv.Tensor]:
         ops.init_kvcached("cuda:0", page, contiguous)
@@ -204,13 +220,16 @@ class Memory(Case):
         with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("no library")), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             with mock.patch.object(kv, "_Device", side_effect=kv.PoolError("no driver")):
-                (tensor,) = self.create(True, 8 * PAGE, 2, "cuda:0", 1)
+                self.torch.cuda.is_available = lambda: False
+                (tensor,) = self.create(True, 8 * PAGE, 2, "cuda", 1)
                 self.assertEqual((tensor.__dlpack_device__(), len(said)), ((1, 0), 1))
                 self.assertTrue(ops.map_to_kv_tensors([0]))
                 ctypes.memset(tensor.pool.address, 7, 2 * PAGE)
                 self.assertTrue(ops.unmap_from_kv_tensors([0]))
+                name = f"gpumux-test-{os.getpid()}"
+                self.assertGreater(ops.PageAllocator(1, PAGE, PAGE, ipc_name=name).get_avail_physical_pages(), 1 << 30)
                 # Elsewhere the tensors must be the device's.
-                sys.modules["torch"].cuda.is_available = lambda: True
+                self.torch.cuda.is_available = lambda: True
                 with self.assertRaisesRegex(RuntimeError, "has not room"):
                     self.create(True, 8 * PAGE, 2, "cuda:0", 1)
 
@@ -220,7 +239,6 @@ class Pages(Case):
         self.create(True, 2 * pages * PAGE, 2, "cuda:0", 1)
         name = f"gpumux-test-{os.getpid()}"
         made = ops.PageAllocator(1, pages * PAGE, PAGE, ipc_name=name, **options)
-        made._free_bytes = lambda: (1 << 40, 1 << 40)
         self.addCleanup(made.stop_prealloc_thread)
         return made
 
@@ -234,6 +252,21 @@ class Pages(Case):
         page.free(5)
         page.free_batch([4])
         self.assertEqual((page.empty(), page.get_free_blocks(), page.num_free_blocks()), (True, [5, 4], 2))
+
+    def test_room_of_the_device_is_what_kvcached_may_use(self) -> None:
+        pages = self.allocator(4)
+        # 5% of the device stay free; a page has keys and values.
+        self.free = 15 * PAGE
+        self.assertEqual(pages.get_avail_physical_pages(), 5)
+        self.free = 4 * PAGE
+        self.assertEqual(pages.get_avail_physical_pages(), 0)
+
+    def test_device_is_waited_for_before_pages_are_unmapped(self) -> None:
+        for asynchronous in (False, True):
+            pages = self.allocator(4, async_sched=asynchronous)
+            pages._max = 0
+            pages.free_page(pages.alloc_page().page_id)
+            self.assertEqual(self.synchronized, int(asynchronous))
 
     def test_refused_page_stays_free(self) -> None:
         pages = self.allocator(4)
@@ -352,6 +385,7 @@ class Registration(unittest.TestCase):
             own = Path(folder, "kvcached")
             own.mkdir()
             (own / "__init__.py").write_text("")
+            Path(folder, "torch.py").write_text("")
             (own / "manager.py").write_text(kvcached + "\nimport kvcached.vmm_ops\nprint(kvcached.vmm_ops.__file__)\n")
             if native:
                 (own / "vmm_ops.py").write_text("PageAllocator = None\n")

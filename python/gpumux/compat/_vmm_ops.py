@@ -7,11 +7,12 @@ which kvcached's Python code frees blocks or has requests wait.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 import time
 from typing import Any, Iterable, Sequence
+
+import torch  # type: ignore[import-not-found,unused-ignore]  # kvcached has it.
 
 from gpumux import kv
 from gpumux.compat._kvcached_pages import InternalPage as InternalPage
@@ -51,8 +52,6 @@ class _Group:
         self.mapped: set[int] = set()
 
     def create(self, config: _Config, size: int, dtype: str, layers: int, buffers: int, unified: bool) -> list[Any]:
-        import torch  # type: ignore[import-not-found,unused-ignore]  # kvcached has it.
-
         size = -(-size // config.page) * config.page
         asked = (size, dtype, layers, buffers, unified)
         with self.lock:
@@ -146,7 +145,9 @@ class _Config:
         if page <= 0 or page % _MIB2:
             raise ValueError(f"a page has a multiple of 2 MiB, not {page} bytes")
         self.on_device, self.page, self.contiguous = kind == "cuda", page, contiguous
-        self.device = int(index) if index and self.on_device else _current_device()
+        self.device = int(index) if index and self.on_device else 0
+        if self.on_device and not index:
+                self.device = int(torch.cuda.current_device())
 
 
 _lock = threading.Lock()
@@ -154,17 +155,8 @@ _config: _Config | None = None
 _groups: dict[int, _Group] = {}
 
 
-def _current_device() -> int:
-    torch = sys.modules.get("torch")
-    return int(torch.cuda.current_device()) if torch and torch.cuda.is_initialized() else 0
-
-
-def _driver() -> kv._Driver | None:
-    """The driver with a current context; None where tensors are of the host's memory."""
-    try:
-        return kv._Driver(_config.device if _config else _current_device())
-    except kv.PoolError:
-        return None
+def _device() -> int:
+    return _config.device if _config else int(torch.cuda.current_device())
 
 
 def _group(group_id: int) -> _Group:
@@ -231,11 +223,10 @@ class PageAllocator(Pages):
         return unmap_from_kv_tensors(offsets, self.group_id)
 
     def _wait_for_device(self) -> None:
-        if driver := _driver():
-            driver.call("cuCtxSynchronize")
+        torch.cuda.synchronize(_device())
 
     def _free_bytes(self) -> tuple[int, int]:
-        free, total = ctypes.c_size_t(1 << 62), ctypes.c_size_t(0)
-        if driver := _driver():
-            driver.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        return free.value, total.value
+        if not torch.cuda.is_available():
+            return 1 << 62, 0
+        free, total = torch.cuda.mem_get_info(_device())
+        return int(free), int(total)
