@@ -286,6 +286,48 @@ fn forked_child_has_no_pool_and_its_parent_keeps_it() {
     );
 }
 
+/// What takes kvcached's place: tensors of two layers, in pages of 8 MiB.
+const KVCACHED: &str = "import types; sys.modules['torch'] = types.SimpleNamespace(from_dlpack=lambda it: it); \
+    from gpumux.compat import _vmm_ops as ops; ops.init_kvcached('cuda:0'); \
+    ops.create_kv_tensors(96 * MIB, 2, 'cuda:0', 2); pool = ops._group(0).memory; \
+    offsets = lambda count: [it * 8 * MIB for it in range(count)]";
+/// Maps pages, which waits for others, and tries to.
+const MAP: &str = r"exec('def fits(count):\n try: return ops.map_to_kv_tensors(offsets(count))\n except RuntimeError: return False')";
+const MAPPED: &str = "mapped = lambda count: any(fits(count) for _ in range(60))";
+
+#[test]
+fn kvcached_pages_are_other_tenants_once_unmapped() {
+    let Some((_node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    for line in [KVCACHED, MAP, MAPPED] {
+        borrower.runs(line);
+    }
+    for _ in 0..2 {
+        borrower.runs("assert mapped(20); write(range(160)); verify(range(160))");
+        borrower.runs("assert ops.unmap_from_kv_tensors(offsets(20)) and pool.committed() == 0");
+        owner.runs("pages = get(190); verify(pages)");
+        // All or none, and what fits is there.
+        borrower.runs("assert not fits(20) and pool.committed() == 0");
+        borrower.runs("assert mapped(8); write(range(64)); verify(range(64))");
+        borrower.runs("ops.unmap_from_kv_tensors(offsets(8))");
+        owner.runs("verify(pages); pool.free(pages); pool.trim()");
+    }
+}
+
+#[test]
+fn kvcached_pages_in_use_move_for_a_guarantee() {
+    let Some((node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs(KVCACHED);
+    borrower.runs("ops.map_to_kv_tensors(offsets(20)); write(range(160))");
+    owner.runs("pages = get(190); verify(pages)");
+    assert!(copied(&node, "borrower") > 0);
+    owner.runs("verify(pages); pool.free(pages)");
+    borrower.runs("verify(range(160))");
+}
+
 #[test]
 fn pool_without_the_library_takes_all_of_it_at_once() {
     const PROGRAM: &str = r#"
