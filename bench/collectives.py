@@ -15,7 +15,7 @@ for 2 s (SIGSTOP), killed and started again, a rank killed. Then both must go on
 `logical`: more ranks than GPUs, by NCCL's own support (`--nccl`: a libnccl.so.2 of 2.30.3 or newer). Cases: `2-on-2`, `2-on-1`, `4-on-2`. Modes `time-slicing`, `group`,
 `stock` (PyTorch's own NCCL). Values: steps per second, `of_ideal` (against 2-on-2 with the work of each GPU), `loss_off` (largest relative difference of a loss from 2-on-2).
 
-`bandwidth`: on the first GPU, tokens that read 3 GiB each (like decoding), with pauses, beside a triad that needs all bandwidth. Cases: `decode+triad`, and `knee`, the triad alone by SMs.
+`bandwidth`: on the first GPU, tokens that read 1.5 GiB each (like decoding), with pauses, beside a triad that needs all bandwidth. Cases: `decode+triad`, and `knee`, the triad alone by SMs.
 Modes of the first: `alone`, `time-slicing`, `mps`, `mps-30`, `mps-50`, `gpumux` (a latency tenant beside a batch tenant), `duty-30` (both batch, the triad with a limit of 0.3 of the time),
 `group`, `group-30`, `group-15` (one group, the triad with that part of the SMs). Values: `latency_p50_ms`, `latency_p99_ms`, `batch_gbs`.
 """
@@ -33,6 +33,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +59,7 @@ PAIRS = [
 SHARED = ["time-slicing", "mps", "gangs", "group", "group-ctas"]
 HEAVY = ["alone", "time-slicing", "mps", "mps-30", "mps-50", "gpumux", "duty-30", "group", "group-30", "group-15"]
 # What happens in a storm, and how often in a hundred rounds.
-ACTIONS = {"sleep": 30, "doze": 12, "limit": 28, "class": 12, "stop": 3, "restart": 10, "rank": 5}
+ACTIONS = {"sleep": 32, "doze": 12, "limit": 28, "class": 12, "stop": 3, "restart": 10, "rank": 3}
 PARTS: dict[str, tuple[list[str], list[str]]] = {
     "storm": (["all", *ACTIONS], ["gangs"]),
     "matrix": (PAIRS, SHARED),
@@ -157,6 +159,29 @@ class Budget:
         return True
 
 
+def begun(
+    names: Sequence[str],
+    logs: Path,
+    make: Callable[[Mode], Any],
+    start: Callable[[Any], None],
+    results: Results,
+    stack: ExitStack,
+) -> dict[str, Any]:
+    """The crews of these modes, whose programs all start at the same time; those that do not are left out."""
+    crews = dict[str, Any]()
+    for name in names:
+        with results.cell(name):
+            crews[name] = stack.enter_context(make(stack.enter_context(mode(name, logs))))
+    with ThreadPoolExecutor() as threads:
+        starts = {name: threads.submit(start, crew) for name, crew in crews.items()}
+        for name, it in starts.items():
+            with results.cell(name):
+                it.result()
+                continue
+            del crews[name]
+    return crews
+
+
 def relative(rates: dict[str, float], alone: dict[str, float], patterns: dict[str, str]) -> dict[str, float]:
     """The values of a pair."""
     each = {name: rates[name] / alone[pattern] for name, pattern in patterns.items()}
@@ -172,22 +197,22 @@ def matrix(options: argparse.Namespace, results: Results, logs: Path, folder: Pa
     """All pairs in all modes, beside each pattern alone."""
     budget, alone = Budget(options.budget), dict[str, float]()
     patterns = list(dict.fromkeys(pattern for case in options.cases for pattern in case.split("+")))
-    with results.cell("alone"), mode("alone", logs) as plain, Jobs(plain, folder) as jobs:
-        jobs.start("one")
-        for pattern in patterns:
-            jobs.rates(0.5, {"one": pattern})  # its buffers and connections are made
-            alone[pattern] = jobs.rates(options.seconds, {"one": pattern})["one"]
-            say(f"{pattern} alone: {alone[pattern]:.4g} steps/s")
-    for name in options.modes:
-        if budget.spent(name, 30 + 2 * options.seconds):
-            continue
-        with results.cell(name), mode(name, logs) as kind, Jobs(kind, folder) as jobs:
-            jobs.start(*JOBS)
+    names = lambda kind: JOBS[:1] if kind == "alone" else JOBS  # noqa: E731
+    with ExitStack() as stack:
+        crews = begun(["alone", *options.modes], logs, lambda kind: Jobs(kind, folder), lambda crew: crew.start(*names(crew.mode.name)), results, stack)
+        for name, jobs in crews.items():
             for pattern in patterns:
-                for job in JOBS:
-                    jobs.rates(0.2, {job: pattern})
-            for case in options.cases:
-                if not set(case.split("+")) <= alone.keys() or budget.spent(f"{case} / {name}", 2 * options.seconds):
+                for job in names(name):
+                    with results.cell(f"{pattern} / {name}"):
+                        jobs.start(*names(name))
+                        jobs.rates(0.2, {job: pattern})  # its buffers and connections are made
+        for pattern in patterns:
+            with results.cell(f"{pattern} / alone"):
+                alone[pattern] = crews["alone"].rates(options.seconds, {"one": pattern})["one"]
+                say(f"{pattern} alone: {alone[pattern]:.4g} steps/s")
+        for case in options.cases:
+            for name, jobs in crews.items():
+                if name == "alone" or not set(case.split("+")) <= alone.keys() or budget.spent(f"{case} / {name}", 2 * options.seconds):
                     continue
                 with results.cell(f"{case} / {name}"):
                     jobs.start(*JOBS)
@@ -291,7 +316,10 @@ class Storm:
             case "limit":
                 return ordered(kind, "set", tenant, "--limit", ("0.3", "0.9", "1")[self.flip % 3], "--weight", ("1", "3")[self.flip % 2])
             case "class":
-                return ordered(kind, "set", tenant, "--class", ("latency", "standard", "batch")[self.flip % 3])
+                # Not for long: a latency tenant that always has work leaves a batch tenant nothing.
+                error = ordered(kind, "set", tenant, "--class", ("latency", "standard")[self.flip % 2])
+                time.sleep(0.3)
+                return error or ordered(kind, "set", tenant, "--class", "batch")
             case "stop":
                 os.kill(kind.daemon.pid, signal.SIGSTOP)
                 time.sleep(2)
@@ -438,21 +466,27 @@ def bandwidth(options: argparse.Namespace, results: Results, logs: Path, _folder
     budget = Budget(options.budget)
     os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     order = {"decode": {"op": "tokens"}, "triad": {"op": "triads"}}
-    for name in options.modes:
-        if budget.spent(name, 12 + 2 * options.seconds):
-            continue
-        with results.cell(f"bandwidth / {name}"), mode(name, logs) as kind, Crew(kind, PROGRAM) as crew:
-            first = "latency" if name == "gpumux" else "batch"
-            crew.have({"decode": (["gemv"], first), "triad": (["triad"], "batch")})
-            if "decode+triad" in options.cases:
-                rounds = [{"decode": order["decode"]}, {"triad": order["triad"]}] if name == "alone" else [order]
+
+    def have(crew: Crew) -> None:
+        first = "latency" if crew.mode.name == "gpumux" else "batch"
+        crew.have({"decode": (["gemv"], first), "triad": (["triad"], "batch")})
+
+    with ExitStack() as stack:
+        for name, crew in begun(options.modes, logs, lambda kind: Crew(kind, PROGRAM), have, results, stack).items():
+            if budget.spent(name, 2 * options.seconds):
+                continue
+            with results.cell(f"decode+triad / {name}"):
+                if "decode+triad" not in options.cases:
+                    continue
+                rounds = [{job: it} for job, it in order.items()] if name == "alone" else [order]
                 answers = {job: it for part in rounds for job, it in crew.measure(options.seconds, part).items()}
                 values = common.latency_values(answers["decode"]["latencies_ms"]) | {"batch_gbs": answers["triad"]["gbs"]}
                 results.add("decode+triad", name, values | {"tokens": len(answers["decode"]["latencies_ms"])})
-            if name == "alone" and "knee" in options.cases:
-                with results.cell("knee"):
-                    found = crew.measure(1.0, {"triad": {"op": "knee", "sms": SMS}})["triad"]
-                    results.add("knee", name, {f"gbs_{sms}": it for sms, it in found["gbs"].items()} | {"sms": found["every"]})
+        if "alone" in options.modes and "knee" in options.cases:
+            with results.cell("knee"), Crew(mode("alone", logs), PROGRAM) as crew:
+                crew.have({"triad": (["triad"], "batch")})
+                found = crew.measure(1.0, {"triad": {"op": "knee", "sms": SMS}})["triad"]
+                results.add("knee", "alone", {f"gbs_{sms}": it for sms, it in found["gbs"].items()} | {"sms": found["every"]})
     del os.environ["CUDA_VISIBLE_DEVICES"]
 
 

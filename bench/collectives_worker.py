@@ -184,10 +184,11 @@ class Rank:
         torch = self.torch
         if "net" not in self.made:
             torch.manual_seed(1)
-            layers = [torch.nn.Linear(1024, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 4096), torch.nn.ReLU(), torch.nn.Linear(4096, 1)]
+            layers = [torch.nn.Linear(1024, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)]
             net = torch.nn.Sequential(*layers).to(self.device)
-            data = torch.randn(8192, 1024), torch.randn(8192, 1)
-            part = slice(8192 // self.world * self.rank, 8192 // self.world * (self.rank + 1))
+            rows, hidden = (8192, 4096) if self.device.type == "cuda" else (32, 64)
+            data = torch.randn(rows, 1024), torch.randn(rows, 1)
+            part = slice(rows // self.world * self.rank, rows // self.world * (self.rank + 1))
             self.made["net"] = net, torch.optim.SGD(net.parameters(), lr=0.05), *(it[part].to(self.device) for it in data)
         net, optimizer, inputs, targets = self.made["net"]
         loss = torch.nn.functional.mse_loss(net(inputs), targets)
@@ -350,25 +351,25 @@ class Bandwidth:
 
         self.torch = torch
         if options.role == "gemv":
-            # 24 matrices of 128 MiB for each token: far more than the L2 cache.
-            self.matrices = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(24)]
+            # 12 matrices of 128 MiB for each token: far more than the L2 cache.
+            self.matrices = [torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(12)]
             self.vector = torch.randn(8192, 1, device="cuda", dtype=torch.bfloat16)
             for _ in range(20):
                 self.token()
         else:
-            self.arrays = [torch.randn(256 * MIB, device="cuda") for _ in range(3)]
+            self.arrays = [torch.randn(128 * MIB, device="cuda") for _ in range(3)]
             for _ in range(20):
                 self.triad()
         torch.cuda.synchronize()
 
     def token(self) -> None:
-        """Reads 3 GiB."""
+        """Reads 1.5 GiB."""
         for matrix in self.matrices:
             self.torch.mv(matrix, self.vector[:, 0])
         self.torch.cuda.synchronize()
 
     def triad(self) -> None:
-        """Moves 3 GiB."""
+        """Moves 1.5 GiB."""
         a, b, c = self.arrays
         self.torch.add(b, c, alpha=0.5, out=a)
 
@@ -393,7 +394,7 @@ class Bandwidth:
                 self.triad()
             self.torch.cuda.synchronize()
             calls += 8
-        return {"gbs": calls * 3.0 * (1 << 30) / (time.monotonic() - begin) / 1e9}
+        return {"gbs": calls * 1.5 * (1 << 30) / (time.monotonic() - begin) / 1e9}
 
     def knee(self, order: dict[str, Any]) -> dict[str, Any]:
         """Bandwidth by the number of SMs, in a green context each."""
@@ -412,7 +413,7 @@ class Bandwidth:
                 for _ in range(8):
                     self.triad()
                 stream.synchronize()
-            found[str(sms)] = 8 * 3.0 * (1 << 30) / (time.monotonic() - begin) / 1e9
+            found[str(sms)] = 8 * 1.5 * (1 << 30) / (time.monotonic() - begin) / 1e9
         return {"gbs": found, "every": every}
 
 

@@ -41,6 +41,9 @@ use choice::{Gone, Good, Key};
 const QUIET: Duration = Duration::from_secs(15);
 /// How long to hope that all work ends by itself, before kernels are frozen in the middle.
 const IDLE: Duration = Duration::from_millis(200);
+/// How long the gate stays closed at first while copies or calls do not end. Then threads go on for a tenth of that, because a copy may
+/// wait for work that another thread has not launched yet. Both double each time.
+const CLOSED: Duration = Duration::from_millis(500);
 /// Pause between looks.
 const LOOK: Duration = Duration::from_micros(200);
 /// How long a context may take to end before a move is given up.
@@ -267,7 +270,16 @@ impl Mover {
         self.prepare(least)?;
         let deadline = Instant::now() + QUIET;
         gate::close();
+        let mut closed = CLOSED;
+        let mut open_at = Instant::now() + closed;
         let quiet = loop {
+            if Instant::now() > open_at {
+                gate::open();
+                sleep(closed / 10);
+                gate::close();
+                closed *= 2;
+                open_at = Instant::now() + closed;
+            }
             if work::is_capturing_anywhere() {
                 // It cannot end while its threads wait.
                 gate::open();
