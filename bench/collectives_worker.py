@@ -184,9 +184,9 @@ class Rank:
         torch = self.torch
         if "net" not in self.made:
             torch.manual_seed(1)
+            rows, hidden = (8192, 4096) if self.device.type == "cuda" else (32, 64)
             layers = [torch.nn.Linear(1024, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, hidden), torch.nn.ReLU(), torch.nn.Linear(hidden, 1)]
             net = torch.nn.Sequential(*layers).to(self.device)
-            rows, hidden = (8192, 4096) if self.device.type == "cuda" else (32, 64)
             data = torch.randn(rows, 1024), torch.randn(rows, 1)
             part = slice(rows // self.world * self.rank, rows // self.world * (self.rank + 1))
             self.made["net"] = net, torch.optim.SGD(net.parameters(), lr=0.05), *(it[part].to(self.device) for it in data)
@@ -216,6 +216,10 @@ class Rank:
         words, self.step_number = self.board.words, 0
         with self.torch.no_grad():
             self.compare(1024, 0)
+        # The first step of an optimizer loads half of PyTorch.
+        parameter = self.torch.nn.Parameter(self.torch.zeros(1, device=self.device))
+        parameter.grad = self.torch.zeros_like(parameter)
+        self.torch.optim.SGD([parameter], lr=0.1).step()
         self.board.note(self.rank, READY, 1)
         paused = True
         while True:
