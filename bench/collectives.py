@@ -59,7 +59,7 @@ PAIRS = [
 SHARED = ["time-slicing", "mps", "gangs", "group", "group-ctas"]
 HEAVY = ["alone", "time-slicing", "mps", "mps-30", "mps-50", "gpumux", "duty-30", "group", "group-30", "group-15"]
 # What happens in a storm, and how often in a hundred rounds.
-ACTIONS = {"sleep": 32, "doze": 12, "limit": 28, "class": 12, "stop": 3, "restart": 10, "rank": 3}
+ACTIONS = {"sleep": 32, "doze": 12, "limit": 29, "class": 12, "stop": 3, "restart": 10, "rank": 2}
 PARTS: dict[str, tuple[list[str], list[str]]] = {
     "storm": (["all", *ACTIONS], ["gangs"]),
     "matrix": (PAIRS, SHARED),
@@ -133,9 +133,9 @@ class Jobs(Crew):
             wanted[name] = (["job", "--board", str(board), "--ranks", str(self.ranks), *self.extra], "batch")
         self.have(wanted)
 
-    def rates(self, seconds: float, patterns: dict[str, str]) -> dict[str, float]:
+    def rates(self, seconds: float, patterns: dict[str, str], lead: float = 0.2) -> dict[str, float]:
         """Steps per second of jobs that work together. A wrong sum fails the cell."""
-        answers = self.measure(seconds, {name: {"op": "steps", "pattern": pattern} for name, pattern in patterns.items()})
+        answers = self.measure(seconds, {name: {"op": "steps", "pattern": pattern} for name, pattern in patterns.items()}, lead)
         if wrong := {name: it["wrong"] for name, it in answers.items() if it["wrong"]}:
             raise BenchError(f"wrong words in sums: {wrong}")
         return {name: it["calls"] / it["seconds"] for name, it in answers.items()}
@@ -202,12 +202,12 @@ def matrix(options: argparse.Namespace, results: Results, logs: Path, folder: Pa
         crews = begun(["alone", *options.modes], logs, lambda kind: Jobs(kind, folder), lambda crew: crew.start(*names(crew.mode.name)), results, stack)
         for name, jobs in crews.items():
             for pattern in patterns:
-                for job in names(name):
-                    with results.cell(f"{pattern} / {name}"):
-                        jobs.start(*names(name))
-                        jobs.rates(0.2, {job: pattern})  # its buffers and connections are made
+                with results.cell(f"{pattern} / {name}"):
+                    jobs.start(*names(name))
+                    jobs.rates(0.3, dict.fromkeys(names(name), pattern), 0.1)  # buffers and connections are made
         for pattern in patterns:
             with results.cell(f"{pattern} / alone"):
+                crews["alone"].start("one")
                 alone[pattern] = crews["alone"].rates(options.seconds, {"one": pattern})["one"]
                 say(f"{pattern} alone: {alone[pattern]:.4g} steps/s")
         for case in options.cases:

@@ -224,7 +224,8 @@ class Rank:
         paused = True
         while True:
             if self.rank == 0:
-                while now_us() >= words[UNTIL]:
+                # Not before two steps are done: the first of a pattern may take long.
+                while now_us() >= words[UNTIL] and (paused or words[COUNT]):
                     words[IDLE], paused = 1, True
                     time.sleep(0.0005)
                 if paused:
