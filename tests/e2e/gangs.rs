@@ -139,10 +139,10 @@ fn a_gang_and_its_neighbours_on_single_devices_share() {
     });
 }
 
-/// Two ranks. Work of rank 0 waits for what rank 1 launches a second later, as collectives do, and has a copy behind it.
+/// Two ranks. Work of rank 0 waits for what rank 1 launches a second later, as collectives do, and has a copy or a kernel behind it.
 const RANKS: &str = r#"
 import mmap, os, sys, threading, time
-page = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 1)
+page = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 3)
 def rank(number):
     use_device()
     address, host, stream, size = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t(4 << 20)
@@ -152,26 +152,28 @@ def rank(number):
     def wait(_):
         while page[0] == 0: time.sleep(0.001)
     collective = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(wait)
+    page[1 + number] = 1
+    while 0 in page[1:]: time.sleep(0.001)
     time.sleep(number)
     if number == 0: call("cuLaunchHostFunc", stream, collective, None)
-    call("cuMemcpyDtoHAsync_v2", host, address, size, stream)
+    if sys.argv[2] == "copy": call("cuMemcpyDtoHAsync_v2", host, address, size, stream)
+    else: call("cuMemsetD8Async", address, ctypes.c_ubyte(1), size, stream)
     if number == 0: print("ahead", flush=True)
     else: page[0] = 1
     call("cuStreamSynchronize", stream)
     print("met", flush=True)
     time.sleep(600)
-ranks = [threading.Thread(target=rank, args=(int(number),)) for number in sys.argv[2:]]
+ranks = [threading.Thread(target=rank, args=(int(number),)) for number in sys.argv[3:]]
 for it in ranks: it.start()
 "#;
 
 /// Puts a tenant of such ranks to sleep while rank 0 waits for rank 1, which has not launched its part yet.
-fn sleep_in_a_collective(command: impl Fn(&str, &str) -> String) {
-    let node = Node::start();
-    let Some(program) = python(&node, RANKS) else {
+pub(crate) fn sleep_in_a_collective(node: &Node, command: impl Fn(&str, &str) -> String) {
+    let Some(program) = python(node, RANKS) else {
         return;
     };
     let page = node.dir().join("page");
-    fs::write(&page, [0]).unwrap();
+    fs::write(&page, [0; 3]).unwrap();
     let command = command(&program, page.to_str().expect("a plain path"));
     let mut ranks = Process::start(node.tenant("--name ranks", "sh -c").arg(command));
     ranks.wait_lines(1);
@@ -182,12 +184,14 @@ fn sleep_in_a_collective(command: impl Fn(&str, &str) -> String) {
 
 #[test]
 fn sleep_between_the_launches_of_two_ranks_succeeds() {
-    sleep_in_a_collective(|program, page| {
-        format!("{program} {page} 0 & {program} {page} 1 & wait")
+    sleep_in_a_collective(&Node::start(), |program, page| {
+        format!("{program} {page} copy 0 & {program} {page} copy 1 & wait")
     });
 }
 
 #[test]
 fn sleep_between_the_launches_of_two_threads_succeeds() {
-    sleep_in_a_collective(|program, page| format!("{program} {page} 0 1"));
+    sleep_in_a_collective(&Node::start(), |program, page| {
+        format!("{program} {page} copy 0 1")
+    });
 }
