@@ -8,10 +8,12 @@ ranks of its job started again. `gemv` and `triad` are single processes that nee
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -438,6 +440,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     roles.add_parser("triad")
     options = parser.parse_args(arguments)
     if options.role == "rank":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives its job
         return Rank(options).run()
 
     answers = os.fdopen(os.dup(1), "w")
