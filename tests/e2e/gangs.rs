@@ -5,7 +5,7 @@ use std::fs;
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, devices, wait_for};
 use serde_json::Value;
 
-use crate::TICKS;
+use crate::{TICKS, memory::python};
 
 /// A node with two devices; none where the machine has fewer.
 fn two_devices() -> Option<Node> {
@@ -136,5 +136,62 @@ fn a_gang_and_its_neighbours_on_single_devices_share() {
     wait_for("the devices for themselves", PATIENCE, || {
         let all = ["left", "right"].map(|name| share(&node, name)).concat();
         all.iter().all(|it| *it > 0.9).then_some(())
+    });
+}
+
+/// Two ranks. Work of rank 0 waits for what rank 1 launches a second later, as collectives do, and has a copy or a kernel behind it.
+const RANKS: &str = r#"
+import mmap, os, sys, threading, time
+page = mmap.mmap(os.open(sys.argv[1], os.O_RDWR), 3)
+def rank(number):
+    use_device()
+    address, host, stream, size = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_size_t(4 << 20)
+    call("cuMemAlloc_v2", ctypes.byref(address), size)
+    call("cuMemHostAlloc", ctypes.byref(host), size, 0)
+    call("cuStreamCreate", ctypes.byref(stream), 1)
+    def wait(_):
+        while page[0] == 0: time.sleep(0.001)
+    collective = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(wait)
+    page[1 + number] = 1
+    while 0 in page[1:]: time.sleep(0.001)
+    time.sleep(number)
+    if number == 0: call("cuLaunchHostFunc", stream, collective, None)
+    if sys.argv[2] == "copy": call("cuMemcpyDtoHAsync_v2", host, address, size, stream)
+    else: call("cuMemsetD8Async", address, ctypes.c_ubyte(1), size, stream)
+    if number == 0: print("ahead", flush=True)
+    else: page[0] = 1
+    call("cuStreamSynchronize", stream)
+    print("met", flush=True)
+    time.sleep(600)
+ranks = [threading.Thread(target=rank, args=(int(number),)) for number in sys.argv[3:]]
+for it in ranks: it.start()
+"#;
+
+/// Puts a tenant of such ranks to sleep while rank 0 waits for rank 1, which has not launched its part yet.
+pub(crate) fn sleep_in_a_collective(node: &Node, command: impl Fn(&str, &str) -> String) {
+    let Some(program) = python(node, RANKS) else {
+        return;
+    };
+    let page = node.dir().join("page");
+    fs::write(&page, [0; 3]).unwrap();
+    let command = command(&program, page.to_str().expect("a plain path"));
+    let mut ranks = Process::start(node.tenant("--name ranks", "sh -c").arg(command));
+    ranks.wait_lines(1);
+    // Neither refused nor undone.
+    node.gpumux(["sleep", "ranks"]).run().ok();
+    ranks.wait_lines(3);
+}
+
+#[test]
+fn sleep_between_the_launches_of_two_ranks_succeeds() {
+    sleep_in_a_collective(&Node::start(), |program, page| {
+        format!("{program} {page} copy 0 & {program} {page} copy 1 & wait")
+    });
+}
+
+#[test]
+fn sleep_between_the_launches_of_two_threads_succeeds() {
+    sleep_in_a_collective(&Node::start(), |program, page| {
+        format!("{program} {page} copy 0 1")
     });
 }

@@ -4,7 +4,7 @@ use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for};
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS, is_well};
+use crate::{REQUESTS, TICKS, gangs::sleep_in_a_collective, is_well};
 
 /// A node whose driver has no controls; on a real one, whose daemon uses none.
 fn node() -> Node {
@@ -127,4 +127,12 @@ fn memory_moves_after_the_last_kernel() {
     let work = |it: &Value| it["work"].as_u64();
     let woken = node.wait_tenant("train", |it| it["moves"]["backs"].as_u64() >= Some(1));
     node.wait_tenant("train", |it| work(it) > work(&woken));
+}
+
+/// The kernel of one cannot end before the other has launched, which it cannot once its gate is closed.
+#[test]
+fn ranks_that_wait_for_each_other_can_be_moved() {
+    sleep_in_a_collective(&node(), |program, page| {
+        format!("{program} {page} kernel 0 & {program} {page} kernel 1 & wait")
+    });
 }

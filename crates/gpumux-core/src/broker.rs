@@ -21,6 +21,8 @@
 //! [`Order::In`], [`Command::Thaw`]. Each step has a deadline. Until the third step a move is undone when a
 //! process refuses or is late; a victim that failed is left alone for 1, 2, 4 … 60 s and is the last resort then. From the third
 //! step on, the tenant stays frozen until its memory is back, or until its processes end.
+//! Processes of one tenant may wait for each other (collectives). If one has closed its gate and another does not get quiet within [`CLOSED`], all
+//! open their gates for a moment and close them again.
 //!
 //! # Memory that needs no copy
 //! Of elastic ranges, processes report what has no contents (*free*) and what is a cache (*cached*). If that suffices for a claim, it is
@@ -48,11 +50,15 @@ use crate::{
 
 use accounting::Accounting;
 pub use accounting::{Ask, CONTEXT, Droppable, LEAVE, Line, RESERVE, overhead};
-use moves::{Leaving, Round};
+use moves::{Gates, Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
 pub const QUIET: Micros = Micros::from_secs(20);
 const QUIET_PER_GIB: Micros = Micros::from_secs(1);
+/// How long the first gate of a tenant may be closed while another of its processes does not get quiet, and how long all go on then.
+/// Both double each time.
+pub const CLOSED: Micros = Micros::from_millis(500);
+const OPEN: Micros = Micros::from_millis(50);
 /// How long freezing may take.
 pub const FREEZE: Micros = Micros::from_secs(5);
 /// How long moving one process's memory may take before its tenant counts as stuck: 140 GiB at 1 GiB/s, and as much again.
@@ -357,6 +363,8 @@ pub enum Mutation {
     LeaveAtOnce,
     /// A request is refused before leases that are not used can have come back.
     RefuseEarly,
+    /// A gate stays closed while another process waits for what its peer behind the gate has not launched.
+    KeepGatesClosed,
 }
 
 /// Where a tenant's memory is.
@@ -889,6 +897,7 @@ impl Broker {
                         false if now < hedge => leaving.round.deadline.min(hedge),
                         false => leaving.round.deadline,
                     });
+                    leaving.gates_due().into_iter().for_each(&mut at);
                 }
                 Place::Returning(round) if !round.late => at(round.deadline),
                 // Its page is looked at.
@@ -918,6 +927,9 @@ impl Broker {
                 Place::Leaving(leaving) => {
                     at(&mut leaving.round.began);
                     at(&mut leaving.round.deadline);
+                    if let Gates::Closed(time) | Gates::Open(time) = &mut leaving.gates {
+                        at(time);
+                    }
                 }
                 Place::Returning(round) => {
                     at(&mut round.began);

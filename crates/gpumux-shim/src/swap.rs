@@ -37,10 +37,13 @@ use crate::{
 };
 use choice::{Gone, Good, Key};
 
-/// How long to wait until no thread is inside the gate, no copy under way and no capture going on.
+/// How long to wait until [`is_quiet`].
 const QUIET: Duration = Duration::from_secs(15);
 /// How long to hope that all work ends by itself, before kernels are frozen in the middle.
 const IDLE: Duration = Duration::from_millis(200);
+/// How long the gate stays closed at first while copies or calls do not end. Then threads go on for a tenth of that, because a copy may
+/// wait for work that another thread has not launched yet. Both double each time.
+const CLOSED: Duration = Duration::from_millis(500);
 /// Pause between looks.
 const LOOK: Duration = Duration::from_micros(200);
 /// How long a context may take to end before a move is given up.
@@ -156,18 +159,12 @@ pub(crate) struct Mover {
     relaxed: bool,
 }
 
-/// Where the driver refuses to freeze kernels, those that run must end before their memory moves. None is launched any more.
-fn await_kernels() -> Result<(), String> {
-    let deadline = Instant::now() + QUIET;
-    while permits::is_active() && !work::all_idle() {
-        if Instant::now() > deadline {
-            return Err(format!(
-                "its kernels do not end within {QUIET:?}, and the driver does not let gpumux freeze them"
-            ));
-        }
-        sleep(LOOK);
-    }
-    Ok(())
+/// Whether no thread, copy or capture can touch memory any more; where the driver refuses to freeze kernels, no kernel either.
+fn is_quiet() -> bool {
+    !gate::is_occupied()
+        && !work::is_capturing_anywhere()
+        && !work::copies_under_way()
+        && (!permits::is_active() || work::all_idle())
 }
 
 impl Mover {
@@ -267,15 +264,23 @@ impl Mover {
         self.prepare(least)?;
         let deadline = Instant::now() + QUIET;
         gate::close();
+        let mut closed = CLOSED;
+        let mut open_at = Instant::now() + closed;
         let quiet = loop {
+            if Instant::now() > open_at {
+                gate::open();
+                sleep(closed / 10);
+                gate::close();
+                closed *= 2;
+                open_at = Instant::now() + closed;
+            }
             if work::is_capturing_anywhere() {
                 // It cannot end while its threads wait.
                 gate::open();
                 sleep(LOOK * 10);
                 gate::close();
             }
-            let quiet =
-                !gate::is_occupied() && !work::is_capturing_anywhere() && !work::copies_under_way();
+            let quiet = is_quiet();
             if quiet || Instant::now() > deadline || self.check_wanted().is_err() {
                 break quiet;
             }
@@ -288,6 +293,9 @@ impl Mover {
                 memory::drop_spares(|_| true);
                 self.prepare(least)
             }
+            false if permits::is_active() => Err(format!(
+                "its copies, calls and kernels do not end within {QUIET:?}, and the driver does not let gpumux freeze kernels"
+            )),
             false => Err(format!("its copies and calls do not end within {QUIET:?}")),
         });
         // Where nothing is copied, the freeze is over soon.
@@ -361,7 +369,6 @@ impl Mover {
             // More of it.
             Away::Out => self.prepare(least)?,
         }
-        await_kernels()?;
         let mut filled = self.filled;
         let mut places = Vec::new();
         let mut lost = Vec::new();

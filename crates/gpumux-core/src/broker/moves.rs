@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ask, Broker, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Mutation, Order,
-    PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply, TAKE,
-    TRIM_PAUSE, Tenant, TenantId, no_process,
+    Ask, Broker, CLOSED, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Mutation,
+    OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply,
+    TAKE, TRIM_PAUSE, Tenant, TenantId, no_process,
 };
 use crate::ledger::Kind;
 
@@ -47,6 +47,20 @@ pub(super) enum Why {
     Drop,
 }
 
+/// The gates of a tenant that is to be quiet.
+///
+/// A copy in one process may be queued behind a collective that another has not launched, and cannot launch once its gate is closed.
+/// So if one gate is closed and another process does not get quiet, all go on for a moment before they are closed again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Gates {
+    /// None is known to be closed.
+    Closing,
+    /// One is, since then.
+    Closed(Micros),
+    /// All are open until then.
+    Open(Micros),
+}
+
 /// A move to the host.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Leaving {
@@ -56,6 +70,9 @@ pub(super) struct Leaving {
     pub(super) parts: BTreeMap<String, u64>,
     /// By process: bytes of each device to be moved, and bytes of host memory that it may keep.
     orders: BTreeMap<ProcessId, (u64, u64)>,
+    pub(super) gates: Gates,
+    /// So often all gates were opened again.
+    opened: u32,
     /// It had outstanding work when its gates were closed.
     busy: bool,
     /// A part of it was on the host already: it is frozen.
@@ -133,6 +150,8 @@ impl Broker {
             },
             parts,
             orders,
+            gates: Gates::Closing,
+            opened: 0,
             busy: false,
             more,
             why,
@@ -237,6 +256,8 @@ impl Broker {
             },
             parts: BTreeMap::from([(uuid.to_owned(), bytes)]),
             orders,
+            gates: Gates::Closing,
+            opened: 0,
             busy: false,
             more: false,
             why: Why::Drop,
@@ -313,8 +334,8 @@ impl Broker {
         let Some(tenant) = self.tenants.get_mut(&id) else {
             return;
         };
-        let (round, busy) = match &mut tenant.place {
-            Place::Leaving(leaving) => (&mut leaving.round, Some(&mut leaving.busy)),
+        let (round, leaving) = match &mut tenant.place {
+            Place::Leaving(it) => (&mut it.round, Some((&mut it.busy, &mut it.gates))),
             Place::Returning(round) => (round, None),
             Place::Home | Place::Away { .. } => return,
         };
@@ -323,8 +344,12 @@ impl Broker {
         }
         match reply {
             Reply::Quiet(idle) => {
-                if let Some(busy) = busy {
+                if let Some((busy, gates)) = leaving {
                     *busy |= !idle;
+                    if *gates == Gates::Closing && self.mutation != Some(Mutation::KeepGatesClosed)
+                    {
+                        *gates = Gates::Closed(now);
+                    }
                 }
             }
             Reply::Refused(why) => round.refused = Some(why),
@@ -631,6 +656,10 @@ impl Broker {
                         out.push(Command::Failed(id, MoveError::Stuck));
                     }
                 },
+                Place::Leaving(leaving) if leaving.gates_due().is_some_and(|at| at <= now) => {
+                    self.ops += 1;
+                    leaving.turn_gates(now, self.ops, out);
+                }
                 Place::Returning(round) if due(round) => {
                     round.late = true;
                     let requests = std::mem::take(&mut tenant.wakes);
@@ -765,6 +794,31 @@ impl Leaving {
             };
             out.push(Command::Order(*process, self.round.op, order));
         }
+    }
+
+    /// When all gates are to be opened, or closed again. Each time later than the time before: a copy may just take long.
+    pub(super) fn gates_due(&self) -> Option<Micros> {
+        match self.gates {
+            _ if self.step != Step::Quiesce => None,
+            Gates::Closing => None,
+            Gates::Closed(since) => Some(since + Micros(CLOSED.0 << self.opened.min(16))),
+            Gates::Open(until) => Some(until),
+        }
+    }
+
+    /// Opens all gates, or closes them again.
+    fn turn_gates(&mut self, now: Micros, op: u64, out: &mut Vec<Command>) {
+        // What was answered until now does not count.
+        self.round.op = op;
+        self.round.waiting = self.orders.keys().copied().collect();
+        if let Gates::Open(_) = self.gates {
+            self.gates = Gates::Closing;
+            return self.give_orders(out);
+        }
+        self.gates = Gates::Open(now + Micros(OPEN.0 << self.opened.min(16)));
+        self.opened += 1;
+        let all = self.orders.keys();
+        out.extend(all.map(|process| Command::Order(*process, 0, Order::Resume)));
     }
 
     /// Bytes of a device that will come free soon.

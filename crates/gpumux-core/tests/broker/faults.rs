@@ -3,7 +3,8 @@
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
     broker::{
-        Event, FREEZE, HEDGE, LOOK, MoveError, PATIENCE, PATIENCE_FOR_TURNS, ProcessId, TRIM, Terms,
+        CLOSED, Event, FREEZE, HEDGE, LOOK, MoveError, PATIENCE, PATIENCE_FOR_TURNS, ProcessId,
+        TRIM, Terms,
     },
     ledger::{Holding, Share},
 };
@@ -770,4 +771,19 @@ pub(crate) fn a_flood_of_requests_does_not_delay_others_beyond_a_look() {
     let waited = world.now.saturating_sub(began);
     assert!(waited <= LOOK, "{waited}");
     assert_eq!(world.grants.get(&(ProcessId(3), 1)), Some(&GIB));
+}
+
+#[test]
+pub(crate) fn copy_behind_a_collective_of_a_peer_delays_a_move() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    let behind = world.process(2, 1);
+    assert_eq!(world.allocate(1, 2 * GIB), 2 * GIB);
+    world.puppets.get_mut(&behind).expect("there").manner = Manner::Behind;
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(CLOSED);
+    assert_eq!(world.answers.get(&1), None);
+    world.run_for(S);
+    assert_eq!(world.answers.get(&1), Some(&Ok(())));
+    assert!(!world.is_home(1) && world.frozen.contains(&TenantId(1)));
 }

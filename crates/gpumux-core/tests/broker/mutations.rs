@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 15] = [
+    let all: [(Mutation, fn()); 16] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -69,6 +69,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::RefuseEarly,
             faults::a_request_waits_for_leases_that_come_back_late,
+        ),
+        (
+            Mutation::KeepGatesClosed,
+            faults::copy_behind_a_collective_of_a_peer_delays_a_move,
         ),
         (
             Mutation::NoHedge,

@@ -30,12 +30,14 @@ const LINK: u64 = 50_000;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Manner {
     Prompt,
-    /// Its gate closes only after so long.
+    /// Its gate closes only after so long, since it makes host memory: what it has made stays when the order is given again.
     Slow(Micros),
     /// Its gate never closes, and it says so after so long.
     Refuses(Micros),
     /// It is stopped: nothing is answered.
     Stopped,
+    /// A copy of it waits for a peer: its gate closes once all were open again.
+    Behind,
     /// It answers that it moved, but moves nothing.
     MovesNothing,
     /// It refuses to move once it is frozen.
@@ -59,6 +61,8 @@ pub(crate) struct Puppet {
     pub(crate) manner: Manner,
     /// Orders that came while it was stopped.
     mailbox: Vec<(u64, Order)>,
+    /// When one that is slow is ready.
+    ready: Option<Micros>,
     pub(crate) closed: bool,
     kept: u64,
 }
@@ -171,6 +175,7 @@ impl World {
             droppable: Droppable::default(),
             manner: Manner::Prompt,
             mailbox: Vec::new(),
+            ready: None,
             closed: false,
             kept: 0,
         };
@@ -396,7 +401,12 @@ impl World {
         let reply = |reply| Event::Reply(process, op, reply);
         let (tenant, manner, holding) = (puppet.tenant, puppet.manner, puppet.holding);
         match order {
-            Order::Resume => puppet.closed = false,
+            Order::Resume => {
+                puppet.closed = false;
+                if manner == Manner::Behind {
+                    puppet.manner = Manner::Prompt;
+                }
+            }
             Order::Trim => {
                 let delay = puppet.trim;
                 self.due(delay, Due::Trim(process));
@@ -404,7 +414,12 @@ impl World {
             Order::Quiesce { .. } => {
                 let idle = !self.busy.get(&tenant).copied().unwrap_or(false);
                 match manner {
-                    Manner::Slow(time) => self.later(time, reply(Reply::Quiet(idle))),
+                    Manner::Behind => {}
+                    Manner::Slow(time) => {
+                        let ready = *puppet.ready.get_or_insert(self.now + time);
+                        let left = ready.saturating_sub(self.now).max(Micros(300));
+                        self.later(left, reply(Reply::Quiet(idle)));
+                    }
                     Manner::Refuses(time) => {
                         self.later(time, reply(Reply::Refused("copies do not end".into())));
                     }
