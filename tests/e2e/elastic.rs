@@ -250,9 +250,9 @@ fn kvcached_pages_are_other_tenants_once_unmapped() {
         borrower.runs("assert ops.unmap_from_kv_tensors(offsets(20)) and pool.committed() == 0");
         owner.runs("pages = get(190); verify(pages)");
         // All or none: so many exceed its limit.
-        borrower.runs("assert not fits(23) and pool.committed() == 0");
-        borrower.runs("assert mapped(8); write(range(64)); verify(range(64))");
-        borrower.runs("ops.unmap_from_kv_tensors(offsets(8))");
+        borrower.runs("assert not fits(24) and pool.committed() == 0");
+        borrower.runs("assert mapped(4); write(range(32)); verify(range(32))");
+        borrower.runs("ops.unmap_from_kv_tensors(offsets(4))");
         owner.runs("verify(pages); pool.free(pages); pool.trim()");
     }
 }
