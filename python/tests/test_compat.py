@@ -31,7 +31,7 @@ from gpumux.compat import _vmm_ops as ops  # noqa: E402
 
 PAGE = 2 << 20
 
-# The native module of kvcached 0.1.6, as `inspect` writes it.
+# The native module of kvcached after 0.1.5 (August 2026), as `inspect` writes it.
 FUNCTIONS = {
     "init_kvcached": "(dev_str, page_size=0, contiguous_layout=True)",
     "shutdown_kvcached": "()",

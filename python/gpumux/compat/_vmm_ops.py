@@ -18,7 +18,7 @@ from gpumux import kv
 from gpumux.compat._kvcached_pages import InternalPage as InternalPage
 from gpumux.compat._kvcached_pages import PageAllocator as Pages
 
-FITS = "kvcached 0.1.4 to 0.1.6"
+FITS = "kvcached 0.1.4, 0.1.5 and their successor of August 2026"
 """The versions whose native module has these names and arguments."""
 
 _MIB2, _LARGEST_GRANULE = 2 << 20, 64 << 20
