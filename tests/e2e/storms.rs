@@ -218,7 +218,7 @@ fn wait_controlled(node: &Node, name: &str) {
 
 #[test]
 fn kills_of_daemon_tenant_and_server_lose_nothing() {
-    let storm = Storm::new(3);
+    let storm = Storm::new(4);
     let mut node = Node::start();
     // Requests now and then: one that always has work would leave the others their floor, whatever is killed.
     let _serve = start(&node, "serve", "--class latency", SERVE);
@@ -234,10 +234,10 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
         wait_controlled(&node, name);
     }
     let turns = Longest::of(&survivors, |_| thread::sleep(Duration::from_secs(3)));
-    let (mut done, mut kills, mut stalls) = (0, [0; 3], [0; 3]);
+    let (mut done, mut kills, mut stalls) = (0, [0; 4], [0; 4]);
     Longest::of(&survivors, |longest| {
         while storm.goes_on(done) {
-            let kind = (done % 3) as usize;
+            let kind = (done % 4) as usize;
             match kind {
                 0 => {
                     node.kill_daemon();
@@ -248,6 +248,16 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
                     victim.finish();
                     victim = start(&node, &format!("victim{done}"), "--class batch", TICKS);
                     victim.wait_lines(1);
+                }
+                2 => {
+                    // The last of its group, which another enters while what was left behind is still there.
+                    grouped.signal(Signal::KILL);
+                    grouped.finish();
+                    wait_for("the end of its tenant", PATIENCE, || {
+                        node.find_tenant("member").is_none().then_some(())
+                    });
+                    grouped = member(&node);
+                    grouped.wait_lines(1);
                 }
                 _ => {
                     let all = servers(&node);
@@ -284,7 +294,7 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
     assert_ne!(report["elements"], 0, "{report:#}");
     print(&format!(
         "kills: {done} rounds; 0 tenants lost, 0 wrong of {} elements; longest stall {} ms with turns only; kills and longest stall: \
-         daemon {} and {} ms, tenant {} and {} ms, MPS server {} and {} ms",
+         daemon {} and {} ms, tenant {} and {} ms, last member of a group {} and {} ms, MPS server {} and {} ms",
         report["elements"],
         turns.ms(),
         kills[0],
@@ -292,7 +302,9 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
         kills[1],
         stalls[1],
         kills[2],
-        stalls[2]
+        stalls[2],
+        kills[3],
+        stalls[3]
     ));
 }
 
