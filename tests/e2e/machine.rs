@@ -17,7 +17,7 @@ use rustix::{
 use serde_json::Value;
 
 use crate::{
-    TICKS,
+    REQUESTS, TICKS,
     hostile::{Guest, daemon_serves, send},
 };
 
@@ -101,9 +101,14 @@ fn control_that_hangs_stops_no_answer() {
     };
     node.start_daemon();
     let tenants = [start(&node, "old"), start(&node, "other")];
-    node.wait_tenant("other", |it| !it["domains"][0].is_null());
+    let latency = node.tenant("--name serve --class latency", REQUESTS);
+    let _serve = Process::start(&mut { latency });
+    for name in ["other", "serve"] {
+        node.wait_tenant(name, |it| !it["domains"][0].is_null());
+    }
     let device = Pid::from_raw(node.emulated_pid() as i32).unwrap();
     kill_process(device, Signal::STOP).unwrap();
+    let change = Process::start(&mut node.gpumux(["set", "old", "--weight", "2"]));
     let state = || devices(&node)[0]["state"].as_str().unwrap().to_owned();
     wait_for("the device's state", PATIENCE, || {
         state().contains("scheduling").then_some(())
@@ -132,11 +137,26 @@ fn control_that_hangs_stops_no_answer() {
         "{}",
         new.err
     );
+    // A change that begins now is refused. What does not need that thread waits neither for it nor for the change before.
+    let changed = change.finish_within(PATIENCE);
+    assert!(
+        changed.status.success() || changed.err.contains("scheduling"),
+        "{changed:#?}"
+    );
+    let refused = node.gpumux(["set", "old", "--weight", "3"]).run();
+    assert_eq!(refused.code(), 1, "{refused:#?}");
+    assert!(refused.err.contains("scheduling"), "{refused:#?}");
+    node.gpumux(["hint", "serve"]).run().ok();
+    node.gpumux(["kill", "other"]).run().ok();
+    let [old, other] = tenants;
+    other.finish_within(PATIENCE);
+    node.gpumux(["hint", "serve"]).run().ok();
     kill_process(device, Signal::CONT).unwrap();
     wait_for("the device's state", PATIENCE, || {
         (state() == "ok").then_some(())
     });
-    daemon_serves(&node, &tenants[0]);
+    node.wait_tenant("old", |it| it["spec"]["weight"] == 2.0);
+    daemon_serves(&node, &old);
 }
 
 /// A disk that does not answer, where the daemon keeps what is known of programs.
@@ -176,15 +196,53 @@ fn disk_that_hangs_stops_no_answer() {
         .read_to_string(&mut written)
         .unwrap();
     assert!(written.contains("fingerprint"), "{written}");
-    // The disk refused to flush the first; what follows writes all.
-    let mut kept = 0;
-    for mut stream in taught {
+    let answer_of = |mut stream: UnixStream| {
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
-        kept += usize::from(answer.starts_with("HTTP/1.0 204"));
+        answer
+    };
+    // The disk refused to flush the first, and requests that waited too long are answered so. What follows writes all.
+    for stream in taught {
+        let answer = answer_of(stream);
+        let kept = answer.starts_with("HTTP/1.0 204");
+        assert!(kept || answer.contains("cannot keep it"), "{answer}");
     }
-    assert!(kept >= 63, "{kept}");
+    let last = answer_of(teach(64));
+    assert!(last.starts_with("HTTP/1.0 204"), "{last}");
+    let written = fs::read_to_string(node.dir().join("programs.json")).unwrap();
+    assert!(
+        (0..=64).all(|n| written.contains(&format!("\"p{n}\""))),
+        "{written}"
+    );
     daemon_serves(&node, &old);
+}
+
+/// The same of what is set for names: the change holds, and its user learns that it is not kept.
+#[test]
+fn settings_disk_that_hangs_stops_no_answer() {
+    let Some(mut node) = without_daemon() else {
+        return;
+    };
+    node.start_daemon();
+    let old = start(&node, "old");
+    let file = node.dir().join("settings.json.new");
+    mkfifoat(CWD, &file, Mode::RWXU).unwrap();
+    for weight in ["2", "3"] {
+        let changed = node.gpumux(["set", "old", "--weight", weight]).run();
+        assert_eq!(changed.code(), 1, "{changed:#?}");
+        assert!(changed.err.contains("it holds now"), "{changed:#?}");
+        assert!(changed.err.contains("has not answered"), "{changed:#?}");
+        daemon_serves(&node, &old);
+    }
+    assert_eq!(node.find_tenant("old").unwrap()["spec"]["weight"], 3.0);
+    fs::File::open(&file)
+        .unwrap()
+        .read_to_string(&mut String::new())
+        .unwrap();
+    // What follows writes all.
+    node.gpumux(["set", "old", "--weight", "4"]).run().ok();
+    let written = fs::read_to_string(node.dir().join("settings.json")).unwrap();
+    assert!(written.contains("\"weight\":4.0"), "{written}");
 }
 
 /// The first process that names a device is no authority on it.

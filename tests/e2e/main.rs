@@ -42,6 +42,7 @@ mod timings;
 mod transparency;
 mod unit;
 mod unlisted;
+mod usage;
 mod users;
 
 use std::time::Duration;

@@ -246,9 +246,19 @@ call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(150 << 20
         .env("GPUMUX_EMU_DELAY_FILE", &file);
     let mut late = Process::start(&mut tenant);
     late.wait_lines(1);
+    // Its session begins beside it. A process that never had one waits for no daemon.
+    node.wait_tenant("late", |it| !it["domains"][0].is_null());
     node.kill_daemon();
     late.write("go\n");
-    wait_for("the allocation", PATIENCE, || file.exists().then_some(()));
+    wait_for("the allocation", PATIENCE, || {
+        assert!(
+            late.poll().is_none(),
+            "it ended: {}{}",
+            late.out(),
+            late.err()
+        );
+        file.exists().then_some(())
+    });
     std::fs::remove_file(&file).expect("it is there");
     node.start_daemon();
     late.finish_within(PATIENCE * 2).ok();

@@ -33,7 +33,7 @@ fn head(program: &OsStr, bytes: u64) -> Option<Vec<u8>> {
 }
 
 /// The file that a shell would start.
-fn find(program: &OsStr) -> Option<PathBuf> {
+pub(crate) fn find(program: &OsStr) -> Option<PathBuf> {
     if Path::new(program).components().count() > 1 {
         return Some(program.into());
     }

@@ -1,12 +1,14 @@
 //! Values of flags: one parser for each kind, so that a mistake has one message and one exit code (2) everywhere.
 
-use std::{ops::RangeInclusive, time::Duration};
+use std::{ffi::OsStr, fs, ops::RangeInclusive, path::Path, time::Duration};
 
 use gpumux_core::{
     MAX_NAME, TenantSpec, is_name,
     quantity::{self, Percent, QuantityError, Size},
 };
 use gpumux_daemon::api::types::NewHint;
+
+use crate::elf;
 
 /// A value, or none: what was set before is cleared.
 pub(crate) type OrNone = Option<u64>;
@@ -15,6 +17,29 @@ pub(crate) type OrNone = Option<u64>;
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(crate) struct Usage(pub(crate) String);
+
+/// The text of a file that the arguments name.
+///
+/// # Errors
+/// When it cannot be read.
+pub(crate) fn text_of(file: &Path) -> Result<String, Usage> {
+    fs::read_to_string(file)
+        .map_err(|error| Usage(format!("cannot read {}: {error}", file.display())))
+}
+
+/// A program that is to be started several times.
+///
+/// # Errors
+/// When there is none of this name.
+pub(crate) fn program(name: &OsStr) -> Result<(), Usage> {
+    match elf::find(name).is_some_and(|file| file.is_file()) {
+        true => Ok(()),
+        false => Err(Usage(format!(
+            "cannot run {}: there is no such program",
+            name.display()
+        ))),
+    }
+}
 
 /// A share of a device.
 pub(crate) fn share(text: &str) -> Result<f64, QuantityError> {

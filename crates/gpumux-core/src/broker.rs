@@ -49,7 +49,7 @@ use crate::{
 };
 
 use accounting::Accounting;
-pub use accounting::{Ask, CONTEXT, Droppable, LEAVE, Line, RESERVE, overhead};
+pub use accounting::{Ask, CONTEXT, Droppable, LEAVE, Line, RESERVE, RETURN, overhead};
 use moves::{Gates, Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
@@ -147,6 +147,8 @@ pub enum Event {
     Tenant(TenantId, Terms),
     /// A new tenant may use these devices only, by UUID.
     Confined(TenantId, BTreeSet<String>),
+    /// This tenant was there before this broker: its processes return, and may have memory that the driver reports already.
+    Restored(TenantId),
     /// A tenant has ended.
     TenantGone(TenantId),
     /// What these tenants do now.
@@ -365,6 +367,8 @@ pub enum Mutation {
     RefuseEarly,
     /// A gate stays closed while another process waits for what its peer behind the gate has not launched.
     KeepGatesClosed,
+    /// What tenants of the last daemon have is foreign until they have reported it.
+    ForeignAtOnce,
 }
 
 /// Where a tenant's memory is.
@@ -557,6 +561,7 @@ impl Broker {
     /// Something happened; what is to be done now, in this order.
     pub fn handle(&mut self, now: Micros, event: Event) -> Vec<Command> {
         let mut out = Vec::new();
+        self.accounting.await_no_more(now);
         self.apply(now, event, &mut out);
         self.unsettled = !self.settles(now);
         if !self.unsettled {
@@ -609,6 +614,11 @@ impl Broker {
                     .and_modify(|tenant| tenant.terms = terms)
                     .or_insert_with(|| Tenant::new(now, terms));
             }
+            Event::Restored(id) => {
+                if self.tenants.contains_key(&id) {
+                    self.accounting.restored(now);
+                }
+            }
             Event::Confined(id, devices) => self.accounting.confine(id, devices),
             Event::TenantGone(id) => {
                 let own = |it: &(&ProcessId, &Process)| it.1.tenant == id;
@@ -628,7 +638,7 @@ impl Broker {
                 }
             }
             Event::Joined(process, id) => {
-                self.accounting.join(process, id);
+                self.accounting.join(now, process, id);
                 let new = Process {
                     tenant: id,
                     kept: 0,

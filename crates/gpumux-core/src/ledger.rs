@@ -152,6 +152,7 @@ impl Entry {
 pub struct Ledger {
     capacity: u64,
     occupied: u64,
+    unclaimed: u64,
     tenants: BTreeMap<TenantId, Entry>,
     /// What is counted as being on the device but is still on its way there.
     expected: BTreeMap<TenantId, u64>,
@@ -193,6 +194,11 @@ impl Ledger {
         self.occupied = bytes;
     }
 
+    /// What is on the device and may be of tenants whose processes have not reported it yet: it is not free, and may move.
+    pub fn leave_unclaimed(&mut self, bytes: u64) {
+        self.unclaimed = bytes;
+    }
+
     /// What tenants can have together.
     pub const fn usable(&self) -> u64 {
         self.capacity.saturating_sub(self.occupied)
@@ -207,7 +213,8 @@ impl Ledger {
 
     /// What no tenant has.
     pub fn free(&self) -> u64 {
-        self.usable().saturating_sub(self.resident())
+        let taken = self.resident().saturating_add(self.unclaimed);
+        self.usable().saturating_sub(taken)
     }
 
     /// One tenant.

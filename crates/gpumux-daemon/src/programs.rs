@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 use crate::{
     api::types,
     scheduler::View,
-    store::{self, Sync},
+    store::{self, Writer},
     tenants::{Tenant, Tenants},
 };
 
@@ -36,17 +36,13 @@ const SAVE: Duration = Duration::from_secs(30);
 /// All programs.
 #[derive(Debug)]
 pub(crate) struct Programs {
-    file: PathBuf,
     table: Mutex<Table>,
-    /// Held while the file is written: a disk may take long, or hang.
-    writer: tokio::sync::Mutex<()>,
+    writer: Writer,
 }
 
 #[derive(Debug, Default)]
 struct Table {
     known: BTreeMap<(u32, String), Known>,
-    /// Learnt and not yet written.
-    unsaved: bool,
 }
 
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -74,12 +70,10 @@ impl Programs {
             .map(|it| ((it.uid, it.fingerprint), it.known));
         let table = Table {
             known: known.collect(),
-            unsaved: false,
         };
         Self {
-            file,
             table: Mutex::new(table),
-            writer: tokio::sync::Mutex::default(),
+            writer: Writer::new(file),
         }
     }
 
@@ -116,7 +110,7 @@ impl Programs {
         known.program = Program::default();
         known.program.set_curve(curve.iter().copied());
         known.profiled = true;
-        table.unsaved = true;
+        self.writer.changed();
     }
 
     /// Forgets a program of this user (root: of any user); whether there was one.
@@ -126,7 +120,9 @@ impl Programs {
         let its = |(owner, name): &(u32, String)| name == fingerprint && [0, *owner].contains(&uid);
         table.known.retain(|key, _| !its(key));
         let forgotten = table.known.len() < before;
-        table.unsaved |= forgotten;
+        if forgotten {
+            self.writer.changed();
+        }
         forgotten
     }
 
@@ -137,24 +133,16 @@ impl Programs {
         let profiled = known.is_some_and(|it| it.profiled);
         if program.learn(seen, profiled) {
             table.entry(uid, fingerprint).program = program;
-            table.unsaved = true;
+            self.writer.changed();
         }
     }
 
-    /// Writes what is not written yet, one writer after the other, beside the runtime's threads. To its end, or another would write, too.
+    /// Writes what is not written yet.
     ///
     /// # Errors
     /// The disk.
     pub(crate) async fn save(&self) -> io::Result<()> {
-        let _alone = self.writer.lock().await;
-        let Some(saved) = self.take_unsaved() else {
-            return Ok(());
-        };
-        let file = self.file.clone();
-        let write = move || store::write(&file, &saved, Sync::Disk);
-        let written = tokio::task::spawn_blocking(write).await;
-        let written = written.unwrap_or_else(|error| Err(io::Error::other(error)));
-        written.inspect_err(|_| self.table().unsaved = true)
+        self.writer.write(async { self.saved() }).await
     }
 
     pub(crate) async fn save_or_warn(&self) {
@@ -163,14 +151,13 @@ impl Programs {
         }
     }
 
-    fn take_unsaved(&self) -> Option<Vec<Saved>> {
-        let mut table = self.table();
+    fn saved(&self) -> Vec<Saved> {
         let save = |((uid, fingerprint), known): (&(u32, String), &Known)| Saved {
             uid: *uid,
             fingerprint: fingerprint.clone(),
             known: known.clone(),
         };
-        std::mem::take(&mut table.unsaved).then(|| table.known.iter().map(save).collect())
+        self.table().known.iter().map(save).collect()
     }
 }
 

@@ -5,13 +5,21 @@ use std::{
     fs::{self, File, OpenOptions},
     io::{self, Write},
     os::unix::fs::OpenOptionsExt,
-    path::Path,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
+    time::Duration,
 };
 
 use serde::{Serialize, de::DeserializeOwned};
 
 /// What the first line begins with; the checksum (CRC-32, hexadecimal) follows.
 const HEAD: &str = "gpumux 1 ";
+
+/// How long a caller waits for a disk: less than clients wait for the daemon.
+const PATIENCE: Duration = Duration::from_secs(3);
 
 /// Whether a file must be on the disk before the daemon goes on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -89,6 +97,65 @@ fn write_flushed(
     match file.parent() {
         Some(dir) => flush(&File::open(dir)?),
         None => Ok(()),
+    }
+}
+
+/// Writes one file that must be on the disk, beside the runtime's threads and once at a time: a disk may take long, or hang. No lock is
+/// held meanwhile that others need.
+#[derive(Debug)]
+pub(crate) struct Writer {
+    file: PathBuf,
+    /// Held while the file is written. To its end, or another would write, too.
+    alone: Arc<tokio::sync::Mutex<()>>,
+    /// What the file is to hold has changed since it was taken.
+    unsaved: Arc<AtomicBool>,
+}
+
+impl Writer {
+    pub(crate) fn new(file: PathBuf) -> Self {
+        Self {
+            file,
+            alone: Arc::default(),
+            unsaved: Arc::default(),
+        }
+    }
+
+    /// What the file is to hold has changed.
+    pub(crate) fn changed(&self) {
+        self.unsaved.store(true, Ordering::SeqCst);
+    }
+
+    /// Writes what `take` returns, unless it was written since it changed.
+    ///
+    /// # Errors
+    /// The disk, also when it has not answered in time: then it is written when the disk answers.
+    pub(crate) async fn write<T: Serialize + Send + 'static>(
+        &self,
+        take: impl Future<Output = T>,
+    ) -> io::Result<()> {
+        let written = async {
+            let alone = Arc::clone(&self.alone).lock_owned().await;
+            if !self.unsaved.load(Ordering::SeqCst) {
+                return Ok(());
+            }
+            self.unsaved.store(false, Ordering::SeqCst);
+            let value = take.await;
+            let (file, unsaved) = (self.file.clone(), Arc::clone(&self.unsaved));
+            let write = move || {
+                let _alone = alone;
+                write(&file, &value, Sync::Disk)
+                    .inspect_err(|_| unsaved.store(true, Ordering::SeqCst))
+            };
+            let written = tokio::task::spawn_blocking(write).await;
+            written.unwrap_or_else(|error| Err(io::Error::other(error)))
+        };
+        let late = |_| {
+            let why = format!("the disk has not answered for {PATIENCE:?}");
+            Err(io::Error::new(io::ErrorKind::TimedOut, why))
+        };
+        tokio::time::timeout(PATIENCE, written)
+            .await
+            .unwrap_or_else(late)
     }
 }
 

@@ -54,6 +54,9 @@ pub(crate) struct Args {
 
 pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     crate::bounded_log::start();
+    if let Some(file) = &args.config {
+        units::text_of(file)?;
+    }
     let mut config = Config::load(args.config.as_deref())?;
     config.runtime_dir = args.runtime_dir.or(config.runtime_dir);
     config.listen = args.listen.or(config.listen);

@@ -1,12 +1,6 @@
 //! `gpumux fleet`: places tenants on the GPUs of a fleet, replays workloads on one, and orders nodes for the Kubernetes scheduler.
 
-use std::{
-    collections::BTreeMap,
-    fs,
-    path::{Path, PathBuf},
-    process::ExitCode,
-    time::Instant,
-};
+use std::{collections::BTreeMap, path::PathBuf, process::ExitCode, time::Instant};
 
 use anyhow::Context;
 use gpumux_fleet::{
@@ -20,7 +14,7 @@ use gpumux_fleet::{
 };
 use serde::Serialize;
 
-use crate::output;
+use crate::{output, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -147,13 +141,10 @@ fn policy(name: &str) -> Result<(String, Policy), String> {
 }
 
 fn load(lists: &Lists) -> anyhow::Result<(Vec<NodeSpec>, Vec<Pod>, Models)> {
-    let read = |path: &Path| {
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
-    };
     let mut models = Models::default();
-    let nodes = trace::nodes(&read(&lists.nodes)?, &mut models);
+    let nodes = trace::nodes(&units::text_of(&lists.nodes)?, &mut models);
     let mut nodes = nodes.with_context(|| format!("in {}", lists.nodes.display()))?;
-    let pods = trace::pods(&read(&lists.pods)?, &mut models);
+    let pods = trace::pods(&units::text_of(&lists.pods)?, &mut models);
     let pods = pods.with_context(|| format!("in {}", lists.pods.display()))?;
     if let Some(gpus) = lists.gpus {
         nodes = scaled(&nodes, gpus);

@@ -130,10 +130,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     let mut percents = args.points.clone();
     percents.sort_unstable();
     percents.dedup();
-    ensure!(
-        percents.len() > 1,
-        "one point is no curve: name at least two with --points"
-    );
+    if percents.len() < 2 {
+        let message = "one point is no curve: name at least two with --points";
+        return Err(units::Usage(message.to_owned()).into());
+    }
+    units::program(&args.command[0])?;
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         signal_hook::flag::register(signal, Arc::clone(&stop))?;

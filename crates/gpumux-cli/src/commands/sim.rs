@@ -9,7 +9,7 @@ use std::{
 use anyhow::Context;
 use gpumux_sim::{ModeReport, Report, Scenario, TenantReport};
 
-use crate::output;
+use crate::{output, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -68,11 +68,8 @@ fn named_file(text: &str) -> Result<(String, PathBuf), String> {
 /// Reads a scenario and the recorded requests that it names.
 fn load(args: &Args) -> anyhow::Result<Scenario> {
     let path = &args.scenario;
-    let read = |path: &Path| {
-        fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
-    };
-    let mut scenario =
-        Scenario::from_toml(&read(path)?).with_context(|| format!("in {}", path.display()))?;
+    let mut scenario = Scenario::from_toml(&units::text_of(path)?)
+        .with_context(|| format!("in {}", path.display()))?;
     let dir = path.parent().unwrap_or(Path::new(""));
     let names: Vec<String> = scenario
         .trace_names()
@@ -88,13 +85,15 @@ fn load(args: &Args) -> anyhow::Result<Scenario> {
             true => "no recorded requests".to_owned(),
             false => names.join(", "),
         };
-        anyhow::bail!("--requests {given}: the scenario needs {needed}");
+        let message = format!("--requests {given}: the scenario needs {needed}");
+        return Err(units::Usage(message).into());
     }
     for name in names {
         let given = args.requests.iter().find(|(given, _)| *given == name);
         let file = given.map_or_else(|| dir.join(format!("{name}.csv")), |(_, file)| file.clone());
-        let requests =
-            read(&file).with_context(|| format!("the scenario needs --requests {name}=FILE"))?;
+        let requests = units::text_of(&file).map_err(|units::Usage(why)| {
+            units::Usage(format!("{why}: the scenario needs --requests {name}=FILE"))
+        })?;
         scenario.add_trace(&name, &requests)?;
     }
     Ok(scenario)

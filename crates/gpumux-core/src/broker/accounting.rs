@@ -22,6 +22,10 @@ pub const RESERVE: u64 = 256 << 20;
 /// How long the driver may take to free the memory of a process that has ended: up to about a second for 140 GiB.
 pub const LEAVE: Micros = Micros::from_secs(5);
 
+/// How long memory that was there before this accounting began may be of tenants of the last daemon: from the first session on, and
+/// while there is none.
+pub const RETURN: (Micros, Micros) = (Micros::from_secs(5), Micros::from_secs(30));
+
 /// Most devices that are accounted for: all that a machine can have, and some.
 const MAX_DEVICES: usize = 64;
 
@@ -42,6 +46,8 @@ struct Device {
     foreign: u64,
     /// The same by the last look alone; none before the first.
     last_look: Option<u64>,
+    /// What counts as foreign may be of tenants that have not returned yet.
+    awaits: bool,
     /// Memory of processes that have ended, which the driver may not have freed yet: until when that is expected, and bytes. The
     /// oldest first.
     leaving: Vec<(Micros, u64)>,
@@ -78,6 +84,10 @@ pub(super) struct Accounting {
     returning: BTreeSet<TenantId>,
     /// The capacity that a tenant was shown first: programs size themselves by it, so it never changes but with the limit.
     shown: BTreeMap<(TenantId, String), u64>,
+    /// Until when tenants of the last daemon are expected to report their memory.
+    returns: Option<Micros>,
+    /// A process has joined.
+    joined: bool,
     pub(super) mutation: Option<Mutation>,
 }
 
@@ -123,7 +133,7 @@ fn context(capacity: u64) -> u64 {
 }
 
 impl Device {
-    fn new(capacity: u64) -> Self {
+    fn new(capacity: u64, awaits: bool) -> Self {
         let mut device = Self {
             ledger: Ledger::new(capacity),
             capacity,
@@ -131,6 +141,7 @@ impl Device {
             contexts: BTreeMap::new(),
             foreign: 0,
             last_look: None,
+            awaits,
             leaving: Vec::new(),
         };
         device.occupy();
@@ -138,12 +149,21 @@ impl Device {
     }
 
     fn occupy(&mut self) {
-        let overhead = overhead(self.capacity);
+        let (overhead, occupies) = (overhead(self.capacity), self.occupied_by_others());
         self.ledger.occupy(
             self.in_contexts()
-                .saturating_add(self.foreign)
+                .saturating_add(occupies)
                 .saturating_add(overhead),
         );
+        self.ledger.leave_unclaimed(self.foreign - occupies);
+    }
+
+    /// What is foreign for certain.
+    fn occupied_by_others(&self) -> u64 {
+        match self.awaits {
+            true => 0,
+            false => self.foreign,
+        }
     }
 
     fn resize(&mut self, capacity: u64) {
@@ -213,7 +233,7 @@ impl Accounting {
         let device = self
             .devices
             .entry(uuid.to_owned())
-            .or_insert_with(|| Device::new(capacity));
+            .or_insert_with(|| Device::new(capacity, self.returns.is_some()));
         device.measured = true;
         if device.capacity != capacity {
             device.resize(capacity);
@@ -235,7 +255,7 @@ impl Accounting {
             let device = self
                 .devices
                 .entry(uuid.to_owned())
-                .or_insert_with(|| Device::new(total));
+                .or_insert_with(|| Device::new(total, self.returns.is_some()));
             if total > device.capacity {
                 device.resize(total);
             }
@@ -257,7 +277,7 @@ impl Accounting {
     /// Bytes of a device that tenants can be guaranteed together, their contexts included.
     pub(super) fn guaranteeable(&self, uuid: &str) -> u64 {
         self.devices.get(uuid).map_or(0, |device| {
-            let taken = overhead(device.capacity).saturating_add(device.foreign);
+            let taken = overhead(device.capacity).saturating_add(device.occupied_by_others());
             device.capacity.saturating_sub(taken)
         })
     }
@@ -313,7 +333,35 @@ impl Accounting {
         }
     }
 
-    pub(super) fn join(&mut self, process: ProcessId, tenant: TenantId) {
+    /// A tenant was there before this accounting began: what its processes have is seen before they can report it.
+    pub(super) fn restored(&mut self, now: Micros) {
+        if self.joined || self.mutation == Some(Mutation::ForeignAtOnce) {
+            return;
+        }
+        self.returns.get_or_insert(now + RETURN.1);
+        for device in self.devices.values_mut() {
+            device.awaits = true;
+            device.occupy();
+        }
+    }
+
+    /// From now on, what no tenant has reported is foreign, if it is time.
+    pub(super) fn await_no_more(&mut self, now: Micros) {
+        if self.returns.is_none_or(|until| now < until) {
+            return;
+        }
+        self.returns = None;
+        for device in self.devices.values_mut() {
+            device.awaits = false;
+            device.occupy();
+        }
+    }
+
+    pub(super) fn join(&mut self, now: Micros, process: ProcessId, tenant: TenantId) {
+        if !std::mem::replace(&mut self.joined, true) {
+            let first = |until: Micros| until.min(now + RETURN.0);
+            self.returns = self.returns.map(first);
+        }
         let member = Member {
             tenant,
             holdings: BTreeMap::new(),
@@ -357,7 +405,8 @@ impl Accounting {
     /// For [`super::Broker::rebase`].
     pub(super) fn times(&mut self) -> impl Iterator<Item = &mut Micros> {
         let devices = self.devices.values_mut();
-        devices.flat_map(|it| it.leaving.iter_mut().map(|(until, _)| until))
+        let leaving = devices.flat_map(|it| it.leaving.iter_mut().map(|(until, _)| until));
+        leaving.chain(&mut self.returns)
     }
 
     /// A process has so many compute contexts on a device. `before`: they were there before this accounting began.

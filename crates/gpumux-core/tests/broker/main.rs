@@ -6,4 +6,5 @@ mod faults;
 mod model;
 mod mutations;
 mod properties;
+mod restarts;
 mod world;

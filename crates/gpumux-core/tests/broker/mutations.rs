@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpumux_core::broker::Mutation;
 
-use super::{elastic, ends, faults, model, world::MUTATION};
+use super::{elastic, ends, faults, model, restarts, world::MUTATION};
 
 /// Whether a test fails while brokers have this fault.
 fn finds(mutation: Mutation, test: fn()) -> bool {
@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 16] = [
+    let all: [(Mutation, fn()); 18] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -38,6 +38,14 @@ fn every_known_fault_is_found() {
             faults::an_owner_that_worked_lately_keeps_its_guarantee,
         ),
         (Mutation::CountTwice, faults::a_restart_counts_memory_once),
+        (
+            Mutation::ForeignAtOnce,
+            restarts::request_waits_for_neighbours_that_return,
+        ),
+        (
+            Mutation::ForeignAtOnce,
+            restarts::guarantee_is_kept_while_a_borrower_has_not_returned,
+        ),
         (
             Mutation::KeepReservation,
             faults::a_full_host_lets_others_give_way_and_nothing_is_kept_for_a_failed_move,

@@ -106,11 +106,18 @@ impl World {
     }
 
     pub(crate) fn with_host(capacity: u64, host: u64) -> Self {
+        let mut world = Self::before_a_look(capacity, host);
+        world.measure();
+        world
+    }
+
+    /// The driver has reported no device yet.
+    pub(crate) fn before_a_look(capacity: u64, host: u64) -> Self {
         let mut broker = Broker::new(host);
         if let Some(mutation) = MUTATION.get() {
             broker = broker.mutated(mutation);
         }
-        let mut world = Self {
+        Self {
             now: Micros::from_secs(1000),
             broker,
             puppets: BTreeMap::new(),
@@ -131,9 +138,7 @@ impl World {
             longest_starved: Micros::ZERO,
             waits: BTreeMap::new(),
             longest_wait: BTreeMap::new(),
-        };
-        world.measure();
-        world
+        }
     }
 
     /// What the driver would report.
@@ -151,6 +156,12 @@ impl World {
 
     /// A tenant with one process that has the tenant's number.
     pub(crate) fn tenant(&mut self, id: u64, class: Class, guaranteed: u64) -> ProcessId {
+        self.terms(id, class, guaranteed);
+        self.process(id, id)
+    }
+
+    /// A tenant without a process.
+    pub(crate) fn terms(&mut self, id: u64, class: Class, guaranteed: u64) {
         let terms = Terms {
             class,
             share: Share {
@@ -162,7 +173,6 @@ impl World {
         };
         self.event(Event::Tenant(TenantId(id), terms));
         self.set_busy(id, false);
-        self.process(id, id)
     }
 
     pub(crate) fn process(&mut self, process: u64, tenant: u64) -> ProcessId {
@@ -547,7 +557,9 @@ impl World {
 
     /// What must always hold.
     fn check(&mut self) {
-        let line = self.broker.lines().into_iter().next().expect("the device");
+        let Some(line) = self.broker.lines().into_iter().next() else {
+            return;
+        };
         let resident: u64 = self.puppets.values().map(|it| it.holding.resident()).sum();
         assert!(
             resident <= self.capacity - line.occupied,

@@ -125,7 +125,8 @@ pub(super) async fn signal(
     signal: Result<Json<NewSignal>, JsonRejection>,
 ) -> Answer<Signalled> {
     let Json(NewSignal { signal }) = signal?;
-    let processes = api.tenants.signal(peer.uid, &name, signal).await?;
+    let signalled = api.tenants.signal(peer.uid, &name, signal);
+    let processes = api.in_time(signalled).await?;
     Ok(Json(Signalled { processes }))
 }
 
@@ -142,5 +143,6 @@ pub(super) async fn exit(
     exit: Result<Json<Exit>, JsonRejection>,
 ) -> Answer<Reported> {
     let Json(exit) = exit?;
-    Ok(Json(api.tenants.report_exit(peer.uid, &name, exit).await?))
+    let reported = api.tenants.report_exit(peer.uid, &name, exit);
+    Ok(Json(api.in_time(reported).await?))
 }

@@ -39,6 +39,7 @@ use axum::{
     routing::{delete, get, patch, post, put},
 };
 use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry};
+use http_body_util::BodyExt;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
     service::TowerToHyperService,
@@ -70,6 +71,8 @@ use types::{
 
 /// Largest request body in bytes.
 const MAX_BODY: usize = 64 * 1024;
+/// Of a longer one, so many times as much is read at most.
+const READ_ON: usize = 16;
 /// How long a connection may take for the head of its first request, and of the next one.
 const HEADERS: Duration = Duration::from_secs(10);
 /// How long a request's body may take to come.
@@ -339,9 +342,9 @@ async fn whole_body(request: Request, next: Next) -> Response {
 }
 
 async fn take_body(body: Body, patience: Duration) -> Result<Bytes, Refused> {
-    match tokio::time::timeout(patience, axum::body::to_bytes(body, MAX_BODY)).await {
-        Ok(Ok(bytes)) => Ok(bytes),
-        Ok(Err(_)) => {
+    match tokio::time::timeout(patience, whole(body)).await {
+        Ok(Some(bytes)) => Ok(bytes),
+        Ok(None) => {
             let why = format!("the request's body is broken, or longer than {MAX_BODY} bytes");
             Err(Refused(StatusCode::PAYLOAD_TOO_LARGE, why))
         }
@@ -350,6 +353,24 @@ async fn take_body(body: Body, patience: Duration) -> Result<Bytes, Refused> {
             Err(Refused(StatusCode::REQUEST_TIMEOUT, why))
         }
     }
+}
+
+/// All of a body; none of one that is broken or too long. That is read on for a while: with what was not read when the connection is
+/// closed, the kernel drops the answer, too.
+async fn whole(mut body: Body) -> Option<Bytes> {
+    let (mut bytes, mut length) = (Vec::new(), 0);
+    while let Some(frame) = body.frame().await
+        && length <= MAX_BODY * READ_ON
+    {
+        let Ok(data) = frame.ok()?.into_data() else {
+            continue;
+        };
+        length += data.len();
+        if length <= MAX_BODY {
+            bytes.extend_from_slice(&data);
+        }
+    }
+    (length <= MAX_BODY).then(|| bytes.into())
 }
 
 /// What every client may read.
@@ -614,8 +635,9 @@ async fn sleep(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    let tenant = api.tenants.own(peer.uid, &name).await?;
-    moves::sleep(&api.scheduler, tenant).await?;
+    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    api.unless_stalled(moves::sleep(&api.scheduler, tenant))
+        .await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -627,8 +649,9 @@ async fn wake(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    let tenant = api.tenants.own(peer.uid, &name).await?;
-    moves::wake(&api.scheduler, tenant).await?;
+    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    api.unless_stalled(moves::wake(&api.scheduler, tenant))
+        .await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -840,7 +863,9 @@ async fn forget(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    to_its_end(async move { api.tenants.forget(peer.uid, &name).await }).await?;
+    let tenants = Arc::clone(&api.tenants);
+    let forgotten = to_its_end(async move { tenants.forget(peer.uid, &name).await });
+    api.in_time(forgotten).await?;
     Ok(StatusCode::NO_CONTENT)
 }
 
@@ -902,7 +927,8 @@ async fn hint(
         let message = format!("work in {us} µs is too far away: hint at most {farthest} µs ahead");
         return Err(Refused(StatusCode::UNPROCESSABLE_ENTITY, message));
     }
-    let tenant = api.tenants.hintable(peer.uid, &name).await?;
+    let hintable = api.tenants.hintable(peer.uid, &name);
+    let tenant = api.in_time(hintable).await?;
     let processes = api.sessions.hint(tenant, expected_us);
     Ok((StatusCode::ACCEPTED, Json(Hinted { processes })))
 }

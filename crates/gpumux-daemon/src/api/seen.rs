@@ -90,6 +90,17 @@ impl Api {
             done = work => done.map_err(Into::into),
         }
     }
+
+    /// Has something done that needs only what is known here, which a change may hold that waits for the scheduling thread.
+    pub(super) async fn in_time<T, E: Into<Refused>>(
+        &self,
+        work: impl Future<Output = Result<T, E>>,
+    ) -> Result<T, Refused> {
+        match tokio::time::timeout(REFUSED, work).await {
+            Ok(done) => done.map_err(Into::into),
+            Err(_) => Err(stalled()),
+        }
+    }
 }
 
 fn stalled() -> Refused {

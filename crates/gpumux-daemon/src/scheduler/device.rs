@@ -381,7 +381,12 @@ impl Device {
                 }
                 Some(_) => {}
                 None if alive => domain.restore(&known),
-                _ => {}
+                // What the last member left may run, and no plan counts it: at the shortest timeslice, neither it nor the owner of the turn
+                // would run until its files are closed. What is frozen stays so.
+                None if domain.group.is_some() && !domain::now(&known).frozen => {
+                    domain.restore(&known);
+                }
+                None => {}
             }
             // Without a reaper it is dropped here and now.
             let _ = reaper.send(Box::new(domain.controls));

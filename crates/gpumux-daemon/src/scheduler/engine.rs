@@ -149,6 +149,7 @@ impl Engine {
             engine.confine(tenant, devices);
             engine.admit(tenant, own, spec.clone())?;
             engine.state.own(tenant, owner.clone());
+            engine.memory_event(Event::Restored(tenant));
             Ok(())
         };
         let Err(error) = again(self, &spec) else {

@@ -54,6 +54,18 @@ impl Handle {
         answered.await.map_err(|_| Stopped)
     }
 
+    /// Has a command carried out after all that were sent before it; its answer is not awaited.
+    ///
+    /// # Errors
+    /// When the thread has ended.
+    pub(crate) fn send<T>(
+        &self,
+        command: impl FnOnce(Answer<T>) -> Command,
+    ) -> Result<(), Stopped> {
+        let (answer, _) = oneshot::channel();
+        self.commands.send(command(answer)).map_err(|_| Stopped)
+    }
+
     /// Returns when the thread has made no progress for so long: a control has not returned from the driver.
     pub(crate) async fn stalled_for(&self, limit: Duration) {
         while let Some(rest) = limit.checked_sub(Duration::from_micros(self.renewal.stood().0))

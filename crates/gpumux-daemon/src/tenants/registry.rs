@@ -40,6 +40,7 @@ use crate::{
     peer::{Peer, ProcessFd, ProcessId},
     programs::Programs,
     scheduler::{Command, Handle, Happening, Left, Owner, SessionId, Stopped, View},
+    store::Writer,
     users::{Users, trusted, uid_of},
 };
 
@@ -60,6 +61,9 @@ pub(crate) struct Tenants {
     session_socket: String,
     pub(super) groups: Arc<Groups>,
     pub(crate) programs: Programs,
+    settings: Writer,
+    /// Held while a spec is changed: the table is not, since the scheduling thread may wait for the driver.
+    changing: Mutex<()>,
     pub(crate) events: Events,
     pub(crate) users: Arc<Users>,
 }
@@ -102,6 +106,8 @@ impl Tenants {
             }),
             scheduler,
             programs: Programs::load(files.programs.clone()),
+            settings: Writer::new(files.settings.clone()),
+            changing: Mutex::default(),
             events: Events::default(),
             files,
             session_socket,
@@ -519,6 +525,10 @@ impl Tenants {
         token: Option<&str>,
     ) -> Result<(TenantId, String), TenantError> {
         let policy = self.users.policy(peer.uid).await;
+        if token.is_none() {
+            // A tenant may be made: not while the scheduling thread waits for the driver, or the table would be held meanwhile.
+            self.scheduler.ask(Command::Nothing).await?;
+        }
         let mut table = self.open_table().await?;
         let known = table.tenants.values().find(|tenant| match token {
             Some(token) => tenant.may_join(token, peer),
@@ -703,9 +713,9 @@ impl Tenants {
         if table.tenants.is_empty() {
             table.empty_since = Some(Instant::now());
         }
-        // A scheduler that has ended has forgotten all tenants.
-        let forget = |answer| Command::Forget(id, answer);
-        let _ = self.scheduler.ask(forget).await;
+        // A scheduler that has ended has forgotten all tenants. One that waits for the driver does so later, before what it is sent after
+        // this.
+        let _ = (self.scheduler).send(|answer| Command::Forget(id, answer));
     }
 
     /// Changes a tenant's spec; one that does not fit changes nothing.
@@ -717,10 +727,13 @@ impl Tenants {
     ) -> Result<(), TenantError> {
         let owner = self.owner_of(uid, name).await?;
         let policy = self.users.policy(owner).await;
-        let mut table = self.table.lock().await;
-        let (id, spec) = table
-            .owned(uid, name)
-            .map(|tenant| (tenant.id, change.apply(&tenant.spec)))?;
+        let alone = self.changing.lock().await;
+        let (id, spec, set) = {
+            let table = self.table.lock().await;
+            let tenant = table.owned(uid, name)?;
+            let named = (tenant.named && !tenant.kept).then(|| (tenant.uid, tenant.name.clone()));
+            (tenant.id, change.apply(&tenant.spec), named)
+        };
         let change_spec = |answer| Command::Change {
             tenant: id,
             policy,
@@ -730,20 +743,29 @@ impl Tenants {
             answer,
         };
         self.scheduler.ask(change_spec).await??;
-        let (mut set, mut kept) = (None, Ok(()));
+        let mut table = self.table.lock().await;
         if let Some(tenant) = table.tenants.get_mut(&id) {
             let whose = (tenant.name.as_str(), tenant.uid);
             let text = change.to_string();
             self.events.push(EventKind::Resized, Some(whose), text);
             tenant.spec = spec;
-            set = (tenant.named && !tenant.kept).then(|| (tenant.uid, tenant.name.clone()));
         }
         if let Some((uid, name)) = set {
             table.settings.set(uid, &name, change);
-            kept = table.settings.save(&self.files);
+            self.settings.changed();
         }
-        kept.and(table.save(&self.files))
+        let saved = table.save(&self.files);
+        drop((table, alone));
+        let kept = self.save_settings().await;
+        kept.and(saved)
             .map_err(|error| TenantError::NotKept(error.to_string()))
+    }
+
+    /// Writes what was set for names, if that is not written yet.
+    async fn save_settings(&self) -> Result<(), TenantError> {
+        let take = async { self.table.lock().await.settings.saved() };
+        let kept = self.settings.write(take).await;
+        kept.map_err(|error| TenantError::Save(self.files.settings.clone(), error))
     }
 
     async fn owner_of(&self, uid: u32, name: &str) -> Result<u32, TenantError> {
@@ -758,10 +780,12 @@ impl Tenants {
             _ => (Some(uid), name),
         };
         let mut table = self.table.lock().await;
-        match uid.is_some_and(|uid| table.settings.forget(uid, name)) {
-            true => table.settings.save(&self.files),
-            false => Err(TenantError::NothingSet(name.into())),
+        if !uid.is_some_and(|uid| table.settings.forget(uid, name)) {
+            return Err(TenantError::NothingSet(name.into()));
         }
+        drop(table);
+        self.settings.changed();
+        self.save_settings().await
     }
 
     /// What a user (root: any user) has set for names.

@@ -102,3 +102,30 @@ fn deferred_release_waits_for_higher_classes_within_a_bound() {
     let none = bench.engine.hold(&Left::Group("team".into()), Vec::new());
     assert!(none.is_some(), "there is no such group any more");
 }
+
+/// The last member ends in its turn: nothing plans its group any more, so its timeslice must let others run. The bench's hardware
+/// finds two groups that may run for 1 µs each.
+#[test]
+fn work_of_the_last_member_stops_no_other_group() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(4, Class::Batch);
+    bench.add(5, Class::Batch);
+    bench.member(2, 50, "team");
+    let runs = |bench: &Bench| {
+        let group = bench.hardware().groups[&50];
+        !group.frozen && group.slice == 1
+    };
+    while !runs(&bench) {
+        bench.run(Micros::from_millis(1));
+    }
+    let (_, file) = io::pipe().unwrap();
+    let left = Left::Session(SessionId(2));
+    assert!(bench.engine.hold(&left, vec![file.into()]).is_none());
+    bench.engine.leave(SessionId(2), false);
+    bench.engine.forget(TenantId(2));
+    // Others join a group of the same name that another server has made.
+    bench.member(3, 60, "team");
+    bench.run(Micros::from_secs(10));
+    assert!(bench.domain(4).received_us > 0);
+}

@@ -1,0 +1,142 @@
+//! The daemon begins again: the driver reports the tenants' memory before they do.
+
+use gpumux_core::{
+    Class, Micros, TenantId,
+    broker::{CONTEXT, Event, ProcessId, RETURN, TRIM},
+    ledger::Holding,
+};
+
+use super::world::{DEVICE, GIB, World};
+
+const S: Micros = Micros::from_secs(1);
+const CAPACITY: u64 = 100 * GIB;
+
+/// A daemon that began anew with tenants 1 and 2, of which the second has this guarantee. The driver reports 60 GiB and a context.
+fn world(guaranteed: u64) -> World {
+    let mut world = World::before_a_look(CAPACITY, u64::MAX);
+    for (id, guaranteed) in [(1, 0), (2, guaranteed)] {
+        world.terms(id, Class::Batch, guaranteed);
+        world.event(Event::Restored(TenantId(id)));
+    }
+    look(&mut world);
+    look(&mut world);
+    world
+}
+
+fn look(world: &mut World) {
+    world.event(Event::Device {
+        uuid: DEVICE.to_owned(),
+        capacity: CAPACITY,
+        used: 60 * GIB + CONTEXT,
+    });
+}
+
+/// A process with the tenant's number has its session, and reports this.
+fn comes_back(world: &mut World, id: u64, movable: u64) {
+    let process = world.process(id, id);
+    let device = DEVICE.to_owned();
+    world.event(Event::Contexts {
+        process,
+        device: device.clone(),
+        count: u32::from(movable > 0),
+        before: true,
+    });
+    let holding = Holding {
+        movable,
+        ..Holding::default()
+    };
+    world.event(Event::Holds {
+        process,
+        device,
+        total: CAPACITY,
+        holding,
+    });
+}
+
+fn answer(world: &World) -> Option<u64> {
+    world.grants.get(&(ProcessId(2), 7)).copied()
+}
+
+#[test]
+pub(crate) fn request_waits_for_neighbours_that_return() {
+    let mut world = world(0);
+    world.run_for(S);
+    comes_back(&mut world, 2, 0);
+    world.ask(ProcessId(2), 7, 90 * GIB);
+    world.run_for(RETURN.0.saturating_sub(S));
+    assert_eq!(
+        answer(&world),
+        None,
+        "answered before the neighbour returned"
+    );
+    comes_back(&mut world, 1, 60 * GIB);
+    world.run_for(Micros::from_secs(30));
+    assert_eq!(answer(&world), Some(90 * GIB));
+    assert!(!world.is_home(1));
+}
+
+#[test]
+fn request_is_refused_when_no_neighbour_returns() {
+    let mut world = world(0);
+    comes_back(&mut world, 2, 0);
+    world.ask(ProcessId(2), 7, 90 * GIB);
+    world.run_for(RETURN.0.saturating_sub(S));
+    assert_eq!(answer(&world), None);
+    world.run_for(S + TRIM + TRIM);
+    assert_eq!(answer(&world), Some(0));
+}
+
+#[test]
+fn unclaimed_memory_is_never_handed_out() {
+    let mut world = world(0);
+    let line = world.broker.lines().remove(0);
+    assert!(line.free <= CAPACITY - 60 * GIB - CONTEXT, "{line:?}");
+    comes_back(&mut world, 2, 0);
+    world.ask(ProcessId(2), 7, 50 * GIB);
+    world.run_for(S);
+    assert_eq!(answer(&world), None);
+}
+
+#[test]
+fn daemon_that_restored_nothing_refuses_at_once() {
+    let mut world = World::new(CAPACITY);
+    look(&mut world);
+    look(&mut world);
+    world.terms(2, Class::Batch, 0);
+    comes_back(&mut world, 2, 0);
+    world.ask(ProcessId(2), 7, 90 * GIB);
+    world.run_for(TRIM + TRIM);
+    assert_eq!(answer(&world), Some(0));
+}
+
+#[test]
+fn memory_of_a_tenant_that_never_has_a_session_is_foreign_at_last() {
+    let mut world = world(0);
+    world.run_for(RETURN.1);
+    comes_back(&mut world, 2, 0);
+    world.ask(ProcessId(2), 7, 90 * GIB);
+    world.run_for(TRIM + TRIM);
+    assert_eq!(answer(&world), Some(0));
+}
+
+#[test]
+pub(crate) fn guarantee_is_kept_while_a_borrower_has_not_returned() {
+    let mut world = world(50 * GIB);
+    comes_back(&mut world, 2, 0);
+    let (_, booked) = world.broker.booked(DEVICE).expect("the device");
+    assert_eq!(booked[&TenantId(2)], 50 * GIB);
+    let guaranteed = |world: &World| {
+        let line = world.broker.lines().remove(0);
+        let mut entries = line.entries.into_iter();
+        entries
+            .find(|it| it.0 == TenantId(2))
+            .map(|it| it.1.share.guaranteed)
+    };
+    assert_eq!(guaranteed(&world), Some(50 * GIB));
+    comes_back(&mut world, 1, 60 * GIB);
+    world.run_for(Micros::from_secs(10));
+    assert_eq!(guaranteed(&world), Some(50 * GIB));
+    world.ask(ProcessId(2), 7, 50 * GIB);
+    world.run_for(Micros::from_secs(30));
+    assert_eq!(answer(&world), Some(50 * GIB));
+}
