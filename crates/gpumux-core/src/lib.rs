@@ -10,6 +10,7 @@ mod launches;
 mod plan;
 mod rhythm;
 mod snapshot;
+mod spec;
 mod tenant;
 #[cfg(test)]
 mod testing;
@@ -33,8 +34,6 @@ pub use plan::{Calm, Control, DomainPlan, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
 pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
-pub use tenant::{
-    Class, Hints, MAX_NAME, MemoryPolicy, ParseClassError, SpecError, TenantSpec, is_name,
-    is_name_char,
-};
+pub use spec::{Field, Kind, SpecChange, SpecError, TenantSpec};
+pub use tenant::{Class, Hints, MAX_NAME, MemoryPolicy, ParseClassError, is_name, is_name_char};
 pub use units::{DomainId, Micros, TenantId, Timeslice, UserId};

@@ -9,7 +9,7 @@ use std::{
 };
 
 use gpumux_core::{
-    MAX_NAME, TenantSpec,
+    Kind, MAX_NAME, TenantSpec,
     admission::{Reserve, UserRules},
     is_name, policy, quantity,
     runlist::Mechanism,
@@ -188,17 +188,18 @@ fn quantity_of(key: &str, text: &str) -> Option<Result<toml::Value, String>> {
         let time = quantity::parse_time(text, unit).map_err(|error| error.to_string())?;
         whole(number(time))
     };
-    let number = match key {
-        "guaranteed" | "limit" => {
+    let field = SpecChange::FIELDS.iter().find(|field| field.key == key)?;
+    let number = match field.kind {
+        Kind::Share => {
             let share = quantity::parse_share(text).map(toml::Value::Float);
             return Some(share.map_err(|error| error.to_string()));
         }
-        "memory_guaranteed" | "memory_limit" => quantity::parse_bytes(text)
+        Kind::Size | Kind::SizeOrNone => quantity::parse_bytes(text)
             .map_err(|error| error.to_string())
             .and_then(|bytes| whole(bytes.into())),
-        "sleep_after_s" => time(Duration::from_secs(1), |it| it.as_secs().into()),
-        "latency_objective_us" => time(Duration::from_micros(1), |it| it.as_micros()),
-        _ => return None,
+        Kind::SecondsOrNever => time(Duration::from_secs(1), |it| it.as_secs().into()),
+        Kind::Objective => time(Duration::from_micros(1), |it| it.as_micros()),
+        Kind::Name(..) | Kind::Weight => return None,
     };
     Some(number.map(toml::Value::Integer))
 }

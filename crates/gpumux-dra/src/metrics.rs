@@ -488,16 +488,16 @@ async fn metrics(
 #[cfg(test)]
 mod tests {
     use gpumux_core::{Class, Demand};
-    use gpumux_daemon::api::types::{Spec, TenantState};
+    use gpumux_daemon::api::types::{TenantSpec, TenantState};
 
     use super::*;
     use crate::{checkpoint::tests::record, slices::tests::device};
 
     fn tenant(received: f64) -> Tenant {
-        let spec = Spec {
+        let spec = TenantSpec {
             guaranteed: 0.5,
             class: Class::Latency,
-            ..Spec::default()
+            ..TenantSpec::default()
         };
         Tenant {
             name: "k8s-a-0".into(),

@@ -477,16 +477,9 @@ pub fn tenant_prefix(uid: &str) -> String {
 /// All of the spec, but for what a claim does not choose: hints, and what becomes of requests for memory without room.
 fn change(spec: &TenantSpec) -> SpecChange {
     SpecChange {
-        class: Some(spec.class),
-        guaranteed: Some(spec.guaranteed),
-        limit: Some(spec.limit),
-        weight: Some(spec.weight),
-        latency_objective_us: Some(spec.latency_objective_us),
         hints: None,
-        memory_guaranteed: Some(spec.memory_guaranteed),
-        memory_limit: Some(spec.memory_limit),
         memory_policy: None,
-        sleep_after_s: Some(spec.sleep_after_s),
+        ..spec.into()
     }
 }
 

@@ -37,7 +37,7 @@ use crate::{
     process::{Agent, Picture, Process},
     reclaim,
     rescue::Rescue,
-    unlisted, work,
+    space, unlisted, work,
 };
 
 /// How long the daemon may take to answer a hello.
@@ -214,7 +214,7 @@ impl Session {
         own.extend(unlisted::message());
         elastic::forget_told();
         // What changes after it was named is sent: no thread gets between.
-        memory::with(|space| {
+        space::with(|space| {
             let mut all = space.holds();
             all.append(&mut own);
             all.extend(ipc::introduce(space));
@@ -347,7 +347,7 @@ impl Session {
                     Ok(Some((Daemon::Granted { ticket, bytes }, _))) => {
                         // One that came too late is given back.
                         if !lease::answered(ticket, (bytes, 0)) && bytes > 0 {
-                            memory::tell_with(memory::Space::holds);
+                            space::tell_with(space::Space::holds);
                         }
                     }
                     Ok(Some((
@@ -405,7 +405,7 @@ impl Session {
     fn report_permits(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
         while let Some(key) = self.permits.last().copied() {
             let context = work::context_of(key);
-            let uuid = context.and_then(|it| work::within(it, memory::current_uuid));
+            let uuid = context.and_then(|it| work::within(it, space::current_uuid));
             // The context may be about to be made.
             let Some(device) = uuid.flatten() else {
                 return Ok(Some(CONTEXT_TICK));

@@ -23,9 +23,9 @@ use crate::{
     driver::CUresult,
     gate,
     granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
-    guard, lease,
-    memory::{self, Space, with},
+    guard, lease, memory,
     ranges::{self, Allocation},
+    space::{self, Space, with},
     vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     wake,
     work::{self, current_context, within},
@@ -79,15 +79,15 @@ fn new(device: c_int, bytes: u64, granule: u64) -> Result<Table, c_int> {
     if !fits || bytes == 0 || bytes > LARGEST {
         return Err(UNKNOWN);
     }
-    if memory::off() {
+    if space::off() {
         return Err(NATIVE);
     }
-    let own = memory::current_device().zip(current_context());
+    let own = space::current_device().zip(current_context());
     let (_, context) = own.filter(|own| own.0 == device).ok_or(NO_CONTEXT)?;
     if with(|space| space.is_native(device)) {
         return Err(NATIVE);
     }
-    if !memory::take_within(PATIENCE, device, granule, true) {
+    if !space::take_within(PATIENCE, device, granule, true) {
         return Err(FULL);
     }
     let until = Instant::now() + PATIENCE;
@@ -96,7 +96,7 @@ fn new(device: c_int, bytes: u64, granule: u64) -> Result<Table, c_int> {
         made.unwrap_or(Err(OUT_OF_MEMORY))
     });
     made.map_err(|refused| {
-        memory::give(device, granule, true);
+        space::give(device, granule, true);
         answer(refused.error())
     })
 }
@@ -139,7 +139,7 @@ fn make(device: c_int, context: u64, bytes: u64, granule: u64) -> Result<Table, 
 
 /// A range of granules of a table, if it has them.
 fn part(address: u64, first: u64, count: u64) -> Option<(Table, std::ops::Range<usize>)> {
-    let table = (!memory::off()).then(|| Table::of(address)).flatten()?;
+    let table = (!space::off()).then(|| Table::of(address)).flatten()?;
     let end = first.checked_add(count)?;
     (end <= table.granules() as u64).then_some((table, first as usize..end as usize))
 }
@@ -177,7 +177,7 @@ fn commit(address: u64, first: u64, count: u64, wait: Duration) -> c_int {
         let lacking = range.clone().filter(|it| table.state(*it) == OUT).count() as u64;
         let need = lacking * table.granule();
         let left = deadline.saturating_duration_since(Instant::now());
-        if need > 0 && !memory::take_within(left, device, need, stays) {
+        if need > 0 && !space::take_within(left, device, need, stays) {
             return Err(Refused::ByAccounting);
         }
         let mut made = 0;
@@ -189,7 +189,7 @@ fn commit(address: u64, first: u64, count: u64, wait: Duration) -> c_int {
             .unwrap_or(Ok(LATER))
         });
         // Another thread was first, or it was not made.
-        memory::give(device, need - made, stays);
+        space::give(device, need - made, stays);
         backed
     });
     match committed {
@@ -283,7 +283,7 @@ fn decommit(address: u64, first: u64, count: u64) -> c_int {
     let Some(freed) = freed else {
         return LATER;
     };
-    memory::give(device, freed, stays);
+    space::give(device, freed, stays);
     DONE
 }
 
@@ -347,7 +347,7 @@ unsafe extern "C" fn gpumux_range_new(
 #[unsafe(no_mangle)]
 extern "C" fn gpumux_range_free(address: u64) -> c_int {
     guarded(UNKNOWN, || {
-        if memory::off() || Table::of(address).is_none() {
+        if space::off() || Table::of(address).is_none() {
             return UNKNOWN;
         }
         let _ = memory::free(address, || OUT_OF_MEMORY);
@@ -379,7 +379,7 @@ extern "C" fn gpumux_mark(address: u64, first: u64, count: u64, state: c_int) ->
 
 /// Frees so much of a device that needs no copy: granules without contents first, then caches, each from the highest address.
 pub(crate) fn take(uuid: &str, bytes: u64) -> Result<(), String> {
-    let device = memory::ordinal(uuid).ok_or_else(|| format!("it has no memory of {uuid}"))?;
+    let device = space::ordinal(uuid).ok_or_else(|| format!("it has no memory of {uuid}"))?;
     let departed = with(|space| {
         let all = space.blocks.iter().filter(|(_, it)| it.device == device);
         let all = all.filter_map(|(at, it)| {

@@ -31,13 +31,13 @@ use crate::{
         AllocationProp, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream, Function,
         LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
     },
-    gate, ipc,
-    memory::{self, ArrayShape, FlatShape},
+    gate, ipc, memory,
     meter::Piece,
+    native::{self, ArrayShape, FlatShape},
     next, physical,
     pools::{self, PoolProperties},
     predictor::Call,
-    trace, unlisted,
+    shown, trace, unlisted,
     vmm::Access,
     work,
 };
@@ -333,20 +333,20 @@ hooks! {
     // Device memory.
     cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { memory::alloc(out, bytes, real) };
     cuMemAllocPitch_v2(out: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) (real) => unsafe { memory::alloc_pitch(out, pitch, width, height, element, real) };
-    cuMemAllocManaged(out: *mut CUdeviceptr, bytes: usize, flags: c_uint) (real) => unsafe { memory::alloc_native(out, bytes, real) };
-    cuArrayCreate_v2(out: *mut u64, shape: *const FlatShape) (real) => unsafe { memory::create_array(out, shape, 1, real) };
-    cuArray3DCreate_v2(out: *mut u64, shape: *const ArrayShape) (real) => unsafe { memory::create_array(out, shape, 1, real) };
-    cuMipmappedArrayCreate(out: *mut u64, shape: *const ArrayShape, levels: c_uint) (real) => unsafe { memory::create_array(out, shape, levels, real) };
-    cuArrayDestroy(array: u64) (real) => memory::destroy_array(array, real);
-    cuMipmappedArrayDestroy(array: u64) (real) => memory::destroy_array(array, real);
+    cuMemAllocManaged(out: *mut CUdeviceptr, bytes: usize, flags: c_uint) (real) => unsafe { native::alloc_native(out, bytes, real) };
+    cuArrayCreate_v2(out: *mut u64, shape: *const FlatShape) (real) => unsafe { native::create_array(out, shape, 1, real) };
+    cuArray3DCreate_v2(out: *mut u64, shape: *const ArrayShape) (real) => unsafe { native::create_array(out, shape, 1, real) };
+    cuMipmappedArrayCreate(out: *mut u64, shape: *const ArrayShape, levels: c_uint) (real) => unsafe { native::create_array(out, shape, levels, real) };
+    cuArrayDestroy(array: u64) (real) => native::destroy_array(array, real);
+    cuMipmappedArrayDestroy(array: u64) (real) => native::destroy_array(array, real);
     cuMemFree_v2(address: CUdeviceptr) (real) => memory::free(address, real);
-    [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { memory::alloc_pooled(out, bytes, None, real) };
-    [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: u64, stream: CUstream) (real, _own) => unsafe { memory::alloc_pooled(out, bytes, Some(pool), real) };
+    [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { native::alloc_pooled(out, bytes, None, real) };
+    [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: u64, stream: CUstream) (real, _own) => unsafe { native::alloc_pooled(out, bytes, Some(pool), real) };
     [cuMemFreeAsync_ptsz] cuMemFreeAsync(address: CUdeviceptr, stream: CUstream) (real, _own) => memory::free_async(address, real);
     cuMemPoolCreate(out: *mut u64, properties: *const PoolProperties) (real) => unsafe { pools::create(out, properties, real) };
     cuMemPoolDestroy(pool: u64) (real) => pools::destroy(pool, real);
-    cuMemCreate(handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64) (real) => unsafe { memory::create(handle, bytes, prop, flags, real) };
-    cuMemRelease(handle: u64) (real) => memory::release_handle(handle, real);
+    cuMemCreate(handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64) (real) => unsafe { native::create(handle, bytes, prop, flags, real) };
+    cuMemRelease(handle: u64) (real) => native::release_handle(handle, real);
     cuMemMap(address: CUdeviceptr, bytes: usize, offset: usize, handle: u64, flags: u64) (real) => physical::map(address, bytes, offset, handle, flags, real);
     cuMemUnmap(address: CUdeviceptr, bytes: usize) (real) => physical::unmap(address, bytes, real);
     cuMemSetAccess(address: CUdeviceptr, bytes: usize, access: *const Access, count: usize) (real) => unsafe { physical::set_access(address, bytes, access, count, real) };
@@ -355,12 +355,12 @@ hooks! {
     cuMulticastBindMem(group: u64, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::bind((group, at), handle, (offset, bytes, flags), real);
     cuMulticastBindMem_v2(group: u64, device: c_int, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::bind_v2((group, device, at), handle, (offset, bytes, flags), real);
     cuLogicalEndpointBindMem(endpoint: u64, device: c_int, at: usize, handle: u64, offset: usize, bytes: usize, flags: u64) (real) => physical::bind_endpoint((endpoint, device, at), handle, (offset, bytes, flags), real);
-    cuMulticastBindAddr(group: u64, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => memory::pin(address, bytes as u64, real);
-    cuMulticastBindAddr_v2(group: u64, device: c_int, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => memory::pin(address, bytes as u64, real);
-    cuLogicalEndpointBindAddr(endpoint: u64, device: c_int, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => memory::pin(address, bytes as u64, real);
+    cuMulticastBindAddr(group: u64, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => physical::pin(address, bytes as u64, real);
+    cuMulticastBindAddr_v2(group: u64, device: c_int, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => physical::pin(address, bytes as u64, real);
+    cuLogicalEndpointBindAddr(endpoint: u64, device: c_int, at: usize, address: CUdeviceptr, bytes: usize, flags: u64) (real) => physical::pin(address, bytes as u64, real);
     cuMemRetainAllocationHandle(handle: *mut u64, address: CUdeviceptr) (real) => unsafe { physical::retain(handle, address, real) };
-    cuMemGetHandleForAddressRange(handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64) (real) => memory::pin(address, bytes as u64, real);
-    cuPointerSetAttribute(value: *const c_void, attribute: c_int, address: CUdeviceptr) (real) => memory::set_pointer_attribute(attribute, address, real);
+    cuMemGetHandleForAddressRange(handle: *mut c_void, address: CUdeviceptr, bytes: usize, kind: c_int, flags: u64) (real) => physical::pin(address, bytes as u64, real);
+    cuPointerSetAttribute(value: *const c_void, attribute: c_int, address: CUdeviceptr) (real) => physical::set_pointer_attribute(attribute, address, real);
     cuIpcGetMemHandle(handle: *mut c_void, address: CUdeviceptr) (real) => unsafe { ipc::get(handle.cast(), address, real) };
     cuIpcOpenMemHandle(address: *mut CUdeviceptr, handle: ByValue, flags: c_uint) (real) => unsafe { ipc::open(address, handle.0, flags, real) };
     cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: ByValue, flags: c_uint) (real) => unsafe { ipc::open(address, handle.0, flags, real) };
@@ -368,11 +368,11 @@ hooks! {
     cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) (real) => memory::enable_peer(peer, real);
 
     // What a program is shown of it.
-    cuMemGetInfo_v2(free: *mut usize, total: *mut usize) (real) => unsafe { memory::info(free, total, real) };
-    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) (real) => unsafe { memory::total(bytes, device, real) };
-    cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr) (real) => unsafe { memory::range(base, bytes, address, real) };
-    cuPointerGetAttribute(data: *mut c_void, attribute: c_int, address: CUdeviceptr) (real) => unsafe { memory::pointer_attribute(data, attribute, address, real) };
-    cuPointerGetAttributes(count: c_uint, attributes: *const c_int, data: *const *mut c_void, address: CUdeviceptr) (real) => unsafe { memory::pointer_attributes(count, attributes, data, address, real) };
+    cuMemGetInfo_v2(free: *mut usize, total: *mut usize) (real) => unsafe { shown::info(free, total, real) };
+    cuDeviceTotalMem_v2(bytes: *mut usize, device: CUdevice) (real) => unsafe { shown::total(bytes, device, real) };
+    cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr) (real) => unsafe { shown::range(base, bytes, address, real) };
+    cuPointerGetAttribute(data: *mut c_void, attribute: c_int, address: CUdeviceptr) (real) => unsafe { shown::pointer_attribute(data, attribute, address, real) };
+    cuPointerGetAttributes(count: c_uint, attributes: *const c_int, data: *const *mut c_void, address: CUdeviceptr) (real) => unsafe { shown::pointer_attributes(count, attributes, data, address, real) };
 
     // What may tell that work is coming.
     [cuMemcpyHtoD_v2_ptds] cuMemcpyHtoD_v2(to: CUdeviceptr, from: *const c_void, bytes: usize) (real, own) => work::input(Call::Copy, bytes, || work::from_host(ptr::null_mut(), own, bytes, real));

@@ -13,11 +13,11 @@ use gpumux_wire::{
     message::{INTRODUCTION, SHARING},
 };
 
-use crate::{lease, memory::Space};
+use crate::{lease, space::Space};
 
 pub(crate) use self::{
-    exported::{Export, get, serve, unshared},
-    opened::{Import, arrived, close, close_deferred, forget_context, late, open, orphaned},
+    exported::{get, serve, unshared},
+    opened::{arrived, close, close_deferred, forget_context, late, open, orphaned},
 };
 
 /// `CUipcMemHandle`: two words that no handle of the driver begins with, and the token.

@@ -15,9 +15,10 @@ use std::{
 use gpumux_wire::{Daemon, Shim, message::Piece};
 
 use crate::{
-    elastic, guard, ipc, lease, memory,
+    elastic, guard, ipc, lease,
     own::OwnFd,
     rescue::Rescue,
+    space,
     swap::{Away, Bounds, Mover},
     wake,
 };
@@ -352,7 +353,7 @@ impl MoverThread {
             Daemon::Unshared { token } => return ipc::unshared(token),
             _ => return,
         };
-        memory::tell_with(memory::Space::holds);
+        space::tell_with(space::Space::holds);
         keeps(mover);
         lease::tell(match moved {
             Ok(()) => Shim::Moved { op },

@@ -14,9 +14,8 @@ use std::{
 
 use crate::{
     driver::{AllocationProp, CUresult, SUCCESS, functions},
-    gate,
-    memory::{self, Space, with},
-    ranges,
+    gate, ranges,
+    space::{self, Physical, Space, with},
     vmm::{self, Access, GRANULE},
 };
 
@@ -34,55 +33,6 @@ functions! {
     bind_mem c"cuMulticastBindMem" (u64, usize, u64, usize, usize, u64);
     bind_mem_v2 c"cuMulticastBindMem_v2" (u64, c_int, usize, u64, usize, usize, u64);
     bind_endpoint_mem c"cuLogicalEndpointBindMem" (u64, c_int, usize, u64, usize, usize, u64);
-}
-
-/// What one `cuMemCreate` made.
-#[derive(Clone, Debug)]
-pub(crate) struct Physical {
-    pub(crate) bytes: u64,
-    pub(crate) device: c_int,
-    pub(crate) context: u64,
-    pub(crate) prop: AllocationProp,
-    /// The driver's handle, unless the memory is away or the program has let go of it.
-    handle: Option<u64>,
-    /// How often the program holds its handle. At 0 the memory lives as long as it is mapped.
-    references: u32,
-    /// By address where it is mapped: whether it may be touched there.
-    pub(crate) mappings: BTreeMap<u64, bool>,
-    /// It stays where it is.
-    pub(crate) pinned: bool,
-    /// Where its contents are while it is away; empty while it is not.
-    pub(crate) host: Vec<(usize, usize)>,
-}
-
-impl Physical {
-    const fn new(handle: u64, bytes: u64, context: u64, prop: AllocationProp) -> Self {
-        Self {
-            bytes,
-            device: prop.location.id,
-            context,
-            prop,
-            handle: Some(handle),
-            references: 1,
-            mappings: BTreeMap::new(),
-            pinned: false,
-            host: Vec::new(),
-        }
-    }
-
-    pub(crate) fn is_away(&self) -> bool {
-        !self.host.is_empty()
-    }
-
-    /// Where it can be read and written.
-    pub(crate) fn address(&self) -> Option<u64> {
-        let mut mappings = self.mappings.iter();
-        mappings.find_map(|(at, accessible)| accessible.then_some(*at))
-    }
-
-    pub(crate) fn is_movable(&self) -> bool {
-        !self.pinned && !self.is_away() && self.address().is_some()
-    }
 }
 
 /// A handle that no other memory ever has.
@@ -132,7 +82,7 @@ pub(crate) fn counted(handle: u64, bytes: u64, prop: AllocationProp) {
 /// `cuMemRelease`; none: it is not known.
 pub(crate) fn release(handle: u64) -> Option<CUresult> {
     let known = || is_ours(handle) || with(|space| space.physicals.contains_key(&handle));
-    if memory::off() || !known() {
+    if space::off() || !known() {
         return None;
     }
     let result = gate::through(|| {
@@ -161,7 +111,7 @@ fn give(gone: impl IntoIterator<Item = Physical>) {
         if let Some(handle) = physical.handle {
             let _ = vmm::release(handle);
         }
-        memory::give(physical.device, physical.bytes, physical.pinned);
+        space::give(physical.device, physical.bytes, physical.pinned);
     }
 }
 
@@ -196,8 +146,8 @@ fn mapped_at(address: u64) -> Option<u64> {
 }
 
 /// What is mapped in a range stays where it is from now on, as far as the program handles it.
-pub(crate) fn pin(address: u64, bytes: u64) {
-    memory::tell_with(|space| {
+fn pin_mapped(address: u64, bytes: u64) {
+    space::tell_with(|space| {
         let inside = mapped_in(address, bytes).into_iter();
         let all = mapped_at(address).into_iter();
         let all = all.chain(inside.map(|(_, handle)| handle));
@@ -206,8 +156,38 @@ pub(crate) fn pin(address: u64, bytes: u64) {
     });
 }
 
+/// The program takes hold of physical memory behind an address: that stays where it is from now on.
+pub(crate) fn pin(address: u64, bytes: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    if space::off() {
+        return gate::through(real);
+    }
+    gate::through(|| {
+        space::tell_with(|space| {
+            let (_, allocation) = space::find(address)?;
+            space.pin(allocation.block)
+        });
+        pin_mapped(address, bytes);
+        real()
+    })
+}
+
+/// `cuPointerSetAttribute`
+pub(crate) fn set_pointer_attribute(
+    which: c_int,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    /// `CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`: set before other devices on the bus (network adapters, disks) are given the memory's
+    /// pages, which are never visible.
+    const SYNC_MEMOPS: c_int = 6;
+    match which {
+        SYNC_MEMOPS => pin(address, 1, real),
+        _ => gate::through(real),
+    }
+}
+
 fn pin_handle(handle: u64) {
-    memory::tell_with(|space| space.pin_physical(handle));
+    space::tell_with(|space| space.pin_physical(handle));
 }
 
 /// Whether an address is of memory that the program handles: the driver has no record of it while it is away.
@@ -245,7 +225,7 @@ pub(crate) fn map(
         if result != SUCCESS {
             return result;
         }
-        memory::tell_with(|space| {
+        space::tell_with(|space| {
             let physical = space.physicals.get_mut(&handle)?;
             physical.mappings.insert(at, false);
             let whole = (offset, bytes as u64) == (0, physical.bytes);
@@ -298,7 +278,7 @@ pub(crate) unsafe fn set_access(
         }
         // SAFETY: the driver has just read as many.
         let access = unsafe { slice::from_raw_parts(access, count) };
-        memory::tell_with(|space| {
+        space::tell_with(|space| {
             let mut holds = Vec::new();
             for (at, handle) in mapped_in(at, bytes as u64) {
                 let Some(physical) = space.physicals.get_mut(&handle) else {
@@ -333,10 +313,10 @@ pub(crate) unsafe fn retain(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let ours = (!out.is_null() && !memory::off()).then(|| mapped_at(address));
+    let ours = (!out.is_null() && !space::off()).then(|| mapped_at(address));
     let Some(handle) = ours.flatten() else {
         // The program got a block of this library by `cuMemAlloc`, and the driver has no handle for such memory.
-        return match memory::is_allocated(address) {
+        return match space::is_allocated(address) {
             true => INVALID_VALUE,
             false => gate::through(real),
         };

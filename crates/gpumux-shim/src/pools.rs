@@ -6,7 +6,6 @@
 //! counted until all of it is freed, as the driver keeps it.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
     ffi::c_int,
     sync::{
         Mutex, MutexGuard,
@@ -18,7 +17,7 @@ use std::{
 use crate::{
     driver::{CUresult, SUCCESS, functions},
     gate, guard, lease,
-    memory::{self, Space},
+    space::{self, Pool, Pools, Space},
     wake, work,
 };
 
@@ -35,53 +34,6 @@ functions! {
     default_pool c"cuDeviceGetDefaultMemPool" (*mut u64, c_int);
     pool_attribute c"cuMemPoolGetAttribute" (u64, c_int, *mut u64);
     pool_trim c"cuMemPoolTrimTo" (u64, usize);
-}
-
-/// A pool that the program has allocated from.
-#[derive(Debug)]
-struct Pool {
-    /// None: the program has destroyed it.
-    handle: Option<u64>,
-    /// The driver can be asked about it: not when the device's primary context has ended, before the program uses it again.
-    known: bool,
-    device: c_int,
-    /// Bytes that are counted for it: at least what is allocated.
-    booked: u64,
-    /// Bytes that are allocated and not freed.
-    used: u64,
-}
-
-/// All of them, by numbers of this library's: the driver may use a handle again.
-#[derive(Debug, Default)]
-pub(crate) struct Pools {
-    all: BTreeMap<u64, Pool>,
-    numbers: u64,
-    /// The devices of those that the program has made, by handle.
-    places: BTreeMap<u64, c_int>,
-}
-
-impl Pools {
-    fn number(&self, handle: u64) -> Option<u64> {
-        let mut all = self.all.iter();
-        Some(*all.find(|(_, it)| it.handle == Some(handle))?.0)
-    }
-
-    /// Those that the driver can be asked about, with their handles.
-    fn known(&self) -> Vec<(u64, u64)> {
-        let known = self.all.iter().filter(|(_, it)| it.known);
-        known
-            .filter_map(|(number, it)| Some((*number, it.handle?)))
-            .collect()
-    }
-
-    fn devices(&self) -> BTreeSet<c_int> {
-        self.all.values().map(|it| it.device).collect()
-    }
-
-    fn have_slack(&self) -> bool {
-        let mut known = self.all.values().filter(|it| it.known);
-        known.any(|it| it.booked > it.used)
-    }
 }
 
 /// Held while a pool is used that the program could destroy, or end with a context.
@@ -113,7 +65,7 @@ pub(crate) struct PoolProperties {
 /// The device of a pool, which need not be the current one; [`ELSEWHERE`] is the host. None: not known, as that of a pool of
 /// another process.
 pub(crate) fn place(pool: u64) -> Option<c_int> {
-    let known = memory::with(|space| {
+    let known = space::with(|space| {
         let Pools { all, places, .. } = &space.pools;
         let used = all.values().find(|it| it.handle == Some(pool));
         (used.map(|it| it.device)).or_else(|| places.get(&pool).copied())
@@ -145,14 +97,14 @@ pub(crate) unsafe fn create(
     /// `CU_MEM_LOCATION_TYPE_DEVICE`
     const DEVICE: c_int = 1;
     let result = gate::through(real);
-    if result == SUCCESS && !memory::off() {
+    if result == SUCCESS && !space::off() {
         // SAFETY: the driver has read the one and written the other.
         let (pool, it) = unsafe { (*out, &*properties) };
         let device = match it.location {
             DEVICE => it.device,
             _ => ELSEWHERE,
         };
-        memory::with(|space| space.pools.places.insert(pool, device));
+        space::with(|space| space.pools.places.insert(pool, device));
     }
     result
 }
@@ -269,8 +221,8 @@ pub(crate) struct Drawn {
 /// Takes what an allocation needs beyond what its pool keeps; none: there is no room.
 pub(crate) fn take(handle: u64, device: c_int, bytes: u64) -> Option<Drawn> {
     for again in [true, false] {
-        let (pool, need) = memory::with(|space| space.draw(handle, device, bytes));
-        if need == 0 || memory::take(device, need, true) {
+        let (pool, need) = space::with(|space| space.draw(handle, device, bytes));
+        if need == 0 || space::take(device, need, true) {
             return Some(Drawn {
                 pool,
                 device,
@@ -278,7 +230,7 @@ pub(crate) fn take(handle: u64, device: c_int, bytes: u64) -> Option<Drawn> {
                 need,
             });
         }
-        memory::with(|space| space.undo(pool, bytes, need));
+        space::with(|space| space.undo(pool, bytes, need));
         // Another pool, or this one in pieces that are too small, may keep what is lacking.
         if !again || !trim() {
             break;
@@ -290,8 +242,8 @@ pub(crate) fn take(handle: u64, device: c_int, bytes: u64) -> Option<Drawn> {
 impl Drawn {
     /// The driver has refused the allocation.
     pub(crate) fn give(self) {
-        memory::with(|space| space.undo(self.pool, self.bytes, self.need));
-        memory::give(self.device, self.need, true);
+        space::with(|space| space.undo(self.pool, self.bytes, self.need));
+        space::give(self.device, self.need, true);
     }
 
     /// The allocation is made: the pool may have grown by more.
@@ -312,9 +264,9 @@ pub(crate) fn freed() {
 
 /// Counts all pools anew. No pool may end meanwhile.
 fn recount() {
-    for (number, handle) in memory::with(|space| space.pools.known()) {
+    for (number, handle) in space::with(|space| space.pools.known()) {
         if let Some(reserved) = reserved(handle) {
-            memory::with(|space| space.count(number, reserved));
+            space::with(|space| space.count(number, reserved));
         }
     }
 }
@@ -351,8 +303,8 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
     }
     drop(in_use);
     // Allocations and releases meanwhile sent nothing.
-    memory::tell_with(Space::holds);
-    if !counted || memory::with(|space| space.pools.have_slack()) {
+    space::tell_with(Space::holds);
+    if !counted || space::with(|space| space.pools.have_slack()) {
         WATCHED.store(true, Ordering::Release);
         return Some(most.map_or(PERIOD, |most| most.min(PERIOD)));
     }
@@ -361,13 +313,13 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
 
 /// Has pools give back to the device what is free. Whether any had something. Not during a capture, which it could end.
 pub(crate) fn trim() -> bool {
-    if !memory::with(|space| space.pools.have_slack()) || work::is_capturing_anywhere() {
+    if !space::with(|space| space.pools.have_slack()) || work::is_capturing_anywhere() {
         return false;
     }
     let Some(_in_use) = in_use() else {
         return false;
     };
-    for (_, handle) in memory::with(|space| space.pools.known()) {
+    for (_, handle) in space::with(|space| space.pools.known()) {
         if let Some(trim) = pool_trim() {
             // SAFETY: the pool is there: the program cannot destroy it now.
             unsafe { trim(handle, 0) };
@@ -379,7 +331,7 @@ pub(crate) fn trim() -> bool {
 
 /// `cuMemPoolDestroy`
 pub(crate) fn destroy(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult {
-    if memory::off() {
+    if space::off() {
         return gate::through(real);
     }
     gate::through(|| {
@@ -388,7 +340,7 @@ pub(crate) fn destroy(handle: u64, real: impl FnOnce() -> CUresult) -> CUresult 
         recount();
         let result = real();
         if result == SUCCESS {
-            memory::with(|space| space.end_pool(handle));
+            space::with(|space| space.end_pool(handle));
         }
         result
     })
@@ -403,10 +355,10 @@ pub(crate) fn without_use<R>(work: impl FnOnce() -> R) -> R {
 /// A context has ended. What it allocated from pools is there until it is freed, but not every pool can be asked about.
 pub(crate) fn context_ended() {
     let _in_use = guard::lock(&IN_USE);
-    for device in memory::with(|space| space.pools.devices()) {
+    for device in space::with(|space| space.pools.devices()) {
         if work::primary_context(device).is_none() {
             let own = default_of(device);
-            memory::with(|space| space.doubt_pools(device, own));
+            space::with(|space| space.doubt_pools(device, own));
         }
     }
     recount();
@@ -414,6 +366,8 @@ pub(crate) fn context_ended() {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use proptest::prelude::*;
 
     use super::*;

@@ -36,10 +36,10 @@ use rustix::{
 use crate::{
     config::Config,
     control_files::{self, Kind},
-    guard, memory,
+    guard,
     notice::say,
     own::{self, OwnFd},
-    reclaim, wake, work,
+    reclaim, space, wake, work,
 };
 
 /// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
@@ -141,7 +141,7 @@ fn handle_forks() {
         wake::in_child();
         own::in_child();
         work::in_child();
-        memory::in_child();
+        space::in_child();
         reclaim::in_child();
         crate::caches::in_child();
     }

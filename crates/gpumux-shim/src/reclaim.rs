@@ -16,7 +16,7 @@ use std::{
 
 use gpumux_wire::Shim;
 
-use crate::{elastic, guard, lease, memory, wake};
+use crate::{elastic, guard, lease, memory, space, wake};
 
 /// Frees what it can of a device, given its ordinal, the bytes that are missing and what was registered with it. Says how
 /// many bytes it has freed.
@@ -74,7 +74,7 @@ pub(crate) fn in_child() {
 
 /// Others need so much of a device. The answer comes when the functions have returned.
 pub(crate) fn begin(op: u64, device: &str, bytes: u64) {
-    let ordinal = memory::ordinal(device).filter(|_| is_asked_for());
+    let ordinal = space::ordinal(device).filter(|_| is_asked_for());
     let mut state = ordinal.map(|ordinal| (lock(), ordinal));
     match &mut state {
         Some((state, ordinal)) if state.asked.is_none() => {

@@ -29,10 +29,9 @@ use crate::{
     driver::{CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by},
-    memory,
     notice::say,
     own::OwnFd,
-    permits, physical, pools, vmm,
+    permits, physical, pools, space, vmm,
     work::{self, within},
 };
 use choice::{Gone, Good, Key};
@@ -290,7 +289,7 @@ impl Mover {
         let ready = self.check_wanted().and_then(|()| match quiet {
             true => {
                 pools::trim();
-                memory::drop_spares(|_| true);
+                space::drop_spares(|_| true);
                 self.prepare(least)
             }
             false if permits::is_active() => Err(format!(
@@ -377,7 +376,7 @@ impl Mover {
                 let sections = match good.key {
                     Key::Chunk { block, index } => {
                         let departure =
-                            memory::with(|space| Some(space.blocks.get_mut(&block)?.leave(index)));
+                            space::with(|space| Some(space.blocks.get_mut(&block)?.leave(index)));
                         departure.map(|it| {
                             lost.push((block, it.lost));
                             it.sections
@@ -416,7 +415,7 @@ impl Mover {
         self.dirty = self.dirty.max(filled.bytes);
         let copied = begun.and(self.await_copies());
         if let Err(why) = copied.and_then(|()| self.check_wanted()) {
-            memory::with(|space| {
+            space::with(|space| {
                 for (at, lost) in &lost {
                     if let Some(block) = space.blocks.get_mut(at) {
                         block.stay(lost);
@@ -430,13 +429,13 @@ impl Mover {
         for (good, parts) in places {
             match good.key {
                 Key::Chunk { block, index } => {
-                    let departed = memory::with(|space| space.leave(block, index, parts));
+                    let departed = space::with(|space| space.leave(block, index, parts));
                     departed.iter().for_each(Departed::free);
                 }
                 Key::Physical(handle) => physical::leave(handle, parts),
             }
         }
-        memory::with(|space| space.set_away());
+        space::with(|space| space.set_away());
         Ok(())
     }
 
@@ -451,7 +450,7 @@ impl Mover {
             Away::Out => {}
         }
         let (mut all, mut failed) = (Vec::new(), None);
-        for gone in memory::with(|space| choice::gone(space)) {
+        for gone in space::with(|space| choice::gone(space)) {
             let begun = self.stream(gone.context).and_then(|stream| {
                 within(gone.context, || bring(&gone, stream))
                     .ok_or("its context cannot be entered")
@@ -486,7 +485,7 @@ impl Mover {
                     vmm::unback(gone.at, &chunks);
                 }
                 (Key::Chunk { block, index }, Made::Chunks(chunks), None) => {
-                    memory::with(|space| {
+                    space::with(|space| {
                         if let Some(block) = space.blocks.get_mut(&block) {
                             block.arrived(index, chunks);
                         }
@@ -501,7 +500,7 @@ impl Mover {
                 _ => {}
             }
         }
-        memory::with(|space| space.set_away());
+        space::with(|space| space.set_away());
         match failed {
             Some(why) => Err(why),
             None => {
@@ -623,7 +622,7 @@ fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
             )
         }
         Key::Physical(handle) => {
-            let known = memory::with(|space| space.physicals.get(&handle).cloned());
+            let known = space::with(|space| space.physicals.get(&handle).cloned());
             let made = known.map(|known| physical::remake(&known)).transpose();
             (
                 made.as_ref().err().copied(),
@@ -649,7 +648,7 @@ fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
 
 /// See [`choice::goods`].
 fn chosen(least: u64) -> Vec<Good> {
-    memory::with(|space| choice::goods(space, least))
+    space::with(|space| choice::goods(space, least))
 }
 
 /// How far the pool is filled.

@@ -4,7 +4,10 @@ use std::process::ExitCode;
 
 use gpumux_daemon::api::types::Setting;
 
-use super::{client, spec::SpecArgs};
+use super::{
+    client,
+    spec::{self, SpecArgs},
+};
 use crate::output;
 
 const EXAMPLES: &str = "\
@@ -32,7 +35,7 @@ gpumux set [OPTIONS] <NAME>
 /// Change the settings of a running tenant
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES, override_usage = USAGE)]
-#[command(group(clap::ArgGroup::new("change").args(["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget", "list"]).required(true).multiple(true)))]
+#[command(group(clap::ArgGroup::new("change").args(spec::keys()).args(["forget", "list"]).required(true).multiple(true)))]
 pub(crate) struct Args {
     /// The tenant, as `gpumux ps` names it
     #[arg(required_unless_present = "list")]
@@ -40,10 +43,10 @@ pub(crate) struct Args {
     #[command(flatten)]
     spec: SpecArgs,
     /// Clear what is remembered for this name; a tenant that runs keeps it
-    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "json"])]
+    #[arg(long, conflicts_with_all = [spec::GROUP, "json"])]
     forget: bool,
     /// List what is remembered for names: yours, for root all users'
-    #[arg(long, conflicts_with_all = ["class", "guaranteed", "limit", "weight", "hints", "latency_objective", "memory_guaranteed", "memory_limit", "memory_policy", "sleep_after", "forget"])]
+    #[arg(long, conflicts_with_all = [spec::GROUP, "forget"])]
     list: bool,
     /// Print JSON: the tenant, or the list
     #[arg(long)]

@@ -1,66 +1,26 @@
 //! The spec of a tenant, as flags; the same for `run` and `set`.
 
-use clap::builder::{PossibleValuesParser, TypedValueParser};
-use gpumux_core::{Class, Hints, MemoryPolicy};
-use gpumux_daemon::api::types::SpecChange;
+use clap::{
+    Arg, ArgGroup, ArgMatches, Command, Error, FromArgMatches,
+    builder::{PossibleValuesParser, TypedValueParser, ValueParser},
+    error::ErrorKind,
+};
+use gpumux_core::{Field, Kind, SpecChange};
+use serde_json::Value;
 
-use crate::units::{self, OrNone, Usage};
+use crate::units::{self, Usage};
 
-#[derive(clap::Args, Clone, Debug)]
-pub(crate) struct SpecArgs {
-    /// latency: takes the GPU at once when it has work; standard: a weighted share; batch: what is left
-    #[arg(long, value_parser = class())]
-    pub(crate) class: Option<Class>,
-    /// Share of each device's compute that it always gets when it has work, such as 50% or 0.5
-    #[arg(long, value_name = "SHARE", value_parser = units::share, allow_negative_numbers = true)]
-    guaranteed: Option<f64>,
-    /// Share of each device's compute that it never exceeds while others have work, such as 80% or 0.8
-    #[arg(long, value_name = "SHARE", value_parser = units::share, allow_negative_numbers = true)]
-    limit: Option<f64>,
-    /// Weight among its equals when capacity is left over, 0.001 to 1000
-    #[arg(long, value_parser = units::weight, allow_negative_numbers = true)]
-    weight: Option<f64>,
-    /// How long a request may take, such as 20ms (a number alone is in ms), or none: a latency tenant then waits up to a tenth of it for others, which spares them many switches if it launches kernel by kernel
-    #[arg(long, value_name = "TIME", value_parser = units::objective, allow_negative_numbers = true)]
-    latency_objective: Option<OrNone>,
-    /// What may take the GPU for a latency tenant before its work arrives: auto (the program, its owner, the library where it predicts work), manual, off
-    #[arg(long, value_parser = hints())]
-    hints: Option<Hints>,
-    /// Memory of each device that it always gets when it asks for it, such as 8GiB (8G, 8Gi), or 0
-    #[arg(long, value_name = "SIZE", value_parser = units::size, allow_negative_numbers = true)]
-    memory_guaranteed: Option<u64>,
-    /// Memory of each device that it never exceeds, such as 40GiB, or none
-    #[arg(long, value_name = "SIZE", value_parser = units::size_or_none, allow_negative_numbers = true)]
-    memory_limit: Option<OrNone>,
-    /// When the device has no room for its memory: swap-others moves others' to the host, wait waits a while, fail fails as CUDA does
-    #[arg(long, value_name = "POLICY", value_parser = memory_policy())]
-    memory_policy: Option<MemoryPolicy>,
-    /// Move its memory to the host after so long without work, such as 30s or 5min, or never; it comes back with the next work
-    #[arg(long, value_name = "TIME", value_parser = units::seconds_or_never, allow_negative_numbers = true)]
-    sleep_after: Option<OrNone>,
+/// The group of all flags of the spec.
+pub(crate) const GROUP: &str = "spec";
+
+/// The names of all flags of the spec, as clap has them.
+pub(crate) fn keys() -> impl Iterator<Item = &'static str> {
+    SpecChange::FIELDS.iter().map(|field| field.key)
 }
 
-fn memory_policy() -> impl TypedValueParser<Value = MemoryPolicy> {
-    PossibleValuesParser::new(MemoryPolicy::ALL.map(MemoryPolicy::name)).map(|name| {
-        MemoryPolicy::ALL
-            .into_iter()
-            .find(|it| it.name() == name)
-            .unwrap_or_default()
-    })
-}
-
-fn hints() -> impl TypedValueParser<Value = Hints> {
-    PossibleValuesParser::new(Hints::ALL.map(Hints::name)).map(|name| {
-        Hints::ALL
-            .into_iter()
-            .find(|it| it.name() == name)
-            .unwrap_or_default()
-    })
-}
-
-fn class() -> impl TypedValueParser<Value = Class> {
-    PossibleValuesParser::new(Class::ALL.map(Class::name)).try_map(|name| name.parse::<Class>())
-}
+/// What the flags name: a flag for each field of the spec.
+#[derive(Clone, Debug)]
+pub(crate) struct SpecArgs(SpecChange);
 
 impl SpecArgs {
     /// What changes; the rest stays.
@@ -68,22 +28,103 @@ impl SpecArgs {
     /// # Errors
     /// When a guarantee is above its limit.
     pub(crate) fn change(&self) -> Result<SpecChange, Usage> {
-        let memory_limit = self.memory_limit.flatten();
+        let change = &self.0;
         units::consistent(
-            (self.guaranteed, self.limit),
-            (self.memory_guaranteed, memory_limit),
+            (change.guaranteed, change.limit),
+            (change.memory_guaranteed, change.memory_limit.flatten()),
         )?;
-        Ok(SpecChange {
-            class: self.class,
-            guaranteed: self.guaranteed,
-            limit: self.limit,
-            weight: self.weight,
-            latency_objective_us: self.latency_objective,
-            hints: self.hints,
-            memory_guaranteed: self.memory_guaranteed,
-            memory_limit: self.memory_limit,
-            memory_policy: self.memory_policy,
-            sleep_after_s: self.sleep_after,
-        })
+        Ok(change.clone())
+    }
+}
+
+impl clap::Args for SpecArgs {
+    fn augment_args(command: Command) -> Command {
+        command
+            .args(SpecChange::FIELDS.iter().map(flag))
+            .group(ArgGroup::new(GROUP).args(keys()).multiple(true))
+    }
+
+    fn augment_args_for_update(command: Command) -> Command {
+        Self::augment_args(command)
+    }
+}
+
+impl FromArgMatches for SpecArgs {
+    fn from_arg_matches(matches: &ArgMatches) -> Result<Self, Error> {
+        let named = SpecChange::FIELDS.iter().filter_map(|field| {
+            let value = matches.get_one::<Value>(field.key)?;
+            Some((field.key.to_owned(), value.clone()))
+        });
+        serde_json::from_value(Value::Object(named.collect()))
+            .map(Self)
+            .map_err(|error| Error::raw(ErrorKind::InvalidValue, error))
+    }
+
+    fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), Error> {
+        self.0 = Self::from_arg_matches(matches)?.0.after(&self.0);
+        Ok(())
+    }
+}
+
+fn flag(field: &Field) -> Arg {
+    let flag = Arg::new(field.key).long(field.flag).help(field.help);
+    let (name, parser) = match field.kind {
+        Kind::Name(name, names) => {
+            let names = PossibleValuesParser::new(names).map(Value::from);
+            return flag.value_name(name).value_parser(names);
+        }
+        Kind::Weight => ("WEIGHT", parser(units::weight)),
+        Kind::Share => ("SHARE", parser(units::share)),
+        Kind::Size => ("SIZE", parser(units::size)),
+        Kind::SizeOrNone => ("SIZE", parser(units::size_or_none)),
+        Kind::Objective => ("TIME", parser(units::objective)),
+        Kind::SecondsOrNever => ("TIME", parser(units::seconds_or_never)),
+    };
+    flag.value_name(name)
+        .value_parser(parser)
+        .allow_negative_numbers(true)
+}
+
+/// Reads a flag as the API's number, or `null`.
+fn parser<T, E>(read: fn(&str) -> Result<T, E>) -> ValueParser
+where
+    T: Into<Value> + 'static,
+    E: Into<Box<dyn std::error::Error + Send + Sync>> + 'static,
+{
+    ValueParser::new(move |text: &str| read(text).map(T::into))
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Args as _;
+
+    use super::*;
+
+    #[test]
+    fn flag_of_every_field_reads_the_words_of_its_change() {
+        let words = [
+            "class batch",
+            "guaranteed 20%",
+            "limit 50%",
+            "weight 2",
+            "latency objective 20.0 ms",
+            "hints off",
+            "memory guaranteed 8.0 GiB",
+            "memory limit none",
+            "memory policy wait",
+            "sleep after never",
+        ];
+        assert_eq!(words.len(), SpecChange::FIELDS.len());
+        let flags = words.iter().flat_map(|it| {
+            let text = it.replace(" GiB", "GiB").replace(" ms", "ms");
+            let (name, value) = text.rsplit_once(' ').expect("a name and a value");
+            [format!("--{}", name.replace(' ', "-")), value.to_owned()]
+        });
+        let command = SpecArgs::augment_args(Command::new("set"));
+        let matches = command
+            .try_get_matches_from(["set".to_owned()].into_iter().chain(flags))
+            .unwrap();
+        let change = SpecArgs::from_arg_matches(&matches).unwrap().change();
+        assert_eq!(change.unwrap().to_string(), words.join(", "));
     }
 }

@@ -565,7 +565,7 @@ mod tests {
     use gpumux_core::Demand;
 
     use super::*;
-    use crate::api::types::{ForeignProcess, Hardware, MemoryShare, Spec};
+    use crate::api::types::{ForeignProcess, Hardware, MemoryShare, TenantSpec};
 
     fn domain(frozen: bool, reason: &str) -> Domain {
         Domain {
@@ -593,9 +593,9 @@ mod tests {
         Tenant {
             name: name.into(),
             class,
-            spec: Spec {
+            spec: TenantSpec {
                 class,
-                ..Spec::default()
+                ..TenantSpec::default()
             },
             pids: domains.iter().map(|domain| domain.pid).collect(),
             devices: domains.iter().map(|domain| domain.device.clone()).collect(),

@@ -792,7 +792,7 @@ pub(crate) mod tests {
 
     use super::*;
     use crate::api::types::{
-        ControlCost, Device, HintFigures, HostMemory, MoveFigures, Scheduler, Spec,
+        ControlCost, Device, HintFigures, HostMemory, MoveFigures, Scheduler, TenantSpec,
     };
 
     pub(crate) fn example() -> Scrape {
@@ -868,7 +868,7 @@ pub(crate) mod tests {
                 log: None,
                 name: "web".into(),
                 class: Class::Latency,
-                spec: Spec::default(),
+                spec: TenantSpec::default(),
                 uid: 1000,
                 user: "alice".into(),
                 may_use: Vec::new(),

@@ -1034,7 +1034,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         memory,
         name: tenant.name,
         class: tenant.spec.class,
-        spec: tenant.spec.into(),
+        spec: tenant.spec,
         uid: tenant.uid,
         user: tenant.user,
         may_use: tenant.devices,

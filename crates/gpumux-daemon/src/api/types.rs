@@ -6,16 +6,17 @@ mod life;
 use std::{collections::BTreeMap, fmt};
 
 use gpumux_core::{
-    Class, Demand, Hints, MemoryPolicy, TenantSpec,
+    Class, Demand,
     quantity::{Percent, Size},
     runlist::Mechanism,
     space::{self, Sharing, Way},
 };
 use gpumux_wire::page::{HintCounts, RequestTimes};
-use serde::{Deserialize, Deserializer, Serialize};
+use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
 pub use super::state::TenantState;
+pub use gpumux_core::{SpecChange, TenantSpec};
 pub use history::{DeviceHistory, History, Me, Readings, TenantHistory};
 pub use life::{Ended, Event, EventKind, Exit, NewSignal, Reported, Setting, Signalled};
 
@@ -215,189 +216,6 @@ pub struct ControlCost {
     pub histogram: Vec<u64>,
 }
 
-/// A tenant's spec.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct Spec {
-    /// How it takes its turn.
-    #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
-    pub class: Class,
-    /// Share of each device's compute that it always gets when it wants it.
-    #[schema(minimum = 0, maximum = 1)]
-    pub guaranteed: f64,
-    /// Share that it never exceeds while others want it.
-    #[schema(minimum = 0, maximum = 1)]
-    pub limit: f64,
-    /// Weight among its equals.
-    #[schema(minimum = 0.001, maximum = 1000)]
-    pub weight: f64,
-    /// Latency objective of one request in µs, if it has one.
-    pub latency_objective_us: Option<u64>,
-    /// What may take the device for a latency tenant before its work arrives.
-    #[schema(value_type = String, pattern = "^(auto|manual|off)$")]
-    pub hints: Hints,
-    /// Bytes of each device's memory that it always gets when it wants them.
-    pub memory_guaranteed: u64,
-    /// Bytes of each device's memory that it never exceeds; none: what the device has.
-    pub memory_limit: Option<u64>,
-    /// What becomes of a request for memory that the device has no room for.
-    #[schema(value_type = String, pattern = "^(swap-others|wait|fail)$")]
-    pub memory_policy: MemoryPolicy,
-    /// After how many seconds without work its memory is moved to the host; none: never by itself.
-    pub sleep_after_s: Option<u64>,
-}
-
-impl Default for Spec {
-    fn default() -> Self {
-        TenantSpec::default().into()
-    }
-}
-
-impl From<TenantSpec> for Spec {
-    fn from(spec: TenantSpec) -> Self {
-        let TenantSpec {
-            class,
-            guaranteed,
-            limit,
-            weight,
-            latency_objective_us,
-            hints,
-            memory_guaranteed,
-            memory_limit,
-            memory_policy,
-            sleep_after_s,
-        } = spec;
-        Self {
-            class,
-            guaranteed,
-            limit,
-            weight,
-            latency_objective_us,
-            hints,
-            memory_guaranteed,
-            memory_limit,
-            memory_policy,
-            sleep_after_s,
-        }
-    }
-}
-
-impl From<Spec> for TenantSpec {
-    fn from(spec: Spec) -> Self {
-        let Spec {
-            class,
-            guaranteed,
-            limit,
-            weight,
-            latency_objective_us,
-            hints,
-            memory_guaranteed,
-            memory_limit,
-            memory_policy,
-            sleep_after_s,
-        } = spec;
-        Self {
-            class,
-            guaranteed,
-            limit,
-            weight,
-            latency_objective_us,
-            hints,
-            memory_guaranteed,
-            memory_limit,
-            memory_policy,
-            sleep_after_s,
-        }
-    }
-}
-
-/// A change of a tenant's spec: what is not named stays.
-#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
-#[serde(deny_unknown_fields, default)]
-pub struct SpecChange {
-    /// How it takes its turn.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>, pattern = "^(latency|standard|batch)$")]
-    pub class: Option<Class>,
-    /// Share of each device's compute that it always gets when it wants it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 0, maximum = 1)]
-    pub guaranteed: Option<f64>,
-    /// Share that it never exceeds while others want it.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 0, maximum = 1)]
-    pub limit: Option<f64>,
-    /// Weight among its equals.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(minimum = 0.001, maximum = 1000)]
-    pub weight: Option<f64>,
-    /// Latency objective of one request in µs; `null`: none.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
-    #[schema(value_type = Option<u64>)]
-    pub latency_objective_us: Option<Option<u64>>,
-    /// What may take the device for a latency tenant before its work arrives.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>, pattern = "^(auto|manual|off)$")]
-    pub hints: Option<Hints>,
-    /// Bytes of each device's memory that it always gets when it wants them.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub memory_guaranteed: Option<u64>,
-    /// Bytes of each device's memory that it never exceeds; `null`: what the device has.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
-    #[schema(value_type = Option<u64>)]
-    pub memory_limit: Option<Option<u64>>,
-    /// What becomes of a request for memory that the device has no room for.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    #[schema(value_type = Option<String>, pattern = "^(swap-others|wait|fail)$")]
-    pub memory_policy: Option<MemoryPolicy>,
-    /// After how many seconds without work its memory is moved to the host; `null`: never by itself.
-    #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "named")]
-    #[schema(value_type = Option<u64>)]
-    pub sleep_after_s: Option<Option<u64>>,
-}
-
-/// A value that is named, if only as `null`.
-fn named<'de, D: Deserializer<'de>>(value: D) -> Result<Option<Option<u64>>, D::Error> {
-    Option::deserialize(value).map(Some)
-}
-
-impl SpecChange {
-    /// Both changes, where this one comes after the other.
-    #[must_use]
-    pub fn after(&self, other: &Self) -> Self {
-        Self {
-            class: self.class.or(other.class),
-            guaranteed: self.guaranteed.or(other.guaranteed),
-            limit: self.limit.or(other.limit),
-            weight: self.weight.or(other.weight),
-            latency_objective_us: self.latency_objective_us.or(other.latency_objective_us),
-            hints: self.hints.or(other.hints),
-            memory_guaranteed: self.memory_guaranteed.or(other.memory_guaranteed),
-            memory_limit: self.memory_limit.or(other.memory_limit),
-            memory_policy: self.memory_policy.or(other.memory_policy),
-            sleep_after_s: self.sleep_after_s.or(other.sleep_after_s),
-        }
-    }
-
-    /// The spec after the change.
-    pub fn apply(&self, spec: &TenantSpec) -> TenantSpec {
-        TenantSpec {
-            class: self.class.unwrap_or(spec.class),
-            guaranteed: self.guaranteed.unwrap_or(spec.guaranteed),
-            limit: self.limit.unwrap_or(spec.limit),
-            weight: self.weight.unwrap_or(spec.weight),
-            latency_objective_us: self
-                .latency_objective_us
-                .unwrap_or(spec.latency_objective_us),
-            hints: self.hints.unwrap_or(spec.hints),
-            memory_guaranteed: self.memory_guaranteed.unwrap_or(spec.memory_guaranteed),
-            memory_limit: self.memory_limit.unwrap_or(spec.memory_limit),
-            memory_policy: self.memory_policy.unwrap_or(spec.memory_policy),
-            sleep_after_s: self.sleep_after_s.unwrap_or(spec.sleep_after_s),
-        }
-    }
-}
-
 /// A tenant to be made. It lives while the process that asked for it or any of its sessions does.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]
@@ -560,7 +378,7 @@ pub struct Tenant {
     #[schema(value_type = String, pattern = "^(latency|standard|batch)$")]
     pub class: Class,
     /// Its spec.
-    pub spec: Spec,
+    pub spec: TenantSpec,
     /// Whose it is.
     pub uid: u32,
     /// The user's name. Root names another user's tenant `user/name`.
@@ -916,4 +734,27 @@ pub struct Live {
 pub struct Problem {
     /// For people.
     pub error: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn change_to_null_is_only_for_what_may_be_none() {
+        let read = |text: &str| serde_json::from_str::<SpecChange>(text);
+        let none = read(r#"{"memory_limit": null, "sleep_after_s": null}"#).expect("may be none");
+        assert_eq!(
+            (none.memory_limit, none.sleep_after_s),
+            (Some(None), Some(None))
+        );
+        for (text, problem) in [
+            (r#"{"guaranteed": null}"#, "expected f64"),
+            (r#"{"class": null}"#, "expected"),
+            (r#"{"wait": 1}"#, "unknown field `wait`"),
+        ] {
+            let error = read(text).expect_err(text).to_string();
+            assert!(error.contains(problem), "{error}");
+        }
+    }
 }

@@ -9,8 +9,8 @@ use gpumux_rm::Controls;
 use gpumux_wire::page::{Arrival, Page, Slot, Work};
 
 use super::{
-    launches::Launches,
     model::SessionId,
+    permits::Launches,
     record::{Now, Totals, Who},
 };
 

@@ -11,31 +11,14 @@ use super::{Handle, block_of, handle_of, tell};
 use crate::{
     driver::{CUresult, SUCCESS},
     gate, lease,
-    memory::{self, Space, with},
     notice::say,
     own::OwnFd,
+    physical,
     ranges::{self, Allocation},
+    space::{self, Export, Space, with},
     swap,
     vmm::{self, Chunk, NOT_SUPPORTED},
 };
-
-/// Memory that other processes may open.
-#[derive(Debug)]
-pub(crate) struct Export {
-    /// The allocation; none: it was freed while others had it open, and others of its block were not.
-    address: Option<u64>,
-    block: u64,
-    /// Another process has it open.
-    pub(super) open: bool,
-    /// The daemon has it: the token may be passed on.
-    known: bool,
-}
-
-impl Export {
-    pub(crate) fn is_of(&self, address: u64) -> bool {
-        self.address == Some(address)
-    }
-}
 
 /// A token that cannot be guessed; none: the kernel has no random numbers.
 fn fresh() -> Option<u128> {
@@ -54,9 +37,8 @@ pub(crate) unsafe fn get(
     address: u64,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let own = || memory::find(address);
-    let Some((start, allocation)) = (!memory::off() && !handle.is_null()).then(own).flatten()
-    else {
+    let own = || space::find(address);
+    let Some((start, allocation)) = (!space::off() && !handle.is_null()).then(own).flatten() else {
         // The driver's own memory, or none.
         return gate::through(real);
     };
@@ -75,12 +57,12 @@ pub(crate) unsafe fn get(
         false => None,
     };
     let Some(token) = token else {
-        let result = memory::pin(address, 1, real);
+        let result = physical::pin(address, 1, real);
         if result != SUCCESS {
             say(format_args!(
                 "this program shares device memory with other processes: run it with GPUMUX_MEMORY=native"
             ));
-            memory::leave_to_driver();
+            space::leave_to_driver();
         }
         return result;
     };
@@ -201,7 +183,7 @@ pub(crate) fn serve(token: u128, index: u32) -> Option<(Piece, OwnFd)> {
 
 /// No other process has an export open any more. By the thread that moves memory, while all memory is on the device.
 pub(crate) fn unshared(token: u128) {
-    memory::tell_with(|space| space.unshare(token));
+    space::tell_with(|space| space.unshare(token));
 }
 
 #[cfg(test)]

@@ -8,10 +8,10 @@ use super::{Handle, block_of, is_managed, tell, token_of};
 use crate::{
     driver::{CUresult, Location, SUCCESS},
     gate, guard, lease,
-    memory::{self, Space, with},
     notice::say,
     own::OwnFd,
     ranges::{self, Allocation},
+    space::{self, Import, Space, with},
     vmm::{self, Chunk, GRANULE},
     work::{self, current_context},
 };
@@ -26,24 +26,6 @@ const INVALID_VALUE: CUresult = 1;
 const INVALID_CONTEXT: CUresult = 201;
 const MAP_FAILED: CUresult = 205;
 const INVALID_HANDLE: CUresult = 400;
-
-/// Another process's memory that is open here.
-#[derive(Debug)]
-pub(crate) struct Import {
-    pub(super) token: u128,
-    /// Where the whole is mapped, and what that has.
-    at: u64,
-    bytes: u64,
-    chunks: Vec<Chunk>,
-    /// Where the memory is.
-    device: i32,
-    /// For which it was opened: another context has the same memory elsewhere.
-    pub(crate) context: u64,
-    /// How often the program has it open.
-    count: u32,
-    /// Its exporter is gone: it is accounted to this process.
-    pub(super) charged: bool,
-}
 
 /// Held while memory is opened or closed, so that one handle is opened once. Never inside the gate.
 static OPENING: Mutex<()> = Mutex::new(());
@@ -71,10 +53,10 @@ pub(crate) unsafe fn open(
     if out.is_null() || flags != LAZY {
         return INVALID_VALUE;
     }
-    if memory::off() {
+    if space::off() {
         return INVALID_HANDLE;
     }
-    let (Some(device), Some(context)) = (memory::current_device(), current_context()) else {
+    let (Some(device), Some(context)) = (space::current_device(), current_context()) else {
         return INVALID_CONTEXT;
     };
     if with(|space| space.exports.contains_key(&token)) {
@@ -250,13 +232,13 @@ fn map(
     }
     // The last is the memory's own, if the driver tells it.
     let home = places.last().map_or(device, |it| it.id);
-    Ok(memory::known_device(home).unwrap_or(device))
+    Ok(space::known_device(home).unwrap_or(device))
 }
 
 /// `cuIpcCloseMemHandle`
 pub(crate) fn close(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let known = || with(|space| space.imports.contains_key(&address));
-    if memory::off() || !known() {
+    if space::off() || !known() {
         return gate::through(real);
     }
     let _alone = guard::lock(&OPENING);
@@ -269,11 +251,11 @@ pub(crate) fn close(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
         // It is closed already, and only waits for the end of a capture.
         None => INVALID_VALUE,
         Some((0, _)) if work::is_capturing_anywhere() => {
-            memory::defer(address);
+            space::defer(address);
             SUCCESS
         }
         Some((0, context)) => {
-            let result = memory::settle(context);
+            let result = space::settle(context);
             end(address);
             result
         }
@@ -291,7 +273,7 @@ pub(crate) fn close_deferred(address: u64) {
             .into()
     });
     if let Some(context) = unused {
-        let _ = memory::settle(context);
+        let _ = space::settle(context);
         end(address);
     }
 }
@@ -373,7 +355,7 @@ impl Space {
 
 /// The exporter of memory that is open here is gone. By the agent.
 pub(crate) fn orphaned(token: u128) {
-    memory::tell_with(|space| space.adopt(token));
+    space::tell_with(|space| space.adopt(token));
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::{cmp::Reverse, collections::BTreeMap, ffi::c_int};
 
-use crate::memory::Space;
+use crate::space::Space;
 
 /// What is moved.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -417,7 +417,7 @@ fn age(since: u64, now: SystemTime) -> String {
 #[cfg(test)]
 mod tests {
     use gpumux_core::Class;
-    use gpumux_daemon::api::types::{Exit, Spec, TenantState};
+    use gpumux_daemon::api::types::{Exit, TenantSpec, TenantState};
 
     use super::*;
 
@@ -433,9 +433,9 @@ mod tests {
             name: name.into(),
             user: "root".into(),
             class: Class::Standard,
-            spec: Spec {
+            spec: TenantSpec {
                 guaranteed: 0.5,
-                ..Spec::default()
+                ..TenantSpec::default()
             },
             state,
             devices: vec![device.into()],

@@ -2,8 +2,8 @@ use std::time::Duration;
 
 use gpumux_core::{Class, Demand};
 use gpumux_daemon::api::types::{
-    Device, DeviceMemory, Domain, History, HostMemory, MemoryShare, Readings, Spec, SpecChange,
-    Status, Tenant, TenantHistory, TenantState,
+    Device, DeviceMemory, Domain, History, HostMemory, MemoryShare, Readings, SpecChange, Status,
+    Tenant, TenantHistory, TenantSpec, TenantState,
 };
 use ratatui::{
     Terminal,
@@ -55,9 +55,9 @@ fn tenant(name: &str, class: Class, domains: Vec<Domain>) -> Tenant {
     Tenant {
         name: name.into(),
         class,
-        spec: Spec {
+        spec: TenantSpec {
             class,
-            ..Spec::default()
+            ..TenantSpec::default()
         },
         pids: vec![7],
         memory: match domains.is_empty() {

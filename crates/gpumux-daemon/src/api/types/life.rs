@@ -1,12 +1,8 @@
 //! How tenants begin and end: events, ends, signals, and what is remembered for names.
 
-use std::{fmt, time::Duration};
-
-use gpumux_core::quantity::{Percent, Size, Time};
+use gpumux_core::SpecChange;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
-
-use super::SpecChange;
 
 /// Something that happened to a tenant or a group.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
@@ -165,57 +161,4 @@ pub struct Setting {
     pub name: String,
     /// What was set.
     pub change: SpecChange,
-}
-
-/// In the words of the flags: `class batch, guaranteed 50%, memory limit none`.
-impl fmt::Display for SpecChange {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let size = |bytes: Option<u64>| bytes.map_or("none".into(), |it| Size(it).to_string());
-        let time = |us: Option<u64>, none: &str| {
-            us.map_or(none.into(), |us| {
-                Time(Duration::from_micros(us)).to_string()
-            })
-        };
-        let sleep = |s: Option<u64>| time(s.map(|s| s.saturating_mul(1_000_000)), "never");
-        let parts = [
-            self.class.map(|it| format!("class {it}")),
-            self.guaranteed
-                .map(|it| format!("guaranteed {}", Percent(it))),
-            self.limit.map(|it| format!("limit {}", Percent(it))),
-            self.weight.map(|it| format!("weight {it}")),
-            (self.latency_objective_us).map(|it| format!("latency objective {}", time(it, "none"))),
-            self.hints.map(|it| format!("hints {}", it.name())),
-            (self.memory_guaranteed).map(|it| format!("memory guaranteed {}", Size(it))),
-            self.memory_limit
-                .map(|it| format!("memory limit {}", size(it))),
-            self.memory_policy
-                .map(|it| format!("memory policy {}", it.name())),
-            self.sleep_after_s
-                .map(|it| format!("sleep after {}", sleep(it))),
-        ];
-        let parts: Vec<String> = parts.into_iter().flatten().collect();
-        f.pad(&parts.join(", "))
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use gpumux_core::Class;
-
-    use super::*;
-
-    #[test]
-    fn change_is_shown_in_the_words_of_the_flags() {
-        let change = SpecChange {
-            class: Some(Class::Batch),
-            guaranteed: Some(0.5),
-            memory_limit: Some(None),
-            memory_guaranteed: Some(8 << 30),
-            sleep_after_s: Some(Some(90)),
-            ..SpecChange::default()
-        };
-        let text = "class batch, guaranteed 50%, memory guaranteed 8.0 GiB, memory limit none, sleep after 1m30s";
-        assert_eq!(change.to_string(), text);
-        assert_eq!(SpecChange::default().to_string(), "");
-    }
 }

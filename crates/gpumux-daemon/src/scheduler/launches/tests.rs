@@ -1,8 +1,8 @@
 use gpumux_core::{Class, Demand, TenantId, TenantSpec};
-use gpumux_wire::permits::Permitted;
+use gpumux_wire::permits::{Permits, Permitted};
 
 use super::{super::tests::Bench, *};
-use crate::scheduler::{GroupError, NewGroup};
+use crate::scheduler::{GroupError, Launches, NewGroup};
 
 /// Tenant, session, process and group `n` of this class, without work, which reads the permits that are returned.
 fn add(bench: &mut Bench, n: u32, class: Class) -> Result<Permitted, GroupError> {

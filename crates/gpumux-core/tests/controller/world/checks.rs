@@ -1,0 +1,223 @@
+//! What must hold at every moment, and what is measured.
+
+use super::*;
+
+impl World {
+    /// As the daemon does.
+    pub(super) fn check_timeslices(&mut self) {
+        self.checked = self.now;
+        for (id, group) in &self.groups {
+            let event = match group.manner {
+                Manner::Works => Event::Found(*id, group.timeslice),
+                Manner::Fails => Event::Unreadable(*id),
+                Manner::Hangs => continue,
+            };
+            self.controller.handle(self.now, event);
+        }
+    }
+
+    /// Whether a group runs if the hardware gives it its turn.
+    pub(super) fn runs(&self, group: &Group) -> bool {
+        !group.frozen && self.tenants.get(&group.tenant).is_some_and(|it| it.busy)
+    }
+
+    pub(super) fn is_away(&self, tenant: u64) -> bool {
+        let tenant = self.tenants.get(&tenant);
+        tenant.is_some_and(|it| it.holding.values().any(|it| it.swapped > 0))
+    }
+
+    /// Whether the controller may control all groups of a tenant, and its memory is there.
+    pub(super) fn is_sound(&self, tenant: u64) -> bool {
+        let groups = self.tenants.get(&tenant).map(|it| &it.groups);
+        let mut known = groups.into_iter().flatten();
+        known.all(|id| {
+            let known = self.controller.domain(*id).expect("it came");
+            let works = self.groups[id].manner == Manner::Works;
+            works && !known.is_faulty() && !known.swapped_out
+        })
+    }
+
+    /// How many run at timeslices about as short as a switch.
+    pub(super) fn livelocked(&self, device: usize) -> usize {
+        let livelocked = self.groups.iter().filter(|(id, it)| {
+            let known = self.controller.domain(**id).expect("it came");
+            let foreign = self.now < it.tampered + CHECK + SOON;
+            let short = it.timeslice < SHORT && !known.is_faulty() && !foreign;
+            it.device == device && self.runs(it) && short
+        });
+        livelocked.count()
+    }
+
+    /// What must always hold.
+    pub(super) fn check(&mut self) {
+        let now = self.now;
+        let mut wrong = BTreeSet::new();
+        // Another control hangs: nothing can be done before its deadline.
+        let hung = |it: &Group| it.hung.is_some_and(|at| now < at + DEADLINE + SOON);
+        let mut groups = self.groups.values();
+        let hangs = groups.any(|it| it.manner == Manner::Hangs || hung(it)) || now < self.hung;
+        for device in 0..self.devices {
+            let here = |group: &&Group| group.device == device;
+            if self.livelocked(device) > 1 && !hangs {
+                wrong.insert(("two run at short timeslices", device as u64));
+            }
+            let running = self.groups.values().filter(here).any(|it| self.runs(it));
+            let single = |it: &Group| {
+                let tenant = &self.tenants[&it.tenant];
+                tenant.busy && tenant.groups.len() == 1 && self.is_sound(it.tenant)
+            };
+            let could = self.groups.values().filter(here).any(single);
+            if could && !running && !hangs {
+                wrong.insert(("idles", device as u64));
+            }
+        }
+        for (id, group) in &self.groups {
+            let known = self.controller.domain(*id).expect("it came");
+            if self.is_away(group.tenant) {
+                assert!(group.frozen, "computes while its memory is away: {id:?}");
+            }
+            // What is not as the controller knows it was set by another program, or is being set.
+            let foreign = now < group.tampered + CHECK + SOON;
+            if !known.is_faulty() && group.manner == Manner::Works && !hangs && !foreign {
+                let frozen = known.state.run == RunState::Frozen;
+                if (group.frozen, group.timeslice) != (frozen, known.state.timeslice) {
+                    wrong.insert(("differs", id.0));
+                }
+                if known.swapped_out && !group.frozen {
+                    wrong.insert(("runs without its memory", id.0));
+                }
+            }
+            if known.is_faulty() && group.manner == Manner::Works {
+                let longest = group.mended + BACKOFF.1 + DEADLINE;
+                assert!(now <= longest || hangs, "{id:?} is not taken up again");
+            }
+            if group.frozen {
+                let ends = known.swapped_out
+                    || known.is_faulty()
+                    || self.controller.next_wakeup().is_some();
+                assert!(
+                    ends && !known.reason.is_empty(),
+                    "{id:?} stays frozen: {known:?}"
+                );
+            }
+        }
+        for (id, tenant) in &self.tenants {
+            let runs = tenant.groups.iter().map(|it| self.runs(&self.groups[it]));
+            let states: BTreeSet<bool> = runs.collect();
+            if self.is_sound(*id) && states.len() > 1 && !hangs {
+                wrong.insert(("runs in part", *id));
+            }
+        }
+        self.wrong.retain(|key, _| wrong.contains(key));
+        for key in wrong {
+            let since = *self.wrong.entry(key).or_insert(now);
+            let most = match key.0 {
+                "runs in part" => PART,
+                _ => SOON,
+            };
+            let most = most + Micros(self.groups.len() as u64 * DEFERRED.0);
+            assert!(
+                now <= since + most,
+                "{key:?} since {since}: {:?}",
+                self.groups
+            );
+        }
+        self.measure_waits(hangs);
+    }
+
+    /// How long tenants wait with work although their memory is there.
+    pub(super) fn measure_waits(&mut self, hangs: bool) {
+        let now = self.now;
+        let waiting: Vec<(DomainId, bool)> = (self.groups.iter())
+            .map(|(id, it)| {
+                let busy = self.tenants[&it.tenant].busy;
+                let waits = busy && it.frozen && !hangs && self.is_sound(it.tenant);
+                (*id, waits)
+            })
+            .collect();
+        for (id, waits) in waiting {
+            let group = self.groups.get_mut(&id).expect("known");
+            let since = waits.then(|| group.waits.unwrap_or(now));
+            group.waits = since;
+            let waited = since.map_or(Micros::ZERO, |since| now.saturating_sub(since));
+            self.longest_wait = self.longest_wait.max(waited);
+        }
+        let away: Vec<(u64, bool)> = (self.tenants.iter())
+            .map(|(id, it)| (*id, it.busy && self.is_away(*id)))
+            .collect();
+        for (id, away) in away {
+            let tenant = self.tenants.get_mut(&id).expect("known");
+            tenant.away = away.then(|| tenant.away.unwrap_or(now));
+        }
+    }
+
+    /// How long a tenant has waited for its memory until now.
+    pub(crate) fn away(&self, id: u64) -> Micros {
+        let since = self.tenants.get(&id).and_then(|it| it.away);
+        since.map_or(Micros::ZERO, |since| self.now.saturating_sub(since))
+    }
+
+    /// The longest wait that the policy's bounds allow any tenant of these devices.
+    pub(crate) fn wait_bound(&self) -> Micros {
+        let bounds = (0..self.devices).flat_map(|device| {
+            let here = self.tenants.iter().filter(|(_, it)| {
+                let mut groups = it.groups.iter();
+                groups.any(|it| self.groups[it].device == device)
+            });
+            let tenants = here.map(|(id, it)| TenantState {
+                id: TenantId(*id),
+                user: UserId::default(),
+                spec: it.spec.clone(),
+            });
+            let snapshot = Snapshot::of_tenants(tenants.collect());
+            self.controller.policy(device).bounds(&snapshot)
+        });
+        bounds.map(|it| it.wait).max().unwrap_or_default()
+    }
+
+    /// Service that each tenant receives from now on for so long, as parts of that time, by the hardware's own rules.
+    pub(crate) fn shares(&mut self, time: Micros) -> BTreeMap<u64, f64> {
+        let (start, end) = (self.now, self.now + time);
+        let mut received: BTreeMap<u64, f64> = BTreeMap::new();
+        while self.now < end {
+            let before = self.now;
+            let step = Micros(500).min(end.saturating_sub(before));
+            for device in 0..self.devices {
+                let here: Vec<&Group> = (self.groups.values())
+                    .filter(|it| it.device == device)
+                    .collect();
+                let states: Vec<DomainState> = here
+                    .iter()
+                    .map(|it| DomainState {
+                        id: DomainId(0),
+                        tenant: TenantId(it.tenant),
+                        demand: match self.tenants[&it.tenant].busy {
+                            true => Demand::Busy,
+                            false => Demand::Idle,
+                        },
+                        demand_since: Micros::ZERO,
+                        expected: None,
+                        tolerated: None,
+                        received: Micros::ZERO,
+                        timeslice: it.timeslice,
+                        run: if it.frozen {
+                            RunState::Frozen
+                        } else {
+                            RunState::Enabled
+                        },
+                        pinned: None,
+                    })
+                    .collect();
+                for (group, part) in here.iter().zip(fractions(&states, &Costs::default())) {
+                    *received.entry(group.tenant).or_default() += part * step.0 as f64;
+                }
+            }
+            self.run_for(step);
+        }
+        let time = end.saturating_sub(start).0 as f64;
+        received
+            .into_iter()
+            .map(|(id, got)| (id, got / time))
+            .collect()
+    }
+}

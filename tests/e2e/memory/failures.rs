@@ -1,0 +1,221 @@
+//! Processes and daemons that die, and steps that fail, around a move.
+
+use super::*;
+
+#[test]
+fn a_daemon_that_dies_leaves_no_tenant_asleep() {
+    let mut node = Node::start();
+    let worker = Process::start(&mut node.tenant("--name worker", &program(3, "24MiB", 400)));
+    node.wait_tenant("worker", |it| bytes(it, "in_use") > 0);
+    let idle = "gpumux workload idle --seconds 20 --memory 64MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 64 << 20);
+    assert!(sleeps(&node, "idler"));
+    let _ = sleeps(&node, "worker");
+    node.kill_daemon();
+    verified(&worker.finish_within(PATIENCE * 3));
+    idler.finish_within(PATIENCE * 3).ok();
+}
+
+/// A tenant of more than half of the device, over restarts of the daemon.
+#[test]
+fn daemon_restart_keeps_memory_accounting() {
+    if real() {
+        eprintln!("SKIPPED: the device is too large to fill in a test");
+        return;
+    }
+    let mut node = Node::with_memory(1 << 30);
+    let idle = "gpumux workload idle --seconds 600 --memory 600MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 600 << 20);
+    let before = free(&node);
+    assert!(before > 100 << 20, "{before}");
+    for _ in 0..3 {
+        node.kill_daemon();
+        node.start_daemon();
+        node.wait_tenant("idler", |it| bytes(it, "in_use") >= 600 << 20);
+        // Its context is known a moment after its memory.
+        wait_for("the same accounting", PATIENCE, || {
+            (free(&node) == before).then_some(())
+        });
+        // What was free is: it needs no other's memory.
+        let next = "gpumux workload idle --seconds 0 --memory 100MiB";
+        node.tenant("--memory-policy fail", next).run().ok();
+        assert_eq!(
+            node.find_tenant("idler").map(|it| bytes(&it, "swapped")),
+            Some(0)
+        );
+    }
+    idler.kill();
+}
+
+#[test]
+fn a_sleeper_that_is_killed_leaves_nothing() {
+    let node = Node::start();
+    let before = free(&node);
+    let idle = "gpumux workload idle --seconds 600 --memory 64MiB";
+    let idler = Process::start(&mut node.tenant("--name idler", idle));
+    node.wait_tenant("idler", |it| bytes(it, "in_use") >= 64 << 20);
+    assert!(sleeps(&node, "idler"));
+    idler.kill();
+    wait_for("the end of a sleeper", PATIENCE, || {
+        (node.find_tenant("idler").is_none() && free(&node) >= before).then_some(())
+    });
+    verified(&node.tenant("--name next", &program(5, "32MiB", 300)).run());
+}
+
+/// What the library calls while it moves memory: all steps of a way out and back. (The first copy each way is a trial.)
+const STEPS: [(&str, u32); 14] = [
+    ("cuMemHostRegister_v2", 1),
+    ("cuStreamCreate", 1),
+    ("cuMemAlloc_v2", 1),
+    ("cuStreamSynchronize", 1),
+    ("cuMemcpyDtoHAsync_v2", 2),
+    ("cuMemcpyDtoHAsync_v2", 3),
+    ("cuStreamSynchronize", 2),
+    ("cuMemUnmap", 1),
+    ("cuMemRelease", 2),
+    ("cuMemCreate", 1),
+    ("cuMemMap", 2),
+    ("cuMemSetAccess", 1),
+    ("cuMemcpyHtoDAsync_v2", 2),
+    ("cuStreamSynchronize", 3),
+];
+
+/// A random program in which something happens at a step of a move.
+fn broken(
+    node: &Node,
+    name: &str,
+    seed: u32,
+    steps: u32,
+    what: &str,
+    (function, call): (&str, u32),
+) -> Process {
+    let mut program = program(seed, "24MiB", steps);
+    if seed % 2 == 1 {
+        program += " --mapped";
+    }
+    let mut command = node.tenant(&format!("--name {name}"), &program);
+    command.env(
+        "GPUMUX_EMU_FAULT",
+        format!("{what}@{call}:{function}:gpumux-mover"),
+    );
+    let process = Process::start(&mut command);
+    node.wait_tenant(name, |it| bytes(it, "swapped") + bytes(it, "in_use") > 0);
+    process
+}
+
+#[test]
+fn kill_at_any_step_of_a_move_harms_no_other_tenant() {
+    if real() {
+        return;
+    }
+    let node = Node::start();
+    let before = free(&node);
+    let survivor = Process::start(&mut node.tenant("--name survivor", &program(11, "24MiB", 600)));
+    for (n, step) in STEPS.into_iter().enumerate() {
+        let name = format!("victim{n}");
+        let mut victim = broken(&node, &name, n as u32, 100_000, "kill", step);
+        let (started, mut moved) = (Instant::now(), 0);
+        while victim.poll().is_none() {
+            assert!(started.elapsed() < PATIENCE * 3, "{step:?} never comes");
+            moved += u32::from(sleeps(&node, &name));
+            let _ = sleeps(&node, "survivor");
+        }
+        let ended = victim.finish();
+        assert_eq!(
+            ended.code(),
+            137,
+            "{step:?}, moved {moved} times: {ended:?}"
+        );
+    }
+    verified(&survivor.finish_within(PATIENCE * 4));
+    wait_for("the memory of the dead", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+}
+
+#[test]
+fn daemon_death_at_any_step_of_a_move_loses_no_byte() {
+    if real() {
+        return;
+    }
+    let mut node = Node::start();
+    for (n, step) in STEPS.into_iter().enumerate() {
+        let name = format!("t{n}");
+        let tenant = broken(&node, &name, n as u32, 1000, "stop", step);
+        let pid = node.wait_tenant(&name, |it| it["pids"][0].is_u64())["pids"][0].clone();
+        let stopped = || {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            stat.rsplit(')')
+                .next()
+                .is_some_and(|rest| rest.trim_start().starts_with('T'))
+        };
+        let mut mover = Process::start(&mut node.gpumux(["sleep", &name]));
+        wait_for(&format!("{step:?}"), PATIENCE, || {
+            if mover.poll().is_some() && !stopped() {
+                // It is not on the way out: the way back then, which the program begins itself.
+                mover = Process::start(&mut node.gpumux(["sleep", &name]));
+            }
+            stopped().then_some(())
+        });
+        node.kill_daemon();
+        let pid = pid.as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+        kill_process(pid.expect("a pid"), Signal::CONT).expect("it is there");
+        node.start_daemon();
+        verified(&tenant.finish_within(PATIENCE * 2));
+    }
+}
+
+#[test]
+fn failed_step_of_a_move_loses_no_byte() {
+    if real() {
+        return;
+    }
+    let node = Node::start();
+    let before = free(&node);
+    // Letting go of memory cannot fail.
+    let may_fail = |(name, _): &(&str, u32)| !["cuMemUnmap", "cuMemRelease"].contains(name);
+    for (n, step) in STEPS.into_iter().filter(may_fail).enumerate() {
+        let name = format!("t{n}");
+        let mut tenant = broken(&node, &name, n as u32, 250, "fail", step);
+        // Both ways, and once more after the step.
+        for _ in 0..5 {
+            if tenant.poll().is_none() {
+                let _ = sleeps(&node, &name);
+            }
+        }
+        verified(&tenant.finish_within(PATIENCE * 2));
+    }
+    wait_for("the memory of all", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+}
+
+/// Killed at any moment of a move: nothing is lost, and a survivor has every byte. `GPUMUX_TEST_ROUNDS=200` is a longer storm.
+#[test]
+fn storm_of_kills_harms_no_other_tenant() {
+    let node = Node::start();
+    let before = free(&node);
+    let rounds = std::env::var("GPUMUX_TEST_ROUNDS").ok();
+    let rounds = rounds.map_or(6, |text| text.parse().expect("a number of rounds"));
+    let long = program(11, "24MiB", 50 * rounds);
+    let survivor = Process::start(&mut node.tenant("--name survivor", &long));
+    for round in 0..rounds {
+        let name = format!("victim{round}");
+        let work = program(round, "24MiB", 100_000);
+        let victim = Process::start(&mut node.tenant(&format!("--name {name}"), &work));
+        node.wait_tenant(&name, |it| bytes(it, "in_use") > 0);
+        // The answer comes when the move is done, or the tenant gone.
+        let mover = Process::start(&mut node.gpumux(["sleep", &name]));
+        let _ = sleeps(&node, "survivor");
+        std::thread::sleep(Duration::from_millis(u64::from(round % 10) * 15));
+        victim.kill();
+        let ended = mover.finish_within(PATIENCE * 2);
+        assert!(ended.status.code().is_some(), "{ended:?}");
+    }
+    verified(&survivor.finish_within(PATIENCE * 4));
+    wait_for("the memory of the dead", PATIENCE, || {
+        (free(&node) >= before).then_some(())
+    });
+}

@@ -1,0 +1,207 @@
+//! How the SMs of a group are divided, and by which scaling profiles.
+
+use super::*;
+
+#[test]
+fn a_member_starts_with_the_sms_that_guarantees_limits_and_curves_leave_it() {
+    let node = Node::start();
+    let start = |name: &str, options: &str| {
+        let mut command = node.tenant(&format!("{GROUP} --name {name} {options}"), "sh -c");
+        let script = "echo \"percent=$CUDA_MPS_ACTIVE_THREAD_PERCENTAGE\"; exec sleep 600";
+        let mut process = Process::start(command.arg(script));
+        process.wait_lines(1);
+        process
+    };
+    let percent = |process: &Process| process.out().trim().replace("percent=", "");
+    let sure = start("sure", "--guaranteed 0.4");
+    let rest = start("rest", "");
+    let little = start("little", "--limit 0.25");
+    assert_eq!([&sure, &rest, &little].map(percent), ["", "60", "25"]);
+    assert_eq!(
+        node.find_tenant("rest").unwrap()["placement"]["sm_percent"],
+        60
+    );
+    // What the members keep is not given to others.
+    let late = start("late", "--guaranteed 0.2");
+    let forced = start("forced", "--guaranteed 0.2 --sharing space");
+    let reason = |name: &str| node.find_tenant(name).unwrap()["placement"]["reason"].clone();
+    let said = reason("late");
+    assert!(said.as_str().unwrap().contains("guarantee"), "{said}");
+    assert_eq!(percent(&late), "");
+    let explained = node.gpumux(["explain", "forced"]).run().ok().out;
+    let table = node.gpumux(["ps"]).run().ok().out;
+    assert!(
+        explained.contains("holds only once sure start anew"),
+        "{explained}"
+    );
+    assert!(
+        table.contains("forced: its guarantee of 20% holds only once these start anew: sure\n"),
+        "{table}"
+    );
+    drop((sure, rest, little, late, forced));
+    for name in ["sure", "rest", "little", "late", "forced"] {
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant(name).is_none().then_some(())
+        });
+    }
+    // One that is done with a fifth of the SMs, and one that scales to the last.
+    let small = start("small", "--utility 20:0.9,50:0.95,100:1");
+    let large = start("large", "--utility 25:0.25,50:0.5,75:0.75,100:1");
+    assert_eq!(percent(&large), "80");
+    drop(small);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("small").is_none().then_some(())
+    });
+    let again = start("small", "--utility 20:0.9,50:0.95,100:1");
+    assert_eq!(percent(&again), "20");
+}
+
+/// Kernels that need a quarter of an H100's SMs, and such that use all. By themselves they would fit the SMs that they see.
+const SMALL: &str =
+    "gpumux workload batch --iterations 400000 --blocks 33 --in-flight 2 --seconds 600";
+const LARGE: &str =
+    "gpumux workload batch --iterations 400000 --blocks 264 --in-flight 2 --seconds 600";
+
+/// What `gpumux profile --list` knows of a program.
+fn known(node: &Node, fingerprint: &str) -> Option<Value> {
+    let list = node.gpumux(["profile", "--list", "--json"]).run().ok();
+    let list = list.json();
+    let mut all = list["programs"].as_array().unwrap().iter();
+    all.find(|it| it["fingerprint"] == fingerprint).cloned()
+}
+
+/// `gpumux profile OPTIONS -- PROGRAM`.
+#[track_caller]
+fn profile(node: &Node, options: &str, program: &str) -> Value {
+    let line = format!(
+        "gpumux profile --points 25,100 --warmup 0.5 --seconds 2 --json {options} -- {program}"
+    );
+    let own = gpumux_tests::binary().display().to_string();
+    let words = line.split_whitespace().map(|word| match word {
+        "gpumux" => own.clone(),
+        word => word.to_owned(),
+    });
+    let mut command = node.on_device(words);
+    let finished = Process::start(&mut command).finish_within(PATIENCE * 2);
+    println!("{}", finished.err);
+    finished.ok().json()
+}
+
+#[test]
+fn a_profile_is_kept_and_divides_the_sms_at_the_next_start() {
+    let mut node = Node::start();
+    let small = profile(&node, "--fingerprint small", SMALL);
+    let large = profile(&node, "", LARGE);
+    let quarter = |profile: &Value| profile["points"][0]["relative"].as_f64().unwrap();
+    assert!(quarter(&large) < 0.75, "{large:#}");
+    assert!(quarter(&small) > quarter(&large), "{small:#} {large:#}");
+    // No tenant of it is left.
+    assert_eq!(node.ps()["tenants"].as_array().map(Vec::len), Some(0));
+
+    // The next daemon knows it too.
+    node.stop_daemon().ok();
+    node.start_daemon();
+    let fingerprint = large["fingerprint"].as_str().unwrap();
+    assert!(fingerprint.starts_with("gpumux-"), "{fingerprint}");
+    let kept = known(&node, fingerprint).unwrap();
+    assert_eq!(
+        (&kept["curve"][0][0], &kept["profiled"]),
+        (&25.into(), &true.into())
+    );
+
+    let placement = |name: &str| node.wait_tenant(name, has_domain)["placement"].clone();
+    let first = member(&node, "first", "--fingerprint small", SMALL);
+    assert_eq!(
+        placement("first")["curve"],
+        Value::Null,
+        "without another member there is nothing to divide"
+    );
+    let _large = member(&node, "large", "", LARGE);
+    let of_large = placement("large");
+    assert_eq!(
+        (&of_large["curve"], of_large["fingerprint"].as_str()),
+        (&"measured".into(), Some(fingerprint))
+    );
+    assert!(of_large["sm_percent"].as_u64() > Some(50), "{of_large:#}");
+    let said = node.gpumux(["explain", "large"]).run().ok().out;
+    assert!(
+        said.contains(&format!("by what was measured of {fingerprint}")),
+        "{said}"
+    );
+    drop(first);
+    wait_for("its end", PATIENCE, || {
+        node.find_tenant("first").is_none().then_some(())
+    });
+    // What is said comes before what was measured.
+    let _second = member(
+        &node,
+        "second",
+        "--fingerprint small --utility 25:0.9,50:0.95,100:1",
+        SMALL,
+    );
+    assert_eq!(placement("second")["curve"], "given");
+
+    node.gpumux(["profile", "--forget", "small"]).run().ok();
+    assert_eq!(known(&node, "small"), None);
+    let again = node.gpumux(["profile", "--forget", "small"]).run();
+    assert!(again.err.contains("nothing is known"), "{again:?}");
+}
+
+#[test]
+fn a_program_that_ends_before_it_was_measured_is_no_profile() {
+    let node = Node::start();
+    let own = gpumux_tests::binary().display().to_string();
+    let short = "workload batch --iterations 1000 --calls 5";
+    let mut words = vec![own.as_str(), "profile", "--points", "50,100", "--", &own];
+    words.extend(short.split_whitespace());
+    let finished = node.on_device(words).run();
+    assert_ne!(finished.code(), 0);
+    assert!(
+        finished.err.contains("ended before it was measured"),
+        "{finished:?}"
+    );
+    let list = node.gpumux(["profile", "--list", "--json"]).run().ok();
+    assert_eq!(list.json()["programs"].as_array().map(Vec::len), Some(0));
+}
+
+#[test]
+fn program_that_loses_more_in_its_group_starts_outside() {
+    let node = Node::start();
+    // One kernel after the other, each of which waits until the neighbour's long ones leave SMs.
+    let program =
+        "gpumux workload batch --iterations 120000 --blocks 66 --in-flight 1 --seconds 600";
+    let start = |options: &str| {
+        let options = format!("--fingerprint short {options}");
+        member(&node, "short", &options, program)
+    };
+    let learnt = |what: &str, so: &dyn Fn(&Value) -> bool| {
+        wait_for(what, PATIENCE, || known(&node, "short").filter(so))
+    };
+    let ended = || {
+        wait_for("its end", PATIENCE, || {
+            node.find_tenant("short").is_none().then_some(())
+        });
+    };
+    let first = start("");
+    learnt("its speed alone", &|it| it["curve"][0][0] == 100);
+    let _long = member(&node, "long", "", LOAD);
+    let known = learnt("its speed beside another", &|it| it["beside"][0][0] == 1);
+    println!("{known:#}");
+    drop(first);
+    ended();
+    let again = start("");
+    let placement = node.wait_tenant("short", has_domain)["placement"].clone();
+    let reason = placement["reason"].as_str().unwrap();
+    assert!(
+        reason.contains("of its speed alone in the group"),
+        "{reason}"
+    );
+    if !real() {
+        assert_eq!(placement["way"], "time", "{placement:#}");
+    }
+    drop(again);
+    ended();
+    let _asked = start("--sharing space");
+    let placement = node.wait_tenant("short", has_domain)["placement"].clone();
+    assert_eq!(placement["way"], "space", "{placement:#}");
+}
