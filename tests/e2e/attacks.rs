@@ -299,6 +299,8 @@ fn connections_that_race_with_their_end_leave_nothing() {
             });
         }
     });
+    // The daemon has 1,200 connections to end first: how long that takes is the machine's matter.
+    settled_files(&node);
     daemon_serves(&node, &old);
     assert!(settled_files(&node) <= before, "{:#?}", node.daemon_files());
 }

@@ -49,21 +49,20 @@ impl Handle {
         &self,
         command: impl FnOnce(Answer<T>) -> Command,
     ) -> Result<T, Stopped> {
-        let (answer, answered) = oneshot::channel();
-        self.commands.send(command(answer)).map_err(|_| Stopped)?;
-        answered.await.map_err(|_| Stopped)
+        self.send(command)?.await.map_err(|_| Stopped)
     }
 
-    /// Has a command carried out after all that were sent before it; its answer is not awaited.
+    /// Has a command carried out after all that were sent before it. The answer may be awaited.
     ///
     /// # Errors
     /// When the thread has ended.
     pub(crate) fn send<T>(
         &self,
         command: impl FnOnce(Answer<T>) -> Command,
-    ) -> Result<(), Stopped> {
-        let (answer, _) = oneshot::channel();
-        self.commands.send(command(answer)).map_err(|_| Stopped)
+    ) -> Result<oneshot::Receiver<T>, Stopped> {
+        let (answer, answered) = oneshot::channel();
+        self.commands.send(command(answer)).map_err(|_| Stopped)?;
+        Ok(answered)
     }
 
     /// Returns when the thread has made no progress for so long: a control has not returned from the driver.

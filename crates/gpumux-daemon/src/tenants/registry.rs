@@ -728,12 +728,10 @@ impl Tenants {
         let owner = self.owner_of(uid, name).await?;
         let policy = self.users.policy(owner).await;
         let alone = self.changing.lock().await;
-        let (id, spec, set) = {
-            let table = self.table.lock().await;
-            let tenant = table.owned(uid, name)?;
-            let named = (tenant.named && !tenant.kept).then(|| (tenant.uid, tenant.name.clone()));
-            (tenant.id, change.apply(&tenant.spec), named)
-        };
+        let table = self.table.lock().await;
+        let tenant = table.owned(uid, name)?;
+        let set = (tenant.named && !tenant.kept).then(|| (tenant.uid, tenant.name.clone()));
+        let (id, spec) = (tenant.id, change.apply(&tenant.spec));
         let change_spec = |answer| Command::Change {
             tenant: id,
             policy,
@@ -742,7 +740,10 @@ impl Tenants {
             by_root: uid == 0,
             answer,
         };
-        self.scheduler.ask(change_spec).await??;
+        // It is sent before the tenant can end.
+        let answered = self.scheduler.send(change_spec)?;
+        drop(table);
+        answered.await.map_err(|_| Stopped)??;
         let mut table = self.table.lock().await;
         if let Some(tenant) = table.tenants.get_mut(&id) {
             let whose = (tenant.name.as_str(), tenant.uid);
