@@ -13,7 +13,7 @@ Programs are `gpumux workload`, so it runs without PyTorch and on the emulated d
 Modes: `alone` (the light tenant's latency), `time-slicing`, `gpumux` (no guarantees) and `guaranteed`.
 
 Values by the number of a tenant, for those that always have work: `share_N` (of the work that all tenants of its device had done, each call counted by its time
-alone), in mode `guaranteed` also `promised_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work.
+alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work.
 For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
 (the part of one CPU that the daemon takes).
 """
@@ -115,7 +115,7 @@ def evaluate(tenants: Sequence[Tenant], found: Sequence[dict[str, Any]], guarant
         every = total[tenant.device]
         values[f"share_{number}"] = sum(own[:windows]) / max(sum(every), 1.0)
         if guaranteed:
-            values[f"promised_{number}"] = tenant.guaranteed
+            values[f"guarantee_{number}"] = tenant.guaranteed
             values[f"lag_{number}_ms"] = lag_us(own, every, tenant.guaranteed) / 1e3
     return values
 

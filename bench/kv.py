@@ -6,7 +6,7 @@ granule: `commit_us`, `decommit_us` (64 at once), `one_commit_us`, `one_decommit
 `guarantee`: a borrower has all of the device that it can get, and a tenant with a guarantee of `--guarantee` wants that. Cases: the borrower's pages
 are `free`, `cached` or `in-use` (in the first two, 1 GiB is in use). Modes, what the borrower does: `cooperates` (waits for requests), `locked` (a thread
 holds Python's lock), `frozen` (both work without a pause, the borrower in class batch, the other in class latency), `dead` (killed; from then on). Values:
-`ms` (until the guarantee is there; median of the rounds), `max_ms`, `first_ms` (the first move to the host also makes host memory), `borrowed_gib`,
+`ms` (until the guarantee is there; median of the rounds), `max_ms`, `first_ms` (the first move to the host also makes host memory), `holder_gib`,
 `verified_gib` (bytes in use of the borrower that were compared afterwards), `wrong` pages of both, `taken` granules, `moves`.
 
 `random`: two pools at which pages are taken into use, freed, made a cache and looked for again at random, while each gets what the other has. Values: `takes` (granules
@@ -107,7 +107,7 @@ def one(mode: Gpumux, owner: Worker, borrower: Worker, case: str, condition: str
     for _ in range(1 if condition == "dead" else options.rounds):
         order(owner, "release")
         order(borrower, "release")
-        borrowed = order(borrower, "fill", state=case, keep=bytes_of(options.keep))["borrowed_gib"]
+        borrowed = order(borrower, "fill", state=case, keep=bytes_of(options.keep))["holder_gib"]
         # Others borrow a guarantee once its owner was idle for a while, and reports are at most 50 ms old.
         time.sleep(0.2)
         before = moves(mode, "borrower")
@@ -139,7 +139,7 @@ def one(mode: Gpumux, owner: Worker, borrower: Worker, case: str, condition: str
         found = {"verified_gib": verified["verified_gib"], "taken": verified["taken"], "moves": count}
     if wrong:
         raise BenchError(f"{wrong} pages have other contents than were written")
-    return {"ms": statistics.median(took), "max_ms": max(took), "first_ms": took[0], "borrowed_gib": borrowed, "wrong": wrong, **found}
+    return {"ms": statistics.median(took), "max_ms": max(took), "first_ms": took[0], "holder_gib": borrowed, "wrong": wrong, **found}
 
 
 def random_takes(results: Results, _cases: Sequence[str], _modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:

@@ -24,7 +24,7 @@ class Values(unittest.TestCase):
         values = guarantees.evaluate(tenants, found, guaranteed=True)
         self.assertEqual(values["total_rel"], 1.0)
         self.assertEqual((values["share_2"], values["share_3"]), (0.53, 0.45))
-        self.assertEqual((values["promised_2"], values["lag_2_ms"], values["lag_3_ms"]), (0.4, 0.0, 0.0))
+        self.assertEqual((values["guarantee_2"], values["lag_2_ms"], values["lag_3_ms"]), (0.4, 0.0, 0.0))
         self.assertEqual((values["latency_p50_us"], values["latency_p99_us"]), (1.0, 2.0))
         self.assertNotIn("share_1", values)
         self.assertNotIn("lag_2_ms", guarantees.evaluate(tenants, found, guaranteed=False))
