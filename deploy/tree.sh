@@ -40,8 +40,8 @@ put 644 "$here/systemd/run-gpumux-groups.mount" "$to/lib/systemd/system/run-gpum
 put 644 "$here/systemd/user/gpumuxd.service" "$to/lib/systemd/user/gpumuxd.service"
 
 share=$to/share
-for file in "$repository"/python/gpumux/*.py "$repository"/python/gpumux/py.typed; do
-  put 644 "$file" "$share/gpumux/python/gpumux/$(basename "$file")"
+for file in "$repository"/python/gpumux/{,compat/}*.py "$repository"/python/gpumux/py.typed; do
+  put 644 "$file" "$share/gpumux/python/${file#"$repository/python/"}"
 done
 "$host" man "$work/man"
 for page in "$work"/man/*.1; do

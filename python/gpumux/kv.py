@@ -127,8 +127,8 @@ class _Elastic:
     def commit(self, first: int, count: int, wait_s: float) -> int:
         return int(_commit(self.address, first, count, max(0, int(wait_s * 1000))))
 
-    def decommit(self, first: int, count: int) -> None:
-        _decommit(self.address, first, count)
+    def decommit(self, first: int, count: int) -> int:
+        return int(_decommit(self.address, first, count))
 
     def mark(self, first: int, count: int, state: int) -> int:
         return int(_mark(self.address, first, count, state))
@@ -158,8 +158,8 @@ class _Plain:
     def commit(self, _first: int, _count: int, _wait_s: float) -> int:
         return _DONE
 
-    def decommit(self, _first: int, _count: int) -> None:
-        pass
+    def decommit(self, _first: int, _count: int) -> int:
+        return _DONE
 
     def mark(self, _first: int, _count: int, _state: int) -> int:
         return 0

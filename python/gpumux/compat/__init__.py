@@ -1,0 +1,1 @@
+"""Modules in the place of other projects' native modules, on gpumux's memory."""
