@@ -5,7 +5,7 @@ another engine receives `--high` requests a second, and the others `--low`. Arri
 split another program has the rest of the device.
 
 Modes: `static` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
-native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `static` comes first: from it follows what the other program has.
+native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `static` and `gpumux` come first: from them follows what the other program has.
 
 Values: `ttft_mean_ms`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token; of a request without one, the time that it waited until the end); `high_ttft_mean_ms` of
 requests in their engine's phase of high load; `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `requests_per_s` (finished ones, until the last token);
@@ -36,7 +36,8 @@ from residency import Nvml
 
 MODES = ["static", "gpumux", "elastic", "kvcached", "kvcached-gpumux"]
 SPLIT = {"static", "gpumux"}
-SLACK = 256 << 20
+SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.
+SLACK, CONTEXT = 256 << 20, 600 << 20
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
 # kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
 LAUNCH = (
@@ -91,14 +92,23 @@ def row(rounds: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     return made | {"requests_per_s": sum(pooled["finished"]) / sum(pooled["end"]), "finished": statistics.fmean(pooled["finished"])}
 
 
-def rest(total: int, used: int, room: int, mode: str) -> int:
+def rest(usable: int, used: int, room: int, mode: str) -> int:
     """Bytes that the other program has, where `used` are those of all engines without KV caches."""
-    # kvcached leaves 1% of the device free.
-    spare = SLACK + (total // 100 if mode.startswith("kvcached") else 0)
-    size = total - used - room - spare
+    # kvcached leaves 1% of the device free. Leases are up to 64 MiB larger than what is in them.
+    size = usable - used - room - SLACK - (usable // 99 if mode.startswith("kvcached") else 0)
     if size < 0:
         raise BenchError(f"the engines have {used / engines.GIB:.1f} GiB without KV caches: with {room / engines.GIB:.1f} GiB more, too much for the device")
     return size
+
+
+def device(mode: Mode, count: int) -> tuple[int, int]:
+    """Bytes for `count` programs, without their contexts where gpumux counts; and the bytes that these programs have now."""
+    if not isinstance(mode, Gpumux):
+        memory = Nvml().memory()
+        return memory.total - CONTEXT, memory.used
+    api = kv.Api(mode)
+    one, tenants = api.ask("GET", "/v1/devices")[0], api.ask("GET", "/v1/tenants")
+    return one["memory_guaranteeable"] - count * one["context_bytes"], sum(it["in_use"] for tenant in tenants for it in tenant["memory"][:1])
 
 
 class _Kvcached(Mode):
@@ -153,11 +163,11 @@ def check(mode: str, workers: Sequence[Worker]) -> None:
             raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {wanted!r}")
 
 
-def measure(name: str, used: int | None, logs: Path, options: argparse.Namespace) -> tuple[dict[str, float], int]:
-    """A mode: its values, and the bytes of all engines without KV caches."""
+def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """The values of a mode. `used` has the bytes of all engines without KV caches, without and with gpumux, once they are known."""
     with contextlib.ExitStack() as stack:
         mode = stack.enter_context(mode_of(name, logs))
-        before = Nvml().memory().used
+        managed = isinstance(mode, Gpumux)
         workers = []
         for number in range(options.engines):
             workers.append(Worker(f"engine-{number}", arguments(name, options), mode, "latency", program(name)))
@@ -165,11 +175,12 @@ def measure(name: str, used: int | None, logs: Path, options: argparse.Namespace
         for worker in workers:
             engines.ready(worker, options)
         check(name, workers)
-        if used is None:
-            used = Nvml().memory().used - before - options.room
+        time.sleep(SETTLED_S)
+        usable, now = device(mode, options.engines + 1)
+        if managed not in used:
+            used[managed] = now - (options.room if name in SPLIT else 0)
         if name not in SPLIT:
-            memory = Nvml().memory()
-            stack.enter_context(ballast(mode, rest(memory.total - before, used, options.room, name), logs))
+            stack.enter_context(ballast(mode, rest(usable, used[managed], options.room, name), logs))
         found = []
         for seed in range(options.rounds):
             stop_s = options.engines * options.phase + options.drain
@@ -186,7 +197,7 @@ def measure(name: str, used: int | None, logs: Path, options: argparse.Namespace
                 worker.send(greedy=[[16, 1]])
             states = [worker.reply(common.REPLY_S) for worker in workers]
             made |= {it: sum(state[it] for state in states) for it in ("taken", "refused")}
-        return made, used
+        return made
 
 
 def main() -> int:
@@ -196,7 +207,7 @@ def main() -> int:
         "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --quick --budget 200\n"
         "  PYTHONPATH=DIR/carry:DIR/carry_deps:KVCACHED GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --engines 3 --room 12GiB",
     )
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="`static` is always measured [%(default)s]")
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds for all [%(default)s]")
     parser.add_argument("--engines", type=int, help="[3; 2 with --quick]")
     parser.add_argument("--phase", type=float, help="seconds [20; 8 with --quick]")
@@ -221,14 +232,11 @@ def main() -> int:
     options.model.mkdir(exist_ok=True)
     (options.model / "config.json").write_text(json.dumps(engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B))
     case = f"{options.engines}-engines"
-    results, used, notes = Results("shift", options.out, [case], MODES), None, []
-    for name in [it for it in MODES if it == "static" or it in options.modes]:
+    results, used, notes = Results("shift", options.out, [case], MODES), dict[bool, int](), list[str]()
+    for name in [it for it in MODES if it in options.modes]:
         with cell(results, f"{case}, {name}", logs), noted(notes, name):
             options.left.check(20)
-            if used is None and name not in SPLIT:
-                raise BenchError("`static` failed: what the other program may have is not known")
-            made, used = measure(name, used, logs, options)
-            results.add(case, name, made)
+            results.add(case, name, measure(name, used, logs, options))
     if notes and results.data["rows"]:
         results.data["note"] = "; ".join(notes)
         results.write()

@@ -59,6 +59,12 @@ class Values(unittest.TestCase):
         with self.assertRaises(BenchError):
             shift.rest(100 * gib, 95 * gib, 10 * gib, "elastic")
 
+    def test_accounting_of_gpumux_is_asked_where_it_counts(self) -> None:
+        answers = {"/v1/devices": [{"memory_guaranteeable": 1000, "context_bytes": 30}], "/v1/tenants": [{"memory": [{"in_use": 7}]}, {"memory": []}]}
+        mode = shift.mode_of("elastic", Path("x"))
+        with mock.patch.object(shift.kv, "Api", lambda _mode: SimpleNamespace(ask=lambda _method, path: answers[path])):
+            self.assertEqual(shift.device(mode, 3), (910, 7))
+
 
 class Modes(unittest.TestCase):
     def test_fixed_parts_are_equal_and_others_have_all(self) -> None:
@@ -113,12 +119,11 @@ class Plain(common.Mode):
 class Runs(unittest.TestCase):
     def run_all(self, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
         Fake.made = []
-        used = iter(range(0, 1000, 6))
-        memory = lambda _self: SimpleNamespace(total=100 << 30, used=next(used) << 30)  # noqa: E731
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             for name, value in (("Worker", Fake), ("Gpumux", Plain), ("_Kvcached", Plain), ("_KvcachedGpumux", Plain)):
                 stack.enter_context(mock.patch.object(shift, name, value))
-            stack.enter_context(mock.patch.object(shift, "Nvml", type("Nvml", (), {"memory": memory})))
+            stack.enter_context(mock.patch.object(shift, "device", lambda *_: (100 << 30, 20 << 30)))
+            stack.enter_context(mock.patch.object(shift, "SETTLED_S", 0))
             stack.enter_context(mock.patch.object(shift, "ballast", lambda *_: contextlib.nullcontext()))
             stack.enter_context(mock.patch.object(common, "say"))
             stack.enter_context(mock.patch("signal.signal"))
@@ -139,7 +144,7 @@ class Runs(unittest.TestCase):
     def test_mode_that_is_not_what_it_should_be_is_noted(self) -> None:
         with mock.patch.object(Fake, "silent", {"kvcached"}):
             code, data, _made = self.run_all("--modes", "kvcached,elastic")
-        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["static", "elastic"]))
+        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["elastic"]))
         self.assertIn("kvcached: engine-0 is not kvcached", data["note"])
 
 
