@@ -80,7 +80,7 @@ def main() -> int:
     # Alone is time slicing with no other program at work.
     stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
 
-    def programs(case: str) -> peers.Programs:
+    def programs(case: str, _stage: str) -> peers.Programs:
         return {"server": server(case)} | {f"training-{at + 1}": training for at in range(CASES[case])}
 
     cell = functools.partial(measure, seconds=seconds)

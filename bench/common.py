@@ -35,6 +35,7 @@ WORKER = BENCH / "torch_worker.py"
 TORCH = (sys.executable, str(WORKER))
 READY_S = 240.0  # importing torch and warming a model takes 10 to 60 s
 REPLY_S = 90.0  # beyond the measurement itself
+ANSWER_S = 30.0  # the same of a measurement in rounds, of which a hanging mode must not take all the time
 
 
 class BenchError(Exception):
@@ -85,9 +86,14 @@ def run_quietly(*command: str) -> str:
     return ""
 
 
+def visible() -> str:
+    """The first GPU that programs see: a number as nvidia-smi has it, or a UUID."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+
+
 def device_and_driver() -> tuple[str, str]:
-    """Product name of the first GPU, and the driver's version."""
-    line = run_quietly("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader")
+    """Product name of the programs' GPU, and the driver's version."""
+    line = run_quietly("nvidia-smi", "-i", visible(), "--query-gpu=name,driver_version", "--format=csv,noheader")
     name, _, driver = line.splitlines()[0].partition(",") if line else ("unknown", "", "")
     return name.strip(), driver.strip() or "unknown"
 
@@ -583,7 +589,7 @@ class Crew:
                 self._worker(name).send(**order, start=start, stop=start + seconds)
             time.sleep(max(0.0, start + seconds - time.monotonic()))
             self.mode.after(orders)
-            return {name: self._worker(name).reply(REPLY_S) for name in orders}
+            return {name: self._worker(name).reply(ANSWER_S) for name in orders}
         except BaseException:
             # The answers of the others would be taken for those of the next measurement.
             self.close(*orders)

@@ -1,7 +1,9 @@
 """Language models that make tokens beside PyTorch training, in rounds (rounds.py), without a setting: by mode of sharing (peers.py).
 
 Cases (generate.py): `eager` (Hugging Face's `generate`, launched kernel by kernel), `batching` (its continuous batching, eight clients), `graph` (a CUDA graph a token).
-All make tokens without a pause. Modes: `alone`, `time-slicing`, `mps`, `gpumux`; `objective`, with `--latency-objective 100`, for comparison.
+All make tokens without a pause. Modes are those of peers.py. In `streams` and `green` both programs are threads of one process (they share Python's lock, too), for `eager`
+only: the other ways make their streams themselves. `gpreempt` is the arrangement of two contexts with fixed timeslices, without hints. All modes' programs
+are on the GPU at once: about 9 GiB a mode with `--batch 32`, 6.5 with 16.
 
 Values: `latency_*` (time per token: from one token of a sequence to its next), `token_rate` (tokens per second, of all sequences), `batch_rate` (training steps per
 second).
@@ -11,15 +13,21 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import common
 import peers
 import rounds
-from common import Crew, Results
+from common import BenchError, Crew, Results
 
 CASES = ["eager", "batching", "graph"]
-MODES = ["alone", "time-slicing", "mps", "gpumux", "objective"]
+MODES = [
+    "alone", "time-slicing", "slices-short", "slices-long", "mps", "mps-priority", "mps-30", "mps-50", "mps-70", "streams", "green", "gpreempt",
+    "xsched", "xsched-1", "gpumux", "no-hints", "objective", "space",
+]  # fmt: skip
+DEFAULT_MODES = ["alone", "time-slicing", "mps", "gpumux"]
+TOGETHER = {"streams": [], "green": ["--green", "0.5"]}
 STEPS = {"op": "steps"}
 # An engine for batches is made by the first order.
 LEAD_S = {"batching": 4.0}
@@ -31,10 +39,22 @@ def measure(crew: Crew, case: str, mode: str, number: int, seconds: float) -> di
     lead = LEAD_S.get(case, 0.5)
     if mode == "alone":
         answers = crew.measure(seconds, tokens, lead) | crew.measure(seconds / 2, {"training": STEPS})
+    elif mode in TOGETHER:
+        answers = crew.measure(seconds, {"pair": {"op": "pair", **tokens, "training": STEPS}}, lead)["pair"]
     else:
         answers = crew.measure(seconds, tokens | {"training": STEPS}, lead)
     server, training = answers["server"], answers["training"]
     return rounds.cell(server["latencies_ms"], token_rate=server["calls"] / seconds, batch_rate=training["calls"] / training["seconds"])
+
+
+def programs_of(case: str, stage: str, kinds: Sequence[str], batch: int) -> peers.Programs:
+    """The programs of a case: both in one process where a mode is one of streams."""
+    training = ["--model", "resnet152", "--batch", str(batch)]
+    if stage not in TOGETHER:
+        return {"server": (["generate", "--kinds", ",".join(kinds)], "latency"), "training": (["train", *training], "batch")}
+    if case != "eager":
+        raise BenchError(f"{case} makes its streams itself: none of them has a priority")
+    return {"pair": (["pair", *training, *TOGETHER[stage]], "latency")}
 
 
 def main() -> int:
@@ -48,16 +68,15 @@ def main() -> int:
     rounds.arguments(parser, seconds=8.0)
     parser.add_argument("--batch", type=int, default=32, help="images in a training step [%(default)s]")
     parser.add_argument("--cases", type=common.listed(CASES), default=CASES)
-    parser.add_argument("--modes", type=common.listed(MODES), default=MODES[:4])
+    parser.add_argument("--modes", type=common.listed(MODES), default=DEFAULT_MODES)
     options = parser.parse_args()
     logs = common.begin(options)
     seconds, most, least = rounds.quick(options)
-    training = (["train", "--model", "resnet152", "--batch", str(options.batch)], "batch")
-    programs: peers.Programs = {"server": (["generate"], "latency"), "training": training}
     results = Results("decode", options.out, CASES, MODES)
     stages = {name: "time-slicing" if name == "alone" else name for name in MODES if name in options.modes}
     cell = functools.partial(measure, seconds=seconds)
-    return peers.compare(results, options.cases, stages, lambda _: programs, cell, logs, options.budget, most, least)
+    programs = functools.partial(programs_of, kinds=options.cases, batch=options.batch)
+    return peers.compare(results, options.cases, stages, programs, cell, logs, options.budget, most, least)
 
 
 if __name__ == "__main__":

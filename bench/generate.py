@@ -7,6 +7,7 @@ is answered; `graph` the decoder of shapes.py as one CUDA graph a token, back to
 from __future__ import annotations
 
 import argparse
+import contextlib
 import random
 import time
 from typing import Any
@@ -15,17 +16,25 @@ import shapes
 import torch
 
 PROMPT, TOKENS, CLIENTS = 64, 64, 8
+WARM_S = 2.0  # tokens before the first order
+
+
+class Over(Exception):
+    """The time of a measurement is over: the rest of a sequence is not made."""
 
 
 class Clock:
     """A streamer, as of a server that sends each token on: when each came."""
 
-    def __init__(self) -> None:
+    def __init__(self, stop: float) -> None:
         self.times: list[float] = []
+        self.stop = stop
 
     def put(self, _tokens: Any) -> None:
         """The prompt, then each token, on the host."""
         self.times.append(time.monotonic())
+        if self.times[-1] >= self.stop:
+            raise Over
 
     def end(self) -> None:
         """Of the sequence."""
@@ -34,7 +43,7 @@ class Clock:
 class Generate:
     """The model, and its ways of making tokens."""
 
-    def __init__(self, _options: argparse.Namespace) -> None:
+    def __init__(self, options: argparse.Namespace) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
@@ -47,8 +56,9 @@ class Generate:
         torch.set_default_dtype(torch.float32)
         self.device = torch.device("cuda")
         self.manager: Any = None
-        self.shapes = shapes.Shapes()
-        self.eager(time.monotonic(), 0.0, random.Random(1))
+        # Another model, which takes memory of its own.
+        self.shapes = shapes.Shapes() if "graph" in options.kinds else None
+        self.eager(time.monotonic(), time.monotonic() + WARM_S, random.Random(1))
 
     def prompt(self, rng: random.Random) -> list[int]:
         """Words at random."""
@@ -58,10 +68,11 @@ class Generate:
         """Sequences one after the other: when each token came."""
         found = []
         while True:
-            clock = Clock()
+            clock = Clock(stop)
             words = torch.tensor([self.prompt(rng)], device=self.device)
             mask = torch.ones_like(words)
-            self.model.generate(words, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, streamer=clock)
+            with contextlib.suppress(Over):
+                self.model.generate(words, attention_mask=mask, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0, streamer=clock)
             found.append(clock.times[1:])
             if time.monotonic() >= stop:
                 return found
@@ -112,6 +123,7 @@ class Generate:
     def graph(self, start: float, stop: float, _rng: random.Random) -> list[list[float]]:
         """Tokens of a CUDA graph."""
         found = []
+        assert self.shapes
         while not found or time.monotonic() < stop:
             self.shapes.replay()
             found.append(time.monotonic())

@@ -7,10 +7,10 @@
 | `mps` | all in one MPS server |
 | `mps-priority` | the same, batch programs with the lower client priority |
 | `mps-30`, `mps-50`, `mps-70` | the same, and batch programs may use that part of the SMs |
-| `streams`, `green` | one process, which makes streams with priorities, or green contexts, itself |
+| `streams`, `green` | one process, which makes streams with priorities, or green contexts (half of the SMs each), itself |
 | `fixed` | fixed timeslices, a context per program: 1 s and 1 µs. Several batch programs livelock; not what GPreempt does |
 | `gpreempt` | the same timeslices for two contexts by priority |
-| `xsched` | XSched in XSCHED (a folder with its `lib` and `bin`), by the priorities of its own policy |
+| `xsched`, `xsched-1` | XSched in XSCHED (a folder with its `lib` and `bin`), by the priorities of its own policy: at its highest level that works, and at level 1 |
 | `gpumux` | a daemon with its defaults |
 | `no-hints`, `objective` | the same with hints off, and with `--latency-objective 100` (ms) for latency programs, so that batch programs have longer timeslices |
 | `launches` | the same with `--mechanism launches`: programs are scheduled at launch, as where the driver refuses the controls |
@@ -19,10 +19,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import json
 import os
 import shutil
 import subprocess
 import time
+import urllib.request
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -76,14 +80,14 @@ class MpsWith(Mps):
 
 
 class DriverSlices(Mode):
-    """Time slicing with another of the driver's timeslices, on the first GPU, and the default again at the end."""
+    """Time slicing with another of the driver's timeslices, on the GPU of the programs, and the default again at the end."""
 
     def __init__(self, name: str, logs: Path, slices: int) -> None:
         super().__init__(name, logs)
         self.slices = slices
 
     def _set(self, slices: int) -> subprocess.CompletedProcess[str]:
-        command = ["nvidia-smi", "compute-policy", "-i", "0", f"--set-timeslice={slices}"]
+        command = ["nvidia-smi", "compute-policy", "-i", common.visible(), f"--set-timeslice={slices}"]
         return subprocess.run(command, capture_output=True, text=True, timeout=30)
 
     def __enter__(self) -> Mode:
@@ -97,33 +101,89 @@ class DriverSlices(Mode):
             common.say("error: the driver's default timeslice is not set back")
 
 
+def loaded_driver() -> str:
+    """The path of the driver's library. XSched looks for it in the usual folders only, and runs without it where they have none."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libcuda.so.1")
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            if "/libcuda.so" in line:
+                return line[line.index("/") :]
+    raise BenchError("no libcuda.so.1 can be loaded")
+
+
 class XSched(Mode):
-    """Programs under XSched's library and its server, with its policy of highest priority first."""
+    """Programs under XSched's library, with its policy of highest priority first. All levels share one server: it has one address on a machine."""
+
+    PORT = 50000
+    server: subprocess.Popen[Any] | None = None
+    users = 0
+
+    def __init__(self, name: str, logs: Path, level: int) -> None:
+        super().__init__(name, logs)
+        self.level = level
 
     def __enter__(self) -> Mode:
-        self.root = Path(os.environ.get("XSCHED", "/nowhere"))
+        self.root = Path(os.environ.get("XSCHED", "/nowhere")).absolute()
         server = self.root / "bin" / "xserver"
         if not server.exists():
             raise BenchError(f"no {server}: build XSched and set XSCHED to its output folder (bench/README.md)")
-        with open(self.logs / "xserver.log", "w") as log:
-            self.server = subprocess.Popen([str(server), "HPF", "50000"], stdout=log, stderr=log, start_new_session=True)
+        self.driver = os.environ.get("XSCHED_CUDA_LIB") or loaded_driver()
+        if not XSched.users:
+            with open(self.logs / "xserver.log", "w") as log:
+                XSched.server = subprocess.Popen([str(server), "HPF", str(self.PORT)], stdout=log, stderr=log, start_new_session=True)
+        XSched.users += 1
         return self
 
     def __exit__(self, *_: object) -> None:
-        common.end(self.server)
+        XSched.users -= 1
+        if XSched.server and not XSched.users:
+            common.end(XSched.server)
+            XSched.server = None
 
     def command(self, command: Sequence[str], name: str, klass: str | None, promise: Sequence[str] = ()) -> list[str]:
         settings = {
             "XSCHED_SCHEDULER": "GLB",
             "XSCHED_AUTO_XQUEUE": "ON",
             "XSCHED_AUTO_XQUEUE_PRIORITY": "1" if klass == "latency" else "0",
-            "XSCHED_AUTO_XQUEUE_LEVEL": os.environ.get("XSCHED_LEVEL", "3"),
+            "XSCHED_AUTO_XQUEUE_LEVEL": str(self.level),
             "XSCHED_CUDA_LV3_IMPL": "TSG",
             "XSCHED_AUTO_XQUEUE_THRESHOLD": "4" if klass == "batch" else "16",
             "XSCHED_AUTO_XQUEUE_BATCH_SIZE": "2" if klass == "batch" else "8",
+            "XSCHED_CUDA_LIB": self.driver,
+            # XSched schedules no work of the default stream.
+            "BENCH_STREAM": "1",
+            "BENCH_PROGRAM": f"{self.name}/{name}",
             "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(self.root / "lib"), os.environ.get("LD_LIBRARY_PATH", "")])),
         }
         return ["env", *(f"{k}={v}" for k, v in settings.items()), *command]
+
+    def levels(self) -> dict[str, set[int]]:
+        """The levels of the queues that the server has of each program of this mode."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.PORT}/xqueues", timeout=10) as answer:
+                queues = json.load(answer)["xqueues"]
+        except (OSError, ValueError) as error:
+            raise BenchError(f"XSched's server does not answer: {error}: {common.tail(self.logs / 'xserver.log')}") from error
+        found = dict[str, set[int]]()
+        for queue in queues:
+            with contextlib.suppress(OSError):  # a process that has ended
+                for setting in Path(f"/proc/{queue['pid']}/environ").read_bytes().split(b"\0"):
+                    mode, _, name = setting.decode(errors="replace").removeprefix("BENCH_PROGRAM=").partition("/")
+                    if setting.startswith(b"BENCH_PROGRAM=") and mode == self.name:
+                        found.setdefault(name, set()).add(queue["level"])
+        return found
+
+    def check(self, names: Sequence[str]) -> None:
+        deadline = time.monotonic() + 5
+        while True:
+            found = self.levels()
+            wrong = [f"{name}: {sorted(found.get(name, ()))}" for name in names if found.get(name) != {self.level}]
+            if not wrong:
+                return
+            if time.monotonic() < deadline:
+                time.sleep(0.2)
+                continue
+            raise BenchError(f"no queues of level {self.level} alone in XSched's server: {', '.join(wrong)}")
 
 
 class Space(Gpumux):
@@ -209,7 +269,9 @@ def mode(stage: str, logs: Path) -> Mode:
         case "slices-short" | "slices-long":
             return DriverSlices(stage, logs, 1 if stage == "slices-short" else 3)
         case "xsched":
-            return XSched(stage, logs)
+            return XSched(stage, logs, int(os.environ.get("XSCHED_LEVEL", "3")))
+        case "xsched-1":
+            return XSched(stage, logs, 1)
         case "streams" | "green":
             return Mode(stage, logs)
     return common.mode(stage, logs)
@@ -229,26 +291,44 @@ def crews(
     return found, notes
 
 
-def warm(crews: Mapping[str, Crew], wanted: Programs) -> dict[str, BenchError]:
+def warm(crews: Mapping[str, Crew], wanted: Callable[[str], Programs]) -> dict[str, BenchError]:
     """Starts the programs of all crews at once; what failed, by crew."""
     failed = dict[str, BenchError]()
 
     def have(stage: str) -> None:
         try:
-            crews[stage].have(wanted)
+            crews[stage].have(wanted(stage))
         except BenchError as error:
             failed[stage] = error
 
-    with ThreadPoolExecutor() as threads:
+    with ThreadPoolExecutor(max(1, len(crews))) as threads:
         list(threads.map(have, crews))
     return failed
+
+
+def prepare(
+    case: str,
+    modes: list[str],
+    stages: Mapping[str, str],
+    crews: Mapping[str, Crew],
+    programs: Callable[[str, str], Programs],
+    notes: list[str],
+) -> None:
+    """Starts the programs of a case in all modes at once; takes modes out that cannot run it, and notes why."""
+    failed = warm({stages[mode]: crews[stages[mode]] for mode in modes}, lambda stage: programs(case, stage))
+
+    def started(_: str, mode: str) -> None:
+        if stages[mode] in failed:
+            raise failed[stages[mode]]
+
+    rounds.prepare(case, modes, started, notes)
 
 
 def compare(
     results: Results,
     cases: Sequence[str],
     stages: Mapping[str, str],
-    programs: Callable[[str], Programs],
+    programs: Callable[[str, str], Programs],
     measure: Callable[[Crew, str, str, int], dict[str, Any]],
     logs: Path,
     budget_s: float,
@@ -257,29 +337,20 @@ def compare(
 ) -> int:
     """Measures each case in each mode, in rounds; returns the exit code of `rounds.run`.
 
-    `stages` has the stage of each mode, `programs(case)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell."""
+    `stages` has the stage of each mode, `programs(case, stage)` are those that run in a case, and `measure(crew, case, mode, round)` gives a cell."""
     with ExitStack() as stack:
         found, notes = crews(stack, stages.values(), logs)
         modes = [name for name, stage in stages.items() if stage in found]
 
         def have(case: str, mode: str) -> Crew:
-            found[stages[mode]].have(programs(case))
+            found[stages[mode]].have(programs(case, stages[mode]))
             return found[stages[mode]]
-
-        def prepare(case: str) -> None:
-            failed = warm({stages[mode]: found[stages[mode]] for mode in modes}, programs(case))
-
-            def started(_: str, mode: str) -> None:
-                if stages[mode] in failed:
-                    raise failed[stages[mode]]
-
-            rounds.prepare(case, modes, started, notes)
 
         plan = rounds.Plan(
             cases,
             modes,
             lambda case, mode, number: measure(have(case, mode), case, mode, number),
-            prepare,
+            lambda case: prepare(case, modes, stages, found, programs, notes),
             dict.fromkeys(cases, least),
         )
         return rounds.run(plan, results, budget_s, most, notes)

@@ -10,7 +10,8 @@ Cases are the workloads, and of the paper's further figures `A@prep0` … `A@pre
 
 Modes are those of peers.py; each task is a process of its own, but in `streams` and `green` (all tasks in one process) and in `gpreempt`: latency-critical
 tasks are streams of one context with a timeslice of 1 s, all batch tasks are streams of another with 1 µs. Hints are given when a task begins to prepare a
-request, in `gpumux`, `space` and `gpreempt`; `unhinted` and `gpreempt-unhinted` are without.
+request, in `gpumux`, `space`, `objective` and `gpreempt`; `unhinted` and `gpreempt-unhinted` are without. `no-hints` is without them and without those
+that gpumux gives itself.
 
 GPreempt's artifact has both contexts in one process. PyTorch keeps one context a process and device, so in `gpreempt` each has a process of its own:
 the GPU has the same two channel groups. With `--driver` all programs are `gpumux workload tasks` instead of PyTorch: kernels of about the networks'
@@ -127,11 +128,14 @@ SHARINGS = {
     "streams": Sharing("streams", "all"),
     "green": Sharing("green", "all"),
     "xsched": Sharing("xsched"),
+    "xsched-1": Sharing("xsched-1"),
     "fixed": Sharing("fixed"),
     "gpreempt": Sharing("gpreempt", "class", hinting=True),
     "gpreempt-unhinted": Sharing("gpreempt", "class"),
     "gpumux": Sharing("gpumux", hinting=True),
     "unhinted": Sharing("gpumux"),
+    "no-hints": Sharing("no-hints"),
+    "objective": Sharing("objective", hinting=True),
     "space": Sharing("space", hinting=True),
 }
 MODES = list(SHARINGS)
@@ -235,12 +239,20 @@ def main() -> int:
         crews, notes = peers.crews(stack, [SHARINGS[name].stage for name in modes], logs, program)
         modes = [name for name in modes if SHARINGS[name].stage in crews]
 
-        def have(case: str, name: str) -> Crew:
-            stage, together, _ = sharings[name]
+        together_in = {it.stage: it.together for it in sharings.values()}
+
+        def programs(case: str, stage: str) -> peers.Programs:
             made = (lambda *it: driver_worker(*it, us_per_iteration)) if options.driver else worker
-            mine = processes(together, cases[case])
-            crews[stage].have({process: made(stage, together, of) for process, of in mine.items()})
+            together = together_in[stage]
+            return {process: made(stage, together, of) for process, of in processes(together, cases[case]).items()}
+
+        def have(case: str, name: str) -> Crew:
+            stage = sharings[name].stage
+            crews[stage].have(programs(case, stage))
             return crews[stage]
+
+        def prepare(case: str) -> None:
+            peers.prepare(case, modes, {name: sharings[name].stage for name in modes}, crews, programs, notes)
 
         def measure(case: str, name: str, number: int) -> dict[str, Any]:
             told = orders(sharings[name], cases[case], name == "alone", seconds, number * seconds, options.driver)
@@ -249,7 +261,7 @@ def main() -> int:
         # A trace is played to its end.
         traces = {case: max((it.load["length"] for it in of if it.load["type"] == "trace"), default=0) for case, of in cases.items()}
         least = {case: math.ceil(length / seconds) for case, length in traces.items()}
-        plan = rounds.Plan(options.cases, modes, measure, lambda case: rounds.prepare(case, modes, have, notes), least)
+        plan = rounds.Plan(options.cases, modes, measure, prepare, least)
         return rounds.run(plan, results, options.budget, options.rounds, notes)
 
 

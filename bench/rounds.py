@@ -16,6 +16,7 @@ Rules, fixed here before anything is measured:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -192,10 +193,10 @@ def noise(seconds: float = 0.1) -> float:
 class Plan(NamedTuple):
     """What is to be measured: `measure(case, mode, round)` gives a cell; `prepare(case)` makes the programs of a case run.
 
-    `least` has cases that need more rounds than LEAST. `modes` may become fewer while programs are prepared."""
+    `least` has cases that need more rounds than LEAST. `modes` become fewer where programs cannot be prepared, or a mode fails twice in a row."""
 
     cases: Sequence[str]
-    modes: Sequence[str]
+    modes: list[str]
     measure: Callable[[str, str, int], dict[str, Any]]
     prepare: Callable[[str], None] = lambda case: None
     least: Mapping[str, int] = {}
@@ -223,6 +224,12 @@ class Record:
         with self.path.open("a") as file:
             for line in ([] if begun else [self.head]) + [one]:
                 file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def leave_out(self, mode: str) -> None:
+        """Makes rounds count that only lack this mode."""
+        for one in itertools.chain(*self.cases.values()):
+            one["failed"].pop(mode, None)
+            one["cells"].pop(mode, None)
 
     def write(self, notes: Sequence[str] = ()) -> None:
         """The results of all rounds that count."""
@@ -268,12 +275,14 @@ def prepare(case: str, modes: list[str], have: Callable[[str, str], Any], notes:
             say(f"error: {notes[-1]}")
 
 
-def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: Sequence[str] = ()) -> int:
+def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: list[str] | None = None) -> int:
     """Measures rounds, case after case, until all have enough (exit code 0, or 1 if the results are not whole) or the budget is
-    spent (UNFINISHED)."""
+    spent (UNFINISHED). A mode that fails twice in a row is left out, and named in `notes` with its error."""
+    notes = [] if notes is None else notes
     if "alone" not in plan.modes:
         raise BenchError("every round has the mode alone")
-    record, end, longest = Record(results, plan.modes), time.monotonic() + budget_s, 0.0
+    record, end = Record(results, plan.modes), time.monotonic() + budget_s
+    longest = preparation = 0.0
     for case in plan.cases:
         prepared = False
         while True:
@@ -281,13 +290,14 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
             least = plan.least.get(case, LEAST)
             if len(rounds) >= max(most, least) or len(rounds) >= least and enough(rounds, plan.modes):
                 break
-            if time.monotonic() + longest > end:
+            if time.monotonic() + longest + (0.0 if prepared else preparation) > end:
                 say(f"the budget is spent: call again to go on with {case}")
                 record.write(notes)
                 return UNFINISHED
             if not prepared:
+                begin = time.monotonic()
                 plan.prepare(case)
-                prepared = True
+                prepared, preparation = True, max(preparation, time.monotonic() - begin)
             begin, number = time.monotonic(), len(rounds)
             one: Round = {"case": case, "round": number, "noise": 0.0, "failed": {}, "cells": {}}
             for name in [*plan.modes[number % len(plan.modes) :], *plan.modes[: number % len(plan.modes)]]:
@@ -301,11 +311,15 @@ def run(plan: Plan, results: Results, budget_s: float, most: int = MOST, notes: 
                     one["failed"][name] = str(error)
                     say(f"error: {case} / {name}, round {number}: {error}")
             record.add(one)
+            for name in [name for name in plan.modes if number and all(name in it["failed"] for it in record.cases[case][-2:])]:
+                if name == "alone":
+                    raise BenchError(f"{case}: alone failed twice in a row: {one['failed'][name]}")
+                notes.append(f"{name} failed twice in a row in {case} and is left out: {' '.join(one['failed'][name].split())[:300]}.")
+                say(f"error: {notes[-1]}")
+                plan.modes.remove(name)
+                record.leave_out(name)
             record.write(notes)
             longest = max(longest, time.monotonic() - begin)
-            failing = [name for name in plan.modes if all(name in it["failed"] for it in record.cases[case][-2:])]
-            if number and failing:
-                raise BenchError(f"{case}: {', '.join(failing)} failed twice in a row: leave out with --modes")
     record.write(notes)
     for case, rounds in record.cases.items():
         for number, why in rejected(rounds).items():

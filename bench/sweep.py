@@ -73,7 +73,7 @@ def main() -> int:
     results = Results("sweep", options.out, CASES, MODES)
     stages = {name: "time-slicing" if name in ("alone", "time-slicing") else "gpumux" for name in MODES if name in options.modes}
     cell = functools.partial(measure, seconds=seconds)
-    return peers.compare(results, options.cases, stages, lambda _: programs, cell, logs, options.budget, most, least)
+    return peers.compare(results, options.cases, stages, lambda *_: programs, cell, logs, options.budget, most, least)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ output goes to stderr. With `--free` it takes no orders but works until it is en
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import hashlib
 import json
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -138,49 +140,67 @@ class Server:
         return {"calls": calls, "seconds": time.monotonic() - begin}
 
 
+class Streams:
+    """Streams of one process by priority, `high` or `low`; with `green`, of green contexts instead: that part of the SMs for low priority, the rest for high."""
+
+    def __init__(self, green: float | None) -> None:
+        sys.setswitchinterval(2e-5)  # a thread that waits for Python's lock gets it soon
+        lowest, highest = torch.cuda.Stream.priority_range()
+        self.priorities, self.green = {"low": lowest, "high": highest}, dict[str, Any]()
+        if green:
+            from torch.cuda.green_contexts import GreenContext
+
+            every = torch.cuda.get_device_properties(0).multi_processor_count
+            low = max(8, int(every * green) // 8 * 8)  # SMs come in eights
+            for name, sms in (("low", low), ("high", (every - low) // 8 * 8)):
+                self.green[name] = GreenContext.create(num_sms=sms, device_id=0)
+
+    def make(self, priority: str) -> Any:
+        """A new stream."""
+        return self.green[priority].Stream() if self.green else torch.cuda.Stream(priority=self.priorities[priority])
+
+
+def at_once(work: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    """Does all of it, each in a thread of its own: the answers by name."""
+    answers: dict[str, Any] = {}
+
+    def do(name: str) -> None:
+        try:
+            answers[name] = work[name]()
+        except Exception:
+            traceback.print_exc()
+
+    threads = [threading.Thread(target=do, args=(name,)) for name in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if missing := sorted(work.keys() - answers.keys()):
+        raise RuntimeError(f"no answer of {', '.join(missing)}")
+    return answers
+
+
 class Many:
     """Several servers in one process: a thread and a stream for each, in one context."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        sys.setswitchinterval(2e-5)  # a thread that waits for Python's lock gets it soon
-        lowest, highest = torch.cuda.Stream.priority_range()
-        green = self.halves(options.green) if options.green else None
+        streams = Streams(options.green)
         self.servers: dict[str, tuple[Server, Any]] = {}
         for task in options.tasks:
             name, model, priority = task.split("=")
-            stream = green[priority].Stream() if green else torch.cuda.Stream(priority=highest if priority == "high" else lowest)
+            stream = streams.make(priority)
             with torch.cuda.stream(stream):
                 self.servers[name] = Server(argparse.Namespace(model=model, images=1, pageable=False), stream), stream
 
-    @staticmethod
-    def halves(part: float) -> dict[str, Any]:
-        """A green context with that part of the SMs for low priority, and one with the rest."""
-        from torch.cuda.green_contexts import GreenContext
-
-        every = torch.cuda.get_device_properties(0).multi_processor_count
-        low = max(8, int(every * part) // 8 * 8)  # SMs come in eights
-        return {"low": GreenContext.create(num_sms=low, device_id=0), "high": GreenContext.create(num_sms=(every - low) // 8 * 8, device_id=0)}
-
     def many(self, order: dict[str, Any]) -> dict[str, Any]:
         """`requests` of several servers at once."""
-        answers: dict[str, Any] = {}
 
-        def serve(name: str, mine: dict[str, Any]) -> None:
+        def serve(name: str, mine: dict[str, Any]) -> dict[str, Any]:
             server, stream = self.servers[name]
-            try:
-                with torch.no_grad(), torch.cuda.stream(stream):
-                    answers[name] = server.requests(mine | {"start": order["start"], "stop": order["stop"]})
-            except Exception:
-                traceback.print_exc()
+            with torch.no_grad(), torch.cuda.stream(stream):
+                return server.requests(mine | {"start": order["start"], "stop": order["stop"]})
 
-        threads = [threading.Thread(target=serve, args=it) for it in order["tasks"].items()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if missing := sorted(order["tasks"].keys() - answers.keys()):
-            raise RuntimeError(f"no answer of {', '.join(missing)}")
-        return {"tasks": answers}
+        return {"tasks": at_once({name: functools.partial(serve, name, mine) for name, mine in order["tasks"].items()})}
 
 
 class Stepping:
@@ -251,7 +271,29 @@ class Training(Stepping):
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         self.optimizer.step()
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
+
+
+class Pair:
+    """Tokens and training in one process: a thread and a stream for each, in one context."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        streams = Streams(options.green)
+        self.streams = {"server": streams.make("high"), "training": streams.make("low")}
+        with torch.cuda.stream(self.streams["server"]):
+            self.server = generate.Generate(options)
+        with torch.enable_grad(), torch.cuda.stream(self.streams["training"]):
+            self.training = Training(options)
+
+    def pair(self, order: dict[str, Any]) -> dict[str, Any]:
+        """`tokens` and `steps` at once, or one of them."""
+
+        def do(name: str) -> dict[str, Any]:
+            mine = order[name] | {"start": order["start"], "stop": order["stop"]}
+            with torch.set_grad_enabled(name == "training"), torch.cuda.stream(self.streams[name]):
+                return self.server.tokens(mine) if name == "server" else self.training.steps(mine)
+
+        return at_once({name: functools.partial(do, name) for name in self.streams if name in order})
 
 
 def main() -> None:
@@ -268,16 +310,21 @@ def main() -> None:
     many.add_argument("tasks", nargs="+", metavar="NAME=MODEL=high|low")
     many.add_argument("--green", type=float, help="part of the SMs of a green context for low priority; the rest for high")
     train = roles.add_parser("train")
-    train.add_argument("--model", default="resnet152")
-    train.add_argument("--batch", type=int, default=128)
-    train.add_argument("--side", type=int, default=224)
-    train.add_argument("--device", type=int, default=0)
     parallel = roles.add_parser("parallel")
     parallel.add_argument("--width", type=int, default=8192)
     parallel.add_argument("--batch", type=int, default=4096)
     parallel.add_argument("--layers", type=int, default=16)
     roles.add_parser("shapes")
-    roles.add_parser("generate")
+    tokens = roles.add_parser("generate")
+    pair = roles.add_parser("pair")
+    for one in (tokens, pair):
+        one.add_argument("--kinds", default="eager", help="ways of making tokens that orders may name, separated by commas")
+    pair.add_argument("--green", type=float, help="as of many")
+    for one in (train, pair):
+        one.add_argument("--model", default="resnet152")
+        one.add_argument("--batch", type=int, default=128)
+        one.add_argument("--side", type=int, default=224)
+        one.add_argument("--device", type=int, default=0)
     options = parser.parse_args()
 
     answers = os.fdopen(os.dup(1), "w")
@@ -290,7 +337,12 @@ def main() -> None:
     torch.manual_seed(1)
     if cores := getattr(options, "cores", None):
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-    made = {"serve": Server, "many": Many, "train": Training, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate}
+    if os.environ.get("BENCH_STREAM"):
+        # A peer that schedules only streams that a program has made.
+        torch.cuda.set_stream(torch.cuda.Stream())
+    made = {
+        "serve": Server, "many": Many, "train": Training, "pair": Pair, "parallel": Parallel, "shapes": shapes.Shapes, "generate": generate.Generate,
+    }  # fmt: skip
     grad = torch.enable_grad if options.role in ("train", "parallel") else torch.no_grad
     try:
         worker = made[options.role](options)

@@ -61,7 +61,7 @@ class Compare(unittest.TestCase):
             return {"crew": crew.mode, "ran": crew.ran[-1], "is": (case, mode, number)}
 
         results: Any = None
-        peers.compare(results, list(programs), stages, programs.__getitem__, measure, self.out, 60, 5, **more)
+        peers.compare(results, list(programs), stages, lambda case, _stage: programs[case], measure, self.out, 60, 5, **more)
 
     def test_each_mode_is_measured_with_the_programs_of_its_case(self) -> None:
         a, b = {"a": ([], "latency")}, {"b": ([], "batch")}

@@ -6,6 +6,7 @@ import json
 import random
 import statistics
 import tempfile
+import time
 import unittest
 from pathlib import Path
 from unittest import mock
@@ -113,7 +114,7 @@ class Driver(unittest.TestCase):
         return rounds.cell([1.0 if mode == "alone" else 1.2] * 100, batch_rate=5.0)
 
     def plan(self, measure: object = None) -> rounds.Plan:
-        return rounds.Plan(["a", "b"], MODES, measure or self.measure)
+        return rounds.Plan(["a", "b"], list(MODES), measure or self.measure)
 
     def rows(self) -> list[dict[str, object]]:
         data = json.loads(self.results().path.read_text())
@@ -149,16 +150,29 @@ class Driver(unittest.TestCase):
         with self.assertRaisesRegex(common.BenchError, "another device, commit"):
             rounds.run(self.plan(), self.results("c1"), 60)
 
-    def test_a_mode_that_fails_twice_ends_the_call_and_keeps_what_there_is(self) -> None:
+    def test_a_mode_that_fails_twice_is_left_out_and_named(self) -> None:
         def fails(case: str, mode: str, number: int) -> dict[str, object]:
             if mode == "gpumux" and number > 1:
                 raise common.BenchError("no luck")
             return self.measure(case, mode, number)
 
-        with self.assertRaisesRegex(common.BenchError, "gpumux failed twice"):
+        self.assertEqual(rounds.run(self.plan(fails), self.results(), 60), 1)
+        self.assertEqual([(row["mode"], row["samples"]) for row in self.rows()], [("alone", 100 * rounds.LEAST)] * 2)
+        self.assertIn("gpumux failed twice in a row in a and is left out: no luck.", json.loads(self.results().path.read_text())["note"])
+
+    def test_alone_that_fails_twice_ends_the_call(self) -> None:
+        def fails(case: str, mode: str, number: int) -> dict[str, object]:
+            if mode == "alone":
+                raise common.BenchError("no luck")
+            return self.measure(case, mode, number)
+
+        with self.assertRaisesRegex(common.BenchError, "alone failed twice in a row: no luck"):
             rounds.run(self.plan(fails), self.results(), 60)
-        self.assertEqual(self.rows()[0]["samples"], 200)
-        self.assertIn("2 rounds rejected: a 2: incomplete", json.loads(self.results().path.read_text())["host"])
+
+    def test_a_case_without_time_to_prepare_it_is_left_to_the_next_call(self) -> None:
+        plan = self.plan()._replace(cases=["a", "b"], prepare=lambda case: time.sleep(0.4))
+        self.assertEqual(rounds.run(plan, self.results(), 0.7), rounds.UNFINISHED)
+        self.assertEqual({case for case, _, _ in self.calls}, {"a"})
 
     def test_modes_that_cannot_run_are_left_out_and_named(self) -> None:
         def have(case: str, mode: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import heapq
+import itertools
 import math
 import time
 from typing import Any, Callable, Iterable, Sequence
@@ -27,7 +28,7 @@ def layout(block_bytes: int) -> tuple[int, int] | None:
     for count in (1, 2, 4, 8, 16, 32):
         unit = 2 * MIB // count
         stride = math.ceil(block_bytes / unit) * unit
-        granule = math.lcm(stride, 2 * MIB)
+        granule = stride * 2 * MIB // math.gcd(stride, 2 * MIB)
         if granule <= _GRANULE_MAX and (best is None or stride < best[0]):
             # About 16 MiB: what a granule costs hardly depends on its size.
             best = stride, granule * max(1, 16 * MIB // granule)
@@ -166,7 +167,7 @@ class Blocks:
                 self._open.push(granule)
         if len(numbers) < count:
             old = (it for it in self._cached if self._held[it // self._per])
-            for number in [it for it, _ in zip(old, range(count - len(numbers)), strict=False)]:
+            for number in list(itertools.islice(old, count - len(numbers))):
                 self._forget(number)
                 self._enter(number // self._per)
                 numbers.append(number)

@@ -43,6 +43,47 @@ for line in sys.stdin:
     print("done", flush=True)
 "#;
 
+/// What `gpumux.vllm` does in an engine: steps over blocks of 1 MiB, each with contents of its own.
+const ENGINE: &str = r#"
+import random, types
+from gpumux._blocks import Blocks
+class Fence:
+    def query(self): return True
+    def synchronize(self): call("cuCtxSynchronize")
+elastic = gpumux.kv._Elastic(0, 160 * MIB, 2 * MIB)
+blocks = [types.SimpleNamespace(block_id=n, block_hash=None) for n in range(160)]
+rng, used, contents = random.Random(5), [], {}
+def evict(numbers):
+    for number in numbers: blocks[number].block_hash = None
+def fill(number, value, count=1):
+    call("cuMemsetD32_v2", ctypes.c_uint64(elastic.address + number * MIB), value, ctypes.c_size_t(count * MIB // 4))
+    contents[number] = value
+def right(block):
+    found = (ctypes.c_uint32 * (MIB // 4))()
+    call("cuMemcpyDtoH_v2", found, ctypes.c_uint64(elastic.address + block.block_id * MIB), ctypes.c_size_t(MIB))
+    assert bytes(found) == contents[block.block_id].to_bytes(4, "little") * (MIB // 4), block
+free = Blocks(elastic, MIB, blocks, blocks[1:], evict, Fence, lambda first, count: fill(first * 2, 0, count * 2))
+def leave(count):
+    for block in [used.pop() for _ in range(count)]:
+        block.block_hash = rng.choice([None, 1])
+        free.append(block)
+    free.end(idle=not used)
+def step(want):
+    free.begin(want, lookup=True)
+    hits = [it for it in blocks if it.block_hash and it not in used][:3]
+    for block in hits:
+        free.remove(block)
+        right(block)
+    new = free.popleft_n(min(want, free.num_free_blocks))
+    free.end()
+    for block in new:
+        block.block_hash = None
+        fill(block.block_id, rng.getrandbits(31))
+    used.extend(hits + new)
+    for block in used: right(block)
+    rng.shuffle(used)
+"#;
+
 /// A tenant with a pool on a device of 320 MiB, of which it gets 192 at most.
 struct Tenant {
     process: Process,
@@ -116,6 +157,23 @@ fn free_pages_go_back_and_forth_between_two_pools() {
     for name in ["owner", "borrower"] {
         assert_eq!(copied(&node, name), 0, "{name}");
     }
+}
+
+#[test]
+fn engine_blocks_stay_right_while_granules_are_taken() {
+    let Some((node, mut owner, mut engine)) = two("") else {
+        return;
+    };
+    engine.runs(&format!("exec({ENGINE:?})"));
+    for _ in 0..4 {
+        engine.runs("step(150); leave(len(used) - 20)");
+        owner.runs("pages = get(180); verify(pages)");
+        engine.runs("step(20); assert 0 < len(used) < 60, len(used); leave(len(used) // 2)");
+        owner.runs("pool.free(pages)");
+        engine.runs("step(30); leave(len(used))");
+    }
+    engine.runs("assert elastic.taken() >= 80, elastic.taken()");
+    assert_eq!(copied(&node, "owner"), 0);
 }
 
 #[test]
@@ -226,6 +284,48 @@ fn forked_child_has_no_pool_and_its_parent_keeps_it() {
     borrower.runs(
         "assert os.waitpid(child, 0)[1] == 0; verify(kept); pages = get(60); verify(kept + pages)",
     );
+}
+
+/// What takes kvcached's place: tensors of two layers, in pages of 8 MiB.
+const KVCACHED: &str = "import types; sys.modules['torch'] = types.SimpleNamespace(from_dlpack=lambda it: it); \
+    from gpumux.compat import _vmm_ops as ops; ops.init_kvcached('cuda:0'); \
+    ops.create_kv_tensors(96 * MIB, 2, 'cuda:0', 2); pool = ops._group(0).memory; \
+    offsets = lambda count: [it * 8 * MIB for it in range(count)]";
+/// Maps pages, which waits for others, and tries to.
+const MAP: &str = r"exec('def fits(count):\n try: return ops.map_to_kv_tensors(offsets(count))\n except RuntimeError: return False')";
+const MAPPED: &str = "mapped = lambda count: any(fits(count) for _ in range(60))";
+
+#[test]
+fn kvcached_pages_are_other_tenants_once_unmapped() {
+    let Some((_node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    for line in [KVCACHED, MAP, MAPPED] {
+        borrower.runs(line);
+    }
+    for _ in 0..2 {
+        borrower.runs("assert mapped(20); write(range(160)); verify(range(160))");
+        borrower.runs("assert ops.unmap_from_kv_tensors(offsets(20)) and pool.committed() == 0");
+        owner.runs("pages = get(190); verify(pages)");
+        // All or none, and what fits is there.
+        borrower.runs("assert not fits(20) and pool.committed() == 0");
+        borrower.runs("assert mapped(8); write(range(64)); verify(range(64))");
+        borrower.runs("ops.unmap_from_kv_tensors(offsets(8))");
+        owner.runs("verify(pages); pool.free(pages); pool.trim()");
+    }
+}
+
+#[test]
+fn kvcached_pages_in_use_move_for_a_guarantee() {
+    let Some((node, mut owner, mut borrower)) = two("") else {
+        return;
+    };
+    borrower.runs(KVCACHED);
+    borrower.runs("ops.map_to_kv_tensors(offsets(20)); write(range(160))");
+    owner.runs("pages = get(190); verify(pages)");
+    assert!(copied(&node, "borrower") > 0);
+    owner.runs("verify(pages); pool.free(pages)");
+    borrower.runs("verify(range(160))");
 }
 
 #[test]

@@ -1,0 +1,207 @@
+"""Tests of `gpumux.vllm` with stand-ins for PyTorch and vLLM 0.24."""
+
+import importlib
+import sys
+import types
+import unittest
+from pathlib import Path
+from types import SimpleNamespace as Some
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from test_blocks import Block, Device, Range  # noqa: E402
+
+from gpumux import kv  # noqa: E402
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Queue:
+    """vLLM's list of free blocks."""
+
+    def __init__(self, blocks: list) -> None:
+        self.blocks = blocks
+
+    def get_all_free_blocks(self) -> list:
+        return self.blocks
+
+
+class Scheduler:
+    """vLLM's: a step takes as many blocks as it may, up to `wish`."""
+
+    num_lookahead_tokens, max_num_scheduled_tokens, max_num_running_reqs = 0, 512, 8
+
+    def __init__(self, kv_cache_config: Some, blocks: int) -> None:
+        self.kv_cache_config, self.running, self.waiting, self.skipped_waiting = kv_cache_config, [], [], []
+        every = [Block(number) for number in range(blocks)]
+        pool = Some(blocks=every, free_block_queue=Queue(every[1:]), evict_blocks=lambda _numbers: None)
+        self.kv_cache_manager, self.wish = Some(block_pool=pool, watermark_blocks=0), 0
+
+    def schedule(self) -> list:
+        queue = self.kv_cache_manager.block_pool.free_block_queue
+        return queue.popleft_n(min(self.wish, queue.num_free_blocks))
+
+    def update_from_output(self, freed: list) -> None:
+        self.kv_cache_manager.block_pool.free_block_queue.prepend_n(freed)
+
+
+class GpuWorker:
+    """vLLM's: the KV cache is what its memory pool gives."""
+
+    def __init__(self, vllm_config: Some) -> None:
+        self.vllm_config, self.device = vllm_config, Some(index=0)
+
+    def initialize_from_config(self, config: Some) -> None:
+        self.given = config
+        with self._maybe_get_memory_pool_context("kv_cache"):
+            size = max(it.size for it in config.kv_cache_tensors)
+            address = Pool.active.give(size, 0, None) if Pool.active else 1
+        self.model_runner = Some(kv_caches=[Some(device=0, untyped_storage=lambda: Some(data_ptr=lambda: address))])
+
+    def _maybe_get_memory_pool_context(self, _tag: str) -> Some:
+        return mock.MagicMock()
+
+
+class Pool:
+    """PyTorch's memory pool that is in use: it takes from what has `give`."""
+
+    active = None
+
+
+def loaded() -> types.ModuleType:
+    """`gpumux.vllm`, with stand-ins for what it imports."""
+    torch = mock.MagicMock()
+    torch._C._cuda_customAllocator = lambda give, _free: give
+    names = {
+        "vllm": Some(__version__="0.24.0"),
+        "vllm.v1.attention.backends.utils": Some(get_kv_cache_layout=lambda: "NHD"),
+        "vllm.v1.core.sched.async_scheduler": Some(AsyncScheduler=Scheduler),
+        "vllm.v1.core.sched.scheduler": Some(Scheduler=Scheduler),
+        "vllm.v1.worker.gpu_worker": Some(Worker=GpuWorker),
+        "torch": torch,
+    }
+    with mock.patch.dict(sys.modules, names):
+        return importlib.import_module("gpumux.vllm")
+
+
+module = loaded()
+
+
+def configuration() -> Some:
+    return Some(
+        parallel_config=Some(world_size=1, distributed_executor_backend="uni"),
+        model_config=Some(enable_cumem_allocator=False),
+        kv_transfer_config=None,
+        scheduler_config=Some(scheduler_cls=None, async_scheduling=True),
+    )
+
+
+def cache(blocks: int = 128, layers: int = 16, elastic: bool = True) -> Some:
+    spec = Some(block_size=16, indexes_kv_by_block_stride=elastic)
+    tensors = [Some(size=blocks * 32 * KIB, offset=0, block_stride=0) for _ in range(layers)]
+    return Some(num_blocks=blocks, kv_cache_groups=[Some(kv_cache_spec=spec)], kv_cache_tensors=tensors)
+
+
+class Ranged(Range):
+    """With a description, as one of gpumux's."""
+
+    def __init__(self, *arguments: int) -> None:
+        super().__init__(*arguments)
+        self.header = Some(bytes=arguments[1])
+
+    def close(self) -> None:
+        pass
+
+
+def started(config: Some, given: Some) -> object:
+    """A worker that has its KV cache."""
+    worker = module.Worker(config)
+
+    def pool(_memory_pool: object) -> object:
+        Pool.active = worker.gpumux
+        return mock.MagicMock(__exit__=lambda *_: setattr(Pool, "active", None))
+
+    with (
+        mock.patch.object(kv, "_Elastic", Ranged),
+        mock.patch.object(kv, "_Driver", mock.MagicMock()),
+        mock.patch.object(module.torch.cuda, "use_mem_pool", pool),
+    ):
+        worker.initialize_from_config(given)
+    return worker
+
+
+class Workers(unittest.TestCase):
+    def test_several_processes_are_refused_with_a_way_out(self) -> None:
+        config = configuration()
+        config.parallel_config = Some(world_size=2, distributed_executor_backend="mp")
+        with self.assertRaisesRegex(ValueError, "2 workers of executor mp.*backend uni"):
+            module.Worker(config)
+
+    def test_cache_is_packed_into_an_elastic_range(self) -> None:
+        config, given = configuration(), cache()
+        worker = started(config, given)
+        self.assertEqual([it.offset for it in given.kv_cache_tensors[:3]], [0, 32 * KIB, 64 * KIB])
+        self.assertEqual({(it.size, it.block_stride) for it in given.kv_cache_tensors}, {(64 * MIB, 512 * KIB)})
+        self.assertTrue(issubclass(config.scheduler_config.scheduler_cls, Scheduler))
+        self.assertEqual(worker.gpumux.range.committed(), 16 * MIB)
+
+    def test_what_does_not_fit_has_vllm_s_own_memory(self) -> None:
+        connector, sleeping, other = configuration(), configuration(), configuration()
+        connector.kv_transfer_config = Some()
+        sleeping.model_config.enable_cumem_allocator = True
+        other.scheduler_config.scheduler_cls = "another"
+        for config, given in ((connector, cache()), (sleeping, cache()), (other, cache()), (configuration(), cache(elastic=False))):
+            before, chosen = given.kv_cache_tensors[1].size, config.scheduler_config.scheduler_cls
+            with self.assertLogs("vllm.gpumux", "WARNING") as logs:
+                started(config, given)
+            self.assertIn("fixed size", logs.output[0])
+            self.assertEqual((given.kv_cache_tensors[1].size, config.scheduler_config.scheduler_cls), (before, chosen))
+
+    def test_another_version_has_vllm_s_own_memory(self) -> None:
+        with mock.patch.object(module.vllm, "__version__", "0.31.0"), self.assertLogs("vllm.gpumux", "WARNING") as logs:
+            started(configuration(), cache())
+        self.assertIn("0.31.0", logs.output[0])
+
+    def test_last_granule_stays_where_pytorch_may_use_its_end(self) -> None:
+        worker = started(configuration(), cache(blocks=129))
+        self.assertEqual(worker.gpumux.pinned, {0, 4})
+
+
+class Steps(unittest.TestCase):
+    def setUp(self) -> None:
+        self.config = cache()
+        worker = started(configuration(), self.config)
+        self.range = worker.gpumux.range
+        worker.gpumux.clear = lambda _first, _count: None
+        self.device = Device()
+        patch = mock.patch.object(module, "fence", self.device.fence)
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.scheduler = module.scheduler_class(Scheduler, worker.gpumux)(self.config, 128)
+
+    def test_need_counts_running_and_first_waiting_requests(self) -> None:
+        scheduler = self.scheduler
+        scheduler.running = [Some(num_tokens_with_spec=101, num_output_placeholders=1, num_computed_tokens=101)]
+        scheduler.waiting = [Some(num_tokens=300), Some(num_tokens=300), Some(num_tokens=300)]
+        self.assertEqual(module.need(scheduler), (2, 2 * (18 + 2)))
+
+    def test_step_has_memory_and_an_idle_engine_leaves_it(self) -> None:
+        scheduler = self.scheduler
+        scheduler.waiting, scheduler.wish = [Some(num_tokens=600)], 39
+        found = scheduler.schedule()
+        self.assertEqual(len(found), 39)
+        self.assertTrue(all(self.range.state(it.block_id // 32) == kv.IN_USE for it in found))
+        scheduler.waiting, self.device.given = [], 1
+        scheduler.update_from_output(found)
+        self.assertEqual([self.range.state(it) for it in range(4)], [kv.IN_USE, kv.FREE, kv.OUT, kv.OUT])
+
+    def test_refused_memory_is_a_shorter_step(self) -> None:
+        self.range.room = 1
+        self.scheduler.waiting, self.scheduler.wish = [Some(num_tokens=600)], 39
+        self.assertEqual(len(self.scheduler.schedule()), 31)
+
+
+if __name__ == "__main__":
+    unittest.main()
