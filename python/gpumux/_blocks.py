@@ -18,8 +18,8 @@ from gpumux import kv
 
 MIB = 1 << 20
 _GRANULE_MAX = 64 * MIB
-_SHORT_S, _AGAIN_S = 0.005, 0.02
-"""How long memory is awaited that is of use, but not needed; and for how long it is not asked for after that."""
+_SHORT_S, _AGAIN_S = 0.005, 0.1
+"""How long memory is awaited that is of use, but not needed; and for how long there is no longer wait after a refusal."""
 
 
 def layout(block_bytes: int) -> tuple[int, int] | None:
@@ -119,7 +119,9 @@ class Blocks:
         self._in_step = True
         if lookup:
             self._take_back([it for it, own in enumerate(self._filled) if own and not self._held[it]])
-        self._grow(need, wait_s)
+        # The wait is long only for what the engine can't do without: where its own cache would do, and after a refusal, it is short.
+        enough = len(self._cached) >= self._lacks(need)
+        self._grow(need, _SHORT_S if enough or self._clock() < self._again else wait_s)
         if more and self._clock() >= self._again:
             self._grow(need + more, _SHORT_S)
 
@@ -129,10 +131,13 @@ class Blocks:
         if idle and (self._recent or self._fenced):
             self._fence().synchronize()
             self._recent, self._fenced = set(), None
-        if self._fenced and self._fenced[0].query():
+        # One fence at a time: what is freed while it is open waits for the next.
+        while self._fenced or self._recent:
+            if not self._fenced:
+                self._fenced, self._recent = (self._fence(), self._recent), set()
+            if not self._fenced[0].query():
+                break
             self._fenced = None
-        if self._recent and not self._fenced:
-            self._fenced, self._recent = (self._fence(), self._recent), set()
         under_way = self._fenced[1] if self._fenced else ()
         leaving = sorted(it for it in self._idle if it not in self._recent and it not in under_way)
         for state, own in ((kv.FREE, [it for it in leaving if not self._filled[it]]), (kv.CACHED, [it for it in leaving if self._filled[it]])):

@@ -129,13 +129,15 @@ def need(scheduler: Any) -> tuple[int, int]:
     groups, ahead = len(scheduler.kv_cache_config.kv_cache_groups), scheduler.num_lookahead_tokens
     running = more = 0
     for request in scheduler.running:
-        tokens = request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens + ahead
-        running += max(0, tokens) // size + 2
+        there = request.num_computed_tokens
+        tokens = request.num_tokens_with_spec + request.num_output_placeholders + ahead
+        # Exact but for looking ahead: under pressure each block that is asked for too much would cost time.
+        running += max(0, -(-tokens // size) + (there // -size))
     budget, room = scheduler.max_num_scheduled_tokens, scheduler.max_num_running_reqs - len(scheduler.running)
     for request in itertools.chain(scheduler.waiting, scheduler.skipped_waiting):
         if budget <= 0 or room <= 0:
             break
-        more += (request.num_tokens + ahead) // size + 2
+        more += (request.num_tokens + ahead) // size + 1
         budget, room = budget - request.num_tokens, room - 1
     if more:
         more += scheduler.kv_cache_manager.watermark_blocks

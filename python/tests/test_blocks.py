@@ -159,6 +159,25 @@ class Steps(unittest.TestCase):
         made.range.room = 3
         self.assertEqual([it.block_id for it in made.step(3)], [10, 11, 1])
 
+    def test_wait_is_long_only_for_what_has_no_substitute(self) -> None:
+        made, waits = Made(), list[float]()
+        commit = made.range.commit
+        made.range.commit = lambda first, count, wait_s: waits.append(wait_s) or commit(first, count, wait_s)
+        made.range.room = 2
+        found = made.step(7)
+        made.blocks.begin(1, 0, False, 0.5)
+        self.assertEqual(max(waits[1:]), 0.5)
+        made.blocks.end()
+        waits.clear()
+        made.blocks.begin(1, 0, False, 0.5)
+        self.assertLess(max(waits), 0.1, "shortly after a refusal")
+        made.now, found[0].block_hash = 1.0, 1
+        made.blocks.append(found[0])
+        waits.clear()
+        made.blocks.begin(1, 0, False, 0.5)
+        self.assertLess(max(waits), 0.1, "its own cache will do")
+        self.assertEqual(made.blocks.popleft_n(1), [found[0]])
+
     def test_random_steps_never_use_what_others_may_take(self) -> None:
         for seed in range(30):
             rng = random.Random(seed)

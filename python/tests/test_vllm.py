@@ -183,9 +183,11 @@ class Steps(unittest.TestCase):
 
     def test_need_counts_running_and_first_waiting_requests(self) -> None:
         scheduler = self.scheduler
-        scheduler.running = [Some(num_tokens_with_spec=101, num_output_placeholders=1, num_computed_tokens=101)]
+        # One is within its last block, the next begins another, the third has a prompt of which two blocks are done.
+        of = [(101, 1, 101), (113, 0, 112), (300, 0, 32)]
+        scheduler.running = [Some(num_tokens_with_spec=a, num_output_placeholders=b, num_computed_tokens=c) for a, b, c in of]
         scheduler.waiting = [Some(num_tokens=300), Some(num_tokens=300), Some(num_tokens=300)]
-        self.assertEqual(module.need(scheduler), (2, 2 * (18 + 2)))
+        self.assertEqual(module.need(scheduler), (0 + 1 + 17, 2 * 19))
 
     def test_step_has_memory_and_an_idle_engine_leaves_it(self) -> None:
         scheduler = self.scheduler
