@@ -2,7 +2,7 @@
 
 `--engines` engines have `--room` of memory for their KV caches together. The run has as many phases of `--phase` seconds as there are engines. In each phase
 another engine receives `--high` requests a second, and the others `--low`. Arrivals are random, and the same in each mode. In the modes without a fixed
-split another program has the rest of the device.
+split another program has the rest of the device but for 64 MiB an engine, by which leases may be larger than what is in them.
 
 Modes: `static` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
 native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `static` and `gpumux` come first: from them follows what the other program has.
@@ -37,7 +37,8 @@ from residency import Nvml
 MODES = ["static", "gpumux", "elastic", "kvcached", "kvcached-gpumux"]
 SPLIT = {"static", "gpumux"}
 SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.
-SLACK, CONTEXT = 256 << 20, 600 << 20
+# A lease may be so much larger than what is in it; what the driver keeps for one process.
+LEASE, CONTEXT = 64 << 20, 600 << 20
 KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
 # kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
 LAUNCH = (
@@ -92,10 +93,10 @@ def row(rounds: Sequence[dict[str, list[float]]]) -> dict[str, float]:
     return made | {"requests_per_s": sum(pooled["finished"]) / sum(pooled["end"]), "finished": statistics.fmean(pooled["finished"])}
 
 
-def rest(usable: int, used: int, room: int, mode: str) -> int:
-    """Bytes that the other program has, where `used` are those of all engines without KV caches."""
-    # kvcached leaves 1% of the device free. Leases are up to 64 MiB larger than what is in them.
-    size = usable - used - room - SLACK - (usable // 99 if mode.startswith("kvcached") else 0)
+def rest(usable: int, used: int, room: int, mode: str, count: int) -> int:
+    """Bytes that the other program has, where `used` are those of all `count` engines without KV caches."""
+    # kvcached leaves 1% of the device free.
+    size = usable - used - room - count * LEASE - (usable // 99 if mode.startswith("kvcached") else 0)
     if size < 0:
         raise BenchError(f"the engines have {used / engines.GIB:.1f} GiB without KV caches: with {room / engines.GIB:.1f} GiB more, too much for the device")
     return size
@@ -180,7 +181,7 @@ def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Name
         if managed not in used:
             used[managed] = now - (options.room if name in SPLIT else 0)
         if name not in SPLIT:
-            stack.enter_context(ballast(mode, rest(usable, used[managed], options.room, name), logs))
+            stack.enter_context(ballast(mode, rest(usable, used[managed], options.room, name, options.engines), logs))
         found = []
         for seed in range(options.rounds):
             stop_s = options.engines * options.phase + options.drain
@@ -205,7 +206,8 @@ def main() -> int:
     parser = common.parser(
         "Engines that share the memory of one GPU while their loads change.",
         "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --quick --budget 200\n"
-        "  PYTHONPATH=DIR/carry:DIR/carry_deps:KVCACHED GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --engines 3 --room 12GiB",
+        "  PYTHONPATH=DIR/carry:DIR/carry_deps:KVCACHED GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --engines 3 --room 12GiB\n"
+        "One engine with a high load shows what each mode costs: --engines 1 --high 64 --prompt 128 --room 16GiB",
     )
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
     parser.add_argument("--budget", type=float, default=1200.0, help="seconds for all [%(default)s]")

@@ -54,10 +54,10 @@ class Values(unittest.TestCase):
 
     def test_other_program_leaves_the_room(self) -> None:
         gib = 1 << 30
-        self.assertEqual(shift.rest(100 * gib, 20 * gib, 10 * gib, "elastic"), 70 * gib - shift.SLACK)
-        self.assertLess(shift.rest(100 * gib, 20 * gib, 10 * gib, "kvcached"), 70 * gib - shift.SLACK - gib // 2)
+        self.assertEqual(shift.rest(100 * gib, 20 * gib, 10 * gib, "elastic", 2), 70 * gib - 2 * shift.LEASE)
+        self.assertLess(shift.rest(100 * gib, 20 * gib, 10 * gib, "kvcached", 2), 70 * gib - 2 * shift.LEASE - gib // 2)
         with self.assertRaises(BenchError):
-            shift.rest(100 * gib, 95 * gib, 10 * gib, "elastic")
+            shift.rest(100 * gib, 95 * gib, 10 * gib, "elastic", 2)
 
     def test_accounting_of_gpumux_is_asked_where_it_counts(self) -> None:
         answers = {"/v1/devices": [{"memory_guaranteeable": 1000, "context_bytes": 30}], "/v1/tenants": [{"memory": [{"in_use": 7}]}, {"memory": []}]}
