@@ -9,11 +9,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
+
+
+def prompt_of(name: str, length: int) -> list[int]:
+    """Tokens of a request. Those of different names differ from the beginning, so that no cache of prefixes serves them."""
+    return random.Random(name).choices(range(10, 30_010), k=length)
 
 
 class Vllm:
@@ -36,9 +42,7 @@ class Vllm:
     def add(self, name: str, prompt: int, output: int) -> None:
         """A request of so many tokens, which makes exactly so many."""
         sampling = self.vllm.SamplingParams(max_tokens=output, min_tokens=output, ignore_eos=True, detokenize=False, temperature=0.0)
-        # Prompts differ, so that no cache of prefixes serves them.
-        ids = [(sum(name.encode()) * 31 + at * 7) % 30_000 + 10 for at in range(prompt)]
-        self.engine.add_request(name, {"prompt_token_ids": ids}, sampling)
+        self.engine.add_request(name, {"prompt_token_ids": prompt_of(name, prompt)}, sampling)
 
     def step(self) -> list[tuple[str, int]]:
         """One step of the batch."""

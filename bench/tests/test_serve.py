@@ -31,6 +31,13 @@ class Traces(unittest.TestCase):
         self.assertEqual(at(2.0, 0.0, 2.0), [0.0, 0.25, 1.0, 1.5, 1.75])
 
 
+class Prompts(unittest.TestCase):
+    def test_prompts_of_all_requests_begin_differently(self) -> None:
+        begins = {tuple(serve_worker.prompt_of(f"{turn}-{number}", 16)) for turn in range(3) for number in range(300)}
+        self.assertEqual(len(begins), 900)
+        self.assertEqual(serve_worker.prompt_of("0-12", 40), serve_worker.prompt_of("0-12", 40))
+
+
 class Engine:
     """Makes one token of every request in each step of 10 ms."""
 

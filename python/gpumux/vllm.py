@@ -16,10 +16,16 @@ from typing import Any, Iterator
 
 import torch
 import vllm
-from vllm.v1.attention.backends.utils import get_kv_cache_layout
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
-from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+
+try:
+    from vllm.v1.attention.backends.utils import get_kv_cache_layout
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler as SyncScheduler
+    from vllm.v1.worker.gpu_worker import Worker as GpuWorker
+except ImportError as error:
+    raise ImportError(
+        f"gpumux.vllm is for vLLM 0.24, not vLLM {vllm.__version__} ({error}): leave --worker-cls out (the KV cache has a fixed size then)"
+    ) from error
 
 from gpumux import kv
 from gpumux._blocks import Blocks, layout

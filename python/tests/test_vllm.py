@@ -1,6 +1,7 @@
 """Tests of `gpumux.vllm` with stand-ins for PyTorch and vLLM 0.24."""
 
 import importlib
+import importlib.util
 import sys
 import types
 import unittest
@@ -158,6 +159,13 @@ class Workers(unittest.TestCase):
                 started(config, given)
             self.assertIn("fixed size", logs.output[0])
             self.assertEqual((given.kv_cache_tensors[1].size, config.scheduler_config.scheduler_cls), (before, chosen))
+
+    def test_version_without_vllm_s_modules_is_named(self) -> None:
+        spec = importlib.util.spec_from_file_location("gpumux_vllm_of_another_version", module.__file__)
+        missing = {name: None for name in ("vllm.v1.core.sched.scheduler", "vllm.v1.worker.gpu_worker")}
+        with mock.patch.dict(sys.modules, {"torch": mock.MagicMock(), "vllm": Some(__version__="0.40.1")} | missing):
+            with self.assertRaisesRegex(ImportError, "0.24, not vLLM 0.40.1.*leave --worker-cls out"):
+                spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
     def test_another_version_has_vllm_s_own_memory(self) -> None:
         with mock.patch.object(module.vllm, "__version__", "0.31.0"), self.assertLogs("vllm.gpumux", "WARNING") as logs:

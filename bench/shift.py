@@ -1,0 +1,259 @@
+"""Engines that share the memory of one GPU while their loads change: real vLLM with random weights, each mode with the same memory for all KV caches.
+
+`--engines` engines have `--room` of memory for their KV caches together. The run has as many phases of `--phase` seconds as there are engines. In each phase
+another engine receives `--high` requests a second, and the others `--low`. Arrivals are random, and the same in each mode. In the modes without a fixed
+split another program has the rest of the device but for 64 MiB an engine, by which leases may be larger than what is in them.
+
+Modes: `static` (vLLM as it is, an equal part for each), `gpumux` (the same under `gpumux run`), `elastic` (`gpumux.vllm`), `kvcached` (kvcached with its
+native module, without gpumux), `kvcached-gpumux` (its Python code on `gpumux.compat.kvcached`). `static` and `gpumux` come first: from them follows what the other program has.
+
+Values: `ttft_mean_ms`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token; of a request without one, the time that it waited until the end); `high_ttft_mean_ms` of
+requests in their engine's phase of high load; `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `requests_per_s` (finished ones, until the last token);
+`finished`, the part of all requests; `taken` and `refused` granules of `elastic`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import common
+import engines
+import kv
+import serve
+from common import BenchError, Gpumux, Mode, Results, Worker
+from memory import cell, started, wait_for
+from residency import Nvml
+
+MODES = ["static", "gpumux", "elastic", "kvcached", "kvcached-gpumux"]
+SPLIT = {"static", "gpumux"}
+SETTLED_S = 1.0  # Reports to the daemon are up to 50 ms old.
+# A lease may be so much larger than what is in it; what the driver keeps for one process.
+LEASE, CONTEXT = 64 << 20, 600 << 20
+KVCACHED = {"ENABLE_KVCACHED": "true", "KVCACHED_GPU_UTILIZATION": "0.99", "KVCACHED_LOG_LEVEL": "INFO"}
+# kvcached's installation adds a file that Python reads at its start: `site` does the same for a folder of PYTHONPATH.
+LAUNCH = (
+    "import importlib.util, os, runpy, site, sys; {0}"
+    "site.addsitedir(os.path.dirname(next(iter(importlib.util.find_spec('kvcached').submodule_search_locations)))); "
+    "del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
+)
+
+
+class Request(NamedTuple):
+    """When it comes (seconds from the start), tokens given, tokens made, and whether its engine has a high load then."""
+
+    at: float
+    prompt: int
+    output: int
+    high: bool
+
+
+def load(number: int, count: int, options: argparse.Namespace, seed: int) -> list[Request]:
+    """The requests of one of `count` engines."""
+    rng, found = random.Random(seed * 1000 + number), list[Request]()
+    for phase in range(count):
+        high = phase == number
+        rate, at = (options.high if high else options.low), phase * options.phase
+        while rate > 0 and (at := at + rng.expovariate(rate)) < (phase + 1) * options.phase:
+            found.append(Request(at, options.prompt, options.output, high))
+    return found
+
+
+def values(came: Sequence[Sequence[Request]], answers: Sequence[dict[str, Any]], stop_s: float) -> dict[str, list[float]]:
+    """Of all engines together: `ttft`, `high` and `tpot` in ms; `finished` ones, 1 or 0; and when the last token came."""
+    found: dict[str, list[float]] = {"ttft": [], "high": [], "tpot": [], "finished": [], "end": [0.0]}
+    for requests, answer in zip(came, answers, strict=True):
+        for one, first, last, made in zip(requests, answer["first_s"], answer["last_s"], answer["tokens"], strict=True):
+            ttft = ((stop_s if first is None else first) - one.at) * 1e3
+            found["ttft"].append(ttft)
+            found["high"] += [ttft] if one.high else []
+            found["tpot"] += [(last - first) / (made - 1) * 1e3] if made > 1 else []
+            found["finished"].append(float(made >= one.output))
+            found["end"][0] = max(found["end"][0], last or 0.0)
+    return found
+
+
+def row(rounds: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    """Values of all rounds."""
+    pooled = {name: [it for one in rounds for it in one[name]] for name in rounds[0]}
+    if not sum(pooled["finished"]):
+        raise BenchError("no request was finished")
+    made = {"ttft_mean_ms": statistics.fmean(pooled["ttft"]), "high_ttft_mean_ms": statistics.fmean(pooled["high"])}
+    for name in ("ttft", "tpot"):
+        made |= {f"{name}_p50_ms": common.quantile(pooled[name], 0.5), f"{name}_p99_ms": common.quantile(pooled[name], 0.99)}
+    return made | {"requests_per_s": sum(pooled["finished"]) / sum(pooled["end"]), "finished": statistics.fmean(pooled["finished"])}
+
+
+def rest(usable: int, used: int, room: int, mode: str, count: int) -> int:
+    """Bytes that the other program has, where `used` are those of all `count` engines without KV caches."""
+    # kvcached leaves 1% of the device free.
+    size = usable - used - room - count * LEASE - (usable // 99 if mode.startswith("kvcached") else 0)
+    if size < 0:
+        raise BenchError(f"the engines have {used / engines.GIB:.1f} GiB without KV caches: with {room / engines.GIB:.1f} GiB more, too much for the device")
+    return size
+
+
+def device(mode: Mode, count: int) -> tuple[int, int]:
+    """Bytes for `count` programs, without their contexts where gpumux counts; and the bytes that these programs have now."""
+    if not isinstance(mode, Gpumux):
+        memory = Nvml().memory()
+        return memory.total - CONTEXT, memory.used
+    api = kv.Api(mode)
+    one, tenants = api.ask("GET", "/v1/devices")[0], api.ask("GET", "/v1/tenants")
+    return one["memory_guaranteeable"] - count * one["context_bytes"], sum(it["in_use"] for tenant in tenants for it in tenant["memory"][:1])
+
+
+class _Kvcached(Mode):
+    def environment(self) -> dict[str, str]:
+        return super().environment() | KVCACHED
+
+
+class _KvcachedGpumux(Gpumux):
+    def environment(self) -> dict[str, str]:
+        return super().environment() | KVCACHED
+
+
+def mode_of(name: str, logs: Path) -> Mode:
+    """A way to share."""
+    kinds = {"static": Mode, "kvcached": _Kvcached, "kvcached-gpumux": _KvcachedGpumux}
+    return kinds.get(name, Gpumux)(name, logs)
+
+
+def program(mode: str) -> Sequence[str]:
+    """What runs an engine, before its arguments."""
+    if not mode.startswith("kvcached"):
+        return serve.ENGINE
+    return (sys.executable, "-c", LAUNCH.format("import gpumux.compat.kvcached; " if mode == "kvcached-gpumux" else ""), *serve.ENGINE[1:])
+
+
+def arguments(mode: str, options: argparse.Namespace) -> list[str]:
+    """An engine's arguments."""
+    cache = options.room // options.engines if mode in SPLIT else options.room
+    # kvcached and vLLM differ in what their caches of prefixes keep: none has one.
+    given = {"attention_backend": options.attention, "enforce_eager": True, "kv_cache_memory_bytes": cache, "enable_prefix_caching": False}
+    if mode == "elastic":
+        given["worker_cls"] = "gpumux.vllm.Worker"
+    return [str(options.model), "--memory", str(options.memory), "--context", "8192", "--engine", json.dumps(given)]
+
+
+@contextlib.contextmanager
+def ballast(mode: Mode, size: int, logs: Path) -> Iterator[None]:
+    """A program that has so much memory, and keeps it."""
+    ready, mib = logs / f"ready-{mode.name}", size // kv.MIB
+    ready.unlink(missing_ok=True)
+    command = [common.gpumux(), "workload", "idle", "--memory", f"{mib}MiB", "--seconds", "3600", "--ready-file", str(ready)]
+    with started(mode, "rest", command, ["--memory-guaranteed", f"{mib + 64}MiB"]) as process:
+        wait_for(ready, process)
+        yield
+
+
+def check(mode: str, workers: Sequence[Worker]) -> None:
+    """Raises BenchError where an engine has not the memory of its mode."""
+    wanted = {"elastic": "the KV cache is elastic", "kvcached": "Successfully patched vllm", "kvcached-gpumux": "Successfully patched vllm"}.get(mode)
+    for worker in workers if wanted else ():
+        if wanted not in worker.log.read_text(errors="replace"):
+            raise BenchError(f"{worker.name} is not {mode}: {worker.log} lacks {wanted!r}")
+
+
+def measure(name: str, used: dict[bool, int], logs: Path, options: argparse.Namespace) -> dict[str, float]:
+    """The values of a mode. `used` has the bytes of all engines without KV caches, without and with gpumux, once they are known."""
+    with contextlib.ExitStack() as stack:
+        mode = stack.enter_context(mode_of(name, logs))
+        managed = isinstance(mode, Gpumux)
+        workers = []
+        for number in range(options.engines):
+            workers.append(Worker(f"engine-{number}", arguments(name, options), mode, "latency", program(name)))
+            stack.callback(workers[-1].close)
+        for worker in workers:
+            engines.ready(worker, options)
+        check(name, workers)
+        time.sleep(SETTLED_S)
+        usable, now = device(mode, options.engines + 1)
+        if managed not in used:
+            used[managed] = now - (options.room if name in SPLIT else 0)
+        if name not in SPLIT:
+            stack.enter_context(ballast(mode, rest(usable, used[managed], options.room, name, options.engines), logs))
+        found = []
+        for seed in range(options.rounds):
+            stop_s = options.engines * options.phase + options.drain
+            options.left.check(stop_s)
+            came = [load(number, options.engines, options, seed) for number in range(options.engines)]
+            start = time.monotonic() + 0.3
+            for worker, requests in zip(workers, came, strict=True):
+                worker.send(start=start, stop=start + stop_s, requests=[it[:3] for it in requests], ends=True)
+            answers = [worker.reply(stop_s + common.REPLY_S) for worker in workers]
+            found.append(values(came, answers, stop_s))
+        made = row(found)
+        if name == "elastic":
+            for worker in workers:
+                worker.send(greedy=[[16, 1]])
+            states = [worker.reply(common.REPLY_S) for worker in workers]
+            made |= {it: sum(state[it] for state in states) for it in ("taken", "refused")}
+        return made
+
+
+def main() -> int:
+    """Runs the modes, until the budget is spent."""
+    parser = common.parser(
+        "Engines that share the memory of one GPU while their loads change.",
+        "  PYTHONPATH=DIR/carry:DIR/carry_deps GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --quick --budget 200\n"
+        "  PYTHONPATH=DIR/carry:DIR/carry_deps:KVCACHED GPUMUX=.bundle/bin/gpumux python3 bench/shift.py --engines 3 --room 12GiB\n"
+        "One engine with a high load shows what each mode costs: --engines 1 --high 64 --prompt 128 --room 16GiB",
+    )
+    parser.add_argument("--modes", type=common.listed(MODES), default=MODES, help="[all]")
+    parser.add_argument("--budget", type=float, default=1200.0, help="seconds for all [%(default)s]")
+    parser.add_argument("--engines", type=int, help="[3; 2 with --quick]")
+    parser.add_argument("--phase", type=float, help="seconds [20; 8 with --quick]")
+    parser.add_argument("--drain", type=float, default=10.0, help="seconds at the end without arrivals, at most [%(default)s]")
+    parser.add_argument("--rounds", type=int, help="of all phases [3; 1 with --quick]")
+    parser.add_argument("--room", help="of memory for all KV caches [12GiB; 3GiB with --quick]")
+    parser.add_argument("--high", type=float, help="requests a second [8; 12 with --quick]")
+    parser.add_argument("--low", type=float, default=0.5, help="requests a second [%(default)s]")
+    parser.add_argument("--prompt", type=int, default=3072, help="tokens [%(default)s]")
+    parser.add_argument("--output", type=int, default=128, help="tokens [%(default)s]")
+    parser.add_argument("--memory", type=float, default=0.2, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
+    parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
+    options = parser.parse_args()
+    logs = common.begin(options)
+    for name, usual, quick in (("engines", 3, 2), ("phase", 20.0, 8.0), ("rounds", 3, 1), ("room", "12GiB", "3GiB"), ("high", 8.0, 12.0)):
+        if getattr(options, name) is None:
+            setattr(options, name, quick if options.quick else usual)
+    options.room, options.left = kv.bytes_of(options.room), engines.Budget(options.budget)
+    package = str(common.BENCH.parent / "python")
+    os.environ["PYTHONPATH"] = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    options.model = logs / "model"
+    options.model.mkdir(exist_ok=True)
+    (options.model / "config.json").write_text(json.dumps(engines.LLAMA_3_1B if options.quick else serve.LLAMA_3_8B))
+    case = f"{options.engines}-engines"
+    results, used, notes = Results("shift", options.out, [case], MODES), dict[bool, int](), list[str]()
+    for name in [it for it in MODES if it in options.modes]:
+        with cell(results, f"{case}, {name}", logs), noted(notes, name):
+            options.left.check(20)
+            results.add(case, name, measure(name, used, logs, options))
+    if notes and results.data["rows"]:
+        results.data["note"] = "; ".join(notes)
+        results.write()
+    return results.finish()
+
+
+@contextlib.contextmanager
+def noted(notes: list[str], mode: str) -> Iterator[None]:
+    """Why a mode has no row is a note in the results."""
+    try:
+        yield
+    except Exception as error:
+        notes.append(f"{mode}: {str(error).splitlines()[0] if str(error) else type(error).__name__}")
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main())

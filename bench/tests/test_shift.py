@@ -1,0 +1,152 @@
+"""Loads that change, what counts, and whole runs with engines that are fakes."""
+
+import argparse
+import contextlib
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import common  # noqa: E402
+import shift  # noqa: E402
+from common import BenchError  # noqa: E402
+
+OPTIONS = argparse.Namespace(phase=10.0, high=8.0, low=0.5, prompt=30, output=4, engines=2, room=4 << 30, attention="A", model=Path("m"), memory=0.2)
+MARK = {"elastic": "the KV cache is elastic", "kvcached": "Successfully patched vllm", "kvcached-gpumux": "Successfully patched vllm"}
+
+
+class Loads(unittest.TestCase):
+    def test_each_engine_has_a_high_load_in_one_phase(self) -> None:
+        for number in range(3):
+            requests = shift.load(number, 3, OPTIONS, seed=1)
+            high = [it for it in requests if it.high]
+            self.assertTrue(all(number * 10 <= it.at < (number + 1) * 10 for it in high))
+            self.assertTrue(40 < len(high) < 130 and len(requests) - len(high) < 30)
+            self.assertEqual([it.at for it in requests], sorted(it.at for it in requests))
+            self.assertEqual(requests, shift.load(number, 3, OPTIONS, seed=1))
+        self.assertNotEqual(shift.load(0, 2, OPTIONS, 1), shift.load(0, 2, OPTIONS, 2))
+
+    def test_no_low_load_gives_no_requests(self) -> None:
+        quiet = argparse.Namespace(**{**vars(OPTIONS), "low": 0.0})
+        self.assertTrue(all(it.high for it in shift.load(1, 2, quiet, 1)))
+
+
+class Values(unittest.TestCase):
+    def test_request_without_a_token_counts_until_the_end(self) -> None:
+        came = [[shift.Request(1.0, 8, 3, True), shift.Request(2.0, 8, 3, False)]]
+        answers = [{"first_s": [1.5, None], "last_s": [2.5, None], "tokens": [3, 0]}]
+        found = shift.values(came, answers, 10.0)
+        self.assertEqual(found, {"ttft": [500.0, 8000.0], "high": [500.0], "tpot": [500.0], "finished": [1.0, 0.0], "end": [2.5]})
+        made = shift.row([found, found])
+        self.assertEqual((made["ttft_mean_ms"], made["ttft_p99_ms"], made["finished"]), (4250.0, 8000.0, 0.5))
+        self.assertAlmostEqual(made["requests_per_s"], 2 / 5.0)
+
+    def test_run_without_a_finished_request_fails(self) -> None:
+        came, answers = [[shift.Request(1.0, 8, 3, True)]], [{"first_s": [2.0], "last_s": [2.5], "tokens": [2]}]
+        with self.assertRaises(BenchError):
+            shift.row([shift.values(came, answers, 10.0)])
+
+    def test_other_program_leaves_the_room(self) -> None:
+        gib = 1 << 30
+        self.assertEqual(shift.rest(100 * gib, 20 * gib, 10 * gib, "elastic", 2), 70 * gib - 2 * shift.LEASE)
+        self.assertLess(shift.rest(100 * gib, 20 * gib, 10 * gib, "kvcached", 2), 70 * gib - 2 * shift.LEASE - gib // 2)
+        with self.assertRaises(BenchError):
+            shift.rest(100 * gib, 95 * gib, 10 * gib, "elastic", 2)
+
+    def test_accounting_of_gpumux_is_asked_where_it_counts(self) -> None:
+        answers = {"/v1/devices": [{"memory_guaranteeable": 1000, "context_bytes": 30}], "/v1/tenants": [{"memory": [{"in_use": 7}]}, {"memory": []}]}
+        mode = shift.mode_of("elastic", Path("x"))
+        with mock.patch.object(shift.kv, "Api", lambda _mode: SimpleNamespace(ask=lambda _method, path: answers[path])):
+            self.assertEqual(shift.device(mode, 3), (910, 7))
+
+
+class Modes(unittest.TestCase):
+    def test_fixed_parts_are_equal_and_others_have_all(self) -> None:
+        for mode in shift.MODES:
+            given = json.loads(shift.arguments(mode, OPTIONS)[-1])
+            self.assertEqual(given["kv_cache_memory_bytes"], (2 if mode in ("static", "gpumux") else 4) << 30)
+            self.assertEqual(given.get("worker_cls"), "gpumux.vllm.Worker" if mode == "elastic" else None)
+
+    def test_launch_runs_the_installation_file_before_the_script(self) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "kvcached").mkdir()
+            (Path(folder) / "kvcached" / "__init__.py").touch()
+            (Path(folder) / "kvcached_autopatch.pth").write_text("import sys; sys.patched = True\n")
+            script = Path(folder) / "script.py"
+            script.write_text("import sys\nprint(getattr(sys, 'patched', False), __name__, sys.argv[1:])\n")
+            python, *rest = shift.program("kvcached")
+            self.assertEqual(Path(rest[-1]).name, "serve_worker.py")
+            with mock.patch.dict("os.environ", {"PYTHONPATH": folder}):
+                self.assertEqual(common.run_quietly(python, *rest[:-1], str(script), "a", "b"), "True __main__ ['a', 'b']")
+
+
+class Fake:
+    """A worker with an engine that makes one token of each request a step."""
+
+    made: list[str] = []
+    silent: set[str] = set()
+
+    def __init__(self, name: str, _arguments: Any, mode: common.Mode, _klass: str, _program: Any) -> None:
+        self.name, self.log, self.answers = name, mode.logs / f"{mode.name}-{name}.log", [{"ready": True}]
+        self.made.append(f"{mode.name} {name}")
+        self.log.write_text("" if mode.name in self.silent else MARK.get(mode.name, ""))
+
+    def send(self, **order: Any) -> None:
+        if "greedy" in order:
+            self.answers.append({"taken": 3, "refused": 1})
+            return
+        requests = order["requests"]
+        at = [it[0] for it in requests]
+        self.answers.append({"first_s": [it + 0.1 for it in at], "last_s": [it + 0.4 for it in at], "tokens": [it[2] for it in requests]})
+
+    def reply(self, _timeout: float) -> Any:
+        return self.answers.pop(0)
+
+    def close(self) -> None:
+        self.made.append(f"closed {self.name}")
+
+
+class Plain(common.Mode):
+    """Stands in for a daemon."""
+
+
+class Runs(unittest.TestCase):
+    def run_all(self, *arguments: str) -> tuple[int, dict[str, Any], list[str]]:
+        Fake.made = []
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            for name, value in (("Worker", Fake), ("Gpumux", Plain), ("_Kvcached", Plain), ("_KvcachedGpumux", Plain)):
+                stack.enter_context(mock.patch.object(shift, name, value))
+            stack.enter_context(mock.patch.object(shift, "device", lambda *_: (100 << 30, 20 << 30)))
+            stack.enter_context(mock.patch.object(shift, "SETTLED_S", 0))
+            stack.enter_context(mock.patch.object(shift, "ballast", lambda *_: contextlib.nullcontext()))
+            stack.enter_context(mock.patch.object(common, "say"))
+            stack.enter_context(mock.patch("signal.signal"))
+            stack.enter_context(mock.patch.object(sys, "argv", ["shift.py", "--quick", "--out", folder, "--logs", f"{folder}/logs", *arguments]))
+            stack.enter_context(mock.patch.dict("os.environ"))
+            code = shift.main()
+            (file,) = Path(folder).glob("shift-*.json")
+            return code, json.loads(file.read_text()), Fake.made
+
+    def test_every_mode_has_a_row_and_its_engines_end(self) -> None:
+        code, data, made = self.run_all("--budget", "1000")
+        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (0, shift.MODES))
+        self.assertEqual(len([it for it in made if it.startswith("closed")]), 2 * len(shift.MODES))
+        (elastic,) = [it["values"] for it in data["rows"] if it["mode"] == "elastic"]
+        self.assertEqual((elastic["taken"], elastic["refused"]), (6, 2))
+        self.assertAlmostEqual(elastic["ttft_mean_ms"], 100.0, places=3)
+
+    def test_mode_that_is_not_what_it_should_be_is_noted(self) -> None:
+        with mock.patch.object(Fake, "silent", {"kvcached"}):
+            code, data, _made = self.run_all("--modes", "kvcached,elastic")
+        self.assertEqual((code, [it["mode"] for it in data["rows"]]), (1, ["elastic"]))
+        self.assertIn("kvcached: engine-0 is not kvcached", data["note"])
+
+
+if __name__ == "__main__":
+    unittest.main()
