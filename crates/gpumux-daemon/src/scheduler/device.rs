@@ -331,9 +331,12 @@ impl Device {
         self.groups.get(name).copied()
     }
 
-    /// The group of this name; made under the given number if it has no member yet.
+    /// The group of this name, which a process joins; made under the given number if it has no member yet.
     pub(super) fn group(&mut self, name: Arc<str>, number: DomainId) -> DomainId {
-        *self.groups.entry(name).or_insert(number)
+        let group = *self.groups.entry(name).or_insert(number);
+        let left = self.held.iter_mut().filter(|it| it.group() == group);
+        left.for_each(Held::thaw);
+        group
     }
 
     /// Drops the domains of a session, or one of them. If its process lives on, they are given back as
@@ -382,11 +385,19 @@ impl Device {
                 Some(_) => {}
                 None if alive => domain.restore(&known),
                 // What the last member left may run, and no plan counts it: at the shortest timeslice, neither it nor the owner of the turn
-                // would run until its files are closed. What is frozen stays so.
+                // would run until its files are closed.
                 None if domain.group.is_some() && !domain::now(&known).frozen => {
                     domain.restore(&known);
                 }
-                None => {}
+                // What is frozen stays so, until another process joins.
+                None => {
+                    let mut left = self.held.iter_mut();
+                    if let Some(held) = left.find(|it| Some(it.group()) == domain.group) {
+                        let _ = domain.controls.set_timeslice(domain.default.0);
+                        held.keep_frozen(domain.controls);
+                        continue;
+                    }
+                }
             }
             // Without a reaper it is dropped here and now.
             let _ = reaper.send(Box::new(domain.controls));

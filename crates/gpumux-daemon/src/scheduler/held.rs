@@ -4,6 +4,7 @@
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
 use gpumux_core::{DomainId, Micros};
+use gpumux_rm::Controls;
 
 use super::model::SessionId;
 
@@ -29,6 +30,8 @@ pub(super) struct Held {
     /// Device time that the group had received before.
     before: f64,
     _files: Arc<[OwnedFd]>,
+    /// Controls of channels that are frozen: of a group without members, which nothing thaws.
+    frozen: Vec<Box<dyn Controls>>,
 }
 
 impl Held {
@@ -38,6 +41,19 @@ impl Held {
             since,
             before,
             _files: files,
+            frozen: Vec::new(),
+        }
+    }
+
+    /// The last member of the group left this frozen.
+    pub(super) fn keep_frozen(&mut self, controls: Box<dyn Controls>) {
+        self.frozen.push(controls);
+    }
+
+    /// A process joins the group: no channel of it runs while some are frozen.
+    pub(super) fn thaw(&mut self) {
+        for controls in self.frozen.drain(..) {
+            let _ = controls.thaw();
         }
     }
 

@@ -3,7 +3,11 @@
 use std::{
     collections::BTreeMap,
     io,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicBool, Ordering},
+        mpsc,
+    },
     time::{Duration, Instant},
 };
 
@@ -49,6 +53,8 @@ struct Group {
     slice: u64,
     frozen: bool,
     broken: bool,
+    /// How many of its members' channels are disabled: it runs if none are.
+    disabled: u32,
 }
 
 /// The hardware: groups by handle. Complains when two that may run have a slice of 1 µs.
@@ -96,9 +102,21 @@ fn stuck() -> ControlFailure {
 struct FakeControls {
     group: u32,
     hardware: Shared,
+    /// Its own channels are.
+    disabled: AtomicBool,
 }
 
 impl FakeControls {
+    /// The hardware runs no group of which a member's channels are disabled.
+    fn disable(&self, group: &mut Group, disabled: bool) {
+        match (self.disabled.swap(disabled, Ordering::Relaxed), disabled) {
+            (false, true) => group.disabled += 1,
+            (true, false) => group.disabled -= 1,
+            _ => {}
+        }
+        group.frozen = group.disabled > 0;
+    }
+
     fn pull(&self, pull: Pull, change: impl FnOnce(&mut Group)) -> Result<(), ControlFailure> {
         let mut hardware = lock(&self.hardware);
         let time = COST + hardware.busy;
@@ -134,10 +152,10 @@ impl Controls for FakeControls {
         }
     }
     fn freeze(&self) -> Result<(), ControlFailure> {
-        self.pull(Pull::Freeze(self.group), |group| group.frozen = true)
+        self.pull(Pull::Freeze(self.group), |group| self.disable(group, true))
     }
     fn thaw(&self) -> Result<(), ControlFailure> {
-        self.pull(Pull::Thaw(self.group), |group| group.frozen = false)
+        self.pull(Pull::Thaw(self.group), |group| self.disable(group, false))
     }
     fn set_preemption_mode(&self, _: PreemptionMode) -> Result<(), ControlFailure> {
         Ok(())
@@ -153,7 +171,8 @@ impl Controls for FakeControls {
 
 impl Drop for FakeControls {
     fn drop(&mut self) {
-        lock(&self.hardware).closed.push(self.group);
+        let mut hardware = lock(&self.hardware);
+        hardware.closed.push(self.group);
     }
 }
 
@@ -233,8 +252,11 @@ impl Bench {
             slice: 2048,
             frozen: false,
             broken: false,
+            disabled: 0,
         };
-        self.hardware().groups.insert(handle, group);
+        // The driver library of each process that joins sets the timeslice.
+        let slice = group.slice;
+        self.hardware().groups.entry(handle).or_insert(group).slice = slice;
         NewGroup {
             member: Member {
                 session: SessionId(n.into()),
@@ -249,6 +271,7 @@ impl Bench {
             controls: Box::new(FakeControls {
                 group: handle,
                 hardware: Arc::clone(&self.hardware),
+                disabled: AtomicBool::new(false),
             }),
             page: Arc::new(Page::open(file).unwrap()),
             shared: false,

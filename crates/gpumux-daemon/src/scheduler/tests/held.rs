@@ -129,3 +129,29 @@ fn work_of_the_last_member_stops_no_other_group() {
     bench.run(Micros::from_secs(10));
     assert!(bench.domain(4).received_us > 0);
 }
+
+/// The last member ends while its group is frozen: the hardware runs no channel of the group before that member's are enabled
+/// again, so a process that joins would wait until its files are closed.
+#[test]
+fn frozen_work_of_the_last_member_stops_no_new_member() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(4, Class::Batch);
+    bench.add(5, Class::Batch);
+    bench.member(2, 50, "team");
+    let becomes = |bench: &mut Bench, frozen: bool| {
+        (0..5_000).any(|_| {
+            bench.run(Micros::from_millis(1));
+            bench.hardware().groups[&50].frozen == frozen
+        })
+    };
+    assert!(becomes(&mut bench, true), "not its turn");
+    let (_, file) = io::pipe().unwrap();
+    let left = Left::Session(SessionId(2));
+    assert!(bench.engine.hold(&left, vec![file.into()]).is_none());
+    bench.engine.leave(SessionId(2), false);
+    bench.engine.forget(TenantId(2));
+    assert!(bench.hardware().groups[&50].frozen, "nothing plans it");
+    bench.member(3, 50, "team");
+    assert!(becomes(&mut bench, false), "its turn");
+}
