@@ -132,13 +132,12 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
         rounds = greedy(worker, options, 1)
         if "taken" not in rounds[0]:
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
-        # It is guaranteed a little less than it has now, so that granules can be taken between its batches. The rest of the device is taken
-        # but for a part that is too small for the other tenant.
+        # It is guaranteed what it has now. The rest of the device is taken but for a part that is too small for the other tenant.
         own = next(it for it in kv.Api(mode).ask("GET", "/v1/tenants") if it["name"] == mode.tenants["tokens"])
-        has = own["memory"][0]["in_use"] // kv.MIB
-        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{has - 192}MiB"]
+        used = own["memory"][0]["in_use"] // kv.MIB + 64
+        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{used}MiB"]
         subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
-        rest = Nvml().memory().total // kv.MIB - has - 2 * 1024
+        rest = Nvml().memory().total // kv.MIB - used - 3 * 1024
         file = logs / "ready-engines"
         file.unlink(missing_ok=True)
         ballast = [common.gpumux(), "workload", "idle", "--memory", f"{rest}MiB", "--seconds", "3600", "--ready-file", str(file)]
