@@ -31,7 +31,7 @@ const SURE: u32 = 4;
 /// So many requests in a row that take too long begin a comparison.
 const STRIKES: u64 = 2;
 
-/// So many more comparisons lost than not end a timeslice. On a noisy host one in four is lost by chance, in a row with the first one.
+/// So many more comparisons lost than not end a timeslice. On a noisy host about one in four is lost by chance (`noise_of_the_host_does_not_end_it`).
 const LOST: u32 = 4;
 
 /// After a comparison that was not lost, requests must be so many before they can begin another: twice as many each time, at most so many.
