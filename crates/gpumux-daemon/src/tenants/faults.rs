@@ -137,8 +137,14 @@ pub(super) const SERVER: &str = "the group's server ended, or hung";
 const ENDED: &str = "it ended while its work was under way";
 
 /// Whether its error may be the one by which the others were lost.
-pub(super) fn is_origin(crash: &Crash) -> bool {
+fn is_origin(crash: &Crash) -> bool {
     Crash::ends_others(crash.error) && !COLLATERAL.contains(&crash.error)
+}
+
+/// Whether a group was lost because its server was: its control daemon says so, or a member, and no client got an error of its own.
+pub(super) fn server_lost(crashes: &[Crash], told: bool) -> bool {
+    let told = told || crashes.iter().any(|it| it.error == SERVER_LOST);
+    told && !crashes.iter().any(is_origin)
 }
 
 /// Which client caused a fault, if there is evidence, and which: the log of the group's server comes first, then a client that had ended
@@ -161,8 +167,8 @@ pub(super) fn faulting_client(
         some.map(|crash| crash.tenant).collect()
     };
     let has_origin = crashes.iter().any(is_origin);
-    // By the end of a client the others get an error of their own, not this one.
-    if !has_origin && crashes.iter().any(|it| it.error == SERVER_LOST) {
+    // By the end of a client the others get an error of their own, not that of a lost server.
+    if server_lost(crashes, false) {
         return (None, SERVER.into());
     }
     let suspects = of(&Crash::ended_at_work);

@@ -13,7 +13,7 @@ use tokio::{
 };
 
 use super::{
-    faults::{CrashCount, SERVER, faulting_client, is_origin},
+    faults::{CrashCount, SERVER, faulting_client, server_lost},
     registry::Tenants,
 };
 use crate::{
@@ -171,7 +171,9 @@ impl Tenants {
             };
             told.map(|crash| crash.tenant).or_else(joined)
         };
-        let (faulting_client, evidence) = match server && !crashes.iter().any(is_origin) {
+        // A member may tell of it before the group does.
+        let server_lost = server_lost(&crashes, server);
+        let (faulting_client, evidence) = match server && server_lost {
             true => (None, SERVER.into()),
             false => faulting_client(&crashes, &said, &members, whose),
         };
@@ -195,8 +197,10 @@ impl Tenants {
         let used = members.into_iter();
         let used = used.filter(|id| table.joined.iter().any(|(_, tenant)| tenant == id));
         // A process that an error ends has said so; one that loses its server may have had no time.
+        let server_gone = server || server_lost;
         let lately = (UNNOTICED + GATHER).as_millis() as u64;
-        let ended_by_it = |crash: &&Crash| crash.ended_ms.is_none_or(|it| server && it <= lately);
+        let ended_by_it =
+            |crash: &&Crash| crash.ended_ms.is_none_or(|it| server_gone && it <= lately);
         let crashed = crashes.iter().filter(ended_by_it);
         let mut others: Vec<String> = (crashed.map(|crash| crash.tenant).chain(used))
             .filter(|tenant| Some(*tenant) != faulting_client)
@@ -317,6 +321,34 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         assert_eq!(tenants.faults().await[0].error, 700);
+    }
+
+    #[tokio::test]
+    async fn member_that_ended_is_named_whoever_tells_of_the_lost_server() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        for name in ["ended", "told"] {
+            let wish = member(name, "team", 0.0);
+            tenants.create(&peer(0), wish).await.unwrap();
+        }
+        let (ended, _) = placement(&tenants, "ended").await;
+        let (told, _) = placement(&tenants, "told").await;
+        for server in [true, false] {
+            let crash = |tenant, error, ended_ms| Crash {
+                group: "0/team".into(),
+                tenant,
+                pid: 1,
+                error,
+                busy: true,
+                age_ms: None,
+                ended_ms,
+            };
+            let crashes = vec![crash(told, 806, None), crash(ended, 0, Some(50))];
+            tenants.crashed("0/team", server, crashes).await.unwrap();
+            let fault = tenants.faults().await.pop().unwrap();
+            assert_eq!(fault.faulting_client, None, "{fault:?}");
+            assert_eq!(fault.others, ["ended", "told"]);
+        }
     }
 
     #[tokio::test]
