@@ -324,7 +324,7 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn member_that_ended_is_named_whoever_tells_of_the_lost_server() {
+    async fn member_that_ended_is_named_also_if_a_member_tells_of_the_lost_server() {
         let dir = tempfile::tempdir().unwrap();
         let tenants = with_groups(&dir, CONTROL).await;
         for name in ["ended", "told"] {
