@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, real, wait_for, wait_settled};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for, wait_settled};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{REQUESTS, TICKS};
@@ -387,7 +387,11 @@ fn free_memory(node: &Node) -> u64 {
 #[test]
 fn tenants_that_come_and_go_leave_nothing_behind() {
     let seconds = number("GPUMUX_TEST_SECONDS").unwrap_or(4);
-    let node = Node::start();
+    // Two of those that verify bytes do not fit.
+    let node = Node::with(Options {
+        memory: if real() { 0 } else { 112 << 20 },
+        ..Options::default()
+    });
     let free = free_memory(&node);
     let seed = number("GPUMUX_TEST_SEED").unwrap_or(0x9e37_79b9_7f4a_7c15) | 1;
     let mut random = seed;
@@ -411,28 +415,48 @@ fn tenants_that_come_and_go_leave_nothing_behind() {
         ("--class standard", "gpumux workload fault --seconds 0.2"),
     ];
     let (mut started, mut killed) = (0, 0);
+    let (mut elements, mut changes) = (0, 0);
     let mut mix = |node: &Node, time: Duration, started: &mut u64, killed: &mut u64| {
         let begin = Instant::now();
-        let mut living: Vec<Process> = Vec::new();
+        let witness = start(node, "witness", "--class batch", BYTES);
+        let mut living: Vec<(String, Process)> = Vec::new();
         // Each program at least once.
         while begin.elapsed() < time || *started < programs.len() as u64 {
             if living.len() < 6 {
                 let (options, program) = programs[*started as usize % programs.len()];
-                living.push(start(node, &format!("t{started}"), options, program));
+                let name = format!("t{started}");
+                let process = start(node, &name, options, program);
+                living.push((name, process));
                 *started += 1;
             }
             thread::sleep(Duration::from_millis(50 + next(200)));
+            let one = next(living.len() as u64 + 1) as usize;
+            let name = living.get(one).map_or("witness", |(name, _)| name);
+            let change: &[&[&str]] = match next(3) {
+                0 => &[&["sleep", name], &["wake", name]],
+                1 => &[&["set", name, "--weight", "2", "--class", "standard"]],
+                _ => &[&["set", name, "--limit", "50%", "--class", "batch"]],
+            };
+            // It may have ended, or not have begun; what is refused then is tested elsewhere.
+            for words in change {
+                node.gpumux(*words).run();
+                changes += 1;
+            }
             if living.len() >= 4 {
-                let one = living.swap_remove(next(living.len() as u64) as usize);
+                let (_, one) = living.swap_remove(next(living.len() as u64) as usize);
                 let signal = [Signal::KILL, Signal::TERM][next(2) as usize];
                 one.signal(signal);
                 *killed += 1;
                 one.finish();
             }
         }
-        for one in living {
+        for (_, one) in living {
             one.kill();
         }
+        witness.signal(Signal::TERM);
+        let report = witness.finish().ok().json();
+        assert_eq!(report["mismatches"], 0, "{report:#}");
+        elements += report["elements"].as_u64().unwrap();
         wait_for("the end of all tenants", PATIENCE, || {
             let ps = node.ps();
             ps["tenants"].as_array()?.is_empty().then_some(())
@@ -470,8 +494,8 @@ fn tenants_that_come_and_go_leave_nothing_behind() {
     let (after, resident_after) = (settle(), resident(daemon));
     let grown = resident_after.saturating_sub(resident_before);
     print(&format!(
-        "soak: {started} tenants in {seconds} s, {killed} ended by a signal (seed {seed}); daemon: {} descriptors before, {} after, \
-         {} KiB more memory; files {} before, {} after",
+        "soak: {started} tenants in {seconds} s, {killed} ended by a signal, {changes} changes (seed {seed}); 0 wrong of {elements} \
+         elements; daemon: {} descriptors before, {} after, {} KiB more memory; files {} before, {} after",
         before.0,
         after.0,
         grown >> 10,
@@ -487,6 +511,7 @@ fn tenants_that_come_and_go_leave_nothing_behind() {
     let new: Vec<_> = after.1.difference(&before.1).collect();
     assert!(new.is_empty(), "left behind: {new:?}");
     assert!(grown < GROWTH, "the daemon has grown by {grown} bytes");
+    assert_ne!(elements, 0);
     let left = free_memory(&node);
     // Another's use of a real device is not ours.
     let slack = if real() { 64 << 20 } else { 0 };
