@@ -33,7 +33,8 @@
 //! # Thrash control
 //! A tenant with work keeps its memory for at least [`turn`]: moving takes at most a twentieth of the time, and tenants
 //! whose sets do not fit run one after the other. Idle means idle for at least as long as coming back takes; memory within a guarantee
-//! is lent only after its owner was idle for a whole turn.
+//! is lent only after its owner was idle for a whole turn. A tenant that waits for memory gives way at once, but in its turn only if it could not
+//! be served with what is left on the device of tenants that cannot run.
 
 mod accounting;
 mod claims;
@@ -412,8 +413,8 @@ struct Tenant {
     /// Since when its memory is on the device, and how long it took to come.
     home_since: Micros,
     took: Micros,
-    /// It came back past an older claim, against which it has no turn.
-    passed: bool,
+    /// It came back past older claims than this, against which it has no turn.
+    passed: Option<claims::Age>,
     /// Moves of it to the host that failed in a row, and when the next may be tried.
     failures: u32,
     not_before: Micros,
@@ -496,7 +497,7 @@ impl Tenant {
             wants_since: None,
             home_since: now,
             took: Micros::ZERO,
-            passed: false,
+            passed: None,
             failures: 0,
             not_before: Micros::ZERO,
             back_failures: 0,

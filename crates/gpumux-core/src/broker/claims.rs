@@ -18,6 +18,9 @@ use crate::{
 /// about ten to one where it does not suffice for both.
 const CLASS_TURNS: u64 = 10;
 
+/// Not within a guarantee, and since when, with the patience of its class: the least is the oldest.
+pub(super) type Age = (bool, Micros);
+
 /// What a tenant lacks.
 pub(super) struct Claim {
     tenant: TenantId,
@@ -36,13 +39,12 @@ pub(super) struct Claim {
 impl Claim {
     /// Claims are served in this order: within a guarantee first, then by age, where a lower class counts as younger, so that
     /// every claim becomes the oldest at last.
-    fn rank(&self) -> (bool, Micros, TenantId, Option<AskKey>) {
-        (
-            !self.entitled,
-            self.since + patience(self.class),
-            self.tenant,
-            self.ask,
-        )
+    fn rank(&self) -> (Age, TenantId, Option<AskKey>) {
+        (self.age(), self.tenant, self.ask)
+    }
+
+    fn age(&self) -> Age {
+        (!self.entitled, self.since + patience(self.class))
     }
 }
 
@@ -180,7 +182,7 @@ impl Broker {
             });
             let lacks = self.lacks(&claim, &aside);
             let done = match claim.ask {
-                Some(key) => self.serve_ask(now, &claim, key, lacks.is_empty(), out),
+                Some(key) => self.serve_ask(now, &claim, key, (lacks.is_empty(), passes), out),
                 None => lacks.is_empty() && self.serve_return(now, &claim, passes, out),
             };
             if done {
@@ -222,7 +224,7 @@ impl Broker {
         if now < tenant.back_not_before {
             return false;
         }
-        tenant.passed = passes;
+        tenant.passed = passes.then(|| claim.age());
         self.begin_return(now, claim.tenant, out);
         true
     }
@@ -233,7 +235,7 @@ impl Broker {
         now: Micros,
         claim: &Claim,
         key: AskKey,
-        fits: bool,
+        (fits, passes): (bool, bool),
         out: &mut Vec<Command>,
     ) -> bool {
         let Some(pending) = self.asks.get(&key).cloned() else {
@@ -286,8 +288,9 @@ impl Broker {
         if let Some(tenant) = self.tenants.get_mut(&claim.tenant)
             && pending.since < now
             && bytes > 0
+            && !passes
         {
-            // It has waited for this memory, and has a turn with it.
+            // It has waited for this memory, and has a turn with it; but not a longer one while an older claim waits.
             tenant.home_since = now;
         }
         out.push(Command::Grant {
@@ -521,6 +524,17 @@ impl Broker {
         offers
     }
 
+    /// Whether what is free of a device, and what others have there who cannot run, suffices for what a tenant waits for.
+    fn is_fed(&self, id: TenantId, uuid: &str) -> bool {
+        let asked = self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
+        let asked: u64 = asked.map(|(_, it)| it.ask.need).sum();
+        let away = (self.tenants.iter())
+            .filter(|(other, it)| **other != id && matches!(it.place, Place::Away { .. }));
+        let theirs = away.map(|(other, _)| self.accounting.entry(*other, uuid).holding.movable);
+        let free = (self.accounting.ledger(uuid)).map_or(0, crate::ledger::Ledger::free);
+        asked <= free.saturating_add(theirs.sum())
+    }
+
     fn offer(
         &self,
         now: Micros,
@@ -545,8 +559,9 @@ impl Broker {
         if away && first.contains(&id) {
             return None;
         }
-        // It waits for memory itself, and is served later.
-        let waits = || self.has_asked(id) && !busy && !first.contains(&id);
+        // It waits for memory itself, and is served later, unless what others have who cannot run suffices for it.
+        let waits =
+            || self.has_asked(id) && !busy && !first.contains(&id) && !self.is_fed(id, uuid);
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);
@@ -562,7 +577,8 @@ impl Broker {
             true => class_wait,
             false => own_turn,
         };
-        let passed = tenant.passed && tenant.home_since > claim.since;
+        let passed =
+            (tenant.passed).is_some_and(|own| claim.age() < own && tenant.home_since > claim.since);
         let had_its_turn = passed || home_for >= due_turn;
         let borrowed = movable.min(entry.borrowed());
         // What exceeds its guarantee is moved whole if need be: without a part of its memory it cannot run anyway.

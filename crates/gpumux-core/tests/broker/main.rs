@@ -5,6 +5,7 @@ mod ends;
 mod faults;
 mod model;
 mod mutations;
+mod programs;
 mod properties;
 mod restarts;
 mod world;
