@@ -74,15 +74,27 @@ impl Plan {
     }
 }
 
+/// Domains with such timeslices make progress beside each other.
+const LONG: Timeslice = Timeslice(500);
+
 /// The fewest pulls that give each domain what it shall have, in the order to pull them:
 /// freezes before slices before thaws, and long slices before short ones, so that two runnable
-/// domains never share a 1 µs slice on the way. Last come freezes of those without work: none need wait for them.
+/// domains never share a 1 µs slice on the way. Thaws of those that have a long slice come before all: they are latency domains'.
+/// Last come freezes of those without work: none need wait for them.
 pub(crate) fn controls<'a>(
     pairs: impl Iterator<Item = (&'a DomainPlan, &'a DomainState)> + Clone,
 ) -> Vec<Control> {
-    let (mut controls, mut last) = (Vec::new(), Vec::new());
-    let mut slices = Vec::new();
-    for (want, have) in pairs.clone() {
+    let thawed = |(want, have): &(&DomainPlan, &DomainState)| {
+        want.run == RunState::Enabled && have.run == RunState::Frozen
+    };
+    let first = |(want, have): &(&DomainPlan, &DomainState)| {
+        want.timeslice == have.timeslice && want.timeslice >= LONG
+    };
+    let thaw = |(_, have): (&DomainPlan, &DomainState)| Control::Thaw(have.id);
+    let thaws = pairs.clone().filter(thawed);
+    let mut controls: Vec<Control> = thaws.clone().filter(first).map(thaw).collect();
+    let (mut slices, mut last) = (Vec::new(), Vec::new());
+    for (want, have) in pairs {
         if want.run == RunState::Frozen && have.run == RunState::Enabled {
             match have.demand.may_run() {
                 true => controls.push(Control::Freeze(have.id)),
@@ -96,11 +108,7 @@ pub(crate) fn controls<'a>(
     slices.sort_by_key(|(_, timeslice)| std::cmp::Reverse(*timeslice));
     let slices = slices.into_iter();
     controls.extend(slices.map(|(id, timeslice)| Control::SetTimeslice(id, timeslice)));
-    for (want, have) in pairs {
-        if want.run == RunState::Enabled && have.run == RunState::Frozen {
-            controls.push(Control::Thaw(have.id));
-        }
-    }
+    controls.extend(thaws.filter(|pair| !first(pair)).map(thaw));
     controls.extend(last);
     controls
 }

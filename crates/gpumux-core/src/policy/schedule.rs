@@ -81,9 +81,10 @@ impl Tuning {
         (relative * self.quantum(costs)).clamp(self.least(costs), self.quantum(costs))
     }
 
-    /// How far a latency domain may run ahead.
+    /// How far a latency domain may run ahead: for its part of a period, so that others run for the rest of it, or as long as controls
+    /// take. In a period the device switches twice.
     fn burst(&self, costs: &Costs, share: f64) -> f64 {
-        let pause = (self.period.0 as f64 * (1.0 - share)).max(self.least(costs));
+        let pause = (self.period.0 as f64 * (1.0 - share)).max(Self::handover(costs));
         (share * pause).max(MIN_BURST_US)
     }
 
@@ -182,7 +183,7 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 // No shares of so many let them run further ahead together.
                 let ahead = (1.0 - 1.0 / latency).max(0.25) * tuning.period.0 as f64;
-                let bursts = ahead.max(tuning.least(costs)) + latency * MIN_BURST_US;
+                let bursts = ahead.max(Tuning::handover(costs)) + latency * MIN_BURST_US;
                 let request = tuning.request(costs, share / mean);
                 2.0 * request / share + tuning.quantum(costs) + bursts + control
             }
@@ -345,7 +346,8 @@ impl<'a> Stage<'a> {
             let track = &mut memory.domains[index];
             let burst = self.tuning.burst(self.costs, actor.share);
             let slack = slack.min(burst / 4.0);
-            if !contested || track.lag >= -slack {
+            let level_in = self.level_in(actor, track.lag);
+            if !contested || level_in * actor.share <= slack {
                 track.exhausted = false;
             } else if track.lag <= slack - burst {
                 track.exhausted = true;
@@ -368,10 +370,15 @@ impl<'a> Stage<'a> {
                 continue;
             }
             match exhausted {
-                true => self.ask_in(-lag / share.max(1e-9)),
+                true => self.ask_in(level_in),
                 false => self.ask_in((lag + burst) / (1.0 - share).max(1e-9)),
             }
         }
+    }
+
+    /// When a domain with this lag shall be thawed, so that it is level when that has been done.
+    fn level_in(&self, actor: &Actor, lag: f64) -> f64 {
+        -lag / actor.share.max(1e-9) - self.costs.thaw.0 as f64
     }
 
     /// Whose quantum it is: of those that are owed something, the one whose request ends first in virtual time (EEVDF), until it has
@@ -403,7 +410,17 @@ impl<'a> Stage<'a> {
                 all.find(|at| self.cast[*at].domain.id == owner.id && !self.cast[*at].held())?,
             ))
         });
-        let linger = Micros(Tuning::handover(self.costs) as u64);
+        let handover = Tuning::handover(self.costs);
+        let linger = Micros(handover as u64);
+        // Just before a latency domain that is over its budget comes back, another owner would have next to nothing of its quantum, and
+        // the controls would delay that domain.
+        let comes_back = |memory: &Memory, index: usize| {
+            let actor = &self.cast[index];
+            let over = actor.exhausted && actor.class() == Class::Latency;
+            over && self.level_in(actor, lag(memory, index)) < 2.0 * handover
+        };
+        let used_up =
+            |memory: &Memory, index: usize| memory.domains[index].used + slack >= request(index);
         // Whether what one borrowed is another's.
         let claims = |memory: &Memory, other: usize, owner: usize| {
             let outranked = self.cast[owner].privileged() && !self.cast[other].privileged();
@@ -412,7 +429,7 @@ impl<'a> Stage<'a> {
         let keeps = |memory: &Memory, owner: Owner, index: usize| {
             let actor = &self.cast[index];
             let mut others = rotating.iter().copied().filter(|other| *other != index);
-            let used = memory.domains[index].used;
+            let waited_for = others.clone().any(|other| comes_back(memory, other));
             let outranked = |other: usize| self.cast[other].privileged() && !actor.privileged();
             if actor.way != Way::Rotating && actor.runnable() || others.clone().any(outranked) {
                 return false;
@@ -422,7 +439,7 @@ impl<'a> Stage<'a> {
                 true => actor.idle_for(self.now) < PAUSE,
                 false => {
                     actor.idle_for(self.now) < linger
-                        && used + slack < request(index)
+                        && (waited_for || !owner.over && !used_up(memory, index))
                         && !(owner.borrowed && others.any(|other| claims(memory, other, index)))
                 }
             }
@@ -461,17 +478,27 @@ impl<'a> Stage<'a> {
             return;
         };
         let (id, borrowed) = (self.cast[index].domain.id, !entitled(memory, index));
-        let request = request(index);
+        let (request, over) = (request(index), used_up(memory, index));
         let goes_on = before.is_some_and(|(owner, held)| {
             held == index && (forced.is_some() || keeps(memory, owner, held))
         });
-        if !goes_on {
-            memory.owner = Some(Owner { id, borrowed });
+        match (&mut memory.owner, before) {
+            (Some(owner), _) if goes_on => owner.over |= over && forced.is_none(),
+            (_, before) => {
+                if let Some((_, held)) = before.filter(|(owner, _)| owner.over) {
+                    memory.domains[held].used = 0.0;
+                }
+                memory.owner = Some(Owner {
+                    id,
+                    borrowed,
+                    over: false,
+                });
+            }
         }
         let track = &mut memory.domains[index];
         if !goes_on || forced.is_some() {
             track.since = self.now;
-            if track.used + slack >= request {
+            if over {
                 track.used = 0.0;
             }
         }
@@ -484,7 +511,9 @@ impl<'a> Stage<'a> {
             let end = self.cast[index].domain.demand_since + linger;
             return self.ask_at(end);
         }
-        self.ask_in(request - memory.domains[index].used);
+        if !memory.owner.is_some_and(|owner| owner.over) {
+            self.ask_in(request - memory.domains[index].used);
+        }
         if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
             let entitled_in = |at: &usize| {
                 let actor = &self.cast[*at];
