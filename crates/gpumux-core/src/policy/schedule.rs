@@ -145,6 +145,7 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 stage.bursts(memory);
                 stage.choose_owner(memory);
+                stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
                 stage.rotating_slices(&self.division, snapshot)
             }
@@ -236,6 +237,10 @@ struct Actor<'a> {
     /// Has no work, and may be back before the next look at demand.
     contends: bool,
     exhausted: bool,
+    /// Keeps others of its class waiting for long.
+    hog: bool,
+    /// When it will have used its budget up, or will be level.
+    changes_in: Option<f64>,
 }
 
 impl Actor<'_> {
@@ -358,7 +363,7 @@ impl<'a> Stage<'a> {
             let hogs = actor.domain.demand_since + self.tuning.hog;
             let hog = several && (demand == Demand::Unknown || hogs <= self.now);
             let yields = runnable && (exhausted || hog);
-            self.cast[index].exhausted = exhausted;
+            (self.cast[index].exhausted, self.cast[index].hog) = (exhausted, hog);
             self.cast[index].way = match latency && !yields {
                 true => Way::Preempting,
                 false => Way::Rotating,
@@ -366,12 +371,27 @@ impl<'a> Stage<'a> {
             if several && latency && runnable && !hog {
                 self.ask_at(hogs);
             }
-            if !latency || !runnable || !contested {
-                continue;
+            if latency && runnable && contested {
+                self.cast[index].changes_in = Some(match exhausted {
+                    true => level_in,
+                    false => (lag + burst) / (1.0 - share).max(1e-9),
+                });
             }
-            match exhausted {
-                true => self.ask_in(level_in),
-                false => self.ask_in((lag + burst) / (1.0 - share).max(1e-9)),
+        }
+    }
+
+    /// Asks for a plan when a latency domain will have run ahead by its burst, or will be level. The budgets of those that wait for
+    /// another of their class matter when that one's quantum ends.
+    fn ask_for_budgets(&mut self) {
+        let privileged = self.cast.iter().any(|it| it.owns && it.privileged());
+        for index in 0..self.cast.len() {
+            let actor = &self.cast[index];
+            let matters = match actor.way {
+                Way::Rotating if !actor.owns => actor.exhausted && !(privileged && actor.hog),
+                _ => true,
+            };
+            if let Some(delay) = actor.changes_in.filter(|_| matters) {
+                self.ask_in(delay);
             }
         }
     }
@@ -511,7 +531,7 @@ impl<'a> Stage<'a> {
             let end = self.cast[index].domain.demand_since + linger;
             return self.ask_at(end);
         }
-        if !memory.owner.is_some_and(|owner| owner.over) {
+        if !memory.owner.is_some_and(|owner| owner.over) && !self.is_preempted() {
             self.ask_in(request - memory.domains[index].used);
         }
         if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
@@ -528,6 +548,12 @@ impl<'a> Stage<'a> {
                 .fold(f64::INFINITY, f64::min);
             self.ask_in(soonest.min(1e9));
         }
+    }
+
+    /// Whether the owner makes no progress now: until that changes, its quantum does not end.
+    fn is_preempted(&self) -> bool {
+        let preempts = |it: &Actor| it.way == Way::Preempting && it.domain.demand == Demand::Busy;
+        self.cast.iter().any(preempts) && (self.patience().0 as f64) < RESTORE_US
     }
 
     /// Finds the domains that pause beside an owner: they may be back in the middle of its quantum, and if they were enabled, the two
@@ -585,6 +611,8 @@ impl<'a> Stage<'a> {
         };
         let slice = |(actor, share): (&Actor, &f64)| match (actor.class(), actor.way) {
             (Class::Latency, Way::Rotating) if several && actor.owns => patience,
+            // It is frozen until it owns the quantum again, or preempts: until then its timeslice need not change.
+            (Class::Latency, Way::Rotating) if several => actor.domain.timeslice,
             (Class::Latency, _) => long(actor, *share),
             _ => patience,
         };
@@ -674,6 +702,8 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
             owns: false,
             contends: false,
             exhausted: false,
+            hog: false,
+            changes_in: None,
         }
     };
     snapshot.domains.iter().map(actor).collect()
