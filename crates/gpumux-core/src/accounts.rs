@@ -5,7 +5,8 @@
 //! 1 s beside a batch domain's 1 µs thus counts as nearly all, as it is.
 //!
 //! When another domain than before gets most of the device, it pays for the switch, as far as none
-//! ran for that long anyway. When others are frozen or thawed, the domain that runs pays for being interrupted.
+//! ran for that long anyway, and for the restoring of its state, if it was interrupted. When others are frozen or thawed, the
+//! domain that runs pays for being interrupted.
 //!
 //! A domain of unknown demand counts only while no enabled domain is known to be busy; then the ones
 //! with the longest possible slice count last, because they would hold the device and are mostly idle.
@@ -28,6 +29,8 @@ pub struct Account {
     /// How often it was frozen while it had work, or may have had.
     pub preemptions: u64,
     frozen: bool,
+    /// It has work and does not run: its state must be restored before it does.
+    waits: bool,
 }
 
 impl Account {
@@ -39,6 +42,7 @@ impl Account {
             waited_us: (self.waited_us - before.waited_us).max(0.0),
             preemptions: self.preemptions.saturating_sub(before.preemptions),
             frozen: self.frozen,
+            waits: self.waits,
         }
     }
 
@@ -82,6 +86,7 @@ impl Accounts {
                 account.preemptions += u64::from(frozen && !account.frozen);
             }
             account.frozen = frozen;
+            account.waits = domain.demand == Demand::Busy && fraction == 0.0;
         }
         if self.accounts.len() > domains.len() {
             let named = |id: DomainId| domains.iter().any(|domain| domain.id == id);
@@ -110,7 +115,9 @@ impl Accounts {
         let most = fractions.iter().position(|fraction| *fraction > 0.5);
         if let Some(runner) = most.map(|at| domains[at].id) {
             if self.runner.is_some_and(|before| before != runner) {
-                self.switching_us = (costs.switch.0 as f64 - self.idle_us).max(0.0);
+                let restores = self.accounts.get(&runner).is_some_and(|it| it.waits);
+                let restore = if restores { RESTORE_US } else { 0.0 };
+                self.switching_us = (costs.switch.0 as f64 - self.idle_us).max(0.0) + restore;
             } else if self.idle_us == 0.0 {
                 self.switching_us += interruption;
             }
@@ -129,11 +136,11 @@ impl Accounts {
 }
 
 /// What a control on one group costs another that runs, in µs: a switch, and one more if another waits, which runs first
-/// (`timings::neighbours`, docs/fidelity.md).
+/// (`timings::neighbours`, docs/fidelity.md); and its own state is restored.
 fn interruption(domains: &[DomainState], costs: &Costs) -> f64 {
     let wants = |it: &&DomainState| it.run == RunState::Enabled && it.demand == Demand::Busy;
     let waiting = domains.iter().filter(wants).count() > 1;
-    costs.switch.0 as f64 * if waiting { 2.0 } else { 1.0 }
+    costs.switch.0 as f64 * if waiting { 2.0 } else { 1.0 } + RESTORE_US
 }
 
 /// What a group loses of each slice to the restoring of its state, in µs. Fitted to what two groups
@@ -223,13 +230,15 @@ mod tests {
         accounts.advance(Micros(2000), &domains, &costs);
         assert_eq!(accounts.get(DomainId(1)).received_us, 1000.0);
         assert_eq!(accounts.get(DomainId(1)).preemptions, 1);
-        assert_eq!(accounts.get(DomainId(2)).received_us, 812.0);
+        let begun = 1000.0 - costs.switch.0 as f64 - RESTORE_US;
+        assert_eq!(accounts.get(DomainId(2)).received_us, begun);
         // While both are frozen, the switch is over before the next one runs.
         domains[1].run = RunState::Frozen;
         accounts.advance(Micros(3000), &domains, &costs);
         domains[0].run = RunState::Enabled;
         accounts.advance(Micros(4000), &domains, &costs);
-        assert_eq!(accounts.get(DomainId(1)).received_us, 2000.0);
+        let received = accounts.get(DomainId(1)).received_us;
+        assert_eq!(received, 2000.0 - RESTORE_US);
         assert_eq!(accounts.get(DomainId(1)).waited_us, 2000.0);
         accounts.advance(Micros(4000), &[], &costs);
         assert_eq!(accounts.get(DomainId(1)), Account::default());
@@ -257,7 +266,8 @@ mod tests {
     #[test]
     fn running_domain_pays_for_controls_on_others() {
         let costs = Costs::default();
-        let switch = costs.switch.0 as f64;
+        let one = costs.switch.0 as f64 + RESTORE_US;
+        let two = one + costs.switch.0 as f64;
         let mut domains = [sliced(1, 1_000_000), sliced(2, 1), sliced(3, 1)];
         domains[1].demand = Demand::Idle;
         domains[2].run = RunState::Frozen;
@@ -269,11 +279,11 @@ mod tests {
         received(0, &domains);
         assert_eq!(received(1_000, &domains), 1_000.0);
         domains[1].run = RunState::Frozen;
-        assert_eq!(received(2_000, &domains), 2_000.0 - switch);
-        assert_eq!(received(3_000, &domains), 3_000.0 - switch);
+        assert_eq!(received(2_000, &domains), 2_000.0 - one);
+        assert_eq!(received(3_000, &domains), 3_000.0 - one);
         // The one that waits runs first.
         domains[2].run = RunState::Enabled;
         let third = received(4_000, &domains);
-        assert!((third - (4_000.0 - 3.0 * switch)).abs() < 1.0, "{third}");
+        assert!((third - (4_000.0 - one - two)).abs() < 1.0, "{third}");
     }
 }

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Class, DomainId, DomainState, Micros, Rhythm, Snapshot, Timeslice};
+use crate::{Class, Demand, DomainId, DomainState, Micros, Rhythm, Snapshot, Timeslice};
 
 /// Whether the hardware may run a domain.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -74,15 +74,27 @@ impl Plan {
     }
 }
 
+/// Domains with such timeslices make progress beside each other.
+const LONG: Timeslice = Timeslice(500);
+
 /// The fewest pulls that give each domain what it shall have, in the order to pull them:
 /// freezes before slices before thaws, and long slices before short ones, so that two runnable
-/// domains never share a 1 µs slice on the way. Last come freezes of those without work: none need wait for them.
+/// domains never share a 1 µs slice on the way. Thaws of those that have a long slice come before all: they are latency domains'.
+/// Last come freezes of those without work: none need wait for them.
 pub(crate) fn controls<'a>(
     pairs: impl Iterator<Item = (&'a DomainPlan, &'a DomainState)> + Clone,
 ) -> Vec<Control> {
-    let (mut controls, mut last) = (Vec::new(), Vec::new());
-    let mut slices = Vec::new();
-    for (want, have) in pairs.clone() {
+    let thawed = |(want, have): &(&DomainPlan, &DomainState)| {
+        want.run == RunState::Enabled && have.run == RunState::Frozen
+    };
+    let first = |(want, have): &(&DomainPlan, &DomainState)| {
+        want.timeslice == have.timeslice && want.timeslice >= LONG
+    };
+    let thaw = |(_, have): (&DomainPlan, &DomainState)| Control::Thaw(have.id);
+    let thaws = pairs.clone().filter(thawed);
+    let mut controls: Vec<Control> = thaws.clone().filter(first).map(thaw).collect();
+    let (mut slices, mut last) = (Vec::new(), Vec::new());
+    for (want, have) in pairs {
         if want.run == RunState::Frozen && have.run == RunState::Enabled {
             match have.demand.may_run() {
                 true => controls.push(Control::Freeze(have.id)),
@@ -96,11 +108,7 @@ pub(crate) fn controls<'a>(
     slices.sort_by_key(|(_, timeslice)| std::cmp::Reverse(*timeslice));
     let slices = slices.into_iter();
     controls.extend(slices.map(|(id, timeslice)| Control::SetTimeslice(id, timeslice)));
-    for (want, have) in pairs {
-        if want.run == RunState::Enabled && have.run == RunState::Frozen {
-            controls.push(Control::Thaw(have.id));
-        }
-    }
+    controls.extend(thaws.filter(|pair| !first(pair)).map(thaw));
     controls.extend(last);
     controls
 }
@@ -116,7 +124,7 @@ pub struct Calm {
 
 impl Calm {
     /// The longest that a plan's controls wait together: [`Calm`] is made anew when a plan has been carried out. Of longer work an
-    /// interruption takes less than a tenth.
+    /// interruption takes less than a tenth: none waits for work that has lasted for so long.
     pub const MOST: Micros = Micros::from_millis(3);
 
     /// Whether the first of the controls that are left of a plan should not be pulled now. They belong together: between them the
@@ -139,9 +147,14 @@ impl Calm {
         };
         let pulled = now + Micros(costs.sum()) + Rhythm::SLACK;
         let comes = |at: Micros| now <= at + Rhythm::SLACK && at <= pulled;
+        let lasts = |domain: &DomainState| {
+            domain.demand == Demand::Busy && domain.demand_since + most <= now
+        };
         !matches!(control, Control::SetTimeslice(..))
             && latency.clone().all(|domain| domain.id != control.domain())
-            && latency.any(|domain| at_work(domain.id) || domain.expected.is_some_and(comes))
+            && latency.any(|domain| {
+                at_work(domain.id) && !lasts(domain) || domain.expected.is_some_and(comes)
+            })
             && now.saturating_sub(*self.since.get_or_insert(now)) < most
     }
 }
@@ -155,25 +168,34 @@ mod tests {
     #[test]
     fn controls_on_others_wait_for_latency_work_but_not_for_long() {
         let classes = [Class::Latency, Class::Batch];
-        let now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
-        let awaits = |calm: &mut Calm, control, at: u64, busy: u64| {
+        let mut now = snapshot(&classes, vec![domain(1, 0), domain(2, 1)]);
+        let mut awaits = |calm: &mut Calm, control, at: u64, since: u64, busy: u64| {
+            now.domains[0].demand_since = Micros(since);
             calm.awaits([control].into_iter(), &now, Micros(at), Calm::MOST, |id| {
                 id == DomainId(busy)
             })
         };
         let freeze = Control::Freeze(DomainId(2));
         let mut calm = Calm::default();
-        assert!(awaits(&mut calm, freeze, 1_000, 1));
-        assert!(awaits(&mut calm, freeze, 3_999, 1));
-        assert!(!awaits(&mut calm, freeze, 4_000, 1), "3 ms are enough");
-        assert!(!awaits(&mut calm, freeze, 4_500, 1), "nor once more");
+        assert!(awaits(&mut calm, freeze, 1_000, 1_000, 1));
+        assert!(awaits(&mut calm, freeze, 3_999, 3_500, 1), "another piece");
+        assert!(
+            !awaits(&mut calm, freeze, 4_000, 3_500, 1),
+            "3 ms are enough"
+        );
+        assert!(!awaits(&mut calm, freeze, 4_500, 4_000, 1), "nor once more");
         let mut calm = Calm::default();
-        assert!(awaits(&mut calm, freeze, 4_500, 1), "another plan");
-        assert!(!awaits(&mut calm, freeze, 5_000, 2), "only batch work runs");
+        assert!(awaits(&mut calm, freeze, 4_500, 4_000, 1), "another plan");
+        let mut calm = Calm::default();
+        assert!(!awaits(&mut calm, freeze, 7_000, 4_000, 1), "long work");
+        assert!(
+            !awaits(&mut calm, freeze, 7_000, 6_500, 2),
+            "only batch work runs"
+        );
         let own = Control::Thaw(DomainId(1));
-        assert!(!awaits(&mut calm, own, 5_000, 1), "its own control");
+        assert!(!awaits(&mut calm, own, 5_000, 4_500, 1), "its own control");
         let slice = Control::SetTimeslice(DomainId(2), Timeslice(1));
-        assert!(!awaits(&mut calm, slice, 5_000, 1));
+        assert!(!awaits(&mut calm, slice, 5_000, 4_500, 1));
     }
 
     #[test]

@@ -26,7 +26,8 @@
 //! The module `lag` counts for each user, tenant and domain the device time that it was entitled to while it wanted the device, less the
 //! device time that it received. The owner is chosen by earliest eligible virtual deadline (EEVDF, Stoica and Abdel-Wahab): of the domains that
 //! are owed something, the one whose request, a quantum, would end first at its share. A quantum is in proportion to the share, 10 to 50 ms on
-//! an H100, where handing over takes 2% of 50 ms. A latency domain that ran ahead by its burst waits until its lag is level.
+//! an H100, where handing over takes 2% of 50 ms. A latency domain that ran ahead by its burst waits until its lag is level: for the part of
+//! 100 ms that is others', or as long as controls take. No other becomes the owner just before that.
 //! - A domain that pauses in debt pays back at its own rate, at the cost of those that hold more because it pauses.
 //! - A pause of up to 5 ms forfeits nothing of what a domain is owed, up to a quantum; a longer one forfeits all, to all others.
 //! - What was received above the guarantee while no other had work costs nothing, for the share was then larger.

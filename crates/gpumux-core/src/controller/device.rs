@@ -97,9 +97,12 @@ impl Device {
     pub(super) fn tick(&self, cost: Micros) -> Micros {
         let contended = self.next.is_some() || self.domains.values().any(Domain::gives_way);
         let quiet = 1.0 + f64::from(self.quiet) / f64::from(QUIET) * (QUIETER - 1.0);
+        let all_busy = || (self.domains.values()).all(|it| it.state.demand != Demand::Idle);
         match self.domains.len() {
             0 | 1 => Micros(TICK.0 * 20),
             _ if contended => TICK.max(Micros((cost.0 as f64 * LOOK_COST * quiet) as u64)),
+            // Nothing waits for it, and no work can come where there is none.
+            _ if all_busy() => Micros((TICK.0 as f64 * 10.0 * quiet) as u64),
             _ => Micros(TICK.0 * 10),
         }
     }

@@ -41,6 +41,9 @@ pub(super) struct Owner {
     pub(super) id: DomainId,
     /// It was not entitled to it: none that is had work.
     pub(super) borrowed: bool,
+    /// It has used its quantum up, and keeps it only until a latency domain comes back.
+    #[serde(default)]
+    pub(super) over: bool,
 }
 
 /// A user, a tenant or a domain.

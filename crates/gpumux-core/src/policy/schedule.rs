@@ -81,9 +81,10 @@ impl Tuning {
         (relative * self.quantum(costs)).clamp(self.least(costs), self.quantum(costs))
     }
 
-    /// How far a latency domain may run ahead.
+    /// How far a latency domain may run ahead: for its part of a period, so that others run for the rest of it, or as long as controls
+    /// take. In a period the device switches twice.
     fn burst(&self, costs: &Costs, share: f64) -> f64 {
-        let pause = (self.period.0 as f64 * (1.0 - share)).max(self.least(costs));
+        let pause = (self.period.0 as f64 * (1.0 - share)).max(Self::handover(costs));
         (share * pause).max(MIN_BURST_US)
     }
 
@@ -144,6 +145,7 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 stage.bursts(memory);
                 stage.choose_owner(memory);
+                stage.ask_for_budgets();
                 stage.separate(memory, &snapshot.gangs);
                 stage.rotating_slices(&self.division, snapshot)
             }
@@ -182,7 +184,7 @@ impl<D: Division> Policy for Shared<D> {
             true => {
                 // No shares of so many let them run further ahead together.
                 let ahead = (1.0 - 1.0 / latency).max(0.25) * tuning.period.0 as f64;
-                let bursts = ahead.max(tuning.least(costs)) + latency * MIN_BURST_US;
+                let bursts = ahead.max(Tuning::handover(costs)) + latency * MIN_BURST_US;
                 let request = tuning.request(costs, share / mean);
                 2.0 * request / share + tuning.quantum(costs) + bursts + control
             }
@@ -235,6 +237,10 @@ struct Actor<'a> {
     /// Has no work, and may be back before the next look at demand.
     contends: bool,
     exhausted: bool,
+    /// Keeps others of its class waiting for long.
+    hog: bool,
+    /// When it will have used its budget up, or will be level.
+    changes_in: Option<f64>,
 }
 
 impl Actor<'_> {
@@ -345,7 +351,8 @@ impl<'a> Stage<'a> {
             let track = &mut memory.domains[index];
             let burst = self.tuning.burst(self.costs, actor.share);
             let slack = slack.min(burst / 4.0);
-            if !contested || track.lag >= -slack {
+            let level_in = self.level_in(actor, track.lag);
+            if !contested || level_in * actor.share <= slack {
                 track.exhausted = false;
             } else if track.lag <= slack - burst {
                 track.exhausted = true;
@@ -356,7 +363,7 @@ impl<'a> Stage<'a> {
             let hogs = actor.domain.demand_since + self.tuning.hog;
             let hog = several && (demand == Demand::Unknown || hogs <= self.now);
             let yields = runnable && (exhausted || hog);
-            self.cast[index].exhausted = exhausted;
+            (self.cast[index].exhausted, self.cast[index].hog) = (exhausted, hog);
             self.cast[index].way = match latency && !yields {
                 true => Way::Preempting,
                 false => Way::Rotating,
@@ -364,14 +371,34 @@ impl<'a> Stage<'a> {
             if several && latency && runnable && !hog {
                 self.ask_at(hogs);
             }
-            if !latency || !runnable || !contested {
-                continue;
-            }
-            match exhausted {
-                true => self.ask_in(-lag / share.max(1e-9)),
-                false => self.ask_in((lag + burst) / (1.0 - share).max(1e-9)),
+            if latency && runnable && contested {
+                self.cast[index].changes_in = Some(match exhausted {
+                    true => level_in,
+                    false => (lag + burst) / (1.0 - share).max(1e-9),
+                });
             }
         }
+    }
+
+    /// Asks for a plan when a latency domain will have run ahead by its burst, or will be level. The budgets of those that wait for
+    /// another of their class matter when that one's quantum ends.
+    fn ask_for_budgets(&mut self) {
+        let privileged = self.cast.iter().any(|it| it.owns && it.privileged());
+        for index in 0..self.cast.len() {
+            let actor = &self.cast[index];
+            let matters = match actor.way {
+                Way::Rotating if !actor.owns => actor.exhausted && !(privileged && actor.hog),
+                _ => true,
+            };
+            if let Some(delay) = actor.changes_in.filter(|_| matters) {
+                self.ask_in(delay);
+            }
+        }
+    }
+
+    /// When a domain with this lag shall be thawed, so that it is level when that has been done.
+    fn level_in(&self, actor: &Actor, lag: f64) -> f64 {
+        -lag / actor.share.max(1e-9) - self.costs.thaw.0 as f64
     }
 
     /// Whose quantum it is: of those that are owed something, the one whose request ends first in virtual time (EEVDF), until it has
@@ -403,7 +430,17 @@ impl<'a> Stage<'a> {
                 all.find(|at| self.cast[*at].domain.id == owner.id && !self.cast[*at].held())?,
             ))
         });
-        let linger = Micros(Tuning::handover(self.costs) as u64);
+        let handover = Tuning::handover(self.costs);
+        let linger = Micros(handover as u64);
+        // Just before a latency domain that is over its budget comes back, another owner would have next to nothing of its quantum, and
+        // the controls would delay that domain.
+        let comes_back = |memory: &Memory, index: usize| {
+            let actor = &self.cast[index];
+            let over = actor.exhausted && actor.class() == Class::Latency;
+            over && self.level_in(actor, lag(memory, index)) < 2.0 * handover
+        };
+        let used_up =
+            |memory: &Memory, index: usize| memory.domains[index].used + slack >= request(index);
         // Whether what one borrowed is another's.
         let claims = |memory: &Memory, other: usize, owner: usize| {
             let outranked = self.cast[owner].privileged() && !self.cast[other].privileged();
@@ -412,7 +449,7 @@ impl<'a> Stage<'a> {
         let keeps = |memory: &Memory, owner: Owner, index: usize| {
             let actor = &self.cast[index];
             let mut others = rotating.iter().copied().filter(|other| *other != index);
-            let used = memory.domains[index].used;
+            let waited_for = others.clone().any(|other| comes_back(memory, other));
             let outranked = |other: usize| self.cast[other].privileged() && !actor.privileged();
             if actor.way != Way::Rotating && actor.runnable() || others.clone().any(outranked) {
                 return false;
@@ -422,7 +459,7 @@ impl<'a> Stage<'a> {
                 true => actor.idle_for(self.now) < PAUSE,
                 false => {
                     actor.idle_for(self.now) < linger
-                        && used + slack < request(index)
+                        && (waited_for || !owner.over && !used_up(memory, index))
                         && !(owner.borrowed && others.any(|other| claims(memory, other, index)))
                 }
             }
@@ -461,17 +498,27 @@ impl<'a> Stage<'a> {
             return;
         };
         let (id, borrowed) = (self.cast[index].domain.id, !entitled(memory, index));
-        let request = request(index);
+        let (request, over) = (request(index), used_up(memory, index));
         let goes_on = before.is_some_and(|(owner, held)| {
             held == index && (forced.is_some() || keeps(memory, owner, held))
         });
-        if !goes_on {
-            memory.owner = Some(Owner { id, borrowed });
+        match (&mut memory.owner, before) {
+            (Some(owner), _) if goes_on => owner.over |= over && forced.is_none(),
+            (_, before) => {
+                if let Some((_, held)) = before.filter(|(owner, _)| owner.over) {
+                    memory.domains[held].used = 0.0;
+                }
+                memory.owner = Some(Owner {
+                    id,
+                    borrowed,
+                    over: false,
+                });
+            }
         }
         let track = &mut memory.domains[index];
         if !goes_on || forced.is_some() {
             track.since = self.now;
-            if track.used + slack >= request {
+            if over {
                 track.used = 0.0;
             }
         }
@@ -484,7 +531,9 @@ impl<'a> Stage<'a> {
             let end = self.cast[index].domain.demand_since + linger;
             return self.ask_at(end);
         }
-        self.ask_in(request - memory.domains[index].used);
+        if !memory.owner.is_some_and(|owner| owner.over) && !self.is_preempted() {
+            self.ask_in(request - memory.domains[index].used);
+        }
         if forced.is_none() && memory.owner.is_some_and(|owner| owner.borrowed) {
             let entitled_in = |at: &usize| {
                 let actor = &self.cast[*at];
@@ -499,6 +548,12 @@ impl<'a> Stage<'a> {
                 .fold(f64::INFINITY, f64::min);
             self.ask_in(soonest.min(1e9));
         }
+    }
+
+    /// Whether the owner makes no progress now: until that changes, its quantum does not end.
+    fn is_preempted(&self) -> bool {
+        let preempts = |it: &Actor| it.way == Way::Preempting && it.domain.demand == Demand::Busy;
+        self.cast.iter().any(preempts) && (self.patience().0 as f64) < RESTORE_US
     }
 
     /// Finds the domains that pause beside an owner: they may be back in the middle of its quantum, and if they were enabled, the two
@@ -556,6 +611,8 @@ impl<'a> Stage<'a> {
         };
         let slice = |(actor, share): (&Actor, &f64)| match (actor.class(), actor.way) {
             (Class::Latency, Way::Rotating) if several && actor.owns => patience,
+            // It is frozen until it owns the quantum again, or preempts: until then its timeslice need not change.
+            (Class::Latency, Way::Rotating) if several => actor.domain.timeslice,
             (Class::Latency, _) => long(actor, *share),
             _ => patience,
         };
@@ -645,6 +702,8 @@ fn cast<'a>(snapshot: &'a Snapshot) -> Vec<Actor<'a>> {
             owns: false,
             contends: false,
             exhausted: false,
+            hog: false,
+            changes_in: None,
         }
     };
     snapshot.domains.iter().map(actor).collect()

@@ -49,6 +49,9 @@ pub(super) struct Device {
     /// What the driver measured of processes, by pid, if it does.
     pub(super) used_by: Option<BTreeMap<u32, f64>>,
     checked: Micros,
+    /// How often it looked at what processes write.
+    #[cfg(test)]
+    pub(super) looks: u64,
     /// Whose time it is, among groups that are scheduled at launch.
     pub(super) runlist: Runlist,
 }
@@ -68,6 +71,8 @@ impl Device {
             changed: Vec::new(),
             used_by: None,
             checked: now,
+            #[cfg(test)]
+            looks: 0,
             runlist: Runlist::default(),
         }
     }
@@ -101,6 +106,10 @@ impl Device {
 
     /// Reports what the processes write of their work.
     pub(super) fn sample(&mut self, now: Micros, controller: &mut Controller) {
+        #[cfg(test)]
+        {
+            self.looks += 1;
+        }
         for (id, domain) in &mut self.domains {
             domain.note_work(now);
             if let Some(at) = domain.arrival(now) {
@@ -118,7 +127,9 @@ impl Device {
                 controller.handle(now, Event::Demand(*id, demand));
                 self.record.push(now, &domain.who, What::Demand(demand));
             }
-            controller.handle(now, Event::AtWork(*id, domain.at_work()));
+            if let Some(at_work) = domain.new_at_work(demand) {
+                controller.handle(now, Event::AtWork(*id, at_work));
+            }
         }
     }
 

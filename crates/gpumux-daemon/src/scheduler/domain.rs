@@ -85,6 +85,8 @@ pub(crate) struct Domain {
     pub(super) epoch: u64,
     /// Its context is unusable: it needs nothing.
     lost: bool,
+    /// Whether it had work or held the device at the last look.
+    at_work: bool,
     /// Holds that its process had counted at the last look.
     holds: u64,
     /// The last arrival that is known.
@@ -125,6 +127,7 @@ impl Domain {
             own_sets: 0,
             page: group.page,
             lost: false,
+            at_work: false,
             holds: 0,
             came: None,
             progress: Progress::default(),
@@ -139,6 +142,11 @@ impl Domain {
     /// Whether its process has freed it, since its lease had expired: no control is used until the process comes again.
     pub(super) fn is_free(&self) -> bool {
         self.page.expired() != self.epoch
+    }
+
+    #[cfg(test)]
+    pub(super) fn page(&self) -> &Arc<Page> {
+        &self.page
     }
 
     /// Its group has failed.
@@ -183,15 +191,22 @@ impl Domain {
         slot.map_or(0, Slot::held_launches)
     }
 
-    /// Whether it has work, or holds the device ahead of some.
-    pub(super) fn at_work(&self) -> bool {
+    /// Whether it has work, or holds the device ahead of some, if that is news; its demand is known.
+    pub(super) fn new_at_work(&mut self, demand: Demand) -> Option<bool> {
+        let at_work = demand == Demand::Busy || self.holds_device();
+        let before = std::mem::replace(&mut self.at_work, at_work);
+        (at_work != before).then_some(at_work)
+    }
+
+    /// Whether it holds the device ahead of work.
+    fn holds_device(&self) -> bool {
         let holds = |slot: &Slot| {
             let hints = slot.hints();
             let ended = hints.useful.saturating_add(hints.wasted);
             let ago = || slot.came().and_then(Arrival::ago);
             hints.given > ended && ago().is_some_and(|ago| ago < HELD)
         };
-        self.demand() == Demand::Busy || self.page.slot(self.member.key).is_some_and(holds)
+        self.page.slot(self.member.key).is_some_and(holds)
     }
 
     /// Notes work since the last look, whether it has ended or not.

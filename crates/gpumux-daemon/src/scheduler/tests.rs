@@ -31,6 +31,7 @@ use super::{
 use crate::{api::types, config::Config};
 
 mod controls;
+mod effort;
 mod groups;
 mod guarantees;
 mod held;
