@@ -13,6 +13,7 @@ use std::{
 };
 
 use crate::{
+    checkpoint,
     context::{Context, current},
     error::{CuError, Result},
     event::Until,
@@ -70,6 +71,11 @@ unsafe impl Sync for Address {}
 /// Runs the body of a driver function. No panic leaves it. With `GPUMUX_EMU_TRACE` it is named on standard error when it
 /// fails.
 pub(crate) fn cuda(name: &str, body: impl FnOnce() -> Result) -> c_int {
+    checkpoint::pass(|| unlocked(name, body))
+}
+
+/// The same, also while the process is locked.
+pub(crate) fn unlocked(name: &str, body: impl FnOnce() -> Result) -> c_int {
     if let Some(code) = fault::call(name) {
         return code;
     }

@@ -12,6 +12,7 @@
 
 mod attributes;
 mod border;
+mod checkpoint;
 mod context;
 mod device;
 mod driver;

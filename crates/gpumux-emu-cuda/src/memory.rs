@@ -3,6 +3,10 @@
 //!
 //! The bookkeeping decides what the device may touch: an access outside of it is an illegal address, never a crash.
 
+mod suspend;
+
+pub(crate) use suspend::{is_movable, park, unpark};
+
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::c_void,
@@ -17,6 +21,7 @@ use std::{
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::{
+    checkpoint,
     error::{CuError, Result},
     fault,
     process::{lock, process},
@@ -33,7 +38,8 @@ const UNIT: u64 = 512;
 
 /// Physical memory; gone when its last holder releases it.
 pub(crate) struct Physical {
-    id: u64,
+    /// None while the process is checkpointed: then it is on no device.
+    id: Option<u64>,
     file: OwnedFd,
     pub(crate) bytes: u64,
     /// Number of the device in the server.
@@ -43,9 +49,9 @@ pub(crate) struct Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        if let Ok(process) = process() {
+        if let (Some(id), Ok(process)) = (self.id, process()) {
             // A server that is gone has freed it already.
-            let _ = lock(&process.connection).free_memory(self.id);
+            let _ = lock(&process.connection).free_memory(id);
         }
     }
 }
@@ -322,7 +328,7 @@ fn fail_if_due() -> Result {
 fn create_physical(device: u32, bytes: u64, exportable: bool) -> Result<Arc<Physical>> {
     let (id, file) = lock(&process()?.connection).create_memory(device, bytes)?;
     Ok(Arc::new(Physical {
-        id,
+        id: Some(id),
         file,
         bytes,
         device,
@@ -346,8 +352,9 @@ pub(crate) fn import(file: BorrowedFd<'_>) -> Result<u64> {
         .try_clone_to_owned()
         .map_err(|_| CuError::OPERATING_SYSTEM)?;
     let (id, device, bytes) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    checkpoint::note_shared();
     let physical = Arc::new(Physical {
-        id,
+        id: Some(id),
         file,
         bytes,
         device,
@@ -362,6 +369,7 @@ pub(crate) fn export(handle: u64) -> Result<OwnedFd> {
     if !physical.exportable {
         return Err(CuError::INVALID_VALUE);
     }
+    checkpoint::note_shared();
     physical
         .file
         .try_clone()
@@ -759,6 +767,7 @@ pub(crate) fn share<T>(
     if allocation.managed || allocation.pool != 0 {
         return Err(wrong);
     }
+    checkpoint::note_shared();
     Ok(handle(
         &mapping.physical.file,
         at,
@@ -780,8 +789,9 @@ pub(crate) fn open_shared(
     }
     let file = file()?;
     let (id, device, whole) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    checkpoint::note_shared();
     let physical = Arc::new(Physical {
-        id,
+        id: Some(id),
         file,
         bytes: whole,
         device,

@@ -202,6 +202,10 @@ functions! {
 
 /// The slots of all compute groups that have one, as bits.
 static GROUPS: AtomicU64 = AtomicU64::new(0);
+/// Those that contexts have claimed which are not gone.
+static CLAIMED: AtomicU64 = AtomicU64::new(0);
+/// The driver has taken a group from a context that goes on: the process was checkpointed.
+static REMADE: AtomicBool = AtomicBool::new(false);
 
 /// A stream's identity.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -658,11 +662,18 @@ impl Slow {
         }
     }
 
+    /// The contexts have changed.
+    fn claim(&self) {
+        let slots = self.contexts.iter().fold(0, |all, (_, slots)| all | slots);
+        CLAIMED.store(slots, Ordering::Release);
+    }
+
     /// Forgets a context, green or not, and all its streams.
     fn forget_context(&mut self, context: u64) {
         hold::forget(context);
         permits::forget(context);
         self.contexts.retain(|(known, _)| *known != context);
+        self.claim();
         for ((handle, state), slot) in places().zip(&HANDLES) {
             let is = |field: &AtomicU64| field.load(Ordering::Relaxed) == context;
             if handle != FREE && (is(&state.context) || is(&state.green)) {
@@ -775,6 +786,7 @@ pub(crate) unsafe fn create_context(
         slow(|slow| {
             slow.contexts.retain(|(known, _)| *known != context);
             slow.contexts.push((context, slots));
+            slow.claim();
         });
         begin_counting(slots);
         if UNKNOWN.load(Ordering::Acquire) {
@@ -801,11 +813,21 @@ pub(crate) fn context_of(slot: u32) -> Option<u64> {
     slow(of).flatten()
 }
 
-/// The compute group of this slot is gone.
-pub(crate) fn group_gone(slot: u32) {
-    if slot < SLOTS as u32 {
-        GROUPS.fetch_and(!(1 << slot), Ordering::AcqRel);
+/// The compute group of this slot is gone. Whether its context is not: the driver has taken a checkpoint of the process, and will make
+/// another group for it.
+pub(crate) fn group_gone(slot: u32) -> bool {
+    if slot >= SLOTS as u32 {
+        return false;
     }
+    GROUPS.fetch_and(!(1 << slot), Ordering::AcqRel);
+    let lives = CLAIMED.load(Ordering::Acquire) >> slot & 1 != 0;
+    REMADE.fetch_or(lives, Ordering::AcqRel);
+    lives
+}
+
+/// Whether groups were made anew since this was asked last: the process's devices may be others.
+pub(crate) fn take_remade() -> bool {
+    REMADE.swap(false, Ordering::AcqRel)
 }
 
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {
