@@ -59,6 +59,8 @@ const QUIET_PER_GIB: Micros = Micros::from_secs(1);
 /// Both double each time.
 pub const CLOSED: Micros = Micros::from_millis(500);
 const OPEN: Micros = Micros::from_millis(50);
+/// How often processes whose gates are closed are asked whether their work has ended, where it must.
+const DRAINS: Micros = Micros::from_millis(10);
 /// How long freezing may take.
 pub const FREEZE: Micros = Micros::from_secs(5);
 /// How long moving one process's memory may take before its tenant counts as stuck: 140 GiB at 1 GiB/s, and as much again.
@@ -220,6 +222,13 @@ pub enum Event {
     Sleep(TenantId, u64),
     /// A user asks for it to be brought back; answered by [`Command::Answer`].
     Wake(TenantId, u64),
+    /// A tenant is to go to another device: as [`Event::Sleep`], but once its work has ended, and it stays on the host until
+    /// [`Event::Release`].
+    Detain(TenantId, u64),
+    /// It may come back.
+    Release(TenantId),
+    /// A tenant will come to this device with so many bytes; none: it has come, or comes no more.
+    Arrives(TenantId, String, Option<u64>),
 }
 
 /// What a process answers to an order.
@@ -407,6 +416,8 @@ struct Tenant {
     blocked: bool,
     /// It had outstanding work when it was moved.
     left_busy: bool,
+    /// It goes to another device: it is moved once its work has ended, and does not come back.
+    detained: bool,
     /// Since when it wants to come back.
     wants_since: Option<Micros>,
     /// Since when its memory is on the device, and how long it took to come.
@@ -493,6 +504,7 @@ impl Tenant {
             place: Place::Home,
             blocked: false,
             left_busy: false,
+            detained: false,
             wants_since: None,
             home_since: now,
             took: Micros::ZERO,
@@ -713,6 +725,13 @@ impl Broker {
                 Some(tenant) => tenant.sleeps.push((request, now)),
                 None => out.push(Command::Answer(request, Err(no_process()))),
             },
+            Event::Detain(id, request) => self.detain(now, id, request, out),
+            Event::Release(id) => {
+                if let Some(tenant) = self.tenants.get_mut(&id) {
+                    tenant.detained = false;
+                }
+            }
+            Event::Arrives(id, device, bytes) => self.accounting.arrives(id, &device, bytes),
             Event::Wake(id, request) => match self.tenants.get_mut(&id) {
                 Some(tenant) if tenant.place != Place::Home => {
                     tenant.wakes.push((request, now));
@@ -745,6 +764,7 @@ impl Broker {
             let was = std::mem::replace(&mut tenant.place, Place::Home);
             tenant.blocked = false;
             tenant.left_busy = false;
+            tenant.detained = false;
             tenant.home_since = now;
             for (request, _) in tenant.sleeps.drain(..).chain(tenant.wakes.drain(..)) {
                 out.push(Command::Answer(request, Err(no_process())));
@@ -868,6 +888,9 @@ impl Broker {
         let Place::Away { asked } = tenant.place else {
             return false;
         };
+        if tenant.detained {
+            return false;
+        }
         tenant.blocked
             || !tenant.wakes.is_empty()
             || self.has_asked(id)
@@ -908,6 +931,7 @@ impl Broker {
                         false => leaving.round.deadline,
                     });
                     leaving.gates_due().into_iter().for_each(&mut at);
+                    leaving.drains.into_iter().for_each(&mut at);
                 }
                 Place::Returning(round) if !round.late => at(round.deadline),
                 // Its page is looked at.
@@ -940,6 +964,7 @@ impl Broker {
                     if let Gates::Closed(time) | Gates::Open(time) = &mut leaving.gates {
                         at(time);
                     }
+                    maybe(&mut leaving.drains);
                 }
                 Place::Returning(round) => {
                     at(&mut round.began);

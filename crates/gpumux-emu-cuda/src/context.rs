@@ -408,7 +408,11 @@ impl Context {
         let at = client::now();
         for items in items.chunks(MAX_SUBMISSIONS) {
             let items = items.to_vec();
-            if self.execution().send(&Command::Submit { at, items }).is_err() {
+            if self
+                .execution()
+                .send(&Command::Submit { at, items })
+                .is_err()
+            {
                 self.fail(why_lost());
                 return self.check().map(|()| *order);
             }

@@ -347,8 +347,7 @@ impl Picture {
                 }
                 Event::Gone(id) => {
                     let key = self.keys.remove(id);
-                    self.vacant
-                        .extend(key.filter(|key| work::group_gone(*key)));
+                    self.vacant.extend(key.filter(|key| work::group_gone(*key)));
                 }
                 _ => {}
             }

@@ -38,7 +38,7 @@ use axum::{
     },
     routing::{delete, get, patch, post, put},
 };
-use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry};
+use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry, relocation::Gpu};
 use http_body_util::BodyExt;
 use hyper_util::{
     rt::{TokioIo, TokioTimer},
@@ -59,14 +59,15 @@ use crate::{
     paths,
     peer::Peer,
     receiver::{Connection, STALLED, unavailable},
+    relocation::{RelocationError, Relocator},
     scheduler::{Command, Handle, Stopped, View},
     session::Sessions,
-    tenants::{Tenant, TenantError, Tenants},
+    tenants::{Tenant, TenantError, Tenants, resolve},
 };
 use seen::Seen;
 use types::{
     Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
-    NewHint, NewTenant, Problem, Program, SpecChange, Status,
+    NewHint, NewPlace, NewTenant, Problem, Program, Relocated, SpecChange, Status,
 };
 
 /// Largest request body in bytes.
@@ -323,6 +324,7 @@ fn router(api: Arc<Api>) -> Router {
         .route("/v1/tenants/{name}/signal", post(life::signal))
         .route("/v1/tenants/{name}/exit", post(life::exit))
         .route("/v1/settings", get(life::settings))
+        .route("/v1/tenants/{name}/move", post(relocate))
         .route("/v1/tenants/{name}/sleep", post(sleep))
         .route("/v1/tenants/{name}/wake", post(wake))
         .route("/v1/settings/{name}", delete(forget))
@@ -429,6 +431,7 @@ fn readable() -> Router<Arc<Api>> {
         life::exit,
         hint,
         memory,
+        relocate,
         sleep,
         wake,
         programs,
@@ -492,6 +495,16 @@ impl From<MoveError> for Refused {
     fn from(error: MoveError) -> Self {
         let status = match &error {
             MoveError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
+            _ => StatusCode::CONFLICT,
+        };
+        Self(status, error.to_string())
+    }
+}
+
+impl From<RelocationError> for Refused {
+    fn from(error: RelocationError) -> Self {
+        let status = match &error {
+            RelocationError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::CONFLICT,
         };
         Self(status, error.to_string())
@@ -625,6 +638,37 @@ fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
         pinned: entry.holding.pinned,
         swapped: entry.holding.swapped,
     }
+}
+
+/// Moves a tenant to another GPU; answers when it is there.
+#[utoipa::path(post, path = "/v1/tenants/{name}/move", params(("name" = String, Path)), request_body = NewPlace,
+    responses((status = 200, body = Relocated), (status = "4XX", body = Problem)))]
+async fn relocate(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+    place: Result<Json<NewPlace>, JsonRejection>,
+) -> Answer<Relocated> {
+    let Json(NewPlace { gpu }) = place?;
+    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    let known = api.devices.list();
+    let numbers = known.iter().map(|it| (it.uuid.clone(), it.gpu)).collect();
+    let target = resolve(&gpu, &numbers)?;
+    let gpus = known.into_iter().map(|it| Gpu {
+        instance: it.hardware.mig.is_some() || it.uuid.starts_with("MIG-"),
+        trouble: (it.state != "ok").then_some(it.state),
+        uuid: it.uuid,
+        number: it.gpu,
+        name: it.name,
+        memory: it.memory_bytes,
+    });
+    let (gpus, shares) = (gpus.collect(), api.sessions.shares(tenant));
+    let relocator = Relocator {
+        config: Arc::clone(&api.config),
+        scheduler: api.scheduler.clone(),
+    };
+    let moved = to_its_end(async move { relocator.relocate(tenant, target, gpus, shares).await });
+    Ok(Json(api.unless_stalled(moved).await?))
 }
 
 /// Moves a tenant's memory to the host; answers when that is done.

@@ -1,10 +1,6 @@
 //! Device memory of a process that is checkpointed is on no device; restored, it is on the same or another one, at its addresses.
 
-use std::{
-    collections::HashMap,
-    os::fd::OwnedFd,
-    sync::Arc,
-};
+use std::{collections::HashMap, os::fd::OwnedFd, sync::Arc};
 
 use rustix::{
     fs::SeekFrom,
