@@ -31,6 +31,18 @@ call("cuStreamBeginCapture_v2", stream, 0)
 call("cuMemcpyDtoDAsync_v2", copy, chunks[0], ctypes.c_size_t(SIZE), stream)
 call("cuStreamEndCapture", stream, ctypes.byref(graph))
 call("cuGraphInstantiateWithFlags", ctypes.byref(executable), graph, ctypes.c_uint64(0))
+# Memory of the program's own making, of a pool, and of the host.
+prop = (ctypes.c_uint64 * 8)()
+handle, mapped, pooled, host = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_void_p()
+prop[0], prop[1] = 1, 1  # pinned, on device 0
+call("cuMemCreate", ctypes.byref(handle), ctypes.c_size_t(SIZE), prop, ctypes.c_uint64(0))
+call("cuMemAddressReserve", ctypes.byref(mapped), ctypes.c_size_t(SIZE), ctypes.c_size_t(0), ctypes.c_uint64(0), ctypes.c_uint64(0))
+call("cuMemMap", mapped, ctypes.c_size_t(SIZE), ctypes.c_size_t(0), handle, ctypes.c_uint64(0))
+access = (ctypes.c_int * 3)(1, 0, 3)
+call("cuMemSetAccess", mapped, ctypes.c_size_t(SIZE), access, ctypes.c_size_t(1))
+call("cuMemAllocAsync", ctypes.byref(pooled), ctypes.c_size_t(SIZE), stream)
+call("cuMemHostAlloc", ctypes.byref(host), ctypes.c_size_t(512), 0)
+chunks += [mapped, pooled]
 def value(n, step):
     return (n * 2654435761 + step) & 0xffffffff
 def fill(step):
@@ -38,6 +50,7 @@ def fill(step):
         call("cuMemsetD32Async", at, value(n, step), ctypes.c_size_t(SIZE // 4), stream)
     call("cuMemsetD32Async", small, step, ctypes.c_size_t(128), stream)
     call("cuGraphLaunch", executable, stream)
+    call("cuMemcpyDtoHAsync_v2", host, small, ctypes.c_size_t(512), stream)
     call("cuEventRecord", event, stream)
     call("cuEventSynchronize", event)
 def check(at, size, expected):
@@ -51,6 +64,7 @@ while True:
         check(at, SIZE, value(n, step))
     check(copy, SIZE, value(0, step))
     check(small, 512, step)
+    assert ctypes.string_at(host, 512) == step.to_bytes(4, "little") * 128
     step += 1
     fill(step)
     print(step, flush=True)
@@ -155,6 +169,24 @@ fn program_moves_to_and_fro_with_right_contents() {
         Some(1),
         "{tenant:#}"
     );
+}
+
+/// Kernels that follow each other without a pause: the driver moves a process when those that are queued have ended.
+#[test]
+fn busy_program_moves_and_its_work_is_seen() {
+    let Some(node) = devices(&[]) else { return };
+    let mut process =
+        Process::start(&mut node.tenant("--name work", "gpumux workload batch --seconds 600"));
+    for to in [1, 0, 1] {
+        node.wait_tenant("work", |it| it["state"] == "running");
+        go(&node, "work", &to.to_string()).ok();
+        assert_eq!(numbers(&node, "work"), [to]);
+    }
+    node.wait_tenant("work", |it| it["state"] == "running");
+    let work = |it: &Value| it["work"].as_u64();
+    let before = node.find_tenant("work").as_ref().and_then(work);
+    node.wait_tenant("work", |it| work(it) > before);
+    assert!(process.poll().is_none(), "{}", process.err());
 }
 
 #[test]
@@ -299,7 +331,6 @@ fn failed_call_is_undone_for_all_processes() {
     refused(&node, &mut process, "work", "1", "goes on where it was");
     node.wait_tenant("work", both);
     assert_eq!(numbers(&node, "work"), [0]);
-    // The next helper counts anew, and fails at its second call, too: the first is of one process, as is a whole move.
     goes_on(&mut process);
 }
 
@@ -381,7 +412,7 @@ fn daemon_killed_in_the_middle_leaves_the_tenant_running() {
 
 #[test]
 fn tenant_killed_in_the_middle_leaves_nothing_behind() {
-    let Some(mut it) = HeldUp::new() else { return };
+    let Some(it) = HeldUp::new() else { return };
     let pid = it.node.find_tenant("work").expect("it lives")["pids"][0].as_i64();
     let pid = pid.and_then(|pid| rustix::process::Pid::from_raw(pid as i32));
     rustix::process::kill_process(pid.expect("a pid"), rustix::process::Signal::KILL)

@@ -59,7 +59,8 @@ const QUIET_PER_GIB: Micros = Micros::from_secs(1);
 /// Both double each time.
 pub const CLOSED: Micros = Micros::from_millis(500);
 const OPEN: Micros = Micros::from_millis(50);
-/// How often processes whose gates are closed are asked whether their work has ended, where it must.
+/// How long the gates stay closed besides where work must end that was submitted before, and how often it is asked for: an open gate lets more in.
+const DRAIN: Micros = Micros::from_secs(5);
 const DRAINS: Micros = Micros::from_millis(10);
 /// How long freezing may take.
 pub const FREEZE: Micros = Micros::from_secs(5);
@@ -931,7 +932,7 @@ impl Broker {
                         false => leaving.round.deadline,
                     });
                     leaving.gates_due().into_iter().for_each(&mut at);
-                    leaving.drains.into_iter().for_each(&mut at);
+                    leaving.drains_due().into_iter().for_each(&mut at);
                 }
                 Place::Returning(round) if !round.late => at(round.deadline),
                 // Its page is looked at.

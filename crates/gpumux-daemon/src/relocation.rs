@@ -21,7 +21,6 @@ use std::{
 
 use gpumux_core::{
     TenantId,
-    broker::MoveError,
     relocation::{Gpu, Outcome, Plan, Refusal},
 };
 use serde::{Deserialize, Serialize};
@@ -33,6 +32,7 @@ use tokio::{
 use crate::{
     api::types::Relocated,
     config::Config,
+    memory,
     scheduler::{self, Handle, Relocate, Stopped},
 };
 
@@ -46,6 +46,8 @@ pub const LOCK: Duration = Duration::from_secs(10);
 const WORK: Duration = Duration::from_secs(60);
 /// How long processes may take to come back.
 const BACK: Duration = Duration::from_secs(60);
+/// The group without rights.
+const NOBODY: u32 = 65534;
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -95,7 +97,7 @@ pub(crate) enum RelocationError {
     #[error("not moved: {0}")]
     Refused(#[from] Refusal),
     #[error("not moved: {0}")]
-    Memory(#[from] MoveError),
+    Memory(#[from] memory::MoveError),
     #[error("not moved: the driver refuses: {0}")]
     Unable(String),
     #[error("not moved, and the tenant goes on where it was: {0}")]
@@ -124,9 +126,8 @@ struct Helper {
 }
 
 impl Helper {
-    async fn start(config: &Config, task: &Task) -> std::io::Result<Self> {
-        let first = task.pids.first().copied().unwrap_or_default();
-        let of = std::fs::metadata(format!("/proc/{first}"))?;
+    /// Starts it as this user.
+    async fn start(config: &Config, uid: u32, task: &Task) -> std::io::Result<Self> {
         let mut command = Command::new("/proc/self/exe");
         command.arg(COMMAND).current_dir("/").process_group(0);
         command.stdin(Stdio::piped()).stdout(Stdio::piped());
@@ -140,8 +141,12 @@ impl Helper {
             command.env("GPUMUX_EMU_SOCKET", emulated);
             command.envs(library.map(|library| ("LD_PRELOAD", library)));
         }
-        if rustix::process::geteuid().is_root() && of.uid() != 0 {
-            command.uid(of.uid()).gid(of.gid());
+        if rustix::process::geteuid().is_root() && uid != 0 {
+            // Its process's group may be the one that may open the devices; one that is hidden belongs to root there.
+            let first = task.pids.first().copied().unwrap_or_default();
+            let of = std::fs::metadata(format!("/proc/{first}"))?;
+            let gid = if of.uid() == uid { of.gid() } else { NOBODY };
+            command.uid(uid).gid(gid);
         }
         let mut child = command.spawn()?;
         let stdout = child.stdout.take().ok_or(std::io::ErrorKind::BrokenPipe)?;
@@ -199,8 +204,8 @@ impl Relocator {
             shares,
             answer,
         });
-        let plan = planned.await??;
-        let result = self.carry_out(tenant, &plan, &gpus).await;
+        let (plan, uid) = planned.await??;
+        let result = self.carry_out((tenant, uid), &plan, &gpus).await;
         self.step(|answer| Relocate::Forget(tenant, answer)).await?;
         match &result {
             Ok(moved) => tracing::info!(tenant = tenant.0, ?moved, "moved to another device"),
@@ -211,7 +216,7 @@ impl Relocator {
 
     async fn carry_out(
         &self,
-        tenant: TenantId,
+        (tenant, uid): (TenantId, u32),
         plan: &Plan,
         gpus: &[Gpu],
     ) -> Result<Relocated, RelocationError> {
@@ -223,7 +228,9 @@ impl Relocator {
             recover: false,
         };
         let unable = |error: std::io::Error| RelocationError::Unable(error.to_string());
-        let mut helper = Helper::start(&self.config, &task).await.map_err(unable)?;
+        let mut helper = Helper::start(&self.config, uid, &task)
+            .await
+            .map_err(unable)?;
         let ready = match helper.report(BEGIN).await {
             Some(Report::Ready) => Ok(()),
             Some(Report::Unable(why)) => Err(why),
@@ -234,18 +241,24 @@ impl Relocator {
             return Err(RelocationError::Unable(why));
         }
         let began = Instant::now();
-        let detained = self.step(|answer| Relocate::Detain(tenant, answer)).await;
-        if let Err(error) = detained
-            .map_err(RelocationError::from)
-            .and_then(|it| Ok(it?))
-        {
+        let detained = self.step(|answer| Relocate::Detain(tenant, answer));
+        if let Err(error) = detained.await? {
             helper.end();
             let released = self.step(|answer| Relocate::Release(tenant, answer));
             released.await?;
-            return Err(error);
+            return Err(memory::MoveError::from(error).into());
         }
         let asleep = Instant::now();
-        self.step(|answer| Relocate::LetGo(tenant, answer)).await?;
+        let pids = plan.pids.clone();
+        let let_go = self.step(|answer| Relocate::LetGo(tenant, pids, answer));
+        if !let_go.await? {
+            helper.end();
+            let released = self.step(|answer| Relocate::Release(tenant, answer));
+            released.await?;
+            memory::wake(&self.scheduler, tenant).await?;
+            let why = "a process of it has begun meanwhile: try again";
+            return Err(RelocationError::Back(why.into()));
+        }
         let patience = WORK + LOCK * plan.pids.len() as u32 + Duration::from_secs(plan.bytes >> 29);
         let report = match helper.say("go").await {
             Ok(()) => helper.report(patience).await,
@@ -254,7 +267,7 @@ impl Relocator {
         helper.end();
         let report = match report {
             Some(report) => report,
-            None => self.recover(task).await,
+            None => self.recover(uid, task).await,
         };
         let moved = Instant::now();
         self.step(|answer| Relocate::Release(tenant, answer))
@@ -276,13 +289,13 @@ impl Relocator {
     }
 
     /// Lets processes go on that a helper has left.
-    async fn recover(&self, task: Task) -> Report {
+    async fn recover(&self, uid: u32, task: Task) -> Report {
         let task = Task {
             recover: true,
             ..task
         };
         let recovered = async {
-            let mut helper = Helper::start(&self.config, &task).await.ok()?;
+            let mut helper = Helper::start(&self.config, uid, &task).await.ok()?;
             let report = helper.report(WORK).await;
             helper.end();
             report

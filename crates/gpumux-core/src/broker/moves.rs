@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ask, Broker, CLOSED, Command, DRAINS, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError,
+    Ask, Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError,
     Mutation, OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB,
     RECLAIM_PAUSE, Reply, TAKE, TRIM_PAUSE, Tenant, TenantId, no_process,
 };
@@ -668,9 +668,9 @@ impl Broker {
                         out.push(Command::Failed(id, MoveError::Stuck));
                     }
                 },
-                Place::Leaving(leaving) if leaving.drains.is_some_and(|at| at <= now) => {
+                Place::Leaving(leaving) if leaving.drains_due().is_some_and(|at| at <= now) => {
                     self.ops += 1;
-                    leaving.look_for_work(self.ops, out);
+                    leaving.look_for_work(now, self.ops, out);
                 }
                 Place::Leaving(leaving) if leaving.gates_due().is_some_and(|at| at <= now) => {
                     self.ops += 1;
@@ -839,19 +839,27 @@ impl Leaving {
         }
     }
 
+    /// When its processes are asked again whether their work has ended.
+    pub(super) fn drains_due(&self) -> Option<Micros> {
+        self.drains.filter(|_| self.round.waiting.is_empty())
+    }
+
     /// When all gates are to be opened, or closed again. Each time later than the time before: a copy may just take long.
     pub(super) fn gates_due(&self) -> Option<Micros> {
         match self.gates {
             _ if self.step != Step::Quiesce => None,
             Gates::Closing => None,
-            Gates::Closed(since) => Some(since + Micros(CLOSED.0 << self.opened.min(16))),
+            Gates::Closed(since) => {
+                let drain = self.drains.map_or(Micros::ZERO, |_| DRAIN);
+                Some(since + drain + Micros(CLOSED.0 << self.opened.min(16)))
+            }
             Gates::Open(until) => Some(until),
         }
     }
 
     /// Asks whether work has ended. The gates stay closed.
-    fn look_for_work(&mut self, op: u64, out: &mut Vec<Command>) {
-        (self.drains, self.busy, self.round.op) = (None, false, op);
+    fn look_for_work(&mut self, now: Micros, op: u64, out: &mut Vec<Command>) {
+        (self.drains, self.busy, self.round.op) = (Some(now + DRAINS), false, op);
         self.round.waiting = self.orders.keys().copied().collect();
         self.give_orders(out);
     }

@@ -16,6 +16,7 @@ use super::{
     domain::Domain,
     engine::Engine,
     model::{Answer, SessionId},
+    process::Met,
 };
 
 /// A tenant on its way.
@@ -37,12 +38,14 @@ pub(crate) enum Relocate {
         gpus: Vec<Gpu>,
         /// Its processes share device memory.
         shares: bool,
-        answer: Answer<Result<Plan, Refusal>>,
+        /// And whose the tenant is.
+        answer: Answer<Result<(Plan, u32), Refusal>>,
     },
     /// Has all its memory moved to the host, once its work has ended.
     Detain(TenantId, Answer<Result<(), MoveError>>),
-    /// Controls its groups no longer: they are given back as they were made.
-    LetGo(TenantId, Answer<()>),
+    /// Controls its groups no longer: they are given back as they were made. Not where it has other processes than were planned for;
+    /// whether it was done.
+    LetGo(TenantId, Vec<u32>, Answer<bool>),
     /// Its processes are where they will be: their sessions end, if groups were let go.
     Release(TenantId, Answer<()>),
     /// Whether all of its processes have returned, with their memory; those that have ended apart.
@@ -72,9 +75,8 @@ impl Relocate {
                 let detain = |request| Event::Detain(tenant, request);
                 engine.moves.request(&mut engine.state, detain, answer);
             }
-            Self::LetGo(tenant, answer) => {
-                engine.let_go(tenant);
-                let _ = answer.send(());
+            Self::LetGo(tenant, pids, answer) => {
+                let _ = answer.send(engine.let_go(tenant, &pids));
             }
             Self::Release(tenant, answer) => {
                 engine.release(tenant);
@@ -102,7 +104,7 @@ impl Engine {
         target: String,
         gpus: Vec<Gpu>,
         shares: bool,
-    ) -> Result<Plan, Refusal> {
+    ) -> Result<(Plan, u32), Refusal> {
         let facts = self.relocation_facts(tenant, target, gpus, shares);
         let plan = relocation::plan(&facts)?;
         let had = facts.processes.iter().filter(|it| !it.devices.is_empty());
@@ -113,7 +115,8 @@ impl Engine {
         };
         self.relocations.insert(tenant, relocation);
         self.memory_event(Event::Arrives(tenant, plan.to.clone(), Some(plan.bytes)));
-        Ok(plan)
+        let owner = self.state.owners.get(&tenant);
+        Ok((plan, owner.map_or(0, |owner| owner.uid)))
     }
 
     fn relocation_facts(
@@ -177,13 +180,14 @@ impl Engine {
     }
 
     /// Gives the groups of a tenant back: the driver is about to end them.
-    fn let_go(&mut self, tenant: TenantId) {
-        let own = self
-            .state
-            .sessions
-            .iter()
-            .filter(|it| it.1.tenant == tenant);
-        let own: BTreeSet<SessionId> = own.map(|(id, _)| *id).collect();
+    fn let_go(&mut self, tenant: TenantId, pids: &[u32]) -> bool {
+        let own = |it: &(&SessionId, &Met)| it.1.tenant == tenant;
+        let mut sessions = self.state.sessions.iter().filter(own);
+        if !sessions.all(|(_, met)| pids.contains(&met.pid)) {
+            return false;
+        }
+        let sessions = self.state.sessions.iter().filter(own);
+        let own: BTreeSet<SessionId> = sessions.map(|(id, _)| *id).collect();
         // Its gates are closed and its work has ended: nothing runs, frozen or not.
         self.moves.park(&mut self.state, tenant, false);
         for session in &own {
@@ -192,6 +196,7 @@ impl Engine {
         if let Some(relocation) = self.relocations.get_mut(&tenant) {
             relocation.let_go = own;
         }
+        true
     }
 
     fn release(&mut self, tenant: TenantId) {
