@@ -3,6 +3,7 @@
 use std::{collections::BTreeMap, fs, path::PathBuf, time::Duration};
 
 use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
+use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use crate::{memory::python, seen::get};
@@ -169,6 +170,25 @@ fn program_moves_to_and_fro_with_right_contents() {
         Some(1),
         "{tenant:#}"
     );
+}
+
+/// A program that allocates, writes, captures, launches and frees at random, and verifies every byte, is moved at any moment of that.
+#[test]
+fn random_program_moves_and_every_byte_is_right() {
+    let Some(node) = devices(&[]) else { return };
+    let mut process = Process::start(
+        &mut node.tenant("--name work", "gpumux workload memory --json --seconds 600"),
+    );
+    node.wait_tenant("work", |it| it["work"].as_u64() > Some(0));
+    for round in 0..20 {
+        let to = 1 - round % 2;
+        go(&node, "work", &to.to_string()).ok();
+        assert_eq!(numbers(&node, "work"), [to], "round {round}");
+        assert!(process.poll().is_none(), "{}", process.err());
+    }
+    process.signal(Signal::TERM);
+    let finished = process.finish().ok();
+    assert_eq!(finished.json()["mismatches"], 0, "{finished:#?}");
 }
 
 /// Kernels that follow each other without a pause: the driver moves a process when those that are queued have ended.
@@ -414,9 +434,8 @@ fn daemon_killed_in_the_middle_leaves_the_tenant_running() {
 fn tenant_killed_in_the_middle_leaves_nothing_behind() {
     let Some(it) = HeldUp::new() else { return };
     let pid = it.node.find_tenant("work").expect("it lives")["pids"][0].as_i64();
-    let pid = pid.and_then(|pid| rustix::process::Pid::from_raw(pid as i32));
-    rustix::process::kill_process(pid.expect("a pid"), rustix::process::Signal::KILL)
-        .expect("it lives");
+    let pid = pid.and_then(|pid| Pid::from_raw(pid as i32));
+    kill_process(pid.expect("a pid"), Signal::KILL).expect("it lives");
     it.go_on();
     let moved = it.command.finish();
     assert_eq!(moved.code(), 1, "{moved:#?}");
@@ -442,8 +461,8 @@ fn helper_killed_in_the_middle_leaves_the_tenant_where_it_was() {
             read("cmdline").contains("\0relocate\0") && read("status").contains(&parent)
         })
     });
-    let helper = rustix::process::Pid::from_raw(helper).expect("a pid");
-    rustix::process::kill_process(helper, rustix::process::Signal::KILL).expect("it lives");
+    let helper = Pid::from_raw(helper).expect("a pid");
+    kill_process(helper, Signal::KILL).expect("it lives");
     // The next one is held up, too.
     wait_for("the file to be made again", PATIENCE, || {
         fs::remove_file(&it.file).ok();

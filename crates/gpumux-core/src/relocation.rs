@@ -6,7 +6,7 @@
 //!
 //! # Approach
 //! [`plan`] goes through what is known of the tenant, its processes and the devices, and names the first thing that stands in the way.
-//! [`visible`] and [`pairs`] make of what a process sees the list that the driver wants: every visible device once, the two exchanged.
+//! [`visible`] and [`pairs`] make of what a process sees the list that the driver takes: every visible device once, the two exchanged.
 
 mod sequence;
 
@@ -161,7 +161,7 @@ pub enum Refusal {
     Unkept(u32, String),
     /// No room.
     #[error(
-        "GPU {target} has {} free, and the tenant needs {}: `gpumux memory` shows who has the rest",
+        "GPU {target} has {} free, and the tenant needs {}: `gpumux memory` shows whose the rest is",
         Quantity::Memory(*free),
         Quantity::Memory(*needs)
     )]

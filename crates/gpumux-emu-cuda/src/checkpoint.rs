@@ -326,7 +326,7 @@ fn checkpoint(process: &Process) -> Result {
     {
         return Err(CuError::NOT_SUPPORTED);
     }
-    memory::park()?;
+    memory::detach()?;
     if let Some(rm) = rm.take() {
         contexts.iter().for_each(|context| context.suspend(&rm));
     }
@@ -371,7 +371,7 @@ fn make(process: &Process, before: &[&'static Place], after: &[&'static Place]) 
         let at = before.iter().position(|it| it.index == index);
         at.map_or(index, |at| after[at].index)
     };
-    memory::unpark(now).inspect_err(|_| {
+    memory::attach(now).inspect_err(|_| {
         if let Some(rm) = held.take() {
             contexts.iter().for_each(|context| context.suspend(&rm));
         }

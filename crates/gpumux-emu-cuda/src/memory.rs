@@ -5,7 +5,7 @@
 
 mod suspend;
 
-pub(crate) use suspend::{is_movable, park, unpark};
+pub(crate) use suspend::{attach, detach, is_movable};
 
 use std::{
     collections::{BTreeMap, HashMap},

@@ -645,11 +645,11 @@ impl Broker {
             let no_room = |it: (u64, Micros)| Command::Answer(it.0, Err(MoveError::NoRoom));
             out.extend(due_wakes.map(no_room));
             let why = "a process of it does not answer";
-            let works = "its work does not end";
+            let why = match tenant.detained {
+                true => "its work does not end",
+                false => why,
+            };
             match &mut tenant.place {
-                Place::Leaving(leaving) if leaving.drains.is_some() && due(&leaving.round) => {
-                    self.give_up(now, id, MoveError::Busy(works.into()), out);
-                }
                 Place::Leaving(leaving) if due(&leaving.round) => match leaving.step {
                     Step::Quiesce => self.give_up(now, id, MoveError::Busy(why.into()), out),
                     Step::Freeze => {

@@ -44,9 +44,9 @@ impl Space {
 }
 
 /// Takes all of it off its devices. The contents stay with the process.
-pub(crate) fn park() -> Result {
+pub(crate) fn detach() -> Result {
     let mut space = space_mut();
-    let mut parked = HashMap::new();
+    let mut detached = HashMap::new();
     for (key, old) in space.physicals() {
         let file = old.file.try_clone().map_err(|_| CuError::OUT_OF_MEMORY)?;
         let new = Physical {
@@ -56,9 +56,9 @@ pub(crate) fn park() -> Result {
             device: old.device,
             exportable: old.exportable,
         };
-        parked.insert(key, Arc::new(new));
+        detached.insert(key, Arc::new(new));
     }
-    let old = space.replace(&parked);
+    let old = space.replace(&detached);
     // The server is notified without the lock.
     drop(space);
     drop(old);
@@ -66,10 +66,10 @@ pub(crate) fn park() -> Result {
 }
 
 /// Puts all of it on devices again: on this one in the place of that.
-pub(crate) fn unpark(now: impl Fn(u32) -> u32) -> Result {
+pub(crate) fn attach(now: impl Fn(u32) -> u32) -> Result {
     let mut made = HashMap::new();
-    let parked = space().physicals();
-    for (key, old) in parked {
+    let detached = space().physicals();
+    for (key, old) in detached {
         let device = now(old.device);
         let (id, file) = lock(&process()?.connection).create_memory(device, old.bytes)?;
         let new = Arc::new(Physical {
