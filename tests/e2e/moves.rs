@@ -2,7 +2,7 @@
 
 use std::{collections::BTreeMap, fs, path::PathBuf, time::Duration};
 
-use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
+use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, real, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
@@ -108,6 +108,111 @@ fn numbers(node: &Node, name: &str) -> Vec<u64> {
 
 fn text(value: &Value) -> String {
     value.as_str().expect("text").to_owned()
+}
+
+/// The driver's calls themselves, from another process, without gpumux.
+#[test]
+fn checkpoint_calls_follow_the_probe_on_h100s() {
+    const CALLER: &str = r#"
+import subprocess, sys
+if len(sys.argv) > 1:
+    use_device()
+    at, word = ctypes.c_uint64(), ctypes.c_uint32()
+    allocate = "cuMemAllocManaged" if sys.argv[1] == "managed" else "cuMemAlloc_v2"
+    call(allocate, ctypes.byref(at), ctypes.c_size_t(4096), *([1] if sys.argv[1] == "managed" else []))
+    call("cuMemsetD32_v2", at, 7, ctypes.c_size_t(1024))
+    call("cuCtxSynchronize")
+    for line in sys.stdin:
+        uuid = (ctypes.c_ubyte * 16)()
+        call("cuDeviceGetUuid_v2", uuid, 0)
+        call("cuMemcpyDtoH_v2", ctypes.byref(word), at, ctypes.c_size_t(4))
+        print(word.value, bytes(uuid).hex(), flush=True)
+    sys.exit()
+def start(kind):
+    return subprocess.Popen([sys.executable, __file__, kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def ask(process):
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return process.stdout.readline().split()
+def result(name, pid, args=None):
+    return getattr(cuda, "cuCheckpointProcess" + name)(pid, args)
+def state(pid):
+    found = ctypes.c_int(-1)
+    assert cuda.cuCheckpointProcessGetState(pid, ctypes.byref(found)) == 0
+    return found.value
+def args(*words):
+    return (ctypes.c_uint64 * 8)(*words)
+def restore(pid, pairs):
+    listed = b"".join(old + new for old, new in pairs)
+    memory = ctypes.create_string_buffer(listed, max(len(listed), 1))
+    return result("Restore", pid, args(ctypes.addressof(memory), len(pairs)))
+uuids = []
+for device in range(2):
+    uuid = (ctypes.c_ubyte * 16)()
+    call("cuDeviceGetUuid_v2", uuid, device)
+    uuids.append(bytes(uuid))
+a, b = uuids
+assert result("Lock", 1) == 1, "it does not use CUDA"
+
+process = start("plain")
+assert ask(process) == ["7", a.hex()]
+pid = process.pid
+assert (state(pid), result("Checkpoint", pid), result("Unlock", pid)) == (0, 401, 401)
+assert (result("Lock", pid, args(5000)), state(pid), result("Lock", pid)) == (0, 1, 401)
+process.stdin.write("\n")
+process.stdin.flush()
+assert (result("Checkpoint", pid, args()), state(pid)) == (0, 2)
+# Every visible device must be in the list; what fails changes nothing.
+assert restore(pid, [(a, b)]) == 1 and state(pid) == 2
+assert restore(pid, [(a, b), (b, b)]) == 1 and state(pid) == 2
+assert restore(pid, [(b, a), (a, b)]) == 0 and state(pid) == 1
+assert (result("Unlock", pid), state(pid)) == (0, 0)
+# The call that waited is made now, on the other device.
+assert process.stdout.readline().split() == ["7", b.hex()]
+for expected in (b, a):
+    assert result("Lock", pid) == result("Checkpoint", pid) == 0
+    assert restore(pid, [] if expected == b else [(a, b), (b, a)]) == result("Unlock", pid) == 0
+    assert ask(process) == ["7", expected.hex()]
+process.kill()
+process.wait()
+assert result("Lock", pid) == 1, "it has ended"
+
+process = start("managed")
+ask(process)
+assert (result("Lock", process.pid), result("Checkpoint", process.pid), state(process.pid)) == (0, 801, 1)
+assert result("Unlock", process.pid) == 0 and ask(process)[0] == "7"
+process.kill()
+
+# A kernel that goes on for longer.
+import os, time
+process = subprocess.Popen([os.environ["BINARY"], "workload", "check", "--seconds", "600"])
+found, patience = 1, time.monotonic() + 60
+# It does not use CUDA yet, or its kernel has not begun.
+while found in (0, 1) and time.monotonic() < patience:
+    found = result("Lock", process.pid, args(300))
+    if found == 0:
+        assert result("Unlock", process.pid) == 0
+    time.sleep(0.01)
+assert (found, state(process.pid)) == (600, 0)
+process.kill()
+print("right")
+"#;
+    if real() {
+        eprintln!("SKIPPED: bench/move.py measures a real driver");
+        return;
+    }
+    let node = Node::with(Options {
+        devices: 2,
+        without_daemon: true,
+        ..Options::default()
+    });
+    let Some(program) = python(&node, CALLER) else {
+        return;
+    };
+    let words = program.split(' ').map(str::to_owned);
+    let mut command = node.on_device(words);
+    let finished = command.env("BINARY", binary()).run().ok();
+    assert_eq!(finished.out, "right\n", "{finished:#?}");
 }
 
 /// Starts it, and waits until it works.

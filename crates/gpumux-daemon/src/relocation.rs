@@ -27,6 +27,7 @@ use serde::{Deserialize, Serialize};
 use tokio::{
     io::{AsyncBufReadExt, AsyncWriteExt, BufReader, Lines},
     process::{Child, ChildStdout, Command},
+    sync::Semaphore,
 };
 
 use crate::{
@@ -50,6 +51,9 @@ const BACK: Duration = Duration::from_secs(60);
 const NOBODY: u32 = 65534;
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(10);
+
+/// Tenants that are moved at once; others wait.
+static PLACES: Semaphore = Semaphore::const_new(4);
 
 /// What the helper is to do.
 #[derive(Debug, Serialize, Deserialize)]
@@ -196,6 +200,8 @@ impl Relocator {
         gpus: Vec<Gpu>,
         shares: bool,
     ) -> Result<Relocated, RelocationError> {
+        // Never closed.
+        let _place = PLACES.acquire().await;
         let known = gpus.clone();
         let planned = self.step(|answer| Relocate::Plan {
             tenant,

@@ -54,7 +54,7 @@ fn completed(shell: Shell, script: String) -> String {
 }
 
 /// Commands that take names of tenants.
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "stop", "kill", "wait", "logs", "ps", "events", "inspect", "set", "hint", "sleep", "wake",
     "move", "explain",
 ];

@@ -98,7 +98,7 @@ fn each_refusal_names_what_stands_in_the_way() {
     assert!(it.contains("GPU 1 cannot keep its guarantees: 70%"), "{it}");
     let it = refused(|it| it.needs = 30 * GIB);
     assert!(
-        it.contains("has 20 GiB free, and the tenant needs 30 GiB"),
+        it.contains("has 20.0 GiB free, and the tenant needs 30.0 GiB"),
         "{it}"
     );
 }
