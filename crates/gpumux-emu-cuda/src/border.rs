@@ -13,11 +13,10 @@ use std::{
 };
 
 use crate::{
-    checkpoint,
     context::{Context, current},
     error::{CuError, Result},
     event::Until,
-    fatbin, fault,
+    fatbin, fault, locked,
     process::process,
 };
 
@@ -71,7 +70,7 @@ unsafe impl Sync for Address {}
 /// Runs the body of a driver function. No panic leaves it. With `GPUMUX_EMU_TRACE` it is named on standard error when it
 /// fails.
 pub(crate) fn cuda(name: &str, body: impl FnOnce() -> Result) -> c_int {
-    checkpoint::pass(|| unlocked(name, body))
+    locked::pass(|| unlocked(name, body))
 }
 
 /// The same, also while the process is locked.

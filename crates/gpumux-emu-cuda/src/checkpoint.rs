@@ -6,7 +6,6 @@
 //! As measured on H100s (driver 580.159.04): every device that the process sees must be in the list of pairs.
 
 use std::{
-    cell::Cell,
     ffi::{c_int, c_uint},
     io::{Read, Write},
     os::{
@@ -14,8 +13,8 @@ use std::{
         unix::net::{SocketAddr, UnixListener, UnixStream},
     },
     sync::{
-        Condvar, Mutex,
-        atomic::{AtomicBool, AtomicU8, AtomicUsize, Ordering},
+        Arc, Once,
+        atomic::{AtomicU8, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -26,7 +25,7 @@ use crate::{
     border::{In, Out, exports, unlocked},
     context::Context,
     error::{CuError, Result},
-    memory,
+    locked, memory,
     process::{Place, Process, lock, process, spawn},
     rm::Rm,
 };
@@ -44,58 +43,6 @@ const LOOK: Duration = Duration::from_millis(1);
 const ANSWER: Duration = Duration::from_secs(600);
 
 static STATE: AtomicU8 = AtomicU8::new(RUNNING);
-/// Calls of CUDA wait.
-static CLOSED: AtomicBool = AtomicBool::new(false);
-/// Calls that have begun.
-static INSIDE: AtomicUsize = AtomicUsize::new(0);
-static OPENED: (Mutex<()>, Condvar) = (Mutex::new(()), Condvar::new());
-/// Memory was shared with another process.
-static SHARED: AtomicBool = AtomicBool::new(false);
-
-thread_local! {
-    static DEPTH: Cell<u32> = const { Cell::new(0) };
-}
-
-/// Memory is shared with another process: the driver cannot take it off its device from now on.
-pub(crate) fn note_shared() {
-    SHARED.store(true, Ordering::Relaxed);
-}
-
-/// Makes a call of the program's once the process is not locked.
-pub(crate) fn pass<T>(call: impl FnOnce() -> T) -> T {
-    struct Leave;
-    impl Drop for Leave {
-        fn drop(&mut self) {
-            DEPTH.set(0);
-            INSIDE.fetch_sub(1, Ordering::SeqCst);
-        }
-    }
-    if DEPTH.get() != 0 {
-        return call();
-    }
-    loop {
-        // Before the look, and both in one order with `close`.
-        INSIDE.fetch_add(1, Ordering::SeqCst);
-        if !CLOSED.load(Ordering::SeqCst) {
-            break;
-        }
-        INSIDE.fetch_sub(1, Ordering::SeqCst);
-        let guard = lock(&OPENED.0);
-        if CLOSED.load(Ordering::SeqCst) {
-            drop(OPENED.1.wait_timeout(guard, Duration::from_millis(100)));
-        }
-    }
-    DEPTH.set(1);
-    let _leave = Leave;
-    call()
-}
-
-fn open() {
-    let guard = lock(&OPENED.0);
-    CLOSED.store(false, Ordering::SeqCst);
-    drop(guard);
-    OPENED.1.notify_all();
-}
 
 // ---- The calling process -------------------------------------------------------------------------
 
@@ -235,16 +182,19 @@ exports! { FUNCTIONS by unlocked;
 
 // ---- The process that is checkpointed ------------------------------------------------------------
 
-/// Begins to listen. Without the socket, this process cannot be checkpointed.
+/// Begins to listen, once. Without the socket, this process cannot be checkpointed.
 pub(crate) fn listen() {
-    let listener = address(std::process::id()).and_then(|at| UnixListener::bind_addr(&at));
-    if let Ok(listener) = listener {
-        let _ = spawn("cuda-checkpoint", move || {
-            for mut socket in listener.incoming().flatten() {
-                let _ = serve(&mut socket);
-            }
-        });
-    }
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let listener = address(std::process::id()).and_then(|at| UnixListener::bind_addr(&at));
+        if let Ok(listener) = listener {
+            let _ = spawn("cuda-checkpoint", move || {
+                for mut socket in listener.incoming().flatten() {
+                    let _ = serve(&mut socket);
+                }
+            });
+        }
+    });
 }
 
 /// One request. Only root, and processes of the same user, may make any.
@@ -282,7 +232,7 @@ fn carry_out(request: &Request) -> Result {
             LOCKED
         }
         (UNLOCK, LOCKED) => {
-            open();
+            locked::open();
             RUNNING
         }
         _ => return Err(CuError::ILLEGAL_STATE),
@@ -298,11 +248,11 @@ fn close(process: &Process, timeout_ms: u32) -> Result {
         ms => Duration::from_millis(ms.into()),
     };
     let deadline = Instant::now() + timeout;
-    CLOSED.store(true, Ordering::SeqCst);
-    let ends = |context: &std::sync::Arc<Context>| context.is_idle();
-    while INSIDE.load(Ordering::SeqCst) != 0 || !process.contexts.all().iter().all(ends) {
+    locked::close();
+    let ends = |context: &Arc<Context>| context.is_idle();
+    while locked::is_occupied() || !process.contexts.all().iter().all(ends) {
         if Instant::now() >= deadline {
-            open();
+            locked::open();
             return Err(CuError::NOT_READY);
         }
         std::thread::sleep(LOOK);
@@ -316,14 +266,10 @@ fn checkpoint(process: &Process) -> Result {
     for context in &contexts {
         context.check()?;
     }
-    let peers = |context: &std::sync::Arc<Context>| context.peers.load(Ordering::Relaxed) != 0;
+    let peers = |context: &Arc<Context>| context.peers.load(Ordering::Relaxed) != 0;
     let mut rm = lock(&process.rm);
     let in_group = rm.as_ref().is_some_and(Rm::is_in_group);
-    if SHARED.load(Ordering::Relaxed)
-        || in_group
-        || !memory::is_movable()
-        || contexts.iter().any(peers)
-    {
+    if locked::has_shared() || in_group || !memory::is_movable() || contexts.iter().any(peers) {
         return Err(CuError::NOT_SUPPORTED);
     }
     memory::detach()?;

@@ -30,6 +30,7 @@ mod ipc;
 mod kernel;
 mod library;
 mod link;
+mod locked;
 mod memory;
 mod missing;
 mod module;

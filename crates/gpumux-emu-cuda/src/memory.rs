@@ -21,9 +21,8 @@ use std::{
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::{
-    checkpoint,
     error::{CuError, Result},
-    fault,
+    fault, locked,
     process::{lock, process},
 };
 
@@ -352,7 +351,7 @@ pub(crate) fn import(file: BorrowedFd<'_>) -> Result<u64> {
         .try_clone_to_owned()
         .map_err(|_| CuError::OPERATING_SYSTEM)?;
     let (id, device, bytes) = lock(&process()?.connection).import_memory(file.as_fd())?;
-    checkpoint::note_shared();
+    locked::note_shared();
     let physical = Arc::new(Physical {
         id: Some(id),
         file,
@@ -369,7 +368,7 @@ pub(crate) fn export(handle: u64) -> Result<OwnedFd> {
     if !physical.exportable {
         return Err(CuError::INVALID_VALUE);
     }
-    checkpoint::note_shared();
+    locked::note_shared();
     physical
         .file
         .try_clone()
@@ -767,7 +766,7 @@ pub(crate) fn share<T>(
     if allocation.managed || allocation.pool != 0 {
         return Err(wrong);
     }
-    checkpoint::note_shared();
+    locked::note_shared();
     Ok(handle(
         &mapping.physical.file,
         at,
@@ -789,7 +788,7 @@ pub(crate) fn open_shared(
     }
     let file = file()?;
     let (id, device, whole) = lock(&process()?.connection).import_memory(file.as_fd())?;
-    checkpoint::note_shared();
+    locked::note_shared();
     let physical = Arc::new(Physical {
         id: Some(id),
         file,

@@ -18,7 +18,6 @@ use gpumux_emu::{
 
 use crate::{
     border::HostCall,
-    checkpoint,
     context::Context,
     error::{CuError, Result},
     event::Event,
@@ -157,7 +156,6 @@ pub(crate) fn init(flags: u32) -> Result {
         // SAFETY: the handler only stores to an atomic, which is allowed after a fork.
         unsafe { libc::pthread_atfork(None, None, Some(forked)) };
         let _ = PROCESS.set(made);
-        checkpoint::listen();
     }
     Ok(())
 }

@@ -18,7 +18,7 @@ use crate::output;
 
 const EXAMPLES: &str = "\
 Examples:
-  gpumux run --gpu 0,1 --name train -- python train.py
+  gpumux run --gpu all --name train -- python train.py
   gpumux move train --gpu 1
 
 The tenant goes on where it was interrupted, with the same addresses and handles. Its program must see both GPUs, which are of one kind, and \

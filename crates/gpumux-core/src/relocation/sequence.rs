@@ -52,7 +52,7 @@ pub fn carry_out(calls: &mut impl Checkpoints, processes: usize) -> Outcome {
             Ok(()) => locked += 1,
             Err(error) => {
                 failed = Some(format!(
-                    "its work does not end, or it cannot be locked: {error}"
+                    "the driver does not lock it, as where its work does not end: {error}"
                 ));
                 break;
             }
@@ -88,7 +88,9 @@ fn exchange(
         match calls.checkpoint(process) {
             Ok(()) => taken += 1,
             Err(error) => {
-                failed = Some(format!("the driver takes it off its GPU: {error}"));
+                failed = Some(format!(
+                    "the driver does not take it off its GPU, as where memory is managed or shared with other processes: {error}"
+                ));
                 break;
             }
         }
@@ -99,7 +101,9 @@ fn exchange(
             match calls.restore(process, true) {
                 Ok(()) => put += 1,
                 Err(error) => {
-                    failed = Some(format!("the driver puts it on the other GPU: {error}"));
+                    failed = Some(format!(
+                        "the driver does not put it on the other GPU: {error}"
+                    ));
                     break;
                 }
             }

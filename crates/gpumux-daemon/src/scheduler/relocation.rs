@@ -15,19 +15,9 @@ use gpumux_wire::Daemon;
 use super::{
     domain::Domain,
     engine::Engine,
-    model::{Answer, SessionId},
+    model::{Answer, Relocation, SessionId},
     process::Met,
 };
-
-/// A tenant on its way.
-#[derive(Debug, Default)]
-pub(super) struct Relocation {
-    to: String,
-    /// Processes that had groups.
-    pids: BTreeSet<u32>,
-    /// Sessions whose groups were let go.
-    let_go: BTreeSet<SessionId>,
-}
 
 /// A step of the way, in this order.
 pub(crate) enum Relocate {
