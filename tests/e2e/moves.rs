@@ -320,31 +320,56 @@ fn accounts_are_equal_after_moves_to_and_fro() {
     let Some(program) = python(&node, WORK) else {
         return;
     };
+    let context = get(&node, "/v1/devices")[0]["context_bytes"]
+        .as_u64()
+        .expect("bytes");
+    let occupied = |it: &Value| it[2].as_u64().expect("bytes");
+    let empty = occupied(&accounts(&node)[0]);
     let mut process = start(&node, "--name work", &program);
+    // What the tenant has there, once nothing of it is left elsewhere, and one context is all besides.
+    let on = |device: usize| {
+        wait_for("the accounts to be as expected", PATIENCE, || {
+            let all = accounts(&node);
+            let (own, other) = (&all[device], &all[1 - device]);
+            let elsewhere = other[1].as_array().into_iter().flatten();
+            let left = elsewhere
+                .map(|it| it["in_use"].as_u64().unwrap_or(1))
+                .sum::<u64>();
+            let settled = occupied(own) == empty + context && occupied(other) == empty && left == 0;
+            settled.then(|| {
+                (
+                    own[0].clone(),
+                    own[1][0]["in_use"].clone(),
+                    own[1][0]["pinned"].clone(),
+                )
+            })
+        })
+    };
     // What the library keeps for moves is there after the first.
     for to in ["1", "0"] {
         go(&node, "work", to).ok();
     }
-    let settled = || {
-        let mut before = accounts(&node);
-        wait_for("the accounts to settle", PATIENCE, || {
-            std::thread::sleep(Duration::from_millis(1500));
-            let now = accounts(&node);
-            (now == std::mem::replace(&mut before, now.clone())).then_some(now)
-        })
-    };
-    let before = settled();
-    go(&node, "work", "1").ok();
-    let there = settled();
-    // What was on one device is on the other one.
-    let swapped = |it: &[Value]| [it[1][0].clone(), it[0][0].clone()];
-    assert_eq!(
-        swapped(&there),
-        [before[0][0].clone(), before[1][0].clone()]
-    );
-    go(&node, "work", "0").ok();
-    assert_eq!(settled(), before);
+    let before = on(0);
+    for (device, to) in [(1, "1"), (0, "0")] {
+        go(&node, "work", to).ok();
+        assert_eq!(on(device), before);
+    }
     goes_on(&mut process);
+}
+
+/// Its new channel group is known by its work, as the one before: a group of which nothing is known would count as busy.
+#[test]
+fn idle_program_is_idle_after_a_move() {
+    let Some(node) = devices(&[]) else { return };
+    let program = "gpumux workload latency --kernels 1 --period-us 50000 --seconds 600";
+    let _process = Process::start(&mut node.tenant("--name work", program));
+    node.wait_tenant("work", |it| {
+        it["state"] == "idle" && it["work"].as_u64() > Some(0)
+    });
+    for to in ["1", "0"] {
+        go(&node, "work", to).ok();
+        node.wait_tenant("work", |it| it["state"] == "idle");
+    }
 }
 
 #[test]
