@@ -1,6 +1,6 @@
 //! A tenant goes to another device of the node while it works: with the same contents, addresses and handles, or not at all.
 
-use std::{collections::BTreeMap, fs, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, fs, path::PathBuf};
 
 use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, real, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
