@@ -229,9 +229,13 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     });
     tokio::spawn(api::history::keep(Arc::clone(&api), stopped.clone()));
     if let Some(listener) = tcp {
-        tokio::spawn(api::serve_tcp(Arc::clone(&api), listener, stopped.clone()));
+        tokio::spawn(api::serve_tcp(
+            api::readable_router(Arc::clone(&api)),
+            listener,
+            stopped.clone(),
+        ));
     }
-    let api_task = tokio::spawn(api::serve(api, arrivals.api, stopped.clone()));
+    let api_task = tokio::spawn(api::serve(api::router(api), arrivals.api, stopped.clone()));
     let session_task = tokio::spawn(Arc::clone(&sessions).serve(arrivals.sessions, stopped));
     tell(&[NotifyState::Ready]);
     tracing::info!(dir = %dir.path().display(), "ready");

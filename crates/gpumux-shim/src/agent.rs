@@ -29,6 +29,7 @@ use rustix::{
 };
 
 use crate::{
+    context::within,
     elastic, gate, guard, hold, ipc, lease, memory,
     mover::MoverThread,
     notice::say,
@@ -408,7 +409,7 @@ impl Session {
     fn report_permits(&mut self, session: &OwnFd) -> Result<Option<Duration>, End> {
         while let Some(key) = self.permits.last().copied() {
             let context = work::context_of(key);
-            let uuid = context.and_then(|it| work::within(it, space::current_uuid));
+            let uuid = context.and_then(|it| within(it, space::current_uuid));
             // The context may be about to be made.
             let Some(device) = uuid.flatten() else {
                 return Ok(Some(CONTEXT_TICK));

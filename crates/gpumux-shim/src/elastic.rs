@@ -20,6 +20,7 @@ use gpumux_wire::{Shim, message::ELASTIC};
 use crate::{
     attempt::{self, Refused},
     block::{Block, Departed, Elastic},
+    context::{current_context, is_capturing_anywhere, within},
     driver::CUresult,
     gate,
     granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
@@ -28,7 +29,6 @@ use crate::{
     space::{self, Space, with},
     vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
     wake,
-    work::{self, current_context, within},
 };
 
 /// Size of a granule where the program names none.
@@ -275,7 +275,7 @@ fn decommit(address: u64, first: u64, count: u64) -> c_int {
     let Some((device, _, stays)) = about(address) else {
         return UNKNOWN;
     };
-    if work::is_capturing_anywhere() {
+    if is_capturing_anywhere() {
         return LATER;
     }
     let indices: Vec<usize> = range.collect();

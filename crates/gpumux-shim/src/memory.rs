@@ -17,6 +17,7 @@ use std::{
 use crate::{
     attempt::{self, Refused, in_time},
     block::{Block, UNKNOWN},
+    context::{current_context, is_capturing_anywhere, within},
     driver::{CUcontext, CUresult, SUCCESS, functions},
     gate, ipc, lease,
     native::{count_native, give_natives, release_native},
@@ -29,7 +30,7 @@ use crate::{
     },
     swap,
     vmm::{self, CHUNK, GRANULE, OUT_OF_MEMORY},
-    work::{self, current_context, within},
+    work,
 };
 
 /// Smaller allocations share a block of [`GRANULE`].
@@ -121,7 +122,7 @@ unsafe fn alloc_bytes(
 /// not even of what is kept.
 fn broken() -> Option<CUresult> {
     // To wait would end a capture.
-    if !work::has_failed() || work::is_capturing_anywhere() {
+    if !work::has_failed() || is_capturing_anywhere() {
         return None;
     }
     let wait = ctx_synchronize()?;
@@ -337,7 +338,7 @@ pub(crate) fn free(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let Some(context) = context_of(address) else {
         return release_native(address, real);
     };
-    if work::is_capturing_anywhere() {
+    if is_capturing_anywhere() {
         defer(address);
         return SUCCESS;
     }
@@ -357,7 +358,7 @@ fn release(address: u64) {
 
 /// Frees what could not be freed during a capture.
 fn free_deferred() {
-    if work::is_capturing_anywhere() {
+    if is_capturing_anywhere() {
         return;
     }
     let deferred = with(|space| std::mem::take(&mut space.deferred));

@@ -4,10 +4,10 @@ use std::ffi::c_int;
 
 use crate::{
     attempt::{self, Refused, in_time},
+    context::{current_context, is_capturing_anywhere},
     driver::{AllocationProp, CUresult, SUCCESS},
     gate, lease, physical, pools,
     space::{Native, current_device, give, known_device, off, take, with},
-    work::{self, current_context},
 };
 
 /// A call of the driver, inside the gate.
@@ -80,7 +80,7 @@ pub(crate) unsafe fn alloc_pooled(
     real: impl Fn() -> CUresult,
 ) -> CUresult {
     // What is captured allocates when its graph runs, and is not seen.
-    let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
+    let counted = !off() && bytes != 0 && !is_capturing_anywhere();
     let current = counted.then(current_device).flatten();
     let place = |current| match pool {
         Some(pool) => Some((pools::place(pool).unwrap_or(current), pool)),
@@ -127,7 +127,7 @@ pub(crate) unsafe fn alloc_native(
     real: impl Fn() -> CUresult,
 ) -> CUresult {
     // What is captured allocates when its graph runs, and is not seen.
-    let counted = !off() && bytes != 0 && !work::is_capturing_anywhere();
+    let counted = !off() && bytes != 0 && !is_capturing_anywhere();
     match counted.then(current_device).flatten() {
         // SAFETY: the caller's.
         Some(device) => unsafe { count_native(device, bytes as u64, out, real) },

@@ -15,6 +15,7 @@ use std::{
 };
 
 use crate::{
+    context::is_capturing_anywhere,
     driver::{CUresult, SUCCESS, functions},
     gate, guard, lease,
     space::{self, Pool, Pools, Space},
@@ -284,7 +285,7 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
     let mut due = guard::lock(&DUE);
     let now = Instant::now();
     let at = *due.get_or_insert(now + PERIOD);
-    if now >= at && work::is_capturing_anywhere() {
+    if now >= at && is_capturing_anywhere() {
         // Questions wait until it has ended.
         *due = None;
         return Some(most.map_or(PERIOD, |most| most.min(PERIOD)));
@@ -313,7 +314,7 @@ pub(crate) fn look(most: Option<Duration>) -> Option<Duration> {
 
 /// Has pools give back to the device what is free. Whether any had something. Not during a capture, which it could end.
 pub(crate) fn trim() -> bool {
-    if !space::with(|space| space.pools.have_slack()) || work::is_capturing_anywhere() {
+    if !space::with(|space| space.pools.have_slack()) || is_capturing_anywhere() {
         return false;
     }
     let Some(_in_use) = in_use() else {

@@ -20,11 +20,11 @@ use gpumux_wire::Shim;
 use crate::{
     block::{Block, Departed},
     caches,
+    context::within,
     driver::{self, CUcontext, CUresult, SUCCESS, functions},
     gate, guard, lease,
     ranges::{self, Allocation},
-    vmm, wake,
-    work::{self, within},
+    vmm, wake, work,
 };
 
 pub(crate) use self::tables::{Export, Import, Native, Physical, Pool, Pools};

@@ -26,13 +26,13 @@ use gpumux_wire::message::HOST_PIECE;
 
 use crate::{
     block::{Departed, GRAIN, NOWHERE},
+    context::{is_capturing_anywhere, relax_captures, within},
     driver::{CUstream, SUCCESS, functions},
     gate,
     guard::{lock, lock_by},
     notice::say,
     own::OwnFd,
-    permits, physical, pools, space, vmm,
-    work::{self, within},
+    permits, physical, pools, space, vmm, work,
 };
 use choice::{Gone, Good, Key};
 
@@ -161,7 +161,7 @@ pub(crate) struct Mover {
 /// Whether no thread, copy or capture can touch memory any more; where the driver refuses to freeze kernels, no kernel either.
 fn is_quiet() -> bool {
     !gate::is_occupied()
-        && !work::is_capturing_anywhere()
+        && !is_capturing_anywhere()
         && !work::copies_under_way()
         && (!permits::is_active() || work::all_idle())
 }
@@ -273,7 +273,7 @@ impl Mover {
                 closed *= 2;
                 open_at = Instant::now() + closed;
             }
-            if work::is_capturing_anywhere() {
+            if is_capturing_anywhere() {
                 // It cannot end while its threads wait.
                 gate::open();
                 sleep(LOOK * 10);
@@ -322,7 +322,7 @@ impl Mover {
     fn prepare(&mut self, least: u64) -> Result<(), String> {
         let _alone = lock_soon(&PREPARING).ok_or("a context of it is about to end")?;
         if !std::mem::replace(&mut self.relaxed, true) {
-            work::relax_captures();
+            relax_captures();
         }
         self.clear_up();
         let goods = chosen(least);

@@ -2,11 +2,14 @@
 //! a tenant's owner and root may change it. On TCP, if the configuration has an address, every client may look, and none
 //! may change anything.
 
+mod body;
+mod connections;
 pub mod explain;
 pub(crate) mod history;
 mod life;
 mod metrics;
 mod page;
+mod refused;
 pub(crate) mod seen;
 mod state;
 mod trace;
@@ -16,22 +19,17 @@ use std::{
     collections::BTreeMap,
     convert::Infallible,
     future::Future,
-    io,
-    net::{IpAddr, SocketAddr},
-    os::{fd::OwnedFd, unix::net::UnixListener},
+    net::SocketAddr,
     path::PathBuf,
-    pin::Pin,
-    sync::{Arc, Mutex, PoisonError},
-    task::{Context, Poll},
+    sync::{Arc, Mutex},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use axum::{
     Extension, Json, Router,
-    body::{Body, Bytes},
     extract::{DefaultBodyLimit, Path, Query, Request, State, rejection::JsonRejection},
     http::{StatusCode, header},
-    middleware::{self, Next},
+    middleware,
     response::{
         IntoResponse, Response,
         sse::{Event, Sse},
@@ -39,56 +37,35 @@ use axum::{
     routing::{delete, get, patch, post, put},
 };
 use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry, relocation::Gpu};
-use http_body_util::BodyExt;
-use hyper_util::{
-    rt::{TokioIo, TokioTimer},
-    service::TowerToHyperService,
-};
 use serde::Deserialize;
-use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
-    net::{TcpListener, UnixStream},
-    sync::{Semaphore, SemaphorePermit, mpsc, watch},
-};
+use tokio::sync::{Semaphore, SemaphorePermit};
 use utoipa::OpenApi;
 
 use crate::{
     config::Config,
     devices::Devices,
-    memory::{self as moves, MoveError},
-    paths,
+    memory as moves, paths,
     peer::Peer,
-    receiver::{Connection, STALLED, unavailable},
-    relocation::{RelocationError, Relocator},
-    scheduler::{Command, Handle, Stopped, View},
+    relocation::Relocator,
+    scheduler::{Command, Handle, View},
     session::Sessions,
-    tenants::{Tenant, TenantError, Tenants, resolve},
+    tenants::{Tenant, Tenants, resolve},
 };
+use body::{MAX_BODY, whole_body};
+pub(crate) use connections::{CONNECTIONS, is_local_name, listen, serve, serve_router, serve_tcp};
+use refused::Refused;
 use seen::Seen;
 use types::{
     Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
     NewHint, NewPlace, NewTenant, Problem, Program, Relocated, SpecChange, Status,
 };
 
-/// Largest request body in bytes.
-const MAX_BODY: usize = 64 * 1024;
-/// Of a longer one, so many times as much is read at most.
-const READ_ON: usize = 16;
-/// How long a connection may take for the head of its first request, and of the next one.
-const HEADERS: Duration = Duration::from_secs(10);
-/// How long a request's body may take to come.
-const BODY: Duration = Duration::from_secs(10);
-/// Most connections of one user, and of all; so many more are for root.
-const MAX_CONNECTIONS: (usize, usize, usize) = (256, 1024, 64);
-/// Most connections there are.
-pub(crate) const CONNECTIONS: usize = MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2;
 /// The most connections that watch live data: the other places stay for single requests.
 const MAX_WATCHERS: usize = 128;
 static WATCHERS: Semaphore = Semaphore::const_new(MAX_WATCHERS);
-/// Why a connection finds no place.
-const FULL: &str = "too many connections to the daemon are open: close some, or try again later";
 /// How often what is live is sent.
 const LIVE: Duration = Duration::from_millis(500);
+
 /// What the API speaks about.
 pub(crate) struct Api {
     pub(crate) config: Arc<Config>,
@@ -107,215 +84,8 @@ pub(crate) struct Api {
     pub(crate) last: Mutex<Option<Arc<Seen>>>,
 }
 
-/// Serves the API until told to stop.
-pub(crate) async fn serve(
-    api: Arc<Api>,
-    mut arrivals: mpsc::Receiver<Connection>,
-    mut stop: watch::Receiver<bool>,
-) {
-    let router = router(api);
-    let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
-    loop {
-        let arrived = tokio::select! {
-            arrived = arrivals.recv() => arrived,
-            _ = stop.wait_for(|stop| *stop) => return,
-        };
-        let Some(Connection { socket, peer }) = arrived else {
-            return;
-        };
-        let Ok(stream) = UnixStream::from_std(socket.into()) else {
-            continue;
-        };
-        let Some(place) = Place::take(&users, peer.uid) else {
-            // A new connection has room for that.
-            let _ = stream.try_write(unavailable(FULL).as_bytes());
-            continue;
-        };
-        let service = TowerToHyperService::new(router.clone().layer(Extension(Arc::new(peer))));
-        tokio::spawn(converse(stream, service, place, HEADERS));
-    }
-}
-
-/// Serves clients that only read, on TCP, until it is stopped.
-pub(crate) async fn serve_tcp(
-    api: Arc<Api>,
-    listener: TcpListener,
-    mut stop: watch::Receiver<bool>,
-) {
-    let local = listener
-        .local_addr()
-        .is_ok_and(|own| own.ip().is_loopback());
-    let mut router = readable().with_state(api);
-    if local {
-        router = router.layer(middleware::from_fn(only_by_address));
-    }
-    let stopped = async move { drop(stop.wait_for(|stop| *stop).await) };
-    serve_router(listener, router, stopped).await;
-}
-
-/// Serves a TCP address until `stopped`.
-pub(crate) async fn serve_router(
-    listener: TcpListener,
-    router: Router,
-    stopped: impl Future<Output = ()>,
-) {
-    tokio::pin!(stopped);
-    let users: Arc<Mutex<BTreeMap<u32, usize>>> = Arc::default();
-    loop {
-        let accepted = tokio::select! {
-            accepted = listener.accept() => accepted,
-            () = &mut stopped => return,
-        };
-        let Ok((stream, _)) = accepted else {
-            tokio::time::sleep(Duration::from_millis(50)).await;
-            continue;
-        };
-        // All of them count as one user.
-        let Some(place) = Place::take(&users, u32::MAX) else {
-            let _ = stream.try_write(unavailable(FULL).as_bytes());
-            continue;
-        };
-        let service = TowerToHyperService::new(router.clone());
-        tokio::spawn(converse(stream, service, place, HEADERS));
-    }
-}
-
-/// A page of another site could have its name point to this machine, and then read what it finds
-/// here: its requests still carry that name.
-async fn only_by_address(request: Request, next: Next) -> Response {
-    let host = request.headers().get(header::HOST);
-    let host = host.and_then(|host| host.to_str().ok()).unwrap_or_default();
-    if is_local_name(host) {
-        return next.run(request).await;
-    }
-    let message = format!("this daemon is not called `{host}`: use localhost or an address");
-    Refused(StatusCode::MISDIRECTED_REQUEST, message).into_response()
-}
-
-/// Whether a request's `Host` names this machine as no other site can: `localhost` or an address.
-pub(crate) fn is_local_name(host: &str) -> bool {
-    let name = match host.rsplit_once(':') {
-        Some((name, port)) if port.bytes().all(|b| b.is_ascii_digit()) => name,
-        _ => host,
-    };
-    let address = name.trim_start_matches('[').trim_end_matches(']');
-    name == "localhost" || address.parse::<IpAddr>().is_ok()
-}
-
-async fn converse(
-    stream: impl AsyncRead + AsyncWrite + Unpin,
-    service: TowerToHyperService<Router>,
-    _place: Place,
-    headers: Duration,
-) {
-    let connection = hyper::server::conn::http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(headers)
-        .serve_connection(TokioIo::new(Patient::new(stream)), service);
-    if let Err(error) = connection.await {
-        tracing::debug!(%error, "a request went wrong");
-    }
-}
-
-/// A stream whose reader may not stop reading for longer than [`STALLED`].
-struct Patient<S> {
-    stream: S,
-    /// While a write waits: until when.
-    until: Option<Pin<Box<tokio::time::Sleep>>>,
-}
-
-impl<S> Patient<S> {
-    fn new(stream: S) -> Self {
-        Self {
-            stream,
-            until: None,
-        }
-    }
-
-    /// What a write came to, unless it has waited for too long.
-    fn unless_stalled<T>(
-        &mut self,
-        context: &mut Context<'_>,
-        written: Poll<io::Result<T>>,
-    ) -> Poll<io::Result<T>> {
-        if written.is_ready() {
-            self.until = None;
-            return written;
-        }
-        let until = self
-            .until
-            .get_or_insert_with(|| Box::pin(tokio::time::sleep(STALLED)));
-        match until.as_mut().poll(context) {
-            Poll::Ready(()) => Poll::Ready(Err(io::ErrorKind::TimedOut.into())),
-            Poll::Pending => Poll::Pending,
-        }
-    }
-}
-
-impl<S: AsyncRead + Unpin> AsyncRead for Patient<S> {
-    fn poll_read(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        buffer: &mut ReadBuf<'_>,
-    ) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(context, buffer)
-    }
-}
-
-impl<S: AsyncWrite + Unpin> AsyncWrite for Patient<S> {
-    fn poll_write(
-        mut self: Pin<&mut Self>,
-        context: &mut Context<'_>,
-        bytes: &[u8],
-    ) -> Poll<io::Result<usize>> {
-        let written = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.unless_stalled(context, written)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        let flushed = Pin::new(&mut self.stream).poll_flush(context);
-        self.unless_stalled(context, flushed)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(context)
-    }
-}
-
-/// A connection's place among its user's; given back when dropped.
-struct Place(Arc<Mutex<BTreeMap<u32, usize>>>, u32);
-
-impl Place {
-    fn take(users: &Arc<Mutex<BTreeMap<u32, usize>>>, uid: u32) -> Option<Self> {
-        let mut table = users.lock().unwrap_or_else(PoisonError::into_inner);
-        let all: usize = table.values().sum();
-        let own = table.entry(uid).or_default();
-        // Root must be able to see, and to end, the processes that fill the others.
-        let (most_own, most) = match uid {
-            0 => (usize::MAX, MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2),
-            _ => (MAX_CONNECTIONS.0, MAX_CONNECTIONS.1),
-        };
-        if *own >= most_own || all >= most {
-            return None;
-        }
-        *own += 1;
-        Some(Self(Arc::clone(users), uid))
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let mut table = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(own) = table.get_mut(&self.1) {
-            *own -= 1;
-            if *own == 0 {
-                table.remove(&self.1);
-            }
-        }
-    }
-}
-
-fn router(api: Arc<Api>) -> Router {
+/// What the clients on the Unix socket may read and change.
+pub(crate) fn router(api: Arc<Api>) -> Router {
     readable()
         .route("/v1/me", get(page::me))
         .route("/v1/tenants", post(create))
@@ -334,45 +104,9 @@ fn router(api: Arc<Api>) -> Router {
         .with_state(api)
 }
 
-/// Takes a request's body before anything is done for it: one that never ends must not keep a place.
-async fn whole_body(request: Request, next: Next) -> Response {
-    let (head, body) = request.into_parts();
-    match take_body(body, BODY).await {
-        Ok(bytes) => next.run(Request::from_parts(head, bytes.into())).await,
-        Err(refused) => refused.into_response(),
-    }
-}
-
-async fn take_body(body: Body, patience: Duration) -> Result<Bytes, Refused> {
-    match tokio::time::timeout(patience, whole(body)).await {
-        Ok(Some(bytes)) => Ok(bytes),
-        Ok(None) => {
-            let why = format!("the request's body is broken, or longer than {MAX_BODY} bytes");
-            Err(Refused(StatusCode::PAYLOAD_TOO_LARGE, why))
-        }
-        Err(_) => {
-            let why = format!("the request's body has not come within {patience:?}");
-            Err(Refused(StatusCode::REQUEST_TIMEOUT, why))
-        }
-    }
-}
-
-/// All of a body; none of one that is broken or too long. That is read on for a while: with what was not read when the connection is
-/// closed, the kernel drops the answer, too.
-async fn whole(mut body: Body) -> Option<Bytes> {
-    let (mut bytes, mut length) = (Vec::new(), 0);
-    while let Some(frame) = body.frame().await
-        && length <= MAX_BODY * READ_ON
-    {
-        let Ok(data) = frame.ok()?.into_data() else {
-            continue;
-        };
-        length += data.len();
-        if length <= MAX_BODY {
-            bytes.extend_from_slice(&data);
-        }
-    }
-    (length <= MAX_BODY).then(|| bytes.into())
+/// What every client may read, for those on TCP.
+pub(crate) fn readable_router(api: Arc<Api>) -> Router {
+    readable().with_state(api)
 }
 
 /// What every client may read.
@@ -446,81 +180,6 @@ struct Document;
 pub fn document() -> String {
     // Only maps with other keys than strings cannot be written.
     Document::openapi().to_pretty_json().unwrap_or_default() + "\n"
-}
-
-/// An answer that is not a success.
-struct Refused(StatusCode, String);
-
-impl IntoResponse for Refused {
-    fn into_response(self) -> Response {
-        (self.0, Json(Problem { error: self.1 })).into_response()
-    }
-}
-
-impl From<TenantError> for Refused {
-    fn from(error: TenantError) -> Self {
-        let status = match &error {
-            TenantError::Unknown(_)
-            | TenantError::UnknownToken
-            | TenantError::NothingSet(_)
-            | TenantError::NothingKnown(_) => StatusCode::NOT_FOUND,
-            TenantError::NotYours(_) | TenantError::NotTrusted => StatusCode::FORBIDDEN,
-            TenantError::Taken(_)
-            | TenantError::Ambiguous(..)
-            | TenantError::Busy(..)
-            | TenantError::HintsOff(_)
-            | TenantError::NoHints(..)
-            | TenantError::NoProcess(_) => StatusCode::CONFLICT,
-            TenantError::BadName(_)
-            | TenantError::BadTrust(_)
-            | TenantError::BadFingerprint(_)
-            | TenantError::BadPercent(_)
-            | TenantError::BadCurve
-            | TenantError::BadToken
-            | TenantError::BadSignal(_)
-            | TenantError::NoDevice(..)
-            | TenantError::TooManyDevices(_)
-            | TenantError::Refused(_)
-            | TenantError::Set(..) => StatusCode::UNPROCESSABLE_ENTITY,
-            TenantError::Invisible => StatusCode::BAD_REQUEST,
-            TenantError::TooMany(..) | TenantError::Full(_) => StatusCode::TOO_MANY_REQUESTS,
-            TenantError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
-            TenantError::Save(..) | TenantError::NotKept(_) => StatusCode::INTERNAL_SERVER_ERROR,
-        };
-        Self(status, error.to_string())
-    }
-}
-
-impl From<MoveError> for Refused {
-    fn from(error: MoveError) -> Self {
-        let status = match &error {
-            MoveError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
-            _ => StatusCode::CONFLICT,
-        };
-        Self(status, error.to_string())
-    }
-}
-
-impl From<RelocationError> for Refused {
-    fn from(error: RelocationError) -> Self {
-        let status = match &error {
-            RelocationError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
-            _ => StatusCode::CONFLICT,
-        };
-        Self(status, error.to_string())
-    }
-}
-
-impl From<Stopped> for Refused {
-    fn from(error: Stopped) -> Self {
-        TenantError::from(error).into()
-    }
-}
-
-impl From<JsonRejection> for Refused {
-    fn from(error: JsonRejection) -> Self {
-        Self(error.status(), error.body_text())
-    }
 }
 
 type Answer<T> = Result<Json<T>, Refused>;
@@ -1100,93 +759,12 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
     }
 }
 
-/// Listens where the API shall be.
-///
-/// # Errors
-/// When the socket cannot be made.
-pub(crate) fn listen(socket: &std::path::Path) -> io::Result<OwnedFd> {
-    let listener = UnixListener::bind(socket)?;
-    listener.set_nonblocking(true)?;
-    paths::open_to_all(socket)?;
-    Ok(listener.into())
-}
-
 /// Checks a scrape by the rules of OpenMetrics; returns the names in it.
 #[cfg(test)]
 pub(crate) use metrics::tests::lint as lint_metrics;
 
 #[cfg(test)]
 mod tests {
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
-
-    use super::*;
-
-    #[test]
-    fn users_who_fill_all_places_leave_some_to_root() {
-        let users = Arc::default();
-        let most = |uid| std::iter::from_fn(|| Place::take(&users, uid)).collect::<Vec<_>>();
-        let of_users: Vec<_> = (1000..1010).map(most).collect();
-        let places: Vec<usize> = of_users.iter().map(Vec::len).collect();
-        assert_eq!(places, [256, 256, 256, 256, 0, 0, 0, 0, 0, 0]);
-        assert_eq!(most(0).len(), MAX_CONNECTIONS.2);
-        drop(of_users);
-        assert_eq!(most(0).len(), MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2);
-    }
-
-    #[tokio::test]
-    async fn slow_headers_and_idle_connections_are_closed() {
-        let router = Router::new().route("/", get(async || "here"));
-        let whole = "GET / HTTP/1.1\r\nhost: gpumux\r\n\r\n";
-        for sent in ["", "GET / HT", whole] {
-            let (mut client, server) = tokio::io::duplex(1024);
-            client.write_all(sent.as_bytes()).await.unwrap();
-            let users = Arc::default();
-            let place = Place::take(&users, 1).unwrap();
-            let service = TowerToHyperService::new(router.clone());
-            let served = converse(server, service, place, Duration::from_millis(10));
-            let ended = tokio::time::timeout(HEADERS, served).await;
-            assert!(ended.is_ok(), "{sent:?}");
-            assert!(users.lock().unwrap().is_empty());
-            let mut answer = String::new();
-            client.read_to_string(&mut answer).await.unwrap();
-            assert_eq!(answer.contains("here"), sent == whole, "{answer}");
-        }
-    }
-
-    #[tokio::test]
-    async fn request_whose_body_does_not_end_is_refused() {
-        let status = |it: Result<Bytes, Refused>| it.err().map(|it| it.0);
-        let endless = Body::from_stream(futures_util::stream::pending::<io::Result<Bytes>>());
-        let late = take_body(endless, Duration::ZERO).await;
-        assert_eq!(status(late), Some(StatusCode::REQUEST_TIMEOUT));
-        let long = take_body(vec![0; MAX_BODY + 1].into(), BODY).await;
-        assert_eq!(status(long), Some(StatusCode::PAYLOAD_TOO_LARGE));
-        let good = take_body(vec![7; MAX_BODY].into(), BODY).await;
-        assert!(good.is_ok_and(|it| it.len() == MAX_BODY));
-    }
-
-    #[tokio::test]
-    async fn reader_that_stops_reading_loses_its_connection() {
-        let (mut stream, _reader) = tokio::io::duplex(8);
-        stream.write_all(&[0; 8]).await.unwrap();
-        let mut patient = Patient {
-            stream,
-            until: Some(Box::pin(tokio::time::sleep(Duration::ZERO))),
-        };
-        let stalled = patient.write(&[0]).await.unwrap_err();
-        assert_eq!(stalled.kind(), io::ErrorKind::TimedOut);
-        let (stream, _reader) = tokio::io::duplex(8);
-        let mut patient = Patient {
-            stream,
-            until: Some(Box::pin(tokio::time::sleep(Duration::ZERO))),
-        };
-        assert_eq!(patient.write(&[0; 8]).await.unwrap(), 8);
-        assert!(
-            patient.until.is_none(),
-            "whoever reads has all the time again"
-        );
-    }
-
     #[tokio::test]
     async fn change_that_was_begun_ends_without_its_client() {
         let (begin, begun) = tokio::sync::oneshot::channel();
@@ -1194,7 +772,7 @@ mod tests {
         let work = async move {
             let _ = begun.await;
             let _ = end.send(());
-            Ok::<_, super::TenantError>(())
+            Ok::<_, crate::tenants::TenantError>(())
         };
         tokio::select! {
             biased;

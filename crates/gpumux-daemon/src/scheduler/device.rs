@@ -102,6 +102,7 @@ impl Device {
     /// Reports what the processes write of their work.
     pub(super) fn sample(&mut self, now: Micros, controller: &mut Controller) {
         for (id, domain) in &mut self.domains {
+            domain.note_work(now);
             if let Some(at) = domain.arrival(now) {
                 controller.handle(now, Event::Arrival(*id, at));
             }

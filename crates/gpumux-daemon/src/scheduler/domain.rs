@@ -91,6 +91,9 @@ pub(crate) struct Domain {
     came: Option<Arrival>,
     /// What its program had done at the last look.
     progress: Progress,
+    /// Pieces of work that it had submitted at the last look, and the last look that found new ones: work may begin and end between two.
+    submitted: u64,
+    pub(super) worked: Micros,
 }
 
 /// Longer than a process holds the device ahead of work that it expects soon.
@@ -125,6 +128,8 @@ impl Domain {
             holds: 0,
             came: None,
             progress: Progress::default(),
+            submitted: 0,
+            worked: now,
         };
         // What it did before this session does not count.
         domain.new_holds();
@@ -187,6 +192,14 @@ impl Domain {
             hints.given > ended && ago().is_some_and(|ago| ago < HELD)
         };
         self.demand() == Demand::Busy || self.page.slot(self.member.key).is_some_and(holds)
+    }
+
+    /// Notes work since the last look, whether it has ended or not.
+    pub(super) fn note_work(&mut self, now: Micros) {
+        let submitted = (self.page.slot(self.member.key)).map_or(0, Slot::submitted);
+        if submitted != std::mem::replace(&mut self.submitted, submitted) {
+            self.worked = now;
+        }
     }
 
     /// When work came after a pause, if that is news.

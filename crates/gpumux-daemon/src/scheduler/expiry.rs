@@ -4,7 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{Micros, TenantId, TenantSpec};
 
-use super::{domain, state::State};
+use super::{
+    domain::{self, Domain},
+    state::State,
+};
 
 /// What is known of guarantees that may lapse.
 #[derive(Debug, Default)]
@@ -58,7 +61,12 @@ impl Expiry {
         for device in state.devices.values() {
             let known = state.controller.domains(device.index);
             let all = device.domains.values().zip(known);
-            let at_work = all.filter(|(_, known)| domain::now(known).demand.may_run());
+            let worked = |domain: &Domain| {
+                let idle = self.idle.get(&domain.who.tenant);
+                idle.is_some_and(|since| domain.worked > *since)
+            };
+            let at_work =
+                all.filter(|(domain, known)| domain::now(known).demand.may_run() || worked(domain));
             working.extend(at_work.map(|(domain, _)| domain.who.tenant));
         }
         let mut due = Vec::new();

@@ -292,7 +292,7 @@ impl MemoryMoves {
             // As they are now, not as they were when last sampled.
             let busy = domain.demand() != Demand::Idle;
             let since = match known.state.demand {
-                Demand::Idle => known.state.demand_since,
+                Demand::Idle => known.state.demand_since.max(domain.worked),
                 _ => now,
             };
             activity.busy |= busy;

@@ -1,5 +1,8 @@
 //! Processes that behave, and processes that do not, on a real socket.
 
+mod controls;
+mod processes;
+
 use std::{
     io::{BufRead, BufReader},
     os::fd::BorrowedFd,
@@ -323,110 +326,6 @@ async fn files_that_are_no_control_files_are_refused() {
     assert_eq!(node.domains().await, []);
 }
 
-/// A process whose group the driver refuses to control, in one of these ways.
-async fn uncontrolled(node: &Node, client: u32, status: RmStatus, shared: bool) -> OwnedFd {
-    let session = node.session().await;
-    let file = node.driver.open_refusing(client, status);
-    let mut group = fake::group(0, client);
-    if let Shim::Group { shared: is, .. } = &mut group {
-        *is = shared;
-    }
-    send(&session, &group, Some(file.as_fd()));
-    session
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn groups_that_cannot_be_controlled_are_scheduled_at_launch() {
-    let node = Node::start(64).await;
-    let denied = RmStatus::INSUFFICIENT_PERMISSIONS;
-    let session = uncontrolled(&node, 1, denied, false).await;
-    assert_eq!(answer(&session).await, Some(Daemon::Permits { key: 0 }));
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn groups_that_cannot_be_controlled_end_their_session() {
-    let node = Node::with(64, Mechanism::Controls).await;
-    let why = "the driver does not let gpumux control this process";
-    let denied = RmStatus::INSUFFICIENT_PERMISSIONS;
-    let session = uncontrolled(&node, 1, denied, false).await;
-    refused(&session, why).await;
-    // It might be that the program has freed the group, but it has not.
-    let absent = uncontrolled(&node, 2, RmStatus::OBJECT_NOT_FOUND, false).await;
-    let busy = uncontrolled(&node, 3, RmStatus::BUSY_RETRY, false).await;
-    // It has.
-    let freed = uncontrolled(&node, 20, RmStatus::OBJECT_NOT_FOUND, false).await;
-    send(&freed, &Shim::Gone { key: 0 }, None);
-    // Whatever the driver answers for a lost MPS server, its member stays, and is ended if it waits.
-    let member = uncontrolled(&node, 21, denied, true).await;
-    refused(&absent, why).await;
-    refused(&busy, why).await;
-    tokio::time::sleep(FREED).await;
-    for (session, client) in [(&freed, 22), (&member, 23)] {
-        let file = node.driver.open();
-        send(session, &fake::group(1, client), Some(file.as_fd()));
-    }
-    node.until_domains(2).await;
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn handles_that_the_file_does_not_own_are_refused() {
-    let node = Node::start(64).await;
-    let victim = node.session().await;
-    let own = node.driver.open();
-    send(&victim, &fake::group(0, 7), Some(own.as_fd()));
-    node.until_domains(1).await;
-
-    let thief = node.session().await;
-    let file = node.driver.open();
-    send(&thief, &fake::group(0, 7), Some(file.as_fd()));
-    refused(&thief, "does not own RM client 0x7").await;
-
-    let thief = node.session().await;
-    let Shim::Group {
-        subdevice,
-        group,
-        channels,
-        ..
-    } = fake::group(0, 8)
-    else {
-        unreachable!()
-    };
-    let wrong = |subdevice, group, channels| Shim::Group {
-        key: 0,
-        engine: 1,
-        client: 8,
-        subdevice,
-        group,
-        channels,
-        timeslice_us: 2048,
-        shared: false,
-    };
-    for message in [
-        wrong(subdevice, group + 1, channels.clone()),
-        wrong(subdevice + 1, group, channels.clone()),
-        wrong(subdevice, group, vec![1, 2, 3]),
-    ] {
-        send(&thief, &message, Some(file.as_fd()));
-    }
-    // The session goes on: such a group may just have been freed.
-    send(&thief, &fake::group(5, 8), Some(file.as_fd()));
-    assert_eq!(node.until_domains(2).await.len(), 2);
-    send(
-        &thief,
-        &wrong(subdevice, group, Vec::new()),
-        Some(file.as_fd()),
-    );
-    refused(&thief, "without channels").await;
-    let (page, hello) = (fake::hello(None).2, node.session().await);
-    send(
-        &hello,
-        &wrong(subdevice, group, vec![0x5c00_0020; 600]),
-        Some(page.as_fd()),
-    );
-    refused(&hello, "channels in a group").await;
-    assert_eq!(node.until_domains(1).await[0].error, None);
-}
-
 #[tokio::test(flavor = "multi_thread")]
 async fn thousands_of_connections_leave_room_for_the_rest() {
     crate::serve::raise_file_limit();
@@ -512,87 +411,6 @@ async fn the_last_word_is_goodbye_and_comes_after_the_thaw() {
     for client in node.driver.clients().values() {
         assert!(!client.frozen && client.slice == 2048, "{client:?}");
     }
-}
-
-/// What the processes of the next tests do: hand a group over, and wait.
-#[test]
-#[ignore = "runs as a process of its own"]
-fn a_process_with_a_group() {
-    let dir = std::env::var("GPUMUX_TEST_DIR").unwrap();
-    let dir = std::path::Path::new(&dir);
-    let session = socket::connect(&dir.join("session.sock"), SocketFlags::empty()).unwrap();
-    let (hello, _page, file) = fake::hello(None);
-    send(&session, &hello, Some(file.as_fd()));
-    let pretended =
-        std::env::var_os("GPUMUX_TEST_PRETEND").map(|_| Driver::start(dir, "mine.sock"));
-    let control = match &pretended {
-        Some(driver) => driver.open(),
-        None => socket::connect(&dir.join("driver.sock"), SocketFlags::empty()).unwrap(),
-    };
-    send(&session, &fake::group(0, 3), Some(control.as_fd()));
-    println!("\nready");
-    while let Ok(Some((message, _))) = socket::recv::<Daemon>(&session, RecvFlags::empty()) {
-        println!("{message:?}");
-    }
-    std::thread::park();
-}
-
-/// Starts it; its output after `ready`.
-fn process(node: &Node, pretend: bool) -> (std::process::Child, impl Iterator<Item = String>) {
-    let mut command = Command::new(std::env::current_exe().unwrap());
-    command
-        .args([
-            "--ignored",
-            "--nocapture",
-            "--exact",
-            "session::tests::a_process_with_a_group",
-        ])
-        .env("GPUMUX_TEST_DIR", node.dir.path())
-        .stdout(Stdio::piped());
-    if pretend {
-        command.env("GPUMUX_TEST_PRETEND", "1");
-    }
-    let mut child = command.spawn().unwrap();
-    let mut lines = BufReader::new(child.stdout.take().unwrap())
-        .lines()
-        .map_while(Result::ok);
-    assert!(lines.any(|line| line == "ready"));
-    (child, lines)
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn a_process_that_plays_driver_is_refused() {
-    let node = Node::start(16).await;
-    let (mut child, mut said) = process(&node, true);
-    assert!(said.any(|line| line.contains("without a control file")));
-    child.kill().unwrap();
-    child.wait().unwrap();
-}
-
-#[tokio::test(flavor = "multi_thread")]
-async fn the_files_of_a_killed_process_are_closed_although_its_socket_is_open() {
-    let node = Node::start(16).await;
-    let (mut child, _output) = process(&node, false);
-    let domains = node.until_domains(1).await;
-    assert_eq!(domains[0].pid, child.id());
-    let names: Vec<String> = node
-        .tenants
-        .list()
-        .await
-        .into_iter()
-        .map(|t| t.name)
-        .collect();
-    assert!(names[0].ends_with(&format!("-{}", child.id())), "{names:?}");
-    child.kill().unwrap();
-    node.until_domains(0).await;
-    node.until("its memory is free", |node| {
-        node.driver.clients().is_empty()
-    })
-    .await;
-    child.wait().unwrap();
-    node.until("its place is free", |node| node.sessions.count() == 0)
-        .await;
-    assert!(node.tenants.list().await.is_empty());
 }
 
 #[test]

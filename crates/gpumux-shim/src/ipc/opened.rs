@@ -6,6 +6,7 @@ use gpumux_wire::{Shim, message::Piece};
 
 use super::{Handle, block_of, is_managed, tell, token_of};
 use crate::{
+    context::{current_context, is_capturing_anywhere},
     driver::{CUresult, Location, SUCCESS},
     gate, guard, lease,
     notice::say,
@@ -13,7 +14,6 @@ use crate::{
     ranges::{self, Allocation},
     space::{self, Import, Space, with},
     vmm::{self, Chunk, GRANULE},
-    work::{self, current_context},
 };
 
 /// `CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS`, the only flag there is.
@@ -250,7 +250,7 @@ pub(crate) fn close(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     match left {
         // It is closed already, and only waits for the end of a capture.
         None => INVALID_VALUE,
-        Some((0, _)) if work::is_capturing_anywhere() => {
+        Some((0, _)) if is_capturing_anywhere() => {
             space::defer(address);
             SUCCESS
         }

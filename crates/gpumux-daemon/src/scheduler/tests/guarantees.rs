@@ -1,5 +1,10 @@
 //! Guarantees: admission for each device, tenants of several devices, and claims without work.
 
+use std::sync::atomic::AtomicUsize;
+
+use gpumux_core::ledger::Holding;
+use gpumux_wire::message::Daemon;
+
 use super::*;
 
 #[test]
@@ -234,4 +239,70 @@ fn guarantee_lapses_without_work_and_holds_again_with_it() {
     bench.engine.step();
     assert!(!bench.engine.view().lapsed.contains(&sleeper));
     assert_eq!(bench.engine.state.tenants[&sleeper].guaranteed, 0.7);
+}
+
+#[test]
+fn work_that_begins_and_ends_between_two_looks_counts() {
+    let mut bench = Bench::new();
+    let rules = gpumux_core::admission::UserRules {
+        guarantee_expires_s: Some(10),
+        ..Default::default()
+    };
+    let policy = gpumux_core::admission::UserPolicy::new("alice".into(), false, &rules);
+    let owner = super::Owner {
+        name: "server".into(),
+        uid: 1000,
+        policy: policy.into(),
+    };
+    let server = TenantId(1);
+    let spec = TenantSpec {
+        guaranteed: 0.7,
+        memory_guaranteed: 1 << 30,
+        sleep_after_s: Some(10),
+        ..TenantSpec::default()
+    };
+    bench.engine.admit(server, owner, spec).unwrap();
+    let group = bench.group(1, 1, 1);
+    let page = Arc::clone(&group.page);
+    bench.engine.add(group).unwrap();
+    let orders = Arc::new(AtomicUsize::new(0));
+    let heard = Arc::clone(&orders);
+    let session = SessionId(1);
+    let met = Met::new(
+        server,
+        page,
+        Box::new(move |message| {
+            let moves = matches!(message, Daemon::Quiesce { .. });
+            heard.fetch_add(usize::from(moves), Ordering::Relaxed);
+            true
+        }),
+    );
+    bench.engine.meet(session, met);
+    let holding = Holding {
+        movable: 1 << 30,
+        ..Holding::default()
+    };
+    bench.engine.memory_event(Event::Holds {
+        process: ProcessId(session.0),
+        device: "GPU-0".into(),
+        total: 80 << 30,
+        holding,
+    });
+    let settle = |bench: &mut Bench| {
+        bench.run(Micros::from_secs(1));
+        bench.engine.expire_guarantees();
+    };
+    for request in 1..=30 {
+        let slot = bench.pages[0].slot(1).unwrap();
+        slot.submit();
+        slot.complete(request);
+        settle(&mut bench);
+        assert!(bench.engine.view().lapsed.is_empty(), "{request}");
+        assert_eq!(orders.load(Ordering::Relaxed), 0, "{request}");
+    }
+    for _ in 0..15 {
+        settle(&mut bench);
+    }
+    assert!(bench.engine.view().lapsed.contains(&server));
+    assert!(orders.load(Ordering::Relaxed) > 0);
 }
