@@ -1,7 +1,11 @@
 //! Gives the library libcuda's soname: programs that load `libcuda.so.1` get it once it is preloaded. Makes the functions that
 //! it does not have: those of the list of entry points that no `exports!` in `src` names.
 
-use std::{collections::BTreeSet, fs, io, path::PathBuf};
+use std::{
+    collections::BTreeSet,
+    fs, io,
+    path::{Path, PathBuf},
+};
 
 use gpumux_cuda::list::entry_points;
 
@@ -19,11 +23,24 @@ fn main() {
     fs::write(PathBuf::from(out).join("missing.rs"), text).expect("OUT_DIR can be written");
 }
 
+/// The files in a folder and those below it.
+fn sources(folder: &Path) -> io::Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder)? {
+        let path = entry?.path();
+        match path.is_dir() {
+            true => found.extend(sources(&path)?),
+            false => found.push(path),
+        }
+    }
+    Ok(found)
+}
+
 /// What the lines of `exports!` begin with: a symbol and its arguments, and in brackets the symbol of its per-thread variant.
 fn implemented() -> io::Result<BTreeSet<String>> {
     let mut found = BTreeSet::new();
-    for file in fs::read_dir("src")? {
-        let text = fs::read_to_string(file?.path())?;
+    for file in sources(Path::new("src"))? {
+        let text = fs::read_to_string(file)?;
         let exported = text.split("exports! {").skip(1);
         let lines = exported.flat_map(|it| it.split("\n}").next().unwrap_or(it).lines());
         for line in lines {

@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, binary, program, real, wait_for};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, program, real, wait_for};
 use rustix::process::Signal;
 
 /// What is not executed, and why.
@@ -65,6 +65,8 @@ struct Stage {
     busy: Node,
     /// For tenants whose names are taken on the other one.
     idle: Node,
+    /// With two devices, for a tenant that moves between them.
+    pair: Node,
     _tenants: Vec<Process>,
     dir: tempfile::TempDir,
 }
@@ -79,6 +81,13 @@ impl Stage {
             tenants.push(Process::start(&mut busy.tenant(&options, program)));
             busy.wait_tenant(name, |tenant| tenant["domains"][0].is_object());
         }
+        let pair = Node::with(Options {
+            devices: 2,
+            ..Options::default()
+        });
+        let idle = "gpumux workload idle --seconds 600";
+        tenants.push(Process::start(&mut pair.tenant("--name train", idle)));
+        pair.wait_tenant("train", |tenant| tenant["domains"][0].is_object());
         let dir = tempfile::tempdir().unwrap();
         let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
         let put = |name: &str, script: &str| {
@@ -121,6 +130,7 @@ impl Stage {
         Self {
             busy,
             idle: Node::start(),
+            pair,
             _tenants: tenants,
             dir,
         }
@@ -138,6 +148,8 @@ impl Stage {
             shell
         } else if line.starts_with("gpumux run") || line.starts_with("gpumux profile") {
             self.idle.on_device(words)
+        } else if line.starts_with("gpumux move") {
+            self.pair.on_device(words)
         } else {
             self.busy.on_device(words)
         };

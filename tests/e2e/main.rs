@@ -28,6 +28,7 @@ mod machine;
 mod memory;
 mod mig;
 mod mover;
+mod moves;
 mod on_demand;
 mod packages;
 mod pools;

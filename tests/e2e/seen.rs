@@ -68,7 +68,7 @@ fn a_tenant_is_explained_and_traced() {
 }
 
 /// What the daemon answers on its Unix socket.
-fn get(node: &Node, path: &str) -> Value {
+pub(crate) fn get(node: &Node, path: &str) -> Value {
     let mut curl = Command::new("curl");
     curl.args(["-sS", "--unix-socket"]).arg(node.api_socket());
     curl.arg(format!("http://gpumux{path}")).run().ok().json()

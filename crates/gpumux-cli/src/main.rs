@@ -23,8 +23,8 @@ use clap::{
 
 use crate::commands::{
     cdi, client, completions, daemon, demo, doctor, dra, emu, events, explain, fleet, hint,
-    inspect, kill, logs as show_logs, man, memory, notice, page, profile, ps, run, set, sim, stop,
-    top, trace, wait, workload,
+    inspect, kill, logs as show_logs, man, memory, notice, page, profile, ps, relocate, run, set,
+    sim, stop, top, trace, wait, workload,
 };
 
 const EXAMPLES: &str = "\
@@ -74,6 +74,8 @@ enum Command {
     /// Bring a tenant's memory back
     #[command(after_help = memory::WAKE)]
     Wake(memory::Move),
+    #[command(name = "move")]
+    Move(relocate::Args),
     Explain(explain::Args),
     Profile(profile::Args),
     Top(top::Args),
@@ -103,6 +105,9 @@ enum Command {
     /// Looks into a process of a user for a daemon, which starts it
     #[command(hide = true, name = gpumux_daemon::examine::COMMAND)]
     Examine,
+    /// Calls the driver's checkpoint functions for a daemon, which starts it
+    #[command(hide = true, name = gpumux_daemon::relocation::COMMAND)]
+    Relocate,
 }
 
 fn main() -> ExitCode {
@@ -127,6 +132,7 @@ fn main() -> ExitCode {
         Command::Memory(args) => memory::run(&args),
         Command::Sleep(args) => memory::sleep(&args),
         Command::Wake(args) => memory::wake(&args),
+        Command::Move(args) => relocate::run(&args),
         Command::Explain(args) => explain::run(&args),
         Command::Profile(args) => profile::run(&args),
         Command::Top(args) => top::run(&args),
@@ -148,6 +154,7 @@ fn main() -> ExitCode {
         Command::Scratch(args) => doctor::scratch::run(&args),
         Command::Receiver => daemon::receive(),
         Command::Examine => daemon::examine(),
+        Command::Relocate => relocate::help(),
     };
     result.unwrap_or_else(|error| {
         if let Some(units::Usage(message)) = error.downcast_ref() {

@@ -60,6 +60,9 @@ const QUIET_PER_GIB: Micros = Micros::from_secs(1);
 /// Both double each time.
 pub const CLOSED: Micros = Micros::from_millis(500);
 const OPEN: Micros = Micros::from_millis(50);
+/// How long the gates stay closed besides where work must end that was submitted before, and how often it is asked for: an open gate lets more in.
+const DRAIN: Micros = Micros::from_secs(5);
+const DRAINS: Micros = Micros::from_millis(10);
 /// How long freezing may take.
 pub const FREEZE: Micros = Micros::from_secs(5);
 /// How long moving one process's memory may take before its tenant counts as stuck: 140 GiB at 1 GiB/s, and as much again.
@@ -221,6 +224,13 @@ pub enum Event {
     Sleep(TenantId, u64),
     /// A user asks for it to be brought back; answered by [`Command::Answer`].
     Wake(TenantId, u64),
+    /// A tenant is to go to another device: as [`Event::Sleep`], but once its work has ended, and it stays on the host until
+    /// [`Event::Release`].
+    Detain(TenantId, u64),
+    /// It may come back.
+    Release(TenantId),
+    /// A tenant will come to this device with so many bytes; none: it has come, or comes no more.
+    Arrives(TenantId, String, Option<u64>),
 }
 
 /// What a process answers to an order.
@@ -408,6 +418,8 @@ struct Tenant {
     blocked: bool,
     /// It had outstanding work when it was moved.
     left_busy: bool,
+    /// It goes to another device: it is moved once its work has ended, and does not come back.
+    detained: bool,
     /// Since when it wants to come back.
     wants_since: Option<Micros>,
     /// Since when its memory is on the device, and how long it took to come.
@@ -494,6 +506,7 @@ impl Tenant {
             place: Place::Home,
             blocked: false,
             left_busy: false,
+            detained: false,
             wants_since: None,
             home_since: now,
             took: Micros::ZERO,
@@ -714,6 +727,13 @@ impl Broker {
                 Some(tenant) => tenant.sleeps.push((request, now)),
                 None => out.push(Command::Answer(request, Err(no_process()))),
             },
+            Event::Detain(id, request) => self.detain(now, id, request, out),
+            Event::Release(id) => {
+                if let Some(tenant) = self.tenants.get_mut(&id) {
+                    tenant.detained = false;
+                }
+            }
+            Event::Arrives(id, device, bytes) => self.accounting.arrives(id, &device, bytes),
             Event::Wake(id, request) => match self.tenants.get_mut(&id) {
                 Some(tenant) if tenant.place != Place::Home => {
                     tenant.wakes.push((request, now));
@@ -746,6 +766,7 @@ impl Broker {
             let was = std::mem::replace(&mut tenant.place, Place::Home);
             tenant.blocked = false;
             tenant.left_busy = false;
+            tenant.detained = false;
             tenant.home_since = now;
             for (request, _) in tenant.sleeps.drain(..).chain(tenant.wakes.drain(..)) {
                 out.push(Command::Answer(request, Err(no_process())));
@@ -869,6 +890,9 @@ impl Broker {
         let Place::Away { asked } = tenant.place else {
             return false;
         };
+        if tenant.detained {
+            return false;
+        }
         tenant.blocked
             || !tenant.wakes.is_empty()
             || self.has_asked(id)
@@ -909,6 +933,7 @@ impl Broker {
                         false => leaving.round.deadline,
                     });
                     leaving.gates_due().into_iter().for_each(&mut at);
+                    leaving.drains_due().into_iter().for_each(&mut at);
                 }
                 Place::Returning(round) if !round.late => at(round.deadline),
                 // Its page is looked at.
@@ -941,6 +966,7 @@ impl Broker {
                     if let Gates::Closed(time) | Gates::Open(time) = &mut leaving.gates {
                         at(time);
                     }
+                    maybe(&mut leaving.drains);
                 }
                 Place::Returning(round) => {
                     at(&mut round.began);

@@ -342,6 +342,11 @@ impl Exports {
             .collect()
     }
 
+    /// Whether processes of a tenant export memory, or have some of another process open.
+    pub fn shares(&self, tenant: TenantId) -> bool {
+        self.exports.range(all_of(tenant)).next().is_some()
+    }
+
     /// Whether something is known of what a process exports or has open.
     pub fn concerns(&self, process: Process) -> bool {
         let mut exports = self.exports.values();

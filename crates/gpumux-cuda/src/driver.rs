@@ -86,6 +86,11 @@ macro_rules! driver_functions {
 
 driver_functions! {
     cuInit(flags: c_uint);
+    cuCheckpointProcessGetState(pid: c_int, state: *mut c_int);
+    cuCheckpointProcessLock(pid: c_int, args: *const c_void);
+    cuCheckpointProcessCheckpoint(pid: c_int, args: *const c_void);
+    cuCheckpointProcessRestore(pid: c_int, args: *const c_void);
+    cuCheckpointProcessUnlock(pid: c_int, args: *const c_void);
     cuDriverGetVersion(version: *mut c_int);
     cuGetProcAddress_v2(symbol: *const c_char, function: *mut *mut c_void, version: c_int, flags: u64, status: *mut c_int);
 

@@ -6,6 +6,7 @@
 //! [`Event`], [`Module`], [`DeviceBuffer`], [`HostBuffer`], [`Graph`], [`Mapping`]) own what they name
 //! and give it back when dropped.
 
+pub mod checkpoint;
 pub mod driver;
 pub mod list;
 pub mod types;

@@ -19,8 +19,8 @@ use self::stream::WriteFirst;
 use crate::{
     api::types::{
         Created, Device, DeviceMemory, Ended, Event, Exit, Explanation, Hinted, History, NewCurve,
-        NewHint, NewSignal, NewTenant, Problem, Program, Reported, Setting, Signalled, SpecChange,
-        Status, Tenant,
+        NewHint, NewPlace, NewSignal, NewTenant, Problem, Program, Relocated, Reported, Setting,
+        Signalled, SpecChange, Status, Tenant,
     },
     paths,
 };
@@ -230,12 +230,23 @@ impl Client {
             .await
     }
 
+    /// Moves a tenant to another GPU, and returns when it is there.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn relocate(&self, name: &str, gpu: &str) -> Result<Relocated, ClientError> {
+        let place = NewPlace { gpu: gpu.into() };
+        let bytes = self.moved(&(of(name) + "/move"), Some(&place)).await?;
+        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+    }
+
     /// Moves a tenant's memory to the host, and returns when that is done.
     ///
     /// # Errors
     /// See [`ClientError`].
     pub async fn sleep(&self, name: &str) -> Result<(), ClientError> {
-        self.moved(&(of(name) + "/sleep")).await
+        let moved = self.moved(&(of(name) + "/sleep"), None::<&()>).await;
+        moved.map(drop)
     }
 
     /// Brings a tenant's memory back, and returns when that is done.
@@ -243,15 +254,15 @@ impl Client {
     /// # Errors
     /// See [`ClientError`].
     pub async fn wake(&self, name: &str) -> Result<(), ClientError> {
-        self.moved(&(of(name) + "/wake")).await
+        let moved = self.moved(&(of(name) + "/wake"), None::<&()>).await;
+        moved.map(drop)
     }
 
-    async fn moved(&self, path: &str) -> Result<(), ClientError> {
-        let exchange = self.exchange(Method::POST, path, None::<&()>);
+    async fn moved(&self, path: &str, body: Option<&impl Serialize>) -> Result<Bytes, ClientError> {
+        let exchange = self.exchange(Method::POST, path, body);
         tokio::time::timeout(MOVE, exchange)
             .await
             .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
-            .map(drop)
     }
 
     /// Ends a tenant that has no connected process.

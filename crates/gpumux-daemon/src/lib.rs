@@ -25,6 +25,7 @@ mod mistakes;
 mod peer;
 mod programs;
 pub mod receiver;
+pub mod relocation;
 mod scheduler;
 mod serve;
 mod session;

@@ -208,6 +208,11 @@ impl Sessions {
         self.voices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether processes of a tenant share device memory.
+    pub(crate) fn shares(&self, tenant: TenantId) -> bool {
+        self.sharing.shares(tenant)
+    }
+
     /// Notifies a tenant's processes that work is coming. Returns how many were notified.
     pub(crate) fn hint(&self, tenant: TenantId, expected_us: Option<u32>) -> usize {
         let range = (tenant, SessionId(0))..=(tenant, SessionId(u64::MAX));

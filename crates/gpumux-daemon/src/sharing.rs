@@ -77,6 +77,11 @@ impl Sharing {
         Micros(self.began.elapsed().as_micros() as u64)
     }
 
+    /// Whether processes of a tenant share memory.
+    pub(crate) fn shares(&self, tenant: TenantId) -> bool {
+        self.state().exports.shares(tenant)
+    }
+
     /// A session begins, with a library of this revision.
     pub(crate) fn join(
         &self,

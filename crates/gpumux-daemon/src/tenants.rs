@@ -18,4 +18,5 @@ pub(crate) use faults::GroupCounts;
 pub(crate) use model::{Tenant, TenantError, find, secret};
 pub(crate) use persistence::{Files, read_state};
 pub(crate) use registry::Tenants;
+pub(crate) use selection::resolve;
 pub(crate) use supervisor::watch;

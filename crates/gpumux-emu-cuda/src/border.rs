@@ -16,7 +16,7 @@ use crate::{
     context::{Context, current},
     error::{CuError, Result},
     event::Until,
-    fatbin, fault,
+    fatbin, fault, locked,
     process::process,
 };
 
@@ -70,6 +70,11 @@ unsafe impl Sync for Address {}
 /// Runs the body of a driver function. No panic leaves it. With `GPUMUX_EMU_TRACE` it is named on standard error when it
 /// fails.
 pub(crate) fn cuda(name: &str, body: impl FnOnce() -> Result) -> c_int {
+    locked::pass(|| unlocked(name, body))
+}
+
+/// The same, also while the process is locked.
+pub(crate) fn unlocked(name: &str, body: impl FnOnce() -> Result) -> c_int {
     if let Some(code) = fault::call(name) {
         return code;
     }

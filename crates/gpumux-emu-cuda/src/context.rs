@@ -1,11 +1,13 @@
 //! Contexts: work goes to the server, a thread of the context takes the reports and executes effects.
 
+mod suspend;
+
 use std::{
     cell::RefCell,
     collections::HashMap,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread::{self, ThreadId},
 };
@@ -46,7 +48,10 @@ pub(crate) struct Context {
     pub(crate) storage: Mutex<HashMap<usize, (usize, StorageEnd)>>,
     /// The devices to whose memory it has access, a bit each by their numbers in the server.
     pub(crate) peers: AtomicU32,
-    execution: Execution,
+    /// Replaced when the process is restored from a checkpoint.
+    execution: RwLock<Arc<Execution>>,
+    /// The process is checkpointed: it has no groups, and no connection.
+    suspended: AtomicBool,
     groups: Mutex<Option<Groups>>,
     /// Number of the last work; held while work is sent, so that it arrives in order.
     order: Mutex<u64>,
@@ -245,15 +250,15 @@ pub(crate) fn create(ordinal: i32, flags: u32, handle: Option<usize>) -> Result<
         interpreter: Interpreter::default(),
         storage: Mutex::default(),
         peers: AtomicU32::new(0),
-        execution,
+        execution: RwLock::new(Arc::new(execution)),
+        suspended: AtomicBool::new(false),
         groups: Mutex::new(Some(groups)),
         order: Mutex::new(0),
         state: Mutex::default(),
         changed: Condvar::new(),
     });
     context.add_stream(&context.legacy);
-    let worker = Arc::clone(&context);
-    spawn("cuda-context", move || worker.work()).map_err(|_| CuError::OPERATING_SYSTEM)?;
+    context.start_worker()?;
     let handle = handle.unwrap_or_else(|| process.contexts.reserve());
     let _ = context.handle.set(handle);
     process.contexts.put(handle, Arc::clone(&context));
@@ -275,6 +280,11 @@ pub(crate) fn destroy(handle: usize) -> Result {
 impl Context {
     pub(crate) fn handle(&self) -> usize {
         self.handle.get().copied().unwrap_or(0)
+    }
+
+    fn execution(&self) -> Arc<Execution> {
+        let execution = self.execution.read();
+        Arc::clone(&execution.unwrap_or_else(PoisonError::into_inner))
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -313,7 +323,7 @@ impl Context {
             }
         }
         drop(state);
-        let _ = self.execution.send(&Command::EndStream { stream: id });
+        let _ = self.execution().send(&Command::EndStream { stream: id });
     }
 
     /// The calling thread's own default stream.
@@ -398,7 +408,11 @@ impl Context {
         let at = client::now();
         for items in items.chunks(MAX_SUBMISSIONS) {
             let items = items.to_vec();
-            if self.execution.send(&Command::Submit { at, items }).is_err() {
+            if self
+                .execution()
+                .send(&Command::Submit { at, items })
+                .is_err()
+            {
                 self.fail(why_lost());
                 return self.check().map(|()| *order);
             }
@@ -490,7 +504,7 @@ impl Context {
 
     /// A call into the program has returned, or a hold shall end.
     pub(crate) fn host_done(&self, id: u64) {
-        let _ = self.execution.send(&Command::HostDone { id });
+        let _ = self.execution().send(&Command::HostDone { id });
     }
 
     /// The context is of no use from now on: all work is dropped.
@@ -513,8 +527,8 @@ impl Context {
             end.call(self.handle(), key, value);
         }
         self.fail(CuError::CONTEXT_IS_DESTROYED);
-        let _ = self.execution.send(&Command::End);
-        self.execution.shut_down();
+        let _ = self.execution().send(&Command::End);
+        self.execution().shut_down();
         memory::free_all_of(self.handle());
         if let Ok(process) = process()
             && let Some(groups) = lock(&self.groups).take()
@@ -526,9 +540,15 @@ impl Context {
 
     // The context's thread
 
-    fn work(self: Arc<Self>) {
+    fn start_worker(self: &Arc<Self>) -> Result {
+        let (worker, execution) = (Arc::clone(self), self.execution());
+        spawn("cuda-context", move || worker.work(&execution))
+            .map_err(|_| CuError::OPERATING_SYSTEM)
+    }
+
+    fn work(self: Arc<Self>, execution: &Arc<Execution>) {
         loop {
-            match self.execution.receive() {
+            match execution.receive() {
                 Ok(Some(Report::Done(works))) => {
                     for (id, at) in works {
                         self.complete(id, at);
@@ -544,11 +564,12 @@ impl Context {
                     for (id, done, total) in works {
                         self.progress(id, done, total);
                     }
-                    let _ = self.execution.send(&Command::Progressed { token });
+                    let _ = execution.send(&Command::Progressed { token });
                 }
                 // As an H100 reports it to every client of an MPS server.
                 Ok(Some(Report::Lost)) => self.fail(CuError::ILLEGAL_ADDRESS),
                 Ok(Some(Report::Thawed)) => self.interpreter.freeze(false),
+                Ok(None) | Err(_) if self.has_left(execution) => return,
                 Ok(None) | Err(_) => return self.fail(why_lost()),
             }
         }
@@ -612,7 +633,7 @@ impl Context {
 
     /// How long the rest of a kernel takes in all.
     pub(crate) fn length(&self, id: u64, duration: u64) {
-        let _ = self.execution.send(&Command::Length { id, duration });
+        let _ = self.execution().send(&Command::Length { id, duration });
     }
 
     /// Work did what it must not: nothing of this context runs any more.
@@ -626,13 +647,13 @@ impl Context {
         {
             rm.faulted(error);
         }
-        let _ = self.execution.send(&Command::Abort { all });
+        let _ = self.execution().send(&Command::Abort { all });
         self.fail(error);
     }
 
     /// The program asked for what this device cannot do: nothing of this context runs any more, and no other is concerned.
     pub(crate) fn spoil(&self, error: CuError) {
-        let _ = self.execution.send(&Command::Abort { all: false });
+        let _ = self.execution().send(&Command::Abort { all: false });
         self.fail(error);
     }
 

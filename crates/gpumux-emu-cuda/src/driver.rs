@@ -17,6 +17,7 @@ use crate::{
         self, AnyOut, Arguments, HostFunction, Image, In, JitOptions, Out, Pointers,
         StreamCallback, Text, UserData, cuda, exports,
     },
+    checkpoint,
     context::{self, context, current},
     device,
     error::{self, CuError, Result},
@@ -33,7 +34,7 @@ type Address = u64;
 type Host = u64;
 
 exports! { FUNCTIONS by cuda;
-    cuInit(flags: c_uint) => process::init(flags);
+    cuInit(flags: c_uint) => process::init(flags).map(|()| checkpoint::listen());
     cuDriverGetVersion(version: Out<c_int>) => version.put(process::driver_version());
     cuGetErrorName(code: c_int, text: Out<*const c_char>) => describe(code, text, |(name, _)| name);
     cuGetErrorString(code: c_int, text: Out<*const c_char>) => describe(code, text, |(_, sentence)| sentence);

@@ -7,7 +7,7 @@ use gpumux_cuda::list::entry_points;
 
 use crate::{
     border::{Address, Out, Text, cuda, exports},
-    driver,
+    checkpoint, driver,
     error::{CuError, Result},
     ipc, library, missing, nodes, plane, pool,
     process::driver_version,
@@ -42,6 +42,7 @@ struct Form {
 fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
     [
         FUNCTIONS,
+        checkpoint::FUNCTIONS,
         driver::FUNCTIONS,
         ipc::FUNCTIONS,
         library::FUNCTIONS,

@@ -12,6 +12,7 @@
 
 mod attributes;
 mod border;
+mod checkpoint;
 mod context;
 mod device;
 mod driver;
@@ -29,6 +30,7 @@ mod ipc;
 mod kernel;
 mod library;
 mod link;
+mod locked;
 mod memory;
 mod missing;
 mod module;

@@ -3,6 +3,10 @@
 //!
 //! The bookkeeping decides what the device may touch: an access outside of it is an illegal address, never a crash.
 
+mod suspend;
+
+pub(crate) use suspend::{attach, detach, is_movable};
+
 use std::{
     collections::{BTreeMap, HashMap},
     ffi::c_void,
@@ -18,7 +22,7 @@ use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprot
 
 use crate::{
     error::{CuError, Result},
-    fault,
+    fault, locked,
     process::{lock, process},
 };
 
@@ -33,7 +37,8 @@ const UNIT: u64 = 512;
 
 /// Physical memory; gone when its last holder releases it.
 pub(crate) struct Physical {
-    id: u64,
+    /// None while the process is checkpointed: then it is on no device.
+    id: Option<u64>,
     file: OwnedFd,
     pub(crate) bytes: u64,
     /// Number of the device in the server.
@@ -43,9 +48,9 @@ pub(crate) struct Physical {
 
 impl Drop for Physical {
     fn drop(&mut self) {
-        if let Ok(process) = process() {
+        if let (Some(id), Ok(process)) = (self.id, process()) {
             // A server that is gone has freed it already.
-            let _ = lock(&process.connection).free_memory(self.id);
+            let _ = lock(&process.connection).free_memory(id);
         }
     }
 }
@@ -322,7 +327,7 @@ fn fail_if_due() -> Result {
 fn create_physical(device: u32, bytes: u64, exportable: bool) -> Result<Arc<Physical>> {
     let (id, file) = lock(&process()?.connection).create_memory(device, bytes)?;
     Ok(Arc::new(Physical {
-        id,
+        id: Some(id),
         file,
         bytes,
         device,
@@ -346,8 +351,9 @@ pub(crate) fn import(file: BorrowedFd<'_>) -> Result<u64> {
         .try_clone_to_owned()
         .map_err(|_| CuError::OPERATING_SYSTEM)?;
     let (id, device, bytes) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    locked::note_shared();
     let physical = Arc::new(Physical {
-        id,
+        id: Some(id),
         file,
         bytes,
         device,
@@ -362,6 +368,7 @@ pub(crate) fn export(handle: u64) -> Result<OwnedFd> {
     if !physical.exportable {
         return Err(CuError::INVALID_VALUE);
     }
+    locked::note_shared();
     physical
         .file
         .try_clone()
@@ -759,6 +766,7 @@ pub(crate) fn share<T>(
     if allocation.managed || allocation.pool != 0 {
         return Err(wrong);
     }
+    locked::note_shared();
     Ok(handle(
         &mapping.physical.file,
         at,
@@ -780,8 +788,9 @@ pub(crate) fn open_shared(
     }
     let file = file()?;
     let (id, device, whole) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    locked::note_shared();
     let physical = Arc::new(Physical {
-        id,
+        id: Some(id),
         file,
         bytes: whole,
         device,

@@ -2,8 +2,9 @@
 
 use std::{
     collections::HashMap,
+    ops::Deref,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -30,12 +31,44 @@ use crate::{
     system,
 };
 
-/// One device as this process sees it.
+/// One device as this process sees it: another one of the server's after a move (see [`crate::checkpoint`]).
 #[derive(Clone, Debug)]
 pub(crate) struct Device {
+    place: Arc<RwLock<&'static Place>>,
+}
+
+/// One device of the server's.
+#[derive(Debug)]
+pub(crate) struct Place {
     /// Its number in the server.
     pub(crate) index: u32,
     pub(crate) info: DeviceInfo,
+}
+
+impl Device {
+    fn new(index: u32, info: DeviceInfo) -> Self {
+        // As long as the process: what refers to it is kept across moves.
+        let place: &'static Place = Box::leak(Box::new(Place { index, info }));
+        Self {
+            place: Arc::new(RwLock::new(place)),
+        }
+    }
+
+    pub(crate) fn place(&self) -> &'static Place {
+        *self.place.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_place(&self, place: &'static Place) {
+        *self.place.write().unwrap_or_else(PoisonError::into_inner) = place;
+    }
+}
+
+impl Deref for Device {
+    type Target = Place;
+
+    fn deref(&self) -> &Place {
+        self.place()
+    }
 }
 
 /// Everything of an initialised process.
@@ -174,7 +207,7 @@ fn start() -> std::result::Result<Process, StartError> {
     let devices = connection.devices().map_err(lost)?;
     let all: Vec<Device> = (0..)
         .zip(devices)
-        .map(|(index, info)| Device { index, info })
+        .map(|(index, info)| Device::new(index, info))
         .collect();
     let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
     let devices = visible(&all, list.as_deref());
@@ -349,7 +382,7 @@ mod tests {
 
     fn devices(profile: &str) -> Vec<Device> {
         let infos = Profile::parse(profile).unwrap().infos();
-        let of = |(index, info)| Device { index, info };
+        let of = |(index, info)| Device::new(index, info);
         (0..).zip(infos).map(of).collect()
     }
 

@@ -165,6 +165,11 @@ impl Rm {
         }
     }
 
+    /// Whether the groups are an MPS server's.
+    pub(crate) fn is_in_group(&self) -> bool {
+        self.mps.is_some()
+    }
+
     /// Whether the MPS server of this process's contexts has ended.
     pub(crate) fn has_lost_server(&self) -> bool {
         self.mps.as_ref().is_some_and(Member::is_lost)

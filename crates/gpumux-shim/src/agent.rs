@@ -214,6 +214,9 @@ impl Session {
         own.extend(reclaim::is_asked_for().then_some(Shim::Reclaims));
         own.extend(unlisted::message());
         elastic::forget_told();
+        if work::take_remade() {
+            space::look_anew();
+        }
         // What changes after it was named is sent: no thread gets between.
         space::with(|space| {
             let mut all = space.holds();

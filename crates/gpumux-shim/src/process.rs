@@ -10,7 +10,7 @@
 //! lock that `close` takes, so a number cannot change its meaning meanwhile.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, BTreeSet},
     ffi::c_int,
     fmt::Write,
     io,
@@ -68,6 +68,8 @@ pub(crate) struct Picture {
     /// The groups' names on the wire.
     keys: BTreeMap<GroupId, u32>,
     compute_keys: u32,
+    /// Names of compute groups that went while their contexts did not: those that the driver makes in their place get them.
+    vacant: BTreeSet<u32>,
     other_keys: u32,
     /// The agent's, from the first group on.
     agent: Option<&'static Agent>,
@@ -329,7 +331,11 @@ impl Picture {
                         continue;
                     };
                     let slots = SLOTS as u32;
-                    let key = if seen.engine == engine::GR0 && self.compute_keys < slots {
+                    let vacant = (seen.engine == engine::GR0).then(|| self.vacant.pop_first());
+                    let key = if let Some(key) = vacant.flatten() {
+                        work::group_made(key);
+                        key
+                    } else if seen.engine == engine::GR0 && self.compute_keys < slots {
                         self.compute_keys += 1;
                         work::group_made(self.compute_keys - 1);
                         self.compute_keys - 1
@@ -339,7 +345,10 @@ impl Picture {
                     };
                     self.keys.insert(*id, key);
                 }
-                Event::Gone(id) => _ = self.keys.remove(id).map(work::group_gone),
+                Event::Gone(id) => {
+                    let key = self.keys.remove(id);
+                    self.vacant.extend(key.filter(|key| work::group_gone(*key)));
+                }
                 _ => {}
             }
         }

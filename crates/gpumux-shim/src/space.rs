@@ -167,11 +167,8 @@ pub(crate) fn current_uuid() -> Option<String> {
     with(|space| Some(space.devices.get(&device)?.uuid.clone()))
 }
 
-/// A device, once it is known to the tables.
-pub(crate) fn known_device(device: c_int) -> Option<c_int> {
-    if with(|space| space.devices.contains_key(&device)) {
-        return Some(device);
-    }
+/// A device's UUID, and its memory in bytes.
+fn describe(device: c_int) -> Option<(String, u64)> {
     let (mut gpu, mut uuid, mut total) = ([0; 16], [0; 16], 0);
     // SAFETY: places to write; a device that does not exist is refused.
     let known = unsafe {
@@ -179,13 +176,21 @@ pub(crate) fn known_device(device: c_int) -> Option<c_int> {
             && device_uuid().or_else(device_uuid_v2)?(&raw mut gpu, device) == SUCCESS
             && device_total()?(&raw mut total, device) == SUCCESS
     };
-    known.then(|| {
+    known.then(|| (uuid_text(gpu, uuid), total as u64))
+}
+
+/// A device, once it is known to the tables.
+pub(crate) fn known_device(device: c_int) -> Option<c_int> {
+    if with(|space| space.devices.contains_key(&device)) {
+        return Some(device);
+    }
+    if let Some((uuid, total)) = describe(device) {
         USED.store(true, Ordering::Release);
         with(|space| {
             if space.devices.len() < MAX_DEVICES {
                 space.devices.entry(device).or_insert_with(|| Device {
-                    uuid: uuid_text(gpu, uuid),
-                    total: total as u64,
+                    uuid,
+                    total,
                     movable: Lease::default(),
                     pinned: Lease::default(),
                     away: 0,
@@ -194,8 +199,23 @@ pub(crate) fn known_device(device: c_int) -> Option<c_int> {
                 });
             }
         });
-    });
+    }
     with(|space| space.devices.contains_key(&device)).then_some(device)
+}
+
+/// The process was restored from a checkpoint: its devices may be others than before.
+pub(crate) fn look_anew() {
+    let known: Vec<c_int> = with(|space| space.devices.keys().copied().collect());
+    for device in known {
+        let Some((uuid, total)) = describe(device) else {
+            continue;
+        };
+        with(|space| {
+            if let Some(it) = space.devices.get_mut(&device) {
+                (it.uuid, it.total) = (uuid, total);
+            }
+        });
+    }
 }
 
 /// Does something with the tables and sends the daemon what the process's memory is now, before any other thread does.

@@ -29,7 +29,7 @@ use gpumux_wire::page::Page;
 pub(crate) use self::{
     contexts::{
         context_of, create_context, destroy_context, group_gone, group_made, primary_context,
-        release_primary,
+        release_primary, take_remade,
     },
     events::{destroy_event, observe_event, record, record_all},
     poller::{guard_exit, start_poller},

@@ -54,9 +54,9 @@ fn completed(shell: Shell, script: String) -> String {
 }
 
 /// Commands that take names of tenants.
-const COMMANDS: [&str; 12] = [
+const COMMANDS: [&str; 13] = [
     "stop", "kill", "wait", "logs", "ps", "events", "inspect", "set", "hint", "sleep", "wake",
-    "explain",
+    "move", "explain",
 ];
 /// Commands that start the program behind `--`.
 const STARTERS: [&str; 3] = ["run", "emu", "profile"];

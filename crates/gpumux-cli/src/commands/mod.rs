@@ -20,6 +20,7 @@ pub(crate) mod notice;
 pub(crate) mod page;
 pub(crate) mod profile;
 pub(crate) mod ps;
+pub(crate) mod relocate;
 pub(crate) mod run;
 pub(crate) mod set;
 pub(crate) mod sim;

@@ -51,6 +51,8 @@ struct Device {
     /// Memory of processes that have ended, which the driver may not have freed yet: until when that is expected, and bytes. The
     /// oldest first.
     leaving: Vec<(Micros, u64)>,
+    /// What tenants will bring from other devices: it is taken until they have.
+    arriving: BTreeMap<TenantId, u64>,
 }
 
 /// What a process has, and whose it is.
@@ -143,6 +145,7 @@ impl Device {
             last_look: None,
             awaits,
             leaving: Vec::new(),
+            arriving: BTreeMap::new(),
         };
         device.occupy();
         device
@@ -153,6 +156,7 @@ impl Device {
         self.ledger.occupy(
             self.in_contexts()
                 .saturating_add(occupies)
+                .saturating_add(self.in_arriving())
                 .saturating_add(overhead),
         );
         self.ledger.leave_unclaimed(self.foreign - occupies);
@@ -184,10 +188,15 @@ impl Device {
         self.left(self.in_leaving().saturating_sub(used));
         let accounted = self.in_contexts().saturating_add(self.ledger.physical());
         let beyond = used.saturating_sub(accounted);
-        let now = beyond.saturating_sub(self.in_leaving());
+        let expected = self.in_leaving().saturating_add(self.in_arriving());
+        let now = beyond.saturating_sub(expected);
         self.foreign = now.min(self.last_look.unwrap_or(now));
         self.last_look = Some(now);
         self.occupy();
+    }
+
+    fn in_arriving(&self) -> u64 {
+        self.arriving.values().copied().fold(0, u64::saturating_add)
     }
 
     fn in_leaving(&self) -> u64 {
@@ -330,6 +339,9 @@ impl Accounting {
         self.members.retain(|_, member| member.tenant != tenant);
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
+            if device.arriving.remove(&tenant).is_some() {
+                device.occupy();
+            }
         }
     }
 
@@ -391,6 +403,18 @@ impl Accounting {
                 self.add_up(uuid, member.tenant);
             }
         }
+    }
+
+    /// A tenant will come to a device with so much; none: it has come, or comes no more.
+    pub(super) fn arrives(&mut self, tenant: TenantId, uuid: &str, bytes: Option<u64>) {
+        let Some(device) = self.devices.get_mut(uuid) else {
+            return;
+        };
+        match bytes {
+            Some(bytes) => device.arriving.insert(tenant, bytes),
+            None => device.arriving.remove(&tenant),
+        };
+        device.occupy();
     }
 
     /// Whether the driver may still free memory of processes that have ended, on a device of which this tenant has memory.

@@ -5,9 +5,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ask, Broker, CLOSED, Command, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError, Mutation,
-    OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB, RECLAIM_PAUSE, Reply,
-    TAKE, TRIM_PAUSE, Tenant, TenantId, no_process,
+    Ask, Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError,
+    Mutation, OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB,
+    RECLAIM_PAUSE, Reply, TAKE, TRIM_PAUSE, Tenant, TenantId, no_process,
 };
 use crate::ledger::Kind;
 
@@ -75,6 +75,8 @@ pub(super) struct Leaving {
     opened: u32,
     /// It had outstanding work when its gates were closed.
     busy: bool,
+    /// Its work must end first: when it is asked for that again.
+    pub(super) drains: Option<Micros>,
     /// A part of it was on the host already: it is frozen.
     more: bool,
     why: Why,
@@ -153,6 +155,7 @@ impl Broker {
             gates: Gates::Closing,
             opened: 0,
             busy: false,
+            drains: None,
             more,
             why,
         };
@@ -259,6 +262,7 @@ impl Broker {
             gates: Gates::Closing,
             opened: 0,
             busy: false,
+            drains: None,
             more: false,
             why: Why::Drop,
         };
@@ -403,14 +407,18 @@ impl Broker {
                     let parts = leaving.parts.clone();
                     self.is_needed(id, parts.keys())
                 };
-                let Some(Place::Leaving(leaving)) =
-                    self.tenants.get_mut(&id).map(|it| &mut it.place)
-                else {
+                let Some(tenant) = self.tenants.get_mut(&id) else {
+                    return;
+                };
+                let Place::Leaving(leaving) = &mut tenant.place else {
                     return;
                 };
                 match (leaving.step, leaving.round.refused.take()) {
                     // Room came free otherwise, or the tenant that lacked it has gone.
                     (Step::Quiesce, None) if !needed => self.undo(id, out),
+                    (Step::Quiesce, None) if tenant.detained && leaving.busy => {
+                        leaving.drains.get_or_insert(now + DRAINS);
+                    }
                     (Step::Quiesce, None) => {
                         leaving.step = Step::Freeze;
                         leaving.round.deadline = now + FREEZE;
@@ -637,6 +645,10 @@ impl Broker {
             let no_room = |it: (u64, Micros)| Command::Answer(it.0, Err(MoveError::NoRoom));
             out.extend(due_wakes.map(no_room));
             let why = "a process of it does not answer";
+            let why = match tenant.detained {
+                true => "its work does not end",
+                false => why,
+            };
             match &mut tenant.place {
                 Place::Leaving(leaving) if due(&leaving.round) => match leaving.step {
                     Step::Quiesce => self.give_up(now, id, MoveError::Busy(why.into()), out),
@@ -656,6 +668,10 @@ impl Broker {
                         out.push(Command::Failed(id, MoveError::Stuck));
                     }
                 },
+                Place::Leaving(leaving) if leaving.drains_due().is_some_and(|at| at <= now) => {
+                    self.ops += 1;
+                    leaving.look_for_work(now, self.ops, out);
+                }
                 Place::Leaving(leaving) if leaving.gates_due().is_some_and(|at| at <= now) => {
                     self.ops += 1;
                     leaving.turn_gates(now, self.ops, out);
@@ -675,6 +691,33 @@ impl Broker {
                 reclaim.waiting.clear();
             }
         }
+    }
+
+    /// A tenant is to go to another device.
+    pub(super) fn detain(
+        &mut self,
+        now: Micros,
+        id: TenantId,
+        request: u64,
+        out: &mut Vec<Command>,
+    ) {
+        let Some(tenant) = self.tenants.get_mut(&id) else {
+            return out.push(Command::Answer(request, Err(no_process())));
+        };
+        let why = match tenant.place {
+            Place::Home => None,
+            Place::Away { .. } if !tenant.left_busy => None,
+            Place::Away { .. } => {
+                Some("its kernels were interrupted when it was moved to the host: wake it first")
+            }
+            Place::Leaving(_) | Place::Returning(_) => Some("its memory is being moved"),
+        };
+        if let Some(why) = why {
+            let error = MoveError::Busy(why.into());
+            return out.push(Command::Answer(request, Err(error)));
+        }
+        tenant.detained = true;
+        tenant.sleeps.push((request, now));
     }
 
     /// Moves tenants to the host that users want there, or that have been idle for as long as their terms say.
@@ -796,20 +839,35 @@ impl Leaving {
         }
     }
 
+    /// When its processes are asked again whether their work has ended.
+    pub(super) fn drains_due(&self) -> Option<Micros> {
+        self.drains.filter(|_| self.round.waiting.is_empty())
+    }
+
     /// When all gates are to be opened, or closed again. Each time later than the time before: a copy may just take long.
     pub(super) fn gates_due(&self) -> Option<Micros> {
         match self.gates {
             _ if self.step != Step::Quiesce => None,
             Gates::Closing => None,
-            Gates::Closed(since) => Some(since + Micros(CLOSED.0 << self.opened.min(16))),
+            Gates::Closed(since) => {
+                let drain = self.drains.map_or(Micros::ZERO, |_| DRAIN);
+                Some(since + drain + Micros(CLOSED.0 << self.opened.min(16)))
+            }
             Gates::Open(until) => Some(until),
         }
+    }
+
+    /// Asks whether work has ended. The gates stay closed.
+    fn look_for_work(&mut self, now: Micros, op: u64, out: &mut Vec<Command>) {
+        (self.drains, self.busy, self.round.op) = (Some(now + DRAINS), false, op);
+        self.round.waiting = self.orders.keys().copied().collect();
+        self.give_orders(out);
     }
 
     /// Opens all gates, or closes them again.
     fn turn_gates(&mut self, now: Micros, op: u64, out: &mut Vec<Command>) {
         // What was answered until now does not count.
-        self.round.op = op;
+        (self.round.op, self.drains, self.busy) = (op, None, false);
         self.round.waiting = self.orders.keys().copied().collect();
         if let Gates::Open(_) = self.gates {
             self.gates = Gates::Closing;

@@ -36,7 +36,7 @@ use axum::{
     },
     routing::{delete, get, patch, post, put},
 };
-use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry};
+use gpumux_core::{Micros, TenantId, broker::Line, ledger::Entry, relocation::Gpu};
 use serde::Deserialize;
 use tokio::sync::{Semaphore, SemaphorePermit};
 use utoipa::OpenApi;
@@ -46,9 +46,10 @@ use crate::{
     devices::Devices,
     memory as moves, paths,
     peer::Peer,
+    relocation::Relocator,
     scheduler::{Command, Handle, View},
     session::Sessions,
-    tenants::{Tenant, Tenants},
+    tenants::{Tenant, Tenants, resolve},
 };
 use body::{MAX_BODY, whole_body};
 pub(crate) use connections::{CONNECTIONS, is_local_name, listen, serve, serve_router, serve_tcp};
@@ -56,7 +57,7 @@ use refused::Refused;
 use seen::Seen;
 use types::{
     Created, Device, DeviceMemory, Explanation, Fault, Hinted, Live, MemoryShare, NewCurve,
-    NewHint, NewTenant, Problem, Program, SpecChange, Status,
+    NewHint, NewPlace, NewTenant, Problem, Program, Relocated, SpecChange, Status,
 };
 
 /// The most connections that watch live data: the other places stay for single requests.
@@ -93,6 +94,7 @@ pub(crate) fn router(api: Arc<Api>) -> Router {
         .route("/v1/tenants/{name}/signal", post(life::signal))
         .route("/v1/tenants/{name}/exit", post(life::exit))
         .route("/v1/settings", get(life::settings))
+        .route("/v1/tenants/{name}/move", post(relocate))
         .route("/v1/tenants/{name}/sleep", post(sleep))
         .route("/v1/tenants/{name}/wake", post(wake))
         .route("/v1/settings/{name}", delete(forget))
@@ -163,6 +165,7 @@ fn readable() -> Router<Arc<Api>> {
         life::exit,
         hint,
         memory,
+        relocate,
         sleep,
         wake,
         programs,
@@ -294,6 +297,37 @@ fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
         pinned: entry.holding.pinned,
         swapped: entry.holding.swapped,
     }
+}
+
+/// Moves a tenant to another GPU; answers when it is there.
+#[utoipa::path(post, path = "/v1/tenants/{name}/move", params(("name" = String, Path)), request_body = NewPlace,
+    responses((status = 200, body = Relocated), (status = "4XX", body = Problem)))]
+async fn relocate(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+    place: Result<Json<NewPlace>, JsonRejection>,
+) -> Answer<Relocated> {
+    let Json(NewPlace { gpu }) = place?;
+    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    let known = api.devices.list();
+    let numbers = known.iter().map(|it| (it.uuid.clone(), it.gpu)).collect();
+    let target = resolve(&gpu, &numbers)?;
+    let gpus = known.into_iter().map(|it| Gpu {
+        instance: it.hardware.mig.is_some() || it.uuid.starts_with("MIG-"),
+        trouble: (it.state != "ok").then_some(it.state),
+        uuid: it.uuid,
+        number: it.gpu,
+        name: it.name,
+        memory: it.memory_bytes,
+    });
+    let (gpus, shares) = (gpus.collect(), api.sessions.shares(tenant));
+    let relocator = Relocator {
+        config: Arc::clone(&api.config),
+        scheduler: api.scheduler.clone(),
+    };
+    let moved = to_its_end(async move { relocator.relocate(tenant, target, gpus, shares).await });
+    Ok(Json(api.unless_stalled(moved).await?))
 }
 
 /// Moves a tenant's memory to the host; answers when that is done.

@@ -8,7 +8,9 @@ use axum::{
 };
 
 use super::types::Problem;
-use crate::{memory::MoveError, scheduler::Stopped, tenants::TenantError};
+use crate::{
+    memory::MoveError, relocation::RelocationError, scheduler::Stopped, tenants::TenantError,
+};
 
 /// An answer that is not a success.
 pub(super) struct Refused(pub(super) StatusCode, pub(super) String);
@@ -57,6 +59,16 @@ impl From<MoveError> for Refused {
     fn from(error: MoveError) -> Self {
         let status = match &error {
             MoveError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
+            _ => StatusCode::CONFLICT,
+        };
+        Self(status, error.to_string())
+    }
+}
+
+impl From<RelocationError> for Refused {
+    fn from(error: RelocationError) -> Self {
+        let status = match &error {
+            RelocationError::Stopped(_) => StatusCode::SERVICE_UNAVAILABLE,
             _ => StatusCode::CONFLICT,
         };
         Self(status, error.to_string())

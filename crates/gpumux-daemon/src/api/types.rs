@@ -569,6 +569,29 @@ impl From<&RequestTimes> for RequestFigures {
     }
 }
 
+/// The GPU where a tenant shall be.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewPlace {
+    /// A number as `nvidia-smi` has it, a UUID, or how a UUID begins.
+    pub gpu: String,
+}
+
+/// A tenant that was moved to another GPU, and how long each part took.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
+pub struct Relocated {
+    /// UUID of the GPU where it was.
+    pub from: String,
+    /// UUID of the GPU where it is.
+    pub to: String,
+    /// Until its work had ended and its memory was on the host, in seconds.
+    pub out_s: f64,
+    /// The driver's calls, in seconds.
+    pub driver_s: f64,
+    /// Until its memory was on the other GPU, in seconds.
+    pub back_s: f64,
+}
+
 /// Says that a tenant's work is coming.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields, default)]

@@ -126,8 +126,24 @@ impl Admission {
 
     /// A device may become known only when it is used: it may be too small for what was admitted before.
     pub(super) fn warn(&self, state: &State, broker: &Broker, tenant: TenantId, device: &str) {
+        if let Err(error) = self.keeps(state, broker, tenant, device) {
+            tracing::warn!(tenant = tenant.0, %error, "guarantees do not fit on this device: its tenants share it in proportion");
+        }
+    }
+
+    /// Whether a device could keep a tenant's guarantees if it were new there.
+    ///
+    /// # Errors
+    /// What stands in the way.
+    pub(super) fn keeps(
+        &self,
+        state: &State,
+        broker: &Broker,
+        tenant: TenantId,
+        device: &str,
+    ) -> Result<(), Refusal> {
         let Some(spec) = state.tenants.get(&tenant) else {
-            return;
+            return Ok(());
         };
         let device = BTreeSet::from([device.to_owned()]);
         let request = Request {
@@ -138,8 +154,6 @@ impl Admission {
         };
         let rooms = self.rooms(state, broker, request.user, Some(&device));
         let reserve = admission::Reserve::none();
-        if let Err(error) = admission::admit(&request, &UserPolicy::unlimited(), &reserve, &rooms) {
-            tracing::warn!(tenant = tenant.0, %error, "guarantees do not fit on this device: its tenants share it in proportion");
-        }
+        admission::admit(&request, &UserPolicy::unlimited(), &reserve, &rooms)
     }
 }

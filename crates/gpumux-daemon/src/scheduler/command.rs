@@ -16,6 +16,7 @@ use super::{
     model::{Answer, Happening, Owner, SessionId},
     process::Met,
     record::History,
+    relocation::Relocate,
     view::View,
 };
 use crate::{
@@ -88,6 +89,8 @@ pub(crate) enum Command {
     Sleep(TenantId, Answer<Result<(), MoveError>>),
     /// Brings all memory of a tenant back, others' away for it if need be; answered when that is done.
     Wake(TenantId, Answer<Result<(), MoveError>>),
+    /// A tenant goes to another device.
+    Relocate(Relocate),
     /// A tenant has ended. After its sessions.
     Forget(TenantId, Answer<()>),
 
@@ -214,6 +217,7 @@ impl Command {
                 let wake = |request| Event::Wake(tenant, request);
                 engine.moves.request(&mut engine.state, wake, answer);
             }
+            Self::Relocate(step) => step.carry_out(engine),
             Self::Forget(tenant, answer) => {
                 engine.forget(tenant);
                 send(answer, ());

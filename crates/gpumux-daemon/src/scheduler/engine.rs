@@ -23,7 +23,7 @@ use super::{
     expiry::{Due, Expiry},
     held::Left,
     memory::{self, MemoryMoves},
-    model::{Clock, Owner, Reaper, SessionId},
+    model::{Clock, Owner, Reaper, Relocation, SessionId},
     process::Met,
     record::{Counted, Durations, Now, What},
     renewal::{Renewal, Renewing},
@@ -43,6 +43,8 @@ pub(crate) struct Engine {
     pub(super) tampers: Tampers,
     pub(super) crashes: Crashes,
     copies: Copies,
+    /// Tenants on their way to another device.
+    pub(super) relocations: BTreeMap<TenantId, Relocation>,
     /// Driver calls of a tenant's processes that their library does not know.
     pub(super) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
     /// What processes that are gone counted, of tenants that live.
@@ -89,6 +91,7 @@ impl Engine {
             copies: Copies::default(),
             config,
             renewal,
+            relocations: BTreeMap::new(),
             unlisted: BTreeMap::new(),
             ended: BTreeMap::new(),
             domains_made: 0,
@@ -284,6 +287,7 @@ impl Engine {
         self.state.forget(tenant);
         self.expiry.forget(tenant);
         self.tampers.pardon(tenant);
+        self.forget_relocation(tenant);
         self.memory_event(Event::TenantGone(tenant));
         self.moves.forget(tenant);
         self.unlisted.remove(&tenant);
@@ -545,7 +549,7 @@ impl Engine {
         }
     }
 
-    fn remove(&mut self, session: SessionId, key: Option<u32>, alive: bool) {
+    pub(super) fn remove(&mut self, session: SessionId, key: Option<u32>, alive: bool) {
         let now = self.state.now();
         for device in self.state.devices.values_mut() {
             let (controller, reaper) = (&mut self.state.controller, &self.state.reaper);

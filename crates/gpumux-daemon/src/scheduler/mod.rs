@@ -6,7 +6,7 @@
 //! its lease expires ([`gpumux_wire::lease`]), and they do so, too.
 //!
 //! `model`, `record` ← `domain`, `process`, `held`, `renewal`, `alarm` ← `device`, `copies` ← `launches`, `state` ← `admission`, `expiry`, `foreign`,
-//! `tamper`, `crashes`, `memory` ← `engine` ← `step`, `view` ← `command` ← `thread`.
+//! `tamper`, `crashes`, `memory` ← `engine` ← `step`, `view`, `relocation` ← `command` ← `thread`.
 
 mod admission;
 mod alarm;
@@ -25,6 +25,7 @@ mod model;
 mod permits;
 mod process;
 mod record;
+mod relocation;
 mod renewal;
 mod state;
 mod step;
@@ -43,5 +44,6 @@ pub(crate) use model::{Happening, Owner, SessionId};
 pub(crate) use permits::Launches;
 pub(crate) use process::Met;
 pub(crate) use record::{BUCKETS_US, Event, History, Now, Totals, What, Who};
+pub(crate) use relocation::Relocate;
 pub(crate) use thread::{Handle, Stopped, start};
 pub(crate) use view::View;

@@ -1,6 +1,9 @@
 //! The words that all parts of the scheduling thread share.
 
-use std::sync::{Arc, mpsc};
+use std::{
+    collections::BTreeSet,
+    sync::{Arc, mpsc},
+};
 
 use gpumux_core::{
     Micros, TenantId,
@@ -56,3 +59,14 @@ pub(crate) struct Owner {
 
 /// Where the answer to a command goes.
 pub(crate) type Answer<T> = oneshot::Sender<T>;
+
+/// A tenant on its way to another device.
+#[derive(Debug)]
+pub(super) struct Relocation {
+    /// UUID of that device.
+    pub(super) to: String,
+    /// Processes that had groups.
+    pub(super) pids: BTreeSet<u32>,
+    /// Sessions whose groups were let go.
+    pub(super) let_go: BTreeSet<SessionId>,
+}

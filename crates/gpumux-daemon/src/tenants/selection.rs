@@ -83,7 +83,7 @@ pub(super) fn select(
 }
 
 /// The UUID of the device of this name: a number, a UUID, or how a UUID begins.
-fn resolve(name: &str, numbers: &Numbers) -> Result<String, TenantError> {
+pub(crate) fn resolve(name: &str, numbers: &Numbers) -> Result<String, TenantError> {
     let known = || {
         let list = |(uuid, number): (&String, &u32)| format!("{number} ({uuid})");
         let all: Vec<String> = numbers.iter().map(list).collect();

@@ -1,10 +1,14 @@
 //! Contexts: which compute groups are whose, and what is forgotten when one goes.
 
-use std::{ffi::c_int, ptr, sync::atomic::Ordering};
+use std::{
+    ffi::c_int,
+    ptr,
+    sync::atomic::{AtomicBool, Ordering},
+};
 
 use gpumux_wire::page::SLOTS;
 
-use super::streams::{GROUPS, MADE, Slow, UNKNOWN, begin_counting, lose, slow};
+use super::streams::{CLAIMED, GROUPS, MADE, Slow, UNKNOWN, begin_counting, lose, slow};
 use crate::{
     context::page,
     driver::{CUcontext, CUresult, SUCCESS, functions},
@@ -16,6 +20,9 @@ functions! {
     primary_release c"cuDevicePrimaryCtxRelease_v2" (c_int);
     primary_state c"cuDevicePrimaryCtxGetState" (c_int, *mut u32, *mut c_int);
 }
+
+/// The driver has taken a group from a context that goes on: the process was checkpointed.
+static REMADE: AtomicBool = AtomicBool::new(false);
 
 /// A context is made: the groups that this thread makes meanwhile are its own.
 ///
@@ -34,6 +41,7 @@ pub(crate) unsafe fn create_context(
         slow(|slow| {
             slow.contexts.retain(|(known, _)| *known != context);
             slow.contexts.push((context, slots));
+            slow.claim();
         });
         begin_counting(slots);
         if UNKNOWN.load(Ordering::Acquire) {
@@ -60,11 +68,21 @@ pub(crate) fn context_of(slot: u32) -> Option<u64> {
     slow(of).flatten()
 }
 
-/// The compute group of this slot is gone.
-pub(crate) fn group_gone(slot: u32) {
-    if slot < SLOTS as u32 {
-        GROUPS.fetch_and(!(1 << slot), Ordering::AcqRel);
+/// The compute group of this slot is gone. Whether its context is not: the driver has taken a checkpoint of the process, and will make
+/// another group for it.
+pub(crate) fn group_gone(slot: u32) -> bool {
+    if slot >= SLOTS as u32 {
+        return false;
     }
+    GROUPS.fetch_and(!(1 << slot), Ordering::AcqRel);
+    let lives = CLAIMED.load(Ordering::Acquire) >> slot & 1 != 0;
+    REMADE.fetch_or(lives, Ordering::AcqRel);
+    lives
+}
+
+/// Whether groups were made anew since this was asked last: the process's devices may be others.
+pub(crate) fn take_remade() -> bool {
+    REMADE.swap(false, Ordering::AcqRel)
 }
 
 pub(crate) fn destroy_context(context: CUcontext, real: impl FnOnce() -> CUresult) -> CUresult {

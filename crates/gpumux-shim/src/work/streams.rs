@@ -163,6 +163,8 @@ functions! {
 
 /// The slots of all compute groups that have one, as bits.
 pub(super) static GROUPS: AtomicU64 = AtomicU64::new(0);
+/// Those that contexts have claimed which are not gone.
+pub(super) static CLAIMED: AtomicU64 = AtomicU64::new(0);
 
 /// A stream's identity.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -407,11 +409,18 @@ impl Slow {
         }
     }
 
+    /// The contexts have changed.
+    pub(super) fn claim(&self) {
+        let slots = self.contexts.iter().fold(0, |all, (_, slots)| all | slots);
+        CLAIMED.store(slots, Ordering::Release);
+    }
+
     /// Forgets a context, green or not, and all its streams.
     pub(super) fn forget_context(&mut self, context: u64) {
         hold::forget(context);
         permits::forget(context);
         self.contexts.retain(|(known, _)| *known != context);
+        self.claim();
         for ((handle, state), slot) in places().zip(&HANDLES) {
             let is = |field: &AtomicU64| field.load(Ordering::Relaxed) == context;
             if handle != FREE && (is(&state.context) || is(&state.green)) {
