@@ -524,7 +524,7 @@ impl Broker {
         offers
     }
 
-    /// Whether what is free of a device, and what others have there who cannot run, suffices for what a tenant waits for.
+    /// Whether what is free of a device, and what tenants that cannot run have there, suffices for what a tenant waits for.
     fn is_fed(&self, id: TenantId, uuid: &str) -> bool {
         let asked = self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
         let asked: u64 = asked.map(|(_, it)| it.ask.need).sum();
@@ -559,7 +559,7 @@ impl Broker {
         if away && first.contains(&id) {
             return None;
         }
-        // It waits for memory itself, and is served later, unless what others have who cannot run suffices for it.
+        // It waits for memory itself, and is served later, unless what tenants that cannot run have suffices for it.
         let waits =
             || self.has_asked(id) && !busy && !first.contains(&id) && !self.is_fed(id, uuid);
         let swap = Micros(missing / self.speed.max(1));
