@@ -207,6 +207,19 @@ fn session_about_memory_prints_what_it_shows() {
     execute("docs/memory.md", &node);
 }
 
+#[test]
+fn session_about_moves_prints_what_it_shows() {
+    if real() {
+        eprintln!("SKIPPED: the page's output is that of the emulated device");
+        return;
+    }
+    let node = Node::with(Options {
+        devices: 2,
+        ..Options::default()
+    });
+    execute("docs/move.md", &node);
+}
+
 /// All sessions of the book are executed here.
 #[test]
 fn every_page_with_a_session_is_executed() {
@@ -219,6 +232,7 @@ fn every_page_with_a_session_is_executed() {
         "getting-started.md",
         "lifecycle.md",
         "memory.md",
+        "move.md",
     ];
     assert_eq!(with, known);
     // Output belongs into a session.
