@@ -80,8 +80,8 @@ fn tenants_that_come_and_go_leave_nothing_behind() {
             let name = living.get(one).map_or("witness", |(name, _)| name);
             let change: &[&[&str]] = match next(3) {
                 0 => &[&["sleep", name], &["wake", name]],
-                1 => &[&["set", name, "--weight", "2", "--class", "standard"]],
-                _ => &[&["set", name, "--limit", "50%", "--class", "batch"]],
+                1 => &[&["set", name, "--weight", "2"]],
+                _ => &[&["set", name, "--limit", "50%"]],
             };
             // It may have ended, or not have begun; what is refused then is tested elsewhere.
             for words in change {

@@ -138,9 +138,13 @@ async fn a_tenant_from_its_making_to_its_end() {
     };
     let changed = daemon.client.change("train", &change).await.unwrap();
     assert_eq!(changed.class, Class::Latency);
-    daemon
-        .until("train", |tenant| tenant.domains[0].timeslice_us > 1)
-        .await;
+    // Two of one class take turns.
+    for frozen in [true, false] {
+        let takes_turns = |tenant: &Tenant| tenant.domains[0].frozen == frozen;
+        daemon.until("train", takes_turns).await;
+        let other = |tenant: &Tenant| tenant.domains[0].frozen != frozen;
+        daemon.until("server", other).await;
+    }
 
     let status = daemon.client.status().await.unwrap();
     assert_eq!(
