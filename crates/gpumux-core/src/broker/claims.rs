@@ -516,6 +516,9 @@ impl Broker {
         lack: (&str, u64),
         first: &BTreeSet<TenantId>,
     ) -> Vec<Offer> {
+        let (uuid, missing) = lack;
+        let rests = self.rests(uuid);
+        let lack = (uuid, missing, rests);
         let mut offers: Vec<Offer> = (self.tenants.iter())
             .filter(|(id, _)| **id != claim.tenant)
             .filter_map(|(id, tenant)| self.offer(now, claim, lack, first, *id, tenant))
@@ -524,22 +527,19 @@ impl Broker {
         offers
     }
 
-    /// Whether what is free of a device, and what tenants that cannot run have there, suffices for what a tenant waits for.
-    fn is_fed(&self, id: TenantId, uuid: &str) -> bool {
-        let asked = self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
-        let asked: u64 = asked.map(|(_, it)| it.ask.need).sum();
-        let away = (self.tenants.iter())
-            .filter(|(other, it)| **other != id && matches!(it.place, Place::Away { .. }));
-        let theirs = away.map(|(other, _)| self.accounting.entry(*other, uuid).holding.movable);
+    /// What is free of a device, and what tenants that cannot run have there.
+    fn rests(&self, uuid: &str) -> u64 {
+        let away = (self.tenants.iter()).filter(|(_, it)| matches!(it.place, Place::Away { .. }));
+        let theirs = away.map(|(id, _)| self.accounting.entry(*id, uuid).holding.movable);
         let free = (self.accounting.ledger(uuid)).map_or(0, crate::ledger::Ledger::free);
-        asked <= free.saturating_add(theirs.sum())
+        theirs.fold(free, u64::saturating_add)
     }
 
     fn offer(
         &self,
         now: Micros,
         claim: &Claim,
-        (uuid, missing): (&str, u64),
+        (uuid, missing, rests): (&str, u64, u64),
         first: &BTreeSet<TenantId>,
         id: TenantId,
         tenant: &Tenant,
@@ -560,8 +560,9 @@ impl Broker {
             return None;
         }
         // It waits for memory itself, and is served later, unless what tenants that cannot run have suffices for it.
-        let waits =
-            || self.has_asked(id) && !busy && !first.contains(&id) && !self.is_fed(id, uuid);
+        let asks = || self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
+        let needs = || asks().fold(0, |sum: u64, (_, it)| sum.saturating_add(it.ask.need));
+        let waits = || self.has_asked(id) && !busy && !first.contains(&id) && needs() > rests;
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);
