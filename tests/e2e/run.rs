@@ -41,6 +41,15 @@ fn programs_that_cannot_run_have_the_shells_codes() {
 }
 
 #[test]
+fn long_command_runs() {
+    let node = Node::start();
+    let word = "x".repeat(100_000);
+    let mut command = node.gpumux(["run", "--strict", "--", "echo"]);
+    let finished = command.args([&word, &word]).run().ok();
+    assert_eq!(finished.out.len(), 2 * word.len() + 2);
+}
+
+#[test]
 fn signals_reach_the_program() {
     let node = Node::start();
     // The parent of the tests may have had signals ignored, as shells do in the background, and what is ignored stays so.

@@ -272,12 +272,18 @@ pub enum SpecError {
         /// What was asked as limit, in bytes.
         limit: u64,
     },
+    /// A memory limit below [`TenantSpec::LEAST_MEMORY`].
+    #[error("memory limit {} leaves room for nothing: use at least 1 MiB, or none", Quantity::Memory(*.0))]
+    NoMemory(u64),
 }
 
 /// See [`TenantSpec::slowdown`].
 const SLOWDOWN: f64 = 0.05;
 
 impl TenantSpec {
+    /// The least memory limit that makes sense, in bytes.
+    pub const LEAST_MEMORY: u64 = 1 << 20;
+
     /// Weights that make sense: a million to one between the extremes.
     pub const WEIGHTS: std::ops::RangeInclusive<f64> = 0.001..=1000.0;
 
@@ -309,6 +315,7 @@ impl TenantSpec {
             });
         }
         match self.memory_limit {
+            Some(limit) if limit < Self::LEAST_MEMORY => Err(SpecError::NoMemory(limit)),
             Some(limit) if self.memory_guaranteed > limit => Err(SpecError::MemoryAboveLimit {
                 guaranteed: self.memory_guaranteed,
                 limit,
@@ -369,6 +376,8 @@ mod tests {
                 |s| (s.guaranteed, s.limit) = (0.6, 0.5),
                 "guaranteed 0.6 is more than limit 0.5",
             ),
+            (|s| s.memory_limit = Some(0), "memory limit 0"),
+            (|s| s.memory_limit = Some(1), "memory limit 1"),
         ] {
             let error = field(change).expect_err(message);
             assert!(error.starts_with(message), "{error}");

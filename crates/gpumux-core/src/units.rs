@@ -12,14 +12,14 @@ use serde::{Deserialize, Serialize};
 pub struct Micros(pub u64);
 
 impl Micros {
-    /// From milliseconds.
+    /// From milliseconds; what is beyond all time is its end.
     pub const fn from_millis(ms: u64) -> Self {
-        Self(ms * 1000)
+        Self(ms.saturating_mul(1000))
     }
 
-    /// From seconds.
+    /// From seconds; what is beyond all time is its end.
     pub const fn from_secs(s: u64) -> Self {
-        Self(s * 1_000_000)
+        Self(s.saturating_mul(1_000_000))
     }
 
     /// Zero.

@@ -301,10 +301,15 @@ fn sharing() -> impl TypedValueParser<Value = Sharing> {
         .try_map(|name| name.parse::<Sharing>())
 }
 
+/// Characters of a command that are shown.
+const SHOWN: usize = 4096;
+
 fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
     let command: Vec<_> = (args.command.iter())
         .map(|word| word.to_string_lossy())
         .collect();
+    // It is only shown, and the daemon takes no request of more than 64 KiB.
+    let command: String = command.join(" ").chars().take(SHOWN).collect();
     let log = match args.detach {
         true => Some(logs::folder().map_err(Failure::Unmanaged)?),
         false => None,
@@ -314,7 +319,7 @@ fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
     make(&NewTenant {
         name: args.name.clone(),
         program: Some(names::of(&args.command)),
-        command: Some(command.join(" ")),
+        command: Some(command),
         log: log.map(|folder| folder.display().to_string()),
         spec,
         trust: args.trust.clone(),

@@ -306,3 +306,19 @@ fn work_that_begins_and_ends_between_two_looks_counts() {
     assert!(bench.engine.view().lapsed.contains(&server));
     assert!(orders.load(Ordering::Relaxed) > 0);
 }
+
+#[test]
+fn sleep_that_comes_after_all_time_harms_none() {
+    let mut bench = Bench::new();
+    for (n, seconds) in [(1, u64::MAX), (2, u64::MAX / 1_000_000)] {
+        let spec = TenantSpec {
+            sleep_after_s: Some(seconds),
+            ..TenantSpec::default()
+        };
+        bench.spec(n, spec).unwrap();
+        let group = bench.group(n, n, 1);
+        bench.engine.add(group).unwrap();
+    }
+    bench.run(Micros::from_secs(2));
+    assert_eq!(bench.engine.view().domains.len(), 2);
+}
