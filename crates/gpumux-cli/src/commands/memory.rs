@@ -127,16 +127,16 @@ pub(crate) struct Move {
 pub(crate) fn sleep(args: &Move) -> anyhow::Result<ExitCode> {
     let name = &args.name;
     client::about(name, async |client| client.sleep(name).await)?;
-    report(args, "on the host")
+    report(args, true)
 }
 
 pub(crate) fn wake(args: &Move) -> anyhow::Result<ExitCode> {
     let name = &args.name;
     client::about(name, async |client| client.wake(name).await)?;
-    report(args, "back on the GPU")
+    report(args, false)
 }
 
-fn report(args: &Move, place: &str) -> anyhow::Result<ExitCode> {
+fn report(args: &Move, asleep: bool) -> anyhow::Result<ExitCode> {
     if args.quiet {
         return Ok(ExitCode::SUCCESS);
     }
@@ -146,8 +146,14 @@ fn report(args: &Move, place: &str) -> anyhow::Result<ExitCode> {
     } else {
         let here: u64 = tenant.memory.iter().map(|it| it.in_use).sum();
         let away: u64 = tenant.memory.iter().map(|it| it.swapped).sum();
-        let (here, away) = (output::bytes(here), output::bytes(away));
         let name = &args.name;
+        // What cannot move stays, and the next work of the program brings the rest back.
+        let place = match (asleep, away) {
+            (true, 0) => "on the GPU: none of it can be moved, or its next work needs it",
+            (true, _) => "on the host",
+            (false, _) => "back on the GPU",
+        };
+        let (here, away) = (output::bytes(here), output::bytes(away));
         output::print(&format!(
             "{name}: its memory is {place} ({here} on the GPU, {away} on the host)\n"
         ))?;

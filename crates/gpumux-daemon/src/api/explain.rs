@@ -541,6 +541,10 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
                     "if it lasts: `gpumux set {name} --guaranteed 50%` or `--class latency` puts it before others"
                 )
             }
+            _ if tenant.spec.limit < 1.0 => format!(
+                "nothing: it receives what it is entitled to; `gpumux set {name} --limit 100%` lets it have more than {}",
+                percent(tenant.spec.limit)
+            ),
             _ => format!(
                 "nothing: it receives what it is entitled to; `gpumux set {name} --weight 2` or `--guaranteed 50%` gives it more"
             ),
