@@ -50,6 +50,17 @@ fn long_command_runs() {
 }
 
 #[test]
+fn folder_for_output_that_takes_no_files_is_named() {
+    let node = Node::start();
+    let mut command = node.gpumux(["run", "-d", "--name", "quiet", "--", "true"]);
+    let finished = command.env("XDG_STATE_HOME", "/proc/nope").run();
+    assert_eq!(finished.code(), 125, "{finished:#?}");
+    for part in ["/proc/nope/gpumux/logs/quiet.log", "XDG_STATE_HOME"] {
+        assert!(finished.err.contains(part), "{finished:#?}");
+    }
+}
+
+#[test]
 fn signals_reach_the_program() {
     let node = Node::start();
     // The parent of the tests may have had signals ignored, as shells do in the background, and what is ignored stays so.

@@ -177,7 +177,14 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         return Ok(become_program(program));
     }
     let log = match args.detach {
-        true => Some(Log::begin(logs::file(&logs::folder()?, &tenant.name))?),
+        true => {
+            let file = logs::file(&logs::folder()?, &tenant.name);
+            let why = format!(
+                "cannot keep the output of the program in {}: set XDG_STATE_HOME to a folder that takes files",
+                file.display()
+            );
+            Some(Log::begin(file).context(why)?)
+        }
         false => None,
     };
     let started: Option<Box<dyn FnOnce()>> = match &log {
