@@ -155,8 +155,14 @@ impl Node {
     /// Asks the daemon to end and waits for it.
     #[track_caller]
     pub fn stop_daemon(&mut self) -> Finished {
+        self.end_daemon(Signal::TERM)
+    }
+
+    /// Sends the daemon a signal that ends it, and waits for that.
+    #[track_caller]
+    pub fn end_daemon(&mut self, signal: Signal) -> Finished {
         let daemon = self.daemon.take().expect("a daemon runs");
-        daemon.signal(Signal::TERM);
+        daemon.signal(signal);
         daemon.finish()
     }
 

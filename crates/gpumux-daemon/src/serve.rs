@@ -77,7 +77,7 @@ impl From<Stopped> for Error {
     }
 }
 
-/// Runs the daemon until SIGTERM or SIGINT, or until it was idle for as long as the configuration says.
+/// Runs the daemon until SIGTERM, SIGINT or SIGHUP (the last unless it is ignored, as by `nohup`), or until it was idle for as long as the configuration says.
 /// Every channel group is thawed and has its own timeslice back when it returns.
 ///
 /// # Errors
@@ -87,10 +87,21 @@ pub fn run(config: Config, place: Place) -> Result<(), Error> {
     let result = runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
+        let mut hangup = match ignores(SignalKind::hangup()) {
+            true => None,
+            false => Some(signal(SignalKind::hangup())?),
+        };
+        let hung_up = async move {
+            match &mut hangup {
+                Some(hangup) => drop(hangup.recv().await),
+                None => std::future::pending().await,
+            }
+        };
         let signalled = async move {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
+                () = hung_up => {}
             }
         };
         serve(config, place, signalled).await
@@ -98,6 +109,14 @@ pub fn run(config: Config, place: Place) -> Result<(), Error> {
     // A driver or an emulated device that does not answer must not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
+}
+
+/// Whether this process was started with a signal ignored.
+fn ignores(signal: SignalKind) -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    mask.is_some_and(|mask| mask >> (signal.as_raw_value() - 1) & 1 != 0)
 }
 
 /// Ends the groups that a daemon has left to the next one, with the processes in them: for when none comes any more.

@@ -90,3 +90,17 @@ fn stop_signal_for_all_processes_ends_in_good_order() {
     let ended = node.stop_daemon().ok();
     assert!(!ended.err.contains("ERROR"), "{}", ended.err);
 }
+
+#[test]
+fn daemon_whose_terminal_closes_ends_in_good_order() {
+    let (mut node, _old) = with_old_tenant();
+    let receiver = receiver(&node);
+    // A terminal sends it to all processes of the daemon.
+    for pid in children(receiver).into_iter().chain([receiver]) {
+        let pid = Pid::from_raw(pid.cast_signed()).unwrap();
+        rustix::process::kill_process(pid, Signal::HUP).unwrap();
+    }
+    let ended = node.end_daemon(Signal::HUP).ok();
+    assert!(ended.err.contains("stopped"), "{}", ended.err);
+    assert!(!ended.err.contains("ERROR"), "{}", ended.err);
+}

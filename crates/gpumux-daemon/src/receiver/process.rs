@@ -52,9 +52,11 @@ pub fn main() -> io::Result<()> {
     // A copy of it in a relay would hide this process's end from the daemon.
     // SAFETY: the file is open, as the one that started this process knows, and nothing else here uses it.
     let control = unsafe { OwnedFd::from_raw_fd(io::stdin().as_raw_fd()) };
-    // It ends after the daemon, also where a container's runtime stops all processes at once. Relays inherit that.
-    // SAFETY: no handler is set.
-    unsafe { libc::signal(libc::SIGTERM, libc::SIG_IGN) };
+    // It ends after the daemon, also where a container's runtime or a terminal stops all processes at once. Relays inherit that.
+    for signal in [libc::SIGTERM, libc::SIGINT, libc::SIGHUP] {
+        // SAFETY: no handler is set.
+        unsafe { libc::signal(signal, libc::SIG_IGN) };
+    }
     serve(control, Place::Process)
 }
 
