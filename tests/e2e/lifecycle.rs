@@ -161,6 +161,32 @@ fn signal_reaches_the_program_of_a_tenant() {
 }
 
 #[test]
+fn stop_signal_stops_a_detached_program_itself() {
+    let node = Node::start();
+    let mut command = node.tenant("-d --name worker", TICKS);
+    at_home(&node, &mut command);
+    command.run().ok();
+    let tenant = node.wait_tenant("worker", |it| it["domains"][0].is_object());
+    let stat = format!("/proc/{}/stat", tenant["domains"][0]["pid"]);
+    gpumux(&node, "kill -s STOP worker").run().ok();
+    wait_for("the program to be stopped", PATIENCE, || {
+        is_stopped(&stat).then_some(())
+    });
+    gpumux(&node, "kill -s CONT worker").run().ok();
+    wait_for("the program to go on", PATIENCE, || {
+        (!is_stopped(&stat)).then_some(())
+    });
+    gpumux(&node, "stop worker").run().ok();
+}
+
+/// Whether a process is stopped by a signal, by its file of `/proc`.
+fn is_stopped(stat: &str) -> bool {
+    let stat = fs::read_to_string(stat).unwrap();
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, rest)| rest.starts_with('T'))
+}
+
+#[test]
 fn end_of_a_foreground_program_is_known_where_the_kernel_tells() {
     let node = Node::start();
     let run = node.tenant("--name brief", "sh -c").arg("exit 5").run();

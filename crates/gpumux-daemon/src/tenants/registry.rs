@@ -799,8 +799,8 @@ impl Tenants {
         self.table.lock().await.ends.iter().cloned().collect()
     }
 
-    /// Sends a signal to a tenant's program, or, if that has ended, to its connected processes; SIGKILL to all of them. Returns how many
-    /// processes were sent it.
+    /// Sends a signal to a tenant's program, or, if that has ended, to its connected processes; one that no process can pass on, and SIGCONT,
+    /// to all of them. Returns how many processes were sent it.
     pub(crate) async fn signal(
         &self,
         uid: u32,
@@ -814,7 +814,8 @@ impl Tenants {
         let mut targets: Vec<ProcessId> = tenant.holders.values().copied().flatten().collect();
         targets.sort_unstable_by_key(|process| (process.pid, process.start));
         targets.dedup();
-        if let Some(main) = main.filter(|it| known != Signal::KILL && targets.contains(it)) {
+        let for_all = [Signal::KILL, Signal::STOP, Signal::CONT].contains(&known);
+        if let Some(main) = main.filter(|it| !for_all && targets.contains(it)) {
             targets = vec![main];
         }
         // A process may have become another user's since it began: the daemon's right to signal is not its owner's.
