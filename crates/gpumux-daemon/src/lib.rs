@@ -30,6 +30,7 @@ mod scheduler;
 mod serve;
 mod session;
 mod sharing;
+pub mod signals;
 mod store;
 mod tenants;
 mod users;

@@ -25,6 +25,9 @@ const LINE: usize = 64;
 /// Bytes of an environment that are looked at: the kernel allows no larger one by default.
 const MAX_ENVIRONMENT: u64 = 8 << 20;
 
+/// User and group without rights (`nobody` on all Linux distributions; the kernel's overflow id).
+pub(crate) const NOBODY: u32 = 65534;
+
 /// Clock ticks in a second: USER_HZ, which is 100 on all machines that NVIDIA's driver runs on (Linux, `asm/param.h`).
 const TICKS: u64 = 100;
 

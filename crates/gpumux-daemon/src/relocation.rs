@@ -34,6 +34,7 @@ use crate::{
     api::types::Relocated,
     config::Config,
     memory,
+    peer::{NOBODY, ProcessId},
     scheduler::{self, Handle, Relocate, Stopped},
 };
 
@@ -47,8 +48,6 @@ pub const LOCK: Duration = Duration::from_secs(10);
 const WORK: Duration = Duration::from_secs(60);
 /// How long processes may take to come back.
 const BACK: Duration = Duration::from_secs(60);
-/// The group without rights.
-const NOBODY: u32 = 65534;
 /// How often that is looked at.
 const LOOK: Duration = Duration::from_millis(10);
 
@@ -314,7 +313,7 @@ impl Relocator {
     async fn await_return(&self, tenant: TenantId, plan: &Plan) -> Result<bool, Stopped> {
         let deadline = Instant::now() + BACK;
         loop {
-            let ends = |pid: &u32| has_ended(*pid);
+            let ends = |pid: &u32| ProcessId::of(*pid).is_none_or(|it| !it.lives());
             let ended: BTreeSet<u32> = plan.pids.iter().copied().filter(ends).collect();
             let is_back = self.step(|answer| Relocate::IsBack {
                 tenant,
@@ -330,12 +329,4 @@ impl Relocator {
             tokio::time::sleep(LOOK).await;
         }
     }
-}
-
-/// Whether a process has ended, all of it but its exit code.
-fn has_ended(pid: u32) -> bool {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    // Behind the name, which may contain blanks.
-    let state = stat.rsplit_once(") ").map(|(_, rest)| rest);
-    state.is_none_or(|state| state.starts_with(['Z', 'X']))
 }

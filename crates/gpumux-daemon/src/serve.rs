@@ -30,6 +30,7 @@ use crate::{
     receiver::{self, Place, Receiver},
     scheduler::{self, Command, Handle, Stopped},
     session::{HELLO, Sessions},
+    signals,
     tenants::{self, Files, TenantError, Tenants},
     users::Users,
 };
@@ -87,7 +88,7 @@ pub fn run(config: Config, place: Place) -> Result<(), Error> {
     let result = runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate())?;
         let mut interrupt = signal(SignalKind::interrupt())?;
-        let mut hangup = match ignores(SignalKind::hangup()) {
+        let mut hangup = match signals::is_ignored(SignalKind::hangup().as_raw_value()) {
             true => None,
             false => Some(signal(SignalKind::hangup())?),
         };
@@ -109,14 +110,6 @@ pub fn run(config: Config, place: Place) -> Result<(), Error> {
     // A driver or an emulated device that does not answer must not keep the process.
     runtime.shutdown_timeout(Duration::from_secs(1));
     result
-}
-
-/// Whether this process was started with a signal ignored.
-fn ignores(signal: SignalKind) -> bool {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    let mask = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
-    mask.is_some_and(|mask| mask >> (signal.as_raw_value() - 1) & 1 != 0)
 }
 
 /// Ends the groups that a daemon has left to the next one, with the processes in them: for when none comes any more.

@@ -100,7 +100,7 @@ struct Calls {
 
 struct Process {
     pid: i32,
-    /// It has used CUDA: one that only sees the devices needs not be moved.
+    /// For each device that it sees the one that takes its place; none to go on where it is.
     pairs: Vec<(Uuid, Uuid)>,
 }
 
@@ -119,20 +119,17 @@ impl Calls {
             if state != State::Running && !task.recover {
                 return Err(format!("process {pid} is {state:?} for another checkpoint"));
             }
-            let pairs = pairs(pid, task).filter(|_| !task.recover);
-            processes.push(Process {
-                pid,
-                pairs: match (pairs, task.recover) {
-                    (Some(pairs), _) => pairs,
-                    (None, true) => Vec::new(),
-                    (None, false) => {
-                        let list = visible(pid).unwrap_or_default();
-                        return Err(format!(
-                            "process {pid} does not see both GPUs: its CUDA_VISIBLE_DEVICES is `{list}`"
-                        ));
-                    }
-                },
-            });
+            let blind = || {
+                let list = visible(pid).unwrap_or_default();
+                format!(
+                    "process {pid} does not see both GPUs: its CUDA_VISIBLE_DEVICES is `{list}`"
+                )
+            };
+            let pairs = match task.recover {
+                true => Vec::new(),
+                false => pairs(pid, task).ok_or_else(blind)?,
+            };
+            processes.push(Process { pid, pairs });
         }
         Ok(Self { driver, processes })
     }

@@ -1,7 +1,7 @@
 //! A program that `gpumux run` stays the parent of: one that runs detached, and one that runs again after another tenant's fault.
 
 use std::{
-    fs::{self, File},
+    fs::File,
     io::{Read, Write},
     os::unix::process::ExitStatusExt,
     process::{Command, ExitCode, ExitStatus},
@@ -13,7 +13,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_daemon::api::types::{Exit, Fault};
+use gpumux_daemon::{
+    api::types::{Exit, Fault},
+    signals::is_ignored,
+};
 use rustix::{
     process::{Pid, Signal, getpgrp, kill_process},
     termios::tcgetpgrp,
@@ -207,10 +210,9 @@ struct Signals {
 impl Signals {
     /// From now on. What is ignored (`nohup`) stays so, for the program too.
     fn listen() -> Self {
-        let ignored = ignored();
         let heard = SIGNALS.into_iter().filter_map(|(number, signal)| {
             let told = Arc::new(AtomicBool::new(false));
-            let heard = ignored & 1 << (number - 1) == 0
+            let heard = !is_ignored(number)
                 && signal_hook::flag::register(number, Arc::clone(&told)).is_ok();
             heard.then_some((signal, told))
         });
@@ -242,13 +244,6 @@ impl Signals {
         let (signal, at) = self.last?;
         (at.elapsed() < ENDING).then_some(signal)
     }
-}
-
-/// The signals that this process ignores, as bits.
-fn ignored() -> u64 {
-    let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
-    ignored.map_or(0, |bits| u64::from_str_radix(bits.trim(), 16).unwrap_or(0))
 }
 
 /// Whether what is typed at the terminal (Ctrl-C) becomes signals to this process and its children.

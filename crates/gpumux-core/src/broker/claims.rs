@@ -562,7 +562,7 @@ impl Broker {
         // It waits for memory itself, and is served later, unless what tenants that cannot run have suffices for it.
         let asks = || self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
         let needs = || asks().fold(0, |sum: u64, (_, it)| sum.saturating_add(it.ask.need));
-        let waits = || self.has_asked(id) && !busy && !first.contains(&id) && needs() > rests;
+        let waits = || !busy && !first.contains(&id) && needs() > rests;
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);

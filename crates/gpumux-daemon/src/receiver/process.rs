@@ -32,10 +32,8 @@ use super::{
     refused::{self, Pair, Refused},
     relay::Relay,
 };
-use crate::peer::{credentials, pidfd};
+use crate::peer::{NOBODY, credentials, pidfd};
 
-/// User and group without rights (`nobody` on all Linux distributions; the kernel's overflow id).
-const NOBODY: u32 = 65534;
 /// User and group that no other process has: one of the same user could stop or kill this one. Linux distributions and container
 /// runtimes give out no ids above 2^31 (systemd's table of users and groups).
 const ALONE: u32 = 0xfffe_4750;

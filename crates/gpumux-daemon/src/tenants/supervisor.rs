@@ -323,6 +323,19 @@ mod tests {
         assert_eq!(tenants.faults().await[0].error, 700);
     }
 
+    /// What a process of a tenant in the group `team` reported.
+    fn crash(tenant: TenantId, error: u32, ended_ms: Option<u64>) -> Crash {
+        Crash {
+            group: "0/team".into(),
+            tenant,
+            pid: 1,
+            error,
+            busy: true,
+            age_ms: None,
+            ended_ms,
+        }
+    }
+
     #[tokio::test]
     async fn member_that_ended_is_named_also_if_a_member_tells_of_the_lost_server() {
         let dir = tempfile::tempdir().unwrap();
@@ -334,15 +347,6 @@ mod tests {
         let (ended, _) = placement(&tenants, "ended").await;
         let (told, _) = placement(&tenants, "told").await;
         for server in [true, false] {
-            let crash = |tenant, error, ended_ms| Crash {
-                group: "0/team".into(),
-                tenant,
-                pid: 1,
-                error,
-                busy: true,
-                age_ms: None,
-                ended_ms,
-            };
             let crashes = vec![crash(told, 806, None), crash(ended, 0, Some(50))];
             tenants.crashed("0/team", server, crashes).await.unwrap();
             let fault = tenants.faults().await.pop().unwrap();
@@ -362,15 +366,6 @@ mod tests {
         let (killed, _) = placement(&tenants, "killed").await;
         let (left, _) = placement(&tenants, "left").await;
         for _ in 0..3 {
-            let crash = |tenant, error, ended_ms| Crash {
-                group: "0/team".into(),
-                tenant,
-                pid: 1,
-                error,
-                busy: true,
-                age_ms: None,
-                ended_ms,
-            };
             let crashes = vec![crash(left, 700, None), crash(killed, 0, Some(50))];
             tenants.crashed("0/team", false, crashes).await.unwrap();
             let fault = tenants.faults().await.pop().unwrap();
