@@ -13,7 +13,8 @@ for 2 s (SIGSTOP), killed and started again, a rank killed. Then both must go on
 `hangs` (a job did not go on within the bound), `refused` (the command failed), `wrong` words, `compared` words, `worst_s` until both went on.
 
 `logical`: more ranks than GPUs, by NCCL's own support (`--nccl`: a libnccl.so.2 of 2.30.3 or newer). Cases: `2-on-2`, `2-on-1`, `4-on-2`. Modes `time-slicing`, `group`,
-`stock` (PyTorch's own NCCL). Values: steps per second, `of_ideal` (against 2-on-2 with the work of each GPU), `loss_off` (largest relative difference of a loss from 2-on-2).
+`stock` (PyTorch's own NCCL; `refused`: 1 if it says that two ranks may not have one GPU). Values: steps per second, `of_ideal` (against 2-on-2 with the work of each GPU),
+`loss_off` (largest relative difference of a loss from 2-on-2).
 
 `bandwidth`: on the first GPU, tokens that read 1.5 GiB each (like decoding), with pauses, beside a triad that needs all bandwidth. Cases: `decode+triad`, and `knee`, the triad alone by SMs.
 Modes of the first: `alone`, `time-slicing`, `mps`, `mps-30`, `mps-50`, `gpumux` (a latency tenant beside a batch tenant), `duty-30` (both batch, the triad with a limit of 0.3 of the time),
@@ -424,6 +425,17 @@ def storm(options: argparse.Namespace, results: Results, logs: Path, folder: Pat
 # --- logical GPUs -------------------------------------------------------------------------------
 
 
+def refuses(jobs: Jobs, log: Path) -> bool:
+    """Whether NCCL says that two ranks may not have one GPU."""
+    try:
+        jobs.start("one")
+    except BenchError:
+        if "Duplicate GPU detected" in log.read_text():
+            return True
+        raise
+    return False
+
+
 def logical(options: argparse.Namespace, results: Results, logs: Path, folder: Path) -> None:
     """Training by as many ranks as GPUs, and by more."""
     budget, base = Budget(options.budget), dict[str, Any]()
@@ -443,10 +455,15 @@ def logical(options: argparse.Namespace, results: Results, logs: Path, folder: P
             try:
                 with mode(name, logs) as kind, Jobs(kind, folder, ranks, [] if name == "stock" else nccl) as jobs:
                     jobs.mode.name = f"{name}-{case}"
+                    if name == "stock":
+                        results.add(case, name, {"refused": float(refuses(jobs, logs / f"{name}-{case}-one.log"))})
+                        continue
                     jobs.start("one")
                     answer = jobs.measure(options.seconds, {"one": {"op": "losses"}})["one"]
             finally:
                 del os.environ["CUDA_VISIBLE_DEVICES"], os.environ["NCCL_MAX_CTAS"]
+            if answer["wrong"]:
+                raise BenchError(f"{answer['wrong']} wrong words in sums")
             rate, losses = answer["calls"] / answer["seconds"], answer["losses"]
             values = {"rate": rate, "last_loss": losses[-1], "losses": len(losses)}
             if case == "2-on-2":

@@ -191,7 +191,7 @@ class Rank:
             net = torch.nn.Sequential(*layers).to(self.device)
             data = torch.randn(rows, 1024), torch.randn(rows, 1)
             part = slice(rows // self.world * self.rank, rows // self.world * (self.rank + 1))
-            self.made["net"] = net, torch.optim.SGD(net.parameters(), lr=0.05), *(it[part].to(self.device) for it in data)
+            self.made["net"] = net, torch.optim.SGD(net.parameters(), lr=0.005), *(it[part].to(self.device) for it in data)
         net, optimizer, inputs, targets = self.made["net"]
         loss = torch.nn.functional.mse_loss(net(inputs), targets)
         optimizer.zero_grad(set_to_none=True)
@@ -412,7 +412,8 @@ class Bandwidth:
         for sms in order["sms"]:
             if sms > every:
                 continue
-            stream = GreenContext.create(num_sms=sms, device_id=0).Stream()
+            green = GreenContext.create(num_sms=sms, device_id=0)  # its end is the end of its stream
+            stream = green.Stream()
             with self.torch.cuda.stream(stream):
                 self.triad()
                 stream.synchronize()

@@ -35,7 +35,7 @@ AFTER = 3  # steps that a program makes after each move before the next one
 
 def plain(options: argparse.Namespace) -> Callable[[int], str]:
     """Memory with known contents, by the driver API."""
-    cuda = ctypes.CDLL("libcuda.so.1")
+    cuda, libc = ctypes.CDLL("libcuda.so.1"), ctypes.CDLL(None)
 
     def call(name: str, *args: Any) -> None:
         if error := getattr(cuda, name)(*args):
@@ -60,7 +60,9 @@ def plain(options: argparse.Namespace) -> Callable[[int], str]:
         for n, at in enumerate(chunks):
             if step > 0:
                 call("cuMemcpyDtoH_v2", back, at, ctypes.c_size_t(CHUNK))
-                wrong += memoryview(back).cast("B") != value(n, step - 1).to_bytes(4, "little") * (CHUNK // 4)
+                # The first word is right, and each is as the one before it: a comparison of 64 MiB that takes Python no time.
+                first = int.from_bytes(back[:4], "little")
+                wrong += first != value(n, step - 1) or libc.memcmp(back, ctypes.byref(back, 4), ctypes.c_size_t(CHUNK - 4)) != 0
             call("cuMemsetD32_v2", at, ctypes.c_uint32(value(n, step)), ctypes.c_size_t(CHUNK // 4))
         call("cuCtxSynchronize")
         return f"{wrong} wrong"

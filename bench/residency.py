@@ -5,7 +5,7 @@ the worst of its rounds, unless said; a wrong element, an error of a job or a jo
 
 `together`: jobs that do not fit together, started at the same moment. Cases `2x60%`, `3x45%` (of the device's memory) and `2+endless`: two of 45%
 beside one of 60% that never ends. Modes `serial` (one after the other) and `gpumux`; with `--kill` also `kill-tenant` and `kill-daemon`, at
-a random moment. Values `first_s` (until every job has made its first pass), `longest_s` (between two passes of a job), `total_s`, `total_rel` (relative to
+a random moment. With `--room`, a program that gpumux does not manage takes the rest of the device. Values `first_s` (until every job has made its first pass), `longest_s` (between two passes of a job), `total_s`, `total_rel` (relative to
 the `serial` of the same round; mean), `moves`, `passes`, `wrong`.
 
 `restart`: the daemon is killed and started again beside a job of 60% that allocates and frees. Values `restarts`, `before_gib` and `worst_gib` (the
@@ -36,13 +36,13 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import common
 from common import BenchError, Gpumux, Mode, Results, Worker, say
-from memory import Api, cell, started, swap_gpumux
+from memory import Api, cell, holder, started, swap_gpumux, wait_for
 
 WORKER = Path(__file__).resolve().parent / "residency_worker.py"
 GIB, MIB = 1 << 30, 1 << 20
@@ -50,6 +50,8 @@ GIB, MIB = 1 << 30, 1 << 20
 BOUND = 2
 TOGETHER = {"2x60%": (["60%", "60%"], None), "3x45%": (["45%"] * 3, None), "2+endless": (["45%", "45%"], "60%")}
 KILLS = ["kill-tenant", "kill-daemon"]
+# What a job's context takes of a device, roughly, and the contexts of `--room`: three jobs and the program that takes the rest.
+CONTEXT, CONTEXTS = 600 * MIB, 4
 # A move takes whole chunks of 64 MiB, and tenants keep leases of as much that they do not use yet.
 OVER = 128 * MIB
 PARTS = {
@@ -219,22 +221,42 @@ class Kill:
             self.jobs.mode.start_daemon()
 
 
+@contextlib.contextmanager
+def room(wanted: str | None, logs: Path) -> Iterator[int]:
+    """So many bytes of the device for jobs beside their contexts: the rest is taken by a program that gpumux does not manage."""
+    nvml = Nvml()
+    if not wanted:
+        yield nvml.memory().total
+        return
+    size = int(float(wanted.removesuffix("GiB")) * GIB)
+    ready = logs / "room"
+    rest = nvml.memory().free - size - CONTEXTS * CONTEXT
+    with started(Mode("alone", logs), "rest", holder(f"{rest // MIB}MiB", ready)) as holding:
+        wait_for(ready, holding)
+        yield size
+
+
 def together(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `together`."""
-    total = Nvml().memory().total
+    with room(options.room, logs) as total:
+        rounds(results, cases, modes, logs, options, total)
+
+
+def rounds(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace, total: int) -> None:
+    """Its rounds, with so much memory for the jobs."""
     for case in cases:
-        rounds: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
+        each: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
         for number in range(options.rounds):
             for name in modes:
                 with cell(results, f"{case} / {name}, round {number}", logs):
                     found = together_once(case, name, logs, total, options.passes, number)
-                    if name != "serial" and len(rounds.get("serial", [])) == number + 1:
-                        found["total_rel"] = found["total_s"] / rounds["serial"][number]["total_s"]
-                    rounds[name].append(found)
-                    worst = {key: max(it.get(key, 0.0) for it in rounds[name]) for key in rounds[name][0]}
+                    if name != "serial" and len(each.get("serial", [])) == number + 1:
+                        found["total_rel"] = found["total_s"] / each["serial"][number]["total_s"]
+                    each[name].append(found)
+                    worst = {key: max(it.get(key, 0.0) for it in each[name]) for key in each[name][0]}
                     if "total_rel" in worst:
-                        worst["total_rel"] = statistics.fmean(it["total_rel"] for it in rounds[name] if "total_rel" in it)
-                    results.add(case, name, worst | {"rounds": len(rounds[name])})
+                        worst["total_rel"] = statistics.fmean(it["total_rel"] for it in each[name] if "total_rel" in it)
+                    results.add(case, name, worst | {"rounds": len(each[name])})
 
 
 def until(what: str, patience_s: float, found: Callable[[], Any]) -> Any:
@@ -436,6 +458,7 @@ def main() -> int:
     parser.add_argument("--cases", help="a comma-separated selection")
     parser.add_argument("--modes", help="a comma-separated selection")
     parser.add_argument("--rounds", type=int, default=1, help="of `together` [%(default)s]")
+    parser.add_argument("--room", help="of the device for `together`, such as 8GiB: memory moves faster, so that a round is short [all]")
     parser.add_argument("--passes", type=int, default=150, help="of a job of `together` [%(default)s]")
     parser.add_argument("--kill", action="store_true", help="kill tenants and the daemon, too, in `together`")
     parser.add_argument("--restarts", type=int, default=20, help="[%(default)s]")

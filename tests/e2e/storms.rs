@@ -134,39 +134,37 @@ fn record<T>(processes: &[Process], work: impl FnOnce() -> T) -> (T, Vec<Vec<Ins
     })
 }
 
-/// The longest time in which a program wrote no line.
-#[derive(Default)]
-struct Longest(AtomicU64);
+/// The longest time in which each of some programs wrote no line, in ms.
+struct Longest<const N: usize>([AtomicU64; N]);
 
-impl Longest {
-    fn watch(&self, process: &Process, over: &AtomicBool) {
+impl<const N: usize> Longest<N> {
+    fn watch(longest: &AtomicU64, process: &Process, over: &AtomicBool) {
         let (mut lines, mut since) = (process.lines(), Instant::now());
         while !over.load(Ordering::Relaxed) {
             thread::sleep(Duration::from_millis(2));
             let now = process.lines();
             let stood = since.elapsed().as_millis() as u64;
-            self.0.fetch_max(stood, Ordering::Relaxed);
+            longest.fetch_max(stood, Ordering::Relaxed);
             if now != lines {
                 (lines, since) = (now, Instant::now());
             }
         }
     }
 
-    /// The longest of these programs while something is done.
-    fn of(processes: &[Process], work: impl FnOnce(&Self)) -> Self {
-        let (longest, over) = (Self::default(), AtomicBool::new(false));
+    /// That of these while something is done.
+    fn of(processes: &[Process; N], work: impl FnOnce(&Self)) -> [u64; N] {
+        let (longest, over) = (
+            Self([const { AtomicU64::new(0) }; N]),
+            AtomicBool::new(false),
+        );
         thread::scope(|scope| {
             let _over = Over(&over);
-            for process in processes {
-                scope.spawn(|| longest.watch(process, &over));
+            for (longest, process) in longest.0.iter().zip(processes) {
+                scope.spawn(|| Self::watch(longest, process, &over));
             }
             work(&longest);
         });
-        longest
-    }
-
-    fn ms(&self) -> u64 {
-        self.0.load(Ordering::Relaxed)
+        longest.0.map(AtomicU64::into_inner)
     }
 }
 
@@ -234,7 +232,7 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
         wait_controlled(&node, name);
     }
     let turns = Longest::of(&survivors, |_| thread::sleep(Duration::from_secs(3)));
-    let (mut done, mut kills, mut stalls) = (0, [0; 4], [0; 4]);
+    let (mut done, mut kills, mut stalls) = (0, [0; 4], [[0; 2]; 4]);
     Longest::of(&survivors, |longest| {
         while storm.goes_on(done) {
             let kind = (done % 4) as usize;
@@ -280,32 +278,32 @@ fn kills_of_daemon_tenant_and_server_lose_nothing() {
             for name in ["serve", "shared", "train", "bytes"] {
                 wait_controlled(&node, name);
             }
-            let stall = longest.0.swap(0, Ordering::Relaxed);
-            assert!(
-                stall <= STALL,
-                "a survivor of kill {done} stood still for {stall} ms"
-            );
-            stalls[kind] = stall.max(stalls[kind]);
+            for (longest, stalls) in longest.0.iter().zip(&mut stalls[kind]) {
+                let stall = longest.swap(0, Ordering::Relaxed);
+                assert!(
+                    stall <= STALL,
+                    "a survivor of kill {done} stood still for {stall} ms"
+                );
+                *stalls = stall.max(*stalls);
+            }
         }
     });
     bytes.signal(Signal::TERM);
     let report = bytes.finish().ok().json();
     assert_eq!(report["mismatches"], 0, "{report:#}");
     assert_ne!(report["elements"], 0, "{report:#}");
+    let [standard, batch] = turns;
     print(&format!(
-        "kills: {done} rounds; 0 tenants lost, 0 wrong of {} elements; longest stall {} ms with turns only; kills and longest stall: \
-         daemon {} and {} ms, tenant {} and {} ms, last member of a group {} and {} ms, MPS server {} and {} ms",
+        "kills: {done} rounds; 0 tenants lost, 0 wrong of {} elements; longest stall of the standard and the batch tenant {standard} and \
+         {batch} ms with quanta only",
         report["elements"],
-        turns.ms(),
-        kills[0],
-        stalls[0],
-        kills[1],
-        stalls[1],
-        kills[2],
-        stalls[2],
-        kills[3],
-        stalls[3]
     ));
+    let what = ["daemon", "tenant", "last member of a group", "MPS server"];
+    for ((what, kills), [standard, batch]) in what.iter().zip(kills).zip(stalls) {
+        print(&format!(
+            "kills: {kills} of a {what}: {standard} and {batch} ms"
+        ));
+    }
 }
 
 #[test]
@@ -354,7 +352,7 @@ fn stops_of_the_daemon_stop_no_tenant() {
         stops.until_run,
         stops.while_stopped,
         stops.while_returning,
-        turns.ms(),
+        turns.into_iter().max().unwrap_or(0),
         late.as_millis()
     ));
 }
