@@ -380,6 +380,8 @@ pub enum Mutation {
     KeepGatesClosed,
     /// What tenants of the last daemon have is foreign until they have reported it.
     ForeignAtOnce,
+    /// A tenant that gave way comes back into what another frees for a moment.
+    ReturnAtOnce,
 }
 
 /// Where a tenant's memory is.
@@ -427,6 +429,10 @@ struct Tenant {
     took: Micros,
     /// It came back past older claims than this, against which it has no turn.
     passed: Option<claims::Age>,
+    /// It was moved before its turn was over, since others lacked room, and is not back yet.
+    gave_way: bool,
+    /// By device: the most that it had and asked for since the last tenant gave way so.
+    most: BTreeMap<String, u64>,
     /// Moves of it to the host that failed in a row, and when the next may be tried.
     failures: u32,
     not_before: Micros,
@@ -511,6 +517,8 @@ impl Tenant {
             home_since: now,
             took: Micros::ZERO,
             passed: None,
+            gave_way: false,
+            most: BTreeMap::new(),
             failures: 0,
             not_before: Micros::ZERO,
             back_failures: 0,

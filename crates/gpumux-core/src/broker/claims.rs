@@ -156,6 +156,7 @@ impl Broker {
 
     /// Serves claims as far as there is room, and has others moved for those that lack some.
     pub(super) fn serve(&mut self, now: Micros, out: &mut Vec<Command>) {
+        self.note_most();
         let claims = self.claims();
         let mut aside = Aside::default();
         let hedge = match self.has(Mutation::NoHedge) {
@@ -218,15 +219,65 @@ impl Broker {
         passes: bool,
         out: &mut Vec<Command>,
     ) -> bool {
+        let crowded = self.is_crowded(now, claim);
         let Some(tenant) = self.tenants.get_mut(&claim.tenant) else {
             return true;
         };
-        if now < tenant.back_not_before {
+        if now < tenant.back_not_before || crowded {
             return false;
         }
         tenant.passed = passes.then(|| claim.age());
         self.begin_return(now, claim.tenant, out);
         true
+    }
+
+    /// Whether a tenant that gave way waits although there is room: beside it, others could not have again what they had since. One of them
+    /// would be moved, or it, each time one allocates. After a turn it waits no longer.
+    fn is_crowded(&self, now: Micros, claim: &Claim) -> bool {
+        let Some(tenant) = self.tenants.get(&claim.tenant) else {
+            return false;
+        };
+        let bytes = claim.needs.values().sum::<u64>();
+        let own_turn = turn(tenant.took.max(Micros(bytes / self.speed.max(1))));
+        let waits = tenant.gave_way && !claim.entitled && tenant.wakes.is_empty();
+        let others = (self.tenants.iter()).filter(|(id, it)| {
+            let counts = it.terms.class >= claim.class && it.idle_for(now) < own_turn;
+            **id != claim.tenant && it.place == Place::Home && counts
+        });
+        let grows = |uuid: &str| {
+            let more = |(id, it): (&TenantId, &Tenant)| {
+                let most = it.most.get(uuid).copied().unwrap_or(0);
+                most.saturating_sub(self.accounting.entry(*id, uuid).holding.all())
+            };
+            others.clone().map(more).fold(0, u64::saturating_add)
+        };
+        let fits = |(uuid, need): (&String, &u64)| {
+            let free = (self.accounting.ledger(uuid)).map_or(0, crate::ledger::Ledger::free);
+            need.saturating_add(grows(uuid)) <= free
+        };
+        waits
+            && now < claim.since + own_turn
+            && !self.has(Mutation::ReturnAtOnce)
+            && !claim.needs.iter().all(fits)
+    }
+
+    /// Notes what tenants have and ask for while another has given way.
+    fn note_most(&mut self) {
+        let away = self.tenants.values().any(|it| it.gave_way);
+        for (id, tenant) in &mut self.tenants {
+            if !away {
+                tenant.most.clear();
+            } else if tenant.place == Place::Home {
+                for uuid in self.accounting.uuids() {
+                    let asks = self.asks.range((*id, 0)..=(*id, u64::MAX));
+                    let asks = asks.filter(|(_, it)| it.ask.device == *uuid);
+                    let asked = asks.fold(0, |sum: u64, (_, it)| sum.saturating_add(it.ask.need));
+                    let all = self.accounting.entry(*id, uuid).holding.all();
+                    let most = tenant.most.entry(uuid.clone()).or_default();
+                    *most = all.saturating_add(asked).max(*most);
+                }
+            }
+        }
     }
 
     /// Grants a request, or refuses it for good. Whether it was answered.
@@ -395,7 +446,16 @@ impl Broker {
         parts: BTreeMap<String, u64>,
         out: &mut Vec<Command>,
     ) {
-        if let Err(error) = self.begin_leave(now, victim, parts, Why::Room, out) {
+        let moved = self.begin_leave(now, victim, parts, Why::Room, out);
+        if moved.is_ok() {
+            // From now on others are looked at anew.
+            for (id, tenant) in &mut self.tenants {
+                tenant.most.clear();
+                let own_turn = turn(tenant.took);
+                tenant.gave_way |= *id == victim && now < tenant.home_since + own_turn;
+            }
+        }
+        if let Err(error) = moved {
             let full = matches!(error, MoveError::HostFull(_));
             if full {
                 self.drop_unused(now, victim, out);

@@ -618,7 +618,7 @@ impl Broker {
         // Time in which it was held up gives it no longer turn.
         let usual = Micros(bytes / self.speed.max(1) * 4) + Micros::from_secs(1);
         (tenant.home_since, tenant.took) = (now, took.min(usual));
-        (tenant.blocked, tenant.left_busy) = (false, false);
+        (tenant.blocked, tenant.left_busy, tenant.gave_way) = (false, false, false);
         tenant.back_failures = 0;
         let requests = std::mem::take(&mut tenant.wakes);
         self.learn_speed(bytes, took);

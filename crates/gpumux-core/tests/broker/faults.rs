@@ -632,13 +632,30 @@ pub(crate) fn a_large_request_is_not_passed_without_end() {
     world.ask(ProcessId(3), 1, 17 * GIB);
     let began = world.now;
     world.run_for(S);
-    for id in 4..8 {
+    // Each ends half a second after it has got its memory, and another comes.
+    let small = |world: &mut World, id| {
         world.tenant(id, Class::Batch, 0);
         world.set_busy(id, true);
         world.ask(ProcessId(id), 1, 4 * GIB);
+    };
+    let mut others: Vec<(u64, Option<Micros>)> = (4..8).map(|id| (id, None)).collect();
+    let mut next = 8;
+    for (id, _) in &others {
+        small(&mut world, *id);
     }
     while !world.grants.contains_key(&(ProcessId(3), 1)) {
         world.run_for(Micros::from_millis(10));
+        for (id, got) in &mut others {
+            if got.is_none() && world.grants.contains_key(&(ProcessId(*id), 1)) {
+                *got = Some(world.now);
+            }
+            if got.is_some_and(|at| world.now >= at + Micros::from_millis(500)) {
+                world.kill(*id);
+                (*id, *got) = (next, None);
+                next += 1;
+                small(&mut world, *id);
+            }
+        }
         // One turn: forty times the move of 17 GiB.
         assert!(world.now.saturating_sub(began) < Micros::from_secs(20));
     }

@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpumux_core::broker::Mutation;
 
-use super::{elastic, ends, faults, model, restarts, world::MUTATION};
+use super::{elastic, ends, faults, model, programs, restarts, world::MUTATION};
 
 /// Whether a test fails while brokers have this fault.
 fn finds(mutation: Mutation, test: fn()) -> bool {
@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 18] = [
+    let all: [(Mutation, fn()); 19] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -81,6 +81,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::KeepGatesClosed,
             faults::copy_behind_a_collective_of_a_peer_delays_a_move,
+        ),
+        (
+            Mutation::ReturnAtOnce,
+            programs::large_ones_take_turns_that_leave_time_for_work,
         ),
         (
             Mutation::NoHedge,
