@@ -11,7 +11,7 @@ use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, at_terminal, wait_for
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::TICKS;
+use crate::{REQUESTS, TICKS};
 
 /// `gpumux ARGS` with a home of its own.
 fn gpumux(node: &Node, line: &str) -> Command {
@@ -35,6 +35,44 @@ fn ended(node: &Node, name: &str) -> Option<Value> {
     let listing = gpumux(node, "ps -a --json").run().ok().json();
     let ended = listing["ended"].as_array().unwrap().iter();
     ended.rev().find(|end| end["name"] == name).cloned()
+}
+
+#[test]
+fn daemon_whose_folder_is_removed_ends_and_frees_its_tenants() {
+    let mut node = Node::start();
+    let _web = Process::start(&mut node.tenant("--name web --class latency", REQUESTS));
+    let tenants = ["a", "b"].map(|name| {
+        let options = format!("--name {name} --class batch");
+        Process::start(&mut node.tenant(&options, TICKS))
+    });
+    for name in ["a", "b"] {
+        node.wait_tenant(name, |it| it["domains"][0]["freezes"].as_u64() > Some(0));
+    }
+    // What removes the folder leaves the emulated device's socket, which another user's would be.
+    for entry in fs::read_dir(node.dir()).unwrap().flatten() {
+        let path = entry.path();
+        match path.is_dir() {
+            true => fs::remove_dir_all(path).unwrap(),
+            false if path.ends_with("emu.sock") => {}
+            false => fs::remove_file(path).unwrap(),
+        }
+    }
+    let ended = node.await_daemons_end();
+    assert_eq!(ended.code(), 1, "{}", ended.err);
+    assert!(
+        ended.err.contains("was removed or replaced while"),
+        "{}",
+        ended.err
+    );
+    for tenant in &tenants {
+        let lines = tenant.lines();
+        wait_for("it goes on", PATIENCE, || {
+            (tenant.lines() > lines + 3).then_some(())
+        });
+    }
+    let none = gpumux(&node, "ps").run();
+    assert!(none.err.contains("so no tenant is managed"), "{}", none.err);
+    node.start_daemon();
 }
 
 #[test]

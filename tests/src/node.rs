@@ -166,6 +166,12 @@ impl Node {
         daemon.finish()
     }
 
+    /// Waits until the daemon has ended by itself.
+    #[track_caller]
+    pub fn await_daemons_end(&mut self) -> Finished {
+        self.daemon.take().expect("a daemon runs").finish()
+    }
+
     /// The daemon's process.
     #[track_caller]
     pub fn daemon(&self) -> &Process {

@@ -503,6 +503,12 @@ impl Groups {
 
     /// Ends the groups without members; the others are the next daemon's.
     pub(crate) async fn close(&self) {
+        self.end_empty().await;
+        self.save();
+    }
+
+    /// Ends the groups without members.
+    pub(crate) async fn end_empty(&self) {
         let groups: Vec<Arc<Group>> = self.table().values().cloned().collect();
         for group in groups {
             let _alone = group.change.lock().await;
@@ -512,7 +518,6 @@ impl Groups {
                 group.folder.remove();
             }
         }
-        self.save();
     }
 
     /// The control program, in a group's folders and as its user.

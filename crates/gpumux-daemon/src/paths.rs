@@ -104,6 +104,12 @@ pub enum DirError {
     /// It cannot be made or written.
     #[error("cannot use {0}: {1}; choose a directory of your own with --runtime-dir")]
     Io(PathBuf, io::Error),
+    /// It was taken from under the daemon that had it.
+    #[error(
+        "the runtime directory {0} was removed or replaced while the daemon used it, so that no client finds the daemon: the daemon \
+         ends, and programs that run go on unmanaged; start both again, and leave the directory to the daemon"
+    )]
+    Lost(PathBuf),
 }
 
 /// Makes a runtime directory if need be.
@@ -130,7 +136,7 @@ pub fn make(dir: &Path) -> Result<(), DirError> {
 #[derive(Debug)]
 pub(crate) struct RuntimeDir {
     path: PathBuf,
-    _lock: File,
+    lock: File,
 }
 
 impl RuntimeDir {
@@ -163,13 +169,28 @@ impl RuntimeDir {
         lock.set_len(0).map_err(io)?;
         writeln!(lock, "{}", std::process::id()).map_err(io)?;
         // The process that bound these did so under the lock and is gone.
-        let dir = Self { path, _lock: lock };
+        let dir = Self { path, lock };
         dir.remove_sockets();
         Ok(dir)
     }
 
     pub(crate) fn path(&self) -> &Path {
         &self.path
+    }
+
+    /// Whether the lock is still where the next daemon would look for it.
+    pub(crate) fn check(&self) -> Result<(), DirError> {
+        let lock = self.path.join("lock");
+        let io = |error| DirError::Io(self.path.clone(), error);
+        let own = self.lock.metadata().map_err(io)?;
+        let found = match std::fs::symlink_metadata(lock) {
+            Ok(found) => (found.dev(), found.ino()) == (own.dev(), own.ino()),
+            Err(error) => error.kind() != io::ErrorKind::NotFound,
+        };
+        match found {
+            true => Ok(()),
+            false => Err(DirError::Lost(self.path.clone())),
+        }
     }
 
     fn remove_sockets(&self) {
@@ -260,7 +281,10 @@ fn locked(lock: &File) -> bool {
 
 impl Drop for RuntimeDir {
     fn drop(&mut self) {
-        self.remove_sockets();
+        // Else they are another daemon's.
+        if self.check().is_ok() {
+            self.remove_sockets();
+        }
     }
 }
 
@@ -301,6 +325,23 @@ mod tests {
             !session_socket(&path).exists(),
             "a dead daemon's socket is removed"
         );
+    }
+
+    #[test]
+    fn removed_directory_is_noticed_and_its_successor_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("a");
+        let first = RuntimeDir::take(path.clone()).unwrap();
+        first.check().unwrap();
+        std::fs::remove_dir_all(&path).unwrap();
+        let error = first.check().unwrap_err();
+        assert!(matches!(error, DirError::Lost(_)), "{error}");
+        let second = RuntimeDir::take(path.clone()).unwrap();
+        std::fs::write(api_socket(&path), "").unwrap();
+        assert!(matches!(first.check(), Err(DirError::Lost(_))));
+        second.check().unwrap();
+        drop(first);
+        assert!(api_socket(&path).exists(), "it is the second daemon's");
     }
 
     #[test]

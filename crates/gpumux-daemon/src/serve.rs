@@ -39,6 +39,8 @@ use crate::{
 const NVML: Duration = Duration::from_secs(3);
 /// How long sessions may take to say goodbye.
 const GOODBYE: Duration = Duration::from_secs(2);
+/// How often the daemon looks whether it can go on: several times in what a service manager waits for a sign of life.
+const BEAT: Duration = Duration::from_secs(1);
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 4096;
 
@@ -259,7 +261,7 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
             tracing::info!("no tenant runs any more: the daemon ends");
             Ok(())
         }
-        result = keep_house(&devices, &scheduler, looked) => result,
+        result = keep_house(&dir, &devices, &scheduler, looked) => result,
     };
 
     tell(&[NotifyState::Stopping]);
@@ -274,7 +276,11 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     };
     let _ = tokio::time::timeout(GOODBYE, gone).await;
     let _ = tokio::join!(api_task, session_task);
-    groups.close().await;
+    match dir.check() {
+        Ok(()) => groups.close().await,
+        // The file there is another daemon's.
+        Err(_) => groups.end_empty().await,
+    }
     tracing::info!("stopped");
     result.and(Ok(restored?))
 }
@@ -338,29 +344,30 @@ async fn idle_for(tenants: &Tenants, idle: Option<Duration>) {
     }
 }
 
-/// Tells the scheduler of devices, and the service manager that all is well.
+/// Tells the scheduler of devices, and the service manager that all is well. Returns when the daemon cannot go on.
 async fn keep_house(
+    dir: &RuntimeDir,
     devices: &Devices,
     scheduler: &Handle,
     mut looked: watch::Receiver<bool>,
 ) -> Result<(), Error> {
-    let mut period = 0;
-    let watched = sd_notify::watchdog_enabled(false, &mut period);
-    let mut beat =
-        tokio::time::interval(Duration::from_micros(period / 3).max(Duration::from_secs(1)));
+    let watched = sd_notify::watchdog_enabled(false, &mut 0);
+    let mut beat = tokio::time::interval(BEAT);
     let mut nvml = true;
     loop {
         tokio::select! {
-            _ = beat.tick(), if watched => {
-                // Only a scheduler that still works is well.
-                scheduler.ask(Command::Nothing).await?;
-                tell(&[NotifyState::Watchdog]);
+            _ = beat.tick() => {
+                dir.check()?;
+                if watched {
+                    // Only a scheduler that still works is well.
+                    scheduler.ask(Command::Nothing).await?;
+                    tell(&[NotifyState::Watchdog]);
+                }
             }
             changed = looked.changed(), if nvml => {
                 nvml = changed.is_ok();
                 know(devices, scheduler).await?;
             }
-            else => return std::future::pending().await,
         }
     }
 }

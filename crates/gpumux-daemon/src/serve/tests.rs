@@ -295,6 +295,39 @@ async fn two_daemons_do_not_meet() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn daemon_whose_folder_is_removed_ends_in_good_order() {
+    let parent = TempDir::new().unwrap();
+    let driver = Driver::start(parent.path(), "driver.sock");
+    let dir = parent.path().join("runtime");
+    let daemon = Running::start(&dir, &driver).await;
+    let created = daemon.create("train", Class::Batch).await.unwrap();
+    let [session, _control] = join(&created, &driver, 1);
+    let server = daemon.create("server", Class::Latency).await.unwrap();
+    let _server = join(&server, &driver, 2);
+    let controlled = |tenant: &Tenant| tenant.domains.iter().any(|d| d.timeslice_us == 1);
+    daemon.until("train", controlled).await;
+    std::fs::remove_dir_all(&dir).unwrap();
+    // What another daemon has there stays.
+    std::fs::create_dir(&dir).unwrap();
+    for file in ["lock", "api.sock", "groups.json"] {
+        std::fs::write(dir.join(file), "another's").unwrap();
+    }
+    let ended = tokio::time::timeout(Duration::from_secs(20), daemon.task).await;
+    let ended = ended.unwrap().unwrap();
+    assert!(
+        matches!(ended, Err(Error::Dir(DirError::Lost(_)))),
+        "{ended:?}"
+    );
+    for file in ["lock", "api.sock", "groups.json"] {
+        assert_eq!(std::fs::read(dir.join(file)).unwrap(), b"another's");
+    }
+    let clients = driver.clients().clone();
+    assert!(clients.values().all(|it| !it.frozen && it.slice == 2048));
+    let bye = socket::recv::<Daemon>(&session, RecvFlags::empty());
+    assert_eq!(bye.unwrap().unwrap().0, Daemon::Bye);
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn daemon_without_tenants_ends() {
     let dir = TempDir::new().unwrap();
     let driver = Driver::start(dir.path(), "driver.sock");
