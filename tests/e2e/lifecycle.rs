@@ -217,6 +217,39 @@ fn stop_signal_stops_a_detached_program_itself() {
     gpumux(&node, "stop worker").run().ok();
 }
 
+#[test]
+fn stopped_latency_tenant_leaves_the_gpu_to_others() {
+    let node = Node::start();
+    let start = |name: &str| {
+        let load = "gpumux workload batch --seconds 600";
+        Process::start(&mut node.tenant(&format!("--name {name} --class {name}"), load))
+    };
+    let first = start("latency");
+    let _night = start("batch");
+    let works = |name: &str| {
+        node.wait_tenant(name, |it| {
+            it["state"] == "running" || it["state"] == "queued"
+        })
+    };
+    works("latency");
+    works("batch");
+    first.signal(Signal::STOP);
+    node.wait_tenant("latency", |it| it["domains"][0]["demand"] == "idle");
+    let stopped = node.wait_tenant("latency", |it| it["state"] == "stopped");
+    assert_eq!(stopped["domains"][0]["stopped"], true, "{stopped:#}");
+    let alone = |it: &Value| it["domains"][0]["received_share"].as_f64() > Some(0.95);
+    node.wait_tenant("batch", alone);
+    let explain = |name: &str| gpumux(&node, &format!("explain {name}")).run().ok().out;
+    let text = explain("latency");
+    assert!(text.contains("is stopped (SIGSTOP"), "{text}");
+    assert!(text.contains("gpumux kill -s CONT latency"), "{text}");
+    let text = explain("batch");
+    assert!(text.contains("latency 0% (latency, stopped)"), "{text}");
+    assert!(!text.contains("--class standard"), "{text}");
+    gpumux(&node, "kill -s CONT latency").run().ok();
+    works("latency");
+}
+
 /// Whether a process is stopped by a signal, by its file of `/proc`.
 fn is_stopped(stat: &str) -> bool {
     let stat = fs::read_to_string(stat).unwrap();

@@ -34,7 +34,7 @@ pub use launches::{Launches, Progress};
 pub use plan::{Calm, Control, DomainPlan, Plan, RunState};
 pub use policy::{Memory, Policy};
 pub use rhythm::Rhythm;
-pub use snapshot::{Costs, Demand, DomainState, Snapshot, TenantState};
+pub use snapshot::{Costs, Demand, DomainState, QUEUED, Snapshot, TenantState};
 pub use spec::{Field, Kind, SpecChange, SpecError, TenantSpec};
 pub use tenant::{Class, Hints, MAX_NAME, MemoryPolicy, ParseClassError, is_name, is_name_char};
 pub use units::{DomainId, Micros, TenantId, Timeslice, UserId};

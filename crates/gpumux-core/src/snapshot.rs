@@ -19,7 +19,19 @@ pub enum Demand {
     Busy,
 }
 
+/// Device time in which a group ends what a program had queued: one that runs ahead of the device has up to a second of work queued.
+pub const QUEUED: Micros = Micros::from_secs(2);
+
 impl Demand {
+    /// Of a domain whose stopped process left work behind, and which received so much device time since: a process that does not run
+    /// cannot report that its work has ended. `used`: the part of the last second in which its kernels ran, if the driver tells.
+    pub fn of_stopped(received: Micros, used: Option<f64>) -> Self {
+        match received < QUEUED || used.is_some_and(|used| used > 0.0) {
+            true => Self::Busy,
+            false => Self::Idle,
+        }
+    }
+
     /// Whether the domain must be treated as having work.
     pub const fn may_run(self) -> bool {
         !matches!(self, Self::Idle)

@@ -20,6 +20,8 @@ use tokio::io::{Interest, unix::AsyncFd};
 
 use crate::api::types::Exit;
 
+/// Threads of a process that are looked at: a signal stops all of them.
+const THREADS: usize = 64;
 /// How many ancestors are looked at.
 const LINE: usize = 64;
 /// Bytes of an environment that are looked at: the kernel allows no larger one by default.
@@ -60,6 +62,20 @@ impl ProcessId {
     /// Whether the process that has this pid now is a child of this one and was stopped (SIGSTOP).
     pub(crate) fn has_stopped_child(self, pid: u32) -> bool {
         Stat::of(pid).is_some_and(|stat| stat.parent == self.pid && stat.stopped)
+    }
+
+    /// Whether no thread of the process that has this pid now runs, because it was stopped (SIGSTOP) or a debugger holds it.
+    pub(crate) fn is_stopped(pid: u32) -> bool {
+        // Of most others, this one look tells it.
+        let stands = |stat: Stat| stat.stopped || stat.traced;
+        Stat::of(pid).is_some_and(stands)
+            && std::fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| {
+                let mut tasks = tasks.flatten().take(THREADS);
+                tasks.all(|task| {
+                    let thread = task.file_name().to_str().and_then(|it| it.parse().ok());
+                    thread.and_then(Stat::of).is_some_and(stands)
+                })
+            })
     }
 
     /// The process itself, its parent, that one's parent and so on, as far as they live.
@@ -139,6 +155,8 @@ struct Stat {
     process: ProcessId,
     parent: u32,
     stopped: bool,
+    /// A debugger holds it.
+    traced: bool,
     exited: bool,
     /// Where its program and stack begin, which differ with each `execve(2)`; none before they are there, with the environment.
     program: Option<(u64, u64)>,
@@ -159,6 +177,7 @@ impl Stat {
             process: ProcessId { pid, start },
             parent: field(4)?.parse().ok()?,
             stopped: field(3)? == "T",
+            traced: field(3)? == "t",
             exited: matches!(field(3)?, "Z" | "X"),
             program: (code > 1).then_some((code, stack)),
         })
@@ -350,6 +369,8 @@ fn option<T: Copy>(socket: impl AsFd, name: i32, mut value: T) -> io::Result<T> 
 mod tests {
     use std::{io::Write, os::unix::net::UnixStream, process::Command};
 
+    use rustix::process::{WaitOptions, waitpid};
+
     use super::*;
 
     #[test]
@@ -377,6 +398,24 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!process.is_of(uid), "it belongs to no user any more");
+    }
+
+    #[test]
+    fn stopped_process_differs_from_one_that_waits() {
+        let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+        let process = ProcessId::of(child.id()).unwrap();
+        assert!(!ProcessId::is_stopped(child.id()));
+        let watch = process.watch().unwrap();
+        watch.try_signal(Signal::STOP).unwrap();
+        let pid = Pid::from_child(&child);
+        waitpid(Some(pid), WaitOptions::UNTRACED).unwrap();
+        assert!(ProcessId::is_stopped(child.id()));
+        watch.try_signal(Signal::CONT).unwrap();
+        waitpid(Some(pid), WaitOptions::CONTINUED).unwrap();
+        assert!(!ProcessId::is_stopped(child.id()));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(!ProcessId::is_stopped(child.id()));
     }
 
     #[test]

@@ -27,6 +27,7 @@ use crate::{
     groups::Groups,
     mistakes::mistakes,
     paths::{self, DirError, RuntimeDir},
+    peer::ProcessId,
     receiver::{self, Place, Receiver},
     scheduler::{self, Command, Handle, Stopped},
     session::{HELLO, Sessions},
@@ -358,9 +359,9 @@ async fn keep_house(
         tokio::select! {
             _ = beat.tick() => {
                 dir.check()?;
+                // Only a scheduler that still works is well.
+                look_for_stopped(scheduler).await?;
                 if watched {
-                    // Only a scheduler that still works is well.
-                    scheduler.ask(Command::Nothing).await?;
                     tell(&[NotifyState::Watchdog]);
                 }
             }
@@ -370,6 +371,22 @@ async fn keep_house(
             }
         }
     }
+}
+
+/// Reports to the scheduler which processes with work are stopped.
+async fn look_for_stopped(scheduler: &Handle) -> Result<(), Stopped> {
+    let mut standing = scheduler.ask(Command::Standing).await?;
+    if standing.is_empty() {
+        return Ok(());
+    }
+    let looked = tokio::task::spawn_blocking(|| {
+        standing.retain(|pid| ProcessId::is_stopped(*pid));
+        standing
+    });
+    let stopped = looked.await.unwrap_or_default();
+    scheduler
+        .ask(|answer| Command::Stopped(stopped, answer))
+        .await
 }
 
 async fn know(devices: &Devices, scheduler: &Handle) -> Result<(), Stopped> {

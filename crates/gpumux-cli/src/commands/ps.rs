@@ -33,6 +33,7 @@ States:
   idle        has no work for a GPU
   running     has work, and may run
   queued      has work, and is frozen until its turn comes
+  stopped     its process is stopped (SIGSTOP, Ctrl-Z, a debugger)
   swapped     some or all of its memory is on the host
   blocked     waits for room in a GPU's memory
   faulty      gpumux cannot control it: `gpumux explain NAME` names the error

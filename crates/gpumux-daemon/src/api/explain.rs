@@ -297,6 +297,13 @@ fn now(domain: &Domain, neighbours: &[Neighbour]) -> String {
     if let Some(error) = &domain.error {
         return format!("It is not under control now, because a control failed: {error}.");
     }
+    if domain.stopped {
+        return format!(
+            "Its process {} is stopped (SIGSTOP, Ctrl-Z, a debugger): what it has launched ends, and then it counts as without work until \
+             it goes on.",
+            domain.pid
+        );
+    }
     let first = neighbours.iter().find(|it| {
         it.class == Class::Latency
             && it.state == TenantState::Running
@@ -527,6 +534,9 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
                 .into()
         }
         TenantState::Idle => "nothing: it has no work".into(),
+        TenantState::Stopped => {
+            format!("let it go on: `gpumux kill -s CONT {name}`, or `fg` in its terminal")
+        }
         TenantState::Running | TenantState::Queued => match (hog, alone) {
             (_, true) => "nothing: it has the GPU for itself".into(),
             (Some(hog), _) if tenant.class != Class::Latency => format!(
@@ -881,6 +891,7 @@ mod tests {
         (sleeper.asleep, sleeper.state) = (true, TenantState::Swapped);
         let said = |tenant: &Tenant, faults: &[Fault]| explain(tenant, &[], &[], faults).text;
         let text = said(&sleeper, &[]);
+        assert!(!text.contains("above its limit"), "{text}");
         for part in [
             "It is swapped out: 3.0 GiB of its memory is on the host",
             "or with `gpumux wake big`",

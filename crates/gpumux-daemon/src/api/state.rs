@@ -20,6 +20,8 @@ pub enum TenantState {
     Running,
     /// It has work, and is frozen until its turn comes.
     Queued,
+    /// Its process is stopped (SIGSTOP, a debugger), with work that it launched before.
+    Stopped,
     /// Some or all of its memory is swapped out, or on its way.
     Swapped,
     /// It waits for room in a GPU's memory.
@@ -32,11 +34,12 @@ pub enum TenantState {
 
 impl TenantState {
     /// Every state, in the order of a tenant's life.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Starting,
         Self::Idle,
         Self::Running,
         Self::Queued,
+        Self::Stopped,
         Self::Swapped,
         Self::Blocked,
         Self::Faulty,
@@ -50,6 +53,7 @@ impl TenantState {
             Self::Idle => "idle",
             Self::Running => "running",
             Self::Queued => "queued",
+            Self::Stopped => "stopped",
             Self::Swapped => "swapped",
             Self::Blocked => "blocked",
             Self::Faulty => "faulty",
@@ -64,6 +68,7 @@ impl TenantState {
             Self::Idle => "has no work for a GPU",
             Self::Running => "has work, and may run",
             Self::Queued => "has work, and is frozen until its turn comes",
+            Self::Stopped => "its process is stopped (SIGSTOP, Ctrl-Z, a debugger)",
             Self::Swapped => "some or all of its memory is on the host",
             Self::Blocked => "waits for room in a GPU's memory",
             Self::Faulty => "gpumux cannot control it: `gpumux explain NAME` names the error",
@@ -99,7 +104,7 @@ pub(crate) struct Facts<'a> {
 
 /// The state: what a person must know first comes first.
 pub(crate) fn state(facts: Facts<'_>) -> TenantState {
-    let has_work = |domain: &&Domain| domain.demand.may_run();
+    let has_work = |domain: &&Domain| domain.demand.may_run() && !domain.stopped;
     let mut working = facts.domains.iter().filter(has_work).peekable();
     if facts.tampers {
         TenantState::Tampers
@@ -112,7 +117,10 @@ pub(crate) fn state(facts: Facts<'_>) -> TenantState {
     } else if facts.domains.is_empty() && !facts.used {
         TenantState::Starting
     } else if working.peek().is_none() {
-        TenantState::Idle
+        match facts.domains.iter().any(|domain| domain.stopped) {
+            true => TenantState::Stopped,
+            false => TenantState::Idle,
+        }
     } else if working.all(|domain| domain.frozen) {
         TenantState::Queued
     } else {
@@ -161,6 +169,14 @@ mod tests {
         ] {
             assert_eq!(on(&domains), expected, "{domains:?}");
         }
+        let stopped = |demand| Domain {
+            stopped: true,
+            ..domain(demand, true)
+        };
+        assert_eq!(on(&[stopped(Busy)]), TenantState::Stopped);
+        assert_eq!(on(&[stopped(Idle)]), TenantState::Stopped);
+        let another = domain(Busy, false);
+        assert_eq!(on(&[stopped(Idle), another]), TenantState::Running);
         let busy = [domain(Busy, true)];
         let mut facts = Facts {
             used: true,

@@ -667,6 +667,9 @@ pub struct Domain {
     /// Whether it has work.
     #[schema(value_type = String, pattern = "^(unknown|idle|busy)$")]
     pub demand: Demand,
+    /// Whether its process was stopped (SIGSTOP, a debugger) while it had work: that counts until the device has ended it.
+    #[serde(default)]
+    pub stopped: bool,
     /// Share of the device that its tenant gets if all tenants there want it.
     pub entitled_share: f64,
     /// Longest that its tenant waits with work, in µs of the time that the device works for tenants; 0: the policy has no bound.

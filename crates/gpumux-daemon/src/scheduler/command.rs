@@ -30,6 +30,10 @@ pub(crate) enum Command {
     // ---- Devices and figures
     /// Nothing: the answer proves that the thread works.
     Nothing(Answer<()>),
+    /// The processes that have work and have submitted none for a while: they may be stopped.
+    Standing(Answer<BTreeSet<u32>>),
+    /// Of those, these are stopped.
+    Stopped(BTreeSet<u32>, Answer<()>),
     /// NVML has found these devices, now with these processes. Also for devices that are known.
     KnowDevices(Vec<Known>, Answer<()>),
     /// The numbers of the devices that NVML has reported.
@@ -153,6 +157,11 @@ impl Command {
     pub(super) fn carry_out(self, engine: &mut Engine) {
         match self {
             Self::Nothing(answer) => send(answer, ()),
+            Self::Standing(answer) => send(answer, engine.standing()),
+            Self::Stopped(stopped, answer) => {
+                engine.set_stopped(&stopped);
+                send(answer, ());
+            }
             Self::KnowDevices(known, answer) => {
                 engine.know_devices(known);
                 send(answer, ());

@@ -121,8 +121,11 @@ impl Device {
             if let Some(times) = domain.new_holds() {
                 self.record.push(now, &domain.who, What::Held(times));
             }
-            let demand = domain.demand();
-            let before = controller.domain(*id).map(|it| it.state.demand);
+            let known = controller.domain(*id).map(|it| &it.state);
+            let received = known.map_or(Micros::ZERO, |it| it.received);
+            let used = (self.used_by.as_ref()).and_then(|all| all.get(&domain.member.pid));
+            let demand = domain.counted_demand(received, used.copied());
+            let before = known.map(|it| it.demand);
             if before.is_some_and(|before| before != demand) {
                 controller.handle(now, Event::Demand(*id, demand));
                 self.record.push(now, &domain.who, What::Demand(demand));
@@ -130,6 +133,27 @@ impl Device {
             if let Some(at_work) = domain.new_at_work(demand) {
                 controller.handle(now, Event::AtWork(*id, at_work));
             }
+        }
+    }
+
+    /// Processes that may be stopped: they have work, and have submitted none for a second.
+    pub(super) fn standing(&self, now: Micros) -> impl Iterator<Item = u32> {
+        let domains = self.domains.values();
+        let standing = domains.filter(move |it| it.member.pid != 0 && it.stands(now, CHECK));
+        standing.map(|it| it.member.pid)
+    }
+
+    /// Of all processes, these are stopped.
+    pub(super) fn set_stopped(
+        &mut self,
+        now: Micros,
+        stopped: &BTreeSet<u32>,
+        controller: &mut Controller,
+    ) {
+        controller.account_until(self.index, now);
+        for (id, domain) in &mut self.domains {
+            let received = (controller.domain(*id)).map_or(Micros::ZERO, |it| it.state.received);
+            domain.set_stopped(stopped.contains(&domain.member.pid), received);
         }
     }
 

@@ -96,6 +96,10 @@ pub(crate) struct Domain {
     /// Pieces of work that it had submitted at the last look, and the last look that found new ones: work may begin and end between two.
     submitted: u64,
     pub(super) worked: Micros,
+    /// The work with which its process was found stopped, and the device time that it had received by then.
+    stopped: Option<(Work, Micros)>,
+    /// The device has ended what the stopped process had launched.
+    spent: bool,
 }
 
 /// Longer than a process holds the device ahead of work that it expects soon.
@@ -133,6 +137,8 @@ impl Domain {
             progress: Progress::default(),
             submitted: 0,
             worked: now,
+            stopped: None,
+            spent: false,
         };
         // What it did before this session does not count.
         domain.new_holds();
@@ -160,21 +166,60 @@ impl Domain {
         self.lost && slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
     }
 
+    /// What of its demand counts, given the device time that the domain has received, and what the driver measured of the process.
+    pub(super) fn counted_demand(&mut self, received: Micros, used: Option<f64>) -> Demand {
+        let left = self.stopped_at();
+        let left = left.map(|before| Demand::of_stopped(received.saturating_sub(before), used));
+        self.spent = left == Some(Demand::Idle);
+        left.unwrap_or_else(|| self.demand())
+    }
+
     /// What the process says of its work.
     pub(super) fn demand(&self) -> Demand {
         if self.lost {
             return Demand::Idle;
         }
-        match self.page.slot(self.member.key).map(|slot| slot.work()) {
+        match self.work() {
             Some(Work::Busy(_)) => Demand::Busy,
-            _ if self.waits_to_launch() => Demand::Busy,
+            _ if self.wants_to_launch() => Demand::Busy,
             Some(Work::Idle(_)) => Demand::Idle,
             Some(Work::Unknown) | None => Demand::Unknown,
         }
     }
 
-    /// Whether a thread waits to launch, where that takes a permit.
+    fn work(&self) -> Option<Work> {
+        self.page.slot(self.member.key).map(Slot::work)
+    }
+
+    /// Whether its process may be stopped: it has work, and has submitted none for so long.
+    pub(super) fn stands(&self, now: Micros, time: Micros) -> bool {
+        self.worked + time <= now && (self.stopped.is_some() || self.demand() == Demand::Busy)
+    }
+
+    /// Whether its process is stopped, as was found now.
+    pub(super) fn set_stopped(&mut self, stopped: bool, received: Micros) {
+        let left = stopped && self.demand() == Demand::Busy;
+        let before = self.stopped_at().unwrap_or(received);
+        self.stopped = (self.work().filter(|_| left)).map(|work| (work, before));
+    }
+
+    /// If its process is stopped, the device time that it had received by then. Only a process that runs changes its work.
+    fn stopped_at(&self) -> Option<Micros> {
+        let (work, received) = self.stopped?;
+        (self.work() == Some(work)).then_some(received)
+    }
+
+    /// Whether its process is stopped, and left work behind.
+    pub(super) fn is_stopped(&self) -> bool {
+        self.stopped_at().is_some()
+    }
+
+    /// Whether a thread waits to launch, where that takes a permit, and would.
     pub(super) fn waits_to_launch(&self) -> bool {
+        !self.spent && self.wants_to_launch()
+    }
+
+    fn wants_to_launch(&self) -> bool {
         let slot = self.page.slot(self.member.key);
         self.launches.is_some() && !self.lost && slot.is_some_and(Slot::waits_to_launch)
     }
@@ -182,7 +227,8 @@ impl Domain {
     /// Whether something was launched that is not done.
     pub(super) fn has_launched(&self) -> bool {
         let slot = self.page.slot(self.member.key);
-        !self.lost && slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)))
+        let launched = slot.is_some_and(|slot| matches!(slot.work(), Work::Busy(_)));
+        launched && !self.lost && !self.spent
     }
 
     /// How many launches waited for a permit.

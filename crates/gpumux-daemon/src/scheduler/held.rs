@@ -3,14 +3,13 @@
 
 use std::{os::fd::OwnedFd, sync::Arc, time::Duration};
 
-use gpumux_core::{DomainId, Micros};
+use gpumux_core::{DomainId, Micros, QUEUED};
 use gpumux_rm::Controls;
 
 use super::model::SessionId;
 
-/// How much time on the device a group gets to end kernels that a process left behind. A program that runs ahead of the device has up to a
-/// second of work queued.
-pub(crate) const STAY: Duration = Duration::from_secs(2);
+/// How much time on the device a group gets to end kernels that a process left behind.
+pub(crate) const STAY: Duration = Duration::from_micros(QUEUED.0);
 
 /// The longest that it stays, for a group that gets no time on the device: behind higher classes that always have work.
 const LONGEST: Micros = Micros::from_secs(30);

@@ -1,5 +1,7 @@
 //! The step that brings the devices from what is to what shall be.
 
+use std::collections::BTreeSet;
+
 use gpumux_core::{Class, Hints, Micros, broker::Event};
 use gpumux_wire::{Daemon, page::SLOTS};
 
@@ -42,6 +44,21 @@ impl Engine {
             self.judge();
         }
         self.expire_guarantees();
+    }
+
+    /// Processes that may be stopped.
+    pub(super) fn standing(&self) -> BTreeSet<u32> {
+        let now = self.state.now();
+        let devices = self.state.devices.values();
+        devices.flat_map(|device| device.standing(now)).collect()
+    }
+
+    /// Of all processes, these are stopped.
+    pub(super) fn set_stopped(&mut self, stopped: &BTreeSet<u32>) {
+        let now = self.state.now();
+        for device in self.state.devices.values_mut() {
+            device.set_stopped(now, stopped, &mut self.state.controller);
+        }
     }
 
     /// Brings every device to what its policy wants now. Returns when to do so again at the

@@ -12,7 +12,7 @@ use std::{
 };
 
 use gpumux_core::{
-    Class, Micros, TenantId, TenantSpec, Timeslice,
+    Class, Demand, Micros, TenantId, TenantSpec, Timeslice,
     admission::UserPolicy,
     broker::{Ask, Event, Line, ProcessId},
     ledger::Kind,

@@ -140,6 +140,7 @@ impl Engine {
                     timeslice_us: has.timeslice_us,
                     frozen: has.frozen,
                     demand: has.demand,
+                    stopped: domain.is_stopped(),
                     entitled_share: entitled.get(&tenant).map_or(0.0, |bound| bound.share),
                     wait_bound_us: entitled.get(&tenant).map_or(0, |bound| bound.wait.0),
                     received_share: domain.share(now, account.received_us),

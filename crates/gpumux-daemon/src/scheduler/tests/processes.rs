@@ -201,3 +201,58 @@ fn a_group_belongs_to_one_process() {
         Err(GroupError::NoTenant)
     ));
 }
+
+#[test]
+fn stopped_process_counts_until_its_work_has_ended() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    bench.add(2, Class::Batch);
+    bench.run(Micros::from_millis(1_500));
+    assert_eq!(bench.engine.standing(), [1001, 1002].into());
+    let stopped = [1001].into();
+    bench.engine.set_stopped(&stopped);
+    bench.run(Micros::from_millis(500));
+    let left = bench.domain(1);
+    assert!(left.stopped && left.demand == Demand::Busy, "{left:?}");
+    for _ in 0..8 {
+        bench.engine.set_stopped(&stopped);
+        bench.run(Micros::from_secs(1));
+    }
+    let left = bench.domain(1);
+    assert!(left.stopped && left.demand == Demand::Idle, "{left:?}");
+    assert!(bench.domain(2).received_share > 0.99);
+    // The driver has seen its kernels.
+    let measure = |bench: &mut Bench, used: f64| {
+        let device = bench.engine.state.devices.get_mut("GPU-0").unwrap();
+        device.used_by = Some([(1001, used)].into());
+    };
+    measure(&mut bench, 0.1);
+    bench.run(Micros::from_millis(100));
+    assert_eq!(bench.domain(1).demand, Demand::Busy);
+    measure(&mut bench, 0.0);
+    bench.run(Micros::from_millis(100));
+    assert_eq!(bench.domain(1).demand, Demand::Idle);
+    // It goes on with what it had, and later with more.
+    bench.engine.set_stopped(&[].into());
+    bench.run(Micros::from_millis(100));
+    let on = bench.domain(1);
+    assert!(!on.stopped && on.demand == Demand::Busy, "{on:?}");
+    bench.engine.set_stopped(&stopped);
+    bench.pages[0].slot(1).unwrap().submit();
+    bench.run(Micros::from_millis(100));
+    let on = bench.domain(1);
+    assert!(!on.stopped && on.demand == Demand::Busy, "{on:?}");
+    assert_eq!(bench.engine.standing(), [1002].into());
+}
+
+#[test]
+fn stopped_process_without_work_stays_idle() {
+    let mut bench = Bench::new();
+    bench.add(1, Class::Latency);
+    let slot = bench.pages[0].slot(1).unwrap();
+    slot.complete(slot.submitted());
+    bench.engine.set_stopped(&[1001].into());
+    bench.run(Micros::from_secs(1));
+    let idle = bench.domain(1);
+    assert!(!idle.stopped && idle.demand == Demand::Idle, "{idle:?}");
+}
