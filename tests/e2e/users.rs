@@ -79,6 +79,30 @@ fn an_ordinary_user_changes_its_own_tenants_only() {
 }
 
 #[test]
+fn process_that_changes_its_user_gets_the_reason() {
+    let Some(node) = node_of_root() else { return };
+    let program = format!("setpriv --reuid {NOBODY} --clear-groups gpumux scratch");
+    let mut program = Process::start(&mut node.tenant("--name train", &program));
+    let number = NOBODY.to_string();
+    let user = Command::new("id").args(["-un", &number]).run().ok().out;
+    let user = user.trim();
+    let reason = format!(
+        "runs as user {user}, and tenant `train`, whose secret the process has, is of user root"
+    );
+    wait_for("the reason", PATIENCE, || {
+        program.err().contains(&reason).then_some(())
+    });
+    assert!(
+        program
+            .err()
+            .contains(&format!("sudo -u {user} gpumux run")),
+        "{}",
+        program.err()
+    );
+    program.wait_lines(1);
+}
+
+#[test]
 fn ended_tenants_of_one_name_are_found_by_user() {
     let Some(node) = node_of_root() else { return };
     let start = |command: Command| {

@@ -28,7 +28,9 @@ impl From<TenantError> for Refused {
             | TenantError::UnknownToken
             | TenantError::NothingSet(_)
             | TenantError::NothingKnown(_) => StatusCode::NOT_FOUND,
-            TenantError::NotYours(_) | TenantError::NotTrusted => StatusCode::FORBIDDEN,
+            TenantError::NotYours(_) | TenantError::OtherUser { .. } | TenantError::NotTrusted => {
+                StatusCode::FORBIDDEN
+            }
             TenantError::Taken(_)
             | TenantError::Ambiguous(..)
             | TenantError::Busy(..)

@@ -102,6 +102,16 @@ pub(crate) enum TenantError {
     Invisible,
     #[error("the tenant of this secret is unknown: it has ended, or belongs to another daemon")]
     UnknownToken,
+    #[error(
+        "process {pid} runs as user {user}, and tenant `{name}`, whose secret the process has, is of user {owner}: only processes of \
+         {owner} and root may join it. Change the user first, and start `gpumux run` as {user} then (`sudo -u {user} gpumux run …`)"
+    )]
+    OtherUser {
+        pid: u32,
+        user: String,
+        name: String,
+        owner: String,
+    },
     #[error("only root and the daemon's own user may keep a tenant or choose its secret")]
     NotTrusted,
     #[error("{0} devices are more than a tenant can be confined to: name at most {MAX_CONFINED}")]
@@ -222,6 +232,16 @@ impl Tenant {
 
     pub(super) fn may_join(&self, token: &str, peer: &Peer) -> bool {
         self.token == token && (peer.uid == 0 || peer.uid == self.uid || self.kept)
+    }
+
+    /// Why a process of this user may not join it.
+    pub(super) fn refuses(&self, peer: &Peer, user: &str) -> TenantError {
+        TenantError::OtherUser {
+            pid: peer.pid,
+            user: user.into(),
+            name: self.name.clone(),
+            owner: self.user.clone(),
+        }
     }
 }
 

@@ -554,7 +554,7 @@ impl Tenants {
                     devices,
                     life,
                     ..
-                } = ended.ok_or(TenantError::UnknownToken)?;
+                } = ended.ok_or_else(|| table.refusal(token, peer, &policy.user))?;
                 let owner = Owner {
                     name: table.free_name(uid, &name),
                     uid,
@@ -1088,6 +1088,13 @@ impl Table {
             true => Ok(()),
             false => persistence::save(files, self.tenants.values()),
         }
+    }
+
+    /// Why a process with this secret joins no tenant.
+    fn refusal(&self, token: &str, peer: &Peer, user: &str) -> TenantError {
+        let mut all = self.tenants.values().chain(&self.ended);
+        let of_another = all.find(|tenant| tenant.token == token);
+        of_another.map_or(TenantError::UnknownToken, |it| it.refuses(peer, user))
     }
 
     /// Whether a new tenant may have this name.

@@ -168,8 +168,14 @@ async fn only_its_owner_and_root_have_a_say() {
     let error = tenants
         .join(SessionId(1), &peer(1001), token)
         .await
-        .unwrap_err();
-    assert!(matches!(error, TenantError::UnknownToken), "{error}");
+        .unwrap_err()
+        .to_string();
+    let user = async |uid| tenants.users.policy(uid).await.user.clone();
+    let (own, other) = (user(1000).await, user(1001).await);
+    let said = format!(
+        "runs as user {other}, and tenant `mine`, whose secret the process has, is of user {own}:"
+    );
+    assert!(error.contains(&said), "{error}");
     assert_eq!(tenants.list().await[0].spec, TenantSpec::default());
     tenants.change(1000, "mine", &change).await.unwrap();
     tenants
