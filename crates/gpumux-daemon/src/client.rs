@@ -86,12 +86,14 @@ fn no_daemon(socket: &Path, why: &io::Error) -> String {
     let socket = socket.display();
     match why.kind() {
         io::ErrorKind::NotFound => {
-            format!("no daemon at {socket}, so no tenant runs: `gpumux run` starts one")
+            format!("no daemon at {socket}, so no tenant is managed: `gpumux run` starts one")
         }
         io::ErrorKind::PermissionDenied => format!(
             "{socket} is in a directory of another user: set GPUMUX_RUNTIME_DIR to one of your own"
         ),
-        _ => format!("no daemon at {socket} ({why}), so no tenant runs: `gpumux run` starts one"),
+        _ => format!(
+            "no daemon at {socket} ({why}), so no tenant is managed: `gpumux run` starts one"
+        ),
     }
 }
 
@@ -560,7 +562,10 @@ mod tests {
     #[test]
     fn missing_daemon_is_reported_with_the_way_to_one() {
         for (why, expected) in [
-            (io::ErrorKind::NotFound, "/x/api.sock, so no tenant runs"),
+            (
+                io::ErrorKind::NotFound,
+                "/x/api.sock, so no tenant is managed",
+            ),
             (io::ErrorKind::ConnectionRefused, "`gpumux run` starts one"),
             (io::ErrorKind::PermissionDenied, "set GPUMUX_RUNTIME_DIR"),
         ] {
