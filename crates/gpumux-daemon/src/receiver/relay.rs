@@ -172,7 +172,11 @@ impl Relay {
                     Err(error) => return Err(error),
                 }
             }
-            up.send(self.kind, &self.daemon)?;
+            match up.send(self.kind, &self.daemon) {
+                // It has closed, and what it answered before that may not have been received yet.
+                Err(_) if self.kind == Kind::Api => up.ended = true,
+                sent => sent?,
+            }
             if down.wants_more() {
                 down.item = self.kind.receive(&self.daemon, &mut buffer, |_| true)?;
             }
@@ -233,5 +237,37 @@ fn may_pass(file: &OwnedFd, emulated: Option<&Path>) -> bool {
         Ok(FileType::RegularFile) => fcntl_get_seals(file).is_ok(),
         Ok(FileType::Socket) => emulated.is_some_and(|server| leads_to(file, server).is_ok()),
         _ => is_of_driver(file),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{
+        io::{Read, Write},
+        os::unix::net::UnixStream,
+    };
+
+    use rustix::net::SocketType;
+
+    use super::{super::pair, *};
+
+    #[test]
+    fn answer_of_a_daemon_that_has_closed_is_passed_on() {
+        let (user, own) = pair(SocketType::STREAM).unwrap();
+        let (daemon, theirs) = pair(SocketType::STREAM).unwrap();
+        let (mut user, mut theirs) = (UnixStream::from(user), UnixStream::from(theirs));
+        user.write_all(b"GET / HTTP/1.1").unwrap();
+        theirs.write_all(b"HTTP/1.1 503").unwrap();
+        drop(theirs);
+        let relay = Relay {
+            kind: Kind::Api,
+            user: own,
+            daemon,
+            emulated: None,
+        };
+        drop(relay.run());
+        let mut answer = String::new();
+        user.read_to_string(&mut answer).unwrap();
+        assert_eq!(answer, "HTTP/1.1 503");
     }
 }
