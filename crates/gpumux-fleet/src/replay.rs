@@ -28,12 +28,10 @@ pub struct Point {
 }
 
 impl Run {
-    /// How the fleet was when so much had been asked for, in percent of its GPUs.
+    /// How the fleet was when so much had been asked for, in percent of its GPUs: as the last arrival until then had left it.
     pub fn at(&self, arrived: u32) -> Option<Point> {
-        self.points
-            .iter()
-            .copied()
-            .find(|point| point.arrived == arrived)
+        let points = self.points.iter().copied();
+        points.take_while(|point| point.arrived <= arrived).last()
     }
 }
 

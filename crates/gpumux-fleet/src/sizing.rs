@@ -83,11 +83,11 @@ impl Sharing {
 pub struct Need {
     /// Number of GPUs.
     pub gpus: usize,
-    /// Of the latency-sensitive tenants with GPUs: percent that have their share when all tenants are busy.
-    pub attained: f64,
+    /// Of the latency-sensitive tenants with GPUs: percent that have their share when all tenants are busy. None without such tenants.
+    pub attained: Option<f64>,
     /// Of the best-effort tenants with GPUs: mean rate, in percent of what they asked for, when latency-sensitive
-    /// tenants use so many percent of their shares: `(use, rate)`.
-    pub best_effort: Vec<(f64, f64)>,
+    /// tenants use so many percent of their shares: `(use, rate)`. None without such tenants.
+    pub best_effort: Vec<(f64, Option<f64>)>,
 }
 
 /// Finds the smallest fleet, to `step` GPUs. Nodes and tenants come in an order drawn with the seed; a larger fleet is the
@@ -157,7 +157,12 @@ fn fill(specs: &[NodeSpec], pods: &[Pod], sharing: Sharing) -> Option<Fleet> {
 }
 
 /// What tenants have: latency-sensitive ones when all are busy, best-effort ones by how busy the others are.
-fn shares(fleet: &Fleet, pods: &[Pod], sharing: Sharing, uses: &[f64]) -> (f64, Vec<(f64, f64)>) {
+fn shares(
+    fleet: &Fleet,
+    pods: &[Pod],
+    sharing: Sharing,
+    uses: &[f64],
+) -> (Option<f64>, Vec<(f64, Option<f64>)>) {
     let key = |node: u32, gpu: usize| node as usize * crate::model::MOST_GPUS + gpu;
     let gpus = fleet.specs().len() * crate::model::MOST_GPUS;
     // Per GPU: tenants, shares of guaranteed ones, and what best-effort ones ask for.
@@ -198,7 +203,10 @@ fn shares(fleet: &Fleet, pods: &[Pod], sharing: Sharing, uses: &[f64]) -> (f64, 
             .map(|gpu| on(key(place.node, gpu)))
             .fold(1.0, f64::min)
     };
-    let mean = |parts: Vec<f64>| parts.iter().sum::<f64>() * 100.0 / parts.len().max(1) as f64;
+    let mean = |parts: Vec<f64>| {
+        let sum = || parts.iter().sum::<f64>();
+        (!parts.is_empty()).then(|| sum() * 100.0 / parts.len() as f64)
+    };
     let of = |sensitive: bool| {
         placed().filter(move |(pod, place)| {
             pod.latency_sensitive == sensitive && place.gpus.count() > 0

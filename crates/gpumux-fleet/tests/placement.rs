@@ -560,11 +560,18 @@ fn elastic_sharing_of_the_sample_needs_the_fewest_gpus() {
         "{elastic:?} {guaranteed:?} {fgd:?} {exclusive:?}"
     );
     // Time slicing needs few GPUs and keeps no share.
-    assert!(sliced.attained < 100.0);
+    assert!(sliced.attained < Some(100.0));
     for keeps in [&exclusive, &fgd, &guaranteed, &elastic] {
-        assert_eq!(keeps.attained, 100.0);
+        assert_eq!(keeps.attained, Some(100.0));
     }
     // Preemptible tenants have all they ask for when the others idle, and less when these are busy.
-    let rates: Vec<f64> = elastic.best_effort.iter().map(|(_, rate)| *rate).collect();
+    let sensitive = pods.iter().filter(|pod| pod.latency_sensitive);
+    let sensitive: Vec<_> = sensitive.cloned().collect();
+    let alone = needed(&nodes, &sensitive, Sharing::Elastic, 1, 4, &[50.0]).unwrap();
+    assert_eq!(
+        (alone.attained, alone.best_effort),
+        (Some(100.0), vec![(50.0, None)])
+    );
+    let rates: Vec<f64> = elastic.best_effort.iter().filter_map(|it| it.1).collect();
     assert!(rates[0] < rates[1] && rates[1] == 100.0, "{rates:?}");
 }

@@ -7,7 +7,7 @@ use gpumux_fleet::{
     engine::{Engine, Moves},
     fleet::Fleet,
     model::{Demand, Models, NodeSpec, Pod, scaled},
-    replay::{Policy, Replay, Run},
+    replay::{Point, Policy, Replay, Run},
     rules::Rule,
     sizing::{Need, Sharing, needed},
     trace,
@@ -153,6 +153,11 @@ fn load(lists: &Lists) -> anyhow::Result<(Vec<NodeSpec>, Vec<Pod>, Models)> {
         nodes.iter().any(|node| node.gpus > 0),
         "no node of {} has a GPU: nothing can be placed",
         lists.nodes.display()
+    );
+    anyhow::ensure!(
+        !pods.is_empty(),
+        "no pod is in {}: there is nothing to place",
+        lists.pods.display()
     );
     Ok((nodes, pods, models))
 }
@@ -309,29 +314,36 @@ fn text(report: &Report) -> String {
         .to_vec(),
     ];
     for (name, runs) in &report.policies {
-        let mean =
-            |value: &dyn Fn(&Timed) -> f64| runs.iter().map(value).sum::<f64>() / runs.len() as f64;
-        let at = |arrived| {
-            move |timed: &Timed| {
-                timed
-                    .run
-                    .at(arrived)
-                    .map_or(f64::NAN, |point| point.allocated)
-            }
+        let at = |arrived, value: fn(Point) -> f64| {
+            percent(runs, 2, |timed| timed.run.at(arrived).map(value))
         };
-        let fragments = |timed: &Timed| timed.run.at(130).map_or(f64::NAN, |point| point.fragments);
+        let took = mean(runs, |timed| Some(timed.place_us_p99));
         rows.push(vec![
             name.clone(),
-            format!("{:.2}%", mean(&at(100))),
-            format!("{:.2}%", mean(&at(130))),
-            format!("{:.2}%", mean(&fragments)),
-            format!("{:.0} µs", mean(&|timed| timed.place_us_p99)),
+            at(100, |point| point.allocated),
+            at(130, |point| point.allocated),
+            at(130, |point| point.fragments),
+            took.map_or(NONE.into(), |took| format!("{took:.0} µs")),
         ]);
     }
     let head = format!(
         "{gpus} GPUs on {nodes} nodes; arrivals are drawn from {pods} pods until they asked for 130% of the GPUs\n"
     );
     head + &output::table(&rows)
+}
+
+/// Where there is nothing to take the mean of.
+const NONE: &str = "-";
+
+/// The mean of what each has; none if one has none.
+fn mean<T>(all: &[T], value: impl Fn(&T) -> Option<f64>) -> Option<f64> {
+    let values: Vec<f64> = all.iter().map(value).collect::<Option<_>>()?;
+    (!values.is_empty()).then(|| values.iter().sum::<f64>() / values.len() as f64)
+}
+
+/// The mean in percent, with so many digits.
+fn percent<T>(all: &[T], digits: usize, value: impl Fn(&T) -> Option<f64>) -> String {
+    mean(all, value).map_or(NONE.into(), |mean| format!("{mean:.digits$}%"))
 }
 
 /// Use of their shares by latency-sensitive tenants, in percent, for which the rate of the others is printed.
@@ -362,18 +374,60 @@ fn size(args: &SizeArgs) -> anyhow::Result<()> {
     let mut rows = vec![["SHARING", "GPUS", "ATTAINED"].map(str::to_owned).to_vec()];
     rows[0].extend(USES.map(|used| format!("BEST EFFORT AT {used}%")));
     for (name, needs) in &found {
-        let mean = |value: &dyn Fn(&Need) -> f64| {
-            needs.iter().map(value).sum::<f64>() / needs.len() as f64
-        };
+        let gpus = mean(needs, |need| Some(need.gpus as f64));
         let mut row = vec![
             name.clone(),
-            format!("{:.0}", mean(&|need| need.gpus as f64)),
-            format!("{:.1}%", mean(&|need| need.attained)),
+            gpus.map_or(NONE.into(), |gpus| format!("{gpus:.0}")),
+            percent(needs, 1, |need| need.attained),
         ];
-        row.extend(
-            (0..USES.len()).map(|at| format!("{:.1}%", mean(&|need| need.best_effort[at].1))),
-        );
+        row.extend((0..USES.len()).map(|at| percent(needs, 1, |need| need.best_effort[at].1)));
         rows.push(row);
     }
     output::print(&output::table(&rows))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_no_run_has_is_shown_as_none() {
+        let timed = |points: &[(u32, f64)]| Timed {
+            seed: 42,
+            place_us_p50: 1.0,
+            place_us_p99: 1.0,
+            place_us_max: 1.0,
+            prepare_ms: 1.0,
+            run: Run {
+                points: (points.iter())
+                    .map(|(arrived, allocated)| Point {
+                        arrived: *arrived,
+                        allocated: *allocated,
+                        fragments: 0.0,
+                    })
+                    .collect(),
+                placed: 0,
+                refused: 0,
+                moves: 0,
+            },
+        };
+        let report = |runs| Report {
+            gpus: 1,
+            nodes: 1,
+            pods: 1,
+            policies: [("fgd".to_owned(), runs)].into(),
+        };
+        let row = |runs| {
+            let text = text(&report(runs));
+            let row = text.lines().last().unwrap();
+            row.split_whitespace()
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        };
+        // The first tenant asks for more than all.
+        let late = timed(&[(200, 0.0)]);
+        assert_eq!(row(vec![late])[1..4], ["-", "-", "-"]);
+        let early = timed(&[(60, 60.0), (200, 60.0)]);
+        assert_eq!(row(vec![early])[1..4], ["60.00%", "60.00%", "0.00%"]);
+    }
 }
