@@ -236,6 +236,29 @@ fn what_was_set_for_memory_can_be_cleared() {
 }
 
 #[test]
+fn limit_below_what_is_in_use_is_set_and_named() {
+    let node = Node::start();
+    let program = "gpumux workload idle --seconds 600 --memory 32MiB";
+    let _holder = Process::start(&mut node.tenant("--name holder", program));
+    node.wait_tenant("holder", |it| bytes(it, "in_use") >= 32 << 20);
+    let set = |limit: &str| {
+        let options = ["set", "holder", "--memory-limit", limit];
+        node.gpumux(options).run().ok()
+    };
+    let fits = set("64GiB");
+    assert_eq!(fits.err, "");
+    let set = set("8MiB");
+    assert_eq!(set.out, "holder: memory limit 8 MiB\n");
+    let named = "above its limit of 8 MiB: it keeps that, and its allocations fail";
+    assert!(set.err.contains(named), "{set:?}");
+    let tenant = node.find_tenant("holder").unwrap();
+    let above = bytes(&tenant, "in_use") - (8 << 20);
+    assert_eq!(bytes(&tenant, "above_limit"), above, "{tenant:#}");
+    let text = node.gpumux(["explain", "holder"]).run().ok().out;
+    assert!(text.contains("above its limit of 8 MiB"), "{text}");
+}
+
+#[test]
 fn what_is_used_is_seen_and_given_back() {
     let node = Node::start();
     let before = wait_for("the device's books", PATIENCE, || Some(free(&node)));

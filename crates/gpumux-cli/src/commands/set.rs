@@ -79,6 +79,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
         output::json(&tenant)?;
     } else if !args.quiet {
         output::print(&format!("{name}: {change}\n"))?;
+        let excess = tenant.memory.iter().filter_map(|it| it.excess(&it.device));
+        for excess in excess.filter(|_| change.memory_limit.is_some()) {
+            eprintln!("gpumux: {excess}");
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -248,6 +248,10 @@ fn why(
         );
     }
     parts.extend(memory(tenant));
+    for share in &tenant.memory {
+        let excess = share.excess(&gpu(&share.device, devices));
+        parts.extend(excess.map(|it| format!("{it}.")));
+    }
     if let Some(why) = &tenant.uncontrolled {
         parts.push(format!("Processes of it run unmanaged: {why}."));
     } else if tenant.domains.is_empty() {
@@ -887,9 +891,15 @@ mod tests {
             above_guarantee: 0,
             pinned: 0,
             swapped: 3 << 30,
+            above_limit: 0,
         }];
         (sleeper.asleep, sleeper.state) = (true, TenantState::Swapped);
         let said = |tenant: &Tenant, faults: &[Fault]| explain(tenant, &[], &[], faults).text;
+        let mut limited = sleeper.clone();
+        (limited.memory[0].limit, limited.memory[0].above_limit) = (Some(1 << 30), 2 << 30);
+        let part = "big has 3.0 GiB of the memory of GPU-0, 2.0 GiB above its limit of 1.0 GiB:";
+        let text = said(&limited, &[]);
+        assert!(text.contains(part), "{text}");
         let text = said(&sleeper, &[]);
         assert!(!text.contains("above its limit"), "{text}");
         for part in [

@@ -903,6 +903,7 @@ pub(crate) mod tests {
                     above_guarantee: 1 << 20,
                     pinned: 2 << 20,
                     swapped: 3 << 20,
+                    above_limit: 0,
                 }],
                 asleep: true,
                 waits_for_memory: true,

@@ -296,6 +296,7 @@ fn memory_share(device: &str, tenant: String, entry: &Entry) -> MemoryShare {
         above_guarantee: entry.borrowed(),
         pinned: entry.holding.pinned,
         swapped: entry.holding.swapped,
+        above_limit: (entry.holding.all()).saturating_sub(entry.share.limit),
     }
 }
 

@@ -494,6 +494,25 @@ pub struct MemoryShare {
     pub pinned: u64,
     /// What it has on the host.
     pub swapped: u64,
+    /// Of all that it has, also on the host, what is above its limit: it keeps that, and no allocation succeeds before it is freed.
+    #[serde(default)]
+    pub above_limit: u64,
+}
+
+impl MemoryShare {
+    /// For people: what follows if it has more than its limit on the device that they call so.
+    pub fn excess(&self, device: &str) -> Option<String> {
+        let limit = self.limit.filter(|_| self.above_limit > 0)?;
+        let has = limit.saturating_add(self.above_limit);
+        Some(format!(
+            "{} has {} of the memory of {device}, {} above its limit of {}: it keeps that, and its allocations fail until it has \
+             freed as much",
+            self.tenant,
+            Size(has),
+            Size(self.above_limit),
+            Size(limit)
+        ))
+    }
 }
 
 /// One device's memory, in bytes.

@@ -450,6 +450,7 @@ mod tests {
                 above_guarantee: 0,
                 pinned: 0,
                 swapped: 0,
+                above_limit: 0,
             }],
             ..Tenant::default()
         }

@@ -46,6 +46,7 @@ fn memory(tenant: &str, in_use: u64, swapped: u64) -> MemoryShare {
         above_guarantee: in_use,
         pinned: 0,
         swapped,
+        above_limit: 0,
     }
 }
 
