@@ -11,7 +11,7 @@ use gpumux_tests::{Finished, Node, PATIENCE, Process, Run, at_terminal, wait_for
 use rustix::process::Signal;
 use serde_json::Value;
 
-use crate::{REQUESTS, TICKS};
+use crate::{REQUESTS, TICKS, on_full_disk};
 
 /// `gpumux ARGS` with a home of its own.
 fn gpumux(node: &Node, line: &str) -> Command {
@@ -136,6 +136,44 @@ fn detached_program_that_cannot_start_is_reported() {
     let twice = detached(&node, "one", "true");
     assert_eq!((twice.code(), twice.out.as_str()), (125, ""), "{twice:?}");
     gpumux(&node, "kill one").run().ok();
+}
+
+#[test]
+fn output_that_cannot_be_written_is_reported() {
+    let node = Node::start();
+    let go = node.dir().join("go");
+    let script = format!(
+        "head -c 100000 /dev/zero; until [ -e {} ]; do sleep 0.02; done; head -c 100000 /dev/zero; exit 3",
+        go.display()
+    );
+    let mut run = node.tenant("-d --name full", "sh -c");
+    at_home(&node, run.arg(script));
+    on_full_disk(&run, 40).run().ok();
+    node.wait_tenant("full", |it| {
+        it["lost_output"]["bytes"].as_u64() > Some(50_000)
+    });
+    let text = gpumux(&node, "explain full").run().ok().out;
+    assert!(text.contains("its parent could not write it to"), "{text}");
+    let logs = gpumux(&node, "logs full").run().ok();
+    assert!(
+        logs.err.contains("of its output lost (File too large"),
+        "{}",
+        logs.err
+    );
+    fs::write(&go, "").unwrap();
+    let waited = gpumux(&node, "wait full").run();
+    assert_eq!(waited.code(), 3, "{}", waited.err);
+    let why = "failed with exit code 3; ";
+    assert!(waited.err.contains(why), "{}", waited.err);
+    assert!(
+        waited
+            .err
+            .contains("KiB of its output lost (File too large"),
+        "{}",
+        waited.err
+    );
+    let end = ended(&node, "full").unwrap();
+    assert_eq!(end["noteworthy"], true, "{end:#}");
 }
 
 #[test]

@@ -46,12 +46,27 @@ mod unlisted;
 mod usage;
 mod users;
 
-use std::time::Duration;
+use std::{process::Command, time::Duration};
 
 use gpumux_tests::{PATIENCE, Process, real, wait_settled};
 
 /// A tenant program that runs one short kernel after the other and prints a line for each.
 const TICKS: &str = "gpumux scratch";
+
+/// The command with a limit of so many blocks for each file that it writes: as on a full disk, what is beyond that fails.
+fn on_full_disk(command: &Command, blocks: u32) -> Command {
+    let mut limited = Command::new("sh");
+    let script = format!("trap '' XFSZ; ulimit -f {blocks}; exec \"$@\"");
+    limited.args(["-c", &script, "sh"]);
+    limited.arg(command.get_program()).args(command.get_args());
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => limited.env(name, value),
+            None => limited.env_remove(name),
+        };
+    }
+    limited
+}
 
 /// Whether a tenant is under control. Whether it has work, or its turn, at this moment changes all the time.
 fn is_well(tenant: &serde_json::Value) -> bool {

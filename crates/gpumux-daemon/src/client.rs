@@ -18,9 +18,9 @@ use tokio::net::UnixStream;
 use self::stream::WriteFirst;
 use crate::{
     api::types::{
-        Created, Device, DeviceMemory, Ended, Event, Exit, Explanation, Hinted, History, NewCurve,
-        NewHint, NewPlace, NewSignal, NewTenant, Problem, Program, Relocated, Reported, Setting,
-        Signalled, SpecChange, Status, Tenant,
+        Created, Device, DeviceMemory, Ended, Event, Exit, Explanation, Hinted, History,
+        LostOutput, NewCurve, NewHint, NewPlace, NewSignal, NewTenant, Problem, Program, Relocated,
+        Reported, Setting, Signalled, SpecChange, Status, Tenant,
     },
     paths,
 };
@@ -321,6 +321,20 @@ impl Client {
     pub async fn report_exit(&self, name: &str, exit: Exit) -> Result<Reported, ClientError> {
         let path = of(name) + "/exit";
         self.ask(Method::POST, &path, Some(&exit)).await
+    }
+
+    /// Reports that output of a tenant's program could not be written.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn report_lost_output(
+        &self,
+        name: &str,
+        lost: &LostOutput,
+    ) -> Result<(), ClientError> {
+        let path = of(name) + "/lost-output";
+        let answer = self.answer(Method::POST, &path, Some(lost)).await;
+        answer.map(drop)
     }
 
     /// The last events, the latest last.

@@ -90,12 +90,19 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 /// The tenant's file: as the daemon records it, or where this user's are.
 fn find(name: &str) -> anyhow::Result<PathBuf> {
     let known = client::about(name, async |client| match client.tenant(name).await {
-        Ok(tenant) => Ok(tenant.log),
+        Ok(tenant) => Ok((tenant.log, tenant.lost_output.map(|lost| lost.to_string()))),
         Err(_) => {
             let ends = client.ended().await?;
             let end = client::last_end(ends, name, |_| true);
-            end.map(|end| end.log).ok_or_else(|| client::unknown(name))
+            let end = end.ok_or_else(|| client::unknown(name))?;
+            Ok((end.log, Some(end.reason).filter(|_| end.noteworthy)))
         }
+    });
+    let known = known.map(|(log, note)| {
+        if let Some(note) = note.filter(|_| log.is_some()) {
+            eprintln!("gpumux: {name}: {note}");
+        }
+        log
     });
     // Only tenants of this user have their output there.
     let own_name = name.rsplit('/').next().unwrap_or(name);

@@ -31,6 +31,7 @@ pub(crate) mod wait;
 pub(crate) mod workload;
 
 pub(crate) mod client;
+mod collect;
 mod spec;
 mod supervise;
 

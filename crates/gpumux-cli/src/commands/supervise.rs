@@ -2,14 +2,13 @@
 
 use std::{
     fs::File,
-    io::{Read, Write},
     os::unix::process::ExitStatusExt,
     process::{Command, ExitCode, ExitStatus},
     sync::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    thread::{self, JoinHandle},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -23,7 +22,7 @@ use rustix::{
 };
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
-use super::{cannot_run, client};
+use super::{cannot_run, client, collect::Collector};
 use crate::{background, logs::Log};
 
 /// How often the daemon is asked for a fault after the program has ended, and the pause between: two seconds, or more on a machine that
@@ -75,9 +74,10 @@ pub(super) struct Order<'a> {
 pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
     let mut signals = Signals::listen();
     background::end_with_this(&mut order.program);
-    let writer = match order.log.take().map(|log| collect(log, &mut order.program)) {
+    let log = order.log.take();
+    let output = match log.map(|log| Collector::start(log, order.tenant, &mut order.program)) {
         None => None,
-        Some(Ok(writer)) => Some(writer),
+        Some(Ok(output)) => Some(output),
         Some(Err(error)) => {
             eprintln!("gpumux: the program's output cannot be collected: {error}");
             return super::CANNOT_START.into();
@@ -96,28 +96,14 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
     }
     // With it goes this process's end of the pipe. What the program has started may write on.
     drop(order.program);
-    while let Some(writer) = &writer
-        && !writer.is_finished()
+    while let Some(output) = &output
+        && !output.is_finished()
         && signals.lately().is_none()
     {
         signals.pass(None);
         thread::sleep(MOMENT);
     }
     exit.shell_code().unwrap_or(1).into()
-}
-
-/// Writes what a program prints to a log, until all that can print have ended.
-fn collect(mut log: Log, program: &mut Command) -> std::io::Result<JoinHandle<()>> {
-    let (mut reader, writer) = std::io::pipe()?;
-    program.stdout(writer.try_clone()?).stderr(writer);
-    let copy = move || {
-        let mut buffer = [0; 16 << 10];
-        // A full disk loses output; the program goes on.
-        while let Ok(count @ 1..) = reader.read(&mut buffer) {
-            let _ = log.write_all(&buffer[..count]);
-        }
-    };
-    thread::Builder::new().name("log".into()).spawn(copy)
 }
 
 /// Runs the program again as long as other members' faults end it; its last status, or the exit code where it cannot run.

@@ -37,8 +37,11 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     if args.json {
         output::json(&all)?;
     }
-    if let Some(last) = all.last().filter(|_| code.is_none()) {
-        eprintln!("gpumux: {}: {}", last.name, last.reason);
+    let last = all.len().saturating_sub(1);
+    for (n, end) in all.iter().enumerate() {
+        if end.noteworthy || n == last && code.is_none() {
+            eprintln!("gpumux: {}: {}", end.name, end.reason);
+        }
     }
     Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
 }

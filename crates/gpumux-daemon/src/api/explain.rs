@@ -248,6 +248,12 @@ fn why(
         );
     }
     parts.extend(memory(tenant));
+    if let Some(lost) = &tenant.lost_output {
+        parts.push(format!(
+            "{lost}: its parent could not write it to {}.",
+            tenant.log.as_deref().unwrap_or("its log")
+        ));
+    }
     for share in &tenant.memory {
         let excess = share.excess(&gpu(&share.device, devices));
         parts.extend(excess.map(|it| format!("{it}.")));

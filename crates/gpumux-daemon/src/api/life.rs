@@ -5,6 +5,7 @@ use std::{collections::VecDeque, convert::Infallible, sync::Arc};
 use axum::{
     Extension, Json,
     extract::{Path, Query, State, rejection::JsonRejection},
+    http::StatusCode,
     response::{
         IntoResponse,
         sse::{self, Sse},
@@ -15,7 +16,7 @@ use tokio::sync::SemaphorePermit;
 
 use super::{
     Answer, Api, Refused, program_only,
-    types::{Ended, Event, EventKind, Exit, NewSignal, Reported, Setting, Signalled},
+    types::{Ended, Event, EventKind, Exit, LostOutput, NewSignal, Reported, Setting, Signalled},
     watcher,
 };
 use crate::peer::Peer;
@@ -145,4 +146,22 @@ pub(super) async fn exit(
     let Json(exit) = exit?;
     let reported = api.tenants.report_exit(peer.uid, &name, exit);
     Ok(Json(api.in_time(reported).await?))
+}
+
+/// Reports that output of a tenant's program could not be written: its parent knows.
+#[utoipa::path(
+    post, path = "/v1/tenants/{name}/lost-output", request_body = LostOutput,
+    params(("name" = String, Path, description = "Name of the tenant")),
+    responses((status = 204), (status = "4XX", body = super::Problem))
+)]
+pub(super) async fn lost_output(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+    Path(name): Path<String>,
+    lost: Result<Json<LostOutput>, JsonRejection>,
+) -> Result<StatusCode, Refused> {
+    let Json(lost) = lost?;
+    let reported = api.tenants.report_lost_output(peer.uid, &name, lost);
+    api.in_time(reported).await?;
+    Ok(StatusCode::NO_CONTENT)
 }

@@ -866,6 +866,7 @@ pub(crate) mod tests {
             tenants: vec![Tenant {
                 command: String::new(),
                 log: None,
+                lost_output: None,
                 name: "web".into(),
                 class: Class::Latency,
                 spec: TenantSpec::default(),

@@ -93,6 +93,7 @@ pub(crate) fn router(api: Arc<Api>) -> Router {
         .route("/v1/tenants/{name}/hint", post(hint))
         .route("/v1/tenants/{name}/signal", post(life::signal))
         .route("/v1/tenants/{name}/exit", post(life::exit))
+        .route("/v1/tenants/{name}/lost-output", post(life::lost_output))
         .route("/v1/settings", get(life::settings))
         .route("/v1/tenants/{name}/move", post(relocate))
         .route("/v1/tenants/{name}/sleep", post(sleep))
@@ -163,6 +164,7 @@ fn readable() -> Router<Arc<Api>> {
         life::settings,
         life::signal,
         life::exit,
+        life::lost_output,
         hint,
         memory,
         relocate,
@@ -747,6 +749,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         pids: tenant.pids,
         command: tenant.life.command,
         log: tenant.life.log,
+        lost_output: tenant.life.lost_output,
         devices,
         domains,
         since: tenant.since,

@@ -18,7 +18,9 @@ use utoipa::ToSchema;
 pub use super::state::TenantState;
 pub use gpumux_core::{SpecChange, TenantSpec};
 pub use history::{DeviceHistory, History, Me, Readings, TenantHistory};
-pub use life::{Ended, Event, EventKind, Exit, NewSignal, Reported, Setting, Signalled};
+pub use life::{
+    Ended, Event, EventKind, Exit, LostOutput, NewSignal, Reported, Setting, Signalled,
+};
 
 /// The daemon.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
@@ -402,6 +404,9 @@ pub struct Tenant {
     /// The file of its output, if it runs detached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub log: Option<String>,
+    /// What could not be written of its output there.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub lost_output: Option<LostOutput>,
     /// UUIDs of the devices that it has domains on.
     pub devices: Vec<String>,
     /// Its domains.

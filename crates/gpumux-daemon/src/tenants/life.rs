@@ -6,7 +6,7 @@ use gpumux_core::quantity::Size;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    api::types::{Exit, Reported},
+    api::types::{Exit, LostOutput, Reported},
     peer::ProcessId,
 };
 
@@ -14,6 +14,8 @@ use crate::{
 const MAX_COMMAND: usize = 1000;
 /// Longest path of a log that is kept, in bytes.
 const MAX_PATH: usize = 4096;
+/// Longest reason why output was lost that is kept, in bytes.
+const MAX_WHY: usize = 200;
 
 /// What is known of a tenant's program.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -23,6 +25,8 @@ pub(crate) struct Life {
     pub(crate) command: String,
     /// The file of its output, if it runs detached.
     pub(crate) log: Option<String>,
+    /// What could not be written of its output.
+    pub(crate) lost_output: Option<LostOutput>,
     /// The program that `gpumux run` turned into, or its parent if it runs detached.
     pub(super) main: Option<ProcessId>,
     /// How it ended.
@@ -68,6 +72,12 @@ impl Life {
         }
     }
 
+    /// Notes what could not be written of its output.
+    pub(super) fn lost(&mut self, mut lost: LostOutput) {
+        lost.why.truncate(lost.why.floor_char_boundary(MAX_WHY));
+        self.lost_output = Some(lost);
+    }
+
     /// Notes a signal that a user has sent to it. A stop sends two: SIGTERM, and SIGKILL to processes that are there after the grace time.
     pub(super) fn signalled(&mut self, signal: i32) {
         self.sent.retain(|sent| *sent != signal);
@@ -89,7 +99,9 @@ impl Life {
         let killed = self.kills.since();
         Reported {
             reason: self.reason(killed),
-            noteworthy: self.limited.is_some() || self.is_for_memory(killed),
+            noteworthy: self.limited.is_some()
+                || self.lost_output.is_some()
+                || self.is_for_memory(killed),
         }
     }
 
@@ -128,6 +140,9 @@ impl Life {
         };
         if let Some(limit) = self.limited {
             reason += &format!("; reached its memory limit of {}", Size(limit));
+        }
+        if let Some(lost) = &self.lost_output {
+            reason += &format!("; {lost}");
         }
         reason
     }
@@ -282,6 +297,19 @@ mod tests {
             reason,
             "failed with exit code 1; reached its memory limit of 1.0 GiB"
         );
+        assert!(life.report().noteworthy);
+        (life.exit, life.limited) = (exit(0), None);
+        assert!(!life.report().noteworthy);
+        life.lost_output = Some(LostOutput {
+            bytes: 2048,
+            why: "No space left on device".into(),
+        });
+        let reason = life.reason(Killed::None);
+        assert_eq!(
+            reason,
+            "completed; 2 KiB of its output lost (No space left on device)"
+        );
+        assert!(life.report().noteworthy);
     }
 
     #[test]

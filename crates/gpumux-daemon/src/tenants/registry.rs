@@ -32,7 +32,8 @@ use super::{
 };
 use crate::{
     api::types::{
-        Created, Ended, EventKind, Exit, Fault, NewTenant, Placement, Reported, Setting, SpecChange,
+        Created, Ended, EventKind, Exit, Fault, LostOutput, NewTenant, Placement, Reported,
+        Setting, SpecChange,
     },
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
@@ -850,6 +851,21 @@ impl Tenants {
             .life;
         life.exit = Some(exit);
         Ok(life.report())
+    }
+
+    /// So much of the output of a tenant's program could not be written, as its parent reports.
+    pub(crate) async fn report_lost_output(
+        &self,
+        uid: u32,
+        name: &str,
+        lost: LostOutput,
+    ) -> Result<(), TenantError> {
+        let mut table = self.table.lock().await;
+        let id = table.owned(uid, name)?.id;
+        if let Some(tenant) = table.tenants.get_mut(&id) {
+            tenant.life.lost(lost);
+        }
+        Ok(())
     }
 
     async fn exited(&self, id: TenantId, exit: Exit) {

@@ -1,6 +1,8 @@
 //! How tenants begin and end: events, ends, signals, and what is remembered for names.
 
-use gpumux_core::SpecChange;
+use std::fmt;
+
+use gpumux_core::{SpecChange, quantity::Size};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
@@ -120,7 +122,7 @@ pub struct Ended {
     pub exit: Exit,
     /// Why it ended, for people.
     pub reason: String,
-    /// It was killed for memory, or reached its memory limit.
+    /// It was killed for memory, reached its memory limit, or output of it was lost.
     pub noteworthy: bool,
     /// The file of its output, if it ran detached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -132,8 +134,24 @@ pub struct Ended {
 pub struct Reported {
     /// Why it ended, for people.
     pub reason: String,
-    /// It was killed for memory, or reached its memory limit: its user should see the reason.
+    /// It was killed for memory, reached its memory limit, or output of it was lost: its user should see the reason.
     pub noteworthy: bool,
+}
+
+/// Output of a program that runs detached which its parent could not write.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct LostOutput {
+    /// How many bytes, since the program began.
+    pub bytes: u64,
+    /// Why, in the words of the system.
+    pub why: String,
+}
+
+impl fmt::Display for LostOutput {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} of its output lost ({})", Size(self.bytes), self.why)
+    }
 }
 
 /// A signal for a tenant's program.
