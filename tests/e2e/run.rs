@@ -7,7 +7,7 @@ use std::{fs, process::Command, time::Duration};
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, real, wait_for};
 use rustix::process::Signal;
 
-use crate::TICKS;
+use crate::{TICKS, on_full_disk};
 
 fn no_daemon() -> Node {
     Node::with(Options {
@@ -267,6 +267,21 @@ fn a_daemon_is_started_where_one_was_killed() {
     assert!(node.api_socket().exists(), "nobody removed it");
     let run = node.tenant("", "echo ran").run().ok();
     assert_eq!((run.out.as_str(), run.err.as_str()), ("ran\n", ""));
+}
+
+#[test]
+fn daemon_that_cannot_start_on_a_full_disk_is_reported() {
+    let node = no_daemon();
+    let run = on_full_disk(&node.tenant("", "echo ran"), 0).run().ok();
+    assert_eq!(run.out, "ran\n");
+    let log = node.dir().join("daemon.log");
+    let why = format!("{} cannot be written (File too large", log.display());
+    assert!(run.err.contains(&why), "{}", run.err);
+    assert!(
+        run.err.contains("the program runs unmanaged"),
+        "{}",
+        run.err
+    );
 }
 
 #[test]

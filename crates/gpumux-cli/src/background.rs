@@ -5,7 +5,7 @@
 use std::{
     ffi::{OsStr, OsString},
     fs::OpenOptions,
-    io::Read,
+    io::{Read, Write},
     os::{fd::OwnedFd, unix::process::CommandExt},
     path::{Path, PathBuf},
     process::{Command, ExitCode, Stdio},
@@ -112,10 +112,11 @@ pub(crate) fn start(
     log: &Path,
     ready: impl Fn() -> bool,
 ) -> anyhow::Result<()> {
+    let before = std::fs::metadata(log).map_or(0, |log| log.len());
     let process = pidfd_open(spawn(args, Some(log))?, PidfdFlags::empty()).ok();
     let started = Instant::now();
     while !ready() {
-        ensure!(!ended(process.as_ref())?, "{}", last_line(log));
+        ensure!(!ended(process.as_ref())?, "{}", last_words(log, before));
         ensure!(
             started.elapsed() < READY,
             "it was not ready within {READY:?}; see {}",
@@ -172,11 +173,41 @@ fn ended(process: Option<&OwnedFd>) -> anyhow::Result<bool> {
     }
 }
 
-/// What a process that failed said last.
-fn last_line(log: &Path) -> String {
-    let text = std::fs::read_to_string(log).unwrap_or_default();
-    match text.lines().rfind(|line| !line.trim().is_empty()) {
-        Some(line) => line.trim_start_matches("gpumux: ").to_owned(),
-        None => format!("it ended at once; see {}", log.display()),
+/// What a process that failed said last, in a log that had so many bytes before; else, what keeps it from being written.
+fn last_words(log: &Path, before: u64) -> String {
+    let text = std::fs::read(log).unwrap_or_default();
+    // A long one began anew.
+    let new = usize::try_from(before).ok().and_then(|at| text.get(at..));
+    let text = String::from_utf8_lossy(new.unwrap_or(&text));
+    if let Some(line) = text.lines().rfind(|line| !line.trim().is_empty()) {
+        return line.trim_start_matches("gpumux: ").to_owned();
+    }
+    let probe = || {
+        let mut log = OpenOptions::new().append(true).open(log)?;
+        log.write_all(b"gpumux: it ended without a word\n")
+    };
+    match probe() {
+        Ok(()) => format!("it ended at once; see {}", log.display()),
+        Err(error) => format!(
+            "it ended at once, and {} cannot be written ({error}): make room there, or set GPUMUX_RUNTIME_DIR to another folder",
+            log.display()
+        ),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn last_words_are_those_of_the_last_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let log = dir.path().join("daemon.log");
+        std::fs::write(&log, "gpumux: an old error\n").unwrap();
+        let before = std::fs::metadata(&log).unwrap().len();
+        assert!(last_words(&log, before).starts_with("it ended at once; see "));
+        std::fs::write(&log, "gpumux: an old error\n\ngpumux: a new one\n\n").unwrap();
+        assert_eq!(last_words(&log, before), "a new one");
+        assert_eq!(last_words(&log, LOG_MAX), "a new one", "it began anew");
     }
 }
