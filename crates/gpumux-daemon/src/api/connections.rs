@@ -24,7 +24,7 @@ use hyper_util::{
     service::TowerToHyperService,
 };
 use tokio::{
-    io::{AsyncRead, AsyncWrite, ReadBuf},
+    io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf},
     net::{TcpListener, UnixStream},
     sync::{mpsc, watch},
 };
@@ -59,12 +59,11 @@ pub(crate) async fn serve(
         let Some(Connection { socket, peer }) = arrived else {
             return;
         };
-        let Ok(stream) = UnixStream::from_std(socket.into()) else {
+        let Ok(mut stream) = UnixStream::from_std(socket.into()) else {
             continue;
         };
         let Some(place) = Place::take(&users, peer.uid) else {
-            // A new connection has room for that.
-            let _ = stream.try_write(unavailable(FULL).as_bytes());
+            refuse(&mut stream).await;
             continue;
         };
         let service = TowerToHyperService::new(router.clone().layer(Extension(Arc::new(peer))));
@@ -101,13 +100,13 @@ pub(crate) async fn serve_router(
             accepted = listener.accept() => accepted,
             () = &mut stopped => return,
         };
-        let Ok((stream, _)) = accepted else {
+        let Ok((mut stream, _)) = accepted else {
             tokio::time::sleep(Duration::from_millis(50)).await;
             continue;
         };
         // All of them count as one user.
         let Some(place) = Place::take(&users, u32::MAX) else {
-            let _ = stream.try_write(unavailable(FULL).as_bytes());
+            refuse(&mut stream).await;
             continue;
         };
         let service = TowerToHyperService::new(router.clone());
@@ -135,6 +134,11 @@ pub(crate) fn is_local_name(host: &str) -> bool {
     };
     let address = name.trim_start_matches('[').trim_end_matches(']');
     name == "localhost" || address.parse::<IpAddr>().is_ok()
+}
+
+/// Sends the reason to a connection that finds no place. A new one has room for that; it is only not known before the runtime has looked.
+async fn refuse(stream: &mut (impl AsyncWrite + Unpin)) {
+    let _ = stream.write_all(unavailable(FULL).as_bytes()).await;
 }
 
 async fn converse(
@@ -264,9 +268,10 @@ pub(crate) fn listen(socket: &std::path::Path) -> io::Result<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use axum::routing::get;
-    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::io::AsyncReadExt;
 
     use super::*;
+    use crate::peer::Peer;
 
     #[test]
     fn users_who_fill_all_places_leave_some_to_root() {
@@ -278,6 +283,37 @@ mod tests {
         assert_eq!(most(0).len(), MAX_CONNECTIONS.2);
         drop(of_users);
         assert_eq!(most(0).len(), MAX_CONNECTIONS.1 + MAX_CONNECTIONS.2);
+    }
+
+    #[tokio::test]
+    async fn connection_without_a_place_gets_the_reason() {
+        crate::serve::raise_file_limit();
+        let (arrive, arrivals) = mpsc::channel(1);
+        let (_stop, stopped) = watch::channel(false);
+        tokio::spawn(serve(Router::new(), arrivals, stopped));
+        let mut clients = Vec::new();
+        for _ in 0..=MAX_CONNECTIONS.0 {
+            let (client, server) = std::os::unix::net::UnixStream::pair().unwrap();
+            client.set_nonblocking(true).unwrap();
+            server.set_nonblocking(true).unwrap();
+            let peer = Peer {
+                uid: 1,
+                pid: 0,
+                process: None,
+                fd: None,
+            };
+            let socket = server.into();
+            let connection = Connection { socket, peer };
+            assert!(arrive.send(connection).await.is_ok());
+            clients.push(client);
+        }
+        let last = clients.pop().unwrap();
+        let mut answer = String::new();
+        let mut last = UnixStream::from_std(last).unwrap();
+        let read = last.read_to_string(&mut answer);
+        tokio::time::timeout(HEADERS, read).await.unwrap().unwrap();
+        assert!(answer.starts_with("HTTP/1.1 503 "), "{answer}");
+        assert!(answer.contains(FULL), "{answer}");
     }
 
     #[tokio::test]
