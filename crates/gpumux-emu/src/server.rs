@@ -16,6 +16,7 @@ mod rm;
 #[cfg(test)]
 mod tests;
 mod wire;
+mod work;
 
 use std::{
     io,
