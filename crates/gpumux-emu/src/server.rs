@@ -7,6 +7,7 @@
 //! No peer can hold it up: nothing here blocks on a socket, everything that a peer can make it keep has a bound, and
 //! a client that breaks the rules loses the connection.
 
+mod books;
 mod control;
 mod core;
 mod device;

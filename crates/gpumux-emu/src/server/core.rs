@@ -18,10 +18,10 @@ use rustix::{
 };
 
 use super::{
+    books::{Memory, Process},
     control::{Call, Freeze},
     device::Devices,
     execution::Execution,
-    process::{Memory, Process},
     rm::Tree,
     wire::{self, Incoming, Packet, now, receive},
 };

@@ -1,33 +1,13 @@
-//! Process connections: what devices there are, and the books of memory.
+//! Process connections: what devices there are, and memory.
 
-use std::{
-    collections::{BTreeMap, HashMap},
-    os::fd::OwnedFd,
-};
-
-use rustix::fs::{MemfdFlags, SealFlags};
+use std::{collections::BTreeMap, os::fd::OwnedFd};
 
 use super::{
+    books::{Memory, file_identity, memory_file},
     core::{Action, Core, Role},
     wire::now,
 };
 use crate::protocol::{Answer, Refusal, Request};
-
-pub(super) struct Memory {
-    pub(super) device: u32,
-    pub(super) bytes: u64,
-    pub(super) shares: u64,
-    pub(super) file: (u64, u64),
-}
-
-#[derive(Default)]
-pub(super) struct Process {
-    pub(super) connections: usize,
-    /// Shares in memory.
-    pub(super) shares: HashMap<u64, u64>,
-    /// Contexts per device.
-    pub(super) contexts: BTreeMap<u32, u64>,
-}
 
 /// Processes of which an answer can tell beside its other fields.
 const MOST: usize = 2048;
@@ -186,19 +166,4 @@ impl Core {
         found.truncate(MOST);
         found
     }
-}
-
-/// Fresh memory whose size is fixed.
-pub(super) fn memory_file(bytes: u64) -> Option<OwnedFd> {
-    let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-    let file = rustix::fs::memfd_create("emulated-gpu", flags).ok()?;
-    rustix::fs::ftruncate(&file, bytes).ok()?;
-    let seals = SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
-    rustix::fs::fcntl_add_seals(&file, seals).ok()?;
-    Some(file)
-}
-
-pub(super) fn file_identity(file: &OwnedFd) -> Option<(u64, u64)> {
-    let stat = rustix::fs::fstat(file).ok()?;
-    Some((stat.st_dev, stat.st_ino))
 }
