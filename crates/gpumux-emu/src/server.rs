@@ -8,6 +8,7 @@
 //! a client that breaks the rules loses the connection.
 
 mod books;
+mod call;
 mod control;
 mod core;
 mod device;

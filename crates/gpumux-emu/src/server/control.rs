@@ -1,9 +1,6 @@
 //! Control files: RM calls with their costs, and freezes that wait for programs' memory.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    os::fd::OwnedFd,
-};
+use std::collections::{BTreeSet, HashMap};
 
 use gpumux_rm::{
     RmStatus, emulated,
@@ -13,6 +10,7 @@ use gpumux_sim::gpu::Engine;
 use zerocopy::{FromBytes, IntoBytes};
 
 use super::{
+    call::{Call, Freeze, answer},
     core::{Action, Connection, Core, Role},
     execution::Execution,
     rm::{Caller, GroupControl, GroupKey},
@@ -24,22 +22,6 @@ use crate::protocol::{OPEN_EXECUTION, OpenExecution, Report};
 const MAX_PENDING: usize = 256;
 /// How long a freeze waits until a program has brought its effects up to date.
 const PROGRESS_TIMEOUT: u64 = 500_000_000;
-
-/// An RM call on its way.
-pub(super) struct Call {
-    pub(super) caller: Caller,
-    pub(super) escape: u32,
-    pub(super) arg: Vec<u8>,
-    pub(super) params: Vec<u8>,
-    pub(super) reply: OwnedFd,
-}
-
-/// A freeze that is done but for the effects of interrupted kernels.
-pub(super) struct Freeze {
-    pub(super) waiting: BTreeSet<u64>,
-    pub(super) answer: Vec<u8>,
-    pub(super) reply: OwnedFd,
-}
 
 impl Core {
     pub(super) fn control(&mut self, id: u64, packet: Packet<'_>) -> Option<()> {
@@ -308,12 +290,4 @@ impl Core {
             done: Vec::new(),
         })
     }
-}
-
-pub(super) fn answer(errno: u32, arg: &[u8], params: &[u8]) -> Vec<u8> {
-    let head = emulated::AnswerHead {
-        magic: emulated::MAGIC,
-        errno,
-    };
-    [head.as_bytes(), arg, params].concat()
 }

@@ -19,7 +19,7 @@ use rustix::{
 
 use super::{
     books::{Memory, Process},
-    control::{Call, Freeze},
+    call::{Call, Freeze},
     device::Devices,
     execution::Execution,
     rm::Tree,
