@@ -15,6 +15,7 @@ mod device;
 mod execution;
 mod process;
 mod rm;
+mod serve;
 #[cfg(test)]
 mod tests;
 mod wire;
