@@ -168,9 +168,7 @@ impl Core {
         let (orphans, frozen, thawed) = (with(&removed), with(&frozen), with(&thawed_keys));
         // What was completed before comes first.
         self.dispatch();
-        for orphan in orphans {
-            self.close(orphan);
-        }
+        self.closing.extend(orphans);
         // Interpreted kernels are the compute group's.
         let computes = |core: &Self, id: &u64| matches!(core.connections.get(id).map(|it| &it.role), Some(Role::Execution(it)) if it.keys[..1].iter().any(|key| thawed_keys.contains(key)));
         let thawed: Vec<u64> = thawed.into_iter().filter(|id| computes(self, id)).collect();

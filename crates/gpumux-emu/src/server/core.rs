@@ -36,7 +36,7 @@ pub(super) struct Connection {
     pub(super) pid: u32,
     pub(super) role: Role,
     /// What could not be sent yet.
-    unsent: VecDeque<(Vec<u8>, Option<OwnedFd>)>,
+    pub(super) unsent: VecDeque<(Vec<u8>, Option<OwnedFd>)>,
     /// We wait until more can be sent.
     stuck: bool,
 }
@@ -73,6 +73,8 @@ pub(super) struct Core {
     /// Work of programs that died, and their pids, while a process holds their control files.
     pub(super) orphans: HashMap<u64, (u32, Box<Execution>)>,
     next_connection: u64,
+    /// Connections to close before anything else is done.
+    pub(super) closing: VecDeque<u64>,
     pub(super) timers: BTreeMap<(u64, u64), Action>,
     next_timer: u64,
     pub(super) freezes: HashMap<u64, Freeze>,
@@ -112,6 +114,7 @@ impl Core {
             connections: HashMap::new(),
             orphans: HashMap::new(),
             next_connection: FIRST_CONNECTION,
+            closing: VecDeque::new(),
             timers: BTreeMap::new(),
             next_timer: 0,
             freezes: HashMap::new(),
@@ -162,7 +165,7 @@ impl Core {
             self.send_rest(id);
         } else if connection.unsent.len() > MAX_UNREAD {
             tracing::debug!(connection = id, "closed for not reading");
-            self.close(id);
+            self.closing.push_back(id);
         }
     }
 

@@ -93,11 +93,13 @@ impl Core {
                     let _ = epoll::modify(&self.poll, &self.listener, data, epoll::EventFlags::IN);
                 }
             }
+            self.close_all();
         }
         for device in &mut self.devices.all {
             device.advance(now);
         }
         self.dispatch();
+        self.close_all();
     }
 
     fn accept(&mut self) {
@@ -134,14 +136,15 @@ impl Core {
             };
             match receive(&connection.socket, buffer) {
                 Incoming::Nothing => return,
-                Incoming::End => return self.close(id),
+                Incoming::End => self.closing.push_back(id),
                 Incoming::Packet(packet) => {
                     if self.packet(id, packet).is_none() {
                         tracing::debug!(connection = id, "closed for breaking the rules");
-                        return self.close(id);
+                        self.closing.push_back(id);
                     }
                 }
             }
+            self.close_all();
         }
     }
 
@@ -188,7 +191,14 @@ impl Core {
         }
     }
 
-    pub(super) fn close(&mut self, id: u64) {
+    /// Closes what is to be closed, and what that leads to.
+    fn close_all(&mut self) {
+        while let Some(id) = self.closing.pop_front() {
+            self.close(id);
+        }
+    }
+
+    fn close(&mut self, id: u64) {
         let Some(connection) = self.connections.remove(&id) else {
             return;
         };

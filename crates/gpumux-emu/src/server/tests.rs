@@ -3,7 +3,7 @@
 use std::{
     io::Write,
     os::fd::{AsFd, OwnedFd},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::mpsc,
     thread,
     time::Duration,
@@ -18,7 +18,11 @@ use gpumux_rm::{
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, socket_with};
 use zerocopy::IntoBytes;
 
-use super::{Server, ServerError, ServerHandle, core::MAX_UNREAD};
+use super::{
+    Server, ServerError, ServerHandle,
+    core::{MAX_UNREAD, Role},
+    signal,
+};
 use crate::{
     Profile,
     client::{self, ClientError, Execution, ProcessConnection, open_control_file},
@@ -39,6 +43,49 @@ fn start(profile: Profile) -> Running {
         _server: server.spawn().unwrap(),
         path,
         _dir: dir,
+    }
+}
+
+/// A server that a test takes from step to step.
+struct Stepped {
+    server: Server,
+    buffer: Vec<u8>,
+    _dir: tempfile::TempDir,
+}
+
+impl Stepped {
+    fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let server = Server::bind(Profile::default(), &dir.path().join("emu.sock")).unwrap();
+        Self {
+            server,
+            buffer: vec![0; protocol::MAX_PACKET],
+            _dir: dir,
+        }
+    }
+
+    fn step(&mut self) -> bool {
+        self.server.core.step(&mut self.buffer).unwrap()
+    }
+
+    /// Calls `client` on another thread and `meanwhile` here, then serves until the client is done.
+    fn serve<T: Send, U>(
+        &mut self,
+        client: impl FnOnce() -> T + Send,
+        meanwhile: impl FnOnce(&mut Self) -> U,
+    ) -> (T, U) {
+        let stop = std::sync::Arc::clone(&self.server.stop);
+        thread::scope(|scope| {
+            let client = scope.spawn(|| {
+                let done = client();
+                signal(&stop);
+                done
+            });
+            let found = meanwhile(self);
+            while self.step() {}
+            rustix::io::read(&*stop, &mut [0; 8]).unwrap();
+            (client.join().unwrap(), found)
+        })
     }
 }
 
@@ -65,8 +112,8 @@ fn alloc(file: &OwnedFd, root: u32, parent: u32, class: u32, params: &mut [u8]) 
 }
 
 impl Program {
-    fn start(running: &Running) -> Self {
-        let file = open_control_file(&running.path).unwrap();
+    fn start(path: &Path) -> Self {
+        let file = open_control_file(path).unwrap();
         let client = alloc(&file, 0, 0, class::ROOT_CLIENT, &mut []);
         let device = alloc(&file, client, client, class::DEVICE, &mut [0; 4]);
         let subdevice = alloc(&file, client, device, class::SUBDEVICE, &mut [0; 4]);
@@ -184,7 +231,7 @@ fn kernel(duration: u64) -> Work {
 #[test]
 fn work_is_reported_with_the_models_times() {
     let running = start(Profile::default());
-    let mut program = Program::start(&running);
+    let mut program = Program::start(&running.path);
     let mut works = vec![kernel(10_000); 10];
     works.insert(0, Work::Record);
     works.push(Work::Record);
@@ -204,7 +251,7 @@ fn work_is_reported_with_the_models_times() {
 #[test]
 fn a_freeze_waits_for_the_effects_of_interrupted_kernels() {
     let running = start(Profile::default());
-    let mut program = Program::start(&running);
+    let mut program = Program::start(&running.path);
     let ids = program.submit(&[kernel(1000 * MILLI), Work::Record]);
     let controls = program.controls();
     let (told, answers) = mpsc::channel();
@@ -238,9 +285,41 @@ fn a_freeze_waits_for_the_effects_of_interrupted_kernels() {
 }
 
 #[test]
+fn a_freeze_does_not_wait_for_a_program_that_does_not_read() {
+    let mut stepped = Stepped::new();
+    let path = stepped.server.path().to_owned();
+    let (mut program, ()) = stepped.serve(|| Program::start(&path), |_| ());
+    program.submit(&[kernel(u64::MAX)]);
+    let id = loop {
+        let connections = &stepped.server.core.connections;
+        let is_busy = |role: &Role| matches!(role, Role::Execution(it) if !it.works.is_empty());
+        match connections.iter().find(|(_, it)| is_busy(&it.role)) {
+            Some((id, _)) => break *id,
+            None => assert!(stepped.step()),
+        }
+    };
+    while stepped.server.core.connections[&id].unsent.len() < MAX_UNREAD {
+        stepped.server.core.send(id, &Report::Thawed, None);
+    }
+    let controls = program.controls();
+    // The request for progress is one packet too many.
+    let (done, waits) = stepped.serve(
+        || controls.freeze(),
+        |stepped| {
+            while stepped.server.core.connections.contains_key(&id) {
+                stepped.step();
+            }
+            !stepped.server.core.freezes.is_empty()
+        },
+    );
+    done.unwrap();
+    assert!(!waits, "for a connection that is closed");
+}
+
+#[test]
 fn slices_reach_the_driver_through_a_passed_file_only() {
     let running = start(Profile::default());
-    let program = Program::start(&running);
+    let program = Program::start(&running.path);
     let controls = program.controls();
     assert_eq!(controls.timeslice().unwrap(), 1024);
     controls.set_timeslice(1).unwrap();
@@ -259,7 +338,7 @@ fn slices_reach_the_driver_through_a_passed_file_only() {
 #[test]
 fn the_last_close_of_the_file_ends_the_context() {
     let running = start(Profile::default());
-    let program = Program::start(&running);
+    let program = Program::start(&running.path);
     let copy = program.file.try_clone().unwrap();
     drop(program.file);
     let file = EmulatedFile::new(copy).unwrap();
@@ -328,7 +407,7 @@ fn a_context_takes_memory_and_needs_it() {
         memory: 1 << 30,
         ..Profile::default()
     });
-    let program = Program::start(&running);
+    let program = Program::start(&running.path);
     let watcher = ProcessConnection::open(&running.path).unwrap();
     let status = watcher.status(0).unwrap();
     assert_eq!(status.used, 520 << 20);
@@ -353,7 +432,7 @@ fn a_context_takes_memory_and_needs_it() {
 #[test]
 fn an_abort_drops_everything_and_the_context_goes_on() {
     let running = start(Profile::default());
-    let mut program = Program::start(&running);
+    let mut program = Program::start(&running.path);
     program.submit(&[kernel(u64::MAX), Work::Record]);
     program
         .execution
@@ -369,7 +448,7 @@ fn an_abort_drops_everything_and_the_context_goes_on() {
 #[test]
 fn rule_breakers_lose_only_their_own_connection() {
     let running = start(Profile::default());
-    let mut program = Program::start(&running);
+    let mut program = Program::start(&running.path);
     let honest = ProcessConnection::open(&running.path).unwrap();
     for garbage in [
         vec![0],
@@ -389,7 +468,7 @@ fn rule_breakers_lose_only_their_own_connection() {
         .map_while(|_| open_control_file(&running.path).ok())
         .collect();
     // A client that submits and never reads.
-    let mut deaf = Program::start(&running);
+    let mut deaf = Program::start(&running.path);
     for _ in 0..2 * MAX_UNREAD {
         let items = vec![Work::Record; 1];
         deaf.next += 1;
@@ -462,7 +541,7 @@ fn long_kernel_left_behind_in_a_group_ends_its_neighbours() {
         (u64::MAX, true, false, false),
         (300 * MILLI, false, true, false),
     ] {
-        let mut here = Program::start(&running);
+        let mut here = Program::start(&running.path);
         let mut gone = here.neighbour(&running);
         gone.submit(&[kernel(length), Work::Record]);
         if ends {
@@ -489,7 +568,7 @@ fn long_kernel_left_behind_in_a_group_ends_its_neighbours() {
         }
     }
     // Held, but without end: lost when the file goes.
-    let here = Program::start(&running);
+    let here = Program::start(&running.path);
     let mut gone = here.neighbour(&running);
     gone.submit(&[kernel(u64::MAX)]);
     let Program {
