@@ -18,7 +18,7 @@ use gpumux_emu::{
 };
 
 use crate::{
-    border::StorageEnd,
+    border::{HostCall, StorageEnd},
     device,
     effect::Effect,
     error::{CuError, Result},
@@ -26,7 +26,7 @@ use crate::{
     interpret::Interpreter,
     memory::{self, Viewer},
     pool,
-    process::{Device, HostWork, lock, process, spawn},
+    process::{Device, lock, process, spawn},
     rm::{Groups, Rm},
     stream::{BLOCKING, Stream},
 };
@@ -662,9 +662,22 @@ impl Context {
             Some(Effect::Host(call)) => call.clone(),
             _ => return,
         };
-        if let Ok(process) = process() {
-            let context = Arc::downgrade(self);
-            process.call_host(HostWork { context, id, call });
+        let Ok(process) = process() else {
+            return;
+        };
+        // A wait may wait for such a call of another context.
+        let waits = matches!(call, HostCall::Wait(..));
+        let context = Arc::downgrade(self);
+        let run = move || {
+            call.run();
+            if let Some(context) = context.upgrade() {
+                context.host_done(id);
+            }
+        };
+        if waits {
+            let _ = spawn("cuda-wait", run);
+        } else {
+            process.call_host(run);
         }
     }
 }

@@ -17,7 +17,6 @@ use gpumux_emu::{
 };
 
 use crate::{
-    border::HostCall,
     context::Context,
     error::{CuError, Result},
     event::Event,
@@ -93,7 +92,7 @@ pub(crate) struct Process {
     /// The graphs of nodes that were added one by one.
     pub(crate) nodes: Registry<Weak<Graph>>,
     pub(crate) executables: Registry<Executable>,
-    host_calls: Mutex<mpsc::Sender<HostWork>>,
+    host_calls: Mutex<mpsc::Sender<HostCall>>,
 }
 
 #[derive(Default)]
@@ -105,21 +104,8 @@ pub(crate) struct Primary {
     pub(crate) flags: u32,
 }
 
-/// A call into the program that a context's work has come to.
-pub(crate) struct HostWork {
-    pub(crate) context: Weak<Context>,
-    pub(crate) id: u64,
-    pub(crate) call: HostCall,
-}
-
-impl HostWork {
-    fn run(self) {
-        self.call.run();
-        if let Some(context) = self.context.upgrade() {
-            context.host_done(self.id);
-        }
-    }
-}
+/// A call into the program that work has come to.
+type HostCall = Box<dyn FnOnce() + Send>;
 
 static PROCESS: OnceLock<Process> = OnceLock::new();
 /// This is a child of a process that uses CUDA: nothing of it may be used here.
@@ -214,9 +200,9 @@ fn start() -> std::result::Result<Process, StartError> {
     if let (Some(list), true) = (list, devices.is_empty()) {
         return Err(StartError::NoneVisible(list));
     }
-    let (host_calls, queue) = mpsc::channel::<HostWork>();
+    let (host_calls, queue) = mpsc::channel::<HostCall>();
     spawn("cuda-host-calls", move || {
-        queue.into_iter().for_each(HostWork::run)
+        queue.into_iter().for_each(|call| call())
     })
     .map_err(StartError::Thread)?;
     Ok(Process {
@@ -285,14 +271,9 @@ impl Process {
             .ok_or(CuError::INVALID_DEVICE)
     }
 
-    /// Runs a call into the program, on the thread that is for that. Waits get threads of their own, as
-    /// they may wait for such a call.
-    pub(crate) fn call_host(&self, work: HostWork) {
-        if matches!(work.call, HostCall::Wait(..)) {
-            let _ = spawn("cuda-wait", || work.run());
-        } else {
-            let _ = lock(&self.host_calls).send(work);
-        }
+    /// Runs a call into the program, on the thread that is for that.
+    pub(crate) fn call_host(&self, call: impl FnOnce() + Send + 'static) {
+        let _ = lock(&self.host_calls).send(Box::new(call));
     }
 }
 
