@@ -23,7 +23,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 use crate::{
     border::{In, Out, exports, unlocked},
-    context::Context,
+    context::{CONTEXTS, Context},
     error::{CuError, Result},
     locked, memory,
     process::{Place, Process, lock, process, spawn},
@@ -219,7 +219,7 @@ fn carry_out(request: &Request) -> Result {
     let next = match (request.what, state) {
         (GET_STATE, _) => return Ok(()),
         (LOCK, RUNNING) => {
-            close(process, request.timeout_ms)?;
+            close(request.timeout_ms)?;
             LOCKED
         }
         (CHECKPOINT, LOCKED) => {
@@ -242,7 +242,7 @@ fn carry_out(request: &Request) -> Result {
 }
 
 /// Lets no call in any more, and waits for those that have begun and for all work.
-fn close(process: &Process, timeout_ms: u32) -> Result {
+fn close(timeout_ms: u32) -> Result {
     let timeout = match timeout_ms {
         0 => ANSWER,
         ms => Duration::from_millis(ms.into()),
@@ -250,7 +250,7 @@ fn close(process: &Process, timeout_ms: u32) -> Result {
     let deadline = Instant::now() + timeout;
     locked::close();
     let ends = |context: &Arc<Context>| context.is_idle();
-    while locked::is_occupied() || !process.contexts.all().iter().all(ends) {
+    while locked::is_occupied() || !CONTEXTS.all().iter().all(ends) {
         if Instant::now() >= deadline {
             locked::open();
             return Err(CuError::NOT_READY);
@@ -262,7 +262,7 @@ fn close(process: &Process, timeout_ms: u32) -> Result {
 
 /// Takes the process off its devices.
 fn checkpoint(process: &Process) -> Result {
-    let contexts = process.contexts.all();
+    let contexts = CONTEXTS.all();
     for context in &contexts {
         context.check()?;
     }
@@ -301,7 +301,7 @@ fn put(process: &Process, places: &[&'static Place]) {
 }
 
 fn make(process: &Process, before: &[&'static Place], after: &[&'static Place]) -> Result {
-    let contexts = process.contexts.all();
+    let contexts = CONTEXTS.all();
     let mut held = lock(&process.rm);
     if !contexts.is_empty() {
         let rm = held.insert(Rm::open()?);

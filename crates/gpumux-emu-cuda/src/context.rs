@@ -26,7 +26,7 @@ use crate::{
     interpret::Interpreter,
     memory::{self, Viewer},
     pool,
-    process::{Device, lock, process, spawn},
+    process::{Device, Registry, lock, process, spawn},
     rm::{Groups, Rm},
     stream::{BLOCKING, Stream},
 };
@@ -154,6 +154,8 @@ impl Op {
     }
 }
 
+pub(crate) static CONTEXTS: Registry<Context> = Registry::new();
+
 thread_local! {
     static CURRENT: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
 }
@@ -183,7 +185,7 @@ pub(crate) fn context(handle: usize) -> Result<Arc<Context>> {
     if handle == 0 {
         return current();
     }
-    let found = process()?.contexts.get(handle);
+    let found = CONTEXTS.get(handle);
     found.or_else(|_| device::revive(handle))
 }
 
@@ -259,17 +261,16 @@ pub(crate) fn create(ordinal: i32, flags: u32, handle: Option<usize>) -> Result<
     });
     context.add_stream(&context.legacy);
     context.start_worker()?;
-    let handle = handle.unwrap_or_else(|| process.contexts.reserve());
+    let handle = handle.unwrap_or_else(|| CONTEXTS.reserve());
     let _ = context.handle.set(handle);
-    process.contexts.put(handle, Arc::clone(&context));
+    CONTEXTS.put(handle, Arc::clone(&context));
     Ok(context)
 }
 
 /// Destroys a context: its work, its groups and what was allocated in it.
 pub(crate) fn destroy(handle: usize) -> Result {
-    let process = process()?;
-    let context = process
-        .contexts
+    process()?;
+    let context = CONTEXTS
         .remove(handle)
         .map_err(|_| CuError::INVALID_CONTEXT)?;
     with_stack(|stack| stack.pop_if(|top| Arc::ptr_eq(top, &context)));

@@ -1,15 +1,18 @@
 //! Devices and their primary contexts.
 
-use std::sync::{Arc, atomic::Ordering};
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, atomic::Ordering},
+};
 
 use gpumux_emu::protocol::DeviceStatus;
 
 use crate::{
     border::Text,
-    context::{self, Context, current},
+    context::{self, CONTEXTS, Context, current},
     error::{CuError, Result},
     memory,
-    process::{Primary, Process, lock, process},
+    process::{Process, lock, process},
 };
 
 /// PCI bus id as text.
@@ -59,35 +62,25 @@ pub(crate) fn memory_info() -> Result<(usize, usize)> {
     Ok((total.saturating_sub(used) as usize, total as usize))
 }
 
-/// The primary context, made when first retained.
-pub(crate) fn retain_primary(ordinal: i32) -> Result<usize> {
-    let process = process()?;
-    process.device(ordinal)?;
-    let mut primaries = lock(&process.primaries);
-    let primary = &mut primaries[ordinal as usize];
-    let context = primary.made(ordinal)?;
-    primary.retained += 1;
-    Ok(context.handle())
-}
+/// The primary contexts by device.
+static PRIMARIES: Mutex<BTreeMap<i32, Primary>> = Mutex::new(BTreeMap::new());
 
-/// The primary context, without retaining it.
-pub(crate) fn primary(ordinal: i32) -> Result<usize> {
-    let process = process()?;
-    process.device(ordinal)?;
-    let mut primaries = lock(&process.primaries);
-    Ok(primaries[ordinal as usize].made(ordinal)?.handle())
-}
-
-/// The primary context of a handle that it had before it was reset: it is made anew, as long as it is retained.
-pub(crate) fn revive(handle: usize) -> Result<Arc<Context>> {
-    let mut primaries = lock(&process()?.primaries);
-    let is_it = |it: &Primary| it.retained > 0 && it.handle == Some(handle);
-    let at = primaries.iter().position(is_it);
-    let ordinal = at.ok_or(CuError::INVALID_CONTEXT)?;
-    primaries[ordinal].made(ordinal as i32)
+/// A device's primary context.
+#[derive(Default)]
+struct Primary {
+    context: Option<Arc<Context>>,
+    /// Once it was made.
+    handle: Option<usize>,
+    retained: usize,
+    flags: u32,
 }
 
 impl Primary {
+    fn with<T>(ordinal: i32, body: impl FnOnce(&mut Self) -> Result<T>) -> Result<T> {
+        process()?.device(ordinal)?;
+        body(lock(&PRIMARIES).entry(ordinal).or_default())
+    }
+
     /// The context, made if there is none. It has the same handle each time.
     fn made(&mut self, ordinal: i32) -> Result<Arc<Context>> {
         if let Some(context) = &self.context {
@@ -99,48 +92,64 @@ impl Primary {
     }
 }
 
+/// The primary context, made when first retained.
+pub(crate) fn retain_primary(ordinal: i32) -> Result<usize> {
+    Primary::with(ordinal, |primary| {
+        let context = primary.made(ordinal)?;
+        primary.retained += 1;
+        Ok(context.handle())
+    })
+}
+
+/// The primary context, without retaining it.
+pub(crate) fn primary(ordinal: i32) -> Result<usize> {
+    Primary::with(ordinal, |primary| Ok(primary.made(ordinal)?.handle()))
+}
+
+/// The primary context, if there is one.
+pub(crate) fn active_primary(ordinal: i32) -> Result<Option<Arc<Context>>> {
+    Primary::with(ordinal, |primary| Ok(primary.context.clone()))
+}
+
+/// The primary context of a handle that it had before it was reset: it is made anew, as long as it is retained.
+pub(crate) fn revive(handle: usize) -> Result<Arc<Context>> {
+    process()?;
+    let mut primaries = lock(&PRIMARIES);
+    let mut all = primaries.iter_mut();
+    let found = all.find(|(_, it)| it.retained > 0 && it.handle == Some(handle));
+    let (ordinal, primary) = found.ok_or(CuError::INVALID_CONTEXT)?;
+    primary.made(*ordinal)
+}
+
 /// Gives it back; with the last it is destroyed.
 pub(crate) fn release_primary(ordinal: i32) -> Result {
-    let process = process()?;
-    process.device(ordinal)?;
-    let gone = {
-        let mut primaries = lock(&process.primaries);
-        let primary = &mut primaries[ordinal as usize];
-        primary.retained = primary
-            .retained
-            .checked_sub(1)
-            .ok_or(CuError::INVALID_CONTEXT)?;
-        if primary.retained == 0 {
-            primary.context.take()
-        } else {
-            None
-        }
-    };
+    let gone = Primary::with(ordinal, |primary| {
+        let left = primary.retained.checked_sub(1);
+        primary.retained = left.ok_or(CuError::INVALID_CONTEXT)?;
+        Ok(primary.context.take_if(|_| primary.retained == 0))
+    })?;
     gone.map_or(Ok(()), |context| context::destroy(context.handle()))
 }
 
 /// Destroys it, however often it is retained.
 pub(crate) fn reset_primary(ordinal: i32) -> Result {
-    let process = process()?;
-    process.device(ordinal)?;
-    let gone = lock(&process.primaries)[ordinal as usize].context.take();
+    let gone = Primary::with(ordinal, |primary| Ok(primary.context.take()))?;
     gone.map_or(Ok(()), |context| context::destroy(context.handle()))
 }
 
 /// Flags, and whether it is active.
 pub(crate) fn primary_state(ordinal: i32) -> Result<(u32, i32)> {
-    let process = process()?;
-    process.device(ordinal)?;
-    let primary = &lock(&process.primaries)[ordinal as usize];
-    Ok((primary.flags, primary.context.is_some().into()))
+    Primary::with(ordinal, |primary| {
+        Ok((primary.flags, primary.context.is_some().into()))
+    })
 }
 
 /// Sets its flags for when it is made.
 pub(crate) fn set_primary_flags(ordinal: i32, flags: u32) -> Result {
-    let process = process()?;
-    process.device(ordinal)?;
-    lock(&process.primaries)[ordinal as usize].flags = flags;
-    Ok(())
+    Primary::with(ordinal, |primary| {
+        primary.flags = flags;
+        Ok(())
+    })
 }
 
 /// Whether the devices of two numbers reach each other's memory: two whole GPUs of one server do.
@@ -179,9 +188,9 @@ pub(crate) fn free_memory(address: u64) -> Result {
     if address == 0 {
         return Ok(());
     }
-    let process = process()?;
+    process()?;
     let owner = memory::space().allocation(address).map(|it| it.context);
-    let context = process.contexts.get(owner.ok_or(CuError::INVALID_VALUE)?);
+    let context = CONTEXTS.get(owner.ok_or(CuError::INVALID_VALUE)?);
     // After a fault nothing runs any more: freed all the same, and told.
     let done = context.map_or(Ok(()), |context| context.synchronize());
     memory::free(address)?;
@@ -190,7 +199,8 @@ pub(crate) fn free_memory(address: u64) -> Result {
 
 /// `cuMemFreeHost`, likewise; all of the process's contexts may use it.
 pub(crate) fn free_host(address: u64) -> Result {
-    let contexts = process()?.contexts.all();
+    process()?;
+    let contexts = CONTEXTS.all();
     let waited = contexts.iter().map(|context| context.synchronize());
     let done = waited.collect::<Vec<_>>();
     memory::free_host(address)?;

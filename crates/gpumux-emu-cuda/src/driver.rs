@@ -21,7 +21,10 @@ use crate::{
     context::{self, context, current},
     device,
     error::{self, CuError, Result},
-    event, graph, link, memory, module,
+    event,
+    graph::{self, EXECUTABLES, GRAPHS},
+    link, memory,
+    module::{self, MODULES},
     process::{self, process},
     stream::{self, Direction},
 };
@@ -183,16 +186,16 @@ exports! { FUNCTIONS by cuda;
     cuModuleUnload(module: Handle) => module::unload(module);
     cuModuleGetFunction(function: Out<Handle>, module: Handle, name: Text) => function.put(module::function(module, name)?);
     cuModuleGetGlobal_v2(address: Out<Address>, bytes: Out<usize>, module: Handle, name: Text) => {
-        let found = process()?.modules.get(module)?.global(&name.get()?)?;
+        let found = MODULES.get(module)?.global(&name.get()?)?;
         address.put_if_wanted(found.0);
         bytes.put_if_wanted(found.1 as usize);
         Ok(())
     };
     cuModuleLoadFatBinary(module: Out<Handle>, image: Image) => { module.check()?; module.put(module::load(image, JitOptions::NONE)?) };
     cuModuleGetLoadingMode(mode: Out<c_int>) => mode.put(2);
-    cuModuleGetFunctionCount(count: Out<c_uint>, module: Handle) => count.put(process()?.modules.get(module)?.functions.len() as c_uint);
+    cuModuleGetFunctionCount(count: Out<c_uint>, module: Handle) => count.put(MODULES.get(module)?.functions.len() as c_uint);
     cuModuleEnumerateFunctions(functions: Out<Handle>, most: c_uint, module: Handle) => {
-        let module = process()?.modules.get(module)?;
+        let module = MODULES.get(module)?;
         functions.put_all(module.functions.values().copied().take(most as usize))
     };
     cuFuncGetAttribute(value: Out<c_int>, attribute: c_int, function: Handle) => value.put(module::attribute(attribute, &*function_of(function)?)?);
@@ -355,18 +358,18 @@ exports! { FUNCTIONS by cuda;
     cuEventElapsedTime(ms: Out<f32>, start: Handle, end: Handle) => ms.put(event::elapsed(start, end)?);
     cuEventElapsedTime_v2(ms: Out<f32>, start: Handle, end: Handle) => ms.put(event::elapsed(start, end)?);
 
-    cuGraphDestroy(graph: Handle) => process()?.graphs.remove(graph).map(drop);
+    cuGraphDestroy(graph: Handle) => GRAPHS.remove(graph).map(drop);
     cuGraphInstantiate_v2(executable: Out<Handle>, graph: Handle, node: Out<Handle>, _log: UserData, _bytes: usize) => {
         executable.check()?;
         node.put_if_wanted(0);
         executable.put(graph::instantiate(graph)?)
     };
     cuGraphInstantiateWithFlags(executable: Out<Handle>, graph: Handle, _flags: c_ulonglong) => { executable.check()?; executable.put(graph::instantiate(graph)?) };
-    cuGraphExecDestroy(executable: Handle) => process()?.executables.remove(executable).map(drop);
+    cuGraphExecDestroy(executable: Handle) => EXECUTABLES.remove(executable).map(drop);
     [cuGraphLaunch_ptsz] cuGraphLaunch(executable: Handle, stream: Handle) => graph::launch(executable, stream);
     [cuGraphUpload_ptsz] cuGraphUpload(executable: Handle, stream: Handle) => {
         stream::stream(stream)?;
-        process()?.executables.get(executable).map(drop)
+        EXECUTABLES.get(executable).map(drop)
     };
 
     [cuLaunchKernel_ptsz] cuLaunchKernel(
@@ -428,7 +431,7 @@ const _: () = assert!(size_of::<LaunchConfig>() == 56);
 
 /// The function of a handle, or of a kernel's in the current context.
 fn function_of(handle: Handle) -> Result<std::sync::Arc<module::Function>> {
-    match process()?.functions.get(handle) {
+    match module::loaded(handle) {
         Ok(function) => Ok(function),
         Err(_) => module::resolve(handle, &current()?),
     }

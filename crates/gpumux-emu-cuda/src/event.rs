@@ -19,7 +19,7 @@ use crate::{
     error::{CuError, Result},
     graph::CapturedMark,
     memory, pool,
-    process::{lock, process},
+    process::{Registry, lock},
     stream::stream,
     values::Awaited,
 };
@@ -42,6 +42,8 @@ pub(crate) struct Event {
     /// Of an event that processes share.
     marks: Option<Marks>,
 }
+
+static EVENTS: Registry<Event> = Registry::new();
 
 /// What processes know of a shared event: how often it was recorded, and which record was reached last.
 struct Marks {
@@ -125,7 +127,7 @@ pub(crate) fn create(flags: u32) -> Result<usize> {
         _ if flags & DISABLE_TIMING == 0 => return Err(CuError::INVALID_VALUE),
         _ => Some(Marks::new(memory::shared_page()?)?),
     };
-    Ok(process()?.events.add(Arc::new(Event {
+    Ok(EVENTS.add(Arc::new(Event {
         context: Arc::downgrade(&context),
         flags,
         state: Mutex::default(),
@@ -137,7 +139,7 @@ pub(crate) fn create(flags: u32) -> Result<usize> {
 pub(crate) fn open(page: OwnedFd) -> Result<usize> {
     let context = current()?;
     context.check()?;
-    Ok(process()?.events.add(Arc::new(Event {
+    Ok(EVENTS.add(Arc::new(Event {
         context: Arc::downgrade(&context),
         flags: INTERPROCESS | DISABLE_TIMING,
         state: Mutex::default(),
@@ -146,11 +148,11 @@ pub(crate) fn open(page: OwnedFd) -> Result<usize> {
 }
 
 pub(crate) fn event(handle: usize) -> Result<Arc<Event>> {
-    process()?.events.get(handle)
+    EVENTS.get(handle)
 }
 
 pub(crate) fn destroy(handle: usize) -> Result {
-    process()?.events.remove(handle).map(drop)
+    EVENTS.remove(handle).map(drop)
 }
 
 impl Event {

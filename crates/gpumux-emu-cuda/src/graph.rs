@@ -17,7 +17,7 @@ use crate::{
     effect::Effect,
     error::{CuError, Result},
     nodes::{self, AddedNodes},
-    process::{lock, process},
+    process::{Registry, lock},
     stream::{Stream, stream},
 };
 
@@ -179,7 +179,7 @@ pub(crate) fn end(stream_handle: usize) -> Result<usize> {
         return Err(CuError::STREAM_CAPTURE_UNJOINED);
     }
     let graph = Graph::new(nodes, streams.len());
-    Ok(process()?.graphs.add(Arc::new(graph)))
+    Ok(GRAPHS.add(Arc::new(graph)))
 }
 
 /// Whether the last work of every lane but the first is waited for by another lane.
@@ -225,6 +225,8 @@ pub(crate) struct Graph {
     /// Nodes that were added by themselves: they come behind those that were captured.
     pub(crate) added: AddedNodes,
 }
+
+pub(crate) static GRAPHS: Registry<Graph> = Registry::new();
 
 impl Drop for Graph {
     fn drop(&mut self) {
@@ -280,6 +282,8 @@ pub(crate) struct Executable {
     last: Mutex<Option<u64>>,
 }
 
+pub(crate) static EXECUTABLES: Registry<Executable> = Registry::new();
+
 impl Drop for Executable {
     fn drop(&mut self) {
         if let Some(context) = self.context.upgrade() {
@@ -292,8 +296,7 @@ impl Drop for Executable {
 
 /// Makes a graph launchable.
 pub(crate) fn instantiate(graph: usize) -> Result<usize> {
-    let process = process()?;
-    let graph = process.graphs.get(graph)?;
+    let graph = GRAPHS.get(graph)?;
     let context = crate::context::current()?;
     let streams = (1..graph.lanes)
         .map(|_| {
@@ -302,7 +305,7 @@ pub(crate) fn instantiate(graph: usize) -> Result<usize> {
             stream
         })
         .collect();
-    Ok(process.executables.add(Arc::new(Executable {
+    Ok(EXECUTABLES.add(Arc::new(Executable {
         nodes: Mutex::new(graph.flat()?),
         context: Arc::downgrade(&context),
         streams,
@@ -312,9 +315,8 @@ pub(crate) fn instantiate(graph: usize) -> Result<usize> {
 
 /// Puts another graph's work into an executable one of the same shape.
 pub(crate) fn update(executable: usize, graph: usize) -> Result {
-    let process = process()?;
-    let executable = process.executables.get(executable)?;
-    let new = process.graphs.get(graph)?.flat()?;
+    let executable = EXECUTABLES.get(executable)?;
+    let new = GRAPHS.get(graph)?.flat()?;
     let mut nodes = lock(&executable.nodes);
     let same = |(a, b): (&Node, &Node)| a.lane == b.lane && a.is_work() == b.is_work();
     if new.len() != nodes.len() || !new.iter().zip(&*nodes).all(same) {
@@ -328,7 +330,7 @@ pub(crate) fn update(executable: usize, graph: usize) -> Result {
 
 /// Launches a graph.
 pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
-    let executable = process()?.executables.get(executable)?;
+    let executable = EXECUTABLES.get(executable)?;
     let stream = stream(stream_handle)?;
     let context = stream.context()?;
     if !Weak::ptr_eq(&executable.context, &Arc::downgrade(&context)) {

@@ -10,9 +10,10 @@ use std::{
 use crate::{
     border::{Image, In, JitOptions, Out, Text, UserData, cuda, exports},
     context::{Context, current},
+    device::active_primary,
     error::{CuError, Result},
-    module::{self, Function, Module},
-    process::{lock, process},
+    module::{self, Function, MODULES, Module},
+    process::{Registry, lock, process},
 };
 
 type Handle = usize;
@@ -26,6 +27,8 @@ pub(crate) struct Library {
     modules: Mutex<HashMap<u64, (Handle, Arc<Module>)>>,
 }
 
+static LIBRARIES: Registry<Library> = Registry::new();
+
 /// A kernel of a library.
 pub(crate) struct LibraryKernel {
     pub(crate) name: CString,
@@ -33,10 +36,12 @@ pub(crate) struct LibraryKernel {
     handle: Handle,
 }
 
+pub(crate) static KERNELS: Registry<LibraryKernel> = Registry::new();
+
 fn load(image: Image, options: JitOptions) -> Result<Handle> {
-    let process = process()?;
+    process()?;
     let program = module::read(image, options)?;
-    let handle = process.libraries.reserve();
+    let handle = LIBRARIES.reserve();
     let library = Arc::new_cyclic(|library: &Weak<Library>| {
         let kernels = program.kernels.iter().map(|kernel| {
             let made = LibraryKernel {
@@ -44,7 +49,7 @@ fn load(image: Image, options: JitOptions) -> Result<Handle> {
                 library: Weak::clone(library),
                 handle,
             };
-            (kernel.name.clone(), process.kernels.add(Arc::new(made)))
+            (kernel.name.clone(), KERNELS.add(Arc::new(made)))
         });
         Library {
             kernels: kernels.collect(),
@@ -52,18 +57,17 @@ fn load(image: Image, options: JitOptions) -> Result<Handle> {
             program: Arc::clone(&program),
         }
     });
-    process.libraries.put(handle, library);
+    LIBRARIES.put(handle, library);
     Ok(handle)
 }
 
 fn unload(handle: Handle) -> Result {
-    let process = process()?;
-    let library = process.libraries.remove(handle)?;
+    let library = LIBRARIES.remove(handle)?;
     for kernel in library.kernels.values() {
-        let _ = process.kernels.remove(*kernel);
+        let _ = KERNELS.remove(*kernel);
     }
     for (handle, _) in lock(&library.modules).values() {
-        let _ = process.modules.remove(*handle);
+        let _ = MODULES.remove(*handle);
     }
     Ok(())
 }
@@ -76,7 +80,7 @@ impl Library {
             return Ok(module.clone());
         }
         let module = Arc::new(module::load_in(context, &self.program)?);
-        let made = (process()?.modules.add(Arc::clone(&module)), module);
+        let made = (MODULES.add(Arc::clone(&module)), module);
         modules.insert(context.id, made.clone());
         Ok(made)
     }
@@ -95,16 +99,18 @@ impl LibraryKernel {
 
 /// A kernel's function in the context of a device: the current one if that is the device's, else its primary.
 fn on_device(kernel: Handle, device: c_int) -> Result<Arc<Function>> {
-    let process = process()?;
-    process.device(device)?;
+    process()?.device(device)?;
     let current = current().ok().filter(|context| context.ordinal == device);
-    let primary = || lock(&process.primaries)[device as usize].context.clone();
-    let context = current.or_else(primary).ok_or(CuError::INVALID_CONTEXT)?;
+    let context = match current {
+        Some(context) => Some(context),
+        None => active_primary(device)?,
+    };
+    let context = context.ok_or(CuError::INVALID_CONTEXT)?;
     module::resolve(kernel, &context)
 }
 
 fn global(library: Handle, name: Text) -> Result<(u64, u64)> {
-    let library = process()?.libraries.get(library)?;
+    let library = LIBRARIES.get(library)?;
     library.module(&current()?)?.1.global(&name.get()?)
 }
 
@@ -119,15 +125,15 @@ exports! { FUNCTIONS by cuda;
     };
     cuLibraryUnload(library: Handle) => unload(library);
     cuLibraryGetKernel(kernel: Out<Handle>, library: Handle, name: Text) => {
-        let library = process()?.libraries.get(library)?;
+        let library = LIBRARIES.get(library)?;
         kernel.put(*library.kernels.get(name.get()?.as_str()).ok_or(CuError::NOT_FOUND)?)
     };
-    cuLibraryGetKernelCount(count: Out<c_uint>, library: Handle) => count.put(process()?.libraries.get(library)?.kernels.len() as c_uint);
+    cuLibraryGetKernelCount(count: Out<c_uint>, library: Handle) => count.put(LIBRARIES.get(library)?.kernels.len() as c_uint);
     cuLibraryEnumerateKernels(kernels: Out<Handle>, most: c_uint, library: Handle) => {
-        let library = process()?.libraries.get(library)?;
+        let library = LIBRARIES.get(library)?;
         kernels.put_all(library.kernels.values().copied().take(most as usize))
     };
-    cuLibraryGetModule(module: Out<Handle>, library: Handle) => module.put(process()?.libraries.get(library)?.module(&current()?)?.0);
+    cuLibraryGetModule(module: Out<Handle>, library: Handle) => module.put(LIBRARIES.get(library)?.module(&current()?)?.0);
     cuLibraryGetGlobal(address: Out<u64>, bytes: Out<usize>, library: Handle, name: Text) => {
         let found = global(library, name)?;
         address.put_if_wanted(found.0);
@@ -140,9 +146,9 @@ exports! { FUNCTIONS by cuda;
         bytes.put_if_wanted(found.1 as usize);
         Ok(())
     };
-    cuKernelGetFunction(function: Out<Handle>, kernel: Handle) => function.put(process()?.kernels.get(kernel)?.function(&current()?)?);
-    cuKernelGetLibrary(library: Out<Handle>, kernel: Handle) => library.put(process()?.kernels.get(kernel)?.handle);
-    cuKernelGetName(name: Out<*const std::ffi::c_char>, kernel: Handle) => name.put(process()?.kernels.get(kernel)?.name.as_ptr());
+    cuKernelGetFunction(function: Out<Handle>, kernel: Handle) => function.put(KERNELS.get(kernel)?.function(&current()?)?);
+    cuKernelGetLibrary(library: Out<Handle>, kernel: Handle) => library.put(KERNELS.get(kernel)?.handle);
+    cuKernelGetName(name: Out<*const std::ffi::c_char>, kernel: Handle) => name.put(KERNELS.get(kernel)?.name.as_ptr());
     cuKernelGetAttribute(value: Out<c_int>, attribute: c_int, kernel: Handle, device: c_int) => value.put(module::attribute(attribute, &*on_device(kernel, device)?)?);
     cuKernelSetAttribute(attribute: c_int, value: c_int, kernel: Handle, device: c_int) => module::set_attribute(attribute, value, &*on_device(kernel, device)?);
     cuKernelSetCacheConfig(kernel: Handle, _config: c_int, device: c_int) => on_device(kernel, device).map(drop);

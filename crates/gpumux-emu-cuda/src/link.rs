@@ -6,7 +6,7 @@ use crate::{
     border::{Image, JitOptions, Refused, Text, program_bytes},
     error::{CuError, Result},
     module,
-    process::{lock, process},
+    process::{Registry, lock, process},
 };
 
 /// First bytes of a static library.
@@ -22,10 +22,13 @@ pub(crate) struct Link {
     made: OnceLock<Vec<u8>>,
 }
 
+static LINKS: Registry<Link> = Registry::new();
+
 /// Begins; the link's handle.
 pub(crate) fn create(options: JitOptions) -> Result<usize> {
     options.log("");
-    Ok(process()?.links.add(Arc::default()))
+    process()?;
+    Ok(LINKS.add(Arc::default()))
 }
 
 /// Adds PTX or a fat binary that has some; other kinds of code cannot be run.
@@ -41,7 +44,7 @@ pub(crate) fn add_file(link: usize, path: Text) -> Result {
 }
 
 fn add_bytes(link: usize, bytes: &[u8]) -> Result {
-    let link = process()?.links.get(link)?;
+    let link = LINKS.get(link)?;
     // CUDA's device runtime: what there is of it, the interpreter has. What a kernel lacks, its launch names.
     if bytes.starts_with(ARCHIVE) {
         return Ok(());
@@ -63,7 +66,7 @@ fn tell(refused: Refused) -> CuError {
 
 /// Address and size of the result, which lives as long as the link.
 pub(crate) fn complete(link: usize) -> Result<(usize, usize)> {
-    let link = process()?.links.get(link)?;
+    let link = LINKS.get(link)?;
     let texts = lock(&link.texts).clone();
     module::parse(&texts).map_err(tell)?;
     let made = link
@@ -74,5 +77,5 @@ pub(crate) fn complete(link: usize) -> Result<(usize, usize)> {
 
 /// Ends it.
 pub(crate) fn destroy(link: usize) -> Result {
-    process()?.links.remove(link).map(drop)
+    LINKS.remove(link).map(drop)
 }

@@ -21,8 +21,9 @@ use crate::{
     hold,
     interpret::Interpreted,
     kernel::{self, Kernel, Shape},
+    library::KERNELS,
     link, memory,
-    process::{lock, process},
+    process::{Registry, lock},
     stream::stream,
 };
 
@@ -42,6 +43,8 @@ pub(crate) struct Module {
     memory: Option<u64>,
 }
 
+pub(crate) static MODULES: Registry<Module> = Registry::new();
+
 /// A kernel of a module.
 pub(crate) struct Function {
     pub(crate) name: CString,
@@ -56,6 +59,8 @@ pub(crate) struct Function {
     /// Registers of a thread, as told.
     registers: AtomicU32,
 }
+
+static FUNCTIONS: Registry<Function> = Registry::new();
 
 /// Registers that a thread is said to have, unless the program asks for fewer: how many a compiler would use is not known.
 const REGISTERS: u32 = 32;
@@ -91,7 +96,7 @@ pub(crate) fn load(image: Image, options: JitOptions) -> Result<usize> {
     if let Some(most) = options.get(MAX_REGISTERS) {
         module.limit_registers(most as u32)?;
     }
-    Ok(process()?.modules.add(Arc::new(module)))
+    Ok(MODULES.add(Arc::new(module)))
 }
 
 /// Loads a file.
@@ -102,7 +107,6 @@ pub(crate) fn load_file(path: Text) -> Result<usize> {
 /// Loads a program into a context.
 pub(crate) fn load_in(context: &Arc<Context>, program: &Arc<gpumux_ptx::Module>) -> Result<Module> {
     context.check()?;
-    let process = process()?;
     let mut size = 0_u64;
     let mut offsets = Vec::new();
     for global in &program.globals {
@@ -142,7 +146,7 @@ pub(crate) fn load_in(context: &Arc<Context>, program: &Arc<gpumux_ptx::Module>)
             settings: Mutex::new((0, -1)),
             registers: AtomicU32::new(REGISTERS),
         };
-        (of.name.clone(), process.functions.add(Arc::new(function)))
+        (of.name.clone(), FUNCTIONS.add(Arc::new(function)))
     });
     let globals = program.globals.iter().enumerate();
     Ok(Module {
@@ -161,9 +165,8 @@ impl Module {
 
     /// At most so many registers for each thread.
     fn limit_registers(&mut self, most: u32) -> Result {
-        let process = process()?;
         for function in self.functions.values() {
-            let function = process.functions.get(*function)?;
+            let function = FUNCTIONS.get(*function)?;
             function.registers.fetch_min(most.max(1), Ordering::Relaxed);
         }
         Ok(())
@@ -176,10 +179,8 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
-        if let Ok(process) = process() {
-            for function in self.functions.values() {
-                let _ = process.functions.remove(*function);
-            }
+        for function in self.functions.values() {
+            let _ = FUNCTIONS.remove(*function);
         }
         if let Some(memory) = self.memory {
             // The end of its context may have been before.
@@ -190,23 +191,25 @@ impl Drop for Module {
 
 /// Unloads a module with its functions.
 pub(crate) fn unload(module: usize) -> Result {
-    process()?.modules.remove(module).map(drop)
+    MODULES.remove(module).map(drop)
+}
+
+/// The function of a handle.
+pub(crate) fn loaded(function: usize) -> Result<Arc<Function>> {
+    FUNCTIONS.get(function)
 }
 
 /// A function's handle.
 pub(crate) fn function(module: usize, name: Text) -> Result<usize> {
-    process()?.modules.get(module)?.function(&name.get()?)
+    MODULES.get(module)?.function(&name.get()?)
 }
 
 /// The function of a handle, which may be one of a library's kernel.
 pub(crate) fn resolve(handle: usize, context: &Arc<Context>) -> Result<Arc<Function>> {
-    let process = process()?;
-    if let Ok(function) = process.functions.get(handle) {
+    if let Ok(function) = FUNCTIONS.get(handle) {
         return Ok(function);
     }
-    process
-        .functions
-        .get(process.kernels.get(handle)?.function(context)?)
+    FUNCTIONS.get(KERNELS.get(handle)?.function(context)?)
 }
 
 /// Launches a kernel.

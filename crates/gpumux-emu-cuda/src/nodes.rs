@@ -10,9 +10,9 @@ use crate::{
     border::{Arguments, HostFunction, In, Out, Pointers, UserData, cuda, exports},
     context::Op,
     error::{CuError, Result},
-    graph::{self, Graph, Node},
+    graph::{self, EXECUTABLES, GRAPHS, Graph, Node},
     module, plane,
-    process::{lock, process},
+    process::{Registry, lock, process},
     stream,
 };
 
@@ -35,6 +35,9 @@ pub(crate) struct Added {
     /// Nodes that come before, by their handles.
     after: Vec<Handle>,
 }
+
+/// The graphs of nodes that were added.
+static NODES: Registry<Weak<Graph>> = Registry::new();
 
 /// `CUDA_KERNEL_NODE_PARAMS`; version 2 has a kernel and a context behind.
 #[repr(C)]
@@ -120,7 +123,7 @@ fn record(body: impl FnOnce(Handle) -> Result) -> Result<Vec<Op>> {
     let handle = stream::create(NON_BLOCKING, 0)?;
     let recorded = graph::begin(handle, RELAXED).and_then(|()| {
         let done = body(handle);
-        let graph = process()?.graphs.remove(graph::end(handle)?)?;
+        let graph = GRAPHS.remove(graph::end(handle)?)?;
         done.map(|()| graph.ops())
     });
     stream::destroy(handle)?;
@@ -153,8 +156,7 @@ fn add(
     ops: impl FnOnce() -> Result<Vec<Op>>,
 ) -> Result {
     node.check()?;
-    let process = process()?;
-    let graph = process.graphs.get(graph)?;
+    let graph = GRAPHS.get(graph)?;
     let after = (0..count)
         .map(|i| after.get_at(i))
         .collect::<Result<Vec<_>>>()?;
@@ -163,7 +165,7 @@ fn add(
     if !after.iter().all(|it| has(&added, *it)) {
         return Err(CuError::INVALID_VALUE);
     }
-    let handle = process.nodes.add(Arc::new(Arc::downgrade(&graph)));
+    let handle = NODES.add(Arc::new(Arc::downgrade(&graph)));
     added.push(Added {
         handle,
         kind,
@@ -186,7 +188,7 @@ fn edges(
     count: usize,
     change: impl Fn(&mut Vec<Handle>, Handle),
 ) -> Result {
-    let graph = process()?.graphs.get(graph)?;
+    let graph = GRAPHS.get(graph)?;
     let mut added = lock(&graph.added);
     for i in 0..count {
         let (from, to) = (from.get_at(i)?, to.get_at(i)?);
@@ -232,14 +234,13 @@ pub(crate) fn in_order(added: &[Added]) -> Result<Vec<(Handle, Op)>> {
 
 /// A copy with nodes of its own.
 fn clone(graph: Handle) -> Result<Handle> {
-    let process = process()?;
-    let graph = process.graphs.get(graph)?;
+    let graph = GRAPHS.get(graph)?;
     let copy = Arc::new(Graph::new(graph.nodes.clone(), graph.lanes));
     let mut added = lock(&graph.added).clone();
     let renamed: Vec<(Handle, Handle)> = added
         .iter()
         .map(|it| {
-            let new = process.nodes.add(Arc::new(Arc::downgrade(&copy)));
+            let new = NODES.add(Arc::new(Arc::downgrade(&copy)));
             (it.handle, new)
         })
         .collect();
@@ -249,12 +250,12 @@ fn clone(graph: Handle) -> Result<Handle> {
         node.after.iter_mut().for_each(|it| *it = new(*it));
     }
     *lock(&copy.added) = added;
-    Ok(process.graphs.add(copy))
+    Ok(GRAPHS.add(copy))
 }
 
 /// The graph of a node that was added.
 fn graph_of(node: Handle) -> Result<Arc<Graph>> {
-    let of = process()?.nodes.get(node)?;
+    let of = NODES.get(node)?;
     Weak::upgrade(&of).ok_or(CuError::INVALID_HANDLE)
 }
 
@@ -270,7 +271,7 @@ fn remove(node: Handle) -> Result {
     let mut added = lock(&graph.added);
     added.retain(|it| it.handle != node);
     added.iter_mut().for_each(|it| unlink(&mut it.after, node));
-    process()?.nodes.remove(node).map(drop)
+    NODES.remove(node).map(drop)
 }
 
 /// Answers with as many things as there is room for, or only with how many there are.
@@ -282,7 +283,7 @@ fn list(things: &[Handle], room: Out<Handle>, count: Out<usize>) -> Result {
 }
 
 fn nodes(graph: Handle, roots: bool, room: Out<Handle>, count: Out<usize>) -> Result {
-    let graph = process()?.graphs.get(graph)?;
+    let graph = GRAPHS.get(graph)?;
     let added = lock(&graph.added);
     let wanted = added.iter().filter(|it| !roots || it.after.is_empty());
     let handles: Vec<Handle> = wanted.map(|it| it.handle).collect();
@@ -296,7 +297,7 @@ fn nodes(graph: Handle, roots: bool, room: Out<Handle>, count: Out<usize>) -> Re
 
 /// Gives a kernel of an executable graph other arguments, or another shape.
 fn change(executable: Handle, node: Handle, params: KernelParams) -> Result {
-    let executable = process()?.executables.get(executable)?;
+    let executable = EXECUTABLES.get(executable)?;
     let [op] = <[Op; 1]>::try_from(params.record()?).map_err(|_| CuError::INVALID_VALUE)?;
     let mut nodes = lock(&executable.nodes);
     let found = nodes.iter_mut().find(|it| it.origin == node);
@@ -310,7 +311,8 @@ exports! { FUNCTIONS by cuda;
         if flags != 0 {
             return Err(CuError::INVALID_VALUE);
         }
-        graph.put(process()?.graphs.add(Arc::new(Graph::new(Vec::new(), 1))))
+        process()?;
+        graph.put(GRAPHS.add(Arc::new(Graph::new(Vec::new(), 1))))
     };
     cuGraphClone(copy: Out<Handle>, graph: Handle) => { copy.check()?; copy.put(clone(graph)?) };
     cuGraphAddKernelNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, params: In<KernelParams>) => add(node, graph, after, count, KERNEL, || params.get()?.record());
@@ -323,7 +325,7 @@ exports! { FUNCTIONS by cuda;
     });
     cuGraphAddEmptyNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize) => add(node, graph, after, count, EMPTY, || Ok(Vec::new()));
     cuGraphAddChildGraphNode(node: Out<Handle>, graph: Handle, after: In<Handle>, count: usize, child: Handle) => add(node, graph, after, count, GRAPH, || {
-        let child = process()?.graphs.get(child)?;
+        let child = GRAPHS.get(child)?;
         let added = in_order(&lock(&child.added))?;
         Ok(child.ops().into_iter().chain(added.into_iter().map(|it| it.1)).collect())
     });
@@ -360,10 +362,8 @@ pub(crate) fn forget(added: &mut AddedNodes) {
     let added = added
         .get_mut()
         .unwrap_or_else(std::sync::PoisonError::into_inner);
-    if let Ok(process) = process() {
-        for node in added {
-            let _ = process.nodes.remove(node.handle);
-        }
+    for node in added {
+        let _ = NODES.remove(node.handle);
     }
 }
 

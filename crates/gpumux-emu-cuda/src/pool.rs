@@ -1,7 +1,7 @@
 //! Memory pools. A pool keeps the memory that it has got from the device, up to its threshold, when the program waits for work next.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeMap, HashMap},
     ffi::{c_int, c_uint},
     sync::{Arc, Mutex},
 };
@@ -11,7 +11,7 @@ use crate::{
     context::Context,
     error::{CuError, Result},
     memory,
-    process::{lock, process},
+    process::{Registry, lock, process},
     stream,
 };
 
@@ -25,6 +25,10 @@ pub(crate) struct Pool {
     /// Most that was reserved, and used.
     most: Mutex<(u64, u64)>,
 }
+
+/// Each device's default pool, and its current one.
+static OF_DEVICES: Mutex<BTreeMap<c_int, (Handle, Handle)>> = Mutex::new(BTreeMap::new());
+static POOLS: Registry<Pool> = Registry::new();
 
 /// Attributes: what is kept, and of what the pool has and what is used, how much now and at most.
 const THRESHOLD: c_int = 4;
@@ -43,9 +47,8 @@ fn initial(attribute: c_int) -> Result<u64> {
 }
 
 fn make(device: c_int) -> Result<Handle> {
-    let process = process()?;
-    process.device(device)?;
-    Ok(process.pools.add(Arc::new(Pool {
+    process()?.device(device)?;
+    Ok(POOLS.add(Arc::new(Pool {
         device,
         values: Mutex::default(),
         most: Mutex::default(),
@@ -54,9 +57,8 @@ fn make(device: c_int) -> Result<Handle> {
 
 /// Allocates from a pool.
 pub(crate) fn alloc(handle: Handle, context: &Context, bytes: u64) -> Result<u64> {
-    let process = process()?;
-    let pool = process.pools.get(handle)?;
-    let device = process.device(pool.device)?.index;
+    let pool = POOLS.get(handle)?;
+    let device = process()?.device(pool.device)?.index;
     let at = memory::alloc_from_pool(device, context.handle(), handle, bytes)?;
     let now = memory::pool_use(handle);
     let mut most = lock(&pool.most);
@@ -66,10 +68,10 @@ pub(crate) fn alloc(handle: Handle, context: &Context, bytes: u64) -> Result<u64
 
 /// The program has waited for work: pools give back what is empty and above their thresholds.
 pub(crate) fn settle() {
-    let Ok(process) = process() else {
+    if process().is_err() {
         return;
-    };
-    for (handle, pool) in process.pools.entries() {
+    }
+    for (handle, pool) in POOLS.entries() {
         let keep = lock(&pool.values).get(&THRESHOLD).copied().unwrap_or(0);
         let (reserved, used) = memory::pool_use(handle);
         if reserved > keep && reserved > used {
@@ -110,9 +112,8 @@ impl Pool {
 
 /// A device's pool: the default one, made when first asked for, or the one that was set.
 pub(crate) fn of_device(device: c_int, default: bool) -> Result<Handle> {
-    let process = process()?;
-    process.device(device)?;
-    let mut pools = lock(&process.device_pools);
+    process()?.device(device)?;
+    let mut pools = lock(&OF_DEVICES);
     let known = pools.get(&device).copied();
     let (first, current) = match known {
         Some(pools) => pools,
@@ -129,12 +130,11 @@ exports! { FUNCTIONS by cuda;
     cuDeviceGetDefaultMemPool(pool: Out<Handle>, device: c_int) => pool.put(of_device(device, true)?);
     cuDeviceGetMemPool(pool: Out<Handle>, device: c_int) => pool.put(of_device(device, false)?);
     cuDeviceSetMemPool(device: c_int, pool: Handle) => {
-        let process = process()?;
-        if process.pools.get(pool)?.device != device {
+        if POOLS.get(pool)?.device != device {
             return Err(CuError::INVALID_VALUE);
         }
         let first = of_device(device, true)?;
-        lock(&process.device_pools).insert(device, (first, pool));
+        lock(&OF_DEVICES).insert(device, (first, pool));
         Ok(())
     };
     cuMemPoolCreate(pool: Out<Handle>, props: In<[c_int; 4]>) => {
@@ -146,17 +146,17 @@ exports! { FUNCTIONS by cuda;
         pool.put(make(device)?)
     };
     cuMemPoolDestroy(pool: Handle) => {
-        process()?.pools.remove(pool)?;
+        POOLS.remove(pool)?;
         memory::end_pool(pool);
         Ok(())
     };
     cuMemPoolTrimTo(pool: Handle, keep: usize) => {
-        process()?.pools.get(pool)?;
+        POOLS.get(pool)?;
         memory::trim_pool(pool, keep as u64);
         Ok(())
     };
     cuMemPoolSetAttribute(pool: Handle, attribute: c_int, value: AnyOut) => {
-        let of = process()?.pools.get(pool)?;
+        let of = POOLS.get(pool)?;
         initial(attribute)?;
         let value = match attribute {
             1..=3 => value.typed::<c_int>().get()? as u64,
@@ -165,21 +165,21 @@ exports! { FUNCTIONS by cuda;
         of.set(pool, attribute, value)
     };
     cuMemPoolGetAttribute(pool: Handle, attribute: c_int, value: AnyOut) => {
-        let found = process()?.pools.get(pool)?.value(pool, attribute)?;
+        let found = POOLS.get(pool)?.value(pool, attribute)?;
         match attribute {
             1..=3 => value.typed::<c_int>().put(found as c_int),
             _ => value.typed::<u64>().put(found),
         }
     };
-    cuMemPoolSetAccess(pool: Handle, _access: UserData, _count: usize) => process()?.pools.get(pool).map(drop);
+    cuMemPoolSetAccess(pool: Handle, _access: UserData, _count: usize) => POOLS.get(pool).map(drop);
     cuMemPoolGetAccess(flags: Out<c_int>, pool: Handle, location: In<[c_int; 2]>) => {
-        let own = process()?.pools.get(pool)?.device;
+        let own = POOLS.get(pool)?.device;
         let [kind, device] = location.get()?;
         flags.put(if kind == 1 && device == own { 3 } else { 0 })
     };
     [cuMemAllocFromPoolAsync_ptsz]cuMemAllocFromPoolAsync(address: Out<u64>, bytes: usize, pool: Handle, stream: Handle) => {
         address.check()?;
-        process()?.pools.get(pool)?;
+        POOLS.get(pool)?;
         address.put(stream::alloc_async(bytes, Some(pool), stream)?)
     };
     cuMemAllocManaged(address: Out<u64>, bytes: usize, flags: c_uint) => {

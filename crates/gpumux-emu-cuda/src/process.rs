@@ -1,10 +1,10 @@
-//! What a process has: its connection, its devices, and everything that handles name.
+//! What a process has: its connection, its devices, and how handles name what it makes.
 
 use std::{
-    collections::HashMap,
+    collections::BTreeMap,
     ops::Deref,
     sync::{
-        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
+        Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicUsize, Ordering},
         mpsc,
     },
@@ -17,16 +17,8 @@ use gpumux_emu::{
 };
 
 use crate::{
-    context::Context,
     error::{CuError, Result},
-    event::Event,
-    graph::{Executable, Graph},
-    library::{Library, LibraryKernel},
-    link::Link,
-    module::{Function, Module},
-    pool::Pool,
     rm::Rm,
-    stream::Stream,
     system,
 };
 
@@ -75,33 +67,7 @@ pub(crate) struct Process {
     pub(crate) connection: Mutex<ProcessConnection>,
     pub(crate) rm: Mutex<Option<Rm>>,
     pub(crate) devices: Vec<Device>,
-    /// Per device: the primary context and how often it was retained, and its flags.
-    pub(crate) primaries: Mutex<Vec<Primary>>,
-    pub(crate) contexts: Registry<Context>,
-    pub(crate) streams: Registry<Stream>,
-    pub(crate) events: Registry<Event>,
-    pub(crate) modules: Registry<Module>,
-    pub(crate) functions: Registry<Function>,
-    pub(crate) libraries: Registry<Library>,
-    pub(crate) links: Registry<Link>,
-    pub(crate) kernels: Registry<LibraryKernel>,
-    pub(crate) pools: Registry<Pool>,
-    /// Each device's default pool, and its current one.
-    pub(crate) device_pools: Mutex<HashMap<i32, (usize, usize)>>,
-    pub(crate) graphs: Registry<Graph>,
-    /// The graphs of nodes that were added one by one.
-    pub(crate) nodes: Registry<Weak<Graph>>,
-    pub(crate) executables: Registry<Executable>,
     host_calls: Mutex<mpsc::Sender<HostCall>>,
-}
-
-#[derive(Default)]
-pub(crate) struct Primary {
-    pub(crate) context: Option<Arc<Context>>,
-    /// Once it was made.
-    pub(crate) handle: Option<usize>,
-    pub(crate) retained: usize,
-    pub(crate) flags: u32,
 }
 
 /// A call into the program that work has come to.
@@ -208,21 +174,7 @@ fn start() -> std::result::Result<Process, StartError> {
     Ok(Process {
         connection: Mutex::new(connection),
         rm: Mutex::new(None),
-        primaries: Mutex::new(devices.iter().map(|_| Primary::default()).collect()),
         devices,
-        contexts: Registry::default(),
-        streams: Registry::default(),
-        events: Registry::default(),
-        modules: Registry::default(),
-        functions: Registry::default(),
-        libraries: Registry::default(),
-        links: Registry::default(),
-        kernels: Registry::default(),
-        pools: Registry::default(),
-        device_pools: Mutex::default(),
-        graphs: Registry::default(),
-        nodes: Registry::default(),
-        executables: Registry::default(),
         host_calls: Mutex::new(host_calls),
     })
 }
@@ -297,22 +249,20 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Things by handle. A wrong handle finds nothing.
+/// Things by handle. A wrong handle finds nothing, nor does any before [`init`].
 pub(crate) struct Registry<T> {
-    things: Mutex<HashMap<usize, Arc<T>>>,
-}
-
-impl<T> Default for Registry<T> {
-    fn default() -> Self {
-        Self {
-            things: Mutex::default(),
-        }
-    }
+    things: Mutex<BTreeMap<usize, Arc<T>>>,
 }
 
 impl<T> Registry<T> {
     /// Far from the small numbers that have meanings of their own, and from mapped memory.
     const FIRST: usize = 0x2000_0000;
+
+    pub(crate) const fn new() -> Self {
+        Self {
+            things: Mutex::new(BTreeMap::new()),
+        }
+    }
 
     pub(crate) fn add(&self, thing: Arc<T>) -> usize {
         let handle = self.reserve();
@@ -331,6 +281,7 @@ impl<T> Registry<T> {
     }
 
     pub(crate) fn get(&self, handle: usize) -> Result<Arc<T>> {
+        process()?;
         lock(&self.things)
             .get(&handle)
             .cloned()
@@ -350,6 +301,7 @@ impl<T> Registry<T> {
     }
 
     pub(crate) fn remove(&self, handle: usize) -> Result<Arc<T>> {
+        process()?;
         lock(&self.things)
             .remove(&handle)
             .ok_or(CuError::INVALID_HANDLE)
@@ -414,11 +366,11 @@ mod tests {
 
     #[test]
     fn handles_are_not_used_twice() {
-        let registry = Registry::default();
+        let registry = Registry::new();
         let first = registry.add(Arc::new(1));
-        assert_eq!(*registry.get(first).unwrap(), 1);
-        registry.remove(first).unwrap();
-        assert_eq!(registry.get(first), Err(CuError::INVALID_HANDLE));
+        assert_eq!(registry.entries(), [(first, Arc::new(1))]);
+        assert_eq!(registry.get(first), Err(CuError::NOT_INITIALIZED));
+        lock(&registry.things).remove(&first);
         assert_ne!(registry.add(Arc::new(2)), first);
     }
 }

@@ -16,7 +16,7 @@ use crate::{
     fault,
     graph::Lane,
     memory, pool,
-    process::{lock, process},
+    process::{Registry, lock},
 };
 
 /// `CU_STREAM_DEFAULT`: waits for the legacy stream.
@@ -44,6 +44,8 @@ pub(crate) struct Stream {
     /// Its part of a capture.
     pub(crate) capture: Mutex<Option<Lane>>,
 }
+
+static STREAMS: Registry<Stream> = Registry::new();
 
 impl Stream {
     pub(crate) fn new(context: Weak<Context>, flags: u32, priority: i32) -> Self {
@@ -96,7 +98,7 @@ pub(crate) fn stream(handle: usize) -> Result<Arc<Stream>> {
         0 if border::is_per_thread() => Ok(current()?.per_thread()),
         0 | LEGACY => Ok(Arc::clone(&current()?.legacy)),
         PER_THREAD => Ok(current()?.per_thread()),
-        _ => process()?.streams.get(handle),
+        _ => STREAMS.get(handle),
     }
 }
 
@@ -109,11 +111,11 @@ pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
     let priority = priority.clamp(HIGHEST_PRIORITY, 0);
     let stream = Arc::new(Stream::new(Arc::downgrade(&context), flags, priority));
     context.add_stream(&stream);
-    Ok(process()?.streams.add(stream))
+    Ok(STREAMS.add(stream))
 }
 
 pub(crate) fn destroy(handle: usize) -> Result {
-    let stream = process()?.streams.remove(handle)?;
+    let stream = STREAMS.remove(handle)?;
     if let Ok(context) = stream.context() {
         context.end_stream(stream.id);
     }
