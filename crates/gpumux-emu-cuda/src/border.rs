@@ -13,11 +13,10 @@ use std::{
 };
 
 use crate::{
-    context::{Context, current},
+    context::Context,
     error::{CuError, Result},
     event::Until,
     fatbin, fault, locked,
-    process::process,
 };
 
 /// Exports functions, a line each. In brackets the symbol of the variant in which the null stream means the
@@ -244,9 +243,8 @@ impl Image {
         }
     }
 
-    /// Its PTX for the current device: one text, or those of all that were linked to make it.
-    pub(crate) fn texts(self) -> std::result::Result<Vec<String>, Refused> {
-        let capability = capability();
+    /// Its PTX for a compute capability, such as 90: one text, or those of all that were linked to make it.
+    pub(crate) fn texts(self, capability: u32) -> std::result::Result<Vec<String>, Refused> {
         let found = self.read(capability)?;
         found.map_err(|no| Refused {
             code: CuError::NO_BINARY_FOR_GPU,
@@ -307,18 +305,6 @@ impl Image {
     }
 }
 
-/// The compute capability of the current device, or of the first, such as 90.
-fn capability() -> u32 {
-    let of = |(major, minor): (u32, u32)| 10 * major + minor;
-    match current() {
-        Ok(context) => of(context.device.info.compute_capability),
-        Err(_) => process()
-            .ok()
-            .and_then(|process| process.devices.first())
-            .map_or(90, |device| of(device.info.compute_capability)),
-    }
-}
-
 /// Why a program cannot be loaded.
 #[derive(Debug)]
 pub(crate) struct Refused {
@@ -339,17 +325,11 @@ impl From<CuError> for Refused {
 }
 
 impl Refused {
-    /// Says why, to the program and its user. A real device would have run compiled code: what follows cannot be right, and so
-    /// the context fails.
-    pub(crate) fn tell(self, options: JitOptions) -> CuError {
+    /// Says why, to the program and its user.
+    pub(crate) fn tell(&self, options: JitOptions) -> CuError {
         options.log(&self.why);
         if !self.why.is_empty() {
             eprintln!("gpumux: {}", self.why);
-        }
-        if self.compiled
-            && let Ok(context) = current()
-        {
-            context.spoil(self.code);
         }
         self.code
     }

@@ -49,19 +49,14 @@ fn add_bytes(link: usize, bytes: &[u8]) -> Result {
     if bytes.starts_with(ARCHIVE) {
         return Ok(());
     }
-    let added = Image::of(bytes)?.texts().map_err(tell)?;
+    let added = module::texts(Image::of(bytes)?).map_err(tell)?;
     lock(&link.texts).extend(added);
     Ok(())
 }
 
 /// Nothing is loaded yet: the context goes on.
 fn tell(refused: Refused) -> CuError {
-    let compiled = false;
-    Refused {
-        compiled,
-        ..refused
-    }
-    .tell(JitOptions::NONE)
+    refused.tell(JitOptions::NONE)
 }
 
 /// Address and size of the result, which lives as long as the link.

@@ -23,7 +23,7 @@ use crate::{
     kernel::{self, Kernel, Shape},
     library::KERNELS,
     link, memory,
-    process::{Registry, lock},
+    process::{Registry, lock, process},
     stream::stream,
 };
 
@@ -68,6 +68,18 @@ const REGISTERS: u32 = 32;
 /// Bytes of a grid barrier's memory.
 const WORKSPACE: u64 = 64;
 
+/// The PTX of an image for the current device, or for the first.
+pub(crate) fn texts(image: Image) -> std::result::Result<Vec<String>, Refused> {
+    let device = match current() {
+        Ok(context) => Some(context.device.place()),
+        Err(_) => process()
+            .ok()
+            .and_then(|it| Some(it.devices.first()?.place())),
+    };
+    let (major, minor) = device.map_or((9, 0), |it| it.info.compute_capability);
+    image.texts(10 * major + minor)
+}
+
 /// Parses the PTX of one or several units.
 pub(crate) fn parse(texts: &[String]) -> std::result::Result<Arc<gpumux_ptx::Module>, Refused> {
     let parts = texts.iter().flat_map(|text| text.split(link::BETWEEN));
@@ -83,8 +95,17 @@ pub(crate) fn parse(texts: &[String]) -> std::result::Result<Arc<gpumux_ptx::Mod
 
 /// Reads the PTX of an image, and tells what is wrong with it.
 pub(crate) fn read(image: Image, options: JitOptions) -> Result<Arc<gpumux_ptx::Module>> {
-    let program = image.texts().and_then(|texts| parse(&texts));
-    let program = program.map_err(|refused| refused.tell(options))?;
+    let program = texts(image).and_then(|texts| parse(&texts));
+    let program = program.map_err(|refused| {
+        let code = refused.tell(options);
+        // A real device would have run compiled code: what follows cannot be right.
+        if refused.compiled
+            && let Ok(context) = current()
+        {
+            context.spoil(code);
+        }
+        code
+    })?;
     options.log("");
     Ok(program)
 }
