@@ -5,14 +5,12 @@ use std::sync::{Arc, Mutex, OnceLock};
 use crate::{
     border::{Image, JitOptions, Refused, Text, program_bytes},
     error::{CuError, Result},
-    module,
+    module::{self, BETWEEN},
     process::{Registry, lock, process},
 };
 
 /// First bytes of a static library.
 const ARCHIVE: &[u8] = b"!<arch>";
-/// Line between the texts of a result; `module::load` takes a result apart again.
-pub(crate) const BETWEEN: &str = "\n//gpumux: the next unit\n";
 
 /// What is being linked.
 #[derive(Default)]

@@ -22,7 +22,7 @@ use crate::{
     interpret::Interpreted,
     kernel::{self, Kernel, Shape},
     library::KERNELS,
-    link, memory,
+    memory,
     process::{Registry, lock, process},
     stream::stream,
 };
@@ -32,6 +32,9 @@ const SHARED: u32 = 49_152;
 const MOST_SHARED: u32 = 232_448;
 const SM_SHARED: u32 = 233_472;
 const RESERVED_SHARED: u32 = 1024;
+
+/// Line between the texts of units that were linked; a load takes them apart again.
+pub(crate) const BETWEEN: &str = "\n//gpumux: the next unit\n";
 
 /// A loaded module.
 pub(crate) struct Module {
@@ -82,7 +85,7 @@ pub(crate) fn texts(image: Image) -> std::result::Result<Vec<String>, Refused> {
 
 /// Parses the PTX of one or several units.
 pub(crate) fn parse(texts: &[String]) -> std::result::Result<Arc<gpumux_ptx::Module>, Refused> {
-    let parts = texts.iter().flat_map(|text| text.split(link::BETWEEN));
+    let parts = texts.iter().flat_map(|text| text.split(BETWEEN));
     let texts: Vec<&str> = parts.collect();
     gpumux_ptx::Module::link(&texts)
         .map(Arc::new)
