@@ -13,9 +13,7 @@ use std::{
 };
 
 use crate::{
-    context::Context,
     error::{CuError, Result},
-    event::Until,
     fatbin, fault, locked,
 };
 
@@ -506,8 +504,8 @@ pub(crate) fn print(text: &[u8]) {
 pub(crate) enum HostCall {
     Function(extern "C" fn(*mut c_void), usize),
     Callback(extern "C" fn(usize, c_int, *mut c_void), usize, usize),
-    /// None: the context's work waits for something.
-    Wait(Arc<Context>, Until),
+    /// None: work waits here for something.
+    Wait(Arc<dyn Fn() + Send + Sync>),
 }
 
 impl HostCall {
@@ -529,7 +527,7 @@ impl HostCall {
         match self {
             Self::Function(function, data) => function(data as *mut c_void),
             Self::Callback(function, stream, data) => function(stream, 0, data as *mut c_void),
-            Self::Wait(context, until) => until.wait(&context),
+            Self::Wait(wait) => wait(),
         }
     }
 }

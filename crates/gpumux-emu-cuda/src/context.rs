@@ -10,6 +10,7 @@ use std::{
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread::{self, ThreadId},
+    time::Duration,
 };
 
 use gpumux_emu::{
@@ -33,6 +34,8 @@ use crate::{
 
 /// Work under way per context: a launch waits when there is more, as with the driver's own queues.
 const MAX_LIVE: usize = 4096;
+/// How often is looked for what happens outside of the process, or in memory.
+const POLL: Duration = Duration::from_micros(50);
 
 /// A context.
 pub(crate) struct Context {
@@ -143,6 +146,12 @@ impl Op {
             event: None,
             prompt: false,
         }
+    }
+
+    /// Waits on the host as long as this takes.
+    pub(crate) fn waiting(wait: impl Fn() + Send + Sync + 'static) -> Self {
+        let call = HostCall::Wait(Arc::new(wait));
+        Self::following(Work::Host, Effect::Host(call))
     }
 
     /// A mark that is reported at once.
@@ -477,6 +486,17 @@ impl Context {
     /// Waits until an event is reached.
     pub(crate) fn wait_for_event(&self, event: &Event) -> Result {
         self.wait(|_| event.reached())
+    }
+
+    /// Waits until something outside of the context is so, or for the context's end.
+    pub(crate) fn wait_until(&self, reached: impl Fn() -> Result<bool>) {
+        while self.check().is_ok() {
+            match reached() {
+                Ok(true) => return,
+                Ok(false) => thread::sleep(POLL),
+                Err(error) => return self.fault(error),
+            }
+        }
     }
 
     fn wait(&self, done: impl Fn(&State) -> bool) -> Result {

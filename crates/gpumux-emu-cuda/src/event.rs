@@ -6,14 +6,11 @@ use std::{
         Arc, Mutex, Weak,
         atomic::{AtomicU64, Ordering},
     },
-    thread,
-    time::Duration,
 };
 
 use gpumux_emu::protocol::Work;
 
 use crate::{
-    border::HostCall,
     context::{Context, Op, current},
     effect::Effect,
     error::{CuError, Result},
@@ -21,7 +18,6 @@ use crate::{
     memory, pool,
     process::{Registry, lock},
     stream::stream,
-    values::Awaited,
 };
 
 /// `CU_EVENT_DISABLE_TIMING`
@@ -31,8 +27,6 @@ const KNOWN_FLAGS: u32 = 7;
 
 /// `CU_EVENT_INTERPROCESS`
 const INTERPROCESS: u32 = 4;
-/// How often is looked for what happens outside of the process, or in memory.
-const POLL: Duration = Duration::from_micros(50);
 
 /// An event.
 pub(crate) struct Event {
@@ -46,15 +40,19 @@ pub(crate) struct Event {
 static EVENTS: Registry<Event> = Registry::new();
 
 /// What processes know of a shared event: how often it was recorded, and which record was reached last.
+#[derive(Clone)]
 struct Marks {
-    file: OwnedFd,
+    file: Arc<OwnedFd>,
     words: &'static [AtomicU64; 2],
 }
 
 impl Marks {
     fn new(file: OwnedFd) -> Result<Self> {
         let words = memory::shared_words(&file)?;
-        Ok(Self { file, words })
+        Ok(Self {
+            file: Arc::new(file),
+            words,
+        })
     }
 
     fn recorded(&self) -> u64 {
@@ -63,43 +61,6 @@ impl Marks {
 
     fn has_reached(&self, record: u64) -> bool {
         self.words[1].load(Ordering::Acquire) >= record
-    }
-}
-
-/// What a context's work waits for on the host.
-#[derive(Clone)]
-pub(crate) enum Until {
-    /// An event of another context.
-    Event(Arc<Event>),
-    /// A record of an event that another process may have made.
-    Shared(Arc<Event>, u64),
-    Value(Awaited),
-}
-
-impl Until {
-    /// Waits, also for the end of the context.
-    pub(crate) fn wait(&self, context: &Context) {
-        let reached = || match self {
-            Self::Event(event) => Ok(event.reached()),
-            Self::Shared(event, record) => Ok(event
-                .marks
-                .as_ref()
-                .is_none_or(|marks| marks.has_reached(*record))),
-            Self::Value(awaited) => awaited.is_met(),
-        };
-        if let Self::Event(event) = self {
-            if let Ok(other) = event.context() {
-                let _ = other.wait_for_event(event);
-            }
-            return;
-        }
-        while context.check().is_ok() {
-            match reached() {
-                Ok(true) => return,
-                Ok(false) => thread::sleep(POLL),
-                Err(error) => return context.fault(error),
-            }
-        }
     }
 }
 
@@ -162,7 +123,7 @@ impl Event {
 
     /// The page with its marks, if processes share it.
     pub(crate) fn file(&self) -> Option<&OwnedFd> {
-        self.marks.as_ref().map(|marks| &marks.file)
+        self.marks.as_ref().map(|marks| &*marks.file)
     }
 
     /// Its mark has this number from now on.
@@ -242,8 +203,8 @@ pub(crate) fn synchronize(handle: usize) -> Result {
     let done = match &event.marks {
         None => context.wait_for_event(&event),
         Some(marks) => {
-            let until = Until::Shared(Arc::clone(&event), marks.recorded());
-            until.wait(&context);
+            let record = marks.recorded();
+            context.wait_until(|| Ok(marks.has_reached(record)));
             context.check()
         }
     };
@@ -291,9 +252,8 @@ pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
         if marks.has_reached(record) {
             return Ok(());
         }
-        let until = Until::Shared(Arc::clone(&event), record);
-        let call = HostCall::Wait(stream.context()?, until);
-        return stream.submit(Op::following(Work::Host, Effect::Host(call)));
+        let marks = marks.clone();
+        return stream.wait_until(move || Ok(marks.has_reached(record)));
     }
     let work = {
         let state = lock(&event.state);
@@ -307,6 +267,7 @@ pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
         return stream.submit(Op::following(Work::Wait(work), Effect::Nothing));
     }
     // Of another context: waited for on the host.
-    let call = HostCall::Wait(source, Until::Event(event));
-    stream.submit(Op::following(Work::Host, Effect::Host(call)))
+    stream.submit(Op::waiting(move || {
+        let _ = source.wait_for_event(&event);
+    }))
 }

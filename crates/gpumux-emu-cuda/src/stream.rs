@@ -71,6 +71,15 @@ impl Stream {
         self.context()?.submit(vec![(self.id, op)]).map(drop)
     }
 
+    /// Waits in stream order until something outside of the context is so.
+    pub(crate) fn wait_until(
+        &self,
+        reached: impl Fn() -> Result<bool> + Send + Sync + 'static,
+    ) -> Result {
+        let context = self.context()?;
+        self.submit(Op::waiting(move || context.wait_until(&reached)))
+    }
+
     pub(crate) fn is_captured(&self) -> bool {
         lock(&self.capture).is_some()
     }

@@ -5,11 +5,10 @@ use std::ffi::c_uint;
 use gpumux_emu::protocol::Work;
 
 use crate::{
-    border::{HostCall, In, cuda, exports},
+    border::{In, cuda, exports},
     context::Op,
     effect::{self, Effect},
     error::{CuError, Result},
-    event::Until,
     memory,
     stream::{self, stream},
 };
@@ -22,7 +21,7 @@ const FLUSH: c_uint = 1 << 30;
 
 /// What is waited for.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Awaited {
+struct Awaited {
     at: Address,
     /// 4 or 8 bytes.
     width: u32,
@@ -35,7 +34,7 @@ impl Awaited {
     ///
     /// # Errors
     /// When there is no such memory any more.
-    pub(crate) fn is_met(&self) -> Result<bool> {
+    fn is_met(&self) -> Result<bool> {
         let found = match self.width {
             4 => effect::load_u32(self.at)?.into(),
             _ => effect::load_u64(self.at)?,
@@ -65,8 +64,7 @@ fn check(at: Address, width: u32) -> Result {
 
 fn wait(stream_handle: Handle, at: Address, value: u64, width: u32, flags: c_uint) -> Result {
     let stream = stream(stream_handle)?;
-    let context = stream.context()?;
-    context.check()?;
+    stream.context()?.check()?;
     check(at, width)?;
     let condition = flags & !FLUSH;
     if condition > 3 {
@@ -78,8 +76,7 @@ fn wait(stream_handle: Handle, at: Address, value: u64, width: u32, flags: c_uin
         value,
         condition,
     };
-    let call = HostCall::Wait(context, Until::Value(awaited));
-    stream.submit(Op::following(Work::Host, Effect::Host(call)))
+    stream.wait_until(move || awaited.is_met())
 }
 
 fn write(stream_handle: Handle, at: Address, value: u64, flags: c_uint) -> Result {
