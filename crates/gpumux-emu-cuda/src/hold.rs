@@ -10,8 +10,8 @@ use std::{
 use gpumux_emu::client;
 
 use crate::{
+    access::{add_u64, load_u64, set_u32},
     context::Context,
-    effect::{add_u64, load_u64, set_u32},
     error::{CuError, Result},
     process::lock,
 };

@@ -7,7 +7,7 @@
 use gpumux_emu::protocol::{DeviceInfo, Work};
 
 use crate::{
-    effect::{add_u32, add_u64, fill_u32, sum_u32, sweep_u32},
+    access::{add_u32, add_u64, fill_u32, sum_u32, sweep_u32},
     error::{CuError, Result},
     hold,
 };

@@ -8,8 +8,9 @@
 //! mapped memory ([`memory`]).
 //!
 //! Functions called from C are made by the macros of [`border`]; no panic leaves them, and pointers are touched
-//! nowhere else but there, in [`memory`], in [`effect`] and in [`interpret`].
+//! nowhere else but there, in [`memory`], in [`access`] and in [`interpret`].
 
+mod access;
 mod attributes;
 mod border;
 mod checkpoint;

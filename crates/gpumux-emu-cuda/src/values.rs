@@ -5,9 +5,10 @@ use std::ffi::c_uint;
 use gpumux_emu::protocol::Work;
 
 use crate::{
+    access,
     border::{In, cuda, exports},
     context::Op,
-    effect::{self, Effect},
+    effect::Effect,
     error::{CuError, Result},
     memory,
     stream::{self, stream},
@@ -36,8 +37,8 @@ impl Awaited {
     /// When there is no such memory any more.
     fn is_met(&self) -> Result<bool> {
         let found = match self.width {
-            4 => effect::load_u32(self.at)?.into(),
-            _ => effect::load_u64(self.at)?,
+            4 => access::load_u32(self.at)?.into(),
+            _ => access::load_u64(self.at)?,
         };
         Ok(self.is_met_by(found))
     }
