@@ -46,3 +46,4 @@ mod stream;
 mod system;
 mod tables;
 mod values;
+mod watch;

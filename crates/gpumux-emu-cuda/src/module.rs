@@ -25,6 +25,7 @@ use crate::{
     memory,
     process::{Registry, lock, process},
     stream::stream,
+    watch,
 };
 
 /// Shared memory of a block, in bytes: without asking for more, at most, and what the system takes of an SM's.
@@ -293,7 +294,7 @@ pub(crate) fn launch(
             hold::begin(page, last)?;
             let op = Op::compute(work, Effect::Kernel(kernel));
             let id = context.submit(vec![(stream.id, op)])?;
-            return hold::watch(&context, id, page, ticket, timeout);
+            return watch::watch(&context, id, page, ticket, timeout);
         }
         return stream.submit(Op::compute(work, Effect::Kernel(kernel)));
     }
