@@ -1,5 +1,6 @@
 //! Contexts: work goes to the server, a thread of the context takes the reports and executes effects.
 
+mod kernels;
 mod suspend;
 
 use std::{
@@ -46,7 +47,7 @@ pub(crate) struct Context {
     pub(crate) flags: u32,
     pub(crate) legacy: Arc<Stream>,
     per_thread: Mutex<HashMap<ThreadId, Arc<Stream>>>,
-    pub(crate) interpreter: Interpreter,
+    interpreter: Interpreter,
     /// What the runtime keeps here: values, and whom to tell of the end, by key.
     pub(crate) storage: Mutex<HashMap<usize, (usize, StorageEnd)>>,
     /// The devices to whose memory it has access, a bit each by their numbers in the server.
@@ -307,7 +308,7 @@ impl Context {
     }
 
     /// Whose memory its kernels may touch.
-    pub(crate) fn viewer(&self) -> Viewer {
+    fn viewer(&self) -> Viewer {
         Viewer {
             device: self.device.index,
             peers: self.peers.load(Ordering::Relaxed),
@@ -609,7 +610,7 @@ impl Context {
             return;
         };
         if let Effect::Interpreted(kernel) = &effect
-            && let Err(error) = self.interpreter.begin(self, id + 1, kernel)
+            && let Err(error) = self.interpret(id + 1, kernel)
         {
             return self.fault(error);
         }
@@ -653,7 +654,7 @@ impl Context {
     }
 
     /// How long the rest of a kernel takes in all.
-    pub(crate) fn length(&self, id: u64, duration: u64) {
+    fn length(&self, id: u64, duration: u64) {
         let _ = self.execution().send(&Command::Length { id, duration });
     }
 

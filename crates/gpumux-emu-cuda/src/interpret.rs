@@ -1,4 +1,4 @@
-//! Kernels that are interpreted: the device's memory as they see it, how long they take, and the thread that runs them.
+//! Kernels that are interpreted: the device's memory as they see it, how long they take, and whose turn it is.
 //!
 //! Such a kernel has two parts for the server: its beginning, which is reported like any completion, and the rest,
 //! whose length is set when the interpreter has come to the end. So it has the device while it is interpreted, in turns with
@@ -9,9 +9,9 @@
 
 use std::{
     collections::VecDeque,
-    io::Write,
+    io::{self, Write},
     sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, Ordering},
-    sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, RwLockReadGuard, Weak},
+    sync::{Arc, Condvar, LazyLock, Mutex, MutexGuard, RwLockReadGuard},
 };
 
 use gpumux_emu::{client, protocol::DeviceInfo};
@@ -19,11 +19,10 @@ use gpumux_ptx::{Fault, FaultKind, Launch, Memory, Run, Stats, Turn};
 
 use crate::{
     border::print,
-    context::Context,
     error::{CuError, Result},
     kernel::Shape,
     memory::{self, Space, Viewer},
-    process::{lock, spawn},
+    process::lock,
 };
 
 /// Instructions that a block executes before another one of the context goes on, or memory can be mapped.
@@ -136,7 +135,7 @@ impl State {
 }
 
 /// Number, shape and what was executed; or what was wrong.
-type End = std::result::Result<(u64, Shape, Stats), Fault>;
+pub(crate) type End = std::result::Result<(u64, Shape, Stats), Fault>;
 
 impl Interpreter {
     fn wait<'a>(&self, state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
@@ -144,8 +143,14 @@ impl Interpreter {
         waited.unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
-    /// Begins a kernel whose rest has this number.
-    pub(crate) fn begin(&self, context: &Arc<Context>, id: u64, kernel: &Interpreted) -> Result {
+    /// Begins a kernel whose rest has this number. `start` starts a thread that calls [`Self::turn`]; the first is not
+    /// there only to help.
+    pub(crate) fn begin(
+        &self,
+        id: u64,
+        kernel: &Interpreted,
+        start: impl Fn(bool) -> io::Result<()>,
+    ) -> Result {
         let run = Run::new((*kernel.launch).clone()).map_err(|fault| {
             explain(&fault);
             code(&fault.kind)
@@ -158,9 +163,7 @@ impl Interpreter {
             run,
         });
         while state.threads < wanted {
-            let (context, helps) = (Arc::downgrade(context), state.threads > 0);
-            spawn("cuda-kernels", move || work(&context, helps))
-                .map_err(|_| CuError::OPERATING_SYSTEM)?;
+            start(state.threads > 0).map_err(|_| CuError::OPERATING_SYSTEM)?;
             state.threads += 1;
         }
         drop(state);
@@ -195,7 +198,7 @@ impl Interpreter {
     }
 
     /// One turn of one block: what to tell. False when there will be no more.
-    fn turn(&self, viewer: Viewer) -> (bool, Option<End>) {
+    pub(crate) fn turn(&self, viewer: Viewer) -> (bool, Option<End>) {
         let mut state = lock(&self.state);
         let (id, mut turn) = loop {
             if state.ended {
@@ -215,27 +218,6 @@ impl Interpreter {
         let end = lock(&self.state).give(id, turn);
         self.changed.notify_all();
         (true, end)
-    }
-}
-
-fn work(context: &Weak<Context>, helps: bool) {
-    if helps {
-        // Cores that no other thread needs: not those of the programs' own threads, and of the server, which keeps the time.
-        // SAFETY: concerns this thread only; it is harmless if it fails.
-        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 10) };
-    }
-    while let Some(context) = context.upgrade() {
-        match context.interpreter.turn(context.viewer()) {
-            (false, _) => return,
-            (true, None) => {}
-            (true, Some(Ok((id, shape, stats)))) => {
-                context.length(id, duration(stats, shape, &context.device.info));
-            }
-            (true, Some(Err(fault))) => {
-                explain(&fault);
-                context.fault(code(&fault.kind));
-            }
-        }
     }
 }
 
