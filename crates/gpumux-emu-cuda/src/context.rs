@@ -21,7 +21,6 @@ use gpumux_emu::{
 
 use crate::{
     border::{HostCall, StorageEnd},
-    device,
     effect::Effect,
     error::{CuError, Result},
     event::Event,
@@ -190,26 +189,12 @@ pub(crate) fn current_handle() -> usize {
     found.map_or(0, |context| context.handle())
 }
 
-/// The context of a handle, or the current one for 0.
-pub(crate) fn context(handle: usize) -> Result<Arc<Context>> {
-    if handle == 0 {
-        return current();
-    }
-    let found = CONTEXTS.get(handle);
-    found.or_else(|_| device::revive(handle))
-}
-
 /// Puts a context on top of the thread's stack.
-pub(crate) fn push(handle: usize) -> Result {
-    if handle == 0 {
-        return Err(CuError::INVALID_CONTEXT);
-    }
-    let context = context(handle)?;
+pub(crate) fn push(context: Arc<Context>) {
     with_stack(|stack| {
         stack.push(context);
         Some(())
     });
-    Ok(())
 }
 
 /// Takes the top of the thread's stack.
@@ -219,16 +204,6 @@ pub(crate) fn pop() -> Result<usize> {
     popped
         .map(|context| context.handle())
         .ok_or(CuError::INVALID_CONTEXT)
-}
-
-/// Replaces the top of the thread's stack; 0 only takes it.
-pub(crate) fn set_current(handle: usize) -> Result {
-    process()?;
-    if handle != 0 {
-        context(handle)?;
-    }
-    with_stack(Vec::pop);
-    if handle == 0 { Ok(()) } else { push(handle) }
 }
 
 /// Makes a context, with a handle of its own or this one.

@@ -1,4 +1,4 @@
-//! Devices and their primary contexts.
+//! Devices, their primary contexts, and which context a handle names.
 
 use std::{
     collections::BTreeMap,
@@ -112,13 +112,43 @@ pub(crate) fn active_primary(ordinal: i32) -> Result<Option<Arc<Context>>> {
 }
 
 /// The primary context of a handle that it had before it was reset: it is made anew, as long as it is retained.
-pub(crate) fn revive(handle: usize) -> Result<Arc<Context>> {
+fn revive(handle: usize) -> Result<Arc<Context>> {
     process()?;
     let mut primaries = lock(&PRIMARIES);
     let mut all = primaries.iter_mut();
     let found = all.find(|(_, it)| it.retained > 0 && it.handle == Some(handle));
     let (ordinal, primary) = found.ok_or(CuError::INVALID_CONTEXT)?;
     primary.made(*ordinal)
+}
+
+/// The context of a handle, or the current one for 0.
+pub(crate) fn context(handle: usize) -> Result<Arc<Context>> {
+    if handle == 0 {
+        return current();
+    }
+    CONTEXTS.get(handle).or_else(|_| revive(handle))
+}
+
+/// Puts a context on top of the thread's stack.
+pub(crate) fn push(handle: usize) -> Result {
+    if handle == 0 {
+        return Err(CuError::INVALID_CONTEXT);
+    }
+    context::push(context(handle)?);
+    Ok(())
+}
+
+/// Replaces the top of the thread's stack; 0 only takes it.
+pub(crate) fn set_current(handle: usize) -> Result {
+    process()?;
+    if handle == 0 {
+        let _ = context::pop();
+        return Ok(());
+    }
+    let context = context(handle)?;
+    let _ = context::pop();
+    context::push(context);
+    Ok(())
 }
 
 /// Gives it back; with the last it is destroyed.
@@ -161,7 +191,7 @@ pub(crate) fn are_peers(ordinal: i32, peer: i32) -> Result<bool> {
 
 /// Gives the current context access to the memory of another device, or takes it.
 pub(crate) fn set_peer(peer: usize, flags: u32, access: bool) -> Result {
-    let (own, peer) = (current()?, context::context(peer)?);
+    let (own, peer) = (current()?, context(peer)?);
     if flags != 0 {
         return Err(CuError::INVALID_VALUE);
     }

@@ -18,8 +18,8 @@ use crate::{
         StreamCallback, Text, UserData, cuda, exports,
     },
     checkpoint,
-    context::{self, context, current},
-    device,
+    context::{self, current},
+    device::{self, context},
     error::{self, CuError, Result},
     event,
     graph::{self, EXECUTABLES, GRAPHS},
@@ -89,7 +89,7 @@ exports! { FUNCTIONS by cuda;
         create_context(context, flags, device)
     };
     cuCtxDestroy_v2(context: Handle) => context::destroy(context);
-    cuCtxPushCurrent_v2(context: Handle) => context::push(context);
+    cuCtxPushCurrent_v2(context: Handle) => device::push(context);
     cuCtxPopCurrent_v2(context: Out<Handle>) => { context.put_if_wanted(context::pop()?); Ok(()) };
     cuDevicePrimaryCtxRelease(device: c_int) => device::release_primary(device);
     cuDevicePrimaryCtxReset(device: c_int) => device::reset_primary(device);
@@ -111,7 +111,7 @@ exports! { FUNCTIONS by cuda;
     cuDeviceGetTexture1DLinearMaxWidth(width: Out<usize>, _format: c_int, _channels: c_uint, device: c_int) => process()?.device(device).and_then(|_| width.put(1 << 28));
     cuDeviceGetExecAffinitySupport(can: Out<c_int>, _kind: c_int, device: c_int) => process()?.device(device).and_then(|_| can.put(0));
     cuCtxDestroy(context: Handle) => context::destroy(context);
-    cuCtxPushCurrent(context: Handle) => context::push(context);
+    cuCtxPushCurrent(context: Handle) => device::push(context);
     cuCtxPopCurrent(context: Out<Handle>) => { context.put_if_wanted(context::pop()?); Ok(()) };
     cuCtxSetFlags(_flags: c_uint) => current().map(drop);
     cuCtxGetCacheConfig(config: Out<c_int>) => current().and_then(|_| config.put(0));
@@ -152,7 +152,7 @@ exports! { FUNCTIONS by cuda;
         count.put_if_wanted(0);
         Ok(())
     };
-    cuCtxSetCurrent(context: Handle) => context::set_current(context);
+    cuCtxSetCurrent(context: Handle) => device::set_current(context);
     cuCtxGetCurrent(context: Out<Handle>) => { process()?; context.put(context::current_handle()) };
     cuCtxGetDevice(device: Out<c_int>) => device.put(current()?.ordinal);
     cuCtxGetDevice_v2(device: Out<c_int>, handle: Handle) => device.put(context(handle)?.ordinal);
@@ -454,9 +454,10 @@ fn describe(
 
 fn create_context(out: Out<Handle>, flags: c_uint, ordinal: c_int) -> Result {
     out.check()?;
-    let made = context::create(ordinal, flags, None)?.handle();
-    context::push(made)?;
-    out.put(made)
+    let made = context::create(ordinal, flags, None)?;
+    let handle = made.handle();
+    context::push(made);
+    out.put(handle)
 }
 
 /// Stack size, printf buffer, heap size and the like: fixed.

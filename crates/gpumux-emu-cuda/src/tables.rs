@@ -12,8 +12,7 @@ use gpumux_cuda::types::CUuuid;
 
 use crate::{
     border::{Address, Image, In, JitOptions, Out, StorageEnd, cuda, exports},
-    context::context,
-    device,
+    device::{self, context},
     error::{CuError, Result},
     integrity::{self, Seen},
     module,
