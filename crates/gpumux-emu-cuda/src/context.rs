@@ -23,9 +23,10 @@ use crate::{
     border::{HostCall, StorageEnd},
     effect::Effect,
     error::{CuError, Result},
-    event::Event,
     interpret::Interpreter,
+    mark::Mark,
     memory::{self, Viewer},
+    op::{Op, OpWork},
     pool,
     process::{Device, Registry, lock, process, spawn},
     rm::{Groups, Rm},
@@ -101,66 +102,7 @@ struct Pending {
     effect: Effect,
     /// Steps of the effect that are done.
     done: u64,
-    event: Option<Arc<Event>>,
-}
-
-/// One piece of work to submit.
-#[derive(Clone)]
-pub(crate) struct Op {
-    /// Where it runs; `None`: where the stream's last work did, as marks and waits do. (So a stream that
-    /// only copies goes on while the compute group is frozen.)
-    pub(crate) queue: Option<Queue>,
-    pub(crate) work: OpWork,
-    pub(crate) effect: Effect,
-    pub(crate) event: Option<Arc<Event>>,
-    /// A thread waits for it.
-    pub(crate) prompt: bool,
-}
-
-/// What it is for the server.
-#[derive(Clone, Copy, Debug)]
-pub(crate) enum OpWork {
-    Plain(Work),
-    /// Waits for an earlier one of those submitted together.
-    AfterItem(usize),
-}
-
-impl Op {
-    pub(crate) fn compute(work: Work, effect: Effect) -> Self {
-        Self::on(Queue::Compute, work, effect)
-    }
-
-    /// Runs where the stream's last work did.
-    pub(crate) fn following(work: Work, effect: Effect) -> Self {
-        Self {
-            queue: None,
-            ..Self::compute(work, effect)
-        }
-    }
-
-    pub(crate) fn on(queue: Queue, work: Work, effect: Effect) -> Self {
-        Self {
-            queue: Some(queue),
-            work: OpWork::Plain(work),
-            effect,
-            event: None,
-            prompt: false,
-        }
-    }
-
-    /// Waits on the host as long as this takes.
-    pub(crate) fn waiting(wait: impl Fn() + Send + Sync + 'static) -> Self {
-        let call = HostCall::Wait(Arc::new(wait));
-        Self::following(Work::Host, Effect::Host(call))
-    }
-
-    /// A mark that is reported at once.
-    pub(crate) fn mark() -> Self {
-        Self {
-            prompt: true,
-            ..Self::following(Work::Record, Effect::Nothing)
-        }
-    }
+    mark: Option<Arc<Mark>>,
 }
 
 pub(crate) static CONTEXTS: Registry<Context> = Registry::new();
@@ -385,8 +327,8 @@ impl Context {
                 prompt: op.prompt,
             });
             numbers.push(*order);
-            if let Some(event) = &op.event {
-                event.submitted(*order);
+            if let Some(mark) = &op.mark {
+                mark.submitted(*order);
             }
             state.add(*order, stream, op);
         }
@@ -459,9 +401,9 @@ impl Context {
         done
     }
 
-    /// Waits until an event is reached.
-    pub(crate) fn wait_for_event(&self, event: &Event) -> Result {
-        self.wait(|_| event.reached())
+    /// Waits until a mark is reached.
+    pub(crate) fn wait_for_mark(&self, mark: &Mark) -> Result {
+        self.wait(|_| mark.is_reached())
     }
 
     /// Waits until something outside of the context is so, or for the context's end.
@@ -596,8 +538,8 @@ impl Context {
         let Some(pending) = state.pending.remove(&id) else {
             return;
         };
-        if let Some(event) = &pending.event {
-            event.reach(id, at);
+        if let Some(mark) = &pending.mark {
+            mark.reach(id, at);
         }
         if let Some(stream) = state.streams.get_mut(&pending.stream) {
             stream.completed = id;
@@ -707,7 +649,7 @@ impl State {
             stream,
             effect: op.effect,
             done: 0,
-            event: op.event,
+            mark: op.mark,
         };
         self.pending.insert(id, pending);
     }

@@ -13,10 +13,11 @@ use std::{
 use gpumux_emu::protocol::Work;
 
 use crate::{
-    context::{Context, Op, OpWork},
+    context::Context,
     effect::Effect,
     error::{CuError, Result},
     nodes::{self, AddedNodes},
+    op::{Op, OpWork},
     process::{Registry, lock},
     stream::{Stream, stream},
 };

@@ -14,7 +14,7 @@ use gpumux_ptx::Launch;
 
 use crate::{
     border::{Arguments, Image, JitOptions, MAX_REGISTERS, Refused, Text},
-    context::{Context, Op, OpWork, current},
+    context::{Context, current},
     effect::Effect,
     error::{CuError, Result},
     fault::{self, Kind},
@@ -23,6 +23,7 @@ use crate::{
     kernel::{self, Kernel, Shape},
     library::KERNELS,
     memory,
+    op::{Op, OpWork},
     process::{Registry, lock, process},
     stream::stream,
     watch,

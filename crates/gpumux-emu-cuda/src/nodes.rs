@@ -8,10 +8,11 @@ use std::{
 
 use crate::{
     border::{Arguments, HostFunction, In, Out, Pointers, UserData, cuda, exports},
-    context::Op,
     error::{CuError, Result},
     graph::{self, EXECUTABLES, GRAPHS, Graph, Node},
-    module, plane,
+    module,
+    op::Op,
+    plane,
     process::{Registry, lock, process},
     stream,
 };

@@ -6,10 +6,10 @@ use gpumux_emu::protocol::{Queue, Work};
 
 use crate::{
     border::{In, Out, cuda, exports},
-    context::Op,
     effect::{Effect, Rows},
     error::{CuError, Result},
     memory,
+    op::Op,
     stream::{self, Direction, stream},
 };
 

@@ -10,12 +10,14 @@ use gpumux_emu::protocol::{Queue, Work};
 
 use crate::{
     border::{self, HostCall, HostFunction, StreamCallback, UserData},
-    context::{Context, Op, current},
+    context::{Context, current},
     effect::Effect,
     error::{CuError, Result},
     fault,
     graph::Lane,
-    memory, pool,
+    memory,
+    op::Op,
+    pool,
     process::{Registry, lock},
 };
 

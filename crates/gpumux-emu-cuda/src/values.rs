@@ -7,10 +7,10 @@ use gpumux_emu::protocol::Work;
 use crate::{
     access,
     border::{In, cuda, exports},
-    context::Op,
     effect::Effect,
     error::{CuError, Result},
     memory,
+    op::Op,
     stream::{self, stream},
 };
 
