@@ -8,10 +8,10 @@ use std::{
 use gpumux_emu::protocol::Work;
 
 use crate::{
+    capture::CapturedMark,
     context::{Context, current},
     effect::Effect,
     error::{CuError, Result},
-    graph::CapturedMark,
     mark::Mark,
     memory,
     op::Op,
@@ -170,7 +170,7 @@ pub(crate) fn wait(stream_handle: usize, handle: usize, flags: u32) -> Result {
     let stream = stream(stream_handle)?;
     let captured = lock(&event.captured).clone();
     if let Some(mark) = captured {
-        return mark.join(&stream);
+        return mark.join(&stream.capture);
     }
     if let Some(lane) = &*lock(&stream.capture) {
         lane.invalidate();

@@ -13,6 +13,7 @@
 mod access;
 mod attributes;
 mod border;
+mod capture;
 mod checkpoint;
 mod context;
 mod device;

@@ -8,8 +8,9 @@ use std::{
 
 use crate::{
     border::{Arguments, HostFunction, In, Out, Pointers, UserData, cuda, exports},
+    capture::Node,
     error::{CuError, Result},
-    graph::{self, EXECUTABLES, GRAPHS, Graph, Node},
+    graph::{self, EXECUTABLES, GRAPHS, Graph},
     module,
     op::Op,
     plane,

@@ -2,7 +2,7 @@
 //! instead while the stream is captured.
 
 use std::sync::{
-    Arc, Mutex, Weak,
+    Arc, Weak,
     atomic::{AtomicU64, Ordering},
 };
 
@@ -10,12 +10,11 @@ use gpumux_emu::protocol::{Queue, Work};
 
 use crate::{
     border::{self, HostCall, HostFunction, StreamCallback, UserData},
+    capture::Slot,
     context::{Context, current},
     effect::Effect,
     error::{CuError, Result},
-    fault,
-    graph::Lane,
-    memory,
+    fault, memory,
     op::Op,
     pool,
     process::{Registry, lock},
@@ -44,7 +43,7 @@ pub(crate) struct Stream {
     pub(crate) flags: u32,
     pub(crate) priority: i32,
     /// Its part of a capture.
-    pub(crate) capture: Mutex<Option<Lane>>,
+    pub(crate) capture: Arc<Slot>,
 }
 
 static STREAMS: Registry<Stream> = Registry::new();
@@ -57,7 +56,7 @@ impl Stream {
             context,
             flags,
             priority,
-            capture: Mutex::new(None),
+            capture: Arc::default(),
         }
     }
 

@@ -1,0 +1,226 @@
+//! Captures: what streams would have submitted, recorded in order, by lane: one for each stream that takes part.
+
+use std::sync::{
+    Arc, Mutex, Weak,
+    atomic::{AtomicU64, Ordering},
+};
+
+use gpumux_emu::protocol::Work;
+
+use crate::{
+    effect::Effect,
+    error::{CuError, Result},
+    op::{Op, OpWork},
+    process::lock,
+};
+
+/// What was recorded.
+#[derive(Clone)]
+pub(crate) struct Node {
+    pub(crate) lane: usize,
+    /// The handle of a node that was added; 0: captured.
+    pub(crate) origin: usize,
+    pub(crate) op: Op,
+}
+
+/// A capture that goes on.
+struct Capture {
+    id: u64,
+    nodes: Vec<Node>,
+    /// Of the streams that take part; the first began it.
+    slots: Vec<Weak<Slot>>,
+    valid: bool,
+    ended: bool,
+}
+
+/// A stream's part of a capture.
+#[derive(Clone)]
+pub(crate) struct Lane {
+    capture: Arc<Mutex<Capture>>,
+    index: usize,
+}
+
+/// Where a stream keeps its part of a capture.
+pub(crate) type Slot = Mutex<Option<Lane>>;
+
+/// A place in a capture that others can wait for.
+#[derive(Clone)]
+pub(crate) struct CapturedMark {
+    capture: Arc<Mutex<Capture>>,
+    node: usize,
+}
+
+impl Lane {
+    /// Records work.
+    pub(crate) fn record(&self, op: Op) -> Result {
+        self.push(op).map(drop)
+    }
+
+    /// Records a place to wait for.
+    pub(crate) fn record_mark(&self) -> Result<CapturedMark> {
+        let node = self.push(Op::following(Work::Record, Effect::Nothing))?;
+        Ok(CapturedMark {
+            capture: Arc::clone(&self.capture),
+            node,
+        })
+    }
+
+    /// Something was done that a capture cannot record.
+    pub(crate) fn invalidate(&self) {
+        lock(&self.capture).valid = false;
+    }
+
+    fn push(&self, op: Op) -> Result<usize> {
+        let mut capture = lock(&self.capture);
+        if !capture.valid {
+            return Err(CuError::STREAM_CAPTURE_INVALIDATED);
+        }
+        capture.nodes.push(Node {
+            lane: self.index,
+            origin: 0,
+            op: Op {
+                prompt: false,
+                ..op
+            },
+        });
+        Ok(capture.nodes.len() - 1)
+    }
+}
+
+impl CapturedMark {
+    /// A stream waits for this place, and takes part in the capture from now on.
+    pub(crate) fn join(&self, slot: &Arc<Slot>) -> Result {
+        let mut held = lock(slot);
+        let lane = match &*held {
+            Some(lane) if Arc::ptr_eq(&lane.capture, &self.capture) => lane.clone(),
+            Some(lane) => {
+                lane.invalidate();
+                lock(&self.capture).valid = false;
+                return Err(CuError::STREAM_CAPTURE_MERGE);
+            }
+            None => {
+                let mut capture = lock(&self.capture);
+                if capture.ended {
+                    return Err(CuError::CAPTURED_EVENT);
+                }
+                capture.slots.push(Arc::downgrade(slot));
+                let lane = Lane {
+                    capture: Arc::clone(&self.capture),
+                    index: capture.slots.len() - 1,
+                };
+                *held = Some(lane.clone());
+                lane
+            }
+        };
+        lane.record(Op {
+            work: OpWork::AfterItem(self.node),
+            ..Op::following(Work::Record, Effect::Nothing)
+        })
+    }
+}
+
+/// Begins a capture.
+pub(crate) fn begin(slot: &Arc<Slot>) -> Result {
+    static NEXT: AtomicU64 = AtomicU64::new(1);
+    let mut held = lock(slot);
+    if held.is_some() {
+        return Err(CuError::ILLEGAL_STATE);
+    }
+    let capture = Capture {
+        id: NEXT.fetch_add(1, Ordering::Relaxed),
+        nodes: Vec::new(),
+        slots: vec![Arc::downgrade(slot)],
+        valid: true,
+        ended: false,
+    };
+    *held = Some(Lane {
+        capture: Arc::new(Mutex::new(capture)),
+        index: 0,
+    });
+    Ok(())
+}
+
+/// Ends a capture; what was recorded, and in how many lanes.
+pub(crate) fn end(slot: &Slot) -> Result<(Vec<Node>, usize)> {
+    let lane = lock(slot).clone();
+    let lane = lane.ok_or(CuError::ILLEGAL_STATE)?;
+    if lane.index != 0 {
+        lane.invalidate();
+        return Err(CuError::STREAM_CAPTURE_UNMATCHED);
+    }
+    let (nodes, slots, valid) = {
+        let mut capture = lock(&lane.capture);
+        capture.ended = true;
+        let nodes = std::mem::take(&mut capture.nodes);
+        (nodes, std::mem::take(&mut capture.slots), capture.valid)
+    };
+    for slot in slots.iter().filter_map(Weak::upgrade) {
+        *lock(&slot) = None;
+    }
+    if !valid {
+        return Err(CuError::STREAM_CAPTURE_INVALIDATED);
+    }
+    if !joined(&nodes, slots.len()) {
+        return Err(CuError::STREAM_CAPTURE_UNJOINED);
+    }
+    Ok((nodes, slots.len()))
+}
+
+/// Whether the last work of every lane but the first is waited for by another lane.
+fn joined(nodes: &[Node], lanes: usize) -> bool {
+    (1..lanes).all(|lane| {
+        let last = nodes.iter().rposition(|node| node.lane == lane);
+        nodes.iter().any(|node| {
+            node.lane != lane
+                && matches!(node.op.work, OpWork::AfterItem(item) if Some(item) == last)
+        })
+    })
+}
+
+/// Status (none, active, invalidated) and id of a stream's capture.
+pub(crate) fn status(slot: &Slot) -> (i32, u64) {
+    match &*lock(slot) {
+        None => (0, 0),
+        Some(lane) => {
+            let capture = lock(&lane.capture);
+            (if capture.valid { 1 } else { 2 }, capture.id)
+        }
+    }
+}
+
+impl Node {
+    /// Marks and waits are edges.
+    pub(crate) fn is_work(&self) -> bool {
+        !matches!(self.op.effect, Effect::Nothing)
+            || !matches!(
+                self.op.work,
+                OpWork::AfterItem(_) | OpWork::Plain(Work::Record | Work::Wait(_))
+            )
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(lane: usize, after: Option<usize>) -> Node {
+        let op = Op::following(Work::Record, Effect::Nothing);
+        let work = after.map_or(op.work, OpWork::AfterItem);
+        Node {
+            lane,
+            origin: 0,
+            op: Op { work, ..op },
+        }
+    }
+
+    #[test]
+    fn every_lane_must_be_joined() {
+        let fork = [node(0, None), node(1, Some(0)), node(1, None)];
+        assert!(joined(&fork, 1));
+        assert!(!joined(&fork, 2));
+        let early = [fork.to_vec(), vec![node(0, Some(1))]].concat();
+        assert!(!joined(&early, 2));
+        let whole = [fork.to_vec(), vec![node(0, Some(2))]].concat();
+        assert!(joined(&whole, 2));
+    }
+}
