@@ -7,7 +7,7 @@ use std::{
     cell::RefCell,
     collections::HashMap,
     sync::{
-        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, Weak,
+        Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, RwLock,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread::{self, ThreadId},
@@ -21,6 +21,7 @@ use gpumux_emu::{
 
 use crate::{
     border::{HostCall, StorageEnd},
+    capture::Slot,
     effect::Effect,
     error::{CuError, Result},
     interpret::Interpreter,
@@ -30,7 +31,6 @@ use crate::{
     pool,
     process::{Device, Registry, lock, process, spawn},
     rm::{Groups, Rm},
-    stream::{BLOCKING, Stream},
 };
 
 /// Work under way per context: a launch waits when there is more, as with the driver's own queues.
@@ -45,8 +45,8 @@ pub(crate) struct Context {
     pub(crate) ordinal: i32,
     pub(crate) device: Device,
     pub(crate) flags: u32,
-    pub(crate) legacy: Arc<Stream>,
-    per_thread: Mutex<HashMap<ThreadId, Arc<Stream>>>,
+    pub(crate) legacy: DefaultStream,
+    per_thread: Mutex<HashMap<ThreadId, DefaultStream>>,
     interpreter: Interpreter,
     /// What the runtime keeps here: values, and whom to tell of the end, by key.
     pub(crate) storage: Mutex<HashMap<usize, (usize, StorageEnd)>>,
@@ -61,6 +61,13 @@ pub(crate) struct Context {
     order: Mutex<u64>,
     state: Mutex<State>,
     changed: Condvar,
+}
+
+/// A stream that every context has, or every thread in it.
+#[derive(Clone)]
+pub(crate) struct DefaultStream {
+    pub(crate) id: u64,
+    pub(crate) capture: Arc<Slot>,
 }
 
 #[derive(Default)]
@@ -168,13 +175,14 @@ pub(crate) fn create(ordinal: i32, flags: u32, handle: Option<usize>) -> Result<
             }
         }
     };
-    let context = Arc::new_cyclic(|this: &Weak<Context>| Context {
+    let mut state = State::default();
+    let context = Arc::new(Context {
         handle: OnceLock::new(),
         id: NEXT.fetch_add(1, Ordering::Relaxed),
         ordinal,
         device,
         flags,
-        legacy: Arc::new(Stream::new(this.clone(), BLOCKING, 0)),
+        legacy: state.add_default_stream(),
         per_thread: Mutex::new(HashMap::new()),
         interpreter: Interpreter::default(),
         storage: Mutex::default(),
@@ -183,10 +191,9 @@ pub(crate) fn create(ordinal: i32, flags: u32, handle: Option<usize>) -> Result<
         suspended: AtomicBool::new(false),
         groups: Mutex::new(Some(groups)),
         order: Mutex::new(0),
-        state: Mutex::default(),
+        state: Mutex::new(state),
         changed: Condvar::new(),
     });
-    context.add_stream(&context.legacy);
     context.start_worker()?;
     let handle = handle.unwrap_or_else(|| CONTEXTS.reserve());
     let _ = context.handle.set(handle);
@@ -232,13 +239,9 @@ impl Context {
         }
     }
 
-    /// Makes a stream known.
-    pub(crate) fn add_stream(&self, stream: &Stream) {
-        let state = StreamState {
-            blocking: stream.flags == BLOCKING,
-            ..Default::default()
-        };
-        self.state().streams.insert(stream.id, state);
+    /// Makes a stream; its number. A blocking one waits for the legacy stream and is waited for.
+    pub(crate) fn add_stream(&self, blocking: bool) -> u64 {
+        self.state().add_stream(blocking)
     }
 
     /// A stream will not be used any more; its work goes on.
@@ -255,14 +258,12 @@ impl Context {
     }
 
     /// The calling thread's own default stream.
-    pub(crate) fn per_thread(self: &Arc<Self>) -> Arc<Stream> {
+    pub(crate) fn per_thread(&self) -> DefaultStream {
         let mut streams = lock(&self.per_thread);
-        let stream = streams.entry(thread::current().id()).or_insert_with(|| {
-            let stream = Arc::new(Stream::new(Arc::downgrade(self), BLOCKING, 0));
-            self.add_stream(&stream);
-            stream
-        });
-        Arc::clone(stream)
+        let stream = streams.entry(thread::current().id());
+        stream
+            .or_insert_with(|| self.state().add_default_stream())
+            .clone()
     }
 
     /// Submits work to streams, in this order; the number of the last.
@@ -633,6 +634,24 @@ fn why_lost() -> CuError {
 }
 
 impl State {
+    fn add_stream(&mut self, blocking: bool) -> u64 {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        let id = NEXT.fetch_add(1, Ordering::Relaxed);
+        let state = StreamState {
+            blocking,
+            ..Default::default()
+        };
+        self.streams.insert(id, state);
+        id
+    }
+
+    fn add_default_stream(&mut self) -> DefaultStream {
+        DefaultStream {
+            id: self.add_stream(true),
+            capture: Arc::default(),
+        }
+    }
+
     /// Where a stream's next work runs.
     fn queue(&self, stream: u64, asked: Option<Queue>) -> Queue {
         let last = || self.streams.get(&stream).and_then(|it| it.queue);

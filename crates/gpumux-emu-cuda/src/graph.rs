@@ -16,7 +16,7 @@ use crate::{
     nodes::{self, AddedNodes},
     op::{Op, OpWork},
     process::{Registry, lock},
-    stream::{Stream, stream},
+    stream::{NON_BLOCKING, Stream, stream},
 };
 
 /// Begins a capture.
@@ -28,7 +28,7 @@ pub(crate) fn begin(stream_handle: usize, mode: i32) -> Result {
     let context = stream.context()?;
     context.check()?;
     // The legacy stream waits for others behind the program's back.
-    if Arc::ptr_eq(&stream, &context.legacy) {
+    if stream.id == context.legacy.id {
         return Err(CuError::STREAM_CAPTURE_UNSUPPORTED);
     }
     capture::begin(&stream.capture)
@@ -127,11 +127,7 @@ pub(crate) fn instantiate(graph: usize) -> Result<usize> {
     let graph = GRAPHS.get(graph)?;
     let context = crate::context::current()?;
     let streams = (1..graph.lanes)
-        .map(|_| {
-            let stream = Stream::new(Arc::downgrade(&context), 1, 0);
-            context.add_stream(&stream);
-            stream
-        })
+        .map(|_| Stream::new(&context, NON_BLOCKING, 0))
         .collect();
     Ok(EXECUTABLES.add(Arc::new(Executable {
         nodes: Mutex::new(graph.flat()?),

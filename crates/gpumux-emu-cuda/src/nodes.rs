@@ -120,9 +120,8 @@ impl KernelParams2 {
 
 /// What is submitted to a stream meanwhile.
 fn record(body: impl FnOnce(Handle) -> Result) -> Result<Vec<Op>> {
-    const NON_BLOCKING: u32 = 1;
     const RELAXED: i32 = 2;
-    let handle = stream::create(NON_BLOCKING, 0)?;
+    let handle = stream::create(stream::NON_BLOCKING, 0)?;
     let recorded = graph::begin(handle, RELAXED).and_then(|()| {
         let done = body(handle);
         let graph = GRAPHS.remove(graph::end(handle)?)?;

@@ -1,17 +1,14 @@
 //! Streams, and the calls that put work into them: launches go through [`Stream::submit`], which records
 //! instead while the stream is captured.
 
-use std::sync::{
-    Arc, Weak,
-    atomic::{AtomicU64, Ordering},
-};
+use std::sync::{Arc, Weak};
 
 use gpumux_emu::protocol::{Queue, Work};
 
 use crate::{
     border::{self, HostCall, HostFunction, StreamCallback, UserData},
     capture::Slot,
-    context::{Context, current},
+    context::{Context, DefaultStream, current},
     effect::Effect,
     error::{CuError, Result},
     fault, memory,
@@ -21,9 +18,9 @@ use crate::{
 };
 
 /// `CU_STREAM_DEFAULT`: waits for the legacy stream.
-pub(crate) const BLOCKING: u32 = 0;
+const BLOCKING: u32 = 0;
 /// `CU_STREAM_NON_BLOCKING`
-const NON_BLOCKING: u32 = 1;
+pub(crate) const NON_BLOCKING: u32 = 1;
 /// `CU_STREAM_LEGACY` and `CU_STREAM_PER_THREAD`
 const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
@@ -49,15 +46,25 @@ pub(crate) struct Stream {
 static STREAMS: Registry<Stream> = Registry::new();
 
 impl Stream {
-    pub(crate) fn new(context: Weak<Context>, flags: u32, priority: i32) -> Self {
-        static NEXT: AtomicU64 = AtomicU64::new(1);
+    pub(crate) fn new(context: &Arc<Context>, flags: u32, priority: i32) -> Self {
         Self {
-            id: NEXT.fetch_add(1, Ordering::Relaxed),
-            context,
+            id: context.add_stream(flags == BLOCKING),
+            context: Arc::downgrade(context),
             flags,
             priority,
             capture: Arc::default(),
         }
+    }
+
+    /// One that the context has anyway.
+    fn default(context: &Arc<Context>, of: DefaultStream) -> Arc<Self> {
+        Arc::new(Self {
+            id: of.id,
+            context: Arc::downgrade(context),
+            flags: BLOCKING,
+            priority: 0,
+            capture: of.capture,
+        })
     }
 
     pub(crate) fn context(&self) -> Result<Arc<Context>> {
@@ -104,12 +111,17 @@ impl Stream {
 
 /// The stream of a handle; small numbers are the current context's own streams.
 pub(crate) fn stream(handle: usize) -> Result<Arc<Stream>> {
-    match handle {
-        0 if border::is_per_thread() => Ok(current()?.per_thread()),
-        0 | LEGACY => Ok(Arc::clone(&current()?.legacy)),
-        PER_THREAD => Ok(current()?.per_thread()),
-        _ => STREAMS.get(handle),
-    }
+    let per_thread = match handle {
+        0 => border::is_per_thread(),
+        LEGACY | PER_THREAD => handle == PER_THREAD,
+        _ => return STREAMS.get(handle),
+    };
+    let context = current()?;
+    let own = match per_thread {
+        true => context.per_thread(),
+        false => context.legacy.clone(),
+    };
+    Ok(Stream::default(&context, own))
 }
 
 pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
@@ -119,9 +131,7 @@ pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
         return Err(CuError::INVALID_VALUE);
     }
     let priority = priority.clamp(HIGHEST_PRIORITY, 0);
-    let stream = Arc::new(Stream::new(Arc::downgrade(&context), flags, priority));
-    context.add_stream(&stream);
-    Ok(STREAMS.add(stream))
+    Ok(STREAMS.add(Arc::new(Stream::new(&context, flags, priority))))
 }
 
 pub(crate) fn destroy(handle: usize) -> Result {
