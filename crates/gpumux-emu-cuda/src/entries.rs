@@ -9,7 +9,7 @@ use crate::{
     border::{Address, Out, Text, cuda, exports},
     checkpoint, driver,
     error::{CuError, Result},
-    ipc, library, missing, nodes, plane, pool,
+    ipc, library, missing, nodes, plane, pools,
     process::driver_version,
     tables, values,
 };
@@ -48,7 +48,7 @@ fn implemented() -> impl Iterator<Item = &'static (&'static str, Address)> {
         library::FUNCTIONS,
         nodes::FUNCTIONS,
         plane::FUNCTIONS,
-        pool::FUNCTIONS,
+        pools::FUNCTIONS,
         tables::FUNCTIONS,
         values::FUNCTIONS,
     ]

@@ -43,6 +43,7 @@ mod nvml_missing;
 mod op;
 mod plane;
 mod pool;
+mod pools;
 mod process;
 mod rm;
 mod stream;

@@ -56,8 +56,8 @@ impl Stream {
         }
     }
 
-    /// One that the context has anyway.
-    fn default(context: &Arc<Context>, of: DefaultStream) -> Arc<Self> {
+    /// One that every context has.
+    fn of_context(context: &Arc<Context>, of: DefaultStream) -> Arc<Self> {
         Arc::new(Self {
             id: of.id,
             context: Arc::downgrade(context),
@@ -121,7 +121,7 @@ pub(crate) fn stream(handle: usize) -> Result<Arc<Stream>> {
         true => context.per_thread(),
         false => context.legacy.clone(),
     };
-    Ok(Stream::default(&context, own))
+    Ok(Stream::of_context(&context, own))
 }
 
 pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
@@ -336,7 +336,7 @@ pub(crate) fn alloc_async(bytes: usize, pool: Option<usize>, stream_handle: usiz
     stream.not_captured()?;
     context.check()?;
     let pool = pool.map_or_else(|| pool::of_device(context.ordinal, false), Ok)?;
-    pool::alloc(pool, &context, bytes as u64)
+    pool::alloc(pool, context.handle(), bytes as u64)
 }
 
 /// Frees in stream order.
