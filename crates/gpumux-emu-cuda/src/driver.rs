@@ -23,7 +23,7 @@ use crate::{
     error::{self, CuError, Result},
     event,
     graph::{self, EXECUTABLES, GRAPHS},
-    link, memory,
+    launch, library, link, memory,
     module::{self, MODULES},
     process::{self, process},
     stream::{self, Direction},
@@ -377,13 +377,13 @@ exports! { FUNCTIONS by cuda;
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, pointers: Pointers, extra: Pointers,
-    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, false, stream, Arguments { pointers, extra });
+    ) => launch::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, false, stream, Arguments { pointers, extra });
     [cuLaunchCooperativeKernel_ptsz] cuLaunchCooperativeKernel(
         function: Handle,
         grid_x: c_uint, grid_y: c_uint, grid_z: c_uint,
         block_x: c_uint, block_y: c_uint, block_z: c_uint,
         shared: c_uint, stream: Handle, pointers: Pointers,
-    ) => module::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, true, stream, Arguments { pointers, extra: Pointers::NONE });
+    ) => launch::launch(function, [grid_x, grid_y, grid_z], [block_x, block_y, block_z], shared, true, stream, Arguments { pointers, extra: Pointers::NONE });
     [cuLaunchKernelEx_ptsz] cuLaunchKernelEx(config: In<LaunchConfig>, function: Handle, pointers: Pointers, extra: Pointers) => {
         let config = config.get()?;
         let attributes = (0..config.attribute_count as usize).map(|i| config.attributes.get_at(i));
@@ -395,7 +395,7 @@ exports! { FUNCTIONS by cuda;
             current()?.spoil(CuError::INVALID_CLUSTER_SIZE);
             return Err(CuError::INVALID_CLUSTER_SIZE);
         }
-        module::launch(function, config.grid, config.block, config.shared, cooperative, config.stream, Arguments { pointers, extra })
+        launch::launch(function, config.grid, config.block, config.shared, cooperative, config.stream, Arguments { pointers, extra })
     };
 }
 
@@ -433,7 +433,7 @@ const _: () = assert!(size_of::<LaunchConfig>() == 56);
 fn function_of(handle: Handle) -> Result<std::sync::Arc<module::Function>> {
     match module::loaded(handle) {
         Ok(function) => Ok(function),
-        Err(_) => module::resolve(handle, &current()?),
+        Err(_) => library::resolve(handle, &current()?),
     }
 }
 

@@ -30,6 +30,7 @@ mod integrity;
 mod interpret;
 mod ipc;
 mod kernel;
+mod launch;
 mod library;
 mod link;
 mod locked;

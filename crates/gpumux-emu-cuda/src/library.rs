@@ -36,7 +36,7 @@ pub(crate) struct LibraryKernel {
     handle: Handle,
 }
 
-pub(crate) static KERNELS: Registry<LibraryKernel> = Registry::new();
+static KERNELS: Registry<LibraryKernel> = Registry::new();
 
 fn load(image: Image, options: JitOptions) -> Result<Handle> {
     process()?;
@@ -97,6 +97,11 @@ impl LibraryKernel {
     }
 }
 
+/// The function of a handle, which may be one of a library's kernel.
+pub(crate) fn resolve(handle: Handle, context: &Arc<Context>) -> Result<Arc<Function>> {
+    module::loaded(handle).or_else(|_| module::loaded(KERNELS.get(handle)?.function(context)?))
+}
+
 /// A kernel's function in the context of a device: the current one if that is the device's, else its primary.
 fn on_device(kernel: Handle, device: c_int) -> Result<Arc<Function>> {
     process()?.device(device)?;
@@ -106,7 +111,7 @@ fn on_device(kernel: Handle, device: c_int) -> Result<Arc<Function>> {
         None => active_primary(device)?,
     };
     let context = context.ok_or(CuError::INVALID_CONTEXT)?;
-    module::resolve(kernel, &context)
+    resolve(kernel, &context)
 }
 
 fn global(library: Handle, name: Text) -> Result<(u64, u64)> {
@@ -153,7 +158,7 @@ exports! { FUNCTIONS by cuda;
     cuKernelSetAttribute(attribute: c_int, value: c_int, kernel: Handle, device: c_int) => module::set_attribute(attribute, value, &*on_device(kernel, device)?);
     cuKernelSetCacheConfig(kernel: Handle, _config: c_int, device: c_int) => on_device(kernel, device).map(drop);
     cuKernelGetParamInfo(kernel: Handle, index: usize, offset: Out<usize>, size: Out<usize>) => {
-        let found = module::parameter(index, &*module::resolve(kernel, &current()?)?)?;
+        let found = module::parameter(index, &*resolve(kernel, &current()?)?)?;
         offset.put_if_wanted(found.0);
         size.put_if_wanted(found.1);
         Ok(())

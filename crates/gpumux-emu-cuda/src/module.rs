@@ -9,29 +9,18 @@ use std::{
     },
 };
 
-use gpumux_emu::protocol::Work;
-use gpumux_ptx::Launch;
-
 use crate::{
-    border::{Arguments, Image, JitOptions, MAX_REGISTERS, Refused, Text},
+    border::{Image, JitOptions, MAX_REGISTERS, Refused, Text},
     context::{Context, current},
     effect::Effect,
     error::{CuError, Result},
-    fault::{self, Kind},
-    hold,
-    interpret::Interpreted,
-    kernel::{self, Kernel, Shape},
-    library::KERNELS,
     memory,
-    op::{Op, OpWork},
     process::{Registry, lock, process},
-    stream::stream,
-    watch,
 };
 
 /// Shared memory of a block, in bytes: without asking for more, at most, and what the system takes of an SM's.
-const SHARED: u32 = 49_152;
-const MOST_SHARED: u32 = 232_448;
+pub(crate) const SHARED: u32 = 49_152;
+pub(crate) const MOST_SHARED: u32 = 232_448;
 const SM_SHARED: u32 = 233_472;
 const RESERVED_SHARED: u32 = 1024;
 
@@ -53,14 +42,14 @@ pub(crate) static MODULES: Registry<Module> = Registry::new();
 /// A kernel of a module.
 pub(crate) struct Function {
     pub(crate) name: CString,
-    program: Arc<gpumux_ptx::Module>,
-    kernel: usize,
-    globals: Arc<[u64]>,
-    context: Weak<Context>,
+    pub(crate) program: Arc<gpumux_ptx::Module>,
+    pub(crate) kernel: usize,
+    pub(crate) globals: Arc<[u64]>,
+    pub(crate) context: Weak<Context>,
     /// Memory for the barrier of its grids, once it was needed.
-    workspace: OnceLock<u64>,
+    pub(crate) workspace: OnceLock<u64>,
     /// What was set: dynamic shared memory, carve-out.
-    settings: Mutex<(i32, i32)>,
+    pub(crate) settings: Mutex<(i32, i32)>,
     /// Registers of a thread, as told.
     registers: AtomicU32,
 }
@@ -69,9 +58,6 @@ static FUNCTIONS: Registry<Function> = Registry::new();
 
 /// Registers that a thread is said to have, unless the program asks for fewer: how many a compiler would use is not known.
 const REGISTERS: u32 = 32;
-
-/// Bytes of a grid barrier's memory.
-const WORKSPACE: u64 = 64;
 
 /// The PTX of an image for the current device, or for the first.
 pub(crate) fn texts(image: Image) -> std::result::Result<Vec<String>, Refused> {
@@ -228,136 +214,6 @@ pub(crate) fn loaded(function: usize) -> Result<Arc<Function>> {
 /// A function's handle.
 pub(crate) fn function(module: usize, name: Text) -> Result<usize> {
     MODULES.get(module)?.function(&name.get()?)
-}
-
-/// The function of a handle, which may be one of a library's kernel.
-pub(crate) fn resolve(handle: usize, context: &Arc<Context>) -> Result<Arc<Function>> {
-    if let Ok(function) = FUNCTIONS.get(handle) {
-        return Ok(function);
-    }
-    FUNCTIONS.get(KERNELS.get(handle)?.function(context)?)
-}
-
-/// Launches a kernel.
-pub(crate) fn launch(
-    function: usize,
-    grid: [u32; 3],
-    block: [u32; 3],
-    shared: u32,
-    cooperative: bool,
-    stream_handle: usize,
-    arguments: Arguments,
-) -> Result {
-    let stream = stream(stream_handle)?;
-    let context = stream.context()?;
-    let function = resolve(function, &context)?;
-    if !Weak::ptr_eq(&function.context, &Arc::downgrade(&context)) {
-        return Err(CuError::INVALID_HANDLE);
-    }
-    let shape = Shape::new(grid, block)?;
-    let (sms, together) = shape.width(&context.device.info);
-    match fault::due(fault::At::Launch) {
-        None => {}
-        Some(Kind::Endless) => {
-            // How long it takes is not known.
-            return stream.submit(Op::compute(Work::Rest { sms }, Effect::Nothing));
-        }
-        Some(Kind::DeviceLost) => {
-            context.fault(fault::code(Kind::DeviceLost));
-            return Err(fault::code(Kind::DeviceLost));
-        }
-        Some(kind) => {
-            let work = Work::Kernel {
-                sms,
-                duration: 1000,
-            };
-            return stream.submit(Op::compute(work, Effect::Fault(fault::code(kind))));
-        }
-    }
-    let of = &function.program.kernels[function.kernel];
-    let layout: Vec<_> = of
-        .parameters
-        .iter()
-        .map(|it| (it.offset, it.size))
-        .collect();
-    let arguments = arguments.read(&layout)?;
-    if kernel::is_known(&of.name) {
-        let kernel = Kernel::new(&of.name, &arguments)?;
-        let work = kernel.cost(shape, &context.device.info);
-        if let Kernel::Hold {
-            page,
-            ticket,
-            last,
-            timeout,
-        } = kernel
-            && !stream.is_captured()
-        {
-            hold::begin(page, last)?;
-            let op = Op::compute(work, Effect::Kernel(kernel));
-            let id = context.submit(vec![(stream.id, op)])?;
-            return watch::watch(&context, id, page, ticket, timeout);
-        }
-        return stream.submit(Op::compute(work, Effect::Kernel(kernel)));
-    }
-    if let Err(why) = of.usable() {
-        eprintln!(
-            "gpumux: the emulated device cannot run the kernel `{}`: {why}",
-            of.name
-        );
-        // What follows cannot be right: everything fails from now on, as behind an instruction that a device lacks.
-        context.spoil(CuError::ILLEGAL_INSTRUCTION);
-        return Err(CuError::ILLEGAL_INSTRUCTION);
-    }
-    let most = match lock(&function.settings).0 {
-        0 => SHARED,
-        asked => (asked.max(0) as u32).max(SHARED - of.shared.min(SHARED)) + of.shared,
-    };
-    if of.shared.saturating_add(shared) > most.min(MOST_SHARED) {
-        return Err(CuError::INVALID_VALUE);
-    }
-    let mut parameters = vec![0; of.parameter_bytes()];
-    for ((offset, size), bytes) in layout.iter().zip(&arguments) {
-        parameters[*offset..offset + size].copy_from_slice(bytes);
-    }
-    let workspace = match (cooperative, function.workspace.get()) {
-        (false, _) => 0,
-        (true, Some(at)) => *at,
-        (true, None) => {
-            // Goes with the context.
-            let at = memory::alloc(context.device.index, context.handle(), WORKSPACE)?;
-            let effect = Effect::Set {
-                to: at,
-                width: 4,
-                value: 0,
-                count: WORKSPACE / 4,
-            };
-            effect.run(0, WORKSPACE / 4)?;
-            *function.workspace.get_or_init(|| at)
-        }
-    };
-    if cooperative && shape.blocks > together * u64::from(context.device.info.sms) {
-        return Err(CuError::COOPERATIVE_LAUNCH_TOO_LARGE);
-    }
-    let launch = Launch {
-        module: Arc::clone(&function.program),
-        kernel: function.kernel,
-        grid,
-        block,
-        dynamic_shared: shared,
-        parameters,
-        globals: function.globals.to_vec(),
-        resident: (together * u64::from(context.device.info.sms)) as usize,
-        sms: context.device.info.sms,
-        workspace,
-    };
-    let kernel = Interpreted {
-        launch: Arc::new(launch),
-        shape,
-    };
-    stream.submit(Op {
-        work: OpWork::Plain(Work::Rest { sms }),
-        ..Op::compute(Work::Record, Effect::Interpreted(kernel))
-    })
 }
 
 /// `cuFuncGetAttribute`.

@@ -11,7 +11,7 @@ use crate::{
     capture::Node,
     error::{CuError, Result},
     graph::{self, EXECUTABLES, GRAPHS, Graph},
-    module,
+    launch,
     op::Op,
     plane,
     process::{Registry, lock, process},
@@ -92,7 +92,7 @@ impl KernelParams {
             extra: self.extra,
         };
         record(|stream| {
-            module::launch(
+            launch::launch(
                 self.function,
                 self.grid,
                 self.block,
