@@ -1,8 +1,10 @@
-//! Graphs of what was captured. Launching a graph submits it all again at once, lane 0 to the launch's stream and the
-//! others to streams of its own.
+//! Graphs: what was captured, and nodes that were added. Launching a graph submits it all again at once, lane 0 to the
+//! launch's stream and the others to streams of its own. Nodes that were added run one after the other, in an order that
+//! their edges allow.
 
 use std::{
     cell::Cell,
+    ffi::c_int,
     sync::{Arc, Mutex, Weak},
 };
 
@@ -13,7 +15,6 @@ use crate::{
     context::Context,
     effect::Effect,
     error::{CuError, Result},
-    nodes::{self, AddedNodes},
     op::{Op, OpWork},
     process::{Registry, lock},
     stream::{NON_BLOCKING, Stream, stream},
@@ -62,14 +63,29 @@ pub(crate) struct Graph {
     pub(crate) nodes: Vec<Node>,
     pub(crate) lanes: usize,
     /// Nodes that were added by themselves: they come behind those that were captured.
-    pub(crate) added: AddedNodes,
+    pub(crate) added: Mutex<Vec<Added>>,
+}
+
+/// A node that was added.
+#[derive(Clone)]
+pub(crate) struct Added {
+    pub(crate) handle: usize,
+    pub(crate) kind: c_int,
+    pub(crate) ops: Vec<Op>,
+    /// Nodes that come before, by their handles.
+    pub(crate) after: Vec<usize>,
 }
 
 pub(crate) static GRAPHS: Registry<Graph> = Registry::new();
 
+/// The graphs of nodes that were added.
+pub(crate) static NODES: Registry<Weak<Graph>> = Registry::new();
+
 impl Drop for Graph {
     fn drop(&mut self) {
-        nodes::forget(&mut self.added);
+        for node in &*lock(&self.added) {
+            let _ = NODES.remove(node.handle);
+        }
     }
 }
 
@@ -78,7 +94,7 @@ impl Graph {
         Self {
             nodes,
             lanes,
-            added: AddedNodes::default(),
+            added: Mutex::default(),
         }
     }
 
@@ -95,9 +111,39 @@ impl Graph {
 
     /// All that a launch submits.
     fn flat(&self) -> Result<Vec<Node>> {
-        let added = nodes::as_nodes(&lock(&self.added))?;
+        let added = in_order(&lock(&self.added))?;
+        // All on the launch's stream.
+        let added = added.into_iter().map(|(origin, op)| Node {
+            lane: 0,
+            origin,
+            op,
+        });
         Ok(self.nodes.iter().cloned().chain(added).collect())
     }
+}
+
+/// The work of added nodes in an order that their edges allow, with the nodes' handles.
+pub(crate) fn in_order(added: &[Added]) -> Result<Vec<(usize, Op)>> {
+    let mut waiting: Vec<&Added> = added.iter().collect();
+    let mut order: Vec<&Added> = Vec::with_capacity(added.len());
+    let mut done = std::collections::HashSet::new();
+    while !waiting.is_empty() {
+        let ready = |it: &&Added| it.after.iter().all(|before| done.contains(before));
+        let (now, later): (Vec<&Added>, Vec<&Added>) = waiting.into_iter().partition(ready);
+        if now.is_empty() {
+            // A cycle.
+            return Err(CuError::INVALID_VALUE);
+        }
+        done.extend(now.iter().map(|it| it.handle));
+        order.extend(now);
+        waiting = later;
+    }
+    let ops = |it: &Added| {
+        let handle = it.handle;
+        let ops = it.ops.clone();
+        ops.into_iter().map(move |op| (handle, op))
+    };
+    Ok(order.into_iter().flat_map(ops).collect())
 }
 
 /// A graph that can be launched.
@@ -190,4 +236,30 @@ pub(crate) fn launch(executable: usize, stream_handle: usize) -> Result {
     }
     *last = Some(context.submit(ops)?);
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn added(handle: usize, after: &[usize]) -> Added {
+        Added {
+            handle,
+            kind: 0,
+            ops: vec![Op::following(Work::Record, Effect::Nothing)],
+            after: after.to_vec(),
+        }
+    }
+
+    #[test]
+    fn nodes_run_in_the_order_of_their_edges() {
+        let order = |nodes: &[Added]| {
+            let order = in_order(nodes).map(|it| it.into_iter().map(|it| it.0));
+            order.map(Iterator::collect::<Vec<_>>)
+        };
+        let nodes = [added(1, &[3]), added(2, &[1]), added(3, &[])];
+        assert_eq!(order(&nodes), Ok(vec![3, 1, 2]));
+        let cycle = [added(1, &[2]), added(2, &[1]), added(3, &[])];
+        assert_eq!(order(&cycle), Err(CuError::INVALID_VALUE));
+    }
 }

@@ -1,20 +1,18 @@
-//! Graphs that are built node by node. What a node does is recorded as a capture records it; such nodes run one
-//! after the other, in an order that their edges allow.
+//! Graphs that are built node by node. What a node does is recorded as a capture records it.
 
 use std::{
     ffi::{c_int, c_uint},
-    sync::{Arc, Mutex, Weak},
+    sync::{Arc, Weak},
 };
 
 use crate::{
     border::{Arguments, HostFunction, In, Out, Pointers, UserData, cuda, exports},
-    capture::Node,
     error::{CuError, Result},
-    graph::{self, EXECUTABLES, GRAPHS, Graph},
+    graph::{self, Added, EXECUTABLES, GRAPHS, Graph, NODES, in_order},
     launch,
     op::Op,
     plane,
-    process::{Registry, lock, process},
+    process::{lock, process},
     stream,
 };
 
@@ -27,19 +25,6 @@ const MEMSET: c_int = 2;
 const HOST: c_int = 3;
 const GRAPH: c_int = 4;
 const EMPTY: c_int = 5;
-
-/// A node that was added.
-#[derive(Clone)]
-pub(crate) struct Added {
-    handle: Handle,
-    kind: c_int,
-    ops: Vec<Op>,
-    /// Nodes that come before, by their handles.
-    after: Vec<Handle>,
-}
-
-/// The graphs of nodes that were added.
-static NODES: Registry<Weak<Graph>> = Registry::new();
 
 /// `CUDA_KERNEL_NODE_PARAMS`; version 2 has a kernel and a context behind.
 #[repr(C)]
@@ -209,30 +194,6 @@ fn unlink(after: &mut Vec<Handle>, from: Handle) {
     after.retain(|it| *it != from);
 }
 
-/// The work of added nodes in an order that their edges allow, with the nodes' handles.
-pub(crate) fn in_order(added: &[Added]) -> Result<Vec<(Handle, Op)>> {
-    let mut waiting: Vec<&Added> = added.iter().collect();
-    let mut order: Vec<&Added> = Vec::with_capacity(added.len());
-    let mut done = std::collections::HashSet::new();
-    while !waiting.is_empty() {
-        let ready = |it: &&Added| it.after.iter().all(|before| done.contains(before));
-        let (now, later): (Vec<&Added>, Vec<&Added>) = waiting.into_iter().partition(ready);
-        if now.is_empty() {
-            // A cycle.
-            return Err(CuError::INVALID_VALUE);
-        }
-        done.extend(now.iter().map(|it| it.handle));
-        order.extend(now);
-        waiting = later;
-    }
-    let ops = |it: &Added| {
-        let handle = it.handle;
-        let ops = it.ops.clone();
-        ops.into_iter().map(move |op| (handle, op))
-    };
-    Ok(order.into_iter().flat_map(ops).collect())
-}
-
 /// A copy with nodes of its own.
 fn clone(graph: Handle) -> Result<Handle> {
     let graph = GRAPHS.get(graph)?;
@@ -353,56 +314,4 @@ exports! { FUNCTIONS by cuda;
         params.put([flags, stream, 0, 0])?;
         executable.put(graph::instantiate(graph)?)
     };
-}
-
-/// Nodes that were added, in the graph that they belong to.
-pub(crate) type AddedNodes = Mutex<Vec<Added>>;
-
-/// Lets the handles of a graph's nodes go.
-pub(crate) fn forget(added: &mut AddedNodes) {
-    let added = added
-        .get_mut()
-        .unwrap_or_else(std::sync::PoisonError::into_inner);
-    for node in added {
-        let _ = NODES.remove(node.handle);
-    }
-}
-
-/// As nodes of an executable graph, all on the launch's stream.
-pub(crate) fn as_nodes(added: &[Added]) -> Result<Vec<Node>> {
-    let node = |(origin, op)| Node {
-        lane: 0,
-        origin,
-        op,
-    };
-    Ok(in_order(added)?.into_iter().map(node).collect())
-}
-
-#[cfg(test)]
-mod tests {
-    use gpumux_emu::protocol::Work;
-
-    use super::*;
-    use crate::effect::Effect;
-
-    fn added(handle: Handle, after: &[Handle]) -> Added {
-        Added {
-            handle,
-            kind: EMPTY,
-            ops: vec![Op::following(Work::Record, Effect::Nothing)],
-            after: after.to_vec(),
-        }
-    }
-
-    #[test]
-    fn nodes_run_in_the_order_of_their_edges() {
-        let order = |nodes: &[Added]| {
-            let order = in_order(nodes).map(|it| it.into_iter().map(|it| it.0));
-            order.map(Iterator::collect::<Vec<_>>)
-        };
-        let nodes = [added(1, &[3]), added(2, &[1]), added(3, &[])];
-        assert_eq!(order(&nodes), Ok(vec![3, 1, 2]));
-        let cycle = [added(1, &[2]), added(2, &[1]), added(3, &[])];
-        assert_eq!(order(&cycle), Err(CuError::INVALID_VALUE));
-    }
 }
