@@ -14,8 +14,9 @@ use gpumux_cuda::types::{
 use crate::{
     attributes,
     border::{
-        self, AnyOut, Arguments, HostFunction, Image, In, JitOptions, Out, Pointers,
-        StreamCallback, Text, UserData, cuda, exports,
+        self, AnyOut, Arguments, HostFunction, In, Out, Pointers, StreamCallback, Text, UserData,
+        code::{Image, JitOptions},
+        cuda, exports,
     },
     checkpoint,
     context::{self, current},

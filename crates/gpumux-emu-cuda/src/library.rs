@@ -8,7 +8,11 @@ use std::{
 };
 
 use crate::{
-    border::{Image, In, JitOptions, Out, Text, UserData, cuda, exports},
+    border::{
+        In, Out, Text, UserData,
+        code::{Image, JitOptions},
+        cuda, exports,
+    },
     context::{Context, current},
     device::active_primary,
     error::{CuError, Result},

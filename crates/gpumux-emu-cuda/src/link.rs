@@ -3,7 +3,11 @@
 use std::sync::{Arc, Mutex, OnceLock};
 
 use crate::{
-    border::{Image, JitOptions, Refused, Text, program_bytes},
+    border::{
+        Text,
+        code::{Image, JitOptions, Refused},
+        program_bytes,
+    },
     error::{CuError, Result},
     module::{self, BETWEEN},
     process::{Registry, lock, process},

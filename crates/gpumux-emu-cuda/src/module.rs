@@ -10,7 +10,10 @@ use std::{
 };
 
 use crate::{
-    border::{Image, JitOptions, MAX_REGISTERS, Refused, Text},
+    border::{
+        Text,
+        code::{Image, JitOptions, MAX_REGISTERS, Refused},
+    },
     context::{Context, current},
     effect::Effect,
     error::{CuError, Result},

@@ -11,7 +11,11 @@ use std::{
 use gpumux_cuda::types::CUuuid;
 
 use crate::{
-    border::{Address, Image, In, JitOptions, Out, StorageEnd, cuda, exports},
+    border::{
+        Address, In, Out, StorageEnd,
+        code::{Image, JitOptions},
+        cuda, exports,
+    },
     device::{self, context},
     error::{CuError, Result},
     integrity::{self, Seen},
