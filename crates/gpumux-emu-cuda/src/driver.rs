@@ -317,8 +317,6 @@ exports! { FUNCTIONS by cuda;
     cuStreamDestroy_v2(stream: Handle) => stream::destroy(stream);
     [cuStreamQuery_ptsz] cuStreamQuery(stream: Handle) => stream::query(stream);
     [cuStreamSynchronize_ptsz] cuStreamSynchronize(stream: Handle) => stream::synchronize(stream);
-    [cuStreamWriteValue32_ptsz] cuStreamWriteValue32(stream: Handle, address: Address, value: c_uint, flags: c_uint) => stream::write_value(stream, address, value, flags);
-    [cuStreamWriteValue32_v2_ptsz] cuStreamWriteValue32_v2(stream: Handle, address: Address, value: c_uint, flags: c_uint) => stream::write_value(stream, address, value, flags);
     [cuStreamWaitEvent_ptsz] cuStreamWaitEvent(stream: Handle, event: Handle, flags: c_uint) => event::wait(stream, event, flags);
     [cuStreamGetFlags_ptsz] cuStreamGetFlags(stream: Handle, flags: Out<c_uint>) => flags.put(stream::stream(stream)?.flags);
     [cuStreamGetPriority_ptsz] cuStreamGetPriority(stream: Handle, priority: Out<c_int>) => priority.put(stream::stream(stream)?.priority);

@@ -308,26 +308,6 @@ pub(crate) fn set(
     Ok(())
 }
 
-/// Stores a number in stream order.
-pub(crate) fn write_value(stream_handle: usize, to: u64, value: u32, flags: u32) -> Result {
-    let stream = stream(stream_handle)?;
-    stream.context()?.check()?;
-    // 1 leaves out a barrier that nothing here needs.
-    if flags > 1 || !to.is_multiple_of(4) || !memory::space().is_reachable(to, 4) {
-        return Err(CuError::INVALID_VALUE);
-    }
-    let effect = Effect::Set {
-        to,
-        width: 4,
-        value,
-        count: 1,
-    };
-    stream.submit(Op {
-        prompt: true,
-        ..Op::compute(Work::Record, effect)
-    })
-}
-
 /// Allocates in stream order: at once, as memory comes back to a pool only when its stream has come to that. Without a pool,
 /// from the one of the stream's device.
 pub(crate) fn alloc_async(bytes: usize, pool: Option<usize>, stream_handle: usize) -> Result<u64> {

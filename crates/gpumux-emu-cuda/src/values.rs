@@ -11,7 +11,7 @@ use crate::{
     error::{CuError, Result},
     memory,
     op::Op,
-    stream::{self, stream},
+    stream::stream,
 };
 
 type Handle = usize;
@@ -80,16 +80,25 @@ fn wait(stream_handle: Handle, at: Address, value: u64, width: u32, flags: c_uin
     stream.wait_until(move || awaited.is_met())
 }
 
-fn write(stream_handle: Handle, at: Address, value: u64, flags: c_uint) -> Result {
+fn write(stream_handle: Handle, at: Address, value: u64, width: u32, flags: c_uint) -> Result {
     let stream = stream(stream_handle)?;
     stream.context()?.check()?;
-    check(at, 8)?;
+    check(at, width)?;
+    // 1 leaves out a barrier that nothing here needs.
     if flags > 1 {
         return Err(CuError::INVALID_VALUE);
     }
-    let effect = Effect::Write {
-        to: at,
-        data: value.to_le_bytes().into(),
+    let effect = match width {
+        4 => Effect::Set {
+            to: at,
+            width: 4,
+            value: value as u32,
+            count: 1,
+        },
+        _ => Effect::Write {
+            to: at,
+            data: value.to_le_bytes().into(),
+        },
     };
     stream.submit(Op {
         prompt: true,
@@ -102,9 +111,9 @@ fn one(stream: Handle, [kind, at, value, flags, ..]: [u64; 6]) -> Result {
     let flags = flags as c_uint;
     match kind as u32 {
         1 => wait(stream, at, value & 0xffff_ffff, 4, flags),
-        2 => stream::write_value(stream, at, value as u32, flags),
+        2 => write(stream, at, value & 0xffff_ffff, 4, flags),
         4 => wait(stream, at, value, 8, flags),
-        5 => write(stream, at, value, flags),
+        5 => write(stream, at, value, 8, flags),
         // Barriers and flushes: everything is seen in order.
         3 | 6 => Ok(()),
         _ => Err(CuError::INVALID_VALUE),
@@ -123,8 +132,10 @@ exports! { FUNCTIONS by cuda;
     [cuStreamWaitValue32_v2_ptsz] cuStreamWaitValue32_v2(stream: Handle, at: Address, value: c_uint, flags: c_uint) => wait(stream, at, value.into(), 4, flags);
     [cuStreamWaitValue64_ptsz] cuStreamWaitValue64(stream: Handle, at: Address, value: u64, flags: c_uint) => wait(stream, at, value, 8, flags);
     [cuStreamWaitValue64_v2_ptsz] cuStreamWaitValue64_v2(stream: Handle, at: Address, value: u64, flags: c_uint) => wait(stream, at, value, 8, flags);
-    [cuStreamWriteValue64_ptsz] cuStreamWriteValue64(stream: Handle, at: Address, value: u64, flags: c_uint) => write(stream, at, value, flags);
-    [cuStreamWriteValue64_v2_ptsz] cuStreamWriteValue64_v2(stream: Handle, at: Address, value: u64, flags: c_uint) => write(stream, at, value, flags);
+    [cuStreamWriteValue32_ptsz] cuStreamWriteValue32(stream: Handle, at: Address, value: c_uint, flags: c_uint) => write(stream, at, value.into(), 4, flags);
+    [cuStreamWriteValue32_v2_ptsz] cuStreamWriteValue32_v2(stream: Handle, at: Address, value: c_uint, flags: c_uint) => write(stream, at, value.into(), 4, flags);
+    [cuStreamWriteValue64_ptsz] cuStreamWriteValue64(stream: Handle, at: Address, value: u64, flags: c_uint) => write(stream, at, value, 8, flags);
+    [cuStreamWriteValue64_v2_ptsz] cuStreamWriteValue64_v2(stream: Handle, at: Address, value: u64, flags: c_uint) => write(stream, at, value, 8, flags);
     [cuStreamBatchMemOp_ptsz] cuStreamBatchMemOp(stream: Handle, count: c_uint, operations: In<[u64; 6]>, flags: c_uint) => batch(stream, count, operations, flags);
     [cuStreamBatchMemOp_v2_ptsz] cuStreamBatchMemOp_v2(stream: Handle, count: c_uint, operations: In<[u64; 6]>, flags: c_uint) => batch(stream, count, operations, flags);
 }
