@@ -165,14 +165,10 @@ fn copy(
         to_device,
         from_device,
     };
-    stream.submit(Op {
-        prompt: wait,
-        ..Op::on(queue, Work::Copy { bytes }, Effect::Rows(rows))
-    })?;
-    if wait {
-        stream.synchronize()?;
-    }
-    Ok(())
+    stream.complete(
+        Op::on(queue, Work::Copy { bytes }, Effect::Rows(rows)),
+        wait,
+    )
 }
 
 /// Sets rows of elements.

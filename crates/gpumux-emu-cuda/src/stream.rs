@@ -79,6 +79,15 @@ impl Stream {
         self.context()?.submit(vec![(self.id, op)]).map(drop)
     }
 
+    /// Submits one piece of work. `wait`: it is done on return.
+    pub(crate) fn complete(&self, op: Op, wait: bool) -> Result {
+        self.submit(Op { prompt: wait, ..op })?;
+        if wait {
+            self.synchronize()?;
+        }
+        Ok(())
+    }
+
     /// Waits in stream order until something outside of the context is so.
     pub(crate) fn wait_until(
         &self,
@@ -253,14 +262,7 @@ pub(crate) fn copy(
         Some(_) => (Work::Rest { sms: 1 }, Effect::Nothing),
         None => (Work::Copy { bytes }, effect),
     };
-    stream.submit(Op {
-        prompt: wait,
-        ..Op::on(queue, work, effect)
-    })?;
-    if wait {
-        stream.synchronize()?;
-    }
-    Ok(())
+    stream.complete(Op::on(queue, work, effect), wait)
 }
 
 /// Fills memory with elements of `width` bytes. `wait`: memory that the program looks at by itself is filled on return.
@@ -298,14 +300,7 @@ pub(crate) fn set(
     if wait {
         stream.not_captured()?;
     }
-    stream.submit(Op {
-        prompt: wait,
-        ..Op::compute(work, effect)
-    })?;
-    if wait {
-        stream.synchronize()?;
-    }
-    Ok(())
+    stream.complete(Op::compute(work, effect), wait)
 }
 
 /// Allocates in stream order: at once, as memory comes back to a pool only when its stream has come to that. Without a pool,
