@@ -283,55 +283,40 @@ impl Context {
         let mut numbers = Vec::with_capacity(ops.len());
         for (stream, mut op) in ops {
             let queue = state.queue(stream, op.queue);
-            for other in state.barriers(stream, self.legacy.id) {
+            let mut put = |state: &mut State, work: Work, op: Op| {
                 *order += 1;
-                state.add(
-                    *order,
-                    stream,
-                    Op::on(queue, Work::Wait(other), Effect::Nothing),
-                );
                 items.push(Submission {
                     stream,
                     id: *order,
                     queue,
-                    work: Work::Wait(other),
-                    prompt: false,
+                    work,
+                    prompt: op.prompt,
                 });
+                state.add(*order, stream, op);
+            };
+            for other in state.barriers(stream, self.legacy.id) {
+                let wait = Work::Wait(other);
+                put(&mut state, wait, Op::on(queue, wait, Effect::Nothing));
             }
             // An interpreted kernel is two pieces: see `interpret`.
             if let (Effect::Interpreted(_), OpWork::Plain(Work::Rest { sms })) =
                 (&op.effect, op.work)
             {
-                *order += 1;
-                let begin = Work::Kernel { sms, duration: 0 };
+                let work = Work::Kernel { sms, duration: 0 };
                 let effect = std::mem::replace(&mut op.effect, Effect::Nothing);
-                state.add(*order, stream, Op::on(queue, begin, effect));
-                items.push(Submission {
-                    stream,
-                    id: *order,
-                    queue,
-                    work: begin,
+                let begin = Op {
                     // It goes on only when it is known to have begun.
                     prompt: true,
-                });
+                    ..Op::on(queue, work, effect)
+                };
+                put(&mut state, work, begin);
             }
-            *order += 1;
             let work = match op.work {
                 OpWork::Plain(work) => work,
                 OpWork::AfterItem(index) => Work::Wait(numbers.get(index).copied().unwrap_or(0)),
             };
-            items.push(Submission {
-                stream,
-                id: *order,
-                queue,
-                work,
-                prompt: op.prompt,
-            });
+            put(&mut state, work, op);
             numbers.push(*order);
-            if let Some(mark) = &op.mark {
-                mark.submitted(*order);
-            }
-            state.add(*order, stream, op);
         }
         drop(state);
         let at = client::now();
@@ -659,6 +644,9 @@ impl State {
     }
 
     fn add(&mut self, id: u64, stream: u64, op: Op) {
+        if let Some(mark) = &op.mark {
+            mark.submitted(id);
+        }
         if let Some(stream) = self.streams.get_mut(&stream) {
             stream.queue = op.queue.or(stream.queue);
             stream.submitted = id;
