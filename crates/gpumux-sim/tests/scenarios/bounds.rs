@@ -1,0 +1,138 @@
+//! What the policies guarantee, within the bounds that reports name.
+
+use super::*;
+
+/// A scenario in mode `gpumux` for so many seconds, changed before.
+fn managed(name: &str, seconds: f64, change: impl FnOnce(&mut Scenario)) -> ModeReport {
+    let mut scenario = scenario(name);
+    scenario.modes = vec![Mode::Gpumux];
+    scenario.seconds = scenario.seconds.min(seconds);
+    change(&mut scenario);
+    run(&scenario).expect(name).modes.remove(0)
+}
+
+/// Sets a tenant's guarantee.
+fn guarantee(scenario: &mut Scenario, name: &str, share: f64) {
+    let mut tenants = scenario.tenants.iter_mut();
+    let tenant = tenants.find(|tenant| tenant.name == name).expect(name);
+    tenant.guaranteed = share;
+}
+
+/// Guarantees and floors hold within the bounds that the report names. Scenarios whose memory moves are left out: while its memory is
+/// away a tenant is entitled to nothing; and those with several devices, for which no bound is given.
+#[test]
+fn every_tenant_of_every_scenario_keeps_its_bounds() {
+    let mut checked = 0;
+    for (name, _) in ALL {
+        let known = scenario(name);
+        let moves = known.tenants.iter().any(|tenant| tenant.memory_gib > 0.0);
+        if moves || known.devices > 1 || !known.trace_names().is_empty() {
+            continue;
+        }
+        let report = managed(name, 20.0, |_| ());
+        let used = used(&report);
+        for tenant in &report.tenants {
+            let bound = tenant.bound.expect("one device and a policy");
+            assert!(
+                bound.share >= tenant.guaranteed - 0.005,
+                "{name}: {tenant:?}"
+            );
+            let lag = bound.worst_lag_ms.unwrap_or(0.0);
+            assert!(lag <= bound.lag_ms, "{name}: {tenant:?}");
+            // Its wait is in the time that the device works, observed every 5 ms.
+            let wait = bound.wait_ms / used.max(0.05) + 10.0;
+            assert!(tenant.longest_wait_ms <= wait, "{name}: {tenant:?}");
+            checked += 1;
+        }
+    }
+    println!("{checked} tenants");
+    assert!(checked >= 150, "{checked}");
+}
+
+#[test]
+fn guarantee_never_lowers_its_owners_service() {
+    let serve = |share| {
+        let report = managed("everybody-latency", 31.0, |it| guarantee(it, "user", share));
+        tenant(&report, "user").latency.expect("requests")
+    };
+    let (without, with) = (serve(0.0), serve(0.1));
+    // A quantum would be 50 ms, a switch 0.19 ms.
+    assert!(with.p50_ms <= without.p50_ms + 0.4, "{without:?} {with:?}");
+    assert!(with.p99_ms <= without.p99_ms + 0.4, "{without:?} {with:?}");
+    assert!(with.p99_ms < 5.0, "{with:?}");
+    let burst = |share| {
+        let report = managed("bursty", 31.0, |it| guarantee(it, "burst", share));
+        tenant(&report, "burst").received_of_used
+    };
+    let shares = [0.0, 0.15, 0.3, 0.45].map(burst);
+    let rises = |pair: &[f64]| pair[1] >= pair[0] - 0.01;
+    assert!(shares.windows(2).all(rises), "{shares:?}");
+}
+
+#[test]
+fn batch_keeps_its_floor_behind_several_latency_tenants() {
+    let report = managed("everybody-latency", 31.0, |_| ());
+    let batch = tenant(&report, "batch");
+    assert!(batch.received_of_used >= 0.045, "{batch:?}");
+    assert!(batch.longest_wait_ms < 1_000.0, "{batch:?}");
+}
+
+#[test]
+fn guarantee_among_many_contenders_holds_in_every_second() {
+    let report = managed("many-contenders", 31.0, |_| ());
+    let guaranteed = tenant(&report, "stdg");
+    assert!(guaranteed.received_of_used >= 0.2, "{guaranteed:?}");
+    assert!(guaranteed.window_min >= 0.15, "{guaranteed:?}");
+    assert!(guaranteed.longest_wait_ms < 1_000.0, "{guaranteed:?}");
+}
+
+#[test]
+fn pauses_of_a_few_milliseconds_cost_no_guarantee() {
+    let report = managed("pauses", 11.0, |_| ());
+    let guaranteed = tenant(&report, "guaranteed80");
+    assert!(guaranteed.received_of_used >= 0.8, "{guaranteed:?}");
+}
+
+#[test]
+fn weights_hold_behind_a_latency_tenant_that_always_has_work() {
+    let report = managed("weights-behind-eager", 31.0, |_| ());
+    let rate = |name| tenant(&report, name).rate;
+    assert!(rate("nine") > 6.0 * rate("one"), "{report:#?}");
+    let floor = rate("nine") + rate("one");
+    assert!(floor >= 0.04 * 200.0, "5 ms each: {floor}");
+}
+
+#[test]
+fn batch_among_thirty_tenants_waits_for_seconds_at_most() {
+    let report = managed("thirty", 31.0, |_| ());
+    for batch in report
+        .tenants
+        .iter()
+        .filter(|it| it.name.starts_with("batch"))
+    {
+        let bound = batch.bound.expect("one device and a policy");
+        assert!(
+            batch.longest_wait_ms < 8_000.0 && bound.wait_ms < 10_000.0,
+            "{batch:?}"
+        );
+    }
+}
+
+#[test]
+fn users_part_depends_neither_on_its_jobs_nor_on_their_class() {
+    let alice = |count, class: gpumux_core::Class| {
+        let report = managed("users", 31.0, |it| {
+            (it.tenants[2].count, it.tenants[2].class) = (count, class);
+        });
+        let own = ["serve", "night"].map(|name| tenant(&report, name));
+        let latency = own[0].latency.expect("requests");
+        assert!(latency.p99_ms < 4.0, "{latency:?}");
+        own.map(|it| it.received_of_used).iter().sum::<f64>()
+    };
+    for class in gpumux_core::Class::ALL {
+        for count in [1, 3] {
+            let part = alice(count, class);
+            assert!((part - 0.5).abs() < 0.02, "{count} {class}: {part}");
+        }
+    }
+}
