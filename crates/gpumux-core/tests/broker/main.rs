@@ -9,4 +9,5 @@ mod mutations;
 mod programs;
 mod properties;
 mod restarts;
+mod turns;
 mod world;

@@ -4,6 +4,8 @@
 //! worlds are finite. What must happen is stated as what must not be true for longer than a bound: a checker's "eventually" would
 //! miss that two tenants chase each other without end.
 
+pub(crate) mod every_order;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use gpumux_core::{
@@ -456,99 +458,4 @@ fn check(world: World) -> (usize, Option<String>) {
         assert!(all.is_some(), "it never got that far: {world:?}");
     }
     (checker.unique_state_count(), why)
-}
-
-const EQUAL: [(Class, u64, u64); 2] = [(Class::Batch, 0, 60), (Class::Batch, 0, 60)];
-
-fn two(tenants: &[(Class, u64, u64)]) -> World {
-    World {
-        room: 100,
-        tenants: tenants.to_vec(),
-        droppable: (0, 0),
-        refusals: 0,
-        lateness: 0,
-        deaths: 0,
-        toggles: 0,
-        patience: Micros::from_secs(20),
-    }
-}
-
-#[test]
-pub(crate) fn two_equal_tenants_take_turns() {
-    let (states, wrong) = check(two(&EQUAL));
-    assert_eq!(wrong, None);
-    println!("two equal tenants: {states} states");
-}
-
-#[test]
-fn two_tenants_in_every_order_with_failures() {
-    let classes = [
-        EQUAL.to_vec(),
-        vec![(Class::Latency, 0, 60), (Class::Batch, 0, 60)],
-        vec![(Class::Latency, 50, 50), (Class::Batch, 0, 79)],
-        vec![(Class::Standard, 30, 60), (Class::Batch, 40, 69)],
-    ];
-    let mut all = 0;
-    for tenants in classes {
-        for (refusals, lateness, deaths, toggles) in
-            [(0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
-        {
-            let world = World {
-                refusals,
-                lateness,
-                deaths,
-                toggles,
-                // A late process may take its whole deadline, and a failure its pause.
-                patience: Micros::from_secs(20 + 60 * u64::from(lateness + refusals)),
-                ..two(&tenants)
-            };
-            let (states, wrong) = check(world.clone());
-            assert_eq!(wrong, None, "{world:?}");
-            all += states;
-        }
-    }
-    println!("two tenants, 16 worlds: {all} states");
-    assert!(all > 1000);
-}
-
-/// The second tenant has memory that needs no copy: enough for what the first lacks of its guarantee, and too little.
-#[test]
-fn memory_that_needs_no_copy_in_every_order_with_failures() {
-    let mut all = 0;
-    for droppable in [(20, 10), (5, 5)] {
-        for (refusals, lateness, deaths, toggles) in
-            [(0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
-        {
-            let world = World {
-                droppable,
-                refusals,
-                lateness,
-                deaths,
-                toggles,
-                patience: Micros::from_secs(20 + 60 * u64::from(lateness + refusals)),
-                ..two(&[(Class::Latency, 50, 50), (Class::Batch, 0, 79)])
-            };
-            let (states, wrong) = check(world.clone());
-            assert_eq!(wrong, None, "{world:?}");
-            all += states;
-        }
-    }
-    println!("memory that needs no copy, 8 worlds: {all} states");
-    assert!(all > 100);
-}
-
-#[test]
-fn three_tenants_in_every_order() {
-    let world = World {
-        toggles: 1,
-        patience: Micros::from_secs(40),
-        ..two(&[
-            (Class::Batch, 0, 60),
-            (Class::Batch, 0, 50),
-            (Class::Latency, 30, 30),
-        ])
-    };
-    let (states, wrong) = check(world);
-    println!("three tenants: {states} states");
-    assert_eq!(wrong, None);
 }

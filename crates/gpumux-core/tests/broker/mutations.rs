@@ -4,7 +4,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use gpumux_core::broker::Mutation;
 
-use super::{elastic, ends, faults, model, programs, restarts, world::MUTATION};
+use super::{elastic, ends, faults, model, programs, restarts, turns, world::MUTATION};
 
 /// Whether a test fails while brokers have this fault.
 fn finds(mutation: Mutation, test: fn()) -> bool {
@@ -23,7 +23,7 @@ fn every_known_fault_is_found() {
         ),
         (
             Mutation::DemandByMessage,
-            model::two_equal_tenants_take_turns,
+            model::every_order::two_equal_tenants_take_turns,
         ),
         (
             Mutation::NoBackoff,
@@ -31,13 +31,13 @@ fn every_known_fault_is_found() {
         ),
         (
             Mutation::TurnsAgainstGuarantees,
-            faults::guaranteed_memory_does_not_wait_for_a_turn,
+            turns::guaranteed_memory_does_not_wait_for_a_turn,
         ),
         (
             Mutation::IdleAtOnce,
-            faults::an_owner_that_worked_lately_keeps_its_guarantee,
+            turns::an_owner_that_worked_lately_keeps_its_guarantee,
         ),
-        (Mutation::CountTwice, faults::a_restart_counts_memory_once),
+        (Mutation::CountTwice, restarts::a_restart_counts_memory_once),
         (
             Mutation::ForeignAtOnce,
             restarts::request_waits_for_neighbours_that_return,
@@ -56,11 +56,11 @@ fn every_known_fault_is_found() {
         ),
         (
             Mutation::RoomForYounger,
-            faults::a_large_request_is_not_passed_without_end,
+            turns::a_large_request_is_not_passed_without_end,
         ),
         (
             Mutation::ForgetReturning,
-            faults::a_return_keeps_its_place_until_all_are_back,
+            turns::a_return_keeps_its_place_until_all_are_back,
         ),
         (
             Mutation::CopyDroppable,

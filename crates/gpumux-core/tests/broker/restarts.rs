@@ -140,3 +140,55 @@ pub(crate) fn guarantee_is_kept_while_a_borrower_has_not_returned() {
     world.run_for(Micros::from_secs(30));
     assert_eq!(answer(&world), Some(50 * GIB));
 }
+
+#[test]
+pub(crate) fn a_restart_counts_memory_once() {
+    // A new broker: the driver's report comes before the tenants are back.
+    let mut world = World::new(100 * GIB);
+    let occupied = |world: &World| world.broker.lines()[0].occupied;
+    let empty = occupied(&world);
+    let (uuid, capacity) = (DEVICE.to_owned(), 100 * GIB);
+    let look = |used| Event::Device {
+        uuid: uuid.clone(),
+        capacity,
+        used,
+    };
+    // 60 GiB and a context of a tenant, 3 GiB of another program.
+    let context = gpumux_core::broker::CONTEXT;
+    let used = 63 * GIB + context;
+    world.event(look(used));
+    world.event(look(used));
+    assert_eq!(occupied(&world), empty + used);
+    let process = world.tenant(1, Class::Batch, 0);
+    let holding = Holding {
+        movable: 60 * GIB,
+        ..Holding::default()
+    };
+    let (device, total) = (uuid.clone(), capacity);
+    let before = true;
+    world.event(Event::Contexts {
+        process,
+        device: device.clone(),
+        count: 1,
+        before,
+    });
+    world.event(Event::Holds {
+        process,
+        device,
+        total,
+        holding,
+    });
+    assert_eq!(
+        occupied(&world),
+        empty + 3 * GIB + context,
+        "not counted twice, not for a moment"
+    );
+    world.event(look(used));
+    assert_eq!(occupied(&world), empty + 3 * GIB + context);
+    assert_eq!(world.allocate(1, 20 * GIB), 20 * GIB);
+    world.event(look(used + 20 * GIB));
+    assert_eq!(occupied(&world), empty + 3 * GIB + context);
+    // The other program ends, which two looks show.
+    world.event(look(80 * GIB + context));
+    assert_eq!(occupied(&world), empty + context);
+}

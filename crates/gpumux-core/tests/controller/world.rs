@@ -282,26 +282,6 @@ impl World {
         self.groups[&self.group(id)].timeslice.0
     }
 
-    pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
-        if !self.has(id) {
-            return;
-        }
-        self.tickets += 1;
-        let ask = Ask {
-            device: uuid(device),
-            total: CAPACITY,
-            need: bytes,
-            want: bytes,
-            kind: Kind::Movable,
-        };
-        self.memory(broker::Event::Ask {
-            process: ProcessId(id),
-            ticket: self.tickets,
-            ask,
-        });
-        self.settle();
-    }
-
     pub(crate) fn set_manner(&mut self, id: u64, manner: Manner) {
         let now = self.now;
         for group in self.groups.values_mut().filter(|it| it.tenant == id) {

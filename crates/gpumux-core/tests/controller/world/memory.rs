@@ -3,6 +3,26 @@
 use super::*;
 
 impl World {
+    pub(crate) fn ask(&mut self, id: u64, device: usize, bytes: u64) {
+        if !self.has(id) {
+            return;
+        }
+        self.tickets += 1;
+        let ask = Ask {
+            device: uuid(device),
+            total: CAPACITY,
+            need: bytes,
+            want: bytes,
+            kind: Kind::Movable,
+        };
+        self.memory(broker::Event::Ask {
+            process: ProcessId(id),
+            ticket: self.tickets,
+            ask,
+        });
+        self.settle();
+    }
+
     /// Something happened that concerns memory.
     pub(super) fn memory(&mut self, event: broker::Event) {
         if let broker::Event::Holds {

@@ -1,0 +1,271 @@
+//! Tenants that wait for memory: how long, and whose turn comes first.
+
+use gpumux_core::{
+    Class, MemoryPolicy, Micros, TenantId,
+    broker::{Event, LOOK, PATIENCE, PATIENCE_FOR_TURNS, ProcessId, Terms},
+    ledger::Share,
+};
+
+use super::world::{GIB, World};
+
+const S: Micros = Micros::from_secs(1);
+
+/// A latency tenant with a guarantee of 30 GiB beside two batch tenants that do not fit into the rest of 100.
+fn owner_beside_two_borrowers() -> World {
+    let mut world = World::new(100 * GIB);
+    world.tenant(1, Class::Latency, 30 * GIB);
+    assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
+    for id in [2, 3] {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+    }
+    world.ask(ProcessId(2), 1, 45 * GIB);
+    world.ask(ProcessId(3), 1, 45 * GIB);
+    world
+}
+
+#[test]
+pub(crate) fn an_owner_that_worked_lately_keeps_its_guarantee() {
+    // The owner has 20 requests a second.
+    let mut world = owner_beside_two_borrowers();
+    for _ in 0..6000 {
+        for busy in [true, false] {
+            world.set_busy(1, busy);
+            world.run_for(Micros::from_millis(25));
+            assert!(world.is_home(1));
+        }
+    }
+    assert!(world.moves.iter().all(|it| it.1 != TenantId(1)));
+    assert!(
+        world.moves.len() >= 20,
+        "the others take turns: {}",
+        world.moves.len()
+    );
+}
+
+#[test]
+pub(crate) fn guaranteed_memory_comes_back_at_once_after_a_long_pause() {
+    let mut world = owner_beside_two_borrowers();
+    // Its guarantee is lent while it is idle.
+    world.run_for(Micros::from_secs(100));
+    assert!(!world.is_home(1));
+    for _ in 0..20 {
+        world.run_for(Micros::from_secs(60));
+        let began = world.now;
+        world.set_busy(1, true);
+        world.event(Event::Waits(ProcessId(1)));
+        while !world.is_home(1) {
+            world.run_for(Micros::from_millis(10));
+            // 30 GiB take 0.65 s each way; borrowers have no turn against it.
+            assert!(world.now.saturating_sub(began) < Micros::from_secs(2));
+        }
+        world.run_for(S);
+        world.set_busy(1, false);
+    }
+}
+
+#[test]
+pub(crate) fn idle_for_a_moment_is_not_idle() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    let process = world.tenant(2, Class::Batch, 0);
+    world.set_busy(1, true);
+    world.run_for(Micros::from_millis(200));
+    world.set_busy(1, false);
+    world.ask(process, 1, 6 * GIB);
+    world.run_for(Micros::from_millis(150));
+    assert!(world.moves.is_empty() && !world.frozen.contains(&TenantId(1)));
+    world.run_for(S);
+    assert_eq!(world.grants.get(&(process, 1)), Some(&(6 * GIB)));
+}
+
+#[test]
+pub(crate) fn guaranteed_memory_does_not_wait_for_a_turn() {
+    let mut world = World::new(100 * GIB);
+    world.tenant(1, Class::Latency, 30 * GIB);
+    assert_eq!(world.allocate(1, 30 * GIB), 30 * GIB);
+    world.tenant(2, Class::Batch, 0);
+    world.set_busy(2, true);
+    assert_eq!(world.allocate(2, 80 * GIB), 80 * GIB);
+    assert!(!world.is_home(1));
+    // The borrower has only come.
+    world.set_busy(1, true);
+    let began = world.now;
+    while !world.is_home(1) {
+        world.run_for(Micros::from_millis(10));
+        assert!(world.now.saturating_sub(began) < Micros::from_secs(2));
+    }
+}
+
+/// A large request before small ones: what comes free for it is not given to these.
+#[test]
+pub(crate) fn a_large_request_is_not_passed_without_end() {
+    let mut world = World::new(20 * GIB);
+    for id in [1, 2, 3] {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+    }
+    for id in [1, 2] {
+        assert_eq!(world.allocate(id, 9 * GIB), 9 * GIB);
+    }
+    world.ask(ProcessId(3), 1, 17 * GIB);
+    let began = world.now;
+    world.run_for(S);
+    // Each ends half a second after it has got its memory, and another comes.
+    let small = |world: &mut World, id| {
+        world.tenant(id, Class::Batch, 0);
+        world.set_busy(id, true);
+        world.ask(ProcessId(id), 1, 4 * GIB);
+    };
+    let mut others: Vec<(u64, Option<Micros>)> = (4..8).map(|id| (id, None)).collect();
+    let mut next = 8;
+    for (id, _) in &others {
+        small(&mut world, *id);
+    }
+    while !world.grants.contains_key(&(ProcessId(3), 1)) {
+        world.run_for(Micros::from_millis(10));
+        for (id, got) in &mut others {
+            if got.is_none() && world.grants.contains_key(&(ProcessId(*id), 1)) {
+                *got = Some(world.now);
+            }
+            if got.is_some_and(|at| world.now >= at + Micros::from_millis(500)) {
+                world.kill(*id);
+                (*id, *got) = (next, None);
+                next += 1;
+                small(&mut world, *id);
+            }
+        }
+        // One turn: forty times the move of 17 GiB.
+        assert!(world.now.saturating_sub(began) < Micros::from_secs(20));
+    }
+}
+
+/// A tenant of two processes comes back, one of which is slower: its place is not given away in between.
+#[test]
+pub(crate) fn a_return_keeps_its_place_until_all_are_back() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.process(11, 1);
+    assert_eq!(world.allocate(1, GIB), GIB);
+    assert_eq!(world.allocate(11, 6 * GIB), 6 * GIB);
+    world.event(Event::Sleep(TenantId(1), 1));
+    world.run_for(S);
+    world.event(Event::Wake(TenantId(1), 2));
+    // The small one is back, the large one is not.
+    world.run_for(Micros::from_millis(60));
+    assert_eq!(world.swapped(1), 6 * GIB);
+    world.tenant(2, Class::Latency, 0);
+    world.ask(ProcessId(2), 1, 5 * GIB);
+    world.run_for(Micros::from_millis(20));
+    assert!(!world.grants.contains_key(&(ProcessId(2), 1)));
+    world.run_for(S);
+    assert!(world.is_home(1) || !world.frozen.is_empty());
+}
+
+#[test]
+pub(crate) fn memory_that_was_waited_for_is_not_taken_at_once() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Batch, 0);
+    world.set_busy(1, true);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    // A program that waits in an allocation has no work meanwhile.
+    world.tenant(2, Class::Batch, 0);
+    assert_eq!(world.allocate(2, 6 * GIB), 6 * GIB);
+    world.run_for(Micros::from_millis(100));
+    assert!(world.is_home(2) && !world.frozen.contains(&TenantId(2)));
+    world.set_busy(2, true);
+    world.run_for(S);
+    assert!(world.is_home(2));
+}
+
+#[test]
+pub(crate) fn waiting_requests_of_a_process_and_tenant_are_bounded() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Latency, 0);
+    assert_eq!(world.allocate(1, 8 * GIB), 8 * GIB);
+    world.set_busy(1, true);
+    world.tenant(2, Class::Batch, 0);
+    for process in 21..=29 {
+        world.process(process, 2);
+    }
+    let mut waiting = Vec::new();
+    for process in [2].into_iter().chain(21..=29) {
+        for ticket in 1..=500 {
+            world.ask(ProcessId(process), ticket, 4 * GIB);
+        }
+        let refused = (1..=500)
+            .filter(|ticket| world.grants.get(&(ProcessId(process), *ticket)) == Some(&0))
+            .count();
+        waiting.push(500 - refused);
+    }
+    assert_eq!(waiting, [256, 256, 256, 256, 0, 0, 0, 0, 0, 0]);
+    // The end of one makes room for another's.
+    world.kill(2);
+    world.ask(ProcessId(29), 501, 4 * GIB);
+    world.run_for(Micros::from_millis(1));
+    assert!(!world.grants.contains_key(&(ProcessId(29), 501)));
+}
+
+/// A request for more memory ends, whatever others are entitled to: their memory quanta do not lengthen it.
+#[test]
+pub(crate) fn request_without_room_fails_after_the_time_of_its_policy() {
+    for (policy, bound) in [
+        (MemoryPolicy::SwapOthers, PATIENCE_FOR_TURNS),
+        (MemoryPolicy::Wait, PATIENCE),
+        (MemoryPolicy::Fail, Micros::ZERO),
+    ] {
+        let mut world = World::new(10 * GIB);
+        // It always has work with memory that is guaranteed to it.
+        world.tenant(1, Class::Latency, 6 * GIB);
+        assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+        world.set_busy(1, true);
+        let process = world.tenant(2, Class::Batch, 0);
+        let terms = Terms {
+            class: Class::Batch,
+            share: Share {
+                guaranteed: 0,
+                limit: u64::MAX,
+            },
+            policy,
+            sleep_after: None,
+        };
+        world.event(Event::Tenant(TenantId(2), terms));
+        let asked = world.now;
+        world.ask(process, 1, 6 * GIB);
+        while !world.grants.contains_key(&(process, 1)) {
+            world.run_for(Micros::from_millis(10));
+            assert!(world.now < asked + bound + S, "{policy:?}");
+        }
+        assert_eq!(world.grants[&(process, 1)], 0, "{policy:?}");
+        assert!(world.now >= asked + bound, "{policy:?}");
+    }
+}
+
+#[test]
+pub(crate) fn a_flood_of_requests_does_not_delay_others_beyond_a_look() {
+    let mut world = World::new(10 * GIB);
+    world.tenant(1, Class::Latency, 0);
+    assert_eq!(world.allocate(1, 6 * GIB), 6 * GIB);
+    world.set_busy(1, true);
+    let hostile = world.tenant(2, Class::Batch, 0);
+    for ticket in 1..=200 {
+        world.ask(hostile, ticket, 6 * GIB);
+    }
+    world.run_for(S);
+    world.tenant(3, Class::Batch, 0);
+    // Each event of the flood costs little: all is looked at once in 2 ms.
+    let began = world.now;
+    assert!(!world.broker.settles(began));
+    for ticket in 201..=300 {
+        world.ask(hostile, ticket, 6 * GIB);
+    }
+    world.ask(ProcessId(3), 1, GIB);
+    assert!(!world.grants.contains_key(&(ProcessId(3), 1)));
+    while !world.grants.contains_key(&(ProcessId(3), 1)) {
+        world.run_for(Micros(100));
+    }
+    let waited = world.now.saturating_sub(began);
+    assert!(waited <= LOOK, "{waited}");
+    assert_eq!(world.grants.get(&(ProcessId(3), 1)), Some(&GIB));
+}

@@ -1,0 +1,192 @@
+//! What becomes of the broker's commands: processes carry orders out, each in its manner.
+
+use super::*;
+
+impl World {
+    pub(super) fn trim(&mut self, process: ProcessId) {
+        if let Some(puppet) = self.puppets.get_mut(&process) {
+            puppet.holding.movable -= std::mem::take(&mut puppet.unused);
+            let holding = puppet.holding;
+            self.event(holds(process, self.capacity, holding));
+        }
+    }
+
+    pub(super) fn carry_out(&mut self, commands: Vec<Command>) {
+        for command in commands {
+            match command {
+                Command::Order(process, op, order) => {
+                    self.orders += 1;
+                    self.deliver(process, op, order);
+                }
+                Command::Grant {
+                    process,
+                    ticket,
+                    bytes,
+                } => {
+                    if let Some(puppet) = self.puppets.get_mut(&process)
+                        && ticket != u32::MAX
+                    {
+                        puppet.holding.movable += bytes;
+                    }
+                    self.grants.insert((process, ticket), bytes);
+                    self.asked.remove(&(process, ticket));
+                }
+                Command::Freeze(tenant) => {
+                    self.frozen.insert(tenant);
+                    self.later(Micros(500), Event::Frozen(tenant, Ok(())));
+                }
+                Command::Thaw(tenant) => {
+                    assert!(
+                        self.puppets
+                            .values()
+                            .all(|it| it.tenant != tenant || it.holding.swapped == 0),
+                        "thawed while memory is away: {tenant:?}"
+                    );
+                    self.frozen.remove(&tenant);
+                }
+                Command::Answer(request, answer) => {
+                    assert!(
+                        self.answers.insert(request, answer).is_none(),
+                        "answered twice"
+                    );
+                }
+                Command::Moved {
+                    tenant, out, bytes, ..
+                } => self.moves.push((self.now, tenant, out, bytes)),
+                Command::Failed(..) | Command::NotKept(..) => {}
+            }
+        }
+    }
+
+    pub(super) fn deliver(&mut self, process: ProcessId, op: u64, order: Order) {
+        let Some(puppet) = self.puppets.get_mut(&process) else {
+            return;
+        };
+        if puppet.manner == Manner::Stopped {
+            puppet.mailbox.push((op, order));
+            return;
+        }
+        let reply = |reply| Event::Reply(process, op, reply);
+        let (tenant, manner, holding) = (puppet.tenant, puppet.manner, puppet.holding);
+        match order {
+            Order::Resume => {
+                puppet.closed = false;
+                if manner == Manner::Behind {
+                    puppet.manner = Manner::Prompt;
+                }
+            }
+            Order::Trim => {
+                let delay = puppet.trim;
+                self.due(delay, Due::Trim(process));
+            }
+            Order::Quiesce { .. } => {
+                let idle = !self.busy.get(&tenant).copied().unwrap_or(false);
+                match manner {
+                    Manner::Behind => {}
+                    Manner::Slow(time) => {
+                        let ready = *puppet.ready.get_or_insert(self.now + time);
+                        let left = ready.saturating_sub(self.now).max(Micros(300));
+                        self.later(left, reply(Reply::Quiet(idle)));
+                    }
+                    Manner::Refuses(time) => {
+                        self.later(time, reply(Reply::Refused("copies do not end".into())));
+                    }
+                    _ => {
+                        puppet.closed = true;
+                        self.later(Micros(300), reply(Reply::Quiet(idle)));
+                    }
+                }
+            }
+            Order::Out { least, host } => {
+                assert!(
+                    self.frozen.contains(&tenant),
+                    "moved while it runs: {tenant:?}"
+                );
+                if manner == Manner::RefusesToMove {
+                    return self.later(Micros(100), reply(Reply::Refused("a copy failed".into())));
+                }
+                let movable = holding.movable - puppet.unused;
+                let bytes = match manner {
+                    Manner::MovesNothing => 0,
+                    _ => movable.min(least),
+                };
+                assert!(
+                    holding.swapped + bytes <= host,
+                    "more than the host may keep: {} of {host}",
+                    holding.swapped + bytes
+                );
+                puppet.kept = puppet.kept.max(holding.swapped + bytes);
+                let (kept, after) = (
+                    puppet.kept,
+                    Holding {
+                        movable: holding.movable - bytes,
+                        swapped: holding.swapped + bytes,
+                        ..holding
+                    },
+                );
+                let took = Micros(bytes / LINK + 1000);
+                self.report(process, after, took);
+                self.later(took, Event::Keeps(process, kept));
+                self.later(took, reply(Reply::Done));
+            }
+            Order::In => {
+                if let Manner::CannotReturn(times) = manner
+                    && times > 0
+                {
+                    puppet.manner = Manner::CannotReturn(times - 1);
+                    return self.later(Micros(100), reply(Reply::Refused("out of memory".into())));
+                }
+                if matches!(manner, Manner::CannotReturnBefore(at) if self.now < at) {
+                    return self.later(Micros(100), reply(Reply::Refused("out of memory".into())));
+                }
+                puppet.closed = false;
+                let after = Holding {
+                    movable: holding.movable + holding.swapped,
+                    swapped: 0,
+                    ..holding
+                };
+                let took = Micros(holding.swapped / LINK + 1000);
+                self.report(process, after, took);
+                self.later(took, reply(Reply::Done));
+            }
+            Order::DropHost => {
+                if holding.swapped == 0 {
+                    puppet.kept = 0;
+                }
+                let kept = puppet.kept;
+                self.later(Micros(1000), Event::Keeps(process, kept));
+            }
+            Order::Reclaim { .. } => self.later(Micros(1000), reply(Reply::Freed(0))),
+            Order::Take { bytes, .. } => {
+                assert!(
+                    self.frozen.contains(&tenant),
+                    "mapped anew while it runs: {tenant:?}"
+                );
+                let bytes = match manner {
+                    Manner::MovesNothing => 0,
+                    _ => bytes.min(puppet.droppable.free + puppet.droppable.cached),
+                };
+                let free = bytes.min(puppet.droppable.free);
+                puppet.droppable.free -= free;
+                puppet.droppable.cached -= bytes - free;
+                let after = Holding {
+                    movable: holding.movable - bytes,
+                    ..holding
+                };
+                let (took, droppable) = (Micros(bytes / GIB * 3000 + 100), puppet.droppable);
+                self.drops.push((self.now, tenant, bytes));
+                if manner != Manner::MovesNothing {
+                    let device = DEVICE.to_owned();
+                    let event = Event::Droppable {
+                        process,
+                        device,
+                        droppable,
+                    };
+                    self.later(took, event);
+                }
+                self.report(process, after, took);
+                self.later(took, reply(Reply::Done));
+            }
+        }
+    }
+}
