@@ -2,56 +2,15 @@
 
 mod support;
 
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
-use gpumux_rm::{Controls, Group, RmControls, emulated::EmulatedFile};
+use gpumux_rm::Controls;
 use gpumux_wire::{
     Daemon, REVISION, Shim,
     lease::{LOOK, LOOKS, Lease},
     page::Work,
 };
-use support::{Connection, Place, Tenant, example, shim};
-
-/// Key, engine and handles of the next packet, which must announce a group, and its controls.
-fn group(connection: &Connection) -> (u32, u32, Group, RmControls<EmulatedFile>) {
-    match connection.recv() {
-        Some((
-            Shim::Group {
-                key,
-                engine,
-                client,
-                subdevice,
-                group,
-                channels,
-                timeslice_us,
-                shared: false,
-            },
-            Some(file),
-        )) => {
-            assert_eq!(timeslice_us, if engine == 1 { 2048 } else { 1024 });
-            let group = Group {
-                client,
-                subdevice,
-                group,
-                channels,
-            };
-            let controls = RmControls::new(EmulatedFile::new(file).unwrap(), group.clone());
-            (key, engine, group, controls)
-        }
-        other => panic!("not a group: {other:?}"),
-    }
-}
-
-/// Both groups of a context: its compute group and its copy group.
-fn context(connection: &Connection) -> [(u32, u32, Group, RmControls<EmulatedFile>); 2] {
-    let mut both = [group(connection), group(connection)];
-    both.sort_by_key(|(_, engine, ..)| *engine);
-    both
-}
-
-fn end_quietly(tenant: Tenant) {
-    assert_eq!(tenant.end(), (vec![], Some(0)));
-}
+use support::{Connection, Place, Tenant, context, end_quietly, example, group, shim};
 
 #[test]
 fn programs_without_a_driver_do_not_notice() {
@@ -386,78 +345,6 @@ fn a_strict_program_runs_with_its_daemon() {
     drop((session, listener));
     place.await_log(0, &["thaw 5c000003 [101, 102]"]);
     assert!(tenant.error_line().starts_with("gpumux: "));
-    end_quietly(tenant);
-}
-
-fn kill(pid: &str) {
-    assert!(
-        Command::new("kill")
-            .args(["-9", pid])
-            .status()
-            .unwrap()
-            .success()
-    );
-}
-
-#[test]
-fn a_child_forked_before_has_a_session_of_its_own() {
-    let place = Place::new();
-    let listener = place.listen();
-    let mut tenant = place.tenant();
-    let child = tenant.tell("fork");
-    let (of_child, ..) = listener.session();
-    assert_eq!(context(&of_child)[0].2.group, 0x5c00_0200);
-    tenant.tell("open");
-    tenant.tell("context 100");
-    let (of_parent, ..) = listener.session();
-    assert_eq!(context(&of_parent)[0].2.group, 0x100);
-    kill(&child);
-    assert!(of_child.recv().is_none());
-    end_quietly(tenant);
-}
-
-#[test]
-fn a_child_forked_after_keeps_nothing_and_may_begin_anew() {
-    let place = Place::new();
-    let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
-    let (session, ..) = listener.session();
-    context(&session);
-    let idle = tenant.tell("fork-idle");
-    let busy = tenant.tell("fork");
-    let (of_child, ..) = listener.session();
-    let first = &context(&of_child)[0];
-    assert_eq!(
-        (first.0, first.2.group),
-        (0, 0x5c00_0200),
-        "the parent's groups are not the child's"
-    );
-    // The parent's session goes on, and ends with the parent although its children live.
-    tenant.tell("free 110");
-    assert!(matches!(session.packet(), Shim::Gone { .. }));
-    tenant.child.kill().unwrap();
-    assert!(session.recv().is_none());
-    kill(&idle);
-    kill(&busy);
-    assert!(of_child.recv().is_none());
-    tenant.end();
-}
-
-#[test]
-fn a_child_of_vfork_does_not_change_its_parent() {
-    let place = Place::new();
-    let listener = place.listen();
-    let mut tenant = place.tenant();
-    tenant.tell("open");
-    tenant.tell("context 100");
-    let (session, ..) = listener.session();
-    let [compute, _] = context(&session);
-    assert_eq!(tenant.tell("vfork-close"), "0");
-    // Had the close counted, the group would be gone and this unheard.
-    tenant.tell("slice 100");
-    assert_eq!(session.packet(), Shim::TimesliceTouched { key: compute.0 });
     end_quietly(tenant);
 }
 

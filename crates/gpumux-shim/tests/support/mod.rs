@@ -11,6 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use gpumux_rm::{Group, RmControls, emulated::EmulatedFile};
 use gpumux_wire::{Daemon, PROTOCOL, Shim, page::Page, socket};
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
@@ -257,4 +258,45 @@ fn await_input(fd: &impl AsFd) {
     };
     let ready = poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&timeout)).unwrap();
     assert_eq!(ready, 1, "nothing came in {PATIENCE:?}");
+}
+
+/// Key, engine and handles of the next packet, which must announce a group, and its controls.
+pub(crate) fn group(connection: &Connection) -> (u32, u32, Group, RmControls<EmulatedFile>) {
+    match connection.recv() {
+        Some((
+            Shim::Group {
+                key,
+                engine,
+                client,
+                subdevice,
+                group,
+                channels,
+                timeslice_us,
+                shared: false,
+            },
+            Some(file),
+        )) => {
+            assert_eq!(timeslice_us, if engine == 1 { 2048 } else { 1024 });
+            let group = Group {
+                client,
+                subdevice,
+                group,
+                channels,
+            };
+            let controls = RmControls::new(EmulatedFile::new(file).unwrap(), group.clone());
+            (key, engine, group, controls)
+        }
+        other => panic!("not a group: {other:?}"),
+    }
+}
+
+/// Both groups of a context: its compute group and its copy group.
+pub(crate) fn context(connection: &Connection) -> [(u32, u32, Group, RmControls<EmulatedFile>); 2] {
+    let mut both = [group(connection), group(connection)];
+    both.sort_by_key(|(_, engine, ..)| *engine);
+    both
+}
+
+pub(crate) fn end_quietly(tenant: Tenant) {
+    assert_eq!(tenant.end(), (vec![], Some(0)));
 }
