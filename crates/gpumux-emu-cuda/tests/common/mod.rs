@@ -1,6 +1,6 @@
 //! What the tests share: a device, a program that is the test itself in a process of its own, and calls of the driver.
 // Each test file uses a part.
-#![allow(dead_code)]
+#![allow(dead_code, unused_macros)]
 
 use std::{
     ffi::{CString, c_void},
