@@ -17,7 +17,7 @@ use k8s_openapi::api::{
 };
 use serde_json::Value;
 
-use crate::support::api::serve::strict;
+use crate::support::api::objects::strict;
 
 fn deploy() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../deploy")

@@ -2,6 +2,7 @@
 //! selectors, watches and server-side apply of a claim's device status. It refuses unknown fields, and checks slices
 //! as the real one does (`recordings.rs` proves it).
 
+pub mod objects;
 mod rules;
 pub mod serve;
 
