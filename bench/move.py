@@ -27,7 +27,7 @@ from common import BenchError, Gpumux, Results, say
 CASES = ("plain", "training", "decode")
 GIB = 1 << 30
 CHUNK = 64 << 20
-AFTER = 3  # steps that a program makes after each move before the next one
+AFTER = 2  # steps that a program makes after each move before the next one
 
 
 # --- the programs that are moved ----------------------------------------------------------------

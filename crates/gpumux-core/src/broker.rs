@@ -380,6 +380,8 @@ pub enum Mutation {
     KeepGatesClosed,
     /// What tenants of the last daemon have is foreign until they have reported it.
     ForeignAtOnce,
+    /// What comes free is kept for the oldest claim, although that cannot be served with it.
+    TakeComing,
     /// A tenant that gave way comes back into what another frees for a moment.
     ReturnAtOnce,
 }

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{
-    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, HEDGE, IDLE, LOOK, MOVE, MemoryPolicy,
-    Micros, MoveError, Mutation, Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId,
-    RECLAIM, RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
+    ASKS_LOOKED_AT, Activity, AskKey, Broker, Command, IDLE, LOOK, MemoryPolicy, Micros, MoveError,
+    Mutation, Order, PATIENCE, PATIENCE_FOR_TURNS, Pending, Place, ProcessId, RECLAIM,
+    RECLAIM_PAUSE, Reclaim, TRIM, TRIM_HEDGE, TRIM_PAUSE, Tenant, TenantId,
     moves::{Step, Why},
     turn,
 };
@@ -158,19 +158,10 @@ impl Broker {
     pub(super) fn serve(&mut self, now: Micros, out: &mut Vec<Command>) {
         self.note_most();
         let claims = self.claims();
-        let mut aside = Aside::default();
-        let hedge = match self.has(Mutation::NoHedge) {
-            true => MOVE,
-            false => HEDGE,
+        let mut aside = Aside {
+            coming: self.coming(now),
+            ..Aside::default()
         };
-        for leaving in self.tenants.values() {
-            if let Place::Leaving(leaving) = &leaving.place {
-                for uuid in leaving.parts.keys() {
-                    let coming = aside.coming.entry(uuid.clone()).or_default();
-                    *coming = coming.saturating_add(leaving.coming(uuid, now, hedge));
-                }
-            }
-        }
         let mut unserved: Vec<Claim> = Vec::new();
         // Tenants for which room is being made.
         let mut first = BTreeSet::new();
@@ -372,6 +363,7 @@ impl Broker {
         });
         let mut collecting = extra > 0 || !lacks.is_empty();
         let mut chosen: BTreeMap<TenantId, BTreeMap<String, u64>> = BTreeMap::new();
+        let mut coming = BTreeMap::new();
         let uuids = claim
             .needs
             .keys()
@@ -379,9 +371,8 @@ impl Broker {
         for uuid in uuids {
             let step = self.accounting.capacity(uuid) / EXTRA;
             let lack = lacks.get(uuid).copied().unwrap_or(0) + extra * step;
-            let coming = aside.coming.entry(uuid.clone()).or_default();
-            let comes = lack.min(*coming);
-            *coming -= comes;
+            let comes = lack.min(aside.coming.get(uuid).copied().unwrap_or(0));
+            coming.insert(uuid.clone(), comes);
             let missing = lack - comes;
             if missing == 0 {
                 continue;
@@ -416,6 +407,11 @@ impl Broker {
                     }
                 }
                 None => collecting = false,
+            }
+        }
+        if self.has(Mutation::TakeComing) || collecting {
+            for (uuid, comes) in coming {
+                *aside.coming.entry(uuid).or_default() -= comes;
             }
         }
         if collecting {

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 
 use super::{
-    Ask, Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HOST_PIECE, MOVE, Micros, MoveError,
-    Mutation, OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB,
+    Ask, Broker, CLOSED, Command, DRAIN, DRAINS, DROP, FREEZE, HEDGE, HOST_PIECE, MOVE, Micros,
+    MoveError, Mutation, OPEN, Order, PATIENCE_FOR_TURNS, Place, ProcessId, QUIET, QUIET_PER_GIB,
     RECLAIM_PAUSE, Reply, TAKE, TRIM_PAUSE, Tenant, TenantId, no_process,
 };
 use crate::ledger::Kind;
@@ -68,6 +68,8 @@ pub(super) struct Leaving {
     pub(super) round: Round,
     /// Bytes that shall come free, by device.
     pub(super) parts: BTreeMap<String, u64>,
+    /// What it had there that can be moved.
+    had: BTreeMap<String, u64>,
     /// By process: bytes of each device to be moved, and bytes of host memory that it may keep.
     orders: BTreeMap<ProcessId, (u64, u64)>,
     pub(super) gates: Gates,
@@ -139,6 +141,7 @@ impl Broker {
             true => (Step::Out, MOVE),
             false => (Step::Quiesce, quiet),
         };
+        let had = self.movable(id, &parts);
         let leaving = Leaving {
             step,
             round: Round {
@@ -151,6 +154,7 @@ impl Broker {
                 before: self.accounting.swapped(id).values().sum(),
             },
             parts,
+            had,
             orders,
             gates: Gates::Closing,
             opened: 0,
@@ -246,6 +250,7 @@ impl Broker {
             }
             left -= part;
         }
+        let parts = BTreeMap::from([(uuid.to_owned(), bytes)]);
         let leaving = Leaving {
             step: Step::Quiesce,
             round: Round {
@@ -255,9 +260,10 @@ impl Broker {
                 waiting: orders.keys().copied().collect(),
                 refused: None,
                 late: false,
-                before: self.accounting.entry(id, uuid).holding.movable,
+                before: 0,
             },
-            parts: BTreeMap::from([(uuid.to_owned(), bytes)]),
+            had: self.movable(id, &parts),
+            parts,
             orders,
             gates: Gates::Closing,
             opened: 0,
@@ -280,21 +286,49 @@ impl Broker {
         refused: Option<&String>,
         out: &mut Vec<Command>,
     ) {
-        let Some(tenant) = self.tenants.get_mut(&id) else {
+        let Some(tenant) = self.tenants.get(&id) else {
             return;
         };
         let Place::Leaving(leaving) = &tenant.place else {
             return;
         };
+        let movable = self.movable(id, &leaving.parts);
         let freed: u64 = (leaving.parts.keys())
-            .map(|uuid| self.accounting.entry(id, uuid).holding.movable)
-            .map(|movable| leaving.round.before.saturating_sub(movable))
+            .map(|uuid| leaving.freed(uuid, &movable))
             .sum();
-        if refused.is_some() || freed < leaving.parts.values().sum() {
+        let short = refused.is_some() || freed < leaving.parts.values().sum();
+        if let Some(tenant) = self.tenants.get_mut(&id).filter(|_| short) {
             // The program has taken it into use, or its report is wrong.
             tenant.take_not_before = now + RECLAIM_PAUSE;
         }
         self.undo(id, out);
+    }
+
+    /// What a tenant has on these devices that can be moved.
+    fn movable(&self, id: TenantId, parts: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+        let movable = |uuid: &String| self.accounting.entry(id, uuid).holding.movable;
+        (parts.keys())
+            .map(|uuid| (uuid.clone(), movable(uuid)))
+            .collect()
+    }
+
+    /// Bytes by device that come free soon since tenants are being moved away.
+    pub(super) fn coming(&self, now: Micros) -> BTreeMap<String, u64> {
+        let hedge = match self.has(Mutation::NoHedge) {
+            true => MOVE,
+            false => HEDGE,
+        };
+        let mut coming: BTreeMap<String, u64> = BTreeMap::new();
+        for (id, tenant) in &self.tenants {
+            if let Place::Leaving(leaving) = &tenant.place {
+                let movable = self.movable(*id, &leaving.parts);
+                for uuid in leaving.parts.keys() {
+                    let sum = coming.entry(uuid.clone()).or_default();
+                    *sum = sum.saturating_add(leaving.coming(uuid, &movable, now, hedge));
+                }
+            }
+        }
+        coming
     }
 
     /// Which process moves how much of each device, so that together they move at least the parts.
@@ -879,14 +913,29 @@ impl Leaving {
         out.extend(all.map(|process| Command::Order(*process, 0, Order::Resume)));
     }
 
-    /// Bytes of a device that will come free soon.
-    pub(super) fn coming(&self, uuid: &str, now: Micros, hedge: Micros) -> u64 {
+    /// Bytes of a device that came free: what it had less what it still has.
+    fn freed(&self, uuid: &str, movable: &BTreeMap<String, u64>) -> u64 {
+        let of = |all: &BTreeMap<String, u64>| all.get(uuid).copied().unwrap_or(0);
+        of(&self.had).saturating_sub(of(movable))
+    }
+
+    /// Bytes of a device that will come free soon. What one of several processes has moved is free already.
+    fn coming(
+        &self,
+        uuid: &str,
+        movable: &BTreeMap<String, u64>,
+        now: Micros,
+        hedge: Micros,
+    ) -> u64 {
         let counts = match self.step {
             Step::Quiesce => now < self.round.began + hedge,
             Step::Freeze | Step::Out => !self.round.late,
         };
         match counts {
-            true => self.parts.get(uuid).copied().unwrap_or(0),
+            true => {
+                let part = self.parts.get(uuid).copied().unwrap_or(0);
+                part.saturating_sub(self.freed(uuid, movable))
+            }
             false => 0,
         }
     }

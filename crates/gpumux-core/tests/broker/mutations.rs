@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 19] = [
+    let all: [(Mutation, fn()); 20] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -81,6 +81,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::KeepGatesClosed,
             faults::copy_behind_a_collective_of_a_peer_delays_a_move,
+        ),
+        (
+            Mutation::TakeComing,
+            turns::one_that_can_never_be_served_keeps_nothing_from_others,
         ),
         (
             Mutation::ReturnAtOnce,

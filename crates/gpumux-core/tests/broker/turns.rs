@@ -1,5 +1,7 @@
 //! Tenants that wait for memory: how long, and whose turn comes first.
 
+use std::collections::BTreeMap;
+
 use gpumux_core::{
     Class, MemoryPolicy, Micros, TenantId,
     broker::{Event, LOOK, PATIENCE, PATIENCE_FOR_TURNS, ProcessId, Terms},
@@ -139,6 +141,55 @@ pub(crate) fn a_large_request_is_not_passed_without_end() {
         // One turn: forty times the move of 17 GiB.
         assert!(world.now.saturating_sub(began) < Micros::from_secs(20));
     }
+}
+
+/// Five latency tenants that always have work, the second with 10 GiB guaranteed: each that can come back does so. `asks` are tenants and GiB, and
+/// how many ms pass then.
+fn all_come_back(asks: [(&[(u64, u64)], u64); 2], fits: &[u64]) {
+    let mut world = World::new(60 * GIB);
+    for id in 1..=5 {
+        world.tenant(id, Class::Latency, if id == 2 { 10 * GIB } else { 0 });
+    }
+    let mut ticket = 0;
+    for (asks, pause) in asks {
+        for (id, gib) in asks {
+            ticket += 1;
+            world.ask(ProcessId(*id), ticket, gib * GIB);
+        }
+        world.measure();
+        world.run_for(Micros::from_millis(pause));
+    }
+    for id in 1..=5 {
+        world.set_busy(id, true);
+    }
+    let mut home = BTreeMap::new();
+    let end = world.now + Micros::from_secs(600);
+    while world.now < end {
+        world.run_for(Micros::from_millis(100));
+        for id in fits {
+            let home = home.entry(*id).or_insert(world.now);
+            if world.is_home(*id) {
+                *home = world.now;
+            }
+            let stood = world.now.saturating_sub(*home);
+            assert!(stood < Micros::from_secs(180), "{id} has stood for {stood}");
+        }
+    }
+}
+
+/// One that needs nearly all of the device is the oldest that waits, and others change places: memory that is free already is no reason
+/// to move more for it in vain.
+#[test]
+fn large_tenant_and_small_ones_all_come_back() {
+    let first = [(2, 10), (5, 29), (4, 21), (4, 29), (2, 10)];
+    all_come_back([(&first, 0), (&[(1, 25), (3, 11)], 0)], &[1, 2, 3, 4, 5]);
+}
+
+/// The oldest that waits can never be served beside a guarantee: what comes free is for the next.
+#[test]
+pub(crate) fn one_that_can_never_be_served_keeps_nothing_from_others() {
+    let first = [(3, 10), (5, 29), (4, 21), (4, 29), (2, 10)];
+    all_come_back([(&first, 2653), (&[(1, 25), (3, 11)], 1312)], &[1, 2, 3, 5]);
 }
 
 /// A tenant of two processes comes back, one of which is slower: its place is not given away in between.
