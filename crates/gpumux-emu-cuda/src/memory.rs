@@ -18,12 +18,14 @@ use std::{
     time::Duration,
 };
 
+use gpumux_emu::client;
 use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap, mmap_anonymous, mprotect, munmap};
 
 use crate::{
     error::{CuError, Result},
     fault, locked,
     process::{lock, process},
+    system,
 };
 
 /// Physical memory comes in multiples of this.
@@ -347,10 +349,7 @@ pub(crate) fn create(device: u32, bytes: u64, exportable: bool) -> Result<u64> {
 
 /// Takes a share in memory that came as a file.
 pub(crate) fn import(file: BorrowedFd<'_>) -> Result<u64> {
-    let file = file
-        .try_clone_to_owned()
-        .map_err(|_| CuError::OPERATING_SYSTEM)?;
-    let (id, device, bytes) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    let (id, device, bytes, file) = lock(&process()?.connection).import_memory(file)?;
     locked::note_shared();
     let physical = Arc::new(Physical {
         id: Some(id),
@@ -362,17 +361,14 @@ pub(crate) fn import(file: BorrowedFd<'_>) -> Result<u64> {
     Ok(space_mut().add_handle(physical))
 }
 
-/// The file of a handle, to pass on.
+/// A file by which memory is passed on, and which keeps it.
 pub(crate) fn export(handle: u64) -> Result<OwnedFd> {
     let physical = space().handle(handle)?;
-    if !physical.exportable {
-        return Err(CuError::INVALID_VALUE);
-    }
+    let id = physical.id.filter(|_| physical.exportable);
+    let id = id.ok_or(CuError::INVALID_VALUE)?;
     locked::note_shared();
-    physical
-        .file
-        .try_clone()
-        .map_err(|_| CuError::OPERATING_SYSTEM)
+    let server = system::socket_path().ok_or(CuError::OPERATING_SYSTEM)?;
+    Ok(client::export_memory(&server, id, physical.file.as_fd())?)
 }
 
 /// A handle is not needed any more; mappings keep the memory.
@@ -787,7 +783,7 @@ pub(crate) fn open_shared(
         return Ok(*at);
     }
     let file = file()?;
-    let (id, device, whole) = lock(&process()?.connection).import_memory(file.as_fd())?;
+    let (id, device, whole, file) = lock(&process()?.connection).import_memory(file.as_fd())?;
     locked::note_shared();
     let physical = Arc::new(Physical {
         id: Some(id),

@@ -94,6 +94,23 @@ pub fn is_control_file(fd: BorrowedFd<'_>, path: &Path) -> bool {
         .is_some_and(|peer| peer == address)
 }
 
+/// A file that keeps memory of this process's, with its `file`, for as long as any process has it open.
+///
+/// # Errors
+/// [`Refusal::Unknown`] when this process has no share in such memory, or when the server is gone.
+pub fn export_memory(path: &Path, id: u64, file: BorrowedFd<'_>) -> Result<OwnedFd, ClientError> {
+    let socket = open_control_file(path)?;
+    let request = Request::ExportMemory { magic: HELLO, id };
+    // The server finds the memory by the file on this side.
+    send(&socket, &request, &[socket.as_fd(), file])?;
+    wait_readable(socket.as_fd(), TIMEOUT)?;
+    match receive(&socket)?.ok_or(io::ErrorKind::ConnectionReset)? {
+        (Answer::Ok, _) => Ok(socket),
+        (Answer::Refused(refusal), _) => Err(refusal.into()),
+        _ => Err(odd_answer()),
+    }
+}
+
 /// A process connection. Calls must not overlap: keep it in a lock.
 #[derive(Debug)]
 pub struct ProcessConnection {
@@ -139,13 +156,19 @@ impl ProcessConnection {
         }
     }
 
-    /// Takes a share in memory that a peer passed on: its id, device and size.
+    /// Takes a share in memory that a peer passed on, or exported: its id, device and size, and its file.
     ///
     /// # Errors
     /// [`Refusal::Unknown`] for a file that is no live memory of this server.
-    pub fn import_memory(&self, file: BorrowedFd<'_>) -> Result<(u64, u32, u64), ClientError> {
+    pub fn import_memory(
+        &self,
+        file: BorrowedFd<'_>,
+    ) -> Result<(u64, u32, u64, OwnedFd), ClientError> {
         match self.ask(&Request::ImportMemory, Some(file))? {
-            (Answer::Memory { id, device, bytes }, _) => Ok((id, device, bytes)),
+            (Answer::Memory { id, device, bytes }, found) => {
+                let found = found.map_or_else(|| file.try_clone_to_owned(), Ok)?;
+                Ok((id, device, bytes, found))
+            }
             _ => Err(odd_answer()),
         }
     }
@@ -175,7 +198,7 @@ impl ProcessConnection {
         file: Option<BorrowedFd<'_>>,
     ) -> Result<(Answer, Option<OwnedFd>), ClientError> {
         let exchange = || {
-            send(&self.socket, request, file)?;
+            send(&self.socket, request, file.as_slice())?;
             wait_readable(self.socket.as_fd(), TIMEOUT)?;
             Ok::<_, ClientError>(receive(&self.socket)?.ok_or(io::ErrorKind::ConnectionReset)?)
         };
@@ -249,7 +272,7 @@ impl Execution {
             params_len: 0,
         };
         let bytes = [head.as_bytes(), open.as_bytes()].concat();
-        send_bytes(control, &bytes, Some(theirs.as_fd()))?;
+        send_bytes(control, &bytes, &[theirs.as_fd()])?;
         drop(theirs);
         wait_readable(mine.as_fd(), TIMEOUT)?;
         let mut answer = AnswerHead::new_zeroed();
@@ -277,7 +300,7 @@ impl Execution {
     /// # Errors
     /// When the server is gone.
     pub fn send(&self, command: &Command) -> Result<(), ClientError> {
-        send(&self.socket, command, None)
+        send(&self.socket, command, &[])
     }
 
     /// Waits for the next report; `None` when the server is gone.
@@ -297,22 +320,21 @@ impl Execution {
 fn send(
     socket: &OwnedFd,
     message: &impl serde::Serialize,
-    file: Option<BorrowedFd<'_>>,
+    files: &[BorrowedFd<'_>],
 ) -> Result<(), ClientError> {
     let bytes = protocol::encode(message).ok_or(io::ErrorKind::InvalidInput)?;
-    send_bytes(socket.as_fd(), &bytes, file)
+    send_bytes(socket.as_fd(), &bytes, files)
 }
 
 fn send_bytes(
     socket: BorrowedFd<'_>,
     bytes: &[u8],
-    file: Option<BorrowedFd<'_>>,
+    files: &[BorrowedFd<'_>],
 ) -> Result<(), ClientError> {
-    let files: Vec<_> = file.into_iter().collect();
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !files.is_empty() {
-        ancillary.push(SendAncillaryMessage::ScmRights(&files));
+        ancillary.push(SendAncillaryMessage::ScmRights(files));
     }
     loop {
         match sendmsg(

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 7;
+pub const VERSION: u32 = 8;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -76,6 +76,14 @@ pub enum Request {
     Status {
         /// Which.
         device: u32,
+    },
+    /// First and last on a connection of its own: that holds a share in memory until it is closed everywhere. With it come the
+    /// connection's own file, by which the memory is imported, and the memory's.
+    ExportMemory {
+        /// [`HELLO`].
+        magic: u32,
+        /// Which.
+        id: u64,
     },
 }
 

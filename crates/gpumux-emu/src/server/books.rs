@@ -12,6 +12,8 @@ pub(super) struct Memory {
     pub(super) bytes: u64,
     pub(super) shares: u64,
     pub(super) file: (u64, u64),
+    /// For importers, once it was exported.
+    pub(super) exported: Option<OwnedFd>,
 }
 
 #[derive(Default)]

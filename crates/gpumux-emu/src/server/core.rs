@@ -48,6 +48,8 @@ pub(super) enum Role {
     Control(usize),
     Process,
     Execution(Box<Execution>),
+    /// A file that keeps memory: by what that is found.
+    Export((u64, u64)),
 }
 
 pub(super) enum Action {

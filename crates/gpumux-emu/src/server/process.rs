@@ -51,7 +51,7 @@ impl Core {
     ) -> Result<(Answer, Option<OwnedFd>), Refusal> {
         let pid = self.connections[&id].pid;
         match request {
-            Request::Hello { .. } => Err(Refusal::Unknown),
+            Request::Hello { .. } | Request::ExportMemory { .. } => Err(Refusal::Unknown),
             Request::Devices => Ok((Answer::Devices(self.devices.infos()), None)),
             Request::CreateMemory { device, bytes } => {
                 let (id, file) = self.create_memory(pid, device, bytes)?;
@@ -65,9 +65,11 @@ impl Core {
                 let memory = self.memory.get_mut(&id).ok_or(Refusal::Unknown)?;
                 memory.shares += 1;
                 let (device, bytes) = (memory.device, memory.bytes);
+                let found = memory.exported.as_ref();
+                let found = found.and_then(|it| it.try_clone().ok());
                 let process = self.processes.entry(pid).or_default();
                 *process.shares.entry(id).or_default() += 1;
-                Ok((Answer::Memory { id, device, bytes }, None))
+                Ok((Answer::Memory { id, device, bytes }, found))
             }
             Request::FreeMemory { id } => {
                 let process = self.processes.entry(pid).or_default();
@@ -87,6 +89,36 @@ impl Core {
                 status.busy = self.busy_on(device);
                 Ok((Answer::Status(status), None))
             }
+        }
+    }
+
+    /// A connection holds a share in memory of its process from now on. By what it is found, on its other side.
+    pub(super) fn export(
+        &mut self,
+        pid: u32,
+        id: u64,
+        files: Vec<OwnedFd>,
+    ) -> Result<(u64, u64), Refusal> {
+        let [own, file] = <[OwnedFd; 2]>::try_from(files).map_err(|_| Refusal::Unknown)?;
+        let owned = self
+            .processes
+            .get(&pid)
+            .is_some_and(|it| it.shares.contains_key(&id));
+        let memory = self.memory.get_mut(&id).filter(|_| owned);
+        let memory = memory.filter(|it| file_identity(&file) == Some(it.file));
+        let memory = memory.ok_or(Refusal::Unknown)?;
+        let identity = file_identity(&own).ok_or(Refusal::Host)?;
+        memory.shares += 1;
+        memory.exported.get_or_insert(file);
+        self.files.insert(identity, id);
+        Ok(identity)
+    }
+
+    /// All files of such a connection are closed.
+    pub(super) fn end_export(&mut self, identity: (u64, u64)) {
+        let id = self.files.remove(&identity);
+        if let Some((device, bytes)) = id.and_then(|id| self.drop_shares(id, 1)) {
+            self.devices.give(device, bytes);
         }
     }
 
@@ -115,6 +147,7 @@ impl Core {
                 bytes,
                 shares: 1,
                 file: identity,
+                exported: None,
             },
         );
         let process = self.processes.entry(pid).or_default();

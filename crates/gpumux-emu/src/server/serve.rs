@@ -170,6 +170,22 @@ impl Core {
                         };
                         self.send(id, &answer, None);
                     }
+                    Request::ExportMemory {
+                        magic: HELLO,
+                        id: memory,
+                    } => {
+                        let pid = connection.pid;
+                        let answer = match self.export(pid, memory, packet.files) {
+                            Ok(identity) => {
+                                self.connections.get_mut(&id)?.role = Role::Export(identity);
+                                // It may outlive the process, whose memory does not go with it.
+                                self.leave(pid);
+                                Answer::Ok
+                            }
+                            Err(refusal) => Answer::Refused(refusal),
+                        };
+                        self.send(id, &answer, None);
+                    }
                     _ => return None,
                 }
                 Some(())
@@ -188,6 +204,7 @@ impl Core {
                 let command = protocol::decode(packet.bytes)?;
                 self.command(id, command)
             }
+            Role::Export(_) => None,
         }
     }
 
@@ -213,6 +230,7 @@ impl Core {
                 self.follow_controls();
             }
             Role::Execution(execution) => self.leave_execution(id, connection.pid, execution),
+            Role::Export(identity) => return self.end_export(identity),
             Role::Unknown | Role::Process => {}
         }
         let waited: Vec<u64> = self.freezes.keys().copied().collect();

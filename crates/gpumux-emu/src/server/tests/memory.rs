@@ -15,8 +15,8 @@ fn memory_is_counted_shared_and_given_back() {
         one.create_memory(0, 600 << 20),
         Err(ClientError::Refused(Refusal::OutOfMemory))
     ));
-    let imported = one.import_memory(file.as_fd()).unwrap();
-    assert_eq!(imported, (id, 0, 600 << 20));
+    let (imported, device, bytes, _) = one.import_memory(file.as_fd()).unwrap();
+    assert_eq!((imported, device, bytes), (id, 0, 600 << 20));
     one.free_memory(id).unwrap();
     assert_eq!(used(&one), 600 << 20, "the importer still has it");
     one.free_memory(id).unwrap();
@@ -31,6 +31,36 @@ fn memory_is_counted_shared_and_given_back() {
     one.create_memory(0, 1 << 20).unwrap();
     drop(one);
     while used(&ProcessConnection::open(&running.path).unwrap()) > 0 {
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn exported_file_keeps_memory_that_its_process_has_freed() {
+    let running = start(Profile {
+        memory: 1 << 30,
+        ..Profile::default()
+    });
+    let open = || ProcessConnection::open(&running.path).unwrap();
+    let one = open();
+    let (id, file) = one.create_memory(0, 600 << 20).unwrap();
+    let export = || client::export_memory(&running.path, id, file.as_fd());
+    let (exported, again) = (export().unwrap(), export().unwrap());
+    let other = tempfile::tempfile().unwrap();
+    assert!(client::export_memory(&running.path, id, other.as_fd()).is_err());
+    rustix::io::pwrite(&file, b"kept", 0).unwrap();
+    one.free_memory(id).unwrap();
+    drop((one, file, again));
+    let two = open();
+    let (found, device, bytes, file) = two.import_memory(exported.as_fd()).unwrap();
+    assert_eq!((found, device, bytes), (id, 0, 600 << 20));
+    let mut contents = [0; 4];
+    rustix::io::pread(&file, &mut contents, 0).unwrap();
+    assert_eq!(&contents, b"kept");
+    drop(exported);
+    assert_eq!(two.status(0).unwrap().used, 600 << 20);
+    two.free_memory(id).unwrap();
+    while two.status(0).unwrap().used > 0 {
         thread::sleep(Duration::from_millis(1));
     }
 }
