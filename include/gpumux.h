@@ -143,6 +143,37 @@ int gpumux_decommit(uint64_t address, uint64_t first, uint64_t count) __attribut
  */
 int64_t gpumux_mark(uint64_t address, uint64_t first, uint64_t count, int state) __attribute__((weak));
 
+/*
+ * Kept buffers: device memory that outlives a fault of another member of the program's MPS group, under
+ * `gpumux run --restart on-collateral --keep-memory`. The program that runs again finds each buffer by its name, with the contents of
+ * its last commit. A buffer takes twice its bytes, and stays on the device.
+ */
+
+/* Answers of these functions, besides those of elastic ranges. */
+enum {
+    GPUMUX_FOUND = 3,        /* contents are those of a commit before a fault */
+    GPUMUX_NOT_KEPT = -5     /* no supervisor keeps memory: no --keep-memory, or the program is in no group */
+};
+
+/*
+ * Makes the buffer of this name (1 to 128 bytes of UTF-8), or finds it, and stores its address. GPUMUX_DONE: all of it is zero, since
+ * there was no commit, or one of a buffer of another size or device. GPUMUX_FOUND: `step` is stored, and the contents are those of
+ * that commit. GPUMUX_UNKNOWN: a wrong size or name, or the process has this buffer. GPUMUX_NOT_YET: another process of the tenant
+ * has it, or the device has no room. A context of the device (its CUDA ordinal) must be current.
+ */
+int gpumux_keep(const char *name, int device, uint64_t bytes, uint64_t *address, uint64_t *step) __attribute__((weak));
+
+/*
+ * Commits a buffer's contents as they are once the stream (a CUstream) has come so far; returns at once. Work that writes to the buffer must be
+ * ordered before it or after it in that stream. After a fault, contents are those of the last commit that the device had done, whole.
+ * Not while the stream is capturing. Commits of several buffers are independent of each other: what must be of one step
+ * belongs in one buffer.
+ */
+int gpumux_keep_commit(uint64_t address, uint64_t step, void *stream) __attribute__((weak));
+
+/* Waits until the device has done all work, and frees a buffer, also for the program's next start. */
+int gpumux_keep_end(uint64_t address) __attribute__((weak));
+
 /* The same, for programs that may run without gpumux. */
 static inline int gpumux_hint_if_there(int device, unsigned expected_us)
 {

@@ -561,10 +561,10 @@ def _dtype(name: str) -> tuple[int, int]:
 
 
 class Tensor:
-    """A pool's pages as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
+    """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
 
-    def __init__(self, pool: Pool, shape: tuple[int, ...], dtype: str) -> None:
-        self.pool, self.shape, self.dtype = pool, shape, dtype
+    def __init__(self, pool: Any, shape: tuple[int, ...], dtype: str, offset: int = 0) -> None:
+        self.pool, self.shape, self.dtype, self.offset = pool, shape, dtype, offset
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CPU, 0) if self.pool.kind == "host" else (_CUDA, self.pool.device)
@@ -573,7 +573,7 @@ class Tensor:
         self.pool._check_open()
         shape = (ctypes.c_int64 * len(self.shape))(*self.shape)
         managed = _DLManagedTensor()
-        managed.tensor.data = self.pool.address
+        managed.tensor.data = self.pool.address + self.offset
         managed.tensor.device_type, managed.tensor.device_id = self.__dlpack_device__()
         managed.tensor.ndim, managed.tensor.shape = len(self.shape), shape
         managed.tensor.code, managed.tensor.bits = _dtype(self.dtype)

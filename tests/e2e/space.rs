@@ -1,6 +1,7 @@
 //! Sharing in space: groups of a trust domain, the controls on a group, and what its faults end.
 
 mod faults;
+mod kept;
 mod sms;
 
 use crate::{REQUESTS, TICKS, is_well, wait_still};

@@ -7,6 +7,7 @@ mod elf;
 mod emulated;
 mod fingerprint;
 mod frameworks;
+mod keeper;
 mod libraries;
 mod logs;
 mod names;

@@ -50,7 +50,7 @@ use crate::{
 };
 
 use accounting::Accounting;
-pub use accounting::{Ask, CONTEXT, Droppable, LEAVE, Line, RESERVE, RETURN, overhead};
+pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, RESERVE, RETURN, overhead};
 use moves::{Gates, Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
@@ -211,6 +211,15 @@ pub enum Event {
         device: String,
         /// How much.
         droppable: Droppable,
+    },
+    /// So much of what it has of a device is kept over its end.
+    Kept {
+        /// Which process.
+        process: ProcessId,
+        /// UUID of the device.
+        device: String,
+        /// How much.
+        kept: Kept,
     },
     /// A request of this name needs no answer any more.
     Cancel(ProcessId, u32),
@@ -721,6 +730,11 @@ impl Broker {
                 device,
                 droppable,
             } => self.accounting.droppable(process, &device, droppable),
+            Event::Kept {
+                process,
+                device,
+                kept,
+            } => self.accounting.kept(process, &device, kept),
             Event::Cancel(process, ticket) => {
                 let meant = |it: &Pending| (it.process, it.ticket) == (process, ticket);
                 self.asks.retain(|_, pending| !meant(pending));

@@ -3,7 +3,7 @@
 
 use gpumux_core::{
     TenantId,
-    broker::{self, Ask, Droppable, Event, ProcessId, Reply},
+    broker::{self, Ask, Droppable, Event, Kept, ProcessId, Reply},
     ledger::{Holding, Kind},
 };
 use gpumux_wire::Shim;
@@ -82,6 +82,15 @@ pub(crate) fn event(session: SessionId, packet: Shim) -> Option<Event> {
             process,
             device,
             droppable: Droppable { free, cached },
+        },
+        Shim::Kept {
+            device,
+            bytes,
+            inherited,
+        } => Event::Kept {
+            process,
+            device,
+            kept: Kept { bytes, inherited },
         },
         Shim::Cancel { ticket } => Event::Cancel(process, ticket),
         Shim::Missing { ticket } => Event::Missing { process, ticket },

@@ -30,7 +30,7 @@ use rustix::{
 
 use crate::{
     context::within,
-    elastic, gate, guard, hold, ipc, lease, memory,
+    elastic, gate, guard, hold, ipc, keep, lease, memory,
     mover::MoverThread,
     notice::say,
     own::OwnFd,
@@ -219,7 +219,8 @@ impl Session {
         }
         // What changes after it was named is sent: no thread gets between.
         space::with(|space| {
-            let mut all = space.holds();
+            let mut all = keep::introduce(space);
+            all.append(&mut space.holds());
             all.append(&mut own);
             all.extend(ipc::introduce(space));
             lease::set_up(true, all);

@@ -43,6 +43,8 @@ pub(crate) struct Block {
     pub(crate) pinned: bool,
     /// How many exports of it other processes have open: it stays for so long.
     pub(crate) shared: u32,
+    /// It outlives its mapping: bytes of one of its halves (see [`crate::keep`]). It is counted as long as that is so.
+    pub(crate) kept: Option<u64>,
     /// Ranges by offset whose contents need not be kept, and whether they are lost.
     discardable: BTreeMap<u64, (u64, bool)>,
     /// Of a shared block: free ranges by offset.
@@ -141,8 +143,18 @@ impl Block {
             elastic: None,
             pinned: false,
             shared: 0,
+            kept: None,
             discardable: BTreeMap::new(),
             free,
+        }
+    }
+
+    /// One piece of memory that stays where it is.
+    pub(crate) fn whole((device, context): (c_int, u64), chunk: Chunk) -> Self {
+        Self {
+            piece: chunk.bytes,
+            pinned: true,
+            ..Self::new((chunk.bytes, device, context), vec![chunk], None)
         }
     }
 

@@ -34,6 +34,7 @@ mod guard;
 mod hold;
 mod hooks;
 mod ipc;
+mod keep;
 mod lease;
 mod loader;
 mod memory;

@@ -13,9 +13,9 @@ use std::{
 
 use crate::guard;
 
-/// The most that are ever open: event, page, session, a file of host memory that is being made, and of memory that processes share
-/// one that is sent, one that is opened and one that has come.
-const MOST: usize = 7;
+/// The most that are ever open: event, page, session, a file of host memory that is being made, of memory that processes share
+/// one that is sent, one that is opened and one that has come, and the supervisor with a file of kept memory.
+const MOST: usize = 9;
 
 type Table = [RawFd; MOST];
 

@@ -91,6 +91,8 @@ pub(crate) struct Space {
     /// What is being opened, by token, and whether it will be accounted to this process.
     pub(crate) opening: Option<(u128, bool)>,
     pub(crate) pools: Pools,
+    /// By device, bytes that are kept over this process's end, and what of such it has inherited in this session.
+    pub(crate) kept: BTreeMap<c_int, (u64, u64)>,
     pub(crate) devices: BTreeMap<c_int, Device>,
     /// Freed while a capture went on: nothing can be waited for then.
     pub(crate) deferred: Vec<u64>,
@@ -340,6 +342,9 @@ pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
 pub(crate) fn let_go(at: u64, block: &Block) {
     block.unback(at);
     vmm::unreserve(at, block.bytes);
+    if block.kept.is_some() {
+        return;
+    }
     tell_with(|space| {
         // What is kept of the lease is for memory that moves.
         let stayed = block.stays();

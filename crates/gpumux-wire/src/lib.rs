@@ -7,6 +7,7 @@
 //! without panicking, and the page can neither shrink nor be written by the daemon.
 
 mod clock;
+pub mod keeper;
 pub mod lease;
 mod mapping;
 pub mod message;

@@ -17,7 +17,8 @@ pub const PROTOCOL: u32 = 7;
 /// 5: all that a process shares, when a session begins: [`INTRODUCTION`].
 /// 6: launches that wait for permits: [`PERMITS`].
 /// 7: elastic ranges: [`ELASTIC`].
-pub const REVISION: u32 = 7;
+/// 8: memory that is kept over a fault: [`KEEPING`].
+pub const REVISION: u32 = 8;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -32,6 +33,9 @@ pub const PERMITS: u32 = 6;
 /// The revision from which on memory may be freed without being copied ([`Shim::Droppable`], [`Daemon::Take`]), and a request for
 /// memory is withdrawn ([`Shim::Cancel`]).
 pub const ELASTIC: u32 = 7;
+
+/// The revision from which on memory outlives its process ([`Shim::Kept`]).
+pub const KEEPING: u32 = 8;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;
@@ -266,6 +270,16 @@ pub enum Shim {
     Cancel {
         /// The shim's name for the question.
         ticket: u32,
+    },
+    /// From revision 8 on. So much of the process's pinned memory is kept over its end, for the tenant's next process.
+    /// [`Shim::Holds`] comes after it.
+    Kept {
+        /// UUID of the device.
+        device: String,
+        /// Bytes.
+        bytes: u64,
+        /// Of these, what an earlier process left.
+        inherited: u64,
     },
 }
 

@@ -20,14 +20,27 @@ use crate::message::{MAX_PACKET, decode, encode};
 /// # Errors
 /// When no process listens there.
 pub fn connect(path: &Path, flags: SocketFlags) -> io::Result<OwnedFd> {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        flags | SocketFlags::CLOEXEC,
-        None,
-    )?;
-    rustix::net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+    connect_to(&SocketAddrUnix::new(path)?, flags)
+}
+
+/// Connects to the abstract socket of this name.
+///
+/// # Errors
+/// When no process listens there.
+pub fn connect_abstract(name: &[u8], flags: SocketFlags) -> io::Result<OwnedFd> {
+    connect_to(&SocketAddrUnix::new_abstract_name(name)?, flags)
+}
+
+fn connect_to(address: &SocketAddrUnix, flags: SocketFlags) -> io::Result<OwnedFd> {
+    let socket = new(flags)?;
+    rustix::net::connect(&socket, address)?;
     Ok(socket)
+}
+
+fn new(flags: SocketFlags) -> io::Result<OwnedFd> {
+    let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+    let flags = flags | SocketFlags::CLOEXEC;
+    Ok(rustix::net::socket_with(family, kind, flags, None)?)
 }
 
 /// Listens on a session socket.
@@ -35,13 +48,21 @@ pub fn connect(path: &Path, flags: SocketFlags) -> io::Result<OwnedFd> {
 /// # Errors
 /// When the path cannot be bound.
 pub fn listen(path: &Path, backlog: i32) -> io::Result<OwnedFd> {
-    let socket = rustix::net::socket_with(
-        AddressFamily::UNIX,
-        SocketType::SEQPACKET,
-        SocketFlags::CLOEXEC | SocketFlags::NONBLOCK,
-        None,
-    )?;
-    rustix::net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    let socket = new(SocketFlags::NONBLOCK)?;
+    listen_on(socket, &SocketAddrUnix::new(path)?, backlog)
+}
+
+/// Listens on an abstract socket of this name; a call that accepts waits.
+///
+/// # Errors
+/// When the name is taken.
+pub fn listen_abstract(name: &[u8], backlog: i32) -> io::Result<OwnedFd> {
+    let socket = new(SocketFlags::empty())?;
+    listen_on(socket, &SocketAddrUnix::new_abstract_name(name)?, backlog)
+}
+
+fn listen_on(socket: OwnedFd, address: &SocketAddrUnix, backlog: i32) -> io::Result<OwnedFd> {
+    rustix::net::bind(&socket, address)?;
     rustix::net::listen(&socket, backlog)?;
     Ok(socket)
 }

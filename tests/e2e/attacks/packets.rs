@@ -11,7 +11,7 @@ fn any_packet(random: &mut Random) -> Shim {
         b.is_multiple_of(2),
         u128::from(a) << 64 | u128::from(b),
     );
-    match random.below(24) {
+    match random.below(25) {
         0 => hello(Some(&name)),
         1 => group(key, b as u32, c as u32 % 600),
         2 => Shim::Memory,
@@ -72,6 +72,11 @@ fn any_packet(random: &mut Random) -> Shim {
         22 => Shim::Opened {
             token,
             charged: flag,
+        },
+        23 => Shim::Kept {
+            device: name,
+            bytes: a,
+            inherited: b,
         },
         _ => Shim::Closed { token },
     }

@@ -71,3 +71,20 @@ fn a_program_that_would_be_run_again_does_not_outlive_its_watcher() {
     process.signal(Signal::KILL);
     wait_for("the program's end", PATIENCE, || (!lives()).then_some(()));
 }
+
+#[test]
+fn memory_is_kept_only_for_a_program_that_may_run_again() {
+    let node = Node::start();
+    let alone = node.tenant("--keep-memory --trust team", "true").run();
+    assert_ne!(alone.code(), 0, "{alone:#?}");
+    assert!(
+        alone.err.contains("needs --restart on-collateral"),
+        "{alone:#?}"
+    );
+    let says = |options: &str| {
+        let options = format!("--restart on-collateral --keep-memory {options}");
+        let ended = node.tenant(&options, "true").run().ok();
+        ended.err.contains("keeps nothing")
+    };
+    assert!(says("--sharing time") && !says("--trust team"));
+}

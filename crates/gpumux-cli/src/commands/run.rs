@@ -23,7 +23,7 @@ use gpumux_daemon::{
     client::ClientError,
     paths,
 };
-use gpumux_wire::MEMORY_LIMIT_VARIABLE;
+use gpumux_wire::{MEMORY_LIMIT_VARIABLE, keeper};
 
 use super::{
     become_program, client, notice,
@@ -33,6 +33,7 @@ use super::{
 use crate::{
     background, elf, fingerprint,
     frameworks::{self, FrameworkMemory},
+    keeper::Keeper,
     libraries,
     logs::{self, Log},
     names, output, units,
@@ -58,6 +59,7 @@ Examples:
   gpumux run -d -- python train.py    in the background: see `gpumux logs train`
   gpumux run --strict -- ./job        refuse to run unmanaged
   gpumux run --trust team --class batch -- python train.py     beside others of team, at the same time
+  gpumux run --trust team --restart on-collateral --keep-memory -- python train.py
 
 The program and all that it starts are one tenant. If no daemon runs, one is started in the \
 background; it ends by itself when it has had no tenants for a minute. If none can be started, \
@@ -72,7 +74,8 @@ Exit codes:
 Environment given to the program: LD_PRELOAD (libgpumux.so is put first), GPUMUX_SOCKET, \
 GPUMUX_TENANT and, with --strict, GPUMUX_STRICT=1; in a group also CUDA_MPS_PIPE_DIRECTORY and \
 CUDA_MPS_LOG_DIRECTORY, and CUDA_MPS_ACTIVE_THREAD_PERCENTAGE if it has a limit there; with \
---memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device; with --gpu \
+--memory-limit GPUMUX_MEMORY_LIMIT, by which programs see it before they use the device; with --keep-memory \
+GPUMUX_KEEPER; with --gpu \
 CUDA_VISIBLE_DEVICES and, where these are numbers, CUDA_DEVICE_ORDER=PCI_BUS_ID. For Python, its launchers \
 and scripts also XLA_PYTHON_CLIENT_PREALLOCATE=false (JAX) and TF_FORCE_GPU_ALLOW_GROWTH=true \
 (TensorFlow), unless one of their settings of memory is set; one line names what was set.";
@@ -107,6 +110,9 @@ pub(crate) struct Args {
     /// Run the program again when another member's fault has ended it; `gpumux run` then stays its parent
     #[arg(long, value_enum, default_value_t)]
     restart: Restart,
+    /// With --restart on-collateral: keep the device memory that the program names (`gpumux.kept`), so that it goes on with it when it runs again
+    #[arg(long)]
+    keep_memory: bool,
     /// Whether JAX and TensorFlow take memory as they need it, where no variable of theirs is set for that
     #[arg(long, value_enum, default_value_t)]
     framework_memory: FrameworkMemory,
@@ -136,6 +142,9 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     let change = args.spec.change()?;
     if args.detach && env::var_os(DETACHED).is_none() {
         return detach();
+    }
+    if args.keep_memory && args.restart == Restart::Never {
+        bail!("--keep-memory needs --restart on-collateral: without it no program runs again");
     }
     let mut words = args.command.iter();
     let name = words.next().context("no program was named")?;
@@ -176,6 +185,13 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         notice::follow(&tenant.name);
         return Ok(become_program(program));
     }
+    let keeper = match again && args.keep_memory {
+        true => {
+            let keeper = Keeper::start(&mut program, tenant.token.clone());
+            Some(keeper.context("cannot keep the program's memory over a fault")?)
+        }
+        false => None,
+    };
     let log = match args.detach {
         true => {
             let file = logs::file(&logs::folder()?, &tenant.name);
@@ -198,6 +214,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
         program,
         tenant: &tenant.name,
         again,
+        keeper,
         log,
         started,
     }))
@@ -246,7 +263,14 @@ fn notes(args: &Args, tenant: &Created) -> Vec<String> {
     let Placement { way, reason, .. } = &tenant.placement;
     let in_turns = (args.sharing == Sharing::Space && *way == Way::Time)
         .then(|| format!("{name} runs in turns with others, not in space: {reason}"));
-    remembered.into_iter().chain(in_turns).collect()
+    let needless = (args.keep_memory && *way == Way::Time).then(|| {
+        format!("{name} is in no group, so no other program's fault ends it: --keep-memory keeps nothing")
+    });
+    remembered
+        .into_iter()
+        .chain(in_turns)
+        .chain(needless)
+        .collect()
 }
 
 /// Why the program does not become a tenant.
@@ -288,6 +312,7 @@ pub(super) fn equip(program: &mut Command, tenant: Created, shim: &Path) {
     program
         // Of a tenant that starts another one.
         .env_remove(MEMORY_LIMIT_VARIABLE)
+        .env_remove(keeper::VARIABLE)
         .envs(tenant.environment)
         .env("LD_PRELOAD", libraries::first("LD_PRELOAD", shim))
         .env("GPUMUX_SOCKET", tenant.socket)

@@ -23,7 +23,7 @@ use rustix::{
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2};
 
 use super::{cannot_run, client, collect::Collector};
-use crate::{background, logs::Log};
+use crate::{background, keeper::Keeper, logs::Log};
 
 /// How often the daemon is asked for a fault after the program has ended, and the pause between: two seconds, or more on a machine that
 /// is so slow that the daemon needs them.
@@ -64,6 +64,8 @@ pub(super) struct Order<'a> {
     pub(super) tenant: &'a str,
     /// It runs again when another member's fault has ended it.
     pub(super) again: bool,
+    /// What keeps memory that the program finds when it runs again.
+    pub(super) keeper: Option<Keeper>,
     /// Where its output goes, if not where the caller's does.
     pub(super) log: Option<Log>,
     /// Called once when it has started.
@@ -87,6 +89,7 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
         Ok(status) => status,
         Err(code) => return code,
     };
+    drop(order.keeper);
     let exit = Exit::of_status(status.into_raw());
     let told = client::block(async |client| client.report_exit(order.tenant, exit).await);
     if let Ok(told) = told.as_ref()

@@ -53,6 +53,8 @@ struct Device {
     leaving: Vec<(Micros, u64)>,
     /// What tenants will bring from other devices: it is taken until they have.
     arriving: BTreeMap<TenantId, u64>,
+    /// What processes of tenants had that is kept over their end, and that no process has now.
+    kept: BTreeMap<TenantId, u64>,
 }
 
 /// What a process has, and whose it is.
@@ -61,6 +63,20 @@ struct Member {
     tenant: TenantId,
     holdings: BTreeMap<String, Holding>,
     droppable: BTreeMap<String, Droppable>,
+    kept: BTreeMap<String, Kept>,
+    /// What it has inherited so far.
+    inherited: BTreeMap<String, u64>,
+}
+
+/// What of a process's pinned memory is kept over its end for the tenant's next process, in bytes.
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize, Hash,
+)]
+pub struct Kept {
+    /// All of it.
+    pub bytes: u64,
+    /// The part that an earlier process left.
+    pub inherited: u64,
 }
 
 /// What of a process's movable memory can be freed without a copy, in bytes.
@@ -146,6 +162,7 @@ impl Device {
             awaits,
             leaving: Vec::new(),
             arriving: BTreeMap::new(),
+            kept: BTreeMap::new(),
         };
         device.occupy();
         device
@@ -222,6 +239,14 @@ impl Device {
         self.foreign = self.foreign.saturating_sub(bytes);
         self.last_look = self.last_look.map(|last| last.saturating_sub(bytes));
         self.occupy();
+    }
+}
+
+impl Member {
+    /// What is kept of a device over the process's end.
+    fn kept(&self, uuid: &str) -> u64 {
+        let kept = self.kept.get(uuid).map_or(0, |it| it.bytes);
+        kept.min(self.holdings.get(uuid).map_or(0, |it| it.pinned))
     }
 }
 
@@ -339,6 +364,7 @@ impl Accounting {
         self.members.retain(|_, member| member.tenant != tenant);
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
+            device.kept.remove(&tenant);
             if device.arriving.remove(&tenant).is_some() {
                 device.occupy();
             }
@@ -378,11 +404,13 @@ impl Accounting {
             tenant,
             holdings: BTreeMap::new(),
             droppable: BTreeMap::new(),
+            kept: BTreeMap::new(),
+            inherited: BTreeMap::new(),
         };
         self.members.insert(process, member);
     }
 
-    /// A process has ended. The driver frees its memory within [`LEAVE`].
+    /// A process has ended. The driver frees its memory within [`LEAVE`], but for what is kept.
     pub(super) fn leave(&mut self, now: Micros, process: ProcessId) {
         let member = self.members.remove(&process);
         let holdings = member.as_ref().map(|it| &it.holdings);
@@ -390,7 +418,12 @@ impl Accounting {
             let contexts = device.contexts.remove(&process);
             let held = holdings.and_then(|it| it.get(uuid));
             let in_contexts = u64::from(contexts.unwrap_or(0)) * context(device.capacity);
-            let bytes = held.map_or(0, |it| it.resident()) + in_contexts;
+            let kept = member.as_ref().map_or(0, |it| it.kept(uuid));
+            let bytes = (held.map_or(0, |it| it.resident()) - kept).saturating_add(in_contexts);
+            if let Some(member) = member.as_ref().filter(|_| kept > 0) {
+                let left = device.kept.entry(member.tenant).or_default();
+                *left = left.saturating_add(kept);
+            }
             if bytes > 0 && self.mutation != Some(Mutation::LeaveAtOnce) {
                 device.leaving.push((now + LEAVE, bytes));
             }
@@ -452,6 +485,10 @@ impl Accounting {
         let mut all = own
             .filter_map(|member| member.holdings.get(uuid))
             .fold(Holding::default(), |sum, it| sum.plus(*it));
+        if let Some(device) = self.devices.get(uuid) {
+            let kept = device.kept.get(&tenant).copied().unwrap_or(0);
+            all.pinned = all.pinned.saturating_add(kept);
+        }
         let away = all.swapped;
         let forgets = self.mutation == Some(Mutation::ForgetReturning);
         if self.returning.contains(&tenant) && !forgets {
@@ -512,11 +549,11 @@ impl Accounting {
         };
         let tenant = member.tenant;
         let before = member.holdings.insert(uuid.to_owned(), holding);
-        if before.is_none()
-            && self.mutation != Some(Mutation::CountTwice)
-            && let Some(device) = self.devices.get_mut(uuid)
-        {
-            device.adopt(holding.resident());
+        if before.is_none() && self.mutation != Some(Mutation::CountTwice) {
+            let inherited = self.inherit(process, uuid);
+            if let Some(device) = self.devices.get_mut(uuid) {
+                device.adopt(holding.resident().saturating_sub(inherited));
+            }
         }
         self.add_up(uuid, tenant);
     }
@@ -662,6 +699,38 @@ impl Accounting {
         if let Some(member) = self.members.get_mut(&process).filter(|_| known) {
             member.droppable.insert(uuid.to_owned(), droppable);
         }
+    }
+
+    /// A process reports what is kept over its end.
+    pub(super) fn kept(&mut self, process: ProcessId, uuid: &str, kept: Kept) {
+        let known = self.devices.contains_key(uuid);
+        let Some(member) = self.members.get_mut(&process).filter(|_| known) else {
+            return;
+        };
+        member.kept.insert(uuid.to_owned(), kept);
+        // Its first report of what it has includes that.
+        if member.holdings.contains_key(uuid) {
+            let inherited = self.inherit(process, uuid);
+            let member = self.members.get_mut(&process);
+            if let Some(holding) = member.and_then(|it| it.holdings.get_mut(uuid)) {
+                holding.pinned = holding.pinned.saturating_add(inherited);
+            }
+        }
+    }
+
+    /// What a process has inherited since the last time is its own from now on: how much that is.
+    fn inherit(&mut self, process: ProcessId, uuid: &str) -> u64 {
+        let (Some(member), Some(device)) =
+            (self.members.get_mut(&process), self.devices.get_mut(uuid))
+        else {
+            return 0;
+        };
+        let all = member.kept.get(uuid).map_or(0, |it| it.inherited);
+        let before = member.inherited.insert(uuid.to_owned(), all).unwrap_or(0);
+        let left = device.kept.entry(member.tenant).or_default();
+        let taken = all.saturating_sub(before).min(*left);
+        *left -= taken;
+        taken
     }
 
     /// The processes of a tenant that can free memory of a device without a copy, and how much: never more than they have.

@@ -4,6 +4,7 @@ mod detained;
 mod elastic;
 mod ends;
 mod faults;
+mod kept;
 mod model;
 mod mutations;
 mod programs;

@@ -1,0 +1,106 @@
+"""Tests of `gpumux.kept` that need neither a device nor the library."""
+
+import sys
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpumux import kept  # noqa: E402
+
+
+class Driver:
+    """Stands in for the driver: one allocation at a time."""
+
+    def __init__(self, _device: int) -> None:
+        self.calls: list[str] = []
+
+    def call(self, name: str, *arguments: Any) -> None:
+        self.calls.append(name)
+        if name == "cuMemAlloc_v2":
+            arguments[0]._obj.value = 1 << 30
+
+
+class Library:
+    """Stands in for the library, whose buffer has the contents of a commit or none."""
+
+    def __init__(self, answer: int, step: int = 0) -> None:
+        self.answer, self.step, self.commits, self.ended = answer, step, [], []  # type: ignore[var-annotated]
+
+    def keep(self, _name: bytes, _device: int, _bytes: int, address: Any, step: Any) -> int:
+        address._obj.value, step._obj.value = 1 << 31, self.step
+        return self.answer
+
+    def commit(self, address: int, step: int, stream: int) -> int:
+        self.commits.append((address, step, stream))
+        return 0
+
+    def end(self, address: int) -> int:
+        self.ended.append(address)
+        return 0
+
+
+class Buffers(unittest.TestCase):
+    def with_library(self, library: "Library | None") -> None:
+        functions = (library.keep, library.commit, library.end) if library else (None, None, None)
+        for name, function in zip(("_keep", "_commit", "_end"), functions):
+            patch = mock.patch.object(kept, name, function)
+            patch.start()
+            self.addCleanup(patch.stop)
+        patch = mock.patch.object(kept.kv, "_Driver", Driver)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def test_buffer_has_what_was_committed(self) -> None:
+        library = Library(kept._FOUND, step=1 << 40)
+        self.with_library(library)
+        buffer = kept.Buffer("a", 100)
+        self.assertEqual((buffer.kind, buffer.found, buffer.step, buffer.address), ("kept", True, 1 << 40, 1 << 31))
+        buffer.commit(7, 9)
+        self.assertEqual((library.commits, buffer.step), ([(1 << 31, 7, 9)], 7))
+        buffer.end()
+        self.assertEqual(library.ended, [1 << 31])
+        with self.assertRaisesRegex(ValueError, "has ended"):
+            buffer.commit(8)
+
+    def test_ordinary_memory_takes_its_place_where_nothing_keeps_it(self) -> None:
+        for library in (None, Library(kept._NOT_KEPT), Library(-3)):
+            self.with_library(library)
+            with warnings.catch_warnings(record=True) as warned:
+                warnings.simplefilter("always")
+                buffer = kept.Buffer("a", 100)
+            self.assertEqual((buffer.kind, buffer.found, buffer.address), ("device", False, 1 << 30))
+            self.assertIn("not kept over a fault", str(warned[0].message))
+            buffer.commit(3)
+            buffer.end()
+            self.assertEqual(buffer._driver.calls, ["cuMemAlloc_v2", "cuMemsetD8_v2", "cuMemFree_v2"])
+            with self.assertRaises(kept.KeptError):
+                kept.Buffer("a", 100, fallback=False)
+
+    def test_buffer_that_is_in_use_or_too_large_is_an_error(self) -> None:
+        for answer, why in ((1, "another process"), (2, "limit"), (-1, "once"), (-4, "refuses")):
+            self.with_library(Library(answer))
+            with self.assertRaisesRegex(kept.KeptError, why):
+                kept.Buffer("a", 100)
+        with self.assertRaises(ValueError):
+            kept.Buffer("a", 0)
+
+    def test_tensors_lie_in_their_buffer(self) -> None:
+        self.with_library(Library(kept._DONE))
+        buffer = kept.Buffer("a", 1024)
+        tensor = buffer.tensor((2, 4), "float32", 512)
+        self.assertEqual((tensor.__dlpack_device__(), tensor.offset), ((2, 0), 512))
+        self.assertEqual(buffer.tensor(dtype="int32").shape, (256,))
+        for shape, offset in (((257,), 0), ((1,), 1021), ((-1,), 0), ((1,), -4)):
+            with self.assertRaises(ValueError):
+                buffer.tensor(shape, "float32", offset)
+
+    def test_layout_aligns_tensors(self) -> None:
+        self.assertEqual(kept.layout([4, 512, 513, 0]), ([0, 512, 1024, 2048], 2048))
+
+
+if __name__ == "__main__":
+    unittest.main()
