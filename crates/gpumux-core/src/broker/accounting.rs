@@ -471,7 +471,11 @@ impl Accounting {
         let Some(device) = self.devices.get_mut(uuid) else {
             return;
         };
-        let known = device.contexts.insert(process, count).unwrap_or(0);
+        let known = match count {
+            0 => device.contexts.remove(&process),
+            _ => device.contexts.insert(process, count),
+        };
+        let known = known.unwrap_or(0);
         device.occupy();
         if before && count > known {
             let bytes = context(device.capacity).saturating_mul(u64::from(count - known));
