@@ -18,9 +18,10 @@ use std::{
 use gpumux_wire::{Shim, message::ELASTIC};
 
 use crate::{
+    answers::{DONE, FULL, LATER, REFUSED, UNKNOWN, own_context},
     attempt::{self, Refused},
     block::{Block, Departed, Elastic},
-    context::{current_context, is_capturing_anywhere, within},
+    context::{is_capturing_anywhere, within},
     driver::CUresult,
     gate,
     granules::{CACHED, FREE, IN_USE, OUT, Table, is_settable},
@@ -41,15 +42,6 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const PERIOD: Duration = Duration::from_millis(50);
 /// For how long a target stays low after others lacked room.
 const LOW: Duration = Duration::from_secs(10);
-
-/// The answers.
-const DONE: c_int = 0;
-const LATER: c_int = 1;
-const FULL: c_int = 2;
-const UNKNOWN: c_int = -1;
-const NO_CONTEXT: c_int = -2;
-const NATIVE: c_int = -3;
-const REFUSED: c_int = -4;
 
 /// There was a range.
 static ANY: AtomicBool = AtomicBool::new(false);
@@ -79,14 +71,7 @@ fn new(device: c_int, bytes: u64, granule: u64) -> Result<Table, c_int> {
     if !fits || bytes == 0 || bytes > LARGEST {
         return Err(UNKNOWN);
     }
-    if space::off() {
-        return Err(NATIVE);
-    }
-    let own = space::current_device().zip(current_context());
-    let (_, context) = own.filter(|own| own.0 == device).ok_or(NO_CONTEXT)?;
-    if with(|space| space.is_native(device)) {
-        return Err(NATIVE);
-    }
+    let context = own_context(device)?;
     if !space::take_within(PATIENCE, device, granule, true) {
         return Err(FULL);
     }

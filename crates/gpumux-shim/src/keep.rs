@@ -29,9 +29,12 @@ use rustix::{
 };
 
 use crate::{
+    answers::{
+        DONE, FOUND, FULL, LATER, NATIVE, NO_CONTEXT, NOT_KEPT, REFUSED, UNKNOWN, own_context,
+    },
     attempt::{self, Refused},
     block::Block,
-    context::{current_context, is_capturing_anywhere, within},
+    context::{is_capturing_anywhere, within},
     driver::{CUresult, CUstream, Location, SUCCESS},
     gate, guard, lease, memory,
     notice::say,
@@ -49,17 +52,6 @@ const UNIT: u64 = 512;
 const ANSWER: Duration = Duration::from_secs(10);
 /// How long a process that has the buffer may take to end, and the pause between two looks.
 const ENDS: (Duration, Duration) = (Duration::from_secs(10), Duration::from_millis(20));
-
-/// The answers.
-const DONE: c_int = 0;
-const LATER: c_int = 1;
-const FULL: c_int = 2;
-const FOUND: c_int = 3;
-const UNKNOWN: c_int = -1;
-const NO_CONTEXT: c_int = -2;
-const NATIVE: c_int = -3;
-const REFUSED: c_int = -4;
-const NOT_KEPT: c_int = -5;
 
 // The program's functions, as this library exports them: what they submit is counted.
 unsafe extern "C-unwind" {
@@ -326,14 +318,7 @@ fn keep(name: &str, device: c_int, bytes: u64) -> Result<(u64, Option<u64>), c_i
     if name.is_empty() || name.len() > LONGEST_NAME || bytes == 0 || bytes > LARGEST {
         return Err(UNKNOWN);
     }
-    if space::off() {
-        return Err(NATIVE);
-    }
-    let own = space::current_device().zip(current_context());
-    let (_, context) = own.filter(|own| own.0 == device).ok_or(NO_CONTEXT)?;
-    if with(|space| space.is_native(device)) {
-        return Err(NATIVE);
-    }
+    let context = own_context(device)?;
     if is_capturing_anywhere() {
         return Err(LATER);
     }

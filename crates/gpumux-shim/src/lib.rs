@@ -19,6 +19,7 @@ compile_error!(
 );
 
 mod agent;
+mod answers;
 mod attempt;
 mod block;
 mod caches;

@@ -141,7 +141,9 @@ impl Broker {
             true => (Step::Out, MOVE),
             false => (Step::Quiesce, quiet),
         };
-        let had = self.movable(id, &parts);
+        let had = (parts.keys())
+            .map(|uuid| (uuid.clone(), self.movable(id, uuid)))
+            .collect();
         let leaving = Leaving {
             step,
             round: Round {
@@ -262,7 +264,7 @@ impl Broker {
                 late: false,
                 before: 0,
             },
-            had: self.movable(id, &parts),
+            had: BTreeMap::from([(uuid.to_owned(), self.movable(id, uuid))]),
             parts,
             orders,
             gates: Gates::Closing,
@@ -292,9 +294,8 @@ impl Broker {
         let Place::Leaving(leaving) = &tenant.place else {
             return;
         };
-        let movable = self.movable(id, &leaving.parts);
         let freed: u64 = (leaving.parts.keys())
-            .map(|uuid| leaving.freed(uuid, &movable))
+            .map(|uuid| leaving.freed(uuid, self.movable(id, uuid)))
             .sum();
         let short = refused.is_some() || freed < leaving.parts.values().sum();
         if let Some(tenant) = self.tenants.get_mut(&id).filter(|_| short) {
@@ -304,12 +305,9 @@ impl Broker {
         self.undo(id, out);
     }
 
-    /// What a tenant has on these devices that can be moved.
-    fn movable(&self, id: TenantId, parts: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
-        let movable = |uuid: &String| self.accounting.entry(id, uuid).holding.movable;
-        (parts.keys())
-            .map(|uuid| (uuid.clone(), movable(uuid)))
-            .collect()
+    /// What a tenant has on a device that can be moved.
+    fn movable(&self, id: TenantId, uuid: &str) -> u64 {
+        self.accounting.entry(id, uuid).holding.movable
     }
 
     /// Bytes by device that come free soon since tenants are being moved away.
@@ -321,10 +319,10 @@ impl Broker {
         let mut coming: BTreeMap<String, u64> = BTreeMap::new();
         for (id, tenant) in &self.tenants {
             if let Place::Leaving(leaving) = &tenant.place {
-                let movable = self.movable(*id, &leaving.parts);
                 for uuid in leaving.parts.keys() {
+                    let soon = leaving.coming(uuid, self.movable(*id, uuid), now, hedge);
                     let sum = coming.entry(uuid.clone()).or_default();
-                    *sum = sum.saturating_add(leaving.coming(uuid, &movable, now, hedge));
+                    *sum = sum.saturating_add(soon);
                 }
             }
         }
@@ -913,20 +911,15 @@ impl Leaving {
         out.extend(all.map(|process| Command::Order(*process, 0, Order::Resume)));
     }
 
-    /// Bytes of a device that came free: what it had less what it still has.
-    fn freed(&self, uuid: &str, movable: &BTreeMap<String, u64>) -> u64 {
-        let of = |all: &BTreeMap<String, u64>| all.get(uuid).copied().unwrap_or(0);
-        of(&self.had).saturating_sub(of(movable))
+    /// Bytes of a device that came free, where so much can still be moved.
+    fn freed(&self, uuid: &str, movable: u64) -> u64 {
+        self.had
+            .get(uuid)
+            .map_or(0, |had| had.saturating_sub(movable))
     }
 
     /// Bytes of a device that will come free soon. What one of several processes has moved is free already.
-    fn coming(
-        &self,
-        uuid: &str,
-        movable: &BTreeMap<String, u64>,
-        now: Micros,
-        hedge: Micros,
-    ) -> u64 {
+    fn coming(&self, uuid: &str, movable: u64, now: Micros, hedge: Micros) -> u64 {
         let counts = match self.step {
             Step::Quiesce => now < self.round.began + hedge,
             Step::Freeze | Step::Out => !self.round.late,

@@ -178,7 +178,7 @@ fn rest_of_a_kernel_takes_what_is_set_while_it_runs() {
     let rest = gpu.submit(group, stream, Work::Rest { sms: 4 }).unwrap();
     let behind = gpu.submit(group, stream, Work::Record).unwrap();
     gpu.advance(1_000_000);
-    assert!(!gpu.is_complete(rest), "nobody knows its length");
+    assert!(!gpu.is_complete(rest), "its length is not known");
     assert_eq!(gpu.progress(group).unwrap().len(), 1);
     // Frozen time does not count.
     gpu.freeze(group).unwrap();
