@@ -130,6 +130,13 @@ fn tenants_of_a_trust_domain_share_a_group_and_others_do_not() {
         let lines = process.lines();
         process.wait_lines(lines + 10);
     }
+    // What a process has from an MPS server for its copies is not scheduled: memory moves while the tenant is frozen.
+    let ps = node.ps();
+    for name in ["a", "b", "c", "d", "e"] {
+        let tenant = find(&ps, name);
+        let domains = tenant["domains"].as_array().unwrap().len();
+        assert_eq!(domains, 1, "{tenant:#}");
+    }
 }
 
 #[test]

@@ -12,8 +12,8 @@ use gpumux_emu::{client::Execution, mps::Member};
 use gpumux_rm::{
     RmStatus,
     layout::{
-        Alloc64, Control, DeviceAllocHead, DupObject, Free, GroupAlloc, GroupScheduleParams,
-        SubdeviceAlloc, TimesliceParams, class, cmd, engine, escape, iowr,
+        Alloc64, ChannelAllocHead, Control, DeviceAllocHead, DupObject, Free, GroupAlloc,
+        GroupScheduleParams, SubdeviceAlloc, TimesliceParams, class, cmd, engine, escape, iowr,
     },
 };
 use zerocopy::{FromBytes, IntoBytes};
@@ -119,10 +119,7 @@ impl Rm {
             let params = params.as_mut_bytes();
             let group = self.alloc(self.client, made.device, class::CHANNEL_GROUP, params)?;
             made.groups.push(group);
-            for _ in 0..channels {
-                let channel = self.alloc(self.client, group, CHANNEL, &mut [])?;
-                made.channels.push(channel);
-            }
+            self.add_channels(made, group, engine, channels)?;
             let mut schedule = GroupScheduleParams {
                 enable: 1,
                 ..Default::default()
@@ -137,7 +134,7 @@ impl Rm {
 
     /// An MPS client: duplicates of the server's groups, with channels of its own. The server schedules them and sets their slices.
     fn fill_shared(&mut self, made: &mut Groups, (server, groups): (u32, [u32; 4])) -> Result {
-        for ((_, channels), shared) in GROUPS.into_iter().zip(groups) {
+        for ((engine, channels), shared) in GROUPS.into_iter().zip(groups) {
             self.next += 1;
             let mut call = DupObject {
                 client: self.client,
@@ -150,10 +147,27 @@ impl Rm {
             self.call(escape::DUP_OBJECT, &mut call)?;
             check(call.status)?;
             made.groups.push(call.object);
-            for _ in 0..channels {
-                let channel = self.alloc(self.client, call.object, CHANNEL, &mut [])?;
-                made.channels.push(channel);
-            }
+            self.add_channels(made, call.object, engine, channels)?;
+        }
+        Ok(())
+    }
+
+    /// Adds channels to a group. Each names the group's engine: who sees the calls has no other way to know that of a duplicate.
+    fn add_channels(
+        &mut self,
+        made: &mut Groups,
+        group: u32,
+        engine: u32,
+        channels: usize,
+    ) -> Result {
+        for _ in 0..channels {
+            let mut params = ChannelAllocHead {
+                engine,
+                ..Default::default()
+            };
+            let params = params.as_mut_bytes();
+            let channel = self.alloc(self.client, group, CHANNEL, params)?;
+            made.channels.push(channel);
         }
         Ok(())
     }

@@ -281,9 +281,12 @@ impl MemoryMoves {
 
     /// What tenants do, of those of whom that has changed.
     fn changed_activity(&mut self, state: &State, now: Micros) -> Vec<(TenantId, Activity)> {
-        let mut all: BTreeMap<TenantId, Activity> = (state.tenants.keys())
-            .map(|id| (*id, Activity::default()))
-            .collect();
+        let rests = |id: &TenantId| Activity {
+            in_group: state.is_in_group(*id),
+            ..Activity::default()
+        };
+        let mut all: BTreeMap<TenantId, Activity> =
+            (state.tenants.keys()).map(|id| (*id, rests(id))).collect();
         for domain in state.domains() {
             let known = state.controller.domain(domain.who.id);
             let Some((activity, known)) = all.get_mut(&domain.who.tenant).zip(known) else {
@@ -297,7 +300,6 @@ impl MemoryMoves {
             };
             activity.busy |= busy;
             activity.idle_since = activity.idle_since.max(since);
-            activity.in_group |= domain.group.is_some();
         }
         all.retain(|id, activity| self.activity.get(id) != Some(activity));
         self.activity.extend(all.iter().map(|(id, it)| (*id, *it)));

@@ -152,12 +152,7 @@ impl Engine {
         let kept = (self.admission).keeps(&self.state, broker, tenant, &target);
         Facts {
             processes,
-            in_group: self.state.placed.contains_key(&tenant)
-                || self
-                    .state
-                    .domains()
-                    .filter(own)
-                    .any(|it| it.group.is_some()),
+            in_group: self.state.is_in_group(tenant),
             shares,
             under_way: self.relocations.contains_key(&tenant),
             confined: self.state.confined.get(&tenant).cloned(),

@@ -124,6 +124,17 @@ impl State {
         self.owners.insert(tenant, owner);
     }
 
+    /// Whether a tenant shares a group. One that was placed there and has no domain yet may be about to join.
+    pub(super) fn is_in_group(&self, tenant: TenantId) -> bool {
+        let mut own = (self.domains())
+            .filter(|it| it.who.tenant == tenant)
+            .peekable();
+        match own.peek() {
+            None => self.placed.contains_key(&tenant),
+            Some(_) => own.any(|it| it.group.is_some()),
+        }
+    }
+
     /// A tenant has ended.
     pub(super) fn forget(&mut self, tenant: TenantId) {
         self.tenants.remove(&tenant);

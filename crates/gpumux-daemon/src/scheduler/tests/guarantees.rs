@@ -322,3 +322,36 @@ fn sleep_that_comes_after_all_time_harms_none() {
     bench.run(Micros::from_secs(2));
     assert_eq!(bench.engine.view().domains.len(), 2);
 }
+
+#[test]
+fn program_that_joins_a_group_is_not_moved_before_its_domain_is_known() {
+    let mut bench = Bench::new();
+    let tenant = TenantId(1);
+    bench.spec(1, TenantSpec::default()).unwrap();
+    bench.engine.place(tenant, "team".into());
+    let group = bench.group(1, 1, 1);
+    let session = SessionId(1);
+    let met = Met::new(tenant, Arc::clone(&group.page), Box::new(|_| true));
+    bench.engine.meet(session, met);
+    bench.engine.memory_event(Event::Holds {
+        process: ProcessId(session.0),
+        device: "GPU-0".into(),
+        total: 80 << 30,
+        holding: Holding {
+            movable: 1 << 30,
+            ..Holding::default()
+        },
+    });
+    let sleep = |bench: &mut Bench| {
+        let (answer, mut answered) = tokio::sync::oneshot::channel();
+        let Engine { moves, state, .. } = &mut bench.engine;
+        let request = |request| Event::Sleep(tenant, request);
+        moves.request(state, request, answer);
+        answered.try_recv()
+    };
+    let refused = sleep(&mut bench).unwrap().unwrap_err().to_string();
+    assert!(refused.contains("shares a group"), "{refused}");
+    // It has not joined: it is as any other.
+    bench.engine.add(group).unwrap();
+    assert!(sleep(&mut bench).is_err(), "it is being moved");
+}
