@@ -393,6 +393,8 @@ pub enum Mutation {
     TakeComing,
     /// A tenant that gave way comes back into what another frees for a moment.
     ReturnAtOnce,
+    /// Tenants that wait for more memory take from each other what they have.
+    ExchangeAmongWaiting,
 }
 
 /// Where a tenant's memory is.

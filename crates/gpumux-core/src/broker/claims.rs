@@ -618,11 +618,19 @@ impl Broker {
         // It waits for memory itself, and is served later, unless what tenants that cannot run have suffices for it.
         let asks = || self.asks_of(id).filter(|(_, it)| it.ask.device == uuid);
         let needs = || asks().fold(0, |sum: u64, (_, it)| sum.saturating_add(it.ask.need));
-        let waits = || !busy && !first.contains(&id) && needs() > rests;
+        // For one that would only come back to wait for more, too, it is not idle: they would exchange their memory without end.
+        let same = claim.ask.is_none()
+            && asks().next().is_some()
+            && !self.has(Mutation::ExchangeAmongWaiting)
+            && (self.asks_of(claim.tenant)).any(|(_, it)| it.ask.device == uuid);
+        let waits = || !same && !busy && !first.contains(&id) && needs() > rests;
         let swap = Micros(missing / self.speed.max(1));
         let own_turn = turn(tenant.took.max(swap));
         let home_for = now.saturating_sub(tenant.home_since);
-        let idle_for = tenant.idle_for(now);
+        let idle_for = match same {
+            true => Micros::ZERO,
+            false => tenant.idle_for(now),
+        };
         let at_once = !busy && self.has(Mutation::IdleAtOnce);
         let idle = away || at_once || idle_for >= IDLE.max(tenant.took) || waits();
         let long_idle = away || at_once || idle_for >= own_turn;

@@ -16,7 +16,7 @@ fn finds(mutation: Mutation, test: fn()) -> bool {
 
 #[test]
 fn every_known_fault_is_found() {
-    let all: [(Mutation, fn()); 20] = [
+    let all: [(Mutation, fn()); 21] = [
         (
             Mutation::DemandByMessage,
             faults::a_tenant_whose_threads_poll_comes_back_without_a_request,
@@ -89,6 +89,10 @@ fn every_known_fault_is_found() {
         (
             Mutation::ReturnAtOnce,
             programs::large_ones_take_turns_that_leave_time_for_work,
+        ),
+        (
+            Mutation::ExchangeAmongWaiting,
+            turns::two_that_wait_for_a_third_do_not_exchange_their_memory_without_end,
         ),
         (
             Mutation::NoHedge,

@@ -82,6 +82,8 @@ pub(crate) struct World {
     pub(crate) busy: BTreeMap<TenantId, bool>,
     idle_since: BTreeMap<TenantId, Micros>,
     pub(crate) frozen: BTreeSet<TenantId>,
+    /// Tenants that cannot be frozen: that is known only after so long.
+    pub(crate) unfreezable: BTreeMap<TenantId, Micros>,
     queue: BTreeMap<(Micros, u64), Due>,
     sequence: u64,
     pub(crate) capacity: u64,
@@ -126,6 +128,7 @@ impl World {
             busy: BTreeMap::new(),
             idle_since: BTreeMap::new(),
             frozen: BTreeSet::new(),
+            unfreezable: BTreeMap::new(),
             queue: BTreeMap::new(),
             sequence: 0,
             capacity,

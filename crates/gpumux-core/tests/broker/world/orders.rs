@@ -32,8 +32,14 @@ impl World {
                     self.asked.remove(&(process, ticket));
                 }
                 Command::Freeze(tenant) => {
-                    self.frozen.insert(tenant);
-                    self.later(Micros(500), Event::Frozen(tenant, Ok(())));
+                    let (after, result) = match self.unfreezable.get(&tenant) {
+                        Some(time) => (*time, Err("the control hangs".into())),
+                        None => (Micros(500), Ok(())),
+                    };
+                    if result.is_ok() {
+                        self.frozen.insert(tenant);
+                    }
+                    self.later(after, Event::Frozen(tenant, result));
                 }
                 Command::Thaw(tenant) => {
                     assert!(
