@@ -51,3 +51,4 @@ pub fn read_state(kind: u8, bytes: &[u8]) {
 pub use config::{Config, Listen};
 pub use mistakes::mistakes;
 pub use serve::{Error, device_uuids, end_groups, run};
+pub use tenants::secret;

@@ -15,7 +15,8 @@ mod supervisor;
 mod testing;
 
 pub(crate) use faults::GroupCounts;
-pub(crate) use model::{Tenant, TenantError, find, secret};
+pub use model::secret;
+pub(crate) use model::{Tenant, TenantError, find};
 pub(crate) use persistence::{Files, read_state};
 pub(crate) use registry::Tenants;
 pub(crate) use selection::resolve;

@@ -420,7 +420,7 @@ fn new_record(claim: &ClaimRef, fetched: &ResourceClaim, shares: Vec<Share>) -> 
         tenants: (0..count)
             .map(|index| TenantRecord {
                 name: format!("{}{index}", tenant_prefix(&claim.uid)),
-                token: secret(),
+                token: gpumux_daemon::secret(),
                 environment: BTreeMap::new(),
             })
             .collect(),
@@ -481,14 +481,4 @@ fn change(spec: &TenantSpec) -> SpecChange {
         memory_policy: None,
         ..spec.into()
     }
-}
-
-/// 128 bits that cannot be guessed, in hexadecimal.
-fn secret() -> String {
-    let mut bytes = [0; 16];
-    let mut filled = 0;
-    while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {
-        filled += rustix::rand::getrandom(rest, rustix::rand::GetRandomFlags::empty()).unwrap_or(0);
-    }
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

@@ -205,7 +205,7 @@ fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64,
         visible: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
         ..NewTenant::default()
     };
-    let tenant = run::make(&tenant).map_err(|failure| match failure {
+    let tenant = run::make(tenant).map_err(|failure| match failure {
         Failure::Refused(error) => error.into(),
         Failure::Unmanaged(error) => error,
     })?;

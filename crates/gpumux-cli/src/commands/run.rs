@@ -348,7 +348,7 @@ fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
     };
     // Without a trust domain nothing is decided by it.
     let own = args.trust.as_ref().map(|_| fingerprint::of(&args.command));
-    make(&NewTenant {
+    make(NewTenant {
         name: args.name.clone(),
         program: Some(names::of(&args.command)),
         command: Some(command),
@@ -366,7 +366,10 @@ fn create(args: &Args, spec: SpecChange) -> Result<Created, Failure> {
 }
 
 /// Has the daemon make a tenant that lives as long as this process; starts one if there is none.
-pub(super) fn make(tenant: &NewTenant) -> Result<Created, Failure> {
+pub(super) fn make(tenant: NewTenant) -> Result<Created, Failure> {
+    // The same each time that it asks, so that it has one tenant although an answer was lost.
+    let token = tenant.token.or_else(|| Some(gpumux_daemon::secret()));
+    let tenant = &NewTenant { token, ..tenant };
     let ask = || client::block(async |client| client.create(tenant).await);
     let mut answer = settled(ask);
     if let Err(ClientError::NoDaemon { .. }) = answer {

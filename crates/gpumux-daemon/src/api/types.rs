@@ -258,7 +258,8 @@ pub struct NewTenant {
     /// The folder of the file `NAME.log` that its output goes to, if it runs detached.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub log: Option<String>,
-    /// The secret of a kept tenant (32 hexadecimal digits), for one whose processes know it already.
+    /// Its secret, 32 hexadecimal digits that the caller has chosen: for a kept tenant whose processes know it already. And a process that
+    /// makes the same request again, because the answer was lost, has one tenant: what its first request made ends.
     pub token: Option<String>,
     /// The devices that its processes may use and that its guarantees hold on: UUIDs, how a UUID begins, numbers as `nvidia-smi`
     /// has them, or `all`. Empty: those of `visible`. Its channel groups and requests for memory on any other device are refused.

@@ -112,13 +112,15 @@ pub(crate) enum TenantError {
         name: String,
         owner: String,
     },
-    #[error("only root and the daemon's own user may keep a tenant or choose its secret")]
+    #[error("only root and the daemon's own user may keep a tenant")]
     NotTrusted,
     #[error("{0} devices are more than a tenant can be confined to: name at most {MAX_CONFINED}")]
     TooManyDevices(usize),
     #[error("`{0}` names no device, or several: {1}; use a number, a UUID, or `all`")]
     NoDevice(String, String),
-    #[error("the secret is refused: use 32 hexadecimal digits that no tenant has, and `kept`")]
+    #[error(
+        "the secret is refused: use 32 hexadecimal digits that no tenant of another process has"
+    )]
     BadToken,
     #[error("tenant `{0}` still has {1} connected processes: end them first")]
     Busy(String, usize),
@@ -290,7 +292,7 @@ pub(super) fn is_secret(text: &str) -> bool {
 }
 
 /// 128 random bits in hexadecimal: they cannot be guessed.
-pub(crate) fn secret() -> String {
+pub fn secret() -> String {
     let mut bytes = [0; 16];
     let mut filled = 0;
     while let Some(rest) = bytes.get_mut(filled..).filter(|rest| !rest.is_empty()) {

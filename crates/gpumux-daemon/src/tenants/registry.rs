@@ -186,7 +186,7 @@ impl Tenants {
         peer: &Peer,
         new: NewTenant,
     ) -> Result<Created, TenantError> {
-        if !trusted(peer.uid) && (new.kept || new.token.is_some()) {
+        if !trusted(peer.uid) && new.kept {
             return Err(TenantError::NotTrusted);
         }
         if let Some(trust) = new.trust.as_ref().filter(|trust| !is_name(trust)) {
@@ -220,7 +220,8 @@ impl Tenants {
             known: known.as_ref(),
             utility: &utility,
         };
-        if let Some(token) = &new.leaves {
+        // A request whose answer was lost is made again: its first tenant was this process's.
+        for token in new.leaves.iter().chain(&new.token) {
             self.depart(peer, token).await;
         }
         if let Some(name) = &new.name {
@@ -1128,7 +1129,7 @@ impl Table {
             return Ok(());
         };
         let is_new = || self.tenants.values().all(|it| it.token != *token);
-        match new.kept && is_secret(token) && is_new() {
+        match is_secret(token) && is_new() {
             true => Ok(()),
             false => Err(TenantError::BadToken),
         }
