@@ -20,6 +20,8 @@ const MOST_REQUESTS: usize = 64;
 
 /// How long an exporter may take to answer a request, or to report that its memory is being moved or on its way back.
 pub const ANSWER: Micros = Micros::from_secs(30);
+/// Until when after its begin a daemon waits for the exporters of the one before, which may not have come again.
+pub const RETURNS: Micros = Micros::from_secs(5);
 
 /// A session with a process; a process may have several, one after the other.
 pub type Session = u64;
@@ -124,6 +126,16 @@ struct Request {
     due: Option<Micros>,
 }
 
+/// A request for what no process has introduced yet to a daemon that has just begun.
+#[derive(Clone, Copy, Debug)]
+struct Early {
+    opener: Session,
+    ticket: u32,
+    token: Token,
+    index: u32,
+    asked: Micros,
+}
+
 /// All exports.
 #[derive(Clone, Debug, Default)]
 pub struct Exports {
@@ -132,6 +144,7 @@ pub struct Exports {
     current: BTreeMap<Process, Session>,
     exports: BTreeMap<(TenantId, Token), Export>,
     requests: BTreeMap<u64, Request>,
+    early: Vec<Early>,
     ops: u64,
 }
 
@@ -170,11 +183,16 @@ impl Exports {
         if before == Owner::Unknown {
             export.inherited = open;
         }
-        match open && !export.inherited && export.openers.is_empty() {
-            // The message was lost with a session.
-            true => vec![Command::Unshared { to: session, token }],
-            false => Vec::new(),
-        }
+        let unshared = open && !export.inherited && export.openers.is_empty();
+        // The message was lost with a session.
+        let unshared = unshared.then_some(Command::Unshared { to: session, token });
+        let early: Vec<Early> = (self.early)
+            .extract_if(.., |it| it.token == token)
+            .collect();
+        let served = early
+            .into_iter()
+            .flat_map(|it| self.redeem(it.opener, it.ticket, it.token, it.index, it.asked));
+        unshared.into_iter().chain(served).collect()
     }
 
     /// Introduction: the process has had this open since before the session; `charged`: it is accounted to it.
@@ -226,7 +244,7 @@ impl Exports {
         }
     }
 
-    /// The process requests a piece of what another one of its tenant exports, from the first on.
+    /// The process requests a piece of what another one of its tenant exports, from the first on. `now`: since this daemon began.
     pub fn redeem(
         &mut self,
         session: Session,
@@ -244,11 +262,23 @@ impl Exports {
         };
         let (tenant, process) = (member.tenant, member.process);
         let own = self.requests.values().filter(|it| it.opener == session);
-        if own.count() >= MOST_REQUESTS {
+        let early = self.early.iter().filter(|it| it.opener == session);
+        if own.count() + early.count() >= MOST_REQUESTS {
             return refused;
         }
-        let Some(export) = self.exports.get_mut(&(tenant, token)) else {
-            return refused;
+        let export = self.exports.get_mut(&(tenant, token));
+        let Some(export) = export.filter(|it| it.owner != Owner::Unknown) else {
+            if now >= RETURNS {
+                return refused;
+            }
+            self.early.push(Early {
+                opener: session,
+                ticket,
+                token,
+                index,
+                asked: now,
+            });
+            return Vec::new();
         };
         let owner = match export.owner {
             Owner::Process(owner) if owner != process => self.current.get(&owner).copied(),
@@ -300,18 +330,25 @@ impl Exports {
 
     /// When [`Exports::give_up`] has something to do, unless an answer comes before.
     pub fn next_due(&self) -> Option<Micros> {
-        self.requests.values().filter_map(|it| it.due).min()
+        let early = self.early.first().map(|_| RETURNS);
+        let dues = self.requests.values().filter_map(|it| it.due);
+        dues.chain(early).min()
     }
 
-    /// Ends the requests whose exporter has not answered in time.
+    /// Ends the requests whose exporter has not answered, or not come again, in time.
     pub fn give_up(&mut self, now: Micros) -> Vec<Command> {
         let late = |_: &u64, it: &mut Request| it.due.is_some_and(|due| due <= now);
         let late = self.requests.extract_if(.., late);
-        late.map(|(_, it)| Command::Late {
+        let late = late.map(|(_, it)| Command::Late {
             to: it.opener,
             ticket: it.ticket,
-        })
-        .collect()
+        });
+        let unknown = self.early.extract_if(.., |_| now >= RETURNS);
+        let unknown = unknown.map(|it| Command::Refuse {
+            to: it.opener,
+            ticket: it.ticket,
+        });
+        late.chain(unknown).collect()
     }
 
     /// The process has closed this, or could not open it.
@@ -331,6 +368,7 @@ impl Exports {
         {
             self.current.remove(&member.process);
         }
+        self.early.retain(|it| it.opener != session);
         let gone = |_: &u64, it: &mut Request| it.owner == session || it.opener == session;
         let gone: Vec<Request> = self.requests.extract_if(.., gone).map(|it| it.1).collect();
         let waiting = gone.iter().filter(|it| it.opener != session);
@@ -512,6 +550,36 @@ mod tests {
         assert_eq!(exports.withdraw(9, TOKEN), []);
         open(&mut exports, 2);
         assert_eq!(exports.closed(9, TOKEN), []);
+    }
+
+    #[test]
+    fn daemon_that_has_just_begun_waits_for_exporters_of_the_one_before() {
+        let early = Micros::from_secs(1);
+        let mut exports = Exports::default();
+        exports.join(2, TENANT, 102);
+        exports.join(3, TENANT, 103);
+        assert_eq!(exports.redeem(2, 5, TOKEN, 0, early), []);
+        assert_eq!(exports.redeem(3, 6, TOKEN, 0, early), []);
+        assert_eq!(exports.redeem(2, 7, TOKEN + 1, 0, early), []);
+        // One that has it open comes before the exporter.
+        assert_eq!(exports.opened(3, TOKEN, false), []);
+        assert_eq!(exports.redeem(3, 8, TOKEN, 0, early), []);
+        assert_eq!(exports.left(3), []);
+        exports.join(1, TENANT, 101);
+        let commands = exports.exported(1, TOKEN, false);
+        let [Command::Serve { to: 1, op, .. }] = commands[..] else {
+            panic!("{commands:?}");
+        };
+        let passed = Command::Pass { to: 2, ticket: 5 };
+        assert_eq!(exports.served(1, op, true), Some(passed));
+        // What none exports is refused when all should have come.
+        assert_eq!(exports.give_up(early), []);
+        assert_eq!(exports.next_due(), Some(RETURNS));
+        let refused = [Command::Refuse { to: 2, ticket: 7 }];
+        assert_eq!(exports.give_up(RETURNS), refused);
+        assert_eq!(exports.next_due(), None);
+        let refused = [Command::Refuse { to: 2, ticket: 9 }];
+        assert_eq!(exports.redeem(2, 9, TOKEN + 1, 0, RETURNS), refused);
     }
 
     #[test]

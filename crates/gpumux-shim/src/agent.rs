@@ -236,6 +236,8 @@ impl Session {
     fn fail(&mut self, why: std::fmt::Arguments<'_>) {
         if !self.decided {
             self.process.give_up(why);
+            // The daemon that made its tenant was there lately.
+            lease::expect(self.process.config.tenant.is_some());
         } else if !self.warned {
             say(format_args!("{why}; running unmanaged until it is back"));
         }

@@ -34,7 +34,7 @@ enum Link {
 
 struct State {
     link: Link,
-    /// When the last session ended.
+    /// When the last session ended, or the first could not begin.
     lost: Option<Instant>,
     outbox: VecDeque<Shim>,
     /// By ticket; none yet.
@@ -85,7 +85,7 @@ pub(crate) fn await_link() -> bool {
     state(&mut settled()).link == Link::Up
 }
 
-/// The driver has no memory and no daemon is there to make room: waits for one, if one was there until lately. Whether it is back.
+/// What the program needs only a daemon can give, and none is there: waits for one, if one was there until lately. Whether it is back.
 pub(crate) fn await_return() -> bool {
     if !wake::has_agent() {
         return false;
@@ -169,6 +169,11 @@ pub(crate) fn tell(what: Shim) {
 }
 
 // ---- The agent's side ----------------------------------------------------------------------------
+
+/// There is no daemon for a first session; `lately`: one has made this process's tenant.
+pub(crate) fn expect(lately: bool) {
+    state(&mut lock()).lost = lately.then(Instant::now);
+}
 
 /// There is a session, which hears these first; or none.
 pub(crate) fn set_up(up: bool, first: Vec<Shim>) {

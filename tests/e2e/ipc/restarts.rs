@@ -74,6 +74,46 @@ impl Family {
     }
 }
 
+/// A process that begins and opens memory while there is no daemon: it waits for the next one, and that one for the exporter.
+#[test]
+fn memory_is_opened_over_a_restart() {
+    const PROGRAM: &str = r#"
+if len(sys.argv) > 1:
+    say("asks")
+    at = open_memory(sys.argv[1])
+    say(read(at))
+    sys.exit()
+at = alloc(10 * MIB)
+write(at, 7)
+handle = export(at)
+say("exported")
+hear()
+child = Child(handle)
+say(*child.hear())
+hear()
+say(*child.hear())
+"#;
+    let mut node = Node::start();
+    let Some(mut program) = start(&node, "family", PROGRAM) else {
+        return;
+    };
+    program.wait_lines(1);
+    node.kill_daemon();
+    program.write("go\n");
+    program.wait_lines(2);
+    // Its exporter comes late to the next daemon.
+    program.signal(Signal::STOP);
+    node.start_daemon();
+    node.wait_tenant("family", |it| {
+        it["pids"].as_array().is_some_and(|it| !it.is_empty())
+    });
+    program.signal(Signal::CONT);
+    program.write("go\n");
+    program.wait_lines(3);
+    let out = program.out();
+    assert_eq!(out.lines().last(), Some("7"), "{}", program.err());
+}
+
 #[test]
 fn memory_of_a_stopped_opener_stays_after_a_restart() {
     let mut node = Node::start();

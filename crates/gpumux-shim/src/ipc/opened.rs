@@ -93,7 +93,9 @@ fn piece(token: u128, index: u32) -> Result<(Piece, OwnFd), CUresult> {
             }
         })
     };
-    let answer = is_managed().then(ask).flatten().map(|it| it.0);
+    let asked_once = || is_managed().then(ask).flatten().map(|it| it.0);
+    // The daemon may have been killed a moment ago.
+    let answer = asked_once().or_else(|| lease::await_return().then(asked_once).flatten());
     let came = guard::lock(&PIECES).remove(&asked.get());
     let (why, error) = match (answer, came) {
         (Some(FOUND), Some(piece)) => return Ok(piece),
