@@ -152,7 +152,7 @@ impl Rm {
         Ok(())
     }
 
-    /// Adds channels to a group. Each names the group's engine: who sees the calls has no other way to know that of a duplicate.
+    /// Adds channels to a group. Each names the engine: a duplicate of a group does not tell it.
     fn add_channels(
         &mut self,
         made: &mut Groups,
