@@ -258,7 +258,7 @@ fn leave_terminal(name: &str, log: &File) {
 fn notes(args: &Args, tenant: &Created) -> Vec<String> {
     let name = &tenant.name;
     let remembered = tenant.remembered.as_ref().map(|set| {
-        format!("{name} has settings of an earlier `gpumux set`: {set}; `gpumux set {name} --forget` clears them")
+        format!("{name} has settings of an earlier `gpumux set`: {set}; `gpumux set --forget {name}` clears them")
     });
     let Placement { way, reason, .. } = &tenant.placement;
     let in_turns = (args.sharing == Sharing::Space && *way == Way::Time)
