@@ -123,6 +123,35 @@ fn detached_program_leaves_its_output_and_its_exit_code() {
 }
 
 #[test]
+fn program_that_ends_while_the_daemon_is_away_has_an_end() {
+    let mut node = Node::start();
+    let go = node.dir().join("go");
+    let waits = format!(
+        "while [ ! -e {} ]; do sleep 0.05; done; exit 7",
+        go.display()
+    );
+    detached(&node, "quick", &waits).ok();
+    let mut front = node.tenant("--name front", "sh -c");
+    let mut front = Process::start(front.arg(&waits));
+    node.wait_tenant("front", |_| true);
+    node.kill_daemon();
+    fs::write(&go, "").unwrap();
+    wait_for("the end of the program in the foreground", PATIENCE, || {
+        front.poll()
+    });
+    node.start_daemon();
+    assert_eq!(gpumux(&node, "wait quick").run().code(), 7);
+    let end = ended(&node, "quick").unwrap();
+    assert_eq!(end["reason"], "failed with exit code 7", "{end:#}");
+    // It has no parent that reports its end.
+    let end = ended(&node, "front").unwrap();
+    assert_eq!(
+        end["reason"], "ended; its exit code is not known",
+        "{end:#}"
+    );
+}
+
+#[test]
 fn detached_program_that_cannot_start_is_reported() {
     let node = Node::start();
     let mut missing = node.tenant("-d", "gpumux-there-is-no-such-program");

@@ -152,7 +152,7 @@ impl TryFrom<String> for Listen {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "toml::Table")]
 pub struct DeclaredTenant {
-    /// The keys of its spec, named as in the API: `class`, `guaranteed`, `limit`, `weight`, `hints`, `memory_guaranteed`,
+    /// Keys of its spec, each in this table itself and named as in the API: `class`, `guaranteed`, `limit`, `weight`, `hints`, `memory_guaranteed`,
     /// `memory_limit`, `memory_policy`, `latency_objective_us`, `sleep_after_s`. Shares, memory and times may be written as `"50%"`,
     /// `"8GiB"` and `"5min"`.
     #[serde(flatten)]
@@ -451,7 +451,7 @@ fn is_uuid(text: &str) -> bool {
 mod tests {
     use super::*;
 
-    /// The fields of a struct of this file: name, type, and what is said of it.
+    /// The fields of a struct of this file: name (none: its keys stand beside the others), type, and what is said of it.
     fn fields(name: &str) -> Vec<[String; 3]> {
         let start = format!("pub struct {name} {{\n");
         let files = [
@@ -461,15 +461,17 @@ mod tests {
         ];
         let body = files.iter().find_map(|file| file.split_once(&start));
         let body = body.unwrap().1;
-        let (mut fields, mut said) = (Vec::new(), Vec::new());
+        let (mut fields, mut said, mut flat) = (Vec::new(), Vec::new(), false);
         for line in body.split_once("\n}\n").unwrap().0.lines().map(str::trim) {
             if let Some(text) = line.strip_prefix("///") {
                 said.push(text.trim().to_owned());
             } else if let Some(field) = line.strip_prefix("pub ") {
                 let (name, kind) = field.trim_end_matches(',').split_once(": ").unwrap();
+                let name = if flat { "" } else { name };
                 fields.push([name.into(), kind.into(), said.join(" ")]);
-                said.clear();
+                (said, flat) = (Vec::new(), false);
             }
+            flat |= line == "#[serde(flatten)]";
         }
         fields
     }
@@ -538,7 +540,11 @@ mod tests {
                 };
                 // Links into the code lead nowhere in a book.
                 let said = said.replace("[`crate::paths::runtime_dir`]", "`gpumux daemon --help`");
-                text += &format!("| `{name}` | {} | {default} | {said} |\n", kind(&value));
+                let (name, kind) = match name.as_str() {
+                    "" => ("its spec's".into(), "text, number, size or time"),
+                    name => (format!("`{name}`"), kind(&value)),
+                };
+                text += &format!("| {name} | {kind} | {default} | {said} |\n");
             }
         }
         let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/configuration.md");

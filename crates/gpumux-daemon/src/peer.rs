@@ -64,18 +64,20 @@ impl ProcessId {
         Stat::of(pid).is_some_and(|stat| stat.parent == self.pid && stat.stopped)
     }
 
-    /// Whether no thread of the process that has this pid now runs, because it was stopped (SIGSTOP) or a debugger holds it.
+    /// Whether no thread of the process that has this pid now runs, because it was stopped (SIGSTOP), a debugger holds it, or its container
+    /// is paused.
     pub(crate) fn is_stopped(pid: u32) -> bool {
         // Of most others, this one look tells it.
         let stands = |stat: Stat| stat.stopped || stat.traced;
-        Stat::of(pid).is_some_and(stands)
+        let all_stand = Stat::of(pid).is_some_and(stands)
             && std::fs::read_dir(format!("/proc/{pid}/task")).is_ok_and(|tasks| {
                 let mut tasks = tasks.flatten().take(THREADS);
                 tasks.all(|task| {
                     let thread = task.file_name().to_str().and_then(|it| it.parse().ok());
                     thread.and_then(Stat::of).is_some_and(stands)
                 })
-            })
+            });
+        all_stand || in_frozen_cgroup(pid)
     }
 
     /// The process itself, its parent, that one's parent and so on, as far as they live.
@@ -148,6 +150,23 @@ impl ProcessId {
         let name = std::fs::read_to_string(format!("/proc/{}/comm", self.pid)).unwrap_or_default();
         name.trim().to_owned()
     }
+}
+
+/// Whether a process's control group is frozen: cgroup.events of version 2, freezer.state of version 1 (cgroups(7)).
+fn in_frozen_cgroup(pid: u32) -> bool {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let groups = read(&format!("/proc/{pid}/cgroup"));
+    groups.lines().any(|line| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (file, frozen) = match (fields.next(), fields.next()) {
+            (Some(""), Some(path)) => (format!("{path}/cgroup.events"), "frozen 1"),
+            (Some("freezer"), Some(path)) => (format!("/freezer{path}/freezer.state"), "FROZEN"),
+            _ => return false,
+        };
+        read(&format!("/sys/fs/cgroup{file}"))
+            .lines()
+            .any(|it| it == frozen)
+    })
 }
 
 /// What `/proc/PID/stat` says (proc(5)).
@@ -367,7 +386,7 @@ fn option<T: Copy>(socket: impl AsFd, name: i32, mut value: T) -> io::Result<T> 
 
 #[cfg(test)]
 mod tests {
-    use std::{io::Write, os::unix::net::UnixStream, process::Command};
+    use std::{io::Write, os::unix::net::UnixStream, path::Path, process::Command};
 
     use rustix::process::{WaitOptions, waitpid};
 
@@ -416,6 +435,41 @@ mod tests {
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(!ProcessId::is_stopped(child.id()));
+    }
+
+    #[test]
+    fn process_of_a_paused_container_is_stopped() {
+        let name = format!("gpumux-test-{}", std::process::id());
+        let v1 = Path::new("/sys/fs/cgroup/freezer");
+        let (group, file, words) = match v1.exists() {
+            true => (v1.join(name), "freezer.state", ["FROZEN", "THAWED"]),
+            false => (
+                Path::new("/sys/fs/cgroup").join(name),
+                "cgroup.freeze",
+                ["1", "0"],
+            ),
+        };
+        if let Err(error) = std::fs::create_dir(&group) {
+            return eprintln!("SKIPPED: no control group can be made: {error}");
+        }
+        let mut child = Command::new("sleep").arg("100").spawn().unwrap();
+        let write = |file: &str, text: &str| std::fs::write(group.join(file), text).unwrap();
+        write("cgroup.procs", &child.id().to_string());
+        let mut found = Vec::new();
+        for word in words {
+            write(file, word);
+            let frozen = word == words[0];
+            // It takes the kernel a moment.
+            let begun = std::time::Instant::now();
+            while ProcessId::is_stopped(child.id()) != frozen && begun.elapsed().as_secs() < 20 {
+                std::thread::yield_now();
+            }
+            found.push(ProcessId::is_stopped(child.id()));
+        }
+        child.kill().unwrap();
+        child.wait().unwrap();
+        std::fs::remove_dir(&group).unwrap();
+        assert_eq!(found, [true, false]);
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use std::{
     fs,
+    io::Write,
     path::{Path, PathBuf},
     process::ExitCode,
 };
@@ -78,8 +79,44 @@ fn write(file: &Path, spec: &str) -> std::io::Result<()> {
     if let Some(dir) = dir {
         fs::create_dir_all(dir)?;
     }
+    // A device, a pipe: it is written to, not replaced. Of a link, what it names.
+    if fs::metadata(file).is_ok_and(|it| !it.is_file()) {
+        return fs::OpenOptions::new()
+            .write(true)
+            .open(file)?
+            .write_all(spec.as_bytes());
+    }
+    let file = fs::canonicalize(file).unwrap_or_else(|_| file.into());
     // Runtimes read only what ends in .json or .yaml.
     let new = file.with_extension("new");
     fs::write(&new, spec)?;
     fs::rename(new, file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_files_are_replaced() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        // A link stays, with what it names made anew.
+        fs::write(at("target"), "old").unwrap();
+        std::os::unix::fs::symlink(at("target"), at("link")).unwrap();
+        for file in ["link", "new.json"] {
+            write(&at(file), "spec").unwrap();
+        }
+        assert!(fs::symlink_metadata(at("link")).unwrap().is_symlink());
+        for file in ["target", "new.json"] {
+            assert_eq!(fs::read_to_string(at(file)).unwrap(), "spec");
+        }
+        // What is no file is written to.
+        rustix::fs::mkfifoat(rustix::fs::CWD, at("pipe"), 0o600.into()).unwrap();
+        let pipe = at("pipe");
+        let reader = std::thread::spawn(move || fs::read_to_string(pipe).unwrap());
+        write(&at("pipe"), "spec").unwrap();
+        assert_eq!(reader.join().unwrap(), "spec");
+        assert!(!fs::metadata(at("pipe")).unwrap().is_file());
+    }
 }

@@ -14,6 +14,8 @@ use std::{
 
 use gpumux_daemon::{
     api::types::{Exit, Fault},
+    client::ClientError,
+    paths,
     signals::is_ignored,
 };
 use rustix::{
@@ -28,6 +30,10 @@ use crate::{background, keeper::Keeper, logs::Log};
 /// How often the daemon is asked for a fault after the program has ended, and the pause between: two seconds, or more on a machine that
 /// is so slow that the daemon needs them.
 const ASKED: (u32, Duration) = (40, Duration::from_millis(50));
+/// How long the end of a program waits for a daemon that is away, in the background and in the foreground, and the pause between two
+/// attempts: an upgrade takes less.
+const AWAY: [Duration; 2] = [Duration::from_secs(600), Duration::from_secs(10)];
+const AWAY_PAUSE: Duration = Duration::from_millis(200);
 /// Faults without a known cause, after which a program is run again.
 const UNEXPLAINED: u32 = 2;
 /// The first pause before a program runs again, and the longest: each is twice as long as the one before.
@@ -77,6 +83,7 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
     let mut signals = Signals::listen();
     background::end_with_this(&mut order.program);
     let log = order.log.take();
+    let patience = AWAY[usize::from(log.is_none())];
     let output = match log.map(|log| Collector::start(log, order.tenant, &mut order.program)) {
         None => None,
         Some(Ok(output)) => Some(output),
@@ -85,13 +92,18 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
             return super::CANNOT_START.into();
         }
     };
-    let status = match until_it_ends(&mut order, &mut signals) {
+    let status = match until_it_ends(&mut order, &mut signals, patience) {
         Ok(status) => status,
         Err(code) => return code,
     };
     drop(order.keeper);
     let exit = Exit::of_status(status.into_raw());
-    let told = client::block(async |client| client.report_exit(order.tenant, exit).await);
+    let report = || client::block(async |client| client.report_exit(order.tenant, exit).await);
+    // At a terminal it is seen: no daemon needs to know it.
+    let told = match output.is_some() {
+        true => once_there(patience, &mut signals, report).0,
+        false => report(),
+    };
     if let Ok(told) = told.as_ref()
         && told.noteworthy
     {
@@ -110,7 +122,11 @@ pub(super) fn supervise(mut order: Order<'_>) -> ExitCode {
 }
 
 /// Runs the program again as long as other members' faults end it; its last status, or the exit code where it cannot run.
-fn until_it_ends(order: &mut Order<'_>, signals: &mut Signals) -> Result<ExitStatus, ExitCode> {
+fn until_it_ends(
+    order: &mut Order<'_>,
+    signals: &mut Signals,
+    away: Duration,
+) -> Result<ExitStatus, ExitCode> {
     let mut patience = Patience::default();
     let mut last = None;
     loop {
@@ -132,7 +148,8 @@ fn until_it_ends(order: &mut Order<'_>, signals: &mut Signals) -> Result<ExitSta
                 Err(_) => return Err(ExitCode::FAILURE),
             }
             if order.again && struck.is_none() && asked.elapsed() >= ASK_AGAIN {
-                struck = known_fault(order.tenant, last).map(|_| Instant::now());
+                let known = known_fault(order.tenant, last).ok().flatten();
+                struck = known.map(|_| Instant::now());
                 asked = Instant::now();
             }
             if struck.is_some_and(|at| at.elapsed() >= LINGERS) {
@@ -142,13 +159,21 @@ fn until_it_ends(order: &mut Order<'_>, signals: &mut Signals) -> Result<ExitSta
         };
         let fault = match !order.again || status.success() || signals.lately().is_some() {
             true => None,
-            false => fault_that_ended(order.tenant, last),
+            false => fault_that_ended(order.tenant, last, signals, away),
         };
-        let Some(pause) = fault.and_then(|fault| patience.pause(began.elapsed(), &fault)) else {
+        let pause = fault.and_then(|cause| Some((cause, patience.pause(began.elapsed(), cause)?)));
+        let Some((cause, pause)) = pause else {
             return Ok(status);
         };
         eprintln!(
-            "gpumux: a fault of another member of the group ended the program; it runs again"
+            "gpumux: {}; it runs again",
+            match cause {
+                Cause::Unseen =>
+                    "the program ended while there was no daemon, perhaps by a fault of another member of the group",
+                Cause::Known | Cause::Unknown => {
+                    "a fault of another member of the group ended the program"
+                }
+            }
         );
         let ended = Instant::now();
         while ended.elapsed() < pause {
@@ -159,6 +184,17 @@ fn until_it_ends(order: &mut Order<'_>, signals: &mut Signals) -> Result<ExitSta
             thread::sleep(MOMENT);
         }
     }
+}
+
+/// What is known of the fault that ended a program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Cause {
+    /// Whose it was.
+    Known,
+    /// That there was one.
+    Unknown,
+    /// Nothing: there was no daemon.
+    Unseen,
 }
 
 /// How often a program is run again, and when.
@@ -178,12 +214,12 @@ impl Default for Patience {
 
 impl Patience {
     /// How long to wait before a program runs again that a fault has ended after it ran for so long; none: it does not.
-    fn pause(&mut self, ran: Duration, fault: &Fault) -> Option<Duration> {
+    fn pause(&mut self, ran: Duration, cause: Cause) -> Option<Duration> {
         if ran >= HEALTHY {
             *self = Self::default();
         }
         // Perhaps it was its own.
-        self.unexplained += u32::from(fault.faulting_client.is_none());
+        self.unexplained += u32::from(cause != Cause::Known);
         let pause = self.next;
         self.next = (pause * 2).min(PAUSES.1);
         (self.unexplained <= UNEXPLAINED).then_some(pause)
@@ -247,25 +283,58 @@ fn last_fault() -> Option<(u64, u64)> {
     status.faults.last().map(|fault| (fault.at, fault.number))
 }
 
-/// The fault of another tenant that ended this one's processes, after the `last` one that was known before. The daemon may need a
-/// moment to know.
-fn fault_that_ended(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
-    for _ in 0..ASKED.0 {
-        if let Some(fault) = known_fault(tenant, last) {
-            return Some(fault);
+/// Asks the daemon, and waits for one that is away, unless its folder has gone too; whether one was away.
+fn once_there<T>(
+    patience: Duration,
+    signals: &mut Signals,
+    ask: impl Fn() -> Result<T, ClientError>,
+) -> (Result<T, ClientError>, bool) {
+    let (began, mut away) = (Instant::now(), false);
+    loop {
+        let answer = ask();
+        let waits = match &answer {
+            Err(ClientError::NoDaemon { .. }) => paths::find().exists(),
+            Err(error) => error.is_leaving(),
+            Ok(_) => false,
+        };
+        if !waits || began.elapsed() >= patience || signals.lately().is_some() {
+            return (answer, away);
         }
-        std::thread::sleep(ASKED.1);
+        away = true;
+        signals.pass(None);
+        thread::sleep(AWAY_PAUSE);
     }
-    None
+}
+
+/// The fault of another tenant that ended this one's processes, after the `last` one that was known before. The daemon may need a
+/// moment to know. One that was away for less than `patience` has not seen it.
+fn fault_that_ended(
+    tenant: &str,
+    last: Option<(u64, u64)>,
+    signals: &mut Signals,
+    patience: Duration,
+) -> Option<Cause> {
+    let mut unseen = None;
+    for _ in 0..ASKED.0 {
+        let (known, away) = once_there(patience, signals, || known_fault(tenant, last));
+        match known {
+            Ok(Some(fault)) if fault.faulting_client.is_some() => return Some(Cause::Known),
+            Ok(Some(_)) => return Some(Cause::Unknown),
+            Ok(None) => unseen = unseen.or(away.then_some(Cause::Unseen)),
+            Err(_) => return None,
+        }
+        thread::sleep(ASKED.1);
+    }
+    unseen
 }
 
 /// The first fault of another tenant, after the `last` one, by which this one lost its context, as far as is known.
-fn known_fault(tenant: &str, last: Option<(u64, u64)>) -> Option<Fault> {
-    let status = client::block(async |client| client.status().await).ok()?;
+fn known_fault(tenant: &str, last: Option<(u64, u64)>) -> Result<Option<Fault>, ClientError> {
+    let status = client::block(async |client| client.status().await)?;
     let mut faults = status.faults.into_iter();
     let by_it =
         |fault: &Fault| is_newer(fault, last) && fault.others.iter().any(|other| other == tenant);
-    faults.find(by_it)
+    Ok(faults.find(by_it))
 }
 
 /// Whether a fault came after another one. A daemon that restarts counts anew.
@@ -293,19 +362,18 @@ mod tests {
 
     #[test]
     fn pauses_grow_and_faults_without_faulting_client_end_patience_until_a_long_run() {
-        let (known, unknown) = (fault(0, 1, Some("bad")), fault(0, 1, None));
         let short = Duration::from_secs(1);
         let mut patience = Patience::default();
         let pauses: Vec<_> = (0..8)
-            .map(|_| patience.pause(short, &known).unwrap().as_millis())
+            .map(|_| patience.pause(short, Cause::Known).unwrap().as_millis())
             .collect();
         assert_eq!(pauses, [100, 200, 400, 800, 1600, 3200, 5000, 5000]);
-        let mut unexplained = || patience.pause(short, &unknown).is_some();
+        let mut unexplained = || patience.pause(short, Cause::Unknown).is_some();
         assert_eq!(
             [unexplained(), unexplained(), unexplained()],
             [true, true, false]
         );
-        assert_eq!(patience.pause(HEALTHY, &unknown), Some(PAUSES.0));
+        assert_eq!(patience.pause(HEALTHY, Cause::Unseen), Some(PAUSES.0));
     }
 
     #[test]

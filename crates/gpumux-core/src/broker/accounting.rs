@@ -264,15 +264,27 @@ impl Accounting {
             };
             self.devices.remove(&name);
         }
-        let device = self
-            .devices
-            .entry(uuid.to_owned())
-            .or_insert_with(|| Device::new(capacity, self.returns.is_some()));
+        let device = self.add_device(uuid, capacity);
         device.measured = true;
         if device.capacity != capacity {
             device.resize(capacity);
         }
         device.look(now, used);
+    }
+
+    /// A device that may be new: what tenants are guaranteed holds there, too.
+    fn add_device(&mut self, uuid: &str, capacity: u64) -> &mut Device {
+        let fresh = || {
+            let mut device = Device::new(capacity, self.returns.is_some());
+            for (tenant, share) in &self.shares {
+                let confined = self.confined.get(tenant);
+                if confined.is_none_or(|devices| devices.contains(uuid)) {
+                    let _ = guarantee_here(&mut device, *tenant, *share);
+                }
+            }
+            device
+        };
+        self.devices.entry(uuid.to_owned()).or_insert_with(fresh)
     }
 
     /// A process names a device that no driver may have reported.
@@ -286,10 +298,7 @@ impl Accounting {
         let measured = self.devices.values().any(|it| it.measured);
         let full = self.devices.len() >= MAX_DEVICES;
         if believed && !measured && !full {
-            let device = self
-                .devices
-                .entry(uuid.to_owned())
-                .or_insert_with(|| Device::new(total, self.returns.is_some()));
+            let device = self.add_device(uuid, total);
             if total > device.capacity {
                 device.resize(total);
             }

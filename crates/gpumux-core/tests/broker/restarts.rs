@@ -121,24 +121,28 @@ fn memory_of_a_tenant_that_never_has_a_session_is_foreign_at_last() {
 
 #[test]
 pub(crate) fn guarantee_is_kept_while_a_borrower_has_not_returned() {
-    let mut world = world(50 * GIB);
-    comes_back(&mut world, 2, 0);
-    let (_, booked) = world.broker.booked(DEVICE).expect("the device");
-    assert_eq!(booked[&TenantId(2)], 50 * GIB);
-    let guaranteed = |world: &World| {
-        let line = world.broker.lines().remove(0);
-        let mut entries = line.entries.into_iter();
-        entries
-            .find(|it| it.0 == TenantId(2))
-            .map(|it| it.1.share.guaranteed)
-    };
-    assert_eq!(guaranteed(&world), Some(50 * GIB));
-    comes_back(&mut world, 1, 60 * GIB);
-    world.run_for(Micros::from_secs(10));
-    assert_eq!(guaranteed(&world), Some(50 * GIB));
-    world.ask(ProcessId(2), 7, 50 * GIB);
-    world.run_for(Micros::from_secs(30));
-    assert_eq!(answer(&world), Some(50 * GIB));
+    let known_before = world(50 * GIB);
+    let mut known_after = world(0);
+    known_after.terms(2, Class::Batch, 50 * GIB);
+    for mut world in [known_before, known_after] {
+        comes_back(&mut world, 2, 0);
+        let (_, booked) = world.broker.booked(DEVICE).expect("the device");
+        assert_eq!(booked[&TenantId(2)], 50 * GIB);
+        let guaranteed = |world: &World| {
+            let line = world.broker.lines().remove(0);
+            let mut entries = line.entries.into_iter();
+            entries
+                .find(|it| it.0 == TenantId(2))
+                .map(|it| it.1.share.guaranteed)
+        };
+        assert_eq!(guaranteed(&world), Some(50 * GIB));
+        comes_back(&mut world, 1, 60 * GIB);
+        world.run_for(Micros::from_secs(10));
+        assert_eq!(guaranteed(&world), Some(50 * GIB));
+        world.ask(ProcessId(2), 7, 50 * GIB);
+        world.run_for(Micros::from_secs(30));
+        assert_eq!(answer(&world), Some(50 * GIB));
+    }
 }
 
 #[test]
@@ -191,4 +195,26 @@ pub(crate) fn a_restart_counts_memory_once() {
     // The other program ends, which two looks show.
     world.event(look(80 * GIB + context));
     assert_eq!(occupied(&world), empty + context);
+}
+
+/// The driver reports the devices after the tenants are known: a guarantee holds also where its tenant has nothing yet.
+#[test]
+fn guarantee_holds_on_a_device_that_is_reported_later() {
+    let mut world = World::before_a_look(CAPACITY, u64::MAX);
+    let (owner, borrower) = (world.tenant(1, Class::Latency, 60 * GIB), 2);
+    world.measure();
+    world.measure();
+    let guaranteed = |world: &World| {
+        let line = &world.broker.lines()[0];
+        let own = line.entries.iter().find(|(id, _)| *id == TenantId(1));
+        own.map(|(_, entry)| entry.share.guaranteed)
+    };
+    assert_eq!(guaranteed(&world), Some(60 * GIB));
+    world.tenant(borrower, Class::Batch, 0);
+    world.set_busy(borrower, true);
+    assert_eq!(world.allocate(borrower, 90 * GIB), 90 * GIB);
+    // The borrower has only come, and always has work.
+    world.ask(owner, 7, 60 * GIB);
+    world.run_for(Micros::from_secs(4));
+    assert_eq!(world.grants.get(&(owner, 7)), Some(&(60 * GIB)));
 }

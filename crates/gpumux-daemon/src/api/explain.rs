@@ -115,7 +115,7 @@ fn neighbours(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> Vec<Neighb
             name: other.name.clone(),
             class: other.class,
             state: other.state,
-            guaranteed: other.spec.guaranteed,
+            guaranteed: other.guaranteed(),
             gpus: common().map(|uuid| gpu(uuid, devices)).collect(),
             received: common()
                 .map(|uuid| share_of(other, uuid))
@@ -134,7 +134,7 @@ fn entitlement(tenant: &Tenant, devices: &[Device]) -> String {
         Class::Batch => "a batch tenant has what the others leave",
     };
     let mut parts = vec![format!("{class} (weight {})", spec.weight)];
-    parts.push(match spec.guaranteed {
+    parts.push(match tenant.guaranteed() {
         share if share > 0.0 => format!("{} guaranteed", Percent(share)),
         _ => "nothing guaranteed".into(),
     });
@@ -233,7 +233,7 @@ fn why(
                 device.state
             ));
         }
-        if entitled(tenant, uuid) + NOTHING < tenant.spec.guaranteed {
+        if entitled(tenant, uuid) + NOTHING < tenant.guaranteed() {
             parts.push(format!(
                 "More is guaranteed to the tenants on {} than it has.",
                 gpu(uuid, devices)
@@ -565,6 +565,14 @@ fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
                 "nothing: it receives what it is entitled to; `gpumux set {name} --limit 100%` lets it have more than {}",
                 percent(tenant.spec.limit)
             ),
+            // What is guaranteed to all leaves nothing that a weight divides.
+            _ if (tenant.devices.iter())
+                .all(|uuid| entitled(tenant, uuid) <= tenant.guaranteed() + NOTHING) =>
+            {
+                format!(
+                    "nothing: it receives what is guaranteed to it; `gpumux set {name} --guaranteed SHARE` gives it more, if the others' guarantees leave that"
+                )
+            }
             _ => format!(
                 "nothing: it receives what it is entitled to; `gpumux set {name} --weight 2` or `--guaranteed 50%` gives it more"
             ),

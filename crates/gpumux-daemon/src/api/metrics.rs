@@ -207,7 +207,7 @@ const PROMISED: [Shown<Tenant>; 4] = [
             Some("ratio"),
             "Share of each device that is guaranteed.",
         ),
-        |t| t.spec.guaranteed,
+        Tenant::guaranteed,
     ),
     (
         (

@@ -447,6 +447,14 @@ pub struct Tenant {
 }
 
 impl Tenant {
+    /// The share of each of its devices that is guaranteed to it now: none while its guarantees have lapsed.
+    pub fn guaranteed(&self) -> f64 {
+        match self.lapsed {
+            true => 0.0,
+            false => self.spec.guaranteed,
+        }
+    }
+
     /// The members of its group, of all tenants, that keep more SMs until they end than its guarantee leaves them.
     pub fn hindered_by<'a>(&self, all: &'a [Self]) -> Vec<&'a str> {
         let group = |it: &Self| match it.placement.way {

@@ -218,6 +218,11 @@ impl Command {
                 send(answer, ());
             }
             Self::ShownMemory(tenant, answer) => send(answer, engine.moves.shown(tenant)),
+            // After a move to another device a tenant is awake.
+            Self::Sleep(tenant, answer) if engine.relocations.contains_key(&tenant) => {
+                let why = "it is on its way to another GPU".into();
+                send(answer, Err(MoveError::Busy(why)));
+            }
             Self::Sleep(tenant, answer) => {
                 let sleep = |request| Event::Sleep(tenant, request);
                 engine.moves.request(&mut engine.state, sleep, answer);

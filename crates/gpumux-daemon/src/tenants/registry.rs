@@ -126,9 +126,7 @@ impl Tenants {
     async fn take_over(self: &Arc<Self>, saved: Saved) -> Result<(), TenantError> {
         let living = |process: ProcessId| Some((process, process.watch()?));
         let holders: Vec<_> = saved.holders.into_iter().filter_map(living).collect();
-        if holders.is_empty() && !saved.kept {
-            return Ok(());
-        }
+        let ended = holders.is_empty() && !saved.kept;
         let policy = self.users.policy(saved.uid).await;
         let mut table = self.table.lock().await;
         let id = table.next_id();
@@ -147,7 +145,10 @@ impl Tenants {
             spec: given,
             answer,
         };
-        let (spec, error) = self.scheduler.ask(admit).await?;
+        let (spec, error) = match ended {
+            true => (saved.spec, None),
+            false => self.scheduler.ask(admit).await?,
+        };
         if let Some(error) = error {
             tracing::warn!(tenant = saved.name, %error, "an old guarantee does not fit any more");
         }
@@ -173,6 +174,11 @@ impl Tenants {
             uncontrolled: None,
         };
         table.insert(tenant);
+        if ended {
+            // No daemon was there to see it.
+            self.remove(&mut table, id).await;
+            return Ok(());
+        }
         self.sit_again(&mut table, id).await?;
         for (process, fd) in holders {
             self.hold(&mut table, id, Some(process), fd);

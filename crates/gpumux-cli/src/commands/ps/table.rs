@@ -77,7 +77,7 @@ pub(super) fn sort(tenants: &mut [Tenant], by: Sort) {
         Sort::Class => a.class.cmp(&b.class),
         Sort::State => a.state.cmp(&b.state),
         Sort::Share => down(shares(a), shares(b)),
-        Sort::Guaranteed => down(a.spec.guaranteed, b.spec.guaranteed),
+        Sort::Guaranteed => down(a.guaranteed(), b.guaranteed()),
         Sort::Wait => down(wait(a), wait(b)),
         Sort::Memory => in_use(b).cmp(&in_use(a)),
     });
@@ -147,7 +147,7 @@ fn row(tenant: &Tenant, devices: &[Device]) -> Vec<String> {
             false => gpus.join(","),
         },
         share,
-        guarantee(tenant.spec.guaranteed),
+        guarantee(tenant.guaranteed()),
         waited(tenant).map_or_else(|| "-".into(), percent),
         memory,
         tenant.command.clone(),
@@ -233,7 +233,7 @@ pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> S
             row.push(device.map_or_else(dash, |device| index(device, devices)));
             row.push(device.map_or_else(dash, |device| percent(received(tenant, device))));
             row.push(entitled.map_or_else(dash, percent));
-            row.push(guarantee(tenant.spec.guaranteed));
+            row.push(guarantee(tenant.guaranteed()));
             row.push(percent(tenant.spec.limit));
             row.push(tenant.spec.weight.to_string());
             row.push(waited(tenant).map_or_else(dash, percent));
@@ -301,8 +301,14 @@ fn sharing(placement: &Placement) -> String {
     }
 }
 
-/// A line about a guarantee that does not hold inside a group, if it does not.
+/// A line about a guarantee that does not hold now, if it does not.
 pub(super) fn hindered(tenant: &Tenant, all: &[Tenant]) -> String {
+    if tenant.lapsed {
+        return format!(
+            "{}: its guarantees have lapsed, as it had no work for long; they hold again when it has work, if they fit then\n",
+            tenant.name
+        );
+    }
     let by = tenant.hindered_by(all);
     match by.is_empty() {
         true => String::new(),

@@ -59,7 +59,7 @@ pub(super) fn detail(view: &View, answer: &Answer) -> Vec<Line<'static>> {
     let facts = [
         ("class", tenant.class.to_string()),
         ("state", tenant.state.to_string()),
-        ("guaranteed", percent(spec.guaranteed)),
+        ("guaranteed", percent(tenant.guaranteed())),
         ("limit", percent(spec.limit)),
         ("weight", spec.weight.to_string()),
         ("user", tenant.uid.to_string()),
