@@ -262,6 +262,36 @@ async fn status_that_the_server_refuses_is_written_otherwise_or_reported() {
     driver.stop().await;
 }
 
+/// The server stores numbers as Go writes them. Changes that are not the driver's business lead to no write.
+#[tokio::test(flavor = "multi_thread")]
+async fn status_that_says_nothing_new_is_not_written_again() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let share = json!({"weight": 2});
+    let claim = node.claim("c", "gpumux-preemptible", json!({}), Some(share));
+    kubelet.prepare_one(&claim).await.unwrap();
+    let resize = async |weight: u64| {
+        let text = json!({"weight": weight}).to_string();
+        node.api
+            .annotate("team", "c", "gpumux.dev/share", Some(&text));
+        let written = |api: &Api| {
+            let claim = api.claim("team", "c")?;
+            let now = claim.pointer("/status/devices/0/data/weight")?;
+            (*now == weight).then_some(())
+        };
+        node.api.until(written).await;
+        node.api.calls("patch resourceclaims/status")
+    };
+    let before = resize(3).await;
+    for n in 0..3 {
+        let note = Some(n.to_string());
+        node.api
+            .annotate("team", "c", "example.com/note", note.as_deref());
+    }
+    assert_eq!(resize(4).await, before + 1);
+    driver.stop().await;
+}
+
 /// What the DaemonSet controller does with a surge: the old instance ends once the new one has been ready for long enough; without a
 /// probe a container is ready as soon as it runs.
 fn old_one_ends(set: &Value, runs_s: u64, ready_s: Option<u64>) -> bool {
