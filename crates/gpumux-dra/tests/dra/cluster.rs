@@ -309,6 +309,34 @@ fn old_one_ends(set: &Value, runs_s: u64, ready_s: Option<u64>) -> bool {
     ready_s.is_some_and(|ready_s| ready_s >= enough)
 }
 
+/// The ports of the node that a pod of this DaemonSet takes: on the node's network, the API server gives each port of a container to it.
+fn node_ports(set: &Value) -> Vec<u64> {
+    let pod = &set["spec"]["template"]["spec"];
+    let containers = pod["containers"].as_array().unwrap().iter();
+    let ports = containers.flat_map(|it| it["ports"].as_array().cloned().unwrap_or_default());
+    let taken = |port: Value| match pod["hostNetwork"] == true {
+        true => port["containerPort"].as_u64(),
+        false => port["hostPort"].as_u64(),
+    };
+    ports.filter_map(taken).collect()
+}
+
+/// During an update, the scheduler must find room for the new instance beside the old one.
+#[test]
+fn two_instances_of_the_driver_fit_on_a_node() {
+    for own_network in [true, false] {
+        let values = json!({"metrics": {"hostNetwork": own_network}});
+        let objects = chart::render_with(&values);
+        let sets = objects.iter().filter(|it| it["kind"] == "DaemonSet");
+        for set in sets {
+            let surge = &set["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"];
+            if surge.as_u64().is_some_and(|surge| surge > 0) {
+                assert_eq!(node_ports(set), [0; 0], "{}", set["metadata"]["name"]);
+            }
+        }
+    }
+}
+
 /// B6: of a broken release, no instance takes over.
 #[tokio::test(flavor = "multi_thread")]
 async fn broken_release_leaves_the_good_one_in_place() {
