@@ -1,6 +1,6 @@
 //! What a real Kubernetes 1.36.2 control plane showed that fakes had not: each test was one of its faults.
 
-use std::path::PathBuf;
+use std::{collections::BTreeSet, path::PathBuf};
 
 use gpumux_daemon::client::Client as Daemon;
 use gpumux_dra::{
@@ -307,6 +307,67 @@ fn old_one_ends(set: &Value, runs_s: u64, ready_s: Option<u64>) -> bool {
     };
     let enough = set["spec"]["minReadySeconds"].as_u64().unwrap_or(0);
     ready_s.is_some_and(|ready_s| ready_s >= enough)
+}
+
+/// Verb and resource of each right that the chart's role gives the driver.
+fn rights() -> BTreeSet<String> {
+    let objects = chart::render();
+    let is_role = |object: &&Value| {
+        object["kind"] == "ClusterRole" && object["metadata"]["name"] == "gpumux-dra"
+    };
+    let role = objects.iter().find(is_role).unwrap();
+    let texts = |list: &Value| -> Vec<String> { serde_json::from_value(list.clone()).unwrap() };
+    let rules = role["rules"].as_array().unwrap().iter();
+    rules
+        .flat_map(|rule| {
+            let (verbs, resources) = (texts(&rule["verbs"]), texts(&rule["resources"]));
+            verbs.into_iter().flat_map(move |verb| {
+                let right = move |resource: &String| format!("{verb} {resource}");
+                resources.iter().map(right).collect::<Vec<_>>()
+            })
+        })
+        .collect()
+}
+
+/// The role allows what the driver asks for in its life, and nothing else.
+#[tokio::test(flavor = "multi_thread")]
+async fn driver_uses_each_of_its_rights_and_no_other() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim("c", "gpumux-preemptible", json!({}), None);
+    kubelet.prepare_one(&claim).await.unwrap();
+    let resize = Some(r#"{"weight": 2}"#);
+    node.api.annotate("team", "c", "gpumux.dev/share", resize);
+    let reported = |api: &Api| {
+        let mut events = api.events("team").into_iter();
+        events.find(|(reason, _)| reason == "ShareResized")
+    };
+    node.api.until(reported).await;
+    let watched = async {
+        while node.api.calls("watch resourceclaims") == 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(gpumux_tests::PATIENCE, watched)
+        .await
+        .expect("a watch of claims");
+    driver.stop().await;
+    // A node that loses devices has fewer slices.
+    let slices = kube::Api::all(node.api.client.clone());
+    let own = gpumux_dra::publish::node(&node.api.client, "node1")
+        .await
+        .unwrap();
+    let many: Vec<_> = (0..40).map(device).collect();
+    for devices in [&many[..], &many[..1]] {
+        gpumux_dra::publish::reconcile(&slices, &own, devices)
+            .await
+            .unwrap();
+    }
+    let mut used = node.api.used();
+    // From 1.36 the real server also asks whether a status is that of the driver's own devices, on its own node.
+    assert!(used.contains("patch resourceclaims/status"));
+    used.insert("associated-node:patch resourceclaims/driver".to_owned());
+    assert_eq!(used, rights());
 }
 
 /// The ports of the node that a pod of this DaemonSet takes: on the node's network, the API server gives each port of a container to it.
