@@ -355,10 +355,18 @@ fn facts(share: &Share, spec: &TenantSpec) -> serde_json::Value {
         "class": spec.class.name(),
         "guaranteed": {"compute": milli(spec.guaranteed)},
         "limit": {"compute": milli(spec.limit)},
-        "weight": spec.weight,
+        "weight": number(spec.weight),
         "memory": {"guaranteed": spec.memory_guaranteed, "limit": spec.memory_limit},
         "accounted": share.guaranteed(),
     })
+}
+
+/// As the API server stores it: a whole number has no fraction. Otherwise what is there would seem to differ, and be written again.
+fn number(value: f64) -> serde_json::Value {
+    match value.fract() == 0.0 {
+        true => json!(value as i64),
+        false => json!(value),
+    }
 }
 
 #[cfg(test)]

@@ -402,11 +402,16 @@ fn serve_metrics(
     endpoints: Endpoints,
 ) -> AbortHandle {
     tasks.spawn(async move {
+        let mut warned = false;
         let listener = loop {
             match tokio::net::TcpListener::bind(address).await {
                 Ok(listener) => break listener,
                 // During a rolling update the older instance has it.
-                Err(error) => tracing::warn!(%address, %error, "no metrics yet"),
+                Err(error) if !warned => {
+                    tracing::warn!(%address, %error, "no metrics until the address is free");
+                    warned = true;
+                }
+                Err(_) => {}
             }
             tokio::time::sleep(WAIT_EVERY).await;
         };

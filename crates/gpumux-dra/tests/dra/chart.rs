@@ -143,11 +143,25 @@ struct PodMonitorSpec {
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 struct MetricsEndpoint {
-    port: String,
     interval: String,
+    relabelings: Vec<Relabeling>,
     honor_labels: bool,
     #[serde(skip_serializing_if = "Option::is_none")]
     authorization: Option<MetricsAuthorization>,
+}
+
+#[derive(serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "camelCase", deny_unknown_fields)]
+struct Relabeling {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    action: Option<String>,
+    source_labels: Vec<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    regex: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    target_label: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    replacement: Option<String>,
 }
 
 #[derive(serde::Serialize, serde::Deserialize)]

@@ -1,6 +1,6 @@
 //! What a real Kubernetes 1.36.2 control plane showed that fakes had not: each test was one of its faults.
 
-use std::path::PathBuf;
+use std::{collections::BTreeSet, path::PathBuf};
 
 use gpumux_daemon::client::Client as Daemon;
 use gpumux_dra::{
@@ -262,6 +262,36 @@ async fn status_that_the_server_refuses_is_written_otherwise_or_reported() {
     driver.stop().await;
 }
 
+/// The server stores numbers as Go writes them. Changes that are not the driver's business lead to no write.
+#[tokio::test(flavor = "multi_thread")]
+async fn status_that_says_nothing_new_is_not_written_again() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let share = json!({"weight": 2});
+    let claim = node.claim("c", "gpumux-preemptible", json!({}), Some(share));
+    kubelet.prepare_one(&claim).await.unwrap();
+    let resize = async |weight: u64| {
+        let text = json!({"weight": weight}).to_string();
+        node.api
+            .annotate("team", "c", "gpumux.dev/share", Some(&text));
+        let written = |api: &Api| {
+            let claim = api.claim("team", "c")?;
+            let now = claim.pointer("/status/devices/0/data/weight")?;
+            (*now == weight).then_some(())
+        };
+        node.api.until(written).await;
+        node.api.calls("patch resourceclaims/status")
+    };
+    let before = resize(3).await;
+    for n in 0..3 {
+        let note = Some(n.to_string());
+        node.api
+            .annotate("team", "c", "example.com/note", note.as_deref());
+    }
+    assert_eq!(resize(4).await, before + 1);
+    driver.stop().await;
+}
+
 /// What the DaemonSet controller does with a surge: the old instance ends once the new one has been ready for long enough; without a
 /// probe a container is ready as soon as it runs.
 fn old_one_ends(set: &Value, runs_s: u64, ready_s: Option<u64>) -> bool {
@@ -277,6 +307,95 @@ fn old_one_ends(set: &Value, runs_s: u64, ready_s: Option<u64>) -> bool {
     };
     let enough = set["spec"]["minReadySeconds"].as_u64().unwrap_or(0);
     ready_s.is_some_and(|ready_s| ready_s >= enough)
+}
+
+/// Verb and resource of each right that the chart's role gives the driver.
+fn rights() -> BTreeSet<String> {
+    let objects = chart::render();
+    let is_role = |object: &&Value| {
+        object["kind"] == "ClusterRole" && object["metadata"]["name"] == "gpumux-dra"
+    };
+    let role = objects.iter().find(is_role).unwrap();
+    let texts = |list: &Value| -> Vec<String> { serde_json::from_value(list.clone()).unwrap() };
+    let rules = role["rules"].as_array().unwrap().iter();
+    rules
+        .flat_map(|rule| {
+            let (verbs, resources) = (texts(&rule["verbs"]), texts(&rule["resources"]));
+            verbs.into_iter().flat_map(move |verb| {
+                let right = move |resource: &String| format!("{verb} {resource}");
+                resources.iter().map(right).collect::<Vec<_>>()
+            })
+        })
+        .collect()
+}
+
+/// The role allows what the driver asks for in its life, and nothing else.
+#[tokio::test(flavor = "multi_thread")]
+async fn driver_uses_each_of_its_rights_and_no_other() {
+    let mut node = Node::new().await;
+    let (driver, kubelet) = node.start().await;
+    let claim = node.claim("c", "gpumux-preemptible", json!({}), None);
+    kubelet.prepare_one(&claim).await.unwrap();
+    let resize = Some(r#"{"weight": 2}"#);
+    node.api.annotate("team", "c", "gpumux.dev/share", resize);
+    let reported = |api: &Api| {
+        let mut events = api.events("team").into_iter();
+        events.find(|(reason, _)| reason == "ShareResized")
+    };
+    node.api.until(reported).await;
+    let watched = async {
+        while node.api.calls("watch resourceclaims") == 0 {
+            tokio::time::sleep(std::time::Duration::from_millis(10)).await;
+        }
+    };
+    tokio::time::timeout(gpumux_tests::PATIENCE, watched)
+        .await
+        .expect("a watch of claims");
+    driver.stop().await;
+    // A node that loses devices has fewer slices.
+    let slices = kube::Api::all(node.api.client.clone());
+    let own = gpumux_dra::publish::node(&node.api.client, "node1")
+        .await
+        .unwrap();
+    let many: Vec<_> = (0..40).map(device).collect();
+    for devices in [&many[..], &many[..1]] {
+        gpumux_dra::publish::reconcile(&slices, &own, devices)
+            .await
+            .unwrap();
+    }
+    let mut used = node.api.used();
+    // From 1.36 the real server also asks whether a status is that of the driver's own devices, on its own node.
+    assert!(used.contains("patch resourceclaims/status"));
+    used.insert("associated-node:patch resourceclaims/driver".to_owned());
+    assert_eq!(used, rights());
+}
+
+/// The ports of the node that a pod of this DaemonSet takes: on the node's network, the API server gives each port of a container to it.
+fn node_ports(set: &Value) -> Vec<u64> {
+    let pod = &set["spec"]["template"]["spec"];
+    let containers = pod["containers"].as_array().unwrap().iter();
+    let ports = containers.flat_map(|it| it["ports"].as_array().cloned().unwrap_or_default());
+    let taken = |port: Value| match pod["hostNetwork"] == true {
+        true => port["containerPort"].as_u64(),
+        false => port["hostPort"].as_u64(),
+    };
+    ports.filter_map(taken).collect()
+}
+
+/// During an update, the scheduler must find room for the new instance beside the old one.
+#[test]
+fn two_instances_of_the_driver_fit_on_a_node() {
+    for own_network in [true, false] {
+        let values = json!({"metrics": {"hostNetwork": own_network}});
+        let objects = chart::render_with(&values);
+        let sets = objects.iter().filter(|it| it["kind"] == "DaemonSet");
+        for set in sets {
+            let surge = &set["spec"]["updateStrategy"]["rollingUpdate"]["maxSurge"];
+            if surge.as_u64().is_some_and(|surge| surge > 0) {
+                assert_eq!(node_ports(set), [0; 0], "{}", set["metadata"]["name"]);
+            }
+        }
+    }
 }
 
 /// B6: of a broken release, no instance takes over.

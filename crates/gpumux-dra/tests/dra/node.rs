@@ -262,7 +262,7 @@ async fn slices_come_back_and_follow_the_devices() {
     };
     assert_eq!(node.api.until(tainted).await[0].effect, "NoExecute");
     // As it is, nothing more is written.
-    let writes = node.api.calls("put resourceslices");
+    let writes = node.api.calls("update resourceslices");
     let pool = slices::Node {
         name: "node1".into(),
         uid: "u".into(),
@@ -276,7 +276,7 @@ async fn slices_come_back_and_follow_the_devices() {
     gpumux_dra::publish::reconcile(&api, &pool, &[broken])
         .await
         .unwrap();
-    assert_eq!(node.api.calls("put resourceslices"), writes);
+    assert_eq!(node.api.calls("update resourceslices"), writes);
     drop(published);
 }
 

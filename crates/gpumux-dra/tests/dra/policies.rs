@@ -1,6 +1,9 @@
 //! What is written in other languages, evaluated: the chart's CEL expressions on good and bad objects, and the book's PromQL.
 
-use std::{collections::BTreeSet, sync::Arc};
+use std::{
+    collections::{BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use cel::{Context, Env, extractors::This};
 use gpumux_dra::{metrics, quantity, slices};
@@ -21,6 +24,8 @@ fn context() -> Context<'static, 'static> {
     let mut context = Context::with_env(Arc::new(Env::stdlib()));
     let whole = |text: Arc<String>| quantity::parse(&Quantity(text.to_string())).unwrap() as i64;
     context.add_function("quantity", whole).unwrap();
+    let is_quantity = |text: Arc<String>| quantity::parse(&Quantity(text.to_string())).is_ok();
+    context.add_function("isQuantity", is_quantity).unwrap();
     let compare = |This(this): This<i64>, other: i64| (this - other).signum();
     context.add_function("compareTo", compare).unwrap();
     let split = |This(this): This<Arc<String>>, at: Arc<String>| {
@@ -30,6 +35,27 @@ fn context() -> Context<'static, 'static> {
     };
     context.add_function("split", split).unwrap();
     context
+}
+
+/// As the API server reads JSON: a whole number is an int, whatever its sign.
+fn read(value: &Value) -> cel::Value {
+    match value {
+        Value::Null => cel::Value::Null,
+        Value::Bool(flag) => (*flag).into(),
+        Value::String(text) => text.as_str().into(),
+        Value::Array(items) => items.iter().map(read).collect::<Vec<_>>().into(),
+        Value::Object(fields) => {
+            let fields = fields.iter();
+            let fields: HashMap<_, _> = fields
+                .map(|(name, value)| (name.clone(), read(value)))
+                .collect();
+            fields.into()
+        }
+        Value::Number(number) => match number.as_i64() {
+            Some(whole) => whole.into(),
+            None => number.as_f64().unwrap().into(),
+        },
+    }
 }
 
 fn evaluate(expression: &Value, context: &Context<'_, '_>) -> Value {
@@ -55,9 +81,9 @@ fn refusals(policy: &str, request: &Value) -> Vec<String> {
         .unwrap();
     let mut context = context();
     for name in ["object", "oldObject", "namespaceObject"] {
-        context.add_variable(name, request[name].clone()).unwrap();
+        context.add_variable_from_value(name, read(&request[name]));
     }
-    context.add_variable("request", request.clone()).unwrap();
+    context.add_variable_from_value("request", read(request));
     let list = |name: &str| policy["spec"][name].as_array().cloned().unwrap_or_default();
     let applies = |condition: &Value| evaluate(&condition["expression"], &context) == true;
     if !list("matchConditions").iter().all(applies) {
@@ -66,13 +92,11 @@ fn refusals(policy: &str, request: &Value) -> Vec<String> {
     let mut variables = json!({});
     for variable in list("variables") {
         // Each may use those before it.
-        context
-            .add_variable("variables", variables.clone())
-            .unwrap();
+        context.add_variable_from_value("variables", read(&variables));
         let name = variable["name"].as_str().unwrap();
         variables[name] = evaluate(&variable["expression"], &context);
     }
-    context.add_variable("variables", variables).unwrap();
+    context.add_variable_from_value("variables", read(&variables));
     let mut found = Vec::new();
     for validation in list("validations") {
         if evaluate(&validation["expression"], &context) != true {
@@ -135,6 +159,8 @@ fn impossible_claims_are_refused_with_the_reason() {
         (exactly("gpumux-preemptible", json!({"compute": "0"})), None),
         (exactly("gpu.example.com", json!({"cores": "5000"})), None),
         (json!({}), None),
+        // The real API server's objects have the field always.
+        (json!({"devices": {"requests": null}}), None),
         (
             json!({"devices": {"requests": [{"name": "gpu", "firstAvailable":
                 [{"name": "big", "deviceClassName": "gpu.example.com"}]}]}}),
@@ -214,6 +240,25 @@ fn impossible_claims_are_refused_with_the_reason() {
             Some("weight is 0.001 to 1000"),
         ),
         (with(json!({"sleep": {}})), Some("sleep.afterSeconds")),
+        (with(json!({"sleep": 5})), Some("sleep.afterSeconds")),
+        (
+            with(json!({"sleep": {"afterSeconds": 5, "more": 1}})),
+            Some("sleep.afterSeconds"),
+        ),
+        (with(json!({"limit": "500"})), Some("limit of 10 to 1000")),
+        (with(json!({"limit": 500.5})), Some("limit of 10 to 1000")),
+        (
+            with(json!({"weight": "2"})),
+            Some("weight is 0.001 to 1000"),
+        ),
+        (
+            with(json!({"memoryLimit": "8Gi", "trustDomain": "team-a"})),
+            None,
+        ),
+        (with(json!({"memoryLimit": "requested"})), None),
+        (with(json!({"memoryLimit": "lots"})), Some("memoryLimit is")),
+        (with(json!({"memoryLimit": 5})), Some("memoryLimit is")),
+        (with(json!({"trustDomain": 5})), Some("trustDomain is")),
     ] {
         let of = |policy: &str, mut object: Value| {
             object["metadata"] = json!({});
@@ -361,7 +406,7 @@ fn each_class_selects_its_devices() {
             let mut context = context();
             let shared = device.allow_multiple_allocations.unwrap_or(false);
             let seen = json!({"driver": gpumux_dra::DRIVER, "allowMultipleAllocations": shared});
-            context.add_variable("device", seen).unwrap();
+            context.add_variable_from_value("device", read(&seen));
             let selectors = class["spec"]["selectors"].as_array().unwrap();
             selectors
                 .iter()

@@ -247,6 +247,11 @@ impl Api {
             .unwrap_or(0)
     }
 
+    /// Each verb and kind that was asked for.
+    pub fn used(&self) -> BTreeSet<String> {
+        self.state.lock().unwrap().calls.keys().cloned().collect()
+    }
+
     /// All requests so far.
     pub fn all_calls(&self) -> usize {
         self.state.lock().unwrap().calls.values().sum()

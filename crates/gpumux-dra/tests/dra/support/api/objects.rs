@@ -84,8 +84,34 @@ pub(super) fn merge_status(inner: &mut Inner, key: Key, patch: &Value) -> Result
             format!("status.{field}: Invalid value: field is immutable"),
         );
     }
-    claim["status"]["devices"] = patch["status"]["devices"].clone();
-    Ok(inner.store(key, claim))
+    claim["status"]["devices"] = as_go_writes(&patch["status"]["devices"]);
+    Ok(store_change(inner, key, claim))
+}
+
+/// What the real server stores of JSON that it encodes anew: a whole number has no fraction.
+fn as_go_writes(value: &Value) -> Value {
+    match value {
+        Value::Object(fields) => {
+            let fields = fields.iter();
+            fields
+                .map(|(name, value)| (name.clone(), as_go_writes(value)))
+                .collect()
+        }
+        Value::Array(items) => items.iter().map(as_go_writes).collect(),
+        Value::Number(number) => match number.as_f64() {
+            Some(float) if number.is_f64() && float.fract() == 0.0 => json!(float as i64),
+            _ => value.clone(),
+        },
+        _ => value.clone(),
+    }
+}
+
+/// A write that changes nothing makes no version, and no watch reports it.
+fn store_change(inner: &mut Inner, key: Key, object: Value) -> Value {
+    match inner.objects.get(&key) {
+        Some(there) if *there == object => object,
+        _ => inner.store(key, object),
+    }
 }
 
 /// Server-side apply of `status.devices`, a list by driver, pool, device and share.
@@ -156,7 +182,7 @@ pub(super) fn apply_status(
         .cloned()
         .unwrap_or_default();
     devices.retain(|device| !before.contains(&id(device)) && !ids.contains(&id(device)));
-    devices.extend(applied);
+    devices.extend(applied.iter().map(as_go_writes));
     claim["status"]["devices"] = json!(devices);
-    Ok(inner.store(key, claim))
+    Ok(store_change(inner, key, claim))
 }

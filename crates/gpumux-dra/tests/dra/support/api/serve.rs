@@ -92,10 +92,16 @@ pub(super) async fn handle(State(api): State<Api>, request: Request) -> Response
     let watch = query
         .get("watch")
         .is_some_and(|watch| watch == "true" || watch == "1");
-    let verb = if watch {
-        "watch".to_owned()
-    } else {
-        parts.method.as_str().to_lowercase()
+    // As roles name it.
+    let verb = match (parts.method.as_str(), &target.name) {
+        ("GET", _) if watch => "watch",
+        ("GET", None) => "list",
+        ("GET", Some(_)) => "get",
+        ("POST", _) => "create",
+        ("PUT", _) => "update",
+        ("PATCH", _) => "patch",
+        ("DELETE", _) => "delete",
+        (other, _) => other,
     };
     let of = format!(
         "{verb} {}{}",
