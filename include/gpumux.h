@@ -48,6 +48,12 @@ uint64_t gpumux_begin(void) __attribute__((weak));
 /* The request of a gpumux_begin is done. */
 void gpumux_end(uint64_t request) __attribute__((weak));
 
+/*
+ * Adds to what the program has done, in a unit of its own: tokens, samples, steps. Once it is used, scaling profiles and `gpumux profile`
+ * compare the program with itself by this, and not by the number of kernels and graphs; `gpumux ps --json` and the metrics show the sum.
+ */
+void gpumux_progress(uint64_t units) __attribute__((weak));
+
 /* What a program may say of its device memory, and the answers. */
 enum {
     GPUMUX_KEEP = 0,         /* its contents count; this is so at first */
@@ -189,6 +195,12 @@ static inline void gpumux_end_if_there(uint64_t request)
 {
     if (gpumux_end)
         gpumux_end(request);
+}
+
+static inline void gpumux_progress_if_there(uint64_t units)
+{
+    if (gpumux_progress)
+        gpumux_progress(units);
 }
 
 static inline int gpumux_advise_if_there(uint64_t address, uint64_t bytes, int advice)

@@ -5,6 +5,7 @@
     gpumux.hint(expected_us=300)      # a request came in: its work reaches the GPU in about 300 µs
     with gpumux.request():            # `gpumux ps --json` shows count, median and 99% of request times
         model(prepare(data))
+    gpumux.progress(len(tokens))      # tokens per second feed the scaling profiles
     gpumux.advise(cache.data_ptr(), cache.nbytes, gpumux.DISCARDABLE)  # its contents need not survive a move
     gpumux.on_reclaim(function)       # has it free memory when others need some
     gpumux.sleep()                    # all memory of the tenant moves to the host, until its next work
@@ -47,6 +48,7 @@ def _function(name: str, result: Any, *arguments: Any) -> Any:
 _hint = _function("gpumux_hint", ctypes.c_int, ctypes.c_int, ctypes.c_uint)
 _begin = _function("gpumux_begin", ctypes.c_uint64)
 _end = _function("gpumux_end", None, ctypes.c_uint64)
+_progress = _function("gpumux_progress", None, ctypes.c_uint64)
 _advise = _function("gpumux_advise", ctypes.c_int, ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int)
 _on_reclaim = _function("gpumux_on_reclaim", ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
 
@@ -107,6 +109,12 @@ def end(request: int) -> None:
     """The request of a `begin` is done."""
     if _end:
         _end(request)
+
+
+def progress(units: int) -> None:
+    """So much more is done, in a unit of the program's own (tokens, samples): scaling profiles then compare the program with itself by it."""
+    if _progress and units > 0:
+        _progress(units)
 
 
 @contextlib.contextmanager

@@ -153,6 +153,13 @@ class Blocks:
         """During a step, what it may have; else all that are not in use."""
         return self._available if self._in_step else self._free
 
+    @property
+    def usage(self) -> float:
+        """Part of the blocks that are in use, or not to be had while others lack memory; the first is vLLM's own, which is never free."""
+        room = min(len(self._blocks), self.memory.target() // self.memory.granule * self._per)
+        used = len(self._blocks) - self._free
+        return 1 - max(0, min(self._free, room - used)) / (len(self._blocks) - 1)
+
     def popleft(self) -> Any:
         """One block."""
         return self.popleft_n(1)[0]

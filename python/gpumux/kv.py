@@ -16,6 +16,7 @@ memory at once; without a device, of the host's memory. `Pool.kind` and a warnin
 
 from __future__ import annotations
 
+import atexit
 import collections
 import ctypes
 import heapq
@@ -541,7 +542,6 @@ class _DLTensor(ctypes.Structure):
 
 
 class _DLManagedTensor(ctypes.Structure):
-    # Without a deleter: the memory is the pool's until it is closed.
     _fields_ = [("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p)]
 
 
@@ -563,8 +563,12 @@ def _dtype(name: str) -> tuple[int, int]:
 class Tensor:
     """A pool's pages, or a part of a kept buffer, as an array, by DLPack (`torch.from_dlpack`, `cupy.from_dlpack`, `numpy.from_dlpack`)."""
 
-    def __init__(self, pool: Any, shape: tuple[int, ...], dtype: str, offset: int = 0) -> None:
+    def __init__(
+        self, pool: Any, shape: tuple[int, ...], dtype: str, offset: int = 0, released: Callable[[], object] | None = None
+    ) -> None:
+        """`released` is called when its reader has no array of it any more, by whichever thread lets the last one go."""
         self.pool, self.shape, self.dtype, self.offset = pool, shape, dtype, offset
+        self.released = released
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (_CPU, 0) if self.pool.kind == "host" else (_CUDA, self.pool.device)
@@ -578,9 +582,25 @@ class Tensor:
         managed.tensor.ndim, managed.tensor.shape = len(self.shape), shape
         managed.tensor.code, managed.tensor.bits = _dtype(self.dtype)
         managed.tensor.lanes = 1
-        # Its readers may look at it for as long as they live.
-        _exported.append((self.pool, shape, managed))
+        managed.deleter = ctypes.cast(_deleter, ctypes.c_void_p)
+        _exported[ctypes.addressof(managed)] = self, shape, managed
         return _capsule(ctypes.addressof(managed), b"dltensor", None)
 
 
-_exported: list[Any] = []
+# What readers look at, until they let it go.
+_exported: dict[int, tuple[Tensor, Any, _DLManagedTensor]] = {}
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+def _deleter(address: int) -> None:
+    tensor = _exported.pop(address)[0]
+    if tensor.released:
+        tensor.released()
+
+
+@atexit.register
+def _leave() -> None:
+    """Readers may end after Python, whose functions they can't call then: what they look at stays."""
+    for _tensor, _shape, managed in list(_exported.values()):
+        managed.deleter = None
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_exported))

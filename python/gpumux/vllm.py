@@ -27,6 +27,7 @@ except ImportError as error:
         f"gpumux.vllm is for vLLM 0.24, not vLLM {vllm.__version__} ({error}): leave --worker-cls out (the KV cache has a fixed size then)"
     ) from error
 
+import gpumux
 from gpumux import kv
 from gpumux._blocks import Blocks, layout
 
@@ -150,6 +151,18 @@ def need(scheduler: Any) -> tuple[int, int]:
     return running * groups, more * groups
 
 
+def counting(base: type) -> type:
+    """A scheduler of vLLM's that reports new tokens as progress, for scaling profiles."""
+
+    class Scheduler(base):  # type: ignore[misc]
+        def update_from_output(self, *arguments: Any, **options: Any) -> Any:
+            result = super().update_from_output(*arguments, **options)
+            gpumux.progress(sum(len(it.new_token_ids) for client in result.values() for it in client.outputs))
+            return result
+
+    return Scheduler
+
+
 def scheduler_class(base: type, memory: Memory) -> type:
     """A scheduler of vLLM's whose free blocks have memory when a step uses them."""
 
@@ -181,6 +194,13 @@ def scheduler_class(base: type, memory: Memory) -> type:
             self.gpumux.end(not self.running and not self._waits())
             return result
 
+        def make_stats(self, *arguments: Any, **options: Any) -> Any:
+            stats = super().make_stats(*arguments, **options)
+            if stats is not None:
+                # Routers compare replicas by it: addresses without memory are no room.
+                stats.kv_cache_usage = self.gpumux.usage
+            return stats
+
     return Scheduler
 
 
@@ -198,14 +218,15 @@ class Worker(GpuWorker):
         except Unfit as why:
             logger.warning("gpumux: the KV cache has a fixed size: %s", why)
         super().initialize_from_config(kv_cache_config)
-        if not self.gpumux:
-            return
-        if not self.gpumux.is_of(self.model_runner.kv_caches[0]):
+        if self.gpumux and not self.gpumux.is_of(self.model_runner.kv_caches[0]):
             logger.warning("gpumux: the KV cache has a fixed size: vLLM has not taken it from gpumux's memory")
             self.gpumux = None
-            return
         config = self.vllm_config.scheduler_config
-        config.scheduler_cls = scheduler_class(AsyncScheduler if config.async_scheduling else SyncScheduler, self.gpumux)
+        base = counting(AsyncScheduler if config.async_scheduling else SyncScheduler)
+        if not self.gpumux:
+            config.scheduler_cls = config.scheduler_cls or base
+            return
+        config.scheduler_cls = scheduler_class(base, self.gpumux)
         logger.info(
             "gpumux: the KV cache is elastic: %d blocks of %d KiB, %d in a granule",
             kv_cache_config.num_blocks, self.gpumux.stride >> 10, self.gpumux.range.granule // self.gpumux.stride,

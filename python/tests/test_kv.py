@@ -2,6 +2,7 @@
 
 import ctypes
 import random
+import subprocess
 import sys
 import unittest
 import warnings
@@ -67,6 +68,13 @@ class Taken:
 def made(*arguments: int, **options: int) -> kv.Pool:
     with mock.patch.object(kv, "_Elastic", Taken):
         return kv.Pool(*arguments, **options)
+
+
+def read(capsule: object) -> kv._DLManagedTensor:
+    """What a reader finds in a capsule."""
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    return kv._DLManagedTensor.from_address(pointer(capsule, b"dltensor"))
 
 
 class Pages(unittest.TestCase):
@@ -157,6 +165,27 @@ class Pages(unittest.TestCase):
         for shape, dtype in (((5, MIB), "uint8"), ((4,), "complex64"), ((4,), "float7")):
             with self.assertRaises(ValueError):
                 pool.tensor(shape, dtype)
+
+    def test_reader_that_lets_a_tensor_go_releases_it(self) -> None:
+        released = []
+        pool = made(4 * MIB, MIB, granule_bytes=2 * MIB)
+        managed = read(kv.Tensor(pool, (8,), "uint8", 2 * MIB, released=lambda: released.append(1)).__dlpack__())
+        self.assertEqual((managed.tensor.data, list(kv._exported)), (pool.address + 2 * MIB, [ctypes.addressof(managed)]))
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(managed.deleter)(ctypes.addressof(managed))
+        self.assertEqual((released, kv._exported), ([1], {}))
+
+    def test_tensor_that_outlives_python_calls_nothing(self) -> None:
+        # What is registered first is called last.
+        program = f"""
+import atexit, sys
+atexit.register(lambda: print(managed.deleter, len(kv._exported)))
+sys.path.insert(0, {str(Path(__file__).resolve().parent)!r})
+from test_kv import kv, made, read
+managed = read(made(2 << 20, 1 << 20).tensor().__dlpack__())
+assert managed.deleter
+"""
+        out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+        self.assertEqual(out, "None 1\n")
 
     def test_wrong_sizes_are_refused(self) -> None:
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):

@@ -44,8 +44,13 @@ class Scheduler:
         queue = self.kv_cache_manager.block_pool.free_block_queue
         return queue.popleft_n(min(self.wish, queue.num_free_blocks))
 
-    def update_from_output(self, freed: list) -> None:
+    def update_from_output(self, freed: list) -> dict:
         self.kv_cache_manager.block_pool.free_block_queue.prepend_n(freed)
+        # Of each client, what requests have: the first is still in its prompt.
+        return {0: Some(outputs=[Some(new_token_ids=[]), Some(new_token_ids=[5])]), 1: Some(outputs=[Some(new_token_ids=[7, 8])])}
+
+    def make_stats(self, there: bool = True) -> Some:
+        return Some(kv_cache_usage=-1) if there else None
 
 
 class GpuWorker:
@@ -158,7 +163,9 @@ class Workers(unittest.TestCase):
             with self.assertLogs("vllm.gpumux", "WARNING") as logs:
                 started(config, given)
             self.assertIn("fixed size", logs.output[0])
-            self.assertEqual((given.kv_cache_tensors[1].size, config.scheduler_config.scheduler_cls), (before, chosen))
+            self.assertEqual(given.kv_cache_tensors[1].size, before)
+            used = config.scheduler_config.scheduler_cls
+            self.assertTrue(used == chosen or chosen is None and used.__mro__[1] is Scheduler)
 
     def test_version_without_vllm_s_modules_is_named(self) -> None:
         spec = importlib.util.spec_from_file_location("gpumux_vllm_of_another_version", module.__file__)
@@ -179,15 +186,15 @@ class Workers(unittest.TestCase):
 
 class Steps(unittest.TestCase):
     def setUp(self) -> None:
-        self.config = cache()
-        worker = started(configuration(), self.config)
+        self.config, config = cache(), configuration()
+        worker = started(config, self.config)
         self.range = worker.gpumux.range
         worker.gpumux.clear = lambda _first, _count: None
         self.device = Device()
         patch = mock.patch.object(module, "fence", self.device.fence)
         patch.start()
         self.addCleanup(patch.stop)
-        self.scheduler = module.scheduler_class(Scheduler, worker.gpumux)(self.config, 128)
+        self.scheduler = config.scheduler_config.scheduler_cls(self.config, 128)
 
     def test_need_counts_running_and_first_waiting_requests(self) -> None:
         scheduler = self.scheduler
@@ -206,6 +213,25 @@ class Steps(unittest.TestCase):
         scheduler.waiting, self.device.given = [], 1
         scheduler.update_from_output(found)
         self.assertEqual([self.range.state(it) for it in range(4)], [kv.IN_USE, kv.FREE, kv.OUT, kv.OUT])
+
+    def test_new_tokens_are_reported_as_progress(self) -> None:
+        with mock.patch.object(module.gpumux, "progress") as progress:
+            self.scheduler.update_from_output([])
+        progress.assert_called_once_with(3)
+
+    def test_usage_counts_memory_that_is_not_to_be_had(self) -> None:
+        scheduler = self.scheduler
+        self.range.target = lambda: 64 * MIB
+        scheduler.waiting, scheduler.wish = [Some(num_tokens=600)], 31
+        scheduler.schedule()
+        usage = lambda: scheduler.make_stats().kv_cache_usage  # noqa: E731
+        self.assertAlmostEqual(usage(), 31 / 127)
+        # Others lack memory: two granules of 32 blocks may stay, then one.
+        self.range.target = lambda: 32 * MIB
+        self.assertAlmostEqual(usage(), (127 - 32) / 127)
+        self.range.target = lambda: 16 * MIB
+        self.assertEqual(usage(), 1)
+        self.assertIsNone(scheduler.make_stats(there=False))
 
     def test_refused_memory_is_a_shorter_step(self) -> None:
         self.range.room = 1

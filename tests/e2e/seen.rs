@@ -474,3 +474,26 @@ fn page_address_without_its_secret_shows_and_changes_nothing() {
     );
     assert_eq!(node.find_tenant("night").unwrap()["class"], "latency");
 }
+
+#[test]
+fn progress_that_a_program_reports_is_shown() {
+    const PROGRAM: &str = r#"
+import sys
+sys.path.insert(0, sys.argv[1])
+import gpumux
+use_device()
+for tokens in (40, 0, -3, 2):
+    gpumux.progress(tokens)
+print("reported", flush=True)
+sys.stdin.readline()
+"#;
+    let node = Node::start();
+    let Some(program) = crate::memory::python(&node, PROGRAM) else {
+        return;
+    };
+    let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../python");
+    let words = format!("{program} {folder}");
+    let mut serve = Process::start(&mut node.tenant("--name serve", &words));
+    serve.wait_lines(1);
+    node.wait_tenant("serve", |it| it["progress"] == 42);
+}

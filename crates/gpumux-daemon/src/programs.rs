@@ -1,9 +1,9 @@
 //! What is known of programs: scaling profiles and what neighbours cost them, by user and fingerprint. Measured on
 //! purpose (`gpumux profile`), and learnt from every run.
 //!
-//! The measure of throughput is how much work (kernels, graphs) a process gives to its device per second. A process can
-//! run ahead of its device by a queue's length only, so over seconds that is what the device does. It says nothing
-//! about different programs, but compares one with itself.
+//! The measure of throughput is what a program reports as done per second (`gpumux_progress`: tokens, samples), else how much
+//! work (kernels, graphs) it gives to its device. A process can run ahead of its device by a queue's length only, so over seconds
+//! that is what the device does. It says nothing about different programs, but compares one with itself.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -50,6 +50,9 @@ struct Known {
     program: Program,
     /// Its curve was measured on purpose: runs don't change it.
     profiled: bool,
+    /// Rates are of progress that it reports.
+    #[serde(default)]
+    reported: bool,
     /// Seconds since 1970.
     learnt: u64,
 }
@@ -97,19 +100,20 @@ impl Programs {
             curve: known.program.curve().points().collect(),
             beside: known.program.beside().collect(),
             profiled: known.profiled,
+            reported: known.reported,
             learnt: known.learnt,
         };
         table.known.iter().map(show).collect()
     }
 
     /// A curve that was measured on purpose.
-    pub(crate) fn teach(&self, uid: u32, fingerprint: &str, curve: &[(u32, f64)]) {
+    pub(crate) fn teach(&self, uid: u32, fingerprint: &str, curve: &types::NewCurve) {
         let mut table = self.table();
         let known = table.entry(uid, fingerprint);
         // What neighbours cost it was measured against the old one.
         known.program = Program::default();
-        known.program.set_curve(curve.iter().copied());
-        known.profiled = true;
+        known.program.set_curve(curve.curve.iter().copied());
+        (known.profiled, known.reported) = (true, curve.reported);
         self.writer.changed();
     }
 
@@ -126,13 +130,22 @@ impl Programs {
         forgotten
     }
 
-    fn learn(&self, uid: u32, fingerprint: &str, seen: &Observation) {
+    /// Learns from a while of a run, whose work is progress that the program `reported` or pieces of work. Progress replaces what
+    /// was learnt of pieces; later pieces, such as those of a start, are no measure then. A profile stays in its unit.
+    fn learn(&self, uid: u32, fingerprint: &str, seen: &Observation, reported: bool) {
         let mut table = self.table();
         let known = table.known.get(&(uid, fingerprint.to_owned()));
-        let mut program = known.map(|it| it.program.clone()).unwrap_or_default();
-        let profiled = known.is_some_and(|it| it.profiled);
-        if program.learn(seen, profiled) {
-            table.entry(uid, fingerprint).program = program;
+        let mut known = known.cloned().unwrap_or_default();
+        if known.reported != reported {
+            if known.reported || known.profiled {
+                return;
+            }
+            known = Known::default();
+        }
+        if known.program.learn(seen, known.profiled) {
+            let entry = table.entry(uid, fingerprint);
+            (entry.program, entry.profiled, entry.reported) =
+                (known.program, known.profiled, reported);
             self.writer.changed();
         }
     }
@@ -187,6 +200,7 @@ struct Sight {
     domains: Vec<u64>,
     places: BTreeSet<Place>,
     work: u64,
+    progress: u64,
     waited_us: u64,
     /// In which it had work itself.
     busy_us: u64,
@@ -227,7 +241,8 @@ pub(crate) async fn watch(tenants: Weak<Tenants>) {
             let seen = observations(&list, &before.1, &now.1, seconds);
             for (tenant, seen) in steady(&mut beside, seen) {
                 let fingerprint = tenant.placement.fingerprint.as_deref().unwrap_or_default();
-                tenants.programs.learn(tenant.uid, fingerprint, &seen);
+                let reported = now.1.get(&tenant.id).is_some_and(|it| it.progress > 0);
+                (tenants.programs).learn(tenant.uid, fingerprint, &seen, reported);
             }
             before = now;
         }
@@ -246,7 +261,9 @@ fn sights(view: &View) -> BTreeMap<TenantId, Sight> {
         let busy_us = view.busy_us.get(&domain.id).copied().unwrap_or(0);
         sight.domains.push(domain.id);
         sight.places.insert((domain.device.clone(), domain.group));
-        sight.work = view.counted.get(tenant).map_or(0, |counted| counted.work);
+        let counted = view.counted.get(tenant);
+        sight.work = counted.map_or(0, |counted| counted.work);
+        sight.progress = counted.map_or(0, |counted| counted.progress);
         sight.waited_us = sight.waited_us.max(domain.waited_us);
         sight.busy_us = sight.busy_us.max(busy_us);
     }
@@ -271,6 +288,12 @@ fn observations<'a>(
         if tenant.placement.fingerprint.is_none() || was.domains != is.domains {
             continue;
         }
+        let work = match (was.progress, is.progress) {
+            (_, 0) => is.work.saturating_sub(was.work),
+            // It began to report in between.
+            (0, _) => continue,
+            (was, is) => is.saturating_sub(was),
+        };
         // Neighbours that came or went in between count as there, and so does one that began nothing because its last piece of work still ran.
         let beside = |id: &TenantId| {
             let sight = now.get(id).or_else(|| before.get(id));
@@ -287,7 +310,7 @@ fn observations<'a>(
             seconds,
             waited: seconds_of(is.waited_us, was.waited_us),
             busy: seconds_of(is.busy_us, was.busy_us),
-            work: is.work.saturating_sub(was.work),
+            work,
             percent: match place.1 {
                 Some(_) => tenant.placement.sm_percent.unwrap_or(100),
                 None => 100,
@@ -326,6 +349,7 @@ mod tests {
             domains: vec![domain],
             places: [("GPU-0".into(), group)].into(),
             work,
+            progress: 0,
             waited_us: 10 * work,
             busy_us: 1000 * work,
         }
@@ -405,6 +429,13 @@ mod tests {
         Programs::load(dir.path().join("programs.json"))
     }
 
+    fn curve(points: &[(u32, f64)]) -> types::NewCurve {
+        types::NewCurve {
+            curve: points.to_vec(),
+            reported: false,
+        }
+    }
+
     fn seen(work: u64, beside: u32) -> Observation {
         Observation {
             seconds: 1.0,
@@ -458,7 +489,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("late/programs.json");
         let programs = Programs::load(file.clone());
-        programs.teach(1000, "train", &[(100, 1.0)]);
+        programs.teach(1000, "train", &curve(&[(100, 1.0)]));
         assert!(programs.save().await.is_err());
         std::fs::create_dir(dir.path().join("late")).unwrap();
         programs.save().await.unwrap();
@@ -476,12 +507,12 @@ mod tests {
     async fn what_was_taught_and_learnt_is_known_to_the_next_daemon() {
         let dir = tempfile::tempdir().unwrap();
         let first = programs(&dir);
-        first.teach(1000, "train", &[(25, 500.0), (100, 1000.0)]);
-        first.learn(1000, "train", &seen(400, 1));
+        first.teach(1000, "train", &curve(&[(25, 500.0), (100, 1000.0)]));
+        first.learn(1000, "train", &seen(400, 1), false);
         // What is seen of runs leaves a curve that was measured on purpose alone.
-        first.learn(1000, "train", &seen(9000, 0));
-        first.learn(1000, "serve", &seen(100, 0));
-        first.learn(1000, "rests", &seen(1, 0));
+        first.learn(1000, "train", &seen(9000, 0), false);
+        first.learn(1000, "serve", &seen(100, 0), false);
+        first.learn(1000, "rests", &seen(1, 0), false);
         first.save().await.unwrap();
         let next = programs(&dir);
         let list = next.list();
@@ -495,12 +526,58 @@ mod tests {
         assert!(next.find(1001, "train").is_none(), "it is another user's");
     }
 
+    #[test]
+    fn reported_progress_replaces_pieces_of_work_for_good() {
+        let dir = tempfile::tempdir().unwrap();
+        let programs = programs(&dir);
+        let rate = || programs.list()[0].curve[0].1;
+        programs.learn(1000, "serve", &seen(9000, 0), false);
+        assert_eq!((rate(), programs.list()[0].reported), (9000.0, false));
+        programs.learn(1000, "serve", &seen(500, 0), true);
+        // Its next start has work before it reports.
+        programs.learn(1000, "serve", &seen(9000, 0), false);
+        assert_eq!((rate(), programs.list()[0].reported), (500.0, true));
+        // Neighbours are compared with a profile only in its unit.
+        for unit in [false, true] {
+            let profile = types::NewCurve {
+                reported: unit,
+                ..curve(&[(25, 100.0), (100, 1000.0)])
+            };
+            programs.teach(1000, "serve", &profile);
+            programs.learn(1000, "serve", &seen(700, 1), !unit);
+            assert_eq!(programs.list()[0].beside, []);
+            programs.learn(1000, "serve", &seen(500, 1), unit);
+            assert_eq!(programs.list()[0].beside, [(1, 0.5)]);
+            assert_eq!(programs.list()[0].curve, profile.curve);
+        }
+    }
+
+    #[test]
+    fn progress_is_the_work_of_a_program_that_reports_it() {
+        let tenants = [tenant(1, "serve", None)];
+        let work = |was: u64, is: u64| -> Vec<u64> {
+            let look = |progress: u64, work: u64| {
+                let sight = Sight {
+                    progress,
+                    ..sight(1, None, work)
+                };
+                BTreeMap::from([(TenantId(1), sight)])
+            };
+            let seen = observations(&tenants, &look(was, 1000), &look(is, 3000), 2.0);
+            seen.iter().map(|(_, seen)| seen.work).collect()
+        };
+        assert_eq!(work(0, 0), [2000]);
+        assert_eq!(work(40, 100), [60]);
+        assert_eq!(work(40, 40), [0]);
+        assert!(work(0, 100).is_empty(), "the unit has changed in between");
+    }
+
     #[tokio::test]
     async fn only_its_owner_and_root_make_one_forgotten() {
         let dir = tempfile::tempdir().unwrap();
         let programs = programs(&dir);
         for uid in [1000, 1001] {
-            programs.teach(uid, "train", &[(100, 1.0)]);
+            programs.teach(uid, "train", &curve(&[(100, 1.0)]));
         }
         assert!(!programs.forget(1002, "train"));
         assert!(programs.forget(1000, "train"));

@@ -819,6 +819,14 @@ extern "C" fn gpumux_end(request: u64) {
     }
 }
 
+/// See `include/gpumux.h`.
+#[unsafe(no_mangle)]
+extern "C" fn gpumux_progress(units: u64) {
+    if let Some(page) = page() {
+        page.add_progress(units);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

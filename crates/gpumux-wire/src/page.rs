@@ -45,6 +45,8 @@ struct Layout {
     expired: Expiries,
     /// 1: a call of the program's own has returned that error to it. From revision 3 on.
     received: AtomicU64,
+    /// What the program reports as done, in a unit of its own, such as tokens; 0: it reports nothing, as do older libraries.
+    progress: AtomicU64,
     slots: [Slot; SLOTS],
     requests: Requests,
 }
@@ -228,6 +230,16 @@ impl Page {
         &self.0
     }
 
+    /// Adds to what the program reports as done. For the page's maker.
+    pub fn add_progress(&self, units: u64) {
+        self.layout().progress.fetch_add(units, Ordering::Relaxed);
+    }
+
+    /// What the program has reported as done, whatever the writer put there.
+    pub fn progress(&self) -> u64 {
+        self.layout().progress.load(Ordering::Relaxed)
+    }
+
     /// The times of the process's requests. Writing is for the page's maker, as for a slot.
     pub fn requests(&self) -> &Requests {
         &self.layout().requests
@@ -310,6 +322,19 @@ mod tests {
         assert_eq!(came(), second, "no pause");
         ours.came.store(u64::MAX, Ordering::Relaxed);
         assert_eq!(came().ago(), None, "whatever the writer says");
+    }
+
+    #[test]
+    fn progress_is_read_and_lies_where_older_pages_have_nothing() {
+        let (writer, file) = Page::create().unwrap();
+        let reader = Page::open(&file).unwrap();
+        assert_eq!(reader.progress(), 0);
+        writer.add_progress(40);
+        writer.add_progress(2);
+        assert_eq!(reader.progress(), 42);
+        // Between the words of older layouts and the slots, whose place has not changed.
+        assert_eq!(std::mem::offset_of!(Layout, progress), 40);
+        assert_eq!(std::mem::offset_of!(Layout, slots), 128);
     }
 
     #[test]

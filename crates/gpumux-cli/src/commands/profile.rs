@@ -40,8 +40,8 @@ Examples:
   gpumux profile --forget train
 
 The program runs once for every point, alone in a group, confined to so many percent of the SMs, and is ended \
-(SIGTERM) when it was measured. Throughput is the work (kernels, graphs) that it gives to the device per second in which no other \
-tenant kept it waiting. Its standard output is discarded.
+(SIGTERM) when it was measured. Throughput is what it reports as done (gpumux_progress: tokens, samples), else the work (kernels, graphs) \
+that it gives to the device, per second in which no other tenant kept it waiting. Its standard output is discarded.
 
 The daemon keeps the curve by the program's fingerprint: `gpumux run --trust NAME` of the same program divides the SMs of its \
 group by it, as with --utility. A fingerprint is made from the executable and the arguments, where the first that is a file counts with its whole path; \
@@ -99,6 +99,8 @@ struct Profile {
     points: Vec<Point>,
     /// What `gpumux run --utility` takes.
     utility: String,
+    /// Whether rates are of progress that the program reports; else of pieces of work.
+    reported: bool,
     /// Whether the daemon keeps it.
     kept: bool,
 }
@@ -106,7 +108,7 @@ struct Profile {
 #[derive(Clone, Copy, Debug, Serialize)]
 struct Point {
     percent: u32,
-    /// Pieces of work per second.
+    /// Pieces of work, or units of reported progress, per second.
     rate: f64,
     /// Of the rate at the largest percentage.
     relative: f64,
@@ -139,12 +141,22 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     for signal in [SIGTERM, SIGINT, SIGHUP] {
         signal_hook::flag::register(signal, Arc::clone(&stop))?;
     }
-    let mut points = Vec::new();
+    let (mut points, mut unit) = (Vec::new(), None);
     for percent in percents {
-        let (rate, spread) = measure(args, percent, &stop)
+        let (rate, spread, reported) = measure(args, percent, &stop)
             .with_context(|| format!("cannot measure at {percent}% of the SMs"))?;
+        ensure!(
+            *unit.get_or_insert(reported) == reported,
+            "at {percent}% of the SMs the program {} progress, at the points before it was otherwise: use a longer --warmup",
+            if reported { "reports" } else { "reports no" },
+        );
         eprintln!(
-            "{percent}% of the SMs: {rate:.1} pieces of work per second (± {:.0}%)",
+            "{percent}% of the SMs: {rate:.1} {} per second (± {:.0}%)",
+            if reported {
+                "units of progress"
+            } else {
+                "pieces of work"
+            },
             spread * 50.0
         );
         points.push(Point {
@@ -154,7 +166,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
             spread,
         });
     }
-    let profile = profile(args, points)?;
+    let profile = profile(args, points, unit.unwrap_or(false))?;
     match args.json {
         true => output::json(&profile)?,
         false => output::print(&shown(&profile))?,
@@ -163,7 +175,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
 }
 
 /// Puts the points in relation and has the daemon keep them.
-fn profile(args: &Args, mut points: Vec<Point>) -> anyhow::Result<Profile> {
+fn profile(args: &Args, mut points: Vec<Point>, reported: bool) -> anyhow::Result<Profile> {
     let most = points.last().map_or(0.0, |point| point.rate);
     ensure!(most > 0.0, "the program gave no work to the device");
     for point in &mut points {
@@ -174,6 +186,7 @@ fn profile(args: &Args, mut points: Vec<Point>) -> anyhow::Result<Profile> {
         let curve = points.iter().map(|point| (point.percent, point.rate));
         let curve = NewCurve {
             curve: curve.collect(),
+            reported,
         };
         client::block(async |client| client.teach(&fingerprint, &curve).await)?;
     }
@@ -182,12 +195,13 @@ fn profile(args: &Args, mut points: Vec<Point>) -> anyhow::Result<Profile> {
         utility: listed(utility),
         fingerprint,
         points,
+        reported,
         kept: !args.dry_run,
     })
 }
 
-/// Throughput at so many percent of the SMs, and how much it differed.
-fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64, f64)> {
+/// Throughput at so many percent of the SMs, how much it differed, and whether it is of reported progress.
+fn measure(args: &Args, percent: u32, stop: &AtomicBool) -> anyhow::Result<(f64, f64, bool)> {
     let shim = libraries::find(libraries::SHIM)?;
     let program = Path::new(&args.command[0]).file_name().unwrap_or_default();
     let tenant = NewTenant {
@@ -240,7 +254,7 @@ fn watch(
     name: &str,
     running: &mut Running,
     stop: &AtomicBool,
-) -> anyhow::Result<(f64, f64)> {
+) -> anyhow::Result<(f64, f64, bool)> {
     let mut pause = |time: Duration| -> anyhow::Result<()> {
         let begun = Instant::now();
         loop {
@@ -283,14 +297,12 @@ fn watch(
         .copied()
         .fold(f64::INFINITY, f64::min)
         .min(most);
-    Ok((
-        rate,
-        if rate > 0.0 {
-            (most - least) / rate
-        } else {
-            0.0
-        },
-    ))
+    let spread = if rate > 0.0 {
+        (most - least) / rate
+    } else {
+        0.0
+    };
+    Ok((rate, spread, first.progress > 0))
 }
 
 /// What a tenant had done at one moment.
@@ -298,6 +310,8 @@ fn watch(
 struct Look {
     at: Instant,
     work: u64,
+    /// 0: it reports none.
+    progress: u64,
     /// Of its processes' domains, that which was kept waiting most.
     waited_us: u64,
 }
@@ -308,15 +322,19 @@ fn look(name: &str) -> anyhow::Result<Look> {
     Ok(Look {
         at: Instant::now(),
         work: tenant.work,
+        progress: tenant.progress,
         waited_us: waited.max().unwrap_or(0),
     })
 }
 
-/// Pieces of work per second that it was not kept waiting.
+/// Progress, if there was some before, else pieces of work per second that it was not kept waiting.
 fn rate(from: Look, to: Look) -> anyhow::Result<f64> {
     let seconds = to.at.duration_since(from.at).as_secs_f64();
     let waited = to.waited_us.saturating_sub(from.waited_us) as f64 / 1e6;
-    let work = to.work.saturating_sub(from.work);
+    let work = match from.progress {
+        0 => to.work.saturating_sub(from.work),
+        before => to.progress.saturating_sub(before),
+    };
     throughput(work, seconds, waited).with_context(|| {
         format!(
             "other tenants kept it waiting for {:.0}% of the time: try again when they need less",
@@ -436,17 +454,22 @@ mod tests {
         let from = Look {
             at: Instant::now(),
             work: 100,
+            progress: 0,
             waited_us: 5_000_000,
         };
         let to = |work, waited_us| Look {
             at: from.at + Duration::from_secs(4),
             work,
+            progress: 0,
             waited_us,
         };
         assert_eq!(rate(from, to(300, 5_000_000)).unwrap(), 50.0);
         assert_eq!(rate(from, to(300, 7_000_000)).unwrap(), 100.0);
         let error = rate(from, to(300, 8_900_000)).unwrap_err().to_string();
         assert!(error.contains("98% of the time"), "{error}");
+        let tokens = |progress, look| Look { progress, ..look };
+        let (from, to) = (tokens(40, from), tokens(140, to(300, 5_000_000)));
+        assert_eq!(rate(from, to).unwrap(), 25.0);
     }
 
     #[test]
@@ -464,6 +487,7 @@ mod tests {
             fingerprint: "train.py-1".into(),
             points,
             utility,
+            reported: false,
             kept: true,
         };
         let text = shown(&profile);

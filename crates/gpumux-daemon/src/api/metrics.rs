@@ -228,7 +228,15 @@ const PROMISED: [Shown<Tenant>; 4] = [
 ];
 
 /// What a tenant's processes count.
-const HINTS: [Shown<Tenant>; 4] = [
+const HINTS: [Shown<Tenant>; 5] = [
+    (
+        (
+            "gpumux_tenant_progress",
+            None,
+            "What the program reported as done with gpumux_progress, in its own unit, such as tokens.",
+        ),
+        |t| t.progress as f64,
+    ),
     (
         (
             "gpumux_tenant_hints",
@@ -882,6 +890,7 @@ pub(crate) mod tests {
                 state: TenantState::Blocked,
                 placement: Default::default(),
                 work: 0,
+                progress: 700,
                 hints: HintFigures {
                     given: 4,
                     useful: 3,
@@ -1022,6 +1031,7 @@ pub(crate) mod tests {
             r#"gpumux_control_seconds_count{device="GPU-1",control="thaw"} 3"#,
             r#"gpumux_scheduler_step_seconds_bucket{le="0.1"} 4"#,
             r#"gpumux_scheduler_step_seconds_bucket{le="+Inf"} 5"#,
+            r#"gpumux_tenant_progress_total{tenant="web"} 700"#,
             r#"gpumux_tenant_useful_hints_total{tenant="web"} 3"#,
             r#"gpumux_tenant_hint_held_seconds_total{tenant="web"} 0.00025"#,
             r#"gpumux_tenant_request_seconds_bucket{le="0.000064",tenant="web"} 2"#,

@@ -593,7 +593,7 @@ async fn teach(
     Path(fingerprint): Path<String>,
     curve: Result<Json<NewCurve>, JsonRejection>,
 ) -> Result<StatusCode, Refused> {
-    let Json(NewCurve { curve }) = curve?;
+    let Json(curve) = curve?;
     let taught = async move { api.tenants.teach(peer.uid, &fingerprint, &curve).await };
     to_its_end(taught).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -756,6 +756,7 @@ fn show(tenant: Tenant, view: &View) -> types::Tenant {
         state,
         placement: tenant.placement,
         work: counted.map_or(0, |all| all.work),
+        progress: counted.map_or(0, |all| all.progress),
         hints: counted.map(|all| all.hints.into()).unwrap_or_default(),
         requests: counted
             .map(|all| (&all.requests).into())

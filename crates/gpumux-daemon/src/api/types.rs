@@ -332,8 +332,11 @@ pub struct Program {
     pub fingerprint: String,
     /// Whose tenants ran it.
     pub uid: u32,
-    /// Pieces of work per second at percentages of the SMs, without neighbours: `[percent, rate]`.
+    /// Pieces of work, or units of reported progress, per second at percentages of the SMs, without neighbours: `[percent, rate]`.
     pub curve: Vec<(u32, f64)>,
+    /// Whether rates are of progress that the program reports (`gpumux_progress`); else of pieces of work.
+    #[serde(default)]
+    pub reported: bool,
     /// Throughput relative to that alone beside so many others of its group that had work: `[others, part]`.
     pub beside: Vec<(u32, f64)>,
     /// Whether its curve was measured by `gpumux profile`; else it is what was seen of its runs.
@@ -346,8 +349,11 @@ pub struct Program {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize, ToSchema)]
 #[serde(deny_unknown_fields)]
 pub struct NewCurve {
-    /// Pieces of work per second at percentages of the SMs: `[percent, rate]`.
+    /// Pieces of work, or units of reported progress, per second at percentages of the SMs: `[percent, rate]`.
     pub curve: Vec<(u32, f64)>,
+    /// Whether rates are of reported progress.
+    #[serde(default)]
+    pub reported: bool,
 }
 
 impl Default for Placement {
@@ -422,6 +428,9 @@ pub struct Tenant {
     /// Pieces of work (kernels, graphs) that its processes gave to devices.
     #[serde(default)]
     pub work: u64,
+    /// What its processes reported as done (`gpumux_progress`), in a unit of their own, such as tokens; 0: they report nothing.
+    #[serde(default)]
+    pub progress: u64,
     /// How its processes took devices before their work arrived.
     pub hints: HintFigures,
     /// The requests that its processes marked.

@@ -134,6 +134,8 @@ pub(crate) struct Counted {
     /// Pieces of work given to devices. Work of which it is not sure for which of a context's groups it is counts
     /// for each of them, so the largest count is nearest.
     pub(crate) work: u64,
+    /// What the processes reported as done; 0: they report nothing.
+    pub(crate) progress: u64,
     pub(crate) hints: HintCounts,
     pub(crate) requests: RequestTimes,
 }
@@ -144,6 +146,7 @@ impl Counted {
         let slots = (0..SLOTS as u32).filter_map(|slot| page.slot(slot));
         Self {
             work: slots.clone().map(Slot::submitted).max().unwrap_or(0),
+            progress: page.progress(),
             hints: slots
                 .map(Slot::hints)
                 .fold(HintCounts::default(), HintCounts::plus),
@@ -154,6 +157,7 @@ impl Counted {
     pub(super) fn plus(self, other: &Self) -> Self {
         Self {
             work: self.work.saturating_add(other.work),
+            progress: self.progress.saturating_add(other.progress),
             hints: self.hints.plus(other.hints),
             requests: self.requests.plus(&other.requests),
         }
@@ -162,6 +166,7 @@ impl Counted {
     pub(super) fn since(self, before: &Self) -> Self {
         Self {
             work: self.work.saturating_sub(before.work),
+            progress: self.progress.saturating_sub(before.progress),
             hints: self.hints.since(before.hints),
             requests: self.requests.since(&before.requests),
         }

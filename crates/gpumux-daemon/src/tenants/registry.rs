@@ -32,8 +32,8 @@ use super::{
 };
 use crate::{
     api::types::{
-        Created, Ended, EventKind, Exit, Fault, LostOutput, NewTenant, Placement, Reported,
-        Setting, SpecChange,
+        Created, Ended, EventKind, Exit, Fault, LostOutput, NewCurve, NewTenant, Placement,
+        Reported, Setting, SpecChange,
     },
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
@@ -356,10 +356,10 @@ impl Tenants {
         &self,
         uid: u32,
         fingerprint: &str,
-        curve: &[(u32, f64)],
+        curve: &NewCurve,
     ) -> Result<(), TenantError> {
         check_fingerprint(Some(fingerprint))?;
-        check_curve(curve)?;
+        check_curve(&curve.curve)?;
         self.programs.teach(uid, fingerprint, curve);
         self.save_programs().await
     }

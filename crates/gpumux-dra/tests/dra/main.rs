@@ -1,5 +1,6 @@
 //! The driver against a kubelet, an API server and a scheduler that behave as recorded, and against the real daemon.
 
+mod autoscalers;
 mod chart;
 mod cluster;
 mod containers;

@@ -450,7 +450,7 @@ fn blocks(language: &str) -> Vec<&'static str> {
 }
 
 /// Everything under this key somewhere in an object.
-fn under<'a>(object: &'a Value, key: &str) -> Vec<&'a str> {
+pub(crate) fn under<'a>(object: &'a Value, key: &str) -> Vec<&'a str> {
     match object {
         Value::Object(map) => {
             let own = map.get(key).and_then(Value::as_str);
@@ -463,13 +463,17 @@ fn under<'a>(object: &'a Value, key: &str) -> Vec<&'a str> {
     }
 }
 
+/// The families of a scrape.
+pub(crate) fn types(text: &str) -> BTreeSet<&str> {
+    text.lines()
+        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
+        .collect()
+}
+
 #[test]
 fn the_books_queries_are_promql_on_series_that_there_are() {
     let text = metrics::render(&metrics::Facts::default());
-    let there: BTreeSet<_> = text
-        .lines()
-        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
-        .collect();
+    let there = types(&text);
     let objects: Vec<_> = blocks("yaml").into_iter().flat_map(documents).collect();
     let mut queries: Vec<String> = blocks("promql").into_iter().map(str::to_owned).collect();
     for key in ["query", "metricsQuery", "seriesQuery"] {
@@ -482,16 +486,21 @@ fn the_books_queries_are_promql_on_series_that_there_are() {
     }
     assert_eq!(queries.len(), 5);
     for query in queries {
-        // What the adapter for Prometheus puts there.
-        let query = query
-            .replace("<<.LabelMatchers>>", r#"namespace="prod""#)
-            .replace("<<.GroupBy>>", "pod");
-        let parsed = parser::parse(&query).unwrap_or_else(|error| panic!("{query}: {error}"));
-        let mut names = Names::default();
-        walk_expr(&mut names, &parsed).unwrap();
-        assert!(!names.0.is_empty(), "{query}");
-        for name in &names.0 {
+        for name in series(&query) {
             assert!(there.contains(name.as_str()), "{query}: there is no {name}");
         }
     }
+}
+
+/// The series that a query in PromQL reads.
+pub(crate) fn series(query: &str) -> BTreeSet<String> {
+    // What the adapter for Prometheus puts there.
+    let query = query
+        .replace("<<.LabelMatchers>>", r#"namespace="prod""#)
+        .replace("<<.GroupBy>>", "pod");
+    let parsed = parser::parse(&query).unwrap_or_else(|error| panic!("{query}: {error}"));
+    let mut names = Names::default();
+    walk_expr(&mut names, &parsed).unwrap();
+    assert!(!names.0.is_empty(), "{query}");
+    names.0.into_iter().collect()
 }

@@ -219,6 +219,10 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
         let error = tenants.create(&peer(0), wish).await.unwrap_err();
         assert!(error.to_string().contains(wrong), "{error}");
     }
+    let of = |curve: &[(u32, f64)]| NewCurve {
+        curve: curve.to_vec(),
+        reported: false,
+    };
     for curve in [
         &[][..],
         &[(50, -1.0)],
@@ -227,10 +231,10 @@ async fn what_makes_no_sense_of_a_program_is_refused() {
         &[(50, 1e16)],
         &[(1, 1.0); 101],
     ] {
-        let error = tenants.teach(0, "train", curve).await.unwrap_err();
+        let error = tenants.teach(0, "train", &of(curve)).await.unwrap_err();
         assert!(matches!(error, TenantError::BadCurve), "{error}");
     }
-    tenants.teach(1000, "train", &[(100, 1.0)]).await.unwrap();
+    (tenants.teach(1000, "train", &of(&[(100, 1.0)])).await).unwrap();
     let error = tenants.unlearn(1001, "train").await.unwrap_err();
     assert!(matches!(error, TenantError::NothingKnown(_)), "{error}");
     tenants.unlearn(1000, "train").await.unwrap();

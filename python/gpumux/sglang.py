@@ -1,0 +1,43 @@
+"""SGLang reports new tokens as progress, for scaling profiles, by a hook of its own registry (`sglang.srt.plugins`).
+
+SGLang finds `plugin` by the entry point of the installed package (`pip install gpumux`) and calls it in every process it starts. Under `gpumux run`
+nothing else is to be done; without it the plugin registers nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import gpumux
+
+TARGET = "sglang.srt.managers.scheduler.Scheduler.process_batch_result"
+VERSIONS = "0.5.15 to 0.5.23"
+_unfit = False
+
+
+def plugin() -> None:
+    """Registers the hook. Raises ImportError where SGLang has no registry."""
+    if not gpumux.present():
+        return
+    try:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # type: ignore[import-not-found,unused-ignore]
+    except ImportError as error:
+        raise ImportError(f"gpumux.sglang is for SGLang {VERSIONS}, which have a registry of hooks: {error}") from error
+    HookRegistry.register(TARGET, count, HookType.AFTER)
+
+
+def count(_result: Any, scheduler: Any, batch: Any, output: Any) -> None:
+    """Counts as SGLang's own throughput does: a token for each request of a decoding step, and drafts that were right. One rank counts for all of its group."""
+    global _unfit
+    if _unfit:
+        return
+    try:
+        if scheduler.ps.attn_tp_rank or scheduler.ps.pp_rank or not batch.forward_mode.is_decode():
+            return
+        tokens = len(batch.reqs) + (output.num_correct_drafts or 0)
+    except AttributeError as error:
+        _unfit = True
+        warnings.warn(f"gpumux.sglang is for SGLang {VERSIONS}: tokens are not counted ({error})", stacklevel=2)
+        return
+    gpumux.progress(tokens)
