@@ -51,7 +51,7 @@ class Fleet(unittest.TestCase):
             (folder / "b").write_text("2")
             self.assertNotEqual(traces.checksum(folder, ["a", "b"]), before)
 
-    def test_longest_wait_is_left_out_if_a_tenant_waits_for_ever(self) -> None:
+    def test_longest_wait_is_left_out_if_a_tenant_never_ran(self) -> None:
         need = {"gpus": 10, "waited": 0.5, "attained": 100.0, "longest_wait_s": 7}
         rows = fleet.lifetimes_rows("x", {"a": [need, need | {"longest_wait_s": None}], "b": [need | {"gpus": 20}]}, 2)
         self.assertEqual([(row["mode"], row["values"].get("longest_wait_s")) for row in rows], [("b", 7), ("a", None)])

@@ -121,8 +121,8 @@ pub enum Way {
     Caps(Rule),
     /// Guarantees; what others leave idle is shared, also memory above the guarantee.
     Gpumux,
-    /// No guarantees: tenants are placed by mean use, and memory of one that is idle in a window is on the host. On as
-    /// few GPUs as served the first half.
+    /// No guarantees: tenants are placed by mean use of time and memory, and memory of one that is idle in a window is on
+    /// the host. On as few GPUs as served the first half.
     GpumuxSwapped,
 }
 
@@ -187,7 +187,7 @@ pub struct Outcome {
 struct Known<'a> {
     /// Its guarantee.
     milli: u32,
-    /// What it uses in the mean, to the next percent.
+    /// The larger part of a GPU, of its time or its memory, that it uses in the mean, to the next percent.
     mean_milli: u32,
     /// The most memory that it had.
     memory_mib: u32,
@@ -205,7 +205,18 @@ fn known<'a>(recording: &'a Recording, setting: &Setting) -> Option<(u32, Vec<Kn
         used.sort_unstable();
         let nth = (used.len() * setting.covers_percent as usize).div_ceil(100);
         let covered = *used.get(nth.max(1) - 1)?;
-        let mean = used.iter().map(|used| u64::from(*used)).sum::<u64>() / used.len() as u64;
+        let busy = |sample: &Sample| sample.milli > 0;
+        let held: u64 = before()
+            .filter(busy)
+            .map(|sample| u64::from(sample.memory_mib))
+            .sum();
+        let held = held * u64::from(WHOLE) / u64::from(setting.card_mib.max(1));
+        let mean = used
+            .iter()
+            .map(|used| u64::from(*used))
+            .sum::<u64>()
+            .max(held)
+            / used.len() as u64;
         let percent = |milli: u32| (milli.div_ceil(10) * 10).clamp(10, WHOLE);
         Some(Known {
             milli: percent(covered),

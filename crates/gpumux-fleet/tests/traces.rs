@@ -238,7 +238,7 @@ fn time_slices_run_out_of_memory_and_caps_do_not() {
 }
 
 #[test]
-fn idle_share_goes_to_who_needs_more_but_not_under_caps() {
+fn idle_share_is_used_above_guarantees_but_not_caps() {
     let mut recording = constant(&[(300, 100), (300, 100)]);
     // More than its guarantee in the last window, while the other is idle.
     recording.get_mut("00").unwrap().get_mut(&3).unwrap().milli = 900;
