@@ -138,7 +138,7 @@ def lifetimes_rows(case: str, found: dict[str, list[dict[str, Any]]], seeds: int
     return rows
 
 
-def serving(folder: Path) -> list[dict[str, Any]]:
+def serving(folder: Path, seeds: int) -> list[dict[str, Any]]:
     """Rows of the results file with MuxServe's workloads."""
     lists = folder / "lists"
     hosts = [[f"host-{nth}", 128_000, 1_048_576, 8, "A100", 81_920] for nth in range(4)]
@@ -151,8 +151,8 @@ def serving(folder: Path) -> list[dict[str, Any]]:
         found, estimated = {}, {}
         for how in ("flexsm", "spatial"):
             placed = traces.write(lists / f"{how}-{scale}.csv", "mesh,gpus,name,percent", traces.muxserve_placement(measured[how]))
-            question = ("models", "--nodes", nodes, "--models", listed, "--profile", folder / traces.PROFILE, "--placement", placed)
-            found = asked(*question)
+            question = ("models", "--nodes", nodes, "--models", listed, "--profile", folder / traces.PROFILE)
+            found = asked(*question, "--placement", placed, "--seeds", str(seeds))
             estimated[how] = found["placement"]
         rates = {name: float(rate) for name, _, rate, *_ in models}
         served = {how: traces.muxserve_served(data, rates) for how, data in measured.items()}
@@ -352,7 +352,7 @@ LIFETIMES_NOTE = (
 
 SERVING_NOTE = (
     "Inputs: rates, profile and results of MuxServe (commit 2231480): 16 models with 7 to 65 billion parameters, nodes of eight A100 with "
-    "80 GB. GPUs in whole nodes; served in percent of the requests."
+    "80 GB. GPUs in whole nodes, mean over ten orders of the models; served in percent of the requests."
 )
 
 
@@ -390,7 +390,7 @@ def main() -> int:
     if options.what == "lifetimes":
         write("lifetimes", lifetimes(options.data, options.seeds), LIFETIMES_NOTE, options.out)
     if options.what == "serving":
-        write("serving", serving(options.data), SERVING_NOTE, options.out)
+        write("serving", serving(options.data, options.seeds), SERVING_NOTE, options.out)
     if options.what == "usage":
         write("usage", usage(options.data), USAGE_NOTE, options.out)
     if options.what == "replay":

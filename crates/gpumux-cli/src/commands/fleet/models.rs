@@ -13,7 +13,7 @@ use gpumux_fleet::{
 };
 use serde::{Deserialize, Serialize};
 
-use super::NONE;
+use super::{NONE, mean};
 use crate::{output, units};
 
 /// Find the GPUs that models need to serve their requests, for each way of sharing GPUs
@@ -33,6 +33,9 @@ pub(super) struct Args {
     /// A placement as MuxServe plans it (CSV: mesh,gpus,name,percent), to compare with
     #[arg(long, value_name = "FILE")]
     placement: Option<PathBuf>,
+    /// Orders of the models for the size of the fleet, each with the seeds 42, 43, ...
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seeds: u64,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -76,8 +79,8 @@ struct Placed {
 #[derive(Serialize)]
 struct Way {
     sharing: String,
-    /// The smallest fleet of such nodes for all models. None if four times the nodes are too few.
-    gpus: Option<usize>,
+    /// The smallest fleet of such nodes for all models, mean over the orders. None if four times the nodes are too few.
+    gpus: Option<f64>,
     /// Shares of GPUs that the models ask for together, in GPUs.
     asked: f64,
     /// Memory that they ask for, in GPUs.
@@ -126,7 +129,9 @@ pub(super) fn run(args: &Args) -> anyhow::Result<()> {
         let pods: Vec<Pod> = tenants.into_iter().map(|(_, pod)| pod).collect();
         ways.push(Way {
             sharing: sharing.name(),
-            gpus: needed(&nodes, &pods, sharing, 42, 1, &[]).map(|need| need.gpus),
+            gpus: mean(&(42..42 + args.seeds).collect::<Vec<_>>(), |seed| {
+                needed(&nodes, &pods, sharing, *seed, 1, &[]).map(|need| need.gpus as f64)
+            }),
             asked: slots.iter().map(asked).sum(),
             asked_memory: (slots.iter())
                 .map(|slot| f64::from(slot.copies * slot.gpus) * f64::from(slot.memory_mib))
@@ -191,7 +196,7 @@ fn text(report: &Report) -> String {
     rows.extend(report.ways.iter().map(|way| {
         vec![
             way.sharing.clone(),
-            way.gpus.map_or(NONE.into(), |gpus| gpus.to_string()),
+            way.gpus.map_or(NONE.into(), |gpus| format!("{gpus:.0}")),
             format!("{:.1}", way.asked),
             format!("{:.1}", way.asked_memory),
             format!("{:.1}%", way.served),
