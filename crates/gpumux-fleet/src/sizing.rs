@@ -35,10 +35,11 @@ pub enum Sharing {
 
 impl Sharing {
     /// All that are compared.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Exclusive,
         Self::TimeSliced(2),
         Self::TimeSliced(4),
+        Self::Fractions(Rule::Random),
         Self::Fractions(Rule::BestFit),
         Self::Fractions(Rule::GpuPacking),
         Self::Fractions(Rule::Fgd),

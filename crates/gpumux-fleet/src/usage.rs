@@ -128,12 +128,13 @@ pub enum Way {
 
 impl Way {
     /// All that are compared.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::Dedicated,
         Self::TimeSliced(2),
         Self::TimeSliced(4),
         Self::Mps(2),
         Self::Mps(4),
+        Self::Caps(Rule::Random),
         Self::Caps(Rule::BestFit),
         Self::Caps(Rule::GpuPacking),
         Self::Caps(Rule::Fgd),
