@@ -32,7 +32,6 @@ Examples:
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --json
   gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
   gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --over-time
-  gpumux fleet models --nodes scenarios/fleet/hosts.csv --models scenarios/fleet/models.csv --profile scenarios/fleet/profile.json
   gpumux fleet usage --usage scenarios/fleet/usage.csv --card 81920
 
 Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023.
