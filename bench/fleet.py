@@ -3,7 +3,8 @@
 `fetch` downloads the lists of nodes and pods, and FGD's published results, into a folder and checks them. `replay` runs
 the command on the seventeen inputs and writes results/fleet-replay.json: per input and policy the mean over the orders of
 arrival, and as modes NAME-published the mean of FGD's own ten runs. `size` writes results/fleet-size.json, and
-`time` results/fleet-time.json. `extender` runs the benchmark of the scheduler's extender with cargo and writes
+`time` results/fleet-time.json. `lifetimes`, `serving` and `usage` play Alibaba's traces of 2023, 2025 and 2026, MuxServe's
+workloads and Prism's requests, and write results/fleet-NAME.json. `extender` runs the benchmark of the scheduler's extender with cargo and writes
 results/fleet-extender.json; it needs no trace. Needs no GPU.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import fleet_traces as traces
 
 SOURCE = "https://raw.githubusercontent.com/hkust-adsl/kubernetes-scheduler-simulator/8f3d6417353c5083c6d56617f255fadd8dc306bc/"
 NODES = "data/csv/openb_node_list_gpu_node.csv"
@@ -87,6 +89,119 @@ def fetch(folder: Path) -> None:
                 path.write_bytes(answer.read())
             if not checked(path, name):
                 raise common.BenchError(f"{SOURCE}{name} has another checksum than {SUMS[name]}: delete {path} and look at the source")
+
+
+def fetch_more(folder: Path) -> None:
+    """As `fetch`, for the traces of `fleet_traces`."""
+    for source, names, expected in traces.SOURCES.values():
+        if traces.checksum(folder, names) == expected:
+            continue
+        for path in (folder / name for name in names):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with urllib.request.urlopen(source + str(path.relative_to(folder)), timeout=60) as answer:
+                path.write_bytes(answer.read())
+        if (found := traces.checksum(folder, names)) != expected:
+            raise common.BenchError(f"the files of {source} have the checksum {found}, not {expected}: look at the source")
+
+
+def asked(*arguments: str | Path) -> Any:
+    """What a `gpumux fleet` command answers."""
+    done = subprocess.run([common.gpumux(), "fleet", *map(str, arguments), "--json"], check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def rounded(values: dict[str, float | None]) -> dict[str, float]:
+    """Values to five digits, without those that are not known."""
+    return {name: float(f"{value:.5g}") for name, value in values.items() if value is not None}
+
+
+def lifetimes(folder: Path, seeds: int) -> list[dict[str, Any]]:
+    """Rows of the results file with tenants that come and go."""
+    lists = folder / "lists"
+    dlrm = traces.write(lists / "dlrm.csv", traces.PODS_HEAD, traces.dlrm_pods((folder / traces.DLRM).read_text()))
+    nodes = traces.write(lists / "nodes-2026.csv", traces.NODES_HEAD, traces.spot_nodes((folder / traces.SPOT_NODES).read_text()))
+    rows = []
+    for case, where, what in (("2023", folder / NODES, folder / pods("default")), ("2025", nodes, dlrm)):
+        rows += lifetimes_rows(case, asked("size", "--over-time", "--nodes", where, "--pods", what, "--seeds", str(seeds), "--step", "4"), seeds)
+        common.say(case)
+    return rows
+
+
+def lifetimes_rows(case: str, found: dict[str, list[dict[str, Any]]], seeds: int) -> list[dict[str, Any]]:
+    """One row per way of sharing: means over the orders of the nodes, and the longest wait of all."""
+    rows = []
+    for mode, needs in sorted(found.items(), key=lambda it: -statistics.fmean(need["gpus"] for need in it[1])):
+        values = {name: statistics.fmean(need[name] for need in needs) for name in ("gpus", "waited", "attained")}
+        waits = [need["longest_wait_s"] for need in needs]
+        values["longest_wait_s"] = None if None in waits else max(waits)
+        rows.append({"case": case, "mode": mode, "values": rounded(values), "samples": seeds})
+    return rows
+
+
+def serving(folder: Path, seeds: int) -> list[dict[str, Any]]:
+    """Rows of the results file with MuxServe's workloads."""
+    lists = folder / "lists"
+    hosts = [[f"host-{nth}", 128_000, 1_048_576, 8, "A100", 81_920] for nth in range(4)]
+    nodes = traces.write(lists / "a100.csv", traces.NODES_HEAD + ",gpu_memory_mib", hosts)
+    rows = []
+    for scale in traces.SCALES:
+        models = traces.muxserve_models((folder / traces.muxserve_rates(scale)).read_text())
+        listed = traces.write(lists / f"models-{scale}.csv", traces.MODELS_HEAD, models)
+        measured = {how: traces.loaded(folder / traces.muxserve_measured(scale, how)) for how in traces.MEASURED}
+        found, estimated = {}, {}
+        for how in ("flexsm", "spatial"):
+            placed = traces.write(lists / f"{how}-{scale}.csv", "mesh,gpus,name,percent", traces.muxserve_placement(measured[how]))
+            question = ("models", "--nodes", nodes, "--models", listed, "--profile", folder / traces.PROFILE)
+            found = asked(*question, "--placement", placed, "--seeds", str(seeds))
+            estimated[how] = found["placement"]
+        rates = {name: float(rate) for name, _, rate, *_ in models}
+        served = {how: traces.muxserve_served(data, rates) for how, data in measured.items()}
+        rows += serving_rows(f"{found['rate']:.4g}/s", found["ways"], estimated, served)
+    return rows
+
+
+# Names of MuxServe's ways to place models: its own, GPUs for each model, and equal turns on its own placement.
+HOW = {"flexsm": "muxserve", "spatial": "muxserve-dedicated", "temporal": "muxserve-turns"}
+
+
+def serving_rows(case: str, ways: list[dict[str, Any]], estimated: dict[str, float], served: dict[str, float]) -> list[dict[str, Any]]:
+    """One row per way of sharing; those of MuxServe as estimated, and as its authors measured."""
+    rows = []
+    for way in ways:
+        values = {"gpus": way["gpus"], "asked_shares": way["asked"], "asked_memory": way["asked_memory"], "served_on_32": way["served"]}
+        rows.append({"case": case, "mode": way["sharing"], "values": rounded(values)})
+    for how, percent in estimated.items():
+        rows.append({"case": case, "mode": f"{HOW[how]}-estimated", "values": rounded({"served_on_32": percent})})
+    for how, percent in served.items():
+        rows.append({"case": case, "mode": f"{HOW[how]}-published", "values": rounded({"served_on_32": percent})})
+    return rows
+
+
+def usage(folder: Path) -> list[dict[str, Any]]:
+    """Rows of the results file with recorded use."""
+    lists = folder / "lists"
+    recorded = (traces.in_tar(folder / (traces.GENAI.format(what) + ".tar.gz")) for what in traces.GENAI_WHAT)
+    genai = traces.write(lists / "genai.csv", traces.USAGE_HEAD, traces.genai_usage(*recorded))
+    requests = traces.prism_requests((folder / traces.REQUESTS).read_bytes())
+    prism = traces.write(lists / "prism.csv", traces.REQUESTS_HEAD, requests)
+    models = traces.write(lists / "prism-models.csv", traces.MODELS_HEAD, traces.prism_models(requests, "llama-7b"))
+    rows = []
+    for gib in (48, 80):
+        found = asked("usage", "--usage", genai, "--window", str(traces.GENAI_WINDOW), "--card", str(gib * 1024))
+        rows += usage_rows(f"images, {gib} GiB", found)
+    question = ("--requests", prism, "--models", models, "--profile", folder / traces.PROFILE)
+    return rows + usage_rows("chat, 80 GiB", asked("usage", *question, "--window", "10", "--card", str(80 * 1024)))
+
+
+def usage_rows(case: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row per way of sharing, and what is used in the mean."""
+    ways = {mode: values for mode, values in found["ways"].items() if values}
+    rows = [
+        {"case": case, "mode": mode, "values": rounded(values), "samples": found["tenants"]}
+        for mode, values in sorted(ways.items(), key=lambda it: -it[1]["gpus"])
+    ]
+    used = {"case": case, "mode": "in use", "values": rounded({"gpus": found["used_gpus"]}), "samples": found["tenants"]}
+    return [*rows, used]
 
 
 def published(folder: Path) -> dict[tuple[str, str], dict[str, float]]:
@@ -228,6 +343,26 @@ SIZE_NOTE = "The list `default` of the replay. GPUs to the next 20; attained and
 TIME_NOTE = "Time per arrival, with the replay's accounting, and time to learn. Seed 42."
 
 
+LIFETIMES_NOTE = (
+    "2023: the list `default` and the nodes of the replay. 2025: the instances with a GPU of Alibaba's cluster-trace-gpu-v2025, on the nodes "
+    "of its cluster-trace-v2026-spot-gpu (commit 7a6c496). The smallest fleet on which at most 1% of the tenants find no room when they "
+    "come; waited and attained in percent."
+)
+
+
+SERVING_NOTE = (
+    "Inputs: rates, profile and results of MuxServe (commit 2231480): 16 models with 7 to 65 billion parameters, nodes of eight A100 with "
+    "80 GB. GPUs in whole nodes, mean over ten orders of the models; served in percent of the requests."
+)
+
+
+USAGE_NOTE = (
+    "Images: duty cycle and memory of the pods of Alibaba's cluster-trace-v2026-GenAI (commit 7a6c496), in windows of 57 s. Chat: the requests "
+    "of Prism's trace (commit 595ec1f) to 27 models, each as a Llama-7B by MuxServe's profile, in windows of 10 s. Percent of the windows in use; "
+    "samples: tenants."
+)
+
+
 EXTENDER_NOTE = (
     "Requests of a scheduler that names all nodes with room, from reading the request to the answer's JSON, without the "
     "network; pods of 24 kinds arrive until the GPUs are full. learn: the longest time to learn, beside requests."
@@ -237,7 +372,7 @@ EXTENDER_NOTE = (
 def main() -> int:
     """Fetches, replays or sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["fetch", "replay", "size", "time", "extender"])
+    parser.add_argument("what", choices=["fetch", "replay", "size", "time", "lifetimes", "serving", "usage", "extender"])
     parser.add_argument("--data", type=Path, help="folder of the trace, outside the repository")
     parser.add_argument("--profile", default="bench", help="cargo's profile, for `extender`")
     parser.add_argument("--cases", default=",".join(CASES), help="inputs, separated by commas")
@@ -250,6 +385,14 @@ def main() -> int:
     if options.data is None:
         parser.error(f"{options.what} needs --data FOLDER")
     fetch(options.data)
+    if options.what in ("fetch", "lifetimes", "serving", "usage"):
+        fetch_more(options.data)
+    if options.what == "lifetimes":
+        write("lifetimes", lifetimes(options.data, options.seeds), LIFETIMES_NOTE, options.out)
+    if options.what == "serving":
+        write("serving", serving(options.data, options.seeds), SERVING_NOTE, options.out)
+    if options.what == "usage":
+        write("usage", usage(options.data), USAGE_NOTE, options.out)
     if options.what == "replay":
         write("replay", replay(options.data, options.cases.split(","), options.seeds), NOTE, options.out)
     if options.what == "size":

@@ -6,7 +6,7 @@
 //! the same memory bandwidth.
 
 use crate::{
-    fleet::{Fleet, Free, Gpus, Move, NodeId, Place, Refused, TenantId},
+    fleet::{Fleet, Free, Gpus, Move, NodeId, Place, Refused, TenantId, part_of},
     index::Index,
     model::{Class, Demand, NodeSpec, WHOLE},
     outlook::{Outlook, UNIT},
@@ -40,8 +40,9 @@ impl Engine {
     /// An engine for a fleet of these nodes, and for tenants like those of the workload. Learning takes about a
     /// tenth of a millisecond per GPU. Nodes of equal score are taken by rank (see [`Index::new`]).
     pub fn new(specs: &[NodeSpec], workload: &[Demand], ranks: Vec<u32>) -> Self {
-        let typical = Typical::of(workload);
-        let outlook = Outlook::learn(specs, workload, &typical, 0);
+        let (specs, workload) = by_scarcer(specs, workload);
+        let typical = Typical::of(&workload);
+        let outlook = Outlook::learn(&specs, &workload, &typical, 0);
         Self {
             typical,
             outlook,
@@ -200,6 +201,29 @@ impl Engine {
     }
 }
 
+/// Nodes and tenants as the measures of loss see them: where memory is known, a guaranteed share of a GPU is the larger part
+/// that the tenant takes, of its time or of its memory (of the smallest card).
+fn by_scarcer(specs: &[NodeSpec], workload: &[Demand]) -> (Vec<NodeSpec>, Vec<Demand>) {
+    let cards = specs.iter().map(|spec| spec.gpu_memory_mib);
+    let card = cards.filter(|mib| *mib > 0).min().unwrap_or(0);
+    let node = |spec: &NodeSpec| NodeSpec {
+        gpu_memory_mib: 0,
+        ..spec.clone()
+    };
+    let tenant = |demand: &Demand| match demand.class {
+        Class::Guaranteed if card > 0 && demand.gpus > 0 => Demand {
+            milli: demand.milli.max(part_of(demand.gpu_memory_mib, card)),
+            gpu_memory_mib: 0,
+            ..*demand
+        },
+        _ => *demand,
+    };
+    (
+        specs.iter().map(node).collect(),
+        workload.iter().map(tenant).collect(),
+    )
+}
+
 /// What moving may cost.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Moves {
@@ -276,6 +300,7 @@ impl Scorer<'_> {
 
     /// What the fleet loses on this node, in thousandths of a GPU times [`UNIT`].
     fn loss(&self, free: &Free) -> u64 {
+        let free = &free.scarcer();
         let fragments = self.typical.fragments(free) * UNIT / self.typical.tenants().max(1);
         (fragments * FGD_PERCENT + self.outlook.unused(free) * (100 - FGD_PERCENT)) / 100
     }

@@ -79,6 +79,18 @@ impl Free {
             .map(|milli| u32::from(*milli))
     }
 
+    /// The same state with as much free of each GPU as of its memory or its share is left, whichever is less; where the
+    /// memory is not known, as it is.
+    pub(crate) fn scarcer(&self) -> Self {
+        let mut scarcer = *self;
+        if self.gpu_memory_mib > 0 {
+            for (milli, memory) in scarcer.milli.iter_mut().zip(self.memory) {
+                *milli = (*milli).min(part_of(memory, self.gpu_memory_mib) as u16);
+            }
+        }
+        scarcer
+    }
+
     /// All free shares together, in thousandths of a GPU.
     pub fn total_milli(&self) -> u32 {
         self.shares().sum()
@@ -197,6 +209,12 @@ impl Free {
         }
         Some(chosen)
     }
+}
+
+/// A part of a card's memory, in thousandths.
+pub(crate) fn part_of(memory_mib: u32, card_mib: u32) -> u32 {
+    let part = u64::from(memory_mib) * u64::from(WHOLE) / u64::from(card_mib.max(1));
+    part.min(u64::from(WHOLE)) as u32
 }
 
 /// A tenant's place in [`Free::kinds`]; none without GPUs.

@@ -5,7 +5,7 @@ use serde::Serialize;
 
 use crate::{
     engine::Engine,
-    fleet::Fleet,
+    fleet::{Fleet, Place},
     index::Index,
     model::{Class, Demand, NodeSpec, Pod, WHOLE, scaled},
     replay,
@@ -35,10 +35,11 @@ pub enum Sharing {
 
 impl Sharing {
     /// All that are compared.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::Exclusive,
         Self::TimeSliced(2),
         Self::TimeSliced(4),
+        Self::Fractions(Rule::Random),
         Self::Fractions(Rule::BestFit),
         Self::Fractions(Rule::GpuPacking),
         Self::Fractions(Rule::Fgd),
@@ -58,7 +59,7 @@ impl Sharing {
     }
 
     /// What the scheduler sees of a tenant.
-    fn seen(self, pod: &Pod) -> Demand {
+    pub(crate) fn seen(self, pod: &Pod) -> Demand {
         let demand = pod.demand;
         match self {
             Self::Exclusive if demand.gpus > 0 => Demand {
@@ -126,29 +127,52 @@ pub fn needed(
     })
 }
 
+/// Chooses places as a way of sharing does.
+pub(crate) enum Chooser {
+    /// By a rule of others.
+    Rule(Rule, Box<(Typical, Index, StdRng)>),
+    /// By the engine.
+    Engine(Box<Engine>),
+}
+
+impl Chooser {
+    /// For a fleet of these nodes and tenants like those of the workload.
+    pub(crate) fn new(specs: &[NodeSpec], workload: &[Demand], sharing: Sharing) -> Self {
+        let rule = match sharing {
+            Sharing::Guaranteed | Sharing::Elastic => {
+                return Self::Engine(Box::new(Engine::new(specs, workload, Vec::new())));
+            }
+            Sharing::Fractions(rule) => rule,
+            Sharing::Exclusive | Sharing::TimeSliced(_) => Rule::GpuPacking,
+        };
+        let rng = StdRng::seed_from_u64(0);
+        Self::Rule(
+            rule,
+            Box::new((Typical::of(workload), Index::default(), rng)),
+        )
+    }
+
+    /// Where the demand goes. None if it fits nowhere.
+    pub(crate) fn place(&mut self, fleet: &Fleet, demand: &Demand) -> Option<Place> {
+        match self {
+            Self::Engine(engine) => engine.choose(fleet, demand),
+            Self::Rule(rule, known) => {
+                let (typical, index, rng) = &mut **known;
+                replay::by_rule(fleet, index, typical, demand, *rule, rng)
+            }
+        }
+    }
+}
+
 /// Places the tenants. None as soon as too many fit nowhere.
 fn fill(specs: &[NodeSpec], pods: &[Pod], sharing: Sharing) -> Option<Fleet> {
     let workload: Vec<Demand> = pods.iter().map(|pod| sharing.seen(pod)).collect();
     let asked = |demand: &Demand| u64::from(demand.total_milli());
     let mut spare = workload.iter().map(asked).sum::<u64>() * REFUSED_PERCENT / 100;
     let mut fleet = Fleet::new(specs.to_vec());
-    let typical = Typical::of(&workload);
-    let mut index = Index::default();
-    let mut rng = StdRng::seed_from_u64(0);
-    let mut engine = match sharing {
-        Sharing::Guaranteed | Sharing::Elastic => Some(Engine::new(specs, &workload, Vec::new())),
-        _ => None,
-    };
-    let rule = match sharing {
-        Sharing::Fractions(rule) => rule,
-        _ => Rule::GpuPacking,
-    };
+    let mut chooser = Chooser::new(specs, &workload, sharing);
     for (id, demand) in (0..).zip(&workload) {
-        let place = match &mut engine {
-            Some(engine) => engine.choose(&fleet, demand),
-            None => replay::by_rule(&fleet, &mut index, &typical, demand, rule, &mut rng),
-        };
-        match place {
+        match chooser.place(&fleet, demand) {
             Some(place) => fleet.place(id, *demand, place).ok()?,
             None => spare = spare.checked_sub(asked(demand))?,
         }
@@ -157,7 +181,7 @@ fn fill(specs: &[NodeSpec], pods: &[Pod], sharing: Sharing) -> Option<Fleet> {
 }
 
 /// What tenants have: latency-sensitive ones when all are busy, best-effort ones by how busy the others are.
-fn shares(
+pub(crate) fn shares(
     fleet: &Fleet,
     pods: &[Pod],
     sharing: Sharing,
@@ -186,7 +210,7 @@ fn shares(
     }
     let whole = f64::from(WHOLE);
     // The part of its share that a tenant has on its worst GPU.
-    let part = |pod: &Pod, place: crate::fleet::Place, used: f64| {
+    let part = |pod: &Pod, place: Place, used: f64| {
         let on = |gpu: usize| match (sharing, pod.latency_sensitive) {
             // Equal slices for all that are there.
             (Sharing::TimeSliced(_), _) => {

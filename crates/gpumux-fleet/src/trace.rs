@@ -47,6 +47,8 @@ struct NodeRow {
     gpu: u64,
     #[serde(default)]
     model: String,
+    #[serde(default)]
+    gpu_memory_mib: u32,
 }
 
 #[derive(Deserialize)]
@@ -64,6 +66,8 @@ struct PodRow {
     creation_time: Option<u64>,
     #[serde(default)]
     deletion_time: Option<u64>,
+    #[serde(default)]
+    gpu_memory_mib: u32,
 }
 
 /// Rows with the lines on which they stand.
@@ -79,7 +83,7 @@ fn rows<T: for<'a> Deserialize<'a>>(text: &str) -> impl Iterator<Item = Result<(
     })
 }
 
-/// The nodes of a list with the columns `sn,cpu_milli,memory_mib,gpu,model`.
+/// The nodes of a list with the columns `sn,cpu_milli,memory_mib,gpu,model`, and where present `gpu_memory_mib` of each GPU.
 ///
 /// # Errors
 /// A column is missing or no number, or a node has more than [`MOST_GPUS`] GPUs.
@@ -96,7 +100,7 @@ pub fn nodes(text: &str, models: &mut Models) -> Result<Vec<NodeSpec>, Error> {
             memory_mib: row.memory_mib,
             gpus: u8::try_from(gpus).unwrap_or(u8::MAX),
             model,
-            gpu_memory_mib: 0,
+            gpu_memory_mib: row.gpu_memory_mib,
             domain: 0,
         })
     };
@@ -104,7 +108,8 @@ pub fn nodes(text: &str, models: &mut Models) -> Result<Vec<NodeSpec>, Error> {
 }
 
 /// The pods of a list with the columns `name,cpu_milli,memory_mib,num_gpu,gpu_milli`, and where present `gpu_spec`
-/// (models, separated by `|`), `qos`, `creation_time` and `deletion_time`. All are guaranteed.
+/// (models, separated by `|`), `qos`, `creation_time`, `deletion_time`, and `gpu_memory_mib` of each GPU. All are
+/// guaranteed.
 ///
 /// # Errors
 /// A column is missing or no number, or a pod asks for more than [`MOST_GPUS`] GPUs.
@@ -135,7 +140,7 @@ pub fn pods(text: &str, models: &mut Models) -> Result<Vec<Pod>, Error> {
                 u32::try_from(milli).unwrap_or(WHOLE)
             },
             models: if gpus == 0 { ModelSet::ANY } else { accepted },
-            gpu_memory_mib: 0,
+            gpu_memory_mib: row.gpu_memory_mib,
             bandwidth_milli: 0,
             class: Class::Guaranteed,
         };
@@ -148,6 +153,14 @@ pub fn pods(text: &str, models: &mut Models) -> Result<Vec<Pod>, Error> {
         })
     };
     rows(text).map(pod).collect()
+}
+
+/// The rows of any list with a heading.
+///
+/// # Errors
+/// A column is missing, or has another kind of value.
+pub fn table<T: for<'a> Deserialize<'a>>(text: &str) -> Result<Vec<T>, Error> {
+    rows(text).map(|row| Ok(row?.1)).collect()
 }
 
 fn bounded(line: u64, name: &str, what: &'static str, value: u64, most: u64) -> Result<u64, Error> {

@@ -474,3 +474,34 @@ fn rules_choose_as_they_are_described() {
     assert_eq!(best(Rule::Fgd, whole(2)), Some(1));
     assert_eq!(best(Rule::Fgd, whole(4)), Some(0));
 }
+
+#[test]
+fn memory_of_a_gpu_is_kept_for_tenants_that_need_it() {
+    let node = |nth| NodeSpec {
+        name: format!("node-{nth}"),
+        cpu_milli: 0,
+        memory_mib: 0,
+        gpus: 1,
+        model: 0,
+        gpu_memory_mib: 80_000,
+        domain: 0,
+    };
+    let demand = |gpu_memory_mib| Demand {
+        gpus: 1,
+        milli: 100,
+        gpu_memory_mib,
+        ..Demand::default()
+    };
+    let specs = [node(0), node(1)];
+    let (small, large) = (demand(25_000), demand(75_000));
+    let mut fleet = Fleet::new(specs.to_vec());
+    let alone = |node| Place {
+        node,
+        gpus: Gpus::default().with(0),
+    };
+    fleet.place(0, demand(1_000), alone(0)).unwrap();
+    fleet.place(1, demand(50_000), alone(1)).unwrap();
+    let mut engine = Engine::new(&specs, &[small, large], Vec::new());
+    // As much of both is free, but only the first has memory for a large tenant.
+    assert_eq!(engine.choose(&fleet, &small), Some(alone(1)));
+}

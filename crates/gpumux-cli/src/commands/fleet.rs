@@ -1,11 +1,20 @@
 //! `gpumux fleet`: places tenants on the GPUs of a fleet, replays workloads on one, and orders nodes for the Kubernetes scheduler.
 
-use std::{collections::BTreeMap, path::PathBuf, process::ExitCode, time::Instant};
+mod models;
+mod usage;
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    process::ExitCode,
+    time::Instant,
+};
 
 use anyhow::Context;
 use gpumux_fleet::{
     engine::{Engine, Moves},
     fleet::Fleet,
+    lifetimes::{self, Lived},
     model::{Demand, Models, NodeSpec, Pod, scaled},
     replay::{Point, Policy, Replay, Run},
     rules::Rule,
@@ -22,11 +31,13 @@ Examples:
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --seeds 2
   gpumux fleet simulate --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --json
   gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv
+  gpumux fleet size --nodes scenarios/fleet/nodes.csv --pods scenarios/fleet/pods.csv --over-time
+  gpumux fleet usage --usage scenarios/fleet/usage.csv --card 81920
 
 Lists are CSV files with the columns of Alibaba's cluster-trace-gpu-v2023.
-Nodes: sn,cpu_milli,memory_mib,gpu,model
+Nodes: sn,cpu_milli,memory_mib,gpu,model; optional: gpu_memory_mib
 Pods: name,cpu_milli,memory_mib,num_gpu,gpu_milli;
-optional: gpu_spec,qos,creation_time,deletion_time
+optional: gpu_spec,qos,creation_time,deletion_time,gpu_memory_mib
 gpu_milli is the share of each GPU in thousandths, gpu_spec the accepted models, separated by |.";
 
 /// Place tenants on the GPUs of a fleet, or simulate it
@@ -42,6 +53,8 @@ enum Command {
     Place(PlaceArgs),
     Simulate(SimulateArgs),
     Size(SizeArgs),
+    Models(models::Args),
+    Usage(usage::Args),
     Serve(gpumux_dra::extender::Args),
 }
 
@@ -103,6 +116,9 @@ struct SizeArgs {
     /// Round the size up to a multiple of N GPUs
     #[arg(long, value_name = "N", default_value_t = 8)]
     step: usize,
+    /// Let tenants come and go at their times; then 99% of them must find room when they come
+    #[arg(long)]
+    over_time: bool,
     /// Print JSON
     #[arg(long)]
     json: bool,
@@ -112,7 +128,10 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     match &args.command {
         Command::Place(args) => place(args),
         Command::Simulate(args) => simulate(args),
+        Command::Size(args) if args.over_time => size_over_time(args),
         Command::Size(args) => size(args),
+        Command::Models(args) => models::run(args),
+        Command::Usage(args) => usage::run(args),
         Command::Serve(args) => {
             crate::bounded_log::start();
             gpumux_dra::extender::run(args).map_err(Into::into)
@@ -140,20 +159,31 @@ fn policy(name: &str) -> Result<(String, Policy), String> {
     Ok((name.to_owned(), policy))
 }
 
-fn load(lists: &Lists) -> anyhow::Result<(Vec<NodeSpec>, Vec<Pod>, Models)> {
+/// The rows of a CSV file.
+fn rows<T: for<'a> serde::Deserialize<'a>>(file: &Path) -> anyhow::Result<Vec<T>> {
+    let rows = trace::table(&units::text_of(file)?);
+    rows.with_context(|| format!("in {}", file.display()))
+}
+
+fn load_nodes(file: &Path) -> anyhow::Result<(Vec<NodeSpec>, Models)> {
     let mut models = Models::default();
-    let nodes = trace::nodes(&units::text_of(&lists.nodes)?, &mut models);
-    let mut nodes = nodes.with_context(|| format!("in {}", lists.nodes.display()))?;
+    let nodes = trace::nodes(&units::text_of(file)?, &mut models);
+    let nodes = nodes.with_context(|| format!("in {}", file.display()))?;
+    anyhow::ensure!(
+        nodes.iter().any(|node| node.gpus > 0),
+        "no node of {} has a GPU: nothing can be placed",
+        file.display()
+    );
+    Ok((nodes, models))
+}
+
+fn load(lists: &Lists) -> anyhow::Result<(Vec<NodeSpec>, Vec<Pod>, Models)> {
+    let (mut nodes, mut models) = load_nodes(&lists.nodes)?;
     let pods = trace::pods(&units::text_of(&lists.pods)?, &mut models);
     let pods = pods.with_context(|| format!("in {}", lists.pods.display()))?;
     if let Some(gpus) = lists.gpus {
         nodes = scaled(&nodes, gpus);
     }
-    anyhow::ensure!(
-        nodes.iter().any(|node| node.gpus > 0),
-        "no node of {} has a GPU: nothing can be placed",
-        lists.nodes.display()
-    );
     anyhow::ensure!(
         !pods.is_empty(),
         "no pod is in {}: there is nothing to place",
@@ -382,6 +412,40 @@ fn size(args: &SizeArgs) -> anyhow::Result<()> {
         ];
         row.extend((0..USES.len()).map(|at| percent(needs, 1, |need| need.best_effort[at].1)));
         rows.push(row);
+    }
+    output::print(&output::table(&rows))
+}
+
+fn size_over_time(args: &SizeArgs) -> anyhow::Result<()> {
+    anyhow::ensure!(args.seeds > 0, "--seeds 0 sizes nothing: use 1 or more");
+    let (nodes, pods, _) = load(&args.lists)?;
+    let mut found: BTreeMap<String, Vec<Lived>> = BTreeMap::new();
+    for sharing in Sharing::ALL {
+        let name = sharing.name();
+        let need = |seed| {
+            let need = lifetimes::needed(&nodes, &pods, sharing, seed, args.step, &USES);
+            need.with_context(|| {
+                format!("{name}: the tenants wait on four times the nodes of the list")
+            })
+        };
+        let needs = (42..42 + args.seeds).map(need);
+        found.insert(sharing.name(), needs.collect::<anyhow::Result<_>>()?);
+    }
+    if args.json {
+        return output::json(&found);
+    }
+    let head = ["SHARING", "GPUS", "WAITED", "LONGEST", "ATTAINED"];
+    let mut rows = vec![head.map(str::to_owned).to_vec()];
+    for (name, needs) in &found {
+        let gpus = mean(needs, |need| Some(need.gpus as f64));
+        let longest = needs.iter().map(|need| need.longest_wait_s).max().flatten();
+        rows.push(vec![
+            name.clone(),
+            gpus.map_or(NONE.into(), |gpus| format!("{gpus:.0}")),
+            percent(needs, 2, |need| Some(need.waited)),
+            longest.map_or(NONE.into(), |longest| format!("{longest} s")),
+            percent(needs, 1, |need| need.attained),
+        ]);
     }
     output::print(&output::table(&rows))
 }
