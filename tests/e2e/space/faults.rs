@@ -171,6 +171,45 @@ fn a_fault_runs_a_program_again_once() {
     assert_eq!(count, 1, "{finished:#?}");
 }
 
+/// No daemon saw the fault. The program's parent waits for the next one, and runs it again.
+#[test]
+fn fault_while_the_daemon_is_away_runs_a_program_again() {
+    let mut node = Node::start();
+    let flag = node.dir().join("ran");
+    let script = format!(
+        "if [ -e {0} ]; then echo again; exit 3; fi; touch {0}; exec {1} {2}",
+        flag.display(),
+        gpumux_tests::binary().display(),
+        TICKS.strip_prefix("gpumux ").unwrap()
+    );
+    let mut command = node.tenant(
+        &format!("-d {GROUP} --name again --restart on-collateral"),
+        "sh -c",
+    );
+    let home = node.dir().to_owned();
+    command.arg(script).env("XDG_STATE_HOME", &home).run().ok();
+    node.wait_tenant("again", has_domain);
+    let go = node.dir().join("go");
+    let program = format!(
+        "gpumux workload fault --seconds 0.1 --start-file {}",
+        go.display()
+    );
+    let faulty = member(&node, "faulty", "", &program);
+    node.wait_tenant("faulty", has_domain);
+    node.kill_daemon();
+    fs::write(&go, "").unwrap();
+    faulty.finish();
+    node.start_daemon();
+    let asks = |words: [&str; 2]| {
+        let mut command = node.gpumux(words);
+        command.env("XDG_STATE_HOME", &home).run()
+    };
+    assert_eq!(asks(["wait", "again"]).code(), 3);
+    let log = asks(["logs", "again"]).ok().out;
+    assert_eq!(log.lines().filter(|it| *it == "again").count(), 1, "{log}");
+    assert!(log.contains("while there was no daemon"), "{log}");
+}
+
 #[test]
 fn member_that_loses_its_server_is_named_although_it_ends() {
     // Only of what is one process it is known that it ends.
