@@ -126,20 +126,36 @@ fn detached_program_leaves_its_output_and_its_exit_code() {
 fn program_that_ends_while_the_daemon_is_away_has_an_end() {
     let mut node = Node::start();
     let go = node.dir().join("go");
-    let waits = format!(
+    let script = format!(
         "while [ ! -e {} ]; do sleep 0.05; done; exit 7",
         go.display()
     );
-    detached(&node, "quick", &waits).ok();
+    detached(&node, "quick", &script).ok();
     let mut front = node.tenant("--name front", "sh -c");
-    let mut front = Process::start(front.arg(&waits));
+    let mut front = Process::start(front.arg(&script));
     node.wait_tenant("front", |_| true);
+    let waits = Process::start(&mut gpumux(&node, "wait quick"));
+    // It has found the tenant, and waits for events.
+    wait_for("the second reader", PATIENCE, || {
+        let folder = format!("/proc/{}/fd", waits.pid());
+        let mut files = fs::read_dir(folder).ok()?.flatten();
+        let is_socket = |it: fs::DirEntry| {
+            fs::read_link(it.path()).is_ok_and(|it| it.to_string_lossy().starts_with("socket:"))
+        };
+        files.any(is_socket).then_some(())
+    });
     node.kill_daemon();
     fs::write(&go, "").unwrap();
     wait_for("the end of the program in the foreground", PATIENCE, || {
         front.poll()
     });
     node.start_daemon();
+    let waited = waits.finish();
+    assert_eq!(waited.code(), 7, "{waited:#?}");
+    assert!(
+        waited.err.contains("waiting until it is back"),
+        "{waited:#?}"
+    );
     assert_eq!(gpumux(&node, "wait quick").run().code(), 7);
     let end = ended(&node, "quick").unwrap();
     assert_eq!(end["reason"], "failed with exit code 7", "{end:#}");

@@ -74,6 +74,11 @@ pub(crate) fn interval(text: &str) -> Result<f64, String> {
     number(text, 0.1..=60.0)
 }
 
+/// Seconds of the past.
+pub(crate) fn past(text: &str) -> Result<f64, String> {
+    number(text, 0.001..=86_400.0)
+}
+
 /// A weight.
 pub(crate) fn weight(text: &str) -> Result<f64, String> {
     number(text, TenantSpec::WEIGHTS)

@@ -1,11 +1,15 @@
 //! One question to the daemon.
 
+use std::time::Duration;
+
 use gpumux_daemon::{
     api::types::Ended,
     client::{Client, ClientError},
     paths,
 };
 
+/// Between two looks for a daemon that is away.
+pub(crate) const AWAY_PAUSE: Duration = Duration::from_millis(200);
 /// How alike a name must be to be suggested, of 1.
 const ALIKE: f64 = 0.75;
 
@@ -114,53 +118,83 @@ pub(crate) fn last_end(
     all.into_iter().next()
 }
 
-/// Waits until a tenant of this name has ended; one that has ended already is found as long as the daemon keeps it.
+/// Whether there is no daemon now, but its folder: another is likely to come.
+pub(crate) fn is_away(error: &ClientError) -> bool {
+    match error {
+        ClientError::NoDaemon { .. } => paths::find().exists(),
+        error => error.is_leaving(),
+    }
+}
+
+/// Waits until a tenant of this name has ended; one that has ended already is found as long as the daemon keeps it. A daemon that goes away
+/// meanwhile is waited for.
 ///
 /// # Errors
 /// The client's; there is, and was, no tenant of this name.
 pub(crate) async fn until_ended(client: &Client, name: &str) -> Result<Ended, ClientError> {
-    let mut seen: Option<(u64, u32, String)> = None;
+    let mut seen = None;
+    let mut told = false;
     loop {
-        let tenant = client.tenant(name).await;
-        let lives = match &tenant {
-            // The next one of the same name is another one.
-            Ok(tenant) => {
-                let now = (tenant.since, tenant.uid, tenant.name.clone());
-                *seen.get_or_insert_with(|| now.clone()) == now
+        match end_of(client, name, &mut seen).await {
+            // It was there when it was asked first.
+            Err(error) if error.is_leaving() || ((told || seen.is_some()) && is_away(&error)) => {
+                if !std::mem::replace(&mut told, true) {
+                    eprintln!("gpumux: {error}; waiting until it is back");
+                }
+                tokio::time::sleep(AWAY_PAUSE).await;
             }
-            Err(ClientError::Refused { status: 404, .. }) => false,
-            Err(_) => {
-                tenant?;
-                continue;
-            }
-        };
-        if !lives {
-            let ends = client.ended().await?;
-            let is_it = |end: &Ended| {
-                let known = (end.since, end.uid, end.name.clone());
-                seen.as_ref().is_none_or(|seen| *seen == known)
-            };
-            return match last_end(ends, name, is_it) {
-                Some(end) => Ok(end),
-                // It ended, and so many others since that nothing is known of it.
-                None if seen.is_some() => Err(ClientError::Refused {
-                    status: 410,
-                    message: format!("`{name}` has ended; its exit code is not known"),
-                }),
-                None => Err(unknown(name)),
-            };
+            Ok(None) => {}
+            Ok(Some(end)) => return Ok(end),
+            Err(error) => return Err(error),
         }
-        // From the first kept event on, so that none is missed between question and answer.
-        let ended = |event: &gpumux_daemon::api::types::Event| {
-            event.kind == gpumux_daemon::api::types::EventKind::Ended
-                && seen.as_ref().is_none_or(|(at, uid, name)| {
-                    event.tenant.as_ref() == Some(name)
-                        && event.uid == Some(*uid)
-                        && event.at_ms / 1000 >= *at
-                })
-        };
-        client.events(Some(0), |event| !ended(&event)).await?;
     }
+}
+
+/// Since when it is, its user and its name.
+type Seen = (u64, u32, String);
+
+/// The end of a tenant of this name, the first one that was `seen`; none: something has happened, perhaps not to it.
+async fn end_of(
+    client: &Client,
+    name: &str,
+    seen: &mut Option<Seen>,
+) -> Result<Option<Ended>, ClientError> {
+    let lives = match client.tenant(name).await {
+        // The next one of the same name is another one.
+        Ok(tenant) => {
+            let now = (tenant.since, tenant.uid, tenant.name);
+            *seen.get_or_insert_with(|| now.clone()) == now
+        }
+        Err(ClientError::Refused { status: 404, .. }) => false,
+        Err(error) => return Err(error),
+    };
+    if !lives {
+        let ends = client.ended().await?;
+        let is_it = |end: &Ended| {
+            let known = (end.since, end.uid, end.name.clone());
+            seen.as_ref().is_none_or(|seen| *seen == known)
+        };
+        return match last_end(ends, name, is_it) {
+            Some(end) => Ok(Some(end)),
+            // It ended, and so many others since that nothing is known of it.
+            None if seen.is_some() => Err(ClientError::Refused {
+                status: 410,
+                message: format!("`{name}` has ended; its exit code is not known"),
+            }),
+            None => Err(unknown(name)),
+        };
+    }
+    // From the first kept event on, so that none is missed between question and answer.
+    let ended = |event: &gpumux_daemon::api::types::Event| {
+        event.kind == gpumux_daemon::api::types::EventKind::Ended
+            && seen.as_ref().is_none_or(|(at, uid, name)| {
+                event.tenant.as_ref() == Some(name)
+                    && event.uid == Some(*uid)
+                    && event.at_ms / 1000 >= *at
+            })
+    };
+    client.events(Some(0), |event| !ended(&event)).await?;
+    Ok(None)
 }
 
 #[cfg(test)]

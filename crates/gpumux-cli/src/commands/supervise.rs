@@ -15,7 +15,6 @@ use std::{
 use gpumux_daemon::{
     api::types::{Exit, Fault},
     client::ClientError,
-    paths,
     signals::is_ignored,
 };
 use rustix::{
@@ -30,10 +29,8 @@ use crate::{background, keeper::Keeper, logs::Log};
 /// How often the daemon is asked for a fault after the program has ended, and the pause between: two seconds, or more on a machine that
 /// is so slow that the daemon needs them.
 const ASKED: (u32, Duration) = (40, Duration::from_millis(50));
-/// How long the end of a program waits for a daemon that is away, in the background and in the foreground, and the pause between two
-/// attempts: an upgrade takes less.
+/// How long the end of a program waits for a daemon that is away, in the background and in the foreground: an upgrade takes less.
 const AWAY: [Duration; 2] = [Duration::from_secs(600), Duration::from_secs(10)];
-const AWAY_PAUSE: Duration = Duration::from_millis(200);
 /// Faults without a known cause, after which a program is run again.
 const UNEXPLAINED: u32 = 2;
 /// The first pause before a program runs again, and the longest: each is twice as long as the one before.
@@ -292,17 +289,13 @@ fn once_there<T>(
     let (began, mut away) = (Instant::now(), false);
     loop {
         let answer = ask();
-        let waits = match &answer {
-            Err(ClientError::NoDaemon { .. }) => paths::find().exists(),
-            Err(error) => error.is_leaving(),
-            Ok(_) => false,
-        };
+        let waits = answer.as_ref().is_err_and(client::is_away);
         if !waits || began.elapsed() >= patience || signals.lately().is_some() {
             return (answer, away);
         }
         away = true;
         signals.pass(None);
-        thread::sleep(AWAY_PAUSE);
+        thread::sleep(client::AWAY_PAUSE);
     }
 }
 

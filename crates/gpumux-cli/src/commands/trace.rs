@@ -5,7 +5,7 @@ use std::{path::PathBuf, process::ExitCode};
 use anyhow::Context;
 
 use super::client;
-use crate::output;
+use crate::{output, units};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -21,7 +21,7 @@ process for each device, and in it a row for each channel group with its states,
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
     /// How much of the past
-    #[arg(long, default_value_t = 10.0)]
+    #[arg(long, default_value_t = 10.0, value_parser = units::past, allow_negative_numbers = true)]
     seconds: f64,
     /// The file; without it the trace is printed
     #[arg(long, short, value_name = "FILE")]
