@@ -139,7 +139,7 @@ pub(crate) enum TenantError {
     #[error(transparent)]
     Stopped(#[from] Stopped),
     #[error(
-        "{1}; a part of it was set for `{0}` before: say otherwise, or `gpumux set {0} --forget`"
+        "{1}; a part of it was set for `{0}` before: say otherwise, or `gpumux set --forget {0}`"
     )]
     Set(String, Box<Refusal>),
     #[error("nothing was set for `{0}`")]

@@ -257,8 +257,8 @@ impl Tenants {
                 answer,
             };
             let admitted = self.scheduler.ask(admits).await?;
-            admitted.map_err(|error| match (&set, &new.name) {
-                (Some(_), Some(name)) => TenantError::Set(name.clone(), error.into()),
+            admitted.map_err(|error| match &new.name {
+                Some(name) if may_refuse(&set) => TenantError::Set(name.clone(), error.into()),
                 _ => error.into(),
             })?;
         }
@@ -293,7 +293,9 @@ impl Tenants {
         };
         let made = self.make(&mut table, owner, spec, token, confined).await;
         let id = made.map_err(|error| match error {
-            TenantError::Refused(error) if set.is_some() => TenantError::Set(name.clone(), error),
+            TenantError::Refused(error) if may_refuse(&set) => {
+                TenantError::Set(name.clone(), error)
+            }
             error => error,
         })?;
         let mut environment = match &membership {
@@ -1030,6 +1032,18 @@ impl Tenants {
         self.programs.save_or_warn().await;
         self.table.lock().await.closed = true;
     }
+}
+
+/// Whether what was set for a name may be why a tenant is refused.
+fn may_refuse(set: &Option<SpecChange>) -> bool {
+    let concerns = |set: &SpecChange| {
+        let shares = [set.guaranteed, set.limit, set.weight];
+        set.class.is_some()
+            || shares.iter().any(Option::is_some)
+            || set.memory_guaranteed.is_some()
+            || set.memory_limit.is_some()
+    };
+    set.as_ref().is_some_and(concerns)
 }
 
 impl Table {

@@ -126,5 +126,19 @@ async fn an_old_setting_without_room_is_named() {
     tenants.change(0, "other", &half).await.unwrap();
     let error = tenants.create(&peer(0), new("serve")).await.unwrap_err();
     assert!(matches!(error, TenantError::Set(..)), "{error}");
-    assert!(error.to_string().contains("gpumux set serve --forget"));
+    assert!(error.to_string().contains("gpumux set --forget serve"));
+    // What was set cannot be the reason.
+    let sleeps = SpecChange {
+        sleep_after_s: Some(Some(60)),
+        ..SpecChange::default()
+    };
+    tenants.create(&peer(0), new("large")).await.unwrap();
+    tenants.change(0, "large", &sleeps).await.unwrap();
+    tenants.delete(0, "large").await.unwrap();
+    let wish = NewTenant {
+        spec: half,
+        ..new("large")
+    };
+    let error = tenants.create(&peer(0), wish).await.unwrap_err();
+    assert!(matches!(error, TenantError::Refused(..)), "{error}");
 }
