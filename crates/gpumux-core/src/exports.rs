@@ -354,6 +354,7 @@ impl Exports {
     /// The process has closed this, or could not open it.
     pub fn closed(&mut self, session: Session, token: Token) -> Vec<Command> {
         self.confirm(session, Part::Opener, token);
+        (self.early).retain(|it| (it.opener, it.token) != (session, token));
         let Some(member) = self.current(session) else {
             return Vec::new();
         };
