@@ -1,0 +1,48 @@
+//! Requests that are made again.
+
+use super::*;
+
+/// The daemon was killed after it had made the tenant, and before it had answered.
+#[tokio::test]
+async fn request_that_is_made_again_has_one_tenant() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = rustix::process::getuid().as_raw();
+    let wish = |name: Option<&str>, token: &str| NewTenant {
+        name: name.map(Into::into),
+        program: Some("train".into()),
+        token: Some(token.into()),
+        spec: SpecChange {
+            guaranteed: Some(0.6),
+            ..SpecChange::default()
+        },
+        ..NewTenant::default()
+    };
+    let token = secret();
+    for name in [Some("a"), Some("a"), None, None] {
+        let next = tenants(&dir).await;
+        let made = next.create(&peer(own), wish(name, &token)).await.unwrap();
+        assert_eq!(made.name, name.unwrap_or("train"));
+        assert_eq!(next.list().await.len(), 1);
+    }
+    // It takes no other's place: neither with another secret, nor as another process.
+    let next = tenants(&dir).await;
+    let other = next
+        .create(&peer(own), wish(Some("train"), &secret()))
+        .await;
+    assert!(matches!(other, Err(TenantError::Taken(_))), "{other:?}");
+    let mut child = std::process::Command::new("sleep")
+        .arg("60")
+        .spawn()
+        .unwrap();
+    let process = ProcessId::of(child.id());
+    let child_peer = Peer {
+        uid: own,
+        pid: child.id(),
+        process,
+        fd: process.and_then(ProcessId::watch),
+    };
+    let other = next.create(&child_peer, wish(None, &token)).await;
+    assert!(matches!(other, Err(TenantError::BadToken)), "{other:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+}
