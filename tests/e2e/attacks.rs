@@ -17,7 +17,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_tests::{Node, PATIENCE, Process, Run, readable, wait_for, wait_settled};
+use gpumux_tests::{Node, PATIENCE, Process, Random, Run, readable, wait_for, wait_settled};
 use gpumux_wire::{
     Daemon, Shim,
     message::Piece,
@@ -37,21 +37,10 @@ use crate::{
     hostile::{Guest, connect, daemon_serves, group, hello, send, with_old_tenant},
 };
 
-/// Numbers that look random (xorshift64).
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, most: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % most
-    }
-
-    fn number(&mut self) -> u64 {
-        let any = self.below(u64::MAX);
-        [0, 1, 7, any, u64::from(u32::MAX), u64::MAX][self.below(6) as usize]
-    }
+/// A number at a border, or any.
+fn number(random: &mut Random) -> u64 {
+    let any = random.below(u64::MAX);
+    [0, 1, 7, any, u64::from(u32::MAX), u64::MAX][random.below(6) as usize]
 }
 
 fn memory(size: u64, seals: SealFlags) -> OwnedFd {

@@ -16,7 +16,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, real, wait_for, wait_settled};
+use gpumux_tests::{Node, Options, PATIENCE, Process, Random, Run, real, wait_for, wait_settled};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::{REQUESTS, TICKS};

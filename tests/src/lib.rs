@@ -13,12 +13,14 @@ pub mod cuda;
 pub mod hanging;
 mod node;
 mod process;
+mod random;
 mod session;
 mod terminal;
 
 pub use build::{binary, build, library};
 pub use node::{Node, Options, unit};
 pub use process::{Finished, Process, Run};
+pub use random::Random;
 pub use session::{Listener, Puppet, Session, readable};
 pub use terminal::at_terminal;
 

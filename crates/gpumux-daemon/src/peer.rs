@@ -152,15 +152,20 @@ impl ProcessId {
     }
 }
 
+/// The control groups of a process, of `/proc/PID/cgroup`: controllers (none: version 2), and path.
+pub(crate) fn cgroups(text: &str) -> impl Iterator<Item = (&str, &str)> {
+    text.lines()
+        .filter_map(|line| line.split_once(':')?.1.split_once(':'))
+}
+
 /// Whether a process's control group is frozen: cgroup.events of version 2, freezer.state of version 1 (cgroups(7)).
 fn in_frozen_cgroup(pid: u32) -> bool {
     let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
     let groups = read(&format!("/proc/{pid}/cgroup"));
-    groups.lines().any(|line| {
-        let mut fields = line.splitn(3, ':').skip(1);
-        let (file, frozen) = match (fields.next(), fields.next()) {
-            (Some(""), Some(path)) => (format!("{path}/cgroup.events"), "frozen 1"),
-            (Some("freezer"), Some(path)) => (format!("/freezer{path}/freezer.state"), "FROZEN"),
+    cgroups(&groups).any(|(controllers, path)| {
+        let (file, frozen) = match controllers {
+            "" => (format!("{path}/cgroup.events"), "frozen 1"),
+            "freezer" => (format!("/freezer{path}/freezer.state"), "FROZEN"),
             _ => return false,
         };
         read(&format!("/sys/fs/cgroup{file}"))

@@ -10,8 +10,8 @@ use serde::Serialize;
 
 use crate::{
     fleet::Fleet,
-    model::{Demand, NodeSpec, Pod, scaled},
-    sizing::{Chooser, Sharing, shares},
+    model::{Demand, NodeSpec, Pod},
+    sizing::{Chooser, Sharing, shares, smallest},
 };
 
 /// A fleet suffices if at most this part of the tenants with GPUs finds no room on arrival, in percent.
@@ -46,22 +46,10 @@ pub fn needed(
 ) -> Option<Lived> {
     let mut specs = specs.to_vec();
     specs.shuffle(&mut StdRng::seed_from_u64(seed));
-    let all: usize = specs.iter().map(|spec| usize::from(spec.gpus)).sum();
-    let step = step.max(1);
-    let run = |steps: usize| {
-        let lived = live(&scaled(&specs, steps * step), pods, sharing, uses);
+    smallest(&specs, step, |specs| {
+        let lived = live(specs, pods, sharing, uses);
         (lived.waited <= WAITED_PERCENT).then_some(lived)
-    };
-    let (mut small, mut large) = (0, (all * 4).div_ceil(step));
-    let mut best = run(large)?;
-    while large - small > 1 {
-        let middle = small + (large - small) / 2;
-        match run(middle) {
-            Some(lived) => (large, best) = (middle, lived),
-            None => small = middle,
-        }
-    }
-    Some(best)
+    })
 }
 
 /// Lets the tenants come and go on a fleet of these nodes. A tenant that finds no room waits, and runs for its lifetime

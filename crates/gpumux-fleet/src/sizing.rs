@@ -91,6 +91,27 @@ pub struct Need {
     pub best_effort: Vec<(f64, Option<f64>)>,
 }
 
+/// What comes of the smallest fleet that suffices, to `step` GPUs, of up to four times the list of nodes; None if none does.
+pub(crate) fn smallest<T>(
+    specs: &[NodeSpec],
+    step: usize,
+    suffices: impl Fn(&[NodeSpec]) -> Option<T>,
+) -> Option<T> {
+    let all: usize = specs.iter().map(|spec| usize::from(spec.gpus)).sum();
+    let step = step.max(1);
+    let run = |steps: usize| suffices(&scaled(specs, steps * step));
+    let (mut small, mut large) = (0, (all * 4).div_ceil(step));
+    let mut best = run(large)?;
+    while large - small > 1 {
+        let middle = small + (large - small) / 2;
+        match run(middle) {
+            Some(found) => (large, best) = (middle, found),
+            None => small = middle,
+        }
+    }
+    Some(best)
+}
+
 /// Finds the smallest fleet, to `step` GPUs. Nodes and tenants come in an order drawn with the seed; a larger fleet is the
 /// list of nodes with its beginning again. `uses` are the percents for which [`Need::best_effort`] is computed. None if
 /// four times the list is too small.
@@ -106,18 +127,7 @@ pub fn needed(
     let (mut specs, mut pods) = (specs.to_vec(), pods.to_vec());
     specs.shuffle(&mut rng);
     pods.shuffle(&mut rng);
-    let all: usize = specs.iter().map(|spec| usize::from(spec.gpus)).sum();
-    let step = step.max(1);
-    let fleet_of = |steps: usize| fill(&scaled(&specs, steps * step), &pods, sharing);
-    let (mut small, mut large) = (0, (all * 4).div_ceil(step));
-    let mut best = fleet_of(large)?;
-    while large - small > 1 {
-        let middle = small + (large - small) / 2;
-        match fleet_of(middle) {
-            Some(fleet) => (large, best) = (middle, fleet),
-            None => small = middle,
-        }
-    }
+    let best = smallest(&specs, step, |specs| fill(specs, &pods, sharing))?;
     let gpus = best.specs().iter().map(|spec| usize::from(spec.gpus)).sum();
     let (attained, best_effort) = shares(&best, &pods, sharing, uses);
     Some(Need {

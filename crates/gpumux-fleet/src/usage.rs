@@ -476,7 +476,7 @@ fn given(wanted: &[Wanted], fits: &[bool], way: Way) -> Vec<u32> {
     }
 }
 
-/// Each has its part of `first`; what is left goes in equal parts to those that ask for more.
+/// What each tenant gets: first its part of `first`, then what is left in equal parts for those that ask for more.
 fn fair(asked: &[u32], first: &[u32]) -> Vec<u32> {
     let mut given = first.to_vec();
     loop {

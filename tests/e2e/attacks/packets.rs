@@ -4,7 +4,7 @@ use super::*;
 
 fn any_packet(random: &mut Random) -> Shim {
     let names = ["", "GPU-0", "\u{1b}[2J\n", "../..", &"x".repeat(5000)];
-    let (a, b, c) = (random.number(), random.number(), random.number());
+    let (a, b, c) = (number(random), number(random), number(random));
     let name = names[random.below(5) as usize].to_owned();
     let (key, flag, token) = (
         a as u32,

@@ -148,9 +148,8 @@ fn repeated_faulting_program_joins_no_group() {
     drop(good);
 }
 
-#[test]
-fn a_fault_runs_a_program_again_once() {
-    let node = Node::start();
+/// A tenant `again` of the group, whose program works, and when it runs again says so and ends with 3.
+fn again(node: &Node, options: &str) -> Command {
     let flag = node.dir().join("ran");
     let script = format!(
         "if [ -e {0} ]; then echo again; exit 3; fi; touch {0}; exec {1} {2}",
@@ -158,11 +157,16 @@ fn a_fault_runs_a_program_again_once() {
         gpumux_tests::binary().display(),
         TICKS.strip_prefix("gpumux ").unwrap()
     );
-    let mut command = node.tenant(
-        &format!("{GROUP} --name again --restart on-collateral"),
-        "sh -c",
-    );
-    let mut again = Process::start(command.arg(script));
+    let options = format!("{options} {GROUP} --name again --restart on-collateral");
+    let mut command = node.tenant(&options, "sh -c");
+    command.arg(script);
+    command
+}
+
+#[test]
+fn a_fault_runs_a_program_again_once() {
+    let node = Node::start();
+    let mut again = Process::start(&mut again(&node, ""));
     again.wait_lines(3);
     member(&node, "faulty", "", "gpumux workload fault --seconds 0.1").finish();
     let finished = again.finish_within(PATIENCE);
@@ -175,19 +179,9 @@ fn a_fault_runs_a_program_again_once() {
 #[test]
 fn fault_while_the_daemon_is_away_runs_a_program_again() {
     let mut node = Node::start();
-    let flag = node.dir().join("ran");
-    let script = format!(
-        "if [ -e {0} ]; then echo again; exit 3; fi; touch {0}; exec {1} {2}",
-        flag.display(),
-        gpumux_tests::binary().display(),
-        TICKS.strip_prefix("gpumux ").unwrap()
-    );
-    let mut command = node.tenant(
-        &format!("-d {GROUP} --name again --restart on-collateral"),
-        "sh -c",
-    );
     let home = node.dir().to_owned();
-    command.arg(script).env("XDG_STATE_HOME", &home).run().ok();
+    let mut started = again(&node, "-d");
+    started.env("XDG_STATE_HOME", &home).run().ok();
     node.wait_tenant("again", has_domain);
     let go = node.dir().join("go");
     let program = format!(

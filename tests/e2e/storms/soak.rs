@@ -97,18 +97,6 @@ fn free_memory(node: &Node) -> u64 {
     free.trim().parse().unwrap()
 }
 
-/// Numbers that look random (xorshift64).
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self, below: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % below
-    }
-}
-
 /// What has been done so far.
 #[derive(Default)]
 struct Done {
@@ -188,8 +176,8 @@ impl Soak {
 
     /// Changes one tenant, or kills what serves them.
     fn change(&mut self, node: &mut Node, name: &str, kills: bool) {
-        let number = self.random.next(2).to_string();
-        let changes: &[&[&str]] = match self.random.next(if kills { 8 } else { 6 }) {
+        let number = self.random.below(2).to_string();
+        let changes: &[&[&str]] = match self.random.below(if kills { 8 } else { 6 }) {
             0 => &[&["sleep", name], &["wake", name]],
             1 => &[&["set", name, "--weight", "2"]],
             2 => &[&["set", name, "--limit", "50%"]],
@@ -226,13 +214,13 @@ impl Soak {
             if living.len() < 6 {
                 living.push(self.start(node));
             }
-            thread::sleep(Duration::from_millis(50 + self.random.next(200)));
-            let one = self.random.next(living.len() as u64 + 1) as usize;
+            thread::sleep(Duration::from_millis(50 + self.random.below(200)));
+            let one = self.random.below(living.len() as u64 + 1) as usize;
             let name = living.get(one).map_or("witness", |it| &it.name).to_owned();
             self.change(node, &name, kills);
             if living.len() >= 4 {
-                let one = living.swap_remove(self.random.next(living.len() as u64) as usize);
-                let signal = [Signal::KILL, Signal::TERM][self.random.next(2) as usize];
+                let one = living.swap_remove(self.random.below(living.len() as u64) as usize);
+                let signal = [Signal::KILL, Signal::TERM][self.random.below(2) as usize];
                 self.end(one, signal);
             }
         }

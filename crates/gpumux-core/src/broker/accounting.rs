@@ -277,8 +277,7 @@ impl Accounting {
         let fresh = || {
             let mut device = Device::new(capacity, self.returns.is_some());
             for (tenant, share) in &self.shares {
-                let confined = self.confined.get(tenant);
-                if confined.is_none_or(|devices| devices.contains(uuid)) {
+                if allows(&self.confined, *tenant, uuid) {
                     let _ = guarantee_here(&mut device, *tenant, *share);
                 }
             }
@@ -313,8 +312,7 @@ impl Accounting {
 
     /// Whether a tenant may use a device, so that its guarantee holds there.
     fn may_use(&self, tenant: TenantId, uuid: &str) -> bool {
-        let devices = self.confined.get(&tenant);
-        devices.is_none_or(|devices| devices.contains(uuid))
+        allows(&self.confined, tenant, uuid)
     }
 
     /// Bytes of a device that tenants can be guaranteed together, their contexts included.
@@ -354,8 +352,8 @@ impl Accounting {
         share: Share,
     ) -> Vec<(String, Overcommitted)> {
         self.shares.insert(tenant, share);
-        let confined = self.confined.get(&tenant);
-        let may_use = |uuid: &String| confined.is_none_or(|devices| devices.contains(uuid));
+        let confined = &self.confined;
+        let may_use = |uuid: &String| allows(confined, tenant, uuid);
         let mut refused = Vec::new();
         for (uuid, device) in self.devices.iter_mut().filter(|(uuid, _)| may_use(uuid)) {
             if let Err(error) = guarantee_here(device, tenant, share) {
@@ -789,6 +787,12 @@ impl Accounting {
         };
         self.devices.iter().map(line).collect()
     }
+}
+
+/// Whether a tenant may use a device: any, if it is not confined.
+fn allows(confined: &BTreeMap<TenantId, BTreeSet<String>>, tenant: TenantId, uuid: &str) -> bool {
+    let devices = confined.get(&tenant);
+    devices.is_none_or(|devices| devices.contains(uuid))
 }
 
 /// Guarantees it, or as much as was guaranteed before, and sets the limit in any case.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     api::types::{Exit, LostOutput, Reported},
-    peer::ProcessId,
+    peer::{ProcessId, cgroups},
 };
 
 /// Longest command that is kept, in bytes.
@@ -199,19 +199,10 @@ impl Kills {
 
 /// The file in which a control group counts, by `/proc/PID/cgroup`.
 fn events_file(groups: &str) -> Option<PathBuf> {
-    let of = |line: &str| -> Option<(bool, String)> {
-        let mut parts = line.splitn(3, ':');
-        let (number, controllers, path) = (parts.next()?, parts.next()?, parts.next()?);
-        match (number, controllers) {
-            (_, "memory") => Some((false, path.to_owned())),
-            ("0", "") if path != "/" => Some((true, path.to_owned())),
-            _ => None,
-        }
-    };
-    let (unified, path) = groups.lines().find_map(of)?;
-    Some(match unified {
-        true => format!("/sys/fs/cgroup{path}/memory.events").into(),
-        false => format!("/sys/fs/cgroup/memory{path}/memory.oom_control").into(),
+    cgroups(groups).find_map(|(controllers, path)| match controllers {
+        "memory" => Some(format!("/sys/fs/cgroup/memory{path}/memory.oom_control").into()),
+        "" if path != "/" => Some(format!("/sys/fs/cgroup{path}/memory.events").into()),
+        _ => None,
     })
 }
 

@@ -25,6 +25,20 @@ pub(super) fn peer(uid: u32) -> Peer {
     }
 }
 
+/// A process that does nothing, as this user's.
+pub(super) fn child(uid: u32) -> (std::process::Child, Peer) {
+    let mut command = std::process::Command::new("sleep");
+    let child = command.arg("100").spawn().unwrap();
+    let process = ProcessId::of(child.id());
+    let peer = Peer {
+        uid,
+        pid: child.id(),
+        process,
+        fd: process.and_then(ProcessId::watch),
+    };
+    (child, peer)
+}
+
 /// Says that it is a control daemon, as slowly as a file `slow` beside its pipes wants, until its folder is gone.
 pub(super) const CONTROL: &str = r#"#!/bin/sh
 [ "$1" = -f ] || { cat >/dev/null; echo 1; exit; }

@@ -8,7 +8,7 @@ use gpumux_core::{Class, space};
 use tokio::task::JoinSet;
 
 use super::{
-    super::testing::{CONTROL, member, new, peer, placement, tenants, with_groups},
+    super::testing::{CONTROL, child, member, new, peer, placement, tenants, with_groups},
     *,
 };
 use crate::groups;
@@ -118,17 +118,7 @@ async fn process_that_becomes_another_tenant_leaves_the_first() {
     let outer = tenants.create(&peer(own), wish("outer", None)).await;
     let outer = outer.unwrap();
     // Another process of the first tenant's: that one lives on, with its guarantee.
-    let mut child = std::process::Command::new("sleep")
-        .arg("60")
-        .spawn()
-        .unwrap();
-    let process = ProcessId::of(child.id());
-    let other = Peer {
-        uid: own,
-        pid: child.id(),
-        process,
-        fd: process.and_then(ProcessId::watch),
-    };
+    let (mut child, other) = child(own);
     let refused = tenants.create(&other, wish("inner", Some(&outer))).await;
     assert!(
         matches!(refused, Err(TenantError::Refused(_))),
@@ -317,20 +307,8 @@ async fn confined_tenant_is_confined_after_a_restart() {
 async fn member_of_a_group_is_known_by_its_secret_or_its_parent() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = tenants(&dir).await;
-    let child = || {
-        let mut command = std::process::Command::new("sleep");
-        let child = command.arg("100").spawn().unwrap();
-        let process = ProcessId::of(child.id()).unwrap();
-        let fd = process.watch();
-        let peer = Peer {
-            uid: 0,
-            pid: child.id(),
-            process: Some(process),
-            fd,
-        };
-        (child, process, peer)
-    };
-    let ((mut a, of_a, by_a), (mut b, of_b, by_b)) = (child(), child());
+    let ((mut a, by_a), (mut b, by_b)) = (child(0), child(0));
+    let [of_a, of_b] = [&by_a, &by_b].map(|peer| peer.process.unwrap());
     let inside = tenants.create(&by_a, new("inside")).await.unwrap().token;
     let outside = tenants.create(&by_b, new("outside")).await.unwrap().token;
     let team = Key {
@@ -372,18 +350,7 @@ async fn member_of_a_group_is_known_by_its_secret_or_its_parent() {
 async fn a_late_process_finds_its_tenant_although_it_has_ended() {
     let dir = tempfile::tempdir().unwrap();
     let tenants = tenants(&dir).await;
-    let mut child = std::process::Command::new("sleep")
-        .arg("100")
-        .spawn()
-        .unwrap();
-    let process = ProcessId::of(child.id());
-    let fd = process.and_then(ProcessId::watch);
-    let creator = Peer {
-        uid: 0,
-        pid: child.id(),
-        process,
-        fd,
-    };
+    let (mut child, creator) = child(0);
     let spec = TenantSpec {
         class: Class::Batch,
         ..TenantSpec::default()

@@ -30,17 +30,7 @@ async fn request_that_is_made_again_has_one_tenant() {
         .create(&peer(own), wish(Some("train"), &secret()))
         .await;
     assert!(matches!(other, Err(TenantError::Taken(_))), "{other:?}");
-    let mut child = std::process::Command::new("sleep")
-        .arg("60")
-        .spawn()
-        .unwrap();
-    let process = ProcessId::of(child.id());
-    let child_peer = Peer {
-        uid: own,
-        pid: child.id(),
-        process,
-        fd: process.and_then(ProcessId::watch),
-    };
+    let (mut child, child_peer) = child(own);
     let other = next.create(&child_peer, wish(None, &token)).await;
     assert!(matches!(other, Err(TenantError::BadToken)), "{other:?}");
     child.kill().unwrap();
