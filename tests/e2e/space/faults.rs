@@ -148,11 +148,12 @@ fn repeated_faulting_program_joins_no_group() {
     drop(good);
 }
 
-/// A tenant `again` of the group, whose program works, and when it runs again says so and ends with 3.
+/// A tenant `again` of the group, whose program writes its process to the file `ran` and works. When it runs again, it says so and ends
+/// with 3.
 fn again(node: &Node, options: &str) -> Command {
     let flag = node.dir().join("ran");
     let script = format!(
-        "if [ -e {0} ]; then echo again; exit 3; fi; touch {0}; exec {1} {2}",
+        "if [ -e {0} ]; then echo again; exit 3; fi; echo $$ > {0}; exec {1} {2}",
         flag.display(),
         gpumux_tests::binary().display(),
         TICKS.strip_prefix("gpumux ").unwrap()
@@ -193,6 +194,12 @@ fn fault_while_the_daemon_is_away_runs_a_program_again() {
     node.kill_daemon();
     fs::write(&go, "").unwrap();
     faulty.finish();
+    // A program that a daemon still meets tells it of the fault.
+    let program = fs::read_to_string(node.dir().join("ran")).unwrap();
+    let program = format!("/proc/{}", program.trim());
+    wait_for("the program's end", PATIENCE, || {
+        (!Path::new(&program).exists()).then_some(())
+    });
     node.start_daemon();
     let asks = |words: [&str; 2]| {
         let mut command = node.gpumux(words);
