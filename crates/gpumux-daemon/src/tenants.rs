@@ -1,8 +1,9 @@
 //! Tenants by name and by secret, how long they live, and the files that a restarted
 //! daemon knows them from.
 //!
-//! `life` ← `model` ← `faults`, `persistence`, `placement`, `selection` ← `registry` ← `supervisor`.
+//! `life` ← `model` ← `faults`, `persistence`, `placement`, `selection` ← `table` ← `registry` ← `arrivals`, `supervisor`.
 
+mod arrivals;
 mod faults;
 mod life;
 mod model;
@@ -11,8 +12,11 @@ mod placement;
 mod registry;
 mod selection;
 mod supervisor;
+mod table;
 #[cfg(test)]
 mod testing;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use faults::GroupCounts;
 pub use model::secret;

@@ -12,15 +12,15 @@ use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::Refusal, is_name, s
 
 use super::life::Life;
 use crate::{
-    api::types::{Ended, Placement},
+    api::types::{Ended, NewTenant, Placement},
     groups::{Key, Membership},
     peer::{Peer, ProcessFd, ProcessId},
-    scheduler::{SessionId, Stopped},
+    scheduler::{Owner, SessionId, Stopped},
+    users::trusted,
 };
 
 /// Most devices that one tenant can be confined to: all that a machine can have, and some.
 pub(super) const MAX_CONFINED: usize = 64;
-/// Longest name.
 /// Points of a curve.
 const MAX_POINTS: usize = 100;
 
@@ -169,29 +169,52 @@ impl Tenant {
         processes.find(|process| process.pid == pid)?.watch()
     }
 
-    /// One whose process holds nothing.
-    #[cfg(test)]
-    pub(crate) fn example(id: TenantId, placement: Placement) -> Self {
+    /// One that no process holds yet, from now on.
+    pub(super) fn new(
+        id: TenantId,
+        owner: &Owner,
+        spec: TenantSpec,
+        token: String,
+        devices: Vec<String>,
+    ) -> Self {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
         Self {
             id,
-            name: "example".into(),
-            spec: TenantSpec::default(),
-            uid: 0,
-            user: "root".into(),
-            since: 0,
+            name: owner.name.clone(),
+            spec,
+            uid: owner.uid,
+            user: owner.policy.user.clone(),
+            since: now.map_or(0, |now| now.as_secs()),
             pids: Vec::new(),
-            token: String::new(),
+            token,
             made_for: None,
             kept: false,
             named: false,
-            placement,
+            placement: Placement::default(),
             group: None,
             membership: None,
             utility: Vec::new(),
-            devices: Vec::new(),
+            devices,
             holders: BTreeMap::new(),
             life: Life::default(),
             uncontrolled: None,
+        }
+    }
+
+    /// One whose process holds nothing.
+    #[cfg(test)]
+    pub(crate) fn example(id: TenantId, placement: Placement) -> Self {
+        use gpumux_core::admission::UserPolicy;
+        let owner = Owner {
+            name: "example".into(),
+            uid: 0,
+            policy: Arc::new(UserPolicy::unlimited()),
+        };
+        let spec = TenantSpec::default();
+        Self {
+            user: "root".into(),
+            placement,
+            ..Self::new(id, &owner, spec, String::new(), Vec::new())
         }
     }
 
@@ -269,6 +292,24 @@ pub(crate) fn find<'a>(
             let names: Vec<String> = several.iter().map(|it| it.full_name()).collect();
             Err(TenantError::Ambiguous(name.into(), names.join(", ")))
         }
+    }
+}
+
+/// Whether a request for a tenant is well-formed, and its user may make it.
+pub(super) fn check(new: &NewTenant, uid: u32) -> Result<(), TenantError> {
+    if !trusted(uid) && new.kept {
+        return Err(TenantError::NotTrusted);
+    }
+    if let Some(trust) = new.trust.as_ref().filter(|trust| !is_name(trust)) {
+        return Err(TenantError::BadTrust(trust.clone()));
+    }
+    check_fingerprint(new.fingerprint.as_deref())?;
+    if let Some(percent) = new.sm_percent.filter(|it| !(1..=100).contains(it)) {
+        return Err(TenantError::BadPercent(percent));
+    }
+    match new.utility.is_empty() {
+        true => Ok(()),
+        false => check_curve(&new.utility),
     }
 }
 

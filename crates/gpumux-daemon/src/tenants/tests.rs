@@ -4,14 +4,26 @@ mod again;
 mod policies;
 mod settings;
 
-use gpumux_core::{Class, space};
+use std::sync::Arc;
+
+use gpumux_core::{
+    Class, Hints, TenantSpec, is_name,
+    space::{self, Way},
+};
 use tokio::task::JoinSet;
 
 use super::{
-    super::testing::{CONTROL, child, member, new, peer, placement, tenants, with_groups},
-    *,
+    model::{Tenant, TenantError, find, secret},
+    registry::Tenants,
+    table::Table,
+    testing::{CONTROL, child, member, new, peer, placement, tenants, with_groups},
 };
-use crate::groups;
+use crate::{
+    api::types::{Created, NewCurve, NewTenant, Placement, SpecChange},
+    groups::{self, Key},
+    peer::ProcessId,
+    scheduler::{Command, SessionId},
+};
 
 #[tokio::test]
 async fn full_disk_stops_neither_the_daemon_nor_new_tenants() {

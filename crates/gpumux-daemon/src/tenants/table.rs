@@ -1,0 +1,174 @@
+//! The table of all tenants that live, and of the last ones that ended: names, secrets, and room for more.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Instant,
+};
+
+use gpumux_core::{MAX_NAME, TenantId, TenantSpec, admission::UserPolicy, is_name, is_name_char};
+
+use super::{
+    faults::Faults,
+    model::{Tenant, TenantError, find, is_secret},
+    persistence::{self, Files, Settings},
+    placement::{Room, Wish},
+};
+use crate::{
+    api::types::{Ended, NewTenant, SpecChange},
+    groups::Key,
+    peer::Peer,
+};
+
+/// Most tenants there may be.
+const MAX_TENANTS: usize = 4096;
+/// Tenants that are remembered after their end.
+pub(super) const MAX_ENDED: usize = 256;
+
+#[derive(Default)]
+pub(super) struct Table {
+    pub(super) made: u64,
+    pub(super) holders_made: u64,
+    pub(super) tenants: BTreeMap<TenantId, Tenant>,
+    /// The last ones that ended: a process of theirs may use a device only now, long after the one that
+    /// asked for the tenant.
+    pub(super) ended: VecDeque<Tenant>,
+    /// How the last ones ended, the latest last.
+    pub(super) ends: VecDeque<Ended>,
+    pub(super) settings: Settings,
+    /// The last processes that joined, and their tenants.
+    pub(super) joined: VecDeque<(u32, TenantId)>,
+    pub(super) faults: Faults,
+    /// The daemon is leaving: what ends now must still be known to the next one.
+    pub(super) closed: bool,
+    /// When the last tenant ended, or the daemon began.
+    pub(super) empty_since: Option<Instant>,
+}
+
+impl Table {
+    /// Those in a group.
+    pub(super) fn members(&self, key: &Key) -> impl Iterator<Item = &Tenant> {
+        let all = self.tenants.values();
+        all.filter(move |it| it.membership.is_some() && it.group.as_ref() == Some(key))
+    }
+
+    /// What is known of the group that a new tenant may enter.
+    pub(super) fn room<'a>(&'a self, wish: &Wish<'_>, unavailable: Option<&'a str>) -> Room<'a> {
+        Room {
+            members: (wish.key.iter())
+                .flat_map(|key| self.members(key))
+                .collect(),
+            unavailable,
+            faults: self.faults.of(wish.crash_count().as_ref()),
+        }
+    }
+
+    pub(super) fn next_id(&mut self) -> TenantId {
+        self.made += 1;
+        TenantId(self.made)
+    }
+
+    pub(super) fn insert(&mut self, tenant: Tenant) {
+        tracing::info!(tenant = tenant.name, class = %tenant.spec.class, uid = tenant.uid, "tenant");
+        self.empty_since = None;
+        self.tenants.insert(tenant.id, tenant);
+    }
+
+    pub(super) fn of_user(&self, uid: u32, name: &str) -> Option<&Tenant> {
+        let mut all = self.tenants.values();
+        all.find(|tenant| tenant.uid == uid && tenant.name == name)
+    }
+
+    pub(super) fn owned(&self, uid: u32, name: &str) -> Result<&Tenant, TenantError> {
+        let tenant = find(self.tenants.values(), Some(uid), name)?;
+        match uid == 0 || uid == tenant.uid {
+            true => Ok(tenant),
+            false => Err(TenantError::NotYours(name.into())),
+        }
+    }
+
+    /// What was set for the name of a new tenant before, and what it is to have with that and with what is declared for it.
+    pub(super) fn wish(
+        &self,
+        uid: u32,
+        declared: &SpecChange,
+        new: &NewTenant,
+    ) -> (Option<SpecChange>, TenantSpec) {
+        let named = new.name.as_deref().filter(|_| !new.kept);
+        let set = named
+            .and_then(|name| self.settings.find(uid, name))
+            .cloned();
+        let spec = declared.apply(&TenantSpec::default());
+        let spec = set.clone().unwrap_or_default().apply(&spec);
+        (set, new.spec.apply(&spec))
+    }
+
+    /// A name that no tenant of the user has, as close to the wish as possible.
+    pub(super) fn free_name(&self, uid: u32, wish: &str) -> String {
+        let program = wish.rsplit('/').next().unwrap_or_default();
+        let mut base: String = program.chars().filter(|c| is_name_char(*c)).collect();
+        // Leaves room for a number.
+        base.truncate(MAX_NAME - 8);
+        if !is_name(&base) {
+            base = "tenant".into();
+        }
+        let numbered = (2..).map(|n: usize| format!("{base}-{n}"));
+        let mut names = std::iter::once(base.clone()).chain(numbered);
+        names
+            .find(|name| self.of_user(uid, name).is_none())
+            .unwrap_or(base)
+    }
+
+    pub(super) fn save(&self, files: &Files) -> Result<(), TenantError> {
+        match self.closed {
+            true => Ok(()),
+            false => persistence::save(files, self.tenants.values()),
+        }
+    }
+
+    /// Why a process with this secret joins no tenant.
+    pub(super) fn refusal(&self, token: &str, peer: &Peer, user: &str) -> TenantError {
+        let mut all = self.tenants.values().chain(&self.ended);
+        let of_another = all.find(|tenant| tenant.token == token);
+        of_another.map_or(TenantError::UnknownToken, |it| it.refuses(peer, user))
+    }
+
+    /// Whether a new tenant may have this name.
+    pub(super) fn check_name(&self, uid: u32, name: Option<&str>) -> Result<(), TenantError> {
+        match name {
+            Some(name) if !is_name(name) => Err(TenantError::BadName(name.into())),
+            Some(name) if self.of_user(uid, name).is_some() => Err(TenantError::Taken(name.into())),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether a new tenant may bring its token.
+    pub(super) fn check_token(&self, new: &NewTenant) -> Result<(), TenantError> {
+        let Some(token) = &new.token else {
+            return Ok(());
+        };
+        let is_new = || self.tenants.values().all(|it| it.token != *token);
+        match is_secret(token) && is_new() {
+            true => Ok(()),
+            false => Err(TenantError::BadToken),
+        }
+    }
+
+    /// Whether this user may have one tenant more.
+    pub(super) fn check_room(&self, uid: u32, policy: &UserPolicy) -> Result<(), TenantError> {
+        let own = self.tenants.values().filter(|it| it.uid == uid).count();
+        if own >= policy.max_tenants {
+            let user = policy.user.clone();
+            return Err(TenantError::TooMany(user, own, policy.max_tenants));
+        }
+        match self.tenants.len() {
+            all if all >= MAX_TENANTS => Err(TenantError::Full(all)),
+            _ => Ok(()),
+        }
+    }
+
+    pub(super) fn save_or_warn(&self, files: &Files) {
+        if let Err(error) = self.save(files) {
+            tracing::warn!(%error, "a restarted daemon will not know all tenants");
+        }
+    }
+}
