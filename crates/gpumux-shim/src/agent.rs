@@ -29,16 +29,13 @@ use rustix::{
 };
 
 use crate::{
-    context::within,
-    elastic, gate, guard, hold, ipc, keep, lease, memory,
+    ground::{context::within, gate, guard, lease, notice::say, own::OwnFd},
+    memory::{allocate, elastic, ipc, keep, pools, reclaim, space},
     mover::MoverThread,
-    notice::say,
-    own::OwnFd,
-    permits, pools,
     process::{Agent, Picture, Process},
-    reclaim,
     rescue::Rescue,
-    space, unlisted, work,
+    unlisted, work,
+    work::{hold, permits},
 };
 
 /// How long the daemon may take to answer a hello.
@@ -380,7 +377,7 @@ impl Session {
                         self.shared_memory.push_back(order)
                     }
                     Ok(Some((Daemon::Permits { key }, file))) => self.wait_to_launch(key, file),
-                    Ok(Some((Daemon::Trim, _))) => memory::trim(),
+                    Ok(Some((Daemon::Trim, _))) => allocate::trim(),
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
                         self.mover.set_rules(location, scrub);
                     }

@@ -9,7 +9,11 @@ use std::ffi::{c_char, c_int, c_ulong, c_void};
 
 use gpumux_rm::{capture::Call, layout::IOC_MAGIC};
 
-use crate::{agent, control_files, guard, next::Next, process};
+use crate::{
+    agent,
+    ground::{control_files, guard, next::Next},
+    process,
+};
 
 type Ioctl = unsafe extern "C-unwind" fn(c_int, c_ulong, *mut c_void) -> c_int;
 type Open = unsafe extern "C-unwind" fn(*const c_char, c_int, libc::mode_t) -> c_int;

@@ -27,19 +27,23 @@ use std::{
 };
 
 use crate::{
-    driver::{
-        AllocationProp, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream, Function,
-        LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
+    ground::{
+        driver::{
+            AllocationProp, CUcontext, CUdevice, CUdeviceptr, CUevent, CUresult, CUstream,
+            Function, LIBRARY, LaunchConfig, NOT_INITIALIZED, SUCCESS, enabled, lookup,
+        },
+        gate, next, trace,
     },
-    gate, ipc, memory,
-    meter::Piece,
-    native::{self, ArrayShape, FlatShape},
-    next, physical,
-    pools::{self, PoolProperties},
-    predictor::Call,
-    shown, trace, unlisted,
-    vmm::Access,
-    work,
+    memory::{
+        allocate, ipc,
+        native::{self, ArrayShape, FlatShape},
+        physical,
+        pools::{self, PoolProperties},
+        shown,
+        vmm::Access,
+    },
+    unlisted, work,
+    work::{meter::Piece, predictor::Call},
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
@@ -331,18 +335,18 @@ hooks! {
     [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => work::launch_graph(graph as u64, stream, own, real);
 
     // Device memory.
-    cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { memory::alloc(out, bytes, real) };
-    cuMemAllocPitch_v2(out: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) (real) => unsafe { memory::alloc_pitch(out, pitch, width, height, element, real) };
+    cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { allocate::alloc(out, bytes, real) };
+    cuMemAllocPitch_v2(out: *mut CUdeviceptr, pitch: *mut usize, width: usize, height: usize, element: c_uint) (real) => unsafe { allocate::alloc_pitch(out, pitch, width, height, element, real) };
     cuMemAllocManaged(out: *mut CUdeviceptr, bytes: usize, flags: c_uint) (real) => unsafe { native::alloc_native(out, bytes, real) };
     cuArrayCreate_v2(out: *mut u64, shape: *const FlatShape) (real) => unsafe { native::create_array(out, shape, 1, real) };
     cuArray3DCreate_v2(out: *mut u64, shape: *const ArrayShape) (real) => unsafe { native::create_array(out, shape, 1, real) };
     cuMipmappedArrayCreate(out: *mut u64, shape: *const ArrayShape, levels: c_uint) (real) => unsafe { native::create_array(out, shape, levels, real) };
     cuArrayDestroy(array: u64) (real) => native::destroy_array(array, real);
     cuMipmappedArrayDestroy(array: u64) (real) => native::destroy_array(array, real);
-    cuMemFree_v2(address: CUdeviceptr) (real) => memory::free(address, real);
+    cuMemFree_v2(address: CUdeviceptr) (real) => allocate::free(address, real);
     [cuMemAllocAsync_ptsz] cuMemAllocAsync(out: *mut CUdeviceptr, bytes: usize, stream: CUstream) (real, _own) => unsafe { native::alloc_pooled(out, bytes, None, real) };
     [cuMemAllocFromPoolAsync_ptsz] cuMemAllocFromPoolAsync(out: *mut CUdeviceptr, bytes: usize, pool: u64, stream: CUstream) (real, _own) => unsafe { native::alloc_pooled(out, bytes, Some(pool), real) };
-    [cuMemFreeAsync_ptsz] cuMemFreeAsync(address: CUdeviceptr, stream: CUstream) (real, _own) => memory::free_async(address, real);
+    [cuMemFreeAsync_ptsz] cuMemFreeAsync(address: CUdeviceptr, stream: CUstream) (real, _own) => allocate::free_async(address, real);
     cuMemPoolCreate(out: *mut u64, properties: *const PoolProperties) (real) => unsafe { pools::create(out, properties, real) };
     cuMemPoolDestroy(pool: u64) (real) => pools::destroy(pool, real);
     cuMemCreate(handle: *mut u64, bytes: usize, prop: *const AllocationProp, flags: u64) (real) => unsafe { native::create(handle, bytes, prop, flags, real) };
@@ -365,7 +369,7 @@ hooks! {
     cuIpcOpenMemHandle(address: *mut CUdeviceptr, handle: ByValue, flags: c_uint) (real) => unsafe { ipc::open(address, handle.0, flags, real) };
     cuIpcOpenMemHandle_v2(address: *mut CUdeviceptr, handle: ByValue, flags: c_uint) (real) => unsafe { ipc::open(address, handle.0, flags, real) };
     cuIpcCloseMemHandle(address: CUdeviceptr) (real) => ipc::close(address, real);
-    cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) (real) => memory::enable_peer(peer, real);
+    cuCtxEnablePeerAccess(peer: CUcontext, flags: c_uint) (real) => allocate::enable_peer(peer, real);
 
     // What a program is shown of it.
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize) (real) => unsafe { shown::info(free, total, real) };
@@ -414,13 +418,13 @@ hooks! {
     // It may have an event made.
     cuStreamDestroy(stream: CUstream) (real) => gate::through(|| work::destroy_stream(stream, real));
     cuStreamDestroy_v2(stream: CUstream) (real) => gate::through(|| work::destroy_stream(stream, real));
-    cuCtxDestroy(context: CUcontext) (real) => memory::destroy_context(context, real);
-    cuCtxDestroy_v2(context: CUcontext) (real) => memory::destroy_context(context, real);
-    cuGreenCtxDestroy(context: CUcontext) (real) => memory::destroy_green(context, real);
-    cuDevicePrimaryCtxRelease(device: CUdevice) (real) => memory::release_primary(device, real);
-    cuDevicePrimaryCtxRelease_v2(device: CUdevice) (real) => memory::release_primary(device, real);
-    cuDevicePrimaryCtxReset(device: CUdevice) (real) => memory::release_primary(device, real);
-    cuDevicePrimaryCtxReset_v2(device: CUdevice) (real) => memory::release_primary(device, real);
+    cuCtxDestroy(context: CUcontext) (real) => allocate::destroy_context(context, real);
+    cuCtxDestroy_v2(context: CUcontext) (real) => allocate::destroy_context(context, real);
+    cuGreenCtxDestroy(context: CUcontext) (real) => allocate::destroy_green(context, real);
+    cuDevicePrimaryCtxRelease(device: CUdevice) (real) => allocate::release_primary(device, real);
+    cuDevicePrimaryCtxRelease_v2(device: CUdevice) (real) => allocate::release_primary(device, real);
+    cuDevicePrimaryCtxReset(device: CUdevice) (real) => allocate::release_primary(device, real);
+    cuDevicePrimaryCtxReset_v2(device: CUdevice) (real) => allocate::release_primary(device, real);
 
     // Which group is whose.
     cuCtxCreate(out: *mut CUcontext, flags: c_uint, device: CUdevice) (real) => unsafe { work::create_context(out, || gate::through(real)) };

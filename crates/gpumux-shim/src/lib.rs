@@ -6,6 +6,8 @@
 //! ([`agent`]) connects to the daemon, sends the groups with their control file, and from
 //! then on watches that the daemon is still there: when it is not, it thaws the process's groups.
 //!
+//! [`ground`] ← [`work`] (what is launched, and holding the device ahead of it) ← [`memory`] ← the threads and hooks beside this file.
+//!
 //! Rules that hold everywhere here:
 //! - nothing happens before the program touches the driver: no constructor, thread, socket or allocation;
 //! - the program's own call is made first and with no lock held, its result and `errno` are what it gets;
@@ -19,45 +21,13 @@ compile_error!(
 );
 
 mod agent;
-mod answers;
-mod attempt;
-mod block;
-mod caches;
-mod config;
-mod context;
-mod control_files;
-mod driver;
-mod elastic;
 mod exports;
-mod gate;
-mod granules;
-mod guard;
-mod hold;
+mod ground;
 mod hooks;
-mod ipc;
-mod keep;
-mod lease;
 mod loader;
 mod memory;
-mod meter;
 mod mover;
-mod native;
-mod next;
-mod notice;
-mod own;
-mod permits;
-mod physical;
-mod pools;
-mod predictor;
 mod process;
-mod ranges;
-mod reclaim;
 mod rescue;
-mod shown;
-mod space;
-mod swap;
-mod trace;
 mod unlisted;
-mod vmm;
-mod wake;
 mod work;

@@ -11,7 +11,7 @@ use std::{
     ptr,
 };
 
-use crate::{hooks, next};
+use crate::{ground::next, hooks};
 
 /// libc's `dlsym`; for functions of the CUDA driver, ours where there is one.
 ///

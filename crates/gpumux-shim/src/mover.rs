@@ -15,12 +15,12 @@ use std::{
 use gpumux_wire::{Daemon, Shim, message::Piece};
 
 use crate::{
-    elastic, guard, ipc, lease,
-    own::OwnFd,
+    ground::{guard, lease, own::OwnFd, wake},
+    memory::{
+        elastic, ipc, space,
+        swap::{Away, Bounds, Mover},
+    },
     rescue::Rescue,
-    space,
-    swap::{Away, Bounds, Mover},
-    wake,
 };
 
 /// Enough for the driver library.

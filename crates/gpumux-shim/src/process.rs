@@ -34,12 +34,16 @@ use rustix::{
 };
 
 use crate::{
-    config::Config,
-    control_files::{self, Kind},
-    guard,
-    notice::say,
-    own::{self, OwnFd},
-    reclaim, space, wake, work,
+    ground::{
+        config::Config,
+        control_files::{self, Kind},
+        guard,
+        notice::say,
+        own::{self, OwnFd},
+        wake,
+    },
+    memory::{reclaim, space},
+    work,
 };
 
 /// How long the program's thread waits for the daemon's welcome under `GPUMUX_STRICT=1`.
@@ -145,7 +149,7 @@ fn handle_forks() {
         work::in_child();
         space::in_child();
         reclaim::in_child();
-        crate::caches::in_child();
+        crate::memory::caches::in_child();
     }
     extern "C" fn before() {
         own::before_fork();

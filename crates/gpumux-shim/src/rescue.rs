@@ -18,9 +18,9 @@ use gpumux_rm::{Controls, RmControls, capture::GroupId, emulated::EmulatedFile, 
 use gpumux_wire::lease::{LOOK, Leased};
 
 use crate::{
-    control_files::Kind,
-    guard, permits,
+    ground::{control_files::Kind, guard},
     process::{Agent, Process},
+    work::permits,
 };
 
 /// The shortest timeslice, in µs, with which a group runs without a daemon: a switch takes up to 185 µs (H100 and H200,

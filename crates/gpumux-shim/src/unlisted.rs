@@ -15,7 +15,11 @@ use std::{
 
 use gpumux_wire::{Shim, message::LONGEST_NAME};
 
-use crate::{gate, lease, memory, notice::say, work};
+use crate::{
+    ground::{gate, lease, notice::say},
+    memory::allocate,
+    work,
+};
 
 /// Most functions that have a stand-in; what is looked up beyond counts as called.
 const STAND_INS: usize = 64;
@@ -104,7 +108,7 @@ fn called(name: &str) {
             return;
         }
         FIRST.get_or_init(|| name.to_owned());
-        memory::stay();
+        allocate::stay();
         work::lose_track();
         if let Some(message) = message() {
             lease::tell(message);

@@ -11,12 +11,16 @@
 //! known for sure counts for every group that it may belong to.
 //!
 //! Left out: copies that copy engines make (their groups are others), work that the device launches itself, and
-//! programs that reach libcuda past [`crate::driver`]; their groups stay *unknown*. The
+//! programs that reach libcuda past [`crate::hooks`]; their groups stay *unknown*. The
 //! poller cannot ask about per-thread default streams: those become idle when their thread synchronises.
 
 mod contexts;
 mod events;
+pub(crate) mod hold;
+pub(crate) mod meter;
+pub(crate) mod permits;
 mod poller;
+pub(crate) mod predictor;
 mod streams;
 
 use std::{
@@ -36,20 +40,20 @@ pub(crate) use self::{
     streams::{has_failed, is_fatal},
 };
 use self::{
+    meter::Piece,
+    permits::On,
     poller::reap,
+    predictor::Call,
     streams::{
         COPIES_LOST, FREE, GROUPS, HANDLES, Key, LOST, ORPHAN, PER_THREAD, POLLER_WANTED, STATES,
         STREAMS, Stream, UNKNOWN, ask, count, insert, is_capturing, lose, note, places, settle,
         slow, thread_number, undisturbed,
     },
 };
-use crate::{
+use crate::ground::{
     context::{self, current_context, is_capturing_anywhere, page, within},
     driver::{self, CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
-    gate, hold,
-    meter::Piece,
-    permits::{self, On},
-    predictor::Call,
+    gate,
 };
 
 functions! {

@@ -10,9 +10,11 @@ use gpumux_wire::page::SLOTS;
 
 use super::streams::{CLAIMED, GROUPS, MADE, Slow, UNKNOWN, begin_counting, lose, slow};
 use crate::{
-    context::page,
-    driver::{CUcontext, CUresult, SUCCESS, functions},
-    hold,
+    ground::{
+        context::page,
+        driver::{CUcontext, CUresult, SUCCESS, functions},
+    },
+    work::hold,
 };
 
 functions! {

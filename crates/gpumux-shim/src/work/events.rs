@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::{Key, STATES, hold, is_capturing, is_capturing_anywhere, note, page};
-use crate::driver::{CUevent, CUresult, CUstream, SUCCESS};
+use crate::ground::driver::{CUevent, CUresult, CUstream, SUCCESS};
 
 /// Events that are remembered, by a hash of their handle.
 const EVENTS: usize = 1024;

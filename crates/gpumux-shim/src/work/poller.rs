@@ -8,8 +8,11 @@ use std::{
 
 use super::streams::{FREE, HANDLES, ORPHAN, POLLER_WANTED, SLOW, STATES, ask, places, slow};
 use crate::{
-    context::{is_capturing_anywhere, relax_captures},
-    gate, guard, hold, permits, wake,
+    ground::{
+        context::{is_capturing_anywhere, relax_captures},
+        gate, guard, wake,
+    },
+    work::{hold, permits},
 };
 
 /// How often the poller looks while the program submits work.

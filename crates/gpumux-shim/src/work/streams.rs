@@ -14,9 +14,12 @@ use std::{
 use gpumux_wire::page::{Page, SLOTS};
 
 use crate::{
-    context::{self, bits, current_context, page, within},
-    driver::{CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
-    guard, hold, permits, wake,
+    ground::{
+        context::{self, bits, current_context, page, within},
+        driver::{CUcontext, CUevent, CUresult, CUstream, SUCCESS, functions},
+        guard, wake,
+    },
+    work::{hold, permits},
 };
 
 /// Streams that are told apart. (PyTorch has 32 per priority.)

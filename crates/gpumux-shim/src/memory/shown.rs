@@ -1,0 +1,198 @@
+//! What a program is shown of device memory: how much there is, and whose an address is.
+
+use std::ffi::{c_int, c_void};
+
+use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
+
+use crate::{
+    ground::{
+        driver::{CUresult, SUCCESS},
+        gate, lease,
+    },
+    memory::{
+        physical,
+        ranges::Allocation,
+        space::{current_device, off, ours, with},
+    },
+};
+
+/// What the tenant may believe of a device: free and in all.
+fn view(device: c_int) -> Option<(u64, u64)> {
+    let (uuid, total, unused) = with(|space| {
+        let known = space.devices.get(&device)?;
+        let spares = space.spares.iter().filter_map(|at| space.blocks.get(at));
+        let spare = spares.filter(|it| it.device == device).map(|it| it.bytes);
+        let unused = known.movable.unused() + known.pinned.unused() + spare.sum::<u64>();
+        Some((known.uuid.clone(), known.total, unused))
+    })?;
+    let question = |ticket| Shim::View {
+        ticket,
+        device: uuid,
+        total,
+    };
+    let (free, all) = lease::ask(question)?;
+    let all = all.min(total);
+    (all != 0).then(|| (free.saturating_add(unused).min(all), all))
+}
+
+/// `cuMemGetInfo`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn info(
+    free: *mut usize,
+    total: *mut usize,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    if result == SUCCESS
+        && !off()
+        && let Some((left, all)) = current_device().and_then(view)
+    {
+        for (place, value) in [(free, left), (total, all)] {
+            if !place.is_null() {
+                // SAFETY: the driver has just written there.
+                unsafe { *place = value as usize };
+            }
+        }
+    }
+    result
+}
+
+/// The limit that the environment names.
+fn told() -> Option<u64> {
+    std::env::var(MEMORY_LIMIT_VARIABLE).ok()?.parse().ok()
+}
+
+/// `cuDeviceTotalMem`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn total(
+    bytes: *mut usize,
+    device: c_int,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let result = real();
+    // Before it has used a context a process belongs to no tenant: then only its environment is known.
+    if result == SUCCESS
+        && !bytes.is_null()
+        && let Some(all) = (!off())
+            .then(|| view(device))
+            .flatten()
+            .map(|it| it.1)
+            .or_else(told)
+    {
+        // SAFETY: the driver has just written there.
+        unsafe { *bytes = (*bytes).min(all as usize) };
+    }
+    result
+}
+
+/// `cuMemGetAddressRange`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn range(
+    base: *mut u64,
+    bytes: *mut usize,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let Some((start, allocation)) = ours(address) else {
+        return when_there(address, real);
+    };
+    // SAFETY: the program's places.
+    unsafe {
+        if !base.is_null() {
+            *base = start;
+        }
+        if !bytes.is_null() {
+            *bytes = allocation.bytes as usize;
+        }
+    }
+    SUCCESS
+}
+
+/// A question about an address: memory that the program handles must be there for it.
+fn when_there(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
+    match !off() && physical::is_mapped(address) {
+        true => gate::through(real),
+        false => real(),
+    }
+}
+
+/// Attributes that the driver would answer by the mapping, not by the allocation; and the address, which is the same by which the
+/// program asks.
+const CONTEXT: c_int = 1;
+const DEVICE_POINTER: c_int = 3;
+const RANGE_START: c_int = 11;
+const RANGE_BYTES: c_int = 12;
+
+/// What an attribute of an allocation of ours is.
+fn attribute(
+    attribute: c_int,
+    address: u64,
+    (start, allocation): (u64, Allocation),
+) -> Option<u64> {
+    match attribute {
+        DEVICE_POINTER => Some(address),
+        CONTEXT => Some(allocation.context),
+        RANGE_START => Some(start),
+        RANGE_BYTES => Some(allocation.bytes),
+        _ => None,
+    }
+}
+
+/// `cuPointerGetAttribute`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn pointer_attribute(
+    data: *mut c_void,
+    which: c_int,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let Some(found) = ours(address) else {
+        return when_there(address, real);
+    };
+    if let Some(value) = attribute(which, address, found)
+        && !data.is_null()
+    {
+        // SAFETY: all of them are 64 bits long.
+        unsafe { data.cast::<u64>().write_unaligned(value) };
+        return SUCCESS;
+    }
+    gate::through(real)
+}
+
+/// `cuPointerGetAttributes`
+///
+/// # Safety
+/// The arguments must be what the program passed.
+pub(crate) unsafe fn pointer_attributes(
+    count: u32,
+    attributes: *const c_int,
+    data: *const *mut c_void,
+    address: u64,
+    real: impl FnOnce() -> CUresult,
+) -> CUresult {
+    let Some(found) = ours(address) else {
+        return when_there(address, real);
+    };
+    let result = gate::through(real);
+    if result == SUCCESS && !attributes.is_null() && !data.is_null() {
+        for n in 0..count as usize {
+            // SAFETY: the driver has just read as many of both.
+            let (which, place) = unsafe { (*attributes.add(n), *data.add(n)) };
+            if let Some(value) = attribute(which, address, found)
+                && !place.is_null()
+            {
+                // SAFETY: as above; all of them are 64 bits long.
+                unsafe { place.cast::<u64>().write_unaligned(value) };
+            }
+        }
+    }
+    result
+}

@@ -1,0 +1,931 @@
+//! Moving the process's memory to the host and back, by a thread of its own ([`crate::mover`]), at the daemon's word.
+//!
+//! First the gate is closed, all threads leave it, and copies end ([`Mover::quiesce`]): from then on only kernels can
+//! touch memory. When the daemon has frozen the compute groups, nothing can. Then the contents go to pinned host
+//! memory over the process's own copy engines, and the physical memory is let go of; the addresses stay. Back is the
+//! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
+//! program called cold goes first, and the rest stays on the device, as frozen as its program ([`choice`]).
+
+mod choice;
+
+use std::{
+    collections::BTreeMap,
+    ffi::c_void,
+    io,
+    path::{Path, PathBuf},
+    ptr,
+    sync::{
+        Mutex, MutexGuard,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    thread::sleep,
+    time::{Duration, Instant},
+};
+
+use gpumux_wire::message::HOST_PIECE;
+
+use crate::{
+    ground::{
+        context::{is_capturing_anywhere, relax_captures, within},
+        driver::{CUstream, SUCCESS, functions},
+        gate,
+        guard::{lock, lock_by},
+        notice::say,
+        own::OwnFd,
+    },
+    memory::{
+        block::{Departed, GRAIN, NOWHERE},
+        physical, pools, space, vmm,
+    },
+    work,
+    work::permits,
+};
+use choice::{Gone, Good, Key};
+
+/// How long to wait until [`is_quiet`].
+const QUIET: Duration = Duration::from_secs(15);
+/// How long to hope that all work ends by itself, before kernels are frozen in the middle.
+const IDLE: Duration = Duration::from_millis(200);
+/// How long the gate stays closed at first while copies or calls do not end. Then threads go on for a tenth of that, because a copy may
+/// wait for work that another thread has not launched yet. Both double each time.
+const CLOSED: Duration = Duration::from_millis(500);
+/// Pause between looks.
+const LOOK: Duration = Duration::from_micros(200);
+/// How long a context may take to end before a move is given up.
+const SOON: Duration = Duration::from_secs(1);
+/// Host memory comes in pieces of a multiple of this, where as much is allowed.
+const PIECE: usize = HOST_PIECE as usize;
+/// So much is pinned at once: about a third of a second (measured on an H100's host).
+const GROWTH: usize = 1 << 30;
+/// Size of a huge page, which pieces are multiples of.
+const HUGE: usize = 2 << 20;
+/// So much is overwritten at a time: orders do not wait for more.
+const SCRUB: usize = 256 << 20;
+/// `HUGETLBFS_MAGIC`
+const HUGETLBFS: u32 = 0x9584_58f6;
+/// Part of the host's available memory that is left free (as its reciprocal).
+const SPARE: u64 = 10;
+/// Most threads that make host memory ready.
+const POPULATORS: usize = 8;
+
+functions! {
+    stream_create c"cuStreamCreate" (*mut CUstream, u32);
+    stream_query c"cuStreamQuery" (CUstream);
+    stream_synchronize c"cuStreamSynchronize" (CUstream);
+    to_host c"cuMemcpyDtoHAsync_v2" (*mut c_void, u64, usize, CUstream);
+    to_device c"cuMemcpyHtoDAsync_v2" (u64, *const c_void, usize, CUstream);
+    host_register c"cuMemHostRegister_v2" (*mut c_void, usize, u32);
+    host_unregister c"cuMemHostUnregister" (*mut c_void);
+    mem_alloc c"cuMemAlloc_v2" (*mut u64, usize);
+}
+
+/// Calls a function of the driver; what it answers otherwise ends the work.
+macro_rules! call {
+    ($function:ident, $($arg:expr),*) => {
+        match $function() {
+            // SAFETY: the signature is `cuda.h`'s; the callers pass memory that outlives the copy.
+            Some(function) => match unsafe { function($($arg),*) } {
+                SUCCESS => Ok(()),
+                error => Err(format!("{} answers {error}", stringify!($function))),
+            },
+            None => Err(format!("the driver has no {}", stringify!($function))),
+        }
+    };
+}
+
+/// Where the process's memory is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Away {
+    No,
+    /// On the device, and no thread may touch it.
+    Quiet,
+    /// On the host, all or a part.
+    Out,
+}
+
+/// Pinned host memory that is reused.
+#[derive(Default)]
+struct Pool {
+    /// Addresses and lengths.
+    pieces: Vec<(usize, usize)>,
+    total: usize,
+    /// So many bytes are allowed.
+    most: usize,
+    /// Folder where it is made.
+    location: Option<PathBuf>,
+}
+
+/// What the agent may change of a move under way.
+#[derive(Default)]
+pub(crate) struct Bounds {
+    /// The move to the host is not wanted any more.
+    called_off: AtomicBool,
+    /// So many bytes of the host's memory may be kept.
+    host: AtomicU64,
+}
+
+impl Bounds {
+    pub(crate) fn is_called_off(&self) -> bool {
+        self.called_off.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn host(&self) -> u64 {
+        self.host.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn call_off(&self) {
+        self.called_off.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn allow(&self, host: u64) {
+        self.host.store(host, Ordering::Release);
+    }
+
+    /// A task begins.
+    pub(crate) fn begin(&self, host: u64) {
+        self.called_off.store(false, Ordering::Release);
+        self.allow(host);
+    }
+}
+
+/// The tool of the thread that moves memory.
+pub(crate) struct Mover {
+    bounds: &'static Bounds,
+    away: Away,
+    pool: Pool,
+    /// How far the pool is in use.
+    filled: Cursor,
+    /// Bytes of the pool, from its beginning, that may have contents.
+    dirty: usize,
+    /// They are overwritten after use.
+    scrubs: bool,
+    /// By context: the stream for copies.
+    streams: BTreeMap<u64, usize>,
+    relaxed: bool,
+}
+
+/// Whether no thread, copy or capture can touch memory any more; where the driver refuses to freeze kernels, no kernel either.
+fn is_quiet() -> bool {
+    !gate::is_occupied()
+        && !is_capturing_anywhere()
+        && !work::copies_under_way()
+        && (!permits::is_active() || work::all_idle())
+}
+
+impl Mover {
+    pub(crate) const fn new(bounds: &'static Bounds) -> Self {
+        Self {
+            bounds,
+            away: Away::No,
+            pool: Pool {
+                pieces: Vec::new(),
+                total: 0,
+                most: usize::MAX,
+                location: None,
+            },
+            filled: Cursor {
+                piece: 0,
+                offset: 0,
+                bytes: 0,
+            },
+            dirty: 0,
+            scrubs: false,
+            streams: BTreeMap::new(),
+            relaxed: false,
+        }
+    }
+
+    /// Where the memory is.
+    pub(crate) const fn away(&self) -> Away {
+        self.away
+    }
+
+    /// Ends a move to the host that is not wanted any more.
+    fn check_wanted(&self) -> Result<(), String> {
+        match self.bounds.is_called_off() {
+            true => Err("the move was called off".into()),
+            false => Ok(()),
+        }
+    }
+
+    /// Where host memory is made from now on, and whether it is overwritten after use.
+    pub(crate) fn set_rules(&mut self, location: Option<String>, scrub: bool) {
+        (self.pool.location, self.scrubs) = (location.map(PathBuf::from), scrub);
+    }
+
+    /// Bytes of host memory that are kept.
+    pub(crate) fn keeps(&self) -> u64 {
+        self.pool.total as u64
+    }
+
+    /// Lets go of the host memory if nothing is there.
+    pub(crate) fn drop_host(&mut self) {
+        if self.away != Away::No {
+            return;
+        }
+        while self.scrub() {}
+        // The driver may be about to go, with the process.
+        let Some(_moving) = gate::begin_move() else {
+            return;
+        };
+        if let Some(_alone) = lock_soon(&PREPARING) {
+            self.clear_up();
+            self.clear_pool();
+        }
+    }
+
+    /// Lets go of all host memory.
+    fn clear_pool(&mut self) {
+        // Pinned for all contexts: any one will do.
+        let pool = &mut self.pool;
+        let mut contexts = self.streams.keys();
+        if !contexts.any(|context| within(*context, || pool.clear()).is_some()) {
+            pool.clear();
+        }
+        self.dirty = 0;
+    }
+
+    /// Overwrites a part of what is not in use any more. Whether there is more of it.
+    pub(crate) fn scrub(&mut self) -> bool {
+        if !self.scrubs || self.away != Away::No || self.dirty == 0 {
+            return false;
+        }
+        let from = self.dirty.saturating_sub(SCRUB);
+        self.pool.zero(from, self.dirty);
+        self.dirty = from;
+        from > 0
+    }
+
+    /// Makes ready what moving so much of each device needs, then closes the gate.
+    /// Says whether all work has ended too.
+    pub(crate) fn quiesce(&mut self, least: u64) -> Result<bool, String> {
+        match self.away {
+            Away::Out => return Err("its memory is on the host already".into()),
+            Away::Quiet => return Ok(work::all_idle()),
+            Away::No => {}
+        }
+        work::guard_exit();
+        let _moving = gate::begin_move().ok_or("the program is ending")?;
+        self.prepare(least)?;
+        let deadline = Instant::now() + QUIET;
+        gate::close();
+        let mut closed = CLOSED;
+        let mut open_at = Instant::now() + closed;
+        let quiet = loop {
+            if Instant::now() > open_at {
+                gate::open();
+                sleep(closed / 10);
+                gate::close();
+                closed *= 2;
+                open_at = Instant::now() + closed;
+            }
+            if is_capturing_anywhere() {
+                // It cannot end while its threads wait.
+                gate::open();
+                sleep(LOOK * 10);
+                gate::close();
+            }
+            let quiet = is_quiet();
+            if quiet || Instant::now() > deadline || self.check_wanted().is_err() {
+                break quiet;
+            }
+            sleep(LOOK);
+        };
+        // What was allocated meanwhile needs room too.
+        let ready = self.check_wanted().and_then(|()| match quiet {
+            true => {
+                pools::trim();
+                space::drop_spares(|_| true);
+                self.prepare(least)
+            }
+            false if permits::is_active() => Err(format!(
+                "its copies, calls and kernels do not end within {QUIET:?}, and the driver does not let gpumux freeze kernels"
+            )),
+            false => Err(format!("its copies and calls do not end within {QUIET:?}")),
+        });
+        // Where nothing is copied, the freeze is over soon.
+        let hope = Instant::now() + if least > 0 { IDLE } else { Duration::ZERO };
+        while ready.is_ok() && !work::all_idle() && Instant::now() < hope {
+            sleep(LOOK);
+        }
+        if let Err(why) = ready.and_then(|()| self.check_wanted()) {
+            gate::open();
+            return Err(why);
+        }
+        self.away = Away::Quiet;
+        Ok(work::all_idle())
+    }
+
+    /// All threads may go on.
+    pub(crate) fn resume(&mut self) {
+        if self.away == Away::Quiet {
+            self.away = Away::No;
+            gate::open();
+        }
+    }
+
+    /// Makes host memory and streams, while the device still works.
+    fn prepare(&mut self, least: u64) -> Result<(), String> {
+        let _alone = lock_soon(&PREPARING).ok_or("a context of it is about to end")?;
+        if !std::mem::replace(&mut self.relaxed, true) {
+            relax_captures();
+        }
+        self.clear_up();
+        let goods = chosen(least);
+        let bytes: u64 = goods.iter().map(|it| it.kept).sum();
+        let Some(first) = goods.first() else {
+            return Ok(());
+        };
+        // A stream is tried out with host memory.
+        let bytes = self.filled.bytes + bytes.max(GRAIN) as usize;
+        while self.pool.total < bytes {
+            // In steps, for pinning takes long and the program may want to end.
+            if gate::is_leaving() {
+                return Err("the program is ending".into());
+            }
+            self.check_wanted()?;
+            self.pool.most = usize::try_from(self.bounds.host()).unwrap_or(usize::MAX);
+            let step = bytes.min(self.pool.total + GROWTH);
+            self.pool.grow(step, first.context)?;
+        }
+        if self.away == Away::Out {
+            // All streams are there: new ones could not be tried out now.
+            return Ok(());
+        }
+        // Also of those that this time may stay.
+        for Good { context, .. } in &chosen(u64::MAX) {
+            if self.streams.contains_key(context) {
+                continue;
+            }
+            let Some(stream) = within(*context, || self.pool.stream()) else {
+                return Err("its context cannot be entered".into());
+            };
+            self.streams.insert(*context, stream?);
+        }
+        Ok(())
+    }
+
+    /// Copies at least so much of each device to the host, if there is so much, and lets go of the physical memory.
+    /// All of that or nothing.
+    pub(crate) fn out(&mut self, least: u64) -> Result<(), String> {
+        match self.away {
+            Away::No => return Err("it was not asked to be quiet".into()),
+            Away::Quiet => {}
+            // More of it.
+            Away::Out => self.prepare(least)?,
+        }
+        let mut filled = self.filled;
+        let mut places = Vec::new();
+        let mut lost = Vec::new();
+        let mut begin = || {
+            for good in chosen(least) {
+                let sections = match good.key {
+                    Key::Chunk { block, index } => {
+                        let departure =
+                            space::with(|space| Some(space.blocks.get_mut(&block)?.leave(index)));
+                        departure.map(|it| {
+                            lost.push((block, it.lost));
+                            it.sections
+                        })
+                    }
+                    Key::Physical(_) => Some(vec![(good.bytes as usize, true)]),
+                };
+                let stream = self.stream(good.context)?;
+                let mut parts: Vec<(usize, usize)> = Vec::new();
+                for (length, kept) in sections.unwrap_or_default() {
+                    match kept {
+                        true => parts.extend(
+                            filled
+                                .take(&self.pool, length)
+                                .ok_or("no host memory is left")?,
+                        ),
+                        false => parts.push((NOWHERE, length)),
+                    }
+                }
+                let copy = || {
+                    let mut from = good.at;
+                    for (to, length) in &parts {
+                        if *to != NOWHERE {
+                            call!(to_host, *to as *mut c_void, from, *length, stream)?;
+                        }
+                        from += *length as u64;
+                    }
+                    Ok::<_, String>(())
+                };
+                within(good.context, copy).ok_or("its context cannot be entered")??;
+                places.push((good, parts));
+            }
+            Ok::<_, String>(())
+        };
+        let begun = begin();
+        self.dirty = self.dirty.max(filled.bytes);
+        let copied = begun.and(self.await_copies());
+        if let Err(why) = copied.and_then(|()| self.check_wanted()) {
+            space::with(|space| {
+                for (at, lost) in &lost {
+                    if let Some(block) = space.blocks.get_mut(at) {
+                        block.stay(lost);
+                    }
+                }
+            });
+            return Err(why);
+        }
+        // From here on there is a copy of everything: nothing can fail.
+        (self.away, self.filled) = (Away::Out, filled);
+        for (good, parts) in places {
+            match good.key {
+                Key::Chunk { block, index } => {
+                    let departed = space::with(|space| space.leave(block, index, parts));
+                    departed.iter().for_each(Departed::free);
+                }
+                Key::Physical(handle) => physical::leave(handle, parts),
+            }
+        }
+        space::with(|space| space.set_away());
+        Ok(())
+    }
+
+    /// Brings all back and lets all threads go on. What could not be brought back stays on the host.
+    pub(crate) fn back(&mut self) -> Result<(), String> {
+        match self.away {
+            Away::No => return Ok(()),
+            Away::Quiet => {
+                self.resume();
+                return Ok(());
+            }
+            Away::Out => {}
+        }
+        let (mut all, mut failed) = (Vec::new(), None);
+        for gone in space::with(|space| choice::gone(space)) {
+            let begun = self.stream(gone.context).and_then(|stream| {
+                within(gone.context, || bring(&gone, stream))
+                    .ok_or("its context cannot be entered")
+                    .map_err(str::to_owned)
+            });
+            match begun {
+                Ok((made, copied)) => {
+                    all.push((gone, made));
+                    failed = copied.err();
+                }
+                Err(why) => failed = Some(why),
+            }
+            if failed.is_some() {
+                break;
+            }
+        }
+        // A copy that fails now has lost nothing: the contents are still on the host.
+        if let Err(why) = self.await_copies() {
+            failed = Some(why);
+        }
+        if failed.is_some() && self.is_broken() {
+            // Its contexts have failed for good: the program shall get that error, and nothing can help it.
+            say(format_args!(
+                "the context has failed while its memory was away"
+            ));
+            failed = None;
+        }
+        // All or nothing: a process that waits for room with half of its memory there keeps others from theirs.
+        for (gone, made) in all {
+            match (gone.key, made, &failed) {
+                (Key::Chunk { .. }, Made::Chunks(chunks), Some(_)) => {
+                    vmm::unback(gone.at, &chunks);
+                }
+                (Key::Chunk { block, index }, Made::Chunks(chunks), None) => {
+                    space::with(|space| {
+                        if let Some(block) = space.blocks.get_mut(&block) {
+                            block.arrived(index, chunks);
+                        }
+                    });
+                }
+                (Key::Physical(handle), Made::Physical(Some(made)), Some(_)) => {
+                    physical::give_up(handle, made);
+                }
+                (Key::Physical(handle), Made::Physical(made), None) => {
+                    physical::arrived(handle, made)
+                }
+                _ => {}
+            }
+        }
+        space::with(|space| space.set_away());
+        match failed {
+            Some(why) => Err(why),
+            None => {
+                (self.away, self.filled) = (Away::No, Cursor::default());
+                gate::open();
+                Ok(())
+            }
+        }
+    }
+
+    /// Whether a context can do nothing any more but tell its error.
+    fn is_broken(&self) -> bool {
+        self.streams.iter().any(|(context, stream)| {
+            // SAFETY: a stream of ours, in its context.
+            let query = || Some(unsafe { stream_query()?(*stream as CUstream) });
+            within(*context, query)
+                .flatten()
+                .is_some_and(work::is_fatal)
+        })
+    }
+
+    /// There is no daemon any more: brings all back, however long that takes. The groups may run only then.
+    pub(crate) fn rescue(&mut self) {
+        let mut told = false;
+        while self.away == Away::Out {
+            if let Err(why) = self.back() {
+                if !std::mem::replace(&mut told, true) {
+                    say(format_args!(
+                        "memory cannot come back yet: {why}; trying on"
+                    ));
+                }
+                sleep(Duration::from_millis(50));
+            }
+        }
+    }
+
+    fn stream(&self, context: u64) -> Result<CUstream, String> {
+        let stream = self.streams.get(&context);
+        stream
+            .map(|stream| *stream as CUstream)
+            .ok_or_else(|| "a context is new".into())
+    }
+
+    /// Waits until no copy is under way any more.
+    fn await_copies(&self) -> Result<(), String> {
+        let mut result = Ok(());
+        for (context, stream) in &self.streams {
+            // Once more, because nothing may be taken from under a copy; a context that is gone has none.
+            let wait = || {
+                call!(stream_synchronize, *stream as CUstream)
+                    .or_else(|_| call!(stream_synchronize, *stream as CUstream))
+            };
+            result = result.and(within(*context, wait).unwrap_or(Ok(())));
+        }
+        result
+    }
+
+    /// Forgets what went with contexts that are gone.
+    fn clear_up(&mut self) {
+        if self.away == Away::Out {
+            return;
+        }
+        let gone = std::mem::take(&mut *lock(&GONE));
+        if gone.is_empty() {
+            return;
+        }
+        for context in gone {
+            self.streams.remove(&context);
+        }
+        // It may have been pinned by one of them.
+        self.clear_pool();
+    }
+}
+
+/// Contexts that are gone, by handle: another may get the same.
+static GONE: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+/// Held while the thread that moves memory enters contexts although the gate is open.
+static PREPARING: Mutex<()> = Mutex::new(());
+
+/// A lock, but not waited for long: its holder may wait for the device.
+fn lock_soon(mutex: &'static Mutex<()>) -> Option<MutexGuard<'static, ()>> {
+    lock_by(mutex, Instant::now() + SOON)
+}
+
+/// Calls the driver in a context, by the thread that moves memory; none: the context or the process is ending.
+pub(crate) fn in_context<R>(context: u64, work: impl FnOnce() -> R) -> Option<R> {
+    let _moving = gate::begin_move()?;
+    let _alone = lock_soon(&PREPARING)?;
+    within(context, work)
+}
+
+/// A context is gone.
+pub(crate) fn forget_context(context: u64) {
+    lock(&GONE).push(context);
+}
+
+/// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
+/// thread enters contexts at any time.
+pub(crate) fn without_preparing<R>(work: impl FnOnce() -> R) -> R {
+    let _alone = lock(&PREPARING);
+    work()
+}
+
+/// Physical memory in place of what is away.
+enum Made {
+    Chunks(Vec<vmm::Chunk>),
+    /// None: the driver has none.
+    Physical(Option<u64>),
+}
+
+/// Puts physical memory where something was and begins to copy the contents to it.
+fn bring(gone: &Gone, stream: CUstream) -> (Made, Result<(), String>) {
+    let made = match gone.key {
+        Key::Chunk { .. } => {
+            let chunks = vmm::back(gone.at, gone.bytes, gone.piece, gone.device);
+            (
+                chunks.as_ref().err().copied(),
+                Made::Chunks(chunks.unwrap_or_default()),
+            )
+        }
+        Key::Physical(handle) => {
+            let known = space::with(|space| space.physicals.get(&handle).cloned());
+            let made = known.map(|known| physical::remake(&known)).transpose();
+            (
+                made.as_ref().err().copied(),
+                Made::Physical(made.unwrap_or_default()),
+            )
+        }
+    };
+    let made = match made {
+        (Some(error), made) => return (made, Err(format!("the driver gives no memory: {error}"))),
+        (None, made) => made,
+    };
+    let mut to = gone.at;
+    for (from, length) in &gone.host {
+        if *from != NOWHERE
+            && let Err(why) = call!(to_device, to, *from as *const c_void, *length, stream)
+        {
+            return (made, Err(why));
+        }
+        to += *length as u64;
+    }
+    (made, Ok(()))
+}
+
+/// See [`choice::goods`].
+fn chosen(least: u64) -> Vec<Good> {
+    space::with(|space| choice::goods(space, least))
+}
+
+/// How far the pool is filled.
+#[derive(Clone, Copy, Default)]
+struct Cursor {
+    piece: usize,
+    offset: usize,
+    /// In all.
+    bytes: usize,
+}
+
+impl Cursor {
+    /// So many bytes, in parts.
+    fn take(&mut self, pool: &Pool, mut bytes: usize) -> Option<Vec<(usize, usize)>> {
+        let mut parts = Vec::new();
+        while bytes > 0 {
+            let (at, length) = *pool.pieces.get(self.piece)?;
+            let part = bytes.min(length - self.offset);
+            if part == 0 {
+                (self.piece, self.offset) = (self.piece + 1, 0);
+                continue;
+            }
+            parts.push((at + self.offset, part));
+            self.offset += part;
+            self.bytes += part;
+            bytes -= part;
+        }
+        Some(parts)
+    }
+}
+
+impl Pool {
+    /// Lets go of all of it.
+    fn clear(&mut self) {
+        for (at, length) in self.pieces.drain(..) {
+            // Fails where the context that pinned it is gone; what counts is that it is not pinned any more.
+            let _ = call!(host_unregister, at as *mut c_void);
+            // SAFETY: mapped by `grow`; nothing is copied to or from it.
+            let _ = unsafe { rustix::mm::munmap(at as *mut c_void, length) };
+        }
+        self.total = 0;
+    }
+
+    /// Makes it hold so many bytes. Registered in a context, for all of them.
+    fn grow(&mut self, bytes: usize, context: u64) -> Result<(), String> {
+        if bytes <= self.total {
+            return Ok(());
+        }
+        let need = (bytes - self.total).next_multiple_of(HUGE);
+        let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
+        if need > room {
+            return Err(format!(
+                "it has more to move than was announced: {bytes} bytes, of {} on the host",
+                self.most
+            ));
+        }
+        let more = need
+            .checked_next_multiple_of(PIECE)
+            .unwrap_or(need)
+            .min(room);
+        let location = self.location.as_deref();
+        let available = available_memory(location);
+        if available.is_some_and(|available| more as u64 > available - available / SPARE) {
+            return Err(format!("the host has no room for {bytes} bytes"));
+        }
+        let at = map(more, location).map_err(|error| match location {
+            None => format!("the host has no room: {error}"),
+            Some(location) => format!("no host memory in {}: {error}", location.display()),
+        })?;
+        // Faster to pin; a child must not copy it, nor must a core file have it.
+        for advice in [
+            libc::MADV_HUGEPAGE,
+            libc::MADV_DONTFORK,
+            libc::MADV_DONTDUMP,
+        ] {
+            // SAFETY: the mapping made above. What the kernel does not know it refuses.
+            unsafe { libc::madvise(at, more, advice) };
+        }
+        if !populate(at as usize, more) && location.is_some() {
+            // To touch it would be a bus error.
+            // SAFETY: made above, and known to no other thread.
+            let _ = unsafe { rustix::mm::munmap(at, more) };
+            return Err(format!("no room for {more} bytes in its location"));
+        }
+        // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
+        let registered = within(context, || call!(host_register, at, more, 1));
+        if let Err(why) = registered.unwrap_or_else(|| Err("its context cannot be entered".into()))
+        {
+            // SAFETY: made above, and known to no other thread.
+            let _ = unsafe { rustix::mm::munmap(at, more) };
+            return Err(why);
+        }
+        self.pieces.push((at as usize, more));
+        self.total += more;
+        Ok(())
+    }
+
+    /// Overwrites these bytes of it with zeros.
+    fn zero(&self, from: usize, to: usize) {
+        let mut begin = 0;
+        let mut parts = Vec::new();
+        for (at, length) in &self.pieces {
+            let (low, high) = (from.max(begin), to.min(begin + length));
+            if low < high {
+                parts.push((at + low - begin, high - low));
+            }
+            begin += length;
+        }
+        for (at, length) in parts {
+            spread(length, |offset, length| {
+                // SAFETY: a part of a piece, which no copy reads or writes now.
+                unsafe { ptr::write_bytes((at + offset) as *mut u8, 0, length) };
+                true
+            });
+        }
+    }
+
+    /// A stream in the current context that has been used in both directions: nothing is left to be set up when the
+    /// device is frozen.
+    fn stream(&self) -> Result<usize, String> {
+        /// `CU_STREAM_NON_BLOCKING`
+        const NON_BLOCKING: u32 = 1;
+        let (mut stream, mut scratch) = (ptr::null_mut(), 0);
+        call!(stream_create, &raw mut stream, NON_BLOCKING)?;
+        // Kept: freeing would wait for the device.
+        let bytes = GRAIN as usize;
+        call!(mem_alloc, &raw mut scratch, bytes)?;
+        let (host, _) = *self.pieces.first().ok_or("no host memory")?;
+        call!(to_device, scratch, host as *const c_void, bytes, stream)?;
+        call!(to_host, host as *mut c_void, scratch, bytes, stream)?;
+        call!(stream_synchronize, stream)?;
+        Ok(stream as usize)
+    }
+}
+
+/// New memory, which no other process can reach: the process's own, or that of a file without a name.
+fn map(bytes: usize, location: Option<&Path>) -> io::Result<*mut c_void> {
+    use rustix::{
+        fs::{Mode, OFlags, ftruncate, open},
+        mm::{MapFlags, ProtFlags, mmap, mmap_anonymous},
+    };
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let Some(location) = location else {
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let at = unsafe { mmap_anonymous(ptr::null_mut(), bytes, access, MapFlags::PRIVATE) };
+        return Ok(at?);
+    };
+    // `O_EXCL`: it can never get a name.
+    let flags = OFlags::TMPFILE | OFlags::EXCL | OFlags::RDWR | OFlags::CLOEXEC;
+    let file = OwnFd::new(|| Ok(open(location, flags, Mode::RUSR | Mode::WUSR)?))?;
+    ftruncate(&file, bytes as u64)?;
+    // SAFETY: as above.
+    Ok(unsafe { mmap(ptr::null_mut(), bytes, access, MapFlags::SHARED, &file, 0) }?)
+}
+
+/// Has the kernel find and clear pages, on several CPUs: on one this takes most of the time of pinning. Whether it did.
+fn populate(at: usize, bytes: usize) -> bool {
+    spread(bytes, |offset, length| {
+        let from = (at + offset) as *mut c_void;
+        // SAFETY: a part of the pool's mapping, which no other thread has yet.
+        let done = unsafe { libc::madvise(from, length, libc::MADV_POPULATE_WRITE) };
+        // A kernel that does not know this makes pages when they are pinned.
+        done == 0 || io::Error::last_os_error().raw_os_error() == Some(libc::EINVAL)
+    })
+}
+
+/// Does something to all parts of so many bytes, given their offset and length, on several CPUs. Whether all say so.
+fn spread(bytes: usize, work: impl Fn(usize, usize) -> bool + Sync) -> bool {
+    let threads = std::thread::available_parallelism().map_or(1, |it| it.get().min(POPULATORS));
+    let part = bytes.div_ceil(threads).next_multiple_of(PIECE / POPULATORS);
+    std::thread::scope(|scope| {
+        let work = &work;
+        let parts = (0..bytes).step_by(part);
+        let begun = parts.map(|from| {
+            let length = part.min(bytes - from);
+            let thread = std::thread::Builder::new();
+            // Without a thread this one does it.
+            match thread.spawn_scoped(scope, move || work(from, length)) {
+                Ok(thread) => Err(thread),
+                Err(_) => Ok(work(from, length)),
+            }
+        });
+        let begun: Vec<_> = begun.collect();
+        let mut ended = begun.into_iter().map(|it| match it {
+            Ok(done) => done,
+            Err(thread) => thread.join().unwrap_or(false),
+        });
+        ended.all(|done| done)
+    })
+}
+
+/// What the kernel would give without swapping, in bytes: of the machine, of the control group, and at this location.
+fn available_memory(location: Option<&Path>) -> Option<u64> {
+    let mut least = None;
+    if let Some(location) = location {
+        let stat = rustix::fs::statfs(location).ok()?;
+        // 0: no size is set.
+        least = (stat.f_blocks != 0).then(|| stat.f_bavail.saturating_mul(stat.f_bsize as u64));
+        if stat.f_type as u32 == HUGETLBFS {
+            return least;
+        }
+    }
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let kib = number(&text, "MemAvailable:")?;
+    [Some(kib * 1024), group_memory(), least]
+        .into_iter()
+        .flatten()
+        .min()
+}
+
+/// What this process's control group (version 2; in a container it is the root) may still take.
+fn group_memory() -> Option<u64> {
+    let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
+    let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
+    let folder = std::path::Path::new("/sys/fs/cgroup").join(path);
+    let read = |file: &str| std::fs::read_to_string(folder.join(file)).ok();
+    let most: u64 = read("memory.max")?.trim().parse().ok()?;
+    let used: u64 = read("memory.current")?.trim().parse().ok()?;
+    let cache = number(&read("memory.stat")?, "inactive_file").unwrap_or(0);
+    Some(most.saturating_sub(used.saturating_sub(cache)))
+}
+
+/// The number after this word at the beginning of a line.
+fn number(text: &str, word: &str) -> Option<u64> {
+    let mut lines = text.lines().map(str::split_whitespace);
+    lines.find_map(|mut words| (words.next() == Some(word)).then(|| words.next()?.parse().ok())?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_found_by_their_word() {
+        let text = "a 1\ninactive_file 42\ninactive_files 7\n";
+        assert_eq!(number(text, "inactive_file"), Some(42));
+        assert_eq!(number(text, "b"), None);
+    }
+
+    #[test]
+    fn parts_cover_the_pool_once() {
+        let pool = Pool {
+            pieces: vec![(1000, 10), (2000, 5), (3000, 20)],
+            total: 35,
+            ..Pool::default()
+        };
+        let mut cursor = Cursor::default();
+        assert_eq!(cursor.take(&pool, 4), Some(vec![(1000, 4)]));
+        let across = vec![(1004, 6), (2000, 5), (3000, 1)];
+        assert_eq!(cursor.take(&pool, 12), Some(across));
+        assert_eq!(cursor.take(&pool, 19), Some(vec![(3001, 19)]));
+        assert_eq!(cursor.take(&pool, 0), Some(vec![]));
+        assert_eq!(cursor.take(&pool, 1), None);
+    }
+
+    #[test]
+    fn what_is_scrubbed_is_zero_and_nothing_else() {
+        let mut memory = [vec![7u8; 10], vec![7u8; 5], vec![7u8; 20]];
+        let pieces = memory.each_mut();
+        let pool = Pool {
+            pieces: pieces.map(|it| (it.as_mut_ptr() as usize, it.len())).into(),
+            total: 35,
+            ..Pool::default()
+        };
+        pool.zero(8, 17);
+        let zeros = memory
+            .concat()
+            .iter()
+            .enumerate()
+            .filter_map(|(n, it)| (*it == 0).then_some(n))
+            .collect::<Vec<_>>();
+        assert_eq!(zeros, (8..17).collect::<Vec<_>>());
+    }
+}
