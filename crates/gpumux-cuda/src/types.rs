@@ -94,22 +94,8 @@ pub const SUCCESS: CUresult = 0;
 pub const ERROR_INVALID_VALUE: CUresult = 1;
 /// `CUDA_ERROR_OUT_OF_MEMORY`.
 pub const ERROR_OUT_OF_MEMORY: CUresult = 2;
-/// `CUDA_ERROR_NOT_INITIALIZED`.
-pub const ERROR_NOT_INITIALIZED: CUresult = 3;
-/// `CUDA_ERROR_NO_DEVICE`.
-pub const ERROR_NO_DEVICE: CUresult = 100;
-/// `CUDA_ERROR_NOT_FOUND`.
-pub const ERROR_NOT_FOUND: CUresult = 500;
 /// `CUDA_ERROR_NOT_READY`: the work is still going on.
 pub const ERROR_NOT_READY: CUresult = 600;
-/// `CUDA_ERROR_ILLEGAL_ADDRESS`.
-pub const ERROR_ILLEGAL_ADDRESS: CUresult = 700;
-/// `CUDA_ERROR_ILLEGAL_INSTRUCTION`: also what a `trap` gives on some architectures.
-pub const ERROR_ILLEGAL_INSTRUCTION: CUresult = 715;
-/// `CUDA_ERROR_LAUNCH_FAILED`.
-pub const ERROR_LAUNCH_FAILED: CUresult = 719;
-/// `CUDA_ERROR_NOT_SUPPORTED`.
-pub const ERROR_NOT_SUPPORTED: CUresult = 801;
 
 /// `CU_STREAM_NON_BLOCKING`.
 pub const STREAM_NON_BLOCKING: u32 = 1;

@@ -919,47 +919,6 @@ impl Mapping {
         self.released = false;
         Ok(())
     }
-
-    /// Starts copying everything to pinned host memory of the same size.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn copy_out(&self, to: &HostBuffer, stream: &Stream) -> Result<()> {
-        self.fits("cuMemcpyDtoHAsync", to)?;
-        // SAFETY: both ranges are alive and long enough.
-        unsafe {
-            self.context.driver().cuMemcpyDtoHAsync_v2(
-                to.memory,
-                self.address,
-                self.bytes(),
-                stream.handle,
-            )
-        }
-    }
-
-    /// Starts copying everything back from pinned host memory of the same size.
-    ///
-    /// # Errors
-    /// The driver's.
-    pub fn copy_in(&self, from: &HostBuffer, stream: &Stream) -> Result<()> {
-        self.fits("cuMemcpyHtoDAsync", from)?;
-        // SAFETY: both ranges are alive and long enough.
-        unsafe {
-            self.context.driver().cuMemcpyHtoDAsync_v2(
-                self.address,
-                from.memory,
-                self.bytes(),
-                stream.handle,
-            )
-        }
-    }
-
-    fn fits(&self, call: &'static str, host: &HostBuffer) -> Result<()> {
-        if host.bytes < self.bytes() {
-            return Err(out_of_bounds(call, self.bytes(), host.bytes));
-        }
-        Ok(())
-    }
 }
 
 impl Drop for Mapping {
