@@ -3,7 +3,7 @@
 use std::{
     ffi::c_int,
     ptr,
-    sync::atomic::{AtomicPtr, AtomicUsize, Ordering},
+    sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering, fence},
 };
 
 use gpumux_wire::page::Page;
@@ -23,13 +23,43 @@ static PAGE: AtomicPtr<Page> = AtomicPtr::new(ptr::null_mut());
 /// a capture.
 static CAPTURES: AtomicUsize = AtomicUsize::new(0);
 
+/// Progress that the program reported before there was a page.
+static EARLY: Early = Early(AtomicU64::new(0));
+
+/// Units that wait for a page.
+struct Early(AtomicU64);
+
+impl Early {
+    /// Adds units to the page, or keeps them for it.
+    fn add<'a>(&self, units: u64, page: impl FnOnce() -> Option<&'a Page>) {
+        self.0.fetch_add(units, Ordering::Relaxed);
+        // Either this sees the page, or who sets the page sees the units.
+        fence(Ordering::SeqCst);
+        if let Some(page) = page() {
+            self.move_to(page);
+        }
+    }
+
+    fn move_to(&self, page: &Page) {
+        page.add_progress(self.0.swap(0, Ordering::Relaxed));
+    }
+}
+
+/// The program reports so many units of its own as done.
+pub(crate) fn add_progress(units: u64) {
+    EARLY.add(units, page);
+}
+
 /// From now on work is counted in this page.
 pub(crate) fn set_page(page: &'static Page) {
     PAGE.store(ptr::from_ref(page).cast_mut(), Ordering::Release);
+    fence(Ordering::SeqCst);
+    EARLY.move_to(page);
 }
 
 /// Work is counted no longer. Whether it was.
 pub(crate) fn take_page() -> bool {
+    EARLY.0.store(0, Ordering::Relaxed);
     !PAGE.swap(ptr::null_mut(), Ordering::AcqRel).is_null()
 }
 
@@ -106,4 +136,20 @@ pub(crate) fn bits(mut mask: u64) -> impl Iterator<Item = u32> {
         mask &= mask - 1;
         Some(bit)
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn progress_before_there_is_a_page_is_not_lost() {
+        let (early, page) = (Early(AtomicU64::new(0)), Page::create().unwrap().0);
+        early.add(40, || None);
+        early.add(1, || None);
+        assert_eq!(page.progress(), 0);
+        early.move_to(&page);
+        early.add(1, || Some(&page));
+        assert_eq!(page.progress(), 42);
+    }
 }

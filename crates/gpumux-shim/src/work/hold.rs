@@ -32,7 +32,7 @@ use gpumux_wire::{
 
 use crate::{
     ground::{
-        context::{bits, current_context, is_capturing_anywhere, page, within},
+        context::{add_progress, bits, current_context, is_capturing_anywhere, page, within},
         driver::{CUresult, CUstream, SUCCESS, functions},
         gate,
         guard::{lock, lock_by, try_lock},
@@ -824,9 +824,7 @@ extern "C" fn gpumux_end(request: u64) {
 /// See `include/gpumux.h`.
 #[unsafe(no_mangle)]
 extern "C" fn gpumux_progress(units: u64) {
-    if let Some(page) = page() {
-        page.add_progress(units);
-    }
+    add_progress(units);
 }
 
 #[cfg(test)]
