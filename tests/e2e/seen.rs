@@ -10,7 +10,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, wait_for};
+use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, binary, wait_for};
 use serde_json::{Value, json};
 
 use crate::REQUESTS;
@@ -68,10 +68,14 @@ fn a_tenant_is_explained_and_traced() {
 }
 
 /// What the daemon answers on its Unix socket.
-pub(crate) fn get(node: &Node, path: &str) -> Value {
+fn ask(node: &Node, path: &str) -> Finished {
     let mut curl = Command::new("curl");
     curl.args(["-sS", "--unix-socket"]).arg(node.api_socket());
-    curl.arg(format!("http://gpumux{path}")).run().ok().json()
+    curl.arg(format!("http://gpumux{path}")).run().ok()
+}
+
+pub(crate) fn get(node: &Node, path: &str) -> Value {
+    ask(node, path).json()
 }
 
 #[test]
@@ -289,12 +293,7 @@ fn web_page_in_a_browser_shows_all_and_changes_none() {
         return;
     };
     let (node, _processes) = busy();
-    let url = wait_for("the page's address", PATIENCE, || {
-        let log = node.daemon().err();
-        let start = log.find("http://127.0.0.1:")?;
-        log[start..].split_whitespace().next().map(str::to_owned)
-    });
-    browser.open(&url);
+    browser.open(&address(&node));
     assert_eq!(
         browser.until("document.querySelectorAll('#tenants tr').length"),
         2
@@ -359,6 +358,58 @@ fn web_page_in_a_browser_shows_all_and_changes_none() {
     browser.until(
         "document.body.classList.contains('stale') && !document.querySelector('#gone').hidden",
     );
+}
+
+/// Processes of one tenant in an MPS group run together: what the group had counts once, of whichever.
+#[test]
+fn share_of_a_tenant_with_several_members_is_shown_everywhere() {
+    let node = Node::with(Options {
+        daemon: ["--listen", "127.0.0.1:0"].map(Into::into).into(),
+        ..Options::default()
+    });
+    let mut pair = node.tenant("--name pair --trust team --sharing space", "sh -c");
+    let program = format!("{} workload batch --seconds 600", binary().display());
+    pair.arg(format!("{program} & exec {program}"));
+    let _pair = Process::start(&mut pair);
+    let domains = |tenant: &Value| tenant["domains"].as_array().unwrap().clone();
+    let share = |it: &Value| it["received_share"].as_f64().unwrap();
+    let tenant = node.wait_tenant("pair", |tenant| {
+        let domains = domains(tenant);
+        domains.len() == 2 && domains.iter().map(share).sum::<f64>() > 0.9
+    });
+    let groups = domains(&tenant).into_iter().map(|it| it["group"].as_u64());
+    assert!(groups.clone().all(|it| it.is_some()), "{tenant:#}");
+    let why = node.gpumux(["explain", "pair"]).run().ok().out;
+    let received = why.lines().find(|it| it.starts_with("received:")).unwrap();
+    let part: f64 = received
+        .split(['%', ' '])
+        .find_map(|it| it.parse().ok())
+        .unwrap();
+    assert!((80.0..=100.0).contains(&part), "{why}");
+    let metrics = ask(&node, "/metrics").out;
+    let metric = metrics
+        .lines()
+        .find(|it| it.starts_with("gpumux_tenant_share_ratio{"));
+    let shown: f64 = metric.unwrap().rsplit(' ').next().unwrap().parse().unwrap();
+    assert!((0.8..1.01).contains(&shown), "{metric:?}");
+    let dir = tempfile::tempdir().unwrap();
+    let Some(mut browser) = Browser::start(dir.path()) else {
+        eprintln!("SKIPPED: no Chromium is installed (apt install chromium)");
+        return;
+    };
+    browser.open(&address(&node));
+    browser.until("document.querySelector('tr[data-name=pair]') !== null");
+    let bar = "document.querySelector('tr[data-name=pair]').cells[4].firstChild.children[0]";
+    browser.until(&format!("parseFloat({bar}.style.width) > 80"));
+}
+
+/// Of the daemon's page, as its log has it.
+fn address(node: &Node) -> String {
+    wait_for("the page's address", PATIENCE, || {
+        let log = node.daemon().err();
+        let start = log.find("http://127.0.0.1:")?;
+        log[start..].split_whitespace().next().map(str::to_owned)
+    })
 }
 
 /// The page as a user, its address, and the process that serves it.

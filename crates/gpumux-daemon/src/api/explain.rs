@@ -74,22 +74,6 @@ fn gpu(uuid: &str, devices: &[Device]) -> String {
     }
 }
 
-/// What a tenant received of a device in the last second. Members of a group run together, so a group counts once.
-fn share_of(tenant: &Tenant, uuid: &str) -> f64 {
-    let mut groups: BTreeMap<u64, f64> = BTreeMap::new();
-    let mut sum = 0.0;
-    for domain in tenant.domains.iter().filter(|it| it.device == uuid) {
-        match domain.group {
-            Some(group) => {
-                let most = groups.entry(group).or_default();
-                *most = most.max(domain.received_share);
-            }
-            None => sum += domain.received_share,
-        }
-    }
-    sum + groups.values().sum::<f64>()
-}
-
 /// What it is entitled to on a device when all tenants there have work.
 fn entitled(tenant: &Tenant, uuid: &str) -> f64 {
     let here = tenant.domains.iter().filter(|it| it.device == uuid);
@@ -118,7 +102,7 @@ fn neighbours(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> Vec<Neighb
             guaranteed: other.guaranteed(),
             gpus: common().map(|uuid| gpu(uuid, devices)).collect(),
             received: common()
-                .map(|uuid| share_of(other, uuid))
+                .map(|uuid| other.received(uuid))
                 .fold(0.0, f64::max),
         }
     };
@@ -166,7 +150,7 @@ fn entitlement(tenant: &Tenant, devices: &[Device]) -> String {
 fn received(tenant: &Tenant, devices: &[Device]) -> String {
     let mut parts: Vec<String> = (tenant.devices.iter())
         .map(|uuid| {
-            let share = share_of(tenant, uuid);
+            let share = tenant.received(uuid);
             let text = format!(
                 "{} of {} in the last second",
                 percent(share),
@@ -515,7 +499,7 @@ fn others(tenant: &Tenant, neighbours: &[Neighbour], foreign: &[String]) -> Stri
 fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
     let name = &tenant.name;
     let lacks = tenant.devices.iter().any(|uuid| {
-        let share = share_of(tenant, uuid);
+        let share = tenant.received(uuid);
         share + LACKS < entitled(tenant, uuid)
     });
     let hog = neighbours.iter().find(|it| {
@@ -788,21 +772,6 @@ mod tests {
             "{text}"
         );
         assert!(!text.contains("GPU-0"), "{text}");
-    }
-
-    #[test]
-    fn members_of_a_group_count_once() {
-        let mut member = tenant(
-            "a",
-            Class::Batch,
-            vec![domain(false, ""), domain(false, "")],
-        );
-        member.devices.dedup();
-        let text = explain(&member, &[], &[], &[]).text;
-        assert!(text.contains("50% of GPU-0 in the last second"), "{text}");
-        member.domains.iter_mut().for_each(|it| it.group = Some(1));
-        let text = explain(&member, &[], &[], &[]).text;
-        assert!(text.contains("25% of GPU-0 in the last second"), "{text}");
     }
 
     #[test]

@@ -184,7 +184,7 @@ impl OnDevice {
         let here = || tenant.domains.iter().filter(|it| it.device == device);
         Self {
             entitled: here().map(|it| it.entitled_share).fold(0.0, f64::max),
-            received: here().map(|it| it.received_share).sum(),
+            received: tenant.received(device),
             domains: here().count(),
             faulty: here().filter(|it| it.error.is_some()).count(),
         }

@@ -464,6 +464,13 @@ impl Tenant {
         }
     }
 
+    /// The share of a device that it received in the last second or two. Of its members in a group, which run together, one has what the
+    /// group had.
+    pub fn received(&self, device: &str) -> f64 {
+        let here = self.domains.iter().filter(|it| it.device == device);
+        here.map(|it| it.received_share).sum()
+    }
+
     /// The members of its group, of all tenants, that keep more SMs until they end than its guarantee leaves them.
     pub fn hindered_by<'a>(&self, all: &'a [Self]) -> Vec<&'a str> {
         let group = |it: &Self| match it.placement.way {
@@ -717,7 +724,8 @@ pub struct Domain {
     /// Longest that its tenant waits with work, in µs of the time that the device works for tenants; 0: the policy has no bound.
     #[serde(default)]
     pub wait_bound_us: u64,
-    /// Share that it received in the last second or two.
+    /// Share that it received in the last second or two. Members of a group run together: of those of one tenant the first has it, the
+    /// others 0; so too in what follows.
     pub received_share: f64,
     /// Part of the last second in which its process's kernels ran, as NVML measured it; none where the driver does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -1,9 +1,6 @@
 //! The tables of `gpumux ps`, made of what the daemon answered.
 
-use std::{
-    collections::BTreeMap,
-    time::{Duration, SystemTime, UNIX_EPOCH},
-};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use gpumux_core::{
     quantity::{Percent, Size, Time},
@@ -35,22 +32,6 @@ pub(super) enum Sort {
     Memory,
 }
 
-/// What a tenant received of a device in the last second. Members of a group run together, so a group counts once.
-fn received(tenant: &Tenant, device: &str) -> f64 {
-    let mut groups = BTreeMap::new();
-    let mut sum = 0.0;
-    for domain in tenant.domains.iter().filter(|it| it.device == device) {
-        match domain.group {
-            Some(group) => {
-                let most: &mut f64 = groups.entry(group).or_default();
-                *most = most.max(domain.received_share);
-            }
-            None => sum += domain.received_share,
-        }
-    }
-    sum + groups.values().sum::<f64>()
-}
-
 /// The part of its time with work that it waited.
 fn waited(tenant: &Tenant) -> Option<f64> {
     let sum = |field: fn(&Domain) -> u64| tenant.domains.iter().map(field).sum::<u64>();
@@ -66,7 +47,7 @@ fn in_use(tenant: &Tenant) -> u64 {
 pub(super) fn sort(tenants: &mut [Tenant], by: Sort) {
     let shares = |tenant: &Tenant| -> f64 {
         let devices = tenant.devices.iter();
-        devices.map(|device| received(tenant, device)).sum()
+        devices.map(|device| tenant.received(device)).sum()
     };
     let down = |a: f64, b: f64| b.total_cmp(&a);
     let wait = |tenant: &Tenant| waited(tenant).unwrap_or_default();
@@ -119,7 +100,7 @@ fn row(tenant: &Tenant, devices: &[Device]) -> Vec<String> {
     let mut gpus: Vec<String> = tenant.devices.iter().map(|it| index(it, devices)).collect();
     gpus.sort_by_key(|gpu| (gpu.len(), gpu.clone()));
     let shares: Vec<f64> = (tenant.devices.iter())
-        .map(|device| received(tenant, device))
+        .map(|device| tenant.received(device))
         .collect();
     let least = shares.iter().copied().reduce(f64::min);
     let most = shares.iter().copied().reduce(f64::max);
@@ -231,7 +212,7 @@ pub(super) fn wide(tenants: &[Tenant], devices: &[Device], now: SystemTime) -> S
             });
             let dash = || "-".to_owned();
             row.push(device.map_or_else(dash, |device| index(device, devices)));
-            row.push(device.map_or_else(dash, |device| percent(received(tenant, device))));
+            row.push(device.map_or_else(dash, |device| percent(tenant.received(device))));
             row.push(entitled.map_or_else(dash, percent));
             row.push(guarantee(tenant.guaranteed()));
             row.push(percent(tenant.spec.limit));
@@ -487,18 +468,6 @@ mod tests {
             whole.contains(long) && whole.contains("/data/imagenet"),
             "{whole}"
         );
-    }
-
-    #[test]
-    fn members_of_a_group_count_once() {
-        let mut member = tenant("a", TenantState::Running, "GPU-0", &[0.4, 0.5]);
-        assert!(
-            (received(&member, "GPU-0") - 0.9).abs() < 1e-9,
-            "two processes"
-        );
-        member.domains.iter_mut().for_each(|it| it.group = Some(7));
-        assert!((received(&member, "GPU-0") - 0.5).abs() < 1e-9);
-        assert_eq!(received(&member, "GPU-1"), 0.0);
     }
 
     #[test]

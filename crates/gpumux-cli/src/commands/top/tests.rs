@@ -384,26 +384,7 @@ fn tenants_of_one_name_are_told_apart_by_user() {
 
 #[test]
 fn members_of_a_group_count_once() {
-    let mut view = View::default();
-    for look in 1..=2 {
-        let engines = (0..4).map(|id| Domain {
-            group: Some(1),
-            ..domain(id, 1.0, look * 500_000, 0)
-        });
-        let answer = Answer {
-            status: status(1, 1),
-            tenants: vec![tenant("a", Class::Batch, engines.collect())],
-            memory: vec![],
-            why: String::new(),
-        };
-        view.update(answer, Duration::from_millis(500 * look));
-    }
-    assert!(
-        (view.rows["a"][0].received - 1.0).abs() < 1e-9,
-        "{:?}",
-        view.rows
-    );
-    // Two members, and a tenant outside the group.
+    // Of two tenants, beside one outside the group.
     let mut view = View::default();
     for look in 1..=2 {
         let member = |id| Domain {

@@ -135,30 +135,21 @@ impl View {
         let mut groups: BTreeMap<(String, u64), f64> = BTreeMap::new();
         self.received.clear();
         for tenant in &answer.tenants {
-            // Channel groups of one MPS group run together: they count once.
-            let mut together: BTreeMap<(&str, Option<u64>, u64), (f64, f64)> = BTreeMap::new();
             let mut rows: BTreeMap<&str, Row> = BTreeMap::new();
             for domain in &tenant.domains {
                 let (received, waiting) = self.lately(domain, at);
                 before.insert(domain.id, (at, domain.received_us, domain.waited_us));
-                let own = domain.group.map_or(domain.id, |_| 0);
-                let most = together
-                    .entry((&domain.device, domain.group, own))
-                    .or_default();
-                *most = (most.0.max(received), most.1.max(waiting));
+                // Tenants of one MPS group run together: of the device, the group counts once.
+                match domain.group {
+                    Some(group) => {
+                        let most = groups.entry((domain.device.clone(), group)).or_default();
+                        *most = most.max(received);
+                    }
+                    None => *self.received.entry(domain.device.clone()).or_default() += received,
+                }
                 let row = rows.entry(&domain.device).or_default();
                 row.device = domain.device.clone();
                 row.share = row.share.max(domain.entitled_share);
-            }
-            for ((device, group, _), (received, waiting)) in together {
-                match group {
-                    Some(group) => {
-                        let most = groups.entry((device.to_owned(), group)).or_default();
-                        *most = most.max(received);
-                    }
-                    None => *self.received.entry(device.to_owned()).or_default() += received,
-                }
-                let row = rows.entry(device).or_default();
                 row.received += received;
                 row.waiting = row.waiting.max(waiting);
             }
