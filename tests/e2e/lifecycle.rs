@@ -331,8 +331,33 @@ fn stopped_latency_tenant_leaves_the_gpu_to_others() {
     let text = explain("batch");
     assert!(text.contains("latency 0% (latency, stopped)"), "{text}");
     assert!(!text.contains("--class standard"), "{text}");
+    let refused = gpumux(&node, "sleep latency").run();
+    assert_eq!(refused.code(), 1, "{refused:?}");
+    assert!(refused.err.contains("is stopped (SIGSTOP"), "{refused:?}");
     gpumux(&node, "kill -s CONT latency").run().ok();
     works("latency");
+}
+
+/// Stopping a program whose memory is on the host is the way to keep it from the CPUs, too.
+#[test]
+fn sleeping_tenant_that_is_stopped_wakes_once_it_goes_on() {
+    let node = Node::start();
+    let load = "gpumux workload idle --memory 64MiB --seconds 600";
+    let program = Process::start(&mut node.tenant("--name job", load));
+    node.wait_tenant("job", |it| {
+        it["memory"][0]["in_use"].as_u64() > Some(64 << 20)
+    });
+    gpumux(&node, "sleep job").run().ok();
+    program.signal(Signal::STOP);
+    gpumux(&node, "sleep job").run().ok();
+    let refused = gpumux(&node, "wake job").run();
+    assert!(
+        refused.err.contains("gpumux kill -s CONT job"),
+        "{refused:?}"
+    );
+    gpumux(&node, "kill -s CONT job").run().ok();
+    gpumux(&node, "wake job").run().ok();
+    node.wait_tenant("job", |it| it["asleep"] == false);
 }
 
 /// Whether a process is stopped by a signal, by its file of `/proc`.

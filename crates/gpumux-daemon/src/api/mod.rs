@@ -312,7 +312,8 @@ async fn relocate(
     place: Result<Json<NewPlace>, JsonRejection>,
 ) -> Answer<Relocated> {
     let Json(NewPlace { gpu }) = place?;
-    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    let movable = api.tenants.movable(peer.uid, &name, |_| true);
+    let tenant = api.in_time(movable).await?;
     let known = api.devices.list();
     let numbers = known.iter().map(|it| (it.uuid.clone(), it.gpu)).collect();
     let target = resolve(&gpu, &numbers)?;
@@ -341,7 +342,8 @@ async fn sleep(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    let movable = api.tenants.movable(peer.uid, &name, |away| !away);
+    let tenant = api.in_time(movable).await?;
     api.unless_stalled(moves::sleep(&api.scheduler, tenant))
         .await?;
     Ok(StatusCode::NO_CONTENT)
@@ -355,7 +357,8 @@ async fn wake(
     Extension(peer): Extension<Arc<Peer>>,
     Path(name): Path<String>,
 ) -> Result<StatusCode, Refused> {
-    let tenant = api.in_time(api.tenants.own(peer.uid, &name)).await?;
+    let movable = api.tenants.movable(peer.uid, &name, |away| away);
+    let tenant = api.in_time(movable).await?;
     api.unless_stalled(moves::wake(&api.scheduler, tenant))
         .await?;
     Ok(StatusCode::NO_CONTENT)

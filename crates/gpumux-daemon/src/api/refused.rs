@@ -36,7 +36,8 @@ impl From<TenantError> for Refused {
             | TenantError::Busy(..)
             | TenantError::HintsOff(_)
             | TenantError::NoHints(..)
-            | TenantError::NoProcess(_) => StatusCode::CONFLICT,
+            | TenantError::NoProcess(_)
+            | TenantError::StoppedProcess(..) => StatusCode::CONFLICT,
             TenantError::BadName(_)
             | TenantError::BadTrust(_)
             | TenantError::BadFingerprint(_)

@@ -124,6 +124,11 @@ pub(crate) enum TenantError {
     BadToken,
     #[error("tenant `{0}` still has {1} connected processes: end them first")]
     Busy(String, usize),
+    #[error(
+        "process {1} of tenant `{0}` is stopped (SIGSTOP, Ctrl-Z, a debugger, a paused container), so memory of the tenant cannot be \
+         moved: let it go on first (`gpumux kill -s CONT {0}`)"
+    )]
+    StoppedProcess(String, u32),
     #[error("{0} is not a signal: use 1 to 64")]
     BadSignal(i32),
     #[error("tenant `{0}` has no process that you may send a signal to")]

@@ -480,10 +480,25 @@ impl Tenants {
         }
     }
 
-    /// The tenant of this name, if this user may say what becomes of it.
-    pub(crate) async fn own(&self, uid: u32, name: &str) -> Result<TenantId, TenantError> {
+    /// The tenant of this name, if this user may move its memory, and its processes can. `moves` tells whether anything is to be moved,
+    /// given whether the tenant's memory is on the host.
+    pub(crate) async fn movable(
+        &self,
+        uid: u32,
+        name: &str,
+        moves: impl Fn(bool) -> bool,
+    ) -> Result<TenantId, TenantError> {
         let table = self.table.lock().await;
-        table.owned(uid, name).map(|tenant| tenant.id)
+        let tenant = table.owned(uid, name)?;
+        let (id, pids) = (tenant.id, tenant.pids.clone());
+        drop(table);
+        let stopped = pids.into_iter().find(|pid| ProcessId::is_stopped(*pid));
+        match stopped {
+            Some(pid) if moves(self.view().await?.swapped_out.contains(&id)) => {
+                Err(TenantError::StoppedProcess(name.into(), pid))
+            }
+            _ => Ok(id),
+        }
     }
 
     /// Ends a tenant that has no connected process.

@@ -192,9 +192,16 @@ async fn two_users_may_each_have_a_tenant_of_one_name() {
     assert_eq!(id(Some(4711), "web").await, Some(all[0].id));
     assert_eq!(id(Some(4712), "web").await, Some(all[1].id));
     assert_eq!(id(Some(0), "4712/web").await, Some(all[1].id));
-    let error = tenants.own(0, "web").await.unwrap_err().to_string();
+    let error = tenants
+        .movable(0, "web", |_| true)
+        .await
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("4711/web, 4712/web"), "{error}");
-    let error = tenants.own(4711, "4712/web").await.unwrap_err();
+    let error = tenants
+        .movable(4711, "4712/web", |_| true)
+        .await
+        .unwrap_err();
     assert!(matches!(error, TenantError::NotYours(_)), "{error}");
     let names: Vec<_> = tenants.names().await.into_values().collect();
     assert_eq!(names, ["4711/web", "4712/web"]);
