@@ -253,7 +253,7 @@ sys.exit(child.wait())
     let line = |n: usize| process.out().lines().nth(n).map(str::to_owned);
     // The daemon waits for 30 s.
     let error = wait_for("the answer", PATIENCE * 3, || line(2));
-    assert_eq!(error, "205");
+    assert_eq!(error, "205", "{}", process.err());
     kill_process(exporter, Signal::CONT).expect("it is there");
     std::fs::remove_file(&flag).expect("it is there");
     assert_eq!(wait_for("the memory", PATIENCE, || line(3)), "5");
