@@ -85,8 +85,9 @@ fn stopped_latency_tenant_leaves_the_gpu_to_others() {
     node.wait_tenant("latency", |it| it["domains"][0]["demand"] == "idle");
     let stopped = node.wait_tenant("latency", |it| it["state"] == "stopped");
     assert_eq!(stopped["domains"][0]["stopped"], true, "{stopped:#}");
-    let alone = |it: &Value| it["domains"][0]["received_share"].as_f64() > Some(0.95);
-    node.wait_tenant("batch", alone);
+    let received = |it: &Value| it["domains"][0]["received_share"].as_f64().unwrap();
+    node.wait_tenant("batch", |it| received(it) > 0.95);
+    node.wait_tenant("latency", |it| received(it) < 0.005);
     let explain = |name: &str| gpumux(&node, &format!("explain {name}")).run().ok().out;
     let text = explain("latency");
     assert!(text.contains("is stopped (SIGSTOP"), "{text}");
