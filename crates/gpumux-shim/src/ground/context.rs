@@ -33,7 +33,7 @@ impl Early {
     /// Adds units to the page, or keeps them for it.
     fn add<'a>(&self, units: u64, page: impl FnOnce() -> Option<&'a Page>) {
         self.0.fetch_add(units, Ordering::Relaxed);
-        // Either this sees the page, or who sets the page sees the units.
+        // Either this sees the page, or `set_page` sees the units.
         fence(Ordering::SeqCst);
         if let Some(page) = page() {
             self.move_to(page);
