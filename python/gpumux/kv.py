@@ -22,6 +22,7 @@ import ctypes
 import heapq
 import math
 import mmap
+import operator
 import threading
 import time
 import warnings
@@ -35,10 +36,12 @@ OUT, FREE, CACHED, IN_USE = 0, 1, 2, 3
 
 _DONE, _NOT_YET, _FULL = 0, 1, 2
 _GRANULE = 16 << 20
+_LONGEST_S = 1e6
+"""The longest wait: the library takes milliseconds in 32 bits."""
 _WHY = {
     _NOT_YET: "there is no room for one granule on the device now",
     _FULL: "one granule exceeds the tenant's memory limit, or all other memory is guaranteed",
-    -1: "a granule is a multiple of 2 MiB, at most 64 MiB",
+    -1: "a granule is a multiple of 2 MiB, at most 64 MiB, and a range has at most 64 TiB",
     -2: "no context of the device is current",
     -3: "gpumux leaves this program's memory to the driver (GPUMUX_MEMORY=native, peer access, or a forked child)",
     -4: "the driver refuses to reserve addresses or to map memory",
@@ -97,6 +100,10 @@ class _Driver:
         except OSError as error:
             raise PoolError(f"there is no CUDA driver: {error}") from None
         self.call("cuInit", 0)
+        there = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(there))
+        if there.value and not 0 <= device < there.value:
+            raise ValueError(f"no device {device}: this program sees {there.value}, counted from 0")
         current = ctypes.c_int(-1)
         if self.library.cuCtxGetDevice(ctypes.byref(current)) or current.value != device:
             context = ctypes.c_void_p()
@@ -105,7 +112,9 @@ class _Driver:
 
     def call(self, name: str, *arguments: Any) -> None:
         if error := getattr(self.library, name)(*arguments):
-            raise PoolError(f"{name} answers {error}")
+            text = ctypes.c_char_p()
+            self.library.cuGetErrorName(error, ctypes.byref(text))
+            raise PoolError(f"{name} answers {(text.value or b'an error').decode()} ({error})")
 
 
 class _Elastic:
@@ -124,6 +133,9 @@ class _Elastic:
         self.header = _Header.from_address(at.value)
         self.address, self.granule = int(self.header.address), granule
         self.words = (ctypes.c_uint32 * self.header.granules).from_address(at.value + ctypes.sizeof(_Header))
+
+    def gone(self) -> bool:
+        return not self.header.address
 
     def commit(self, first: int, count: int, wait_s: float) -> int:
         return int(_commit(self.address, first, count, max(0, int(wait_s * 1000))))
@@ -155,6 +167,10 @@ class _Plain:
 
     def __init__(self, size: int, granule: int) -> None:
         self.size, self.granule = size, granule
+
+    def gone(self) -> bool:
+        """In a forked child: a range is the parent's."""
+        return False
 
     def commit(self, _first: int, _count: int, _wait_s: float) -> int:
         return _DONE
@@ -213,9 +229,13 @@ def _backing(device: int, size: int, granule: int, fallback: bool) -> Any:
     try:
         plain: Any = _Device(device, size, granule)
     except PoolError as error:
-        plain, why = _Host(size, granule), f"{why}; {error}"
+        why = f"{why}; {error}"
+        try:
+            plain = _Host(size, granule)
+        except (OSError, OverflowError) as no_room:
+            raise PoolError(f"{why}; the host has no room for {size} bytes: {no_room}") from None
     where = "device" if plain.kind == "device" else "host"
-    warnings.warn(f"gpumux.kv: all {size} bytes of {where} memory are taken now, and stay: {why}", stacklevel=4)
+    warnings.warn(f"gpumux.kv: all {size} bytes of {where} memory are taken now, and stay: {why}", stacklevel=3)
     return plain
 
 
@@ -252,6 +272,7 @@ class Pool:
         granule_bytes: int = _GRANULE,
         fallback: bool = True,
     ) -> None:
+        bytes_max, page_bytes, device, granule_bytes = map(operator.index, (bytes_max, page_bytes, device, granule_bytes))
         if page_bytes <= 0 or bytes_max < page_bytes:
             raise ValueError(f"a pool has at least one page: {bytes_max} bytes in pages of {page_bytes}")
         if granule_bytes % (2 << 20) or not 0 < granule_bytes <= 64 << 20:
@@ -287,25 +308,24 @@ class Pool:
 
         Where room is short, the pool's own cached pages go first, the oldest before the others.
         """
+        count, wait_s = operator.index(count), min(max(0.0, float(wait_s)), _LONGEST_S)
+        if count < 0:
+            raise ValueError(f"a number of pages is 0 or more: {count}")
         deadline = time.monotonic() + wait_s
         with self._lock:
             self._check_open()
-            if count > self._unused + len(self._cache):
+            if self._memory.gone() or count > self._unused + len(self._cache):
                 return None
             self._evict(count - self._unused)
             pages = self._pick(count)
             if self._back(pages, deadline):
                 return pages
-            self._unpick(pages)
             # There is no more memory. What the pool has is used before it is said.
             pages = []
             while self._cache and len(pages) < count:
                 self._evict(1)
                 pages = self._pick_backed(count)
-            if len(pages) == count and self._back(pages, 0):
-                return pages
-            self._unpick(pages)
-            return None
+            return pages if len(pages) == count and self._back(pages, 0) else None
 
     def free(self, pages: Sequence[int]) -> None:
         """Their contents are not needed any more."""
@@ -473,14 +493,21 @@ class Pool:
                 heapq.heappush(self._open, granule)
 
     def _back(self, pages: Sequence[int], deadline: float) -> bool:
-        """Has memory behind these pages, which are in use then."""
+        """Has memory behind these pages, which were picked: they are in use then. Without it, and after an exception such as
+        KeyboardInterrupt, they are free."""
         lacking = [granule for granule in self._granules_of(pages) if not self._in_use[granule]]
-        for first, count in _runs(lacking):
-            if self._memory.commit(first, count, deadline - time.monotonic()) != _DONE:
+        backed = False
+        try:
+            backed = all(
+                self._memory.commit(first, count, deadline - time.monotonic()) == _DONE for first, count in _runs(lacking)
+            )
+        finally:
+            if not backed:
                 self._settle_granules(lacking)
-                return False
-        self._enter(pages)
-        return True
+                self._unpick(pages)
+        if backed:
+            self._enter(pages)
+        return backed
 
     def _enter(self, pages: Iterable[int]) -> None:
         for page in pages:

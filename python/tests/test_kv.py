@@ -7,6 +7,7 @@ import sys
 import unittest
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,6 +56,9 @@ class Taken:
         if may:
             self.decommit(it, 1)
         return may
+
+    def gone(self) -> bool:
+        return False
 
     generation = kv._Elastic.generation
     committed = kv._Elastic.committed
@@ -118,6 +122,37 @@ class Pages(unittest.TestCase):
         self.assertFalse(set(kept) & set(new))
         self.assertEqual(pool.touch(keys)[:2], [None, None])
         self.assertIsNone(pool.alloc(8))
+
+    def test_wrong_number_of_pages_changes_nothing(self) -> None:
+        pool = made(16 * MIB, MIB)
+        for wrong, wait_s, error in ((-1, 0, ValueError), (1.5, 0, TypeError), ("3", 0, TypeError), (2, None, TypeError)):
+            with self.assertRaises(error):
+                pool.alloc(wrong, wait_s)
+        for wait_s in (float("inf"), float("nan"), -1, 1e9):
+            self.assertEqual(len(pool.alloc(4, wait_s)), 4)
+        self.assertEqual((pool.limits().in_use, pool.alloc(1)), (16 * MIB, None))
+
+    def test_request_that_is_interrupted_keeps_no_page(self) -> None:
+        pool = made(16 * MIB, MIB, granule_bytes=2 * MIB)
+        commit = pool._memory.commit
+
+        def interrupted(first: int, count: int, wait_s: float) -> int:
+            commit(first, count, wait_s)
+            raise KeyboardInterrupt
+
+        with mock.patch.object(pool._memory, "commit", interrupted), self.assertRaises(KeyboardInterrupt):
+            pool.alloc(3)
+        self.assertEqual((pool.limits().in_use, pool._memory.words[0] & 7), (0, kv.FREE))
+        self.assertEqual(sorted(pool.alloc(16)), list(range(16)))
+
+    def test_warning_names_the_line_that_makes_the_pool(self) -> None:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
+            kv, "_Device", side_effect=kv.PoolError("none")
+        ), warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            kv.Pool(4 * MIB, MIB)
+        self.assertEqual([it.filename for it in said], [__file__])
+        self.assertEqual(said[0].lineno, sys._getframe().f_lineno - 2)
 
     def test_random_use_never_gives_a_page_twice(self) -> None:
         for page in (MIB, 3 * MIB // 2, 5 * MIB, 700_000):
@@ -191,6 +226,48 @@ assert managed.deleter
         for arguments, options in (((0, 1), {}), ((MIB, 0), {}), ((MIB, MIB), {"granule_bytes": 3 * MIB})):
             with self.assertRaises(ValueError):
                 made(*arguments, **options)
+        with mock.patch.object(kv, "_backing") as backing:
+            for arguments in ((64e6, MIB), (64 * MIB, 1e6), ("64", MIB)):
+                with self.assertRaises(TypeError):
+                    kv.Pool(*arguments)
+        backing.assert_not_called()
+
+    def test_host_without_room_is_a_pool_s_error(self) -> None:
+        with mock.patch.object(kv, "_Elastic", side_effect=kv.PoolError("none")), mock.patch.object(
+            kv, "_Device", side_effect=kv.PoolError("none")
+        ), self.assertRaisesRegex(kv.PoolError, "none.*1125899906842624 bytes"):
+            kv.Pool(1 << 50, 1 << 50)
+
+
+class Driver:
+    """Stands in for libcuda, with devices."""
+
+    def __init__(self, devices: int) -> None:
+        self.devices = devices
+
+    def cuInit(self, _flags: int) -> int:
+        return 0 if self.devices else 100
+
+    def cuDeviceGetCount(self, count: Any) -> int:
+        count._obj.value = self.devices
+        return 0
+
+    def cuGetErrorName(self, error: int, name: Any) -> int:
+        name._obj.value = {100: b"CUDA_ERROR_NO_DEVICE"}[error]
+        return 0
+
+
+class Devices(unittest.TestCase):
+    def test_device_that_is_not_there_is_an_error_and_not_the_host(self) -> None:
+        with mock.patch.object(kv.ctypes, "CDLL", return_value=Driver(2)):
+            for wrong in (2, -1):
+                with self.assertRaisesRegex(ValueError, f"no device {wrong}: .* 2"):
+                    kv._Device(wrong, MIB, MIB)
+
+    def test_error_of_the_driver_has_its_name(self) -> None:
+        with mock.patch.object(kv.ctypes, "CDLL", return_value=Driver(0)):
+            with self.assertRaisesRegex(kv.PoolError, r"CUDA_ERROR_NO_DEVICE \(100\)"):
+                kv._Device(0, MIB, MIB)
 
 
 if __name__ == "__main__":
