@@ -155,7 +155,7 @@ class Tenant:
 
 def tenant() -> Tenant | None:
     """The tenant of this process; None where no daemon manages it: without `gpumux run`, before its first context, without a daemon, in
-    a container that has not the daemon's API.
+    a container that has not the daemon's API. Raises `DaemonError` where the daemon does not answer within ten seconds.
     """
     own = _daemon.own()
     if own is None:
@@ -173,7 +173,7 @@ def limits() -> tuple[Memory, ...]:
 
 def sleep() -> bool:
     """Moves all memory of the tenant to the host, also that of its other processes. It is back at the next work of any of them. Returns
-    whether a daemon manages this process; raises `DaemonError` with the reason where memory cannot be moved.
+    whether a daemon manages this process; raises `DaemonError` with the reason where memory cannot be moved, or the daemon ends meanwhile.
     """
     return _move("sleep")
 

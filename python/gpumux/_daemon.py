@@ -15,7 +15,7 @@ TIMEOUT_S = 10.0
 
 
 class DaemonError(RuntimeError):
-    """The daemon refuses, and says why."""
+    """The daemon refuses, with the reason, or does not answer."""
 
 
 class _Connection(http.client.HTTPConnection):
@@ -37,18 +37,20 @@ def _socket() -> Path | None:
     return Path(session).with_name("api.sock") if session else None
 
 
-def ask(method: str, path: str, timeout: float | None = TIMEOUT_S) -> Any:
+def ask(method: str, path: str, bounded: bool = True) -> Any:
     """What the daemon answers; none where there is no daemon."""
     where = _socket()
     if where is None:
         return None
-    connection = _Connection(where, timeout)
+    connection = _Connection(where, TIMEOUT_S if bounded else None)
     try:
         connection.request(method, path, headers={"content-type": "application/json"})
         response = connection.getresponse()
         text = response.read()
     except (ConnectionRefusedError, FileNotFoundError):
         return None
+    except (OSError, http.client.HTTPException) as error:
+        raise DaemonError(f"no answer to {method} {path}: {error}") from None
     finally:
         connection.close()
     answer = json.loads(text) if text else {}
@@ -65,4 +67,4 @@ def own() -> dict[str, Any] | None:
 
 def move(what: str, name: str) -> None:
     """Moves a tenant's memory: `sleep` or `wake`."""
-    ask("POST", f"/v1/tenants/{quote(name, safe='')}/{what}", timeout=None)
+    ask("POST", f"/v1/tenants/{quote(name, safe='')}/{what}", bounded=False)

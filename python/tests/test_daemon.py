@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import socketserver
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import gpumux  # noqa: E402
+from gpumux import _daemon  # noqa: E402
 
 MEMORY = {"device": "GPU-1", "in_use": 5, "swapped": 0, "pinned": 1, "guaranteed": 4, "limit": None, "above_guarantee": 1}
 OTHER = {"name": "other", "class": "batch", "asleep": True, "pids": [1], "memory": []}
@@ -29,6 +31,7 @@ class Daemon(socketserver.ThreadingUnixStreamServer):
         super().__init__(path, Answers)
         self.asked: list[str] = []
         self.refusal = ""
+        self.dies = False
 
     def get_request(self):  # The handler writes the client's address to its log.
         return self.socket.accept()[0], ("", 0)
@@ -50,6 +53,10 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.server.asked.append(self.path)
+        if self.server.dies:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
         if self.server.refusal:
             self.answer(409, {"error": self.server.refusal})
         else:
@@ -85,6 +92,18 @@ class WithDaemon(unittest.TestCase):
         self.daemon.refusal = "the tenant cannot be moved now: copies do not end"
         with self.assertRaisesRegex(gpumux.DaemonError, "copies do not end"):
             gpumux.sleep()
+
+    def test_daemon_that_ends_meanwhile_is_an_error_of_its_own(self) -> None:
+        self.daemon.dies = True
+        with self.assertRaisesRegex(gpumux.DaemonError, "no answer to POST .*/sleep: "):
+            gpumux.sleep()
+
+    def test_daemon_that_does_not_answer_is_an_error_of_its_own(self) -> None:
+        stands = threading.Event()
+        with mock.patch.object(_daemon, "TIMEOUT_S", 0.05), mock.patch.object(Answers, "do_GET", lambda _: stands.wait(20)):
+            with self.assertRaisesRegex(gpumux.DaemonError, "no answer to GET /v1/tenants: "):
+                gpumux.limits()
+            stands.set()
 
     def test_process_of_no_tenant_moves_nothing(self) -> None:
         with mock.patch.object(os, "getpid", return_value=-1):
