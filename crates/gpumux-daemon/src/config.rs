@@ -291,6 +291,9 @@ pub enum ConfigError {
         "[devices.{0}]: not a device's UUID: use one as `gpumux doctor` and `nvidia-smi -L` print it, such as GPU-5efc3a7e-70d7-750a-e943-dc5db632f589"
     )]
     NotUuid(String),
+    /// No program could be managed.
+    #[error("max_sessions 0 makes no sense: use at least 1, such as the default of 4096")]
+    NoSessions,
     /// Other processes would look elsewhere.
     #[error("the location of host memory must begin with a slash: `{0}` is not absolute")]
     RelativeLocation(PathBuf),
@@ -353,6 +356,9 @@ impl Config {
         if let Some(wrong) = self.devices.keys().find(|uuid| !is_uuid(uuid)) {
             return Err(ConfigError::NotUuid(wrong.clone()));
         }
+        if self.max_sessions == 0 {
+            return Err(ConfigError::NoSessions);
+        }
         self.check_users()
     }
 
@@ -396,35 +402,6 @@ impl Config {
                 .map_err(|error| ConfigError::Tenant(name.clone(), error.to_string()))?;
         }
         Ok(())
-    }
-
-    /// All that the configuration names and the machine lacks now: files, and devices, of which it has these, if that is known. A
-    /// daemon starts without them.
-    pub fn absences(&self, devices: Option<&[String]>) -> Vec<ConfigError> {
-        let mut absent = Vec::new();
-        let files = [("nvml", &self.nvml), ("mps_control", &self.mps_control)];
-        for (key, path) in files {
-            // A bare name is looked up where the system looks for it.
-            let missing = path
-                .as_ref()
-                .filter(|path| path.components().count() > 1 && !path.exists());
-            if let Some(path) = missing.cloned() {
-                absent.push(ConfigError::Missing {
-                    key,
-                    path,
-                    why: "which does not exist",
-                });
-            }
-        }
-        if let Some(known) = devices {
-            let missing = self.devices.keys().filter(|uuid| !known.contains(uuid));
-            let has = match known.is_empty() {
-                true => "none".to_owned(),
-                false => known.join(", "),
-            };
-            absent.extend(missing.map(|uuid| ConfigError::NoDevice(uuid.clone(), has.clone())));
-        }
-        absent
     }
 
     /// The policy of a device.
@@ -691,6 +668,7 @@ mod tests {
             ("[host_memory]\nlimit = 'much'", "`much` is not a size"),
             ("[host_memory]\nlimit = '64'", "give a unit, such as 64GiB"),
             ("[host_memory]\nlocation = 'here'", "`here` is not absolute"),
+            ("max_sessions = 0", "max_sessions 0"),
             ("idle_exit_s = 'soon'", "`soon` is not a time"),
             ("listen = '9440'", "no port"),
             ("listen = ':9440'", "no host"),

@@ -46,6 +46,12 @@ pub(crate) struct Known {
     pub(crate) processes: Vec<Process>,
 }
 
+/// The numbers of these.
+pub(crate) fn numbered(known: &[Known]) -> Numbers {
+    let number = |it: &Known| (it.uuid.clone(), it.gpu);
+    known.iter().map(number).collect()
+}
+
 /// What processes used of a device lately, by pid.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Used {

@@ -49,6 +49,6 @@ pub fn read_state(kind: u8, bytes: &[u8]) {
 }
 
 pub use config::{Config, Listen};
-pub use mistakes::mistakes;
-pub use serve::{Error, device_uuids, end_groups, run};
+pub use mistakes::{absences, mistakes};
+pub use serve::{Error, end_groups, known_devices, run};
 pub use tenants::secret;

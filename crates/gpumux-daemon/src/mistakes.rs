@@ -9,6 +9,8 @@ use gpumux_core::{
 
 use crate::{
     config::{Config, ConfigError, DeclaredTenant},
+    devices::Numbers,
+    tenants,
     users::{self, Users},
 };
 
@@ -31,6 +33,44 @@ pub fn mistakes(config: &Config) -> Vec<ConfigError> {
         Some(ConfigError::Tenant(name.clone(), error))
     }));
     mistakes
+}
+
+/// All that the configuration names and the machine lacks now: files, and devices, of which it has these, if that is known. A
+/// daemon starts without them.
+pub fn absences(config: &Config, devices: Option<&Numbers>) -> Vec<ConfigError> {
+    let mut absent = Vec::new();
+    let files = [("nvml", &config.nvml), ("mps_control", &config.mps_control)];
+    for (key, path) in files {
+        // A bare name is looked up where the system looks for it.
+        let missing = path
+            .as_ref()
+            .filter(|path| path.components().count() > 1 && !path.exists());
+        if let Some(path) = missing.cloned() {
+            absent.push(ConfigError::Missing {
+                key,
+                path,
+                why: "which does not exist",
+            });
+        }
+    }
+    let Some(known) = devices else {
+        return absent;
+    };
+    let has = match known.is_empty() {
+        true => "none".to_owned(),
+        false => known.keys().cloned().collect::<Vec<_>>().join(", "),
+    };
+    let sections = config
+        .devices
+        .keys()
+        .filter(|uuid| !known.contains_key(*uuid));
+    absent.extend(sections.map(|uuid| ConfigError::NoDevice(uuid.clone(), has.clone())));
+    for (name, declared) in &config.tenants {
+        let named = declared.gpu.iter().filter(|gpu| *gpu != "all");
+        let wrong = named.filter_map(|gpu| tenants::resolve(gpu, known).err());
+        absent.extend(wrong.map(|error| ConfigError::Tenant(name.clone(), error.to_string())));
+    }
+    absent
 }
 
 /// Why a declared tenant's user could not have it although the user had no other tenants, if so.
@@ -73,12 +113,13 @@ mod tests {
              [host_memory]\nlocation = '/nonexistent'\n\
              [users.nosuchuser]\n\
              [defaults]\nmax_guaranteed = 0.5\n\
-             [tenants.'4711/web']\nguaranteed = 0.6",
+             [tenants.'4711/web']\nguaranteed = 0.6\n\
+             [tenants.night]\ngpu = ['1', 'all', '7']",
         ))
         .unwrap();
         let missing = format!("[devices.{absent}]: no such device: the machine has {here}");
-        let known = [here];
-        let (wrong, absent) = (mistakes(&config), config.absences(Some(&known)));
+        let known = Numbers::from([(here, 1)]);
+        let (wrong, absent) = (mistakes(&config), absences(&config, Some(&known)));
         let found: Vec<String> = wrong
             .iter()
             .chain(&absent)
@@ -90,6 +131,7 @@ mod tests {
             "4711 may be guaranteed at most 50%",
             "nvml names /nonexistent/nvml.so",
             &missing,
+            "[tenants.\"night\"]: `7` names no device",
         ];
         assert_eq!(found.len(), expected.len(), "{found:#?}");
         for (found, expected) in found.iter().zip(expected) {

@@ -22,9 +22,10 @@ use tokio::{
 use crate::{
     api::{self, Api},
     config::{Config, ConfigError},
-    devices::Devices,
+    devices::{self, Devices, Numbers},
     examine::Examiner,
     groups::Groups,
+    mistakes::absences,
     mistakes::mistakes,
     paths::{self, DirError, RuntimeDir},
     peer::ProcessId,
@@ -133,8 +134,8 @@ pub fn end_groups(config: &Config) -> Result<(), Error> {
     Ok(())
 }
 
-/// The UUIDs of the machine's GPUs and MIG instances; none without NVML.
-pub fn device_uuids(config: &Config) -> Option<Vec<String>> {
+/// The machine's GPUs and MIG instances, by UUID with NVML's numbers; none without NVML.
+pub fn known_devices(config: &Config) -> Option<Numbers> {
     let runtime = runtime().ok()?;
     let known = runtime.block_on(async {
         let (devices, mut looked) = Devices::watch(config.nvml.clone());
@@ -142,8 +143,7 @@ pub fn device_uuids(config: &Config) -> Option<Vec<String>> {
         devices.list()
     });
     runtime.shutdown_timeout(Duration::from_secs(1));
-    let uuids: Vec<String> = known.into_iter().map(|known| known.uuid).collect();
-    (!uuids.is_empty()).then_some(uuids)
+    (!known.is_empty()).then(|| devices::numbered(&known))
 }
 
 fn runtime() -> io::Result<tokio::runtime::Runtime> {
@@ -201,12 +201,8 @@ async fn serve(config: Config, place: Place, ended: impl Future<Output = ()>) ->
     let _ = tokio::time::timeout(NVML, looked.wait_for(|looked| *looked)).await;
     know(&devices, &scheduler).await?;
     // What has failed must not keep the rest from its daemon.
-    let known: Vec<String> = devices.list().into_iter().map(|known| known.uuid).collect();
-    for absence in config.absences(
-        Some(&known)
-            .filter(|known| !known.is_empty())
-            .map(Vec::as_slice),
-    ) {
+    let known = devices::numbered(&devices.list());
+    for absence in absences(&config, Some(&known).filter(|known| !known.is_empty())) {
         tracing::warn!("{absence}");
     }
     let listen_api =

@@ -101,9 +101,9 @@ fn policies() -> PossibleValuesParser {
 
 /// Names all mistakes of a configuration.
 fn check(config: &Config) -> ExitCode {
-    let devices = gpumux_daemon::device_uuids(config);
+    let devices = gpumux_daemon::known_devices(config);
     let mut mistakes = gpumux_daemon::mistakes(config);
-    mistakes.extend(config.absences(devices.as_deref()));
+    mistakes.extend(gpumux_daemon::absences(config, devices.as_ref()));
     for mistake in &mistakes {
         eprintln!("gpumux: {mistake}");
     }
@@ -111,12 +111,12 @@ fn check(config: &Config) -> ExitCode {
         return ExitCode::FAILURE;
     }
     println!("the configuration is in order");
-    if devices.is_none() && !config.devices.is_empty() {
-        let named: Vec<String> = config
-            .devices
-            .keys()
-            .map(|it| format!("[devices.{it}]"))
-            .collect();
+    let sections = config.devices.keys().map(|it| format!("[devices.{it}]"));
+    let declared = (config.tenants.iter())
+        .filter(|(_, it)| !it.gpu.is_empty())
+        .map(|(name, _)| format!("gpu of [tenants.\"{name}\"]"));
+    let named: Vec<String> = sections.chain(declared).collect();
+    if devices.is_none() && !named.is_empty() {
         println!(
             "not checked: {}: NVML lists no device here (`gpumux doctor` tells why)",
             named.join(", ")
