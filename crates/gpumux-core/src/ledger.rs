@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Micros, TenantId};
+use crate::{Micros, TenantId, quantity::Size};
 
 /// Moving may take at most this part of the time (as its reciprocal) when tenants with work take turns.
 const TURN: u64 = 20;
@@ -346,7 +346,10 @@ impl Ledger {
 /// The host has no room for what would be moved there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error, Serialize, Deserialize, Hash)]
 #[error(
-    "moved memory takes {kept} of at most {limit} bytes on the host, and {need} more are needed"
+    "moved memory takes {} of at most {} on the host, and {} more are needed",
+    Size(*.kept),
+    Size(*.limit),
+    Size(*.need)
 )]
 pub struct HostFull {
     /// How many bytes more would be kept.

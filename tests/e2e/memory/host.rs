@@ -37,7 +37,7 @@ fn moved_memory_never_takes_more_of_the_host_than_it_may() {
     assert!((128 << 20..=LIMIT).contains(&on_host(&node)));
     let refused = node.gpumux(["sleep", "second"]).run();
     assert!(!refused.status.success(), "{}", refused.out);
-    for word in ["209715200 bytes on the host", "`limit` of `[host_memory]`"] {
+    for word in ["200 MiB on the host", "`limit` of `[host_memory]`"] {
         assert!(refused.err.contains(word), "{}", refused.err);
     }
     let awake = node.wait_tenant("second", |it| it["asleep"] == false);

@@ -707,8 +707,9 @@ impl Pool {
         let room = self.most.saturating_sub(self.total) / HUGE * HUGE;
         if need > room {
             return Err(format!(
-                "it has more to move than was announced: {bytes} bytes, of {} on the host",
-                self.most
+                "it has more to move than was announced: {}, of {} on the host",
+                mib(bytes as u64),
+                mib(self.most as u64)
             ));
         }
         let more = need
@@ -716,10 +717,14 @@ impl Pool {
             .unwrap_or(need)
             .min(room);
         let location = self.location.as_deref();
-        let available = available_memory(location);
-        if available.is_some_and(|available| more as u64 > available - available / SPARE) {
-            return Err(format!("the host has no room for {bytes} bytes"));
-        }
+        let place = location.map_or_else(String::new, |it| format!(" in {}", it.display()));
+        let more = match available_memory(location) {
+            Some(available) => fitting(more, need, available).ok_or_else(|| {
+                let (need, free) = (mib(need as u64), mib(available));
+                format!("the host has no room for {need} more{place}: {free} are free, of which a tenth stays so")
+            })?,
+            None => more,
+        };
         let at = map(more, location).map_err(|error| match location {
             None => format!("the host has no room: {error}"),
             Some(location) => format!("no host memory in {}: {error}", location.display()),
@@ -737,7 +742,10 @@ impl Pool {
             // To touch it would be a bus error.
             // SAFETY: made above, and known to no other thread.
             let _ = unsafe { rustix::mm::munmap(at, more) };
-            return Err(format!("no room for {more} bytes in its location"));
+            return Err(format!(
+                "the host has no room for {}{place}",
+                mib(more as u64)
+            ));
         }
         // `CU_MEMHOSTREGISTER_PORTABLE`: pinned for every context.
         let registered = within(context, || call!(host_register, at, more, 1));
@@ -846,6 +854,18 @@ fn spread(bytes: usize, work: impl Fn(usize, usize) -> bool + Sync) -> bool {
     })
 }
 
+/// So many bytes as people write them.
+fn mib(bytes: u64) -> String {
+    format!("{} MiB", bytes.div_ceil(1 << 20))
+}
+
+/// How much is made at once: in large steps where there is room for that, else what is needed; none where there is none for that
+/// either.
+fn fitting(step: usize, need: usize, available: u64) -> Option<usize> {
+    let most = available - available / SPARE;
+    [step, need].into_iter().find(|it| *it as u64 <= most)
+}
+
 /// What the kernel would give without swapping, in bytes: of the machine, of the control group, and at this location.
 fn available_memory(location: Option<&Path>) -> Option<u64> {
     let mut least = None;
@@ -892,6 +912,16 @@ mod tests {
         let text = "a 1\ninactive_file 42\ninactive_files 7\n";
         assert_eq!(number(text, "inactive_file"), Some(42));
         assert_eq!(number(text, "b"), None);
+    }
+
+    #[test]
+    fn host_memory_grows_by_what_is_needed_where_a_step_has_no_room() {
+        let (step, need) = (128 << 20, 66 << 20);
+        let made = |available: u64| fitting(step, need, available << 20);
+        assert_eq!(
+            [143, 142, 74, 73].map(made),
+            [Some(step), Some(need), Some(need), None]
+        );
     }
 
     #[test]
