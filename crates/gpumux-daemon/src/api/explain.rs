@@ -95,8 +95,12 @@ fn neighbours(tenant: &Tenant, all: &[Tenant], devices: &[Device]) -> Vec<Neighb
                 .iter()
                 .filter(|uuid| other.devices.contains(uuid))
         };
+        let has_namesake = (all.iter()).any(|it| it.name == other.name && it.uid != other.uid);
         Neighbour {
-            name: other.name.clone(),
+            name: match has_namesake {
+                true => format!("{}/{}", other.user, other.name),
+                false => other.name.clone(),
+            },
             class: other.class,
             state: other.state,
             guaranteed: other.guaranteed(),
@@ -498,9 +502,11 @@ fn others(tenant: &Tenant, neighbours: &[Neighbour], foreign: &[String]) -> Stri
 /// What its user can do.
 fn advice(tenant: &Tenant, neighbours: &[Neighbour], alone: bool) -> String {
     let name = &tenant.name;
+    // What has no work receives less, and lacks nothing.
     let lacks = tenant.devices.iter().any(|uuid| {
+        let mut here = tenant.domains.iter().filter(|it| it.device == *uuid);
         let share = tenant.received(uuid);
-        share + LACKS < entitled(tenant, uuid)
+        share + LACKS < entitled(tenant, uuid) && here.any(|it| it.waited_share > LACKS)
     });
     let hog = neighbours.iter().find(|it| {
         it.class == Class::Latency && it.guaranteed == 0.0 && it.received >= ALL_THE_TIME
@@ -593,6 +599,7 @@ mod tests {
             demand: Demand::Busy,
             entitled_share: 0.5,
             received_share: 0.25,
+            waited_share: 0.4,
             received_us: 6_000_000,
             runnable_us: 10_000_000,
             waited_us: 4_000_000,
@@ -642,7 +649,7 @@ mod tests {
             Class::Batch,
             vec![domain(true, "waits for its turn")],
         );
-        other.uid = 1000;
+        (other.uid, other.user) = (1000, "alice".into());
         let foreign = ForeignProcess {
             pid: 77,
             name: "python".into(),
@@ -658,11 +665,35 @@ mod tests {
         let others = |all: &[Tenant]| lines_with(&all[0], all, std::slice::from_ref(&device));
         let beside = others(&all);
         assert!(beside[2].contains("have lapsed"), "{beside:?}");
-        assert!(beside[3].starts_with("night 25%"), "{beside:?}");
+        assert!(beside[3].starts_with("alice/night 25%"), "{beside:?}");
         assert!(beside[3].contains("python (pid 77)"), "{beside:?}");
         let alone = others(&all[..1]);
         assert!(alone[3].starts_with("no other tenant. "), "{alone:?}");
         assert!(!alone[4].contains("for itself"), "{alone:?}");
+    }
+
+    #[test]
+    fn tenants_of_one_name_are_told_apart_by_their_users() {
+        let of = |name: &str, user: &str, uid| Tenant {
+            uid,
+            user: user.into(),
+            ..tenant(name, Class::Batch, vec![domain(false, "has its turn")])
+        };
+        let all = [
+            of("web", "alice", 1),
+            of("web", "bob", 2),
+            of("night", "bob", 2),
+        ];
+        let others = |at: usize| lines(&all[at], &all).remove(3);
+        assert_eq!(
+            others(0),
+            "bob/web 25% (batch, running), night 25% (batch, running)"
+        );
+        assert!(
+            others(2).starts_with("alice/web 25% (batch, running), bob/web"),
+            "{}",
+            others(2)
+        );
     }
 
     #[test]
@@ -693,6 +724,10 @@ mod tests {
             self::lines(&with_web[0], &with_web)[4],
             "if it lasts: `gpumux set web --guaranteed 50%` puts it before others"
         );
+        let mut seldom = with_web.clone();
+        seldom[0].domains[0].waited_share = 0.03;
+        let advice = self::lines(&seldom[0], &seldom).remove(4);
+        assert!(advice.starts_with("nothing: "), "{advice}");
         let text = explain(&all[0], &all, &[], &[]).text;
         assert!(text.starts_with("entitled: a batch tenant"), "{text}");
         let alone = explain(&all[0], &all[..1], &[], &[]).text;

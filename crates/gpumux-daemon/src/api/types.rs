@@ -727,6 +727,9 @@ pub struct Domain {
     /// Share that it received in the last second or two. Members of a group run together: of those of one tenant the first has it, the
     /// others 0; so too in what follows.
     pub received_share: f64,
+    /// Part of the last second or two in which it had work and did not run.
+    #[serde(default)]
+    pub waited_share: f64,
     /// Part of the last second in which its process's kernels ran, as NVML measured it; none where the driver does not tell.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub measured_share: Option<f64>,

@@ -97,7 +97,8 @@ impl Device {
             for id in ids {
                 self.check(id, controller, clock);
                 if let Some(domain) = self.domains.get_mut(&id) {
-                    domain.turn_window(now, controller.account(id).received_us);
+                    let account = controller.account(id);
+                    domain.turn_window(now, account.received_us, account.waited_us);
                 }
             }
         }

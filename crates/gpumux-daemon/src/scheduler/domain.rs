@@ -72,8 +72,8 @@ pub(crate) struct Domain {
     pub(super) reason: &'static str,
     /// The last failure of a control.
     pub(super) error: Option<String>,
-    /// Device time received at two moments: the last second or two lie after the first.
-    window: [(Micros, f64); 2],
+    /// Device time received, and time waited, at two moments: the last second or two lie after the first.
+    window: [(Micros, f64, f64); 2],
     /// When it came under control.
     pub(super) came_at: Micros,
     /// When its timeslice was last read back as it should be.
@@ -125,7 +125,7 @@ impl Domain {
             tampered: 0,
             reason: "new",
             error: None,
-            window: [(now, 0.0); 2],
+            window: [(now, 0.0, 0.0); 2],
             came_at: now,
             verified: now,
             own_sets: 0,
@@ -329,17 +329,19 @@ impl Domain {
     }
 
     /// Begins a new second of [`Self::share`].
-    pub(super) fn turn_window(&mut self, now: Micros, received_us: f64) {
-        self.window = [self.window[1], (now, received_us)];
+    pub(super) fn turn_window(&mut self, now: Micros, received_us: f64, waited_us: f64) {
+        self.window = [self.window[1], (now, received_us, waited_us)];
     }
 
-    /// The share of the device that it received in the last second or two.
-    pub(super) fn share(&self, now: Micros, received_us: f64) -> f64 {
-        let (since, before) = self.window[0];
-        match now.saturating_sub(since).0 {
+    /// Of the last second or two: the share of the device that it received, and the part in which it waited.
+    pub(super) fn lately(&self, now: Micros, received_us: f64, waited_us: f64) -> (f64, f64) {
+        let (since, received, waited) = self.window[0];
+        let elapsed = now.saturating_sub(since).0;
+        let part = |more: f64| match elapsed {
             0 => 0.0,
-            elapsed => ((received_us - before) / elapsed as f64).clamp(0.0, 1.0),
-        }
+            elapsed => (more / elapsed as f64).clamp(0.0, 1.0),
+        };
+        (part(received_us - received), part(waited_us - waited))
     }
 }
 

@@ -131,6 +131,8 @@ impl Engine {
                 let account = self.state.controller.account(domain.who.id);
                 let (tenant, has) = (domain.who.tenant, domain::now(known));
                 let totals = domain.totals(now, known, &account);
+                let (received_share, waited_share) =
+                    domain.lately(now, account.received_us, account.waited_us);
                 *view.totals.entry((tenant, uuid.clone())).or_default() += totals;
                 let shown = types::Domain {
                     id: domain.who.id.0,
@@ -143,7 +145,8 @@ impl Engine {
                     stopped: domain.is_stopped(),
                     entitled_share: entitled.get(&tenant).map_or(0.0, |bound| bound.share),
                     wait_bound_us: entitled.get(&tenant).map_or(0, |bound| bound.wait.0),
-                    received_share: domain.share(now, account.received_us),
+                    received_share,
+                    waited_share,
                     measured_share: device.measured(domain.member.pid),
                     received_us: account.received_us as u64,
                     runnable_us: account.runnable_us as u64,
