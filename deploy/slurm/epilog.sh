@@ -6,4 +6,4 @@ secret=${GPUMUX_SLURM_DIR:-/run/gpumux-slurm}/$SLURM_JOB_ID
 [ -e "$secret" ] || exit 0
 rm -f "$secret"
 api=${GPUMUX_RUNTIME_DIR:-/run/gpumux}/api.sock
-curl -fsS --unix-socket "$api" -X DELETE "http://gpumux/v1/tenants/job-$SLURM_JOB_ID" >/dev/null || echo "gpumux: job-$SLURM_JOB_ID is not removed" >&2
+curl -fsS --max-time 20 --unix-socket "$api" -X DELETE "http://gpumux/v1/tenants/job-$SLURM_JOB_ID" >/dev/null || echo "gpumux: job-$SLURM_JOB_ID is not removed" >&2

@@ -104,6 +104,35 @@ fn slurm_job_without_a_daemon_runs_unmanaged() {
     assert!(prolog.err.contains("runs unmanaged"), "{prolog:?}");
     let exports = slurm(&node, dir.path(), "task-prolog.sh").run().ok().out;
     assert_eq!(exports, "");
+    if Command::new("curl").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: the socket of a daemon that was killed, since there is no curl");
+        return;
+    }
+    program(&dir.path().join("nvidia-smi"), "#!/bin/sh\necho GPU-1\n");
+    // What a daemon that was killed leaves behind.
+    drop(std::os::unix::net::UnixListener::bind(node.api_socket()).unwrap());
+    let prolog = slurm(&node, dir.path(), "prolog.sh").run().ok();
+    assert!(prolog.err.contains("42 runs unmanaged"), "{prolog:?}");
+    let exports = slurm(&node, dir.path(), "task-prolog.sh").run().ok().out;
+    assert_eq!(exports, "");
+}
+
+#[test]
+fn slurm_job_whose_devices_are_not_known_runs_unmanaged() {
+    if real() || Command::new("curl").arg("--version").output().is_err() {
+        eprintln!("SKIPPED: needs curl and an emulated device");
+        return;
+    }
+    let node = Node::start();
+    let dir = tempfile::tempdir().unwrap();
+    for broken in ["echo no driver; exit 9", "true"] {
+        let script = format!("#!/bin/sh\n{broken}\n");
+        program(&dir.path().join("nvidia-smi"), &script);
+        let prolog = slurm(&node, dir.path(), "prolog.sh").run().ok();
+        assert!(prolog.err.contains("nvidia-smi"), "{prolog:?}");
+        // It would hold its guarantee on all devices.
+        assert!(node.find_tenant("job-42").is_none(), "{broken}");
+    }
 }
 
 #[test]
