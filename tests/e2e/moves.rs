@@ -271,6 +271,9 @@ fn program_moves_to_and_fro_with_right_contents() {
         assert_eq!(numbers(&node, "work"), [to], "round {round}");
         goes_on(&mut process);
     }
+    let moved = node.gpumux(["events", "--past"]).run().ok();
+    let moved = moved.out.lines().filter(|it| it.contains("  moved "));
+    assert_eq!(moved.count(), 20);
     let tenant = node.find_tenant("work").expect("it lives");
     assert_eq!(tenant["asleep"], false, "{tenant:#}");
     assert_eq!(

@@ -13,7 +13,7 @@ Examples:
   gpumux events --past --json | jq 'select(.kind == \"ended\")'
 
 Without --past it prints what happens from now on, until the daemon ends: a tenant started, ended, was refused or \
-resized (`gpumux set`), its memory was swapped to the host or returned, it reached its memory limit, a process of it undid a control; a fault in a \
+resized (`gpumux set`), its memory was swapped to the host or returned, it moved to another GPU, it reached its memory limit, a process of it undid a control; a fault in a \
 group, and its restart. Times are in UTC. With --json, each line is one object.";
 
 /// Follow what happens to tenants

@@ -43,10 +43,10 @@ use utoipa::OpenApi;
 
 use crate::{
     config::Config,
-    devices::Devices,
+    devices::{Devices, numbered},
     memory as moves, paths,
     peer::Peer,
-    relocation::Relocator,
+    relocation::{RelocationError, Relocator},
     scheduler::{Command, Handle, View},
     session::Sessions,
     tenants::{Tenant, Tenants, resolve},
@@ -315,8 +315,7 @@ async fn relocate(
     let movable = api.tenants.movable(peer.uid, &name, |_| true);
     let tenant = api.in_time(movable).await?;
     let known = api.devices.list();
-    let numbers = known.iter().map(|it| (it.uuid.clone(), it.gpu)).collect();
-    let target = resolve(&gpu, &numbers)?;
+    let target = resolve(&gpu, &numbered(&known))?;
     let gpus = known.into_iter().map(|it| Gpu {
         instance: it.hardware.mig.is_some() || it.uuid.starts_with("MIG-"),
         trouble: (it.state != "ok").then_some(it.state),
@@ -330,7 +329,12 @@ async fn relocate(
         config: Arc::clone(&api.config),
         scheduler: api.scheduler.clone(),
     };
-    let moved = to_its_end(async move { relocator.relocate(tenant, target, gpus, shares).await });
+    let tenants = Arc::clone(&api.tenants);
+    let moved = to_its_end(async move {
+        let moved = relocator.relocate(tenant, target, gpus, shares).await?;
+        tenants.relocated(tenant, &moved).await;
+        Ok::<_, RelocationError>(moved)
+    });
     Ok(Json(api.unless_stalled(moved).await?))
 }
 

@@ -26,7 +26,8 @@ use super::{
 };
 use crate::{
     api::types::{
-        Ended, EventKind, Exit, Fault, LostOutput, NewCurve, Reported, Setting, SpecChange,
+        Ended, EventKind, Exit, Fault, LostOutput, NewCurve, Relocated, Reported, Setting,
+        SpecChange,
     },
     events::Events,
     groups::{Groups, Key, UnauthorizedClient},
@@ -412,6 +413,19 @@ impl Tenants {
         tenant.is_some_and(|it| {
             it.life.main.is_some() && it.holders.get(&holder) == Some(&it.life.main)
         })
+    }
+
+    /// A tenant is on another device.
+    pub(crate) async fn relocated(&self, id: TenantId, moved: &Relocated) {
+        let table = self.table.lock().await;
+        if let Some(tenant) = table.tenants.get(&id) {
+            let took = Time(Duration::from_secs_f64(
+                moved.out_s + moved.driver_s + moved.back_s,
+            ));
+            let text = format!("moved from {} to {} in {took}", moved.from, moved.to);
+            let whose = (tenant.name.as_str(), tenant.uid);
+            self.events.push(EventKind::Moved, Some(whose), text);
+        }
     }
 
     /// Something has happened to a tenant.

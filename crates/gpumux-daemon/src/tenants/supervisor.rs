@@ -208,7 +208,12 @@ impl Tenants {
             .collect();
         others.sort();
         others.dedup();
-        let error = crashes.iter().map(|crash| crash.error).find(|it| *it != 0);
+        // That of the faulting client comes first: it may differ from what the others got.
+        let own = (crashes.iter()).filter(|it| Some(it.tenant) == faulting_client);
+        let error = own
+            .chain(&crashes)
+            .map(|crash| crash.error)
+            .find(|it| *it != 0);
         // What came later was known to be coming.
         let noticed_after_ms = crashes.iter().find_map(|crash| crash.age_ms);
         let fault = Fault {
@@ -321,6 +326,31 @@ mod tests {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
         assert_eq!(tenants.faults().await[0].error, 700);
+    }
+
+    #[tokio::test]
+    async fn fault_has_the_error_of_the_client_that_is_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let tenants = with_groups(&dir, CONTROL).await;
+        let mut crashes = Vec::new();
+        for (name, pid, error) in [("other", 1, 700), ("bad", 77, 719)] {
+            let wish = member(name, "team", 0.0);
+            tenants.create(&peer(0), wish).await.unwrap();
+            let (tenant, _) = placement(&tenants, name).await;
+            crashes.push(Crash {
+                pid,
+                ..crash(tenant, error, None)
+            });
+        }
+        let group = std::fs::read_dir(dir.path().join("groups")).unwrap().next();
+        let log = group.unwrap().unwrap().path().join("control.out");
+        std::fs::write(log, "Client 77 caused a fatal fault").unwrap();
+        tenants.crashed("0/team", false, crashes).await.unwrap();
+        let fault = tenants.faults().await.remove(0);
+        assert_eq!(
+            (fault.faulting_client.as_deref(), fault.error),
+            (Some("bad"), 719)
+        );
     }
 
     /// What a process of a tenant in the group `team` reported.

@@ -41,6 +41,8 @@ pub enum EventKind {
     Swapped,
     /// Memory of a tenant came back.
     Returned,
+    /// A tenant moved to another device.
+    Moved,
     /// A tenant reached its memory limit.
     Limit,
     /// A fault ended all processes in a group.
@@ -61,6 +63,7 @@ impl EventKind {
             Self::Resized => "resized",
             Self::Swapped => "swapped",
             Self::Returned => "returned",
+            Self::Moved => "moved",
             Self::Limit => "limit",
             Self::Fault => "fault",
             Self::Restart => "restart",
