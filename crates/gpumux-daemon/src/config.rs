@@ -25,8 +25,8 @@ use crate::api::types::SpecChange;
 pub struct Config {
     /// Where the sockets are; see [`crate::paths::runtime_dir`] for the default.
     pub runtime_dir: Option<PathBuf>,
-    /// Where `settings.json` is, which says what was set for tenants' names, and `programs.json`, what is known of programs;
-    /// without it, in the runtime directory (default: `GPUMUX_STATE_DIR`).
+    /// Folder of `settings.json`, which has what `gpumux set` remembers, and of `programs.json`, which has scaling profiles. Unset: that of
+    /// `GPUMUX_STATE_DIR`, else the runtime directory.
     pub state_dir: Option<PathBuf>,
     /// The policy of devices that have none of their own: `priority`, `max-min` or `weighted`.
     pub policy: String,
@@ -152,7 +152,7 @@ impl TryFrom<String> for Listen {
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(try_from = "toml::Table")]
 pub struct DeclaredTenant {
-    /// Keys of its spec, each in this table itself and named as in the API: `class`, `guaranteed`, `limit`, `weight`, `hints`, `memory_guaranteed`,
+    /// Any setting of the tenant, written in this table itself under its name in the API: `class`, `guaranteed`, `limit`, `weight`, `hints`, `memory_guaranteed`,
     /// `memory_limit`, `memory_policy`, `latency_objective_us`, `sleep_after_s`. Shares, memory and times may be written as `"50%"`,
     /// `"8GiB"` and `"5min"`.
     #[serde(flatten)]
@@ -518,7 +518,7 @@ mod tests {
                 // Links into the code lead nowhere in a book.
                 let said = said.replace("[`crate::paths::runtime_dir`]", "`gpumux daemon --help`");
                 let (name, kind) = match name.as_str() {
-                    "" => ("its spec's".into(), "text, number, size or time"),
+                    "" => ("a setting's name".into(), "text, number, size or time"),
                     name => (format!("`{name}`"), kind(&value)),
                 };
                 text += &format!("| {name} | {kind} | {default} | {said} |\n");
