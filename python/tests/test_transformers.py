@@ -173,6 +173,7 @@ class Memory(Elastic):
 
     def test_memory_is_given_back_with_the_last_view(self) -> None:
         it = model()
+        before = dict(kv._exported)  # Other tests have some that no reader took.
         with torch.no_grad():
             output = it(prompt(1, 100)["input_ids"], past_key_values=ElasticCache(it))
         keys = output.past_key_values.layers[1].keys
@@ -184,7 +185,7 @@ class Memory(Elastic):
         del keys
         gc.collect()
         self.assertEqual(Range.made[0].committed(), 0)
-        self.assertFalse(kv._exported)
+        self.assertEqual(kv._exported, before)
 
     def test_next_cache_has_the_same_range(self) -> None:
         it = model()
