@@ -157,9 +157,10 @@ def tenant() -> Tenant | None:
     """The tenant of this process; None where no daemon manages it: without `gpumux run`, before its first context, without a daemon, in
     a container that has not the daemon's API. Raises `DaemonError` where the daemon does not answer within ten seconds.
     """
-    own = _daemon.own()
-    if own is None:
+    found = _daemon.own()
+    if found is None:
         return None
+    own = found[1]
     names = ("device", "in_use", "swapped", "pinned", "guaranteed", "limit")
     memory = tuple(Memory(**{name: it.get(name) for name in names}) for it in own["memory"])
     return Tenant(own["name"], own["class"], own["asleep"], memory)
@@ -186,5 +187,5 @@ def wake() -> bool:
 def _move(what: str) -> bool:
     own = _daemon.own()
     if own is not None:
-        _daemon.move(what, own["name"])
+        _daemon.move(what, own[0])
     return own is not None

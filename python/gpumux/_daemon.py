@@ -59,10 +59,12 @@ def ask(method: str, path: str, bounded: bool = True) -> Any:
     return answer
 
 
-def own() -> dict[str, Any] | None:
-    """This process's tenant."""
-    tenants: list[dict[str, Any]] = ask("GET", "/v1/tenants") or []
-    return next((it for it in tenants if os.getpid() in it["pids"]), None)
+def own() -> tuple[str, dict[str, Any]] | None:
+    """This process's tenant: what the API calls it, and what it is. The daemon finds it by the connection: in a container the process has
+    another number."""
+    name = (ask("GET", "/v1/me") or {}).get("tenant")
+    tenant = name and ask("GET", f"/v1/tenants/{quote(name, safe='')}")
+    return (name, tenant) if tenant else None
 
 
 def move(what: str, name: str) -> None:

@@ -18,8 +18,7 @@ import gpumux  # noqa: E402
 from gpumux import _daemon  # noqa: E402
 
 MEMORY = {"device": "GPU-1", "in_use": 5, "swapped": 0, "pinned": 1, "guaranteed": 4, "limit": None, "above_guarantee": 1}
-OTHER = {"name": "other", "class": "batch", "asleep": True, "pids": [1], "memory": []}
-OWN = {"name": "a b", "class": "latency", "asleep": False, "pids": [7, os.getpid()], "memory": [MEMORY]}
+OWN = {"name": "a b", "class": "latency", "asleep": False, "memory": [MEMORY]}
 
 
 class Daemon(socketserver.ThreadingUnixStreamServer):
@@ -31,7 +30,7 @@ class Daemon(socketserver.ThreadingUnixStreamServer):
         super().__init__(path, Answers)
         self.asked: list[str] = []
         self.refusal = ""
-        self.dies = False
+        self.dies, self.manages = False, True
 
     def get_request(self):  # The handler writes the client's address to its log.
         return self.socket.accept()[0], ("", 0)
@@ -49,7 +48,12 @@ class Answers(BaseHTTPRequestHandler):
         self.wfile.write(text)
 
     def do_GET(self) -> None:
-        self.answer(200, [OTHER, OWN])
+        if self.path == "/v1/me":
+            self.answer(200, {"uid": 0, "tenant": "alice/a b"} if self.server.manages else {"uid": 0})
+        elif self.path == "/v1/tenants/alice%2Fa%20b":
+            self.answer(200, OWN)
+        else:
+            self.answer(404, {"error": self.path})
 
     def do_POST(self) -> None:
         self.server.asked.append(self.path)
@@ -86,7 +90,7 @@ class WithDaemon(unittest.TestCase):
 
     def test_sleep_and_wake_are_of_the_own_tenant(self) -> None:
         self.assertTrue(gpumux.sleep() and gpumux.wake())
-        self.assertEqual(self.daemon.asked, ["/v1/tenants/a%20b/sleep", "/v1/tenants/a%20b/wake"])
+        self.assertEqual(self.daemon.asked, ["/v1/tenants/alice%2Fa%20b/sleep", "/v1/tenants/alice%2Fa%20b/wake"])
 
     def test_refusal_is_an_error_with_the_daemon_s_words(self) -> None:
         self.daemon.refusal = "the tenant cannot be moved now: copies do not end"
@@ -101,13 +105,13 @@ class WithDaemon(unittest.TestCase):
     def test_daemon_that_does_not_answer_is_an_error_of_its_own(self) -> None:
         stands = threading.Event()
         with mock.patch.object(_daemon, "TIMEOUT_S", 0.05), mock.patch.object(Answers, "do_GET", lambda _: stands.wait(20)):
-            with self.assertRaisesRegex(gpumux.DaemonError, "no answer to GET /v1/tenants: "):
+            with self.assertRaisesRegex(gpumux.DaemonError, "no answer to GET /v1/me: "):
                 gpumux.limits()
             stands.set()
 
     def test_process_of_no_tenant_moves_nothing(self) -> None:
-        with mock.patch.object(os, "getpid", return_value=-1):
-            self.assertEqual((gpumux.tenant(), gpumux.limits(), gpumux.sleep()), (None, (), False))
+        self.daemon.manages = False
+        self.assertEqual((gpumux.tenant(), gpumux.limits(), gpumux.sleep()), (None, (), False))
         self.assertEqual(self.daemon.asked, [])
 
 

@@ -4,12 +4,16 @@ use std::sync::Arc;
 
 use axum::{
     Extension, Json,
+    extract::State,
     http::header::{self, HeaderName},
     response::IntoResponse,
 };
 
-use super::types::Me;
-use crate::{peer::Peer, tenants::secret};
+use super::{Api, types::Me};
+use crate::{
+    peer::Peer,
+    tenants::{Tenant, secret},
+};
 
 /// Its own script and styles are marked with a number that cannot be guessed.
 const PAGE: &str = include_str!("page.html");
@@ -37,10 +41,23 @@ pub(super) async fn page() -> impl IntoResponse {
     (headers, PAGE.replace(MARK, &nonce))
 }
 
-/// The user of the client, which is known on the Unix socket only.
+/// The client's user and tenant, which are known on the Unix socket only.
 #[utoipa::path(get, path = "/v1/me", responses((status = 200, body = Me)))]
-pub(super) async fn me(Extension(peer): Extension<Arc<Peer>>) -> Json<Me> {
-    Json(Me { uid: peer.uid })
+pub(super) async fn me(
+    State(api): State<Arc<Api>>,
+    Extension(peer): Extension<Arc<Peer>>,
+) -> Json<Me> {
+    // The kernel translates the number of a process in another pid namespace; 0: the daemon does not see that one.
+    let own = async || {
+        let seen = api.seen().await.ok()?;
+        let own = |it: &&Tenant| peer.pid != 0 && it.pids.contains(&peer.pid);
+        let tenant = seen.tenants.iter().find(own)?;
+        seen.names.get(&tenant.id).cloned()
+    };
+    Json(Me {
+        uid: peer.uid,
+        tenant: own().await,
+    })
 }
 
 #[cfg(test)]

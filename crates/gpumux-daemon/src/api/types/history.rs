@@ -79,8 +79,11 @@ pub struct TenantHistory {
 }
 
 /// The user of the client.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
 pub struct Me {
     /// The user, whose own tenants may be changed; 0: root, all tenants.
     pub uid: u32,
+    /// The tenant of the client's process, as the API names it; none: no tenant has connected with this process.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tenant: Option<String>,
 }
