@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import operator
 import warnings
 from typing import Any, Iterable, Sequence
 
@@ -61,6 +62,7 @@ class Buffer:
     """
 
     def __init__(self, name: str, nbytes: int, *, device: int = 0, fallback: bool = True) -> None:
+        nbytes = operator.index(nbytes)
         if nbytes <= 0:
             raise ValueError(f"a buffer has at least one byte: {nbytes}")
         self.name, self.nbytes, self.device = name, nbytes, device
@@ -70,8 +72,11 @@ class Buffer:
         """Its contents are those of a commit before a fault; else all of it is zero."""
         self.step = 0
         """The step of the last commit."""
-        self._driver = kv._Driver(device)
         self._closed = False
+        try:
+            self._driver = kv._Driver(device)
+        except kv.PoolError as error:
+            raise KeptError(f"{nbytes} bytes named {name!r} on device {device}: {error}") from None
         address, step = ctypes.c_uint64(), ctypes.c_uint64()
         answer = _NOT_KEPT
         if _keep:
@@ -84,7 +89,10 @@ class Buffer:
         if not fallback or answer not in (_NOT_KEPT, -3):
             raise KeptError(why)
         self.kind = "device"
-        self._driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        try:
+            self._driver.call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))
+        except kv.PoolError as error:
+            raise KeptError(f"{why}; {error}") from None
         self._driver.call("cuMemsetD8_v2", address, 0, ctypes.c_size_t(nbytes))
         self.address = int(address.value)
         warnings.warn(f"gpumux.kept: {why}", stacklevel=2)
@@ -93,6 +101,8 @@ class Buffer:
         """Commits what the buffer has once the stream (a `CUstream`, as `torch.cuda.Stream.cuda_stream`) has come so far; returns at once.
         After a fault, the contents are those of the last commit that the device had done."""
         self._check_open()
+        if not 0 <= operator.index(step) < 1 << 64:
+            raise ValueError(f"a step is a whole number from 0 to 2⁶⁴ - 1: {step}")
         if self.kind == "kept" and (answer := _commit(self.address, step, stream)):
             raise KeptError(f"step {step} of {self.name!r} is not committed: {_WHY.get(answer, answer)}")
         self.step = step

@@ -88,6 +88,25 @@ class Buffers(unittest.TestCase):
         with self.assertRaises(ValueError):
             kept.Buffer("a", 0)
 
+    def test_wrong_sizes_and_steps_are_refused(self) -> None:
+        library = Library(kept._DONE)
+        self.with_library(library)
+        with self.assertRaises(TypeError):
+            kept.Buffer("a", 64e6)
+        buffer = kept.Buffer("a", 64)
+        for step, error in ((-1, ValueError), (1 << 64, ValueError), (1.5, TypeError)):
+            with self.assertRaises(error):
+                buffer.commit(step)
+        self.assertEqual((library.commits, buffer.step), ([], 0))
+
+    def test_failure_of_the_driver_is_an_error_of_the_buffer(self) -> None:
+        self.with_library(None)
+        no_driver = mock.patch.object(kept.kv, "_Driver", side_effect=kept.kv.PoolError("there is no CUDA driver"))
+        no_room = mock.patch.object(Driver, "call", side_effect=kept.kv.PoolError("CUDA_ERROR_OUT_OF_MEMORY"))
+        for failure, why in ((no_driver, "64 bytes named 'a' on device 0: there is no"), (no_room, "OUT_OF_MEMORY")):
+            with failure, self.assertRaisesRegex(kept.KeptError, why):
+                kept.Buffer("a", 64)
+
     def test_tensors_lie_in_their_buffer(self) -> None:
         self.with_library(Library(kept._DONE))
         buffer = kept.Buffer("a", 1024)
