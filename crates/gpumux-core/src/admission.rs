@@ -100,7 +100,7 @@ pub enum Refusal {
     },
     /// More than the user's tenants may be guaranteed together.
     #[error(
-        "cannot guarantee {asked} of {device}: user {user} may be guaranteed at most {most} of it, and {held}: guarantee at most {free}, lower \
+        "cannot guarantee {asked} of {device}: user {user} may be guaranteed at most {most} of it; {held}: guarantee at most {free}, lower \
          another guarantee, or ask the administrator (`{key}` in gpumux.toml)"
     )]
     User {

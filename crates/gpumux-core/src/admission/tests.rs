@@ -90,7 +90,7 @@ fn refusal_names_value_device_holders_and_way_out() {
     );
     assert_eq!(
         ask(1000, &spec(0.75, 0), &rooms[..]).unwrap_err(),
-        "cannot guarantee 75% of GPU 0: user alice may be guaranteed at most 80% of it, and guaranteed to web (10%): guarantee at most 70%, \
+        "cannot guarantee 75% of GPU 0: user alice may be guaranteed at most 80% of it; guaranteed to web (10%): guarantee at most 70%, \
          lower another guarantee, or ask the administrator (`max_guaranteed` in gpumux.toml)"
     );
 }
