@@ -15,7 +15,7 @@ use crate::{
     arrivals::arrivals,
     fleet::{Fleet, Free, Place},
     index::Index,
-    model::{Demand, MOST_MODELS, NodeSpec, WHOLE},
+    model::{Class, Demand, MOST_MODELS, NodeSpec, WHOLE},
     rules::Rule,
     typical::Typical,
 };
@@ -93,13 +93,18 @@ impl Outlook {
             seen: vec![Seen::default(); models * LEVELS * RATIOS],
             ..Lessons::default()
         };
-        let typical = Typical::of(workload);
+        // Preemptible tenants take nothing of what is free.
+        let kept = workload
+            .iter()
+            .filter(|demand| demand.class == Class::Guaranteed);
+        let workload: Vec<Demand> = kept.copied().collect();
+        let typical = Typical::of(&workload);
         let mut rng = StdRng::seed_from_u64(seed);
         let shares = |demand: &Demand| u64::from(demand.total_milli());
         let any =
             specs.iter().any(|spec| spec.gpus > 0) && workload.iter().any(|it| shares(it) > 0);
         while any && lessons.rehearsed < REHEARSED {
-            rehearse(specs, workload, &typical, &mut rng, &mut lessons);
+            rehearse(specs, &workload, &typical, &mut rng, &mut lessons);
         }
         // Where all find room, nodes still fill one after another.
         let prior = match lessons.came.iter().any(|(_, refused)| *refused) {

@@ -71,3 +71,18 @@ fn whole_nodes_of_the_sample_find_room_as_by_the_best_rule() {
         );
     }
 }
+
+/// Best-effort tenants that take only idle shares leave as much room for the others, so the fleet is no larger.
+#[test]
+fn preemptible_tenants_of_the_sample_enlarge_no_fleet() {
+    let (specs, pods) = sample();
+    let gpus = |sharing| {
+        let need = |seed| needed(&specs, &pods, sharing, seed, 8, &[]).unwrap().gpus;
+        (42..46).map(need).sum::<usize>()
+    };
+    let (elastic, guaranteed) = (gpus(Sharing::Elastic), gpus(Sharing::Guaranteed));
+    assert!(
+        elastic <= guaranteed,
+        "{elastic}, all guaranteed {guaranteed}"
+    );
+}
