@@ -57,6 +57,9 @@ CASES = [
     *(f"gpuspec{percent}" for percent in (10, 20, 25, 33)),
     *(f"multigpu{percent}" for percent in (20, 30, 40, 50)),
 ]
+# The made-up lists, in which whole nodes are a tenth of the demand; few tenants, so more orders.
+SAMPLE = ("--nodes", common.BENCH.parent / "scenarios/fleet/nodes.csv", "--pods", common.BENCH.parent / "scenarios/fleet/pods.csv")
+SAMPLE_SEEDS = 10
 # Names in FGD's results.
 PUBLISHED = {
     "01-Random": "random",
@@ -124,7 +127,7 @@ def lifetimes(folder: Path, seeds: int) -> list[dict[str, Any]]:
     for case, where, what in (("2023", folder / NODES, folder / pods("default")), ("2025", nodes, dlrm)):
         rows += lifetimes_rows(case, asked("size", "--over-time", "--nodes", where, "--pods", what, "--seeds", str(seeds), "--step", "4"), seeds)
         common.say(case)
-    return rows
+    return rows + lifetimes_rows("sample", asked("size", "--over-time", *SAMPLE, "--seeds", str(SAMPLE_SEEDS)), SAMPLE_SEEDS)
 
 
 def lifetimes_rows(case: str, found: dict[str, list[dict[str, Any]]], seeds: int) -> list[dict[str, Any]]:
@@ -281,20 +284,20 @@ def write(bench: str, rows: list[dict[str, Any]], note: str, out: Path) -> None:
 
 
 def size(folder: Path, seeds: int) -> list[dict[str, Any]]:
-    """Rows of the results file with the GPUs that the default input needs."""
-    command = [common.gpumux(), "fleet", "size", "--nodes", str(folder / NODES), "--pods", str(folder / pods("default"))]
-    done = subprocess.run([*command, "--seeds", str(seeds), "--step", "20", "--json"], check=True, capture_output=True, text=True)
-    return size_rows(json.loads(done.stdout), seeds)
+    """Rows of the results file with the GPUs that the default input needs, and the made-up sample."""
+    lists = ("--nodes", folder / NODES, "--pods", folder / pods("default"))
+    rows = size_rows("default", asked("size", *lists, "--seeds", str(seeds), "--step", "20"), seeds)
+    return rows + size_rows("sample", asked("size", *SAMPLE, "--seeds", str(SAMPLE_SEEDS)), SAMPLE_SEEDS)
 
 
-def size_rows(found: dict[str, list[dict[str, Any]]], seeds: int) -> list[dict[str, Any]]:
+def size_rows(case: str, found: dict[str, list[dict[str, Any]]], seeds: int) -> list[dict[str, Any]]:
     """One row per way of sharing: means over the orders."""
     rows = []
     for mode, needs in sorted(found.items(), key=lambda it: -statistics.fmean(need["gpus"] for need in it[1])):
         values = {name: statistics.fmean(need[name] for need in needs) for name in ("gpus", "attained")}
         for at, (used, _) in enumerate(needs[0]["best_effort"]):
             values[f"best_effort_rate_at_{used:.0f}"] = statistics.fmean(need["best_effort"][at][1] for need in needs)
-        rows.append({"case": "default", "mode": mode, "values": {name: float(f"{value:.5g}") for name, value in values.items()}, "samples": seeds})
+        rows.append({"case": case, "mode": mode, "values": {name: float(f"{value:.5g}") for name, value in values.items()}, "samples": seeds})
     return rows
 
 
@@ -337,7 +340,10 @@ NOTE = (
 )
 
 
-SIZE_NOTE = "The list `default` of the replay. GPUs to the next 20; attained and rates in percent; means over the orders."
+SIZE_NOTE = (
+    "default: the list of the replay, GPUs to the next 20. sample: the lists in `scenarios/fleet`, to the next 8. Attained and rates in percent; "
+    "means over the orders."
+)
 
 
 TIME_NOTE = "Time per arrival, with the replay's accounting, and time to learn. Seed 42."
@@ -345,7 +351,7 @@ TIME_NOTE = "Time per arrival, with the replay's accounting, and time to learn. 
 
 LIFETIMES_NOTE = (
     "2023: the list `default` and the nodes of the replay. 2025: the instances with a GPU of Alibaba's cluster-trace-gpu-v2025, on the nodes "
-    "of its cluster-trace-v2026-spot-gpu (commit 7a6c496). The smallest fleet on which at most 1% of the tenants find no room when they "
+    "of its cluster-trace-v2026-spot-gpu (commit 7a6c496). sample: the lists in `scenarios/fleet`. The smallest fleet on which at most 1% of the tenants find no room when they "
     "come; waited and attained in percent."
 )
 

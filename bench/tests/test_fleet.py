@@ -33,7 +33,7 @@ class Fleet(unittest.TestCase):
 
     def test_sizes_are_means_with_the_largest_first(self) -> None:
         need = {"gpus": 10, "attained": 100.0, "best_effort": [[50.0, 80.0]]}
-        rows = fleet.size_rows({"a": [need, need | {"gpus": 12}], "b": [need | {"gpus": 20}] * 2}, 2)
+        rows = fleet.size_rows("x", {"a": [need, need | {"gpus": 12}], "b": [need | {"gpus": 20}] * 2}, 2)
         self.assertEqual([(row["mode"], row["values"]["gpus"]) for row in rows], [("b", 20), ("a", 11)])
         self.assertEqual(rows[1]["values"]["best_effort_rate_at_50"], 80)
 

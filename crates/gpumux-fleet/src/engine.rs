@@ -1,7 +1,6 @@
 //! gpumux's own placement.
 //!
-//! A guaranteed tenant goes where the fleet loses least: a sum of FGD's measure of fragmentation and of the learned
-//! [`Outlook`]. Losses that differ by little count as equal, and then the node of the lowest rank is taken, so that
+//! A guaranteed tenant goes where the fleet loses least by the learned [`Outlook`]. Losses that differ by little count as equal, and then the node of the lowest rank is taken, so that
 //! nodes fill one after another. A preemptible tenant goes where most is idle. Both keep clear of neighbours that need
 //! the same memory bandwidth.
 
@@ -10,12 +9,8 @@ use crate::{
     index::Index,
     model::{Class, Demand, NodeSpec, WHOLE},
     outlook::{Outlook, UNIT},
-    typical::Typical,
 };
 
-/// FGD's measure counts so much of the loss, in percent; the outlook has the rest. Chosen on five of the seventeen
-/// inputs of FGD's evaluation: above 0 it guards against states that no rehearsal visited.
-const FGD_PERCENT: u64 = 35;
 /// Losses within one step count as equal, in thousandths of a GPU. As coarse as FGD's own rounding near 0.
 const STEP: u64 = 40;
 /// A preemptible tenant's GPUs are compared in steps of this much use, in thousandths.
@@ -30,22 +25,18 @@ const GRAVE: i64 = 1_000_000;
 /// Chooses places. Pure: equal calls give equal answers.
 #[derive(Clone, Debug)]
 pub struct Engine {
-    typical: Typical,
     outlook: Outlook,
     index: Index,
     pods: Index<Vec<Demand>>,
 }
 
 impl Engine {
-    /// An engine for a fleet of these nodes, and for tenants like those of the workload. Learning takes about a
-    /// tenth of a millisecond per GPU. Nodes of equal score are taken by rank (see [`Index::new`]).
+    /// An engine for a fleet of these nodes, and for tenants like those of the workload. Learning takes a tenth of a
+    /// second, and on large fleets a tenth of a millisecond per GPU. Nodes of equal score are taken by rank (see [`Index::new`]).
     pub fn new(specs: &[NodeSpec], workload: &[Demand], ranks: Vec<u32>) -> Self {
         let (specs, workload) = by_scarcer(specs, workload);
-        let typical = Typical::of(&workload);
-        let outlook = Outlook::learn(&specs, &workload, &typical, 0);
         Self {
-            typical,
-            outlook,
+            outlook: Outlook::learn(&specs, &workload, 0),
             pods: Index::new(ranks.clone()),
             index: Index::new(ranks),
         }
@@ -60,10 +51,7 @@ impl Engine {
     /// The nodes on which these demands of one pod fit together, the best first, if another scheduler chooses the GPUs
     /// of a node: for each demand in turn the first ones that have room, as that of Kubernetes does.
     pub fn order(&mut self, fleet: &Fleet, demands: &[Demand]) -> Vec<NodeId> {
-        let scorer = Scorer {
-            typical: &self.typical,
-            outlook: &self.outlook,
-        };
+        let scorer = Scorer(&self.outlook);
         let score = |_, free: &Free| scorer.first_fit(free, demands);
         self.pods.order(fleet, &demands.to_vec(), score).collect()
     }
@@ -82,10 +70,7 @@ impl Engine {
         demand: &Demand,
         parts: u32,
     ) -> Option<Vec<Place>> {
-        let scorer = Scorer {
-            typical: &self.typical,
-            outlook: &self.outlook,
-        };
+        let scorer = Scorer(&self.outlook);
         let score = |_, free: &Free| scorer.score(free, demand).map(|(score, _)| score);
         let mut domains = Vec::new();
         for node in self.index.order(fleet, demand, score) {
@@ -139,10 +124,7 @@ impl Engine {
 
     /// The best place in the fleet, or in one network domain.
     fn choose_in(&mut self, fleet: &Fleet, demand: &Demand, domain: Option<u32>) -> Option<Place> {
-        let scorer = Scorer {
-            typical: &self.typical,
-            outlook: &self.outlook,
-        };
+        let scorer = Scorer(&self.outlook);
         let score = |_, free: &Free| scorer.score(free, demand).map(|(score, _)| score);
         let inside =
             |node: &u32| domain.is_none_or(|domain| fleet.specs()[*node as usize].domain == domain);
@@ -244,10 +226,7 @@ pub struct Admitted {
 }
 
 /// What a place is worth, from what is free and nothing else.
-struct Scorer<'a> {
-    typical: &'a Typical,
-    outlook: &'a Outlook,
-}
+struct Scorer<'a>(&'a Outlook);
 
 impl Scorer<'_> {
     /// The node's score, and the best GPUs there. None if the demand does not fit.
@@ -300,9 +279,7 @@ impl Scorer<'_> {
 
     /// What the fleet loses on this node, in thousandths of a GPU times [`UNIT`].
     fn loss(&self, free: &Free) -> u64 {
-        let free = &free.scarcer();
-        let fragments = self.typical.fragments(free) * UNIT / self.typical.tenants().max(1);
-        (fragments * FGD_PERCENT + self.outlook.unused(free) * (100 - FGD_PERCENT)) / 100
+        self.0.loss(&free.scarcer())
     }
 
     fn packed(&self, free: &Free, before: u64, demand: &Demand, gpus: Gpus) -> Option<i64> {

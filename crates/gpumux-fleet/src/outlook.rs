@@ -1,9 +1,13 @@
-//! What will probably remain unused of a GPU's free share, learned from rehearsals.
+//! What will probably remain unused of a fleet, and which tenants find no room there, learned from rehearsals.
 //!
 //! FGD's measure ([`Typical`]) looks one tenant ahead. A gap of 530 thousandths is no fragment to a tenant that asks for
-//! 470, yet 60 remain in the end; a gap of 60 is. So the fleet is filled a few times in advance with tenants drawn
+//! 470, yet 60 remain in the end; a gap of 60 is. So the fleet is filled some times in advance with tenants drawn
 //! from the same workload, by FGD's rule, and each state that a GPU passed through is charged with what was free on it
 //! in the end. Whether a gap is filled depends on the CPUs beside it, and on the demand for GPUs of that model.
+//!
+//! A tenant with all GPUs of a node comes rarely, so that FGD's measure gives little for an empty node. But if it finds
+//! none, its whole demand is lost. So what is free also counts by what it is worth to the tenants that a rehearsal
+//! refused: nodes are kept whole, and scarce models free, as far as tenants are missing them.
 
 use rand::{SeedableRng, rngs::StdRng, seq::SliceRandom};
 
@@ -11,15 +15,18 @@ use crate::{
     arrivals::arrivals,
     fleet::{Fleet, Free, Place},
     index::Index,
-    model::{Demand, MOST_MODELS, NodeSpec, WHOLE},
+    model::{Class, Demand, MOST_MODELS, NodeSpec, WHOLE},
     rules::Rule,
     typical::Typical,
 };
 
-/// Times that the fleet is filled.
-const REHEARSALS: u64 = 2;
-/// Tenants arrive until they asked for this part of the GPUs, in percent: enough to fill what can be filled.
-const FILLED_PERCENT: u64 = 130;
+/// The fleet is filled until so many tenants came and nodes were filled: small fleets more often, to see rare tenants.
+const REHEARSED: usize = 16_000;
+/// Tenants arrive until they asked for this part of the GPUs, in percent: as much as there is, so that those are refused
+/// that miss what others could have left to them.
+const FILLED_PERCENT: u64 = 100;
+/// So much of all demand counts as refused beside what was, in percent: a tenant may be too rare for a rehearsal to miss it.
+const PRIOR_PERCENT: u64 = 1;
 /// Free shares are told apart by this much, in thousandths.
 const LEVEL: u32 = 10;
 const LEVELS: usize = (WHOLE / LEVEL) as usize + 1;
@@ -52,10 +59,15 @@ impl Seen {
     }
 }
 
-/// Expected unused share by GPU model, free share, and free CPUs per free GPU.
+/// What rehearsals showed.
 #[derive(Clone, Debug)]
 pub struct Outlook {
+    /// Expected unused share by GPU model, free share, and free CPUs per free GPU.
     unused: Vec<u64>,
+    /// The demands that found no room, and a little of all others, weighted by shares.
+    missed: Typical,
+    /// Weight of all demands, had all been refused.
+    asked: u64,
 }
 
 /// Where a GPU's state is in the table, model by model.
@@ -70,44 +82,60 @@ fn ratio(free: &Free) -> usize {
 
 impl Outlook {
     /// Rehearses the workload on an empty fleet of these nodes. The same arguments give the same outlook.
-    pub fn learn(specs: &[NodeSpec], workload: &[Demand], typical: &Typical, seed: u64) -> Self {
+    pub fn learn(specs: &[NodeSpec], workload: &[Demand], seed: u64) -> Self {
         let models = specs
             .iter()
             .map(|spec| usize::from(spec.model) + 1)
             .max()
             .unwrap_or(0)
             .min(MOST_MODELS);
-        let mut seen = vec![Seen::default(); models * LEVELS * RATIOS];
+        let mut lessons = Lessons {
+            seen: vec![Seen::default(); models * LEVELS * RATIOS],
+            ..Lessons::default()
+        };
+        // Preemptible tenants take nothing of what is free.
+        let kept = workload
+            .iter()
+            .filter(|demand| demand.class == Class::Guaranteed);
+        let workload: Vec<Demand> = kept.copied().collect();
+        let typical = Typical::of(&workload);
         let mut rng = StdRng::seed_from_u64(seed);
-        for _ in 0..REHEARSALS {
-            rehearse(specs, workload, typical, &mut rng, &mut seen);
+        let shares = |demand: &Demand| u64::from(demand.total_milli());
+        let any =
+            specs.iter().any(|spec| spec.gpus > 0) && workload.iter().any(|it| shares(it) > 0);
+        while any && lessons.rehearsed < REHEARSED {
+            rehearse(specs, &workload, &typical, &mut rng, &mut lessons);
         }
-        let mut unused = vec![0; seen.len()];
-        for share in (0..=WHOLE as usize).step_by(LEVEL as usize) {
-            let sum = |states: &mut dyn Iterator<Item = usize>| {
-                states.fold(Seen::default(), |mut sum, state| {
-                    sum.add(seen[state]);
-                    sum
-                })
-            };
-            let all =
-                sum(&mut (0..models * RATIOS).map(|at| state(at / RATIOS, share, at % RATIOS)));
-            // Half of it, where nothing is known.
-            let prior = all.mean(share as u64 * UNIT / 2);
-            for ratio in 0..RATIOS {
-                let any_model =
-                    sum(&mut (0..models).map(|model| state(model, share, ratio))).mean(prior);
-                for model in 0..models {
-                    let at = state(model, share, ratio);
-                    unused[at] = seen[at].mean(any_model).min(share as u64 * UNIT);
-                }
-            }
+        // Where all find room, nodes still fill one after another.
+        let prior = match lessons.came.iter().any(|(_, refused)| *refused) {
+            true => PRIOR_PERCENT,
+            false => 100,
+        };
+        let weighted = lessons.came.iter().map(|(demand, refused)| {
+            let percent = prior + if *refused { 100 } else { 0 };
+            (demand, shares(demand) * percent)
+        });
+        Self {
+            unused: unused(&lessons.seen, models),
+            missed: Typical::weighted(weighted),
+            asked: lessons
+                .came
+                .iter()
+                .map(|(demand, _)| shares(demand))
+                .sum::<u64>()
+                * 100,
         }
-        Self { unused }
+    }
+
+    /// What will probably be lost on the node, in thousandths of a GPU times [`UNIT`]: the mean of what remains unused and of
+    /// what tenants cannot use that would find no room.
+    pub(crate) fn loss(&self, free: &Free) -> u64 {
+        let missed = self.missed.fragments_of_sets(free) * UNIT / self.asked.max(1);
+        (missed + self.unused(free)) / 2
     }
 
     /// What will probably remain unused on the node, in thousandths of a GPU times [`UNIT`].
-    pub(crate) fn unused(&self, free: &Free) -> u64 {
+    fn unused(&self, free: &Free) -> u64 {
         let ratio = ratio(free);
         let of = |share: u32| {
             self.unused
@@ -120,16 +148,52 @@ impl Outlook {
     }
 }
 
+/// The mean free share of each state in the end. What is known of few visits is drawn to that of other models and ratios.
+fn unused(seen: &[Seen], models: usize) -> Vec<u64> {
+    let mut unused = vec![0; seen.len()];
+    for share in (0..=WHOLE as usize).step_by(LEVEL as usize) {
+        let sum = |states: &mut dyn Iterator<Item = usize>| {
+            states.fold(Seen::default(), |mut sum, state| {
+                sum.add(seen[state]);
+                sum
+            })
+        };
+        let all = sum(&mut (0..models * RATIOS).map(|at| state(at / RATIOS, share, at % RATIOS)));
+        // Half of it, where nothing is known.
+        let prior = all.mean(share as u64 * UNIT / 2);
+        for ratio in 0..RATIOS {
+            let any_model =
+                sum(&mut (0..models).map(|model| state(model, share, ratio))).mean(prior);
+            for model in 0..models {
+                let at = state(model, share, ratio);
+                unused[at] = seen[at].mean(any_model).min(share as u64 * UNIT);
+            }
+        }
+    }
+    unused
+}
+
+/// What rehearsals add up.
+#[derive(Default)]
+struct Lessons {
+    seen: Vec<Seen>,
+    /// All arrivals, and whether they found no room.
+    came: Vec<(Demand, bool)>,
+    /// Arrivals and nodes.
+    rehearsed: usize,
+}
+
 /// Fills the fleet once and adds what was seen.
 fn rehearse(
     specs: &[NodeSpec],
     workload: &[Demand],
     typical: &Typical,
     rng: &mut StdRng,
-    seen: &mut [Seen],
+    lessons: &mut Lessons,
 ) {
     let mut fleet = Fleet::new(specs.to_vec());
     let demands = arrivals(workload, fleet.total_milli(), FILLED_PERCENT, rng);
+    lessons.rehearsed += demands.len() + specs.len();
     let mut ranks: Vec<u32> = (0..specs.len() as u32).collect();
     ranks.shuffle(rng);
     let mut index = Index::new(ranks);
@@ -153,8 +217,10 @@ fn rehearse(
                 .map(|(score, _)| score)
         };
         let Some(node) = index.order(&fleet, demand, score).next() else {
+            lessons.came.push((*demand, true));
             continue;
         };
+        lessons.came.push((*demand, false));
         let found = Rule::Fgd.score(&fleet.free()[node as usize], demand, typical);
         let Some((_, gpus)) = found else { continue };
         if fleet.place(id, *demand, Place { node, gpus }).is_ok() {
@@ -164,7 +230,7 @@ fn rehearse(
     for (passed, free) in passed.iter().zip(fleet.free()) {
         let end: Vec<u64> = free.shares().map(u64::from).collect();
         for (gpu, state) in passed {
-            seen[*state].add(Seen {
+            lessons.seen[*state].add(Seen {
                 visits: 1,
                 free: end[*gpu],
             });

@@ -22,23 +22,28 @@ struct Kind {
     models: ModelSet,
 }
 
-/// The demands that are typical of a workload, each with how often it occurs.
+/// The demands that are typical of a workload, each with its weight: how often it occurs, say.
 #[derive(Clone, Debug, Default)]
 pub struct Typical {
     /// Kinds with GPUs: with the place of their share in `shares`, and their number.
     kinds: Vec<(Kind, usize, u64)>,
     /// Distinct shares of a GPU, rising.
     shares: Vec<u32>,
-    /// Tenants of all typical kinds, also of those without GPUs.
+    /// Weight of all typical kinds, also of those without GPUs.
     tenants: u64,
 }
 
 impl Typical {
     /// The most frequent kinds that together are 95% of the demands.
     pub fn of<'a>(demands: impl IntoIterator<Item = &'a Demand>) -> Self {
+        Self::weighted(demands.into_iter().map(|demand| (demand, 1)))
+    }
+
+    /// The heaviest kinds that together have 95% of the weight.
+    pub(crate) fn weighted<'a>(demands: impl IntoIterator<Item = (&'a Demand, u64)>) -> Self {
         let mut count: BTreeMap<Kind, u64> = BTreeMap::new();
         let mut all = 0;
-        for demand in demands {
+        for (demand, weight) in demands {
             let Demand {
                 cpu_milli,
                 milli,
@@ -53,8 +58,8 @@ impl Typical {
                     gpus,
                     models,
                 })
-                .or_default() += 1;
-            all += 1;
+                .or_default() += weight;
+            all += weight;
         }
         let mut kinds: Vec<(u64, Kind)> = count
             .into_iter()
@@ -87,6 +92,11 @@ impl Typical {
 
     /// What a typical tenant can use of the node's free shares: thousandths of a GPU times [`Self::tenants`].
     pub fn usable(&self, free: &Free) -> u64 {
+        self.usable_of(free, |open, _| open)
+    }
+
+    /// As [`Self::usable`], if of so many GPUs with room a tenant with so many GPUs can use `some`.
+    fn usable_of(&self, free: &Free, some: impl Fn(u64, u64) -> u64) -> u64 {
         const MOST: usize = 64;
         // For each distinct share: how many GPUs have as much free, and how much they have free together.
         let mut open = [(0u8, 0u32); MOST];
@@ -105,7 +115,11 @@ impl Typical {
             let hosts = gpus >= kind.gpus
                 && free.cpu_milli >= kind.cpu_milli
                 && kind.models.accepts(free.model);
-            if hosts { tenants * u64::from(milli) } else { 0 }
+            if !hosts {
+                return 0;
+            }
+            let used = some(u64::from(gpus), u64::from(kind.gpus));
+            tenants * u64::from(milli) * used / u64::from(gpus)
         });
         usable.sum()
     }
@@ -113,5 +127,11 @@ impl Typical {
     /// What a typical tenant cannot use of the node's free shares: thousandths of a GPU times [`Self::tenants`].
     pub fn fragments(&self, free: &Free) -> u64 {
         u64::from(free.total_milli()) * self.tenants - self.usable(free)
+    }
+
+    /// As [`Self::fragments`], but GPUs can be used by as many as a tenant takes: of seven, one with four GPUs uses four.
+    pub(crate) fn fragments_of_sets(&self, free: &Free) -> u64 {
+        let usable = self.usable_of(free, |open, gpus| open - open % gpus);
+        u64::from(free.total_milli()) * self.tenants - usable
     }
 }

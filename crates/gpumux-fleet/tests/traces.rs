@@ -75,6 +75,8 @@ fn time_slices_attain_less_while_more_are_there() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     /// Whole GPUs on nodes of one: as many as tenants are there at a time, but for the hundredth part that may wait.
     #[test]
     fn whole_gpus_over_time_are_the_largest_overlap(lives in prop::collection::vec((0u64..50, 1u64..20), 1..30)) {
@@ -288,6 +290,8 @@ fn requests_become_use_in_the_windows_they_came_in() {
 }
 
 proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
     /// A guarantee that covers every window of a constant use is kept, on as many GPUs as hard caps need or fewer.
     #[test]
     fn guarantee_of_constant_use_is_kept(tenants in prop::collection::vec((1u32..=1000, 1u32..=1000), 1..12)) {
