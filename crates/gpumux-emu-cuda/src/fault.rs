@@ -119,14 +119,21 @@ pub(crate) fn call(function: &str) -> Option<c_int> {
     None
 }
 
-/// A call of NVML begins: it can be delayed. Calls of the driver that have no name in the fault are counted without it.
-pub(crate) fn nvml_call(function: &str) {
+/// A call of NVML that a fault names begins: whether it is to fail. Calls of the driver that have no name in the fault are counted
+/// without it.
+pub(crate) fn nvml_call(function: &str) -> bool {
     let faults = PLAN.iter().flat_map(|plan| &plan.faults);
-    let mut delays =
-        faults.filter(|it| it.fault.kind == Kind::Delay && it.fault.function.is_some());
-    if delays.any(|it| it.is_due(function, 0)) {
-        await_removal();
+    let named = faults.filter(|it| it.fault.at == At::Call && it.fault.function.is_some());
+    let mut fails = false;
+    for it in named.filter(|it| it.is_due(function, 0)) {
+        match it.fault.kind {
+            Kind::Delay => await_removal(),
+            Kind::Kill => drop(kill_process(getpid(), Signal::KILL)),
+            Kind::Stop => drop(kill_process(getpid(), Signal::STOP)),
+            _ => fails = true,
+        }
     }
+    fails
 }
 
 /// Makes the file that the process is to wait with, and waits until it is gone.

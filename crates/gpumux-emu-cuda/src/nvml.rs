@@ -12,12 +12,12 @@ use std::{
 
 use gpumux_emu::{
     client::{ClientError, ProcessConnection},
-    mig::MAX_INSTANCES,
-    protocol::{DeviceInfo, DeviceStatus, Instance},
+    mig::{MAX_INSTANCES, SHAPES, Shape},
+    protocol::{DeviceInfo, DeviceStatus, GpuInstance, Instance, Refusal},
 };
 
 use crate::{
-    border::{Out, Text, exports},
+    border::{In, Out, Text, exports},
     device::{pci_bus_id, same_bus_id},
     error::CuError,
     fault,
@@ -55,6 +55,8 @@ errors! {
     INSUFFICIENT_SIZE = 7 c"Insufficient Size";
     DRIVER_NOT_LOADED = 9 c"Driver Not Loaded";
     GPU_IS_LOST = 15 c"GPU is lost";
+    IN_USE = 19 c"In use by another client";
+    INSUFFICIENT_RESOURCES = 23 c"Insufficient Resources";
     ARGUMENT_VERSION_MISMATCH = 25 c"Argument version mismatch";
     UNKNOWN = 999 c"Unknown Error";
 }
@@ -70,13 +72,18 @@ impl From<ClientError> for NvmlError {
     fn from(error: ClientError) -> Self {
         match error {
             ClientError::Lost(_) => Self::GPU_IS_LOST,
+            ClientError::Refused(Refusal::NoRoom) => Self::INSUFFICIENT_RESOURCES,
+            ClientError::Refused(Refusal::InUse) => Self::IN_USE,
+            ClientError::Refused(Refusal::Unknown) => Self::INVALID_ARGUMENT,
             _ => Self::UNKNOWN,
         }
     }
 }
 
 fn nvml(name: &str, body: impl FnOnce() -> Result) -> c_int {
-    fault::nvml_call(name);
+    if fault::nvml_call(name) {
+        return NvmlError::UNKNOWN.0;
+    }
     match catch_unwind(AssertUnwindSafe(body)) {
         Ok(Ok(())) => 0,
         Ok(Err(error)) => error.0,
@@ -141,23 +148,29 @@ type Handle = usize;
 fn info<T>(device: Handle, body: impl FnOnce(&DeviceInfo) -> Result<T>) -> Result<T> {
     with(|nvml| {
         let device = device.checked_sub(1).and_then(|at| nvml.devices.get(at));
+        let device = device.filter(|it| !it.gone);
         body(device.ok_or(NvmlError::INVALID_ARGUMENT)?)
     })
 }
 
 fn status(device: Handle) -> Result<DeviceStatus> {
     info(device, |_| Ok(()))?;
+    asked(|connection| connection.status(device as u32 - 1))
+}
+
+/// Asks the server, over a new connection where the old one has ended.
+fn asked<T>(ask: impl Fn(&ProcessConnection) -> std::result::Result<T, ClientError>) -> Result<T> {
     let mut state = lock(&NVML);
     let nvml = state.as_mut().ok_or(NvmlError::UNINITIALIZED)?;
-    let index = device as u32 - 1;
-    if nvml.pid == std::process::id()
-        && let Ok(status) = nvml.connection.status(index)
-    {
-        return Ok(status);
+    if nvml.pid == std::process::id() {
+        match ask(&nvml.connection) {
+            Err(ClientError::Lost(_)) => {}
+            answer => return Ok(answer?),
+        }
     }
     let (connection, devices) = connect().map_err(|_| NvmlError::GPU_IS_LOST)?;
     (nvml.connection, nvml.devices, nvml.pid) = (connection, devices, std::process::id());
-    Ok(nvml.connection.status(index)?)
+    Ok(ask(&nvml.connection)?)
 }
 
 /// Of GPUs that are no instances.
@@ -171,12 +184,96 @@ fn count(out: Out<c_uint>) -> Result {
 
 /// The handles of a GPU's instances, in the order of their MIG indices; none of what is no partitioned GPU.
 fn instances(device: Handle) -> Result<Vec<Handle>> {
-    info(device, |_| Ok(()))?;
+    if info(device, |it| Ok(it.mig_mode))? {
+        // They come and go.
+        let devices = asked(ProcessConnection::devices)?;
+        if let Some(nvml) = &mut *lock(&NVML) {
+            nvml.devices = devices;
+        }
+    }
     with(|nvml| {
         let all = (1..).zip(&nvml.devices);
         let own = all.filter(|(_, it)| it.is_part_of(device as u32 - 1));
         Ok(own.map(|(handle, _)| handle).collect())
     })
+}
+
+/// A device, or the instances that a GPU is used by.
+fn parts(device: Handle) -> Result<Vec<Handle>> {
+    Ok(match instances(device)? {
+        none if none.is_empty() => vec![device],
+        parts => parts,
+    })
+}
+
+/// Handles of GPU instances begin here, and those of compute instances: far from those of devices.
+const GPU_INSTANCE: Handle = 0x10_0000;
+const COMPUTE_INSTANCE: Handle = 0x20_0000;
+
+/// The handle of an instance: its GPU instance has this number in this GPU.
+fn part(kind: Handle, gpu: u32, id: u32) -> Handle {
+    kind + gpu as usize * 0x100 + id as usize
+}
+
+fn gpu_of(instance: Handle) -> u32 {
+    (instance as u32 >> 8) & 0xfff
+}
+
+/// A GPU instance, and the number of its GPU.
+fn gpu_instance(handle: Handle) -> Result<(u32, GpuInstance, &'static Shape)> {
+    if handle >> 20 != GPU_INSTANCE >> 20 {
+        return Err(NvmlError::INVALID_ARGUMENT);
+    }
+    let gpu = gpu_of(handle);
+    let all = asked(|it| it.gpu_instances(gpu))?;
+    let found = all.into_iter().find(|it| it.id == handle as u32 & 0xff);
+    let found = found.ok_or(NvmlError::INVALID_ARGUMENT)?;
+    let shape = SHAPES.iter().find(|it| it.id == found.profile);
+    Ok((gpu, found, shape.ok_or(NvmlError::UNKNOWN)?))
+}
+
+/// A compute instance: its GPU instance's handle, and that.
+fn compute_instance(handle: Handle) -> Result<(Handle, GpuInstance, &'static Shape)> {
+    if handle >> 20 != COMPUTE_INSTANCE >> 20 {
+        return Err(NvmlError::INVALID_ARGUMENT);
+    }
+    let of = handle - COMPUTE_INSTANCE + GPU_INSTANCE;
+    let (_, found, shape) = gpu_instance(of)?;
+    match found.device {
+        Some(_) => Ok((of, found, shape)),
+        None => Err(NvmlError::INVALID_ARGUMENT),
+    }
+}
+
+/// `NVML_COMPUTE_INSTANCE_PROFILE_…` of the compute instance that has all of a GPU instance; also the driver's number of it.
+fn compute_profile(shape: &Shape) -> c_uint {
+    match shape.slices {
+        7 => 4,
+        slices => slices - 1,
+    }
+}
+
+/// A profile of a GPU in MIG mode.
+fn shape(device: Handle, is: impl Fn(&Shape) -> bool) -> Result<&'static Shape> {
+    whole(device, |it| match it.mig_mode {
+        true => Ok(()),
+        false => Err(NvmlError::NOT_SUPPORTED),
+    })?;
+    let found = SHAPES.iter().find(|it| is(it));
+    found.ok_or(NvmlError::NOT_SUPPORTED)
+}
+
+fn placements(device: Handle, profile: c_uint, out: Out<Placement>, count: Out<c_uint>) -> Result {
+    let shape = shape(device, |it| it.id == profile)?;
+    count.put(shape.starts.len() as c_uint)?;
+    if out.is_null() {
+        return Ok(());
+    }
+    let at = |start: &u32| Placement {
+        start: *start,
+        size: shape.memory_slices,
+    };
+    Ok(out.put_all(shape.starts.iter().map(at))?)
 }
 
 fn instance<T>(device: Handle, body: impl FnOnce(&Instance) -> T) -> Result<T> {
@@ -198,7 +295,8 @@ fn whole<T>(device: Handle, body: impl FnOnce(&DeviceInfo) -> Result<T>) -> Resu
 
 fn find(out: Out<Handle>, matches: impl Fn(&DeviceInfo) -> bool) -> Result {
     let at = with(|nvml| {
-        let found = nvml.devices.iter().position(matches);
+        let found = |it: &DeviceInfo| !it.gone && matches(it);
+        let found = nvml.devices.iter().position(found);
         found.ok_or(NvmlError::NOT_FOUND)
     })?;
     Ok(out.put(at + 1)?)
@@ -277,7 +375,7 @@ exports! { FUNCTIONS by nvml;
     nvmlDeviceGetUtilizationRates(device: Handle, out: Out<Utilization>) => {
         // Not known of instances, nor of GPUs that are partitioned.
         whole(device, |_| Ok(()))?;
-        if !instances(device)?.is_empty() {
+        if info(device, |it| Ok(it.mig_mode))? {
             return Err(NvmlError::NOT_SUPPORTED);
         }
         let status = status(device)?;
@@ -297,22 +395,96 @@ exports! { FUNCTIONS by nvml;
     nvmlDeviceGetMemoryBusWidth(device: Handle, out: Out<c_uint>) => info(device, |_| Ok(out.put(5120)?));
     nvmlDeviceIsMigDeviceHandle(device: Handle, out: Out<c_uint>) => info(device, |it| Ok(out.put(it.instance.is_some().into())?));
     nvmlDeviceGetMaxMigDeviceCount(device: Handle, out: Out<c_uint>) => {
-        let partitioned = !instances(device)?.is_empty();
-        whole(device, |_| Ok(out.put(if partitioned { MAX_INSTANCES } else { 0 })?))
+        whole(device, |it| Ok(out.put(if it.mig_mode { MAX_INSTANCES } else { 0 })?))
     };
-    nvmlDeviceGetMigMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) => {
-        let partitioned = !instances(device)?.is_empty();
-        whole(device, |_| {
-            current.put(partitioned.into())?;
-            Ok(pending.put(partitioned.into())?)
-        })
+    nvmlDeviceGetMigMode(device: Handle, current: Out<c_uint>, pending: Out<c_uint>) => whole(device, |it| {
+        current.put(it.mig_mode.into())?;
+        Ok(pending.put(it.mig_mode.into())?)
+    });
+    nvmlDeviceGetGpuInstanceProfileInfo(device: Handle, profile: c_uint, out: Out<ProfileInfo>) => {
+        let shape = shape(device, |it| it.nvml == profile)?;
+        whole(device, |it| Ok(out.put(ProfileInfo::of(shape, it))?))
+    };
+    nvmlDeviceGetGpuInstanceProfileInfoV(device: Handle, profile: c_uint, out: Out<ProfileInfoV2>) => {
+        let shape = shape(device, |it| it.nvml == profile)?;
+        if out.get()?.version != PROFILE_INFO_V2 {
+            return Err(NvmlError::ARGUMENT_VERSION_MISMATCH);
+        }
+        whole(device, |it| Ok(out.put(ProfileInfoV2::of(shape, it))?))
+    };
+    nvmlDeviceGetGpuInstancePossiblePlacements(device: Handle, profile: c_uint, out: Out<Placement>, count: Out<c_uint>) => placements(device, profile, out, count);
+    nvmlDeviceGetGpuInstancePossiblePlacements_v2(device: Handle, profile: c_uint, out: Out<Placement>, count: Out<c_uint>) => placements(device, profile, out, count);
+    nvmlDeviceCreateGpuInstanceWithPlacement(device: Handle, profile: c_uint, at: In<Placement>, out: Out<Handle>) => {
+        out.check()?;
+        shape(device, |it| it.id == profile)?;
+        let (gpu, start) = (device as u32 - 1, at.get()?.start);
+        let made = asked(|it| it.make_gpu_instance(gpu, profile, start))?;
+        Ok(out.put(part(GPU_INSTANCE, gpu, made.id))?)
+    };
+    nvmlDeviceGetGpuInstances(device: Handle, profile: c_uint, out: Out<Handle>, count: Out<c_uint>) => {
+        shape(device, |it| it.id == profile)?;
+        let gpu = device as u32 - 1;
+        let all = asked(|it| it.gpu_instances(gpu))?;
+        let own = all.into_iter().filter(|it| it.profile == profile);
+        let own: Vec<_> = own.map(|it| part(GPU_INSTANCE, gpu, it.id)).collect();
+        count.put(own.len() as c_uint)?;
+        Ok(out.put_all(own)?)
+    };
+    nvmlDeviceGetGpuInstanceById(device: Handle, id: c_uint, out: Out<Handle>) => {
+        shape(device, |_| true)?;
+        let handle = part(GPU_INSTANCE, device as u32 - 1, id);
+        gpu_instance(handle).map_err(|_| NvmlError::NOT_FOUND)?;
+        Ok(out.put(handle)?)
+    };
+    nvmlGpuInstanceGetInfo(instance: Handle, out: Out<GpuInstanceInfo>) => {
+        let (gpu, it, shape) = gpu_instance(instance)?;
+        let placement = Placement { start: it.start, size: shape.memory_slices };
+        Ok(out.put(GpuInstanceInfo { device: gpu as usize + 1, id: it.id, profile: it.profile, placement })?)
+    };
+    nvmlGpuInstanceDestroy(instance: Handle) => {
+        let (gpu, it, _) = gpu_instance(instance)?;
+        asked(|connection| connection.end_gpu_instance(gpu, it.id))
+    };
+    nvmlGpuInstanceGetComputeInstanceProfileInfo(instance: Handle, profile: c_uint, _engines: c_uint, out: Out<[c_uint; 9]>) => {
+        // Only one that has all of its GPU instance.
+        let (_, _, shape) = gpu_instance(instance)?;
+        match compute_profile(shape) == profile {
+            true => Ok(out.put([profile, shape.slices, 1, shape.sms as c_uint, 1, 1, 0, 1, 0])?),
+            false => Err(NvmlError::NOT_SUPPORTED),
+        }
+    };
+    nvmlGpuInstanceCreateComputeInstance(instance: Handle, profile: c_uint, out: Out<Handle>) => {
+        out.check()?;
+        let (gpu, it, shape) = gpu_instance(instance)?;
+        if compute_profile(shape) != profile {
+            return Err(NvmlError::NOT_SUPPORTED);
+        }
+        asked(|connection| connection.make_compute_instance(gpu, it.id))?;
+        Ok(out.put(part(COMPUTE_INSTANCE, gpu, it.id))?)
+    };
+    nvmlGpuInstanceGetComputeInstances(instance: Handle, profile: c_uint, out: Out<Handle>, count: Out<c_uint>) => {
+        let (gpu, it, shape) = gpu_instance(instance)?;
+        let own = it.device.filter(|_| compute_profile(shape) == profile);
+        count.put(own.is_some().into())?;
+        Ok(out.put_all(own.map(|_| part(COMPUTE_INSTANCE, gpu, it.id)))?)
+    };
+    nvmlComputeInstanceGetInfo_v2(instance: Handle, out: Out<ComputeInstanceInfo>) => {
+        let (of, it, shape) = compute_instance(instance)?;
+        let device = it.device.ok_or(NvmlError::INVALID_ARGUMENT)? as usize + 1;
+        let placement = Placement { start: 0, size: shape.slices };
+        Ok(out.put(ComputeInstanceInfo { device, of, id: 0, profile: compute_profile(shape), placement })?)
+    };
+    nvmlComputeInstanceDestroy(instance: Handle) => {
+        let (_, it, _) = compute_instance(instance)?;
+        let gpu = gpu_of(instance);
+        asked(|connection| connection.end_compute_instance(gpu, it.id))
     };
     nvmlDeviceGetMigDeviceHandleByIndex(device: Handle, index: c_uint, out: Out<Handle>) => {
         whole(device, |_| Ok(()))?;
         let all = instances(device)?;
         match all.get(index as usize) {
             Some(instance) => Ok(out.put(*instance)?),
-            None if all.is_empty() => Err(NvmlError::NOT_SUPPORTED),
+            None if !info(device, |it| Ok(it.mig_mode))? => Err(NvmlError::NOT_SUPPORTED),
             None if index < MAX_INSTANCES => Err(NvmlError::NOT_FOUND),
             None => Err(NvmlError::INVALID_ARGUMENT),
         }
@@ -369,11 +541,7 @@ const CELSIUS: (u32, u32) = (32, 72);
 /// Temperature in °C and power in mW of a whole GPU: in proportion to the use of its SMs, and at once.
 fn heat(device: Handle) -> Result<(u32, u32)> {
     whole(device, |_| Ok(()))?;
-    // A partitioned GPU is used as much as its instances together.
-    let parts = match instances(device)? {
-        none if none.is_empty() => vec![device],
-        parts => parts,
-    };
+    let parts = parts(device)?;
     let mut used = 0;
     for part in &parts {
         used += status(*part)?.compute_percent.min(100);
@@ -436,11 +604,7 @@ fn memory(device: Handle) -> Result<(u64, u64)> {
 
 fn processes<T: From<ProcessInfo>>(device: Handle, count: Out<c_uint>, out: Out<T>) -> Result {
     let mut running = Vec::new();
-    let all = match instances(device)? {
-        none if none.is_empty() => vec![device],
-        parts => parts,
-    };
-    for device in all {
+    for device in parts(device)? {
         // Those of a GPU that is whole are on no instance.
         let ids = instance(device, |it| (it.gpu_instance, it.compute_instance));
         let (gpu_instance, compute_instance) = ids.unwrap_or((u32::MAX, u32::MAX));
@@ -490,8 +654,7 @@ fn utilization(
     count: Out<c_uint>,
     since: u64,
 ) -> Result {
-    whole(device, |_| Ok(()))?;
-    if !instances(device)?.is_empty() {
+    if whole(device, |it| Ok(it.mig_mode))? {
         return Err(NvmlError::NOT_SUPPORTED);
     }
     let busy: BTreeMap<u32, u64> = status(device)?.busy.into_iter().collect();
@@ -537,6 +700,115 @@ fn utilization(
         return Err(NvmlError::INSUFFICIENT_SIZE);
     }
     Ok(samples.put_all(used)?)
+}
+
+/// `nvmlGpuInstancePlacement_t`, and `nvmlComputeInstancePlacement_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct Placement {
+    start: c_uint,
+    size: c_uint,
+}
+
+/// `nvmlGpuInstanceInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct GpuInstanceInfo {
+    device: Handle,
+    id: c_uint,
+    profile: c_uint,
+    placement: Placement,
+}
+
+/// `nvmlComputeInstanceInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ComputeInstanceInfo {
+    device: Handle,
+    of: Handle,
+    id: c_uint,
+    profile: c_uint,
+    placement: Placement,
+}
+
+/// `nvmlGpuInstanceProfileInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ProfileInfo {
+    id: c_uint,
+    p2p: c_uint,
+    slices: c_uint,
+    most: c_uint,
+    sms: c_uint,
+    copy_engines: c_uint,
+    /// Decoders, encoders, JPEG, optical flow.
+    codecs: [c_uint; 4],
+    memory_mib: u64,
+}
+const _: () = assert!(size_of::<ProfileInfo>() == 48);
+
+impl ProfileInfo {
+    fn of(shape: &Shape, gpu: &DeviceInfo) -> Self {
+        Self {
+            id: shape.id,
+            p2p: 0,
+            slices: shape.slices,
+            most: shape.most,
+            sms: shape.sms_of(gpu.sms),
+            copy_engines: shape.slices,
+            codecs: [0; 4],
+            memory_mib: shape.memory(gpu.memory) >> 20,
+        }
+    }
+}
+
+/// `nvmlGpuInstanceProfileInfo_v2_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ProfileInfoV2 {
+    version: c_uint,
+    id: c_uint,
+    p2p: c_uint,
+    slices: c_uint,
+    most: c_uint,
+    sms: c_uint,
+    copy_engines: c_uint,
+    codecs: [c_uint; 4],
+    memory_mib: u64,
+    name: [u8; 96],
+}
+
+/// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 2)`.
+const PROFILE_INFO_V2: c_uint = size_of::<ProfileInfoV2>() as c_uint | 2 << 24;
+
+impl ProfileInfoV2 {
+    fn of(shape: &Shape, gpu: &DeviceInfo) -> Self {
+        let ProfileInfo {
+            id,
+            p2p,
+            slices,
+            most,
+            sms,
+            copy_engines,
+            codecs,
+            memory_mib,
+        } = ProfileInfo::of(shape, gpu);
+        let text = format!("MIG {}", shape.name);
+        let mut name = [0; 96];
+        name[..text.len()].copy_from_slice(text.as_bytes());
+        Self {
+            version: PROFILE_INFO_V2,
+            id,
+            p2p,
+            slices,
+            most,
+            sms,
+            copy_engines,
+            codecs,
+            memory_mib,
+            name,
+        }
+    }
 }
 
 /// `nvmlMemory_t`.

@@ -159,6 +159,7 @@ fn start() -> std::result::Result<Process, StartError> {
     let devices = connection.devices().map_err(lost)?;
     let all: Vec<Device> = (0..)
         .zip(devices)
+        .filter(|(_, info)| !info.gone)
         .map(|(index, info)| Device::new(index, info))
         .collect();
     let list = std::env::var("CUDA_VISIBLE_DEVICES").ok();
@@ -184,10 +185,7 @@ fn start() -> std::result::Result<Process, StartError> {
 /// is no other device, the first as number 0. A process that sees an instance sees nothing else.
 fn visible(devices: &[Device], list: Option<&str>) -> Vec<Device> {
     let is_instance = |device: &&Device| device.info.instance.is_some();
-    let is_whole = |device: &&Device| {
-        let parts = devices.iter().any(|it| it.info.is_part_of(device.index));
-        !is_instance(device) && !parts
-    };
+    let is_whole = |device: &&Device| !is_instance(device) && !device.info.mig_mode;
     let mut numbered: Vec<&Device> = devices.iter().filter(is_whole).collect();
     if numbered.is_empty() {
         numbered.extend(devices.iter().find(is_instance));

@@ -179,3 +179,143 @@ fn a_partitioned_device_is_its_first_instance() {
         cu!(cuMemFree_v2(at));
     });
 }
+
+/// What a GPU instance is asked for: profile number, first memory slice.
+const ONE_AT_3: (u32, u32) = (19, 3);
+
+#[test]
+fn mig_instances_come_and_go() {
+    use nvml_wrapper_sys::bindings as raw;
+    on_profile("mig_instances_come_and_go", "mig_mode = [true]", || {
+        let nvml = nvml();
+        let gpu = nvml.device_by_index(0).unwrap();
+        assert_eq!(gpu.mig_mode().unwrap().current, 1);
+        // SAFETY: NVML is loaded already.
+        let library = unsafe { raw::NvmlLib::new(nvml_library()) }.unwrap();
+        macro_rules! call {
+            ($name:ident($($arg:expr),* $(,)?)) => {
+                // SAFETY: handles and places to write are of this NVML and this function.
+                unsafe { library.$name.as_ref().unwrap()($($arg),*) }
+            };
+        }
+        // SAFETY: it is used while NVML is there.
+        let gpu = unsafe { gpu.handle() };
+        let child = |index| {
+            let mut handle = null_mut();
+            let code = call!(nvmlDeviceGetMigDeviceHandleByIndex(gpu, index, &mut handle));
+            (code, handle)
+        };
+        assert_eq!(child(0).0, 6, "in MIG mode, without an instance");
+
+        // What there can be.
+        let mut count = 0;
+        let places = |profile, places, count: &mut u32| {
+            call!(nvmlDeviceGetGpuInstancePossiblePlacements_v2(
+                gpu, profile, places, count
+            ))
+        };
+        assert_eq!((places(9, null_mut(), &mut count), count), (0, 2));
+        let mut all = [raw::nvmlGpuInstancePlacement_t { start: 9, size: 9 }; 2];
+        assert_eq!(places(9, all.as_mut_ptr(), &mut count), 0);
+        assert_eq!(all.map(|it| (it.start, it.size)), [(0, 4), (4, 4)]);
+        // SAFETY: plain numbers.
+        let mut info: raw::nvmlGpuInstanceProfileInfo_v2_t = unsafe { std::mem::zeroed() };
+        let size = size_of_val(&info) as u32;
+        assert_eq!(
+            call!(nvmlDeviceGetGpuInstanceProfileInfoV(gpu, 2, &mut info)),
+            25,
+            "without a version"
+        );
+        info.version = size | 2 << 24;
+        assert_eq!(
+            call!(nvmlDeviceGetGpuInstanceProfileInfoV(gpu, 2, &mut info)),
+            0
+        );
+        assert_eq!(
+            (info.id, info.sliceCount, info.memorySizeMB),
+            (9, 3, 40_448)
+        );
+
+        // One is made, which is a device once it has a compute instance.
+        let make = |(profile, start): (u32, u32)| {
+            let (at, mut handle) = (
+                raw::nvmlGpuInstancePlacement_t { start, size: 1 },
+                null_mut(),
+            );
+            let code = call!(nvmlDeviceCreateGpuInstanceWithPlacement(
+                gpu,
+                profile,
+                &at,
+                &mut handle
+            ));
+            (code, handle)
+        };
+        let (code, instance) = make(ONE_AT_3);
+        assert_eq!(code, 0);
+        assert_eq!(child(0).0, 6, "no compute instance");
+        assert_eq!(make(ONE_AT_3).0, 23, "it is taken");
+        assert_eq!(make((9, 0)).0, 23, "so is a part of this");
+        assert_eq!(make((9, 1)).0, 2, "there is no such place");
+        let mut found = [null_mut(); 8];
+        assert_eq!(
+            call!(nvmlDeviceGetGpuInstances(
+                gpu,
+                ONE_AT_3.0,
+                found.as_mut_ptr(),
+                &mut count
+            )),
+            0
+        );
+        assert_eq!((count, found[0]), (1, instance));
+        // SAFETY: plain numbers and a pointer.
+        let mut info: raw::nvmlGpuInstanceInfo_t = unsafe { std::mem::zeroed() };
+        assert_eq!(call!(nvmlGpuInstanceGetInfo(instance, &mut info)), 0);
+        let at = (info.placement.start, info.placement.size);
+        assert_eq!((info.id, info.profileId, at), (7, ONE_AT_3.0, (3, 1)));
+        assert_eq!(info.device, gpu);
+        let mut compute = null_mut();
+        assert_eq!(
+            call!(nvmlGpuInstanceCreateComputeInstance(
+                instance,
+                1,
+                &mut compute
+            )),
+            3,
+            "more than it has"
+        );
+        assert_eq!(
+            call!(nvmlGpuInstanceCreateComputeInstance(
+                instance,
+                0,
+                &mut compute
+            )),
+            0
+        );
+        let uuid = |handle| {
+            // SAFETY: a handle of this NVML.
+            unsafe { nvml_wrapper::Device::new(handle, &nvml) }.uuid()
+        };
+        let (code, device) = child(0);
+        assert_eq!(code, 0);
+        let first = uuid(device).unwrap();
+        assert!(first.starts_with("MIG-"), "{first}");
+
+        // A program uses it, and it cannot go.
+        primary();
+        let here = gpumux_cuda::Device::get(0).unwrap().uuid().unwrap();
+        assert_eq!(here, first);
+        let held = alloc(MIB);
+        assert_eq!(call!(nvmlGpuInstanceDestroy(instance)), 19);
+        assert_eq!(call!(nvmlComputeInstanceDestroy(compute)), 19);
+        cu!(cuMemFree_v2(held));
+        cu!(cuDevicePrimaryCtxRelease_v2(0));
+        assert_eq!(call!(nvmlComputeInstanceDestroy(compute)), 0);
+        assert_eq!(child(0).0, 6);
+        assert!(uuid(device).is_err(), "it is gone");
+        assert_eq!(call!(nvmlComputeInstanceDestroy(compute)), 2);
+        assert_eq!(call!(nvmlGpuInstanceDestroy(instance)), 0);
+        assert_eq!(call!(nvmlGpuInstanceDestroy(instance)), 2);
+        // Another may have its place.
+        assert_eq!(make((9, 0)).0, 0);
+    });
+}

@@ -25,8 +25,8 @@ use serde::de::DeserializeOwned;
 use zerocopy::{FromZeros, IntoBytes};
 
 use crate::protocol::{
-    self, Answer, Command, DeviceInfo, DeviceStatus, HELLO, MAX_PACKET, OPEN_EXECUTION,
-    OpenExecution, Refusal, Report, Request,
+    self, Answer, Command, DeviceInfo, DeviceStatus, GpuInstance, HELLO, MAX_PACKET,
+    OPEN_EXECUTION, OpenExecution, Refusal, Report, Request,
 };
 
 /// How long a program waits for an answer.
@@ -190,6 +190,65 @@ impl ProcessConnection {
             (Answer::Status(status), _) => Ok(status),
             _ => Err(odd_answer()),
         }
+    }
+
+    /// The GPU instances of a GPU in MIG mode.
+    ///
+    /// # Errors
+    /// [`Refusal::Unknown`] for another device, or when the server is gone.
+    pub fn gpu_instances(&self, gpu: u32) -> Result<Vec<GpuInstance>, ClientError> {
+        match self.ask(&Request::GpuInstances { gpu }, None)? {
+            (Answer::GpuInstances(all), _) => Ok(all),
+            _ => Err(odd_answer()),
+        }
+    }
+
+    /// Makes a GPU instance of the profile that the driver numbers so.
+    ///
+    /// # Errors
+    /// [`Refusal::NoRoom`], [`Refusal::Unknown`], or when the server is gone.
+    pub fn make_gpu_instance(
+        &self,
+        gpu: u32,
+        profile: u32,
+        start: u32,
+    ) -> Result<GpuInstance, ClientError> {
+        let request = Request::MakeGpuInstance {
+            gpu,
+            profile,
+            start,
+        };
+        match self.ask(&request, None)? {
+            (Answer::GpuInstances(made), _) => made.first().copied().ok_or_else(odd_answer),
+            _ => Err(odd_answer()),
+        }
+    }
+
+    /// Makes the compute instance that has all of a GPU instance.
+    ///
+    /// # Errors
+    /// [`Refusal::NoRoom`] if there is one, [`Refusal::Unknown`], or when the server is gone.
+    pub fn make_compute_instance(&self, gpu: u32, id: u32) -> Result<(), ClientError> {
+        let request = Request::MakeComputeInstance { gpu, id };
+        self.ask(&request, None).map(drop)
+    }
+
+    /// Ends a compute instance.
+    ///
+    /// # Errors
+    /// [`Refusal::InUse`], [`Refusal::Unknown`], or when the server is gone.
+    pub fn end_compute_instance(&self, gpu: u32, id: u32) -> Result<(), ClientError> {
+        let request = Request::EndComputeInstance { gpu, id };
+        self.ask(&request, None).map(drop)
+    }
+
+    /// Ends a GPU instance.
+    ///
+    /// # Errors
+    /// [`Refusal::InUse`] while it has a compute instance, [`Refusal::Unknown`], or when the server is gone.
+    pub fn end_gpu_instance(&self, gpu: u32, id: u32) -> Result<(), ClientError> {
+        self.ask(&Request::EndGpuInstance { gpu, id }, None)
+            .map(drop)
     }
 
     fn ask(

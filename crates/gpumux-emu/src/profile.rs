@@ -18,6 +18,8 @@ pub struct Profile {
     /// For each device in order, the MIG instances it is partitioned into, by the names of their profiles (`1g.10gb`).
     /// A device with none is whole.
     pub mig: Vec<Vec<String>>,
+    /// For each device in order, whether it is in MIG mode without an instance too. One with instances always is.
+    pub mig_mode: Vec<bool>,
     /// Bytes of device memory.
     pub memory: u64,
     /// Bytes that every context occupies. Measured: about 520 MiB.
@@ -82,6 +84,7 @@ impl Default for Profile {
             name: "NVIDIA H100 80GB HBM3 (emulated)".into(),
             devices: 1,
             mig: Vec::new(),
+            mig_mode: Vec::new(),
             memory: 80 << 30,
             context_memory: 520 << 20,
             release_ms: 200,
@@ -163,6 +166,10 @@ impl Profile {
         if self.mig.len() > self.devices as usize {
             return wrong("mig", &self.mig.len(), "one list per device at most");
         }
+        if self.mig_mode.len() > self.devices as usize {
+            let most = "one value per device at most";
+            return wrong("mig_mode", &self.mig_mode.len(), most);
+        }
         if let Some(names) = self.mig.iter().find(|names| !mig::fits(names)) {
             return wrong("mig", &names.join(", "), mig::ALLOWED);
         }
@@ -214,15 +221,33 @@ impl Profile {
             memory_bandwidth: self.memory_bandwidth,
             driver_version: self.driver_version.clone(),
             cuda_version: self.cuda_version,
+            mig_mode: self.mig_mode.get(index as usize).is_some_and(|it| *it)
+                || self
+                    .mig
+                    .get(index as usize)
+                    .is_some_and(|it| !it.is_empty()),
             instance: None,
+            gone: false,
         };
-        let parts = (self.mig.iter()).zip(0..self.devices);
-        let parts = parts.flat_map(|(names, gpu)| mig::parts(names, gpu, &whole(gpu)));
-        let instances = (self.devices..).zip(parts).map(|(index, part)| DeviceInfo {
-            uuid: self.uuid(index),
-            ..part
+        let parts = self.places().into_iter().map(|(gpu, place)| DeviceInfo {
+            uuid: self.instance_uuid(gpu, place.id),
+            ..mig::instance(&place, gpu, &whole(gpu))
         });
-        (0..self.devices).map(whole).chain(instances).collect()
+        (0..self.devices).map(whole).chain(parts).collect()
+    }
+
+    /// The instances that there are from the beginning, each with its GPU.
+    pub(crate) fn places(&self) -> Vec<(u32, mig::Place)> {
+        let of = |(names, gpu): (&Vec<String>, u32)| {
+            let places = mig::places(names).unwrap_or_default();
+            places.into_iter().map(move |place| (gpu, place))
+        };
+        self.mig.iter().zip(0..self.devices).flat_map(of).collect()
+    }
+
+    /// The UUID of a GPU's instance with this number: an instance that is made anew has it again.
+    pub(crate) fn instance_uuid(&self, gpu: u32, id: u32) -> [u8; 16] {
+        self.uuid(MAX_DEVICES + gpu * 16 + id)
     }
 
     /// The UUID of a device: always the same for the same name and index.

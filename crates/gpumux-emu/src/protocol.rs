@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout};
 
 /// Both sides must have the same.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// First word of the first packet of a process connection: not an RM call's magic.
 pub const HELLO: u32 = 0x31_50_45_47; // "GEP1"
@@ -77,6 +77,41 @@ pub enum Request {
         /// Which.
         device: u32,
     },
+    /// The GPU instances of a GPU in MIG mode.
+    GpuInstances {
+        /// Which GPU.
+        gpu: u32,
+    },
+    /// Makes a GPU instance, which is no device yet.
+    MakeGpuInstance {
+        /// Of which GPU.
+        gpu: u32,
+        /// The driver's number of the profile.
+        profile: u32,
+        /// Its first memory slice.
+        start: u32,
+    },
+    /// Makes the compute instance that has all of a GPU instance: a device.
+    MakeComputeInstance {
+        /// Of which GPU.
+        gpu: u32,
+        /// In which GPU instance.
+        id: u32,
+    },
+    /// Ends a compute instance that is not in use.
+    EndComputeInstance {
+        /// Of which GPU.
+        gpu: u32,
+        /// In which GPU instance.
+        id: u32,
+    },
+    /// Ends a GPU instance without a compute instance.
+    EndGpuInstance {
+        /// Of which GPU.
+        gpu: u32,
+        /// Which.
+        id: u32,
+    },
     /// First and last on a connection of its own: that holds a share in memory until it is closed everywhere. With it come the
     /// connection's own file, by which the memory is imported, and the memory's.
     ExportMemory {
@@ -105,6 +140,8 @@ pub enum Answer {
     },
     /// A device's state.
     Status(DeviceStatus),
+    /// A GPU's instances, by rising numbers.
+    GpuInstances(Vec<GpuInstance>),
     /// It cannot be done.
     Refused(Refusal),
 }
@@ -123,6 +160,12 @@ pub enum Refusal {
         "the emulated device's server has another version: use the gpumux that belongs to libgpumux_emu.so"
     )]
     Version,
+    /// There is no room for such an instance there.
+    #[error("the emulated device has no room for the instance")]
+    NoRoom,
+    /// It is in use.
+    #[error("the emulated device's instance is in use")]
+    InUse,
     /// The server cannot get memory from its own machine.
     #[error("the emulated device's server cannot make a memory file")]
     Host,
@@ -151,8 +194,25 @@ pub struct DeviceInfo {
     pub driver_version: String,
     /// CUDA's driver version.
     pub cuda_version: i32,
+    /// Whether it is a GPU in MIG mode, which can be used by its instances only.
+    pub mig_mode: bool,
     /// Of a MIG instance: which part of which GPU it is.
     pub instance: Option<Instance>,
+    /// It was a MIG instance, and is one no more.
+    pub gone: bool,
+}
+
+/// A GPU instance: memory and processors of a GPU.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuInstance {
+    /// The driver's number of it.
+    pub id: u32,
+    /// The driver's number of its profile.
+    pub profile: u32,
+    /// Its first memory slice.
+    pub start: u32,
+    /// The device that its compute instance is, by its number among the server's.
+    pub device: Option<u32>,
 }
 
 /// A MIG instance's place in its GPU.
@@ -180,7 +240,7 @@ impl DeviceInfo {
 
     /// Whether it is an instance of the GPU with this number.
     pub fn is_part_of(&self, gpu: u32) -> bool {
-        self.instance.as_ref().is_some_and(|it| it.gpu == gpu)
+        !self.gone && self.instance.as_ref().is_some_and(|it| it.gpu == gpu)
     }
 }
 

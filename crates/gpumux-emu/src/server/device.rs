@@ -9,7 +9,8 @@ use gpumux_sim::gpu::{Engine, Event, Gpu, GroupId, StreamId, WorkId};
 use super::rm::{GroupKey, Hardware};
 use crate::{
     Profile,
-    protocol::{DeviceInfo, DeviceStatus, Refusal},
+    mig::{self, Place, SHAPES},
+    protocol::{DeviceInfo, DeviceStatus, GpuInstance, Refusal},
 };
 
 /// One device. Its model's time 0 is `origin` on `CLOCK_MONOTONIC`.
@@ -30,6 +31,22 @@ pub(super) struct Device {
 }
 
 impl Device {
+    fn new(info: &DeviceInfo, profile: &Profile, now: u64) -> Self {
+        Self {
+            gpu: Gpu::new(gpumux_sim::gpu::Hardware {
+                sms: info.sms,
+                ..profile.hardware.clone()
+            }),
+            origin: now,
+            events: Vec::new(),
+            works: HashMap::new(),
+            used: 0,
+            retired: [0; 2],
+            sample: (now, [0; 2], [0; 2]),
+            control_until: 0,
+        }
+    }
+
     /// Brings the model to `time`, or leaves it where it is when it is further.
     pub(super) fn advance(&mut self, time: u64) {
         let events = self.gpu.advance(time.saturating_sub(self.origin));
@@ -53,11 +70,32 @@ impl Device {
     }
 }
 
+/// A GPU instance of a GPU.
+struct Partition {
+    gpu: u32,
+    place: Place,
+    /// The device that its compute instance is.
+    device: Option<u32>,
+}
+
+impl Partition {
+    fn shown(&self) -> GpuInstance {
+        GpuInstance {
+            id: self.place.id,
+            profile: self.place.shape.id,
+            start: self.place.start,
+            device: self.device,
+        }
+    }
+}
+
 /// All devices and their groups.
 pub(super) struct Devices {
     pub(super) profile: Profile,
     infos: Vec<DeviceInfo>,
     pub(super) all: Vec<Device>,
+    /// GPU instances.
+    instances: Vec<Partition>,
     groups: BTreeMap<GroupKey, (u32, GroupId, Engine)>,
     /// Groups that were removed, frozen or thawed, since the last look.
     pub(super) removed: Vec<GroupKey>,
@@ -68,26 +106,21 @@ pub(super) struct Devices {
 impl Devices {
     pub(super) fn new(profile: Profile, now: u64) -> Self {
         let infos = profile.infos();
-        let all = infos
-            .iter()
-            .map(|info| Device {
-                gpu: Gpu::new(gpumux_sim::gpu::Hardware {
-                    sms: info.sms,
-                    ..profile.hardware.clone()
-                }),
-                origin: now,
-                events: Vec::new(),
-                works: HashMap::new(),
-                used: 0,
-                retired: [0; 2],
-                sample: (now, [0; 2], [0; 2]),
-                control_until: 0,
-            })
-            .collect();
+        let all = infos.iter().map(|it| Device::new(it, &profile, now));
+        let all = all.collect();
+        let places = profile.places();
+        let placed = places.into_iter().zip(profile.devices..);
+        let instances = placed.map(|((gpu, place), device)| Partition {
+            gpu,
+            place,
+            device: Some(device),
+        });
+        let instances = instances.collect();
         Self {
             profile,
             infos,
             all,
+            instances,
             groups: BTreeMap::new(),
             removed: Vec::new(),
             frozen: Vec::new(),
@@ -105,6 +138,100 @@ impl Devices {
 
     pub(super) fn infos(&self) -> Vec<DeviceInfo> {
         self.infos.clone()
+    }
+
+    /// The GPU instances of a GPU in MIG mode, by rising numbers.
+    pub(super) fn gpu_instances(&self, gpu: u32) -> Result<Vec<GpuInstance>, Refusal> {
+        let info = self.infos.get(gpu as usize);
+        info.filter(|it| it.mig_mode).ok_or(Refusal::Unknown)?;
+        let own = self.instances.iter().filter(|it| it.gpu == gpu);
+        let mut all: Vec<_> = own.map(Partition::shown).collect();
+        all.sort_by_key(|it| it.id);
+        Ok(all)
+    }
+
+    pub(super) fn make_gpu_instance(
+        &mut self,
+        gpu: u32,
+        profile: u32,
+        start: u32,
+    ) -> Result<GpuInstance, Refusal> {
+        self.gpu_instances(gpu)?;
+        let shape = SHAPES.iter().find(|shape| shape.id == profile);
+        let shape = shape.filter(|it| it.starts.contains(&start));
+        let shape = shape.ok_or(Refusal::Unknown)?;
+        let own = self.instances.iter().filter(|it| it.gpu == gpu);
+        let others: Vec<Place> = own.map(|it| it.place).collect();
+        let place = mig::place(&others, shape, start).ok_or(Refusal::NoRoom)?;
+        let made = Partition {
+            gpu,
+            place,
+            device: None,
+        };
+        let shown = made.shown();
+        self.instances.push(made);
+        Ok(shown)
+    }
+
+    fn partition(&mut self, gpu: u32, id: u32) -> Result<&mut Partition, Refusal> {
+        let mut all = self.instances.iter_mut();
+        let found = all.find(|it| it.gpu == gpu && it.place.id == id);
+        found.ok_or(Refusal::Unknown)
+    }
+
+    /// The device that a GPU instance's compute instance is.
+    pub(super) fn compute_instance(&mut self, gpu: u32, id: u32) -> Result<u32, Refusal> {
+        self.partition(gpu, id)?.device.ok_or(Refusal::Unknown)
+    }
+
+    pub(super) fn make_compute_instance(
+        &mut self,
+        gpu: u32,
+        id: u32,
+        now: u64,
+    ) -> Result<(), Refusal> {
+        let partition = self.partition(gpu, id)?;
+        if partition.device.is_some() {
+            return Err(Refusal::NoRoom);
+        }
+        let place = partition.place;
+        let info = DeviceInfo {
+            uuid: self.profile.instance_uuid(gpu, id),
+            ..mig::instance(&place, gpu, &self.infos[gpu as usize])
+        };
+        let device = Device::new(&info, &self.profile, now);
+        // The place of one that is gone is taken first: clients name devices by their places.
+        let vacant = self.infos.iter().position(|info| info.gone);
+        let at = vacant.unwrap_or(self.infos.len());
+        if vacant.is_some() {
+            (self.infos[at], self.all[at]) = (info, device);
+        } else {
+            self.infos.push(info);
+            self.all.push(device);
+        }
+        self.partition(gpu, id)?.device = Some(at as u32);
+        Ok(())
+    }
+
+    /// Without processes. The memory of the last ones may not be free yet.
+    pub(super) fn end_compute_instance(&mut self, gpu: u32, id: u32) -> Result<(), Refusal> {
+        let at = self.compute_instance(gpu, id)?;
+        let has_groups = self.groups.values().any(|(device, ..)| *device == at);
+        if has_groups || self.all[at as usize].used > 0 {
+            return Err(Refusal::InUse);
+        }
+        self.infos[at as usize].gone = true;
+        self.partition(gpu, id)?.device = None;
+        Ok(())
+    }
+
+    pub(super) fn end_gpu_instance(&mut self, gpu: u32, id: u32) -> Result<(), Refusal> {
+        if self.partition(gpu, id)?.device.is_some() {
+            return Err(Refusal::InUse);
+        }
+        self.instances
+            .retain(|it| (it.gpu, it.place.id) != (gpu, id));
+        Ok(())
     }
 
     /// Takes memory of a device.
@@ -174,8 +301,8 @@ impl Devices {
 
 impl Hardware for Devices {
     fn has(&self, device: u32) -> bool {
-        self.infos.get(device as usize).is_some()
-            && !self.infos.iter().any(|info| info.is_part_of(device))
+        let info = self.infos.get(device as usize);
+        info.is_some_and(|it| !it.mig_mode && !it.gone)
     }
 
     fn uuid(&self, device: u32) -> String {

@@ -89,6 +89,34 @@ impl Core {
                 status.busy = self.busy_on(device);
                 Ok((Answer::Status(status), None))
             }
+            Request::GpuInstances { gpu } => {
+                let all = self.devices.gpu_instances(gpu)?;
+                Ok((Answer::GpuInstances(all), None))
+            }
+            Request::MakeGpuInstance {
+                gpu,
+                profile,
+                start,
+            } => {
+                let made = self.devices.make_gpu_instance(gpu, profile, start)?;
+                Ok((Answer::GpuInstances(vec![made]), None))
+            }
+            Request::MakeComputeInstance { gpu, id } => {
+                self.devices.make_compute_instance(gpu, id, now())?;
+                Ok((Answer::Ok, None))
+            }
+            Request::EndComputeInstance { gpu, id } => {
+                let device = self.devices.compute_instance(gpu, id)?;
+                if !self.processes_on(device).is_empty() {
+                    return Err(Refusal::InUse);
+                }
+                self.devices.end_compute_instance(gpu, id)?;
+                Ok((Answer::Ok, None))
+            }
+            Request::EndGpuInstance { gpu, id } => {
+                self.devices.end_gpu_instance(gpu, id)?;
+                Ok((Answer::Ok, None))
+            }
         }
     }
 
