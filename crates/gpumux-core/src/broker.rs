@@ -147,6 +147,8 @@ pub enum Event {
         /// What is used of it, by whomever.
         used: u64,
     },
+    /// The driver reports this device no more.
+    DeviceGone(String),
     /// A tenant has these terms now.
     Tenant(TenantId, Terms),
     /// A new tenant may use these devices only, by UUID.
@@ -639,6 +641,7 @@ impl Broker {
                 capacity,
                 used,
             } => self.accounting.measure(now, &uuid, capacity, used),
+            Event::DeviceGone(uuid) => self.accounting.forget_device(&uuid),
             Event::Tenant(id, terms) => {
                 let refused = self.accounting.guarantee(id, terms.share);
                 out.extend(

@@ -381,6 +381,17 @@ impl Controller {
         self.devices.len() - 1
     }
 
+    /// A new device gets the number of one without domains that exists no more.
+    pub fn replace_device(
+        &mut self,
+        at: usize,
+        policy: Arc<dyn Policy>,
+        costs: Costs,
+        now: Micros,
+    ) {
+        self.devices[at] = Device::new(policy, costs, now);
+    }
+
     /// Its policy.
     pub fn policy(&self, device: usize) -> &dyn Policy {
         self.devices[device].policy()

@@ -19,14 +19,17 @@ use self::stream::WriteFirst;
 use crate::{
     api::types::{
         Created, Device, DeviceMemory, Ended, Event, Exit, Explanation, Hinted, History,
-        LostOutput, NewCurve, NewHint, NewPlace, NewSignal, NewTenant, Problem, Program, Relocated,
-        Reported, Setting, Signalled, SpecChange, Status, Tenant,
+        LostOutput, MigGpu, MigInstance, NewCurve, NewHint, NewMigInstance, NewPlace, NewSignal,
+        NewTenant, Problem, Program, Relocated, Reported, Setting, Signalled, SpecChange, Status,
+        Tenant,
     },
     paths,
 };
 
 /// How long a request may take.
 const TIMEOUT: Duration = Duration::from_secs(5);
+/// How long MIG instances may take to be listed, made or removed: longer than the daemon waits for NVML.
+const MIG: Duration = Duration::from_secs(38);
 /// How long moving a tenant's memory may take.
 const MOVE: Duration = Duration::from_secs(330);
 type Sender = hyper::client::conn::http1::SendRequest<Full<Bytes>>;
@@ -416,6 +419,51 @@ impl Client {
         self.answer(Method::DELETE, &path, None::<&()>)
             .await
             .map(drop)
+    }
+
+    /// The GPUs in MIG mode, with the instances that they have and can have. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn mig_gpus(&self) -> Result<Vec<MigGpu>, ClientError> {
+        let bytes = self.partition(Method::GET, "/v1/mig", None::<&()>).await?;
+        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+    }
+
+    /// Makes a GPU instance with one compute instance, and returns when it can be used. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn make_mig(&self, new: &NewMigInstance) -> Result<MigInstance, ClientError> {
+        let bytes = self.partition(Method::POST, "/v1/mig", Some(new)).await?;
+        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+    }
+
+    /// Removes a GPU instance that has this compute instance and no other; none: that has no compute instance. For root.
+    ///
+    /// # Errors
+    /// See [`ClientError`].
+    pub async fn remove_mig(
+        &self,
+        gpu: &str,
+        gpu_instance: u32,
+        device: Option<&str>,
+    ) -> Result<(), ClientError> {
+        let query = device.map_or_else(String::new, |it| format!("?device={}", escaped(it)));
+        let path = format!("/v1/mig/{}/{gpu_instance}{query}", escaped(gpu));
+        let done = self.partition(Method::DELETE, &path, None::<&()>).await;
+        done.map(drop)
+    }
+
+    async fn partition(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<Bytes, ClientError> {
+        tokio::time::timeout(MIG, self.exchange(method, path, body))
+            .await
+            .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
     }
 
     async fn ask<T: DeserializeOwned>(

@@ -1,11 +1,11 @@
-//! The devices as NVML knows them: GPUs and MIG instances, which are only looked at, never made. Without NVML, devices are known once a tenant shows them.
+//! The devices as NVML knows them: GPUs and MIG instances, which are only looked at here. Without NVML, devices are known once a tenant shows them.
 
 use std::{
     collections::BTreeMap,
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
-    sync::{Arc, PoisonError, RwLock},
-    thread,
+    sync::{Arc, OnceLock, PoisonError, RwLock},
+    thread::{self, Thread},
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -143,6 +143,8 @@ pub(crate) struct Devices {
     known: Arc<RwLock<Vec<Known>>>,
     /// Since when NVML is asked; none between two looks, and without NVML.
     asked: Arc<RwLock<Option<Instant>>>,
+    /// The thread that asks.
+    thread: Arc<OnceLock<Thread>>,
 }
 
 impl Devices {
@@ -155,6 +157,13 @@ impl Devices {
     pub(crate) fn trouble(&self) -> Option<&'static str> {
         let asked = *self.asked.read().unwrap_or_else(PoisonError::into_inner);
         (asked?.elapsed() > HANGS).then_some("NVML does not answer")
+    }
+
+    /// Looks again at once.
+    pub(crate) fn look_again(&self) {
+        if let Some(thread) = self.thread.get() {
+            thread.unpark();
+        }
     }
 
     fn asks(&self, since: Option<Instant>) {
@@ -187,8 +196,9 @@ impl Devices {
                 thread::park_timeout(EVERY);
             }
         };
-        if let Err(error) = thread::Builder::new().name("nvml".into()).spawn(body) {
-            tracing::warn!(%error, "cannot watch the devices");
+        match thread::Builder::new().name("nvml".into()).spawn(body) {
+            Ok(thread) => drop(devices.thread.set(thread.thread().clone())),
+            Err(error) => tracing::warn!(%error, "cannot watch the devices"),
         }
         (devices, changes)
     }
@@ -197,7 +207,11 @@ impl Devices {
     fn look(&self, nvml: &Nvml, raw: Option<&NvmlLib>, seen: &mut BTreeMap<u32, Seen>) {
         let driver = nvml.sys_driver_version().unwrap_or_default();
         let old = self.list();
-        let new: Vec<Known> = (0..nvml.device_count().unwrap_or(0))
+        // A driver that does not answer at all has not lost its devices.
+        let Some(count) = nvml.device_count().ok().filter(|count| *count > 0) else {
+            return;
+        };
+        let new: Vec<Known> = (0..count)
             .flat_map(
                 |gpu| match describe(nvml, raw, gpu, seen.entry(gpu).or_default()) {
                     Ok(found) => found
@@ -214,8 +228,7 @@ impl Devices {
                 },
             )
             .collect();
-        // A driver that does not answer at all has not lost its devices.
-        if new != old && !new.is_empty() {
+        if new != old {
             *self.known.write().unwrap_or_else(PoisonError::into_inner) = new;
         }
     }
@@ -237,7 +250,7 @@ fn failed(known: Known, error: &NvmlError) -> Known {
 }
 
 /// NVML, and its functions that the wrapper does not have.
-fn init(library: Option<&Path>) -> Result<(Nvml, Option<NvmlLib>), NvmlError> {
+pub(crate) fn init(library: Option<&Path>) -> Result<(Nvml, Option<NvmlLib>), NvmlError> {
     // Its plain name comes with the development files only.
     let path = library.unwrap_or(Path::new("libnvidia-ml.so.1"));
     match Nvml::builder().lib_path(path.as_os_str()).init() {
@@ -257,13 +270,7 @@ fn describe(
 ) -> Result<Vec<Known>, NvmlError> {
     let device = nvml.device_by_index(gpu)?;
     let partitioned = device.mig_mode().is_ok_and(|mode| mode.current == 1);
-    let hardware = Hardware {
-        compute_capability: (device.cuda_compute_capability().ok())
-            .and_then(|it| Some((it.major.try_into().ok()?, it.minor.try_into().ok()?))),
-        minor: device.minor_number().ok(),
-        pci_bus_id: device.pci_info().ok().and_then(|it| bus_id(&it.bus_id)),
-        mig: None,
-    };
+    let hardware = hardware(&device);
     let whole = readings(&device);
     let of = |device: Device<'_>, mig: Option<Mig>| {
         let memory = device.memory_info()?;
@@ -309,6 +316,17 @@ fn describe(
     }
 }
 
+/// Where a GPU is in the machine.
+pub(crate) fn hardware(gpu: &Device<'_>) -> Hardware {
+    Hardware {
+        compute_capability: (gpu.cuda_compute_capability().ok())
+            .and_then(|it| Some((it.major.try_into().ok()?, it.minor.try_into().ok()?))),
+        minor: gpu.minor_number().ok(),
+        pci_bus_id: gpu.pci_info().ok().and_then(|it| bus_id(&it.bus_id)),
+        mig: None,
+    }
+}
+
 /// What is measured of a whole GPU, but for its memory.
 fn readings(device: &Device<'_>) -> Readings {
     let watts = |milliwatts: u32| f64::from(milliwatts) / 1000.0;
@@ -329,7 +347,7 @@ fn bus_id(nvml: &str) -> Option<String> {
 }
 
 /// The numbers of a MIG instance in its GPU.
-fn numbers(raw: &NvmlLib, instance: &Device<'_>) -> Option<Mig> {
+pub(crate) fn numbers(raw: &NvmlLib, instance: &Device<'_>) -> Option<Mig> {
     let (of_gpu, of_instance) = (
         raw.nvmlDeviceGetGpuInstanceId.as_ref().ok()?,
         raw.nvmlDeviceGetComputeInstanceId.as_ref().ok()?,
@@ -376,7 +394,12 @@ fn used_by(device: &Device<'_>, seen: &mut Seen) -> Option<Used> {
     })
 }
 
-fn instances<'nvml>(nvml: &'nvml Nvml, raw: &NvmlLib, gpu: &Device<'_>) -> Vec<Device<'nvml>> {
+/// The MIG instances of a GPU that are devices.
+pub(crate) fn instances<'nvml>(
+    nvml: &'nvml Nvml,
+    raw: &NvmlLib,
+    gpu: &Device<'_>,
+) -> Vec<Device<'nvml>> {
     let (Ok(max), Ok(by_index)) = (
         raw.nvmlDeviceGetMaxMigDeviceCount.as_ref(),
         raw.nvmlDeviceGetMigDeviceHandleByIndex.as_ref(),

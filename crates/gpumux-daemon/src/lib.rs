@@ -21,6 +21,7 @@ mod groups;
 mod history;
 mod hold;
 mod memory;
+mod mig;
 mod mistakes;
 mod peer;
 mod programs;

@@ -272,6 +272,20 @@ impl Accounting {
         device.look(now, used);
     }
 
+    /// The driver reports a device no more. What processes still have there stays accounted for.
+    pub(super) fn forget_device(&mut self, uuid: &str) {
+        let Some(device) = self.devices.get(uuid) else {
+            return;
+        };
+        let holds = |it: &Member| it.holdings.get(uuid).is_some_and(|it| it.all() > 0);
+        let used = self.members.values().any(holds)
+            || device.contexts.values().any(|count| *count > 0)
+            || !(device.arriving.is_empty() && device.kept.is_empty());
+        if !used {
+            self.devices.remove(uuid);
+        }
+    }
+
     /// A device that may be new: what tenants are guaranteed holds there, too.
     fn add_device(&mut self, uuid: &str, capacity: u64) -> &mut Device {
         let fresh = || {

@@ -8,6 +8,7 @@ pub mod explain;
 pub(crate) mod history;
 mod life;
 mod metrics;
+mod mig;
 mod page;
 mod refused;
 pub(crate) mod seen;
@@ -44,7 +45,9 @@ use utoipa::OpenApi;
 use crate::{
     config::Config,
     devices::{Devices, numbered},
-    memory as moves, paths,
+    memory as moves,
+    mig::Partitioner,
+    paths,
     peer::Peer,
     relocation::{RelocationError, Relocator},
     scheduler::{Command, Handle, View},
@@ -73,6 +76,7 @@ pub(crate) struct Api {
     pub(crate) sessions: Arc<Sessions>,
     pub(crate) scheduler: Handle,
     pub(crate) devices: Devices,
+    pub(crate) partitioner: Partitioner,
     pub(crate) runtime_dir: PathBuf,
     pub(crate) started: Instant,
     /// The TCP address that is listened on.
@@ -100,6 +104,8 @@ pub(crate) fn router(api: Arc<Api>) -> Router {
         .route("/v1/tenants/{name}/wake", post(wake))
         .route("/v1/settings/{name}", delete(forget))
         .route("/v1/programs/{fingerprint}", put(teach).delete(unlearn))
+        .route("/v1/mig", get(mig::list).post(mig::make))
+        .route("/v1/mig/{gpu}/{gpu_instance}", delete(mig::remove))
         .layer(DefaultBodyLimit::max(MAX_BODY))
         .layer(middleware::from_fn(whole_body))
         .with_state(api)
@@ -172,7 +178,10 @@ fn readable() -> Router<Arc<Api>> {
         wake,
         programs,
         teach,
-        unlearn
+        unlearn,
+        mig::list,
+        mig::make,
+        mig::remove
     ),
     components(schemas(Problem))
 )]

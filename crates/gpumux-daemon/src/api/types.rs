@@ -195,6 +195,84 @@ pub struct Mig {
     pub compute_instance: u32,
 }
 
+/// A GPU in MIG mode: which instances it has, and which it can have.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MigGpu {
+    /// As the driver writes it.
+    pub uuid: String,
+    /// NVML's index of it.
+    pub index: u32,
+    /// Product name.
+    pub name: String,
+    /// Version of the driver.
+    pub driver: String,
+    /// Whether it is the emulated device.
+    pub emulated: bool,
+    /// Where it is in the machine.
+    pub hardware: Hardware,
+    /// All profiles of GPU instances.
+    pub profiles: Vec<MigProfile>,
+    /// The GPU instances that it has, whoever made them.
+    pub instances: Vec<MigInstance>,
+}
+
+/// A profile of GPU instances, as `nvidia-smi mig -lgip` and `-lgipp` list it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MigProfile {
+    /// Such as `1g.10gb`.
+    pub name: String,
+    /// The driver's number of it.
+    pub id: u32,
+    /// Slices of processors that an instance has.
+    pub slices: u32,
+    /// Memory slices that an instance has, one after the other.
+    pub memory_slices: u32,
+    /// Bytes of memory that an instance has.
+    pub memory_bytes: u64,
+    /// Most instances of the profile on a GPU.
+    pub most: u32,
+    /// The memory slices at which an instance can begin.
+    pub starts: Vec<u32>,
+}
+
+/// A GPU instance that exists.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MigInstance {
+    /// The driver's number of it.
+    pub gpu_instance: u32,
+    /// Its profile; empty if the driver names none.
+    pub profile: String,
+    /// Its first memory slice.
+    pub start: u32,
+    /// How many memory slices it has.
+    pub memory_slices: u32,
+    /// How many slices of processors it has.
+    pub slices: u32,
+    /// Its compute instances: what programs use.
+    pub compute_instances: Vec<MigCompute>,
+}
+
+/// A compute instance in a GPU instance.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+pub struct MigCompute {
+    /// The driver's number of it.
+    pub compute_instance: u32,
+    /// Its UUID as a device.
+    pub device: String,
+}
+
+/// A GPU instance to be made, with one compute instance that has all of it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct NewMigInstance {
+    /// UUID of a GPU in MIG mode.
+    pub gpu: String,
+    /// The profile's name.
+    pub profile: String,
+    /// The first memory slice.
+    pub start: u32,
+}
+
 /// What one kind of control cost on one device so far.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize, ToSchema)]
 pub struct ControlCost {

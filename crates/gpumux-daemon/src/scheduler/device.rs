@@ -77,6 +77,11 @@ impl Device {
         }
     }
 
+    /// Whether nothing of a process is on it.
+    pub(super) fn is_empty(&self) -> bool {
+        self.domains.is_empty() && self.held.is_empty()
+    }
+
     /// Looks at what happened by itself: demand, and slices that others set. Returns whether it sampled demand.
     pub(super) fn observe(
         &mut self,

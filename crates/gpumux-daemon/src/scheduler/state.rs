@@ -27,6 +27,8 @@ pub(super) struct State {
     pub(super) reaper: Reaper,
     pub(super) controller: Controller,
     pub(super) devices: BTreeMap<String, Device>,
+    /// The controller's numbers of devices that are gone.
+    vacant: Vec<usize>,
     pub(super) sessions: BTreeMap<SessionId, Met>,
     pub(super) tenants: BTreeMap<TenantId, TenantSpec>,
     /// Whose tenants are; root's if unknown.
@@ -49,6 +51,7 @@ impl State {
             reaper,
             controller: Controller::new(BTreeMap::new()),
             devices: BTreeMap::new(),
+            vacant: Vec::new(),
             sessions: BTreeMap::new(),
             tenants: BTreeMap::new(),
             users: BTreeMap::new(),
@@ -73,15 +76,35 @@ impl State {
     /// The device of this UUID, under the policy of this name if it is new.
     pub(super) fn device(&mut self, uuid: String, policy: &str) -> &mut Device {
         let now = self.now();
-        let controller = &mut self.controller;
+        let (controller, vacant) = (&mut self.controller, &mut self.vacant);
         self.devices.entry(uuid).or_insert_with(|| {
             let policy = policy::by_name(policy).unwrap_or_else(|| {
                 // The configuration was checked.
                 unreachable!("policy {policy}")
             });
-            let index = controller.add_device(policy.into(), Costs::default(), now);
+            let (policy, costs) = (policy.into(), Costs::default());
+            let index = match vacant.pop() {
+                Some(index) => {
+                    controller.replace_device(index, policy, costs, now);
+                    index
+                }
+                None => controller.add_device(policy, costs, now),
+            };
             Device::new(index, now)
         })
+    }
+
+    /// Forgets a device that exists no more, unless something of a process is left on it.
+    pub(super) fn forget_device(&mut self, uuid: &str) -> bool {
+        let Some(device) = self.devices.get(uuid) else {
+            return true;
+        };
+        let is_empty = device.is_empty();
+        if is_empty {
+            self.vacant.push(device.index);
+            self.devices.remove(uuid);
+        }
+        is_empty
     }
 
     /// All domains of all devices.

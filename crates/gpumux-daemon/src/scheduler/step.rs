@@ -21,8 +21,20 @@ impl Engine {
         }
     }
 
-    /// Devices that exist although no tenant has shown them yet.
+    /// All devices that exist, also where no tenant has shown them yet. Others that existed before are gone.
     pub(super) fn know_devices(&mut self, devices: impl IntoIterator<Item = Known>) {
+        let devices: Vec<Known> = devices.into_iter().collect();
+        let exists = |uuid: &String| devices.iter().any(|known| known.uuid == *uuid);
+        let before = self.admission.numbers.keys();
+        let gone: Vec<String> = before.filter(|uuid| !exists(uuid)).cloned().collect();
+        for uuid in gone {
+            // What is still used is asked for again at the next look.
+            if self.state.forget_device(&uuid) {
+                self.admission.numbers.remove(&uuid);
+                self.admission.foreign.remove(&uuid);
+                self.memory_event(Event::DeviceGone(uuid));
+            }
+        }
         for known in devices {
             self.memory_event(Event::Device {
                 uuid: known.uuid.clone(),

@@ -355,3 +355,46 @@ fn program_that_joins_a_group_is_not_moved_before_its_domain_is_known() {
     bench.engine.add(group).unwrap();
     assert!(sleep(&mut bench).is_err(), "it is being moved");
 }
+
+#[test]
+fn device_that_is_gone_is_forgotten_unless_it_is_used() {
+    const GIB: u64 = 1 << 30;
+    let mut bench = Bench::new();
+    let known = |(uuid, gib): (&str, u64)| crate::devices::Known {
+        uuid: uuid.to_owned(),
+        memory_bytes: gib * GIB,
+        state: "ok".into(),
+        ..crate::devices::Known::default()
+    };
+    bench.add(1, Class::Batch);
+    let listed = |bench: &mut Bench| {
+        let view = bench.engine.view();
+        let lines = view.memory.iter().map(|line| line.uuid.clone());
+        let devices = view.devices.iter().map(|it| it.uuid.clone());
+        assert!(devices.clone().eq(lines));
+        devices.collect::<Vec<_>>()
+    };
+    // The first is where the tenant's process is.
+    let all = [("GPU-0", 80), ("MIG-0", 80), ("MIG-1", 10)];
+    bench.engine.know_devices(all.map(known));
+    assert_eq!(listed(&mut bench), ["GPU-0", "MIG-0", "MIG-1"]);
+    // A guarantee must fit on each device that there is, and not on one that there was.
+    let guarantee = |gib: u64| TenantSpec {
+        memory_guaranteed: gib * GIB,
+        ..TenantSpec::default()
+    };
+    bench.spec(2, guarantee(20)).unwrap_err();
+    bench.engine.know_devices([("MIG-0", 80)].map(known));
+    assert_eq!(listed(&mut bench), ["GPU-0", "MIG-0"], "the first is used");
+    bench.spec(2, guarantee(20)).unwrap();
+    // Others come and go, with the numbers of those that went.
+    for n in 0..20 {
+        let uuid = format!("MIG-new-{n}");
+        bench
+            .engine
+            .know_devices([("MIG-0", 80), (&*uuid, 40)].map(known));
+        assert_eq!(listed(&mut bench), ["GPU-0", "MIG-0", &*uuid]);
+        let most = bench.engine.state.devices.values().map(|it| it.index).max();
+        assert_eq!(most, Some(2));
+    }
+}
