@@ -1,7 +1,15 @@
-//! MIG instances: devices of their own. gpumux shares them like GPUs, and never makes any. On the emulated device only.
+//! MIG instances: devices of their own. gpumux shares them like GPUs, and makes and removes them when root asks. On the emulated device only.
+
+use std::{
+    ffi::OsStr,
+    fs::{Permissions, set_permissions},
+    io::{Read, Write},
+    os::unix::{fs::PermissionsExt, net::UnixStream},
+    process::Command,
+};
 
 use gpumux_tests::{Node, Options, PATIENCE, Process, Run, binary, real, wait_for};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::{REQUESTS, TICKS};
 
@@ -137,4 +145,263 @@ fn a_trust_domain_is_a_group_in_its_instance() {
         (a["device"].as_str(), b["device"].as_str()),
         (Some(&*large), Some(&*large))
     );
+}
+
+/// A request to the daemon's API as root: status and answer.
+fn api(node: &Node, method: &str, path: &str, body: &Value) -> (u16, Value) {
+    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
+    let body = match body {
+        Value::Null => String::new(),
+        body => body.to_string(),
+    };
+    let request = format!(
+        "{method} {path} HTTP/1.1\r\nhost: gpumux\r\nconnection: close\r\ncontent-type: application/json\r\n\
+         content-length: {}\r\n\r\n{body}",
+        body.len()
+    );
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+    let status = head.split(' ').nth(1).unwrap().parse().unwrap();
+    (status, serde_json::from_str(body).unwrap_or_default())
+}
+
+fn make(node: &Node, gpu: &str, profile: &str, start: u32) -> (u16, Value) {
+    let new = json!({"gpu": gpu, "profile": profile, "start": start});
+    api(node, "POST", "/v1/mig", &new)
+}
+
+fn remove(node: &Node, gpu: &str, instance: &Value, device: &str) -> (u16, Value) {
+    let path = format!("/v1/mig/{gpu}/{instance}?device={device}");
+    api(node, "DELETE", &path, &Value::Null)
+}
+
+/// The GPU in MIG mode.
+fn listed(node: &Node) -> Value {
+    let (status, gpus) = api(node, "GET", "/v1/mig", &Value::Null);
+    assert_eq!((status, gpus.as_array().map(Vec::len)), (200, Some(1)));
+    gpus[0].clone()
+}
+
+/// The UUIDs of all devices.
+fn known(node: &Node) -> Vec<Value> {
+    let (_, devices) = api(node, "GET", "/v1/devices", &Value::Null);
+    let all = devices.as_array().unwrap().iter();
+    all.map(|it| it["uuid"].clone()).collect()
+}
+
+/// A node of a GPU in MIG mode without an instance, and one that is whole.
+fn in_mig_mode(variables: &[(&str, &OsStr)]) -> Option<Node> {
+    if real() {
+        eprintln!("SKIPPED: it needs the emulated device");
+        return None;
+    }
+    let mut node = Node::with(Options {
+        devices: 2,
+        profile: "devices = 2\nmig_mode = [true, false]\n",
+        without_daemon: true,
+        ..Options::default()
+    });
+    for (name, value) in variables {
+        node.set_variable(name, value);
+    }
+    node.start_daemon();
+    Some(node)
+}
+
+#[test]
+fn instance_is_a_device_from_its_making_to_its_removal() {
+    let Some(node) = in_mig_mode(&[]) else {
+        return;
+    };
+    let gpu = listed(&node);
+    let uuid = gpu["uuid"].as_str().unwrap();
+    let profiles = gpu["profiles"].as_array().unwrap();
+    let large = profiles.iter().find(|it| it["name"] == "3g.40gb").unwrap();
+    assert_eq!(large["starts"], json!([0, 4]), "{gpu:#}");
+    assert_eq!(large["memory_slices"], 4, "{gpu:#}");
+    let whole = known(&node);
+    assert_eq!(whole.len(), 1, "the other GPU");
+    let (status, made) = make(&node, uuid, "1g.10gb", 3);
+    assert_eq!(status, 201, "{made}");
+    let device = &made["compute_instances"][0]["device"];
+    // It is known at once, and its tenants are as on any device.
+    assert!(known(&node).contains(device));
+    let device = device.as_str().unwrap();
+    let mut program = on(&node, device, "--name one --class batch", TICKS);
+    program.wait_lines(5);
+    let tenant = node.wait_tenant("one", |it| it["domains"][0]["device"] == device);
+    assert_eq!(tenant["domains"][0]["device"], device);
+
+    // Neither is it removed under its tenant, nor is another in its place.
+    let number = &made["gpu_instance"];
+    let (status, error) = remove(&node, uuid, number, device);
+    assert_eq!(status, 409, "{error}");
+    assert!(error["error"].as_str().unwrap().contains("tenant one"));
+    let (status, error) = make(&node, uuid, "3g.40gb", 0);
+    assert_eq!(status, 409, "{error}");
+    let text = error["error"].as_str().unwrap();
+    assert!(text.contains("GPU instance 7 (1g.10gb at 3)"), "{text}");
+    program.kill();
+    // A process that is no tenant counts as well.
+    let mut command = node.on_device([
+        binary().into_os_string(),
+        "workload".into(),
+        "check".into(),
+        "--seconds".into(),
+        "60".into(),
+    ]);
+    let foreign = Process::start(command.env("CUDA_VISIBLE_DEVICES", device));
+    let refused = wait_for("the foreign process", PATIENCE, || {
+        let (_, error) = remove(&node, uuid, number, device);
+        let text = error["error"].as_str().unwrap_or_default().to_owned();
+        text.contains("pid").then_some(text)
+    });
+    assert!(refused.contains(device), "{refused}");
+    foreign.kill();
+
+    let (status, error) = remove(&node, uuid, number, "MIG-other");
+    assert_eq!(status, 409, "{error}");
+    wait_for("the removal", PATIENCE, || {
+        (remove(&node, uuid, number, device).0 == 204).then_some(())
+    });
+    assert_eq!(known(&node), whole);
+    assert_eq!(listed(&node)["instances"], json!([]));
+    assert_eq!(make(&node, uuid, "3g.40gb", 0).0, 201);
+}
+
+/// Also the last instance of the only GPU.
+#[test]
+fn instances_of_others_are_noticed_at_run_time() {
+    if real() {
+        return;
+    }
+    let node = Node::with(Options {
+        profile: "mig_mode = [true]\n",
+        ..Options::default()
+    });
+    let gpu = listed(&node)["uuid"].clone();
+    // Another daemon stands for another administrator.
+    let mut other = Node::with(Options {
+        without_daemon: true,
+        ..Options::default()
+    });
+    other.set_variable("GPUMUX_EMU_SOCKET", node.dir().join("emu.sock"));
+    other.start_daemon();
+    assert_eq!(listed(&other)["uuid"], gpu);
+    let gpu = gpu.as_str().unwrap();
+    assert!(known(&node).is_empty());
+    let (_, made) = make(&other, gpu, "2g.20gb", 4);
+    let device = &made["compute_instances"][0]["device"];
+    wait_for("the new instance", PATIENCE, || {
+        (known(&node) == [device.clone()]).then_some(())
+    });
+    assert_eq!(listed(&node)["instances"][0], made);
+    let removed = remove(&other, gpu, &made["gpu_instance"], device.as_str().unwrap());
+    assert_eq!(removed.0, 204, "{}", removed.1);
+    wait_for("its end", PATIENCE, || {
+        known(&node).is_empty().then_some(())
+    });
+}
+
+#[test]
+fn compute_instance_that_fails_leaves_nothing() {
+    let fault = "fail@1:nvmlGpuInstanceCreateComputeInstance";
+    let Some(node) = in_mig_mode(&[("GPUMUX_EMU_FAULT", fault.as_ref())]) else {
+        return;
+    };
+    let gpu = listed(&node)["uuid"].clone();
+    let gpu = gpu.as_str().unwrap();
+    let (status, error) = make(&node, gpu, "1g.20gb", 6);
+    assert_eq!(status, 500, "{error}");
+    let text = error["error"].as_str().unwrap();
+    assert!(text.contains("1g.20gb at memory slice 6") && text.contains("was removed again"));
+    assert_eq!(listed(&node)["instances"], json!([]));
+    assert_eq!(make(&node, gpu, "1g.20gb", 6).0, 201);
+}
+
+/// What is left behind is listed, and can be removed.
+#[test]
+fn daemon_killed_between_two_calls_leaves_what_is_listed() {
+    let fault = "kill@1:nvmlGpuInstanceCreateComputeInstance";
+    let Some(mut node) = in_mig_mode(&[("GPUMUX_EMU_FAULT", fault.as_ref())]) else {
+        return;
+    };
+    let gpu = listed(&node)["uuid"].clone();
+    let gpu = gpu.as_str().unwrap();
+    let mut stream = UnixStream::connect(node.api_socket()).unwrap();
+    let body = json!({"gpu": gpu, "profile": "1g.10gb", "start": 0}).to_string();
+    let head = "POST /v1/mig HTTP/1.1\r\nhost: gpumux\r\ncontent-type: application/json\r\n";
+    let request = format!("{head}content-length: {}\r\n\r\n{body}", body.len());
+    stream.write_all(request.as_bytes()).unwrap();
+    let _ = stream.read_to_string(&mut String::new());
+    node.await_daemons_end();
+    node.set_variable("GPUMUX_EMU_FAULT", "");
+    node.start_daemon();
+    let left = listed(&node)["instances"][0].clone();
+    assert_eq!(left["compute_instances"], json!([]), "{left}");
+    assert_eq!(make(&node, gpu, "1g.10gb", 0).0, 409);
+    let number = &left["gpu_instance"];
+    let path = format!("/v1/mig/{gpu}/{number}");
+    let (status, error) = api(&node, "DELETE", &path, &Value::Null);
+    assert_eq!(status, 204, "{error}");
+    assert_eq!(make(&node, gpu, "1g.10gb", 0).0, 201);
+}
+
+/// A driver that hangs in one call keeps the next from it, and not the daemon from its tenants.
+#[test]
+fn nvml_that_hangs_is_refused_in_time_and_heals() {
+    let file = tempfile::tempdir().unwrap().keep().join("hangs");
+    let fault = "delay@1:nvmlGpuInstanceCreateComputeInstance";
+    let Some(node) = in_mig_mode(&[
+        ("GPUMUX_EMU_FAULT", fault.as_ref()),
+        ("GPUMUX_EMU_DELAY_FILE", file.as_os_str()),
+    ]) else {
+        return;
+    };
+    let gpu = listed(&node)["uuid"].clone();
+    let gpu = gpu.as_str().unwrap();
+    let (status, error) = make(&node, gpu, "1g.10gb", 0);
+    assert_eq!(status, 504, "{error}");
+    assert!(
+        error["error"]
+            .as_str()
+            .unwrap()
+            .contains("has not answered for 15 s")
+    );
+    assert_eq!(known(&node).len(), 1);
+    std::fs::remove_file(&file).unwrap();
+    let made = wait_for("what was begun to be done", PATIENCE, || {
+        let made = listed(&node)["instances"][0].clone();
+        made["compute_instances"][0].is_object().then_some(made)
+    });
+    assert_eq!(made["start"], 0);
+    std::fs::remove_dir_all(file.parent().unwrap()).unwrap();
+}
+
+#[test]
+fn users_neither_list_nor_make_nor_remove_instances() {
+    let Some(node) = in_mig_mode(&[]) else {
+        return;
+    };
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: it needs root");
+        return;
+    }
+    set_permissions(node.dir(), Permissions::from_mode(0o755)).unwrap();
+    let gpu = listed(&node)["uuid"].clone();
+    let script = "import http.client, socket, sys\n\
+        for method, path in [a.split(' ') for a in sys.argv[2:]]:\n \
+        c = http.client.HTTPConnection('gpumux')\n \
+        c.sock = socket.socket(socket.AF_UNIX)\n \
+        c.sock.connect(sys.argv[1])\n \
+        c.request(method, path, '{}', {'content-type': 'application/json'})\n \
+        print(c.getresponse().status)\n";
+    let mut command = Command::new("python3");
+    command.args(["-c", script]).arg(node.api_socket());
+    let remove = format!("DELETE /v1/mig/{}/7", gpu.as_str().unwrap());
+    command.args(["GET /v1/devices", "GET /v1/mig", "POST /v1/mig", &remove]);
+    let done = crate::users::as_nobody(command).run().ok();
+    assert_eq!(done.out, "200\n403\n403\n403\n");
 }

@@ -36,7 +36,7 @@ fn node_of_root() -> Option<Node> {
     Some(node)
 }
 
-fn as_nobody(mut command: Command) -> Command {
+pub(crate) fn as_nobody(mut command: Command) -> Command {
     command.uid(NOBODY).gid(NOBODY).env("HOME", "/");
     command
 }
