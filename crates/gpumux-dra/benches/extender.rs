@@ -49,6 +49,7 @@ fn device(minor: u32) -> Device {
         context_bytes: 544 << 20,
         minor: Some(minor),
         mig: None,
+        offer: None,
         emulated: false,
         fault: None,
         evict: false,

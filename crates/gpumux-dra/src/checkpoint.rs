@@ -446,23 +446,37 @@ fn book(others: &[&Arc<Record>], record: &Record) -> Result<(), CheckpointError>
     for share in others.iter().flat_map(|other| &other.shares) {
         book.enter(&share.of.uuid, share.usage);
     }
-    for share in &record.shares {
+    for (index, share) in record.shares.iter().enumerate() {
+        let overbooked = |error| {
+            let holds = |other: &&&Arc<Record>| {
+                let mut shares = other.shares.iter();
+                shares.any(|it| it.of.is(&share.of) || it.of.overlaps(&share.of))
+            };
+            let holders: Vec<_> = others
+                .iter()
+                .filter(holds)
+                .map(|other| format!("{}/{}", other.claim.namespace, other.claim.name))
+                .take(8)
+                .collect();
+            CheckpointError::Overbooked {
+                error,
+                holders: holders.join(", "),
+            }
+        };
+        if share.of.offer.is_some() {
+            let before = others.iter().flat_map(|other| &other.shares);
+            let mut before = before.chain(&record.shares[..index]);
+            if let Some(other) = before.find(|it| it.of.overlaps(&share.of)) {
+                return Err(overbooked(Overbooked::Overlap {
+                    device: share.device.clone(),
+                    other: other.device.clone(),
+                }));
+            }
+            continue;
+        }
         let whole = share.of.capacity();
         book.admit(&share.of.uuid, whole, share.usage)
-            .map_err(|error| {
-                let holds =
-                    |other: &&&Arc<Record>| other.shares.iter().any(|s| s.of.uuid == share.of.uuid);
-                let holders: Vec<_> = others
-                    .iter()
-                    .filter(holds)
-                    .map(|other| format!("{}/{}", other.claim.namespace, other.claim.name))
-                    .take(8)
-                    .collect();
-                CheckpointError::Overbooked {
-                    error,
-                    holders: holders.join(", "),
-                }
-            })?;
+            .map_err(overbooked)?;
     }
     Ok(())
 }
@@ -578,6 +592,57 @@ pub(crate) mod tests {
             ready: false,
             patch: None,
         }
+    }
+
+    /// As an earlier version wrote it, which made no MIG instances.
+    #[test]
+    fn record_without_instances_to_make_is_read() {
+        let line = String::from_utf8(encode(&record("a", 500))).unwrap();
+        let (_, body) = line.split_once(' ').unwrap();
+        let earlier = body.trim_end().replace(r#""offer":null,"#, "");
+        assert_ne!(earlier, body.trim_end());
+        let line = format!("+{:08x} {earlier}", crc32(earlier.as_bytes()));
+        let read = decode(line.as_bytes()).unwrap().unwrap();
+        assert_eq!(read, record("a", 500));
+    }
+
+    #[test]
+    fn two_claims_never_have_one_memory_slice() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path()).unwrap();
+        let of = |uid: &str, gpu: &str, profile: &str, start, memory_slices| {
+            let place = crate::mig::Place {
+                gpu: gpu.into(),
+                profile: profile.into(),
+                start,
+                memory_slices,
+            };
+            let mut record = record(uid, 0);
+            record.shares[0].device = format!("{profile}-at-{start}");
+            record.shares[0].usage = Use::Whole;
+            record.shares[0].of.offer = Some(crate::mig::Offer {
+                place,
+                slices: 1,
+                slices_free: 7,
+                most: 7,
+                recorded: true,
+            });
+            record
+        };
+        store.admit(&of("a", "GPU-0", "1g.10gb", 3, 1)).unwrap();
+        store.admit(&of("a", "GPU-0", "1g.10gb", 3, 1)).unwrap();
+        let error = store.admit(&of("b", "GPU-0", "3g.40gb", 0, 4)).unwrap_err();
+        let error = error.to_string();
+        assert!(
+            error.contains("3g.40gb-at-0 has memory slices of 1g.10gb-at-3")
+                && error.contains("held by ns/claim-a"),
+            "{error}"
+        );
+        store.admit(&of("c", "GPU-0", "3g.40gb", 4, 4)).unwrap();
+        store.admit(&of("d", "GPU-1", "3g.40gb", 0, 4)).unwrap();
+        let mut twice = of("e", "GPU-2", "1g.10gb", 0, 1);
+        twice.shares.push(twice.shares[0].clone());
+        store.admit(&twice).unwrap_err();
     }
 
     /// Where a disk refuses a write, the system takes it for written: another flush tells nothing.

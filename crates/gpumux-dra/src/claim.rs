@@ -112,6 +112,9 @@ pub enum ClaimError {
     /// It was there when it was published.
     #[error("this node has no device {0} any more")]
     NoDevice(String),
+    /// There is nothing to look at.
+    #[error("device {0} is made when a claim uses it: admin access needs a device that exists")]
+    NotMade(String),
     /// It is broken.
     #[error("device {0} does not work: {1}")]
     Broken(String, String),
@@ -196,12 +199,15 @@ fn share(
     let (device, whole) = devices
         .iter()
         .find_map(|device| match &result.device {
-            name if *name == device.name => Some((device, false)),
+            name if *name == device.name => Some((device, device.offer.is_some())),
             name if *name == device.whole_name() => Some((device, true)),
             _ => None,
         })
         .ok_or_else(|| ClaimError::NoDevice(result.device.clone()))?;
     let admin = result.admin_access == Some(true);
+    if admin && device.offer.is_some() {
+        return Err(ClaimError::NotMade(result.device.clone()));
+    }
     if let Some(fault) = device.fault.as_ref().filter(|_| !admin) {
         return Err(ClaimError::Broken(result.device.clone(), fault.clone()));
     }

@@ -7,7 +7,10 @@ use std::{
 
 pub use gpumux_daemon::api::types::Mig;
 
-use crate::model::{self, Amounts, MEMORY_STEP};
+use crate::{
+    mig::Offer,
+    model::{self, Amounts, MEMORY_STEP},
+};
 
 /// A GPU or MIG instance of this node.
 #[derive(Clone, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -38,6 +41,9 @@ pub struct Device {
     pub minor: Option<u32>,
     /// Which part of the GPU it is, if it is a MIG instance.
     pub mig: Option<Mig>,
+    /// It is a MIG instance that is made when a claim is allocated it. Its UUID is empty and its numbers are missing before.
+    #[serde(default)]
+    pub offer: Option<Offer>,
     /// Whether it is the emulated device.
     pub emulated: bool,
     /// Why nothing new may run on it.
@@ -49,13 +55,43 @@ pub struct Device {
 impl Device {
     /// The name under which it is used by one claim alone.
     pub fn whole_name(&self) -> String {
-        format!("{}-whole", self.name)
+        match self.offer {
+            Some(_) => self.name.clone(),
+            None => format!("{}-whole", self.name),
+        }
+    }
+
+    /// Whether both are one device: by the place of an instance that is made for claims, else by UUID.
+    pub fn is(&self, other: &Self) -> bool {
+        match (&self.offer, &other.offer) {
+            (Some(own), Some(other)) => own.place == other.place,
+            (None, None) => self.uuid == other.uuid,
+            _ => false,
+        }
+    }
+
+    /// Whether both are instances that are made for claims, and have a memory slice in common.
+    pub fn overlaps(&self, other: &Self) -> bool {
+        let (Some(own), Some(other)) = (&self.offer, &other.offer) else {
+            return false;
+        };
+        own.place.overlaps(&other.place)
     }
 
     /// What claims can consume of it together.
     pub fn capacity(&self) -> Amounts {
         model::capacity(self.memory_guaranteeable / MEMORY_STEP * MEMORY_STEP)
     }
+}
+
+/// A label for an instance that can be made in the GPU that has this label.
+pub fn place_name(gpu: &str, profile: &str, start: u32) -> String {
+    let profile: Vec<&str> = profile
+        .split(|c: char| !c.is_ascii_alphanumeric())
+        .filter(|part| !part.is_empty())
+        .collect();
+    let profile = profile.join("-").to_ascii_lowercase();
+    format!("{gpu}-mig-{profile}-at-{start}")
 }
 
 /// A label for the device: by its numbers where it has some, else by its UUID.
@@ -141,5 +177,9 @@ mod tests {
             "gpu-abcdef012345"
         );
         assert_eq!(name(None, None, "E"), "gpu-e");
+        assert_eq!(
+            place_name("gpu-7", "1g.10gb+me", 6),
+            "gpu-7-mig-1g-10gb-me-at-6"
+        );
     }
 }

@@ -1,7 +1,8 @@
 //! Asks the daemon for the node's devices every few seconds. The daemon has NVML; this process needs neither it nor device nodes.
+//! Where MIG instances are made for claims, those that a GPU can have are devices too, whether they exist or not.
 
 use std::{
-    collections::HashMap,
+    collections::{BTreeSet, HashMap},
     path::Path,
     sync::Arc,
     time::{Duration, Instant},
@@ -10,7 +11,11 @@ use std::{
 use gpumux_daemon::{api::types, client::Client as Daemon};
 use tokio::sync::watch;
 
-use crate::device::{self, Device};
+use crate::{
+    checkpoint::Store,
+    device::{self, Device},
+    mig::{self, Offer, Place},
+};
 
 /// How often.
 const EVERY: Duration = Duration::from_secs(5);
@@ -26,12 +31,20 @@ pub enum Inventory {
     Fixed(Vec<Device>),
 }
 
-/// Follows the devices. The first look is done when this returns.
-pub async fn watch(inventory: Inventory, daemon: Daemon) -> watch::Receiver<Arc<Vec<Device>>> {
+/// Follows the devices. The first look is done when this returns. `makes`: where it is recorded which MIG instances were made for
+/// claims; none: none is made.
+pub async fn watch(
+    inventory: Inventory,
+    daemon: Daemon,
+    makes: Option<Store>,
+) -> watch::Receiver<Arc<Vec<Device>>> {
     if let Inventory::Fixed(devices) = inventory {
         return fixed(devices);
     }
-    let mut looker = Looker::default();
+    let mut looker = Looker {
+        makes,
+        ..Looker::default()
+    };
     looker.look(&daemon).await;
     let (sender, receiver) = watch::channel(Arc::new(looker.last.clone()));
     tokio::spawn(async move {
@@ -57,20 +70,88 @@ fn fixed(devices: Vec<Device>) -> watch::Receiver<Arc<Vec<Device>>> {
     receiver
 }
 
+/// The places of MIG instances that records name.
+fn recorded(makes: &Store) -> Result<BTreeSet<Place>, crate::checkpoint::CheckpointError> {
+    let records = makes.all()?;
+    let shares = records.iter().flat_map(|record| &record.shares);
+    let offers = shares.filter_map(|share| share.of.offer.as_ref());
+    Ok(offers
+        .filter(|offer| offer.recorded)
+        .map(|offer| offer.place.clone())
+        .collect())
+}
+
 #[derive(Default)]
 struct Looker {
     faults: HashMap<String, Instant>,
     last: Vec<Device>,
+    gpus: Vec<types::MigGpu>,
+    makes: Option<Store>,
+}
+
+/// What one look shows.
+struct Seen {
+    known: Vec<types::Device>,
+    /// The GPUs in MIG mode as last listed, and why they are not listed now.
+    gpus: Vec<types::MigGpu>,
+    trouble: Option<String>,
+    /// The places that records name.
+    own: BTreeSet<Place>,
 }
 
 impl Looker {
+    async fn see(&mut self, daemon: &Daemon) -> Result<Seen, String> {
+        let Some(makes) = &self.makes else {
+            let known = daemon.devices().await.map_err(|error| error.to_string())?;
+            return Ok(Seen {
+                known,
+                gpus: Vec::new(),
+                trouble: None,
+                own: BTreeSet::new(),
+            });
+        };
+        let own = || recorded(makes).map_err(|error| error.to_string());
+        // Before and after: an instance that is made or removed meanwhile is the claim's in either listing.
+        let before = own()?;
+        let trouble = match daemon.mig_gpus().await {
+            Ok(gpus) => {
+                self.gpus = gpus;
+                None
+            }
+            Err(error) => Some(error.to_string()),
+        };
+        let known = daemon.devices().await.map_err(|error| error.to_string())?;
+        let after = own()?;
+        Ok(Seen {
+            known,
+            gpus: self.gpus.clone(),
+            trouble,
+            own: before.union(&after).cloned().collect(),
+        })
+    }
+
     async fn look(&mut self, daemon: &Daemon) {
-        match daemon.devices().await {
-            Ok(known) => {
+        match self.see(daemon).await {
+            Ok(seen) => {
+                let made = seen.gpus.iter().flat_map(|gpu| {
+                    let own = |it: &&types::MigInstance| seen.own.contains(&Place::of(gpu, it));
+                    let instances = gpu.instances.iter().filter(own);
+                    instances.flat_map(|it| &it.compute_instances)
+                });
+                let made: BTreeSet<&str> = made.map(|it| it.device.as_str()).collect();
+                let known = &seen.known;
                 // NVML reports a GPU that is in MIG instances only by these. A device without memory is one that NVML does not
                 // report: it cannot be given out.
-                let known = known.iter().filter(|device| device.memory_bytes > 0);
-                self.last = known.map(|device| self.join(device)).collect();
+                let known = known
+                    .iter()
+                    .filter(|it| it.memory_bytes > 0 && !made.contains(&*it.uuid));
+                let mut all: Vec<Device> = known.map(|device| self.join(device)).collect();
+                for gpu in &seen.gpus {
+                    for (offer, profile) in mig::offers(gpu, &seen.own) {
+                        all.push(self.offered(gpu, offer, profile, &seen));
+                    }
+                }
+                self.last = all;
                 self.last
                     .sort_by(|a, b| (a.minor, &a.name).cmp(&(b.minor, &b.name)));
             }
@@ -83,6 +164,47 @@ impl Looker {
                         .get_or_insert_with(|| "gpumuxd does not answer".to_owned());
                 }
             }
+        }
+    }
+
+    /// An instance that can be made, or was made for a claim.
+    fn offered(
+        &mut self,
+        gpu: &types::MigGpu,
+        offer: Offer,
+        profile: &types::MigProfile,
+        seen: &Seen,
+    ) -> Device {
+        let there = mig::at(&offer.place, std::slice::from_ref(gpu));
+        let made = there.and_then(|it| it.compute_instances.first());
+        let known = made.and_then(|made| seen.known.iter().find(|it| it.uuid == made.device));
+        let base = match known {
+            Some(known) => self.join(known),
+            // What is known of its GPU.
+            None => self.join(&types::Device {
+                uuid: String::new(),
+                name: format!("{} MIG {}", gpu.name, profile.name),
+                driver: gpu.driver.clone(),
+                emulated: gpu.emulated,
+                hardware: gpu.hardware.clone(),
+                state: "ok".to_owned(),
+                ..types::Device::default()
+            }),
+        };
+        let of_gpu = device::name(gpu.hardware.minor, None, &gpu.uuid);
+        let place = &offer.place;
+        Device {
+            name: device::place_name(&of_gpu, &place.profile, place.start),
+            memory_bytes: profile.memory_bytes,
+            // It is used whole.
+            memory_guaranteeable: 0,
+            context_bytes: 0,
+            // What changes with each claim is in the claim's record.
+            uuid: String::new(),
+            mig: None,
+            offer: Some(offer),
+            fault: seen.trouble.clone().or(base.fault),
+            ..base
         }
     }
 
@@ -122,6 +244,7 @@ impl Looker {
             context_bytes: known.context_bytes,
             minor,
             mig,
+            offer: None,
             emulated: known.emulated,
             fault,
             evict,

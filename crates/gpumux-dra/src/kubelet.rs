@@ -466,11 +466,10 @@ fn health_of(pool: &str, devices: &[Device]) -> health::NodeWatchResourcesRespon
             fault[..fault.floor_char_boundary(1024)].to_owned()
         },
     };
-    let both = |device| {
-        [
-            one(device, device.name.clone()),
-            one(device, device.whole_name()),
-        ]
+    let both = |device: &Device| {
+        let whole = device.whole_name();
+        let shared = (whole != device.name).then(|| one(device, device.name.clone()));
+        shared.into_iter().chain([one(device, whole)])
     };
     health::NodeWatchResourcesResponse {
         devices: devices.iter().flat_map(both).collect(),

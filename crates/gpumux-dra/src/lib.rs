@@ -3,7 +3,7 @@
 //! It tells the API server which devices there are ([`slices`], [`publish`]), turns allocated claims into tenants
 //! of the daemon and CDI files when the kubelet asks ([`claim`], [`prepare`], [`kubelet`]), follows changes
 //! of a claim while its pod runs ([`live`], [`events`]), and serves metrics and its health ([`metrics`], [`health`]). What a claim may have is in
-//! [`model`] and [`share`]. `gpumux fleet serve` extends the scheduler ([`extender`]). State that must survive a restart is in [`checkpoint`].
+//! [`model`] and [`share`], which MIG instances are made for it in [`mig`]. `gpumux fleet serve` extends the scheduler ([`extender`]). State that must survive a restart is in [`checkpoint`].
 
 mod authority;
 pub mod cdi;
@@ -18,6 +18,7 @@ pub mod inventory;
 pub mod kubelet;
 pub mod live;
 pub mod metrics;
+pub mod mig;
 pub mod model;
 pub mod prepare;
 pub mod proto;

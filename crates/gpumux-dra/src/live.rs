@@ -278,7 +278,7 @@ async fn tell(engine: &Engine, before: &Record, now: &Record, resized: &Result<(
 
 /// Why the device of a share does not work.
 fn fault(share: &Share, devices: &[Device]) -> Option<String> {
-    match devices.iter().find(|device| device.uuid == share.of.uuid) {
+    match devices.iter().find(|device| device.is(&share.of)) {
         Some(device) => device.fault.clone(),
         None => Some("the device is gone".to_owned()),
     }

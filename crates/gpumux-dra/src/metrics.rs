@@ -248,7 +248,8 @@ pub fn render(facts: &Facts) -> String {
         "gauge",
         "What of a device is not guaranteed to any claim: milli-GPU, bytes, tenants.",
     );
-    for device in &facts.devices {
+    // What of an instance that is made for one claim is free says nothing: the slices of its GPU do.
+    for device in facts.devices.iter().filter(|it| it.offer.is_none()) {
         let mut left = device.capacity();
         for share in facts.records.iter().flat_map(|record| &record.shares) {
             if share.of.uuid == device.uuid {

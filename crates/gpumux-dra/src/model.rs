@@ -209,6 +209,14 @@ pub enum Overbooked {
         /// How it was to be used.
         wanted: &'static str,
     },
+    /// Two instances in one place of a GPU.
+    #[error("{device} has memory slices of {other}")]
+    Overlap {
+        /// The device.
+        device: String,
+        /// Which one it overlaps.
+        other: String,
+    },
     /// Together they would consume more than there is.
     #[error(
         "{device} has {free} of {whole} {resource} left, and {asked} was allocated to this claim"

@@ -8,7 +8,7 @@ use std::{collections::BTreeMap, path::PathBuf, sync::Arc, time::Duration};
 use futures_util::future::join_all;
 use gpumux_core::TenantSpec;
 use gpumux_daemon::{
-    api::types::{NewTenant, SpecChange},
+    api::types::{Mig, MigCompute, MigGpu, NewMigInstance, NewTenant, SpecChange},
     client::{Client as Daemon, ClientError},
 };
 use k8s_openapi::api::resource::v1::ResourceClaim;
@@ -21,6 +21,7 @@ use crate::{
     claim::{self, ClaimError, ClaimRef, Share},
     device::Device,
     events::Events,
+    mig::{self, Next, Offer, Place},
     model::Use,
     share::{Patch, ShareError},
 };
@@ -37,6 +38,10 @@ pub enum Step {
     Entered,
     /// It is on disk.
     Recorded,
+    /// Its MIG instances are made.
+    Partitioned,
+    /// They are recorded.
+    Named,
     /// Its tenants are made.
     Tenants,
     /// Its CDI file is there.
@@ -47,21 +52,26 @@ pub enum Step {
     Undescribed,
     /// While it goes: its tenants are gone.
     Untenanted,
+    /// While it goes: its MIG instances are gone.
+    Unpartitioned,
     /// While it goes: its record is gone.
     Forgotten,
 }
 
 impl Step {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 12] = [
         Self::Fetched,
         Self::Entered,
         Self::Recorded,
+        Self::Partitioned,
+        Self::Named,
         Self::Tenants,
         Self::Described,
         Self::Ready,
         Self::Undescribed,
         Self::Untenanted,
+        Self::Unpartitioned,
         Self::Forgotten,
     ];
 }
@@ -87,6 +97,9 @@ pub enum PrepareError {
     /// The daemon.
     #[error("gpumux: {0}")]
     Daemon(#[from] ClientError),
+    /// A MIG instance.
+    #[error("cannot make the MIG instance: {0}")]
+    Blocked(String),
     /// The parameters.
     #[error(transparent)]
     Share(#[from] ShareError),
@@ -171,9 +184,8 @@ impl Engine {
         let known = self.store.get(&claim.uid)?;
         if let Some(record) = known.as_deref().filter(|record| record.ready) {
             // The kubelet asks again after its own restart: what went missing meanwhile comes back.
-            self.make_tenants(record, true).await?;
-            self.describe(record)?;
-            return Ok(prepared(record));
+            let record = self.renew(record).await?;
+            return Ok(prepared(&record));
         }
         let fetched = self.fetch(claim).await?;
         let devices = self.devices.borrow().clone();
@@ -182,13 +194,16 @@ impl Engine {
         let mut record = new_record(claim, &fetched, shares);
         let mut resumed = false;
         if let Some(known) = known {
-            if known.shares == record.shares {
+            if are_same(&known.shares, &record.shares) {
                 record.tenants.clone_from(&known.tenants);
+                record.shares.clone_from(&known.shares);
                 resumed = true;
             } else {
                 self.unmake(&known).await?;
             }
         }
+        // An instance that is there before the record names its place is another's.
+        self.check_places(&mut record).await?;
         let made = self.make(&mut record, resumed).await;
         if let Err(error) = made {
             // Nothing stays half-prepared; what cannot be undone now, the kubelet's unprepare will.
@@ -210,6 +225,12 @@ impl Engine {
         })
         .await??;
         (self.after)(Step::Recorded);
+        if has_offers(record) {
+            self.make_instances(record, resumed).await?;
+            (self.after)(Step::Partitioned);
+            self.write(record).await?;
+            (self.after)(Step::Named);
+        }
         for (index, environment) in self.make_tenants(record, resumed).await? {
             if let Some(tenant) = record.tenants.get_mut(index) {
                 tenant.environment = environment;
@@ -253,6 +274,10 @@ impl Engine {
         }
         undone?;
         (self.after)(Step::Untenanted);
+        if has_offers(record) {
+            self.remove_instances(record).await?;
+            (self.after)(Step::Unpartitioned);
+        }
         let (store, uid) = (self.store.clone(), record.claim.uid.clone());
         tokio::task::spawn_blocking(move || {
             store.remove(&uid)?;
@@ -263,37 +288,166 @@ impl Engine {
         Ok(())
     }
 
-    /// Gives the daemon back the tenants of prepared claims that it does not know, as after a reboot of its state.
+    /// Brings back what a prepared claim had and what has gone missing meanwhile: its MIG instances, tenants and CDI file. The claim's
+    /// record as it is then.
+    async fn renew(&self, record: &Record) -> Result<Record, PrepareError> {
+        let mut now = record.clone();
+        if has_offers(record) && has_lost(record, &self.daemon.mig_gpus().await?) {
+            // As before they were made: what is made at their places is the claim's, whatever its UUID.
+            for of in offered(&mut now) {
+                (of.uuid, of.mig) = (String::new(), None);
+            }
+            self.write(&now).await?;
+            // They are confined to instances that are gone.
+            for tenant in &record.tenants {
+                self.end_tenant(&tenant.name).await?;
+            }
+            self.make_instances(&mut now, true).await?;
+            self.write(&now).await?;
+        }
+        self.make_tenants(&now, true).await?;
+        self.describe(&now)?;
+        Ok(now)
+    }
+
+    /// Checks that the places that a claim was allocated are free, unless its record named them before, and has it name them.
+    async fn check_places(&self, record: &mut Record) -> Result<(), PrepareError> {
+        if !has_offers(record) {
+            return Ok(());
+        }
+        let gpus = self.daemon.mig_gpus().await?;
+        for offer in offered(record).filter_map(|of| of.offer.as_mut()) {
+            if let Next::Blocked(why) = mig::next(&offer.place, offer.recorded, &gpus) {
+                return Err(PrepareError::Blocked(why));
+            }
+            offer.recorded = true;
+        }
+        Ok(())
+    }
+
+    /// Makes the instances whose places a record on disk names. `resumed`: it named them before, so that some may be there.
+    async fn make_instances(&self, record: &mut Record, resumed: bool) -> Result<(), PrepareError> {
+        for index in 0..record.shares.len() {
+            let Some(offer) = record.shares[index].of.offer.clone() else {
+                continue;
+            };
+            match self.make_instance(&offer.place, resumed).await {
+                Ok(made) => {
+                    let of = &mut record.shares[index].of;
+                    (of.uuid, of.mig) = (made.1.device, Some(made.0));
+                }
+                Err(error) => {
+                    if is_refused(&error) {
+                        // Nothing was made: what comes there is another's.
+                        record.shares[index].of.offer = Some(Offer {
+                            recorded: false,
+                            ..offer
+                        });
+                        self.write(record).await?;
+                    }
+                    return Err(error);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The instance at a place that the claim's record names: its numbers and its device.
+    async fn make_instance(
+        &self,
+        place: &Place,
+        resumed: bool,
+    ) -> Result<(Mig, MigCompute), PrepareError> {
+        let next = match resumed {
+            true => mig::next(place, true, &self.daemon.mig_gpus().await?),
+            // The daemon refuses it if someone was faster.
+            false => Next::Make,
+        };
+        let (gpu_instance, compute) = match next {
+            Next::Use(gpu_instance, compute) => (gpu_instance, Some(compute)),
+            Next::Blocked(why) => return Err(PrepareError::Blocked(why)),
+            Next::Make | Next::Remake(_) => {
+                if let Next::Remake(half) = next {
+                    self.daemon.remove_mig(&place.gpu, half, None).await?;
+                }
+                let new = NewMigInstance {
+                    gpu: place.gpu.clone(),
+                    profile: place.profile.clone(),
+                    start: place.start,
+                };
+                let made = self.daemon.make_mig(&new).await?;
+                (made.gpu_instance, made.compute_instances.into_iter().next())
+            }
+        };
+        let none = || PrepareError::Blocked(format!("{place} has no compute instance"));
+        let compute = compute.ok_or_else(none)?;
+        let numbers = Mig {
+            gpu_instance,
+            compute_instance: compute.compute_instance,
+        };
+        Ok((numbers, compute))
+    }
+
+    /// Removes the instances that a record names, and no other.
+    async fn remove_instances(&self, record: &Record) -> Result<(), PrepareError> {
+        let gpus = self.daemon.mig_gpus().await?;
+        for of in record.shares.iter().map(|share| &share.of) {
+            let Some(offer) = &of.offer else { continue };
+            let Some((id, device)) = mig::removal(offer, &of.uuid, &gpus) else {
+                continue;
+            };
+            let gpu = &offer.place.gpu;
+            match self.daemon.remove_mig(gpu, id, device.as_deref()).await {
+                Err(ClientError::Refused { status: 404, .. }) => {}
+                removed => removed?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes a record, which then would survive a power failure.
+    async fn write(&self, record: &Record) -> Result<(), PrepareError> {
+        let (store, record) = (self.store.clone(), record.clone());
+        let written = tokio::task::spawn_blocking(move || {
+            store.write(&record)?;
+            store.sync()
+        });
+        Ok(written.await??)
+    }
+
+    /// Gives prepared claims back what they have lost, as after a reboot: tenants that the daemon does not know, and MIG instances.
+    /// Undoes what is left of preparing a claim that needs such an instance. How many claims were given something back.
     ///
     /// # Errors
-    /// The daemon, or the disk. What could be restored is.
+    /// The daemon, or the disk. What could be done is.
     pub async fn restore(&self) -> Result<usize, PrepareError> {
         let records = self.store.all()?;
         let living = self.daemon.tenants().await?;
-        let missing = |record: &Record| {
-            record
-                .tenants
-                .iter()
-                .any(|tenant| living.iter().all(|there| there.name != tenant.name))
+        let gpus = match records.iter().any(|record| has_offers(record)) {
+            true => self.daemon.mig_gpus().await?,
+            false => Vec::new(),
         };
-        let mut restored = 0;
-        for record in records
-            .into_iter()
-            .filter(|record| record.ready && missing(record))
-        {
-            let _lock = self.lock(&record.claim.uid).await?;
-            // It may have gone while we waited.
-            if let Some(record) = self
-                .store
-                .get(&record.claim.uid)?
-                .filter(|record| record.ready)
-            {
-                self.make_tenants(&record, true).await?;
-                self.describe(&record)?;
-                restored += 1;
+        let lacks = |record: &Record| {
+            let tenants = record.tenants.iter();
+            let mut missing =
+                tenants.filter(|tenant| living.iter().all(|there| there.name != tenant.name));
+            match record.ready {
+                true => missing.next().is_some() || has_lost(record, &gpus),
+                false => has_offers(record),
             }
+        };
+        let (mut restored, mut result) = (0, Ok(()));
+        for record in records.into_iter().filter(|record| lacks(record)) {
+            let _lock = self.lock(&record.claim.uid).await?;
+            // It may have gone while we waited, or have become ready.
+            let done = match self.store.get(&record.claim.uid)? {
+                Some(record) if record.ready => self.renew(&record).await.map(|_| restored += 1),
+                Some(record) if has_offers(&record) => self.unmake(&record).await,
+                _ => Ok(()),
+            };
+            result = result.and(done);
         }
-        Ok(restored)
+        result.map(|()| restored)
     }
 
     /// Brings a change of a running claim into force; none takes earlier changes back.
@@ -456,6 +610,52 @@ fn group(shares: &[Share]) -> Vec<Option<usize>> {
             Some(index)
         })
         .collect()
+}
+
+/// The devices of a record that are MIG instances made for it.
+fn offered(record: &mut Record) -> impl Iterator<Item = &mut Device> {
+    let all = record.shares.iter_mut().map(|share| &mut share.of);
+    all.filter(|of| of.offer.is_some())
+}
+
+fn has_offers(record: &Record) -> bool {
+    record.shares.iter().any(|share| share.of.offer.is_some())
+}
+
+/// Whether an instance that was made for a record is not there any more.
+fn has_lost(record: &Record, gpus: &[MigGpu]) -> bool {
+    record.shares.iter().any(|share| {
+        let of = &share.of;
+        of.offer.as_ref().is_some_and(|offer| {
+            !matches!(mig::next(&offer.place, true, gpus), Next::Use(_, found) if found.device == of.uuid)
+        })
+    })
+}
+
+/// Whether the daemon says that it made nothing.
+fn is_refused(error: &PrepareError) -> bool {
+    matches!(
+        error,
+        PrepareError::Daemon(ClientError::Refused {
+            status: 403 | 404 | 409 | 422,
+            ..
+        })
+    )
+}
+
+/// Whether a claim has the shares that it had, whatever has been made for them.
+fn are_same(before: &[Share], now: &[Share]) -> bool {
+    let same = |(before, now): (&Share, &Share)| {
+        let as_before = Share {
+            of: before.of.clone(),
+            ..now.clone()
+        };
+        match now.of.offer.is_some() {
+            true => as_before == *before && before.of.is(&now.of),
+            false => before == now,
+        }
+    };
+    before.len() == now.len() && before.iter().zip(now).all(same)
 }
 
 fn prepared(record: &Record) -> Vec<Prepared> {

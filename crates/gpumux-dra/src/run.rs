@@ -76,6 +76,10 @@ pub struct Args {
     /// Serve metrics only to clients that the API server lets `get` /metrics: they send a bearer token.
     #[arg(long)]
     pub metrics_authenticate: bool,
+    /// Make a MIG instance for each claim that is allocated one, and remove it when the claim goes, on GPUs in MIG mode. Instances that
+    /// others made stay as they are.
+    #[arg(long)]
+    pub mig_repartition: bool,
     /// The emulated device's socket, if this node shares the emulated device.
     #[arg(long, env = "GPUMUX_EMU_SOCKET", value_name = "SOCKET")]
     pub emulated: Option<PathBuf>,
@@ -106,6 +110,8 @@ pub struct Config {
     pub host: cdi::Host,
     /// Where devices come from.
     pub inventory: Inventory,
+    /// Whether MIG instances are made for claims.
+    pub mig_repartition: bool,
     /// Where metrics are served.
     pub metrics: SocketAddr,
     /// Only to clients that the API server allows it.
@@ -142,6 +148,7 @@ impl From<Args> for Config {
             },
             runtime_dir,
             inventory: Inventory::Node,
+            mig_repartition: args.mig_repartition,
             metrics: args.metrics,
             metrics_authenticate: args.metrics_authenticate,
             after: |_| {},
@@ -226,9 +233,11 @@ pub fn slices_json(config: Config) -> Result<String, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
+    let makes = config.mig_repartition.then_some(&config.state_dir);
+    let makes = makes.map(Store::open).transpose()?;
     let devices = runtime.block_on(async {
         let daemon = Daemon::new(&config.runtime_dir);
-        let devices = inventory::watch(config.inventory, daemon).await;
+        let devices = inventory::watch(config.inventory, daemon, makes).await;
         Arc::clone(&devices.borrow())
     });
     if devices.is_empty() {
@@ -284,13 +293,15 @@ impl Driver {
 /// The kubelet's places cannot be used.
 pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error> {
     let daemon = Daemon::new(&config.runtime_dir);
-    let devices = inventory::watch(config.inventory, daemon.clone()).await;
+    let store = Store::open(&config.state_dir)?;
+    let makes = config.mig_repartition.then(|| store.clone());
+    let devices = inventory::watch(config.inventory, daemon.clone(), makes).await;
     let (news, heard) = mpsc::unbounded_channel();
     let engine = Engine {
         node: config.node.clone(),
         kube: client.clone(),
         daemon,
-        store: Store::open(&config.state_dir)?,
+        store,
         cdi_dir: config.cdi_dir,
         host: Arc::new(config.host),
         devices: devices.clone(),

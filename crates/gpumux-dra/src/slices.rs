@@ -2,7 +2,8 @@
 //!
 //! Every device appears twice: shared (many claims, consumable capacity) and whole (one claim). Both draw on
 //! one counter, so that the scheduler never gives a device out in both ways. Counters live in slices of their
-//! own, in front of the devices'.
+//! own, in front of the devices'. A MIG instance that is made for a claim appears once. Its GPU has a set of counters: one for
+//! each memory slice, one of the slices of processors, and one of the instances of each profile.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +21,8 @@ use k8s_openapi::{
 
 use crate::{
     DRIVER,
-    device::Device,
+    device::{self, Device},
+    mig::Offer,
     model::{self, Policy, Resource, Valid},
     quantity,
 };
@@ -45,6 +47,8 @@ pub struct Node {
 
 /// The specs of the node's slices, in the order of their names, all of the given generation.
 pub fn build(node: &Node, devices: &[Device], generation: i64) -> Vec<ResourceSliceSpec> {
+    let (made, devices): (Vec<&Device>, Vec<&Device>) =
+        devices.iter().partition(|device| device.offer.is_some());
     let sets: Vec<CounterSet> = devices
         .chunks(COUNTERS_PER_SET)
         .enumerate()
@@ -62,19 +66,21 @@ pub fn build(node: &Node, devices: &[Device], generation: i64) -> Vec<ResourceSl
                 })
                 .collect(),
         })
+        .chain(slice_counters(&made))
         .collect();
-    let shared_and_whole: Vec<ApiDevice> = devices
+    let all: Vec<ApiDevice> = devices
         .iter()
         .enumerate()
         .flat_map(|(index, device)| {
             let set = set_name(index / COUNTERS_PER_SET);
             [shared(device, &set), whole(device, &set)]
         })
+        .chain(made.iter().filter_map(|device| instance(device)))
         .collect();
     let counters = sets
         .chunks(COUNTER_SETS_PER_SLICE)
         .map(|sets| (Some(sets.to_vec()), None));
-    let device_chunks = shared_and_whole
+    let device_chunks = all
         .chunks(DEVICES_PER_SLICE)
         .map(|chunk| (None, Some(chunk.to_vec())));
     let contents: Vec<_> = counters.chain(device_chunks).collect();
@@ -122,6 +128,78 @@ pub fn object_name(node: &Node, index: usize) -> String {
 
 fn set_name(index: usize) -> String {
     format!("use-{index}")
+}
+
+/// The name of the counters of a GPU's slices: by its UUID.
+fn slices_name(gpu: &str) -> String {
+    let plain: String = gpu.chars().filter(char::is_ascii_alphanumeric).collect();
+    format!("slices-{}", plain.to_ascii_lowercase())
+}
+
+/// What an instance consumes of its GPU's counters.
+fn slices_of(offer: &Offer) -> BTreeMap<String, Counter> {
+    let place = &offer.place;
+    let memory = place.start..place.start.saturating_add(place.memory_slices);
+    let memory = memory.map(|slice| (format!("memory-slice-{slice}"), 1));
+    let compute = ("compute-slices".to_owned(), offer.slices);
+    let profile = (profile_name(&place.profile), 1);
+    let all = memory.chain([compute, profile]);
+    all.map(|(name, count)| (name, counter(count))).collect()
+}
+
+fn profile_name(profile: &str) -> String {
+    device::place_name("instances", profile, 0)
+        .replace("-mig-", "-")
+        .replace("-at-0", "")
+}
+
+fn counter(count: u32) -> Counter {
+    Counter {
+        value: quantity::count(count.into()),
+    }
+}
+
+/// The counters of the GPUs whose instances are made for claims: as much as others leave.
+fn slice_counters(made: &[&Device]) -> Vec<CounterSet> {
+    let mut sets: BTreeMap<String, BTreeMap<String, Counter>> = BTreeMap::new();
+    for offer in made.iter().filter_map(|device| device.offer.as_ref()) {
+        let set = sets.entry(slices_name(&offer.place.gpu)).or_default();
+        set.extend(slices_of(offer));
+        set.insert("compute-slices".to_owned(), counter(offer.slices_free));
+        set.insert(profile_name(&offer.place.profile), counter(offer.most));
+    }
+    let set = |(name, counters)| CounterSet { name, counters };
+    sets.into_iter().map(set).collect()
+}
+
+/// A MIG instance that is made when a claim is allocated it.
+fn instance(device: &Device) -> Option<ApiDevice> {
+    let offer = device.offer.as_ref()?;
+    let text = |value: &str| DeviceAttribute {
+        string: Some(cut(value, 64)),
+        ..Default::default()
+    };
+    let mut attributes = attributes(device);
+    // It has one while it exists only.
+    attributes.remove("uuid");
+    attributes.insert("profile".to_owned(), text(&offer.place.profile));
+    attributes.insert("gpuUUID".to_owned(), text(&offer.place.gpu));
+    let memory = DeviceCapacity {
+        value: quantity::bytes(device.memory_bytes),
+        request_policy: None,
+    };
+    Some(ApiDevice {
+        attributes: Some(attributes),
+        capacity: Some(BTreeMap::from([(
+            Resource::Memory.name().to_owned(),
+            memory,
+        )])),
+        consumes_counters: Some(vec![DeviceCounterConsumption {
+            counter_set: slices_name(&offer.place.gpu),
+            counters: slices_of(offer),
+        }]),
+        ..common(device, device.name.clone(), "")
+    })
 }
 
 fn shared(device: &Device, set: &str) -> ApiDevice {
@@ -239,7 +317,10 @@ fn attributes(device: &Device) -> BTreeMap<String, DeviceAttribute> {
         ("uuid".to_owned(), string(&device.uuid)),
         (
             "type".to_owned(),
-            string(if device.mig.is_some() { "mig" } else { "gpu" }),
+            string(match device.mig.is_some() || device.offer.is_some() {
+                true => "mig",
+                false => "gpu",
+            }),
         ),
         ("emulated".to_owned(), flag(device.emulated)),
     ]);
@@ -362,6 +443,7 @@ pub(crate) mod tests {
             context_bytes: 544 << 20,
             minor: Some(minor),
             mig: None,
+            offer: None,
             emulated: false,
             fault: None,
             evict: false,
@@ -405,6 +487,124 @@ pub(crate) mod tests {
         );
         assert_eq!(json[1]["pool"]["generation"], 7);
         assert_eq!(json[1]["pool"]["resourceSliceCount"], 2);
+    }
+
+    /// The MIG instances that GPUs in MIG mode can have.
+    fn offered(gpus: &[gpumux_daemon::api::types::MigGpu]) -> Vec<Device> {
+        let all = gpus.iter().flat_map(|gpu| {
+            let offers = crate::mig::offers(gpu, &Default::default());
+            offers.into_iter().map(|it| (gpu.index, it.0, it.1))
+        });
+        let made =
+            |(index, offer, profile): (u32, Offer, &gpumux_daemon::api::types::MigProfile)| {
+                let gpu = format!("gpu-{index}");
+                Device {
+                    name: device::place_name(&gpu, &offer.place.profile, offer.place.start),
+                    uuid: String::new(),
+                    memory_bytes: profile.memory_bytes,
+                    offer: Some(offer),
+                    ..tests::device(index)
+                }
+            };
+        all.map(made).collect()
+    }
+
+    #[test]
+    fn node_of_eight_gpus_fits_with_all_mig_places() {
+        let gpus: Vec<_> = (0..8).map(crate::mig::tests::gpu).collect();
+        let devices = offered(&gpus);
+        assert_eq!(devices.len(), 8 * 25);
+        let slices = build(&node(), &devices, 1);
+        let mut counters = BTreeMap::new();
+        for slice in &slices {
+            let sets = slice.shared_counters.iter().flatten();
+            let devices = slice.devices.as_deref().unwrap_or_default();
+            assert!(sets.clone().count() <= COUNTER_SETS_PER_SLICE);
+            assert!(devices.len() <= DEVICES_PER_SLICE);
+            assert!(serde_json::to_vec(slice).unwrap().len() < 100_000);
+            for set in sets {
+                assert!(set.counters.len() <= COUNTERS_PER_SET, "{set:?}");
+                assert!(set.name.len() <= 63, "{}", set.name);
+                counters.insert(set.name.clone(), set.counters.clone());
+            }
+        }
+        assert_eq!(slices.len(), 1 + 4);
+        assert_eq!(counters.len(), 8);
+        let names: std::collections::BTreeSet<_> = slices
+            .iter()
+            .flat_map(|slice| slice.devices.iter().flatten())
+            .map(|device| {
+                assert!(device.name.len() <= 63, "{}", device.name);
+                let [consumed] = &device.consumes_counters.as_ref().unwrap()[..] else {
+                    panic!("one set")
+                };
+                let set = &counters[&consumed.counter_set];
+                assert!(consumed.counters.keys().all(|name| set.contains_key(name)));
+                device.name.clone()
+            })
+            .collect();
+        assert_eq!(names.len(), devices.len());
+        let json = serde_json::to_value(&slices).unwrap();
+        let first = &json[1]["devices"][0];
+        assert_eq!(first["name"], "gpu-0-mig-1g-10gb-at-0");
+        assert_eq!(first["attributes"]["profile"]["string"], "1g.10gb");
+        assert_eq!(first["attributes"]["type"]["string"], "mig");
+        assert_eq!(first["capacity"]["memory"]["value"], "10Gi");
+        assert!(first["attributes"]["uuid"].is_null());
+        let set = &json[0]["sharedCounters"][0]["counters"];
+        let value = |name: &str| set[name]["value"].clone();
+        assert_eq!(value("memory-slice-7"), "1");
+        assert_eq!(value("compute-slices"), "7");
+        assert_eq!(value("instances-1g-10gb-me"), "1");
+    }
+
+    /// Whether the counters have room for one more device.
+    fn fits(set: &CounterSet, given: &[&ApiDevice], one: &ApiDevice) -> bool {
+        let count = |counter: &Counter| quantity::parse(&counter.value).unwrap();
+        let consumed = |device: &ApiDevice, name: &String| {
+            let all = device.consumes_counters.iter().flatten();
+            let own = all.filter_map(|it| it.counters.get(name));
+            own.map(count).sum::<u64>()
+        };
+        set.counters.iter().all(|(name, counter)| {
+            let given: u64 = given.iter().map(|it| consumed(it, name)).sum();
+            given + consumed(one, name) <= count(counter)
+        })
+    }
+
+    proptest::proptest! {
+        /// By the counters alone, what is given out beside others' instances can be made: no two share a slice.
+        #[test]
+        fn counters_give_no_slice_twice(
+            others in proptest::collection::vec(0usize..25, 0..3),
+            wanted in proptest::collection::vec(0usize..25, 1..30),
+        ) {
+            let mut gpu = crate::mig::tests::gpu(0);
+            for other in others {
+                crate::mig::tests::make_nth(&mut gpu, other);
+            }
+            let devices = offered(std::slice::from_ref(&gpu));
+            let slices = build(&node(), &devices, 1);
+            let Some(set) = slices.first().and_then(|it| it.shared_counters.as_ref()?.first()) else {
+                return Ok(());
+            };
+            let all: Vec<&ApiDevice> = slices.iter().flat_map(|it| it.devices.iter().flatten()).collect();
+            let (mut given, mut places) = (Vec::new(), Vec::new());
+            for wanted in wanted {
+                let at = wanted % all.len();
+                if given.iter().any(|it: &&ApiDevice| it.name == all[at].name) || !fits(set, &given, all[at]) {
+                    continue;
+                }
+                given.push(all[at]);
+                let offer = devices[at].offer.as_ref().unwrap();
+                places.push(offer.place.clone());
+                // The driver has room for it.
+                proptest::prop_assert!(crate::mig::tests::make_at(&mut gpu, &offer.place), "{}", offer.place);
+            }
+            for (index, place) in places.iter().enumerate() {
+                proptest::prop_assert!(places[..index].iter().all(|it| !it.overlaps(place)));
+            }
+        }
     }
 
     #[test]

@@ -259,6 +259,7 @@ fn every_value_of_the_chart_makes_valid_objects() {
             "whole": {"extendedResourceName": "nvidia.com/gpu"},
             "sizes": [{"name": "gpumux-250", "compute": 250, "bounds": {"maxWeight": 4}}]
         },
+        "mig": {"repartition": true},
         "metrics": {
             "authenticate": true,
             "podMonitor": {"enabled": true, "bearerTokenSecret": {"name": "scrape", "key": "token"}},
@@ -292,6 +293,8 @@ fn every_value_of_the_chart_makes_valid_objects() {
             .to_string()
             .contains("--driver-root=/run/nvidia/driver")
     );
+    assert!(driver["command"].to_string().contains("--mig-repartition"));
+    find("DeviceClass", "gpumux-mig");
     assert_eq!(
         find("DeviceClass", "gpumux-whole")["spec"]["extendedResourceName"],
         "nvidia.com/gpu"

@@ -4,6 +4,7 @@ use std::{
     collections::BTreeSet,
     fs,
     io::{BufRead, BufReader},
+    path::Path,
     process::{Child, Command, Stdio},
     sync::OnceLock,
     time::{Duration, Instant},
@@ -22,6 +23,8 @@ use crate::support::{
 /// The variable that makes this test's program the driver: the directory of the node.
 const NODE: &str = "GPUMUX_TEST_NODE";
 const URI: &str = "GPUMUX_TEST_URI";
+/// The runtime directory of the daemon with GPUs in MIG mode, whose instances the driver makes.
+const MIG: &str = "GPUMUX_TEST_MIG";
 /// The step after which the driver kills itself.
 const DIE_AFTER: &str = "GPUMUX_TEST_DIE_AFTER";
 /// The instance that it is: the uid of its pod.
@@ -39,6 +42,11 @@ async fn the_driver_as_a_process() {
         .unwrap();
     let mut config = config(dir.as_ref(), vec![device(0)]);
     config.places.instance = std::env::var(INSTANCE).ok();
+    if let Some(runtime_dir) = std::env::var_os(MIG) {
+        config.inventory = gpumux_dra::inventory::Inventory::Node;
+        config.mig_repartition = true;
+        config.runtime_dir = runtime_dir.into();
+    }
     config.after = |step| {
         if DIE.get().is_some_and(|die| *die == format!("{step:?}")) {
             rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL)
@@ -56,12 +64,23 @@ async fn the_driver_as_a_process() {
     driver.stop().await;
 }
 
-struct Driver(Child);
+pub(crate) struct Driver(Child);
 
 impl Driver {
     fn start(node: &Node, instance: &str, die_after: Option<Step>) -> Self {
+        Self::start_on(node, None, instance, die_after)
+    }
+
+    /// Where `mig` is the runtime directory of a daemon with GPUs in MIG mode, on that.
+    pub(crate) fn start_on(
+        node: &Node,
+        mig: Option<&Path>,
+        instance: &str,
+        die_after: Option<Step>,
+    ) -> Self {
         let mut child = Command::new(std::env::current_exe().unwrap())
             .args(["--exact", "crash::the_driver_as_a_process", "--nocapture"])
+            .envs(mig.map(|dir| (MIG, dir)))
             .env(NODE, node.dir.path())
             .env(URI, &node.api.uri)
             .env(INSTANCE, instance)
@@ -85,11 +104,11 @@ impl Driver {
         Self(child)
     }
 
-    async fn kubelet(&self, node: &Node) -> Kubelet {
+    pub(crate) async fn kubelet(&self, node: &Node) -> Kubelet {
         Kubelet::register(&node.path("plugins_registry")).await
     }
 
-    fn died(mut self) {
+    pub(crate) fn died(mut self) {
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(self.0.wait().unwrap().signal(), Some(9));
     }

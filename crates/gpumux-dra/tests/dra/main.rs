@@ -6,6 +6,7 @@ mod cluster;
 mod containers;
 mod crash;
 mod extender;
+mod mig;
 mod node;
 mod partition;
 mod policies;

@@ -15,7 +15,7 @@ use promql_parser::{
 use serde_json::{Value, json};
 
 use crate::{
-    chart::{documents, render, render_with},
+    chart::{documents, render_with},
     support::node::device,
 };
 
@@ -392,9 +392,26 @@ fn each_class_selects_its_devices() {
         name: "node1".into(),
         uid: "u".into(),
     };
-    let published = slices::build(&node, &[device(0)], 1);
+    let place = gpumux_dra::mig::Place {
+        gpu: "GPU-1".into(),
+        profile: "1g.10gb".into(),
+        start: 3,
+        memory_slices: 1,
+    };
+    let made = gpumux_dra::device::Device {
+        name: "gpu-1-mig-1g-10gb-at-3".into(),
+        offer: Some(gpumux_dra::mig::Offer {
+            place,
+            slices: 1,
+            slices_free: 7,
+            most: 7,
+            recorded: false,
+        }),
+        ..device(1)
+    };
+    let published = slices::build(&node, &[device(0), made], 1);
     let selected = |class: &str| -> Vec<String> {
-        let objects = render();
+        let objects = render_with(&json!({"mig": {"repartition": true}}));
         let class = objects
             .iter()
             .find(|object| object["kind"] == "DeviceClass" && object["metadata"]["name"] == class)
@@ -405,7 +422,9 @@ fn each_class_selects_its_devices() {
         let good = |device: &&k8s_openapi::api::resource::v1::Device| {
             let mut context = context();
             let shared = device.allow_multiple_allocations.unwrap_or(false);
-            let seen = json!({"driver": gpumux_dra::DRIVER, "allowMultipleAllocations": shared});
+            let attributes = serde_json::to_value(&device.attributes).unwrap();
+            let seen = json!({"driver": gpumux_dra::DRIVER, "allowMultipleAllocations": shared,
+                "attributes": {gpumux_dra::DRIVER: attributes}});
             context.add_variable_from_value("device", read(&seen));
             let selectors = class["spec"]["selectors"].as_array().unwrap();
             selectors
@@ -420,6 +439,7 @@ fn each_class_selects_its_devices() {
     assert_eq!(selected("gpumux-guaranteed"), ["gpu-0"]);
     assert_eq!(selected("gpumux-preemptible"), ["gpu-0"]);
     assert_eq!(selected("gpumux-whole"), ["gpu-0-whole"]);
+    assert_eq!(selected("gpumux-mig"), ["gpu-1-mig-1g-10gb-at-3"]);
 }
 
 /// The series that a query reads.

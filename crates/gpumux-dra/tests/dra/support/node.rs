@@ -35,6 +35,7 @@ pub fn device(minor: u32) -> Device {
         context_bytes: 544 << 20,
         minor: Some(minor),
         mig: None,
+        offer: None,
         emulated: false,
         fault: None,
         evict: false,
@@ -83,6 +84,7 @@ pub fn config(dir: &Path, devices: Vec<Device>) -> Config {
             ..Default::default()
         },
         inventory: Inventory::Fixed(devices),
+        mig_repartition: false,
         metrics: "127.0.0.1:0".parse().unwrap(),
         metrics_authenticate: false,
         after: |_: Step| {},

@@ -122,8 +122,16 @@ impl Scheduler {
         wanted: &Value,
     ) -> Option<BTreeMap<String, u64>> {
         let shared = device.allow_multiple_allocations == Some(true);
-        let whole = wanted["deviceClassName"].as_str()?.ends_with("whole");
-        if shared == whole
+        let class = wanted["deviceClassName"].as_str()?;
+        let profile = device.attributes.as_ref()?.get("profile");
+        let selected = match class {
+            // A selector names the profile in quotes.
+            "gpumux-mig" => profile
+                .and_then(|it| it.string.as_ref())
+                .is_some_and(|it| wanted["selectors"].to_string().contains(&format!("'{it}'"))),
+            _ => profile.is_none() && shared != class.ends_with("whole"),
+        };
+        if !selected
             || device
                 .taints
                 .iter()
