@@ -31,17 +31,19 @@ pub enum Inventory {
     Fixed(Vec<Device>),
 }
 
-/// Follows the devices. The first look is done when this returns. `makes`: where it is recorded which MIG instances were made for
-/// claims; none: none is made.
+/// Follows the devices. The first look is done when this returns. `records` names the MIG instances that were made for claims;
+/// `makes`: further ones may be.
 pub async fn watch(
     inventory: Inventory,
     daemon: Daemon,
-    makes: Option<Store>,
+    records: Option<Store>,
+    makes: bool,
 ) -> watch::Receiver<Arc<Vec<Device>>> {
     if let Inventory::Fixed(devices) = inventory {
         return fixed(devices);
     }
     let mut looker = Looker {
+        records,
         makes,
         ..Looker::default()
     };
@@ -86,7 +88,8 @@ struct Looker {
     faults: HashMap<String, Instant>,
     last: Vec<Device>,
     gpus: Vec<types::MigGpu>,
-    makes: Option<Store>,
+    records: Option<Store>,
+    makes: bool,
 }
 
 /// What one look shows.
@@ -101,25 +104,20 @@ struct Seen {
 
 impl Looker {
     async fn see(&mut self, daemon: &Daemon) -> Result<Seen, String> {
-        let Some(makes) = &self.makes else {
-            let known = daemon.devices().await.map_err(|error| error.to_string())?;
-            return Ok(Seen {
-                known,
-                gpus: Vec::new(),
-                trouble: None,
-                own: BTreeSet::new(),
-            });
+        let records = self.records.clone();
+        let own = || match &records {
+            Some(records) => recorded(records).map_err(|error| error.to_string()),
+            None => Ok(BTreeSet::new()),
         };
-        let own = || recorded(makes).map_err(|error| error.to_string());
         // Before and after: an instance that is made or removed meanwhile is the claim's in either listing.
         let before = own()?;
-        let trouble = match daemon.mig_gpus().await {
-            Ok(gpus) => {
-                self.gpus = gpus;
-                None
+        let mut trouble = None;
+        if self.makes || !before.is_empty() {
+            match daemon.mig_gpus().await {
+                Ok(gpus) => self.gpus = gpus,
+                Err(error) => trouble = Some(error.to_string()),
             }
-            Err(error) => Some(error.to_string()),
-        };
+        }
         let known = daemon.devices().await.map_err(|error| error.to_string())?;
         let after = own()?;
         Ok(Seen {
@@ -133,6 +131,7 @@ impl Looker {
     async fn look(&mut self, daemon: &Daemon) {
         match self.see(daemon).await {
             Ok(seen) => {
+                let makes = self.makes;
                 let made = seen.gpus.iter().flat_map(|gpu| {
                     let own = |it: &&types::MigInstance| seen.own.contains(&Place::of(gpu, it));
                     let instances = gpu.instances.iter().filter(own);
@@ -147,7 +146,10 @@ impl Looker {
                     .filter(|it| it.memory_bytes > 0 && !made.contains(&*it.uuid));
                 let mut all: Vec<Device> = known.map(|device| self.join(device)).collect();
                 for gpu in &seen.gpus {
-                    for (offer, profile) in mig::offers(gpu, &seen.own) {
+                    let offers = mig::offers(gpu, &seen.own).into_iter();
+                    // Where none is made any more, claims keep what they have.
+                    let offers = offers.filter(|it| makes || seen.own.contains(&it.0.place));
+                    for (offer, profile) in offers {
                         all.push(self.offered(gpu, offer, profile, &seen));
                     }
                 }

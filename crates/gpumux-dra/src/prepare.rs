@@ -632,7 +632,7 @@ fn has_lost(record: &Record, gpus: &[MigGpu]) -> bool {
     })
 }
 
-/// Whether the daemon says that it made nothing.
+/// Whether the daemon reports that it made nothing.
 fn is_refused(error: &PrepareError) -> bool {
     matches!(
         error,

@@ -233,11 +233,11 @@ pub fn slices_json(config: Config) -> Result<String, Error> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()?;
-    let makes = config.mig_repartition.then_some(&config.state_dir);
-    let makes = makes.map(Store::open).transpose()?;
+    let (state_dir, makes) = (&config.state_dir, config.mig_repartition);
+    let records = makes.then(|| Store::open(state_dir)).transpose()?;
     let devices = runtime.block_on(async {
         let daemon = Daemon::new(&config.runtime_dir);
-        let devices = inventory::watch(config.inventory, daemon, makes).await;
+        let devices = inventory::watch(config.inventory, daemon, records, makes).await;
         Arc::clone(&devices.borrow())
     });
     if devices.is_empty() {
@@ -294,8 +294,8 @@ impl Driver {
 pub async fn start(config: Config, client: kube::Client) -> Result<Driver, Error> {
     let daemon = Daemon::new(&config.runtime_dir);
     let store = Store::open(&config.state_dir)?;
-    let makes = config.mig_repartition.then(|| store.clone());
-    let devices = inventory::watch(config.inventory, daemon.clone(), makes).await;
+    let (records, makes) = (Some(store.clone()), config.mig_repartition);
+    let devices = inventory::watch(config.inventory, daemon.clone(), records, makes).await;
     let (news, heard) = mpsc::unbounded_channel();
     let engine = Engine {
         node: config.node.clone(),

@@ -212,7 +212,7 @@ pub struct MigGpu {
     pub hardware: Hardware,
     /// All profiles of GPU instances.
     pub profiles: Vec<MigProfile>,
-    /// The GPU instances that it has, whoever made them.
+    /// All GPU instances that it has.
     pub instances: Vec<MigInstance>,
 }
 

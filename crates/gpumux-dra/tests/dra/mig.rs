@@ -191,7 +191,7 @@ async fn instances_of_others_are_offered_as_they_are_and_stay() {
     for claim in [&own, &share] {
         kubelet.unprepare_one(claim).await.unwrap();
     }
-    assert_eq!(instances(&node).await, [theirs.clone()]);
+    assert_eq!(instances(&node).await, std::slice::from_ref(&theirs));
 
     // Someone is faster than the kubelet: the claim waits, and theirs is not touched.
     let late = claim(&mut node, "late", "1g.10gb");
@@ -240,8 +240,11 @@ async fn instance_that_others_made_meanwhile_is_not_taken() {
                 // Only the first time there is room.
                 let _ = daemon.make_mig(&new).await;
             };
-            let runtime = tokio::runtime::Builder::new_current_thread();
-            let run = || { runtime }.enable_all().build().unwrap().block_on(make());
+            let run = move || {
+                let mut runtime = tokio::runtime::Builder::new_current_thread();
+                let runtime = runtime.enable_all().build().unwrap();
+                runtime.block_on(make());
+            };
             std::thread::spawn(run).join().unwrap();
         },
         ..config(&machine, &node)
@@ -346,7 +349,11 @@ async fn driver_killed_after_any_step_leaves_no_instance() {
             assert_eq!(tenant.may_use, [own.compute_instances[0].device.clone()]);
         }
         kubelet.unprepare_one(&claim).await.unwrap();
-        assert_eq!(instances(&node).await, [theirs.clone()], "{step:?}");
+        assert_eq!(
+            instances(&node).await,
+            std::slice::from_ref(&theirs),
+            "{step:?}"
+        );
         assert_eq!(node.records(), 0, "{step:?}");
         assert!(node.tenant(&claim).await.is_none(), "{step:?}");
         node.scheduler = free.clone();
@@ -404,7 +411,7 @@ async fn daemon_killed_while_it_makes_an_instance_is_asked_again() {
     driver.stop().await;
 }
 
-/// The daemon says that nothing was made: nothing is recorded, and the claim can be prepared again.
+/// The daemon reports that nothing was made: nothing is recorded, and the claim can be prepared again.
 #[tokio::test(flavor = "multi_thread")]
 async fn instance_that_the_driver_refuses_leaves_nothing() {
     for call in [
@@ -472,4 +479,31 @@ async fn no_instance_is_made_unless_that_is_switched_on() {
     driver.stop().await;
     let slices: Value = serde_json::to_value(node.api.slices()).unwrap();
     assert!(!slices.to_string().contains("memory-slice"), "{slices}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn claims_keep_their_instances_when_it_is_switched_off() {
+    let (machine, mut node) = machine(&[]).await;
+    let (driver, kubelet) = driver(&machine, &node).await;
+    let claim = claim(&mut node, "a", "1g.10gb");
+    kubelet.prepare_one(&claim).await.unwrap();
+    let made = instances(&node).await;
+    driver.stop().await;
+    let config = Config {
+        mig_repartition: false,
+        ..config(&machine, &node)
+    };
+    let registry = config.places.registry.clone();
+    let driver = start(config, node.api.client.clone()).await.unwrap();
+    let kubelet = Kubelet::register(&registry).await;
+    // Nobody else is offered what it has.
+    until("other slices", async || {
+        published(&node) == [allocated(&node, &claim)]
+    })
+    .await;
+    kubelet.prepare_one(&claim).await.unwrap();
+    assert_eq!(instances(&node).await, made);
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert_eq!(instances(&node).await, []);
+    driver.stop().await;
 }
