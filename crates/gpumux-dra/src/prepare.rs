@@ -30,7 +30,7 @@ use crate::{
 const API_PATIENCE: Duration = Duration::from_secs(15);
 
 /// A point between two steps, in their order.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Step {
     /// The claim was fetched and found good.
     Fetched,
@@ -225,12 +225,12 @@ impl Engine {
         })
         .await??;
         (self.after)(Step::Recorded);
+        self.make_instances(record, resumed).await?;
+        (self.after)(Step::Partitioned);
         if has_offers(record) {
-            self.make_instances(record, resumed).await?;
-            (self.after)(Step::Partitioned);
             self.write(record).await?;
-            (self.after)(Step::Named);
         }
+        (self.after)(Step::Named);
         for (index, environment) in self.make_tenants(record, resumed).await? {
             if let Some(tenant) = record.tenants.get_mut(index) {
                 tenant.environment = environment;
@@ -276,8 +276,8 @@ impl Engine {
         (self.after)(Step::Untenanted);
         if has_offers(record) {
             self.remove_instances(record).await?;
-            (self.after)(Step::Unpartitioned);
         }
+        (self.after)(Step::Unpartitioned);
         let (store, uid) = (self.store.clone(), record.claim.uid.clone());
         tokio::task::spawn_blocking(move || {
             store.remove(&uid)?;

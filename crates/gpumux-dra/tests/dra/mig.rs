@@ -320,10 +320,7 @@ async fn driver_killed_after_any_step_leaves_no_instance() {
     drop(first);
     let free = node.scheduler.clone();
     for (round, step) in Step::ALL.into_iter().enumerate() {
-        let going = matches!(
-            step,
-            Step::Undescribed | Step::Untenanted | Step::Unpartitioned | Step::Forgotten
-        );
+        let going = step >= Step::Undescribed;
         let claim = claim(&mut node, &format!("claim{round}"), "2g.20gb");
         if going {
             let driver = Driver::start_on(&node, Some(&dir), "pod-a", None);

@@ -192,7 +192,11 @@ fn impossible_claims_are_refused_with_the_reason() {
         ),
         (
             exactly("gpumux-whole", json!({"memory": "4Gi"})),
-            Some("gives a whole GPU"),
+            Some("give a whole device"),
+        ),
+        (
+            exactly("gpumux-mig", json!({"memory": "4Gi"})),
+            Some("give a whole device"),
         ),
         (exactly("gpumux-250", json!({"compute": "250"})), None),
         (
@@ -210,7 +214,7 @@ fn impossible_claims_are_refused_with_the_reason() {
         ),
         (
             either("gpumux-whole", json!({"memory": "4Gi"})),
-            Some("gives a whole GPU"),
+            Some("give a whole device"),
         ),
         (
             with(json!({"class": "latency", "burst": 0, "weight": 2})),

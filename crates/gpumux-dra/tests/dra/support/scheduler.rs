@@ -123,7 +123,7 @@ impl Scheduler {
     ) -> Option<BTreeMap<String, u64>> {
         let shared = device.allow_multiple_allocations == Some(true);
         let class = wanted["deviceClassName"].as_str()?;
-        let profile = device.attributes.as_ref()?.get("profile");
+        let profile = device.attributes.as_ref().and_then(|it| it.get("profile"));
         let selected = match class {
             // A selector names the profile in quotes.
             "gpumux-mig" => profile
