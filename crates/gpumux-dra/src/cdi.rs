@@ -96,6 +96,13 @@ struct Edits {
 struct Node {
     path: String,
     host_path: String,
+    /// With these the runtime makes the node, also where the host has none.
+    #[serde(rename = "type", default, skip_serializing_if = "Option::is_none")]
+    kind: Option<String>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    major: Option<i64>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    minor: Option<i64>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -274,10 +281,7 @@ fn edits(
             // The kernel driver's files are the same in every container's /proc.
             let capabilities = device::capability_nodes(&host.root, minor, mig)
                 .or_else(|_| device::capability_nodes(Path::new("/"), minor, mig))?;
-            let paths = capabilities.iter().map(PathBuf::from);
-            edits
-                .device_nodes
-                .extend(paths.map(|path| node(&path, &path)));
+            edits.device_nodes.extend(capabilities.map(capability));
         }
     }
     Ok(edits)
@@ -333,6 +337,21 @@ fn node(path: &Path, host_path: &Path) -> Node {
     Node {
         path: path.display().to_string(),
         host_path: host_path.display().to_string(),
+        kind: None,
+        major: None,
+        minor: None,
+    }
+}
+
+/// The node of an instance. The host may not have it yet where the instance was just made.
+fn capability(it: device::Capability) -> Node {
+    let (major, minor) = it.numbers;
+    let path = Path::new(&it.path);
+    Node {
+        kind: major.map(|_| "c".to_owned()),
+        major,
+        minor: major.map(|_| minor),
+        ..node(path, path)
     }
 }
 
@@ -502,6 +521,22 @@ mod tests {
             ["/dev/nvidia0", "/dev/nvidiactl", "/dev/nvidia-uvm"]
         );
         assert_eq!(nodes[3..], capabilities);
+        let numbers = |record: &Record| {
+            let nodes = of(record).unwrap().device_nodes.into_iter().skip(3);
+            nodes
+                .map(|n| (n.kind, n.major, n.minor))
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(numbers(&record), [(None, None, None), (None, None, None)]);
+        let drivers =
+            "Character devices:\n  1 mem\n235 nvidia-caps-imex-channels\n236 nvidia-caps\n";
+        fs::write(dir.path().join("proc/devices"), drivers).unwrap();
+        let c = Some("c".to_owned());
+        let expected = [(c.clone(), Some(236), Some(30)), (c, Some(236), Some(31))];
+        assert_eq!(numbers(&record), expected);
+        let cdi = dir.path().join("cdi");
+        write(&cdi, &host, &record).unwrap();
+        container_device_interface::spec::read_spec(&path(&cdi, "0b1c"), 0).expect("valid CDI");
         assert!(found.env.contains(&"CUDA_VISIBLE_DEVICES=MIG-1".to_owned()));
         fs::remove_dir_all(instance).unwrap();
         assert!(

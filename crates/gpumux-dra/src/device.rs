@@ -112,16 +112,32 @@ pub fn name(minor: Option<u32>, mig: Option<Mig>, uuid: &str) -> String {
     }
 }
 
+/// A device node that allows the use of a GPU instance or a compute instance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Capability {
+    /// Where programs look for it.
+    pub path: String,
+    /// Its numbers, with which it can be made where the host has none yet, as of an instance that has just been made. The first is
+    /// missing on kernels that name no such driver.
+    pub numbers: (Option<i64>, i64),
+}
+
 /// The device nodes that allow the use of a MIG instance, beside those of its GPU: one for each of the two instances,
 /// numbered by the kernel driver in `/proc/driver/nvidia/capabilities`.
 ///
 /// # Errors
 /// The instance is gone, or the driver's files are not what they were.
-pub fn capability_nodes(root: &Path, minor: u32, mig: Mig) -> io::Result<[String; 2]> {
+pub fn capability_nodes(root: &Path, minor: u32, mig: Mig) -> io::Result<[Capability; 2]> {
     let gpu = root.join(format!(
         "proc/driver/nvidia/capabilities/gpu{minor}/mig/gi{}",
         mig.gpu_instance
     ));
+    let drivers = std::fs::read_to_string(root.join("proc/devices")).unwrap_or_default();
+    let of_driver = |line: &str| {
+        let (number, name) = line.trim().split_once(' ')?;
+        (name == "nvidia-caps").then(|| number.parse().ok())?
+    };
+    let major: Option<i64> = drivers.lines().find_map(of_driver);
     let node = |path: PathBuf| {
         let text = std::fs::read_to_string(&path)?;
         let number = text
@@ -130,7 +146,10 @@ pub fn capability_nodes(root: &Path, minor: u32, mig: Mig) -> io::Result<[String
         let number: u32 = number
             .and_then(|number| number.trim().parse().ok())
             .ok_or_else(|| io::Error::other(format!("{} names no device node", path.display())))?;
-        Ok::<_, io::Error>(format!("/dev/nvidia-caps/nvidia-cap{number}"))
+        Ok::<_, io::Error>(Capability {
+            path: format!("/dev/nvidia-caps/nvidia-cap{number}"),
+            numbers: (major, number.into()),
+        })
     };
     let compute = gpu.join(format!("ci{}/access", mig.compute_instance));
     Ok([node(gpu.join("access"))?, node(compute)?])

@@ -218,3 +218,31 @@ fn guarantee_holds_on_a_device_that_is_reported_later() {
     world.run_for(Micros::from_secs(4));
     assert_eq!(world.grants.get(&(owner, 7)), Some(&(60 * GIB)));
 }
+
+/// A MIG instance that was removed while a process still reports memory there: that stays accounted for until the process has ended.
+#[test]
+fn device_that_is_gone_is_accounted_for_while_it_is_used() {
+    let mut world = World::new(CAPACITY);
+    world.tenant(1, Class::Batch, 0);
+    world.allocate(1, 10 * GIB);
+    let gone = || Event::DeviceGone(DEVICE.to_owned());
+    world.event(gone());
+    let resident = |world: &World| {
+        let lines = world.broker.lines();
+        let line = lines.first()?;
+        line.entries
+            .iter()
+            .map(|(_, entry)| entry.holding.resident())
+            .next()
+    };
+    assert_eq!(resident(&world), Some(10 * GIB));
+    world.kill(1);
+    world.event(gone());
+    assert!(world.broker.lines().is_empty());
+    // It comes back as any new one.
+    world.measure();
+    assert_eq!(
+        world.broker.lines()[0].free,
+        CAPACITY - world.broker.lines()[0].occupied
+    );
+}
