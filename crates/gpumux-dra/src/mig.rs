@@ -130,6 +130,9 @@ pub fn next(place: &Place, recorded: bool, gpus: &[MigGpu]) -> Next {
     if let Some(there) = at(place, gpus).filter(|_| recorded) {
         return match &there.compute_instances[..] {
             [] => Next::Remake(there.gpu_instance),
+            [one] if one.device.is_empty() => Next::Blocked(format!(
+                "NVML does not list the compute instance of {place} as a device: try again"
+            )),
             [one] => Next::Use(there.gpu_instance, one.clone()),
             several => Next::Blocked(format!(
                 "{place} has {} compute instances, which the driver did not make: remove them first",
@@ -153,7 +156,7 @@ pub fn removal(offer: &Offer, device: &str, gpus: &[MigGpu]) -> Option<(u32, Opt
     let there = at(&offer.place, gpus).filter(|_| offer.recorded)?;
     match &there.compute_instances[..] {
         [] => Some((there.gpu_instance, None)),
-        [one] if device.is_empty() || one.device == device => {
+        [one] if device.is_empty() || one.device.is_empty() || one.device == device => {
             Some((there.gpu_instance, Some(one.device.clone())))
         }
         _ => None,

@@ -379,7 +379,8 @@ impl Engine {
                 (made.gpu_instance, made.compute_instances.into_iter().next())
             }
         };
-        let none = || PrepareError::Blocked(format!("{place} has no compute instance"));
+        let none = || PrepareError::Blocked(format!("NVML lists no device of {place}"));
+        let compute = compute.filter(|it| !it.device.is_empty());
         let compute = compute.ok_or_else(none)?;
         let numbers = Mig {
             gpu_instance,

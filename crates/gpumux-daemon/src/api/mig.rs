@@ -80,7 +80,8 @@ pub(super) async fn make(
             start = new.start,
             "made a MIG instance"
         );
-        for it in &made.compute_instances {
+        let devices = made.compute_instances.iter();
+        for it in devices.filter(|it| !it.device.is_empty()) {
             api.until_listed(&it.device, true).await?;
         }
         Ok::<_, Refused>(made)

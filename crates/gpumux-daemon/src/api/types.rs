@@ -257,7 +257,7 @@ pub struct MigInstance {
 pub struct MigCompute {
     /// The driver's number of it.
     pub compute_instance: u32,
-    /// Its UUID as a device.
+    /// Its UUID as a device; empty while NVML lists it as none.
     pub device: String,
 }
 

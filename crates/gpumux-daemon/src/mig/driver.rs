@@ -17,7 +17,7 @@ use nvml_wrapper_sys::bindings::{
 
 use super::MigError;
 use crate::{
-    api::types::{MigCompute, MigGpu, MigInstance, MigProfile},
+    api::types::{Mig, MigCompute, MigGpu, MigInstance, MigProfile},
     devices,
 };
 
@@ -132,6 +132,9 @@ impl Driver {
                 Err(MigError::Nvml { .. }) => continue,
                 Err(error) => return Err(error),
             }
+            if profiles.iter().any(|it: &MigProfile| it.id == info.id) {
+                continue;
+            }
             let mut count = 0;
             call!(
                 self,
@@ -206,13 +209,24 @@ impl Driver {
         for profile in profiles {
             for handle in self.handles(gpu, profile.id)? {
                 let info = self.info(handle)?;
-                let own = numbered.iter().filter(|(it, _)| it.gpu_instance == info.id);
-                let mut compute_instances: Vec<MigCompute> = own
-                    .map(|(it, device)| MigCompute {
-                        compute_instance: it.compute_instance,
-                        device: device.clone(),
-                    })
-                    .collect();
+                let mut compute_instances = Vec::new();
+                for compute in self.computes(handle)? {
+                    let mut found = nvmlComputeInstanceInfo_t::zeroed();
+                    call!(
+                        self,
+                        "describe a compute instance",
+                        nvmlComputeInstanceGetInfo_v2(compute, &mut found)
+                    )?;
+                    let numbers = Mig {
+                        gpu_instance: info.id,
+                        compute_instance: found.id,
+                    };
+                    let device = numbered.iter().find(|(it, _)| *it == numbers);
+                    compute_instances.push(MigCompute {
+                        compute_instance: found.id,
+                        device: device.map_or_else(String::new, |it| it.1.clone()),
+                    });
+                }
                 compute_instances.sort_by_key(|it| it.compute_instance);
                 all.push(MigInstance {
                     gpu_instance: info.id,

@@ -122,17 +122,25 @@ fn instance_is_a_claims_only_if_its_record_named_the_place_before() {
     };
     assert!(why.contains("1g.10gb at memory slice 0 of GPU-"), "{why}");
     assert!(why.contains("GPU instance 0 (1g.10gb at 0)"), "{why}");
-    // Someone divided it: it is not used, and not removed.
-    make_compute(&mut gpus[0], id);
+    // NVML may list it as a device later.
+    let listed = std::mem::take(&mut gpus[0].instances[0].compute_instances[0].device);
     assert!(matches!(next(&place, true, &gpus), Next::Blocked(_)));
-    let offer = Offer {
+    let claims = Offer {
         recorded: true,
         ..offers(&gpu(0), &BTreeSet::new())[0].0.clone()
     };
-    assert_eq!(removal(&offer, "", &gpus), None);
+    assert_eq!(
+        removal(&claims, &listed, &gpus),
+        Some((id, Some(String::new())))
+    );
+    gpus[0].instances[0].compute_instances[0].device = listed;
+    // Someone divided it: it is not used, and not removed.
+    make_compute(&mut gpus[0], id);
+    assert!(matches!(next(&place, true, &gpus), Next::Blocked(_)));
+    assert_eq!(removal(&claims, "", &gpus), None);
     // The GPU is not in MIG mode any more.
     assert!(matches!(next(&place, true, &[]), Next::Blocked(_)));
-    assert_eq!(removal(&offer, "", &[]), None);
+    assert_eq!(removal(&claims, "", &[]), None);
 }
 
 /// What the driver remembers of a claim.
