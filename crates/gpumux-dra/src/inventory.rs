@@ -88,6 +88,7 @@ struct Looker {
     faults: HashMap<String, Instant>,
     last: Vec<Device>,
     gpus: Vec<types::MigGpu>,
+    trouble: Option<String>,
     records: Option<Store>,
     makes: bool,
 }
@@ -117,6 +118,10 @@ impl Looker {
                 Ok(gpus) => self.gpus = gpus,
                 Err(error) => trouble = Some(error.to_string()),
             }
+            if let Some(error) = trouble.as_ref().filter(|_| trouble != self.trouble) {
+                tracing::warn!(error, "no MIG instance is made for new claims here");
+            }
+            self.trouble.clone_from(&trouble);
         }
         let known = daemon.devices().await.map_err(|error| error.to_string())?;
         let after = own()?;

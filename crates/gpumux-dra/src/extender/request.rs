@@ -36,7 +36,8 @@ pub(super) struct Class {
 
 impl Class {
     /// None of another driver. Selectors are programs: a class counts as the driver's if one of them names it, and as one of whole GPUs
-    /// if one excludes devices that are shared, as the chart's do. A mistake costs a worse order of nodes.
+    /// if one excludes devices that are shared, as the chart's do. A mistake costs a worse order of nodes. None of MIG instances that are
+    /// made for claims either: they are no part of the GPUs that are packed.
     pub(super) fn of(class: &DeviceClass) -> Option<Self> {
         let spec = &class.spec;
         let expressions = || {
@@ -47,6 +48,11 @@ impl Class {
         let configured = configured.filter_map(|config| config.opaque.as_ref());
         let ours = expressions().any(|text| text.contains(DRIVER))
             || configured.into_iter().any(|opaque| opaque.driver == DRIVER);
+        let made = |text: &str| {
+            text.replace("!(\"profile\" in", "")
+                .contains("\"profile\" in")
+        };
+        let ours = ours && !expressions().any(made);
         ours.then(|| Self {
             whole: expressions().any(|text| text.contains("!device.allowMultipleAllocations")),
             resource: spec.extended_resource_name.clone(),
@@ -270,5 +276,26 @@ impl Asked {
             (first.cpu_milli, first.memory_mib) = (self.cpu_milli, self.memory_mib);
         }
         demands
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn class_of_instances_made_for_claims_packs_no_gpus() {
+        let class = |expression: &str| {
+            let spec = serde_json::json!({"metadata": {"name": "c"},
+                "spec": {"selectors": [{"cel": {"expression": expression}}]}});
+            Class::of(&serde_json::from_value(spec).unwrap())
+        };
+        let own = "device.driver == \"gpumux.dev\"";
+        let profile = "(\"profile\" in device.attributes[\"gpumux.dev\"])";
+        let whole = format!("{own} && !device.allowMultipleAllocations && !{profile}");
+        assert!(class(&whole).unwrap().whole);
+        assert!(!class(own).unwrap().whole);
+        let made = profile.trim_matches(['(', ')']);
+        assert_eq!(class(&format!("{own} && {made}")), None);
     }
 }

@@ -408,6 +408,26 @@ async fn daemon_killed_while_it_makes_an_instance_is_asked_again() {
     driver.stop().await;
 }
 
+/// The compute instance is gone, and its GPU instance is not.
+#[tokio::test(flavor = "multi_thread")]
+async fn daemon_killed_while_it_removes_an_instance_is_asked_again() {
+    let fault = "kill@1:nvmlGpuInstanceDestroy";
+    let (mut machine, mut node) = machine(&[("GPUMUX_EMU_FAULT", fault)]).await;
+    let (driver, kubelet) = driver(&machine, &node).await;
+    let claim = claim(&mut node, "a", "2g.20gb");
+    kubelet.prepare_one(&claim).await.unwrap();
+    kubelet.unprepare_one(&claim).await.unwrap_err();
+    machine.await_daemons_end();
+    machine.set_variable("GPUMUX_EMU_FAULT", "");
+    machine.start_daemon();
+    let half = instances(&node).await;
+    assert_eq!((half.len(), half[0].compute_instances.len()), (1, 0));
+    assert_eq!(node.records(), 1);
+    kubelet.unprepare_one(&claim).await.unwrap();
+    assert_eq!((instances(&node).await.len(), node.records()), (0, 0));
+    driver.stop().await;
+}
+
 /// The daemon reports that nothing was made: nothing is recorded, and the claim can be prepared again.
 #[tokio::test(flavor = "multi_thread")]
 async fn instance_that_the_driver_refuses_leaves_nothing() {
