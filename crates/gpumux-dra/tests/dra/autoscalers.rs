@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use crate::{
     chart::documents,
-    policies::{series, types, under},
+    queries::{series, types, under},
 };
 
 /// What engines and tools export themselves.

@@ -10,6 +10,7 @@ mod mig;
 mod node;
 mod partition;
 mod policies;
+mod queries;
 mod recordings;
 mod scale;
 #[allow(unreachable_pub)]

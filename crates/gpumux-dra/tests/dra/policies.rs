@@ -1,23 +1,13 @@
-//! What is written in other languages, evaluated: the chart's CEL expressions on good and bad objects, and the book's PromQL.
+//! The chart's CEL expressions, evaluated on good and bad objects.
 
-use std::{
-    collections::{BTreeSet, HashMap},
-    sync::Arc,
-};
+use std::{collections::HashMap, sync::Arc};
 
 use cel::{Context, Env, extractors::This};
-use gpumux_dra::{metrics, quantity, slices};
+use gpumux_dra::{quantity, slices};
 use k8s_openapi::apimachinery::pkg::api::resource::Quantity;
-use promql_parser::{
-    parser::{self, Expr},
-    util::{ExprVisitor, walk_expr},
-};
 use serde_json::{Value, json};
 
-use crate::{
-    chart::{documents, render_with},
-    support::node::device,
-};
+use crate::{chart::render_with, support::node::device};
 
 /// CEL as the API server extends it, as far as the chart uses it.
 fn context() -> Context<'static, 'static> {
@@ -444,87 +434,4 @@ fn each_class_selects_its_devices() {
     assert_eq!(selected("gpumux-preemptible"), ["gpu-0"]);
     assert_eq!(selected("gpumux-whole"), ["gpu-0-whole"]);
     assert_eq!(selected("gpumux-mig"), ["gpu-1-mig-1g-10gb-at-3"]);
-}
-
-/// The series that a query reads.
-#[derive(Default)]
-struct Names(BTreeSet<String>);
-
-impl ExprVisitor for Names {
-    type Error = ();
-
-    fn pre_visit(&mut self, expression: &Expr) -> Result<bool, ()> {
-        match expression {
-            Expr::VectorSelector(selector) => self.0.extend(selector.name.clone()),
-            Expr::MatrixSelector(selector) => self.0.extend(selector.vs.name.clone()),
-            _ => {}
-        }
-        Ok(true)
-    }
-}
-
-/// The fenced blocks of the chapter on Kubernetes in a language.
-fn blocks(language: &str) -> Vec<&'static str> {
-    let text = include_str!("../../../../docs/kubernetes.md");
-    let fence = format!("```{language}\n");
-    let blocks = text.split(fence.as_str()).skip(1);
-    blocks
-        .map(|rest| rest.split("```").next().unwrap())
-        .collect()
-}
-
-/// Everything under this key somewhere in an object.
-pub(crate) fn under<'a>(object: &'a Value, key: &str) -> Vec<&'a str> {
-    match object {
-        Value::Object(map) => {
-            let own = map.get(key).and_then(Value::as_str);
-            own.into_iter()
-                .chain(map.values().flat_map(|value| under(value, key)))
-                .collect()
-        }
-        Value::Array(items) => items.iter().flat_map(|item| under(item, key)).collect(),
-        _ => Vec::new(),
-    }
-}
-
-/// The families of a scrape.
-pub(crate) fn types(text: &str) -> BTreeSet<&str> {
-    text.lines()
-        .filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next())
-        .collect()
-}
-
-#[test]
-fn the_books_queries_are_promql_on_series_that_there_are() {
-    let text = metrics::render(&metrics::Facts::default());
-    let there = types(&text);
-    let objects: Vec<_> = blocks("yaml").into_iter().flat_map(documents).collect();
-    let mut queries: Vec<String> = blocks("promql").into_iter().map(str::to_owned).collect();
-    for key in ["query", "metricsQuery", "seriesQuery"] {
-        queries.extend(
-            objects
-                .iter()
-                .flat_map(|object| under(object, key))
-                .map(str::to_owned),
-        );
-    }
-    assert_eq!(queries.len(), 5);
-    for query in queries {
-        for name in series(&query) {
-            assert!(there.contains(name.as_str()), "{query}: there is no {name}");
-        }
-    }
-}
-
-/// The series that a query in PromQL reads.
-pub(crate) fn series(query: &str) -> BTreeSet<String> {
-    // What the adapter for Prometheus puts there.
-    let query = query
-        .replace("<<.LabelMatchers>>", r#"namespace="prod""#)
-        .replace("<<.GroupBy>>", "pod");
-    let parsed = parser::parse(&query).unwrap_or_else(|error| panic!("{query}: {error}"));
-    let mut names = Names::default();
-    walk_expr(&mut names, &parsed).unwrap();
-    assert!(!names.0.is_empty(), "{query}");
-    names.0.into_iter().collect()
 }
