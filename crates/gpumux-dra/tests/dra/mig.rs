@@ -345,7 +345,7 @@ async fn claims_keep_their_instances_when_it_is_switched_off() {
     let registry = config.places.registry.clone();
     let driver = start(config, node.api.client.clone()).await.unwrap();
     let kubelet = Kubelet::register(&registry).await;
-    // Nobody else is offered what it has.
+    // No other claim is offered what it has.
     until("other slices", async || {
         published(&node) == [allocated(&node, &claim)]
     })
