@@ -321,7 +321,7 @@ fn compute_instance_that_fails_leaves_nothing() {
     assert_eq!(make(&node, gpu, "1g.20gb", 6).0, 201);
 }
 
-/// What is left behind is listed, and can be removed.
+/// The half-made instance is listed, and can be removed.
 #[test]
 fn daemon_killed_between_two_calls_leaves_what_is_listed() {
     let fault = "kill@1:nvmlGpuInstanceCreateComputeInstance";

@@ -264,10 +264,7 @@ impl Client {
     }
 
     async fn moved(&self, path: &str, body: Option<&impl Serialize>) -> Result<Bytes, ClientError> {
-        let exchange = self.exchange(Method::POST, path, body);
-        tokio::time::timeout(MOVE, exchange)
-            .await
-            .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
+        self.answer_within(MOVE, Method::POST, path, body).await
     }
 
     /// Ends a tenant that has no connected process.
@@ -426,8 +423,8 @@ impl Client {
     /// # Errors
     /// See [`ClientError`].
     pub async fn mig_gpus(&self) -> Result<Vec<MigGpu>, ClientError> {
-        let bytes = self.partition(Method::GET, "/v1/mig", None::<&()>).await?;
-        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+        let listed = self.answer_within(MIG, Method::GET, "/v1/mig", None::<&()>);
+        self.read(&listed.await?)
     }
 
     /// Makes a GPU instance with one compute instance, and returns when it can be used. For root.
@@ -435,8 +432,8 @@ impl Client {
     /// # Errors
     /// See [`ClientError`].
     pub async fn make_mig(&self, new: &NewMigInstance) -> Result<MigInstance, ClientError> {
-        let bytes = self.partition(Method::POST, "/v1/mig", Some(new)).await?;
-        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+        let made = self.answer_within(MIG, Method::POST, "/v1/mig", Some(new));
+        self.read(&made.await?)
     }
 
     /// Removes a GPU instance that has this compute instance and no other; none: that has no compute instance. For root.
@@ -451,19 +448,8 @@ impl Client {
     ) -> Result<(), ClientError> {
         let query = device.map_or_else(String::new, |it| format!("?device={}", escaped(it)));
         let path = format!("/v1/mig/{}/{gpu_instance}{query}", escaped(gpu));
-        let done = self.partition(Method::DELETE, &path, None::<&()>).await;
-        done.map(drop)
-    }
-
-    async fn partition(
-        &self,
-        method: Method,
-        path: &str,
-        body: Option<&impl Serialize>,
-    ) -> Result<Bytes, ClientError> {
-        tokio::time::timeout(MIG, self.exchange(method, path, body))
-            .await
-            .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
+        let done = self.answer_within(MIG, Method::DELETE, &path, None::<&()>);
+        done.await.map(drop)
     }
 
     async fn ask<T: DeserializeOwned>(
@@ -472,8 +458,11 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<T, ClientError> {
-        let bytes = self.answer(method, path, body).await?;
-        serde_json::from_slice(&bytes).map_err(|error| self.protocol(error))
+        self.read(&self.answer(method, path, body).await?)
+    }
+
+    fn read<T: DeserializeOwned>(&self, bytes: &[u8]) -> Result<T, ClientError> {
+        serde_json::from_slice(bytes).map_err(|error| self.protocol(error))
     }
 
     async fn answer(
@@ -482,7 +471,17 @@ impl Client {
         path: &str,
         body: Option<&impl Serialize>,
     ) -> Result<Bytes, ClientError> {
-        tokio::time::timeout(TIMEOUT, self.exchange(method, path, body))
+        self.answer_within(TIMEOUT, method, path, body).await
+    }
+
+    async fn answer_within(
+        &self,
+        time: Duration,
+        method: Method,
+        path: &str,
+        body: Option<&impl Serialize>,
+    ) -> Result<Bytes, ClientError> {
+        tokio::time::timeout(time, self.exchange(method, path, body))
             .await
             .unwrap_or_else(|_| Err(ClientError::Timeout(self.socket.clone())))
     }

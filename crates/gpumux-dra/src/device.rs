@@ -84,14 +84,16 @@ impl Device {
     }
 }
 
+/// A profile as a part of a label, such as `1g-10gb`.
+pub fn profile_name(profile: &str) -> String {
+    let parts = profile.split(|c: char| !c.is_ascii_alphanumeric());
+    let parts: Vec<&str> = parts.filter(|part| !part.is_empty()).collect();
+    parts.join("-").to_ascii_lowercase()
+}
+
 /// A label for an instance that can be made in the GPU that has this label.
 pub fn place_name(gpu: &str, profile: &str, start: u32) -> String {
-    let profile: Vec<&str> = profile
-        .split(|c: char| !c.is_ascii_alphanumeric())
-        .filter(|part| !part.is_empty())
-        .collect();
-    let profile = profile.join("-").to_ascii_lowercase();
-    format!("{gpu}-mig-{profile}-at-{start}")
+    format!("{gpu}-mig-{}-at-{start}", profile_name(profile))
 }
 
 /// A label for the device: by its numbers where it has some, else by its UUID.

@@ -417,7 +417,7 @@ impl Engine {
     }
 
     /// Gives prepared claims back what they have lost, as after a reboot: tenants that the daemon does not know, and MIG instances.
-    /// Undoes what is left of preparing a claim that needs such an instance. How many claims were given something back.
+    /// Undoes a half-prepared claim that needs such an instance. How many claims were given something back.
     ///
     /// # Errors
     /// The daemon, or the disk. What could be done is.

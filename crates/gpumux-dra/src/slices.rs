@@ -142,15 +142,14 @@ fn slices_of(offer: &Offer) -> BTreeMap<String, Counter> {
     let memory = place.start..place.start.saturating_add(place.memory_slices);
     let memory = memory.map(|slice| (format!("memory-slice-{slice}"), 1));
     let compute = ("compute-slices".to_owned(), offer.slices);
-    let profile = (profile_name(&place.profile), 1);
+    let profile = (instances_name(&place.profile), 1);
     let all = memory.chain([compute, profile]);
     all.map(|(name, count)| (name, counter(count))).collect()
 }
 
-fn profile_name(profile: &str) -> String {
-    device::place_name("instances", profile, 0)
-        .replace("-mig-", "-")
-        .replace("-at-0", "")
+/// The counter of a profile's instances.
+fn instances_name(profile: &str) -> String {
+    format!("instances-{}", device::profile_name(profile))
 }
 
 fn counter(count: u32) -> Counter {
@@ -166,7 +165,7 @@ fn slice_counters(made: &[&Device]) -> Vec<CounterSet> {
         let set = sets.entry(slices_name(&offer.place.gpu)).or_default();
         set.extend(slices_of(offer));
         set.insert("compute-slices".to_owned(), counter(offer.slices_free));
-        set.insert(profile_name(&offer.place.profile), counter(offer.most));
+        set.insert(instances_name(&offer.place.profile), counter(offer.most));
     }
     let set = |(name, counters)| CounterSet { name, counters };
     sets.into_iter().map(set).collect()

@@ -731,10 +731,10 @@ pub(crate) struct ComputeInstanceInfo {
     placement: Placement,
 }
 
-/// `nvmlGpuInstanceProfileInfo_t`.
+/// What both versions of a profile's description begin with.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(crate) struct ProfileInfo {
+struct ProfileCounts {
     id: c_uint,
     p2p: c_uint,
     slices: c_uint,
@@ -743,11 +743,9 @@ pub(crate) struct ProfileInfo {
     copy_engines: c_uint,
     /// Decoders, encoders, JPEG, optical flow.
     codecs: [c_uint; 4],
-    memory_mib: u64,
 }
-const _: () = assert!(size_of::<ProfileInfo>() == 48);
 
-impl ProfileInfo {
+impl ProfileCounts {
     fn of(shape: &Shape, gpu: &DeviceInfo) -> Self {
         Self {
             id: shape.id,
@@ -757,6 +755,23 @@ impl ProfileInfo {
             sms: shape.sms_of(gpu.sms),
             copy_engines: shape.slices,
             codecs: [0; 4],
+        }
+    }
+}
+
+/// `nvmlGpuInstanceProfileInfo_t`.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct ProfileInfo {
+    counts: ProfileCounts,
+    memory_mib: u64,
+}
+const _: () = assert!(size_of::<ProfileInfo>() == 48);
+
+impl ProfileInfo {
+    fn of(shape: &Shape, gpu: &DeviceInfo) -> Self {
+        Self {
+            counts: ProfileCounts::of(shape, gpu),
             memory_mib: shape.memory(gpu.memory) >> 20,
         }
     }
@@ -767,44 +782,24 @@ impl ProfileInfo {
 #[derive(Clone, Copy)]
 pub(crate) struct ProfileInfoV2 {
     version: c_uint,
-    id: c_uint,
-    p2p: c_uint,
-    slices: c_uint,
-    most: c_uint,
-    sms: c_uint,
-    copy_engines: c_uint,
-    codecs: [c_uint; 4],
+    counts: ProfileCounts,
     memory_mib: u64,
     name: [u8; 96],
 }
+const _: () = assert!(size_of::<ProfileInfoV2>() == 152);
 
 /// `NVML_STRUCT_VERSION(GpuInstanceProfileInfo, 2)`.
 const PROFILE_INFO_V2: c_uint = size_of::<ProfileInfoV2>() as c_uint | 2 << 24;
 
 impl ProfileInfoV2 {
     fn of(shape: &Shape, gpu: &DeviceInfo) -> Self {
-        let ProfileInfo {
-            id,
-            p2p,
-            slices,
-            most,
-            sms,
-            copy_engines,
-            codecs,
-            memory_mib,
-        } = ProfileInfo::of(shape, gpu);
+        let ProfileInfo { counts, memory_mib } = ProfileInfo::of(shape, gpu);
         let text = format!("MIG {}", shape.name);
         let mut name = [0; 96];
         name[..text.len()].copy_from_slice(text.as_bytes());
         Self {
             version: PROFILE_INFO_V2,
-            id,
-            p2p,
-            slices,
-            most,
-            sms,
-            copy_engines,
-            codecs,
+            counts,
             memory_mib,
             name,
         }

@@ -328,7 +328,7 @@ impl Domain {
         }
     }
 
-    /// Begins a new second of [`Self::share`].
+    /// Begins a new second of [`Self::lately`].
     pub(super) fn turn_window(&mut self, now: Micros, received_us: f64, waited_us: f64) {
         self.window = [self.window[1], (now, received_us, waited_us)];
     }

@@ -33,7 +33,7 @@ use crate::{
 /// How long the end of a tenant may take once its processes have ended: the kernel tells an exit code up to half a second later.
 const RELEASES: Duration = Duration::from_secs(2);
 /// A tenant that there is not.
-const NOBODY: TenantId = TenantId(u64::MAX);
+const NO_TENANT: TenantId = TenantId(u64::MAX);
 
 impl Tenants {
     /// The tenants of the last daemon that still live; none at the first start.
@@ -169,7 +169,7 @@ impl Tenants {
                 policy: Arc::clone(&policy),
             };
             let admits = |answer| Command::Admits {
-                tenant: NOBODY,
+                tenant: NO_TENANT,
                 owner,
                 devices: selection.devices.iter().cloned().collect(),
                 spec,

@@ -92,7 +92,7 @@ fn gpu_offers_all_that_others_leave() {
     };
     let at_3 = place(&gpu, "1g.10gb", 3).unwrap();
     make(&mut gpu, &at_3).unwrap();
-    // Of a claim: everything is offered, as the counters tell what is left.
+    // Of a claim: everything is offered, and the counters bound it.
     let own = BTreeSet::from([at_3.clone()]);
     assert_eq!(offers(&gpu, &own).len(), 25);
     // Of others: what it leaves.

@@ -10,7 +10,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_dra::{prepare::Step, start};
+use gpumux_dra::{prepare::Step, proto::v1, start};
 use gpumux_tests::{PATIENCE, wait_for};
 use serde_json::json;
 
@@ -108,6 +108,17 @@ impl Driver {
         Kubelet::register(&node.path("plugins_registry")).await
     }
 
+    /// It kills itself after this step of preparing or unpreparing the claim.
+    pub(crate) async fn dies_at(self, node: &Node, claim: &v1::Claim, step: Step) {
+        let kubelet = self.kubelet(node).await;
+        let error = match step >= Step::Undescribed {
+            true => kubelet.unprepare_one(claim).await.unwrap_err(),
+            false => kubelet.prepare_one(claim).await.unwrap_err(),
+        };
+        assert_eq!(error, "Closed", "{step:?}");
+        self.died();
+    }
+
     pub(crate) fn died(mut self) {
         use std::os::unix::process::ExitStatusExt;
         assert_eq!(self.0.wait().unwrap().signal(), Some(9));
@@ -200,13 +211,7 @@ async fn killed_after_any_step_nothing_is_lost_and_nothing_stays() {
                 .unwrap();
         }
         let driver = Driver::start(&node, "pod-a", Some(step));
-        let kubelet = driver.kubelet(&node).await;
-        let error = match going {
-            true => kubelet.unprepare_one(&claim).await.unwrap_err(),
-            false => kubelet.prepare_one(&claim).await.unwrap_err(),
-        };
-        assert_eq!(error, "Closed", "{step:?}");
-        driver.died();
+        driver.dies_at(&node, &claim, step).await;
         // The kubelet asks again until it gets an answer: of the same instance, or of one that is to replace it.
         let successor = ["pod-a", "pod-b"][round % Step::ALL.len() % 2];
         let driver = Driver::start(&node, successor, None);

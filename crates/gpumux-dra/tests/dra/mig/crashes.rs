@@ -20,13 +20,7 @@ async fn driver_killed_after_any_step_leaves_no_instance() {
             kubelet.prepare_one(&claim).await.unwrap();
         }
         let driver = Driver::start_on(&node, Some(&dir), "pod-a", Some(step));
-        let kubelet = driver.kubelet(&node).await;
-        let error = match going {
-            true => kubelet.unprepare_one(&claim).await.unwrap_err(),
-            false => kubelet.prepare_one(&claim).await.unwrap_err(),
-        };
-        assert_eq!(error, "Closed", "{step:?}");
-        driver.died();
+        driver.dies_at(&node, &claim, step).await;
         let driver = Driver::start_on(&node, Some(&dir), "pod-a", None);
         let kubelet = driver.kubelet(&node).await;
         if !going && round % 2 == 0 {
