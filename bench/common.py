@@ -139,11 +139,14 @@ class Results:
             "rows": [],
         }
 
-    def add(self, case: str, mode: str, values: dict[str, float]) -> None:
-        """Writes one row, in place of an earlier one of the same cell."""
+    def add(self, case: str, mode: str, values: dict[str, float], around: dict[str, list[float]] | None = None) -> None:
+        """Writes one row, with the intervals of its values if there are any, in place of an earlier one of the same cell."""
         rows = [row for row in self.data["rows"] if (row["case"], row["mode"]) != (case, mode)]
         rounded = {name: float(f"{value:.6g}") for name, value in values.items()}
-        rows.append({"case": case, "mode": mode, "values": rounded})
+        row: dict[str, Any] = {"case": case, "mode": mode, "values": rounded}
+        if around:
+            row["interval"] = {name: [float(f"{it:.6g}") for it in ends] for name, ends in around.items()}
+        rows.append(row)
         self.data["rows"] = sorted(rows, key=lambda row: self.order[row["case"], row["mode"]])
         self.write()
         say(f"{case} / {mode}: " + ", ".join(f"{k} {v:.5g}" for k, v in rounded.items()))
@@ -232,22 +235,24 @@ def end(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def cpu_seconds(pid: int) -> float:
-    """User and system time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS
+def cpu_seconds(pid: int, thread: str | None = None) -> float:
+    """User and system time so far of a process, or of its threads of one name."""
+    folder = Path(f"/proc/{pid}")
+    tasks = [folder] if thread is None else [it for it in (folder / "task").iterdir() if (it / "comm").read_text().strip() == thread]
+    fields = [(it / "stat").read_text().rsplit(")", 1)[1].split() for it in tasks]
+    return sum(int(it[11]) + int(it[12]) for it in fields) / TICKS
 
 
 class CpuTime:
-    """Watches the CPU time of a process."""
+    """Watches the CPU time of a process, or of its threads of one name."""
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.seen, self.over = pid, [], threading.Event()
+    def __init__(self, pid: int, name: str | None = None) -> None:
+        self.pid, self.name, self.seen, self.over = pid, name, [], threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while not self.over.wait(0.1):
-            self.seen.append((time.monotonic(), cpu_seconds(self.pid)))
+            self.seen.append((time.monotonic(), cpu_seconds(self.pid, self.name)))
 
     def __enter__(self) -> CpuTime:
         self.thread.start()

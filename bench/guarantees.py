@@ -15,18 +15,21 @@ Modes: `alone` (the light tenant's latency), `time-slicing`, `gpumux` (no guaran
 Values by the number of a tenant, for those that always have work: `share_N` (of the work that all tenants of its device had done, each call counted by its time
 alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work.
 For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
-(the part of one CPU that the daemon takes).
+and `scheduler_cpu` (the part of one CPU that the daemon takes, and its scheduling thread). Each is the mean of the rounds; from five rounds on, with
+the interval of rounds.py. `lag_N_ms` is the worst of the rounds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import common
+import rounds
 import shares
 from common import BenchError, CpuTime, Gpumux, Mode, Results
 
@@ -134,13 +137,28 @@ def cell(mode: Mode, tenants: Sequence[Tenant], work: Mapping[str, int], seconds
     """One case in one mode."""
     asked = [it if guaranteed else it._replace(guaranteed=0.0) for it in tenants]
     with contextlib.ExitStack() as stack:
-        watched = stack.enter_context(CpuTime(mode.daemon.pid)) if isinstance(mode, Gpumux) else None
+        threads = {"daemon_cpu": None, "scheduler_cpu": "scheduler"} if isinstance(mode, Gpumux) else {}
+        watched = {name: stack.enter_context(CpuTime(mode.daemon.pid, thread)) for name, thread in threads.items()}  # type: ignore[attr-defined]
         found, end = shares.timed_run(mode, asked, work, seconds)
         values = evaluate(tenants, found, guaranteed)
-        if watched:
+        for name, it in watched.items():
             # Neither the programs' start nor their end.
-            values["daemon_cpu"] = watched.part(end - seconds + 1, end - 1)
+            values[name] = it.part(end - seconds + 1, end - 1)
     return values
+
+
+def summed_up(found: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """The values of a cell's rounds in one row, and their intervals."""
+    values, around = {}, {}
+    for name in found[0]:
+        if name.startswith("lag_"):
+            values[name] = max(it[name] for it in found)
+            continue
+        values[name] = statistics.fmean(it[name] for it in found)
+        if len(found) >= rounds.LEAST:
+            mean = lambda times, name=name: sum(it[name] * n for it, n in zip(found, times)) / sum(times)  # noqa: E731
+            around[name] = rounds.interval(mean, len(found))
+    return values, around
 
 
 def main() -> int:
@@ -152,30 +170,39 @@ def main() -> int:
         "  python3 bench/guarantees.py --devices 2 --cases two-gpus",
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="length of one cell [%(default)s]")
+    parser.add_argument("--rounds", type=int, default=5, help="[%(default)s; 1 with --quick]")
     parser.add_argument("--devices", type=int, default=1, help="devices of the machine [%(default)s]")
     parser.add_argument("--cases", type=common.listed(list(CASES)))
     parser.add_argument("--modes", type=common.listed(MODES), default=MODES)
     options = parser.parse_args()
     cases = options.cases or [case for case in CASES if DEVICES.get(case, 1) <= options.devices]
     logs = common.begin(options)
+    options.rounds = 1 if options.quick else options.rounds
     seconds = max(4.0, options.seconds / (4 if options.quick else 1))
     results = Results("guarantees", options.out, list(CASES), MODES)
 
     plain = Mode("alone", logs)
     work = {name: iterations(kind, plain) for name, kind in KINDS.items()}
-    if "alone" in options.modes:
-        light = [Tenant("light", "latency", 0.0)]
-        found = shares.run(plain, light, work, seconds)[0]
-        for case in cases:
-            if CASES[case][0].kind == "light":
-                results.add(case, "alone", shares.latency(found))
-    for name in options.modes:
-        if name == "alone":
-            continue
-        with results.cell(name), common.mode("gpumux" if name == "guaranteed" else name, logs) as mode:
-            for case in cases:
-                with results.cell(f"{case} / {name}"):
-                    results.add(case, name, cell(mode, CASES[case], work, seconds, name == "guaranteed"))
+    light = [Tenant("light", "latency", 0.0)]
+    seen: dict[tuple[str, str], list[dict[str, float]]] = {}
+
+    def add(case: str, name: str, values: dict[str, float]) -> None:
+        seen.setdefault((case, name), []).append(values)
+        results.add(case, name, *summed_up(seen[case, name]))
+
+    for number in range(options.rounds):
+        at = number % len(options.modes)
+        for name in [*options.modes[at:], *options.modes[:at]]:
+            if name == "alone":
+                found = shares.run(plain, light, work, seconds)[0]
+                for case in cases:
+                    if CASES[case][0].kind == "light":
+                        add(case, name, shares.latency(found))
+                continue
+            with results.cell(name), common.mode("gpumux" if name == "guaranteed" else name, logs) as mode:
+                for case in cases:
+                    with results.cell(f"{case} / {name}, round {number}"):
+                        add(case, name, cell(mode, CASES[case], work, seconds, name == "guaranteed"))
     return results.finish()
 
 

@@ -126,6 +126,7 @@ def decode(options: argparse.Namespace) -> Callable[[int], str]:
         position.copy_((position + 1) % longest)
 
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         one()
     side.synchronize()

@@ -5,8 +5,8 @@ the worst of its rounds, unless said; a wrong element, an error of a job or a jo
 
 `together`: jobs that do not fit together, started at the same moment. Cases `2x60%`, `3x45%` (of the device's memory) and `2+endless`: two of 45%
 beside one of 60% that never ends. Modes `serial` (one after the other) and `gpumux`; with `--kill` also `kill-tenant` and `kill-daemon`, at
-a random moment. With `--room`, a program that gpumux does not manage takes the rest of the device. Values `first_s` (until every job has made its first pass), `longest_s` (between two passes of a job), `total_s`, `total_rel` (relative to
-the `serial` of the same round; mean), `moves`, `passes`, `wrong`.
+a random moment. With `--room`, a program that gpumux does not manage takes the rest of the device. Values `first_s` (until every job has made its first pass), `longest_s` (between two passes of a job), `total_s`, `total_rel` (mean of all
+rounds, relative to that of `serial`, which every fourth round has), `moves`, `passes` (the fewest of a round), `wrong`.
 
 `restart`: the daemon is killed and started again beside a job of 60% that allocates and frees. Values `restarts`, `before_gib` and `worst_gib` (the
 accounting less what NVML reports; at most BOUND contexts), `back_s` (until the job is accounted again).
@@ -49,6 +49,7 @@ GIB, MIB = 1 << 30, 1 << 20
 # Accounting may differ from NVML's by so many contexts: what one takes depends on the program's modules.
 BOUND = 2
 TOGETHER = {"2x60%": (["60%", "60%"], None), "3x45%": (["45%"] * 3, None), "2+endless": (["45%", "45%"], "60%")}
+SERIAL_EVERY = 4
 KILLS = ["kill-tenant", "kill-daemon"]
 # What a job's context takes of a device, roughly, and the contexts of `--room`: three jobs and the program that takes the rest.
 CONTEXT, CONTEXTS = 600 * MIB, 4
@@ -248,14 +249,15 @@ def rounds(results: Results, cases: Sequence[str], modes: Sequence[str], logs: P
         each: dict[str, list[dict[str, float]]] = {name: [] for name in modes}
         for number in range(options.rounds):
             for name in modes:
+                if name == "serial" and number % SERIAL_EVERY:
+                    continue
                 with cell(results, f"{case} / {name}, round {number}", logs):
-                    found = together_once(case, name, logs, total, options.passes, number)
-                    if name != "serial" and len(each.get("serial", [])) == number + 1:
-                        found["total_rel"] = found["total_s"] / each["serial"][number]["total_s"]
-                    each[name].append(found)
-                    worst = {key: max(it.get(key, 0.0) for it in each[name]) for key in each[name][0]}
-                    if "total_rel" in worst:
-                        worst["total_rel"] = statistics.fmean(it["total_rel"] for it in each[name] if "total_rel" in it)
+                    each[name].append(together_once(case, name, logs, total, options.passes, number))
+                    least = {"moves", "passes"}
+                    worst = {key: (min if key in least else max)(it[key] for it in each[name]) for key in each[name][0]}
+                    if name == "gpumux" and each.get("serial"):
+                        mean = {it: statistics.fmean(one["total_s"] for one in each[it]) for it in ("serial", name)}
+                        worst["total_rel"] = mean[name] / mean["serial"]
                     results.add(case, name, worst | {"rounds": len(each[name])})
 
 

@@ -39,6 +39,15 @@ class Values(unittest.TestCase):
         with self.assertRaisesRegex(common.BenchError, "full seconds"):
             guarantees.evaluate(guarantees.CASES["pausing"], [report(1, 2), report(1, 2)], guaranteed=True)
 
+    def test_rounds_are_summed_up_with_intervals_and_the_worst_lag(self) -> None:
+        found = [{"share_2": share, "lag_2_ms": lag} for share, lag in [(0.4, 1.0), (0.5, 9.0), (0.6, 2.0), (0.5, 0.0), (0.5, 0.0)]]
+        values, around = guarantees.summed_up(found)
+        self.assertEqual((values["share_2"], values["lag_2_ms"]), (0.5, 9.0))
+        low, high = around["share_2"]
+        self.assertTrue(0.4 <= low < 0.5 < high <= 0.6)
+        self.assertEqual(list(around), ["share_2"])
+        self.assertEqual(guarantees.summed_up(found[:4])[1], {})
+
     def test_guarantees_of_a_case_can_be_admitted(self) -> None:
         for case, tenants in guarantees.CASES.items():
             for device in {it.device for it in tenants}:
