@@ -30,7 +30,6 @@ import kv
 import serve
 from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell, started, wait_for
-from residency import Nvml
 
 GIB = 1 << 30
 CASES, STARTS = ["saturation", "tokens"], ["start-2", "start-6"]
@@ -132,22 +131,25 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
         rounds = greedy(worker, options, 1)
         if "taken" not in rounds[0]:
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
-        # It is guaranteed what it has now. The rest of the device is taken but for a part that is too small for the other tenant.
+        # It is guaranteed a little less than it has now, so that granules can be taken between its batches.
         own = next(it for it in kv.Api(mode).ask("GET", "/v1/tenants") if it["name"] == mode.tenants["tokens"])
-        used = own["memory"][0]["in_use"] // kv.MIB + 64
-        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{used}MiB"]
+        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{own['memory'][0]['in_use'] // kv.MIB - 192}MiB"]
         subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
-        rest = Nvml().memory().total // kv.MIB - used - 3 * 1024
+        taker = [sys.executable, str(kv.WORKER), "--bytes", str(6 * GIB), "--page", str(2 * kv.MIB)]
+        pool = stack.enter_context(kv.pool(mode, "taker", taker))
+        # The rest of the device is taken but for a part that is a little too small for the other tenant.
+        free = lambda: kv.Api(mode).ask("GET", "/v1/memory")[0]["free"] // kv.MIB  # noqa: E731
+        rest = free() - 2 * 1024
         file = logs / "ready-engines"
         file.unlink(missing_ok=True)
         ballast = [common.gpumux(), "workload", "idle", "--memory", f"{rest}MiB", "--seconds", "3600", "--ready-file", str(file)]
         wait_for(file, stack.enter_context(started(mode, "rest", ballast, ["--memory-guaranteed", f"{rest + 64}MiB"])))
-        taker = [sys.executable, str(kv.WORKER), "--bytes", str(6 * GIB), "--page", str(2 * kv.MIB)]
-        pool = stack.enter_context(kv.pool(mode, "taker", taker))
+        room = free()
+        common.say(f"{room} MiB are left for the taker")
         stop, wrong = threading.Event(), []
 
         def take() -> None:
-            sizes = [int(GIB * it) for it in (2.2, 0.3, 1.8, 0.5)]
+            sizes = [it * kv.MIB for it in (room + 128, room // 4, room + 64, room // 2)]
             for turn in range(10_000):
                 if stop.is_set():
                     return
