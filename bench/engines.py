@@ -4,8 +4,8 @@
 `tokens_per_s`, `ttft_p50_ms`, `ttft_p99_ms` (times to the first token), `tpot_p50_ms`, `tpot_p99_ms` (times of each further token); `taken` and `refused` granules of `elastic`.
 
 `tokens`: greedy tokens of the same requests, in rounds, while another tenant gets and loses memory at random on a device that has no more. Modes `stock`, `elastic`. Values:
-`equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made other batches, whose rounding differs), `taken` granules, `changes` of the
-other tenant's memory. A request with other tokens in a round that counts fails the cell.
+`equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made other batches, whose rounding differs), `taken` granules without a page in
+use, `moves` and `moved_gib` of granules with pages in use to the host, `changes` of the other tenant's memory. A request with other tokens in a round that counts fails the cell.
 
 `start`: 2 and 6 servers that start at the same moment. Modes `stock`, `gpumux`. Values: `up` (servers that are there), `seconds` (until the last one is there).
 """
@@ -32,6 +32,7 @@ from common import BenchError, Gpumux, Mode, Results, Worker
 from memory import cell, started, wait_for
 
 GIB = 1 << 30
+LACKING = 384  # MiB that the other tenant of `tokens` takes from the engine at most
 CASES, STARTS = ["saturation", "tokens"], ["start-2", "start-6"]
 MODES = ["stock", "gpumux", "elastic"]
 LLAMA_3_1B = serve.LLAMA_3_8B | {
@@ -131,25 +132,24 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
         rounds = greedy(worker, options, 1)
         if "taken" not in rounds[0]:
             raise BenchError(f"the KV cache is not elastic: see {worker.log}")
-        # It is guaranteed a little less than it has now, so that granules can be taken between its batches.
-        own = next(it for it in kv.Api(mode).ask("GET", "/v1/tenants") if it["name"] == mode.tenants["tokens"])
-        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{own['memory'][0]['in_use'] // kv.MIB - 192}MiB"]
-        subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
         taker = [sys.executable, str(kv.WORKER), "--bytes", str(6 * GIB), "--page", str(2 * kv.MIB)]
         pool = stack.enter_context(kv.pool(mode, "taker", taker))
-        # The rest of the device is taken but for a part that is a little too small for the other tenant.
+        # The rest of the device is taken but for a part that is too small for the other tenant, to whom what it lacks is guaranteed:
+        # the engine must give granules, also such with pages in use.
         free = lambda: kv.Api(mode).ask("GET", "/v1/memory")[0]["free"] // kv.MIB  # noqa: E731
         rest = free() - 2 * 1024
         file = logs / "ready-engines"
         file.unlink(missing_ok=True)
         ballast = [common.gpumux(), "workload", "idle", "--memory", f"{rest}MiB", "--seconds", "3600", "--ready-file", str(file)]
         wait_for(file, stack.enter_context(started(mode, "rest", ballast, ["--memory-guaranteed", f"{rest + 64}MiB"])))
-        room = free()
+        room, own = free(), kv.tenant(mode, "taker")
+        setting = [mode.binary, "set", own["name"], "--memory-guaranteed", f"{own['memory'][0]['in_use'] // kv.MIB + room + LACKING + 64}MiB"]
+        subprocess.run(setting, env=os.environ | mode.environment(), check=True, timeout=20)
         common.say(f"{room} MiB are left for the taker")
         stop, wrong = threading.Event(), []
 
         def take() -> None:
-            sizes = [it * kv.MIB for it in (room + 128, room // 4, room + 64, room // 2)]
+            sizes = [it * kv.MIB for it in (room + LACKING, room // 4, room + LACKING // 2, room // 2)]
             for turn in range(10_000):
                 if stop.is_set():
                     return
@@ -166,9 +166,11 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
         finally:
             stop.set()
             thread.join(PATIENCE_S)
+            moved = kv.tenant(mode, "tokens")["moves"]
     if sum(wrong):
         raise BenchError(f"{sum(wrong)} pages of the other tenant have other contents than were written")
-    found = {"equal": 0, "requests": 0, "other_rounds": 0, "changes": len(wrong), "taken": rounds[-1]["taken"], "refused": rounds[-1]["refused"]}
+    found: dict[str, float] = {"equal": 0, "requests": 0, "other_rounds": 0, "changes": len(wrong), "taken": rounds[-1]["taken"], "refused": rounds[-1]["refused"]}
+    found |= {"moves": moved["outs"], "moved_gib": moved["out_bytes"] / GIB}
     before = 0
     for one in rounds:
         if one["preempted"] or one["refused"] > before:

@@ -13,7 +13,8 @@ Programs are `gpumux workload`, so it runs without PyTorch and on the emulated d
 Modes: `alone` (the light tenant's latency), `time-slicing`, `gpumux` (no guarantees) and `guaranteed`.
 
 Values by the number of a tenant, for those that always have work: `share_N` (of the work that all tenants of its device had done, each call counted by its time
-alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work.
+alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work,
+and `bound_N_ms`, what the lag may be (docs/concepts.md); more fails the cell.
 For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
 and `scheduler_cpu` (the part of one CPU that the daemon takes, and its scheduling thread). Each is the mean of the rounds; from five rounds on, with
 the interval of rounds.py. `lag_N_ms` is the worst of the rounds.
@@ -22,8 +23,10 @@ the interval of rounds.py. `lag_N_ms` is the worst of the rounds.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -133,25 +136,60 @@ def iterations(kind: Kind, plain: Mode) -> int:
         common.end(process, 1.0)
 
 
+class Bounds(threading.Thread):
+    """Watches the bounds on the lag of tenants: their shares × the bounds on their waits (docs/concepts.md), the largest while they run."""
+
+    def __init__(self, mode: Gpumux) -> None:
+        super().__init__(daemon=True)
+        self.mode, self.over = mode, threading.Event()
+        self.ms: dict[str, float] = {}
+
+    def run(self) -> None:
+        while not self.over.wait(1.5):
+            with contextlib.suppress(OSError, http.client.HTTPException, BenchError):
+                for tenant in self.mode.tenants_now():
+                    for it in tenant["domains"]:
+                        bound = it["entitled_share"] * it["wait_bound_us"] / 1e3
+                        self.ms[tenant["name"]] = max(self.ms.get(tenant["name"], 0.0), bound)
+
+    def __enter__(self) -> Bounds:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.join()
+
+
 def cell(mode: Mode, tenants: Sequence[Tenant], work: Mapping[str, int], seconds: float, guaranteed: bool) -> dict[str, float]:
     """One case in one mode."""
     asked = [it if guaranteed else it._replace(guaranteed=0.0) for it in tenants]
     with contextlib.ExitStack() as stack:
         threads = {"daemon_cpu": None, "scheduler_cpu": "scheduler"} if isinstance(mode, Gpumux) else {}
+        bounds = stack.enter_context(Bounds(mode)) if isinstance(mode, Gpumux) and guaranteed else None
         watched = {name: stack.enter_context(CpuTime(mode.daemon.pid, thread)) for name, thread in threads.items()}  # type: ignore[attr-defined]
         found, end = shares.timed_run(mode, asked, work, seconds)
         values = evaluate(tenants, found, guaranteed)
         for name, it in watched.items():
             # Neither the programs' start nor their end.
             values[name] = it.part(end - seconds + 1, end - 1)
+        for number in range(1, len(tenants) + 1) if bounds else ():
+            if f"lag_{number}_ms" in values:
+                values[f"bound_{number}_ms"] = bounds.ms[mode.tenants[f"{number - 1}"]]  # type: ignore[attr-defined, union-attr]
     return values
+
+
+def above(values: Mapping[str, float]) -> list[str]:
+    """Which lags are above their bounds."""
+    lags = {name: values[name.replace("lag", "bound")] for name in values if name.startswith("lag_")}
+    return [f"{name} {values[name]:.0f} of at most {bound:.0f}" for name, bound in lags.items() if values[name] > bound]
 
 
 def summed_up(found: Sequence[dict[str, float]]) -> tuple[dict[str, float], dict[str, list[float]]]:
     """The values of a cell's rounds in one row, and their intervals."""
     values, around = {}, {}
     for name in found[0]:
-        if name.startswith("lag_"):
+        if name.startswith(("lag_", "bound_")):
             values[name] = max(it[name] for it in found)
             continue
         values[name] = statistics.fmean(it[name] for it in found)
@@ -202,7 +240,10 @@ def main() -> int:
             with results.cell(name), common.mode("gpumux" if name == "guaranteed" else name, logs) as mode:
                 for case in cases:
                     with results.cell(f"{case} / {name}, round {number}"):
-                        add(case, name, cell(mode, CASES[case], work, seconds, name == "guaranteed"))
+                        values = cell(mode, CASES[case], work, seconds, name == "guaranteed")
+                        add(case, name, values)
+                        if wrong := above(values):
+                            raise BenchError("more lag than is promised: " + ", ".join(wrong))
     return results.finish()
 
 

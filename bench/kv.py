@@ -69,9 +69,14 @@ def order(process: Worker, do: str, **arguments: Any) -> dict[str, Any]:
     return process.reply(PATIENCE_S)
 
 
+def tenant(mode: Gpumux, name: str) -> dict[str, Any]:
+    """What the API tells of a program's tenant."""
+    return next(it for it in Api(mode).ask("GET", "/v1/tenants") if it["name"] == mode.tenants[name])
+
+
 def moves(mode: Gpumux, name: str) -> int:
     """How often a tenant's memory went to the host."""
-    return next((it["moves"]["outs"] for it in Api(mode).ask("GET", "/v1/tenants") if it["name"] == mode.tenants[name]), 0)
+    return tenant(mode, name)["moves"]["outs"]
 
 
 def granules(results: Results, cases: Sequence[str], _modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:

@@ -48,6 +48,10 @@ class Values(unittest.TestCase):
         self.assertEqual(list(around), ["share_2"])
         self.assertEqual(guarantees.summed_up(found[:4])[1], {})
 
+    def test_a_lag_above_its_bound_is_found(self) -> None:
+        self.assertEqual(guarantees.above({"lag_2_ms": 9.0, "bound_2_ms": 8.0, "lag_3_ms": 1.0, "bound_3_ms": 8.0, "share_2": 0.5}), ["lag_2_ms 9 of at most 8"])
+        self.assertEqual(guarantees.above({"share_2": 0.5}), [])
+
     def test_guarantees_of_a_case_can_be_admitted(self) -> None:
         for case, tenants in guarantees.CASES.items():
             for device in {it.device for it in tenants}:
