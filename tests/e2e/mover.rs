@@ -264,6 +264,51 @@ call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(150 << 20
     late.finish_within(PATIENCE * 2).ok();
 }
 
+/// What a killed daemon granted and was not used is no promise of the next one: another program has taken the device meanwhile.
+#[test]
+fn grant_of_a_daemon_that_was_killed_is_asked_for_again() {
+    const PROGRAM: &str = r#"
+import sys
+MIB = 1 << 20
+use_device()
+def alloc(size):
+    call("cuMemAlloc_v2", ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(size))
+alloc(50 * MIB)
+for line in sys.stdin:
+    print(line.strip(), flush=True)
+    if line.strip() == "one":
+        alloc(8 * MIB)
+        break
+    if line.strip() == "all":
+        free, total = ctypes.c_size_t(8 * MIB), ctypes.c_size_t()
+        while free.value >= 8 * MIB:
+            alloc(2 * MIB)
+            call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        print("full", flush=True)
+"#;
+    if real() {
+        return eprintln!("SKIPPED: a real device is not filled in pieces in time");
+    }
+    // A grant is up to 8 MiB more than is needed here, and a first move needs a little room.
+    let mut node = Node::with_memory(1024 * MIB);
+    let Some(command) = python(&node, PROGRAM) else {
+        return;
+    };
+    let start = |name: &str| Process::start(&mut node.tenant(&format!("--name {name}"), &command));
+    let (mut small, mut large) = (start("small"), start("large"));
+    for name in ["small", "large"] {
+        node.wait_tenant(name, |it| bytes(it, "in_use") >= 50 * MIB);
+    }
+    node.kill_daemon();
+    large.write("all\n");
+    large.wait_lines(2);
+    small.write("one\n");
+    small.wait_lines(1);
+    node.start_daemon();
+    small.finish_within(PATIENCE * 2).ok();
+    drop(large);
+}
+
 #[test]
 fn kill_while_host_memory_is_made_leaves_nothing() {
     let node = Node::start();

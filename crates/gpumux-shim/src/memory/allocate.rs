@@ -534,10 +534,7 @@ pub(crate) fn enable_peer(peer: CUcontext, real: impl FnOnce() -> CUresult) -> C
 pub(crate) fn trim() {
     pools::trim();
     drop_spares(|_| true);
-    tell_with(|space| {
-        space.devices.values_mut().for_each(space::Device::trim);
-        space.holds()
-    });
+    space::trim();
 }
 
 #[cfg(test)]

@@ -15,7 +15,7 @@ use crate::{
         driver::CUresult,
         lease::{self, ANSWER},
     },
-    memory::vmm::OUT_OF_MEMORY,
+    memory::{space, vmm::OUT_OF_MEMORY},
 };
 
 /// How often, and after which pause, memory is asked for again that the accounting may have wrong: the daemon compares it with the driver
@@ -74,8 +74,8 @@ fn cause(until: Option<Instant>) -> Cause {
     }
 }
 
-/// Takes memory and has it made, until then at the latest. What was granted is given back between two attempts, so that the
-/// accounting can be corrected.
+/// Takes memory and has it made, until then at the latest. What was granted is given back between two attempts, all of it: the
+/// accounting can be corrected, and a grant of a daemon that was lost, which another program may have used meanwhile, is asked for again.
 pub(crate) fn in_time<T>(
     until: Option<Instant>,
     mut attempt: impl FnMut() -> Result<T, Refused>,
@@ -86,6 +86,7 @@ pub(crate) fn in_time<T>(
         if tried == TRIES || !matches!(found, Err(Refused::ByDriver(OUT_OF_MEMORY))) {
             return found;
         }
+        space::trim();
         match cause(until) {
             Cause::None => return found,
             Cause::Unmanaged if until.is_some() || !lease::await_return() => return found,

@@ -326,6 +326,14 @@ pub(crate) fn give(device: c_int, bytes: u64, pinned: bool) {
     tell_with(|space| space.give(device, bytes, pinned));
 }
 
+/// Gives back all that is granted and not used.
+pub(crate) fn trim() {
+    tell_with(|space| {
+        space.devices.values_mut().for_each(Device::trim);
+        space.holds()
+    });
+}
+
 /// Frees the spare blocks that are meant. Whether there were any.
 pub(crate) fn drop_spares(meant: impl Fn(&Block) -> bool) -> bool {
     let dropped: Vec<(u64, Block)> = with(|space| {
