@@ -87,6 +87,13 @@ pub fn branch(version: &str) -> Option<u32> {
     version.trim().split('.').next()?.parse().ok()
 }
 
+/// The version of the driver's library among the files that a process maps (`/proc/PID/maps`), by its file's name.
+pub fn of_library(maps: &str) -> Option<&str> {
+    let names = maps.lines().filter_map(|line| line.rsplit('/').next());
+    let mut versions = names.filter_map(|name| name.strip_prefix("libcuda.so."));
+    versions.find(|version| version.contains('.'))
+}
+
 /// How well the controls are known with a driver of this version, open or closed, on GPUs of this compute capability.
 pub fn evidence(version: &str, open: bool, capability: (u32, u32)) -> Evidence {
     let branch = branch(version).filter(|it| open && BRANCHES.contains(it));
@@ -100,6 +107,18 @@ pub fn evidence(version: &str, open: bool, capability: (u32, u32)) -> Evidence {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn librarys_version_is_in_the_name_of_its_file() {
+        let of = |path| {
+            let line = "7f5c8a000000-7f5c8a1f4000 r--p 00000000 00:1d 4711      ";
+            of_library(&format!("{line} [heap]\n{line} {path}\n")).map(str::to_owned)
+        };
+        let real = of("/usr/lib/x86_64-linux-gnu/libcuda.so.610.43.02");
+        assert_eq!(real.as_deref(), Some("610.43.02"));
+        assert_eq!(of("/usr/lib/libcuda.so.1"), None);
+        assert_eq!(of("/usr/lib/libcudart.so.12.8.90"), None);
+    }
 
     #[test]
     fn only_what_was_measured_is_said_to_be() {
