@@ -76,8 +76,8 @@ impl Architecture {
     }
 }
 
-/// Driver branches whose source was read.
-pub const BRANCHES: [u32; 11] = [535, 545, 550, 555, 560, 565, 570, 575, 580, 590, 595];
+/// Driver branches whose source was read: all that matters here of it, or (615) most.
+pub const BRANCHES: [u32; 12] = [535, 545, 550, 555, 560, 565, 570, 575, 580, 590, 595, 615];
 
 /// Architecture and branch with which the controls were measured: H100 and H200, driver 580.159.04.
 const MEASURED: (&str, u32) = ("Hopper", 580);
@@ -128,7 +128,9 @@ mod tests {
         assert_eq!(open("535.288.01", (9, 0)), Evidence::Source);
         assert_eq!(open("570.211.01", (12, 0)), Evidence::Source);
         assert_eq!(open("565.77", (12, 0)), Evidence::Unknown, "not there yet");
-        assert_eq!(open("610.1", (9, 0)), Evidence::Unknown);
+        assert_eq!(open("610.43.02", (9, 0)), Evidence::Unknown, "not read");
+        assert_eq!(open("615.71.09", (9, 0)), Evidence::Source);
+        assert_eq!(open("620.6", (9, 0)), Evidence::Unknown);
         assert_eq!(open("530.41.03", (9, 0)), Evidence::Unknown);
         assert_eq!(open("580.159.04", (7, 0)), Evidence::Unknown, "Volta");
         assert_eq!(open("", (9, 0)), Evidence::Unknown);

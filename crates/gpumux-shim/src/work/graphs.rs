@@ -30,7 +30,7 @@ mod kind {
     pub(super) const CONDITIONAL: i32 = 13;
 }
 
-/// Nodes that do work, by executable graph; 0: it cannot be told.
+/// Nodes that do work, by executable graph; 0: unknown.
 static NODES: Mutex<BTreeMap<u64, u32>> = Mutex::new(BTreeMap::new());
 
 /// A graph as the driver, or a test, has it.
