@@ -14,7 +14,7 @@ mount --bind "$DIR/cdi" /run/cdi
 exec podman --root "$DIR/storage" --runroot "$DIR/state" $RUNTIME run --rm --network none \
   --ulimit "nofile=$(ulimit -Hn):$(ulimit -Hn)" --ulimit nproc=1024:1024 \
   --device gpumux.dev/gpu=all -e GPUMUX_TENANT -v "$BUILT:/opt/gpumux:ro" --rootfs "$ROOT:O" \
-  /opt/gpumux/gpumux workload batch --seconds 5'
+  sh -c "/opt/gpumux/gpumux doctor --json; exec /opt/gpumux/gpumux workload batch --seconds 5"'
 "#;
 
 /// The image of `deploy/Containerfile` from what the test has built, as its first stage would, on a fresh system as the base; and the
@@ -113,5 +113,14 @@ fn container_with_a_cdi_device_joins_its_tenant() {
     let inside = fs::read_link(format!("/proc/{pid}/ns/pid")).unwrap();
     assert_ne!(inside, fs::read_link("/proc/self/ns/pid").unwrap());
     let done = container.finish_within(PATIENCE * 2).ok();
-    assert!(done.out.starts_with("batch on "), "{done:?}");
+    let (report, batch) = done.out.rsplit_once("}\n").unwrap();
+    assert!(batch.starts_with("batch on "), "{done:?}");
+    let report: serde_json::Value = serde_json::from_str(&format!("{report}}}")).unwrap();
+    let sandboxes = report["sandboxes"].as_array().unwrap();
+    for name in ["container", "seccomp"] {
+        let found = sandboxes.iter().find(|it| it["name"] == name).unwrap();
+        assert!(found["way_out"].is_string(), "{found:#}");
+    }
+    let freeze = &report["devices"][0]["controls"][1];
+    assert_eq!(freeze["works"], true, "{report:#}");
 }

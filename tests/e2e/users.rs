@@ -152,6 +152,39 @@ fn an_ordinary_users_doctor_finds_the_controls() {
 }
 
 #[test]
+fn programs_in_a_user_namespace_are_controlled() {
+    let Some(node) = node_of_root() else { return };
+    let probe = Command::new("unshare");
+    if !as_nobody(probe)
+        .args(["-Ur", "true"])
+        .run()
+        .status
+        .success()
+    {
+        eprintln!("SKIPPED: users may not make user namespaces here");
+        return;
+    }
+    // Inside they are root. The daemon sees the user outside.
+    let mut web = as_nobody(node.tenant("--strict --name web --class latency", "unshare -Ur"));
+    let mut web = Process::start(web.arg(binary()).arg("scratch"));
+    let tenant = node.wait_tenant("web", |it| it["domains"][0].is_object());
+    assert_eq!(tenant["uid"], NOBODY, "{tenant:#}");
+    assert_eq!(tenant["domains"][0]["mechanism"], "controls", "{tenant:#}");
+    web.wait_lines(3);
+    let words = ["unshare".into(), "-Ur".into(), binary().into_os_string()];
+    let words = words.into_iter().chain(["doctor".into(), "--json".into()]);
+    let doctor = node.on_device(words);
+    let report = as_nobody(doctor).run().ok().json();
+    let sandboxes = report["sandboxes"].as_array().unwrap();
+    let found = sandboxes.iter().find(|it| it["name"] == "user namespace");
+    let shown_by = &found.unwrap()["shown_by"];
+    assert_eq!(*shown_by, format!("users are mapped: 0 {NOBODY} 1"));
+    for control in &report["devices"][0]["controls"].as_array().unwrap()[..3] {
+        assert_eq!(control["works"], true, "{control:#}");
+    }
+}
+
+#[test]
 fn another_users_process_cannot_enter_a_group() {
     let Some(node) = node_of_root() else { return };
     let mut inside = Process::start(&mut node.tenant("--name inside --trust team", TICKS));

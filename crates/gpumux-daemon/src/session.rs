@@ -40,7 +40,7 @@ use crate::{
     },
     sharing::Sharing,
     tenants::{TenantError, Tenants},
-    verify::{Rejection, verify},
+    verify::{self, Rejection, Vendor, verify},
 };
 
 /// How long a connection may take to say hello.
@@ -74,6 +74,7 @@ pub(crate) struct Sessions {
     tenants: Arc<Tenants>,
     scheduler: Handle,
     emulated: Option<PathBuf>,
+    vendor: Vendor,
     mechanism: Mechanism,
     max: usize,
     files: u64,
@@ -173,6 +174,7 @@ impl Sessions {
             tenants,
             scheduler,
             emulated: config.emulated.clone(),
+            vendor: verify::nvidia,
             mechanism: config.mechanism,
             max: config.max_sessions,
             files: limit.current.unwrap_or(u64::MAX),
@@ -670,9 +672,9 @@ impl Session<'_> {
             pid: self.pid,
             handles: (handles.client, handles.group),
         };
-        let emulated = self.sessions.emulated.clone();
-        let examined =
-            tokio::task::spawn_blocking(move || verify(file, handles, emulated.as_deref())).await;
+        let (vendor, emulated) = (self.sessions.vendor, self.sessions.emulated.clone());
+        let examine = move || verify(vendor, file, handles, emulated.as_deref());
+        let examined = tokio::task::spawn_blocking(examine).await;
         if shared {
             match self.sessions.tenants.intruded(self.tenant, self.pid).await {
                 Some(UnauthorizedClient::Seen(group)) => {
@@ -708,7 +710,7 @@ impl Session<'_> {
                 tracing::warn!(pid = self.pid, %error, "a channel group cannot be managed");
                 self.rejected += 1;
                 let id = self.id;
-                let refused = error.status().is_some();
+                let refused = error.is_answer();
                 let lost = (shared && refused).then_some(key);
                 // The members of an MPS group stay: it is controlled through the others' handles, and those that wait for a lost server
                 // are ended.

@@ -13,7 +13,7 @@ use std::{
 
 use gpumux_core::Timeslice;
 use gpumux_rm::{
-    ControlFailure, Controls, Group, RmControls, RmStatus,
+    Cause, ControlFailure, Controls, Group, RmControls,
     emulated::EmulatedFile,
     real::{DeviceFile, is_control_file},
 };
@@ -59,34 +59,48 @@ pub(crate) enum Rejection {
     NoDevice,
 }
 
+/// Makes a vendor's controls of a group from the file that came with it, and says whether the device is emulated.
+pub(crate) type Vendor =
+    fn(OwnedFd, Group, Option<&Path>) -> Result<(Box<dyn Controls>, bool), Rejection>;
+
+/// NVIDIA's, and those of the emulated device.
+///
+/// # Errors
+/// When the file is not one of the driver's.
+pub(crate) fn nvidia(
+    file: OwnedFd,
+    group: Group,
+    emulated: Option<&Path>,
+) -> Result<(Box<dyn Controls>, bool), Rejection> {
+    let real = is_control_file(&file).map_err(Rejection::File)?;
+    let controls: Box<dyn Controls> = match emulated {
+        Some(server) if !real => {
+            leads_to(&file, server).map_err(Rejection::File)?;
+            let file = EmulatedFile::new(file).map_err(Rejection::File)?;
+            Box::new(RmControls::new(file, group))
+        }
+        _ => {
+            let file = DeviceFile::new(file).map_err(Rejection::File)?;
+            Box::new(RmControls::new(file, group))
+        }
+    };
+    Ok((controls, !real))
+}
+
 /// Examines a group. Takes as long as a few controls: not for the event loop.
 ///
 /// # Errors
 /// When it is not what it is said to be.
 pub(crate) fn verify(
+    vendor: Vendor,
     file: OwnedFd,
     group: Group,
     emulated: Option<&Path>,
 ) -> Result<Verified, Rejection> {
     let client = group.client;
-    let real = is_control_file(&file).map_err(Rejection::File)?;
-    let controls: Box<dyn Controls> = match emulated {
-        Some(server) if !real => {
-            leads_to(&file, server).map_err(Rejection::File)?;
-            Box::new(RmControls::new(
-                EmulatedFile::new(file).map_err(Rejection::File)?,
-                group,
-            ))
-        }
-        _ => Box::new(RmControls::new(
-            DeviceFile::new(file).map_err(Rejection::File)?,
-            group,
-        )),
-    };
-    examine(controls, !real).map_err(|rejection| match rejection {
-        Rejection::Control(error) if error.status() == Some(RmStatus::INVALID_CLIENT) => {
-            Rejection::NotOwner(client)
-        }
+    let (controls, emulated) = vendor(file, group, emulated)?;
+    examine(controls, emulated).map_err(|rejection| match rejection {
+        Rejection::Control(error) if error.cause == Cause::NotOwner => Rejection::NotOwner(client),
         other => other,
     })
 }

@@ -76,8 +76,8 @@ impl Architecture {
     }
 }
 
-/// Driver branches whose source was read.
-pub const BRANCHES: [u32; 11] = [535, 545, 550, 555, 560, 565, 570, 575, 580, 590, 595];
+/// Driver branches whose source was read: all that matters here of it, or (615) most.
+pub const BRANCHES: [u32; 12] = [535, 545, 550, 555, 560, 565, 570, 575, 580, 590, 595, 615];
 
 /// Architecture and branch with which the controls were measured: H100 and H200, driver 580.159.04.
 const MEASURED: (&str, u32) = ("Hopper", 580);
@@ -85,6 +85,13 @@ const MEASURED: (&str, u32) = ("Hopper", 580);
 /// The branch of a version such as `580.159.04`.
 pub fn branch(version: &str) -> Option<u32> {
     version.trim().split('.').next()?.parse().ok()
+}
+
+/// The version of the driver's library among the files that a process maps (`/proc/PID/maps`), by its file's name.
+pub fn of_library(maps: &str) -> Option<&str> {
+    let names = maps.lines().filter_map(|line| line.rsplit('/').next());
+    let mut versions = names.filter_map(|name| name.strip_prefix("libcuda.so."));
+    versions.find(|version| version.contains('.'))
 }
 
 /// How well the controls are known with a driver of this version, open or closed, on GPUs of this compute capability.
@@ -102,6 +109,18 @@ mod tests {
     use super::*;
 
     #[test]
+    fn librarys_version_is_in_the_name_of_its_file() {
+        let of = |path| {
+            let line = "7f5c8a000000-7f5c8a1f4000 r--p 00000000 00:1d 4711      ";
+            of_library(&format!("{line} [heap]\n{line} {path}\n")).map(str::to_owned)
+        };
+        let real = of("/usr/lib/x86_64-linux-gnu/libcuda.so.610.43.02");
+        assert_eq!(real.as_deref(), Some("610.43.02"));
+        assert_eq!(of("/usr/lib/libcuda.so.1"), None);
+        assert_eq!(of("/usr/lib/libcudart.so.12.8.90"), None);
+    }
+
+    #[test]
     fn only_what_was_measured_is_said_to_be() {
         let open = |version, capability| evidence(version, true, capability);
         assert_eq!(open("580.159.04", (9, 0)), Evidence::Measured);
@@ -109,7 +128,9 @@ mod tests {
         assert_eq!(open("535.288.01", (9, 0)), Evidence::Source);
         assert_eq!(open("570.211.01", (12, 0)), Evidence::Source);
         assert_eq!(open("565.77", (12, 0)), Evidence::Unknown, "not there yet");
-        assert_eq!(open("610.1", (9, 0)), Evidence::Unknown);
+        assert_eq!(open("610.43.02", (9, 0)), Evidence::Unknown, "not read");
+        assert_eq!(open("615.71.09", (9, 0)), Evidence::Source);
+        assert_eq!(open("620.6", (9, 0)), Evidence::Unknown);
         assert_eq!(open("530.41.03", (9, 0)), Evidence::Unknown);
         assert_eq!(open("580.159.04", (7, 0)), Evidence::Unknown, "Volta");
         assert_eq!(open("", (9, 0)), Evidence::Unknown);

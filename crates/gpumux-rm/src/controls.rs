@@ -47,6 +47,25 @@ pub enum Interleave {
     High = 2,
 }
 
+/// Why a control failed, whatever the vendor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Cause {
+    /// The driver does not have the control, whatever the object.
+    Unsupported,
+    /// The driver does not allow it to this caller, whatever the object.
+    Denied,
+    /// The system, or a sandbox, does not let the call through.
+    Blocked,
+    /// The object is not one of the file's.
+    NotOwner,
+    /// The device is lost, or must be reset.
+    DeviceLost,
+    /// The driver refuses for this object or at this moment.
+    Refused,
+    /// The call did not reach the driver.
+    NotReached,
+}
+
 /// A control that failed.
 #[derive(Debug, thiserror::Error)]
 #[error("{control}: {source}")]
@@ -54,39 +73,65 @@ pub struct ControlFailure {
     /// Which control.
     pub control: &'static str,
     /// Why.
-    pub source: ControlError,
+    pub cause: Cause,
+    /// In the driver's words.
+    pub source: Box<dyn std::error::Error + Send + Sync>,
 }
 
 impl ControlFailure {
-    /// RM's status, where RM answered.
-    pub fn status(&self) -> Option<RmStatus> {
-        match self.source {
-            ControlError::Status(status) => Some(status),
-            ControlError::Io(_) => None,
+    /// A control that failed for this cause, with the driver's words.
+    pub fn new(
+        control: &'static str,
+        cause: Cause,
+        source: impl Into<Box<dyn std::error::Error + Send + Sync>>,
+    ) -> Self {
+        let source = source.into();
+        Self {
+            control,
+            cause,
+            source,
         }
+    }
+
+    /// Whether the driver answered.
+    pub const fn is_answer(&self) -> bool {
+        !matches!(self.cause, Cause::Blocked | Cause::NotReached)
     }
 
     /// Whether the driver, or a sandbox in front of it, does not have the control or does not allow it, whatever the object.
-    pub fn is_of_driver(&self) -> bool {
-        match &self.source {
-            ControlError::Status(status) => matches!(
-                *status,
-                RmStatus::NOT_SUPPORTED
-                    | RmStatus::INSUFFICIENT_PERMISSIONS
-                    | RmStatus::PRIV_SEC_VIOLATION
-                    | RmStatus::INVALID_COMMAND
-                    | RmStatus::INVALID_FUNCTION
-                    | RmStatus::INVALID_PARAM_STRUCT
-            ),
-            ControlError::Io(error) => matches!(
-                error.raw_os_error(),
-                Some(libc::EPERM | libc::EACCES | libc::ENOTTY | libc::ENOSYS | libc::EINVAL)
-            ),
-        }
+    pub const fn is_of_driver(&self) -> bool {
+        matches!(
+            self.cause,
+            Cause::Unsupported | Cause::Denied | Cause::Blocked
+        )
     }
 }
 
-/// All controls of one channel group.
+/// RM's errors in the words of all vendors.
+fn cause(error: &ControlError) -> Cause {
+    match error {
+        ControlError::Status(status) => match *status {
+            RmStatus::INSUFFICIENT_PERMISSIONS | RmStatus::PRIV_SEC_VIOLATION => Cause::Denied,
+            RmStatus::NOT_SUPPORTED
+            | RmStatus::INVALID_COMMAND
+            | RmStatus::INVALID_FUNCTION
+            | RmStatus::INVALID_PARAM_STRUCT => Cause::Unsupported,
+            RmStatus::INVALID_CLIENT => Cause::NotOwner,
+            RmStatus::GPU_IS_LOST | RmStatus::GPU_IN_FULLCHIP_RESET | RmStatus::RESET_REQUIRED => {
+                Cause::DeviceLost
+            }
+            _ => Cause::Refused,
+        },
+        ControlError::Io(error) => match error.raw_os_error() {
+            Some(libc::EPERM | libc::EACCES | libc::ENOTTY | libc::ENOSYS | libc::EINVAL) => {
+                Cause::Blocked
+            }
+            _ => Cause::NotReached,
+        },
+    }
+}
+
+/// All controls of one channel group, or of another vendor's queues.
 pub trait Controls: Send {
     /// Sets the timeslice in µs (1 to 1,000,000).
     ///
@@ -149,7 +194,7 @@ impl<F: ControlFile> RmControls<F> {
     ) -> Result<(), ControlFailure> {
         self.file
             .control(self.group.client, object, cmd, params.as_mut_bytes())
-            .map_err(|source| ControlFailure { control, source })
+            .map_err(|error| ControlFailure::new(control, cause(&error), error))
     }
 
     /// Disables or enables all channels, 64 in a call (the most RM takes).
@@ -248,5 +293,38 @@ impl<F: ControlFile> Controls for RmControls<F> {
 
     fn set_channels(&mut self, channels: Vec<u32>) {
         self.group.channels = channels;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use super::*;
+
+    #[test]
+    fn answers_of_the_driver_have_a_cause_of_any_vendor() {
+        let of = |status| cause(&ControlError::Status(status));
+        assert_eq!(of(RmStatus::NOT_SUPPORTED), Cause::Unsupported);
+        assert_eq!(of(RmStatus::INSUFFICIENT_PERMISSIONS), Cause::Denied);
+        assert_eq!(of(RmStatus::INVALID_CLIENT), Cause::NotOwner);
+        assert_eq!(of(RmStatus::GPU_IS_LOST), Cause::DeviceLost);
+        assert_eq!(of(RmStatus::OBJECT_NOT_FOUND), Cause::Refused);
+        let io = |number| cause(&io::Error::from_raw_os_error(number).into());
+        assert_eq!(io(libc::EPERM), Cause::Blocked);
+        assert_eq!(io(libc::EIO), Cause::NotReached);
+        let failed = |cause| ControlFailure::new("freeze", cause, "why");
+        assert_eq!(failed(Cause::Refused).to_string(), "freeze: why");
+        for (cause, is_of_driver, is_answer) in [
+            (Cause::Unsupported, true, true),
+            (Cause::Denied, true, true),
+            (Cause::Blocked, true, false),
+            (Cause::NotReached, false, false),
+            (Cause::Refused, false, true),
+        ] {
+            let failed = failed(cause);
+            let found = (failed.is_of_driver(), failed.is_answer());
+            assert_eq!(found, (is_of_driver, is_answer), "{cause:?}");
+        }
     }
 }

@@ -15,7 +15,9 @@ pub mod layout;
 pub mod real;
 mod status;
 
-pub use controls::{ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls};
+pub use controls::{
+    Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls,
+};
 pub use status::RmStatus;
 
 use std::io;

@@ -43,7 +43,7 @@ use crate::{
         vmm::Access,
     },
     unlisted, work,
-    work::{meter::Piece, predictor::Call},
+    work::{graphs, meter::Piece, predictor::Call},
 };
 
 /// `CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM`
@@ -333,6 +333,14 @@ hooks! {
 
     // A graph may have copies in it.
     [cuGraphLaunch_ptsz] cuGraphLaunch(graph: *mut c_void, stream: CUstream) (real, own) => work::launch_graph(graph as u64, stream, own, real);
+
+    // How much is in it is known before alone.
+    cuGraphInstantiate(out: *mut *mut c_void, graph: *mut c_void, node: *mut c_void, log: *mut c_char, bytes: usize) (real) => unsafe { graphs::instantiate(out, graph, real) };
+    cuGraphInstantiate_v2(out: *mut *mut c_void, graph: *mut c_void, node: *mut c_void, log: *mut c_char, bytes: usize) (real) => unsafe { graphs::instantiate(out, graph, real) };
+    cuGraphInstantiateWithFlags(out: *mut *mut c_void, graph: *mut c_void, flags: u64) (real) => unsafe { graphs::instantiate(out, graph, real) };
+    cuGraphInstantiateWithParams(out: *mut *mut c_void, graph: *mut c_void, params: *mut c_void) (real) => unsafe { graphs::instantiate(out, graph, real) };
+    cuGraphInstantiateWithParams_ptsz(out: *mut *mut c_void, graph: *mut c_void, params: *mut c_void) (real) => unsafe { graphs::instantiate(out, graph, real) };
+    cuGraphExecDestroy(executable: *mut c_void) (real) => graphs::destroy(executable, real);
 
     // Device memory.
     cuMemAlloc_v2(out: *mut CUdeviceptr, bytes: usize) (real) => unsafe { allocate::alloc(out, bytes, real) };

@@ -302,7 +302,7 @@ fn all_controls(process: &Process) -> BTreeMap<GroupId, GroupControls> {
 mod tests {
     use std::sync::Arc;
 
-    use gpumux_rm::{ControlError, ControlFailure, Interleave, PreemptionMode, RmStatus};
+    use gpumux_rm::{Cause, ControlFailure, Interleave, PreemptionMode};
 
     use super::*;
 
@@ -323,11 +323,9 @@ mod tests {
     impl Controls for Fake {
         fn set_timeslice(&self, us: u64) -> Result<(), ControlFailure> {
             self.act(&format!("slice {us}"));
-            let source = ControlError::Status(RmStatus::BUSY_RETRY);
-            let control = "set_timeslice";
             (!self.set_fails)
                 .then_some(())
-                .ok_or(ControlFailure { control, source })
+                .ok_or_else(|| ControlFailure::new("set_timeslice", Cause::Refused, "busy"))
         }
         fn timeslice(&self) -> Result<u64, ControlFailure> {
             self.act("read");

@@ -16,6 +16,7 @@
 
 mod contexts;
 mod events;
+pub(crate) mod graphs;
 pub(crate) mod hold;
 pub(crate) mod meter;
 pub(crate) mod permits;
@@ -90,7 +91,12 @@ pub(crate) fn launch_graph(
     own: bool,
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
-    let piece = Piece::new(graph, [0; 3]);
+    let nodes = if permits::is_active() {
+        graphs::nodes(graph)
+    } else {
+        0
+    };
+    let piece = Piece::graph(graph, nodes);
     submit(stream, own, piece, || copy(stream, own, real))
 }
 

@@ -12,7 +12,7 @@ use gpumux_core::{
     runlist::Runlist,
     tamper,
 };
-use gpumux_rm::{ControlFailure, RmStatus};
+use gpumux_rm::{Cause, ControlFailure};
 
 use super::{
     domain::{self, Domain},
@@ -341,10 +341,7 @@ impl Device {
 
     /// A control of this domain does not move.
     fn failed(&mut self, id: DomainId, error: &ControlFailure, now: Micros) {
-        if let Some(
-            RmStatus::GPU_IS_LOST | RmStatus::GPU_IN_FULLCHIP_RESET | RmStatus::RESET_REQUIRED,
-        ) = error.status()
-        {
+        if error.cause == Cause::DeviceLost {
             self.lost = Some(error.to_string());
         }
         if let Some(domain) = self.domains.get_mut(&id) {

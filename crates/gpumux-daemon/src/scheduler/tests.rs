@@ -18,7 +18,7 @@ use gpumux_core::{
     ledger::Kind,
     tamper::{TamperRule, Then},
 };
-use gpumux_rm::{ControlError, ControlFailure, Controls, Interleave, PreemptionMode, RmStatus};
+use gpumux_rm::{Cause, ControlFailure, Controls, Interleave, PreemptionMode};
 use gpumux_wire::{
     lease::{LOOK, Lease, Leased},
     page::{HintCounts, Page},
@@ -93,11 +93,7 @@ fn lock(hardware: &Shared) -> MutexGuard<'_, Hardware> {
 }
 
 fn stuck() -> ControlFailure {
-    let source = ControlError::Status(RmStatus::INVALID_CHANNEL);
-    ControlFailure {
-        control: "fake",
-        source,
-    }
+    ControlFailure::new("fake", Cause::Refused, "the channel is invalid")
 }
 
 struct FakeControls {

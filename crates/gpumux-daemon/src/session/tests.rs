@@ -2,6 +2,7 @@
 
 mod controls;
 mod processes;
+mod vendor;
 
 use std::{
     io::{BufRead, BufReader},
@@ -43,6 +44,10 @@ impl Node {
     }
 
     async fn with(max_sessions: usize, mechanism: Mechanism) -> Self {
+        Self::of(verify::nvidia, max_sessions, mechanism).await
+    }
+
+    async fn of(vendor: Vendor, max_sessions: usize, mechanism: Mechanism) -> Self {
         let dir = TempDir::new().unwrap();
         let driver = Driver::start(dir.path(), "driver.sock");
         let config = Config {
@@ -72,7 +77,8 @@ impl Node {
             .unwrap();
         crate::tenants::watch(&tenants).await.unwrap();
         let hello = Duration::from_secs(3);
-        let sessions = Sessions::new(&config, hello, Arc::clone(&tenants), scheduler.clone());
+        let mut sessions = Sessions::new(&config, hello, Arc::clone(&tenants), scheduler.clone());
+        Arc::get_mut(&mut sessions).unwrap().vendor = vendor;
         let listener = socket::listen(&dir.path().join("session.sock"), 4096).unwrap();
         let api = crate::api::listen(&dir.path().join("api.sock")).unwrap();
         let place = receiver::Place::Threads;

@@ -1,11 +1,12 @@
 //! How much work of a channel group is launched and not done, in time: what a budget is compared with. Asks no clock and no driver.
 //!
-//! Launches are told apart by what they launch, and how many blocks of it. How long each kind takes is learned from pairs of events
-//! around batches of launches. One that is not known yet is launched alone.
+//! Launches are told apart by what they launch, and how many blocks or nodes of it. How long each kind takes is learned from pairs of
+//! events around batches of launches. A graph that was not measured yet counts by its nodes, as long as nodes took before. What is not
+//! known at all is launched alone.
 
 use std::collections::VecDeque;
 
-/// Kinds of launches that are told apart; others may share a place with one of them.
+/// Kinds of kernels that are told apart; others may share a place with one of them. So many graphs are remembered, too.
 const KINDS: usize = 4096;
 /// Most launches of a batch, and their time in ns at which it ends.
 const BATCH: (usize, u64) = (64, 100_000);
@@ -15,11 +16,23 @@ pub(crate) const PATIENCE: u64 = 50_000_000;
 const SHORTEST: u64 = 1_000;
 
 /// What is launched.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Piece(u16);
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Piece {
+    place: u16,
+    /// Of a graph, the nodes that do work; 0: unknown, or it is none.
+    nodes: u32,
+    /// Tells it from others with its place.
+    tag: u32,
+}
 
 impl Piece {
-    /// Of this function or graph, with this many blocks or bytes.
+    /// An executable graph with so many nodes. Another one that has its address later is another.
+    pub(crate) fn graph(of: u64, nodes: u32) -> Self {
+        let it = Self::new(of, [nodes, 0, 0]);
+        Self { nodes, ..it }
+    }
+
+    /// Of this function, with this many blocks or bytes.
     #[inline]
     pub(crate) fn new(of: u64, size: [u32; 3]) -> Self {
         // Fibonacci hashing.
@@ -27,7 +40,11 @@ impl Piece {
         let mix = |hash: u64, part: u64| (hash.rotate_left(23) ^ part).wrapping_mul(FACTOR);
         let [x, y, z] = size.map(u64::from);
         let hash = mix(mix(of.wrapping_mul(FACTOR), x | y << 32), z);
-        Self((hash >> 52) as u16)
+        Self {
+            place: (hash >> 52) as u16,
+            nodes: 0,
+            tag: (hash >> 20) as u32,
+        }
     }
 }
 
@@ -46,8 +63,12 @@ struct Batch<E> {
 
 /// What is outstanding of one group. Events are the driver's, or a test's.
 pub(crate) struct Meter<E> {
-    /// In ns; 0: not known.
+    /// Of kernels, in ns; 0: not measured.
     lengths: Box<[u32]>,
+    /// Of graphs, each with its tag. There may be ever new ones: none is taken for another.
+    graphs: Box<[(u32, u32)]>,
+    /// What a graph's node takes, in ns; 0: no graph was measured.
+    node: u64,
     /// In the order in which they were begun. Of each stream only the last has no event at its end.
     batches: VecDeque<Batch<E>>,
 }
@@ -56,15 +77,29 @@ impl<E> Default for Meter<E> {
     fn default() -> Self {
         Self {
             lengths: vec![0; KINDS].into(),
+            graphs: vec![(0, 0); KINDS].into(),
+            node: 0,
             batches: VecDeque::new(),
         }
     }
 }
 
 impl<E: Clone> Meter<E> {
-    fn length(&self, piece: Piece) -> Option<u64> {
-        let length = self.lengths[usize::from(piece.0)];
+    fn measured(&self, piece: Piece) -> Option<u64> {
+        let place = usize::from(piece.place);
+        let length = match (piece.nodes, self.graphs[place]) {
+            (0, _) => self.lengths[place],
+            (_, (tag, length)) if tag == piece.tag => length,
+            _ => 0,
+        };
         (length != 0).then_some(length.into())
+    }
+
+    /// As measured, or by its nodes.
+    fn length(&self, piece: Piece) -> Option<u64> {
+        let estimate = u64::from(piece.nodes) * self.node;
+        let estimate = (estimate != 0).then_some(estimate.min(PATIENCE));
+        self.measured(piece).or(estimate)
     }
 
     /// How long a batch is expected to take; none: unknown.
@@ -120,7 +155,9 @@ impl<E: Clone> Meter<E> {
         batch.upto = upto;
         batch.pieces.push(piece);
         let batch = &self.batches[at];
-        batch.pieces.len() >= BATCH.0 || self.expected(batch).is_none_or(|it| it >= BATCH.1)
+        batch.pieces.len() >= BATCH.0
+            || self.measured(piece).is_none()
+            || self.expected(batch).is_none_or(|it| it >= BATCH.1)
     }
 
     /// Whether launches on a stream have no event behind them yet.
@@ -172,20 +209,32 @@ impl<E: Clone> Meter<E> {
 
     /// These together took so long, in ns.
     fn learn(&mut self, pieces: &[Piece], took: u64) {
-        let before: u64 = pieces.iter().filter_map(|it| self.length(*it)).sum();
-        let unknown = pieces.iter().filter(|it| self.length(**it).is_none());
-        // They are launched alone; should there be more, each gets its part of what the others leave.
+        let before: u64 = pieces.iter().filter_map(|it| self.measured(*it)).sum();
+        let unknown = pieces.iter().filter(|it| self.measured(**it).is_none());
+        // One is the last of its batch; should there be more, each gets its part of what the others leave.
         let rest = took.saturating_sub(before) / (unknown.count() as u64).max(1);
         // Far off means that something else happened.
         let factor = (took as f64 / before.max(1) as f64).clamp(0.125, 8.0);
-        for piece in pieces {
-            let new = match self.length(*piece) {
+        // Once each, however often it is there: else a batch would correct itself too far.
+        let mut kinds = pieces.to_vec();
+        kinds.sort_unstable();
+        kinds.dedup();
+        for piece in kinds {
+            let new = match self.measured(piece) {
                 None => rest,
                 Some(old) if pieces.len() == 1 => (old + took) / 2,
                 Some(old) => (old as f64 * (1.0 + (factor - 1.0) / 4.0)) as u64,
             };
-            let place = &mut self.lengths[usize::from(piece.0)];
-            *place = new.clamp(SHORTEST, PATIENCE) as u32;
+            let new = new.clamp(SHORTEST, PATIENCE);
+            let place = usize::from(piece.place);
+            if piece.nodes == 0 {
+                self.lengths[place] = new as u32;
+            } else {
+                self.graphs[place] = (piece.tag, new as u32);
+                // More is believed at once: a request waits for what was taken for too short.
+                let node = new.div_ceil(piece.nodes.into());
+                self.node = node.max(self.node - self.node.saturating_sub(node) / 4);
+            }
         }
     }
 
@@ -207,7 +256,11 @@ mod tests {
     const BUDGET: u64 = 400_000;
 
     fn piece(number: u64) -> Piece {
-        Piece(number as u16)
+        Piece {
+            place: number as u16,
+            nodes: 0,
+            tag: 0,
+        }
     }
 
     /// A device with one stream: kernels end in their order. Events are numbers of kernels.
@@ -237,9 +290,9 @@ mod tests {
         }
 
         /// Launches it as soon as it may be.
-        fn launch(&mut self, kind: u64, length: u64) {
+        fn launch(&mut self, piece: Piece, length: u64) {
             self.reap();
-            while !self.meter.admits(piece(kind), BUDGET, self.now.get()) {
+            while !self.meter.admits(piece, BUDGET, self.now.get()) {
                 if self.meter.is_open(0) {
                     let launched = self.ends.borrow().len();
                     self.meter.mark(0, launched);
@@ -252,7 +305,7 @@ mod tests {
             let start = self.outstanding() + self.now.get();
             self.ends.borrow_mut().push(start + length);
             let begin = begins.then_some(before);
-            if (self.meter).launched(0, before as u64 + 1, piece(kind), begin, self.now.get()) {
+            if (self.meter).launched(0, before as u64 + 1, piece, begin, self.now.get()) {
                 self.meter.mark(0, before + 1);
             }
         }
@@ -296,6 +349,21 @@ mod tests {
         assert!(meter.admits(piece(9), 0, 1));
     }
 
+    #[test]
+    fn graph_at_the_address_of_another_is_not_taken_for_it() {
+        let mut meter = Meter::<usize>::default();
+        meter.learn(&[Piece::graph(1, 2)], 20_000);
+        assert_eq!(meter.length(Piece::graph(1, 2)), Some(20_000));
+        // As long as its nodes would be one by one.
+        assert_eq!(meter.length(Piece::graph(1, 300)), Some(3_000_000));
+        assert_eq!(meter.length(Piece::graph(1, 0)), None, "not told");
+        assert_eq!(meter.length(Piece::new(1, [2, 0, 0])), None, "a kernel");
+        // Longer nodes are believed at once, shorter ones by and by.
+        meter.learn(&[Piece::graph(2, 1)], 50_000);
+        meter.learn(&[Piece::graph(3, 1)], 10_000);
+        assert_eq!(meter.length(Piece::graph(4, 1)), Some(40_000));
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig::with_cases(32))]
 
@@ -306,7 +374,7 @@ mod tests {
             let mut world = World::default();
             let every = |world: &mut World| {
                 for (kind, length) in lengths.iter().enumerate() {
-                    world.launch(kind as u64 * 7 + 1, *length);
+                    world.launch(piece(kind as u64 * 7 + 1), *length);
                     let most = (2 * BUDGET).max(length + BUDGET / 4);
                     prop_assert!(world.outstanding() <= most, "{} of {most}", world.outstanding());
                 }
@@ -324,6 +392,34 @@ mod tests {
             let launches = (world.ends.borrow().len() - worked) as u64;
             // A look every 20 µs may come so much late where a kernel fills the budget.
             prop_assert!(took <= all + all / 4 + launches * 20_000 + BUDGET, "{took} for {all}");
+        }
+
+        /// Each graph is launched once, such as a program's that makes them anew. Held back like their kernels one by one, and no more:
+        /// as much is outstanding, give or take one graph, and the device has as much to do.
+        #[test]
+        fn new_graphs_are_held_as_their_kernels_would_be(nodes in prop::collection::vec(1u32..100, 30), length in 2_000u64..60_000) {
+            let (mut graphs, mut kernels) = (World::default(), World::default());
+            let most = |longest: u64| (2 * BUDGET).max(longest + BUDGET / 4);
+            for (address, count) in (1 << 40..).zip(&nodes) {
+                let all = length * u64::from(*count);
+                graphs.launch(Piece::graph(address, *count), all);
+                prop_assert!(graphs.outstanding() <= most(all), "{}", graphs.outstanding());
+                for _ in 0..*count {
+                    kernels.launch(piece(1), length);
+                    prop_assert!(kernels.outstanding() <= most(length), "{}", kernels.outstanding());
+                }
+            }
+            let took = |world: &World| world.now.get() + world.outstanding();
+            // One that does not fit waits for the end of all, which is seen up to 20 µs late.
+            let late = nodes.len() as u64 * 20_000;
+            prop_assert!(took(&graphs) <= took(&kernels) + late, "{} and {}", took(&graphs), took(&kernels));
+            // Short ones do not wait for each other.
+            let mut short = World::default();
+            let most = (1u64..60).map(|address| {
+                short.launch(Piece::graph(address << 20, 4), 20_000);
+                short.outstanding()
+            });
+            prop_assert!(most.max() > Some(300_000));
         }
     }
 }

@@ -13,7 +13,7 @@ use std::{
 
 use anyhow::{Context, bail};
 use gpumux_rm::{
-    ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls, RmStatus,
+    Cause, ControlFailure, Controls, Group, Interleave, PreemptionMode, RmControls,
     emulated::EmulatedFile, layout::engine, real::DeviceFile,
 };
 use gpumux_wire::{Daemon, PROTOCOL, Shim, socket};
@@ -221,8 +221,8 @@ impl Scratch {
         for level in [Interleave::High, Interleave::Medium] {
             self.controls
                 .set_interleave(level)
-                .map_err(|error| match error.status() {
-                    Some(RmStatus::INSUFFICIENT_PERMISSIONS) => {
+                .map_err(|error| match error.cause {
+                    Cause::Denied => {
                         format!("{error}: it needs CAP_SYS_NICE, and gpumux does without it")
                     }
                     _ => why(error),

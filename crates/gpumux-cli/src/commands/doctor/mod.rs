@@ -1,9 +1,10 @@
 //! `gpumux doctor`: what of gpumux works on this machine, and why the rest does not.
 
 mod controls;
+mod sandbox;
 pub(crate) mod scratch;
 
-use std::{fs, process::ExitCode};
+use std::{fs, path::Path, process::ExitCode};
 
 use gpumux_cuda::Device;
 use gpumux_daemon::{client::ClientError, paths};
@@ -13,6 +14,7 @@ use serde::Serialize;
 use super::client;
 use crate::{emulated::Server, libraries, output};
 use controls::Control;
+use sandbox::{Files, Sandbox};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -31,7 +33,7 @@ Exit codes:
 #[derive(clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Args {
-    /// Print JSON: driver, libraries, daemon, and per device the controls with `works` and `reason`
+    /// Print JSON: driver, libraries, daemon, sandboxes, and per device the controls with `works` and `reason`
     #[arg(long)]
     json: bool,
 }
@@ -40,6 +42,8 @@ pub(crate) struct Args {
 #[derive(Serialize)]
 struct Report {
     driver: Driver,
+    /// What stands between programs and the driver.
+    sandboxes: Vec<Sandbox>,
     libraries: Vec<Finding>,
     daemon: Finding,
     devices: Vec<Examined>,
@@ -52,7 +56,7 @@ struct Report {
 #[derive(Debug, PartialEq, Serialize)]
 struct Driver {
     version: Option<String>,
-    /// `open`, `closed`, `emulated` or `none`.
+    /// `open`, `closed`, `emulated`, `hidden` or `none`.
     module: &'static str,
     /// What this means for gpumux, where it is not simply fine.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -103,6 +107,7 @@ pub(crate) fn run(args: &Args) -> anyhow::Result<ExitCode> {
     };
     let report = Report {
         driver,
+        sandboxes: sandbox::detect(&Files::read()),
         libraries: [libraries::SHIM, libraries::EMULATED].map(library).into(),
         daemon: daemon(),
         devices,
@@ -146,11 +151,23 @@ fn driver(emulated: bool) -> Driver {
     }
     match fs::read_to_string("/proc/driver/nvidia/version") {
         Ok(text) => driver_from(&text),
-        Err(_) => Driver {
-            version: None,
-            module: "none",
-            note: Some("no NVIDIA kernel driver is loaded".into()),
-        },
+        Err(_) => unseen(Path::new("/dev/nvidiactl").exists()),
+    }
+}
+
+/// The driver where the kernel's files say nothing of it, as in gVisor.
+fn unseen(usable: bool) -> Driver {
+    let (module, note) = match usable {
+        true => (
+            "hidden",
+            "a sandbox hides the driver's version; gpumux goes by that of libcuda",
+        ),
+        false => ("none", "no NVIDIA kernel driver is loaded"),
+    };
+    Driver {
+        version: None,
+        module,
+        note: Some(note.into()),
     }
 }
 
@@ -218,6 +235,15 @@ fn text(report: &Report) -> String {
         .iter()
         .map(|note| format!("        {note}\n"))
         .collect::<String>();
+    for sandbox in &report.sandboxes {
+        let Sandbox {
+            name,
+            shown_by,
+            effect,
+            way_out,
+        } = sandbox;
+        text += &format!("{name}  {shown_by}\n        {effect}\n        way out: {way_out}\n");
+    }
     for finding in report.libraries.iter().chain([&report.daemon]) {
         let verdict = if finding.works { "ok " } else { "BAD" };
         text += &format!("{verdict}  {}: {}\n", finding.name, finding.reason);
