@@ -152,8 +152,13 @@ struct Session {
 impl Session {
     fn run(mut self) {
         let mut pause = PAUSE.0;
+        let mut is_home = true;
         loop {
             let path = self.process.config.socket();
+            // The daemon that was there to make room for its memory is not.
+            if !is_home {
+                is_home = self.rescue(&path);
+            }
             let end = match self.connect(&path) {
                 Ok((session, memory)) => {
                     self.told.clear();
@@ -168,7 +173,7 @@ impl Session {
                     let end = self.serve(&session);
                     lease::set_up(false, Vec::new());
                     drop(session);
-                    self.rescue();
+                    is_home = self.rescue(&path);
                     if let End::Lost(error) = &end {
                         self.fail(format_args!(
                             "lost the daemon at {}: {error}",
@@ -568,14 +573,17 @@ impl Session {
         Ok(settles)
     }
 
-    /// Frees all groups that a daemon knew; those whose memory is away once it is back.
-    fn rescue(&mut self) {
+    /// Frees all groups that a daemon knew; those whose memory is away once it is back. Whether all memory is: if not, a daemon
+    /// is there again.
+    fn rescue(&mut self, socket: &Path) -> bool {
         hold::set_policy(0, false);
         // Also what a daemon that stands still had sent before.
         permits::release();
         let rescue = self.rescue;
         rescue.end(self.process);
-        self.mover.bring_back();
+        if !self.mover.bring_back(socket) {
+            return false;
+        }
         rescue.end_move(false);
         // What does not work now the thread that watches the lease tries again, where there is one.
         for _ in 0..FREE_TRIES.0 {
@@ -584,6 +592,7 @@ impl Session {
             }
             sleep(FREE_TRIES.1);
         }
+        true
     }
 }
 

@@ -8,11 +8,13 @@
 use std::{
     collections::VecDeque,
     io,
+    path::{Path, PathBuf},
     sync::{Condvar, Mutex, MutexGuard, PoisonError},
     thread,
 };
 
-use gpumux_wire::{Daemon, Shim, message::Piece};
+use gpumux_wire::{Daemon, Shim, message::Piece, socket};
+use rustix::net::SocketFlags;
 
 use crate::{
     ground::{guard, lease, own::OwnFd, wake},
@@ -30,8 +32,8 @@ const STACK: usize = 2 << 20;
 enum Task {
     /// An order of the daemon about memory.
     Order(Daemon),
-    /// The session has ended: everything comes back.
-    Rescue,
+    /// The session has ended: everything comes back, unless a daemon listens there again.
+    Rescue(PathBuf),
 }
 
 /// What the thread does at the moment.
@@ -169,24 +171,26 @@ impl MoverThread {
         self.changed.notify_all();
     }
 
-    /// The session has ended: calls off what is under way, has all memory brought back, and waits for that.
-    pub(crate) fn bring_back(&self) {
+    /// The session has ended: calls off what is under way, has all memory brought back, and waits for that, or for a daemon that
+    /// listens there. Whether all memory is back.
+    pub(crate) fn bring_back(&self, socket: &Path) -> bool {
         let mut state = self.lock();
         state.made = None;
         if !state.started {
-            return;
+            return true;
         }
         state.tasks.clear();
         if matches!(state.doing, Doing::Closing(_) | Doing::Leaving) {
             self.bounds.call_off();
         }
-        state.tasks.push_back(Task::Rescue);
+        state.tasks.push_back(Task::Rescue(socket.to_owned()));
         self.changed.notify_all();
         while !state.rests() && !state.ended {
             state = wait(&self.changed, state);
         }
         // A piece that was made meanwhile is for the session that has ended.
         state.made = None;
+        state.away == Away::No
     }
 
     fn ensure_started(
@@ -254,8 +258,9 @@ impl MoverThread {
         loop {
             match self.next(&mut mover) {
                 Task::Order(order) => self.carry_out(&mut mover, rescue, &order),
-                Task::Rescue => {
-                    mover.rescue();
+                Task::Rescue(path) => {
+                    let connect = || socket::connect(&path, SocketFlags::NONBLOCK);
+                    mover.rescue(|| OwnFd::new(connect).is_ok());
                     mover.resume();
                 }
             }
@@ -385,7 +390,7 @@ mod tests {
             Task::Order(Daemon::Resume { .. }) => "open",
             Task::Order(Daemon::SwapOut { .. }) => "out",
             Task::Order(_) => "other",
-            Task::Rescue => "rescue",
+            Task::Rescue(_) => "rescue",
         };
         state.tasks.iter().map(name).collect()
     }
@@ -445,21 +450,21 @@ mod tests {
         let (thread, rescue) = waiting();
         thread.lock().doing = Doing::Leaving;
         thread.obey(rescue, Daemon::SwapIn { op: 1 });
-        let agent = thread::spawn(|| thread.bring_back());
+        let agent = thread::spawn(|| thread.bring_back(Path::new("/nowhere")));
         while tasks(thread) != ["rescue"] {
             thread::yield_now();
         }
         assert!(thread.bounds.is_called_off());
         assert!(!agent.is_finished());
         let mut mover = Mover::new(&thread.bounds);
-        assert!(matches!(thread.next(&mut mover), Task::Rescue));
+        assert!(matches!(thread.next(&mut mover), Task::Rescue(_)));
         assert!(!agent.is_finished());
         thread.lock().doing = Doing::Nothing;
         thread.changed.notify_all();
         agent.join().unwrap();
         // One that has failed is not waited for.
         thread.lock().ended = true;
-        thread.bring_back();
+        thread.bring_back(Path::new("/nowhere"));
     }
 
     #[test]
@@ -467,7 +472,7 @@ mod tests {
         let (thread, _) = waiting();
         thread.lock().ended = true;
         thread.put_back((1, None));
-        thread.bring_back();
+        thread.bring_back(Path::new("/nowhere"));
         assert!(thread.take_made().is_none());
     }
 }

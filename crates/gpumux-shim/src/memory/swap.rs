@@ -528,18 +528,23 @@ impl Mover {
         })
     }
 
-    /// There is no daemon any more: brings all back, however long that takes. The groups may run only then.
-    pub(crate) fn rescue(&mut self) {
+    /// There is no daemon any more: brings all back, however long that takes, unless there is one again: it can make room. The
+    /// groups may run only when all is back.
+    pub(crate) fn rescue(&mut self, is_daemon_there: impl Fn() -> bool) {
         let mut told = false;
         while self.away == Away::Out {
-            if let Err(why) = self.back() {
-                if !std::mem::replace(&mut told, true) {
-                    say(format_args!(
-                        "memory cannot come back yet: {why}; trying on"
-                    ));
-                }
-                sleep(Duration::from_millis(50));
+            let Err(why) = self.back() else {
+                return;
+            };
+            if is_daemon_there() {
+                return;
             }
+            if !std::mem::replace(&mut told, true) {
+                say(format_args!(
+                    "memory cannot come back yet: {why}; trying on"
+                ));
+            }
+            sleep(Duration::from_millis(50));
         }
     }
 
