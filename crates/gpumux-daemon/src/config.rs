@@ -73,8 +73,8 @@ pub struct Config {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct HostMemory {
-    /// Most that it may take for all tenants together, such as `"64GiB"`; what would exceed it is not moved. Unset: as much
-    /// as the host has available.
+    /// Most that it may take for all tenants together, such as `"64GiB"`; what would exceed it is not moved. Unset: half
+    /// of the machine's memory.
     pub limit: Option<Bytes>,
     /// Folder on a tmpfs or hugetlbfs, the same for all tenants' processes, to make files without names in. Unset: the
     /// process's own memory, on huge pages where the system allows it.

@@ -18,7 +18,8 @@ pub const PROTOCOL: u32 = 7;
 /// 6: launches that wait for permits: [`PERMITS`].
 /// 7: elastic ranges: [`ELASTIC`].
 /// 8: memory that is kept over a fault: [`KEEPING`].
-pub const REVISION: u32 = 8;
+/// 9: host memory that is made ahead: [`AHEAD`].
+pub const REVISION: u32 = 9;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
 pub const SHARING: u32 = 4;
@@ -36,6 +37,9 @@ pub const ELASTIC: u32 = 7;
 
 /// The revision from which on memory outlives its process ([`Shim::Kept`]).
 pub const KEEPING: u32 = 8;
+
+/// The revision from which on processes make host memory before they move any ([`Daemon::Ahead`]).
+pub const AHEAD: u32 = 9;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;
@@ -447,6 +451,12 @@ pub enum Daemon {
         /// UUID of the device.
         device: String,
         /// So many bytes shall come free, if there are so many.
+        bytes: u64,
+    },
+    /// From revision 9 on. Have so much host memory made for the moves to come, beyond what is kept: as far as the host has it to
+    /// spare, and so that the kernel can take it back.
+    Ahead {
+        /// Bytes, a multiple of [`HOST_PIECE`].
         bytes: u64,
     },
 }

@@ -118,3 +118,59 @@ fn moved_memory_is_where_the_configuration_says_and_zero_after_use() {
     // Its files had no names.
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }
+
+/// What the machine has, by its name in `/proc/meminfo`, in bytes.
+fn machine(name: &str) -> u64 {
+    kib("/proc/meminfo", name).expect("the kernel reports it")
+}
+
+/// A number of a file of `/proc` in bytes, where it may be read.
+fn kib(path: &str, name: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(path).ok()?;
+    let mut lines = text.lines().map(str::split_whitespace);
+    let found =
+        lines.find_map(|mut words| (words.next() == Some(name)).then(|| words.next())?)?;
+    Some(found.parse::<u64>().ok()? << 10)
+}
+
+/// Host memory of a process that the kernel may take back.
+fn lazily_free(pid: u32) -> Option<u64> {
+    kib(&format!("/proc/{pid}/smaps_rollup"), "LazyFree:")
+}
+
+#[test]
+fn host_memory_is_made_ahead_and_used_by_the_first_move() {
+    const PIECE: u64 = 256 << 20;
+    let node = Node::start();
+    let host = || {
+        let memory = node.gpumux(["memory", "--json"]).run().ok().json();
+        let number = |name: &str| memory["host"][name].as_u64().expect("a number");
+        ["used", "limit", "ahead"].map(number)
+    };
+    let all = machine("MemTotal:");
+    assert_eq!(host(), [0, all / 2, 0], "half of the machine's memory");
+    if machine("MemAvailable:") < all / 2 + 8 * PIECE {
+        eprintln!("SKIPPED: the machine has too little memory to spare");
+        return;
+    }
+    // As long as it takes: it ends when it has checked every byte.
+    let worker = checks(&node, "400MiB", 8);
+    let pid = worker.pid();
+    wait_for("host memory made ahead", PATIENCE, || {
+        let made = lazily_free(pid).is_none_or(|it| it >= 2 * PIECE);
+        (made && host() == [0, all / 2, 2 * PIECE]).then_some(())
+    });
+    // Of what is there, the kernel takes nothing back while half of the machine's memory is available.
+    node.gpumux(["sleep", "worker"]).run().ok();
+    let [used, ..] = host();
+    assert!((400 << 20..=2 * PIECE).contains(&used), "{used}");
+    // The thread that makes it may have been about to hand the last piece over.
+    let left = lazily_free(pid).unwrap_or(0);
+    assert!(left <= PIECE, "{left} bytes were not used");
+    node.gpumux(["wake", "worker"]).run().ok();
+    wait_for("nothing more made ahead", PATIENCE, || {
+        let none = lazily_free(pid).is_none_or(|it| it == 0);
+        (none && host()[2] == 0).then_some(())
+    });
+    verified(&worker.finish_within(PATIENCE * 3));
+}

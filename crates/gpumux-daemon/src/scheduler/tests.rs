@@ -30,6 +30,7 @@ use super::{
 };
 use crate::{api::types, config::Config};
 
+mod ahead;
 mod controls;
 mod effort;
 mod groups;
