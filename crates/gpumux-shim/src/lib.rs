@@ -27,6 +27,7 @@ mod hooks;
 mod loader;
 mod memory;
 mod mover;
+mod nvml;
 mod process;
 mod rescue;
 mod unlisted;

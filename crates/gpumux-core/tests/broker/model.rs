@@ -156,6 +156,7 @@ impl State {
             }
             Command::Answer(..)
             | Command::Moved { .. }
+            | Command::Shown { .. }
             | Command::Failed(..)
             | Command::NotKept(..) => {}
         }

@@ -43,6 +43,8 @@ pub(super) struct MemoryMoves {
     told_full: Option<Micros>,
     /// Each process's last request for memory that has no answer yet: its ticket, device and bytes.
     asked: BTreeMap<ProcessId, (u32, String, u64)>,
+    /// The broker's last answer to what a program is shown: free memory and capacity.
+    shown: (u64, u64),
 }
 
 impl MemoryMoves {
@@ -63,6 +65,7 @@ impl MemoryMoves {
             figures: BTreeMap::new(),
             told_full: None,
             asked: BTreeMap::new(),
+            shown: (0, 0),
         }
     }
 
@@ -104,22 +107,34 @@ impl MemoryMoves {
         self.handle(state, event(request));
     }
 
-    /// The capacity that a tenant's programs are shown before they have a session, where that is less than the device's.
-    pub(super) fn shown(&mut self, tenant: TenantId) -> Option<u64> {
-        self.broker.shown(tenant)
+    /// What a tenant's programs are shown of a device: free memory and capacity.
+    pub(super) fn view(
+        &mut self,
+        state: &mut State,
+        tenant: TenantId,
+        device: String,
+        total: u64,
+    ) -> (u64, u64) {
+        let view = Event::View {
+            tenant,
+            device,
+            total,
+        };
+        self.handle(state, view);
+        self.shown
     }
 
     /// Answers what a process is shown of a device's memory.
     pub(super) fn answer_view(
         &mut self,
-        state: &State,
+        state: &mut State,
         session: SessionId,
         ticket: u32,
-        uuid: &str,
+        device: String,
         total: u64,
     ) {
-        let process = ProcessId(session.0);
-        let (free, total) = self.broker.view(process, uuid, total);
+        let tenant = state.sessions.get(&session).map(|met| met.tenant);
+        let (free, total) = tenant.map_or((0, 0), |tenant| self.view(state, tenant, device, total));
         let seen = Daemon::Seen {
             ticket,
             free,
@@ -195,6 +210,7 @@ impl MemoryMoves {
                 state.send(SessionId(process.0), &granted);
                 self.granted(state, process, ticket, bytes);
             }
+            Command::Shown { free, total, .. } => self.shown = (free, total),
             Command::Freeze(tenant) => {
                 self.park(state, tenant, true);
                 self.freezing.insert(tenant);
