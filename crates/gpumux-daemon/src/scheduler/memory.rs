@@ -11,12 +11,14 @@ use gpumux_core::{
     Demand, Micros, TenantId, TenantSpec,
     broker::{Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
     controller,
+    recording::Line,
 };
 use gpumux_wire::Daemon;
 
 use super::{
     model::{Answer, Happening, SessionId},
     record::What,
+    recording::Recording,
     state::State,
 };
 use crate::{api::types, config::HostMemory};
@@ -45,6 +47,7 @@ pub(super) struct MemoryMoves {
     asked: BTreeMap<ProcessId, (u32, String, u64)>,
     /// The broker's last answer to what a program is shown: free memory and capacity.
     shown: (u64, u64),
+    recording: Option<Recording>,
 }
 
 impl MemoryMoves {
@@ -66,7 +69,23 @@ impl MemoryMoves {
             told_full: None,
             asked: BTreeMap::new(),
             shown: (0, 0),
+            recording: None,
         }
+    }
+
+    /// Records what the broker is given and decides. Before its first event.
+    pub(super) fn record(&mut self, mut recording: Recording) {
+        recording.add(Line::Broker(self.broker.on_host().1));
+        self.recording = Some(recording);
+    }
+
+    fn decide(&mut self, now: Micros, event: Event) -> Vec<Command> {
+        let Some(recording) = &mut self.recording else {
+            return self.broker.handle(now, event);
+        };
+        let commands = self.broker.handle(now, event.clone());
+        recording.add(Line::Memory(now, event, commands.clone()));
+        commands
     }
 
     pub(super) fn forget(&mut self, tenant: TenantId) {
@@ -180,12 +199,12 @@ impl MemoryMoves {
         if let Event::Left(process) = &event {
             self.asked.remove(process);
         }
-        let mut commands = self.broker.handle(now, event);
+        let mut commands = self.decide(now, event);
         while !commands.is_empty() {
             let mut next = Vec::new();
             for command in commands {
                 if let Some(failed) = self.carry_out(state, now, command) {
-                    next.extend(self.broker.handle(now, failed));
+                    next.extend(self.decide(now, failed));
                 }
             }
             commands = next;
