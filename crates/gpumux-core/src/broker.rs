@@ -51,6 +51,7 @@ use crate::{
 
 use accounting::Accounting;
 pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, RESERVE, RETURN, overhead};
+pub use claims::longest_wait;
 use moves::{Gates, Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
@@ -102,7 +103,7 @@ pub const IDLE: Micros = Micros::from_millis(200);
 /// Host memory comes in multiples of this, where the limit allows it.
 const HOST_PIECE: u64 = 256 << 20;
 /// Speed of a move that is assumed before one was measured, in bytes per µs: a PCIe 5 link's 50 GB/s, as measured on H100 and H200.
-const SPEED: u64 = 50_000;
+pub const SPEED: u64 = 50_000;
 
 /// A connected process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
