@@ -33,6 +33,7 @@ mod on_demand;
 mod packages;
 mod pools;
 mod recipes;
+mod recording;
 mod run;
 mod seen;
 mod soak;

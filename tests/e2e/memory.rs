@@ -5,6 +5,7 @@ mod failures;
 mod host;
 mod kept;
 mod moves;
+mod shown;
 
 use gpumux_tests::{Finished, Node, Options, PATIENCE, Process, Run, real, wait_for};
 use proptest::{

@@ -52,6 +52,7 @@ use crate::{
 
 use accounting::Accounting;
 pub use accounting::{Ask, CONTEXT, Droppable, Kept, LEAVE, Line, RESERVE, RETURN, overhead};
+pub use claims::longest_wait;
 use moves::{Gates, Leaving, Round};
 
 /// How long a process may take to close its gate, besides a second for each GiB of host memory that it may have to make.
@@ -103,7 +104,7 @@ pub const IDLE: Micros = Micros::from_millis(200);
 /// Host memory comes in multiples of this, where the limit allows it.
 const HOST_PIECE: u64 = 256 << 20;
 /// Speed of a move that is assumed before one was measured, in bytes per µs: a PCIe 5 link's 50 GB/s, as measured on H100 and H200.
-const SPEED: u64 = 50_000;
+pub const SPEED: u64 = 50_000;
 
 /// A connected process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -224,6 +225,17 @@ pub enum Event {
         /// How much.
         kept: Kept,
     },
+    /// What a program of a tenant is shown of a device; answered by [`Command::Shown`].
+    View {
+        /// Whose.
+        tenant: TenantId,
+        /// UUID of the device.
+        device: String,
+        /// The device's capacity, as the process reports it.
+        total: u64,
+    },
+    /// Before this broker, a tenant's programs were shown this capacity of a device.
+    WasShown(TenantId, String, u64),
     /// A request of this name needs no answer any more.
     Cancel(ProcessId, u32),
     /// A thread of it is blocked because its memory is away.
@@ -313,6 +325,17 @@ pub enum Command {
         ticket: u32,
         /// Bytes.
         bytes: u64,
+    },
+    /// Answers [`Event::View`]. With a capacity of 0, the program is shown what the driver reports.
+    Shown {
+        /// Whose program.
+        tenant: TenantId,
+        /// UUID of the device.
+        device: String,
+        /// Bytes that it may still take.
+        free: u64,
+        /// The capacity.
+        total: u64,
     },
     /// Freeze all compute groups of a tenant; answered by [`Event::Frozen`].
     Freeze(TenantId),
@@ -648,6 +671,9 @@ impl Broker {
                 out.extend(
                     (refused.into_iter()).map(|(uuid, why)| Command::NotKept(id, uuid, why)),
                 );
+                if !self.tenants.contains_key(&id) {
+                    self.accounting.expect(now, id);
+                }
                 let tenant = self.tenants.entry(id);
                 tenant
                     .and_modify(|tenant| tenant.terms = terms)
@@ -655,7 +681,7 @@ impl Broker {
             }
             Event::Restored(id) => {
                 if self.tenants.contains_key(&id) {
-                    self.accounting.restored(now);
+                    self.accounting.restored(now, id);
                 }
             }
             Event::Confined(id, devices) => self.accounting.confine(id, devices),
@@ -741,6 +767,23 @@ impl Broker {
                 device,
                 kept,
             } => self.accounting.kept(process, &device, kept),
+            Event::View {
+                tenant,
+                device,
+                total,
+            } => {
+                let policy = self.tenants.get(&tenant).map(|it| it.terms.policy);
+                let (free, total) = policy.map_or((0, 0), |policy| {
+                    (self.accounting).view(now, tenant, &device, total, policy)
+                });
+                out.push(Command::Shown {
+                    tenant,
+                    device,
+                    free,
+                    total,
+                });
+            }
+            Event::WasShown(id, device, bytes) => self.accounting.was_shown(id, &device, bytes),
             Event::Cancel(process, ticket) => {
                 let meant = |it: &Pending| (it.process, it.ticket) == (process, ticket);
                 self.asks.retain(|_, pending| !meant(pending));
@@ -1023,6 +1066,7 @@ impl Broker {
             at(&mut reclaim.until);
         }
         self.accounting.times().for_each(at);
+        self.accounting.expect_nothing();
         maybe(&mut self.trimmed);
         at(&mut self.looked);
     }
@@ -1061,30 +1105,6 @@ impl Broker {
     /// The devices that are known.
     pub fn uuids(&self) -> impl Iterator<Item = &String> {
         self.accounting.uuids()
-    }
-
-    /// The capacity of a device that a process is shown, and what it may still take of it: (free, total), in bytes.
-    pub fn view(&mut self, process: ProcessId, device: &str, total: u64) -> (u64, u64) {
-        let tenant = self.accounting.tenant_of(process);
-        let terms = tenant.and_then(|id| Some(self.tenants.get(&id)?.terms));
-        let policy = terms.map_or(MemoryPolicy::SwapOthers, |terms| terms.policy);
-        self.accounting.view(process, device, total, policy)
-    }
-
-    /// The capacity that a tenant's processes are shown of whichever device they use, if that is less than each has: the most
-    /// that they are shown of any. From now on it is fixed.
-    pub fn shown(&mut self, tenant: TenantId) -> Option<u64> {
-        let terms = self.tenants.get(&tenant)?.terms;
-        if terms.policy != MemoryPolicy::SwapOthers || terms.share.limit != u64::MAX {
-            return None;
-        }
-        let lines = self.accounting.lines();
-        let shown = lines.iter().map(|line| {
-            let shown = self.accounting.shown(tenant, &line.uuid);
-            (shown < line.capacity).then_some(shown)
-        });
-        let shown: Option<Vec<u64>> = shown.collect();
-        shown?.into_iter().max()
     }
 
     /// Every device's accounts.

@@ -24,6 +24,8 @@ use std::{
     sync::Arc,
 };
 
+use serde::{Deserialize, Serialize};
+
 use crate::{
     Account, Calm, Control, Costs, Demand, DomainId, DomainState, Launches, Micros, Policy,
     Progress, Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang, tamper::Course,
@@ -50,7 +52,7 @@ pub const TICK: Micros = Micros::from_millis(1);
 const LINGERS: Micros = Micros::from_secs(1);
 
 /// What happened.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub enum Event {
     /// A tenant of this user has this spec now.
     Tenant(TenantId, UserId, TenantSpec),
@@ -85,7 +87,7 @@ pub enum Event {
 }
 
 /// A channel group to control.
-#[derive(Clone, Debug, PartialEq)]
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NewDomain {
     /// The number of its device, see [`Controller::add_device`].
     pub device: usize,
@@ -104,7 +106,7 @@ pub struct NewDomain {
 }
 
 /// How a command ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Outcome {
     /// It was carried out, and took so long.
     Done(Micros),
@@ -113,7 +115,7 @@ pub enum Outcome {
 }
 
 /// A control to issue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Command {
     /// Its number: rising.
     pub id: u64,
@@ -135,7 +137,7 @@ impl Command {
 }
 
 /// What a control is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 enum Aim {
     /// A plan.
     Plan,
@@ -143,6 +145,24 @@ enum Aim {
     GiveUp,
     /// To take it up again.
     Retry,
+}
+
+/// All that changes a controller, as it was called: the same calls of a new controller give the same commands.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub enum Call {
+    /// [`Controller::add_device`] with this policy, as [`crate::policy::by_name`] makes it; or, in the place of another,
+    /// [`Controller::replace_device`].
+    Device(Option<usize>, String, Costs),
+    /// [`Controller::set_weight`]
+    Weight(UserId, f64),
+    /// [`Controller::looked`]
+    Looked(usize),
+    /// [`Controller::account_until`]
+    Account(usize),
+    /// [`Controller::handle`]
+    Handle(Event),
+    /// [`Controller::poll`], and what it returned.
+    Poll(Option<Command>),
 }
 
 /// A control that comes before those of plans. What it does is decided when it is issued.
@@ -351,6 +371,8 @@ pub struct Controller {
     commands: u64,
     plans: u64,
     mutation: Option<Mutation>,
+    /// Calls and when they came, if they are recorded.
+    calls: Option<Vec<(Micros, Call)>>,
 }
 
 impl Controller {
@@ -365,6 +387,23 @@ impl Controller {
             commands: 0,
             plans: 0,
             mutation: None,
+            calls: None,
+        }
+    }
+
+    /// Records all calls from now on. They have to be taken regularly.
+    pub fn record(&mut self) {
+        self.calls.get_or_insert_default();
+    }
+
+    /// What was recorded since the last time.
+    pub fn take_calls(&mut self) -> Vec<(Micros, Call)> {
+        self.calls.as_mut().map(std::mem::take).unwrap_or_default()
+    }
+
+    fn note(&mut self, now: Micros, call: impl FnOnce() -> Call) {
+        if let Some(calls) = &mut self.calls {
+            calls.push((now, call()));
         }
     }
 
@@ -377,6 +416,7 @@ impl Controller {
 
     /// One device more. Returns its number: how many there were. `costs` are assumed until controls were measured.
     pub fn add_device(&mut self, policy: Arc<dyn Policy>, costs: Costs, now: Micros) -> usize {
+        self.note(now, || Call::Device(None, policy.name().to_owned(), costs));
         self.devices.push(Device::new(policy, costs, now));
         self.devices.len() - 1
     }
@@ -389,6 +429,9 @@ impl Controller {
         costs: Costs,
         now: Micros,
     ) {
+        self.note(now, || {
+            Call::Device(Some(at), policy.name().to_owned(), costs)
+        });
         self.devices[at] = Device::new(policy, costs, now);
     }
 
@@ -410,6 +453,7 @@ impl Controller {
 
     /// A user's weight from now on.
     pub fn set_weight(&mut self, user: UserId, weight: f64) {
+        self.note(Micros::ZERO, || Call::Weight(user, weight));
         let before = self.weights.insert(user, weight).unwrap_or(1.0);
         if before != weight {
             self.devices.iter_mut().for_each(|it| it.dirty = true);
@@ -468,11 +512,13 @@ impl Controller {
 
     /// The demand of a device's domains was looked at; changes come as events after this.
     pub fn looked(&mut self, device: usize, now: Micros) {
+        self.note(now, || Call::Looked(device));
         self.devices[device].looked(now);
     }
 
     /// Accounts for the time until now. Every event and plan does.
     pub fn account_until(&mut self, device: usize, now: Micros) {
+        self.note(now, || Call::Account(device));
         self.devices[device].account(now);
     }
 
@@ -483,6 +529,7 @@ impl Controller {
 
     /// Takes note of what happened.
     pub fn handle(&mut self, now: Micros, event: Event) {
+        self.note(now, || Call::Handle(event.clone()));
         let id = match event {
             Event::Tenant(tenant, user, spec) => {
                 self.tenants.insert(tenant, (user, spec));
@@ -691,6 +738,12 @@ impl Controller {
 
     /// The next control to issue, if there is one now; plans before, if need be. None while one is under way.
     pub fn poll(&mut self, now: Micros) -> Option<Command> {
+        let command = self.decide(now);
+        self.note(now, || Call::Poll(command));
+        command
+    }
+
+    fn decide(&mut self, now: Micros) -> Option<Command> {
         if let Some(command) = self.issued {
             if now < command.deadline || self.mutation == Some(Mutation::NoDeadline) {
                 return None;

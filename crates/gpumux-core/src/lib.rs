@@ -24,6 +24,7 @@ pub mod gang;
 pub mod ledger;
 pub mod policy;
 pub mod quantity;
+pub mod recording;
 pub mod relocation;
 pub mod runlist;
 pub mod space;

@@ -38,7 +38,7 @@ pub struct Plan {
 }
 
 /// One call of one control.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Control {
     /// Take the domain off the device.

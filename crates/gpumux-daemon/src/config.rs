@@ -67,6 +67,9 @@ pub struct Config {
     /// Exit after so long without a tenant: a number of seconds, or a time such as `"10min"`. Unset: never.
     #[serde(deserialize_with = "quantity::read_some_seconds")]
     pub idle_exit_s: Option<u64>,
+    /// A file that gets what the planners are given and decide.
+    #[serde(skip)]
+    pub record: Option<PathBuf>,
 }
 
 /// Where memory goes that is moved away from devices.
@@ -239,6 +242,7 @@ impl Default for Config {
             copy_engines: false,
             max_sessions: 4096,
             idle_exit_s: None,
+            record: None,
         }
     }
 }

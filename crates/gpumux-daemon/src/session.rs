@@ -14,7 +14,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use gpumux_core::{TenantId, Timeslice, runlist::Mechanism};
+use gpumux_core::{TenantId, Timeslice, broker::Event, runlist::Mechanism};
 use gpumux_rm::{ControlFailure, Group};
 use gpumux_wire::{
     Daemon, PROTOCOL, Shim,
@@ -319,6 +319,14 @@ impl Sessions {
             Some((Shim::Hello { tenant, .. }, Some(page))) => {
                 (Page::open(page).map_err(Refusal::Page)?, tenant)
             }
+            Some((
+                Shim::Look {
+                    tenant,
+                    device,
+                    total,
+                },
+                None,
+            )) => return self.show(socket, peer, &tenant, device, total).await,
             Some(_) => return Err(Refusal::NoHello),
         };
         let id = SessionId(self.made.fetch_add(1, Ordering::Relaxed));
@@ -403,6 +411,28 @@ impl Sessions {
             rest.await;
         }
         result
+    }
+
+    /// Answers what a program without a session is shown of a device.
+    async fn show(
+        &self,
+        socket: &OwnedFd,
+        peer: &Peer,
+        token: &str,
+        device: String,
+        total: u64,
+    ) -> Result<(), Refusal> {
+        let tenant = self.tenants.find(peer, token).await?;
+        tokio::time::sleep(self.rate(tenant).take(Instant::now())).await;
+        let show = |answer| Command::ShowMemory(tenant, device, total, answer);
+        let (free, total) = self.scheduler.ask(show).await?;
+        let seen = Daemon::Seen {
+            ticket: 0,
+            free,
+            total,
+        };
+        let _ = say(socket, &seen);
+        Ok(())
     }
 
     /// A session has ended. What its process shares ends with the process.
@@ -499,7 +529,7 @@ impl Session<'_> {
         let id = self.id;
         let scheduler = &self.sessions.scheduler;
         match packet {
-            Shim::Hello { .. } => return Err(Refusal::NoHello),
+            Shim::Hello { .. } | Shim::Look { .. } => return Err(Refusal::NoHello),
             Shim::Group {
                 key,
                 engine,
@@ -574,6 +604,12 @@ impl Session<'_> {
                     answer,
                 };
                 scheduler.ask(view).await?;
+            }
+            Shim::Shown { device, total } => {
+                let event = Event::WasShown(self.tenant, device, total);
+                scheduler
+                    .ask(|answer| Command::Memory(event, answer))
+                    .await?;
             }
             Shim::Piece { .. } => {
                 if let Some(file) = &file {

@@ -223,6 +223,7 @@ impl Session {
         space::with(|space| {
             let mut all = keep::introduce(space);
             all.append(&mut space.holds());
+            all.append(&mut space.shown());
             all.append(&mut own);
             all.extend(ipc::introduce(space));
             lease::set_up(true, all);

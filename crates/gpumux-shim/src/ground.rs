@@ -7,6 +7,7 @@ pub(crate) mod driver;
 pub(crate) mod gate;
 pub(crate) mod guard;
 pub(crate) mod lease;
+pub(crate) mod look;
 pub(crate) mod next;
 pub(crate) mod notice;
 pub(crate) mod own;

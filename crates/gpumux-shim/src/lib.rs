@@ -12,7 +12,7 @@
 //! - nothing happens before the program touches the driver: no constructor, thread, socket or allocation;
 //! - the program's own call is made first and with no lock held, its result and `errno` are what it gets;
 //! - no panic crosses into the program, and no call of the program waits for the daemon (but for
-//!   the first group under `GPUMUX_STRICT=1`, two seconds at most);
+//!   those about memory, and the first group under `GPUMUX_STRICT=1`, two seconds at most);
 //! - a child made by `fork` starts from nothing, and what the parent holds is closed in it.
 
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
@@ -27,6 +27,7 @@ mod hooks;
 mod loader;
 mod memory;
 mod mover;
+mod nvml;
 mod process;
 mod rescue;
 mod unlisted;

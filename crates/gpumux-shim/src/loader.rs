@@ -1,4 +1,4 @@
-//! `dlsym`, exported in front of libc's, so that a program that loads libcuda by itself gets our
+//! `dlsym`, exported in front of libc's, so that a program that loads libcuda or NVML by itself gets our
 //! functions.
 //!
 //! libc's `dlsym` goes by its caller's address for `RTLD_NEXT` and `RTLD_DEFAULT`. Everything but the
@@ -11,9 +11,9 @@ use std::{
     ptr,
 };
 
-use crate::{ground::next, hooks};
+use crate::{ground::next, hooks, nvml};
 
-/// libc's `dlsym`; for functions of the CUDA driver, ours where there is one.
+/// libc's `dlsym`; for functions of the CUDA driver and of NVML, ours where there is one.
 ///
 /// # Safety
 /// As libc's.
@@ -26,6 +26,8 @@ unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_v
         "je 2f",
         "test rsi, rsi",
         "je 2f",
+        "cmp byte ptr [rsi], 'n'",
+        "je 4f",
         "cmp byte ptr [rsi], 'c'",
         "jne 2f",
         "cmp byte ptr [rsi + 1], 'u'",
@@ -34,6 +36,14 @@ unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_v
         "sub al, 'A'",
         "cmp al, 26",
         "jae 2f",
+        "jmp {driver}",
+        "4:",
+        "cmp byte ptr [rsi + 1], 'v'", // nvmlDeviceGet…
+        "jne 2f",
+        "cmp byte ptr [rsi + 2], 'm'",
+        "jne 2f",
+        "cmp byte ptr [rsi + 3], 'l'",
+        "jne 2f",
         "jmp {driver}",
         "2:",
         "push rdi",
@@ -57,6 +67,8 @@ unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_v
         "b.eq 2f",
         "cbz x1, 2f",
         "ldrb w2, [x1]",
+        "cmp w2, #'n'",
+        "b.eq 4f",
         "cmp w2, #'c'",
         "b.ne 2f",
         "ldrb w2, [x1, #1]",
@@ -66,6 +78,17 @@ unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_v
         "sub w2, w2, #'A'",
         "cmp w2, #26",
         "b.hs 2f",
+        "b {driver}",
+        "4:",
+        "ldrb w2, [x1, #1]",
+        "cmp w2, #'v'", // nvmlDeviceGet…
+        "b.ne 2f",
+        "ldrb w2, [x1, #2]",
+        "cmp w2, #'m'",
+        "b.ne 2f",
+        "ldrb w2, [x1, #3]",
+        "cmp w2, #'l'",
+        "b.ne 2f",
         "b {driver}",
         "2:",
         "stp x29, x30, [sp, #-32]!",
@@ -99,8 +122,13 @@ unsafe extern "C" fn driver_function(handle: *mut c_void, name: *const c_char) -
     if address.is_null() {
         return address;
     }
-    // SAFETY: the real `dlsym`'s answer, and what it has just read.
-    unsafe { hooks::found(CStr::from_ptr(name), address) }
+    // SAFETY: what the real `dlsym` has just read.
+    let name = unsafe { CStr::from_ptr(name) };
+    if name.to_bytes().starts_with(b"nvml") {
+        return nvml::found(handle, name, address);
+    }
+    // SAFETY: the real `dlsym`'s answer.
+    unsafe { hooks::found(name, address) }
 }
 
 #[cfg(test)]
@@ -108,7 +136,9 @@ mod tests {
     // This program exports the `dlsym` above, so `libc::dlsym` is it.
     #[test]
     fn dlsym_of_other_names_searches_from_its_caller() {
-        for name in [c"open", c"malloc", c"cuda", c"cuFoo", c"c", c""] {
+        for name in [
+            c"open", c"malloc", c"cuda", c"cuFoo", c"c", c"n", c"nvmlFoo", c"",
+        ] {
             let next = |handle| {
                 // SAFETY: a C string.
                 unsafe { libc::dlsym(handle, name.as_ptr()) }

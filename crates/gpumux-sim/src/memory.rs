@@ -246,8 +246,11 @@ impl Memory {
                     }
                 }
             }
-            Command::Thaw(_) | Command::Answer(..) | Command::Failed(..) | Command::NotKept(..) => {
-            }
+            Command::Thaw(_)
+            | Command::Answer(..)
+            | Command::Shown { .. }
+            | Command::Failed(..)
+            | Command::NotKept(..) => {}
         }
     }
 

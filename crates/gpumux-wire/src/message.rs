@@ -18,7 +18,7 @@ pub const PROTOCOL: u32 = 7;
 /// 6: launches that wait for permits: [`PERMITS`].
 /// 7: elastic ranges: [`ELASTIC`].
 /// 8: memory that is kept over a fault: [`KEEPING`].
-/// 9: host memory that is made ahead: [`AHEAD`].
+/// 9: host memory that is made ahead: [`AHEAD`]. What programs are shown of a device: [`SHOWING`].
 pub const REVISION: u32 = 9;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
@@ -40,6 +40,10 @@ pub const KEEPING: u32 = 8;
 
 /// The revision from which on processes make host memory before they move any ([`Daemon::Ahead`]).
 pub const AHEAD: u32 = 9;
+
+/// The revision from which on a program is shown a capacity before it has a session ([`Shim::Look`]), and is shown the same by the next
+/// daemon ([`Shim::Shown`]).
+pub const SHOWING: u32 = 9;
 
 /// An answer to [`Shim::Missing`]: to ask the driver again soon is of use. Earlier libraries take it as any other than 0.
 pub const LEAVING: u64 = 2;
@@ -284,6 +288,23 @@ pub enum Shim {
         bytes: u64,
         /// Of these, what an earlier process left.
         inherited: u64,
+    },
+    /// From revision 9 on. Instead of [`Shim::Hello`], of a process that has no session: what its program is shown of a device.
+    /// Answered by [`Daemon::Seen`]; then the daemon closes. An earlier daemon refuses.
+    Look {
+        /// The secret that names the tenant.
+        tenant: String,
+        /// UUID of the device, as NVML writes it.
+        device: String,
+        /// What it has, in bytes.
+        total: u64,
+    },
+    /// From revision 9 on. The program was shown this capacity before this session.
+    Shown {
+        /// UUID of the device.
+        device: String,
+        /// Bytes.
+        total: u64,
     },
 }
 

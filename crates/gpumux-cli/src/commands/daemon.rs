@@ -44,11 +44,14 @@ pub(crate) struct Args {
     /// End after so long without tenants, such as 60s or 5min
     #[arg(long, value_name = "TIME", value_parser = units::seconds)]
     idle_exit: Option<u64>,
+    /// File to record in what the planners are given and decide, for tests; at most 64 MiB
+    #[arg(long, value_name = "FILE")]
+    record: Option<PathBuf>,
     /// Run no daemon, but name what is wrong with the configuration: exit code 1 if there is something
     #[arg(long, conflicts_with = "end_groups")]
     check: bool,
     /// Run no daemon, but end the groups (see `--trust` of `gpumux run`) that the last one left to the next, and all programs in them
-    #[arg(long, conflicts_with_all = ["policy", "mechanism", "listen", "idle_exit"])]
+    #[arg(long, conflicts_with_all = ["policy", "mechanism", "listen", "idle_exit", "record"])]
     end_groups: bool,
 }
 
@@ -62,6 +65,7 @@ pub(crate) fn run(args: Args) -> anyhow::Result<ExitCode> {
     config.listen = args.listen.or(config.listen);
     config.mechanism = args.mechanism.unwrap_or(config.mechanism);
     config.idle_exit_s = args.idle_exit.or(config.idle_exit_s);
+    config.record = args.record;
     if let Some(policy) = args.policy {
         config.policy = policy;
     }

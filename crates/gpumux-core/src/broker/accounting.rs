@@ -3,11 +3,13 @@
 //! A device's capacity comes from its driver (NVML). While no driver has reported it, the largest total that a process
 //! reports stands in: a wrong report can then weaken limits, but never keep memory from others.
 
+mod shown;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Mutation, ProcessId};
 use crate::{
-    MemoryPolicy, Micros, TenantId,
+    Micros, TenantId,
     ledger::{Denied, Entry, Holding, Kind, Ledger, Overcommitted, Share},
 };
 
@@ -102,6 +104,8 @@ pub(super) struct Accounting {
     returning: BTreeSet<TenantId>,
     /// The capacity that a tenant was shown first: programs size themselves by it, so it never changes but with the limit.
     shown: BTreeMap<(TenantId, String), u64>,
+    /// Tenants that are expected to have memory soon, and until when.
+    expected: BTreeMap<TenantId, Micros>,
     /// Until when tenants of the last daemon are expected to report their memory.
     returns: Option<Micros>,
     /// A process has joined.
@@ -382,6 +386,7 @@ impl Accounting {
         self.confined.remove(&tenant);
         self.returning.remove(&tenant);
         self.shown.retain(|(id, _), _| *id != tenant);
+        self.expected.remove(&tenant);
         self.members.retain(|_, member| member.tenant != tenant);
         for device in self.devices.values_mut() {
             device.ledger.forget(tenant);
@@ -393,7 +398,8 @@ impl Accounting {
     }
 
     /// A tenant was there before this accounting began: what its processes have is seen before they can report it.
-    pub(super) fn restored(&mut self, now: Micros) {
+    pub(super) fn restored(&mut self, now: Micros, tenant: TenantId) {
+        self.expected.remove(&tenant);
         if self.joined || self.mutation == Some(Mutation::ForeignAtOnce) {
             return;
         }
@@ -581,75 +587,6 @@ impl Accounting {
             }
         }
         self.add_up(uuid, tenant);
-    }
-
-    /// The capacity that a process is shown, and what it may still take of it, in bytes: (free, total).
-    ///
-    /// The capacity is fixed when a tenant first asks: its limit, else its guarantee, else an equal part of what the
-    /// others' guarantees leave, among the tenants that use the device. So free memory changes only by the tenant's own doing.
-    /// A tenant whose requests may fail for want of room is shown no more than there is.
-    pub(super) fn view(
-        &mut self,
-        process: ProcessId,
-        uuid: &str,
-        total: u64,
-        policy: MemoryPolicy,
-    ) -> (u64, u64) {
-        let Some(tenant) = self.tenant_of(process) else {
-            return (0, 0);
-        };
-        if self.device(uuid, total).is_none() {
-            return (0, 0);
-        }
-        self.add_up(uuid, tenant);
-        let Some(device) = self.devices.get(uuid) else {
-            return (0, 0);
-        };
-        let entry = device.ledger.entry(tenant);
-        let usable = device.capacity.saturating_sub(overhead(device.capacity));
-        let total = match policy {
-            _ if entry.share.limit < device.capacity => entry.share.limit,
-            MemoryPolicy::SwapOthers => self.shown(tenant, uuid),
-            MemoryPolicy::Wait | MemoryPolicy::Fail => device.capacity,
-        };
-        let own = total.min(usable).saturating_sub(entry.holding.all());
-        let Some(device) = self.devices.get(uuid) else {
-            return (0, 0);
-        };
-        let free = match policy {
-            MemoryPolicy::SwapOthers => own,
-            MemoryPolicy::Wait | MemoryPolicy::Fail => own.min(
-                // What it is guaranteed is there when it wants it.
-                device
-                    .ledger
-                    .free()
-                    .max((entry.share.guaranteed).saturating_sub(entry.holding.resident())),
-            ),
-        };
-        (free, total)
-    }
-
-    /// The capacity that a tenant without a limit is shown of a device, fixed when it is first asked for: all of it, or, where
-    /// others have memory or guarantees, an equal part of what these leave, but at least its own guarantee.
-    pub(super) fn shown(&mut self, tenant: TenantId, uuid: &str) -> u64 {
-        let Some(device) = self.devices.get(uuid) else {
-            return 0;
-        };
-        let guaranteed = self.shares.get(&tenant).map_or(0, |share| share.guaranteed);
-        let key = (tenant, uuid.to_owned());
-        *self.shown.entry(key).or_insert_with(|| {
-            let others = device.ledger.entries().filter(|(id, _)| *id != tenant);
-            let (mut entitled, mut elastic) = (0u64, 0);
-            for (_, entry) in others {
-                entitled = entitled.saturating_add(entry.entitled());
-                elastic += u64::from(entry.share.guaranteed == 0 && entry.holding.all() > 0);
-            }
-            match entitled == 0 && elastic == 0 {
-                true => device.capacity,
-                false => (device.ledger.usable().saturating_sub(entitled) / (elastic + 1))
-                    .max(guaranteed),
-            }
-        })
     }
 
     /// Counts all that a tenant has on the host as being on its way to the device, until [`Self::returned`].

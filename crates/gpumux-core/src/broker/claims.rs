@@ -57,6 +57,15 @@ fn patience(class: Class) -> Micros {
     }
 }
 
+/// How long a tenant of a class waits for its memory at most, while processes answer: others have these classes, and their memory takes
+/// so long to move.
+pub fn longest_wait(class: Class, others: impl IntoIterator<Item = (Class, Micros)>) -> Micros {
+    (others.into_iter()).fold(patience(class), |sum, (other, took)| {
+        let turns = if other < class { CLASS_TURNS } else { 1 };
+        sum + Micros(turn(took).0.saturating_mul(turns)) + took + took
+    })
+}
+
 /// What a tenant can give.
 struct Offer {
     tenant: TenantId,

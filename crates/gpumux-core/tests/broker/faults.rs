@@ -440,23 +440,6 @@ pub(crate) fn device_size_is_what_the_driver_reports() {
 }
 
 #[test]
-pub(crate) fn shown_capacity_does_not_move_with_neighbours() {
-    let mut world = World::new(80 * GIB);
-    let first = world.tenant(1, Class::Batch, 0);
-    let (free, total) = world.broker.view(first, DEVICE, 0);
-    let usable = total - gpumux_core::broker::overhead(total);
-    assert_eq!((free, total), (usable, 80 * GIB));
-    assert_eq!(world.allocate(1, 60 * GIB), 60 * GIB);
-    let second = world.tenant(2, Class::Batch, 0);
-    let (free2, total2) = world.broker.view(second, DEVICE, 0);
-    assert_eq!((free2, total2), (usable / 2, usable / 2));
-    let first_now = world.broker.view(first, DEVICE, 0);
-    assert_eq!(first_now, (usable - 60 * GIB, total));
-    world.kill(1);
-    assert_eq!(world.broker.view(second, DEVICE, 0), (free2, total2));
-}
-
-#[test]
 pub(crate) fn a_late_freeze_is_undone() {
     let mut world = World::new(10 * GIB);
     world.tenant(1, Class::Batch, 0);

@@ -10,5 +10,6 @@ mod mutations;
 mod programs;
 mod properties;
 mod restarts;
+mod shown;
 mod turns;
 mod world;

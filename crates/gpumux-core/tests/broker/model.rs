@@ -84,6 +84,13 @@ enum Action {
 const NOW: Micros = HORIZON;
 
 impl World {
+    /// Whether the others' guarantees leave enough for a tenant. Else it waits while their owners work.
+    fn fits(&self, n: u64) -> bool {
+        let others = (0..).zip(&self.tenants).filter(|(other, _)| *other != n);
+        let kept: u64 = others.map(|(_, (_, guaranteed, _))| guaranteed).sum();
+        kept + self.tenants[n as usize].2 <= self.room
+    }
+
     fn terms(&self, n: u64) -> Terms {
         let (class, guaranteed, _) = self.tenants[n as usize];
         Terms {
@@ -156,6 +163,7 @@ impl State {
             }
             Command::Answer(..)
             | Command::Moved { .. }
+            | Command::Shown { .. }
             | Command::Failed(..)
             | Command::NotKept(..) => {}
         }
@@ -262,7 +270,7 @@ impl State {
                 self.broken = Some(format!("{id:?} waits although there is room"));
             }
             let waits = note(&mut self.waits, waits);
-            if NOW.saturating_sub(waits) > world.patience {
+            if NOW.saturating_sub(waits) > world.patience && world.fits(id.0) {
                 self.broken = Some(format!("{id:?} waits without end"));
             }
         }
@@ -321,8 +329,8 @@ impl Model for World {
             device: DEVICE.to_owned(),
             droppable: Droppable { free, cached },
         });
-        // All at the same moment.
-        for (n, (_, _, size)) in self.tenants.iter().enumerate() {
+        // All at the same moment; an owner of a guarantee after the tenants that borrow from it.
+        for (n, (_, _, size)) in self.tenants.iter().enumerate().rev() {
             state.event(Event::Ask {
                 process: ProcessId(n as u64),
                 ticket: 1,
@@ -418,6 +426,9 @@ impl Model for World {
             Property::always("nothing is wrong", |_, state: &State| {
                 state.broken.is_none()
             }),
+            Property::sometimes("all that may fail has failed", |_, state: &State| {
+                (state.refusals, state.lateness, state.deaths) == (0, 0, 0)
+            }),
             Property::sometimes("all were home", |world, state: &State| {
                 let has = |(id, it): (&u64, &Process)| {
                     it.holding.all() + it.dropped == world.tenants[*id as usize].2 * MIB
@@ -446,16 +457,13 @@ fn check(world: World) -> (usize, Option<String>) {
     let checker = world.clone().checker().threads(1).spawn_bfs().join();
     let wrong = checker.discovery("nothing is wrong");
     let why = wrong.and_then(|path| path.last_state().broken.clone());
-    // Where a guarantee in use leaves too little for another, that one waits for it.
-    let sizes: Vec<(u64, u64)> = world.tenants.iter().map(|it| (it.1, it.2)).collect();
-    let fits = |(n, (_, size)): (usize, &(u64, u64))| {
-        let others = sizes.iter().enumerate().filter(|(other, _)| *other != n);
-        let kept: u64 = others.map(|(_, (guaranteed, _))| *guaranteed).sum();
-        kept + size <= world.room
-    };
-    if why.is_none() && sizes.iter().enumerate().all(fits) {
+    if why.is_none() && (0..world.tenants.len() as u64).all(|n| world.fits(n)) {
         let all = checker.discovery("all were home");
         assert!(all.is_some(), "it never got that far: {world:?}");
+    }
+    if why.is_none() {
+        let failed = checker.discovery("all that may fail has failed");
+        assert!(failed.is_some(), "there is nothing to fail: {world:?}");
     }
     (checker.unique_state_count(), why)
 }

@@ -91,6 +91,7 @@ pub(crate) struct World {
     pub(crate) unfreed: u64,
     pub(crate) answers: BTreeMap<u64, Result<(), MoveError>>,
     pub(crate) grants: BTreeMap<(ProcessId, u32), u64>,
+    shown: Option<(u64, u64)>,
     asked: BTreeMap<(ProcessId, u32), u64>,
     pub(crate) moves: Vec<(Micros, TenantId, bool, u64)>,
     pub(crate) orders: u64,
@@ -135,6 +136,7 @@ impl World {
             unfreed: 0,
             answers: BTreeMap::new(),
             grants: BTreeMap::new(),
+            shown: None,
             asked: BTreeMap::new(),
             moves: Vec::new(),
             orders: 0,
@@ -271,6 +273,16 @@ impl World {
         let (process, ticket) = (ProcessId(process), u32::MAX);
         self.event(Event::Missing { process, ticket });
         self.grants.remove(&(process, ticket)).expect("an answer")
+    }
+
+    /// What a program of a tenant is shown: free memory and capacity.
+    pub(crate) fn view(&mut self, tenant: u64) -> (u64, u64) {
+        self.event(Event::View {
+            tenant: TenantId(tenant),
+            device: DEVICE.to_owned(),
+            total: self.capacity,
+        });
+        self.shown.take().expect("an answer")
     }
 
     pub(crate) fn kill(&mut self, process: u64) {

@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use gpumux_core::{
-    Class,
+    Class, Micros, broker,
     quantity::{Percent, Size, Time},
     runlist::OUTSTANDING,
     space::Way,
@@ -235,7 +235,7 @@ fn why(
                 .into(),
         );
     }
-    parts.extend(memory(tenant));
+    parts.extend(memory(tenant, all));
     if let Some(lost) = &tenant.lost_output {
         parts.push(format!(
             "{lost}: its parent could not write it to {}.",
@@ -349,12 +349,13 @@ fn now(domain: &Domain, neighbours: &[Neighbour]) -> String {
 }
 
 /// Where its memory is, if that is why it waits.
-fn memory(tenant: &Tenant) -> Option<String> {
+fn memory(tenant: &Tenant, all: &[Tenant]) -> Option<String> {
     let swapped: u64 = tenant.memory.iter().map(|share| share.swapped).sum();
     let swapped = Size(swapped);
     Some(match (tenant.asleep, tenant.waits_for_memory) {
         (true, true) => format!(
-            "It cannot run: {swapped} of its memory is on the host, and comes back as soon as others have made room."
+            "It cannot run: {swapped} of its memory is on the host. {}",
+            turns(tenant, all)
         ),
         (true, false) => format!(
             "It is swapped out: {swapped} of its memory is on the host, after `gpumux sleep`, a time without work, or because others \
@@ -367,6 +368,47 @@ fn memory(tenant: &Tenant) -> Option<String> {
         ),
         (false, false) => return None,
     })
+}
+
+/// Which tenants have the memory that a waiting one lacks, and how long it waits for them at most.
+fn turns(tenant: &Tenant, all: &[Tenant]) -> String {
+    let lacks =
+        |uuid: &str| (tenant.memory.iter()).any(|share| share.swapped > 0 && share.device == uuid);
+    let bytes = |it: &Tenant| -> u64 {
+        let there = it.memory.iter().filter(|share| lacks(&share.device));
+        there.map(|share| share.in_use).sum()
+    };
+    let holders = all.iter().filter(|it| {
+        (it.uid, &it.name) != (tenant.uid, &tenant.name) && !it.asleep && bytes(it) > 0
+    });
+    let mut holders: Vec<&Tenant> = holders.collect();
+    if holders.is_empty() {
+        return "It comes back as soon as others have made room.".into();
+    }
+    holders.sort_by_key(|it| std::cmp::Reverse(bytes(it)));
+    let wait = broker::longest_wait(
+        tenant.class,
+        holders.iter().map(|it| {
+            let measured = it.moves.back_us.checked_div(it.moves.backs);
+            (
+                it.class,
+                Micros(measured.unwrap_or(bytes(it) / broker::SPEED)),
+            )
+        }),
+    );
+    let mut names: Vec<&str> = (holders.iter().take(NAMED))
+        .map(|it| it.name.as_str())
+        .collect();
+    let rest = format!("{} more", holders.len() - names.len());
+    if holders.len() > names.len() {
+        names.push(&rest);
+    }
+    format!(
+        "Tenants that do not fit together take turns with memory, and it is the turn of {}. It waits for at most about {} s while \
+         their processes answer.",
+        names.join(", "),
+        wait.0.div_ceil(1_000_000)
+    )
 }
 
 /// Time or space, and why, where there was a choice.
@@ -930,6 +972,15 @@ mod tests {
         sleeper.waits_for_memory = true;
         let text = said(&sleeper, &[]);
         assert!(text.contains("comes back as soon as others"), "{text}");
+        // Of two that do not fit together, the other has the memory. Its last move took half a second.
+        let mut other = tenant("other", Class::Batch, vec![]);
+        (other.memory, other.moves.backs, other.moves.back_us) =
+            (sleeper.memory.clone(), 1, 500_000);
+        (other.memory[0].in_use, other.memory[0].swapped) = (2 << 30, 0);
+        let text = explain(&sleeper, &[other], &[], &[]).text;
+        let turns =
+            "take turns with memory, and it is the turn of other. It waits for at most about";
+        assert!(text.contains(turns), "{text}");
         sleeper.asleep = false;
         let text = said(&sleeper, &[]);
         assert!(text.contains("(memory policy swap-others)"), "{text}");

@@ -87,8 +87,8 @@ pub(crate) enum Command {
     },
     /// A tenant's processes share the MPS group of this name. Before its first session.
     Place(TenantId, Arc<str>, Answer<()>),
-    /// The memory that a tenant's programs are shown before they have a session, in bytes, where that is less than the device's.
-    ShownMemory(TenantId, Answer<Option<u64>>),
+    /// What a tenant's programs are shown of a device, of which the driver reports so many bytes in all: free memory and capacity.
+    ShowMemory(TenantId, String, u64, Answer<(u64, u64)>),
     /// Moves all memory of a tenant to the host; answered when that is done.
     Sleep(TenantId, Answer<Result<(), MoveError>>),
     /// Brings all memory of a tenant back, others' away for it if need be; answered when that is done.
@@ -217,7 +217,10 @@ impl Command {
                 engine.place(tenant, group);
                 send(answer, ());
             }
-            Self::ShownMemory(tenant, answer) => send(answer, engine.moves.shown(tenant)),
+            Self::ShowMemory(tenant, device, total, answer) => {
+                let (moves, state) = (&mut engine.moves, &mut engine.state);
+                send(answer, moves.view(state, tenant, device, total));
+            }
             // After a move to another device a tenant is awake.
             Self::Sleep(tenant, answer) if engine.relocations.contains_key(&tenant) => {
                 let why = "it is on its way to another GPU".into();
@@ -278,8 +281,8 @@ impl Command {
                 total,
                 answer,
             } => {
-                let (moves, state) = (&mut engine.moves, &engine.state);
-                moves.answer_view(state, session, ticket, &device, total);
+                let (moves, state) = (&mut engine.moves, &mut engine.state);
+                moves.answer_view(state, session, ticket, device, total);
                 send(answer, ());
             }
             Self::Memory(event, answer) => {

@@ -11,6 +11,7 @@ use gpumux_core::{
     admission::{Refusal, UserPolicy},
     broker::{Event, ProcessId},
     controller::{self, NewDomain},
+    recording::Line,
 };
 use gpumux_rm::layout::engine::GR0;
 
@@ -26,6 +27,7 @@ use super::{
     model::{Clock, Owner, Reaper, Relocation, SessionId},
     process::Met,
     record::{Counted, Durations, Now, What},
+    recording::Recording,
     renewal::{Renewal, Renewing},
     state::State,
     tamper::Tampers,
@@ -57,6 +59,7 @@ pub(crate) struct Engine {
     pub(super) stats: types::Scheduler,
     pub(super) steps: Durations,
     pub(super) stopped: bool,
+    pub(super) recording: Option<Recording>,
 }
 
 /// A group that cannot be managed.
@@ -100,6 +103,22 @@ impl Engine {
             stats: types::Scheduler::default(),
             steps: Durations::default(),
             stopped: false,
+            recording: None,
+        }
+    }
+
+    /// Records what the planners are given and decide. Before anything else.
+    pub(super) fn record(&mut self, recording: Recording) {
+        self.moves.record(recording.clone());
+        self.state.controller.record();
+        self.recording = Some(recording);
+    }
+
+    /// Passes on what the controller has recorded.
+    pub(super) fn write_recording(&mut self) {
+        if let Some(recording) = &mut self.recording {
+            let calls = self.state.controller.take_calls().into_iter();
+            calls.for_each(|(at, call)| recording.add(Line::Compute(at, call)));
         }
     }
 

@@ -11,12 +11,14 @@ use gpumux_core::{
     Demand, Micros, TenantId, TenantSpec,
     broker::{Activity, Broker, Command, Event, MoveError, Order, ProcessId, Reply, Terms},
     controller,
+    recording::Line,
 };
 use gpumux_wire::{Daemon, message::AHEAD};
 
 use super::{
     model::{Answer, Happening, SessionId},
     record::What,
+    recording::Recording,
     state::State,
 };
 use crate::{api::types, config::HostMemory};
@@ -48,6 +50,9 @@ pub(super) struct MemoryMoves {
     /// Host memory that processes were last asked to make ahead; none where it is made at a location.
     ahead: Option<BTreeMap<ProcessId, u64>>,
     looked_ahead: Micros,
+    /// The broker's last answer to what a program is shown: free memory and capacity.
+    shown: (u64, u64),
+    recording: Option<Recording>,
 }
 
 impl MemoryMoves {
@@ -70,7 +75,24 @@ impl MemoryMoves {
             asked: BTreeMap::new(),
             ahead: rules.location.is_none().then(BTreeMap::new),
             looked_ahead: Micros::ZERO,
+            shown: (0, 0),
+            recording: None,
         }
+    }
+
+    /// Records what the broker is given and decides. Before its first event.
+    pub(super) fn record(&mut self, mut recording: Recording) {
+        recording.add(Line::Broker(self.broker.on_host().1));
+        self.recording = Some(recording);
+    }
+
+    fn decide(&mut self, now: Micros, event: Event) -> Vec<Command> {
+        let Some(recording) = &mut self.recording else {
+            return self.broker.handle(now, event);
+        };
+        let commands = self.broker.handle(now, event.clone());
+        recording.add(Line::Memory(now, event, commands.clone()));
+        commands
     }
 
     pub(super) fn forget(&mut self, tenant: TenantId) {
@@ -111,22 +133,34 @@ impl MemoryMoves {
         self.handle(state, event(request));
     }
 
-    /// The capacity that a tenant's programs are shown before they have a session, where that is less than the device's.
-    pub(super) fn shown(&mut self, tenant: TenantId) -> Option<u64> {
-        self.broker.shown(tenant)
+    /// What a tenant's programs are shown of a device: free memory and capacity.
+    pub(super) fn view(
+        &mut self,
+        state: &mut State,
+        tenant: TenantId,
+        device: String,
+        total: u64,
+    ) -> (u64, u64) {
+        let view = Event::View {
+            tenant,
+            device,
+            total,
+        };
+        self.handle(state, view);
+        self.shown
     }
 
     /// Answers what a process is shown of a device's memory.
     pub(super) fn answer_view(
         &mut self,
-        state: &State,
+        state: &mut State,
         session: SessionId,
         ticket: u32,
-        uuid: &str,
+        device: String,
         total: u64,
     ) {
-        let process = ProcessId(session.0);
-        let (free, total) = self.broker.view(process, uuid, total);
+        let tenant = state.sessions.get(&session).map(|met| met.tenant);
+        let (free, total) = tenant.map_or((0, 0), |tenant| self.view(state, tenant, device, total));
         let seen = Daemon::Seen {
             ticket,
             free,
@@ -198,12 +232,12 @@ impl MemoryMoves {
         if let Event::Left(process) = &event {
             self.asked.remove(process);
         }
-        let mut commands = self.broker.handle(now, event);
+        let mut commands = self.decide(now, event);
         while !commands.is_empty() {
             let mut next = Vec::new();
             for command in commands {
                 if let Some(failed) = self.carry_out(state, now, command) {
-                    next.extend(self.broker.handle(now, failed));
+                    next.extend(self.decide(now, failed));
                 }
             }
             commands = next;
@@ -228,6 +262,7 @@ impl MemoryMoves {
                 state.send(SessionId(process.0), &granted);
                 self.granted(state, process, ticket, bytes);
             }
+            Command::Shown { free, total, .. } => self.shown = (free, total),
             Command::Freeze(tenant) => {
                 self.park(state, tenant, true);
                 self.freezing.insert(tenant);

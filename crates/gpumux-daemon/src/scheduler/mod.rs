@@ -25,6 +25,7 @@ mod model;
 mod permits;
 mod process;
 mod record;
+mod recording;
 mod relocation;
 mod renewal;
 mod state;

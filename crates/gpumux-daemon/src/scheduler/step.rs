@@ -107,6 +107,7 @@ impl Engine {
         let now = self.state.now();
         self.steps.record(now.saturating_sub(start));
         self.moves.step(&mut self.state);
+        self.write_recording();
         let cost = self.cost + self.waking;
         (self.state.devices.values())
             .filter_map(|device| device.due(&self.state.controller, cost))

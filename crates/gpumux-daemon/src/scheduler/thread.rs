@@ -17,6 +17,7 @@ use super::{
     command::Command,
     engine::Engine,
     model::{Answer, Clock},
+    recording::Recording,
     renewal::Renewal,
 };
 use crate::config::Config;
@@ -83,7 +84,7 @@ impl Handle {
 /// Starts the scheduling thread. It ends, and restores everything, when the last handle is dropped.
 ///
 /// # Errors
-/// When no thread can be made.
+/// When no thread can be made, or no file for a recording.
 pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     let (reaper, dead) = mpsc::channel::<Box<dyn Send>>();
     thread::Builder::new()
@@ -102,9 +103,15 @@ pub(crate) fn start(config: Arc<Config>) -> std::io::Result<Handle> {
     };
     let renewal = Arc::new(Renewal::new(lease, Arc::clone(&clock)));
     let own = Arc::clone(&renewal);
+    let recording = (config.record.as_deref())
+        .map(Recording::start)
+        .transpose()?;
     let body = move || {
         ask_for_priority();
-        let engine = Engine::new(config, clock, reaper, own);
+        let mut engine = Engine::new(config, clock, reaper, own);
+        if let Some(recording) = recording {
+            engine.record(recording);
+        }
         if let Err(error) = engine.crashes.start() {
             tracing::warn!(%error, "errors of programs are noticed later than they could be");
         }

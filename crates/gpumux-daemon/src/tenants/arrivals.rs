@@ -241,10 +241,7 @@ impl Tenants {
             }
             error => error,
         })?;
-        let shown = (self.scheduler)
-            .ask(|answer| Command::ShownMemory(id, answer))
-            .await?;
-        if let Some(bytes) = memory_limit.or(shown) {
+        if let Some(bytes) = memory_limit {
             environment.insert(MEMORY_LIMIT_VARIABLE.into(), bytes.to_string());
         }
         if !new.kept {
@@ -346,6 +343,16 @@ impl Tenants {
         table.joined.drain(..surplus);
         table.save_or_warn(&self.files);
         Ok((id, name))
+    }
+
+    /// The living tenant of a process that has no session.
+    pub(crate) async fn find(&self, peer: &Peer, token: &str) -> Result<TenantId, TenantError> {
+        let table = self.open_table().await?;
+        let known = (table.tenants.values()).find(|tenant| tenant.may_join(token, peer));
+        known.map(|it| it.id).ok_or_else(|| {
+            let user = &self.users.known(peer.uid).user;
+            table.refusal(token, peer, user)
+        })
     }
 
     /// Has the scheduler admit a tenant that no process holds yet, and the table keep it.

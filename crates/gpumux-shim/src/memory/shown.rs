@@ -1,38 +1,63 @@
 //! What a program is shown of device memory: how much there is, and whose an address is.
 
-use std::ffi::{c_int, c_void};
+use std::{
+    collections::BTreeMap,
+    ffi::{c_int, c_void},
+    sync::Mutex,
+};
 
 use gpumux_wire::{MEMORY_LIMIT_VARIABLE, Shim};
 
 use crate::{
     ground::{
-        driver::{CUresult, SUCCESS},
-        gate, lease,
+        driver::{self, CUresult, SUCCESS},
+        gate, guard, lease,
+        look::look,
     },
     memory::{
         physical,
         ranges::Allocation,
-        space::{current_device, off, ours, with},
+        space::{current_device, describe, off, ours, with},
     },
 };
 
 /// What the tenant may believe of a device: free and in all.
 fn view(device: c_int) -> Option<(u64, u64)> {
-    let (uuid, total, unused) = with(|space| {
+    let (uuid, total) = with(|space| {
         let known = space.devices.get(&device)?;
-        let spares = space.spares.iter().filter_map(|at| space.blocks.get(at));
-        let spare = spares.filter(|it| it.device == device).map(|it| it.bytes);
-        let unused = known.movable.unused() + known.pinned.unused() + spare.sum::<u64>();
-        Some((known.uuid.clone(), known.total, unused))
+        Some((known.uuid.clone(), known.total))
     })?;
+    view_of(&uuid, total)
+}
+
+/// The same of a device of this UUID and size.
+fn view_of(uuid: &str, total: u64) -> Option<(u64, u64)> {
     let question = |ticket| Shim::View {
         ticket,
-        device: uuid,
+        device: uuid.to_owned(),
         total,
     };
     let (free, all) = lease::ask(question)?;
     let all = all.min(total);
-    (all != 0).then(|| (free.saturating_add(unused).min(all), all))
+    if all == 0 {
+        return None;
+    }
+    let unused = with(|space| {
+        let (id, known) = space.devices.iter_mut().find(|(_, it)| it.uuid == uuid)?;
+        known.shown = all;
+        let spares = space.spares.iter().filter_map(|at| space.blocks.get(at));
+        let spare = spares.filter(|it| it.device == *id).map(|it| it.bytes);
+        Some(known.movable.unused() + known.pinned.unused() + spare.sum::<u64>())
+    });
+    Some((free.saturating_add(unused.unwrap_or(0)).min(all), all))
+}
+
+/// The same, also of a process without a session. A forked child has none, either.
+pub(crate) fn view_anywhere(uuid: &str, total: u64) -> Option<(u64, u64)> {
+    let seen = (!off()).then(|| view_of(uuid, total)).flatten();
+    let (free, all) = seen.or_else(|| look(uuid, total))?;
+    let all = all.min(total);
+    (all != 0).then_some((free.min(all), all))
 }
 
 /// `cuMemGetInfo`
@@ -64,6 +89,31 @@ fn told() -> Option<u64> {
     std::env::var(MEMORY_LIMIT_VARIABLE).ok()?.parse().ok()
 }
 
+/// The capacity that the program is shown of a device, also before it has a session. Without a daemon only its environment is known.
+fn capacity(device: c_int) -> Option<u64> {
+    /// By device: the answers of daemons to this process before it had a session. They do not change.
+    static KNOWN: Mutex<BTreeMap<c_int, u64>> = Mutex::new(BTreeMap::new());
+    if !off()
+        && let Some((_, all)) = view(device)
+    {
+        return Some(all);
+    }
+    // In a forked child, a thread that is not there may have it.
+    let mut known = guard::try_lock(&KNOWN);
+    if let Some(all) = known.as_ref().and_then(|it| it.get(&device)) {
+        return Some(*all);
+    }
+    let seen = driver::enabled().then(|| describe(device)).flatten();
+    let seen = seen.and_then(|(uuid, total)| look(&uuid, total));
+    let Some((_, all)) = seen.filter(|(_, all)| *all != 0) else {
+        return told();
+    };
+    if let Some(known) = &mut known {
+        known.insert(device, all);
+    }
+    Some(all)
+}
+
 /// `cuDeviceTotalMem`
 ///
 /// # Safety
@@ -74,14 +124,9 @@ pub(crate) unsafe fn total(
     real: impl FnOnce() -> CUresult,
 ) -> CUresult {
     let result = real();
-    // Before it has used a context a process belongs to no tenant: then only its environment is known.
     if result == SUCCESS
         && !bytes.is_null()
-        && let Some(all) = (!off())
-            .then(|| view(device))
-            .flatten()
-            .map(|it| it.1)
-            .or_else(told)
+        && let Some(all) = capacity(device)
     {
         // SAFETY: the driver has just written there.
         unsafe { *bytes = (*bytes).min(all as usize) };

@@ -15,7 +15,7 @@ use std::{
     time::Duration,
 };
 
-use gpumux_wire::Shim;
+use gpumux_wire::{Shim, message::SHOWING};
 
 use crate::{
     ground::{
@@ -55,6 +55,8 @@ functions! {
 pub(crate) struct Device {
     pub(crate) uuid: String,
     pub(crate) total: u64,
+    /// The capacity that the program was shown; 0: none.
+    pub(crate) shown: u64,
     pub(crate) movable: Lease,
     pub(crate) pinned: Lease,
     /// Part of the movable that is on the host.
@@ -175,7 +177,7 @@ pub(crate) fn current_uuid() -> Option<String> {
 }
 
 /// A device's UUID, and its memory in bytes.
-fn describe(device: c_int) -> Option<(String, u64)> {
+pub(crate) fn describe(device: c_int) -> Option<(String, u64)> {
     let (mut gpu, mut uuid, mut total) = ([0; 16], [0; 16], 0);
     // SAFETY: places to write; a device that does not exist is refused.
     let known = unsafe {
@@ -198,6 +200,7 @@ pub(crate) fn known_device(device: c_int) -> Option<c_int> {
                 space.devices.entry(device).or_insert_with(|| Device {
                     uuid,
                     total,
+                    shown: 0,
                     movable: Lease::default(),
                     pinned: Lease::default(),
                     away: 0,
@@ -445,6 +448,16 @@ impl Space {
         self.devices.values_mut().map(Device::holds).collect()
     }
 
+    /// What the program was shown, for a daemon that knows such packets.
+    pub(crate) fn shown(&self) -> Vec<Shim> {
+        let shown = (self.devices.values()).filter(|it| it.shown != 0 && lease::knows(SHOWING));
+        let packet = |it: &Device| Shim::Shown {
+            device: it.uuid.clone(),
+            total: it.shown,
+        };
+        shown.map(packet).collect()
+    }
+
     /// Whether nothing of a device is mapped by this library any more.
     pub(crate) fn is_native(&self, device: c_int) -> bool {
         self.devices.get(&device).is_none_or(|it| it.native)
@@ -580,6 +593,7 @@ impl Space {
         let known = Device {
             uuid: String::new(),
             total: 100 << 30,
+            shown: 0,
             movable: Lease::default(),
             pinned: Lease::default(),
             away: 0,

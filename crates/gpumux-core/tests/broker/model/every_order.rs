@@ -24,6 +24,30 @@ pub(crate) fn two_equal_tenants_take_turns() {
     println!("two equal tenants: {states} states");
 }
 
+/// A change of activity, and each failure by itself.
+const ONE: [(u8, u8, u8, u8); 4] = [(0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)];
+
+/// Checks a world with these failures and changes, and returns how many states it has.
+#[track_caller]
+fn with_failures(
+    world: &World,
+    (refusals, lateness, deaths, toggles): (u8, u8, u8, u8),
+    patience: u64,
+) -> usize {
+    let world = World {
+        refusals,
+        lateness,
+        deaths,
+        toggles,
+        // A late process may take its whole deadline, and a failure its pause.
+        patience: Micros::from_secs(patience + 60 * u64::from(lateness + refusals)),
+        ..world.clone()
+    };
+    let (states, wrong) = check(world.clone());
+    assert_eq!(wrong, None, "{world:?}");
+    states
+}
+
 #[test]
 fn two_tenants_in_every_order_with_failures() {
     let classes = [
@@ -34,21 +58,8 @@ fn two_tenants_in_every_order_with_failures() {
     ];
     let mut all = 0;
     for tenants in classes {
-        for (refusals, lateness, deaths, toggles) in
-            [(0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
-        {
-            let world = World {
-                refusals,
-                lateness,
-                deaths,
-                toggles,
-                // A late process may take its whole deadline, and a failure its pause.
-                patience: Micros::from_secs(20 + 60 * u64::from(lateness + refusals)),
-                ..two(&tenants)
-            };
-            let (states, wrong) = check(world.clone());
-            assert_eq!(wrong, None, "{world:?}");
-            all += states;
+        for failures in ONE {
+            all += with_failures(&two(&tenants), failures, 20);
         }
     }
     println!("two tenants, 16 worlds: {all} states");
@@ -60,39 +71,51 @@ fn two_tenants_in_every_order_with_failures() {
 fn memory_that_needs_no_copy_in_every_order_with_failures() {
     let mut all = 0;
     for droppable in [(20, 10), (5, 5)] {
-        for (refusals, lateness, deaths, toggles) in
-            [(0, 0, 0, 1), (1, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0)]
-        {
-            let world = World {
-                droppable,
-                refusals,
-                lateness,
-                deaths,
-                toggles,
-                patience: Micros::from_secs(20 + 60 * u64::from(lateness + refusals)),
-                ..two(&[(Class::Latency, 50, 50), (Class::Batch, 0, 79)])
-            };
-            let (states, wrong) = check(world.clone());
-            assert_eq!(wrong, None, "{world:?}");
-            all += states;
+        let world = World {
+            droppable,
+            ..two(&[(Class::Latency, 50, 50), (Class::Batch, 0, 79)])
+        };
+        for failures in ONE {
+            all += with_failures(&world, failures, 20);
         }
     }
     println!("memory that needs no copy, 8 worlds: {all} states");
     assert!(all > 100);
 }
 
+/// Any two failures, the same or different ones.
 #[test]
-fn three_tenants_in_every_order() {
-    let world = World {
-        toggles: 1,
-        patience: Micros::from_secs(40),
-        ..two(&[
-            (Class::Batch, 0, 60),
-            (Class::Batch, 0, 50),
-            (Class::Latency, 30, 30),
-        ])
-    };
-    let (states, wrong) = check(world);
-    println!("three tenants: {states} states");
-    assert_eq!(wrong, None);
+fn two_tenants_in_every_order_with_two_failures() {
+    let classes = [
+        EQUAL.to_vec(),
+        vec![(Class::Latency, 0, 60), (Class::Batch, 0, 60)],
+        vec![(Class::Standard, 30, 60), (Class::Batch, 40, 69)],
+    ];
+    let failures = [
+        (2, 0, 0, 0),
+        (0, 2, 0, 0),
+        (0, 0, 2, 0),
+        (1, 1, 0, 0),
+        (1, 0, 1, 0),
+        (0, 1, 1, 0),
+    ];
+    let mut all = 0;
+    for tenants in classes {
+        for failures in failures {
+            all += with_failures(&two(&tenants), failures, 20);
+        }
+    }
+    println!("two tenants with two failures, 18 worlds: {all} states");
+}
+
+#[test]
+fn three_tenants_in_every_order_with_a_failure() {
+    let world = two(&[
+        (Class::Batch, 0, 60),
+        (Class::Batch, 0, 50),
+        (Class::Latency, 30, 30),
+    ]);
+    let worlds = ONE.map(|failures| with_failures(&world, failures, 40));
+    let all: usize = worlds.iter().sum();
+    println!("three tenants, 4 worlds: {all} states");
 }

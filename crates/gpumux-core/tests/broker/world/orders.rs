@@ -59,6 +59,7 @@ impl World {
                 Command::Moved {
                     tenant, out, bytes, ..
                 } => self.moves.push((self.now, tenant, out, bytes)),
+                Command::Shown { free, total, .. } => self.shown = Some((free, total)),
                 Command::Failed(..) | Command::NotKept(..) => {}
             }
         }

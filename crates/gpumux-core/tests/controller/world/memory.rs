@@ -70,6 +70,7 @@ impl World {
             }
             broker::Command::Moved { .. } => self.seen.moves += 1,
             broker::Command::Answer(..)
+            | broker::Command::Shown { .. }
             | broker::Command::Failed(..)
             | broker::Command::NotKept(..) => {}
         }
