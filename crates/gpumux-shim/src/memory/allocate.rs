@@ -169,6 +169,10 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
         let chunks =
             vmm::back(at, size, CHUNK, device).inspect_err(|_| vmm::unreserve(at, size))?;
         let free = small.then(|| BTreeMap::from([(0, size)]));
+        if !is_capturing_anywhere() {
+            // Without it the memory may not move: the program need not know.
+            let _ = swap::scratch(context);
+        }
         with(|space| {
             let block = Block::new((size, device, context), chunks, free);
             space.blocks.insert(at, block);

@@ -348,7 +348,7 @@ impl Mover {
             if self.streams.contains_key(context) {
                 continue;
             }
-            let Some(stream) = within(*context, || self.pool.stream()) else {
+            let Some(stream) = within(*context, || self.pool.stream(*context)) else {
                 return Err("its context cannot be entered".into());
             };
             self.streams.insert(*context, stream?);
@@ -594,9 +594,25 @@ pub(crate) fn in_context<R>(context: u64, work: impl FnOnce() -> R) -> Option<R>
     within(context, work)
 }
 
+/// Device memory of contexts with which their copies are tried out. Freeing it would wait for the device.
+static SCRATCHES: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
+
+/// That of the current context, which is this one. It is made with the context's first memory: when that moves, the device is full.
+pub(crate) fn scratch(context: u64) -> Result<u64, String> {
+    let mut scratches = lock(&SCRATCHES);
+    if let Some(made) = scratches.get(&context) {
+        return Ok(*made);
+    }
+    let mut made = 0;
+    call!(mem_alloc, &raw mut made, GRAIN as usize)?;
+    scratches.insert(context, made);
+    Ok(made)
+}
+
 /// A context is gone.
 pub(crate) fn forget_context(context: u64) {
     lock(&GONE).push(context);
+    lock(&SCRATCHES).remove(&context);
 }
 
 /// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
@@ -779,16 +795,14 @@ impl Pool {
         }
     }
 
-    /// A stream in the current context that has been used in both directions: nothing is left to be set up when the
+    /// A stream in this context, the current one, that has been used in both directions: nothing is left to be set up when the
     /// device is frozen.
-    fn stream(&self) -> Result<usize, String> {
+    fn stream(&self, context: u64) -> Result<usize, String> {
         /// `CU_STREAM_NON_BLOCKING`
         const NON_BLOCKING: u32 = 1;
-        let (mut stream, mut scratch) = (ptr::null_mut(), 0);
+        let (mut stream, bytes) = (ptr::null_mut(), GRAIN as usize);
         call!(stream_create, &raw mut stream, NON_BLOCKING)?;
-        // Kept: freeing would wait for the device.
-        let bytes = GRAIN as usize;
-        call!(mem_alloc, &raw mut scratch, bytes)?;
+        let scratch = scratch(context)?;
         let (host, _) = *self.pieces.first().ok_or("no host memory")?;
         call!(to_device, scratch, host as *const c_void, bytes, stream)?;
         call!(to_host, host as *mut c_void, scratch, bytes, stream)?;
