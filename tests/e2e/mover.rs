@@ -277,11 +277,11 @@ alloc(50 * MIB)
 for line in sys.stdin:
     print(line.strip(), flush=True)
     if line.strip() == "one":
-        alloc(8 * MIB)
+        alloc(2 * MIB)
         break
     if line.strip() == "all":
-        free, total = ctypes.c_size_t(8 * MIB), ctypes.c_size_t()
-        while free.value >= 8 * MIB:
+        free, total = ctypes.c_size_t(2 * MIB), ctypes.c_size_t()
+        while free.value >= 2 * MIB:
             alloc(2 * MIB)
             call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         print("full", flush=True)
@@ -289,8 +289,8 @@ for line in sys.stdin:
     if real() {
         return eprintln!("SKIPPED: a real device is not filled in pieces in time");
     }
-    // A grant is up to 8 MiB more than is needed here, and a first move needs a little room.
-    let mut node = Node::with_memory(1024 * MIB);
+    // A grant is up to 2 MiB more than is needed here.
+    let mut node = Node::with_memory(256 * MIB);
     let Some(command) = python(&node, PROGRAM) else {
         return;
     };
@@ -307,6 +307,49 @@ for line in sys.stdin:
     node.start_daemon();
     small.finish_within(PATIENCE * 2).ok();
     drop(large);
+}
+
+/// Memory that finds no room when its daemon is gone: the next daemon makes room for it.
+#[test]
+fn sleeper_without_room_has_a_session_with_the_next_daemon() {
+    const PROGRAM: &str = r#"
+import sys
+MIB = 1 << 20
+use_device()
+at = ctypes.c_uint64()
+call("cuMemAlloc_v2", ctypes.byref(at), ctypes.c_size_t(120 * MIB))
+call("cuMemsetD32_v2", at, 7, ctypes.c_size_t(30 * MIB))
+call("cuCtxSynchronize")
+print("ready", flush=True)
+for line in sys.stdin:
+    value = ctypes.c_uint32()
+    call("cuMemcpyDtoH_v2", ctypes.byref(value), ctypes.c_uint64(at.value + 119 * MIB), ctypes.c_size_t(4))
+    assert value.value == 7, value.value
+    print("right", flush=True)
+"#;
+    if real() {
+        return eprintln!("SKIPPED: two programs do not fill a real device in time");
+    }
+    let mut node = Node::with_memory(256 * MIB);
+    let Some(command) = python(&node, PROGRAM) else {
+        return;
+    };
+    let mut sleeper = Process::start(&mut node.tenant("--name sleeper", &command));
+    sleeper.wait_lines(1);
+    node.wait_tenant("sleeper", |it| !it["domains"][0].is_null());
+    node.gpumux(["sleep", "sleeper"]).run().ok();
+    let idle = "gpumux workload idle --seconds 600 --memory 150MiB";
+    let _holder = Process::start(&mut node.tenant("--name holder", idle));
+    node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 * MIB);
+    node.kill_daemon();
+    // The library says so after its first try.
+    wait_for("the sleeper's line", PATIENCE, || {
+        sleeper.err().contains("trying on").then_some(())
+    });
+    node.start_daemon();
+    sleeper.write("read\n");
+    sleeper.wait_lines(2);
+    assert_eq!(sleeper.out().lines().last(), Some("right"));
 }
 
 #[test]

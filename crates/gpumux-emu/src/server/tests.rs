@@ -14,7 +14,7 @@ use std::{
 };
 
 use gpumux_rm::{
-    ControlFile, RmStatus,
+    Cause, ControlFile, RmStatus,
     controls::{Controls, Group, RmControls},
     emulated::{self, EmulatedFile, call},
     layout::{Alloc64, DupObject, GroupAlloc, Share, TimesliceParams, class, cmd, escape},

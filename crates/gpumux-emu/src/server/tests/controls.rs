@@ -128,7 +128,7 @@ fn slices_reach_the_driver_through_a_passed_file_only() {
     let error = RmControls::new(own, program.group.clone())
         .set_timeslice(5)
         .unwrap_err();
-    assert_eq!(error.status(), Some(RmStatus::INVALID_CLIENT));
+    assert_eq!(error.cause, Cause::NotOwner);
     assert_eq!(controls.timeslice().unwrap(), 1);
 }
 
