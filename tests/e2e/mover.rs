@@ -342,7 +342,7 @@ for line in sys.stdin:
     let _holder = Process::start(&mut node.tenant("--name holder", idle));
     node.wait_tenant("holder", |it| bytes(it, "in_use") >= 150 * MIB);
     node.kill_daemon();
-    // The library says so after its first try.
+    // The library reports it after its first try.
     wait_for("the sleeper's line", PATIENCE, || {
         sleeper.err().contains("trying on").then_some(())
     });
