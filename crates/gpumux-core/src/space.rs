@@ -19,8 +19,6 @@
 //!   With no measurement at all the members are alike, and the division is that by weight.
 //! - [`Program`] is what was learnt of a program over its runs: throughput at every percentage of the SMs at which it ran, and beside
 //!   neighbours. The daemon uses it at the next start, because the percentages of MPS act only there.
-//! - [`Explorer`] is for the simulator, whose shares can move while programs run: one member gets a step of another's for a moment,
-//!   which teaches a point of both curves. Shares move only for a gain of [`WORTH`] or more: noise moves none.
 //! - [`decide`] finds which tenant joins a group at all: by what the tenant wants, whom it trusts, its class, faults and what
 //!   was measured.
 //!
@@ -36,13 +34,11 @@
 
 mod curve;
 mod divide;
-mod explore;
 mod program;
 mod sharing;
 
 pub use curve::{Curve, is_point};
-pub use divide::{Claimant, Rule, STEP, WORTH, divide, minimum, total, worth_moving};
-pub use explore::{Explorer, Trial};
+pub use divide::{Claimant, Rule, STEP, divide, minimum, total};
 pub use program::{Observation, Program, throughput};
 pub use sharing::{
     Applicant, Decision, Interference, ParseSharingError, Sharing, Way, combine, decide, hinders,

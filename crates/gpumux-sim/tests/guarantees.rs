@@ -149,7 +149,7 @@ fn one_that_saturates_and_one_that_scales_gain_a_tenth_by_utility() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..Default::default() })]
 
-    /// Excursions cost something and measurements are never exact.
+    /// Steps are eight SMs, and kernels are not always side by side.
     #[test]
     fn by_utility_no_group_loses_more_than_two_percent_against_equal_parts(
         members in prop::collection::vec((8..=132_u32, 300..6000_u32), 2..4),

@@ -87,21 +87,6 @@ impl Curve {
         self.monotone().relative(sms, whole)
     }
 
-    /// How much the curve may be trusted at so many SMs: 0 where nothing is known, towards 1 with measurements
-    /// there. Between two measured numbers of SMs the weaker one counts; beyond the last it fades with the distance.
-    pub fn confidence(&self, sms: u32) -> f64 {
-        let of = |point: &Mean| point.samples / (point.samples + 1.0);
-        // No SMs, no throughput: that is known.
-        let below = self.points.range(..=sms).next_back();
-        let above = self.points.range(sms..).next();
-        match (below, above) {
-            (Some((_, below)), Some((_, above))) => of(below).min(of(above)),
-            (None, Some((_, above))) => of(above),
-            (Some((last, point)), None) => of(point) * f64::from(*last) / f64::from(sms.max(1)),
-            (None, None) => 0.0,
-        }
-    }
-
     /// The measurements, pooled where fewer SMs seemed better (isotonic regression).
     pub(super) fn monotone(&self) -> Line {
         // Blocks of SMs with one rate: (sum of rate x samples, samples, the SMs).
@@ -176,10 +161,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_measured_is_linear_and_not_trusted() {
+    fn nothing_measured_is_linear() {
         let curve = Curve::default();
         assert_eq!(curve.utility(33, 132), 0.25);
-        assert_eq!(curve.confidence(33), 0.0);
     }
 
     #[test]
@@ -217,17 +201,6 @@ mod tests {
     fn nonsense_is_ignored() {
         let curve = Curve::measured([(0, 1.0), (8, f64::NAN), (8, -1.0), (8, f64::INFINITY)]);
         assert!(curve.is_empty());
-    }
-
-    #[test]
-    fn confidence_grows_with_measurements_and_fades_beyond_them() {
-        let mut curve = Curve::measured([(64, 1.0)]);
-        let once = curve.confidence(64);
-        assert!(curve.confidence(128) < once);
-        curve.measure(64, 1.0);
-        assert!(curve.confidence(64) > once);
-        curve.measure(32, 1.0);
-        assert_eq!(curve.confidence(48), once, "the weaker neighbour");
     }
 
     fn curves() -> impl Strategy<Value = Curve> {

@@ -7,10 +7,6 @@ use super::{Curve, curve::Line};
 /// SMs that Hopper can separate (green contexts and MPS partitions alike).
 pub const STEP: u32 = 8;
 
-/// Shares move for this gain in total utility, not for less: it is what measurements may be wrong by, and what a
-/// division must not lose against the one before.
-pub const WORTH: f64 = 0.02;
-
 /// Whose claim to the next step of SMs is the best.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -116,15 +112,6 @@ pub fn total(claimants: &[Claimant], shares: &[u32], sms: u32) -> f64 {
     claimants.iter().zip(shares).map(utility).sum()
 }
 
-/// Whether shares should move from `now` to `then`: the measured gain is [`WORTH`] it, or what is now breaks a minimum.
-pub fn worth_moving(claimants: &[Claimant], now: &[u32], then: &[u32], sms: u32) -> bool {
-    let broken = claimants.iter().zip(now).zip(then);
-    let broken = broken
-        .into_iter()
-        .any(|((claim, now), then)| now < then && *now < claim.min);
-    broken || total(claimants, then, sms) >= total(claimants, now, sms) * (1.0 + WORTH)
-}
-
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
@@ -174,7 +161,6 @@ mod tests {
         assert_eq!(even, [64, 64]);
         let gain = total(&claims, &shares, SMS) / total(&claims, &even, SMS);
         assert!(gain > 1.1, "{gain}");
-        assert!(worth_moving(&claims, &even, &shares, SMS));
     }
 
     #[test]
@@ -243,16 +229,6 @@ mod tests {
             divide(Rule::Utility, &vec![claim(1.0, 0, &unknown); 17], SMS, STEP),
             None
         );
-    }
-
-    #[test]
-    fn noise_moves_no_member() {
-        let (a, b) = (
-            Curve::measured([(64, 50.0), (72, 50.4), (132, 100.0)]),
-            Curve::measured([(56, 49.7), (64, 50.0), (132, 100.0)]),
-        );
-        let claims = [claim(1.0, 0, &a), claim(1.0, 0, &b)];
-        assert!(!worth_moving(&claims, &[64, 64], &[72, 56], SMS));
     }
 
     fn rule() -> impl Strategy<Value = Rule> {

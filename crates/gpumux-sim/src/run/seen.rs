@@ -146,11 +146,6 @@ impl Simulation<'_> {
                 }
             }
         }
-        for ((device, _), shared) in &mut self.shared {
-            if let Some(shares) = &mut shared.shares {
-                shares.tick(&mut self.gpus[*device], shared.group);
-            }
-        }
         for (device, used) in used.into_iter().enumerate() {
             self.used[device].seen = used;
             if ends_warmup || ends_window {

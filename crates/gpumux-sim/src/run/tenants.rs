@@ -133,7 +133,7 @@ impl Simulation<'_> {
             unavailable: None,
             faults: 0,
             interference: None,
-            // Shares move while programs run.
+            // Shares are divided anew when a member comes or goes.
             hindered: false,
         });
         (decision.way == Way::Space).then_some(trust)
@@ -184,11 +184,12 @@ impl Simulation<'_> {
             };
             self.shared.insert(key.clone(), made);
         }
-        let spec = &self.players[tenant].program.spec;
+        let program = &self.players[tenant].program;
         let shared = self.shared.get_mut(&key).expect("just made");
         shared.members.push(tenant);
         if let Some(shares) = &mut shared.shares {
-            shares.join(&mut self.gpus[device], shared.group, stream, spec);
+            let work = &program.kind.work;
+            shares.join(&mut self.gpus[device], stream, &program.spec, work);
         }
         let made = (shared.group, shared.id);
         self.guarantee(&key);
@@ -206,7 +207,7 @@ impl Simulation<'_> {
             return false;
         }
         if let Some(shares) = &mut shared.shares {
-            shares.leave(&mut self.gpus[key.0], shared.group, stream);
+            shares.leave(&mut self.gpus[key.0], stream);
         }
         self.guarantee(&key);
         true
