@@ -212,12 +212,14 @@ def runs(store: Store, text: str) -> str:
 def bars(data: dict[str, Any], name: str, x: int, width: int) -> Iterable[str]:
     """One panel: a bar per case and mode, with its interval."""
     rows = [row for row in data["rows"] if name in row["values"]]
-    most = max((row.get("interval", {}).get(name, [0, row["values"][name]])[1] for row in rows), default=0) or 1
+    top = lambda row: row.get("interval", {}).get(name, [0, row["values"][name]])[1]  # noqa: E731
+    # The cases of a latency share a scale; fleets differ in size.
+    scale_of = lambda case: (width - 190) / (max(top(row) for row in rows if name != "gpus" or row["case"] == case) or 1)  # noqa: E731
     yield f'<text x="{x}" y="44" class="head">{escape(title(name))}</text>'
-    y, case, scale = 54, None, (width - 190) / most
+    y, case, scale = 54, None, 1.0
     for row in rows:
         if row["case"] != case:
-            case, y = row["case"], y + 18
+            case, y, scale = row["case"], y + 18, scale_of(row["case"])
             yield f'<text x="{x}" y="{y}" class="case">{escape(case)}</text>'
             y += 6
         value = row["values"][name]
@@ -234,8 +236,8 @@ def bars(data: dict[str, Any], name: str, x: int, width: int) -> Iterable[str]:
 
 
 def picture(data: dict[str, Any]) -> str | None:
-    """An SVG of the latencies and the batch rate, or nothing where there are none."""
-    names = [name for name in ("latency_p99_ms", "batch_rate") if name in columns(data["rows"])]
+    """An SVG of the latencies and the batch rate, or of the GPUs that are needed and of what is attained; nothing where there are none."""
+    names = [name for name in ("latency_p99_ms", "batch_rate", "gpus", "attained") if name in columns(data["rows"])]
     if not names:
         return None
     cases = len({row["case"] for row in data["rows"]})
@@ -245,7 +247,7 @@ def picture(data: dict[str, Any]) -> str | None:
         'font-family="sans-serif" font-size="11">',
         "<style>text{fill:#24292f}.head{font-weight:bold;font-size:13px}.case{font-weight:bold}</style>",
         '<rect width="100%" height="100%" fill="#ffffff"/>',
-        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"])}, {escape(data["commit"][:7])}</text>',
+        f'<text x="12" y="22" font-size="15">{escape(data["bench"])}: {escape(data["device"].removeprefix("none: "))}, {escape(data["commit"][:7])}</text>',
     ]
     for place, name in enumerate(names):
         lines += bars(data, name, 12 + place * width, width)
