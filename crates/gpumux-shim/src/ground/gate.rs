@@ -254,6 +254,9 @@ mod tests {
         drop(moving);
         leaving.join().unwrap();
         assert!(begin_move().is_none());
+        // Other tests of this process go on.
+        LEAVING.store(false, Ordering::Release);
+        MOVES.store(NOBODY, Ordering::SeqCst);
     }
 
     #[test]
