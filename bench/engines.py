@@ -7,7 +7,7 @@
 `equal` of `requests`, in rounds whose batches were the same; `other_rounds` (vLLM was refused memory, and made other batches, whose rounding differs), `taken` granules without a page in
 use, `moves` and `moved_gib` of granules with pages in use to the host, `changes` of the other tenant's memory. A request with other tokens in a round that counts fails the cell.
 
-`start`: 2 and 6 servers that start at the same moment. Modes `stock`, `gpumux`. Values: `up` (servers that are there), `seconds` (until the last one is there).
+`start`: 2 and 6 servers that start at the same moment with vLLM's default part of the memory. Modes `stock`, `gpumux`. Values: `up` (servers that are there), `seconds` (until the last one is there).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def greedy(worker: Worker, options: argparse.Namespace, rounds: int) -> list[dic
     found = []
     for _ in range(rounds):
         options.left.check(5)
-        worker.send(greedy=[[160 + 3 * number, 64] for number in range(48)])
+        worker.send(greedy=[[160 + 3 * number, options.output] for number in range(48)])
         found.append(worker.reply(PATIENCE_S))
     return found
 
@@ -187,8 +187,8 @@ def tokens(logs: Path, options: argparse.Namespace) -> Iterator[tuple[str, dict[
 def start(mode: Mode, count: int, options: argparse.Namespace) -> dict[str, float]:
     """So many servers, at the same moment."""
     begin = time.monotonic()
-    # By vLLM's own rule: a part of all memory for each.
-    workers = [engine(mode, f"server-{number}", options, memory=0.9 / count) for number in range(count)]
+    # vLLM's default: each wants to see nine tenths of its GPU free.
+    workers = [engine(mode, f"server-{number}", options, memory=0.9) for number in range(count)]
     up, took = 0, 0.0
     try:
         for worker in workers:
@@ -216,6 +216,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help="of `saturation`, at most [60; 20 with --quick]")
     parser.add_argument("--requests", type=int, default=64, help="of `saturation` [%(default)s]")
     parser.add_argument("--rounds", type=int, help="of `tokens` [10; 3 with --quick]")
+    parser.add_argument("--output", type=int, default=64, help="tokens that a request of `tokens` makes [%(default)s]")
     parser.add_argument("--memory", type=float, default=0.5, help="part of the GPU's memory that vLLM wants to see free [%(default)s]")
     parser.add_argument("--cache", default="16GiB", help="of addresses for the KV cache [%(default)s]")
     parser.add_argument("--attention", default="TRITON_ATTN", help="vLLM's attention backend [%(default)s]")
