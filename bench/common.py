@@ -235,24 +235,24 @@ def end(process: subprocess.Popen[Any], patience_s: float = 10.0) -> None:
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def cpu_seconds(pid: int, thread: str | None = None) -> float:
-    """User and system time so far of a process, or of its threads of one name."""
+def cpu_seconds(pid: int, thread: str | None = None, user: bool = False) -> float:
+    """User and system time so far, or user time alone, of a process, or of its threads of one name."""
     folder = Path(f"/proc/{pid}")
     tasks = [folder] if thread is None else [it for it in (folder / "task").iterdir() if (it / "comm").read_text().strip() == thread]
     fields = [(it / "stat").read_text().rsplit(")", 1)[1].split() for it in tasks]
-    return sum(int(it[11]) + int(it[12]) for it in fields) / TICKS
+    return sum(int(it[11]) + (0 if user else int(it[12])) for it in fields) / TICKS
 
 
 class CpuTime:
-    """Watches the CPU time of a process, or of its threads of one name."""
+    """Watches the CPU time of a process, or of its threads of one name, or what of it is user time."""
 
-    def __init__(self, pid: int, name: str | None = None) -> None:
-        self.pid, self.name, self.seen, self.over = pid, name, [], threading.Event()
+    def __init__(self, pid: int, name: str | None = None, user: bool = False) -> None:
+        self.what, self.seen, self.over = (pid, name, user), [], threading.Event()
         self.thread = threading.Thread(target=self._watch, daemon=True)
 
     def _watch(self) -> None:
         while not self.over.wait(0.1):
-            self.seen.append((time.monotonic(), cpu_seconds(self.pid, self.name)))
+            self.seen.append((time.monotonic(), cpu_seconds(*self.what)))
 
     def __enter__(self) -> CpuTime:
         self.thread.start()

@@ -16,7 +16,7 @@ Values by the number of a tenant, for those that always have work: `share_N` (of
 alone), in mode `guaranteed` also `guarantee_N` and `lag_N_ms`, the largest shortfall in any interval of whole seconds: promised × work done by all − own work,
 and `bound_N_ms`, what the lag may be (docs/concepts.md); more fails the cell.
 For the light tenant `latency_p50_us` and `latency_p99_us`; for all modes `total_rel` (work done for each second and device), with gpumux `daemon_cpu`
-and `scheduler_cpu` (the part of one CPU that the daemon takes, and its scheduling thread). Each is the mean of the rounds; from five rounds on, with
+and `scheduler_cpu` (the part of one CPU that the daemon takes, and its scheduling thread), and `scheduler_user`, what of that is not in the kernel and its drivers. Each is the mean of the rounds; from five rounds on, with
 the interval of rounds.py. `lag_N_ms` is the worst of the rounds.
 """
 
@@ -165,9 +165,9 @@ def cell(mode: Mode, tenants: Sequence[Tenant], work: Mapping[str, int], seconds
     """One case in one mode."""
     asked = [it if guaranteed else it._replace(guaranteed=0.0) for it in tenants]
     with contextlib.ExitStack() as stack:
-        threads = {"daemon_cpu": None, "scheduler_cpu": "scheduler"} if isinstance(mode, Gpumux) else {}
+        threads = {"daemon_cpu": (None,), "scheduler_cpu": ("scheduler",), "scheduler_user": ("scheduler", True)} if isinstance(mode, Gpumux) else {}
         bounds = stack.enter_context(Bounds(mode)) if isinstance(mode, Gpumux) and guaranteed else None
-        watched = {name: stack.enter_context(CpuTime(mode.daemon.pid, thread)) for name, thread in threads.items()}  # type: ignore[attr-defined]
+        watched = {name: stack.enter_context(CpuTime(mode.daemon.pid, *thread)) for name, thread in threads.items()}  # type: ignore[attr-defined]
         found, end = shares.timed_run(mode, asked, work, seconds)
         values = evaluate(tenants, found, guaranteed)
         for name, it in watched.items():

@@ -2,11 +2,8 @@
 
 Each part writes a results file of its own:
 
-`swap`: cases are sizes (`8GiB`). Modes `gpumux` (a tenant that holds so much is put to sleep and woken: medians), `at-once` (the
-same, but first put to sleep before its host memory is made ahead), `checkpoint` (the driver's calls on the same program), `copy`
-(plain copies between pinned memory and the GPU). Values `out_ms`, `in_ms`, `out_gbps`, `in_gbps`; for the first two also
-`first_out_ms`, the first move. For `gpumux` also `ahead_gib`, how much host memory was made ahead by then, and `ahead_ms`, how
-long that took from when the program had its memory: it is waited for, for up to a minute.
+`swap`: cases are sizes (`8GiB`). Modes `gpumux` (a tenant that holds so much is put to sleep and woken: medians), `checkpoint` (the driver's calls on the same program), `copy` (plain copies between pinned memory and the GPU). Values
+`out_ms`, `in_ms`, `out_gbps`, `in_gbps`; for `gpumux` also `first_out_ms`, with making and pinning the host memory.
 
 `losses`: one training job, `eager` and as a CUDA `graph`. Modes `alone` and `gpumux`, which puts it to sleep and wakes it all
 the time. Values `total_s` and `moves`; the losses must be the same to the bit.
@@ -43,8 +40,6 @@ from common import BenchError, Gpumux, Mode, Results, Worker, say
 
 WORKER = Path(__file__).resolve().parent / "memory_worker.py"
 GIB = 1 << 30
-# How long host memory may take to be made ahead.
-AHEAD_S = 60.0
 SIZES = ["1GiB", "2GiB", "4GiB", "8GiB", "16GiB", "32GiB"]
 JOBS = ["2x60%", "4x60%"]
 ALLOCS = {
@@ -55,7 +50,7 @@ ALLOCS = {
     "torch-2MiB": ("torch", 2 << 20),
 }
 PARTS = {
-    "swap": (SIZES, ["gpumux", "at-once", "checkpoint", "copy"]),
+    "swap": (SIZES, ["gpumux", "checkpoint", "copy"]),
     "losses": (["eager", "graph"], ["alone", "gpumux"]),
     "oversubscribe": (JOBS, ["serial", "gpumux"]),
     "models": (["8x12GiB", "4x16GiB"], ["gpumux", "cold"]),
@@ -167,32 +162,8 @@ def wait_for(ready: Path, holding: Worker) -> None:
         time.sleep(0.01)
 
 
-def lazily_free(pid: int) -> int:
-    """Bytes of a process and those that it started which the kernel may take back."""
-    of = 0
-    with contextlib.suppress(OSError):
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("LazyFree:"):
-                of = int(line.split()[1]) << 10
-        for children in Path(f"/proc/{pid}/task").glob("*/children"):
-            of += sum(lazily_free(int(child)) for child in children.read_text().split())
-    return of
-
-
-def wait_ahead(api: Api, pid: int) -> dict[str, float]:
-    """Waits until a program's host memory is made ahead, for a limited time: the machine may have none to spare."""
-    begin = time.monotonic()
-    made = 0
-    while time.monotonic() < begin + AHEAD_S:
-        wanted, made = api.ask("GET", "/v1/status")["host_memory"].get("ahead", 0), lazily_free(pid)
-        if 0 < wanted <= made:
-            break
-        time.sleep(0.05)
-    return {"ahead_gib": made / GIB, "ahead_ms": (time.monotonic() - begin) * 1e3}
-
-
-def swap_gpumux(case: str, logs: Path, tries: int, *arguments: str, ahead: bool = True) -> dict[str, float]:
-    """Sleeps and wakes of a tenant: the medians, the first time out apart, since it pins the host memory."""
+def swap_gpumux(case: str, logs: Path, tries: int, *arguments: str) -> dict[str, float]:
+    """Sleeps and wakes of a tenant: the medians, the first time out apart, since it makes the host memory."""
     ready = logs / "-".join(["ready", case, *arguments])
     # One of an earlier run is no sign.
     ready.unlink(missing_ok=True)
@@ -200,14 +171,13 @@ def swap_gpumux(case: str, logs: Path, tries: int, *arguments: str, ahead: bool 
         wait_for(ready, holding)
         api, tenant = Api(mode), f"/v1/tenants/{mode.tenants[f'hold-{case}']}"
         outs, ins = [], []
-        waited = wait_ahead(api, holding.process.pid) if ahead else {}
         for _ in range(tries):
             outs.append(api.timed_ms(f"{tenant}/sleep"))
             moved = sum(it["swapped"] for it in api.ask("GET", tenant)["memory"])
             if moved < gib(case) * GIB:
                 raise BenchError(f"only {moved} bytes were moved")
             ins.append(api.timed_ms(f"{tenant}/wake"))
-        values = {"out_ms": median(outs[1:]), "in_ms": median(ins), "first_out_ms": outs[0], **waited}
+        values = {"out_ms": median(outs[1:]), "in_ms": median(ins), "first_out_ms": outs[0]}
     return with_rates(values, gib(case) * GIB)
 
 
@@ -248,8 +218,6 @@ def swap(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Pat
                 match mode:
                     case "gpumux":
                         values = swap_gpumux(case, logs, 3 if quick else 6)
-                    case "at-once":
-                        values = swap_gpumux(case, logs, 2, ahead=False)
                     case "checkpoint":
                         values = swap_checkpoint(case, logs)
                     case _:

@@ -46,9 +46,9 @@ for line in sys.stdin:
     print(what, flush=True)
 "#;
 
-/// The library makes host memory, or copies to it. (The first copy is a trial.)
-const MAKES: (&str, u32) = ("cuMemHostRegister_v2", 1);
-const COPIES: (&str, u32) = ("cuMemcpyDtoHAsync_v2", 2);
+/// The library makes host memory for a move, or copies to it.
+const MAKES: &str = "cuMemHostRegister_v2";
+const COPIES: &str = "cuMemcpyDtoHAsync_v2";
 
 /// A tenant whose next move to the host takes until it is let go on.
 struct Mover {
@@ -61,7 +61,7 @@ struct Mover {
 
 impl Mover {
     /// `None` where there is no Python, or no emulated device.
-    fn start(node: &Node, (function, call): (&str, u32)) -> Option<Self> {
+    fn start(node: &Node, function: &str) -> Option<Self> {
         if real() {
             eprintln!("SKIPPED: calls of a real driver cannot be held up");
             return None;
@@ -70,7 +70,10 @@ impl Mover {
         let file = node.dir().join("delay");
         let mut tenant = node.tenant("--name mover --class batch", &command);
         tenant
-            .env("GPUMUX_EMU_FAULT", format!("delay@{call}:{function}"))
+            .env(
+                "GPUMUX_EMU_FAULT",
+                format!("delay@1:{function}:gpumux-mover"),
+            )
             .env("GPUMUX_EMU_DELAY_FILE", &file);
         let mut mover = Self {
             process: Process::start(&mut tenant),

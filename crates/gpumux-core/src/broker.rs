@@ -37,7 +37,6 @@
 //! be served with what is left on the device of tenants that cannot run.
 
 mod accounting;
-mod ahead;
 mod claims;
 mod moves;
 

@@ -9,6 +9,7 @@ use crate::{
     border::{self, HostCall, HostFunction, StreamCallback, UserData},
     capture::Slot,
     context::{Context, DefaultStream, current},
+    device,
     effect::Effect,
     error::{CuError, Result},
     fault, memory,
@@ -26,6 +27,10 @@ const LEGACY: usize = 1;
 const PER_THREAD: usize = 2;
 /// Highest priority; the lowest is 0.
 pub(crate) const HIGHEST_PRIORITY: i32 = -5;
+
+/// A stream is made of device memory: where less than this is free, the driver answers that there is none (seen on a full H200; how
+/// much it needs is not known).
+const STREAM: usize = 2 << 20;
 
 /// Copies from memory that is not pinned take up to so many bytes at once, so that the program can go on. The compute group
 /// makes them, and they may arrive later than the call returns (measured on an H100).
@@ -138,6 +143,9 @@ pub(crate) fn create(flags: u32, priority: i32) -> Result<usize> {
     context.check()?;
     if flags & !NON_BLOCKING != 0 {
         return Err(CuError::INVALID_VALUE);
+    }
+    if device::memory_info()?.0 < STREAM {
+        return Err(CuError::OUT_OF_MEMORY);
     }
     let priority = priority.clamp(HIGHEST_PRIORITY, 0);
     Ok(STREAMS.add(Arc::new(Stream::new(&context, flags, priority))))

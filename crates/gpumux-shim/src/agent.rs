@@ -30,7 +30,7 @@ use rustix::{
 
 use crate::{
     ground::{context::within, gate, guard, lease, notice::say, own::OwnFd},
-    memory::{allocate, elastic, ipc, keep, pools, reclaim, space, swap::ahead},
+    memory::{allocate, elastic, ipc, keep, pools, reclaim, space},
     mover::MoverThread,
     process::{Agent, Picture, Process},
     rescue::Rescue,
@@ -387,7 +387,6 @@ impl Session {
                     Ok(Some((Daemon::HostMemory { location, scrub }, _))) => {
                         self.mover.set_rules(location, scrub);
                     }
-                    Ok(Some((Daemon::Ahead { bytes }, _))) => ahead::want(bytes),
                     Ok(Some((Daemon::Reclaim { op, device, bytes }, _))) => {
                         reclaim::begin(op, &device, bytes);
                     }

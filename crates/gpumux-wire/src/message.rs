@@ -18,7 +18,7 @@ pub const PROTOCOL: u32 = 7;
 /// 6: launches that wait for permits: [`PERMITS`].
 /// 7: elastic ranges: [`ELASTIC`].
 /// 8: memory that is kept over a fault: [`KEEPING`].
-/// 9: host memory that is made ahead: [`AHEAD`]. What programs are shown of a device: [`SHOWING`].
+/// 9: what programs are shown of a device: [`SHOWING`].
 pub const REVISION: u32 = 9;
 
 /// The revision from which on processes of a tenant share memory ([`Shim::Export`] to [`Shim::Closed`]).
@@ -37,9 +37,6 @@ pub const ELASTIC: u32 = 7;
 
 /// The revision from which on memory outlives its process ([`Shim::Kept`]).
 pub const KEEPING: u32 = 8;
-
-/// The revision from which on processes make host memory before they move any ([`Daemon::Ahead`]).
-pub const AHEAD: u32 = 9;
 
 /// The revision from which on a program is shown a capacity before it has a session ([`Shim::Look`]), and is shown the same by the next
 /// daemon ([`Shim::Shown`]).
@@ -472,12 +469,6 @@ pub enum Daemon {
         /// UUID of the device.
         device: String,
         /// So many bytes shall come free, if there are so many.
-        bytes: u64,
-    },
-    /// From revision 9 on. Have so much host memory made for the moves to come, beyond what is kept: as far as the host has it to
-    /// spare, and so that the kernel can take it back.
-    Ahead {
-        /// Bytes, a multiple of [`HOST_PIECE`].
         bytes: u64,
     },
 }

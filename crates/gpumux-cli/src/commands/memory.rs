@@ -52,16 +52,11 @@ fn kept(host: &HostMemory) -> String {
         .limit
         .map(|it| format!(" of at most {}", output::bytes(it)));
     let place = host.location.as_ref().map(|it| format!(" in {it}"));
-    let ahead = (host.ahead > 0).then(|| {
-        let bytes = output::bytes(host.ahead);
-        format!("; up to {bytes} more made ahead, which the kernel can take back")
-    });
     format!(
-        "host: {}{}{} kept for memory that is moved there{}\n",
+        "host: {}{}{} kept for memory that is moved there\n",
         output::bytes(host.used),
         limit.unwrap_or_default(),
-        place.unwrap_or_default(),
-        ahead.unwrap_or_default()
+        place.unwrap_or_default()
     )
 }
 

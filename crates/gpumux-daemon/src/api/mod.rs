@@ -469,7 +469,6 @@ impl Api {
         types::HostMemory {
             used,
             limit: Some(limit).filter(|limit| *limit != u64::MAX),
-            ahead: view.made_ahead,
             location: (rules.location.as_ref()).map(|it| it.display().to_string()),
             scrub: rules.scrub,
         }

@@ -65,10 +65,6 @@ pub struct HostMemory {
     pub used: u64,
     /// Most that they may keep; none: what the host has.
     pub limit: Option<u64>,
-    /// Bytes beyond these that processes make ahead of moves, as far as the host has them to spare. The kernel takes them back
-    /// when it needs memory.
-    #[serde(default)]
-    pub ahead: u64,
     /// The folder where it is; none: the processes' own memory.
     pub location: Option<String>,
     /// It is overwritten after use.

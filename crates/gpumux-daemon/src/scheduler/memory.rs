@@ -13,7 +13,7 @@ use gpumux_core::{
     controller,
     recording::Line,
 };
-use gpumux_wire::{Daemon, message::AHEAD};
+use gpumux_wire::Daemon;
 
 use super::{
     model::{Answer, Happening, SessionId},
@@ -27,8 +27,6 @@ use crate::{api::types, config::HostMemory};
 const HOST_FULL_PAUSE: Micros = Micros::from_secs(60);
 /// How often groups that are to be frozen are looked at.
 const FREEZING: Micros = Micros::from_millis(1);
-/// How often the daemon computes how much host memory processes shall make ahead.
-const LOOK_AHEAD: Micros = Micros::from_secs(1);
 
 /// The broker, and what is under way for it.
 pub(super) struct MemoryMoves {
@@ -47,9 +45,6 @@ pub(super) struct MemoryMoves {
     told_full: Option<Micros>,
     /// Each process's last request for memory that has no answer yet: its ticket, device and bytes.
     asked: BTreeMap<ProcessId, (u32, String, u64)>,
-    /// Host memory that processes were last asked to make ahead; none where it is made at a location.
-    ahead: Option<BTreeMap<ProcessId, u64>>,
-    looked_ahead: Micros,
     /// The broker's last answer to what a program is shown: free memory and capacity.
     shown: (u64, u64),
     recording: Option<Recording>,
@@ -57,7 +52,7 @@ pub(super) struct MemoryMoves {
 
 impl MemoryMoves {
     pub(super) fn new(rules: &HostMemory) -> Self {
-        let limit = rules.limit.map_or_else(half_of_memory, |limit| limit.0);
+        let limit = rules.limit.map_or(u64::MAX, |limit| limit.0);
         let differ = *rules != HostMemory::default();
         Self {
             broker: Broker::new(limit),
@@ -73,8 +68,6 @@ impl MemoryMoves {
             figures: BTreeMap::new(),
             told_full: None,
             asked: BTreeMap::new(),
-            ahead: rules.location.is_none().then(BTreeMap::new),
-            looked_ahead: Micros::ZERO,
             shown: (0, 0),
             recording: None,
         }
@@ -191,32 +184,6 @@ impl MemoryMoves {
             self.freezing.remove(&tenant);
             self.handle(state, Event::Frozen(tenant, result));
         }
-        if now >= self.looked_ahead + LOOK_AHEAD && !state.sessions.is_empty() {
-            self.looked_ahead = now;
-            self.look_ahead(state);
-        }
-    }
-
-    /// Asks processes to make so much host memory ahead, where that has changed.
-    fn look_ahead(&mut self, state: &State) {
-        let Some(asked) = &mut self.ahead else {
-            return;
-        };
-        asked.retain(|process, _| state.sessions.contains_key(&SessionId(process.0)));
-        for (process, bytes) in self.broker.ahead() {
-            let session = SessionId(process.0);
-            let met = state.sessions.get(&session);
-            let knows = met.is_some_and(|it| it.page.revision() >= AHEAD);
-            let differs = asked.get(&process).copied().unwrap_or(0) != bytes;
-            if knows && differs && state.send(session, &Daemon::Ahead { bytes }) {
-                asked.insert(process, bytes);
-            }
-        }
-    }
-
-    /// Bytes of host memory that processes are asked to make ahead.
-    pub(super) fn made_ahead(&self) -> u64 {
-        self.ahead.iter().flat_map(BTreeMap::values).sum()
     }
 
     fn pass(&mut self, state: &mut State, now: Micros, event: Event) {
@@ -416,15 +383,6 @@ impl MemoryMoves {
             }
         }
     }
-}
-
-/// Half of the machine's memory in bytes; no bound where the kernel does not report it.
-fn half_of_memory() -> u64 {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let line = text.lines().find_map(|it| it.strip_prefix("MemTotal:"));
-    let number = line.and_then(|it| it.split_whitespace().next());
-    let kib: Option<u64> = number.and_then(|it| it.parse().ok());
-    kib.map_or(u64::MAX, |kib| kib * 1024 / 2)
 }
 
 /// What the broker must know of a spec.

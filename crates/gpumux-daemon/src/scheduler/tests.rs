@@ -30,7 +30,6 @@ use super::{
 };
 use crate::{api::types, config::Config};
 
-mod ahead;
 mod controls;
 mod effort;
 mod groups;

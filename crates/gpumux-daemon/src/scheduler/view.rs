@@ -40,8 +40,6 @@ pub(crate) struct View {
     pub(crate) standings: BTreeMap<TenantId, Standing>,
     /// Bytes of host memory that moved memory takes, and may take.
     pub(crate) on_host: (u64, u64),
-    /// Bytes of host memory that processes are asked to make ahead.
-    pub(crate) made_ahead: u64,
     pub(crate) moves: BTreeMap<TenantId, types::MoveFigures>,
     /// Driver calls of a tenant's processes that their library does not know.
     pub(crate) unlisted: BTreeMap<TenantId, BTreeSet<String>>,
@@ -89,7 +87,6 @@ impl Engine {
             swapped_out: self.moves.swapped_out.clone(),
             standings: self.moves.broker.standings().collect(),
             on_host: self.moves.broker.on_host(),
-            made_ahead: self.moves.made_ahead(),
             moves: self.moves.figures.clone(),
             unlisted: self.unlisted.clone(),
             lapsed: self.expiry.lapsed().collect(),

@@ -6,7 +6,6 @@
 //! reverse, at the same addresses. A kernel in the middle of its work notices nothing. Often a part is enough: then what the
 //! program called cold goes first, and the rest stays on the device, as frozen as its program ([`choice`]).
 
-pub(crate) mod ahead;
 mod choice;
 mod host;
 
@@ -150,7 +149,7 @@ pub(crate) struct Mover {
     dirty: usize,
     /// They are overwritten after use.
     scrubs: bool,
-    /// By context: the stream for copies.
+    /// By context: the stream for copies, of [`TOOLS`].
     streams: BTreeMap<u64, usize>,
     relaxed: bool,
 }
@@ -327,8 +326,7 @@ impl Mover {
         let Some(first) = goods.first() else {
             return Ok(());
         };
-        // A stream is tried out with host memory.
-        let bytes = self.filled.bytes + bytes.max(GRAIN) as usize;
+        let bytes = self.filled.bytes + bytes as usize;
         while self.pool.total < bytes {
             // In steps, for pinning takes long and the program may want to end.
             if gate::is_leaving() {
@@ -348,7 +346,7 @@ impl Mover {
             if self.streams.contains_key(context) {
                 continue;
             }
-            let Some(stream) = within(*context, || self.pool.stream(*context)) else {
+            let Some(stream) = within(*context, || tools(*context)) else {
                 return Err("its context cannot be entered".into());
             };
             self.streams.insert(*context, stream?);
@@ -594,25 +592,61 @@ pub(crate) fn in_context<R>(context: u64, work: impl FnOnce() -> R) -> Option<R>
     within(context, work)
 }
 
-/// Device memory of contexts with which their copies are tried out. Freeing it would wait for the device.
-static SCRATCHES: Mutex<BTreeMap<u64, u64>> = Mutex::new(BTreeMap::new());
+/// What moving a context's memory needs of the device.
+#[derive(Clone, Copy, Default)]
+struct Tools {
+    /// Device memory to try copies out with. Freeing it would wait for the device.
+    memory: u64,
+    stream: usize,
+    /// The stream has copied in both directions: nothing is left to be set up when the device is frozen.
+    tried: bool,
+}
 
-/// That of the current context, which is this one. It is made with the context's first memory: when that moves, the device is full.
-pub(crate) fn scratch(context: u64) -> Result<u64, String> {
-    let mut scratches = lock(&SCRATCHES);
-    if let Some(made) = scratches.get(&context) {
-        return Ok(*made);
+/// By context.
+static TOOLS: Mutex<BTreeMap<u64, Tools>> = Mutex::new(BTreeMap::new());
+
+/// The stream for copies of the current context, which is this one. It is made with the context's first memory: when that moves, the
+/// device may be full, and then the driver has none.
+pub(crate) fn tools(context: u64) -> Result<usize, String> {
+    /// `CU_STREAM_NON_BLOCKING`
+    const NON_BLOCKING: u32 = 1;
+    let mut all = lock(&TOOLS);
+    let it = all.entry(context).or_default();
+    if it.memory == 0 {
+        call!(mem_alloc, &raw mut it.memory, GRAIN as usize)?;
     }
-    let mut made = 0;
-    call!(mem_alloc, &raw mut made, GRAIN as usize)?;
-    scratches.insert(context, made);
-    Ok(made)
+    if it.stream == 0 {
+        let mut stream = ptr::null_mut();
+        call!(stream_create, &raw mut stream, NON_BLOCKING)?;
+        it.stream = stream as usize;
+    }
+    if !it.tried {
+        try_out(*it)?;
+        it.tried = true;
+    }
+    Ok(it.stream)
+}
+
+/// Copies in both directions.
+fn try_out(Tools { memory, stream, .. }: Tools) -> Result<(), String> {
+    let (stream, bytes) = (stream as CUstream, GRAIN as usize);
+    let host = map(bytes, None).map_err(|error| format!("the host has no room: {error}"))?;
+    host::advise(host, bytes);
+    let copied = call!(host_register, host, bytes, 1).and_then(|()| {
+        let copied = call!(to_device, memory, host, bytes, stream)
+            .and_then(|()| call!(to_host, host, memory, bytes, stream));
+        let done = copied.and(call!(stream_synchronize, stream));
+        done.and(call!(host_unregister, host))
+    });
+    // SAFETY: made above, known to no other thread, and not registered any more but where the context has failed for good.
+    let _ = unsafe { rustix::mm::munmap(host, bytes) };
+    copied
 }
 
 /// A context is gone.
 pub(crate) fn forget_context(context: u64) {
     lock(&GONE).push(context);
-    lock(&SCRATCHES).remove(&context);
+    lock(&TOOLS).remove(&context);
 }
 
 /// Does what may end a context, while the thread that moves memory is in none. To be called inside the gate: behind a closed one that
@@ -737,22 +771,11 @@ impl Pool {
             })?,
             None => more,
         };
-        let ready = match location {
-            None if room >= PIECE => ahead::take(),
-            _ => None,
-        };
-        let (at, more) = match ready {
-            Some(at) => (at as *mut c_void, PIECE),
-            None => {
-                let at = map(more, location).map_err(|error| match location {
-                    None => format!("the host has no room: {error}"),
-                    Some(location) => format!("no host memory in {}: {error}", location.display()),
-                })?;
-                host::advise(at, more);
-                (at, more)
-            }
-        };
-        // Also what was made ahead: the kernel may have taken it back, and must not from here on.
+        let at = map(more, location).map_err(|error| match location {
+            None => format!("the host has no room: {error}"),
+            Some(location) => format!("no host memory in {}: {error}", location.display()),
+        })?;
+        host::advise(at, more);
         if !populate(at as usize, more) && location.is_some() {
             // To touch it would be a bus error.
             // SAFETY: made above, and known to no other thread.
@@ -793,21 +816,6 @@ impl Pool {
                 true
             });
         }
-    }
-
-    /// A stream in this context, the current one, that has been used in both directions: nothing is left to be set up when the
-    /// device is frozen.
-    fn stream(&self, context: u64) -> Result<usize, String> {
-        /// `CU_STREAM_NON_BLOCKING`
-        const NON_BLOCKING: u32 = 1;
-        let (mut stream, bytes) = (ptr::null_mut(), GRAIN as usize);
-        call!(stream_create, &raw mut stream, NON_BLOCKING)?;
-        let scratch = scratch(context)?;
-        let (host, _) = *self.pieces.first().ok_or("no host memory")?;
-        call!(to_device, scratch, host as *const c_void, bytes, stream)?;
-        call!(to_host, host as *mut c_void, scratch, bytes, stream)?;
-        call!(stream_synchronize, stream)?;
-        Ok(stream as usize)
     }
 }
 

@@ -96,12 +96,14 @@ pub(super) fn available_memory(location: Option<&Path>) -> Option<u64> {
     }
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
     let kib = number(&text, "MemAvailable:")?;
-    let group = group_memory().map(|(left, _)| left);
-    [Some(kib * 1024), group, least].into_iter().flatten().min()
+    [Some(kib * 1024), group_memory(), least]
+        .into_iter()
+        .flatten()
+        .min()
 }
 
-/// What this process's control group (version 2; in a container it is the root) may still take, and what it may have in all.
-fn group_memory() -> Option<(u64, u64)> {
+/// What this process's control group (version 2; in a container it is the root) may still take.
+fn group_memory() -> Option<u64> {
     let own = std::fs::read_to_string("/proc/self/cgroup").ok()?;
     let path = own.lines().find_map(|line| line.strip_prefix("0::/"))?;
     let folder = std::path::Path::new("/sys/fs/cgroup").join(path);
@@ -109,33 +111,13 @@ fn group_memory() -> Option<(u64, u64)> {
     let most: u64 = read("memory.max")?.trim().parse().ok()?;
     let used: u64 = read("memory.current")?.trim().parse().ok()?;
     let cache = number(&read("memory.stat")?, "inactive_file").unwrap_or(0);
-    Some((most.saturating_sub(used.saturating_sub(cache)), most))
+    Some(most.saturating_sub(used.saturating_sub(cache)))
 }
 
 /// The number after this word at the beginning of a line.
 fn number(text: &str, word: &str) -> Option<u64> {
     let mut lines = text.lines().map(str::split_whitespace);
     lines.find_map(|mut words| (words.next() == Some(word)).then(|| words.next()?.parse().ok())?)
-}
-
-/// Whether the host and this process's control group have so many bytes more to spare: at least half of their memory stays available
-/// besides `ours`, which counts as available.
-pub(super) fn has_to_spare(ours: u64, more: u64) -> bool {
-    let read = || {
-        let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-        let of = |word| Some(number(&text, word)? * 1024);
-        Some((of("MemAvailable:")?, of("MemTotal:")?))
-    };
-    let host = read();
-    host.is_some()
-        && host
-            .into_iter()
-            .chain(group_memory())
-            .all(|it| leaves_half(it, ours, more))
-}
-
-fn leaves_half((available, all): (u64, u64), ours: u64, more: u64) -> bool {
-    available >= (all / 2).saturating_add(ours).saturating_add(more)
 }
 
 #[cfg(test)]
@@ -147,14 +129,5 @@ mod tests {
         let text = "a 1\ninactive_file 42\ninactive_files 7\n";
         assert_eq!(number(text, "inactive_file"), Some(42));
         assert_eq!(number(text, "b"), None);
-    }
-
-    #[test]
-    fn half_of_memory_stays_available() {
-        let leaves = |available, ours, more| leaves_half((available, 100), ours, more);
-        assert!(leaves(80, 20, 10));
-        assert!(!leaves(80, 21, 10));
-        assert!(leaves(50, 0, 0) && !leaves(49, 0, 0));
-        assert!(!leaves(100, u64::MAX, 1));
     }
 }
