@@ -3,7 +3,8 @@
 Each case is measured without (`alone`) and with `gpumux run` (`gpumux`), in turns, so that drift hits both.
 Cases: `eager-loop` (ResNet-50 eager, batch 1: bound by launches), `train-loop` (ResNet-152 training), `launch` (empty kernels through the driver API),
 `start-up-true` (`gpumux run -- true`), `start-up-child` (children of a tenant), `start-up-cuda` (a process that
-opens the device), `64-at-once` (so many such processes starting together).
+opens the device), `64-at-once` (so many such processes starting together), `calls`, `calls-4`, `calls-16` (single calls of the driver, by so many threads
+at once: as `crews.py` measures, ns of a call as a thread sees it).
 """
 
 from __future__ import annotations
@@ -19,9 +20,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import common
+import crews
 from common import BenchError, Crew, Gpumux, Mode, Results
 
-CASES = ["eager-loop", "train-loop", "launch", "start-up-true", "start-up-child", "start-up-cuda", "64-at-once"]
+CALLS = {"calls": 1, "calls-4": 4, "calls-16": 16}
+CASES = ["eager-loop", "train-loop", "launch", "start-up-true", "start-up-child", "start-up-cuda", "64-at-once", *CALLS]
+# Of `calls`: crews, and batches of a turn.
+CREWS, BATCHES = 3, 8
 AT_ONCE = 64
 CHILDREN = 100
 PROCESSES = 4
@@ -111,6 +116,14 @@ def launch(results: Results, plain: Mode, managed: Mode, rounds: int, seconds: f
         results.add("launch", name, values)
 
 
+def calls(results: Results, case: str, plain: Mode, managed: Mode, rounds: int) -> None:
+    """Single calls of the driver."""
+    threads = CALLS[case]
+    command = [common.gpumux(), "workload", "calls", "--threads", str(threads)]
+    found = crews.measure(plain, managed, case, command, CREWS, rounds, BATCHES, pinned=threads == 1)
+    crews.add(results, case, found, "ns")
+
+
 def start_up(
     results: Results,
     case: str,
@@ -198,6 +211,8 @@ def main() -> int:
                         start_up(results, case, plain, managed, rounds, command, CHILDREN)
                     case "start-up-cuda":
                         start_up(results, case, plain, managed, 2 * rounds, opens_device())
+                    case "calls" | "calls-4" | "calls-16":
+                        calls(results, case, plain, managed, rounds)
                     case "64-at-once":
                         for mode in (plain, managed):
                             at_once(results, mode, logs)

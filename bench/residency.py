@@ -20,7 +20,7 @@ accounting less what NVML reports; at most BOUND contexts), `back_s` (until the 
 `chunks`: a tenant with `--size` of memory sleeps and wakes. Cases: one `allocation`, and physical memory that the program maps itself in chunks of a
 size. Values as of `memory.py swap`: `out_ms`, `in_ms`, `out_gbps`, `in_gbps`, `first_out_ms`.
 
-`programs`: cases `triton-8-pointers` (`launch_us`), `torch-async` and `cupy-async` (`rate` of allocations with a kernel each, by stream-ordered
+`programs`: cases `triton-8-pointers` (`launch_us`, `launch_noise_us`, `launch_added_us`, as `crews.py` measures), `torch-async` and `cupy-async` (`rate` of allocations with a kernel each, by stream-ordered
 pools), modes `alone` and `gpumux`; `jax-75%` (mode `gpumux`): JAX with its default preallocation beside a job of 60%: `jax_rate`, `passes`, `moved_gib`.
 """
 
@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import crews
 from common import BenchError, Gpumux, Mode, Results, Worker, say
 from memory import Api, cell, holder, started, swap_gpumux, wait_for
 
@@ -55,6 +56,8 @@ KILLS = ["kill-tenant", "kill-daemon"]
 CONTEXT, CONTEXTS = 600 * MIB, 4
 # A move takes whole chunks of 64 MiB, and tenants keep leases of as much that they do not use yet.
 OVER = 128 * MIB
+# Of `triton-8-pointers`: crews, rounds, and the batches of a turn, of 64 launches each.
+CREWS, ROUNDS, TURN = 4, 20, 30
 PARTS = {
     "together": (list(TOGETHER), ["serial", "gpumux", *KILLS]),
     "restart": (["60%"], ["gpumux"]),
@@ -413,9 +416,21 @@ def chunks(results: Results, cases: Sequence[str], modes: Sequence[str], logs: P
                 results.add(case, name, swap_gpumux(options.size, logs, 6, *arguments))
 
 
+def triton(results: Results, case: str, logs: Path) -> None:
+    """Both modes of the case with Triton, in turns."""
+    with Gpumux("gpumux", logs) as managed:
+        command = [sys.executable, str(WORKER), case]
+        found = crews.measure(Mode("alone", logs), managed, "triton", command, CREWS, ROUNDS, TURN)
+        crews.add(results, case, found, "us")
+
+
 def programs(results: Results, cases: Sequence[str], modes: Sequence[str], logs: Path, options: argparse.Namespace) -> None:
     """All cells of `programs`."""
     for case in cases:
+        if case == "triton-8-pointers":
+            with cell(results, case, logs):
+                triton(results, case, logs)
+            continue
         for name in modes if case != "jax-75%" else ["gpumux"]:
             with cell(results, f"{case} / {name}", logs), common.mode(name, logs) as mode:
                 if case == "jax-75%":

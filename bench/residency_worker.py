@@ -1,35 +1,38 @@
-"""A program under measurement by `residency.py`. It prints one line of JSON, with what it measured, when it has checked its results."""
+"""A program under measurement by `residency.py`. It prints one line of JSON, with what it measured, when it has checked its results; the
+program of `triton-8-pointers` then prints one for every order."""
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
-import statistics
+import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 MIB = 1 << 20
 
 
-def tell(**values: float) -> None:
+def tell(**values: Any) -> None:
     """One line of JSON on standard output."""
     print(json.dumps(values), flush=True)
 
 
-def best_us(launch: Callable[[], object], settle: Callable[[], object], launches: int = 512) -> float:
-    """µs of one launch call: the median of 20 bursts, each shorter than the driver's queue."""
+def batches_us(launch: Callable[[], object], settle: Callable[[], object], batches: int, launches: int = 64) -> list[float]:
+    """µs of one launch call, by batch; each is far shorter than the driver's queue."""
     found = []
-    for _ in range(20):
+    for _ in range(batches):
         begin = time.perf_counter()
         for _ in range(launches):
             launch()
         found.append((time.perf_counter() - begin) / launches * 1e6)
         settle()
-    return statistics.median(found)
+    return found
 
 
 def triton_8_pointers(_: argparse.Namespace) -> None:
-    """Triton's launcher asks the driver for every pointer argument of every launch."""
+    """Triton's launcher asks the driver for every pointer argument of every launch. Answers orders."""
     import torch
     import triton
     import triton.language as tl
@@ -49,7 +52,11 @@ def triton_8_pointers(_: argparse.Namespace) -> None:
     torch.cuda.synchronize()
     if not bool((out == 21.0).all()):
         raise SystemExit("the sum is wrong")
-    tell(launch_us=best_us(launch, torch.cuda.synchronize, 256))
+    batches_us(launch, torch.cuda.synchronize, 50)
+    gc.disable()
+    tell(ready=True)
+    for line in sys.stdin:
+        tell(batches={"launch": batches_us(launch, torch.cuda.synchronize, json.loads(line)["batches"])})
 
 
 def allocations(make: Callable[[int, int], object], settle: Callable[[], object]) -> float:

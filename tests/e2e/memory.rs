@@ -472,3 +472,31 @@ fn ten_tenants_that_start_together_never_exceed_the_device() {
         "{served} served, {refused} refused"
     );
 }
+
+/// What `bench/overhead.py` measures: every call answers under gpumux, from several threads at once, and leaves nothing behind.
+#[test]
+fn single_calls_are_measured_from_several_threads() {
+    let node = Node::start();
+    let workload = "gpumux workload calls --threads 3";
+    let mut caller = Process::start(&mut node.tenant("--name caller", workload));
+    caller.wait_lines(1);
+    for lines in 2..4 {
+        caller.write("{\"batches\":2}\n");
+        caller.wait_lines(lines);
+    }
+    let out = caller.out();
+    let answer: Value = serde_json::from_str(out.lines().last().expect("an answer")).expect("JSON");
+    let times = answer["batches"].as_object().expect("an object");
+    assert_eq!(times.len(), 6, "{answer:#}");
+    for batches in times.values() {
+        let batches = batches.as_array().expect("an array");
+        assert!(batches.len() == 2 && batches.iter().all(|it| it.as_f64() > Some(0.0)));
+    }
+    // Thousands of allocations of 2 MiB: what each thread has, and leases.
+    node.wait_tenant("caller", |it| {
+        let memory = it["memory"][0]["in_use"].as_u64();
+        memory.is_some_and(|it| it < 512 << 20)
+    });
+    caller.close_input();
+    caller.finish_within(PATIENCE).ok();
+}

@@ -118,6 +118,11 @@ driver_functions! {
     cuMemGetInfo_v2(free: *mut usize, total: *mut usize);
     cuMemAlloc_v2(address: *mut CUdeviceptr, bytes: usize);
     cuMemFree_v2(address: CUdeviceptr);
+    cuMemAllocAsync(address: *mut CUdeviceptr, bytes: usize, stream: CUstream);
+    cuMemFreeAsync(address: CUdeviceptr, stream: CUstream);
+    cuMemGetAddressRange_v2(base: *mut CUdeviceptr, bytes: *mut usize, address: CUdeviceptr);
+    cuPointerGetAttribute(data: *mut c_void, attribute: c_int, address: CUdeviceptr);
+    cuPointerGetAttributes(count: c_uint, attributes: *const c_int, data: *mut *mut c_void, address: CUdeviceptr);
     cuMemHostAlloc(memory: *mut *mut c_void, bytes: usize, flags: c_uint);
     cuMemFreeHost(memory: *mut c_void);
     cuMemcpyHtoD_v2(to: CUdeviceptr, from: *const c_void, bytes: usize);

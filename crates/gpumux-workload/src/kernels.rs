@@ -12,6 +12,7 @@
 //! | `gpumux_rounds_u32` | `u64 ptr, u64 n, u32 rounds` | adds 1 to every element, round by round |
 //! | `gpumux_sum_u32` | `u64 ptr, u64 n, u64 out` | adds the sum of all elements to the `u64` at `out` |
 //! | `gpumux_sweep_u32` | `u64 ptr, u32 value, u64 n, u64 out` | counts the elements that are not [`swept`] of their index and `value` at the `u64` at `out`; all become that of `value + 1` |
+//! | `gpumux_pointers` | eight `u64` | nothing, for measuring launches; interpreted by the emulated device |
 //! | `gpumux_trap` | | faults the context |
 //!
 //! `n` counts elements; pointers are device addresses. The model of `gpumux_work`: one iteration is two
@@ -63,6 +64,7 @@ pub struct Gpu {
     rounds: Function,
     sum: Function,
     sweep: Function,
+    pointers: Function,
     trap: Function,
     scratch: DeviceBuffer,
 }
@@ -96,6 +98,7 @@ impl Gpu {
             rounds: module.function("gpumux_rounds_u32")?,
             sum: module.function("gpumux_sum_u32")?,
             sweep: module.function("gpumux_sweep_u32")?,
+            pointers: module.function("gpumux_pointers")?,
             trap: module.function("gpumux_trap")?,
             scratch: DeviceBuffer::new(context, 256)?,
             context: context.clone(),
@@ -233,6 +236,18 @@ impl Gpu {
             best = best.min(us / f64::from(count));
         }
         Ok(best)
+    }
+
+    /// Launches `gpumux_pointers`.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn pointers(&self, addresses: [u64; 8]) -> Result<()> {
+        let one = Shape {
+            blocks: 1,
+            threads: 1,
+        };
+        self.launch(&self.pointers, one, &addresses.map(Arg::U64))
     }
 
     fn launch_all(&self, function: &Function, arguments: &[Arg]) -> Result<()> {

@@ -1,6 +1,6 @@
 //! Programs that load a device through the CUDA driver API, the same on a real and on the emulated one.
 //!
-//! `gpumux workload latency|batch|check|sweep|launch|idle|fault`: [`Args`] is their command line, [`main`] runs one and
+//! `gpumux workload latency|batch|check|sweep|launch|calls|idle|fault`: [`Args`] is their command line, [`main`] runs one and
 //! prints its [`Report`], [`run`] only runs it. The kernels are in [`kernels`].
 
 use std::{
@@ -21,6 +21,7 @@ pub mod kernels;
 pub mod pace;
 pub mod report;
 
+mod calls;
 mod hints;
 mod loops;
 mod memory;
@@ -76,6 +77,8 @@ pub enum Command {
     Fault(Fault),
     /// Hints that no work follows: from many threads, during captures, after forks; counts those that took the device
     Hints(Hints),
+    /// Batches of single driver calls, at orders on standard input; measures the calls
+    Calls(Calls),
     /// Several tasks in one process, in one context or in two, that take orders on standard input and answer each
     Tasks(Tasks),
 }
@@ -343,6 +346,17 @@ pub struct Hints {
     pub threads: u32,
 }
 
+/// `calls`.
+#[derive(Clone, Debug, clap::Args)]
+pub struct Calls {
+    /// Ordinal of the CUDA device
+    #[arg(long, default_value_t = 0)]
+    pub device: u32,
+    /// Threads that call at the same time
+    #[arg(long, default_value = "1", value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub threads: u32,
+}
+
 /// `tasks`.
 #[derive(Clone, Debug, clap::Args)]
 pub struct Tasks {
@@ -367,9 +381,16 @@ pub struct Tasks {
 pub fn main(args: &Args) -> anyhow::Result<ExitCode> {
     use std::io::Write as _;
 
-    if let Command::Tasks(args) = &args.command {
-        tasks::tasks(args)?;
-        return Ok(ExitCode::SUCCESS);
+    match &args.command {
+        Command::Tasks(args) => {
+            tasks::tasks(args)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        Command::Calls(args) => {
+            calls::calls(args)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        _ => {}
     }
     let report = run(&args.command)?;
     let mut out = std::io::stdout().lock();
@@ -407,7 +428,7 @@ pub fn run(command: &Command) -> anyhow::Result<Report> {
         Command::Idle(args) => probes::idle(args, &stop),
         Command::Fault(args) => probes::fault(args, &stop),
         Command::Hints(args) => hints::probe(args, &stop),
-        Command::Tasks(_) => anyhow::bail!("tasks report by their answers"),
+        Command::Tasks(_) | Command::Calls(_) => anyhow::bail!("it reports by its answers"),
     }
 }
 

@@ -101,13 +101,18 @@ unsafe fn alloc_bytes(
         return error;
     }
     free_deferred();
-    let native = with(|space| space.is_native(device));
     // Without a daemon it would never move; one that was lost may come back.
-    if native || !lease::is_managed() {
+    let place = match lease::is_managed() {
+        true => with(|space| space.allot(device, context, bytes)),
+        false => Place::WithDriver,
+    };
+    let mapped = match place {
+        Place::At(address) => Ok(address),
+        Place::New => in_time(None, || map(device, context, bytes)),
         // SAFETY: as above.
-        return unsafe { count_native(device, bytes, out, real) };
-    }
-    match in_time(None, || map(device, context, bytes)) {
+        Place::WithDriver => return unsafe { count_native(device, bytes, out, real) },
+    };
+    match mapped {
         Ok(address) => {
             // SAFETY: the program's place, which is not null.
             unsafe { *out = address };
@@ -150,17 +155,19 @@ fn failed(error: CUresult) {
     }
 }
 
+/// Where an allocation comes from.
+enum Place {
+    /// It is made of memory that the process has.
+    At(u64),
+    /// Memory that is yet to be mapped.
+    New,
+    WithDriver,
+}
+
 /// Memory of the lease, mapped.
 fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
     let small = bytes < SMALL;
     let size = bytes.next_multiple_of(GRANULE);
-    let there = with(|space| match small {
-        true => space.carve(device, context, bytes),
-        false => space.reuse(device, context, bytes, size),
-    });
-    if let Some(found) = there {
-        return Ok(found);
-    }
     if !take(device, size, false) {
         return Err(Refused::ByAccounting);
     }
@@ -193,6 +200,18 @@ fn map(device: c_int, context: u64, bytes: u64) -> Result<u64, Refused> {
 }
 
 impl Space {
+    /// An allocation, if there is memory for it. All that one needs of the tables while it is like others before it.
+    fn allot(&mut self, device: c_int, context: u64, bytes: u64) -> Place {
+        if self.is_native(device) {
+            return Place::WithDriver;
+        }
+        let there = match bytes < SMALL {
+            true => self.carve(device, context, bytes),
+            false => self.reuse(device, context, bytes, bytes.next_multiple_of(GRANULE)),
+        };
+        there.map_or(Place::New, Place::At)
+    }
+
     /// A small allocation in a block that is there.
     fn carve(&mut self, device: c_int, context: u64, bytes: u64) -> Option<u64> {
         let units = bytes.next_multiple_of(UNIT);
@@ -370,8 +389,7 @@ fn free_deferred() {
     if is_capturing_anywhere() {
         return;
     }
-    let deferred = with(|space| std::mem::take(&mut space.deferred));
-    for address in deferred {
+    for address in space::take_deferred() {
         if let Some(context) = context_of(address) {
             let _ = settle(context);
             release(address);

@@ -67,10 +67,16 @@ fn note_native(at: u64, device: c_int, bytes: u64, pool: u64) {
 
 pub(crate) fn give_natives(gone: impl IntoIterator<Item = Native>) {
     for it in gone {
-        match it.pool != 0 && with(|space| space.put_back(it.pool, it.bytes)) {
-            true => pools::freed(),
-            false => give(it.device, it.bytes, true),
-        }
+        let kept = with(|space| space.keep_in_pool(it));
+        give_rest(kept);
+    }
+}
+
+/// What no pool keeps goes back to the lease.
+fn give_rest(gone: Result<(), Native>) {
+    match gone {
+        Ok(()) => pools::freed(),
+        Err(it) => give(it.device, it.bytes, true),
     }
 }
 
@@ -296,7 +302,13 @@ pub(crate) fn release_handle(handle: u64, real: impl FnOnce() -> CUresult) -> CU
 pub(crate) fn release_native(address: u64, real: impl FnOnce() -> CUresult) -> CUresult {
     let result = gate::through(real);
     if result == SUCCESS && !off() {
-        give_natives(with(|space| space.natives.remove(&address)));
+        let gone = with(|space| {
+            let it = space.natives.remove(&address)?;
+            Some(space.keep_in_pool(it))
+        });
+        if let Some(gone) = gone {
+            give_rest(gone);
+        }
     }
     result
 }

@@ -20,7 +20,7 @@ use crate::{
         driver::{CUresult, SUCCESS, functions},
         gate, guard, lease, wake,
     },
-    memory::space::{self, Pool, Pools, Space},
+    memory::space::{self, Native, Pool, Pools, Space},
     work,
 };
 
@@ -154,9 +154,17 @@ impl Space {
         }
     }
 
+    /// What is freed goes back to its pool. An error has it where there is none.
+    pub(crate) fn keep_in_pool(&mut self, gone: Native) -> Result<(), Native> {
+        match gone.pool != 0 && self.put_back(gone.pool, gone.bytes) {
+            true => Ok(()),
+            false => Err(gone),
+        }
+    }
+
     /// An allocation is freed: the pool keeps it for now; one that is destroyed gives all back with its last. Whether there is
     /// such a pool.
-    pub(crate) fn put_back(&mut self, number: u64, bytes: u64) -> bool {
+    fn put_back(&mut self, number: u64, bytes: u64) -> bool {
         let Some(pool) = self.pools.all.get_mut(&number) else {
             return false;
         };

@@ -10,7 +10,7 @@ use std::{
     ffi::c_int,
     sync::{
         Mutex, MutexGuard,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
     time::Duration,
 };
@@ -40,8 +40,8 @@ const BATCH: u64 = 64 << 20;
 /// At most this part of a device (as its reciprocal).
 const BATCH_PART: u64 = 128;
 
-/// Most devices that are told apart.
-const MAX_DEVICES: usize = 32;
+/// Devices are told apart below this ordinal, the bits of [`KNOWN`].
+const MAX_DEVICES: u32 = u32::BITS;
 
 functions! {
     ctx_get_device c"cuCtxGetDevice" (*mut c_int);
@@ -108,6 +108,12 @@ pub(crate) struct Space {
 }
 
 static SPACE: Mutex<Option<Space>> = Mutex::new(None);
+
+/// The devices that are in the tables, a bit each.
+static KNOWN: AtomicU32 = AtomicU32::new(0);
+
+/// There may be something to free since a capture has ended.
+static DEFERRED: AtomicBool = AtomicBool::new(false);
 
 /// Something was counted.
 static USED: AtomicBool = AtomicBool::new(false);
@@ -190,27 +196,27 @@ pub(crate) fn describe(device: c_int) -> Option<(String, u64)> {
 
 /// A device, once it is known to the tables.
 pub(crate) fn known_device(device: c_int) -> Option<c_int> {
-    if with(|space| space.devices.contains_key(&device)) {
+    let ordinal = u32::try_from(device).ok();
+    let bit = 1 << ordinal.filter(|it| *it < MAX_DEVICES)?;
+    if KNOWN.load(Ordering::Acquire) & bit != 0 {
         return Some(device);
     }
-    if let Some((uuid, total)) = describe(device) {
-        USED.store(true, Ordering::Release);
-        with(|space| {
-            if space.devices.len() < MAX_DEVICES {
-                space.devices.entry(device).or_insert_with(|| Device {
-                    uuid,
-                    total,
-                    shown: 0,
-                    movable: Lease::default(),
-                    pinned: Lease::default(),
-                    away: 0,
-                    native: stays_native() || STAYS.load(Ordering::Acquire),
-                    told: 0,
-                });
-            }
+    let (uuid, total) = describe(device)?;
+    USED.store(true, Ordering::Release);
+    with(|space| {
+        space.devices.entry(device).or_insert_with(|| Device {
+            uuid,
+            total,
+            shown: 0,
+            movable: Lease::default(),
+            pinned: Lease::default(),
+            away: 0,
+            native: stays_native() || STAYS.load(Ordering::Acquire),
+            told: 0,
         });
-    }
-    with(|space| space.devices.contains_key(&device)).then_some(device)
+    });
+    KNOWN.fetch_or(bit, Ordering::AcqRel);
+    Some(device)
 }
 
 /// The process was restored from a checkpoint: its devices may be others than before.
@@ -401,6 +407,15 @@ pub(crate) fn settle(context: u64) -> CUresult {
 /// Has what is freed at this address freed when no capture goes on any more.
 pub(crate) fn defer(address: u64) {
     with(|space| space.deferred.push(address));
+    DEFERRED.store(true, Ordering::Release);
+}
+
+/// What is to be freed since then.
+pub(crate) fn take_deferred() -> Vec<u64> {
+    match DEFERRED.load(Ordering::Acquire) && DEFERRED.swap(false, Ordering::AcqRel) {
+        true => with(|space| std::mem::take(&mut space.deferred)),
+        false => Vec::new(),
+    }
 }
 
 /// The program shares memory in a way that only the driver's own can be shared in: later allocations are that.
