@@ -27,7 +27,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    Account, Calm, Control, Costs, Demand, DomainId, DomainState, Launches, Micros, Policy,
+    Account, Calm, Class, Control, Costs, Demand, DomainId, DomainState, Launches, Micros, Policy,
     Progress, Rhythm, RunState, TenantId, TenantSpec, Timeslice, UserId, gang, tamper::Course,
 };
 
@@ -449,6 +449,12 @@ impl Controller {
     pub fn domain(&self, id: DomainId) -> Option<&Domain> {
         let mut devices = self.devices.iter();
         devices.find_map(|device| device.domains.get(&id))
+    }
+
+    /// A tenant's class.
+    pub fn class_of(&self, tenant: TenantId) -> Class {
+        let known = self.tenants.get(&tenant);
+        known.map_or(Class::Standard, |(_, spec)| spec.class)
     }
 
     /// A user's weight from now on.

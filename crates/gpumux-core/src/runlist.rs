@@ -6,6 +6,10 @@
 //!
 //! A running kernel is not interrupted. A group whose time is over gets [`Permit::Hold`], and the next one follows when its
 //! kernels have ended. What it used beyond its timeslice is taken off its next ones, so that long kernels gain nothing.
+//!
+//! A latency group whose neighbours have a longer timeslice launches kernel by kernel ([`crate::Launches`]). Its turn ends in its first
+//! gap on the device. In a neighbour's turn it goes on launching: the driver's own timeslices run what it launches beside the
+//! little that the neighbour may have outstanding.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -57,6 +61,8 @@ pub const PATIENCE: Micros = Micros::from_millis(50);
 pub enum Permit {
     /// As much as it likes.
     Free,
+    /// The same, and gaps between its kernels shall be known soon.
+    Watched,
     /// As long as so much is launched and not done.
     Budget(Micros),
     /// Not now.
@@ -76,6 +82,10 @@ pub struct Member {
     pub running: bool,
     /// A thread waits to launch.
     pub waits: bool,
+    /// Its tenant's class is latency.
+    pub latency: bool,
+    /// How many pieces of its work had been launched when none was left on the device, as is known so far.
+    pub done: u64,
 }
 
 impl Member {
@@ -87,13 +97,26 @@ impl Member {
     fn gives_way(&self) -> bool {
         self.timeslice < SHORT
     }
+
+    /// Its time is that of others, in turn, which run in its gaps.
+    fn leaves_gaps_to(&self, other: &Self) -> bool {
+        self.latency && !other.latency && !self.gives_way() && !other.gives_way()
+    }
+}
+
+/// Whose time it is.
+#[derive(Clone, Copy, Debug)]
+struct Turn {
+    id: DomainId,
+    since: Micros,
+    /// [`Member::done`] when it began.
+    done: u64,
 }
 
 /// See the module's description.
 #[derive(Clone, Debug, Default)]
 pub struct Runlist {
-    /// Whose time it is, and since when.
-    current: Option<(DomainId, Micros)>,
+    current: Option<Turn>,
     /// Groups whose kernels the next one waits for, and until when at most.
     draining: Option<(Vec<DomainId>, Micros)>,
     /// Groups whose kernels were waited for in vain, until they end.
@@ -102,6 +125,13 @@ pub struct Runlist {
     last: Option<DomainId>,
     /// By how much groups exceeded their time, in µs.
     debts: BTreeMap<DomainId, u64>,
+}
+
+impl Turn {
+    fn new(of: &Member, since: Micros) -> Self {
+        let Member { id, done, .. } = *of;
+        Self { id, since, done }
+    }
 }
 
 impl Runlist {
@@ -115,14 +145,14 @@ impl Runlist {
         self.drain(now, members);
         self.leave(now, members);
         if self.draining.is_none() && self.current.is_none() {
-            self.current = self.choose(members).map(|id| (id, now));
+            self.current = self.choose(members).map(|it| Turn::new(it, now));
         }
         let next = match (&self.draining, self.current) {
             (Some((_, until)), _) => Some(*until),
-            (None, Some((id, since))) => {
+            (None, Some(turn)) => {
                 let contended = members.iter().filter(|it| it.wants()).count() > 1;
-                let current = members.iter().find(|it| it.id == id && contended);
-                current.map(|it| (since + self.length(it)).max(now + Micros(1)))
+                let current = members.iter().find(|it| it.id == turn.id && contended);
+                current.map(|it| (turn.since + self.length(it)).max(now + Micros(1)))
             }
             (None, None) => None,
         };
@@ -150,17 +180,17 @@ impl Runlist {
         self.endless.extend(running.map(|it| it.id));
         self.draining = None;
         // What it used until now is its.
-        if let Some((id, since)) = self.current.take()
-            && let Some(member) = members.iter().find(|it| it.id == id && !it.gives_way())
+        if let Some(turn) = self.current.take()
+            && let Some(member) = (members.iter()).find(|it| it.id == turn.id && !it.gives_way())
         {
-            let debt = self.debts.entry(id).or_default();
-            *debt = (now.saturating_sub(since).0 + *debt).saturating_sub(member.timeslice.0);
+            let debt = self.debts.entry(turn.id).or_default();
+            *debt = (now.saturating_sub(turn.since).0 + *debt).saturating_sub(member.timeslice.0);
         }
     }
 
     /// The current group stops, if its time is over.
     fn leave(&mut self, now: Micros, members: &[Member]) {
-        let Some((id, since)) = self.current else {
+        let Some(Turn { id, since, done }) = self.current else {
             // Kernels of a group that was frozen may still run.
             let left = members.iter().filter(|it| {
                 it.running && it.run == RunState::Frozen && !self.endless.contains(&it.id)
@@ -182,7 +212,11 @@ impl Runlist {
             .clone()
             .find(|it| current.gives_way() && !it.gives_way())
         {
-            (self.current, self.draining) = (Some((other.id, now)), None);
+            (self.current, self.draining) = (Some(Turn::new(other, now)), None);
+            return;
+        }
+        if current.done != done && others.clone().any(|it| current.leaves_gaps_to(it)) {
+            (self.current, self.draining) = (None, None);
             return;
         }
         let frozen = current.run == RunState::Frozen;
@@ -195,10 +229,11 @@ impl Runlist {
     }
 
     /// The next one: in turn, the ones before that others must give way to. One that owes a whole timeslice is left out once for it.
-    fn choose(&mut self, members: &[Member]) -> Option<DomainId> {
+    fn choose<'a>(&mut self, members: &'a [Member]) -> Option<&'a Member> {
         let wanting = members.iter().filter(|it| it.wants());
         let gives_way = wanting.clone().map(Member::gives_way).min()?;
-        let mut wanting: Vec<&Member> = wanting.filter(|it| it.gives_way() == gives_way).collect();
+        let mut wanting: Vec<&'a Member> =
+            wanting.filter(|it| it.gives_way() == gives_way).collect();
         let after = |it: &&&Member| self.last.is_some_and(|last| it.id <= last);
         let before = wanting.iter().filter(after).count();
         wanting.rotate_left(before);
@@ -217,7 +252,7 @@ impl Runlist {
                 _ => true,
             });
         self.last = found.map(|it| it.id);
-        self.last
+        found.copied()
     }
 
     fn permit(&self, member: &Member, members: &[Member]) -> Permit {
@@ -227,16 +262,22 @@ impl Runlist {
         if members.len() == 1 {
             return Permit::Free;
         }
-        let current = self.current.map(|(id, _)| id);
+        let current = self.current.map(|turn| turn.id);
         let may = match members.iter().find(|it| Some(it.id) == current) {
             Some(it) if it.id == member.id => self.draining.is_none(),
+            Some(it) if member.leaves_gaps_to(it) => true,
             Some(it) => it.gives_way() && !member.gives_way(),
             None => self.draining.is_none() || !member.gives_way(),
         };
+        let mut neighbours = (members.iter())
+            .filter(|it| member.leaves_gaps_to(it))
+            .peekable();
+        let has_neighbours = neighbours.peek().is_some();
         let ahead = Micros(member.timeslice.0 / AHEAD).clamp(OUTSTANDING, MOST_OUTSTANDING);
         match may {
             false => Permit::Hold,
-            true if member.timeslice == Timeslice::MAX => Permit::Free,
+            true if neighbours.any(Member::wants) => Permit::Watched,
+            true if has_neighbours || member.timeslice == Timeslice::MAX => Permit::Free,
             true if member.gives_way() => Permit::Budget(OUTSTANDING),
             true => Permit::Budget(ahead),
         }

@@ -47,8 +47,8 @@ use self::{
     predictor::Call,
     streams::{
         COPIES_LOST, FREE, GROUPS, HANDLES, Key, LOST, ORPHAN, PER_THREAD, POLLER_WANTED, STATES,
-        STREAMS, Stream, UNKNOWN, ask, count, insert, is_capturing, lose, note, places, settle,
-        slow, thread_number, undisturbed,
+        STREAMS, Seen, Stream, UNKNOWN, ask, count, insert, is_capturing, lose, note, places,
+        settle, slow, thread_number, undisturbed,
     },
 };
 use crate::ground::{
@@ -118,7 +118,7 @@ fn admit(stream: CUstream, own: bool, piece: Piece) -> Option<On> {
         context: state.context.load(Ordering::Relaxed),
         slots: state.slots.load(Ordering::Relaxed),
     };
-    permits::enter(on, piece, reap).then_some(on)
+    permits::enter(on, piece, || reap(Seen::Between)).then_some(on)
 }
 
 fn submit_measured(
@@ -246,7 +246,7 @@ pub(crate) fn copies_under_way() -> bool {
         }
         places().any(|(handle, state)| {
             handle != FREE && state.has_copies() && {
-                ask(handle, state);
+                ask(handle, state, Seen::Waited);
                 state.has_copies()
             }
         })
@@ -261,7 +261,7 @@ pub(crate) fn all_idle() -> bool {
             return false;
         }
         for (handle, state) in places().filter(|(handle, _)| *handle != FREE) {
-            ask(handle, state);
+            ask(handle, state, Seen::Waited);
         }
         LOST.load(Ordering::Acquire) == 0
             && places().all(|(handle, state)| handle == FREE || state.is_idle())
@@ -295,7 +295,7 @@ pub(crate) fn observe_stream(
     if let Some((state, so_far)) = seen
         && result == SUCCESS
     {
-        state.finish(so_far);
+        state.finish(so_far, Seen::Waited);
     }
     result
 }
@@ -331,7 +331,7 @@ pub(crate) fn observe_context(context: CUcontext, real: impl FnOnce() -> CUresul
             state.done.fetch_max(*work, Ordering::AcqRel);
             slots |= state.slots.load(Ordering::Relaxed);
         }
-        settle(slots);
+        settle(slots, Seen::Waited);
     }
     result
 }
@@ -373,7 +373,7 @@ fn leave_event(state: &Stream, stream: CUstream) {
     let so_far = state.so_far();
     // SAFETY: the program's stream, which still exists.
     if stream_query().is_some_and(|ask| unsafe { ask(stream) } == SUCCESS) {
-        return state.finish(so_far);
+        return state.finish(so_far, Seen::Waited);
     }
     /// `CU_EVENT_DISABLE_TIMING`
     const NO_TIMING: u32 = 2;

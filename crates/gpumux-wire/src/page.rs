@@ -281,6 +281,26 @@ mod tests {
         assert!(second.busy_ns >= first.busy_ns + 2_000_000, "{second:?}");
     }
 
+    /// Else a program that launches kernel by kernel would seem to wait for each.
+    #[test]
+    fn gap_between_two_launches_is_no_wait() {
+        let slot = Slot::default();
+        slot.begin_counting();
+        for upto in 1..=3 {
+            assert_eq!(slot.submit(), upto);
+            std::thread::sleep(Duration::from_millis(1));
+            slot.find_complete(upto);
+            assert_eq!(slot.work(), Work::Idle(upto));
+            assert_eq!(slot.waits(), Some(Waits::default()));
+        }
+        slot.complete(3);
+        let waits = slot.waits().expect("no other thread");
+        assert_eq!((waits.count, waits.pieces), (1, 3));
+        assert!(waits.busy_ns >= 3_000_000, "from the first: {waits:?}");
+        slot.complete(3);
+        assert_eq!(slot.waits(), Some(waits));
+    }
+
     #[test]
     fn the_reader_sees_what_the_writer_counts() {
         let (writer, file) = Page::create().unwrap();

@@ -25,7 +25,7 @@ pub struct Slot {
     pub(crate) came: AtomicU64,
     /// When some last came at all while none was there. For the writer.
     pub(crate) touched: AtomicU64,
-    /// When the first piece was submitted of those that are not done. For the writer.
+    /// When the first piece was submitted of those that the program has not waited for. For the writer.
     began: AtomicU64,
     /// Twice how often all work was done after some was not; odd while the two counters below change.
     waits: AtomicU64,
@@ -123,7 +123,9 @@ impl Slot {
         let before = self.submitted.fetch_add(1, Ordering::AcqRel);
         if self.completed.load(Ordering::Relaxed) >= before {
             let now = self.come();
-            self.began.store(now, Ordering::Relaxed);
+            if self.settled.load(Ordering::Relaxed) >= before {
+                self.began.store(now, Ordering::Relaxed);
+            }
         }
         before + 1
     }
@@ -153,12 +155,19 @@ impl Slot {
         self.submitted.load(Ordering::Acquire)
     }
 
-    /// Says that the first `upto` pieces are done.
+    /// Says that the first `upto` pieces are done, and that the program knows.
     pub fn complete(&self, upto: u64) {
-        let before = self.completed.fetch_max(upto, Ordering::AcqRel);
-        if before < upto && upto >= self.submitted.load(Ordering::Acquire) {
+        self.find_complete(upto);
+        if self.settled.load(Ordering::Relaxed) < upto
+            && upto >= self.submitted.load(Ordering::Acquire)
+        {
             self.settle(upto);
         }
+    }
+
+    /// Says that the first `upto` pieces are done, as was found between two of the program's launches.
+    pub fn find_complete(&self, upto: u64) {
+        self.completed.fetch_max(upto, Ordering::AcqRel);
     }
 
     /// Counts a wait. One that ends in another thread at the same moment is left out.
@@ -168,6 +177,10 @@ impl Slot {
         let (write, own) = (Ordering::AcqRel, Ordering::Relaxed);
         if waits == odd || (self.waits.compare_exchange(waits, odd, write, own)).is_err() {
             return;
+        }
+        if self.settled.load(own) >= pieces {
+            // Another thread has counted it meanwhile.
+            return self.waits.store(waits, Ordering::Release);
         }
         fence(Ordering::Release);
         let took = now_ns().saturating_sub(self.began.load(own));
@@ -230,6 +243,11 @@ impl Slot {
             wasted,
             held_ns,
         }
+    }
+
+    /// Up to which piece all are known to be done, whatever the writer put there.
+    pub fn completed(&self) -> u64 {
+        self.completed.load(Ordering::Acquire)
     }
 
     /// What the slot says. Never trusts the writer: any values give an answer.

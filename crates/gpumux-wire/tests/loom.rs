@@ -88,6 +88,21 @@ fn waits_are_read_together_with_their_pieces() {
 }
 
 #[test]
+fn wait_that_two_threads_see_counts_once() {
+    loom::model(|| {
+        let slot = Arc::new(Slot::default());
+        let number = slot.submit();
+        let both = [(); 2].map(|()| {
+            let slot = Arc::clone(&slot);
+            thread::spawn(move || slot.complete(number))
+        });
+        both.into_iter().for_each(|it| it.join().unwrap());
+        let waits = slot.waits().expect("no other thread");
+        assert_eq!((waits.count, waits.pieces), (1, 1));
+    });
+}
+
+#[test]
 fn work_that_was_submitted_before_counting_is_read() {
     loom::model(|| {
         let slot = Arc::new(Slot::default());

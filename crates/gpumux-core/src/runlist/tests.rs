@@ -9,6 +9,8 @@ fn member(id: u64, timeslice: u64) -> Member {
         run: RunState::Enabled,
         running: true,
         waits: true,
+        latency: false,
+        done: 0,
     }
 }
 
@@ -148,7 +150,7 @@ impl World {
         let mut free_at = self.until.iter().copied().max().unwrap_or(0).max(self.now);
         for (at, permit) in permits.iter().enumerate() {
             let budget = match *permit {
-                FREE => 10_000,
+                FREE | Permit::Watched => 10_000,
                 Permit::Budget(budget) => budget.0,
                 HOLD => 0,
             };
@@ -162,6 +164,161 @@ impl World {
         self.now += 50;
         permits
     }
+}
+
+/// A latency program that launches kernel by kernel and then waits, beside one that always has kernels to launch. The driver time-slices their
+/// contexts by 2 ms each.
+struct Eager {
+    runlist: Runlist,
+    /// The program's timeslice and the other's, as the plan has them.
+    timeslices: (u64, u64),
+    /// Kernels of a request, from one launch to the next, and how long each takes.
+    request: (u64, u64, u64),
+    /// How long a kernel of the other takes.
+    neighbour: u64,
+    now: u64,
+    /// Launches of the current request, and when the next comes.
+    launched: (u64, u64),
+    /// Work on the device of each, and the time that the other received.
+    queued: (u64, u64),
+    received: u64,
+    /// Whose timeslice it is on the device, and since when.
+    slice: (bool, u64),
+    /// What is known of the program: pieces so far, those seen to be done.
+    pieces: (u64, u64),
+    held: u64,
+    permits: Vec<Permit>,
+}
+
+impl Eager {
+    fn new(timeslices: (u64, u64), request: (u64, u64, u64), neighbour: u64) -> Self {
+        Self {
+            runlist: Runlist::default(),
+            timeslices,
+            request,
+            neighbour,
+            now: 0,
+            launched: (0, 0),
+            queued: (0, 0),
+            received: 0,
+            slice: (false, 0),
+            pieces: (0, 0),
+            held: 0,
+            permits: vec![HOLD, HOLD],
+        }
+    }
+
+    /// The device runs what is queued for so many µs.
+    fn run(&mut self, us: u64) {
+        for _ in 0..us {
+            let (own, others) = self.queued;
+            let over = self.now - self.slice.1 >= 2_000;
+            let first = match (own > 0, others > 0) {
+                (true, true) if over => !self.slice.0,
+                (true, true) => self.slice.0,
+                (own, _) => own,
+            };
+            if first != self.slice.0 || over {
+                self.slice = (first, self.now);
+            }
+            match first {
+                true => self.queued.0 = own.saturating_sub(1),
+                false => {
+                    self.received += u64::from(others > 0);
+                    self.queued.1 = others.saturating_sub(1);
+                }
+            }
+            self.now += 1;
+        }
+    }
+
+    /// The daemon looks every 100 µs, the program's library every 150.
+    fn step(&mut self) {
+        let looks = self.permits[0] == Permit::Watched && self.now.is_multiple_of(150);
+        if looks && self.queued.0 == 0 {
+            self.pieces.1 = self.pieces.0;
+        }
+        if self.now.is_multiple_of(100) {
+            let latency = Member {
+                running: self.pieces.1 < self.pieces.0,
+                waits: self.permits[0] == HOLD && self.launched.1 <= self.now,
+                latency: true,
+                done: self.pieces.1,
+                ..member(1, self.timeslices.0)
+            };
+            let batch = Member {
+                running: self.queued.1 > 0,
+                ..member(2, self.timeslices.1)
+            };
+            self.permits = self.runlist.step(Micros(self.now), &[latency, batch]).0;
+        }
+        let budget = match self.permits[1] {
+            Permit::Budget(budget) => budget.0,
+            FREE | Permit::Watched => u64::MAX,
+            HOLD => 0,
+        };
+        while self.queued.1 < budget.min(10_000) {
+            self.queued.1 += self.neighbour;
+        }
+        self.run(10);
+    }
+
+    /// How long a request takes, on average, and which part of the device the other has.
+    fn measure(mut self, requests: u64) -> (u64, f64) {
+        let (kernels, every, each) = self.request;
+        for _ in 0..requests {
+            self.launched = (0, self.now);
+            while self.launched.0 < kernels {
+                self.step();
+                while self.launched.0 < kernels && self.launched.1 <= self.now {
+                    if self.permits[0] == HOLD {
+                        self.held += 1;
+                        break;
+                    }
+                    self.launched.0 += 1;
+                    // A host that was held does not catch up.
+                    self.launched.1 = (self.launched.1 + every).max(self.now);
+                    self.pieces.0 += 1;
+                    self.queued.0 += each;
+                }
+            }
+            while self.queued.0 > 0 {
+                self.step();
+            }
+            self.pieces.1 = self.pieces.0;
+        }
+        let part = self.received as f64 / self.now as f64;
+        (self.now / requests, part)
+    }
+}
+
+/// Tokens of a language model on an H200: 480 kernels, one every 80 µs, and training.
+#[test]
+fn neighbour_runs_in_gaps_of_a_launch_bound_program() {
+    let alone = 480 * 80;
+    for (timeslice, least) in [(2_000, 0.8), (1_000, 0.7), (500, 0.55)] {
+        let world = Eager::new((34_000, timeslice), (480, 80, 5), 200);
+        let (took, part) = world.measure(40);
+        assert!(part >= least, "{part} of the device with {timeslice} µs");
+        assert!(took as f64 <= alone as f64 * 1.05, "{took} of {alone} µs");
+    }
+}
+
+#[test]
+fn program_that_fills_the_device_keeps_its_share() {
+    // As the plan divides: 95 to 5.
+    let (took, part) = Eager::new((34_000, 2_000), (480, 20, 40), 200).measure(40);
+    assert!((0.03..0.15).contains(&part), "{part}");
+    assert!((took as f64) < 480.0 * 40.0 * 1.2, "{took}");
+}
+
+/// What holds a graph's neighbours holds those of a program that is not launch-bound, too.
+#[test]
+fn neighbour_with_the_shortest_timeslice_runs_in_no_gap() {
+    let world = Eager::new((Timeslice::MAX.0, 1), (480, 80, 5), 200);
+    let (took, part) = world.measure(40);
+    assert!(part < 0.1, "{part}");
+    assert!(took < 480 * 80 * 102 / 100, "{took}");
 }
 
 proptest! {

@@ -231,6 +231,12 @@ impl Domain {
         launched && !self.lost && !self.spent
     }
 
+    /// How many pieces had been launched when the last one was seen to be done.
+    pub(super) fn completed(&self) -> u64 {
+        let slot = self.page.slot(self.member.key);
+        slot.map_or(0, Slot::completed)
+    }
+
     /// How many launches waited for a permit.
     pub(super) fn held_launches(&self) -> u64 {
         let slot = self.page.slot(self.member.key);

@@ -2,7 +2,7 @@
 //! writing permits in a page ([`gpumux_wire::permits`]). [`gpumux_core::runlist`] decides what is written.
 
 use gpumux_core::{
-    Micros, RunState,
+    Class, Micros, RunState,
     controller::Controller,
     runlist::{self, Member},
 };
@@ -40,21 +40,24 @@ impl Device {
                 run: known.state.run,
                 running: domain.has_launched(),
                 waits: domain.waits_to_launch(),
+                latency: controller.class_of(known.state.tenant) == Class::Latency,
+                done: domain.completed(),
             });
         }
         let (permits, next) = self.runlist.step(now, &members);
         let several = members.len() > 1;
         for (launches, permit) in groups.into_iter().zip(permits) {
             let Some(launches) = launches else { continue };
+            // One that may launch freely is waited for by its own program.
+            let watched = several && permit != runlist::Permit::Free;
             let permit = match permit {
-                runlist::Permit::Free => Permit::Free,
+                runlist::Permit::Free | runlist::Permit::Watched => Permit::Free,
                 runlist::Permit::Hold => Permit::Hold,
                 runlist::Permit::Budget(time) => {
                     Permit::Budget(time.0.try_into().unwrap_or(u32::MAX))
                 }
             };
-            // One that may launch freely is waited for by its own program.
-            launches.write(permit, several && permit != Permit::Free);
+            launches.write(permit, watched);
         }
         let works = |it: &Member| it.running || it.waits && it.run == RunState::Enabled;
         let pause = match members.iter().any(works) {

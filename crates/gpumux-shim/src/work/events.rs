@@ -5,7 +5,7 @@ use std::{
     thread,
 };
 
-use super::{Key, STATES, hold, is_capturing, is_capturing_anywhere, note, page};
+use super::{Key, STATES, Seen, hold, is_capturing, is_capturing_anywhere, note, page};
 use crate::ground::driver::{CUevent, CUresult, CUstream, SUCCESS};
 
 /// Events that are remembered, by a hash of their handle.
@@ -111,7 +111,8 @@ pub(crate) fn observe_event(event: CUevent, real: impl FnOnce() -> CUresult) -> 
         && Mark::of(event).get(event) == Some(mark)
     {
         let (at, copies) = mark;
-        STATES[(at >> 48) as usize].finish((at & ((1 << 48) - 1), copies));
+        let so_far = (at & ((1 << 48) - 1), copies);
+        STATES[(at >> 48) as usize].finish(so_far, Seen::Waited);
     }
     result
 }

@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::streams::{FREE, HANDLES, ORPHAN, POLLER_WANTED, SLOW, STATES, ask, places, slow};
+use super::streams::{
+    FREE, GROUPS, HANDLES, ORPHAN, POLLER_WANTED, SLOW, STATES, Seen, ask, places, settle, slow,
+};
 use crate::{
     ground::{
         context::{is_capturing_anywhere, relax_captures},
@@ -30,10 +32,10 @@ const EXIT_AWAKE: Duration = Duration::from_secs(5);
 const EXIT_WAIT: Duration = Duration::from_millis(100);
 
 /// Finds out by our events what is done.
-pub(super) fn reap() {
+pub(super) fn reap(seen: Seen) {
     let done = |place: usize| STATES[place].done.load(Ordering::Acquire);
     for (place, upto) in permits::reap(done) {
-        STATES[place].finish((upto, 0));
+        STATES[place].finish((upto, 0), seen);
     }
 }
 
@@ -71,7 +73,7 @@ pub(crate) fn start_poller(started: &mut bool) {
             relax_captures();
             wake::be_punctual();
             hold::become_server();
-            let (mut tick, mut before) = (BUSY_TICK, 0);
+            let (mut tick, mut before) = (BUSY_TICK, (0, Instant::now()));
             loop {
                 thread::park_timeout(hold::until_due().map_or(tick, |due| due.min(tick)));
                 if hold::serve() {
@@ -106,8 +108,9 @@ enum Look {
     Asked,
 }
 
-/// Looks after outstanding streams, if the program has submitted nothing since the last look.
-fn look(before: &mut u64) -> Look {
+/// Looks after outstanding streams, if the program has submitted nothing since the last look, or others want the device. `before`: how much it
+/// had submitted, and since when it is so much.
+fn look(before: &mut (u64, Instant)) -> Look {
     let (started, outstanding) = places().fold((0u64, false), |(sum, any), (handle, state)| {
         let started = state.started.load(Ordering::Acquire);
         (
@@ -115,14 +118,25 @@ fn look(before: &mut u64) -> Look {
             any || handle != FREE && !state.is_idle(),
         )
     });
-    if !outstanding {
-        return Look::Idle;
+    let submits = before.0 != started;
+    if submits {
+        *before = (started, Instant::now());
     }
     let watched = permits::is_watched();
-    if watched {
-        reap();
+    // Where others want the device, looks come so soon that most are between two launches.
+    let seen = match watched && before.1.elapsed() < BUSY_TICK {
+        true => Seen::Between,
+        false => Seen::Waited,
+    };
+    if !outstanding {
+        if watched && seen == Seen::Waited {
+            settle(GROUPS.load(Ordering::Acquire), seen);
+        }
+        return Look::Idle;
     }
-    if std::mem::replace(before, started) != started && !watched {
+    if watched {
+        reap(seen);
+    } else if submits {
         return Look::Submitting;
     }
     slow(|slow| {
@@ -130,7 +144,7 @@ fn look(before: &mut u64) -> Look {
             if handle == FREE || slow.exiting || is_capturing_anywhere() {
                 continue;
             }
-            ask(handle, state);
+            ask(handle, state, seen);
             if handle == ORPHAN && state.is_clean() {
                 slot.store(FREE, Ordering::Release);
             }

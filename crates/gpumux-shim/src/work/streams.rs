@@ -266,11 +266,20 @@ impl Stream {
     }
 
     /// So much is done.
-    pub(super) fn finish(&self, (work, copies): (u64, u64)) {
+    pub(super) fn finish(&self, (work, copies): (u64, u64), seen: Seen) {
         self.landed.fetch_max(copies, Ordering::AcqRel);
         self.done.fetch_max(work, Ordering::AcqRel);
-        settle(self.slots.load(Ordering::Relaxed));
+        settle(self.slots.load(Ordering::Relaxed), seen);
     }
+}
+
+/// How the end of work was seen.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Seen {
+    /// The program asked, waited, or has submitted nothing for a while.
+    Waited,
+    /// Between two of its launches.
+    Between,
 }
 
 pub(super) fn places() -> impl Iterator<Item = (u64, &'static Stream)> {
@@ -282,7 +291,7 @@ pub(super) fn places() -> impl Iterator<Item = (u64, &'static Stream)> {
 }
 
 /// Says of these slots that all is done, where it is.
-pub(super) fn settle(slots: u64) {
+pub(super) fn settle(slots: u64, seen: Seen) {
     let Some(page) = page() else { return };
     for slot in bits(slots & !LOST.load(Ordering::Acquire)) {
         let Some(counters) = page.slot(slot) else {
@@ -295,8 +304,12 @@ pub(super) fn settle(slots: u64) {
                 && stream.slots.load(Ordering::Relaxed) >> slot & 1 != 0
                 && !stream.is_idle()
         };
-        if !places().any(busy) {
-            counters.complete(submitted);
+        if places().any(busy) {
+            continue;
+        }
+        match seen {
+            Seen::Waited => counters.complete(submitted),
+            Seen::Between => counters.find_complete(submitted),
         }
     }
     hold::settled(slots);
@@ -362,7 +375,7 @@ pub(super) fn insert(key: Key) -> Option<usize> {
         if used == STREAMS && slow.captures.is_empty() {
             // The poller may not have come to it.
             for (handle, state) in places().filter(|(handle, _)| *handle == ORPHAN) {
-                ask(handle, state);
+                ask(handle, state, Seen::Waited);
             }
         }
         let free = HANDLES[..used]
@@ -432,7 +445,8 @@ impl Slow {
                     scope: state.scope.load(Ordering::Relaxed),
                 });
                 let (_, copies) = state.so_far();
-                state.finish((state.started.load(Ordering::Acquire), copies));
+                let all = (state.started.load(Ordering::Acquire), copies);
+                state.finish(all, Seen::Waited);
                 slot.store(FREE, Ordering::Release);
             }
         }
@@ -453,7 +467,7 @@ pub(super) fn begin_counting(slots: u64) {
 }
 
 /// Asks the driver whether a stream has done what it was given.
-pub(super) fn ask(handle: u64, state: &Stream) {
+pub(super) fn ask(handle: u64, state: &Stream, seen: Seen) {
     let so_far = state.so_far();
     // While a submission is under way the answer would prove nothing of use.
     if state.is_clean() || so_far.0 != state.started.load(Ordering::Acquire) {
@@ -473,7 +487,7 @@ pub(super) fn ask(handle: u64, state: &Stream) {
     };
     notice(result);
     if result == SUCCESS || is_fatal(result) {
-        state.finish(so_far);
+        state.finish(so_far, seen);
         if handle == ORPHAN {
             state.event.store(0, Ordering::Release);
             if let Some(destroy) = event_destroy() {

@@ -1,5 +1,5 @@
 use gpumux_core::{Class, Demand, TenantId, TenantSpec};
-use gpumux_wire::permits::{Permits, Permitted};
+use gpumux_wire::permits::{Permits, Permitted, Word};
 
 use super::{super::tests::Bench, *};
 use crate::scheduler::{GroupError, Launches, NewGroup};
@@ -50,6 +50,54 @@ fn request_holds_other_launches_at_the_next_look() {
     assert_eq!(look(&mut bench), (Permit::Free, Permit::Hold));
     bench.pages[0].slot(1).unwrap().complete(1);
     assert_eq!(look(&mut bench), (Permit::Free, some));
+}
+
+/// The objective stands for what a launch-bound program shows: its neighbour's timeslice is long.
+#[test]
+fn neighbour_with_a_long_timeslice_launches_in_gaps() {
+    let mut bench = bench();
+    let decode = add(&mut bench, 1, Class::Latency).unwrap();
+    let train = add(&mut bench, 2, Class::Batch).unwrap();
+    let spec = TenantSpec {
+        class: Class::Latency,
+        latency_objective_us: Some(20_000),
+        ..TenantSpec::default()
+    };
+    bench.spec(1, spec).unwrap();
+    bench.pages[1].slot(2).unwrap().submit();
+    bench.run(Micros::from_millis(50));
+    let look = |bench: &mut Bench| {
+        bench.run(LOOK);
+        bench.engine.schedule_launches();
+        let launches = train.word(2).permit != Permit::Hold;
+        // What it launched is done by the next look, and it would launch more.
+        let slot = bench.pages[1].slot(2).unwrap();
+        slot.complete(slot.submitted());
+        if launches {
+            slot.submit();
+        } else if !slot.waits_to_launch() {
+            slot.begin_wait();
+        }
+        (decode.word(1), launches)
+    };
+    let free = Word {
+        permit: Permit::Free,
+        watched: true,
+    };
+    let mut turns = [0, 0];
+    for _ in 0..100 {
+        let piece = bench.pages[0].slot(1).unwrap().submit();
+        for done in [false, true] {
+            let (word, launches) = look(&mut bench);
+            assert_eq!(word, free, "it goes on launching");
+            turns[usize::from(launches)] += 1;
+            if done {
+                bench.pages[0].slot(1).unwrap().find_complete(piece);
+            }
+        }
+    }
+    let [held, launches] = turns;
+    assert!(held > 5 && launches > 150, "{turns:?}");
 }
 
 #[test]
