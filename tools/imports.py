@@ -215,7 +215,7 @@ class Crate:
         return None
 
     def uses(self) -> Iterator[tuple[str, str, str]]:
-        """Who takes which name from which file."""
+        """File, file that it uses, and name."""
         for module in self.modules.values():
             if module.test:
                 continue
